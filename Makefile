@@ -2,6 +2,8 @@
 SHELL  := /bin/sh
 VENV   ?= .venv
 SEED   ?= 0
+# The releases that the checks ran with; CONSTRAINTS= takes the newest that pyproject.toml admits.
+CONSTRAINTS ?= .ci/tested.txt
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
             command -v $$p >/dev/null 2>&1 && $$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 BIN    := $(VENV)/bin
@@ -10,7 +12,7 @@ DEMO   := $(VENV)/.installed-plot
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check-full lint docs clean
+.PHONY: help demo test check-full processors check-floors check-newest lint docs site clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -18,8 +20,8 @@ help:  ## list the targets
 $(VENV)/.installed-%: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "whet needs Python 3.11 or newer with venv (Debian: apt install python3-venv); try: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
-	@echo "installing whet[$*] and its dependencies into $(VENV) (a few minutes the first time)"
-	@$(BIN)/python -m pip install --disable-pip-version-check $$(test -t 1 || echo --quiet) -e '.[$*]'
+	@echo "installing whet-rl[$*] and its dependencies into $(VENV) (a few minutes the first time)"
+	@$(BIN)/python -m pip install --disable-pip-version-check $$(test -t 1 || echo --quiet) $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[$*]'
 	@touch $@
 
 demo: $(DEMO)  ## train a small model by GRPO, a minute or two (SEED=n)
@@ -28,9 +30,25 @@ demo: $(DEMO)  ## train a small model by GRPO, a minute or two (SEED=n)
 test: $(STAMP)  ## the test suite, on all processors
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
-check-full: $(STAMP)  ## the longer checks too, then types and style
+check-full: $(STAMP)  ## the longer checks too, other processors, then types and style
 	WHET_CHECK_FULL=1 $(BIN)/python -m pytest -n auto --dist worksteal -m 'not gpu' --timeout 1800
-	$(MAKE) lint
+	$(MAKE) processors lint site
+
+NUMERICS = $(BIN)/python -m pytest -n auto --dist worksteal --timeout 600 \
+             tests/engines tests/equivalence tests/oracle tests/unit/models tests/unit/native tests/unit/ops
+
+processors: $(STAMP)  ## the tests of numbers as other processors do them: fewer instructions, no kernels, two threads
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 WHET_NATIVE=0 $(NUMERICS)
+	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE $(NUMERICS)
+	ONEDNN_MAX_CPU_ISA=AVX512_CORE WHET_TEST_THREADS=2 $(NUMERICS)
+	WHET_NATIVE=0 WHET_TEST_THREADS=2 $(NUMERICS)
+
+check-floors:  ## the suite with the oldest releases that pyproject.toml admits, in .venv-floors
+	$(PYTHON) .ci/floors.py pyproject.toml > .ci/floors.txt
+	$(MAKE) test VENV=.venv-floors CONSTRAINTS=.ci/floors.txt
+
+check-newest:  ## the suite with the newest, in .venv-newest
+	$(MAKE) test VENV=.venv-newest CONSTRAINTS=
 
 lint: $(STAMP)  ## ruff and pyright
 	$(BIN)/ruff check whet tests benchmarks examples
@@ -45,5 +63,8 @@ docs: $(STAMP)  ## write the generated pages again
 	$(BIN)/python -m whet.learners.catalog > docs/algorithms.md
 	$(BIN)/python -m whet.learners.preference_catalog > docs/preference.md
 
+site: $(VENV)/.installed-docs  ## the documentation as a site, in site/
+	$(BIN)/zensical build --strict
+
 clean:  ## remove the environment
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-floors .venv-newest site

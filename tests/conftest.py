@@ -1,4 +1,4 @@
-"""Fixtures and settings of the whole suite: one thread, no network, fixed seeds."""
+"""Fixtures and settings of the whole suite: one thread (or WHET_TEST_THREADS), no network, fixed seeds."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ import torch
 
 from whet.observe import plot_curves
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("WHET_TEST_THREADS", "1")))
 pytest.register_assert_rewrite("contract", "tiny")  # what they assert is shown as in a test
 
 

@@ -244,3 +244,20 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+def _warn_of_the_other() -> None:
+    """Says that the index's distribution `whet`, which is a stranger's, is installed beside this one."""
+    from whet.util.install import DISTRIBUTION, foreign_whet
+
+    if version := foreign_whet():
+        import warnings
+
+        warnings.warn(
+            f"the distribution whet {version} is installed too: a stranger's, whose files may lie over those of "
+            f"{DISTRIBUTION}; pip uninstall whet {DISTRIBUTION}, then install {DISTRIBUTION} again",
+            stacklevel=3,
+        )
+
+
+_warn_of_the_other()

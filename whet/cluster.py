@@ -24,7 +24,7 @@ from whet.models.modes import max_positions
 from whet.models.types import LoadedModel
 from whet.ops import Support, clipped_surrogate, clipped_value
 from whet.rewards.model import RewardModel
-from whet.rollout import resolve_engine
+from whet.rollout import engine_name, resolve_engine
 from whet.rollout.base import RolloutEngine, Sampling, support_of
 from whet.rollout.build import grammars_of, make_engine, sampling_of
 from whet.rollout.constraint import Masks
@@ -32,7 +32,7 @@ from whet.rollout.driver import Rollouts
 from whet.rollout.policy import Play, PolicyRollouts
 from whet.train.checkpoints import Checkpoints
 from whet.train.role_trainer import RoleTrainer
-from whet.train.role_workers import ACTOR, Given, RoleWorkers, check_loading
+from whet.train.role_workers import ACTOR, Given, RoleWorkers, check_loading, trusts_remote_code
 from whet.train.worker import Allowed, ModelWorker
 from whet.tunix.verbs import TunixVerbs
 from whet.types import Group, Prompt
@@ -101,7 +101,7 @@ class RLCluster(RoleWorkers, TunixVerbs):
             )
         shares_trunk, critic = _shared_critic(critic)
         policy = self.load(Role.ACTOR, actor, score_head=shares_trunk)
-        self.tokenizer = load_tokenizer(tokenizer)
+        self.tokenizer = load_tokenizer(tokenizer, trust_remote_code=trusts_remote_code(actor))
         self.eos_ids = stop_token_ids(self.tokenizer, policy.module.config, policy.module.generation_config)
         self._grammars = grammars_of(policy, self.tokenizer)
         self._masks = Masks(self._grammars)
@@ -198,6 +198,12 @@ class RLCluster(RoleWorkers, TunixVerbs):
                 samplings=[self.sampling(mode) for mode in Mode],
             )
 
+    @property
+    def engine_name(self) -> str:
+        """What the configuration calls the engine; of a class its name."""
+        given = engine_name(self.cluster_config.rollout_engine)
+        return given if isinstance(given, str) else getattr(given, "__name__", type(given).__name__)
+
     # ---- roles ---------------------------------------------------------------------------------------------------
 
     @property
@@ -263,7 +269,7 @@ class RLCluster(RoleWorkers, TunixVerbs):
         """Builds the engine now, so that what it refuses is said before the first step."""
         _ = self._rollouts.engine
 
-    def sample(
+    def sample(  # pyright: ignore[reportIncompatibleMethodOverride]  (its options are named)
         self,
         prompts: Sequence[Prompt],
         *,

@@ -4,6 +4,7 @@ WhetError
 ├── ConfigError      (ValueError)    what the user asked for: a field, a name, a keyword, a model that can't do it
 ├── DataError        (ValueError)    what the user brought: rows, columns, prompts, tensors of the wrong shape
 ├── RewardError      (RuntimeError)  what a reward function returned, raised or never returned
+│   └── RewardValueError (ValueError)    it returned something else than one number or None a completion
 ├── EngineError      (RuntimeError)  generation: a request that can't fit, an engine that failed
 ├── TrainingError    (RuntimeError)  a run whose numbers went wrong: gradients that are not finite
 └── CheckpointError  (RuntimeError)  saving, loading, resuming
@@ -22,6 +23,7 @@ __all__ = [
     "DataError",
     "EngineError",
     "RewardError",
+    "RewardValueError",
     "TrainingError",
     "WhetError",
     "lookup_error",
@@ -45,6 +47,10 @@ class DataError(WhetError, ValueError):
 
 class RewardError(WhetError, RuntimeError):
     """A reward function failed: wrong length, NaN, an exception, a timeout."""
+
+
+class RewardValueError(RewardError, ValueError):
+    """A reward function returned something else than a number or None for each completion."""
 
 
 class EngineError(WhetError, RuntimeError):

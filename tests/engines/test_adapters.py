@@ -2,10 +2,12 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from test_paths import tokens
 from tiny import build, prompts, requests, run
+from torch import nn
 
 from whet.config import OptimConfig
 from whet.errors import EngineError
@@ -14,9 +16,12 @@ from whet.models.load import load_model
 from whet.native.build import Unavailable
 from whet.native.decode import load_kernels
 from whet.rollout.base import Sampling
+from whet.rollout.driver import Rollouts, single_turns
 from whet.rollout.engine import EmbeddedEngine, packed
+from whet.rollout.engine.packed import Product
 from whet.rollout.hf import HFEngine
 from whet.train.worker import ModelWorker
+from whet.types import Prompt, TokenBatch
 
 peft = pytest.importorskip("peft")
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -107,8 +112,87 @@ def test_a_base_layer_in_bf16_with_an_adapter_in_fp32_keeps_the_fast_paths():
     assert engine.backends["trunk"] == "fused"
     if not isinstance(load_kernels(), Unavailable):
         assert engine.backends["products"] == "native, packed"
-    weight = effective_weight(model.model.layers[0].mlp.up_proj)
-    assert weight.dtype == torch.bfloat16
+
+
+def half(rslora=False, **options):
+    """A bf16 model whose adapter adds less to each weight than its rounding, and by which it says other things."""
+    model = adapted(use_rslora=rslora, **options).to(torch.bfloat16)
+    with torch.no_grad():
+        for layer in Adapter.of(model).layers.values():
+            weight, added = layer.weight.float(), effective_weight_of(layer) - layer.weight.float()
+            layer.lora_B["default"].weight.mul_(weight.abs().mean() * EPS / 4 / added.abs().mean())
+    return model
+
+
+EPS = torch.finfo(torch.bfloat16).eps
+
+
+def effective_weight_of(layer):
+    a, b = (part["default"].weight.float() for part in (layer.lora_A, layer.lora_B))
+    return layer.weight.float() + layer.scaling["default"] * (b @ a)
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("rslora", [False, True])
+def test_products_in_bf16_add_what_an_adapter_adds_though_a_merged_weight_would_round_it_away(native, rslora):
+    """Three layers of widths that share panels, one of them without an adapter, and an odd rank."""
+    if native and isinstance(load_kernels(), Unavailable):
+        pytest.skip("no native kernels")
+    torch.manual_seed(0)
+    layers = nn.ModuleDict({"a": nn.Linear(48, 40), "b": nn.Linear(48, 8), "c": nn.Linear(48, 24)})
+    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["a", "c"], init_lora_weights=False, use_rslora=rslora)
+    peft.inject_adapter_in_model(config, layers)
+    layers.to(torch.bfloat16)
+    product = Product(list(layers.values()), kernels=load_kernels() if native else None)
+    for version in range(2):
+        for rows in (1, 7, 30):
+            x = torch.randn(rows, 48, dtype=torch.bfloat16)
+            with torch.no_grad():
+                want = torch.cat([layer(x) for layer in layers.values()], -1)
+                got = product(x)
+            # the same roundings in the same order; a sum in fp32 of another order may round to a neighbour
+            assert ((got - want).abs() <= 2 * EPS * want.abs().clamp(min=1)).all()
+            assert (got != want).double().mean() < 0.02
+        with torch.no_grad():
+            layers["a"].lora_B["default"].weight.mul_(2.0)
+        product.refresh()
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("rslora", [False, True])
+def test_in_bf16_the_sampler_is_as_near_to_the_trainer_with_an_adapter_as_without(native, rslora):
+    """Before an update and after one; what the adapter adds is below the rounding of the base's weights."""
+    model = half(rslora)
+    loaded = load_model(model)
+    worker = ModelWorker(loaded, optim=OptimConfig(lr=1e-2), dtype=torch.bfloat16)
+    engine = EmbeddedEngine(loaded, native=native)
+    assert engine.backends["trunk"] == "fused"
+    rows = [Prompt(tokens=p, source="", columns={}, row=i) for i, p in enumerate(prompts())]
+
+    def gap(engine, worker):
+        groups = Rollouts(engine).run(single_turns(rows, Sampling(max_tokens=12), num_generations=4))
+        batch = TokenBatch.from_groups(groups, np.zeros(len(rows) * 4))
+        return (worker.logprobs(batch).logprobs - batch.sampler_logprobs).abs().mean().item(), batch
+
+    bare = load_model(build("qwen3", gain=3.0).to(torch.bfloat16))
+    without, _ = gap(EmbeddedEngine(bare, native=native), ModelWorker(bare))
+    for version in range(2):
+        engine.update(version)
+        found, batch = gap(engine, worker)
+        assert found < 2 * without
+        weights = torch.full((batch.num_tokens,), 1 / batch.num_tokens)
+        worker.forward_backward(batch.replace(weights=weights), lambda x: (x.logprobs, {}))
+        worker.optim_step()
+
+
+def test_adapters_in_bf16_take_no_second_copy_of_the_weights():
+    model = half()
+    size = sum(p.nbytes for p in Adapter.of(model).parameters())
+    plain, bare = (EmbeddedEngine(m, native=False)._runner.forward.bytes for m in (model, build().to(torch.bfloat16)))
+    assert plain == bare == 0
+    if not isinstance(load_kernels(), Unavailable):
+        packs, bare = (EmbeddedEngine(m)._runner.forward.bytes for m in (model, build().to(torch.bfloat16)))
+        assert 0 < packs - bare < 40 * size  # tiny widths: panels are wider than most of these layers
 
 
 @pytest.mark.parametrize("native", [True, False])

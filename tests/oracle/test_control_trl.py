@@ -8,11 +8,14 @@ import math
 import textwrap
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from helpers import completion, prompt
 
-from whet.config import PolicyConfig
+from whet.config import GRPOConfig, PolicyConfig
 from whet.learners.control import Control
+from whet.learners.mismatch import compare_sampler
 from whet.metrics import Mean
 from whet.ops import (
     CORRECTIONS,
@@ -25,7 +28,7 @@ from whet.ops import (
     reference_kl,
     token_weights,
 )
-from whet.types import LossInputs
+from whet.types import Group, LossInputs, TokenBatch
 
 trainer = pytest.importorskip("trl.trainer.grpo_trainer")
 Trainer = trainer.GRPOTrainer
@@ -183,22 +186,30 @@ def test_the_quantile_is_of_the_optimizer_step_here_and_of_each_micro_batch_ther
 
 
 def correction_of(old, sampler, mask, *, mode, low, high):
-    """The importance ratio as TRL's generation step makes it: its own statement, run on given logprobs."""
+    """The importance ratio as TRL's generation step makes it, and its metrics: its own statements on given logprobs."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(Trainer._generate_and_score_completions)))
-    (block,) = [
+    blocks = [
         node
         for node in ast.walk(tree)
-        if isinstance(node, ast.If) and any("per_sequence_logps_diff" in ast.unparse(n) for n in node.body)
+        if isinstance(node, ast.If) and any(part in ast.unparse(node) for part in ("per_sequence_logps_diff", "delta"))
         and ast.unparse(node.test) == "self.use_vllm and self.vllm_importance_sampling_correction"
     ]  # fmt: skip
+    assert len(blocks) == 2
+    metrics = {"train": collections.defaultdict(list)}
     names = {
         "self": SimpleNamespace(
+            accelerator=SimpleNamespace(gather=lambda x: x),
+            _metrics=metrics,
             use_vllm=True,
             vllm_importance_sampling_correction=True,
             vllm_importance_sampling_mode=mode,
             vllm_importance_sampling_clip_min=low,
             vllm_importance_sampling_clip_max=high,
         ),
+        "mode": "train",
+        "device": "cpu",
+        "nanmin": torch.min,
+        "nanmax": torch.max,
         "torch": torch,
         "math": math,
         "completion_mask": mask,
@@ -206,8 +217,8 @@ def correction_of(old, sampler, mask, *, mode, low, high):
         "old_per_token_logps": old,
         "sampling_per_token_logps": sampler,
     }
-    exec(compile(ast.Module([block], []), "trl", "exec"), names)
-    return names["vllm_importance_sampling_ratio"]
+    exec(compile(ast.Module(sorted(blocks, key=lambda n: n.lineno), []), "trl", "exec"), names)
+    return names["vllm_importance_sampling_ratio"], {name: value for name, (value,) in metrics["train"].items()}
 
 
 @pytest.mark.parametrize("unknown", [False, True], ids=["known", "nan"])
@@ -217,13 +228,36 @@ def test_the_importance_sampling_of_each_mode(mode, low, high, unknown):
     p = padded(3)
     if unknown:
         p.sampler[0, 0] = math.nan
-    ratio = correction_of(p.old, p.sampler, p.mask, mode=mode, low=low, high=high)
+    ratio, _ = correction_of(p.old, p.sampler, p.mask, mode=mode, low=low, high=high)
     level, how = mode.split("_")
     factor = functools.partial(CORRECTIONS[level], sampler_is_mode=how, sampler_is_threshold=high, sampler_is_lower=low)
     x = packed(p)
     torch.testing.assert_close(factor(x), ratio.expand(ROWS, WIDTH)[p.mask.bool()], rtol=1e-6, atol=1e-12)
     mine = ours(Objective(surrogate=clipped_surrogate, factors=(factor,)), x)
     same_loss_and_gradient(p, mine, theirs(p, correction=ratio)[0])
+
+
+@pytest.mark.parametrize("unknown", [False, True], ids=["known", "nan"])
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_truncate", "sequence_mask"])
+def test_what_is_logged_of_the_importance_sampling(mode, unknown):
+    p = padded(3)
+    if unknown:
+        p.sampler[0, 0] = math.nan
+    _, logged = correction_of(p.old, p.sampler, p.mask, mode=mode, low=0.6, high=1.5)
+    x, (level, how) = packed(p), mode.split("_")
+    lengths = torch.bincount(x.sequence).tolist()
+    done = tuple(completion([0] * n, g) for g, n in enumerate(lengths))
+    batch = TokenBatch.from_groups([Group(prompt=prompt("a"), completions=done)], np.zeros(len(lengths)))
+    batch = batch.replace(old_logprobs=x.old_logprobs, sampler_logprobs=x.sampler_logprobs)
+    config = GRPOConfig(sampler_is=level, sampler_is_mode=how, sampler_is_threshold=1.5, sampler_is_lower=0.6)
+    found = {name: metric.value for name, metric in compare_sampler(batch, config)[1].items()}
+    of_ratio = {
+        f"sampling/importance_sampling_ratio/{n}": found[f"sampler_is/weight_{n}"] for n in ("mean", "min", "max")
+    }
+    of_gap = {
+        f"sampling/sampling_logp_difference/{n}": found[f"sampler_trainer/logp_diff_{n}"] for n in ("mean", "max")
+    }
+    assert of_ratio | of_gap == pytest.approx(logged, rel=1e-6)
 
 
 def test_the_entropy_bonus_is_under_the_token_weights_here_and_a_token_mean_there():

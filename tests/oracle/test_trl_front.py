@@ -175,8 +175,17 @@ def test_the_loss_and_the_gradient_of_each_option(kwargs, masked, monkeypatch):
 def test_the_importance_sampling_for_vllm(mode, monkeypatch):
     batch, given = inputs(2)
     kwargs = {"use_vllm": True, "vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 1.3}
-    own = {**kwargs, "vllm_importance_sampling_mode": mode.replace("sequence", "sequence_sum")}
-    same(ours(GRPOConfig(**{**BOTH, **own}), batch, given, monkeypatch), theirs(kwargs, batch, given))
+    same(ours(GRPOConfig(**{**BOTH, **kwargs}), batch, given, monkeypatch), theirs(kwargs, batch, given))
+
+
+def test_the_default_of_the_importance_sampling_for_vllm_is_trl_s_and_the_geometric_mean_is_another(monkeypatch):
+    batch, given = inputs(2)
+    kwargs = {"use_vllm": True, "vllm_importance_sampling_clip_max": 1.3}
+    mine = lambda **own: ours(GRPOConfig(**{**BOTH, **kwargs, **own}), batch, given, monkeypatch)
+    want = theirs(kwargs, batch, given)
+    same(mine(), want)
+    geometric = mine(vllm_importance_sampling_mode="geometric_mask")
+    assert geometric[0].item() != pytest.approx(want[0].item(), rel=1e-3)
 
 
 @pytest.mark.parametrize("name", ["DPOTrainer", "GRPOTrainer", "RLOOTrainer", "RewardTrainer", "SFTTrainer"])

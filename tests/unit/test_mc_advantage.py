@@ -1,5 +1,6 @@
 """Groups of trajectories: MCAdvantage over TensorDicts and mc_advantage over a stream, without TorchRL."""
 
+import math
 import pickle
 import sys
 
@@ -77,7 +78,7 @@ def test_equal_rewards_have_no_advantage_and_near_ones_hardly_any():
 
 
 def test_the_transform_waits_and_then_gives_whole_groups():
-    groups = MCAdvantage(2)
+    groups = MCAdvantage(2, trajectory_return="sum")
     assert groups.inv(steps("a", [0.0, 0.0])) is None and groups.inv(steps("b", [1.0])) is None
     assert (groups.queued_groups, groups.queued_trajectories, groups.max_queued_trajectories_per_group) == (2, 2, 1)
     found = groups.inv(steps("a", [0.0, 1.0, 0.0]))
@@ -91,10 +92,12 @@ def test_the_transform_waits_and_then_gives_whole_groups():
 
 def test_trajectories_end_to_end_in_rows_and_in_blocks():
     flat = torch.cat([steps(1, [0.0]), steps(2, [1.0, 1.0]), steps(1, [1.0])])
-    assert advantages(MCAdvantage(2).inv(flat)) == pytest.approx([-HALF, HALF])
+    assert advantages(MCAdvantage(2, trajectory_return="sum").inv(flat)) == pytest.approx([-HALF, HALF])
     rows = torch.stack([steps(1, [0.0, 0.0]), steps(1, [0.0, 1.0])])
     for shaped in (rows, rows[None], rows.flatten(0, 1)):
-        assert advantages(MCAdvantage(2).inv(shaped)) == pytest.approx([-HALF, -HALF, HALF, HALF])
+        assert advantages(MCAdvantage(2, trajectory_return="sum").inv(shaped)) == pytest.approx(
+            [-HALF, -HALF, HALF, HALF]
+        )
 
 
 def test_what_waits_is_a_copy():
@@ -124,7 +127,7 @@ def test_groups_are_told_apart_by_text_or_by_the_value_of_a_tensor(group):
 
 
 def test_dropped_rescued_and_unselected_are_counted():
-    groups = MCAdvantage(2, keep_return_bounds=(0.1, 0.9), candidate_group_size=4)
+    groups = MCAdvantage(2, trajectory_return="sum", keep_return_bounds=(0.1, 0.9), candidate_group_size=4)
     assert [groups.inv(steps(0, [1.0])) for _ in range(2)] == [None, None]
     found = groups.inv(steps(0, [0.0]))
     assert advantages(found) == pytest.approx([HALF, -HALF])
@@ -147,7 +150,8 @@ class Longest(MCAdvantageSelector):
 
 
 def test_a_selector_of_ones_own_sees_the_trajectories():
-    groups = MCAdvantage(2, candidate_group_size=3, candidate_selection_min_size=3, candidate_selector=Longest())
+    sizes = {"candidate_group_size": 3, "candidate_selection_min_size": 3}
+    groups = MCAdvantage(2, trajectory_return="sum", **sizes, candidate_selector=Longest())
     for count in (1, 3):
         groups.inv(steps(0, [float(count)] * count, step=torch.arange(count)))
     found = groups.inv(steps(0, [0.0, 0.0], step=torch.arange(2)))
@@ -173,7 +177,22 @@ def test_incomplete_groups_are_bounded_and_time_out():
     assert [stream.get_stats()[n] for n in ("written_groups", "evicted_groups", "queued_groups")] == [1, 1, 1]
 
 
-def test_the_version_of_2025_pools_steps_and_groups_by_text():
+def test_steps_are_pooled_by_default_as_in_torchrl_and_returns_are_not_counted_then():
+    groups = MCAdvantage(2)
+    groups.inv(steps("a", [0.0, 1.0, 2.0]))
+    assert len(groups.queues["a"]) == 1 and not groups.is_shared
+    found = groups.inv(steps("a", [1.0]))
+    assert advantages(found) == pytest.approx([-(1.5**0.5), 0, 1.5**0.5, 0], abs=1e-6)
+    stats = groups.get_stats()
+    assert stats["completed_decisions"] == 4 and stats["written_groups"] == 1
+    assert [stats[n] for n in ("trajectory_return_sum", "trajectory_return_max", "successful_trajectories")] == [
+        0.0,
+        -math.inf,
+        0,
+    ]
+
+
+def test_the_version_of_2025_groups_by_text():
     groups = MCAdvantage(2, compat="0.9")
     assert groups.prompt_key == "text" and groups.trajectory_return is None and groups.grpo_size == 2
     assert MCAdvantage(2, compat="0.9", trajectory_return="max").trajectory_return == "max"
@@ -182,11 +201,12 @@ def test_the_version_of_2025_pools_steps_and_groups_by_text():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"grpo_size": 0}, "grpo_size 0 must be at least 2"),
-        ({"grpo_size": 0, "trajectory_return": None}, "grpo_size 0 must be at least 1"),
+        ({"grpo_size": 1, "trajectory_return": "sum"}, "grpo_size 1 must be at least 2"),
+        ({"grpo_size": 0}, "grpo_size 0 must be at least 1"),
         ({"trajectory_return": "total"}, "unknown trajectory_return 'total'"),
         ({"keep_return_bounds": (0.9, 0.1)}, "must be an increasing pair"),
-        ({"keep_return_bounds": (0.1, 0.9), "trajectory_return": None}, "choose by the returns of trajectories"),
+        ({"keep_return_bounds": (0.1, 0.9)}, "choose by the returns of trajectories"),
+        ({"candidate_group_size": 4}, 'set trajectory_return to "sum", "max" or "mean"'),
         ({"candidate_group_size": 1}, "candidate_group_size 1 must be at least grpo_size 2"),
         ({"candidate_selection_min_size": 3}, "must lie between grpo_size 2 and candidate_group_size 2"),
         ({"max_queued_groups": 0}, "max_queued_groups 0"),

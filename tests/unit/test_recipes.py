@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from whet.cli.commands import recipe_path
 from whet.config import DPORunConfig, PPORunConfig, RMRunConfig, RunConfig, SFTRunConfig, load_run, load_supervised
+from whet.util.shipped import recipe_path
 
 SUPERVISED = {"sft": SFTRunConfig, "rm": RMRunConfig, "dpo": DPORunConfig}
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").rglob("*.yaml"))

@@ -31,6 +31,11 @@ COMMANDS = {
     "chat": "talk with a model: model=FOLDER",
     "eval": "measure a model on a data set: model=FOLDER data=FILE reward=NAME",
     "push": "give a run's model away on the Hugging Face hub: whet push RUN repo=NAME",
+    "recipes": "list the recipes; whet recipes copy NAME puts one into this folder",
+    "docs": "list the pages of the documentation; whet docs NAME prints one",
+    "schema": "print the JSON schema of a YAML file, for editors: whet schema grpo",
+    "completion": "print a shell's completion: whet completion bash, zsh or fish",
+    "env": "print what a bug report needs",
     "version": "print the version",
 }
 
@@ -47,6 +52,15 @@ _SUPERVISED = ("sft", "rm", "dpo")
 """The commands that train on rows alone."""
 _RUNS = ("grpo", "ppo", *_SUPERVISED)
 """The commands that train what a configuration says."""
+_SHOWN = {
+    "recipes": "[copy NAME [FOLDER]]",
+    "docs": "[NAME]",
+    "schema": "[COMMAND]",
+    "completion": "bash|zsh|fish",
+    "env": "",
+    "version": "",
+}
+"""The commands that print what is known, and the words that they take."""
 _TRAIN = ("demo", *_RUNS)
 """The commands that train."""
 _FLAGS = {"print_config": ("chat", "eval", "generate", "push", *_RUNS), "profile": _TRAIN}
@@ -88,10 +102,8 @@ def explained(who: str, work: Callable[[], Any]) -> int:
 def _dispatch(command: str, words: list[str]) -> None:
     if command in ("-h", "--help", "help"):
         _print_help(_help())
-    elif command in ("version", "--version", "-V"):
-        from whet._version import __version__
-
-        print_text(f"whet {__version__}")
+    elif command in ("--version", "-V"):
+        _dispatch("version", words)
     elif command not in COMMANDS:
         from whet.errors import ConfigError, lookup_error
 
@@ -104,6 +116,10 @@ def _dispatch(command: str, words: list[str]) -> None:
         raise lookup_error("command", command, COMMANDS)
     elif (topic := topic_of(words)) is not None:
         _print_help(_command_help(command, words, topic))
+    elif command in _SHOWN:
+        from whet.cli.about import shown_by
+
+        print_text(shown_by(command, words))
     elif command == "data":
         _data(words)
     else:
@@ -111,12 +127,19 @@ def _dispatch(command: str, words: list[str]) -> None:
 
 
 def _told(who: str, error: Exception) -> bool:
-    """Prints an error of whet in one message; False for any other, which is a bug."""
+    """Prints an error of whet, or that this user may not do something with a file, in one message; False for any other,
+    which is a bug.
+    """
     from whet.errors import ConfigError, WhetError
 
-    if not isinstance(error, WhetError) or os.environ.get("WHET_DEBUG", "0") not in ("", "0"):
+    denied = isinstance(error, PermissionError) and error.filename is not None
+    if not (denied or isinstance(error, WhetError)) or os.environ.get("WHET_DEBUG", "0") not in ("", "0"):
         return False
-    text = str(error).replace("\n", "\n  ")
+    if denied:
+        name = os.fsdecode(error.filename)
+        text = f"{name}: {error.strerror}; give this user access to it and to its folders, or another path"
+    else:
+        text = str(error).replace("\n", "\n  ")
     text = f"{who}:\n  {text}" if "\n" in text else f"{who}: {text}"
     if sys.stderr.isatty():
         text = fitted(text, shutil.get_terminal_size().columns)
@@ -352,14 +375,14 @@ def _check_rest(command: str, words: list[str], error: Exception) -> None:
 
 
 def _help() -> str:
-    commands = "\n".join(f"  {command:9}{text}" for command, text in COMMANDS.items())
+    commands = "\n".join(f"  {command:12}{text}" for command, text in COMMANDS.items())
     keys = "`whet grpo --help` and so on show the keys that are set first, `whet grpo --help all` every one."
     return f"usage: whet COMMAND [--config FILE] [key=value ...]\n\n{commands}\n\n{keys}"
 
 
 def _command_help(command: str, words: list[str], topic: str) -> str:
-    if command == "version":
-        return f"usage: whet version\n\n{COMMANDS[command]}"
+    if command in _SHOWN:
+        return f"usage: {f'whet {command} {_SHOWN[command]}'.rstrip()}\n\n{COMMANDS[command]}"
     of = {"data": words[0] if words[0] in _RUNS else "grpo", "demo": "grpo"}.get(command, command)
     flags = "".join(f"[--{name}] " for name, takers in _FLAGS.items() if command in takers)
     return command_help(command, COMMANDS[command], topic, *_kind(of), flags)

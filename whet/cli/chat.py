@@ -146,7 +146,9 @@ class Chat:
         own = {f.name: getattr(self.config, f.name) for f in dataclasses.fields(self.config)}
         live = sorted(own.keys() & {"max_tokens", "seed", *sampling_keys(self.config)})
         parts = _words(words)
-        given = tree(["=".join(parts)] if len(parts) == 2 and "=" not in words else parts, sampled_short(ChatConfig))
+        given = tree(
+            ["=".join(parts)] if len(parts) == 2 and "=" not in words else parts, sampled_short(ChatConfig), ChatConfig
+        )
         if wrong := given.keys() - live:
             raise lookup_error("setting", min(wrong), live)
         config = check(ChatConfig, {**own, **given})

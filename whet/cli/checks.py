@@ -27,6 +27,7 @@ from whet.config import (
     check_complete,
     check_supervised,
 )
+from whet.config.data import paths_of
 from whet.config.rewards import REWARD_MODEL
 from whet.data.order import first_of, has_places, is_batch
 from whet.data.prompts import ANSWER, find_prompt_column
@@ -43,8 +44,10 @@ from whet.ops import LOSS_AGG_MODES, SFT_LOSSES, teacher_column
 from whet.rewards.columns import check_answers, check_columns
 from whet.rewards.manager import RewardManager, resolve_reward_manager
 from whet.rewards.resolve import by_name, resolve_reward
-from whet.rollout import resolve_engine
+from whet.rollout import check_engine
+from whet.run.hub import check_push
 from whet.train.checkpoints import Checkpoints
+from whet.train.optim import check_schedule
 from whet.train.optimizers import check_optimizer
 from whet.train.role_workers import check_model
 from whet.types import Prompt
@@ -64,12 +67,12 @@ def check_run(config: RunConfig | SupervisedRunConfig, unread: Collection[str] =
     Raises: ConfigError: with every finding, a line each; a single one as the error that it is.
 
     >>> from whet.config import load_run
-    >>> check_run(load_run(["reward=exact_match", "actor.optim.name=adamv", "trainer.mini_batch_size=3"]))
+    >>> check_run(load_run(["reward=exact_match", "actor.optim.name=sdg", "trainer.mini_batch_size=3"]))
     Traceback (most recent call last):
     whet.errors.ConfigError: no model; write model=<hub name or folder>
     no data; write data=<hub name, folder, json, jsonl, csv, parquet or arrow file>
     batch_size=8 must be a multiple of mini_batch_size=3; use mini_batch_size=2 or 4
-    unknown optim.name 'adamv'; did you mean adam or adamw? Known: adam, adamw, adamw8bit, package.module:factory, sgd
+    unknown optim.name 'sdg'; did you mean sgd? Known: adam, adamw, adamw8bit, muon, package.module:factory, sgd
     """
     sections = {field.name for field in dataclasses.fields(config)}
     doubtful = set(unread) if sections.issuperset(unread) else sections
@@ -88,7 +91,7 @@ def _of_policy(config: RunConfig, unread: Collection[str]) -> Iterator[Check]:
     yield from ((given, partial(resolve_reward, name)) for name in config.reward_names if name != REWARD_MODEL)
     yield "", partial(resolve_reward_manager, config.algo.reward_manager)
     yield from (("algo", check) for check in objective_checks(config.algo))
-    yield "", partial(resolve_engine, config.rollout_engine)
+    yield "", partial(check_engine, config.rollout_engine)
     if not isinstance(config, PPORunConfig):
         yield "rollout", partial(check_drawn, config.rollout)
     if config.teacher is not None:
@@ -120,10 +123,14 @@ def _supervised(config: SupervisedRunConfig, unread: Collection[str]) -> Iterato
 def _shared(config: RunConfig | SupervisedRunConfig) -> Iterator[Check]:
     """The checks of any run: data, tokenizer, loggers, folders, what is watched."""
     data, trainer = config.data, config.trainer
-    yield from (("", partial(check_source, path)) for path in (data.path, data.eval_path) if path is not None)
+    part = None if data.eval_path is not None or data.eval_split == data.split else data.eval_split
+    paths = (*paths_of(data.path), *paths_of(data.eval_path))
+    yield from (("", partial(check_source, path, part)) for path in paths)
     if config.tokenizer not in (None, "byte"):
         yield "", partial(check_model, config.tokenizer)
     yield "", partial(check_loggers, trainer.chosen_loggers, trainer.metrics_logging_options)
+    if trainer.hub_model_id is not None:
+        yield "trainer", partial(check_push, trainer)
     evaluates = data.eval_path is not None or data.eval_split is not None or bool(data.eval_fraction)
     yield "data trainer", partial(_watched, trainer, evaluates)
     if trainer.resume is not None:
@@ -147,6 +154,7 @@ def _role(section: str, role: RoleConfig | None, *, trained: bool) -> Iterator[C
         yield "", looked
     if trained:
         yield "", partial(check_optimizer, role.optim)
+        yield "", partial(check_schedule, role.optim)
 
 
 def _watched(trainer: TrainingConfig, evaluates: bool) -> None:

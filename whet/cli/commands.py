@@ -33,7 +33,7 @@ from whet.config import (
 )
 from whet.config.lora import LORA_LR
 from whet.data.order import hold_out
-from whet.data.sources import load_rows
+from whet.data.sources import load_rows, same_rows
 from whet.errors import ConfigError
 from whet.learners.base import RLLearner
 from whet.learners.grpo import GRPOLearner
@@ -50,6 +50,7 @@ from whet.run.run import Run
 from whet.train.checkpoints import Checkpoints
 from whet.train.role_workers import ACTOR
 from whet.util.refs import is_ref
+from whet.util.shipped import recipe_path
 
 __all__ = ["build", "data", "demo", "grpo", "ppo", "rows_given", "train"]
 
@@ -128,7 +129,7 @@ def demo(argv: Sequence[str] = ()) -> dict[str, Any]:
     Returns: the summary.
     """
     words = [w.replace("seed=", "trainer.seed=", 1) if w.removeprefix("--").startswith("seed=") else w for w in argv]
-    recipe = recipe_path("demo.yaml")
+    recipe = recipe_path("demo")
     config = load_run(["--config", str(recipe), *words])
     say = _Say()
     say("whet demo: GRPO teaches a small model the order of operations (a minute or two on 2 cores)")
@@ -230,15 +231,22 @@ def rows_given(data: D) -> D:
 def data(config: AnyRun) -> tuple[Any, Any]:
     """Training and evaluation rows of a configuration; the latter None where none are asked for."""
     c = config.data
-    if c.streaming and c.shuffle:
+    if c.streaming and c.shuffle and not c.shuffle_buffer:
         log.warning(
-            "data.shuffle has no effect on a stream, which keeps its own order; set data.shuffle=false to silence this"
+            "data.shuffle has no effect on a stream without data.shuffle_buffer: it keeps its own order; set "
+            "data.shuffle_buffer=10000, or data.shuffle=false to silence this"
         )
     rows = load_rows(c.path, split=c.split, subset=c.subset, streaming=c.streaming, limit=c.limit)
-    if c.eval_path is not None:
-        return rows, load_rows(c.eval_path, split=c.eval_split, subset=c.subset)
-    if c.eval_split is not None:
-        return rows, load_rows(c.path, split=c.eval_split, subset=c.subset)
+    evaluated = c.eval_path or c.path
+    if c.eval_path is not None or c.eval_split is not None:
+        if same_rows(c.path, c.split, evaluated, c.eval_split):
+            log.warning(
+                "evaluations are of the training data, %s: they measure what was learnt by heart; give data.eval_path "
+                "other rows, or set data.eval_fraction=0.1",
+                evaluated,
+            )
+        is_part = c.eval_path is None and c.eval_split != c.split
+        return rows, load_rows(evaluated, split=c.eval_split, subset=c.subset, is_part=is_part)
     return hold_out(rows, c.eval_fraction, config.trainer.seed) if c.eval_fraction else (rows, None)
 
 
@@ -319,15 +327,6 @@ def stories(folder: Path, last: int, count: int = 4) -> list[str]:
             f"{'right' if a.reward else 'wrong'}"
         )
     return lines
-
-
-def recipe_path(name: str) -> Path:
-    """A recipe of whet: next to the package in a checkout, inside it in a wheel."""
-    here = Path(__file__).parents[1]
-    found = [p for p in (here.parent / "recipes" / name, here / "recipes" / name) if p.is_file()]
-    if not found:
-        raise ConfigError(f"recipe {name} is not in {here / 'recipes'}; reinstall whet")
-    return found[0]
 
 
 class _Say:

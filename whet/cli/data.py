@@ -48,9 +48,10 @@ def show_data(config: RunConfig | SupervisedRunConfig, *, rows: int = 3, say: Ca
     """
     model = _checked(config)
     train, evaluation = data(config)
-    tokenizer = load_tokenizer(config.tokenizer or model)
+    trusted = getattr(config, config.TRAINED).trust_remote_code
+    tokenizer = load_tokenizer(config.tokenizer or model, trust_remote_code=trusted)
     config = with_template(config, tokenizer, train)
-    positions = None if model is None or is_ref(model) else read_positions(model)
+    positions = None if model is None or is_ref(model) else read_positions(model, trusted)
     if isinstance(config, RunConfig):
         _show_prompts(config, tokenizer, {Mode.TRAIN: train, Mode.EVAL: evaluation}, rows, say)
     else:

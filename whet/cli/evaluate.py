@@ -7,6 +7,7 @@ import logging
 from contextlib import suppress
 
 from whet.config.evaluate import EvalRunConfig, check_eval
+from whet.errors import ConfigError
 from whet.evaluation.evaluator import Evaluation, Evaluator
 from whet.evaluation.folder import new_folder
 from whet.evaluation.table import show_table
@@ -36,6 +37,14 @@ def evaluate(config: EvalRunConfig) -> Evaluation:
             with suppress(OSError):
                 made.rmdir()  # where nothing was written, only the name taken
         raise
-    show_table(found.results, found.by_source)
-    log.info("%d prompts in %.0f s; results: %s", found.about["prompts"], found.about["seconds"], found.folder)
+    try:
+        show_table(found.results, found.by_source)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"standard output can't be written: {error}; the results are in {found.folder}") from error
+    about = found.about
+    log.info(
+        "%d prompts in %s in %.0f s; results: %s", about["prompts"], about["dtype"], about["seconds"], found.folder
+    )
     return found

@@ -89,6 +89,7 @@ def open_sampler(config: SampledConfig, *, max_batch_size: int) -> Sampler:
         device=config.device,
         max_batch_size=max_batch_size,
         chat_template_kwargs=config.chat_template_kwargs,
+        trust_remote_code=config.trust_remote_code,
     )
 
 

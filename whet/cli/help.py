@@ -43,7 +43,7 @@ _LENGTHS = {
 _SAMPLING = {
     **_LENGTHS,
     "rollout.temperature": "1.0 samples from the policy as it is",
-    "rollout.env_path": "env.py: tools and turns (docs/environments.md)",
+    "rollout.env_path": "env.py: tools and turns (whet docs environments)",
 }
 _RUN = {
     "trainer.run_dir": "output folder; runs/<date>-<time>",
@@ -76,8 +76,8 @@ FIRST: Mapping[str, Sequence[Group]] = {
         (
             "Algorithm",
             {
-                "algo.preset": "a published method: dapo, dr_grpo, gspo ...; docs/papers.md",
-                "algo.advantage_estimator": "drgrpo, rloo, scalerl ...: docs/algorithms.md",
+                "algo.preset": "a published method: dapo, dr_grpo, gspo ...; whet docs papers",
+                "algo.advantage_estimator": "drgrpo, rloo, scalerl ...: whet docs algorithms",
                 "algo.policy_loss_fn": "gspo-token, cispo, sapo, gmpo ...",
                 "algo.beta": "weight of the KL to the reference; 0.0 = none is loaded",
                 "algo.num_iterations": "passes over each rollout",
@@ -127,7 +127,7 @@ FIRST: Mapping[str, Sequence[Group]] = {
         (
             "Objective",
             {
-                "algo.loss_type": "ipo, simpo, orpo, kto ...: docs/preference.md",
+                "algo.loss_type": "ipo, simpo, orpo, kto ...: whet docs preference",
                 "algo.beta": "larger stays nearer to the reference",
                 "algo.label_smoothing": "the probability that a preference is the wrong way round",
             },
@@ -238,7 +238,7 @@ FIRST: Mapping[str, Sequence[Group]] = {
                 "data.batch_size=32": "prompts of a step",
                 "algo.num_generations=8": "completions of each prompt",
                 "actor.lr=2.0e-4": "learning rate",
-                "algo.preset=dapo": "a published method: docs/papers.md",
+                "algo.preset=dapo": "a published method: whet docs papers",
             },
         ),
     ),
@@ -342,7 +342,7 @@ def command_help(command: str, about: str, topic: str, kind: type, short: Mappin
         keys = show(kind, short, hidden=_OTHERS, only="data" if command == "data" else "")
         rest = ["", "Files are read first, in order; then key=value, with or without leading dashes."]
         if "rollout" in _sections(kind, {}):
-            rest += ["Keys of vLLM and SGLang: `--help rollout.vllm`, `--help rollout.sglang`; docs/engines.md."]
+            rest += ["Keys of vLLM and SGLang: `--help rollout.vllm`, `--help rollout.sglang`; whet docs engines."]
         return "\n".join([*usage, *note, "", "Keys:", keys, *rest, *examples])
     more = []
     if command != "demo":

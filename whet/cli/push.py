@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 
+from whet.cli import print_text
 from whet.config.push import PushConfig, check_push
 from whet.run.push import Pushed, push_to_hub
 
@@ -27,6 +27,5 @@ def push(config: PushConfig) -> Pushed:
         lines += [f"  {sum(done.files.values()):>14,} bytes  in all", "", "README.md:", "", done.card]
     else:
         lines = [f"sent to {done.repo}: {done.url}"]
-    sys.stdout.write("\n".join(lines) + "\n")
-    sys.stdout.flush()
+    print_text("\n".join(lines))
     return done

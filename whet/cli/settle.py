@@ -54,7 +54,7 @@ def settled(config: RunConfig, train: Any, evaluation: Any) -> Settled:
     Raises: DataError: prompts over the limit, or over the model's context: how many, the longest, what 95 % have.
         ConfigError: no tokenizer; a stream, whose longest prompt nobody knows, without max_prompt_length.
     """
-    tokenizer = load_tokenizer(config.tokenizer or config.actor.model)
+    tokenizer = load_tokenizer(config.tokenizer or config.actor.model, trust_remote_code=config.actor.trust_remote_code)
     config = with_template(config, tokenizer, train)
     rollout = config.rollout
     if not rollout.open_lengths:
@@ -155,7 +155,7 @@ def with_lengths(config: RunConfig, spread: Spread) -> RunConfig:
     """
     rollout = config.rollout
     model = config.actor.model
-    positions = None if model is None or is_ref(model) else read_positions(model)
+    positions = None if model is None or is_ref(model) else read_positions(model, config.actor.trust_remote_code)
     known = rollout.max_prompt_length if not len(spread) else spread.longest
     assert known is not None
     keeps_all = rollout.on_long_prompt == "error" or rollout.max_prompt_length is not None

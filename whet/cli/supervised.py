@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from whet.cli.commands import data, rows_given, train
 from whet.cli.settle import with_template
 from whet.config import DPORunConfig, RMRunConfig, RoleConfig, SFTRunConfig
 from whet.config.run_supervised import SupervisedRunConfig, check_supervised
+from whet.data.order import first_of, is_batch
+from whet.data.pairs import LabelledEncoder, PreferenceEncoder, ScoredPairEncoder
+from whet.data.supervised import SFTEncoder
 from whet.data.tokenizer import load_tokenizer
 from whet.learners.preference import PreferenceLearner, RewardModelLearner
 from whet.learners.preference_objective import make_preference_objective
 from whet.learners.sft import SFTLearner
+from whet.learners.supervised_task import Encoder
 from whet.train.role_workers import ACTOR
 from whet.train.supervised_models import SupervisedModels
 
@@ -42,14 +47,14 @@ def dpo(config: DPORunConfig) -> dict[str, Any]:
 
 def _sft(config: SFTRunConfig) -> tuple[SFTLearner, Any, Any]:
     """The learner of a configuration, and its training and evaluation data."""
-    config, rows, tokenizer = _settled(config)
+    config, rows, tokenizer = _settled(config, SFTEncoder)
     models = SupervisedModels(actor=config.actor, **_shared(config, tokenizer))
     return SFTLearner(models, config.algo, data=rows_given(config.data), settings=config), *rows
 
 
 def _rm(config: RMRunConfig) -> tuple[RewardModelLearner, Any, Any]:
     """The learner of a configuration, and its training and evaluation data."""
-    config, rows, tokenizer = _settled(config)
+    config, rows, tokenizer = _settled(config, ScoredPairEncoder)
     models = SupervisedModels(reward_model=config.reward_model, **_shared(config, tokenizer))
     learner = RewardModelLearner(models, config.algo, data=rows_given(config.data), settings=config)
     return learner, *rows
@@ -57,8 +62,10 @@ def _rm(config: RMRunConfig) -> tuple[RewardModelLearner, Any, Any]:
 
 def _dpo(config: DPORunConfig) -> tuple[PreferenceLearner, Any, Any]:
     """The learner of a configuration, and its training and evaluation data."""
-    reads = make_preference_objective(config.algo).needs.reference
-    config, rows, tokenizer = _settled(config)
+    needs = make_preference_objective(config.algo).needs
+    reads = needs.reference
+    encoder = PreferenceEncoder if needs.rows == "pairs" else LabelledEncoder
+    config, rows, tokenizer = _settled(config, encoder)
     reference: RoleConfig | str | None = config.reference
     if config.reference is not None:
         reference = dataclasses.replace(config.reference, model=config.reference.model or config.actor.model)
@@ -69,12 +76,21 @@ def _dpo(config: DPORunConfig) -> tuple[PreferenceLearner, Any, Any]:
     return learner, *rows
 
 
-def _settled(config: C) -> tuple[C, tuple[Any, Any], Any]:
-    """The configuration with what its tokenizer settles, the training and evaluation data, and the tokenizer."""
+def _settled(config: C, encoder: Callable[..., Encoder]) -> tuple[C, tuple[Any, Any], Any]:
+    """The configuration with what its tokenizer settles, the training and evaluation data, and the tokenizer.
+
+    The first row of both is encoded, so that columns that are missing are told before a model is loaded.
+    """
     check_supervised(config)
     rows = data(config)
-    tokenizer = load_tokenizer(config.tokenizer or config.trained.model)
-    return with_template(config, tokenizer, rows[0]), rows, tokenizer
+    tokenizer = load_tokenizer(
+        config.tokenizer or config.trained.model, trust_remote_code=config.trained.trust_remote_code
+    )
+    config = with_template(config, tokenizer, rows[0])
+    for part in rows:
+        if isinstance(first := first_of(part), Mapping) and not is_batch(first, None):
+            encoder(tokenizer, rows_given(config.data))(first)
+    return config, rows, tokenizer
 
 
 def _shared(config: SupervisedRunConfig, tokenizer: Any) -> dict[str, Any]:

@@ -22,11 +22,12 @@ from typing import Any, TypeVar, dataclass_transform
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs
 
-from whet.config.fields import SPOKEN
+from whet.config.fields import SPOKEN, Fn
 from whet.config.synonyms import NOTES, leaves_of, meant, owner
 from whet.errors import ConfigError, nearest, shown
 
 __all__ = [
+    "CALLED",
     "adapter",
     "check",
     "check_part",
@@ -34,6 +35,7 @@ __all__ = [
     "config",
     "explain",
     "field_docs",
+    "kinds_at",
     "leaves",
     "need",
     "section_at",
@@ -41,6 +43,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+CALLED = (Fn,)
+"""Types that no word of a command line stands for itself: a reference to one is text."""
 
 _EXPECTED = {
     "dict_type": "expected keys with their values, {key: value}",
@@ -181,7 +185,7 @@ def explain(
     >>> for item in found.errors():
     ...     print(item["type"], item["loc"])
     unexpected_keyword_argument ('actor_optimizer', 'OptimConfig', 'lrr')
-    string_type ('actor_optimizer', 'function-after[_name(), str]')
+    string_type ('actor_optimizer', 'function-after[as_name(), str]')
     callable_type ('actor_optimizer', 'callable')
 
     `_path` leaves what was given, ("actor_optimizer", "lrr") and twice ("actor_optimizer",). The first lies below the
@@ -265,7 +269,7 @@ def _default_said(section: Any, path: tuple[str, ...]) -> str:
 
 def _mended(value: Any, kind: str, name: str = "") -> str:
     """What to write in place of a value that is nearly what was meant; "" = nothing is known. name: its field's."""
-    if value == "None":
+    if isinstance(value, str) and value == "None":  # an array is compared place by place
         return "; nothing is null in YAML"
     if kind == "string_type" and value is True and name == "resume":
         return "; write latest, for the newest checkpoint of trainer.run_dir, or a checkpoint's folder"
@@ -348,6 +352,25 @@ def section_at(cls: type, path: tuple[str, ...]) -> Any:
             kind = next((a[1] for a in map(typing.get_args, _members(kind)) if len(a) == 2), None)
         kind = next((m for m in _members(kind) if dataclasses.is_dataclass(m)), kind)
     return kind if dataclasses.is_dataclass(kind) else None
+
+
+def kinds_at(cls: type, path: tuple[str, ...]) -> tuple[Any, ...]:
+    """The types that a key may be of, those of a list's entries included where a lone one counts as a list; () where
+    there is no such key.
+
+    >>> from whet.config import RunConfig
+    >>> kinds_at(RunConfig, ("trainer", "run_dir"))
+    (<class 'str'>, <class 'NoneType'>)
+    >>> str in kinds_at(RunConfig, ("rollout", "stop"))
+    True
+    """
+    owner = section_at(cls, path[:-1]) if path[1:] else cls
+    if owner is None or path[-1] not in _hints(owner):
+        return ()
+    kinds = _members(_hints(owner)[path[-1]])
+    if len(kinds) == 1 and typing.get_origin(kinds[0]) is tuple:
+        kinds += _members(typing.get_args(kinds[0])[0])
+    return kinds
 
 
 @functools.cache

@@ -42,7 +42,6 @@ _OFF = {
     "metrics_prefix": "",
     "min_p": 0.0,
     "min_tokens": 0,
-    "momentum": 0.0,
     "repetition_penalty": 1.0,
     "reward_workers": 0,
     "show_samples": 0,

@@ -2,14 +2,67 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import field
-from typing import ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator
 
 from whet.config.base import config
-from whet.config.fields import Bool, Count, Float, Name, Size, Text, Tree
-from whet.errors import ConfigError
+from whet.config.fields import Bool, Count, Float, Name, Number, Size, Text, Tree, as_name
+from whet.errors import ConfigError, nearest, shown
 
-__all__ = ["DataConfig", "SourceConfig", "SupervisedDataConfig"]
+__all__ = ["DataConfig", "SourceConfig", "Sources", "SupervisedDataConfig", "paths_of"]
+
+OF_A_SOURCE = ("path", "weight", "split", "subset", "limit")
+"""Keys of a data set in a list of them."""
+
+
+def _sources(value: Any) -> str | tuple[Any, ...]:
+    """A data set's name, or a list of data sets: each a name, or a mapping with its path."""
+    if isinstance(value, str):
+        return as_name(value)
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError(
+            "expected the name of a data set, or a list: [a.jsonl, b.jsonl] or [{path: a.jsonl, weight: 0.7}, ...], "
+            f"got {shown(value)}"
+        )
+    for item in value:
+        path = item.get("path") if isinstance(item, Mapping) else item
+        if not isinstance(path, str) or not path.strip():
+            raise ValueError(f"each data set of a list is a name, or has a path; got {shown(item)}")
+        for key in item if isinstance(item, Mapping) else ():
+            if key not in OF_A_SOURCE:
+                raise ValueError(
+                    f"data set {path!r} has an unknown key {key!r} (its keys are {', '.join(OF_A_SOURCE)})"
+                    f"{nearest(str(key), OF_A_SOURCE)}"
+                )
+    weights = [item.get("weight") if isinstance(item, Mapping) else None for item in value]
+    if any(weight is not None for weight in weights):
+        for item, weight in zip(value, weights, strict=True):
+            number = weight if isinstance(weight, int | float) and not isinstance(weight, bool) else math.nan
+            if not (math.isfinite(number) and number > 0):
+                path = item["path"] if isinstance(item, Mapping) else item
+                raise ValueError(
+                    f"data set {path!r} has weight {weight!r}; give each of the list a weight above 0, or none of them"
+                )
+    return tuple(dict(item) if isinstance(item, Mapping) else item for item in value)
+
+
+Sources = Annotated[str | tuple[Any, ...], BeforeValidator(_sources)]
+"""A data set by its name, or a list of them."""
+
+
+def paths_of(source: Sources | None) -> tuple[str, ...]:
+    """The paths that data.path or data.eval_path names.
+
+    >>> paths_of("a.jsonl"), paths_of(("a.jsonl", {"path": "b.jsonl"})), paths_of(None)
+    (('a.jsonl',), ('a.jsonl', 'b.jsonl'), ())
+    """
+    if source is None or isinstance(source, str):
+        return () if source is None else (source,)
+    return tuple(item["path"] if isinstance(item, Mapping) else item for item in source)
 
 
 @config
@@ -27,13 +80,15 @@ class SourceConfig:
     )
     """Fields that say where rows are read; from Python train() is given the rows themselves."""
 
-    path: Name | None = None
-    """Hub name, folder, a json, jsonl, csv, parquet or arrow file, "file.py:function" or "package.module:function" that
-    returns the rows; None = given from Python."""
+    path: Sources | None = None
+    """Hub name (name@revision pins it), folder, a json, jsonl, csv, parquet or arrow file (also .gz, .bz2, .zst, .lz4),
+    a glob or URL of such files, "file.py:function" or "package.module:function" that returns the rows; or a list of
+    these: [{path, weight, split, subset, limit}, ...], whose weights are their shares of an epoch; without weights all
+    rows are taken. None = given from Python."""
     subset: Name | None = None
     """Configuration of a hub data set, e.g. main, of eval_path too; None = its only one."""
-    eval_path: Name | None = None
-    """The same for evaluation; None = path with eval_split, or a part cut off by eval_fraction."""
+    eval_path: Sources | None = None
+    """The same, without weights, for evaluation; None = path with eval_split, or a part cut off by eval_fraction."""
     split: Name = "train"
     """Split to train on, where there are several."""
     eval_split: Name | None = None
@@ -43,7 +98,9 @@ class SourceConfig:
     batch_size: Size = 8
     """Rows of one step: prompts, conversations or pairs."""
     shuffle: Bool = True
-    """A new order in each epoch, from the run's seed. No effect on a stream, which keeps its own order."""
+    """A new order in each epoch, from the run's seed. A stream is shuffled within its shuffle_buffer."""
+    shuffle_buffer: Number = 0
+    """Rows of a stream that are held and shuffled at a time. 0 = a stream keeps its own order."""
     streaming: Bool = False
     """Read the data set during the run, without downloading it first."""
     limit: Count | None = None
@@ -53,6 +110,8 @@ class SourceConfig:
         """Checks the ranges."""
         if not 0 <= self.eval_fraction < 1:
             raise ConfigError(f"eval_fraction must lie in [0, 1), got {self.eval_fraction!r}; 0.0 turns it off")
+        if any(isinstance(item, Mapping) and "weight" in item for item in self.eval_path or ()):
+            raise ConfigError("eval_path takes no weights: an evaluation reads every row once; leave them out")
         if self.eval_fraction and (self.eval_path or self.eval_split):
             raise ConfigError("eval_fraction cuts rows off the training data; drop it, or eval_path and eval_split")
 

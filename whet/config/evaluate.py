@@ -99,8 +99,12 @@ class EvalRunConfig(ListedRewards):
     """Folder of a model, of a finished run or of a checkpoint (step-*), or a hub name."""
     tokenizer: Name | None = None
     """Folder or hub name of the tokenizer; None = the model's."""
+    trust_remote_code: Bool = False
+    """Run the Python files that lie beside the weights and the tokenizer. Read them first: they run with your
+    permissions."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """What the model computes in; auto = bfloat16 on a GPU that has it, else float32."""
+    """What the model computes in; auto = as the run did in whose folder it lies, else as training would: see
+    actor.dtype."""
     device: Name | None = None
     """cpu, cuda, cuda:1 ...; None = the GPU if there is one."""
     rollout: EvalRolloutConfig = field(default_factory=EvalRolloutConfig)
@@ -210,7 +214,7 @@ def load_eval(argv: Sequence[str]) -> EvalRunConfig:
             words.append(word)
     given = tree(files) if files else {}
     given = _of_run(tree(files, SHORT)) if given.keys() & {*OF_TRAINING} else tree(files, EVAL_SHORT)
-    own = tree(words, EVAL_SHORT)
+    own = tree(words, EVAL_SHORT, EvalRunConfig)
     return check(EvalRunConfig, merged(given, own), short=EVAL_SHORT)
 
 
@@ -219,7 +223,7 @@ def _of_run(run: Mapping[str, Any]) -> dict[str, Any]:
     known = {f.name for f in dataclasses.fields(RunDataConfig)}  # of supervised training it has other keys besides
     data = check(RunDataConfig, {name: value for name, value in (run.get("data") or {}).items() if name in known})
     rollout = check(RunRolloutConfig, run.get("rollout") or {})
-    algo, trainer = (run.get(name) or {} for name in ("algo", "trainer"))
+    actor, algo, trainer = (run.get(name) or {} for name in ("actor", "algo", "trainer"))
     sampling = rollout.for_mode(Mode.EVAL)
     generations = 1 if sampling.temperature == 0 else algo.get("num_generations", RunGRPOConfig().num_generations)
     most = sampling.max_tokens_to_generate
@@ -232,7 +236,8 @@ def _of_run(run: Mapping[str, Any]) -> dict[str, Any]:
         rows |= {"path": data.path, "split": data.split, "limit": data.limit}
         rows |= {"eval_fraction": data.eval_fraction, "eval_fraction_seed": seed}
     found = {
-        "model": (run.get("actor") or {}).get("model"),
+        "model": actor.get("model"),
+        "dtype": actor.get("dtype", "auto"),
         "rollout": {
             **dump_tree(sampling),
             "max_tokens_to_generate": NEW_TOKENS if most is None else most,

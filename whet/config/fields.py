@@ -37,6 +37,7 @@ __all__ = [
     "Temperature",
     "Text",
     "Tree",
+    "as_name",
 ]
 
 MAX_DEPTH = 64
@@ -137,7 +138,8 @@ def _text(value: str) -> str:
     return value
 
 
-def _name(value: str) -> str:
+def as_name(value: str) -> str:
+    """A text that is a name or a path. Raises ValueError for an empty one."""
     if not value.strip():
         raise ValueError(f"must not be empty, got {value!r}; leave the key out")
     if "\0" in value:
@@ -191,7 +193,7 @@ Bool = Annotated[bool, BeforeValidator(_bool)]
 """True or false, nothing that merely looks like it."""
 Text = Annotated[str, AfterValidator(_text)]
 """Text that UTF-8 holds; may be empty."""
-Name = Annotated[str, AfterValidator(_name)]
+Name = Annotated[str, AfterValidator(as_name)]
 """Text that is not empty: a name, a path."""
 Strings = Annotated[tuple[Text, ...], BeforeValidator(_many)]
 """Strings; a lone one counts as one."""
@@ -219,6 +221,7 @@ SPOKEN = {
     "Seconds": "float",
     "Seed": "int",
     "Size": "positive int",
+    "Sources": "str | list",
     "Strings": "list of str",
     "Temperature": "float",
     "Text": "str",

@@ -31,9 +31,6 @@ from whet.errors import ConfigError
 
 __all__ = ["ChatConfig", "GenerateConfig", "SampledConfig", "check_sampled", "load_sampled", "sampled_short"]
 
-TEXTS = ("prompt", "system_prompt")
-"""Keys whose values are taken literally, colons and brackets included, and not as YAML."""
-
 
 @config
 class SampledConfig:
@@ -44,6 +41,9 @@ class SampledConfig:
     or a hub name."""
     tokenizer: Name | None = None
     """Folder or hub name of the tokenizer; None = the model's."""
+    trust_remote_code: Bool = False
+    """Run the Python files that lie beside the weights and the tokenizer. Read them first: they run with your
+    permissions."""
     max_tokens: Count | None = None
     """Longest completion in tokens, stop token included; None = 256, or the rest of the context length."""
     temperature: Temperature | None = None
@@ -70,7 +70,7 @@ class SampledConfig:
     """Options of transformers' generate without a key here, e.g. {no_repeat_ngram_size: 3}; through the hf engine."""
     constraint: ConstraintConfig | None = None
     """Constrained (structured) decoding: regex, json_schema or grammar, e.g. constraint.regex='[0-9]+'; None = any
-    text. Needs whet[grammar]."""
+    text. Needs the extra `grammar`."""
     system_prompt: Text = ""
     """Put before every conversation. "" = none."""
     chat_template_kwargs: Tree = field(default_factory=dict)
@@ -79,7 +79,8 @@ class SampledConfig:
     """"embedded" = whet's own (Tunix's "vanilla"), "hf" = transformers' generate, "vllm", "sglang", "mock" (for tests),
     or "package.module:Class"."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """What the model computes in; auto = bfloat16 on a GPU that has it, else float32."""
+    """What the model computes in; auto = as the run did in whose folder it lies, else as training would: see
+    actor.dtype."""
     device: Name | None = None
     """cpu, cuda, cuda:1 ...; None = the GPU if there is one."""
 
@@ -173,22 +174,18 @@ T = TypeVar("T", bound=SampledConfig)
 def load_sampled(cls: type[T], argv: Sequence[str]) -> T:
     """The configuration of `whet generate` or `whet chat` from its arguments.
 
-    Args: cls: GenerateConfig or ChatConfig. argv: `--config FILE`, `key=value`; texts are taken as they stand.
+    Args: cls: GenerateConfig or ChatConfig. argv: `--config FILE`, `key=value`; a prompt= is taken as it stands, and
+        each is one more.
     Raises: ConfigError: every problem at once, a line each.
     """
-    texts: dict[str, Any] = {}
-    rest = []
-    for word in argv:
-        key, equals, text = word.removeprefix("--").partition("=")
-        key = key.replace("-", "_")
-        if not equals or key not in TEXTS:
-            rest.append(word)
-        elif key == "prompt":
-            texts[key] = (*texts.get(key, ()), text)
-        else:
-            texts[key] = text
+    prompts = tuple(word.removeprefix("--").partition("=")[2] for word in argv if _is_prompt(word))
     short = sampled_short(cls)
-    return check(cls, {**tree(rest, short), **texts}, short=short)
+    given = tree([word for word in argv if not _is_prompt(word)], short, cls)
+    return check(cls, {**given, **({"prompt": prompts} if prompts else {})}, short=short)
+
+
+def _is_prompt(word: str) -> bool:
+    return word.removeprefix("--").startswith("prompt=")
 
 
 def sampled_short(cls: type[SampledConfig]) -> dict[str, str]:

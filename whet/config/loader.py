@@ -12,23 +12,36 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_origin
 
 import yaml
 
-from whet.config.base import check, choices, field_docs, leaves, section_at, type_text
+from whet.config.base import CALLED, check, choices, field_docs, kinds_at, leaves, section_at, type_text
 from whet.config.fields import MAX_DEPTH
 from whet.config.words import is_file, meant_by, rest_of_value
 from whet.config.yaml12 import Dumper, parse, read_text
 from whet.errors import ConfigError, shown
+from whet.util.refs import is_ref
 
-__all__ = ["default_text", "diff", "dump", "dump_tree", "flat", "load", "merged", "read_yaml", "show", "tree"]
+__all__ = [
+    "default_text",
+    "diff",
+    "dump",
+    "dump_tree",
+    "flat",
+    "is_text",
+    "load",
+    "merged",
+    "read_yaml",
+    "show",
+    "tree",
+]
 
 T = TypeVar("T")
 
 
-EXPRESSIONS = (["constraint", "regex"], ["constraint", "grammar"])
-"""Ends of keys whose words are taken as they stand, if not quoted: brackets and colons are not YAML there."""
+LISTED = ("[", "{", '"', "'")
+"""How a word begins that is YAML where text is one of several types: a list, a mapping, a quoted text."""
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -50,11 +63,14 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return found
 
 
-def tree(argv: Sequence[str], short: Mapping[str, str] | None = None) -> dict[str, Any]:
+def tree(argv: Sequence[str], short: Mapping[str, str] | None = None, cls: type | None = None) -> dict[str, Any]:
     """The nested dict that command-line words stand for: files first, then key=value in order.
 
+    A value is YAML, except where its key takes text: see `is_text`.
+
     Args: argv: `--config FILE`, `FILE.yaml`, `key=value`, `--key=value`, `--key value`. short: shorthand -> full key; a
-        key that is also a section (`data`) is a shorthand only for a plain value.
+        key that is also a section (`data`) is a shorthand only for a plain value. cls: whose keys they are; None = of
+        no class, where every value is YAML.
     Raises: ConfigError: a key without a value, a key given both short and in full, a value where a section is.
 
     >>> tree(["actor.lr=1e-6", "--data", "train.jsonl"], {"actor.lr": "actor.optim.lr", "data": "data.path"})
@@ -80,17 +96,59 @@ def tree(argv: Sequence[str], short: Mapping[str, str] | None = None) -> dict[st
         if key == "config":
             if not text:
                 raise ConfigError("config: no file; write --config FILE")
-            files = merged(files, _expand(read_yaml(text), short))
+            files = merged(files, _expand(beside(read_yaml(text), Path(text).parent), short))
             continue
         parts = key.replace("-", "_").split(".")
         if "" in parts or len(parts) > MAX_DEPTH:
             raise ConfigError(f"{shown(word, 60)}: expected key=value, where a key is names joined by single dots")
-        plain = parts[-2:] in EXPRESSIONS and text[:1] not in "'\""
-        node: Any = text if plain or not text else _value(key, text, argv[place + 1 :])
+        typed = not text or (cls is not None and is_text(cls, parts, text, short))
+        node: Any = text if typed else _value(key, text, argv[place + 1 :])
         for part in reversed(parts):
             node = {part: node}
         pairs = merged(pairs, _expand(node, short))
     return merged(files, pairs)
+
+
+def beside(node: Any, folder: Path) -> Any:
+    """A tree whose Python files, alone or in references, are those beside the file that names them, if they are there.
+
+    Args: node: of the tree. folder: of the file that it was read from.
+    """
+    if isinstance(node, Mapping):
+        return {beside(key, folder): beside(value, folder) for key, value in node.items()}
+    if isinstance(node, list):
+        return [beside(value, folder) for value in node]
+    place = node.rpartition(":")[0] if isinstance(node, str) and is_ref(node) else node
+    if not isinstance(place, str) or not place.endswith(".py") or not (folder / place).is_file():
+        return node
+    return f"{folder / place}{node[len(place) :]}"
+
+
+def is_text(cls: type, key: Sequence[str], text: str, short: Mapping[str, str] | None = None) -> bool:
+    """Whether the value of a word is text, taken as it was typed, and not YAML.
+
+    A key that takes text alone takes every word so; one that may be absent takes `null` as nothing. Where it takes
+    something else besides text (a list, a mapping, a section), a word that begins as LISTED has it is YAML.
+
+    Args: cls: whose key it is. key: its names. text: of the word. short: shorthand -> full key.
+
+    >>> from whet.config import RunConfig
+    >>> [is_text(RunConfig, ["data", "system_prompt"], text) for text in ("be: brief # now", "[a]", "null")]
+    [True, True, True]
+    >>> [is_text(RunConfig, ["trainer", "run_dir"], text) for text in ("runs/a #1", "null")]
+    [True, False]
+    >>> [is_text(RunConfig, ["rollout", "stop"], text) for text in ("# end", '["# end"]')]
+    [True, False]
+    """
+    full = (short or {}).get(".".join(key))
+    kinds = kinds_at(cls, tuple(key if full is None else full.split(".")))
+    if str not in kinds:
+        return False
+    if text == "null" and type(None) in kinds:
+        return False
+    alone = {*kinds} <= {str, type(None), *CALLED, *(kind for kind in kinds if get_origin(kind) is Literal)}
+    section = full is not None and section_at(cls, tuple(key)) is not None  # data={path: ...}, where data=FILE is short
+    return not text.startswith("{" if alone and section else () if alone else LISTED)
 
 
 def _value(key: str, text: str, after: Sequence[str]) -> Any:
@@ -108,7 +166,7 @@ def load(cls: type[T], argv: Sequence[str], short: Mapping[str, str] | None = No
     Returns: the instance.
     Raises: ConfigError: every problem at once, a line each, with its path and the nearest key.
     """
-    return check(cls, tree(argv, short), short=short)
+    return check(cls, tree(argv, short, cls), short=short)
 
 
 def merged(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:

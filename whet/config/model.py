@@ -37,16 +37,17 @@ class OptimConfig:
 
     name: Name = "adamw"
     """"adamw" (fused where torch has it), "adam" (decay joins the gradient), "sgd", "adamw8bit" (moments of one byte
-    each; pip install 'whet[quant]'), or "package.module:factory", called with (parameter groups, lr=...)."""
+    each; the extra `quant`), "muon" (matrices of layers; adamw takes embeddings, heads and vectors), or
+    "package.module:factory", called with (parameter groups, lr=...)."""
     lr: Float | None = None
     """Learning rate, at its peak where there is a schedule. None = 2e-5 in `whet sft`, 1e-4 in `whet rm` and of
     adapters, 1e-6 elsewhere."""
     betas: tuple[Float, Float] = (0.9, 0.999)
-    """Decay of the first and second moment; for adamw, adam and adamw8bit."""
+    """Decay of the first and second moment; for adamw, adam, adamw8bit, and what muon leaves to adamw."""
     eps: Float = 1e-8
-    """ε, added to the root of the second moment; for adamw, adam and adamw8bit."""
-    momentum: Float = 0.0
-    """Share of the last step that is kept; for sgd only. 0.0 = off."""
+    """ε, added to the root of the second moment; as betas."""
+    momentum: Float | None = None
+    """Share of the last step that is kept; for sgd and muon. None = 0.0 (off) in sgd, 0.95 in muon."""
     weight_decay: Float = 0.0
     """Decay of matrices; vectors (norms, biases) never decay. Decoupled, but in adam and sgd part of the gradient.
     0.0 = off."""
@@ -74,10 +75,10 @@ class OptimConfig:
             raise ConfigError(
                 f"warmup_ratio={self.warmup_ratio!r} and warmup_steps={self.warmup_steps} are both set; keep one"
             )
-        if not 0 <= self.momentum < 1:
+        if self.momentum is not None and not 0 <= self.momentum < 1:
             raise ConfigError(f"momentum must lie in [0, 1), got {self.momentum!r}")
         if self.momentum and self.name in ("adamw", "adam", "adamw8bit"):
-            raise ConfigError(f"momentum={self.momentum!r} is for sgd; {self.name} has betas, leave it at 0.0")
+            raise ConfigError(f"momentum={self.momentum!r} is for sgd and muon; {self.name} has betas, leave it out")
         if self.eps <= 0:
             raise ConfigError(f"eps must be positive, got {self.eps!r}")
         if any(not 0 <= b < 1 for b in self.betas):
@@ -94,19 +95,20 @@ class RoleConfig:
     """One model: what to load, how to compute it, and how to train it."""
 
     model: Name | None = None
-    """Hub name or folder of a Hugging Face model; the actor's may be "file.py:function" or "package.module:function",
-    which makes the model in a folder. None = given from Python, or (critic, reference) the actor's. A critic's may be
-    "actor": a score head on the actor's own trunk, trained with it. A folder or hub name of an adapter in PEFT's
-    format stands for its base model with that adapter, which is trained on."""
+    """Hub name (name@revision pins a branch, tag or commit) or folder of a Hugging Face model; the actor's may be
+    "file.py:function" or "package.module:function", which makes the model in a folder. None = given from Python, or
+    (critic, reference) the actor's. A critic's may be "actor": a score head on the actor's own trunk, trained with it.
+    A folder or hub name of an adapter in PEFT's format stands for its base model with the adapter, which is trained on.
+    """
     lora: LoraConfig | None = None
     """Train a low-rank adapter in place of all weights; None = all weights. Where optim.lr is not given it is 1e-4."""
     quantization: Literal["nf4", "fp4"] | None = None
-    """Hold the linear layers of the base in 4 bits (bitsandbytes; pip install 'whet[qlora]'): for a model that is only
+    """Hold the linear layers of the base in 4 bits (bitsandbytes; the extra `qlora`): for a model that is only
     read, or trained through lora. None = off."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype; the master weights are always fp32. "auto" = bfloat16 on a GPU that has it in hardware, and on a
-    CPU with instructions for it where a probe finds it 1.3 times faster; else float32. A resumed run keeps what was
-    chosen."""
+    CPU with instructions for it (AVX-512 BF16, AMX) for a model of width 128 or more; else float32. A resumed run keeps
+    what was chosen."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The optimizer; no effect on a model that is only read."""
     gradient_checkpointing: Recompute = "none"
@@ -116,6 +118,9 @@ class RoleConfig:
     """What computes attention over packed sequences: "flex" = FlexAttention (CUDA), "plain" = torch's operator, "auto"
     = whet's own kernels on a CPU, and flex on a GPU for shared prefixes, sliding windows, logit soft-capping or
     attention sinks, each checked first; else plain."""
+    trust_remote_code: Bool = False
+    """Run the Python files that lie beside the weights, and beside the tokenizer, for architectures that transformers
+    does not have. Read them first: they run with your permissions."""
     dropout: Bool = False
     """Must be false in this release: dropout is off while training, so that sampler and trainer see the same policy."""
 

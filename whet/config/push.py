@@ -51,8 +51,8 @@ def load_push(argv: Sequence[str]) -> PushConfig:
     """
     words = list(argv)
     if words and "=" not in words[0] and not words[0].startswith("--"):
-        return check(PushConfig, {"run": words[0], **tree(words[1:])})
-    return check(PushConfig, tree(words))
+        return check(PushConfig, {"run": words[0], **tree(words[1:], cls=PushConfig)})
+    return check(PushConfig, tree(words, cls=PushConfig))
 
 
 def check_push(config: PushConfig) -> None:

@@ -44,14 +44,14 @@ def load_part(cls: type[T], argv: Sequence[str], short: Mapping[str, str]) -> tu
 
 def kept_of_run(cls: type, argv: Sequence[str], short: Mapping[str, str]) -> dict[str, tuple[Any, Any]]:
     """What `load_resumable` took from the run that is not this release's default: key -> (value, default)."""
-    given, kept = tree(argv, short), {}
+    given, kept = tree(argv, short, cls), {}
     _filled(cls, given, _of_run(cls, given), "", kept)
     return kept
 
 
 def _on_top(cls: type, argv: Sequence[str], short: Mapping[str, str]) -> dict[str, Any]:
     """What is given, on top of what the run has."""
-    given = tree(argv, short)
+    given = tree(argv, short, cls)
     return _filled(cls, given, _of_run(cls, given), "", {})
 
 

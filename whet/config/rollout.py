@@ -187,7 +187,7 @@ class RolloutConfig:
     """Ids that are never drawn."""
     constraint: ConstraintConfig | None = None
     """Constrained (structured) decoding: regex, json_schema or grammar, e.g. {regex: "[0-9]+"}; None = any text. Needs
-    whet[grammar]."""
+    the extra `grammar`."""
     logprob_support: Literal["sampling", "full"] = "sampling"
     """Distribution of all logprobs: "sampling" = the penalised, truncated one drawn from; "full" = temperature only."""
     on_long_prompt: Literal["error", "truncate_left", "drop"] = "error"
@@ -210,7 +210,7 @@ class RolloutConfig:
     env_path: Name | Fn | None = None
     """What answers a turn: a file ("env.py") or module with interact(messages), reward_fn(messages, answer) and TOOL,
     the tools that the chat template tells of; from Python also the function interact itself. Its reward_fn is the
-    reward where none is given. None = nothing answers. See docs/environments.md."""
+    reward where none is given. None = nothing answers. See whet docs environments."""
     max_turns: Count = 1
     """Turns of the model in an episode; between two of them interact is called. 1 = it never is."""
     max_episode_tokens: Count | None = None

@@ -12,6 +12,7 @@ from pydantic_core import ArgsKwargs
 
 from whet.config.algo.presets import preset
 from whet.config.base import config, section_at
+from whet.config.data import Sources
 from whet.config.fields import Bool, Float, Name
 from whet.config.lengths import length_short
 from whet.config.loader import dump_tree, load, merged
@@ -131,7 +132,7 @@ class PPORunConfig(RunConfig):
     """The algorithm."""
 
 
-def lacking(model: str | None, path: str | None, of: str = "<hub name or folder>") -> list[str]:
+def lacking(model: str | None, path: Sources | None, of: str = "<hub name or folder>") -> list[str]:
     """What a command lacks of model and data, a line each. Args: model, path: as given. of: what a model may be.
 
     >>> lacking("my/model", None)

@@ -152,10 +152,9 @@ NOTES: dict[str, str] = {
     "gpus": _ONE_PROCESS,
     "gradient_accumulation_steps": "a step has one gradient however it is split into passes; "
     "trainer.max_tokens_per_microbatch bounds their memory",
-    "hub_model_id": "whet push RUN repo=NAME sends a finished run",
     "n_gpus_per_node": _ONE_PROCESS,
     "nnodes": _ONE_PROCESS,
-    "push_to_hub": "whet push RUN repo=NAME sends a finished run",
+    "push_to_hub": "trainer.hub_model_id=NAME sends the model when it is trained, whet push RUN repo=NAME later",
     "tensor_model_parallel_size": _ONE_PROCESS,
     "use_kl_loss": "a KL is in the loss where algo.beta is above 0",
     "logging_steps": "every step is logged",

@@ -73,16 +73,16 @@ class MetricsLoggerOptions:
     """Folder of the loggers' files; None = the run folder. Given without trainer.loggers it turns TensorBoard on, as in
     Tunix."""
     project_name: Name = "whet"
-    """Project in Weights & Biases or trackio."""
+    """Project in Weights & Biases, trackio or SwanLab; experiment in MLflow."""
     run_name: Text = ""
     """Name of the run there; "" = the run folder's."""
     flush_every_n_steps: Count = 100
     """Steps between two flushes of a logger that buffers."""
     completions_every_n_steps: Number = 10
-    """Steps between two tables of completions, for a logger that takes them (wandb); every evaluation has one besides.
-    0 = none."""
+    """Steps between two tables of completions, for a logger that takes them (all by name but jsonl); every
+    evaluation has one besides. 0 = none."""
     backend_kwargs: Tree = field(default_factory=dict)
-    """Further arguments by logger: {wandb: {mode: offline}, tensorboard: {...}, trackio: {...}}."""
+    """Further arguments by logger: {wandb: {mode: offline}, mlflow: {tracking_uri: ...}, trackio: {...}}."""
     enable_opentelemetry: Bool = False
     """Must be false: there is no OpenTelemetry exporter."""
 
@@ -113,7 +113,7 @@ class PerfMetricsOptions:
 
 @config
 class ProfilerOptions:
-    """Which steps are profiled, and where the profile goes; see docs/performance.md."""
+    """Which steps are profiled, and where the profile goes; see whet docs performance."""
 
     log_dir: Name | None = None
     """Folder of profile-step-000002.json.gz (a timeline) and .txt (a table); None = the run folder."""
@@ -180,7 +180,15 @@ class TrainingConfig:
     run_dir: Name | None = None
     """Run folder. None: `whet grpo` makes runs/<date>-<time>; from Python none is written."""
     loggers: Items = ()
-    """Names (tensorboard, wandb, trackio, package.module:name) or objects with log(step, values) and close()."""
+    """Names (tensorboard, wandb, trackio, mlflow, swanlab, package.module:name) or objects with log(step, values) and
+    close()."""
+    hub_model_id: Name | None = None
+    """Name of the hub repository to which the model is sent, e.g. me/my-model; None = it is not. `whet push` sends a
+    finished run too."""
+    hub_strategy: Literal["end", "every_save"] = "end"
+    """What is sent there: "end" = the final model, "every_save" = each checkpoint's too, while the run trains."""
+    hub_private_repo: Bool = True
+    """Make that repository private."""
     merge_adapter: Bool = False
     """Write final/ as a whole model, its adapter merged into the base, in place of the adapter in PEFT's format. No
     effect without one."""
@@ -221,6 +229,8 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         """Refuses a resume without a folder."""
+        if self.resume in ("true", "True"):
+            raise ConfigError(f"resume={self.resume} names no checkpoint; write latest, or a checkpoint's folder")
         if self.resume == "latest" and self.run_dir is None and self.checkpoint_root_directory is None:
             raise ConfigError("resume='latest' needs run_dir (or checkpoint_root_directory); set it")
 
@@ -364,7 +374,7 @@ class RLTrainingConfig(TrainingConfig):
     called in this process, which can end none."""
     warn_when: dict[Name, Band] | None = None
     """Warn, once and again where it got worse, when a metric leaves a band, in place of the usual bands of those
-    metrics: warn_when.kl.above=2.0. The usual ones: docs/troubleshooting.md."""
+    metrics: warn_when.kl.above=2.0. The usual ones: whet docs troubleshooting."""
     show_samples: Number = 0
     """Show, every so many steps, one prompt with its best and its worst completion; 0 = never."""
     last_batch: Literal["drop", "keep"] = "drop"

@@ -2,12 +2,14 @@
 
 Both ways read alike, through pyarrow and Python's own json: what is an error in one is one in the other, and rows are
 equal. Only a type that a CSV file changes after its first megabyte is seen in a stream too late to be settled.
+JSON and CSV files may be compressed (.gz, .bz2, .zst, .lz4); pyarrow expands them as they are read.
 """
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,16 +22,28 @@ from whet.errors import DataError, WhetError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["FORMATS", "read_files", "sound", "stream_files"]
+__all__ = ["FORMATS", "StreamedFiles", "file_format", "read_files", "sound", "stream_files"]
 
 FORMATS = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 """Suffixes of data files."""
 JSON = (".json", ".jsonl")
 TEXT = (*JSON, ".csv")
+COMPRESSED = (".gz", ".bz2", ".zst", ".lz4")
+"""Suffixes that a file of text may have besides its own."""
 REPAIR = "repair the file, or write it again"
 UTF8 = "convert it to UTF-8, e.g. with iconv"
 BATCH = 1000
 """Rows of a table that a stream holds at a time."""
+
+
+def file_format(path: Path) -> str:
+    """The suffix that says what a data file holds: its last one, or of a compressed file the one before.
+
+    >>> file_format(Path("a/train.jsonl")), file_format(Path("train.csv.gz"))
+    ('.jsonl', '.csv')
+    """
+    inner = Path(path.stem).suffix
+    return inner if path.suffix in COMPRESSED and inner in TEXT else path.suffix
 
 
 def read_files(paths: Sequence[Path]) -> Any:
@@ -41,7 +55,7 @@ def read_files(paths: Sequence[Path]) -> Any:
     """
     import datasets
 
-    if paths[0].suffix in JSON:
+    if file_format(paths[0]) in JSON:
         return [row for path in paths for row in _json_rows(path)]
     tables: list[Any] = []
     for path in paths:
@@ -54,68 +68,125 @@ def read_files(paths: Sequence[Path]) -> Any:
         return datasets.concatenate_datasets(tables)
 
 
-def stream_files(paths: Sequence[Path]) -> Any:
-    """The rows of data files of one format as a datasets.IterableDataset, read when they are asked for.
+def stream_files(paths: Sequence[Path]) -> StreamedFiles:
+    """The rows of data files of one format, read when they are asked for.
 
     Args: paths: at least one.
     Raises: DataError: tables whose columns have other types than those of the first; and, once they are read, all that
         `read_files` raises, and no rows at all.
     """
-    import datasets
-
-    if paths[0].suffix not in JSON:
+    if file_format(paths[0]) not in JSON:
         schemas = {}
         for path in paths:
             with _readable(path):
                 schemas[path] = _types(_parts(path)[0])
         _check_types(schemas)
-    return datasets.IterableDataset.from_generator(_stream, gen_kwargs={"paths": [str(path) for path in paths]})
+    return StreamedFiles(paths)
 
 
-def _stream(paths: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The rows of files, one by one."""
-    empty = True
-    for path in map(Path, paths):
-        for row in _json_rows(path) if path.suffix in JSON else _table_rows(path):
-            empty = False
-            yield row
-    if empty:
-        raise DataError(f"{', '.join(paths[:4])} has no rows; a data set needs at least one")
+class StreamedFiles:
+    """The rows of data files, as often as they are asked for, or from a place where an earlier reader stood.
+
+    `state_dict` says where the newest iterator stands, and `load_state_dict` lets the next one begin there, as those of
+    datasets.IterableDataset do. A .jsonl file goes on at its byte, a .parquet file at its row group and an .arrow file
+    at its batch; a .csv, .json or compressed file is read again from its own beginning.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        """Args: paths: at least one, of one format."""
+        self.paths = tuple(paths)
+        self._start: Mapping[str, int] | None = None
+        self._at = {"file": 0, "part": 0, "row": 0}
+
+    def state_dict(self) -> dict[str, int]:
+        """The file, the part of it (a byte, a row group, a batch; 0 where it has none), and rows read of that part."""
+        return dict(self._at)
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        """Lets the next iterator begin where that of the state stood."""
+        self._start = dict(state_dict)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """The rows. Raises: DataError: a file that can't be read, or no rows at all."""
+        at = self._at = {"file": 0, "part": 0, "row": 0, **(self._start or {})}
+        started, self._start = self._start is not None, None
+        empty = True
+        for number in range(at["file"], len(self.paths)):
+            if number != at["file"]:
+                at.update(file=number, part=0, row=0)
+            for part, row_number, row in _rows_from(self.paths[number], at["part"], at["row"]):
+                at.update(part=part, row=row_number + 1)
+                empty = False
+                yield row
+        if empty and not started:
+            raise DataError(f"{', '.join(map(str, self.paths[:4]))} has no rows; a data set needs at least one")
+
+
+def _rows_from(path: Path, part: int, row: int) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """(part, number in it, row) of a file's rows, after the first `row` ones of a part."""
+    kind = file_format(path)
+    if path.suffix == ".jsonl":
+        with _readable(path):
+            yield from ((at, 0, found) for at, found in _lines(path, part, skip=row > 0))
+    elif kind in JSON:
+        yield from ((0, n, found) for n, found in enumerate(_json_rows(path)) if n >= row)
+    else:
+        yield from _table_rows(path, part, row)
 
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
     """Turns what reading a file raises into a DataError that names it, and of a text the line that is not UTF-8."""
     try:
-        if path.suffix in TEXT:
+        if file_format(path) in TEXT:
             _refuse_utf16(path)
         yield
     except (WhetError, MemoryError):
         raise
     except Exception as error:
-        if path.suffix in TEXT and not isinstance(error, OSError):
+        if file_format(path) in TEXT and not isinstance(error, OSError):
             for _ in _text_lines(path):
                 pass
-        raise DataError(f"{path} can't be read as {path.suffix[1:]}: {said(error)}; {REPAIR}") from error
+        raise DataError(f"{path} can't be read as {file_format(path)[1:]}: {said(error)}; {REPAIR}") from error
+
+
+def _opened(path: Path) -> io.BufferedIOBase:
+    """A file of text, expanded where it is compressed."""
+    if path.suffix not in COMPRESSED:
+        return path.open("rb")
+    import pyarrow as pa
+
+    return io.BufferedReader(pa.input_stream(str(path)))  # pyright: ignore[reportArgumentType]
 
 
 def _refuse_utf16(path: Path) -> None:
-    with path.open("rb") as file:
+    with _opened(path) as file:
         start = file.read(4000)
     if start.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in start:
         raise DataError(f"{path} is not UTF-8: it looks like UTF-16, or is not text; {UTF8}")
 
 
-def _text_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(number, text) of every line. Raises DataError where one is not UTF-8."""
-    with path.open("rb") as file:
+def _text_lines(path: Path, start: int = 0) -> Iterator[tuple[int, int, str]]:
+    """(number, byte, text) of every line. Raises DataError where one is not UTF-8.
+
+    Args: start: the byte at which the first line to read begins; numbers count from that line.
+    """
+    with _opened(path) as file:
+        if at := start:
+            file.seek(start)
         for number, line in enumerate(file, 1):
             try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                text = line.decode("utf-8" if at else "utf-8-sig")
             except UnicodeDecodeError as error:
-                what = f"line {number} is not UTF-8: byte {line[error.start]:#x} at column {error.start + 1}"
-                raise DataError(f"{path} can't be read as {path.suffix[1:]}: {what}; {UTF8}") from error
-            yield number, text.removesuffix("\n")
+                what = f"{_line(number, start)} is not UTF-8: byte {line[error.start]:#x} at column {error.start + 1}"
+                raise DataError(f"{path} can't be read as {file_format(path)[1:]}: {what}; {UTF8}") from error
+            yield number, at, text.removesuffix("\n")
+            at += len(line)
+
+
+def _line(number: int, start: int) -> str:
+    """What to call a line in a message."""
+    return f"line {number} after byte {start}" if start else f"line {number}"
 
 
 # ---- JSON ------------------------------------------------------------------------------------------------------------
@@ -127,12 +198,15 @@ def _json_rows(path: Path) -> Iterator[dict[str, Any]]:
     Many write one object per line under .json too.
     """
     with _readable(path):
-        yield from _lines(path) if path.suffix == ".jsonl" or _has_lines(path) else _whole(path)
+        if file_format(path) == ".jsonl" or _has_lines(path):
+            yield from (row for _, row in _lines(path))
+        else:
+            yield from _whole(path)
 
 
 def _whole(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a file that is one value."""
-    whole = _parsed("\n".join(line for _, line in _text_lines(path)), str(path), lines=True)
+    whole = _parsed("\n".join(line for _, _, line in _text_lines(path)), str(path), lines=True)
     if isinstance(whole, dict):
         lists = [value for value in whole.values() if isinstance(value, list)]
         if len(lists) != 1:
@@ -147,7 +221,7 @@ def _whole(path: Path) -> Iterator[dict[str, Any]]:
 def _has_lines(path: Path) -> bool:
     """Whether a .json file holds an object per line: its first line is one, or no JSON's beginning, and more follow."""
     first = ""
-    for _, line in _text_lines(path):
+    for _, _, line in _text_lines(path):
         if first and line.strip():
             return True
         if line.strip():
@@ -161,15 +235,15 @@ def _has_lines(path: Path) -> bool:
     return not first
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects of a file that has one on each line."""
-    for number, line in _text_lines(path):
-        if not line.strip():
+def _lines(path: Path, start: int = 0, skip: bool = False) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(byte, object) of a file that has one object on each line. Args: start: a byte. skip: leave the first out."""
+    for number, at, line in _text_lines(path, start):
+        if not line.strip() or (skip and at == start):
             continue
-        row = _parsed(line, f"{path}, line {number}")
+        row = _parsed(line, f"{path}, {_line(number, start)}")
         if not isinstance(row, dict):
-            raise DataError(f"{path}, line {number}: {type(row).__name__}; a row is an object of columns")
-        yield row
+            raise DataError(f"{path}, {_line(number, start)}: {type(row).__name__}; a row is an object of columns")
+        yield at, row
 
 
 def _parsed(text: str, where: str, lines: bool = False) -> Any:
@@ -194,7 +268,7 @@ def _table(path: Path) -> pa.Table:
     import pyarrow as pa
     from pyarrow import csv, parquet
 
-    if path.suffix == ".csv":
+    if file_format(path) == ".csv":
         return csv.read_csv(path, **_csv_options())
     if path.suffix == ".parquet":
         return parquet.ParquetFile(path).read()
@@ -206,25 +280,29 @@ def _table(path: Path) -> pa.Table:
             return pa.ipc.open_file(file).read_all()  # as Feather writes it
 
 
-def _parts(path: Path) -> tuple[pa.Schema, Iterator[pa.RecordBatch]]:
-    """The columns of a csv, parquet or arrow file, and its rows in parts."""
+def _parts(path: Path, start: int = 0) -> tuple[pa.Schema, Iterator[tuple[int, pa.RecordBatch]]]:
+    """The columns of a csv, parquet or arrow file, and (part, rows) of it in batches, from a part on.
+
+    A part is a row group of a parquet file and a batch of an arrow file; a csv file is one part.
+    """
     import pyarrow as pa
     from pyarrow import csv, parquet
 
-    if path.suffix == ".csv":
+    if file_format(path) == ".csv":
         reader = csv.open_csv(path, **_csv_options())
-        return reader.schema, iter(reader)
+        return reader.schema, ((0, batch) for batch in reader)
     if path.suffix == ".parquet":
         file = parquet.ParquetFile(path)
-        return file.schema_arrow, file.iter_batches(BATCH)
+        groups = range(start, file.num_row_groups)
+        return file.schema_arrow, ((group, b) for group in groups for b in file.iter_batches(BATCH, row_groups=[group]))
     mapped = pa.memory_map(str(path))
     try:
         reader = pa.ipc.open_stream(mapped)
-        return reader.schema, iter(reader)
+        return reader.schema, ((number, b) for number, b in enumerate(reader) if number >= start)
     except pa.ArrowInvalid:
         mapped.seek(0)
         whole = pa.ipc.open_file(mapped)
-        return whole.schema, map(whole.get_batch, range(whole.num_record_batches))
+        return whole.schema, ((n, whole.get_batch(n)) for n in range(start, whole.num_record_batches))
 
 
 def _csv_options() -> dict[str, Any]:
@@ -236,18 +314,24 @@ def _csv_options() -> dict[str, Any]:
     }
 
 
-def _table_rows(path: Path) -> Iterator[Any]:
-    """The rows of a csv, parquet or arrow file, read a part at a time, with the features that datasets noted there."""
+def _table_rows(path: Path, first: int, skip: int) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """(part, number in it, row) of a csv, parquet or arrow file, with the features that datasets noted there.
+
+    Args: first: the part to begin with. skip: rows of it that are left out.
+    """
     import datasets
     import pyarrow as pa
 
-    before = 0
+    number = {first: 0}
     with _readable(path):
-        for part in _parts(path)[1]:
-            for start in range(0, len(part), BATCH):
-                table = pa.Table.from_batches([part.slice(start, BATCH)])
-                yield from datasets.Dataset(_checked(table, path, before))
-                before += len(table)
+        for part, batch in _parts(path, first)[1]:
+            for start in range(0, len(batch), BATCH):
+                before = number.setdefault(part, 0)
+                table = pa.Table.from_batches([batch.slice(start, BATCH)])
+                number[part] += len(table)
+                left_out = min(max(skip - before, 0), len(table)) if part == first else 0
+                rows = datasets.Dataset(_checked(table.slice(left_out), path, before + left_out))
+                yield from ((part, before + left_out + n, row) for n, row in enumerate(rows))  # pyright: ignore
 
 
 def _checked(table: pa.Table, path: Path, before: int = 0) -> pa.Table:
@@ -257,7 +341,7 @@ def _checked(table: pa.Table, path: Path, before: int = 0) -> pa.Table:
     twice = [name for name in table.column_names if table.column_names.count(name) > 1]
     if twice:
         raise DataError(f"{path} has {table.column_names.count(twice[0])} columns {twice[0]!r}; rename all but one")
-    for field in table.schema if path.suffix == ".csv" else ():
+    for field in table.schema if file_format(path) == ".csv" else ():
         if pa.types.is_binary(field.type):  # what pyarrow calls text that is not UTF-8
             raise ValueError(f"column {field.name!r} is not UTF-8")
         if pa.types.is_floating(field.type) and len(beyond := np.flatnonzero(np.isinf(table[field.name].to_numpy()))):

@@ -137,9 +137,11 @@ def text_of(text: str, where: str) -> str:
 def message_of(message: Any, place: int, number: int) -> Message:
     """One message, checked; keys that a table filled with None are left out.
 
-    Args: message: with a role and a content. place: its, in the conversation. number: of the row.
+    Args: message: with a role, and a content or tool_calls. place: its, in the conversation. number: of the row.
     Raises: DataError: it is no message, or has parts that are no text.
     """
+    if isinstance(message, Mapping) and "content" not in message and message.get("tool_calls"):
+        message = {**message, "content": ""}
     if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
         raise DataError(f"row {number}, message {place}: {shown(message)}; a message has a role and a content")
     role, content = message["role"], message["content"]

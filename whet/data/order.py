@@ -2,7 +2,9 @@
 
 Three kinds of source. Rows with a length (a list, a Dataset): each epoch in an order drawn from (seed, epoch) alone.
 Ready-made batches (mappings from column to a list, Tunix's form): as they come. A stream of rows: as they come, in
-batches of batch_size; a resume reads and skips what was used.
+batches of batch_size, shuffled within a buffer where that is asked for. A stream that has state_dict and
+load_state_dict, as datasets.IterableDataset and whet's own have, goes on at its place after a resume; of any other
+iterable a resume reads and skips what was used.
 Left out on purpose: ranks (every rank draws the same batch, and the worker splits it) and reading ahead (the state is
 then exactly what was handed out).
 """
@@ -13,14 +15,15 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import nullcontext
-from itertools import chain, islice
+from itertools import accumulate, chain, islice
 from typing import Any, Literal
 
 import numpy as np
 
 from whet.data.checksums import chained, digests
+from whet.data.mixture import MixedRows, permutation
 from whet.data.prompts import PROMPT_COLUMNS, PromptEncoder, find_prompt_column
-from whet.data.reading import each, reading
+from whet.data.reading import each, reading, said
 from whet.data.supervised import RowEncoder
 from whet.errors import CheckpointError, ConfigError, DataError, lookup_error
 
@@ -50,24 +53,20 @@ Encode = Callable[[Any, int], Any]
 def epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
     """The order of the rows in one epoch.
 
-    The ranks of `rows` raw draws of Philox seeded with (seed, epoch). numpy promises the raw draws for good, which it
-    doesn't for its own permutation.
-
     Args: rows: how many. seed: of the run, 0 or more. epoch: 0, 1, ...
     Returns: int64 [rows], each place once.
 
     >>> sorted(epoch_order(5, seed=0, epoch=1).tolist())
     [0, 1, 2, 3, 4]
     """
-    draws = np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(rows)
-    return np.argsort(draws, kind="stable")
+    return permutation(rows, seed, epoch)
 
 
-def hold_out(rows: Any, fraction: float, seed: int) -> tuple[list[Any], list[Any]]:
+def hold_out(rows: Any, fraction: float, seed: int) -> tuple[Any, list[Any]]:
     """Cuts a share of the rows off for evaluation: a draw from the seed alone, each part in data-set order.
 
     Args: rows: with a length. fraction: in (0, 1); at least one row, rounded. seed: of the draw, 0 or more.
-    Returns: the rows to train on, and those held out.
+    Returns: the rows to train on, and those held out; of a mixture the share of each of its data sets.
     Raises: ConfigError: a fraction out of range, rows without a length. DataError: nothing left to train on.
 
     >>> train, held = hold_out(list(range(10)), 0.2, seed=0)
@@ -78,6 +77,9 @@ def hold_out(rows: Any, fraction: float, seed: int) -> tuple[list[Any], list[Any
         raise ConfigError(f"a held-out share of {fraction} is out of range; give more than 0 and less than 1")
     if not has_places(rows):
         raise ConfigError("rows without a length can't be held out; give evaluation data of their own")
+    if isinstance(rows, MixedRows):
+        pairs = [hold_out(part, fraction, seed) for part in rows.parts]
+        return rows.changed([train for train, _ in pairs]), [row for _, held in pairs for row in held]
     count = max(1, round(fraction * len(rows)))
     if count >= len(rows):
         raise DataError(
@@ -135,6 +137,7 @@ class PromptStream:
         last_batch: Literal["drop", "keep"] = "drop",
         encode: Encode | None = None,
         prompt_column: str | None = None,
+        shuffle_buffer: int = 0,
     ) -> None:
         """Args:
             source: rows with a length, ready-made batches, or a stream of rows.
@@ -146,6 +149,7 @@ class PromptStream:
             encode: applied to each row, e.g. a PromptEncoder; rows with a length are encoded at once, others as read.
                 With a RowEncoder nothing is a ready-made batch: supervised data are rows.
             prompt_column: tells ready-made batches from rows; as for find_prompt_column.
+            shuffle_buffer: rows of a stream that are held and shuffled at a time; 0 = its own order.
 
         Raises:
             ConfigError: a setting out of range, shuffle=True where there is no length, more epochs of an iterator.
@@ -160,6 +164,9 @@ class PromptStream:
         self.encode, self.prompt_column = encode, prompt_column
         with reading("the data", "fix what makes the rows"):
             self.once = iter(source) is source
+        has_state = not self.once and hasattr(source, "load_state_dict")
+        self._begin: dict[str, Any] | None = source.state_dict() if has_state else None  # pyright: ignore
+        """What the state_dict of a stream says at the beginning of a pass; None = it has none."""
         self.first, source = _peek(source, self.once)
         """The first row, or the first ready-made batch, as it was read."""
         self.kind: Literal["rows", "batches", "stream"] = "stream"
@@ -171,9 +178,14 @@ class PromptStream:
         self.what = "rows" if isinstance(encode, RowEncoder) else "prompts"
         self.batch_size = self._size(self.first, batch_size)
         self.shuffle = self.kind == "rows" if shuffle is None else shuffle
+        self.shuffle_buffer = 0 if shuffle is False else shuffle_buffer
         self.epoch = self.batch = self.used = self.read_digest = 0
         self.dropped_rows = 0
         self._items: Iterator[Any] | None = None
+        if self.kind != "stream":
+            self._begin = None
+        self._block: tuple[int, dict[str, Any]] | None = None
+        """Rows used before the block of rows that is being handed out, and where the source stood then."""
         self._check()
         self.digest, self.columns_digest = digests(self.source) if self.kind == "rows" else (0, 0)
         """Of the encoded prompts in their order, and of their other columns; 0 where they are not known beforehand."""
@@ -191,6 +203,11 @@ class PromptStream:
 
     def _check(self) -> None:
         """Refuses what would train on nothing; encodes rows that have a length."""
+        if self.shuffle_buffer and self.kind != "stream":
+            raise ConfigError(
+                f"data.shuffle_buffer={self.shuffle_buffer} is for a stream (data.streaming=true); rows with a length "
+                "are shuffled whole, ready-made batches not at all"
+            )
         if self.kind != "rows" and self.shuffle:
             kind = "a stream" if self.kind == "stream" else "ready-made batches"
             raise ConfigError(
@@ -224,20 +241,23 @@ class PromptStream:
     def describe(self) -> str:
         """One line for the log: how many, in what order, what is left out, what a resume does."""
         if self.kind == "stream":
-            return (
-                f"a stream of {self.what} in its own order, batches of {self.batch_size}; a resume reads and skips rows"
-            )
+            order = f"shuffled {self.shuffle_buffer} at a time" if self.shuffle_buffer else "in its own order"
+            resume = "reads and skips rows" if self._begin is None else "goes on at its place"
+            return f"a stream of {self.what} {order}, batches of {self.batch_size}; a resume {resume}"
         if self.kind == "batches":
             return f"ready-made batches of {self.batch_size} prompts in their own order; a resume reads and skips them"
         rest = len(self.source) % self.batch_size
         fate = "dropped" if self.last_batch == "drop" else "in a smaller batch"
         tail = f"; {rest} rows an epoch {fate}" if rest else ""
         order = f"shuffled with seed {self.seed}" if self.shuffle else "in data-set order"
+        if isinstance(self.source, MixedRows):
+            order += f", of {len(self.source.parts)} data sets"
         batches = f"{self.batches_per_epoch} batches of {self.batch_size}"
         return f"{len(self.source)} {self.what} {order}, {batches} an epoch{tail}"
 
-    def state(self) -> dict[str, int]:
-        """Where the stream stands: after the last batch handed out. Plain ints."""
+    def state(self) -> dict[str, Any]:
+        """Where the stream stands: after the last batch handed out. Plain ints, but for the source's own state."""
+        block, source = self._block or (0, self._begin)
         return {
             "epoch": self.epoch,
             "batch": self.batch,
@@ -250,24 +270,36 @@ class PromptStream:
             "digest": self.digest,
             "columns_digest": self.columns_digest,
             "read_digest": self.read_digest,
+            "shuffle_buffer": self.shuffle_buffer,
+            "mixture": self.source.digest() if isinstance(self.source, MixedRows) else 0,
+            **({} if source is None else {"first_digest": chained(self.first, 0), "block": block, "source": source}),
             "length": len(self.source) if self.kind != "rows" and isinstance(self.source, Sized) else -1,
         }
 
-    def restore(self, state: Mapping[str, int]) -> None:
-        """Continues after the last batch of a saved state; call it before iterating. What a stream had used is read
-        again, and compared.
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continues after the last batch of a saved state; call it before iterating. A stream that can go on at a place
+        does so; what another one had used is read again, and compared.
 
         Raises: CheckpointError: the state is of other data or other settings, with the first difference; or it has a
             place that no such data have.
         """
         now = self.state()
-        newer = {"columns_digest", "length", "read_digest"}  # not in checkpoints of earlier versions: not compared then
+        newer = {
+            "columns_digest",
+            "length",
+            "read_digest",
+            "shuffle_buffer",
+            "mixture",
+            "first_digest",
+            "block",
+            "source",
+        }
         if missing := sorted(now.keys() - state.keys() - newer):
             raise CheckpointError(
                 f"the checkpoint's data position has no {', '.join(missing)}: another version of whet wrote it; resume "
                 "with that version, or start a new run"
             )
-        for name in ("rows", "batch_size", "seed", "shuffle", "length"):
+        for name in ("rows", "batch_size", "seed", "shuffle", "length", "shuffle_buffer"):
             if state.get(name, now[name]) != now[name]:
                 raise CheckpointError(
                     f"the checkpoint's data have {name} {state[name]}, these have {now[name]}; resume with the same "
@@ -283,10 +315,17 @@ class PromptStream:
                 "the rows are not those of the checkpoint: same prompts, but another column (an answer, say) was "
                 "changed; resume with the same data, or start a new run"
             )
+        if state.get("mixture", now["mixture"]) != now["mixture"]:
+            raise CheckpointError(
+                "the mixture is not that of the checkpoint: a weight or the length of one of its data sets changed; "
+                "resume with the same data.path, or start a new run"
+            )
         self._check_place(state)
         self.epoch, self.batch, self.used = state["epoch"], state["batch"], state["used"]
         self.dropped_rows = state["dropped_rows"]
-        if self.kind != "rows":
+        if self.kind != "rows" and self._begin is not None and "source" in state:
+            self._items = self._from_place(state)
+        elif self.kind != "rows":
             self._items = self._skipped(self.used, state.get("read_digest"))
 
     def _check_place(self, state: Mapping[str, int]) -> None:
@@ -305,12 +344,54 @@ class PromptStream:
                 "from another step-* folder"
             )
 
+    def _from_place(self, state: Mapping[str, Any]) -> Iterator[Any]:
+        """The items after those that were used, of a source that goes on at the place of its state.
+
+        Raises: CheckpointError: its first row is another, or it takes no such state.
+        """
+        if state["first_digest"] != chained(self.first, 0):
+            raise CheckpointError(
+                "the first row is not that of the checkpoint's data; resume with the same data, or start a new run in "
+                "another trainer.run_dir"
+            )
+        try:
+            self.source.load_state_dict(state["source"])
+        except Exception as error:  # of any library
+            raise CheckpointError(
+                f"the data can't go on at the checkpoint's place: {said(error)}; resume with the same data, or start a "
+                "new run in another trainer.run_dir"
+            ) from error
+        self.read_digest, block = state.get("read_digest", 0), state["block"]
+        self._block = (block, state["source"])
+        return islice(self._shuffled(each(self.source, "the data"), block), self.used - block, None)
+
+    def _shuffled(self, items: Iterator[Any], used: int = 0) -> Iterator[Any]:
+        """The items of a stream, shuffled a block of `shuffle_buffer` at a time.
+
+        Each block has an order of its own, drawn from (seed, epoch, block): a resume reads one block again at most.
+        Args: used: items before them, whole blocks.
+        """
+        size = self.shuffle_buffer
+        while size and (held := list(islice(items, size))):
+            yield from (held[place] for place in permutation(len(held), self.seed, self.epoch, used // size).tolist())
+            used += len(held)
+            self._note_place(used)
+        for item in items:
+            used += 1
+            self._note_place(used)
+            yield item
+
+    def _note_place(self, used: int) -> None:
+        """Notes where the source stands after `used` items, for a resume."""
+        if self._begin is not None:
+            self._block = (used, self.source.state_dict())
+
     def _skipped(self, used: int, expected: int | None) -> Iterator[Any]:
         """The items after those that were used, which are read here and compared; None = there is nothing to compare.
 
         Raises: CheckpointError: they are fewer, or others.
         """
-        items, told = each(self.source, "the data"), time.monotonic()
+        items, told = self._shuffled(each(self.source, "the data")), time.monotonic()
         what = "batches" if self.kind == "batches" else "rows"
         self.read_digest = count = 0
         for count, item in enumerate(islice(items, used), 1):
@@ -354,7 +435,10 @@ class PromptStream:
     def _rows(self) -> Iterator[list[Any]]:
         """The rest of an epoch of rows with a length."""
         rows = len(self.source)
-        order = epoch_order(rows, self.seed, self.epoch) if self.shuffle else np.arange(rows)
+        if isinstance(self.source, MixedRows) and self.source.weights is not None:
+            order = self.source.order(self.seed, self.epoch, self.shuffle)
+        else:
+            order = epoch_order(rows, self.seed, self.epoch) if self.shuffle else np.arange(rows)
         while self.used < rows:
             places = order[self.used : self.used + self.batch_size].tolist()
             if len(places) < self.batch_size and self.last_batch == "drop":
@@ -367,7 +451,10 @@ class PromptStream:
         """The rest of an epoch of what is read in its own order; `used` counts the items read."""
         items, self._items = self._items, None
         if items is None:
-            items = islice(each(self.source, "the data"), self.used, None)
+            if self._begin is not None:
+                self.source.load_state_dict(self._begin)
+                self._block = None
+            items = islice(self._shuffled(each(self.source, "the data")), self.used, None)
         return self._read_batches(items) if self.kind == "batches" else self._read_rows(items)
 
     def _read_batches(self, items: Iterator[Mapping[str, Any]]) -> Iterator[list[Any]]:
@@ -415,22 +502,27 @@ class PromptStream:
         return row if self.encode is None else self.encode(row, number)
 
 
-def encode_all(rows: Any, encode: Encode, what: str) -> list[Any]:
+def encode_all(rows: Any, encode: Encode, what: str) -> Sequence[Any]:
     """All rows, encoded, without those that were dropped; logs its progress where that takes long.
 
     Args: rows: with a length. encode: of each. what: they are, for the log.
     Raises: DataError: after the last row, where rows are over a limit; at once for anything else.
     """
     out, told = [], time.monotonic()
+    parts, ends = [out], set()
+    if isinstance(rows, MixedRows):
+        ends = set(accumulate(len(part) for part in rows.parts[:-1]))
     with encode.all_rows() if isinstance(encode, PromptEncoder | RowEncoder) else nullcontext():
         for place, row in enumerate(each(rows, "the data")):
             made = encode(row, place)
+            if place in ends:
+                parts.append(out := [])
             if made is not None:
                 out.append(made)
             if time.monotonic() - told > LOG_INTERVAL_S:
                 told = time.monotonic()
                 log.info("encoded %d of %d %s", place + 1, len(rows), what)
-    return out
+    return rows.changed(parts) if isinstance(rows, MixedRows) else out
 
 
 def _peek(source: Iterable[Any], once: bool) -> tuple[Any, Iterable[Any]]:

@@ -64,5 +64,5 @@ def _digest(batch: TokenBatch) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
     for x in (batch.prefixes, batch.prefix_ends, batch.prefix_of, batch.tokens, batch.ends, batch.unit_of):
         digest.update(f"{x.dtype} {len(x)} ".encode())
-        digest.update(x.contiguous().numpy())
+        digest.update(x.contiguous().numpy().data)
     return digest.digest()

@@ -291,7 +291,7 @@ class PromptEncoder:
                     f"row {number} is plain text, and tools are told of by a chat template; set "
                     f"{self._data}apply_chat_template=True, or {where}"
                 )
-            return list(self.tokenizer(source, verbose=False).input_ids)
+            return list(self.tokenizer(str(source), verbose=False).input_ids)
         messages = self.messages(source)
         written = self._rendered(messages, own, number)
         changed = changed_words(self.template, messages, [written], number)

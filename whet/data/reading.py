@@ -30,7 +30,7 @@ def reading(what: str, fix: str) -> Iterator[None]:
         yield
     except (WhetError, MemoryError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a user's function that calls sys.exit would end the run without a word
         raise DataError(f"{what} can't be read: {said(error)}; {fix}") from error
 
 
@@ -49,11 +49,11 @@ def each(rows: Iterable[Any], what: str, fix: str = "fix what makes the rows") -
             place += 1
     except (WhetError, MemoryError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise DataError(f"{what} can't be read from row {place} on: {said(error)}; {fix}") from error
 
 
-def said(error: Exception) -> str:
+def said(error: BaseException) -> str:
     r"""The class and message of an error, in one line.
 
     >>> said(ValueError("a\n  b"))

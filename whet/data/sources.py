@@ -1,13 +1,15 @@
 """Data sets: from what the user names to rows.
 
 A row is a mapping from column to value. Files on disk are read by whet.data.files, so that an error names the file and
-the line; only hub names go through datasets.load_dataset. Left out on purpose: mixing and filtering data sets; a
-"file.py:function" that returns rows does that better.
+the line; hub names and URLs go through datasets.load_dataset. Several data sets become one in whet.data.mixture. Left
+out on purpose: filtering data sets; a "file.py:function" that returns rows does that better.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
@@ -16,13 +18,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from whet.data.files import FORMATS, read_files, sound, stream_files
+from whet.config.data import OF_A_SOURCE
+from whet.data.files import FORMATS, file_format, read_files, sound, stream_files
+from whet.data.mixture import MixedRows, MixedStream
 from whet.data.reading import reading, said
 from whet.errors import ConfigError, DataError, WhetError, nearest, shown
-from whet.util.model_paths import hub_silence
+from whet.util.model_paths import hub_silence, split_revision
 from whet.util.refs import is_ref, resolve_ref
 
-__all__ = ["check_source", "load_rows"]
+__all__ = ["check_source", "load_rows", "same_rows"]
 
 log = logging.getLogger("whet")
 
@@ -41,19 +45,23 @@ def load_rows(
     subset: str | None = None,
     streaming: bool = False,
     limit: int | None = None,
+    is_part: bool = False,
 ) -> Any:
     """The rows of a data set.
 
     Args:
-        source: a hub name; a folder (saved by save_to_disk, or holding data files, then those named for the split, or
-            all where no name says a split); a .json, .jsonl, .csv, .parquet or .arrow file (it is the split, whatever
-            its name); "package.module:function" or "file.py:function", called without arguments; or the rows
-            themselves, as a list, a datasets.Dataset or any iterable, returned as they are.
+        source: a hub name, with "@revision" behind it for a branch, tag or commit; a folder (saved by save_to_disk, or
+            holding data files, then those named for the split, or all where no name says a split); a .json, .jsonl,
+            .csv, .parquet or .arrow file (it is the split, whatever its name), the first three compressed too; a glob
+            of such files; a URL of one; "package.module:function" or "file.py:function", called without arguments; a
+            list of these, and of mappings {path, weight, subset, split, limit}; or the rows themselves, as a list of
+            mappings with other keys, a datasets.Dataset or any iterable, returned as they are.
         split: which part of a hub data set, a folder or a DatasetDict; None = the part to evaluate on: the only one,
             or the only one named test, validation, dev or the like. A text "split@source" names both.
         subset: the configuration of a hub data set that has several.
         streaming: read as the rows are asked for; the rows then have no length and can't be shuffled.
         limit: only the first N rows; None = all.
+        is_part: the split has to be a part of the source, which a single file, a single saved set and rows are not.
 
     Returns:
         A list of dicts, a datasets.Dataset, a datasets.IterableDataset, or the iterable given.
@@ -61,16 +69,18 @@ def load_rows(
     Raises:
         DataError: nothing there (with the nearest names), no such split or none that is for evaluation, a line that
             can't be read, no rows.
-        ConfigError: a function that can't be found, or a limit below 1.
+        ConfigError: a function that can't be found, a limit below 1, or no parts where there have to be some.
 
     >>> load_rows([{"prompt": "1+1=", "answer": 2}, {"prompt": "1+2=", "answer": 3}], limit=1)
     [{'prompt': '1+1=', 'answer': 2}]
     """
     if limit is not None and limit < 1:
         raise ConfigError(f"limit {limit} leaves no rows; give at least 1, or None for all")
+    if _names_several(source):
+        return _several(source, split=split, subset=subset, streaming=streaming, limit=limit)
     if isinstance(source, str | Path):
         split, source = _split_at(str(source), split)
-        rows = _named(source, split, subset, streaming)
+        rows = _named(source, split, subset, streaming, is_part)
     else:
         rows = source
     rows = _cut(_of_split(rows, split, source), limit)
@@ -82,6 +92,30 @@ def load_rows(
     return rows
 
 
+def _names_several(source: Any) -> bool:
+    """Whether a source is a list of sources, not of rows."""
+    first = next(iter(source), None) if isinstance(source, list | tuple) else None
+    named = isinstance(first, Mapping) and "path" in first and set(first) <= set(OF_A_SOURCE)
+    return named or isinstance(first, str | Path)
+
+
+def _several(source: Sequence[Any], *, limit: int | None, streaming: bool, **usual: Any) -> MixedRows | MixedStream:
+    """The rows of a list of sources. Args: usual: split and subset of those that name none."""
+    if limit is not None:
+        raise ConfigError(
+            f"limit {limit} is of one data set; give each of the list its own: {{path: ..., limit: {limit}}}"
+        )
+    named = [item if isinstance(item, Mapping) else {"path": item} for item in source]
+    weights: Any = [item.get("weight") for item in named]
+    parts = []
+    for item in named:
+        options = {name: item[name] for name in ("split", "subset", "limit") if item.get(name) is not None}
+        parts.append(load_rows(item["path"], streaming=streaming, **{**usual, **options}))
+    if streaming or not all(isinstance(part, Sized) for part in parts):
+        return MixedStream(parts, [1.0 if weight is None else weight for weight in weights])
+    return MixedRows(parts, None if weights[0] is None else weights)
+
+
 def _split_at(text: str, split: str | None) -> tuple[str | None, str]:
     """The split and the source of "split@source", RL2's form; the text as it is where a file or folder has its name."""
     named, at, source = text.partition("@")
@@ -91,39 +125,135 @@ def _split_at(text: str, split: str | None) -> tuple[str | None, str]:
         return (split, text) if Path(text).expanduser().exists() else (named, source)
 
 
-def _named(text: str, split: str | None, subset: str | None, streaming: bool) -> Any:
+def _named(text: str, split: str | None, subset: str | None, streaming: bool, is_part: bool) -> Any:
     """The rows of a file, a folder, a function or a hub name."""
     with reading(shown(text), "check the path and its permissions"):
         path = Path(text).expanduser()
+        if is_part and (path.is_file() or (path / "state.json").is_file()):
+            raise _no_parts(text, split)
         if path.is_file():
             return _files([path], streaming)
         if path.is_dir():
             return _folder(path, split, streaming)
+        if _is_glob(text):
+            return _files(_matched(text), streaming)
+    if _is_url(text):
+        return _url(text, streaming)
     if is_ref(text):
         made = resolve_ref(text, "data set")
         with reading(f"data set {text!r}", "fix the function, which is called without arguments"):
-            return made() if callable(made) else made
+            rows = made() if callable(made) else made
+        if is_part and not isinstance(rows, Mapping):
+            raise _no_parts(text, split)
+        return rows
     _check_name(text, path)
     return _hub(text, split, subset, streaming)
 
 
+def _is_glob(text: str) -> bool:
+    return any(mark in text for mark in "*?[") and "://" not in text
+
+
+def _matched(text: str) -> list[Path]:
+    """The files that a glob names, in the order of their names. Raises DataError where there is none."""
+    path = Path(text).expanduser()
+    files = sorted(found for found in Path(path.anchor).glob(str(path.relative_to(path.anchor))) if found.is_file())
+    if not files:
+        raise DataError(f"no file matches {shown(text)}; check the path (** stands for any folders)")
+    _same_format(files, shown(text))
+    return files
+
+
+def _same_format(files: Sequence[Path], what: str) -> None:
+    """Raises DataError where files are not all of one format."""
+    if len({file_format(path) for path in files}) > 1:
+        names = ", ".join(path.name for path in files[:8])
+        raise DataError(f"{what} mixes formats: {names}; name the files of one format, e.g. by *.jsonl")
+
+
+def _is_url(text: str) -> bool:
+    return re.match(r"\w+://", text) is not None
+
+
+def _url(text: str, streaming: bool) -> Any:
+    """The rows of a data file at a URL: over HTTP downloaded first, by the reader of datasets for other protocols."""
+    import datasets
+
+    suffix = file_format(Path(text.split("?")[0]))
+    if suffix not in FORMATS:
+        raise DataError(f"{text!r} has an unknown format {suffix!r}; known: {', '.join(FORMATS)}")
+    with reading(text, "check the address and the network"), _telling(text):
+        if text.startswith(("http://", "https://")):
+            return _files([_downloaded(text)], streaming)
+        kind = {".jsonl": "json"}.get(suffix, suffix[1:])
+        return datasets.load_dataset(kind, data_files=text, split="train", streaming=streaming)
+
+
+def _downloaded(url: str) -> Path:
+    """A file of the cache of datasets, written anew."""
+    import httpx
+    from datasets import config
+
+    folder = Path(config.HF_DATASETS_CACHE) / "whet-downloads" / hashlib.sha256(url.encode()).hexdigest()[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / Path(url.split("?")[0]).name
+    part = folder / f"{path.name}.{os.getpid()}.part"
+    log.info("downloading %s", url)
+    try:
+        with httpx.stream("GET", url, follow_redirects=True, timeout=30) as answer, part.open("wb") as file:
+            answer.raise_for_status()
+            for block in answer.iter_bytes():
+                file.write(block)
+        return part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
 def _check_name(text: str, path: Path) -> None:
     """Raises DataError for what is not there, and no hub data set's name."""
+    text, _ = split_revision(text)
     looks_local = path.suffix in (*FORMATS, ".py") or path.is_absolute() or text.startswith((".", "~"))
     if looks_local or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", text):
         raise DataError(f"no file or folder {shown(text)}{_beside(path) or '; check the path'}")
 
 
-def check_source(source: str) -> None:
+def _no_parts(text: str, split: str | None) -> ConfigError:
+    return ConfigError(
+        f"data.eval_split={split}: {shown(text)} has no splits, so its training rows would be evaluated; give "
+        "data.eval_path the rows to evaluate on, or set data.eval_fraction=0.1"
+    )
+
+
+def same_rows(path: str, split: str | None, eval_path: str, eval_split: str | None) -> bool:
+    """Whether two names are of one data set's same part, as far as the names tell.
+
+    >>> same_rows("a.jsonl", "train", "./a.jsonl", None), same_rows("a/b", "train", "a/b", "test")
+    (True, False)
+    """
+    (split, path), (eval_split, eval_path) = _split_at(path, split), _split_at(eval_path, eval_split)
+    both = [Path(text).expanduser().resolve() for text in (path, eval_path)]
+    return both[0] == both[1] and (split == eval_split or both[0].suffix in FORMATS)
+
+
+def check_source(source: str, part: str | None = None) -> None:
     """Looks whether a named data set can be there, without reading it or asking the hub.
 
-    Raises: DataError: no such file or folder. ConfigError: a function that can't be found.
+    Args: part: a split that has to be a part of it; None = any.
+    Raises: DataError: no such file or folder. ConfigError: a function that can't be found, or a file, where a part is
+        asked for.
     """
     _, text = _split_at(source, None)
     with reading(shown(text), "check the path and its permissions"):
         path = Path(text).expanduser()
+        if part is not None and path.is_file():
+            raise _no_parts(text, part)
         if path.exists():
             return
+        if _is_glob(text):
+            _matched(text)
+            return
+    if _is_url(text):
+        return
     if is_ref(text):
         resolve_ref(text, "data set")
     else:
@@ -134,11 +264,14 @@ def _hub(name: str, split: str | None, subset: str | None, streaming: bool) -> A
     """The rows of a hub data set."""
     import datasets
 
+    name, revision = split_revision(name)
     _check_hub(name)
+    pinned = {} if revision is None else {"revision": revision}
     if split is None:
-        names = _asked(name, "its splits", datasets.get_dataset_split_names, name, subset)
+        names = _asked(name, "its splits", datasets.get_dataset_split_names, name, subset, **pinned)
         split = _eval_split(names, name)
-    return _asked(name, f"split {split!r}", datasets.load_dataset, name, subset, split=split, streaming=streaming)
+    options = {"split": split, "streaming": streaming, **pinned}
+    return _asked(name, f"split {split!r}", datasets.load_dataset, name, subset, **options)
 
 
 def _check_hub(name: str) -> None:
@@ -186,8 +319,9 @@ def _no_path(name: str) -> str:
 
 @contextmanager
 def _telling(name: str) -> Iterator[None]:
-    """Logs that the hub is being waited for, where that takes more than a moment."""
-    timer = threading.Timer(LOG_AFTER_S, log.warning, ("waiting for the hub, which is asked for the data set %r", name))
+    """Logs that an answer is being waited for, where that takes more than a moment."""
+    where = "an answer from" if _is_url(name) else "the hub, which is asked for the data set"
+    timer = threading.Timer(LOG_AFTER_S, log.warning, ("waiting for %s %r", where, name))
     timer.daemon = True
     timer.start()
     try:
@@ -200,7 +334,7 @@ def _folder(path: Path, split: str | None, streaming: bool) -> Any:
     """The rows of a folder: saved by datasets, or holding data files of one format."""
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
         return _saved(path, split, streaming)
-    files = sorted(p for where in (path, path / "data") for p in where.glob("*") if p.suffix in FORMATS)
+    files = sorted(p for where in (path, path / "data") for p in where.glob("*") if file_format(p) in FORMATS)
     if not files:
         raise DataError(f"folder {str(path)!r} holds no data; expected {', '.join(FORMATS)} files or a saved Dataset")
     told = sorted({word for word in SPLITS for p in files if _says(p, word)})
@@ -214,10 +348,7 @@ def _folder(path: Path, split: str | None, streaming: bool) -> Any:
             f"{nearest(str(split), told)}"
         )
     chosen = chosen or files
-    if len({p.suffix for p in chosen}) > 1:
-        raise DataError(
-            f"folder {str(path)!r} mixes formats: {', '.join(p.name for p in chosen[:8])}; name the file that you mean"
-        )
+    _same_format(chosen, f"folder {str(path)!r}")
     return _files(chosen, streaming)
 
 
@@ -238,7 +369,7 @@ def _says(path: Path, split: str) -> bool:
 
 def _files(paths: list[Path], streaming: bool) -> Any:
     """The rows of data files of one format, one after the other."""
-    suffix = paths[0].suffix
+    suffix = file_format(paths[0])
     if suffix not in FORMATS:
         raise DataError(f"{str(paths[0])!r} has an unknown format {suffix!r}; known: {', '.join(FORMATS)}")
     return stream_files(paths) if streaming else read_files(paths)

@@ -18,7 +18,8 @@ from whet.data.prompts import PromptEncoder
 from whet.envs.script import Script
 from whet.envs.transcript import Transcript
 from whet.errors import RewardError, shown
-from whet.rewards.contract import OnError, call_in_time
+from whet.rewards.contract import OnError
+from whet.rewards.deadline import call_in_time
 from whet.rollout.base import Output, Sampling
 from whet.rollout.driver import Episode, Turns
 from whet.types import FinishReason, Message
@@ -120,11 +121,19 @@ def _checked(found: Any, what: str) -> list[Message] | RewardError:
     for place, message in enumerate(found):
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
             return RewardError(f"{what}, message {place}: {shown(message, 80)}; a message has a role and a content")
-        if message["role"] == "assistant" or not isinstance(message["role"], str):
+        if message["role"] not in ("user", "tool", "system"):
             role = shown(message["role"], 40)
             return RewardError(
-                f"{what}, message {place} has the role {role}; give user or tool, the model's turn is its own"
+                f"{what}, message {place} has the role {role}; give user, tool or system, the model's turn is its own"
             )
-        if not isinstance(message["content"], str):
-            return RewardError(f"{what}, message {place}: the content is {shown(message['content'], 80)}; give a text")
+        content = message["content"]
+        if not isinstance(content, str):
+            return RewardError(f"{what}, message {place}: the content is {shown(content, 80)}; give a text")
+        try:
+            content.encode()
+        except UnicodeEncodeError as error:
+            return RewardError(
+                f"{what}, message {place}: {shown(content, 80)} is not valid text ({error.reason}); decode with "
+                'errors="replace" what it reads'
+            )
     return [dict(m) for m in found]

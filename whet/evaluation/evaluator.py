@@ -236,6 +236,7 @@ class Evaluator:
             device=c.device,
             chat_template_kwargs=c.sampling.chat_template_kwargs,
             rollout_config=c.sampling,
+            trust_remote_code=c.trust_remote_code,
         )
 
 
@@ -394,6 +395,7 @@ class _Work:
         about = {
             "whet": __version__,
             "model": self.name,
+            "dtype": str(self.sampler.loaded.module.dtype).removeprefix("torch."),
             "data": {n: getattr(c.data, n) for n in ("path", "subset", "split", "limit")},
             "prompts": len(found),
             "prompts_left_out": self.dropped,

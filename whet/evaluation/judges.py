@@ -52,7 +52,13 @@ def _reward_model(config: EvalRunConfig, section: RoleConfig, sampler: Sampler) 
     if section.model is None:
         raise ConfigError("reward_model has no model; write reward_model.model=<hub name or folder>")
     device = sampler.loaded.module.device
-    loaded = load_model(section.model, device=device, role="reward", attention=section.attention)  # pyright: ignore
+    loaded = load_model(
+        section.model,
+        device=device,  # pyright: ignore[reportArgumentType]
+        role="reward",
+        attention=section.attention,
+        trust_remote_code=section.trust_remote_code,
+    )
     longest = None if sampler.longest is None else -(-sampler.longest // 128) * 128
     worker = ModelWorker(
         loaded,
@@ -66,8 +72,8 @@ def _reward_model(config: EvalRunConfig, section: RoleConfig, sampler: Sampler) 
         worker,
         name=loaded.name.rstrip("/").rpartition("/")[2],
         policy_tokenizer=sampler.tokenizer,
-        tokenizer=load_tokenizer(section.model) if has_own else None,
-        apply_chat_template=config.data.apply_chat_template,
+        tokenizer=load_tokenizer(section.model, trust_remote_code=section.trust_remote_code) if has_own else None,
+        apply_chat_template=config.data.apply_chat_template,  # pyright: ignore[reportArgumentType]  (auto is settled)
         system_prompt=config.data.system_prompt,
     )
 

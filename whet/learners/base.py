@@ -97,7 +97,7 @@ class RLLearner:
                 raise ConfigError(
                     f"{cls.__name__}.{name}{signature} is not what the loop calls: a stage takes a Step and returns "
                     f"it, {name}(self, {', '.join(takes)}); the batch is step.batch, given back with "
-                    "step.replace(batch=...), and metrics with step.log(...); see docs/extending.md"
+                    "step.replace(batch=...), and metrics with step.log(...); see whet docs extending"
                 )
 
     def __init__(

@@ -31,7 +31,10 @@ log = logging.getLogger("whet")
 class Sampler(Protocol):
     """The stages of a learner that a further batch goes through."""
 
-    rollout: Callable[..., object]
+    @property
+    def rollout(self) -> Callable[..., object]:
+        """Has groups made of prompts."""
+        ...
 
     def sample(self, step: Step) -> Step:
         """Completes prompts."""

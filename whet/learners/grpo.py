@@ -28,7 +28,7 @@ class GRPOLearner(PolicyLearner):
     """
 
     CONFIG = GRPOConfig
-    algo_config: GRPOConfig
+    algo_config: GRPOConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def check(self, rl_cluster: RLCluster) -> None:
         """Raises ConfigError where all completions of a group would be the same."""

@@ -24,7 +24,7 @@ from whet.config import Mode, Role
 from whet.config.watching import Band
 from whet.data.templates import goes_through
 from whet.errors import nearest
-from whet.learners.symptoms import FULL, RAISE, cut, symptoms
+from whet.learners.symptoms import FULL, RAISE, apart, cut, symptoms
 from whet.models.modes import max_positions
 from whet.ops import Support, group_spread
 from whet.train.role_trainer import lower_rate
@@ -117,13 +117,15 @@ class Health:
             told = symptom.find(row)
             if told and name == "cut":
                 told = cut(row, **self._ways(seen))
+            if told and name == "apart":
+                told = apart(row, **self._runs())
             count = self._over(name) if told is None else self._lasts(name, step)
             if told and count >= symptom.steps and told.badness >= symptom.worse * self._said.get(name, 0.0):
                 self._say(name, told.badness, told.message)
         self._unseen -= row.keys()
         for name in sorted(self._unseen):
             if self._lasts(f"no {name}", step) == MISSING:
-                where = nearest(name, row) or "; docs/run-folder.md says which there are, and when"
+                where = nearest(name, row) or "; whet docs run-folder says which there are, and when"
                 log.warning("trainer.warn_when.%s: %d rows, and none had that metric%s", name, MISSING, where)
 
     def _lasts(self, name: str, step: int) -> int:
@@ -185,6 +187,10 @@ class Health:
             "template": plain and goes_through(self.cluster.tokenizer, rollout.chat_template_kwargs),
             "end": not rollout.eos_tokens,
         }
+
+    def _runs(self) -> dict[str, str]:
+        """What samples, and what the trainer computes in: see symptoms.apart."""
+        return {"engine": self.cluster.engine_name, "dtype": self.cluster.dtypes[Role.ACTOR.value]}
 
     def _choices(self) -> int | None:
         return most_choices(self.cluster.actor.support, _vocabulary(self.cluster.actor.module))

@@ -29,7 +29,8 @@ def compare_sampler(batch: TokenBatch, config: PolicyConfig) -> tuple[TokenBatch
 
     Args: batch: with the trainer's old_logprobs.
     Returns: the batch, with the column sampler_is_mean where sampler_is_normalize asks for it; sampler_trainer/*, and
-        sampler_is/* where sampler_is is a correction of whet's.
+        sampler_is/* where sampler_is is a correction of whet's, the mean over sequences where a weight is one of
+        sequences.
     """
     old, sampler = batch.need("old_logprobs"), batch.sampler_logprobs
     found = mismatch_metrics(old, sampler, mask=batch.mask)
@@ -45,10 +46,10 @@ def compare_sampler(batch: TokenBatch, config: PolicyConfig) -> tuple[TokenBatch
         weights = with_fields(weigh, config)(x)
         bounds = {"threshold": config.sampler_is_threshold, "lower": config.sampler_is_lower}
         ratio = sampler_log_ratio(x, config.sampler_is)
-        found |= weight_metrics(weights, ratio, mask=batch.mask, **bounds)
+        mean = _mean_weight(weights, batch, config.sampler_is)
+        found |= weight_metrics(weights, ratio, mask=batch.mask, **bounds) | {"sampler_is/weight_mean": float(mean)}
         if config.sampler_is_normalize:
-            mean = _mean_weight(weights, batch, config.sampler_is).clamp(min=1e-8)
-            batch = batch.with_token_columns(sampler_is_mean=mean.expand(batch.num_tokens))
+            batch = batch.with_token_columns(sampler_is_mean=mean.clamp(min=1e-8).expand(batch.num_tokens))
     return batch, {n: Max(v) if n.endswith("_max") else Mean(v) for n, v in found.items()}
 
 

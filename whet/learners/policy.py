@@ -34,7 +34,7 @@ from whet.learners.objective import (
     objective_checks,
     resolve_name,
 )
-from whet.learners.report import advantage_metrics, of_whole_batch, skipped_metrics
+from whet.learners.report import advantage_metrics, of_known, of_whole_batch, skipped_metrics
 from whet.learners.step import Step
 from whet.learners.teacher import check_teacher, divergence_from, with_teacher
 from whet.ops import (
@@ -305,6 +305,8 @@ class PolicyLearner(RLLearner):
 
     def _of_whole(self, found: Metrics, whole: TokenBatch, run: TokenBatch) -> Metrics:
         reductions = self.cluster.actor_trainer.reductions
+        if run.sampler_logprobs is not None and self.cluster.rollout.caps.logprobs:
+            found = of_known(found, "sampling/", run, ~run.sampler_logprobs.isnan(), reductions)
         zero = {k: how for name in self.zero_metrics or () for k, how in labels_of(name, reductions).items()}
         return {**skipped_metrics(whole, run), **of_whole_batch(with_ess(found), whole, run, zero=zero)}
 
@@ -313,8 +315,11 @@ class PolicyLearner(RLLearner):
         control = self.control
         objective = replace(self.objective, beta=control.loss_beta, entropy_coef=control.loss_entropy_coef)
         loss, metrics = objective(x)
-        recorded = x.sampler_logprobs is not None and self.cluster.rollout.caps.logprobs
-        metrics |= sampling_metrics(x, recorded=recorded)
+        if x.sampler_logprobs is not None and self.cluster.rollout.caps.logprobs:
+            known = ~x.sampler_logprobs.isnan()
+            metrics |= {name: torch.where(known, value, 0.0) for name, value in sampling_metrics(x).items()}
+        else:
+            metrics |= sampling_metrics(x, recorded=False)
         if x.entropy is not None:
             metrics["entropy"] = x.entropy.detach()
         return loss, metrics

@@ -30,7 +30,7 @@ from whet.config.base import need
 from whet.errors import ConfigError
 from whet.learners.objective import advantage_inputs, resolve_name, with_fields
 from whet.learners.policy import PolicyLearner, trained
-from whet.learners.report import value_metrics
+from whet.learners.report import of_known, value_metrics
 from whet.learners.step import Step
 from whet.metrics import Mean
 from whet.ops import LOSS_AGG_MODES, VALUE_LOSSES, advantages_and_returns
@@ -175,14 +175,7 @@ class PPOLearner(PolicyLearner):
     def _of_whole(self, found: Metrics, whole: TokenBatch, run: TokenBatch) -> Metrics:
         """As PolicyLearner's; means of a shared critic's metrics are over tokens (sequences) with a reward alone."""
         if self.shares_trunk:
-            unknown = run.mask & ~_known(run)
-            fewer = {"mean": int(unknown.sum()), "sequence_mean": len(run.sequence[unknown].unique())}
-            reductions = self.cluster.actor_trainer.reductions
-            named = {**{n: {n: "mean"} for n in found if n not in reductions}, **reductions}
-            of_critic = [labels for name, labels in named.items() if name.startswith("critic/")]
-            hows = {label: how for labels in of_critic for label, how in labels.items()}
-            means = {n: m for n, m in found.items() if isinstance(m, Mean) and hows.get(n) in fewer}
-            found = {**found, **{n: Mean(m.sum, m.count - fewer[hows[n]]) for n, m in means.items()}}
+            found = of_known(found, "critic/", run, _known(run), self.cluster.actor_trainer.reductions)
         return super()._of_whole(found, whole, run)
 
     # ---- what the configuration implies --------------------------------------------------------------------------

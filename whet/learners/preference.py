@@ -121,11 +121,6 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
                 "model in a section reference (reference.model=...), or leave algo.sync_ref_model out"
             )
 
-    @property
-    def knows_run(self) -> bool:
-        """Whether it is known which rows precompute_ref_log_probs reads the reference on."""
-        return self._ahead is not None
-
     def encoder(self) -> Encoder:
         """Pairs, or answers with a label."""
         kind = PreferenceEncoder if self.paired else LabelledEncoder
@@ -208,17 +203,20 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
 
     def _ref_logprobs(self, examples: Sequence[Example], batch: TokenBatch) -> Tensor:
         """[S]: the reference's, read now or ahead of the run."""
-        if not self.algo_config.precompute_ref_log_probs:
-            return _needed(self.models.worker(Role.REFERENCE).logprobs(batch).logprobs)
+        reference = self.models.worker(Role.REFERENCE)
+        if not self.algo_config.precompute_ref_log_probs or self._ahead is None:  # before a run nothing is kept
+            return _needed(reference.logprobs(batch).logprobs)
         if self._kept is None:
             self._kept = self._read_ahead()
-        try:
-            return torch.cat([x for example in examples for x in self._kept[_digest(example)]])
-        except KeyError:
-            raise ConfigError(
-                "these rows were not there when the reference was read, and its memory has been freed since; give them "
-                "to train() as eval_ds, or leave algo.precompute_ref_log_probs out"
-            ) from None
+        found = [self._kept.get(_digest(example)) for example in examples]
+        if None not in found:
+            return torch.cat([x for each in found if each is not None for x in each])
+        if reference.loaded.is_view:  # the base of an adapter, which stays in memory
+            return _needed(reference.logprobs(batch).logprobs)
+        raise ConfigError(
+            "these rows were not there when the reference was read, and its memory has been freed since; give them "
+            "to train() as eval_ds, or leave algo.precompute_ref_log_probs out"
+        )
 
     def _read_ahead(self) -> dict[bytes, list[Tensor]]:
         """The reference's log-probabilities of all rows of the run; its weights leave memory."""

@@ -9,12 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch import Tensor
 
 from whet.evaluation.columns import columns_of
 from whet.metrics import Max, Mean, Metric, Min, Sum
 from whet.ops import AdvantageInputs, group_spread
 from whet.rewards.manager import sample_std
 from whet.rollout.base import EngineStats
+from whet.train.reductions import Reductions, labels_of
 from whet.types import Group, TokenBatch
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ __all__ = [
     "completion_columns",
     "engine_metrics",
     "known_by_group",
+    "of_known",
     "of_whole_batch",
     "rewarded_metrics",
     "rollout_metrics",
@@ -231,6 +234,31 @@ def of_whole_batch(
             metrics[name] = metric.merge(Max(0.0))
     if isinstance(mean := metrics.get("entropy"), Mean) and run.weights.sum() > 0:
         metrics["entropy"] = Mean(mean.sum * float(whole.weights.sum() / run.weights.sum()), mean.count)
+    return metrics
+
+
+def of_known(
+    found: Mapping[str, Metric], prefix: str, run: TokenBatch, known: Tensor, reductions: Reductions
+) -> dict[str, Metric]:
+    """An update's metrics, where those of a prefix are 0 at tokens of which they say nothing: these are not counted.
+
+    Args: found: of the update. prefix: of the loss's names for them. run: the part of the mini-batch that was run.
+        known: Bool [S], the tokens that they are about. reductions: of the trainer that ran it.
+    Returns: the means over the known tokens, and over the sequences that have one; without those of none.
+    """
+    unknown, metrics = run.mask & ~known, dict(found)
+    if not unknown.any():
+        return metrics
+    sequences = {*run.sequence[run.mask].tolist()} - {*run.sequence[run.mask & known].tolist()}
+    fewer = {"mean": int(unknown.sum()), "sequence_mean": len(sequences)}
+    names = [name for name in (*found, *reductions) if name.startswith(prefix)]
+    hows = {label: how for name in names for label, how in labels_of(name, reductions).items()}
+    for label, how in hows.items():
+        metric = metrics.get(label)
+        if isinstance(metric, Mean) and how in fewer:
+            del metrics[label]
+            if count := metric.count - fewer[how]:
+                metrics[label] = Mean(metric.sum, count)
     return metrics
 
 

@@ -126,6 +126,7 @@ class RLTask(Task):
             shuffle=shuffle,
             num_epochs=epochs,
             last_batch=c.last_batch,
+            shuffle_buffer=learner.data.shuffle_buffer,
             encode=(encode := self.learner.encoder(Mode.TRAIN)),
             prompt_column=learner.data.prompt_column,
         )

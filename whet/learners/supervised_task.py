@@ -48,9 +48,13 @@ class Learner(Protocol):
     """What a run asks of a supervised learner."""
 
     models: SupervisedModels
-    algo_config: SupervisedConfig
     data: SupervisedDataConfig
     settings: dict[str, Any] | None
+
+    @property
+    def algo_config(self) -> SupervisedConfig:
+        """What it is trained by."""
+        ...
 
     def encoder(self) -> Encoder:
         """What makes examples of rows."""
@@ -106,6 +110,7 @@ class SupervisedTask(Task):
             shuffle=data.shuffle if data.shuffle is False else None,
             num_epochs=epochs,
             last_batch=config.last_batch,
+            shuffle_buffer=data.shuffle_buffer,
             encode=encode,
         )
         log.info("data: %s%s", stream.describe(), counted(encode))

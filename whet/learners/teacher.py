@@ -68,4 +68,5 @@ def with_teacher(cluster: RLCluster, batch: TokenBatch, column: str) -> TokenBat
     if column != "teacher_logprobs":
         return batch
     with cluster.trace.span("teacher_logprobs"):
-        return batch.with_token_columns(teacher_logprobs=teacher.logprobs(batch).logprobs)
+        found = teacher.logprobs(batch).logprobs
+        return batch.with_token_columns(teacher_logprobs=found)  # pyright: ignore[reportArgumentType]

@@ -3,7 +3,9 @@
     y = W x + b + Σ s B A x        effective weight: W + Σ s B A, over the active adapters
 
 The form is PEFT's `inject_adapter_in_model`: the model keeps its class, some of its linear layers are wrapped. What
-multiplies few rows by a copy of the weights (the engine's fused trunk, the native kernels) copies the effective weight.
+multiplies few rows by a copy of the weights (the engine's fused trunk, the native kernels) copies the effective weight
+in fp32. In half precision what is added is often less than the rounding of W, so a rounded sum would lose it: there the
+engine multiplies by both, W x and s B A x, as the layer itself does.
 Dim legend: O out, I in, r rank.
 Left out on purpose: making, saving and merging adapters (lora.py); other kinds than plain LoRA (DoRA, biases of an
 adapter), whose layers run as their own modules.
@@ -33,6 +35,7 @@ __all__ = [
     "base_parameters",
     "base_weights",
     "effective_weight",
+    "low_rank",
     "merged_weight",
     "plain_linear",
 ]
@@ -212,14 +215,38 @@ def effective_weight(layer: nn.Module) -> Tensor:
 
 def _with_adapter(weight: Tensor, layer: Any) -> Tensor:
     """W + Σ s B A of a layer's active adapters, W given."""
-    if layer.merged or layer.disable_adapters:
-        return weight
     total = to_fp32(weight)
-    for name in layer.active_adapters:
-        if name in layer.lora_A:  # another layer may have an adapter of this name
-            b, a = to_fp32(layer.lora_B[name].weight), to_fp32(layer.lora_A[name].weight)
-            total = total + layer.scaling[name] * (b @ a)
+    for name in _active(layer):
+        b, a = to_fp32(layer.lora_B[name].weight), to_fp32(layer.lora_A[name].weight)
+        total = total + layer.scaling[name] * (b @ a)
     return total.to(weight.dtype)
+
+
+def _active(layer: Any) -> list[str]:
+    """The names of the adapters that a layer adds to its base."""
+    if layer.merged or layer.disable_adapters:
+        return []
+    return [name for name in layer.active_adapters if name in layer.lora_A]  # another layer may have one of this name
+
+
+@torch.no_grad()
+def low_rank(layer: nn.Module) -> tuple[Tensor, Tensor, float] | None:
+    """A [r I], B [O r] and s of what a layer adds to its base; None = nothing.
+
+    Those of several adapters are put together: B of the others is scaled so that one s is that of all.
+    Args: layer: one that `plain_linear` knows.
+
+    >>> low_rank(nn.Linear(2, 3)) is None
+    True
+    """
+    if not adapter_layer(layer) or not (names := _active(layer)):
+        return None
+    made: Any = layer
+    scale = made.scaling[names[0]]
+    first = [made.lora_A[name].weight for name in names]
+    second = [made.lora_B[name].weight for name in names]
+    second[1:] = [b * (made.scaling[name] / scale) for name, b in zip(names[1:], second[1:])]
+    return torch.cat(first), torch.cat(second, 1), scale
 
 
 # ---- the model without adapters, as engines with weights of their own and other programs know it ---------------------

@@ -277,10 +277,10 @@ def _probe(case: FlexCase) -> str | None:
     """Compiles and compares, in a thread: no hook, mode or grad state of the layer that asks reaches it there."""
     if case.dtype not in TOLERANCE:
         return f"FlexAttention has no kernel in {case.dtype}"
-    if torch._dynamo.config.disable:
-        return "torch.compile is off (TORCHDYNAMO_DISABLE)"
 
     def there() -> str | None:
+        if torch._dynamo.config.disable:  # private, as is recompile_limit: without them the probe has failed
+            return "torch.compile is off (TORCHDYNAMO_DISABLE)"
         with on_device(case.device):  # a new thread begins on the first one
             return _compare(case)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PreTrainedModel
 
 from whet.errors import ConfigError
+from whet.models.adapters import adapter_layer
 from whet.ops.masked import to_fp32
 
 __all__ = ["Head", "detect_head", "has_score_head", "score_layer", "with_score_head"]
@@ -129,13 +130,14 @@ def score_layer(module: nn.Module) -> nn.Linear | None:
     layer = dict(module.named_children()).get("score")
     if layer is None and not has_score_head(module):
         return None
-    if type(layer) is not nn.Linear or layer.out_features != 1:
-        what = f"{layer.out_features} labels" if type(layer) is nn.Linear else "no linear layer named score"
+    plain: Any = layer.get_base_layer() if layer is not None and adapter_layer(layer) else layer  # pyright: ignore
+    if type(plain) is not nn.Linear or plain.out_features != 1:
+        what = f"{plain.out_features} labels" if type(plain) is nn.Linear else "no linear layer named score"
         raise ConfigError(
             f"{type(module).__name__} has {what}; a critic or a reward model needs a single-label score head: load it "
             "with AutoModelForSequenceClassification and num_labels=1, train it, and give that"
         )
-    return layer
+    return layer  # pyright: ignore[reportReturnType]
 
 
 def with_score_head(module: PreTrainedModel, weight: Tensor | None = None, *, shared: bool = False) -> PreTrainedModel:

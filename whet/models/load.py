@@ -8,8 +8,9 @@ Left out on purpose: reading them (read.py), and what has to be found out about 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ def load_model(
     quantization: str | None = None,
     merge: bool | None = None,
     seed: int = 0,
+    trust_remote_code: bool = False,
 ) -> LoadedModel:
     """A causal language model, critic or reward model from a folder, from the hub, or as given.
 
@@ -73,7 +75,9 @@ def load_model(
         score_head: besides a LM head, new where there is none: a critic on the actor's trunk.
         lora: put a new adapter into the model; what is trained is the adapter, a score head and modules to save.
         quantization: hold the base's linear layers in 4 bits: nf4 or fp4. seed: of a new adapter.
-        merge: a saved adapter into its base; None = in a role that is only read, unless it is held in 4 bits.
+        merge: a saved adapter into its base; None = in a role that is only read, unless the base is held in 4 bits or
+            in half precision, whose rounding would lose what is added.
+        trust_remote_code: run the Python files that lie beside the weights.
     Returns: the LoadedModel. Dropouts that were above 0 are logged; so is the reason why a model trains padded.
     Raises: ConfigError: an unknown dtype, role, attention or device, nothing to read there or not all of it, flex
         without CUDA, or not a text-only causal language model.
@@ -87,10 +91,11 @@ def load_model(
     device, dtype = usable_device(device), _dtype(dtype)
     _check_words(role, attention, device)
     saved = _saved_adapter(model, lora, role)
-    read = _module_of(model if saved is None else saved, dtype, role, quantization, device)
+    read = _module_of(model if saved is None else saved, dtype, role, quantization, device, trust_remote_code)
     facts, name = facts_of(read.module, read.name), read.name
     module = _with_heads(read.module, read.score_weight, role, name, score_head)
-    merge = role in ONLY_READ and quantization is None if merge is None else merge
+    if merge is None:
+        merge = role in ONLY_READ and quantization is None and dtype.itemsize >= 4
     module = _with_adapter(module, saved or lora, seed, merge and saved is not None)
     _set_attention(module, facts.reasons, attention, name)
     if role in ("reference", "teacher"):
@@ -151,12 +156,14 @@ def _module_of(
     role: str,
     quantization: str | None,
     device: torch.device,
+    trust_remote_code: bool,
 ) -> Read:
     """The module of a folder or hub name, or the one given, in train mode without dropout on its device."""
     if quantization is not None and isinstance(model, nn.Module):
         raise ConfigError(f"{role}.quantization is for a model that is read; give a folder or a hub name")
     bits = None if quantization is None else quantization_config(quantization, device)
-    read = _read(model, dtype, role, bits, device)
+    reader = partial(read_model, dtype=dtype, role=role, bits=bits, device=device, trust_remote_code=trust_remote_code)
+    read = _read(model, role, reader)
     module = (read.module if bits is not None else read.module.to(device)).train()  # pyright: ignore[reportArgumentType]
     if module.config._attn_implementation == ATTENTION:  # loaded before: its facts are asked without a layout
         module.set_attn_implementation("eager")
@@ -165,14 +172,12 @@ def _module_of(
     return read._replace(module=module)
 
 
-def _read(
-    model: str | Path | nn.Module | SavedAdapter, dtype: torch.dtype, role: str, bits: Any, device: torch.device
-) -> Read:
-    """As `_module_of`, as it is. Args: bits: how a base is held in 4 bits; None = it is not."""
+def _read(model: str | Path | nn.Module | SavedAdapter, role: str, reader: Callable[[str], Read]) -> Read:
+    """As `_module_of`, as it is. Args: reader: read_model with its options."""
     if isinstance(model, SavedAdapter):
-        return _base_of(model, dtype, role, bits, device)
+        return _base_of(model, role, reader)
     if not isinstance(model, nn.Module):
-        return read_model(str(model), dtype, role, bits=bits, device=device)
+        return reader(str(model))
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
             f"{type(model).__name__} is not a transformers model; give a PreTrainedModel, a folder or a name"
@@ -182,7 +187,7 @@ def _read(
     return Read(model, None, model.dtype, name)
 
 
-def _base_of(saved: SavedAdapter, dtype: torch.dtype, role: str, bits: Any, device: torch.device) -> Read:
+def _base_of(saved: SavedAdapter, role: str, reader: Callable[[str], Read]) -> Read:
     """The base model of an adapter, with the weight of the score head that was saved with the adapter."""
     if saved.score is not None and saved.fields.get("task_type") == "SEQ_CLS" and role not in ("critic", "reward"):
         raise ConfigError(
@@ -190,7 +195,7 @@ def _base_of(saved: SavedAdapter, dtype: torch.dtype, role: str, bits: Any, devi
             f"{cant_be(role)}"
         )
     try:
-        read = read_model(saved.base, dtype, role, bits=bits, device=device)
+        read = reader(saved.base)
     except ConfigError as error:
         raise ConfigError(
             f"{error}\n(it is the base model of the adapter {saved.path!r}, by its {ADAPTER_CONFIG}; where the model "

@@ -30,6 +30,7 @@ from whet.errors import ConfigError, TrainingError, lookup_error
 from whet.models.adapters import BASE_LAYER, Adapter, AddressedDropout, adapter_layer, merged_weight
 from whet.models.heads import has_score_head, score_layer
 from whet.models.quantized import cast, dequantized, quantized_layer
+from whet.util.install import install_hint
 
 if TYPE_CHECKING:
     import peft
@@ -170,10 +171,11 @@ def _tensors(path: str) -> dict[str, Tensor]:
 # ---- making ----------------------------------------------------------------------------------------------------------
 
 
-def with_adapter(module: PreTrainedModel, given: LoraConfig | SavedAdapter, *, seed: int = 0) -> None:
+def with_adapter(module: PreTrainedModel, given: LoraConfig | SavedAdapter | peft.LoraConfig, *, seed: int = 0) -> None:
     """Puts an adapter into a model, which from now on trains it and what is saved with it, and nothing else.
 
-    Args: module: changed in place; its heads are there already. given: a new adapter, or one that was read.
+    Args: module: changed in place; its heads are there already. given: a new adapter, or one that was read; of PEFT's
+        own configuration, which may be more than W + s B A, a score head is trained only where PEFT trains it.
         seed: of a new one's A.
     Raises: ConfigError: PEFT is missing, the model has an adapter, a name fits no layer, or a saved one does not fit.
     """
@@ -192,15 +194,17 @@ def with_adapter(module: PreTrainedModel, given: LoraConfig | SavedAdapter, *, s
             package.inject_adapter_in_model(made, module)
         except ValueError as error:  # names that fit nothing, layers that it knows no adapter for
             raise ConfigError(f"can't put an adapter into {name}: {str(error)[:300]}") from error
-    kept = list(given.modules_to_save) if isinstance(given, LoraConfig) else given.fields.get("modules_to_save") or []
+    read = given.fields if isinstance(given, SavedAdapter) else vars(given)
+    kept = list(read.get("modules_to_save") or ())
     wholes = _modules_to_save(module, before, kept)
     config: peft.LoraConfig = module.peft_config["default"]  # pyright: ignore
     config.modules_to_save = sorted(wholes) or None
-    if score is not None:
+    frozen = isinstance(given, package.LoraConfig) and read["task_type"] != "SEQ_CLS" and SCORE not in kept
+    if score is not None and not frozen:
         score.requires_grad_(True)
         if has_score_head(module):  # next to a LM head it is no part of the model that PEFT loads
             config.modules_to_save = sorted({*wholes, SCORE})
-    _set_dropout(module, given.lora_dropout if isinstance(given, LoraConfig) else given.fields.get("lora_dropout", 0.0))
+    _set_dropout(module, read.get("lora_dropout", 0.0))
     check_adapter(module)
     if isinstance(given, SavedAdapter):
         take_adapter(module, given.tensors, given.path)
@@ -210,12 +214,15 @@ def _peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise ConfigError(f"a low-rank adapter needs PEFT ({error}); pip install 'whet[lora]'") from error
+        raise ConfigError(f"a low-rank adapter needs PEFT ({error}); {install_hint('lora')}") from error
     return peft
 
 
 def _peft_config(
-    package: Any, module: PreTrainedModel, given: LoraConfig | SavedAdapter, score: nn.Linear | None
+    package: Any,
+    module: PreTrainedModel,
+    given: LoraConfig | SavedAdapter | peft.LoraConfig,
+    score: nn.Linear | None,
 ) -> Any:
     """PEFT's configuration of an adapter: dropout and modules to save are whet's own doing."""
     task = "SEQ_CLS" if has_score_head(module) else "CAUSAL_LM"
@@ -224,6 +231,12 @@ def _peft_config(
         fields = {k: v for k, v in given.fields.items() if k in known and k not in ("peft_type", "auto_mapping")}
         own = {"modules_to_save": None, "lora_dropout": 0.0, "inference_mode": False, "task_type": task}
         return package.LoraConfig(**{**fields, **own, "init_lora_weights": True})
+    if isinstance(given, package.LoraConfig):
+        made: Any = copy.deepcopy(given)
+        made.modules_to_save, made.inference_mode, made.task_type = None, False, task
+        made.lora_dropout = made.lora_dropout if made.target_parameters else 0.0  # PEFT refuses both
+        made.base_model_name_or_path = module.name_or_path or None
+        return made
     return package.LoraConfig(
         r=given.r,
         lora_alpha=given.lora_alpha,
@@ -312,7 +325,8 @@ def adapter_tensors(module: nn.Module) -> dict[str, nn.Parameter]:
     found: dict[str, nn.Parameter] = {}
     for path, p in module.named_parameters(remove_duplicate=False):
         if id(p) in own:
-            found[path.replace(f".{name}.", ".") if f".{name}." in path else path.removesuffix(f".{name}")] = p
+            path = path.replace(f".{name}.", ".") if f".{name}." in path else path.removesuffix(f".{name}")
+            found[path.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")] = p  # as PEFT has it
         elif p.requires_grad:
             found[BASE_LAYER.sub("", path)] = p
     return found
@@ -363,7 +377,7 @@ def save_adapter(module: PreTrainedModel, folder: Path, masters: Mapping[str, Te
     config = copy.deepcopy(module.peft_config[adapter.name])  # pyright: ignore
     config.inference_mode = True
     config.exclude_modules = None  # pyright: ignore
-    for field in ("target_modules", "modules_to_save"):
+    for field in ("target_modules", "target_parameters", "modules_to_save"):
         if isinstance(value := getattr(config, field), set | list):
             setattr(config, field, sorted(value))  # a set has another order in each process
     base = config.base_model_name_or_path

@@ -1,13 +1,14 @@
-"""Which dtype a model computes in: asked for, or found by a measured probe.
+"""Which dtype a model computes in: asked for, or told by the processor.
 
-A CPU without bf16 instructions runs bf16 products 6 to 9 times slower than fp32, one with them up to 2.5 times
-faster: so "auto" times both on this machine, at the model's own width. The result decides bits, so a run records it
-and a resumed run uses the record instead of the clock.
+A CPU that emulates bf16 multiplies in it 6 to 9 times slower than in fp32. One with instructions for it is about twice
+as fast from a width of 128 on; below that the calls cost as much as the products (an MLP, forward and backward, one
+thread of an AMD Zen 5: 0.9 times the speed of fp32 at width 32, 1.3 at 64, 1.9 at 128, 2.2 at 256). "auto" goes by the
+instructions and the width, never by a clock, so that a command computes alike every time. The result decides bits: a
+run records it, and a resumed run uses the record, on another processor too.
 """
 
 from __future__ import annotations
 
-import functools
 import time
 
 import torch
@@ -15,18 +16,22 @@ from torch import nn
 
 from whet.errors import ConfigError
 from whet.models.types import LoadedModel
+from whet.util.cpu import cpu_facts
 
-__all__ = ["DTYPES", "compute_dtype", "probe_bf16", "probe_threads"]
+__all__ = ["DTYPES", "compute_dtype", "fitting_dtype", "probe_threads"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
+"""Instructions of a CPU with which products in bf16 are faster than in fp32."""
+BF16_WIDTH = 128
+"""Hidden size from which on they are so by more than their rounding costs."""
 
 
 def compute_dtype(name: str, loaded: LoadedModel) -> torch.dtype:
     """The compute dtype of a model.
 
-    Args: name: "float32", "bfloat16", or "auto": bf16 on a GPU that has it in hardware, on a CPU that has instructions
-        for it where the probe finds it 1.3 times faster at the model's hidden size, else fp32. loaded: the model, on
-        its device.
+    Args: name: "float32", "bfloat16", or "auto": bf16 on a GPU that has it in hardware, and on a CPU with AVX-512 BF16
+        or AMX for a model of width 128 or more, else fp32. loaded: the model, on its device.
     Returns: the dtype.
     Raises: ConfigError: another name.
     """
@@ -34,23 +39,19 @@ def compute_dtype(name: str, loaded: LoadedModel) -> torch.dtype:
         if name not in DTYPES:
             raise ConfigError(f"dtype={name!r} is not one of auto, {', '.join(DTYPES)}")
         return DTYPES[name]
-    device = next(loaded.module.parameters()).device
+    width = loaded.module.config.get_text_config().hidden_size  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+    return fitting_dtype(next(loaded.module.parameters()).device, int(width))
+
+
+def fitting_dtype(device: torch.device, width: int) -> torch.dtype:
+    """What "auto" stands for. Args: device: where the model computes. width: its hidden size."""
     if device.type == "cuda":
         hardware = torch.cuda.is_bf16_supported(including_emulation=False)
-        return torch.bfloat16 if hardware else torch.float32
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return torch.float32
-    width = int(loaded.module.config.get_text_config().hidden_size)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
-    return torch.bfloat16 if probe_bf16(width) >= 1.3 else torch.float32
-
-
-@functools.cache
-def probe_bf16(width: int, rows: int = 512) -> float:
-    """How many times faster bf16 is than fp32 here, forward and backward through an MLP of a width.
-
-    Timed once in a process: an actor and its reference of the same width compute alike, whatever the clock says.
-    """
-    return min(_mlp_seconds(width, rows, torch.float32, 5)) / min(_mlp_seconds(width, rows, torch.bfloat16, 5))
+    else:
+        supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)  # private to torch
+        hardware = bool(BF16_FLAGS & set(cpu_facts()["flags"])) and supported is not None and supported()
+        hardware = hardware and width >= BF16_WIDTH
+    return torch.bfloat16 if hardware else torch.float32
 
 
 def probe_threads(width: int = 128, rows: int = 1024) -> int:

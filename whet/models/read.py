@@ -2,8 +2,8 @@
 
 What is read is whole: a weight that is missing would be random, one that the config has no place for would be dropped,
 and an adapter next to the weights would be ignored, each without an error of transformers.
-Left out on purpose: vision, audio and encoder-decoder models; remote code; weights that were saved quantised; and
-adapters, which lora.py reads: here is their base.
+Left out on purpose: vision, audio and encoder-decoder models; weights that were saved quantised; and adapters, which
+lora.py reads: here is their base.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import logging
 import pickle
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ from whet.models.heads import has_score_head
 from whet.models.modes import config_positions
 from whet.util.model_paths import check_hub, folders_here, model_folder, taken
 
-__all__ = ["Read", "cant_be", "check_config", "read_model", "read_positions"]
+__all__ = ["Read", "cant_be", "check_config", "read_model", "read_positions", "read_width"]
 
 logger = logging.getLogger("whet")
 
@@ -80,13 +80,19 @@ class Read(NamedTuple):
 
 
 def read_model(
-    path: str, dtype: torch.dtype, role: str, *, bits: Any = None, device: torch.device | None = None
+    path: str,
+    dtype: torch.dtype,
+    role: str,
+    *,
+    bits: Any = None,
+    device: torch.device | None = None,
+    trust_remote_code: bool = False,
 ) -> Read:
     """The module of a folder or hub name, and the score head where one was saved outside of its class.
 
     Args: path: of a model, a run or a checkpoint, or a hub name. dtype: of the parameters. role: actor, critic,
         reference or reward. bits: transformers' configuration of weights held in 4 bits; None = they are not. device:
-        where these are read to.
+        where these are read to. trust_remote_code: run the Python files that lie beside the weights.
     Raises: ConfigError: nothing to read there, or not all of it, or more than a model of that config has.
     """
     given, path = path, model_folder(path)
@@ -95,8 +101,14 @@ def read_model(
     check_hub(path)
     _check_files(path)
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except Exception as error:  # each family's config checks itself, and raises what it likes
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            raise ConfigError(
+                f"the model at {path!r} brings Python code of its own, which you have to allow; read it, and "
+                f"set {role}.trust_remote_code=true (from Python: "
+                "RoleConfig(model=..., trust_remote_code=True))"
+            ) from error
         raise ConfigError(
             f"can't read a model at {path!r}: {_said(error)}; give a folder with a whole config.json, or a hub name"
             + nearest(path, [name for name in folders_here() if name != path])
@@ -112,7 +124,9 @@ def read_model(
     if old:
         del config.whet_value_head  # pyright: ignore[reportAttributeAccessIssue]
     kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
-    extra = {} if bits is None else {"quantization_config": bits, "device_map": {"": device}}
+    extra: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if bits is not None:
+        extra |= {"quantization_config": bits, "device_map": {"": device}}
     module, info = _weights(path, config, dtype, kind, extra)
     shared = not scores and "whet_shared_score_head" in vars(config)
     head = None
@@ -125,21 +139,32 @@ def read_model(
     return Read(module, None if head is None else _score_weight(path, head, embeddings.weight.shape[1]), own, given)
 
 
-def read_positions(path: str) -> int | None:
+def read_positions(path: str, trust_remote_code: bool = False) -> int | None:
     """Tokens that a model's positions reach, by its config alone.
 
-    Args: path: of a model, a run, a checkpoint or an adapter (whose base is asked), or a hub name.
+    Args: path: of a model, a run, a checkpoint or an adapter (whose base is asked), or a hub name. trust_remote_code:
+        as for read_model.
     Returns: None where it has no bound, or where the config can't be read, which loading the model will tell.
     """
+    return _of_config(path, trust_remote_code, config_positions)
+
+
+def read_width(path: str, trust_remote_code: bool = False) -> int | None:
+    """The hidden size of a model, by its config alone. Args, Returns: as read_positions."""
+    return _of_config(path, trust_remote_code, lambda config: int(config.get_text_config().hidden_size))
+
+
+def _of_config(path: str, trust_remote_code: bool, ask: Callable[[Any], int | None]) -> int | None:
+    """What a model's config says; None where it can't be read."""
     place = model_folder(path)
     check_hub(place)
     try:
         base = cached_file(place, "adapter_config.json", **ABSENT)
         if base is not None and cached_file(place, "config.json", **ABSENT) is None:
             place = model_folder(json.loads(Path(base).read_bytes())["base_model_name_or_path"])
-        return config_positions(AutoConfig.from_pretrained(place, trust_remote_code=False))
+        return ask(AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code))
     except Exception as error:  # of any of the libraries that read it
-        logger.debug("the positions of %s are not known: %s", path, _said(error))
+        logger.debug("the config of %s can't be read: %s", path, _said(error))
         return None
 
 
@@ -212,7 +237,6 @@ def _weights(
             path,
             config=config,
             dtype=dtype,
-            trust_remote_code=False,
             weights_only=True,
             ignore_mismatched_sizes=True,  # _check_weights says which, and a critic's head is put in later
             output_loading_info=True,

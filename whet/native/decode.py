@@ -28,9 +28,13 @@ _long, _pointer, _double = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
 
 
 class ProductTable(ctypes.Structure):
-    """A packed weight: `Product` of tables.h."""
+    """A packed weight, and adapters beside it: `Product` of tables.h."""
 
-    _fields_ = (("weight", _pointer), ("bias", _pointer), ("inputs", _long), ("outputs", _long))
+    _fields_ = (
+        *((name, _pointer) for name in ("weight", "bias")),
+        *((name, _long) for name in ("inputs", "outputs", "rank")),
+        *((name, _pointer) for name in ("first", "second", "scale", "spans")),
+    )
 
 
 class StepTable(ctypes.Structure):
@@ -76,6 +80,8 @@ class Kernels:
             raise OSError("tables.h and decode.py name different fields")
         self.lanes: int = library.whet_fact(0)
         """Numbers side by side in a register: widths must be multiples of it."""
+        self.panel = 2 * self.lanes
+        """Outputs of a packed weight that lie together."""
         self._run, self._attend = library.whet_run, library.whet_attend
         self._pack, self._multiply = library.whet_pack, library.whet_multiply
         self._norm, self._gated = library.whet_norm, library.whet_gated
@@ -110,8 +116,7 @@ class Kernels:
     def pack(self, weight: Tensor, out: Tensor | None = None) -> Tensor:
         """A weight [out, in] in panels. Args: weight: contiguous. out: an earlier result to write into, if it fits."""
         outputs, inputs = weight.shape
-        panel = 2 * self.lanes
-        size = -(-outputs // panel) * panel * inputs
+        size = -(-outputs // self.panel) * self.panel * inputs
         if out is None or (out.numel(), out.dtype) != (size, weight.dtype):
             out = weight.new_empty(size)
         threads, half = torch.get_num_threads(), weight.dtype == torch.bfloat16
@@ -119,7 +124,7 @@ class Kernels:
         return out
 
     def multiply(self, product: ProductTable, x: Tensor) -> Tensor:
-        """[n, in] -> [n, out]. Args: product: a packed weight, with its bias. x: contiguous, of its dtype."""
+        """[n, in] -> [n, out]. Args: product: a packed weight, its bias and adapters. x: contiguous, of its dtype."""
         out = x.new_empty(x.shape[0], product.outputs)
         threads, half = torch.get_num_threads(), x.dtype == torch.bfloat16
         with record_function("native: product"):

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from whet.config import read_yaml
+from whet.config.data import paths_of
 from whet.config.resumed import command_of
 from whet.errors import ConfigError
 from whet.observe.environment import noted_environment
 from whet.observe.files import finite, read_json, write_atomic
-from whet.observe.lineage import base_of, hub_name, licence_of, metadata
+from whet.observe.lineage import base_of, hub_name, licence_of, metadata, trained_templated
 from whet.observe.store import read_rows
+from whet.util.install import DISTRIBUTION
 
 __all__ = ["CARD", "CardFacts", "card_facts", "model_card", "write_card"]
 
@@ -62,6 +64,8 @@ class CardFacts:
     """What the model does, in the hub's words."""
     adapter: bool = False
     """Whether the weights are an adapter's alone."""
+    templated: bool = False
+    """Whether prompts went through a chat template."""
 
 
 def card_facts(
@@ -94,9 +98,16 @@ def card_facts(
         "rows": rows,
         "evaluations": [_results(path) for path in evaluations],
         "curves": (place / "curves.png").is_file(),
+        "templated": _templated(place),
         "pipeline": "text-classification" if _method(settings) == "RM" else "text-generation",
     }
     return CardFacts(**{**known, **changes})
+
+
+def _templated(folder: Path) -> bool:
+    """Whether prompts went through a chat template: as the run says, else whether its tokenizer has one."""
+    said = trained_templated(folder)
+    return (folder / "final" / "chat_template.jinja").is_file() if said is None else said
 
 
 def _section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -105,8 +116,8 @@ def _section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _datasets(data: Mapping[str, Any]) -> tuple[str, ...]:
-    names = (data.get("path"), data.get("eval_path"))
-    return tuple(dict.fromkeys(name for name in names if isinstance(name, str) and hub_name(name)))
+    names = (*paths_of(data.get("path")), *paths_of(data.get("eval_path")))
+    return tuple(dict.fromkeys(name for path in names if (name := hub_name(path))))
 
 
 def _method(settings: Mapping[str, Any]) -> str:
@@ -152,7 +163,7 @@ def model_card(facts: CardFacts, *, title: str) -> str:
     <BLANKLINE>
     """
     parts = [
-        f"---\n{_front_matter(facts)}\n---",
+        f"---\n{_front_matter(facts, title)}\n---",
         f"# {title}\n\n{_first(facts)}",
         _training(facts),
         "![Curves of the run](curves.png)" if facts.curves else "",
@@ -175,21 +186,56 @@ def write_card(folder: str | Path) -> Path:
 # ---- its parts -------------------------------------------------------------------------------------------------------
 
 
-def _front_matter(facts: CardFacts) -> str:
+def _front_matter(facts: CardFacts, title: str) -> str:
     from huggingface_hub import ModelCardData
 
     learns = {"GRPO": ["reinforcement-learning"], "PPO": ["reinforcement-learning"]}.get(facts.method, [])
-    licence: dict[str, Any] = dict(facts.licence)
+    results = _results_for_hub(facts)
+    more: dict[str, Any] = {**facts.licence, **({"model_name": title, "eval_results": results} if results else {})}
     made = ModelCardData(
         base_model=facts.base,
         datasets=list(facts.datasets) or None,
         library_name="peft" if facts.adapter else "transformers",
         pipeline_tag=facts.pipeline,
         tags=["whet", *([facts.method.lower()] if facts.method else []), *learns],
-        **licence,
+        **more,
     )
     found = {name: value for name, value in sorted(made.to_dict().items()) if value is not None}
     return _yaml(found)
+
+
+def _results_for_hub(facts: CardFacts) -> list[Any]:
+    """The evaluations as the hub reads them (model-index): the run's own last one, and those of `whet eval`."""
+    from huggingface_hub import EvalResult
+
+    def of(data: Mapping[str, Any], values: Mapping[str, Any], known: Sequence[str] | None = None) -> list[Any]:
+        path = next(iter(paths_of(data.get("eval_path") or data.get("path"))), "")
+        kind = hub_name(path)
+        kind = kind if known is None or kind in known else None
+        name = kind or Path(path).name or "the evaluation data of the run"
+        split = data.get("eval_split") or (data.get("split") if not data.get("eval_path") else None)
+        numbers = {metric: finite(value) for metric, value in values.items()}
+        return [
+            EvalResult(
+                task_type=facts.pipeline,
+                dataset_type=kind or name,
+                dataset_name=name,
+                dataset_split=split,
+                metric_type=metric,
+                metric_name=metric,
+                metric_value=round(value, 6),
+            )
+            for metric, value in numbers.items()
+            if value is not None
+        ]
+
+    rows = [row for row in facts.rows if row["mode"] == "eval" and row["step"] <= facts.step]
+    own = {n: x for n, x in rows[-1].items() if n in _SHOWN or n.startswith(_BEGINNINGS)} if rows else {}
+    found = of(_section(facts.settings, "data"), own, facts.datasets)
+    for one in facts.evaluations:
+        values = {n: x.get("value") for n, x in one["results"].items() if isinstance(x, Mapping)}
+        found += of(_section(one, "data"), values)
+    return found
 
 
 def _yaml(found: Mapping[str, Any]) -> str:
@@ -233,10 +279,11 @@ def _rate(facts: CardFacts, optim: Mapping[str, Any]) -> str:
 
 
 def _data(data: Mapping[str, Any], on_hub: Sequence[str]) -> str:
-    path = data.get("path")
-    if not isinstance(path, str):
+    paths = paths_of(data.get("path"))
+    if not paths:
         return "given from Python"
-    name = f"[{path}](https://huggingface.co/datasets/{path})" if path in on_hub else Path(path).name
+    link = lambda hub: f"[{hub}](https://huggingface.co/datasets/{hub})"
+    name = ", ".join(link(hub) if (hub := hub_name(path)) in on_hub else Path(path).name for path in paths)
     subset = f", {data['subset']}" if data.get("subset") else ""
     return f"{name}{subset}, split {data['split']}" if data.get("split") else name + subset
 
@@ -259,7 +306,8 @@ def _evaluation(facts: CardFacts) -> str:
         names = [n for n in _SHOWN if n in last] + [n for n in last if n.startswith(_BEGINNINGS)]
         lines = [f"| {n} | {_number(first.get(n))} | {_number(last.get(n))} |" for n in names]
         head = [f"| metric | step {first['step']} | step {last['step']} |", "|---|---|---|"]
-        parts.append("\n".join(["On the evaluation data of the run:", "", *head, *lines]))
+        dtype = _section(facts.environment, "compute_dtype").get("actor")
+        parts.append("\n".join([f"On the evaluation data of the run{_computed_in(dtype)}:", "", *head, *lines]))
     parts += [_further(found) for found in facts.evaluations]
     return "\n\n".join(["## Evaluation", *parts]) if parts else ""
 
@@ -268,15 +316,20 @@ def _further(found: Mapping[str, Any]) -> str:
     """A table of `whet eval`."""
     by_source = _section(found, "by_source")
     columns = {"all": found["results"], **(by_source if len(by_source) > 1 else {})}
-    data, sampling = _section(found, "data").get("path"), _section(found, "sampling")
-    named = data if isinstance(data, str) and hub_name(data) else Path(str(data or "data")).name
+    paths, sampling = paths_of(_section(found, "data").get("path")), _section(found, "sampling")
+    named = ", ".join(hub_name(path) or Path(path).name for path in paths) or "data"
     drawn = f"{sampling.get('num_generations')} completions of each prompt at temperature {sampling.get('temperature')}"
     lines = [
         f"| {n} | " + " | ".join(_with_error(of.get(n)) for of in columns.values()) + " |" for n in found["results"]
     ]
     head = ["| metric | " + " | ".join(map(_cell, columns)) + " |", "|---" * (len(columns) + 1) + "|"]
-    about = f"On {found.get('prompts')} prompts of {named}, {drawn}; ± is the standard error:"
+    about = f"On {found.get('prompts')} prompts of {named}{_computed_in(found.get('dtype'))}, {drawn}"
+    about += "; ± is the standard error:"
     return "\n".join([about, "", *head, *lines])
+
+
+def _computed_in(dtype: Any) -> str:
+    return f", in {_cell(dtype)}" if isinstance(dtype, str) else ""
 
 
 def _with_error(one: Any) -> str:
@@ -289,18 +342,24 @@ def _with_error(one: Any) -> str:
 def _use(facts: CardFacts, title: str) -> str:
     if facts.adapter or facts.pipeline != "text-generation":
         return ""
+    asked, answer = '"..."', '["generated_text"]'
+    if facts.templated:
+        system = _section(facts.settings, "data").get("system_prompt")
+        before = f"{{'role': 'system', 'content': {system!r}}}, " if system else ""
+        asked, answer = f"[{before}{{'role': 'user', 'content': '...'}}]", '["generated_text"][-1]["content"]'
     lines = (
         "from transformers import pipeline",
         "",
         f'generate = pipeline("text-generation", "{title}")',
-        'print(generate("...", max_new_tokens=256)[0]["generated_text"])',
+        f"print(generate({asked}, max_new_tokens=256)[0]{answer})",
     )
     return "\n".join(["## Use", "", "```python", *lines, "```"])
 
 
 def _versions(facts: CardFacts) -> str:
     versions = _section(facts.environment, "versions")
-    said = ", ".join(f"{name} {versions[name]}" for name in _VERSIONS if versions.get(name))
+    called = {"whet": DISTRIBUTION}
+    said = ", ".join(f"{called.get(name, name)} {versions[name]}" for name in _VERSIONS if versions.get(name))
     return f"## Versions\n\n{said}" if said else ""
 
 

@@ -15,7 +15,7 @@ from whet._version import __version__
 from whet.observe.files import read_json
 from whet.util.cpu import cpu_facts
 
-__all__ = ["environment", "noted_environment"]
+__all__ = ["environment", "noted_environment", "trained_dtype"]
 
 log = logging.getLogger("whet")
 
@@ -63,6 +63,22 @@ def noted_environment(run_dir: str | Path | None) -> dict[str, Any]:
         log.warning("%s: %.40r is not a number of threads and is ignored", path, threads)
         del found["threads"]
     return found
+
+
+def trained_dtype(model: str | Path) -> str | None:
+    """What the model of a run computed in, in whose folder it lies; None = no run here says it.
+
+    Args: model: a run's folder, or one inside it: final/, a checkpoint or its actor/.
+
+    >>> trained_dtype("Qwen/Qwen3-0.6B") is None
+    True
+    """
+    folder = Path(model).expanduser().absolute()
+    for place in (folder, *list(folder.parents)[:3]):
+        noted = noted_environment(place).get("compute_dtype")
+        if isinstance(noted, dict) and isinstance(found := noted.get("actor"), str):
+            return found
+    return None
 
 
 _VARIABLES = ("OMP_", "MKL_NUM", "ATEN_", "CUDA_VISIBLE", "CUBLAS_WORKSPACE", "PYTHONHASHSEED", "WHET_NATIVE", "CXX",

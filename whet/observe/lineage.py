@@ -12,6 +12,7 @@ from typing import Any
 
 from whet.config import read_yaml
 from whet.errors import ConfigError
+from whet.util.model_paths import split_revision
 from whet.util.refs import is_ref
 
 __all__ = ["LICENCE", "base_of", "hub_name", "licence_of", "metadata", "trained_templated"]
@@ -24,7 +25,7 @@ DATA_FILES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 
 
 def hub_name(text: str | None) -> str | None:
-    """The text, if it can be a name on the hub and is nothing here; else None.
+    """The text without its revision, if it can be a name on the hub and is nothing here; else None.
 
     >>> hub_name("Qwen/Qwen3-0.6B"), hub_name("train.jsonl"), hub_name("/tmp"), hub_name("my.data:rows")
     ('Qwen/Qwen3-0.6B', None, None, None)
@@ -34,9 +35,10 @@ def hub_name(text: str | None) -> str | None:
 
     if not text or is_ref(text) or text.endswith(DATA_FILES) or text.startswith((".", "/", "~")):
         return None
+    name, _ = split_revision(text)
     try:
-        validate_repo_id(text)
-        return None if Path(text).exists() else text
+        validate_repo_id(name)
+        return None if Path(text).exists() else name
     except (HFValidationError, OSError):
         return None
 
@@ -92,9 +94,10 @@ def licence_of(model: str | None) -> dict[str, str]:
 
     if model is None:
         return {}
+    name, revision = split_revision(model)
     if hub_name(model) is None:
         return licence_in(_card_of(model))
-    cached = try_to_load_from_cache(model, "README.md")
+    cached = try_to_load_from_cache(name, "README.md", revision=revision)
     return licence_in(metadata(Path(cached))) if isinstance(cached, str) else {}
 
 

@@ -1,16 +1,19 @@
 """Loggers: where metrics go besides the run folder.
 
 A logger is anything with log(step, values) and close(); one with log_completions(step, name, rows) is given completions
-too. The ones known by name are TensorBoard (its own file writer, without torch), Weights & Biases, trackio and JSONL.
+too. The ones known by name are TensorBoard (its own file writer, without torch), Weights & Biases, trackio, MLflow,
+SwanLab and JSONL. A resumed run goes on in the same run of such a service, by the id that lies in the run folder.
 One that can't start is an error before the first step; one that fails later is dropped with a warning and ends no run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import io
 import logging
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,11 +24,24 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from whet.config import MetricsLoggerOptions
+from whet.config.loader import flat
 from whet.errors import ConfigError, lookup_error, raise_all
 from whet.observe.files import append_to, to_json, usable_folder, write_atomic
+from whet.util.install import install_hint
 from whet.util.refs import is_ref, resolve_ref
 
-__all__ = ["LOGGERS", "Jsonl", "Logger", "Loggers", "TensorBoard", "Trackio", "Wandb", "check_loggers"]
+__all__ = [
+    "LOGGERS",
+    "Jsonl",
+    "Logger",
+    "Loggers",
+    "MLflow",
+    "SwanLab",
+    "TensorBoard",
+    "Trackio",
+    "Wandb",
+    "check_loggers",
+]
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +103,9 @@ class TensorBoard:
     def __init__(self, folder: Path, options: MetricsLoggerOptions, config: Mapping[str, Any]) -> None:
         writer = _package("tensorboard.summary.writer.event_file_writer", "tensorboard")
         self._event = importlib.import_module("tensorboard.compat.proto.event_pb2").Event
-        self._summary = importlib.import_module("tensorboard.compat.proto.summary_pb2").Summary
+        summaries = importlib.import_module("tensorboard.compat.proto.summary_pb2")
+        self._summary, self._summary_metadata = summaries.Summary, summaries.SummaryMetadata
+        self._tensor = importlib.import_module("tensorboard.compat.proto.tensor_pb2").TensorProto
         self._writer = writer.EventFileWriter(str(folder / "tensorboard"))
         self._every, self._calls = options.flush_every_n_steps, 0
 
@@ -99,6 +117,20 @@ class TensorBoard:
         self._calls += 1
         if self._calls % self._every == 0:
             self._writer.flush()
+
+    def log_completions(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Adds a table of completions to the tab of texts. Args: name: of the table. rows: one each."""
+        columns, data = _columns(rows)
+        cell = lambda value: str(value).replace("|", "\\|").replace("\n", "<br>")
+        lines = [columns, ["---"] * len(columns), *([cell(value) for value in row] for row in data)]
+        text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        plugin = self._summary_metadata.PluginData(plugin_name="text")
+        value = self._summary.Value(
+            tag=f"{name}/text_summary",
+            metadata=self._summary_metadata(plugin_data=plugin),
+            tensor=self._tensor(dtype="DT_STRING", string_val=[text.encode("utf-8", "replace")]),
+        )
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=[value])))
 
     def flush(self) -> None:
         """Writes what is held back."""
@@ -112,20 +144,30 @@ class TensorBoard:
 class Wandb:
     """Weights & Biases; `backend_kwargs: {wandb: {mode: offline}}` needs no network, `mode: disabled` turns it off.
 
-    Where it is to be seen is logged. A resumed run goes on in the same one, by the id that lies in the run folder.
+    Where it is to be seen is logged.
 
     Args:
         folder: for its files.
         options: project and run name.
         config: shown with the run.
+        run_id: of the run there that a resumed run goes on in; None = a new one.
         kwargs: of wandb.init.
     """
 
-    def __init__(self, folder: Path, options: MetricsLoggerOptions, config: Mapping[str, Any], **kwargs: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        options: MetricsLoggerOptions,
+        config: Mapping[str, Any],
+        *,
+        run_id: str | None = None,
+        **kwargs: Any,
+    ) -> None:
         wandb = _package("wandb", "wandb")
         os.environ.setdefault("WANDB_SILENT", "true")  # it would write over the progress bar, and ask on the terminal
+        self.run_id = run_id or secrets.token_hex(4)
         given = {"project": options.project_name, "name": options.run_name or folder.name, "dir": str(folder)}
-        self._run = wandb.init(**{**given, "config": dict(config), **kwargs})
+        self._run = wandb.init(**{**given, "config": dict(config), "id": self.run_id, "resume": "allow", **kwargs})
         self._table = wandb.Table
         url = self._run.url  # None where nothing is sent
         log.info("wandb: %s", url or f"nothing is sent (mode {kwargs.get('mode', 'offline')})")
@@ -136,9 +178,8 @@ class Wandb:
 
     def log_completions(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Adds a table of completions. Args: name: of the table. rows: one each, of the same columns."""
-        columns = list(rows[0])
-        table = self._table(columns=columns, data=[[row[c] for c in columns] for row in rows])
-        self._run.log({name: table}, step=step)
+        columns, data = _columns(rows)
+        self._run.log({name: self._table(columns=columns, data=data)}, step=step)
 
     def close(self) -> None:
         """Ends the run there."""
@@ -152,26 +193,148 @@ class Trackio:
         folder: names the run where options don't.
         options: project and run name.
         config: shown with the run.
+        run_id: the name of the run there that a resumed run goes on in; None = a new one.
         kwargs: of trackio.init.
     """
 
-    def __init__(self, folder: Path, options: MetricsLoggerOptions, config: Mapping[str, Any], **kwargs: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        options: MetricsLoggerOptions,
+        config: Mapping[str, Any],
+        *,
+        run_id: str | None = None,
+        **kwargs: Any,
+    ) -> None:
         self._trackio = _package("trackio", "trackio")
         given = {"project": options.project_name, "name": options.run_name or folder.name, "config": dict(config)}
-        self._trackio.init(**{**given, **kwargs})
+        if run_id is not None:
+            given |= {"name": run_id, "resume": "allow"}
+        with contextlib.redirect_stdout(io.StringIO()):  # it greets on standard output, over the progress bar
+            self.run_id = str(self._trackio.init(**{**given, **kwargs}).name)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Adds a point to each curve."""
         self._trackio.log(dict(values), step=step)
 
+    def log_completions(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Adds a table of completions. Args: name: of the table. rows: one each, of the same columns."""
+        columns, data = _columns(rows)
+        self._trackio.log({name: self._trackio.Table(columns=columns, data=data)}, step=step)
+
     def close(self) -> None:
         """Ends the run there."""
-        self._trackio.finish()
+        with contextlib.redirect_stdout(io.StringIO()):
+            self._trackio.finish()
+
+
+class MLflow:
+    """MLflow, at MLFLOW_TRACKING_URI, or where MLflow writes by default (mlflow.db in the working folder).
+
+    MLflow's names take no characters but letters, digits and "_-. :/": others become "_".
+
+    Args:
+        folder: names the run where options don't.
+        options: project (MLflow's experiment) and run name.
+        config: its values are the run's parameters.
+        run_id: of the run there that a resumed run goes on in; None = a new one.
+        kwargs: of MlflowClient, e.g. tracking_uri.
+    """
+
+    MAX_VALUE, MAX_PARAMS, MAX_METRICS = 6000, 100, 1000
+    """Characters of a parameter's value, and parameters and metrics of one call, which MLflow limits."""
+
+    def __init__(
+        self,
+        folder: Path,
+        options: MetricsLoggerOptions,
+        config: Mapping[str, Any],
+        *,
+        run_id: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        mlflow = _package("mlflow", "mlflow")
+        self._client, self._entities = mlflow.MlflowClient(**kwargs), mlflow.entities
+        if run_id is not None:
+            self._client.update_run(run_id, status="RUNNING")
+            self.run_id = run_id
+            return
+        project = options.project_name
+        found = self._client.get_experiment_by_name(project)
+        experiment = self._client.create_experiment(project) if found is None else found.experiment_id
+        self.run_id = self._client.create_run(experiment, run_name=options.run_name or folder.name).info.run_id
+        params = [
+            self._entities.Param(_plain_name(name), str(value)[: self.MAX_VALUE])
+            for name, value in flat(config).items()
+            if value is not None
+        ]
+        for start in range(0, len(params), self.MAX_PARAMS):
+            self._client.log_batch(self.run_id, params=params[start : start + self.MAX_PARAMS])
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Adds a point to each curve."""
+        now = int(time.time() * 1000)
+        points = [self._entities.Metric(_plain_name(name), float(x), now, step) for name, x in values.items()]
+        for start in range(0, len(points), self.MAX_METRICS):
+            self._client.log_batch(self.run_id, metrics=points[start : start + self.MAX_METRICS])
+
+    def log_completions(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Adds completions to the table of that name. Args: rows: one each, of the same columns."""
+        columns, data = _columns(rows)
+        table = {column: [row[place] for row in data] for place, column in enumerate(columns)}
+        self._client.log_table(self.run_id, table, artifact_file=f"{_plain_name(name)}.json")
+
+    def close(self) -> None:
+        """Ends the run there."""
+        self._client.set_terminated(self.run_id)
+
+
+class SwanLab:
+    """SwanLab; `backend_kwargs: {swanlab: {mode: offline}}` needs no network, and `mode: local` its own board here.
+
+    Args:
+        folder: for its files.
+        options: project and run name.
+        config: shown with the run.
+        run_id: of the run there that a resumed run goes on in; None = a new one.
+        kwargs: of swanlab.init.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        options: MetricsLoggerOptions,
+        config: Mapping[str, Any],
+        *,
+        run_id: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._swanlab = _package("swanlab", "swanlab")
+        self.run_id = run_id or secrets.token_hex(11)[:21]  # as long as SwanLab's own
+        given = {"project": options.project_name, "name": options.run_name or folder.name, "log_dir": str(folder)}
+        self._run = self._swanlab.init(
+            **{**given, "config": dict(config), "id": self.run_id, "resume": "allow", **kwargs}
+        )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Adds a point to each curve."""
+        self._run.log(dict(values), step=step)
+
+    def log_completions(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Adds completions as texts, which is what SwanLab has for them. Args: rows: one each."""
+        texts = [self._swanlab.Text(to_json(row), caption=f"{number}") for number, row in enumerate(rows)]
+        self._run.log({name: texts}, step=step)
+
+    def close(self) -> None:
+        """Ends the run there."""
+        self._run.finish()
 
 
 MAX_TABLE_ROWS = 64
 """Completions in a table."""
 _PACKAGES = {
+    "mlflow": "mlflow",
+    "swanlab": "swanlab",
     "tensorboard": "tensorboard.summary.writer.event_file_writer",
     "trackio": "trackio",
     "wandb": "wandb",
@@ -180,11 +343,15 @@ _PACKAGES = {
 
 LOGGERS: dict[str, Callable[..., Logger]] = {
     "jsonl": Jsonl,
+    "mlflow": MLflow,
+    "swanlab": SwanLab,
     "tensorboard": TensorBoard,
     "trackio": Trackio,
     "wandb": Wandb,
 }
 """Loggers by name: called with (folder, options, config, **backend_kwargs[name])."""
+RESUMED = frozenset({"mlflow", "swanlab", "trackio", "wandb"})
+"""Those whose service has runs of its own, which a resumed run goes on in: they take run_id= and have a run_id."""
 
 
 class _Function:
@@ -261,8 +428,8 @@ class Loggers:
                 )
             usable_folder(self._folder, self._key)
             kwargs = self._options.backend_kwargs.get(item, {})
-            if item == "wandb" and self._run is not None:
-                return name, self._wandb(self._run, self._folder, kwargs)
+            if item in RESUMED and self._run is not None:
+                return name, self._resumed(item, self._run, self._folder, kwargs)
             return name, LOGGERS[item](self._folder, self._options, self._config, **kwargs)
         if isinstance(item, str):
             item = resolve_ref(item, "logger")
@@ -274,14 +441,14 @@ class Loggers:
             return name, _Function(item)
         raise ConfigError(f"logger {item!r} has no log(step, values) and close(), and is not a function either")
 
-    def _wandb(self, run: Path, folder: Path, kwargs: Mapping[str, Any]) -> Logger:
-        """Weights & Biases, in the same run there for one run folder; the id is kept once it has begun."""
-        kept = usable_folder(run, "trainer.run_dir") / "wandb-id.txt"
-        known = kept.read_text(errors="replace").strip() if kept.is_file() else ""
-        own = known if known.isalnum() else secrets.token_hex(4)
-        made = LOGGERS["wandb"](folder, self._options, self._config, **{"id": own, "resume": "allow", **kwargs})
-        if own != known:
-            write_atomic(kept, own.encode())
+    def _resumed(self, name: str, run: Path, folder: Path, kwargs: Mapping[str, Any]) -> Logger:
+        """A logger in the same run of its service for one run folder; the id is kept there once it has begun."""
+        kept = usable_folder(run, "trainer.run_dir") / f"{name}-id.txt"
+        text = kept.read_text(errors="replace").strip() if kept.is_file() else ""
+        known = text if re.fullmatch(r"[\w. -]{1,200}", text) else None
+        made: Any = LOGGERS[name](folder, self._options, self._config, run_id=known, **kwargs)
+        if made.run_id != known:
+            write_atomic(kept, made.run_id.encode())
         return made
 
     def log(self, step: int, values: Mapping[str, float], mode: str = "train") -> None:
@@ -376,6 +543,17 @@ def _table_rows(step: int, columns: Mapping[str, Any], rewards: Mapping[str, Any
     return [{"step": step, **{name: number(text(values[i])) for name, values in shown.items()}} for i in range(count)]
 
 
+def _columns(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+    """The names of the columns, and each row's values in their order."""
+    columns = list(rows[0])
+    return columns, [[row[column] for column in columns] for row in rows]
+
+
+def _plain_name(name: str) -> str:
+    """A name that MLflow takes."""
+    return re.sub(r"[^\w\-. :/]", "_", name)
+
+
 def _no_start(item: Any, error: BaseException) -> str:
     name = item if isinstance(item, str) else getattr(item, "__qualname__", item)
     known = (
@@ -392,6 +570,4 @@ def _package(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"logger {extra!r} needs a package that is not installed; pip install 'whet[{extra}]'"
-        ) from error
+        raise ConfigError(f"logger {extra!r} needs a package that is not installed; {install_hint(extra)}") from error

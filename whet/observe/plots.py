@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.observe.files import finite, write_atomic
+from whet.util.install import install_hint
 
 __all__ = ["plot_curves", "series"]
 
@@ -86,7 +87,7 @@ def plot_curves(
     Raises: CheckpointError: the file can't be written.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        log.info("no curves.png: matplotlib is not installed; pip install 'whet[plot]'")
+        log.info("no curves.png: matplotlib is not installed; %s", install_hint("plot"))
         return None
     if panels is None:
         panels = _PANELS if any("reward" in row for row in rows) else _SUPERVISED

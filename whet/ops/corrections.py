@@ -1,7 +1,7 @@
 """Corrections for the gap between the sampler's logprobs and the trainer's of the same tokens.
 
 A sampler logprob that is NaN is unknown: its token counts as one on which the two agree, a weight of 1 (as in TRL), and
-is left out of mismatch_metrics. Engines never report one; a batch of a user's own may have some.
+is left out of mismatch_metrics and of what an update logs. Engines never report one; a rollout of a user's own may.
 Dim legend: s tokens of a micro-batch, S of a batch.
 """
 
@@ -209,7 +209,7 @@ def sampling_metrics(x: LossInputs, *, recorded: bool = True) -> dict[str, Tenso
     square, of which the effective sample size is made.
 
     Args:
-        x: needs sampler_logprobs; one that is NaN counts as no difference.
+        x: needs sampler_logprobs; at one that is NaN there is no difference, which a mean over tokens should leave out.
         recorded: False = the engine reports no logprobs: the policy at the start of the step stands for the sampler,
             and the first metric, which would say nothing, is left out.
     Returns: [s] each, without gradient, 0 where masked out; exponents held in ±20.

@@ -64,7 +64,7 @@ class FSDPPlacement(Placement):
         for part in _parts(module):  # both: the factor alone asks gloo for what it lacks, the second alone is a mean
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
-        module.whet_call = MethodType(_call, module)  # pyright: ignore[reportAttributeAccessIssue]
+        module.whet_call = MethodType(_call, module)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
         register_fsdp_forward_method(module, CALL)
 
     @contextmanager

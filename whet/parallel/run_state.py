@@ -117,7 +117,10 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "random": ("a mapping", _mapping),
     "settings": ("a mapping", _mapping),
     "step": ("a whole number from 1", lambda x: _count(x) and x > 0),
-    "stream": ("a mapping of whole numbers", lambda x: _mapping(x, lambda n: type(n) is int)),
+    "stream": (
+        "a mapping of whole numbers",
+        lambda x: _mapping(x) and all(type(n) is int for name, n in x.items() if name != "source"),
+    ),
     "tokens": ("a whole number from 0", _count),
     "updates": ("a mapping of whole numbers from 0", lambda x: _mapping(x, _count)),
 }

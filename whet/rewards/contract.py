@@ -10,12 +10,10 @@ all of it where it has **kwargs; fields of the algorithm's configuration only by
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import copy
 import functools
 import inspect
 import logging
-import signal
 import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
@@ -23,10 +21,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from whet.data.prompts import GIVEN
 from whet.errors import ConfigError, RewardError, nearest
+from whet.rewards.deadline import call_in_time, late, like_here
 from whet.rewards.functions import is_per_completion
 from whet.rewards.model import RewardModel
 from whet.rewards.values import Judged, OnError, checked_rewards, judged, raised, said, settled
@@ -37,7 +35,6 @@ __all__ = [
     "OnError",
     "RewardFn",
     "RewardInputs",
-    "call_in_time",
     "call_rewards",
     "checked_rewards",
     "copied",
@@ -47,6 +44,7 @@ __all__ = [
 
 LOG = logging.getLogger(__name__)
 RewardFn = Callable[..., Any]
+_GOES_ON = "continues in a thread that can't be ended"
 LOOP_GRACE_S = 0.5
 """How long after the deadline an event loop may take to report which functions were late."""
 EACH = ("prompts", "completions", "prompt_ids", "completion_ids", "trajectory_ids")
@@ -102,8 +100,8 @@ class RewardInputs:
 
 
 def function_name(fn: Any) -> str:
-    """What a function is called in metrics and messages: its own name, of a partial the inner one's, of a
-    reward model that of its folder, else its class's.
+    """What a function is called in metrics and messages: its own name, which an object may have in `__name__`, of a
+    partial the inner one's, of a reward model that of its folder, else its class's.
 
     >>> function_name(functools.partial(max, 3)), function_name(lambda: 0)
     ('max', 'lambda')
@@ -112,8 +110,8 @@ def function_name(fn: Any) -> str:
         fn = fn.func
     if isinstance(fn, RewardModel):
         return fn.name
-    name = fn.__name__ if inspect.isroutine(fn) or inspect.isclass(fn) else type(fn).__name__
-    return name.strip("<>")
+    name = getattr(fn, "__name__", None)
+    return (name if isinstance(name, str) else type(fn).__name__).strip("<>")
 
 
 def keywords(
@@ -195,11 +193,10 @@ def call_rewards(
 ) -> Called:
     """Every reward function on the same trajectories.
 
-    Plain functions run one after the other, async ones all together on one event loop meanwhile. With a timeout a
-    plain function runs in a thread of its own: Python can't end a thread, so one that hangs continues in the background
-    (it ends with the process); and what must be on the main thread (signal, so math-verify's own alarm) needs
-    timeout_s=None, or workers. A reward model has no deadline. Gradient mode, CUDA device and context variables are
-    those of the caller.
+    Plain functions run one after the other on the caller's thread, async ones all together on one event loop meanwhile.
+    On the main thread a plain function that is late is interrupted; elsewhere each has a thread of its own, which can't
+    be ended and continues in the background (deadline.py). A reward model has no deadline. Gradient mode, CUDA device
+    and context variables are those of the caller.
 
     Args:
         fns: by name. inputs: what they are offered. timeout_s: for each; None = no deadline, on the caller's thread.
@@ -312,35 +309,6 @@ def _same(value: Any) -> Any:
     return value
 
 
-def call_in_time(call: Callable[[], Any], what: str, timeout_s: float | None) -> Any:
-    """What a plain function of the user's returned, or the RewardError that stands for its failure.
-
-    Args: call: without arguments. what: it is, for messages. timeout_s: in a thread of its own; None = no deadline, on
-        the caller's thread.
-
-    >>> str(call_in_time(lambda: 1 / 0, "reward function f", None))[:40]
-    'reward function f raised ZeroDivisionErr'
-    """
-    box: list[Any] = []
-    users = KeyboardInterrupt if timeout_s is None else ()  # on the caller's thread an interrupt is the user's
-
-    def run() -> None:
-        try:
-            box.append(call())
-        except users:
-            raise
-        except BaseException as error:
-            box.append(raised(what, error, __file__))
-
-    if timeout_s is None:
-        run()
-        return box[0]
-    thread = threading.Thread(target=_like_here(run), name=what, daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    return box[0] if box else _hung(what, timeout_s)
-
-
 class _Loop:
     """Async functions, together on one event loop in a thread of its own: the caller may be in a loop itself."""
 
@@ -351,7 +319,7 @@ class _Loop:
         """That each took; the limit, where it is late."""
         self.started = time.monotonic()
         self.ended: BaseException | None = None
-        self.thread = threading.Thread(target=_like_here(self._run), daemon=True)
+        self.thread = threading.Thread(target=like_here(self._run), daemon=True)
         if calls:
             self.thread.start()
 
@@ -373,7 +341,7 @@ class _Loop:
                 self.seconds[name] = time.perf_counter() - begun
         except BaseException as error:  # none of them is the user's: signals reach the main thread alone
             what = f"reward function {name}"
-            self.box[name] = _hung(what, self.timeout_s) if limit.expired() else raised(what, error, __file__)
+            self.box[name] = late(what, self.timeout_s, _GOES_ON) if limit.expired() else raised(what, error, __file__)
 
     def outcomes(self) -> dict[str, Any]:
         """What each returned, or the RewardError of its failure, once all are done or late."""
@@ -386,7 +354,7 @@ class _Loop:
         value = self.box.get(name)
         lost = name not in self.box or (isinstance(value, RewardError) and _cancelled(value.__cause__))
         if self.ended is None or not lost:
-            return value if name in self.box else _hung(f"reward function {name}", self.timeout_s)
+            return value if name in self.box else late(f"reward function {name}", self.timeout_s, _GOES_ON)
         text = f"the event loop of {', '.join(self.calls)} was ended by {type(self.ended).__name__}: {said(self.ended)}"
         failed = RewardError(
             f"reward function {name} returned nothing: {text}; let no task of an async function raise SystemExit or "
@@ -394,25 +362,6 @@ class _Loop:
         )
         failed.__cause__ = self.ended
         return failed
-
-
-def _like_here(run: Callable[[], None]) -> Callable[[], None]:
-    """The same to be run in another thread, with this thread's context variables, gradient mode and CUDA device.
-
-    SIGINT and SIGHUP are blocked there, and so in the programs that it starts: a terminal sends them to all, and the
-    result of an interrupted program is no reward. This process hears them on its main thread.
-    """
-    context, grad = contextvars.copy_context(), torch.is_grad_enabled()
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-
-    def there() -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGHUP))
-        if device is not None:
-            torch.cuda.set_device(device)
-        with torch.set_grad_enabled(grad):
-            context.run(run)
-
-    return there
 
 
 def _note_lost(loop: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:
@@ -424,15 +373,3 @@ def _note_lost(loop: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> N
 
 def _cancelled(error: BaseException | None) -> bool:
     return isinstance(error, asyncio.CancelledError)
-
-
-def _hung(what: str, timeout_s: float | None) -> RewardError:
-    """The error for a function that is late."""
-    ways = "or raise trainer.reward_timeout_s"
-    if what.startswith("reward function"):  # an environment's interact runs in no worker process
-        ways = "raise trainer.reward_timeout_s (async ones must never block), or set trainer.reward_workers=1, which "
-        ways += "can kill it"
-    return RewardError(
-        f"{what} returned nothing within {timeout_s} s; its thread can't be ended and continues in the background. "
-        f"Give it a limit of its own, {ways}"
-    )

@@ -165,7 +165,7 @@ class RewardManager:
             reward_fns: one or a list: callables, names of whet's own, "package.module:name" or "file.py:name".
             weights: one number each; None = 1.
             on_error: "raise", or "none": a failure counts as "not applicable".
-            timeout_s: of each call; None = no deadline, and plain functions run on the caller's thread.
+            timeout_s: of each call; None = no deadline.
             workers: processes that call them, reward models aside; 0 = they are called in this one.
             algo_fields: fields of the algorithm's configuration, for functions that name them.
 

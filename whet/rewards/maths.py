@@ -1,7 +1,7 @@
-"""Formulas that mean the same, by math-verify: an extra, whet[math], imported when it is first needed.
+"""Formulas that mean the same, by math-verify: the extra `math`, imported when it is first needed.
 
-It stops what takes too long by an alarm, which only a main thread has: in a worker of trainer.reward_workers. What no
-alarm can stop (a power of 10^9 digits), a worker's end does.
+It stops what takes too long by an alarm, which only a main thread has. What no alarm can stop (a power of 10^9 digits),
+the end of a worker of trainer.reward_workers does.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from whet.errors import ConfigError
 from whet.rewards.functions import per_completion
 from whet.rewards.text import scored
+from whet.util.install import install_hint
 
 __all__ = ["math_match", "need_math_verify"]
 
@@ -28,7 +29,7 @@ def need_math_verify() -> None:
     """Raises ConfigError where math-verify is not installed, or not whole."""
     missing = [name for name in ("math_verify", "latex2sympy2_extended") if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"this reward needs math-verify (no module {missing[0]}); pip install 'whet[math]'")
+        raise ConfigError(f"this reward needs math-verify (no module {missing[0]}); {install_hint('math')}")
 
 
 @per_completion

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeGuard
 
 import numpy as np
 
-from whet.errors import RewardError
+from whet.errors import RewardError, RewardValueError
 
 __all__ = ["Judged", "OnError", "checked_rewards", "judged", "raised", "said", "settled", "shown"]
 
@@ -104,7 +104,7 @@ def settled(found: Judged | RewardError, count: int, on_error: OnError) -> tuple
         found = Judged.failed(str(found), count)
     if found.problem is not None:
         if on_error == "raise":
-            raise RewardError(found.problem)
+            raise RewardValueError(found.problem)
         LOG.warning("%s; %d such %s counted as not applicable", found.problem, found.wrong, _entry(found.wrong))
     return found.rewards, found.wrong
 
@@ -160,8 +160,8 @@ def raised(what: str, error: BaseException, own: str) -> RewardError:
         text += "; for conversations a completion is a list of messages: whet.rewards.text.text_of(c) is its text"
     if "main thread" in words or "threaded environment" in words:
         text += (
-            "; set trainer.reward_timeout_s=null to call it on the main thread, or trainer.reward_workers=1 to call it "
-            "on that of a process of its own"
+            "; call train() on the main thread, or set trainer.reward_workers=1, which calls it on that of a process "
+            "of its own"
         )
     failed = RewardError(text)
     failed.__cause__ = error

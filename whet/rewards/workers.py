@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from whet.errors import ConfigError, RewardError
+from whet.errors import ConfigError, RewardError, RewardValueError
 from whet.rewards.functions import Named
 from whet.rewards.values import Judged
 
@@ -138,7 +138,7 @@ class _Round:
     def put(self, name: str, at: Sequence[int], judged: Judged, seconds: float) -> None:
         """Keeps what a call gave. Raises: RewardError: something wrong, where that stops the round."""
         if judged.problem is not None and self.stop:
-            raise RewardError(judged.problem)
+            raise RewardValueError(judged.problem)
         whole = self.found[name]
         whole.rewards[list(at)] = judged.rewards
         problem = whole.problem

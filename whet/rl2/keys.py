@@ -33,7 +33,7 @@ _ONE = Key("one", note=f"{_RANKS}: a model, and a sequence, lie on one device; s
 _FSDP = _ONE._replace(harmless=(None, 0, 1))
 MEGATRON = "Megatron is not here: leave its keys out, whet trains with its own worker"
 """Why its keys are refused."""
-_LIGER = "whet has fused layers of its own, and never makes a whole row of logits"
+_LIGER = "a whole row of logits is never made; the fused layers are a CPU's, and on a GPU nothing stands in for Liger's"
 _BUDGET = "training's budget counts for all passes"
 _SWITCH = "one switch for models and optimizers of all roles: on, unless one says false and none says true"
 _ROLE_FOLDER = "all roles are saved together, in the run folder: trainer.save_dir"
@@ -327,7 +327,12 @@ KEYS: dict[str, dict[str, Key]] = {
     "sft": {
         **_examples(**_SFT_KEYS),
         **_under("actor", {**_trained("actor", "actor"), "max_length_per_device": _OWN_BUDGET}),
-        "actor.avg_level": Key("made", "algo.loss_agg_mode", "sequence in July 2025, token since, unless it is said"),
+        "actor.avg_level": Key(
+            "made",
+            "algo.loss_agg_mode",
+            "sequence in July 2025, token since, unless it is said; rows without a trained token are left out, there "
+            "they count in the mean over sequences",
+        ),
         **_under("trainer", _TRAINER),
     },
     "rm": {

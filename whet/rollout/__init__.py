@@ -7,12 +7,14 @@ packages' engines, imported when one is built; where the package is missing, the
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
 from typing import Any
 
 from whet.errors import ConfigError, lookup_error
 from whet.util.refs import resolve_callable
 
-__all__ = ["ALIASES", "ENGINES", "engine_name", "resolve_engine"]
+__all__ = ["ALIASES", "ENGINES", "check_engine", "engine_name", "resolve_engine"]
 
 ENGINES = {
     "embedded": "whet.rollout.engine.engine:EmbeddedEngine",
@@ -25,6 +27,14 @@ ENGINES = {
 """Engine names and where their classes lie; imported when asked for."""
 ALIASES = {"vanilla": "embedded"}
 """Tunix's names of them."""
+
+
+def check_engine(name: str | type) -> None:
+    """Raises ConfigError where an engine is unknown, EngineError where the package that it adapts is not installed."""
+    module = sys.modules[resolve_engine(name).__module__]
+    package = {"whet.rollout.vllm": "vllm", "whet.rollout.sglang": "sglang"}.get(module.__name__)
+    if package is not None and package not in sys.modules and importlib.util.find_spec(package) is None:
+        module.imported()
 
 
 def engine_name(spec: Any) -> Any:

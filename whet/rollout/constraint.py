@@ -24,6 +24,7 @@ from whet.errors import ConfigError, DataError, EngineError
 from whet.models.micro_batch import MicroBatch
 from whet.rollout.base import Constraint, Request, Sampling
 from whet.types import FinishReason
+from whet.util.install import install_hint
 
 __all__ = ["Grammars", "Masks", "Matcher"]
 
@@ -246,7 +247,7 @@ class Grammars:
         if inner.is_error():
             raise ConfigError(
                 f"constraint {constraint} is refused: {_reason(inner.get_error())}; fix it, or use what llguidance "
-                "supports: docs/constraints.md"
+                "supports: whet docs constraints"
             )
         every, stop, forbidden = (
             _packed(ids, words.vocab_size) for ids in (range(self._vocabulary), stop_ids, forbidden_ids)
@@ -359,7 +360,7 @@ def _library() -> Any:
     try:
         import llguidance
     except ImportError as error:
-        raise ConfigError("a constraint needs llguidance; pip install 'whet[grammar]'") from error
+        raise ConfigError(f"a constraint needs llguidance; {install_hint('grammar')}") from error
     return llguidance
 
 

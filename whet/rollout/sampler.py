@@ -30,7 +30,10 @@ from whet.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
 from whet.errors import ConfigError, DataError, EngineError, lookup_error
 from whet.models.load import load_model, usable_device
 from whet.models.modes import max_positions
+from whet.models.precision import fitting_dtype
+from whet.models.read import read_width
 from whet.models.types import LoadedModel
+from whet.observe.environment import trained_dtype
 from whet.rollout import engine_name
 from whet.rollout.base import PartialOutput, Request, RolloutEngine, Sampling
 from whet.rollout.build import make_engine, sampling_of
@@ -38,6 +41,7 @@ from whet.rollout.driver import Rollouts, single_turns, stream
 from whet.rollout.options import checked_options, num_beams
 from whet.rollout.text import encode_texts, one_or_many, rollout_output
 from whet.types import Group, Message, Prompt
+from whet.util.model_paths import model_folder
 
 __all__ = ["CacheConfig", "Sampler", "SamplerOutput"]
 
@@ -104,7 +108,8 @@ class Sampler:
         tokenizer: a tokenizer, a folder, a hub name; None = where the model lies.
         cache_config: bounds a sequence; None = the model's positions.
         rollout_engine: "embedded", "hf" or what ClusterConfig takes.
-        dtype: of a model that is read: "float32", "bfloat16", or "auto" = bf16 on a GPU that has it, else fp32.
+        dtype: of a model that is read: "float32", "bfloat16", or "auto" = that of the run in whose folder it lies, else
+            as RoleConfig.dtype has it.
         device: of a model that is read; None = the GPU if there is one.
         max_batch_size, kv_cache_tokens: as in RolloutConfig.
         chat_template_kwargs: further arguments of the chat template.
@@ -135,13 +140,16 @@ class Sampler:
         kv_cache_tokens: int | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         rollout_config: RolloutConfig | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
         if tokenizer is None and not isinstance(transformer, str | Path):
             raise ConfigError("a module brings no tokenizer; give tokenizer=: a tokenizer, a folder or a hub name")
         folder = str(transformer) if isinstance(transformer, str | Path) else None
-        self.tokenizer = load_tokenizer(folder if tokenizer is None else tokenizer)
+        self.tokenizer = load_tokenizer(folder if tokenizer is None else tokenizer, trust_remote_code=trust_remote_code)
         self.loaded = (
-            transformer if isinstance(transformer, LoadedModel) else _loaded(folder, transformer, dtype, device)
+            transformer
+            if isinstance(transformer, LoadedModel)
+            else _loaded(folder, transformer, dtype, device, trust_remote_code)
         )
         module = self.loaded.module
         self.eos_ids = stop_token_ids(self.tokenizer, module.config, module.generation_config)
@@ -456,15 +464,17 @@ class Sampler:
         self.close()
 
 
-def _loaded(folder: str | None, module: Any, dtype: str, device: str | torch.device | None) -> LoadedModel:
+def _loaded(
+    folder: str | None, module: Any, dtype: str, device: str | torch.device | None, trust_remote_code: bool
+) -> LoadedModel:
     """A model that is read, without gradients, or a module as it is."""
     if folder is None:
         return load_model(module, device=next(module.parameters()).device)
     there = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if dtype == "auto":
-        hardware = there.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        dtype = "bfloat16" if hardware else "float32"
-    return load_model(folder, dtype=dtype, device=there, role="reference")
+        width = read_width(folder, trust_remote_code) or 0
+        dtype = trained_dtype(model_folder(folder)) or str(fitting_dtype(there, width)).removeprefix("torch.")
+    return load_model(folder, dtype=dtype, device=there, role="reference", trust_remote_code=trust_remote_code)
 
 
 def _padded(rows: Sequence[np.ndarray], value: float) -> np.ndarray:

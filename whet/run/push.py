@@ -35,7 +35,7 @@ _MODEL = re.compile(
     r"config\.json|generation_config\.json|adapter_config\.json"
     r"|(model|adapter_model)(-[0-9]+-of-[0-9]+)?\.safetensors|model\.safetensors\.index\.json"
     r"|tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt"
-    r"|.+\.(model|tiktoken)|chat_template\.(jinja|json)|preprocessor_config\.json"
+    r"|.+\.(model|tiktoken|py)|chat_template\.(jinja|json)|preprocessor_config\.json"
 )
 """The files of a model and its tokenizer."""
 

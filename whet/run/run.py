@@ -33,6 +33,7 @@ from whet.observe.trace import timeline_folder
 from whet.parallel.checkpoint import run_of
 from whet.parallel.ranks import Ranks
 from whet.parallel.run_state import check_storable
+from whet.run.hub import pushers
 from whet.run.interrupts import Interrupts, Stopped
 from whet.run.observer import Control, Observer, Observers
 from whet.run.opening import note_environment, say_end, say_length, steps_of
@@ -98,7 +99,7 @@ class Run(Giving):
         self.profiler = StepProfiler(config.profiling, folder=config.run_dir, trace=roles.trace)
         self.tokens = 0
         self.reads: dict[str, Any] | None = None
-        self.observers = Observers([*watchers(config), *observers])
+        self.observers = Observers([*watchers(config), *pushers(config), *observers])
         self._stop = Interrupts()
         self._begun = False
         self._begun_at = self._saved_step = 0

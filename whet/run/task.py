@@ -122,5 +122,7 @@ class Task(Observer):
         """
         return {}
 
-    def restore(self, state: Mapping[str, Any], step: int) -> None:
+    def restore(  # pyright: ignore[reportIncompatibleMethodOverride]  (an observer's takes no step)
+        self, state: Mapping[str, Any], step: int
+    ) -> None:
         """Restores them, after the models were loaded. Args: state: the whole of run.pt. step: that is done."""

@@ -7,11 +7,12 @@ and field is here: docs/from-torchrl.md.
 """
 
 from whet.errors import ConfigError
+from whet.util.install import install_hint
 
 try:
     import tensordict as _tensordict  # noqa: F401
 except ImportError as error:  # pragma: no cover  (the tests have it)
-    raise ConfigError(f"whet.torchrl needs tensordict ({error}); pip install 'whet[torchrl]'") from error
+    raise ConfigError(f"whet.torchrl needs tensordict ({error}); {install_hint('torchrl')}") from error
 
 from whet.torchrl.groups import Trajectory, mc_advantage
 from whet.torchrl.loss import DAPO, CISPOLoss, GRPOLoss

@@ -39,7 +39,10 @@ class Scored:
 def padded(data: TensorDictBase, key: Any, value: float, *, side: str = "left", need: bool = True) -> Any:
     """A tensor of the data, rows of different lengths padded. Raises MissingKeyError: it is needed and not there."""
     options = {"as_padded_tensor": True, "padding_side": side, "padding_value": value}
-    found = data.get(key, None, **options)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    try:
+        found = data.get(key, None, **options)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    except ValueError:  # a tensor where the key has a TensorDict: tokens, and not tokens.prompt
+        found = None
     if found is None and need:
         keys = sorted(map(str, data.keys(True, True)))
         raise MissingKeyError(
@@ -100,8 +103,6 @@ def _of_distribution(dist: Any, data: TensorDictBase, *, keys: Any, strategy: st
     logprobs = dist.log_prob(action if takes_ignored else action.clamp(min=0))
     mask = getattr(dist, "mask", None)
     mask = _mask(data, logprobs, keys, strategy, action) if mask is None else mask.bool()
-    if strategy == "generic":  # nothing stands before the first token, so its distribution is none
-        mask = mask & (mask.cumsum(-1) > 1)
 
     def entropies(kept: Tensor) -> Tensor:
         logits = getattr(dist, "logits", None)

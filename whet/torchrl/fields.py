@@ -34,7 +34,7 @@ _GATHER: dict[str, Field] = {
     "advantage_key": Field("advantage"),
     "done_key": Field(("next", "done")),
     "verbose": Field(False, "other", "accepted without effect: `get_stats()` says what is held"),
-    "trajectory_return": Field(None, "other", '"sum" by default; None pools the steps of all trajectories, as there'),
+    "trajectory_return": Field(None, note='None pools the steps of all trajectories; `mc_advantage`: "sum"'),
     "keep_return_bounds": Field(None),
     "candidate_group_size": Field(None),
     "candidate_selection_min_size": Field(None),
@@ -44,7 +44,7 @@ _GATHER: dict[str, Field] = {
 TORCHRL: dict[str, dict[str, Field]] = {
     "GRPOLoss": {
         "actor_network": Field(None, "other", "also any module that returns logprobs, or (logprobs, entropy)"),
-        "clip_epsilon": Field(0.2, note="`DAPO`: (0.2, 0.28); `CISPOLoss`: (1, 0.2), no bound below"),
+        "clip_epsilon": Field(0.2, note="ε_low below 1; `DAPO`: (0.2, 0.28); `CISPOLoss`: (1, 0.2), unbounded"),
         "kl_mask_threshold": Field(None, note="at most 0 is refused; there it is as None"),
         "aggregation": Field("token_mean", note="an unknown one is refused; `prompt_mean` is 0-d, there (1,)"),
         "entropy_bonus": Field(True, note="of the trained tokens' logits alone: no masked copy of all of them"),
@@ -56,7 +56,7 @@ TORCHRL: dict[str, dict[str, Field]] = {
         "kl_to_ref_coeff": Field(None, note="a negative one is refused; there it is as None"),
         "kl_to_inference_coeff": Field(None),
         "device": Field(None),
-        "masking_strategy": Field("sft", note='"generic" leaves out the first token, whose distribution is none'),
+        "masking_strategy": Field("sft", note='"generic" leaves out a first token whose logprob was recorded as 0.0'),
         "ref_log_prob_padding_side": Field("left"),
         "ref_log_prob_padding_value": Field(0.0),
         "kwargs": Field(REQUIRED, "refused", "an unknown option is an error that names the nearest"),
@@ -154,8 +154,9 @@ DEFECTS: tuple[tuple[str, str], ...] = (
         "on the left",
     ),
     (
-        'masking_strategy="generic" trains the first token, under a flat distribution (ESS 0.9 in the test)',
-        "the first token is left out",
+        'masking_strategy="generic" trains the first token, for which TransformersWrapper records a logprob of 0.0, '
+        "under a flat distribution (ESS 0.9 in the test)",
+        "where the first recorded logprob of every row is exactly 0.0 the first tokens are left out",
     ),
     (
         "an actor of tensordict's, ProbabilisticTensorDictSequential, is asked for `logits_key`, which it refuses",
@@ -168,7 +169,7 @@ DEFECTS: tuple[tuple[str, str], ...] = (
     (
         "`MCAdvantage` pools the rewards of all steps by default: with one reward at the end, long trajectories weigh "
         "more in mean and deviation",
-        'trajectory_return="sum" is the default',
+        'the same by default; trajectory_return="sum" compares trajectories, and is what mc_advantage does',
     ),
     ("a group of equal rewards keeps rounding noise, one of a single value is NaN", "advantages are exactly 0"),
     ("incomplete groups are held for ever", "max_queued_groups and group_timeout, and counters of what was given up"),
@@ -210,9 +211,9 @@ DEFECTS: tuple[tuple[str, str], ...] = (
 
 _INTRO = """# From TorchRL
 
-One import changes: `torchrl.objectives.llm` becomes `whet.torchrl` (`pip install 'whet[torchrl]'`, which brings
-tensordict). Losses are modules over a TensorDict, computed by the same functions that whet's own runs use; nothing is
-imported from TorchRL, and its actors, collectors and replay buffers work with them.
+One import changes: `torchrl.objectives.llm` becomes `whet.torchrl` (the [extra](getting-started.md#install)
+`torchrl` brings tensordict). Losses are modules over a TensorDict, computed by the same functions that whet's own runs
+use; nothing is imported from TorchRL, and its actors, collectors and replay buffers work with them.
 
 ```python
 import torch
@@ -278,13 +279,14 @@ _2025 = """## The version of 2025
 
 `GRPOLoss(actor, compat="0.9")` and `MCAdvantage(4, compat="0.9")` keep the keys and formulas that TorchRL's main branch
 had in May and June of 2025, on the way to 0.9, for runs that are to be repeated. The releases 0.9.0 and 0.10 themselves
-have today's keys and objective: for those leave `compat` out (MCAdvantage pools steps there: `trajectory_return=None`).
+have today's keys and objective: for those leave `compat` out.
 
 - keys `advantage`, `action` = "tokens_response", `sample_log_prob` = "log_probs", `ref_log_prob` = ("next",
-  "ref_log_prob"); MCAdvantage groups by "text" and pools steps;
+  "ref_log_prob"); MCAdvantage groups by "text";
 - trained is what has a recorded logprob other than 0;
 - objective, entropy and its bonus, clip_fraction and kl_approx are means over all places, padding counted (`reduction`:
-  mean, sum or none); the KLs are means over the trained tokens; ESS is that of the rows at each place, and their mean;
+  mean, sum or none, which gives [B, T]); the KLs are means over the trained tokens; ESS is that of the rows at each
+  place, reduced likewise;
 - `aggregation`, `kl_mask_threshold`, `masking_strategy` and the padding of reference logprobs are not options.
 
 Its MCAdvantage never emptied a group, so that later trajectories gave it out again; whet's does.

@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +41,8 @@ COUNTERS = (
     "discarded_trajectories",
 )
 """What is counted: TorchRL's names, and the groups given up because there were too many or they waited too long, with
-the trajectories that went with them."""
+the trajectories that went with them. Where steps are pooled (trajectory_return=None) returns are not counted, nor
+successful trajectories: those whose rewards sum to more than 0."""
 
 
 class Trajectory(NamedTuple):
@@ -56,11 +56,9 @@ class Trajectory(NamedTuple):
     """Given back with the advantages."""
 
 
-@dataclass
-class _Waiting:
-    """A group that is not full: its trajectories, and when the last of them came, in seconds."""
+class _Waiting(list[Trajectory]):
+    """The trajectories of a group that is not full, and when the last of them came, in seconds."""
 
-    trajectories: list[Trajectory] = field(default_factory=list)
     since: float = 0.0
 
 
@@ -86,7 +84,7 @@ class GroupGatherer:
         clock: gives the time in seconds.
     Raises: ConfigError: a value out of its range, or options that exclude each other.
     Source: agrees with TorchRL's MCAdvantage where two rewards differ; where all are equal whet gives exactly 0.
-        There the default is None, and nothing bounds the groups.
+        There the default is None, as of whet.torchrl's MCAdvantage, and nothing bounds the groups.
     """
 
     def __init__(
@@ -160,14 +158,14 @@ class GroupGatherer:
         self.expire()
         self._count(trajectory)
         waiting = self.queues.setdefault(trajectory.group, _Waiting())
-        waiting.trajectories.append(trajectory)
+        waiting.append(trajectory)
         waiting.since = self.clock()
         self.queues.move_to_end(trajectory.group)
-        if len(waiting.trajectories) < self.candidate_selection_min_size:
+        if len(waiting) < self.candidate_selection_min_size:
             self._bound()
             return None
-        found = self._advantages(waiting.trajectories)
-        if found is None and len(waiting.trajectories) < self.candidate_group_size:
+        found = self._advantages(waiting)
+        if found is None and len(waiting) < self.candidate_group_size:
             self._bound()
             return None
         del self.queues[trajectory.group]
@@ -192,12 +190,14 @@ class GroupGatherer:
     def _give_up(self, counter: str) -> None:
         _, waiting = self.queues.popitem(last=False)
         self.stats[counter] += 1
-        self.stats["discarded_trajectories"] += len(waiting.trajectories)
+        self.stats["discarded_trajectories"] += len(waiting)
 
     def _count(self, trajectory: Trajectory) -> None:
-        total = float(trajectory.rewards.sum())
         self.stats["completed_trajectories"] += 1
         self.stats["completed_decisions"] += len(trajectory.rewards) if trajectory.rewards.dim() else 1
+        if self.trajectory_return is None:  # steps are compared: TorchRL counts no returns then
+            return
+        total = float(trajectory.rewards.sum())
         self.stats["trajectory_return_sum"] += total
         self.stats["trajectory_return_max"] = max(self.stats["trajectory_return_max"], total)
         self.stats["successful_trajectories"] += int(total > 0)

@@ -65,11 +65,15 @@ class GRPOLoss(nn.Module):
         reduction: mean, none (as aggregation) or sum (over trained tokens).
         kl_to_ref_coeff, kl_to_inference_coeff: β, β'; None = no such part.
         device: of the clip range; None = the actor's.
-        masking_strategy: sft (the response), rlhf (the assistant's tokens) or generic (all but the first).
+        masking_strategy: sft (the response), rlhf (the assistant's tokens) or generic (all, but for a first one whose
+            logprob was not recorded).
         ref_log_prob_padding_side, ref_log_prob_padding_value: for reference logprobs of different lengths.
         compat: the TorchRL that is meant: "0.14", or "0.9", what was to be 0.9 in mid-2025, with its keys and means
             over all positions, padding included; the release 0.9.0 itself is as "0.14".
     Returns: GRPOLossOutput; the fields that begin with loss_ sum to the loss.
+    A subclass may have TorchRL's `_compute_policy_objective(log_weight, advantage)`, [B, T, 1] each, which returns the
+    loss of each token and the clip fraction.
+
     Raises: ConfigError: an unknown option or value; gamma or clip_value, which a loss without a critic can't follow.
         When called: MissingKeyError, DataError: what is wrong with the data.
     Source: agrees with TorchRL 0.14.1's GRPOLoss in loss_objective and its gradient; docs/from-torchrl.md lists where
@@ -85,6 +89,8 @@ class GRPOLoss(nn.Module):
 
     output_type: type[LLMLossOutput] = GRPOLossOutput
     default_clip: float | tuple[float, float] = 0.2
+    bounded: bool = True
+    """Whether the ratio has to have a lower bound."""
     clip_epsilon_low: Tensor
     clip_epsilon_high: Tensor
 
@@ -125,7 +131,7 @@ class GRPOLoss(nn.Module):
         self.ref_log_prob_padding_value = ref_log_prob_padding_value
         self.compat = compat
         self._check()
-        low, high = _clip_range(self.default_clip if clip_epsilon is None else clip_epsilon)
+        low, high = _clip_range(self.default_clip if clip_epsilon is None else clip_epsilon, bounded=self.bounded)
         of_actor = next(actor_network.parameters(), None) if isinstance(actor_network, nn.Module) else None
         device = device if device is not None or of_actor is None else of_actor.device
         self.register_buffer("clip_epsilon_low", torch.tensor(low, device=device))
@@ -189,6 +195,11 @@ class GRPOLoss(nn.Module):
 
     # ---- the loss ------------------------------------------------------------------------------------------------
 
+    @property
+    def _clip_bounds(self) -> tuple[Tensor, Tensor]:
+        """The clip range of a log-ratio, for a subclass with a `_compute_policy_objective` as TorchRL's."""
+        return (-self.clip_epsilon_low).log1p(), self.clip_epsilon_high.log1p()
+
     def surrogate(self, x: LossInputs, low: float, high: float) -> LossOutput:
         """The loss of each token, before anything is divided: [s], and whet's metrics of it."""
         return clipped_surrogate(x, epsilon=low, epsilon_high=high)
@@ -203,7 +214,7 @@ class GRPOLoss(nn.Module):
             strategy=self.masking_strategy,
             samples=self.samples_mc_entropy,
         )
-        trained = read_tokens(tensordict, scored, keys, compat=self.compat)
+        trained = read_tokens(tensordict, scored, keys, strategy=self.masking_strategy, compat=self.compat)
         moved, x = sampling_metrics(trained.inputs()), trained.inputs()
         kept = trained
         if self.kl_mask_threshold is not None:
@@ -213,9 +224,16 @@ class GRPOLoss(nn.Module):
         ratio = moved["sampling/weight"]
         outside = ((ratio < 1 - low) | (ratio > 1 + high)).to(ratio.dtype)
         share = trained.share if self.compat == "0.9" else 1.0
+        of_user = getattr(self, "_compute_policy_objective", None)
+        if of_user is None:
+            loss, clipped = self.surrogate(x, low, high)[0], _mean(outside) * share
+        else:  # TorchRL's place for a loss of one's own: [B, T, 1] in and out
+            moves = kept.grid(x.need("logprobs") - x.need("old_logprobs"))
+            grid, clipped = of_user(moves.unsqueeze(-1), kept.advantages.unsqueeze(-1))
+            loss = grid.squeeze(-1)[kept.mask]
         found = {
-            "loss_objective": self._objective(self.surrogate(x, low, high)[0], kept),
-            "clip_fraction": _mean(outside) * share,
+            "loss_objective": self._objective(loss, kept),
+            "clip_fraction": clipped,
             "kl_approx": _mean(moved["sampling/kl_approx"]) * share,
             "ESS": self._ess(kept).to(ratio.dtype),
         }
@@ -252,22 +270,19 @@ class GRPOLoss(nn.Module):
         weights = torch.where(kept.mask, kept.grid(weight), 1.0)
         everywhere = torch.ones_like(weights[:, 0], dtype=torch.bool)
         each = torch.stack([effective_sample_size(column, everywhere) for column in weights.unbind(1)])
-        return each.sum() if self.reduction == "sum" else each.mean()
+        return {"none": each, "sum": each.sum(), "mean": each.mean()}[self.reduction]
 
     def _objective(self, loss: Tensor, kept: Tokens) -> Tensor:
         """The surrogate [s], aggregated; in 2025 places that are not trained count too, with a ratio of 1."""
         if self.compat != "0.9" or type(self).surrogate is not GRPOLoss.surrogate:
             return self._reduced(loss, kept)
         rest = torch.where(kept.mask, 0.0, -kept.advantages)
-        return (
-            self._reduced(loss, kept)
-            + {"none": rest[..., None], "sum": rest.sum(), "mean": rest.mean()}[self.reduction]
-        )
+        return self._reduced(loss, kept) + {"none": rest, "sum": rest.sum(), "mean": rest.mean()}[self.reduction]
 
     def _reduced(self, loss: Tensor, kept: Tokens) -> Tensor:
-        """A loss [s] of the tokens that are kept, aggregated: 0-d, or [B, T, 1] where it is given for each token."""
+        """A loss [s] of the tokens that are kept, aggregated: 0-d; for each token [B, T, 1], in 2025 [B, T]."""
         if "none" in (self.aggregation, self.reduction):
-            return kept.grid(loss).unsqueeze(-1)
+            return kept.grid(loss) if self.compat == "0.9" else kept.grid(loss).unsqueeze(-1)
         rows = kept.mask.nonzero()[:, 0]
         there = torch.ones_like(rows, dtype=torch.bool)
         if self.reduction == "sum":
@@ -307,6 +322,7 @@ class CISPOLoss(GRPOLoss):
 
     output_type = CISPOLossOutput
     default_clip = (1.0, 0.2)
+    bounded = False
 
     def surrogate(self, x: LossInputs, low: float, high: float) -> LossOutput:
         """The loss of each token, before anything is divided: [s], and whet's metrics of it."""
@@ -318,14 +334,21 @@ def _mean(x: Tensor) -> Tensor:
     return masked_mean(x, torch.ones_like(x, dtype=torch.bool))
 
 
-def _clip_range(clip: Any) -> tuple[float, float]:
-    """(ε_low, ε_high) of a number or a pair. Raises ConfigError: neither, or out of range."""
+def _clip_range(clip: Any, *, bounded: bool) -> tuple[float, float]:
+    """(ε_low, ε_high) of a number or a pair; `bounded`: ε_low is below 1. Raises ConfigError: out of range."""
     pair = clip if isinstance(clip, tuple | list) else (clip, clip)
-    if len(pair) != 2 or not all(isinstance(v, int | float) and v >= 0 for v in pair) or pair[0] > 1:
+    try:
+        low, high = (float(v) for v in pair)
+    except (TypeError, ValueError):
+        low = high = -1.0
+    if low < 0 or high < 0 or low > 1 or (low == 1 and bounded):
         raise ConfigError(
-            f"clip_epsilon {clip!r} must be a number, or a pair (low, high): low from 0 to 1, high at least 0"
+            f"clip_epsilon {clip!r} must be a number, or a pair (low, high): low at least 0 and less than 1, so that "
+            "the ratio has a lower bound above 0, high at least 0"
+            if bounded
+            else f"clip_epsilon {clip!r} must be a number, or a pair (low, high): low from 0 to 1, high at least 0"
         )
-    return float(pair[0]), float(pair[1])
+    return low, high
 
 
 def _refuse(unknown: dict[str, Any]) -> None:

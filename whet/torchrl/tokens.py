@@ -89,11 +89,12 @@ class Tokens:
         return replace(self, mask=self.grid(kept))
 
 
-def read_tokens(data: TensorDictBase, scored: Scored, keys: Any, *, compat: str) -> Tokens:
+def read_tokens(data: TensorDictBase, scored: Scored, keys: Any, *, strategy: str, compat: str) -> Tokens:
     """The tokens of a batch, and which are trained.
 
     Trained is what the actor's mask says and has a recorded logprob that is finite; with compat="0.9" what has a
-    recorded logprob other than 0.
+    recorded logprob other than 0. Under the strategy "generic" the first token of a row is left out where none was
+    recorded.
 
     Raises: MissingKeyError: no advantage, no recorded logprobs. HasGradientError: those have a gradient. DataError:
         shapes that do not fit; an advantage of a trained token that is not finite.
@@ -112,7 +113,11 @@ def read_tokens(data: TensorDictBase, scored: Scored, keys: Any, *, compat: str)
         mask = sampled != 0
     else:
         mask = scored.mask & sampled.isfinite()
-        sampled = _without_placeholder(sampled, mask, scored.logprobs)
+        first = _unrecorded(sampled, mask)
+        if strategy == "generic":  # nothing stands before it, so it has no distribution
+            mask = mask & ~first
+        else:
+            sampled = torch.where(first, scored.logprobs.detach().to(sampled.dtype), sampled)
     tokens = Tokens(mask, scored.logprobs, sampled, _per_token(advantages, mask))
     _check_trained(tokens.advantages[mask], keys)
     return tokens
@@ -161,17 +166,17 @@ def _sampled(data: TensorDictBase, keys: Any, current: Tensor) -> Tensor:
     return found.squeeze(-1) if found.ndim == current.ndim + 1 else found
 
 
-def _without_placeholder(sampled: Tensor, mask: Tensor, current: Tensor) -> Tensor:
-    """The recorded logprobs, the first of each row set to the current one where all first ones are exactly 0.
+def _unrecorded(sampled: Tensor, mask: Tensor) -> Tensor:
+    """The first trained token of each row where all those have a recorded logprob of exactly 0.0: Bool [B, T].
 
-    TransformersWrapper records 0.0 for the first generated token, whatever its logprob. Where that were true for every
-    row, the current logprob would be 0 too, and nothing changes.
+    TransformersWrapper records 0.0 for the first generated token, and for the first of a whole row, whatever its
+    logprob; the current one takes its place. Where 0.0 were true for every row, that is 0 too, and nothing changes.
     """
     first = mask & (mask.cumsum(-1) == 1)
     if not first.any() or (sampled[first] != 0).any():
-        return sampled
-    log.debug("the first recorded logprob of every row is exactly 0.0: taken as not recorded, a ratio of 1")
-    return torch.where(first, current.detach().to(sampled.dtype), sampled)
+        return torch.zeros_like(first)
+    log.debug("the first recorded logprob of every row is exactly 0.0: taken as not recorded")
+    return first
 
 
 def _per_token(advantages: Tensor, mask: Tensor) -> Tensor:

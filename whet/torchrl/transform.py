@@ -35,9 +35,9 @@ class MCAdvantage:
         rewards_key, advantage_key, done_key: a number at each step, read and written, and whether the trajectory ends.
         verbose: accepted; get_stats() says what is held and what became of it.
         compat: the TorchRL whose defaults are meant: "0.14" or "0.9", as of GRPOLoss.
-        options: of GroupGatherer: trajectory_return ("sum"; None, TorchRL's default and that of compat="0.9", pools the
-            steps), keep_return_bounds, candidate_group_size, candidate_selection_min_size, candidate_selector,
-            max_queued_groups, group_timeout, clock.
+        options: of GroupGatherer: trajectory_return (None as in TorchRL, which pools the steps; "sum" compares
+            trajectories, however many steps they have), keep_return_bounds, candidate_group_size,
+            candidate_selection_min_size, candidate_selector, max_queued_groups, group_timeout, clock.
     Raises: ConfigError: an unknown option or a wrong value. When called: MissingKeyError: no prompt, reward or done.
         UnfinishedError: a trajectory does not end with done. GroupNameError: a prompt that is neither string nor
         tensor. DataError: a reward that is not finite.
@@ -76,8 +76,7 @@ class MCAdvantage:
         check_compat(compat)
         if wrong := [name for name in options if name not in _OPTIONS]:
             raise lookup_error("option of MCAdvantage", wrong[0], _OPTIONS)
-        if compat == "0.9":
-            options = {"trajectory_return": None, **options}
+        options = {"trajectory_return": None, **options}
         self.prompt_key = prompt_key or ("text" if compat == "0.9" else "query")
         self.rewards_key, self.advantage_key, self.done_key = rewards_key, advantage_key, done_key
         self.in_keys, self.out_keys = [self.prompt_key, rewards_key, done_key], [advantage_key]
@@ -166,6 +165,11 @@ class MCAdvantage:
     # ---- what is held, and what became of it ---------------------------------------------------------------------
 
     @property
+    def is_shared(self) -> bool:
+        """Whether other processes hold the same groups: never."""
+        return False
+
+    @property
     def queued_groups(self) -> int:
         """Incomplete groups that are held."""
         return len(self.gatherer.queues)
@@ -173,12 +177,12 @@ class MCAdvantage:
     @property
     def queued_trajectories(self) -> int:
         """Trajectories of incomplete groups."""
-        return sum(len(q.trajectories) for q in self.gatherer.queues.values())
+        return sum(len(q) for q in self.gatherer.queues.values())
 
     @property
     def max_queued_trajectories_per_group(self) -> int:
         """The most that one incomplete group has."""
-        return max((len(q.trajectories) for q in self.gatherer.queues.values()), default=0)
+        return max((len(q) for q in self.gatherer.queues.values()), default=0)
 
     def get_stats(self) -> dict[str, float]:
         """All counters, and what is held."""

@@ -79,5 +79,5 @@ def check_shapes(loss: Tensor, metrics: Mapping[str, Tensor], weights: Tensor, p
             kind, letter, way = ("unit", "u", "unit_weights") if per_unit else ("token", "s", "weights")
             raise DataError(
                 f"{name} has shape {list(x.shape)}, and the batch has {way}: return one number per {kind}, "
-                f"[{letter}] = [{len(weights)}]; see docs/extending.md"
+                f"[{letter}] = [{len(weights)}]; see whet docs extending"
             )

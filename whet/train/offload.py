@@ -16,10 +16,10 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from whet.parallel.placement import Phase, Placement, Trained
 from whet.util.experimental import warn_experimental
+from whet.util.subclasses import is_wrapper
 
 __all__ = ["Offload", "OffloadPlacement"]
 
@@ -163,7 +163,7 @@ class OffloadPlacement(Placement):
 def _parts(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """Plain tensors: a subclass that wraps others, as quantised moments do, stands for those."""
     for t in tensors:
-        if is_traceable_wrapper_subclass(t):
+        if is_wrapper(t):
             names, _ = t.__tensor_flatten__()
             yield from _parts(getattr(t, name) for name in names)
         else:

@@ -34,6 +34,8 @@ MAX_UNCLIPPED = math.sqrt(torch.finfo(torch.float32).max)
 """Of the norm of a gradient that nothing clips: the squares of a larger one would make moments infinite for ever."""
 _ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt")
 """Schedules that don't ask how many updates there will be."""
+_SCALE_ALL: Callable[[list[Tensor], float], object] | None = getattr(torch, "_foreach_mul_", None)
+"""Private to torch: many tensors in one call."""
 _TRIAL_UPDATES = 1_000_000
 """Of a schedule that is only tried; more than any warm-up or decay that its arguments may name."""
 
@@ -69,7 +71,7 @@ class Optim:
                 self._hooks.append(p.register_post_accumulate_grad_hook(_adder(self.masters[name])))
         self.config = config if isinstance(config, OptimConfig) else None
         if self.config is not None:
-            _check_schedule(self.config)
+            check_schedule(self.config)
         self.optimizer = make_optimizer(self.masters, config)
         self.made = settings_of(self.optimizer)
         self.updates = 0
@@ -86,7 +88,7 @@ class Optim:
         """
         if self.config is None:
             raise ConfigError("the optimizer is a user's own, whose schedule whet can't begin again")
-        _check_schedule(config)
+        check_schedule(config)
         same = dataclasses.replace(config, total_steps=self.config.total_steps) == self.config
         self.config, self.total_updates = config, config.total_steps
         self.schedule, self._taken_up, self.updates = None, False, 0
@@ -297,7 +299,12 @@ def _scale(grads: list[Tensor], factor: float) -> None:
     """Multiplies gradients in place; in two steps where the factor would lose digits, or vanish, as a float32."""
     tiny = factor < torch.finfo(torch.float32).tiny
     for _ in range(2 if tiny else 1):
-        torch._foreach_mul_(grads, math.sqrt(factor) if tiny else factor)
+        by = math.sqrt(factor) if tiny else factor
+        if _SCALE_ALL is not None:
+            _SCALE_ALL(grads, by)
+        else:
+            for grad in grads:
+                grad.mul_(by)
 
 
 def _gradient(master: Tensor) -> Tensor:
@@ -341,7 +348,7 @@ def _made_schedule(c: OptimConfig, optimizer: torch.optim.Optimizer, total: int 
     )
 
 
-def _check_schedule(c: OptimConfig) -> None:
+def check_schedule(c: OptimConfig) -> None:
     """Raises ConfigError for a schedule that transformers doesn't know, or that fails at its first step.
 
     It is tried on an optimizer of its own, also without warm-up, during which few arguments are used.

@@ -16,11 +16,11 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from whet.errors import CheckpointError, ConfigError
 from whet.parallel.formats import OPTIMIZER_FORMAT, check_format
 from whet.util.refs import resolve_ref
+from whet.util.subclasses import is_wrapper
 
 __all__ = ["FORMAT_KEY", "WRAPPED", "check_shapes", "flat_state", "saved_state", "whole_state"]
 
@@ -54,7 +54,7 @@ def flat_state(
             name = f"{parameter}.{key}"
             if not isinstance(value, Tensor):
                 plain[name] = value
-            elif is_traceable_wrapper_subclass(value):
+            elif is_wrapper(value):
                 kind = type(value).__name__
                 if WRAPPED.get(kind) != type(value).__module__:
                     raise CheckpointError(

@@ -3,7 +3,8 @@
     adamw        decoupled decay, fused where torch has a kernel (CPU, CUDA, Apple, Intel); the default
     adam         the same, but decay joins the gradient
     sgd          with momentum where optim.momentum is above 0
-    adamw8bit    adamw whose moments take a byte a number (torchao; pip install 'whet[quant]')
+    adamw8bit    adamw whose moments take a byte a number (torchao; the extra `quant`)
+    muon         torch's Muon for the matrices of the layers, adamw for embeddings, heads and vectors
 
 The 8-bit moments are quantised in blocks of 256 by a dynamic map; tensors of less than 4096 numbers, and those whose
 size is not a multiple of 256, keep fp32 moments. Masters stay fp32 with each of them. Left out on purpose: optimizers
@@ -12,6 +13,7 @@ whose state is paged to the host, which `offload_to_cpu` does for all of these, 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from whet.config import OptimConfig
 from whet.errors import ConfigError, lookup_error
+from whet.util.install import install_hint
 from whet.util.refs import resolve_ref
 
 __all__ = ["OPTIMIZERS", "check_optimizer", "make_optimizer", "set_setting", "settings_of"]
@@ -28,6 +31,10 @@ Groups = list[dict[str, Any]]
 
 _FUSED = frozenset({"cpu", "cuda", "mps", "xpu"})
 """Kinds of device that torch has a fused Adam for."""
+
+
+_EMBEDDING = re.compile(r"(^|[._])(embed\w*|wte|wpe|lm_head|score|classifier)([._]|$)")
+"""Names of the matrices that Muon is not meant for: a row of theirs belongs to a token or to a class."""
 
 
 def make_optimizer(masters: Mapping[str, Tensor], config: OptimConfig | Callable[..., Any]) -> torch.optim.Optimizer:
@@ -42,6 +49,8 @@ def make_optimizer(masters: Mapping[str, Tensor], config: OptimConfig | Callable
     """
     if not isinstance(config, OptimConfig):
         return _made(config, "an optimizer factory", list(masters.values()))
+    if config.name == "muon":
+        return _muon(masters, config)
     groups = [
         {"params": [m for m in masters.values() if m.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [m for m in masters.values() if m.dim() < 2], "weight_decay": 0.0},
@@ -62,8 +71,10 @@ def check_optimizer(config: Any) -> None:
         return
     if ":" in name:
         resolve_ref(name, "optimizer")
-    elif name not in OPTIMIZERS:
-        raise lookup_error("optim.name", name, [*OPTIMIZERS, "package.module:factory"])
+    elif name not in (*OPTIMIZERS, "muon"):
+        raise lookup_error("optim.name", name, [*OPTIMIZERS, "muon", "package.module:factory"])
+    elif name == "adamw8bit":
+        _adamw8bit_class()
 
 
 def _adamw(groups: Groups, c: OptimConfig) -> torch.optim.Optimizer:
@@ -75,17 +86,62 @@ def _adam(groups: Groups, c: OptimConfig) -> torch.optim.Optimizer:
 
 
 def _sgd(groups: Groups, c: OptimConfig) -> torch.optim.Optimizer:
-    return torch.optim.SGD(groups, lr=c.rate, momentum=c.momentum)
+    return torch.optim.SGD(groups, lr=c.rate, momentum=c.momentum or 0.0)
 
 
 def _adamw8bit(groups: Groups, c: OptimConfig) -> torch.optim.Optimizer:
+    return _adamw8bit_class()(groups, lr=c.rate, betas=c.betas, eps=c.eps)
+
+
+def _adamw8bit_class() -> Any:
+    """The class. Raises ConfigError where its package is not installed."""
     try:
         from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigError(
-            f"optim.name='adamw8bit' needs torchao ({error}); pip install 'whet[quant]', or take adamw"
+            f"optim.name='adamw8bit' needs torchao ({error}); {install_hint('quant')}, or take adamw"
         ) from error
-    return AdamW8bit(groups, lr=c.rate, betas=c.betas, eps=c.eps)
+    return AdamW8bit
+
+
+class Muon(torch.optim.Optimizer):
+    """torch.optim.Muon for some groups of parameters and AdamW for the others, as one optimizer.
+
+    Muon's steps are scaled to the size of AdamW's (adjust_lr_fn="match_rms_adamw", Liu et al. 2025, arXiv 2502.16982,
+    equation 4), so that one learning rate serves both.
+
+    Args: muon, adamw: both optimizers, made.
+    """
+
+    def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW | None) -> None:
+        self._parts = [muon] if adamw is None else [muon, adamw]
+        super().__init__([group for part in self._parts for group in part.param_groups], {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        """Makes a step of each; their states and groups are this optimizer's own."""
+        groups = iter(self.param_groups)
+        for part in self._parts:
+            part.state, part.param_groups = self.state, [next(groups) for _ in part.param_groups]
+            part.step()
+
+
+def _muon(masters: Mapping[str, Tensor], c: OptimConfig) -> torch.optim.Optimizer:
+    """Muon for the matrices of the layers. Raises: ConfigError: there is none."""
+    decays = {"weight_decay": c.weight_decay}
+    matrices = [m for name, m in masters.items() if m.dim() == 2 and not _EMBEDDING.search(name)]
+    if not matrices:
+        raise ConfigError("optim.name='muon' is for matrices of layers, and none is trained here; take adamw")
+    chosen = {id(m) for m in matrices}
+    others = [m for m in masters.values() if id(m) not in chosen]
+    groups: Groups = [
+        {"params": [m for m in others if m.dim() >= 2], **decays},
+        {"params": [m for m in others if m.dim() < 2], "weight_decay": 0.0},
+    ]
+    momentum = 0.95 if c.momentum is None else c.momentum
+    muon = torch.optim.Muon(matrices, lr=c.rate, momentum=momentum, adjust_lr_fn="match_rms_adamw", **decays)
+    groups = [g for g in groups if g["params"]]
+    return Muon(muon, torch.optim.AdamW(groups, lr=c.rate, betas=c.betas, eps=c.eps) if groups else None)
 
 
 OPTIMIZERS: dict[str, Callable[[Groups, OptimConfig], torch.optim.Optimizer]] = {

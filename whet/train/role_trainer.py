@@ -144,7 +144,7 @@ class RoleTrainer:
             scores: the loss needs x.scores, of a model with a value head.
             divergence: the loss needs x.divergence, from this teacher's distribution.
         """
-        self.loss = loss if has_aux else lambda x: (loss(x), {})  # pyright: ignore[reportAttributeAccessIssue]
+        self.loss: Loss = loss if has_aux else lambda x: (loss(x), {})  # pyright: ignore[reportAttributeAccessIssue, reportAssignmentType]
         self.loss_agg_mode = loss_agg_mode or self.loss_agg_mode
         if loss_agg_mode is not None or loss_agg_norm is not None:
             self.loss_agg_norm = loss_agg_norm
@@ -172,12 +172,13 @@ class RoleTrainer:
         Raises: ConfigError: another word.
         """
         for name, how in metrics.items():
-            labels = {name: how} if isinstance(how, str) else how
+            labels: Any = {name: how} if isinstance(how, str) or callable(how) else how
             if not isinstance(labels, Mapping):
                 labels = {f"{name}/{h}": h for h in labels}
             for h in labels.values():
                 if h not in REDUCTIONS:
-                    raise lookup_error(f"reduction of metric {name}", h, REDUCTIONS)
+                    given = getattr(h, "__name__", None) or str(h)
+                    raise lookup_error(f"reduction of metric {name}", given, REDUCTIONS)
             self.reductions[name] = dict(labels)
         self.on_policy_metrics |= set(on_policy)
         return self

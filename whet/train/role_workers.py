@@ -131,6 +131,7 @@ class RoleWorkers:
             quantization=given.quantization,
             merge=False if trained else None,
             seed=self._loop.seed,
+            trust_remote_code=given.trust_remote_code,
         )
 
     def load_reference(self, given: Given, actor: Given, policy: LoadedModel) -> tuple[Given, LoadedModel]:
@@ -151,7 +152,7 @@ class RoleWorkers:
         if isinstance(actor, nn.Module):
             given = copy.deepcopy(actor)
         elif isinstance(actor, RoleConfig):
-            given = RoleConfig(model=actor.model, dtype=actor.dtype)
+            given = RoleConfig(model=actor.model, dtype=actor.dtype, trust_remote_code=actor.trust_remote_code)
         else:
             given = RoleConfig(model=actor)
         return given, self.load(Role.REFERENCE, given)
@@ -184,7 +185,7 @@ class RoleWorkers:
         wanted = given.dtype if isinstance(given, RoleConfig) else self._module_dtype
         if wanted is not None and not loaded.is_view:  # a view is as its owner is
             noted = None if wanted != "auto" else self._noted_dtypes.get(role.value)
-            dtype = placement.ranks.agree(compute_dtype(noted or wanted, loaded))  # "auto" goes by a timing
+            dtype = placement.ranks.agree(compute_dtype(noted or wanted, loaded))  # processors may differ
         if isinstance(given, RoleConfig) and not loaded.is_view:
             checkpoint_activations(loaded.module, given.gradient_checkpointing)
         own = given.optim if isinstance(given, RoleConfig) else OptimConfig()
@@ -226,6 +227,7 @@ class RoleWorkers:
         """A role's own tokenizer; None = the policy's."""
         if model is None or given is not None:
             return None if given is None else load_tokenizer(given)
+        trusted = trusts_remote_code(model)
         model = model.model if isinstance(model, RoleConfig) else model
         if not isinstance(model, str):
             return None
@@ -233,7 +235,7 @@ class RoleWorkers:
         if place.is_dir() and not any((place / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
             log.info("%s has no tokenizer; as %s it reads the policy's token ids", model, role.value)
             return None
-        return load_tokenizer(model)
+        return load_tokenizer(model, trust_remote_code=trusted)
 
     def _placement(self, device: torch.device) -> Placement:
         """Where a role's tensors lie, after offload_to_cpu."""
@@ -291,7 +293,7 @@ class RoleWorkers:
         worker = self.worker(role)
         if not worker.loaded.is_view:
             device = worker.device
-            worker.loaded.module.to("meta")
+            worker.loaded.module.to("meta")  # pyright: ignore[reportArgumentType]
             release_freed_memory()
             empty_cache(device)
 
@@ -341,6 +343,11 @@ class RoleWorkers:
         """Frees the optimizers."""
         for worker in self._workers.values():
             worker.close()
+
+
+def trusts_remote_code(model: Any) -> bool:
+    """Whether the code beside a model's weights may run. Args: model: a RoleConfig, or anything that says nothing."""
+    return isinstance(model, RoleConfig) and model.trust_remote_code
 
 
 def check_model(name: str) -> None:

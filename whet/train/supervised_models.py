@@ -16,7 +16,7 @@ from whet.models.modes import max_positions
 from whet.ops import nll
 from whet.train.checkpoints import Checkpoints
 from whet.train.role_trainer import RoleTrainer
-from whet.train.role_workers import RoleWorkers, check_loading
+from whet.train.role_workers import RoleWorkers, check_loading, trusts_remote_code
 from whet.train.worker import ModelWorker
 
 __all__ = ["SupervisedModels"]
@@ -68,7 +68,7 @@ class SupervisedModels(RoleWorkers):
         if reference is given and isinstance(given, nn.Module):
             reference = copy.deepcopy(given)
         loaded = self.load(Role.CRITIC if actor is None else Role.ACTOR, given)
-        self.tokenizer = load_tokenizer(tokenizer)
+        self.tokenizer = load_tokenizer(tokenizer, trust_remote_code=trusts_remote_code(given))
         generates = loaded.module.generation_config if "logprobs" in loaded.outputs else None
         self.eos_ids = stop_token_ids(self.tokenizer, loaded.module.config, generates)
         self.positions = max_positions(loaded.module)

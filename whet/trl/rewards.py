@@ -1,6 +1,6 @@
 """The reward functions that TRL has ready: their names, arguments and values.
 
-Those that compare formulas need math-verify (the extra whet[math]); they run on the main thread, where it can stop
+Those that compare formulas need math-verify (the extra `math`); they run on the main thread, where it can stop
 what takes too long.
 """
 
@@ -174,7 +174,7 @@ def _comparison() -> Callable[[str, str], tuple[float | None, str, str]]:
         from latex2sympy2_extended import NormalizationConfig  # pyright: ignore[reportMissingImports]
         from math_verify import LatexExtractionConfig, parse, verify  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise ConfigError(f"this reward needs math-verify ({error}); pip install math-verify, or whet[math]") from error
+        raise ConfigError(f"this reward needs math-verify ({error}); pip install math-verify") from error
     main = threading.current_thread() is threading.main_thread()  # elsewhere its time limits can't be set
     extraction = LatexExtractionConfig(
         normalization_config=NormalizationConfig(units=True), boxed_match_priority=0, try_extract_without_anchor=False
@@ -182,10 +182,15 @@ def _comparison() -> Callable[[str, str], tuple[float | None, str, str]]:
 
     def compare(answer: str, gold: str) -> tuple[float | None, str, str]:
         limit = _PARSE_S if main else None
-        expected = parse(gold, parsing_timeout=limit)
+        expected = parse(gold, parsing_timeout=limit)  # pyright: ignore[reportArgumentType]
         if len(expected) == 0:
             return None, "[unparseable]", ""
-        given = parse(answer, extraction_config=[extraction], extraction_mode="first_match", parsing_timeout=limit)
+        given = parse(
+            answer,
+            extraction_config=[extraction],
+            extraction_mode="first_match",
+            parsing_timeout=limit,  # pyright: ignore[reportArgumentType]
+        )
         right = float(verify(expected, given, timeout_seconds=_VERIFY_S if main else None))
         return right, str(expected), str(given) if given else "[unparseable]"
 

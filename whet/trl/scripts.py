@@ -16,6 +16,7 @@ from transformers import HfArgumentParser
 
 from whet.config import read_yaml
 from whet.errors import ConfigError, nearest
+from whet.util.install import install_hint
 
 __all__ = [
     "DatasetConfig",
@@ -170,7 +171,7 @@ def get_peft_config(model_args: Any) -> Any:
     try:
         from peft import LoraConfig
     except ImportError as error:
-        raise ConfigError(f"use_peft=True needs PEFT ({error}); pip install 'whet[lora]'") from error
+        raise ConfigError(f"use_peft=True needs PEFT ({error}); {install_hint('lora')}") from error
     targets = model_args.lora_target_parameters
     return LoraConfig(
         task_type=model_args.lora_task_type,

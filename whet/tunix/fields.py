@@ -23,9 +23,10 @@ from whet.config.training import (
     RLTrainingConfig,
     TrainingConfig,
 )
+from whet.tunix import ABSENT
 from whet.tunix.script import SCRIPT
 
-__all__ = ["REQUIRED", "TUNIX_FIELDS", "Field", "page"]
+__all__ = ["PROGRAMS", "REQUIRED", "TUNIX_FIELDS", "Field", "page"]
 
 REQUIRED = "(required)"
 """The default of a field that has none."""
@@ -300,10 +301,91 @@ TUNIX_FIELDS: dict[type, dict[str, Field]] = {
 }
 """Configuration class -> Tunix's field -> what it is here."""
 
+PROGRAMS: tuple[tuple[str, str, str], ...] = (
+    (
+        "`RLCluster`, `RLEngine`",
+        "same",
+        "`generate`, the per-token logps, `update_actor`, `update_critic`, `train(role, ...)`, `eval_actor`, "
+        "`get_values` ([B, C], at completion tokens), `get_rewards` ([B], at the last token)",
+    ),
+    (
+        "`with_external_metrics_logger`",
+        "same",
+        "a MetricsBuffer of each step and each evaluation: `rewards/*`, `completions/*`, prompts, completions, "
+        "trajectory_ids, metric_fns (of steps) and buffer_metrics; steps count from 1, 0 is the evaluation before them",
+    ),
+    (
+        "`GRPOLearner`, `PPOLearner`",
+        "same",
+        "`rl_engine=` or `rl_cluster=`; trains on rows or batches in their order, once; goes on from the newest "
+        "checkpoint of checkpoint_root_directory",
+    ),
+    (
+        "`_generate_and_compute_advantage`",
+        "same",
+        "may be replaced, with `super()` and without: what it returns is trained on; `_compute_rewards` calls the "
+        "reward functions. Not with dynamic_sampling",
+    ),
+    (
+        "`prepare_dataset`, `_prepare_data`, `_run_global_step`",
+        "refused",
+        "never called: a step's prompts are completed together, and there is no queue",
+    ),
+    ("`RewardFn`, `MetricFn`", "same", ""),
+    (
+        "`TrainingHooks`",
+        "same",
+        "losses are numbers; on_train_start and on_train_end once a run, not once an update; in reinforcement learning "
+        "the evaluation hooks once an evaluation, with the loss of what it sampled",
+    ),
+    ("`DataHooks`", "other", "give `actor_trainer.train()` its batches; a learner refuses a trainer that has them"),
+    (
+        "`Trainer`: `train`, `train_steps`, `iter_steps`, `restored_global_step`, `model`",
+        "same",
+        "`cluster.actor_trainer` and `critic_trainer`; `with_loss_fn` takes a loss of whet's form (docs/extending.md)",
+    ),
+    (
+        "`with_rl_metrics_to_log`",
+        "other",
+        "np.mean, np.max, np.min, their names, or another of whet's reductions; other functions are refused",
+    ),
+    ("`with_tqdm_metrics_to_display`", "same", "functions are called once, when they are given"),
+    (
+        "`cluster.rollout`",
+        "same",
+        "`generate(prompts, rollout_config)`, `get_per_token_logps`, `pad_id()`, `eos_id()`, `model()`; "
+        "`update_params` is refused: the engine reads the actor's weights",
+    ),
+    ("`VanillaRollout`", "same", "samples from a model of its own; `update_params` takes weights by name"),
+    (
+        "`InferenceWorker`",
+        "same",
+        "`get_rewards`, `get_values` (also compute_...: [B, T]), `get_ref_per_token_logps`, `get_model`; models are "
+        "modules of transformers",
+    ),
+    (
+        "`rl.common`",
+        "same",
+        "`from whet.tunix import common`: masks, positions, per-token logps (the model in place of graphdef and "
+        "state), scores, KLs, `aggregate_loss` (divided); rows packed by hand (segment_ids) are refused",
+    ),
+    (
+        "`PerfMetricsConfig`, `PerfMetricsExport`",
+        "other",
+        "the export of PerfMetricsExport has no effect, as time/ metrics are always there; a function of your own is "
+        "refused, as there are no Tunix spans",
+    ),
+    ("`PPOConfig.mini_batch_size`", "refused", "it is RLTrainingConfig's"),
+    ("`TokenizerAdapter`, `Tokenizer`", "other", "around a tokenizer of transformers, from a folder or a hub name"),
+    ("`Sampler`, `CacheConfig`", "same", "[generating](generating.md)"),
+    ("data queues, resharding, `rl.agentic`", "refused", "one process: nothing is queued, resharded or awaited"),
+)
+"""What Tunix's programs call besides configurations: the name, its state here, a note."""
+
 _INTRO = f"""# From Tunix
 
-Names, defaults and error messages of Tunix's configuration are kept where whet has the thing. First a script, then
-every field.
+`from whet.tunix import ...` is the changed line of a Tunix program. Names, defaults and error messages of Tunix's
+configuration are kept where whet has the thing. First a script, then every field, then what programs call.
 
 {SCRIPT}
 ## Every field
@@ -337,6 +419,9 @@ def page() -> str:
         parts[-1] += "\n" + "\n".join(rows) + "\n"
         if ours:
             parts.append(f"whet's own: {', '.join(f'`{n}`' for n in ours)}.\n")
+    parts.append("## Names, methods and hooks\n\n| in Tunix | in whet.tunix | note |\n|---|---|---|")
+    parts[-1] += "".join(f"\n| {name} | {state} | {note} |" for name, state, note in PROGRAMS)
+    parts[-1] += "".join(f"\n| `{name}` | refused | {why} |" for name, why in ABSENT.items()) + "\n"
     parts.append("Written by `python -m whet.tunix.fields`; a test keeps it current.\n")
     return "\n".join(parts)
 

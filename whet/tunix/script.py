@@ -40,7 +40,7 @@ with mesh:
 Here:
 
 ```python
-from whet import ClusterConfig, GRPOConfig, GRPOLearner, OptimConfig, RLCluster, RLTrainingConfig, RolloutConfig
+from whet.tunix import ClusterConfig, GRPOConfig, GRPOLearner, OptimConfig, RLCluster, RLTrainingConfig, RolloutConfig
 from whet.demo import small_model
 
 
@@ -70,6 +70,7 @@ run = learner.train(batches)
 print([row["reward"] for row in run.rows])
 ```
 
+- **Names**: `whet.tunix` has those of Tunix's packages in one place; what is not there says so when it is imported.
 - **Devices**: there a mesh for each role; here one process on the device there is, and `role_to_mesh` is left out.
 - **Optimizer**: there a transformation of optax; here `OptimConfig` with clipping, schedule and decay as fields, or a
   function that makes an optimizer of torch.
@@ -78,6 +79,8 @@ print([row["reward"] for row in run.rows])
 - **An adapter**: there LoRA by qwix, before the cluster is made; here
   `actor=RoleConfig(model=FOLDER, lora=LoraConfig(r=16))`, and the reference is the base under it.
 - **KL**: there `kl_loss_mode="kl"` by default; here `"low_var_kl"`, which pulls towards the reference.
+- **The data**: in their order, once, as there; `data=DataConfig(shuffle=True)` and `num_epochs` say otherwise.
+- **A second start**: where `checkpoint_root_directory` holds checkpoints, `train` goes on from the newest, as there.
 - **What comes out**: there checkpoints of Orbax; here, where `run_dir` is given, a Hugging Face folder in `final/` and
   checkpoints that resume exactly.
 

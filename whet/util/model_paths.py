@@ -1,16 +1,17 @@
 """Where a model lies: in a folder, in a run's folder, in one of its checkpoints, or on the hub under a name.
 
-Left out on purpose: downloads, which are transformers'; and revisions of a hub name.
+Left out on purpose: downloads of a name without a revision, which are transformers'.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from whet.errors import ConfigError, nearest, shown
 
-__all__ = ["check_hub", "folders_here", "hub_silence", "model_folder", "runs_in", "taken"]
+__all__ = ["check_hub", "folders_here", "hub_silence", "model_folder", "runs_in", "split_revision", "taken"]
 
 HELD = ("config.json", "adapter_config.json", "tokenizer.json", "tokenizer_config.json")
 """Files of which a folder, or what the cache has of a name, holds one where there is something to read."""
@@ -20,8 +21,22 @@ UNREACHABLE = {"ConnectError", "ConnectTimeout", "ConnectionError", "OfflineMode
 """Classes of the hub client's errors, whichever HTTP library it has, that mean that the hub did not answer."""
 
 
+NOT_READ = ("*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.pth", "*.tflite", "onnx/*", "original/*")
+"""Files of a hub repository that whet reads nothing of."""
+
+
+def split_revision(name: str) -> tuple[str, str | None]:
+    """A hub name and what stands behind its "@": a branch, tag or commit; None = its main branch.
+
+    >>> split_revision("Qwen/Qwen3-0.6B@v1.0"), split_revision("Qwen/Qwen3-0.6B")
+    (('Qwen/Qwen3-0.6B', 'v1.0'), ('Qwen/Qwen3-0.6B', None))
+    """
+    found = re.fullmatch(r"([\w.-]+/[\w.-]+)@([\w./-]+)", name)
+    return (found[1], found[2]) if found else (name, None)
+
+
 def model_folder(source: str | Path) -> str:
-    """The folder of a model or tokenizer; a hub name as it is.
+    """The folder of a model or tokenizer; a hub name as it is, and the downloaded files of one with a revision.
 
     Args: source: a folder, one of a finished run, which stands for its final/, one of a checkpoint (step-...), which
         stands for its actor/, one that runs lie in, which stands for the newest that has finished, or a hub name.
@@ -41,11 +56,18 @@ def model_folder(source: str | Path) -> str:
     except (OSError, RuntimeError) as error:  # a name too long, a folder that may not be read, no such user
         raise ConfigError(f"can't look for {shown(named)}: {error}; give a folder or a hub name") from error
     if not there:
+        if split_revision(named)[1] is not None:
+            return _snapshot(*split_revision(named))
         if named.startswith(("/", ".", "~")) or named.count("/") > 1:
             here = folder.parent
             near = nearest(folder.name, _inside(here)) if above else f"; there is no {here}"
             raise ConfigError(f"there is no folder {named}, and no hub name looks like that{near}")
         return named
+    if folder.suffix == ".gguf" or (not _is_model(folder) and any(folder.glob("*.gguf"))):
+        raise ConfigError(f"{named} is a model in GGUF, which can't be trained; give the model that it was made of")
+    for path in folder.glob("*.safetensors"):
+        if path.stat().st_size < 1024 and path.read_bytes().startswith(b"version https://git-lfs"):
+            raise ConfigError(f"{path} is a pointer of Git LFS, not the weights; run `git lfs pull` in {named}")
     if folder.is_file():
         raise ConfigError(f"{named} is a file; give the folder that it lies in")
     if any((folder / name).is_file() for name in HELD):
@@ -65,6 +87,24 @@ def model_folder(source: str | Path) -> str:
         inside = ", ".join(sorted(_inside(folder))[:8]) or "nothing"
         raise ConfigError(f"{named} holds no model, tokenizer or run, but {inside}; give the folder of one")
     return str(folder)
+
+
+def _snapshot(name: str, revision: str | None) -> str:
+    """The folder of the cache with the files of a hub name at a revision. Raises ConfigError where it can't be had."""
+    from huggingface_hub import HfApi, constants, snapshot_download
+
+    try:
+        skip = list(NOT_READ)
+        if not constants.HF_HUB_OFFLINE:
+            files = HfApi().list_repo_files(name, revision=revision)
+            skip += ["*.bin"] if any(file.endswith(".safetensors") for file in files) else []
+        return snapshot_download(name, revision=revision, ignore_patterns=skip)
+    except Exception as error:  # the client lets through what its HTTP library raises
+        why = hub_silence(error) or f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        raise ConfigError(
+            f"{name!r} at revision {revision!r} can't be had from the hub ({why}); check the name, the branch, tag or "
+            "commit behind the @, and the network"
+        ) from error
 
 
 def taken(source: str, folder: str) -> str:

@@ -1,5 +1,7 @@
 """What is said before data and models are loaded, all of it at once."""
 
+import sys
+
 import pytest
 
 from whet.cli import main
@@ -50,6 +52,7 @@ RUN = {
     "rollout.temperature=0": "rollout.temperature=0 draws the same completion",
     "rollout.env_path=no_such_env.py": "no file no_such_env.py",
     "actor.optim.name=adamww": "unknown optim.name 'adamww'; did you mean adamw",
+    "actor.optim.schedule=linaer": "unknown optim.schedule 'linaer'; did you mean linear?",
     "trainer.mini_batch_size=3": "batch_size=8 must be a multiple of mini_batch_size=3; use mini_batch_size=2 or 4",
     "trainer.max_tokens_per_microbatch=10": "max_tokens_per_microbatch=10 is smaller than the longest sequence",
     "trainer.loggers=[tensorbord]": "unknown logger 'tensorbord'; did you mean tensorboard?",
@@ -180,3 +183,27 @@ def test_reward_functions_are_looked_at_beside_the_data_before_a_model_is_loaded
     talk = '{"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "4"}]}\n'
     (tmp_path / "rows.jsonl").write_text(talk)
     assert "a model was loaded" in refused("exact_match", "data.on_answered=take_off", *lengths)[0]
+
+
+def test_a_package_that_is_not_installed_is_told_before_anything_is_loaded(unloaded, capsys, monkeypatch):
+    for package in ("vllm", "torchao", "torchao.optim"):
+        monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, "vllm")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["grpo", "model=a/b", "rollout_engine=vllm", "actor.optim.name=adamw8bit"]) == 2
+    said = capsys.readouterr().err
+    assert "rollout_engine 'vllm' needs vLLM" in said and "optim.name='adamw8bit' needs torchao" in said
+
+
+@pytest.mark.parametrize("command", ["sft", "rm", "dpo"])
+def test_the_columns_of_supervised_rows_are_looked_at_before_a_model_is_loaded(
+    command, tmp_path, monkeypatch, capsys, model_folder
+):
+    def loaded(*_, **__):
+        raise AssertionError("a model was loaded before the first row was read")
+
+    monkeypatch.setattr("whet.train.role_workers.load_model", loaded)
+    (tmp_path / "rows.jsonl").write_text('{"reply": "b", "grade": "c"}\n')
+    words = [f"model={model_folder}", f"data={tmp_path / 'rows.jsonl'}", f"trainer.run_dir={tmp_path / 'run'}"]
+    assert main([command, *words, "trainer.max_steps=1"]) == 2
+    assert "row 0 has the columns reply, grade" in capsys.readouterr().err

@@ -3,6 +3,8 @@
 import io
 import json
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,7 +20,7 @@ from whet.parallel.checkpoint import verify
 def test_an_expression_is_taken_as_it_stands(text):
     assert load_sampled(GenerateConfig, [f"constraint.regex={text}"]).constraint.regex == text
     assert load_run([f"rollout.constraint.regex={text}"]).rollout.constraint.regex == text
-    assert load_sampled(GenerateConfig, [f"constraint.regex='{text}'"]).constraint.regex == text
+    assert load_sampled(GenerateConfig, [f"constraint.regex='{text}'"]).constraint.regex == f"'{text}'"
 
 
 def test_words_of_set_keep_backslashes_and_say_what_is_open():
@@ -144,3 +146,46 @@ def test_a_command_that_is_stopped_says_what_lies_in_its_file(tmp_path, monkeypa
     with pytest.raises(KeyboardInterrupt, match=f"^{said}$"):
         _run(tmp_path, monkeypatch, out=str(out), overwrite=there, batch_size=1)
     assert len(out.read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["generate", "model=FOLDER", "prompt=a"],
+        ["push", "FOLDER"],
+        ["grpo", "model=FOLDER", "data=FOLDER/rows.jsonl", "reward=exact_match"],
+        ["grpo", "trainer.run_dir=FOLDER", "trainer.resume=latest"],
+        ["grpo", "model=a/b", "trainer.resume=FOLDER/checkpoints/step-000001"],
+    ],
+)
+def test_a_folder_that_may_not_be_entered_is_one_line(words, tmp_path, monkeypatch, capsys):
+    usual, folder = Path.stat, tmp_path / "theirs"
+    folder.mkdir()
+
+    def stat(path, **options):  # as for another user, which root is not
+        if folder in path.parents:
+            raise PermissionError(13, "Permission denied", str(path))
+        return usual(path, **options)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    assert main([word.replace("FOLDER", str(folder)) for word in words]) == 2
+    said = capsys.readouterr().err
+    assert "Permission denied" in said and str(folder) in said and "Traceback" not in said
+
+
+def test_a_full_disk_is_one_line_of_eval_and_push(monkeypatch, tmp_path, capsys):
+    from whet.cli import evaluate, push
+
+    done = SimpleNamespace(results={}, by_source={}, folder="evals/a", private=True, url="u", repo="r")
+    monkeypatch.setattr(evaluate, "Evaluator", lambda config: SimpleNamespace(run=lambda what: done))
+    monkeypatch.setattr(push, "push_to_hub", lambda *_, **__: done)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
+    sampled = ["model=a", f"data={tmp_path}/rows.jsonl", "reward=exact_match", f"out={tmp_path}/e"]
+    for words, said in (
+        (["eval", *sampled], "No space left on device; the results are in"),
+        (["push", "a"], "No space"),
+    ):
+        with open("/dev/full", "w") as full, monkeypatch.context() as patched:
+            patched.setattr(sys, "stdout", full)
+            assert main(words) == 2
+        assert said in (err := capsys.readouterr().err) and "standard output can't be written" in err

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pandas
 import pytest
 import yaml
-from datasets import load_dataset
+from datasets import Dataset, load_dataset
 from helpers import same, tiny_model, weights_of
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -71,7 +71,7 @@ def test_a_stream_that_is_to_be_shuffled_says_that_it_keeps_its_order(words, cap
     streamed = [*words, "data.streaming=true"]
     rows, _ = commands.data(load_run(streamed))
     assert [row["answer"] for row in rows] == list(range(1, 11))
-    assert "data.shuffle has no effect on a stream, which keeps its own order" in caplog.text
+    assert "data.shuffle has no effect on a stream without data.shuffle_buffer: it keeps its own order" in caplog.text
     caplog.clear()
     commands.data(load_run([*streamed, "data.shuffle=false"]))
     commands.data(load_run(words))
@@ -260,6 +260,31 @@ def test_evaluation_data_are_not_the_training_split_and_take_the_subset(words, t
     monkeypatch.setattr(commands, "load_rows", lambda source, **k: asked.append((source, k["split"], k["subset"])))
     commands.data(load_run([*argv, "data.subset=main"]))
     assert asked == [(folder, "train", "main"), (folder, None, "main")]
+
+
+def test_a_split_of_what_has_none_is_refused_for_evaluation(words, tmp_path, capsys):
+    (tmp_path / "made.py").write_text("def rows():\n    return [{'prompt': '1+1=', 'answer': 2}] * 8\n")
+    Dataset.from_list([{"prompt": "1+1=", "answer": 2}] * 8).save_to_disk(str(tmp_path / "saved"))
+    for source in (words[1], f"data={tmp_path}/made.py:rows", f"data={tmp_path}/saved"):
+        assert main(["grpo", *words, source, "data.eval_split=test"]) == 2
+        assert "data.eval_split=test: " in (said := capsys.readouterr().err)
+        assert "has no splits, so its training rows would be evaluated; give data.eval_path" in said
+
+
+def test_evaluation_on_the_training_data_is_said(words, tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    for given in (
+        "data.eval_path=./rows.jsonl",
+        "data.eval_path=rows.jsonl data.eval_split=test",
+        "data.eval_split=train",
+    ):
+        caplog.clear()
+        _, evaluated = commands.data(load_run([*words, *given.split()]))
+        assert len(evaluated) == 10 and "evaluations are of the training data" in caplog.text
+    caplog.clear()
+    commands.data(load_run([*words, "data.eval_path=chats.jsonl", "data.eval_split=test"]))
+    commands.data(load_run([*words, "data.eval_fraction=0.5"]))
+    assert caplog.text == ""
 
 
 def test_a_run_without_a_folder_gets_one_by_the_clock(words, tmp_path, monkeypatch):

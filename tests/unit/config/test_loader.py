@@ -24,6 +24,9 @@ from whet.config import (
     tree,
 )
 from whet.config.base import field_docs, leaves
+from whet.config.evaluate import load_eval
+from whet.config.generate import ChatConfig, GenerateConfig, load_sampled
+from whet.config.push import load_push
 from whet.errors import ConfigError
 
 
@@ -123,7 +126,7 @@ def test_a_section_is_no_shorthand():
         ("algo.num_generations=1", "algo.num_generations must be greater than 1"),
         ("algo.use_rollout_logps=yes", "expected true or false, got 'yes'"),
         ("rollout.return_routed_experts=true", "rollout.return_routed_experts: routed experts are not replayed"),
-        ("trainer.run_dir={", "trainer.run_dir: not YAML"),
+        ("actor.betas={", "actor.betas: not YAML"),
         ("trainer.run_dir=", "trainer.run_dir must not be empty, got ''; leave the key out"),
         ("model=", "actor.model must not be empty"),
         ("actor.betas=[0.9]", "actor.optim.betas: expected 2 values, got 1: [0.9]"),
@@ -237,3 +240,60 @@ def test_the_config_imports_neither_torch_nor_transformers():
     code = "import sys, whet, whet.cli, whet.config; print({'torch', 'transformers', 'datasets'} & set(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "set()"
+
+
+# ---- text as it was typed -------------------------------------------------------------------------------------------
+
+TYPED = [
+    "Be brief # really",
+    "Answer: the number",
+    "one\ntwo",
+    ' "Be" ',
+    "'a'",
+    "[a, b]",
+    "{",
+    "*x",
+    "1e-3",
+    "yes",
+    "~",
+    "",
+]
+
+
+@pytest.mark.parametrize("text", TYPED)
+def test_a_key_of_text_takes_the_word_as_it_was_typed_in_every_command(text):
+    word = f"system_prompt={text}"
+    for made in (load_run([f"data.{word}"]), load_eval([f"data.{word}"])):
+        assert made.data.system_prompt == text
+    for kind in (GenerateConfig, ChatConfig):
+        assert load_sampled(kind, [word]).system_prompt == text
+    assert load_push(["runs/a", f"message={text}"]).message == text
+
+
+def test_text_that_may_be_absent_is_null_by_that_word_alone():
+    made = load_run(
+        ["trainer.run_dir=runs/a #1", "data.eval_path=null", "data=a: b.jsonl", "model= m", "--data.split", "a #"]
+    )
+    assert (made.trainer.run_dir, made.data.eval_path, made.data.path) == ("runs/a #1", None, "a: b.jsonl")
+    assert (made.actor.model, made.data.split) == (" m", "a #")
+    assert load_run(["trainer.run_dir=~"]).trainer.run_dir == "~"
+    assert load_run(["algo.loss_agg_mode=a.py:f # x"]).algo.loss_agg_mode == "a.py:f # x"
+
+
+def test_where_a_list_or_a_mapping_may_stand_too_a_bracket_or_a_quote_makes_yaml():
+    stops = lambda word: load_run([f"rollout.stop={word}"]).rollout.stop
+    assert [stops(word) for word in ("# end", "a: b", "12", '["a # b", "12"]', '"\\n"')] == [
+        ("# end",),
+        ("a: b",),
+        ("12",),
+        ("a # b", "12"),
+        ("\n",),
+    ]
+    rewards = lambda word: load_run([f"reward={word}"]).reward
+    assert rewards("a #1.py:f") == "a #1.py:f" and rewards("[a, b]") == ["a", "b"] and rewards("{a: 2}") == {"a": 2.0}
+    assert load_run(["actor.lora.target_modules=q_proj # x"]).actor.lora.target_modules == "q_proj # x"
+
+
+def test_what_is_no_text_stays_yaml():
+    made = load_run(["algo.beta=0.5 # half", "data.apply_chat_template=true", "rollout.eval={temperature: 0.0}"])
+    assert made.algo.beta == 0.5 and made.data.apply_chat_template is True and made.rollout.eval == {"temperature": 0.0}

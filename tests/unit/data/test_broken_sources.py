@@ -221,6 +221,11 @@ def test_functions_that_raise_are_named(folder):
     refused("mine.py:needs", r"^data set 'mine.py:needs' can't be read: TypeError: .*without arguments")
 
 
+def test_a_function_that_exits_is_named_and_does_not_end_the_program(folder):
+    (folder / "ends.py").write_text("import sys\ndef rows():\n    sys.exit(0)\n")
+    refused("ends.py:rows", r"^data set 'ends.py:rows' can't be read: SystemExit: 0; fix the function")
+
+
 @pytest.mark.parametrize("name", ["x" * 5000, "a/" * 3000 + "b.jsonl", "a\0b.jsonl"])
 def test_a_name_that_no_file_can_have_is_a_short_error(name):
     with pytest.raises(DataError) as error:

@@ -1,12 +1,19 @@
+import json
+from pathlib import Path
+
 import datasets
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyarrow import csv, parquet
 
 from whet.data import order
+from whet.data.files import stream_files
 from whet.data.order import PromptStream, epoch_order, hold_out, unbatch
 from whet.data.prompts import PromptEncoder
+from whet.data.sources import load_rows
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import CheckpointError, ConfigError, DataError
 
@@ -406,3 +413,91 @@ def test_encoding_that_takes_long_says_how_far_it_is(monkeypatch, caplog):
     with caplog.at_level("INFO", logger="whet"):
         PromptStream(rows(4), batch_size=2, encode=lambda row, place: None if place == 1 else row)
     assert [r.getMessage() for r in caplog.records] == [f"encoded {n} of 4 prompts" for n in (1, 2, 3, 4)]
+
+
+def lines(folder, *names):
+    """Files of ten rows each."""
+    for number, name in enumerate(names):
+        answers = range(10 * number, 10 * number + 10)
+        (folder / name).write_text("".join(json.dumps({"prompt": str(n), "answer": n}) + "\n" for n in answers))
+    return [str(folder / name) for name in names]
+
+
+@pytest.mark.parametrize("buffer", [0, 4, 7])
+def test_a_stream_of_files_goes_on_at_its_place_without_reading_what_it_had_used(tmp_path, buffer):
+    paths = lines(tmp_path, "a.jsonl", "b.jsonl")
+    make = lambda: PromptStream(
+        stream_files([*map(Path, paths)]),
+        batch_size=3,
+        num_epochs=2,
+        shuffle_buffer=buffer,
+        shuffle=None if buffer else False,
+    )
+    whole = ids(make())
+    for done in (0, 1, 5, 6, 8):
+        stream = make()
+        assert ids(take(stream, done)) == whole[:done]
+        again = make()
+        again.restore(stream.state())
+        assert again.state() == stream.state()
+        assert ids(again) == whole[done:]
+    stream = make()
+    take(stream, 5)
+    again = make()
+    again.restore(stream.state())
+    (tmp_path / "a.jsonl").write_text('{"prompt": "0", "answer": 0}\nno row that a reader could take\n')
+    assert ids(take(again, 1)) == whole[5:6]  # used rows are not looked at
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet", "arrow", "jsonl.gz"])
+def test_streams_of_other_files_resume_too(tmp_path, suffix):
+    table, path = pa.Table.from_pylist(rows(25)), tmp_path / f"rows.{suffix}"
+    if suffix == "csv":
+        csv.write_csv(table, path)
+    elif suffix == "parquet":
+        parquet.write_table(table, path, row_group_size=4)
+    elif suffix == "arrow":
+        with pa.ipc.new_file(str(path), table.schema) as out:
+            out.write_table(table, max_chunksize=4)
+    else:
+        with pa.output_stream(str(path), compression="gzip") as out:
+            out.write("".join(json.dumps(row) + "\n" for row in rows(25)).encode())
+    make = lambda: PromptStream(load_rows(path, streaming=True), batch_size=3, shuffle=False)
+    whole = ids(make())
+    for done in (1, 4, 8):
+        stream, again = make(), make()
+        take(stream, done)
+        again.restore(stream.state())
+        assert ids(again) == whole[done:]
+
+
+def test_a_stream_of_datasets_goes_on_by_its_own_state():
+    shards = lambda: datasets.Dataset.from_list(rows(20)).to_iterable_dataset(num_shards=3)
+    make = lambda: PromptStream(shards(), batch_size=3, num_epochs=2, shuffle=False)
+    whole = ids(make())
+    for done in (2, 6, 9):
+        stream, again = make(), make()
+        take(stream, done)
+        again.restore(stream.state())
+        assert ids(again) == whole[done:]
+
+
+def test_a_shuffled_stream_is_shuffled_within_its_buffer_anew_in_each_epoch():
+    stream = PromptStream(Stream(12), batch_size=4, num_epochs=2, shuffle_buffer=4)
+    seen = ids(stream)
+    assert [sorted(batch) for batch in seen] == 2 * [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert seen[:3] != [sorted(batch) for batch in seen[:3]] and seen[:3] != seen[3:]
+
+
+def test_a_shuffle_buffer_of_rows_with_a_length_is_refused():
+    with pytest.raises(ConfigError, match="shuffle_buffer=4 is for a stream"):
+        PromptStream(rows(8), batch_size=2, shuffle_buffer=4)
+
+
+def test_a_stream_whose_first_row_changed_does_not_go_on(tmp_path):
+    paths = lines(tmp_path, "a.jsonl")
+    stream = PromptStream(load_rows(paths[0], streaming=True), batch_size=3, shuffle=False)
+    take(stream, 2)
+    (tmp_path / "a.jsonl").write_text((tmp_path / "a.jsonl").read_text().replace('"0"', '"o"', 1))
+    with pytest.raises(CheckpointError, match="the first row is not that of the checkpoint's data"):
+        PromptStream(load_rows(paths[0], streaming=True), batch_size=3, shuffle=False).restore(stream.state())

@@ -1,5 +1,7 @@
+import http.server
 import json
 import sys
+import threading
 
 import datasets
 import pyarrow as pa
@@ -59,7 +61,7 @@ def test_other_ways_to_write_json_and_arrow(folder):
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_streams_give_the_same_rows_again_and_again(folder, suffix):
     rows = load_rows(write(folder / f"some.{suffix}"), streaming=True)
-    assert isinstance(rows, datasets.IterableDataset)
+    assert not hasattr(rows, "__len__")
     assert list(rows) == list(rows) == ROWS
     first = load_rows(write(folder / f"some.{suffix}"), streaming=True, limit=2)
     assert list(first) == list(first) == ROWS[:2]
@@ -234,3 +236,60 @@ def test_no_rows_are_an_error(folder):
         load_rows(3)
     with pytest.raises(ConfigError, match="limit 0"):
         load_rows(ROWS, limit=0)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.bz2", "a.csv.zst", "a.jsonl.lz4"])
+def test_compressed_files_give_the_rows_of_the_plain_one(folder, name):
+    plain = write(folder / name.rpartition(".")[0])
+    with pa.output_stream(str(folder / name), compression="detect") as out:
+        out.write(plain.read_bytes())
+    plain.unlink()
+    assert list(load_rows(name)) == list(load_rows(name, streaming=True)) == ROWS
+
+
+def test_a_glob_gives_the_rows_of_its_files_in_the_order_of_their_names(folder):
+    for name in ("x/b.jsonl", "x/deep/a.jsonl", "x/c.csv"):
+        write(folder / name, [{"prompt": name, "answer": 1}])
+    assert [row["prompt"] for row in load_rows("x/**/*.jsonl")] == ["x/b.jsonl", "x/deep/a.jsonl"]
+    with pytest.raises(DataError, match=r"mixes formats: b.jsonl, c.csv"):
+        load_rows("x/*.*")
+    with pytest.raises(DataError, match=r"no file matches 'x/\*.parquet'"):
+        load_rows("x/*.parquet")
+
+
+def test_a_list_gives_the_rows_of_every_source_with_the_options_of_its_own(folder):
+    write(folder / "a.jsonl"), write(folder / "set" / "test.csv", [{"prompt": "t", "answer": 7}])
+    rows = load_rows([{"path": "a.jsonl", "limit": 2}, {"path": "set", "split": "test"}])
+    assert len(rows) == 3
+    assert list(rows) == [rows[n] for n in range(3)] == [*ROWS[:2], {"prompt": "t", "answer": 7}]
+    assert list(load_rows(["a.jsonl", "a.jsonl"], streaming=True)) == [row for row in ROWS for _ in (1, 2)]
+    with pytest.raises(ConfigError, match="is of one data set; give each of the list its own"):
+        load_rows(["a.jsonl", "a.jsonl"], limit=2)
+
+
+def test_a_url_is_read_by_its_format(folder, monkeypatch):
+    write(folder / "a.jsonl")
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    try:
+        address = f"http://127.0.0.1:{server.server_port}"
+        assert list(load_rows(f"{address}/a.jsonl")) == list(load_rows(f"{address}/a.jsonl", streaming=True)) == ROWS
+        with pytest.raises(DataError, match=r"b.jsonl can't be read: .*; check the address and the network"):
+            load_rows(f"{address}/b.jsonl")
+    finally:
+        server.shutdown()
+    with pytest.raises(DataError, match=r"unknown format '\.txt'"):
+        load_rows("https://a.example/b.txt")
+
+
+def test_a_revision_of_a_hub_name_is_asked_for(monkeypatch):
+    asked = []
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: asked.append((a, k)) or SPLIT)
+    for source in ("my/data@v1.0", "test@my/data@v1.0", "my/data"):
+        load_rows(source)
+    (one, first), (two, second), (_, third) = asked
+    assert one[0] == two[0] == "my/data" and first["revision"] == second["revision"] == "v1.0"
+    assert (first["split"], second["split"]) == ("train", "test") and "revision" not in third

@@ -189,8 +189,13 @@ FAILURES = [
     (lambda messages: time.sleep(60), "interact of world returned nothing within 0.05 s"),
     (lambda messages: None, "interact of world returned None; return a list of messages"),
     (lambda messages: ["5"], "message 0: '5'; a message has a role and a content"),
-    (lambda messages: [{"role": "assistant", "content": "5"}], "has the role 'assistant'; give user or tool"),
+    (lambda messages: [{"role": "assistant", "content": "5"}], "has the role 'assistant'; give user, tool or system"),
     (lambda messages: [{"role": "tool", "content": 5}], "the content is 5; give a text"),
+    (
+        lambda messages: [{"role": "tool", "content": "\ud800"}],
+        "is not valid text (surrogates not",
+    ),
+    (lambda messages: [{"role": "world", "content": "5"}], "has the role 'world'; give user, tool or system"),
 ]
 
 

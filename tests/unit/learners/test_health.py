@@ -262,3 +262,10 @@ def test_a_resumed_run_says_since_which_step_of_the_whole_run(tmp_path, caplog):
     assert train(max_steps=2) == []
     (text,) = train(max_steps=3, resume="latest")
     assert text.startswith("for 3 steps, since step 1: nothing is learned") and "check nothing and" in text
+
+
+def test_the_distance_of_sampler_and_trainer_is_said_with_the_engine_and_the_dtype_that_run(health, caplog):
+    watch(health, 1, 2, sample(), {**FINE, "sampling/sampling_logp_difference/mean": 0.3})
+    (found,) = said(caplog)
+    assert found.startswith("for 2 steps, since step 1: sampler and trainer are 0.3 nats apart")
+    assert "(embedded engine, float32)" in found and "rollout_engine" not in found and "actor.dtype" not in found

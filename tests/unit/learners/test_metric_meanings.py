@@ -3,11 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from helpers import cluster, length_reward, rows, tiny_model
+from helpers import cluster, completion, length_reward, prompt, rows, tiny_model
 
 from whet.config import DataConfig, GRPOConfig
 from whet.learners.grpo import GRPOLearner
+from whet.learners.mismatch import compare_sampler
 from whet.ops import zero_without_advantage
+from whet.types import Group, TokenBatch
 
 EPSILON, BETA = 0.02, 0.2
 
@@ -219,3 +221,50 @@ def test_a_loss_of_ones_own_says_what_is_zero_without_an_advantage_and_is_skippe
     assert running["skipped/sequences"] == 0 < skipping["skipped/sequences"] and 0 < running["pushed"] < 1
     for name in ("pushed", "own/mean", "own/least", "loss", "grad_norm"):
         assert skipping[name] == pytest.approx(running[name], rel=1e-5), name
+
+
+def test_a_sampler_logprob_that_is_unknown_is_left_out_of_the_means_over_tokens():
+    made = GRPOLearner(
+        cluster(), GRPOConfig(num_generations=2, beta=0.0), length_reward, data=DataConfig(batch_size=4, shuffle=False)
+    )
+    update, seen = made.update, {}
+
+    def with_unknown(step, mini):
+        apart = torch.linspace(0.1, 0.9, mini.num_tokens)
+        sampler = torch.where(torch.arange(mini.num_tokens) % 3 == 0, torch.nan, mini.sampler_logprobs - apart)
+        seen["gap"] = apart[mini.mask & ~sampler.isnan()].double()
+        return update(step, mini.replace(sampler_logprobs=sampler))
+
+    made.update = with_unknown
+    made.cluster.actor_trainer.with_rl_metrics_to_log({"sampling/kl_approx": {"a": "mean", "b": "min"}})
+    row, gap = made.train(rows(4)).rows[0], seen["gap"]
+    want = {
+        "sampling/sampling_logp_difference/mean": gap.mean(),
+        "sampling/sampling_logp_difference/max": gap.max(),
+        "a": -gap.mean(),
+        "b": -gap.max(),
+        "sampling/kl_to_inference": (torch.expm1(-gap) + gap).mean(),
+        "sampling/ess": gap.exp().sum() ** 2 / (len(gap) * gap.exp().square().sum()),
+    }
+    assert {name: row[name] for name in want} == pytest.approx({n: v.item() for n, v in want.items()}, rel=1e-4)
+
+
+def test_where_no_sampler_logprob_is_known_there_is_no_mean_of_them():
+    made = GRPOLearner(cluster(), GRPOConfig(num_generations=2, beta=0.0), length_reward, data=DataConfig(batch_size=4))
+    update = made.update
+    made.update = lambda step, mini: update(step, mini.replace(sampler_logprobs=torch.full((mini.num_tokens,), np.nan)))
+    row = made.train(rows(4)).rows[0]
+    assert "sampling/sampling_logp_difference/mean" not in row and "sampling/kl_approx" not in row
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_the_mean_weight_of_a_correction_is_over_sequences_where_a_weight_is_one_of_sequences(level):
+    lengths, weights = [1, 3, 2], [0.5, 2.0, 1.0]
+    done = tuple(completion(range(n), g) for g, n in enumerate(lengths))
+    batch = TokenBatch.from_groups([Group(prompt=prompt("a"), completions=done)], np.zeros(3))
+    each = torch.tensor(weights).log()[batch.sequence]
+    gaps = each / torch.tensor(lengths)[batch.sequence] if level == "sequence" else each
+    batch = batch.replace(old_logprobs=torch.zeros(6), sampler_logprobs=-gaps)
+    _, found = compare_sampler(batch, GRPOConfig(num_generations=3, sampler_is=level, sampler_is_threshold=9.0))
+    want = np.average(weights, weights=lengths if level == "token" else None)
+    assert found["sampler_is/weight_mean"].value == pytest.approx(want, rel=1e-5)

@@ -45,11 +45,23 @@ def test_how_many_of_those_cut_scored_is_counted_over_them():
 
 
 def test_sampler_and_trainer_that_drift_apart():
-    assert apart({}) is apart({"sampling/sampling_logp_difference/mean": 0.02}) is None
+    assert apart({}) is apart({"sampling/sampling_logp_difference/mean": 0.05}) is None
     found = apart({"sampling/sampling_logp_difference/mean": 0.3})
     assert found.message.startswith("sampler and trainer are 0.3 nats apart") and found.badness == 0.3
-    keys = ("rollout_engine=embedded", "actor.dtype=float32", "algo.sampler_is=token")
-    assert all(key in found.message for key in keys)
+
+
+@pytest.mark.parametrize(
+    ("engine", "dtype", "helps"),
+    [
+        ("embedded", "bfloat16", ["actor.dtype=float32", "algo.sampler_is=token"]),
+        ("vllm", "bfloat16", ["rollout_engine=embedded", "actor.dtype=float32", "algo.sampler_is=token"]),
+        ("vllm", "float32", ["rollout_engine=embedded", "algo.sampler_is=token"]),
+    ],
+)
+def test_the_distance_of_sampler_and_trainer_names_what_runs_and_no_key_that_is_set_already(engine, dtype, helps):
+    message = apart({"sampling/sampling_logp_difference/mean": 0.3}, engine=engine, dtype=dtype).message
+    assert f"({engine} engine, {dtype})" in message
+    assert re.findall(r"[a-z_.]+=\w+", message) == helps
 
 
 @pytest.mark.parametrize(

@@ -340,6 +340,8 @@ def test_gradients_of_weights_are_the_product_whoever_makes_them(wide, native, d
     monkeypatch.setattr(products, "linear", lambda *factors: made.append(1) or linear(*factors))
     if not native:
         monkeypatch.setattr(products, "layer_kernels", lambda: Unavailable("no compiler"))
+    elif isinstance(products.layer_kernels(), Unavailable):
+        pytest.skip("no kernels can be built here")
     want = grad.double().t() @ x.double()
     got = products.weight_grad(grad, x)
     assert got.dtype == dtype

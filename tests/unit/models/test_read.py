@@ -12,6 +12,7 @@ import transformers
 from families import tiny
 from safetensors.torch import load_file, save_file
 
+from whet.data.tokenizer import byte_tokenizer
 from whet.errors import ConfigError
 from whet.models import read
 from whet.models.load import load_model, save_model
@@ -181,3 +182,31 @@ def test_tensors_in_torchs_own_format_are_read(folder):
     torch.save(tensors, folder / "pytorch_model.bin")
     got = load_model(str(folder)).module.state_dict()
     assert all(torch.equal(got[name], x) for name, x in tensors.items())
+
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "own-llama"
+
+
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_code_beside_the_weights_runs_only_where_it_is_trusted(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    model, folder = tiny("Llama"), tmp_path / "own"
+    model.save_pretrained(folder)
+    (folder / "modeling_own.py").write_text(CODE)
+    named = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
+    configured(folder, model_type="own-llama", architectures=["OwnModel"], auto_map=named)
+    assert "set reference.trust_remote_code=true" in refused(folder, role="reference")
+    loaded = load_model(str(folder), trust_remote_code=True)
+    assert type(loaded.module).__name__ == "OwnModel"
+    assert torch.equal(loaded.module.lm_head.weight, model.lm_head.weight)
+    save_model(loaded, byte_tokenizer(), tmp_path / "saved")
+    assert (tmp_path / "saved" / "modeling_own.py").is_file()

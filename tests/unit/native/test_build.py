@@ -109,6 +109,7 @@ def test_the_reason_why_there_is_none_is_the_compilers(cache, folder, tmp_path, 
 
 
 def test_a_system_that_is_not_linux_or_a_torch_without_gnu_openmp_is_named(monkeypatch):
+    monkeypatch.delenv("WHET_NATIVE", raising=False)
     with monkeypatch.context() as patch:
         patch.setattr(build, "_openmp", lambda: None)
         if platform.system() == "Linux":
@@ -148,6 +149,7 @@ def test_without_a_home_they_are_built_for_the_process_and_this_is_said(folder, 
 
 
 def test_a_compiler_with_an_open_quote_is_a_reason_and_no_error(monkeypatch):
+    monkeypatch.delenv("WHET_NATIVE", raising=False)
     monkeypatch.setenv("CXX", "g++ 'open")
     assert str(load_library("number")) == "building them failed: No closing quotation"
 

@@ -3,14 +3,18 @@ import contextvars
 import dataclasses
 import functools
 import math
+import os
+import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
 from whet.errors import ConfigError, RewardError
+from whet.rewards import deadline
 from whet.rewards.contract import RewardInputs, call_rewards, checked_rewards, function_name, keywords
 
 INPUTS = RewardInputs(
@@ -29,6 +33,12 @@ IDS = INPUTS.trajectory_ids
 
 def call(fn, **options):
     return call_rewards({"f": fn}, INPUTS, **{"timeout_s": 5.0, **options})
+
+
+def elsewhere(run):
+    """What a call on another thread than the main one gives or raises."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()
 
 
 def returns(value):
@@ -253,8 +263,10 @@ def test_a_late_function_is_named_and_the_others_can_go_on():
 
     fns = {"hangs": hangs, "sleeps": sleeps, "fine": returns([1, 1])}
     try:
-        with pytest.raises(RewardError, match=r"hangs returned nothing within 0.2 s; its thread can't be ended"):
+        with pytest.raises(RewardError, match=r"hangs returned nothing within 0.2 s and was interrupted"):
             call_rewards({"hangs": hangs}, INPUTS, timeout_s=0.2)
+        with pytest.raises(RewardError, match=r"hangs returned nothing within 0.2 s and continues in a thread"):
+            elsewhere(lambda: call_rewards({"hangs": hangs}, INPUTS, timeout_s=0.2))
         with pytest.raises(RewardError, match=r"sleeps returned nothing within 0.1 s"):
             call_rewards({"sleeps": sleeps}, INPUTS, timeout_s=0.1)
         made, errors, _ = call_rewards(fns, INPUTS, timeout_s=0.2, on_error="none")
@@ -279,33 +291,121 @@ def test_a_timeout_error_of_the_functions_own_is_not_ours():
         call(own)
 
 
-def test_threads_see_the_callers_context_and_gradient_mode():
-    variable = contextvars.ContextVar("variable")
-    variable.set(3)
+@pytest.mark.parametrize("where", [lambda run: run(), elsewhere], ids=["main", "thread"])
+@pytest.mark.parametrize("limit", [None, 60.0])
+def test_functions_see_the_callers_context_and_gradient_mode_and_change_neither(limit, where):
+    variable = contextvars.ContextVar("variable", default=0)
 
     def fn(completions):
-        assert threading.current_thread() is not threading.main_thread()
-        return [variable.get(), torch.is_grad_enabled()]
+        found = [variable.get(), torch.is_grad_enabled()]
+        variable.set(4)
+        torch.set_grad_enabled(True)
+        return found
 
-    with torch.no_grad():
-        assert call(fn)[0]["f"].tolist() == [3.0, 0.0]
+    def run():
+        variable.set(3)
+        with torch.no_grad():
+            assert call(fn, timeout_s=limit)[0]["f"].tolist() == [3.0, 0.0]
+            assert not torch.is_grad_enabled()
+        assert variable.get() == 3 and torch.is_grad_enabled()
+
+    where(run)
 
 
-def test_without_a_timeout_plain_functions_run_on_the_callers_thread():
+@pytest.mark.parametrize("limit", [None, 60.0])
+def test_plain_functions_run_on_the_main_thread_where_they_are_called_from_there(limit):
     def fn(completions):
         return [threading.current_thread() is threading.main_thread()] * 2
 
-    assert call(fn, timeout_s=None)[0]["f"].tolist() == [1.0, 1.0]
+    assert call(fn, timeout_s=limit)[0]["f"].tolist() == [1.0, 1.0]
 
 
-def test_what_needs_the_main_thread_is_told_how_to_get_it():
-    import signal
+def test_math_verify_gives_its_rewards_as_its_own_documentation_calls_it():
+    pytest.importorskip("math_verify", reason="needs the extra whet[math]")
+    from math_verify import parse, verify
+
+    def maths(completions):
+        return [float(verify(parse("$0.5$"), parse(text))) for text in completions]
+
+    inputs = dataclasses.replace(INPUTS, completions=[r"It is $\frac{2}{4}$", "It is $0.4$"])
+    assert call_rewards({"maths": maths}, inputs).rewards["maths"].tolist() == [1.0, 0.0]
+    with pytest.raises(RewardError, match=r"threaded environment.*train\(\) on the main thread, or .*reward_workers=1"):
+        elsewhere(lambda: call_rewards({"maths": maths}, inputs))
+
+
+def test_an_alarm_of_the_functions_own_ends_what_it_is_set_for():
+    class Enough(Exception):
+        pass
+
+    def enough(*_):
+        raise Enough
 
     def alarmed(completions):
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        before = signal.signal(signal.SIGALRM, enough)
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        try:
+            time.sleep(30)
+        except Enough:
+            return [1, 0]
+        finally:
+            signal.signal(signal.SIGALRM, before)
 
-    with pytest.raises(RewardError, match=r"set trainer\.reward_timeout_s=null"):
-        call(alarmed)
+    assert call(alarmed)[0]["f"].tolist() == [1.0, 0.0]
+
+
+def test_a_late_function_that_catches_everything_is_interrupted_again():
+    def stubborn(completions):
+        for _ in range(3):
+            try:
+                time.sleep(30)
+            except:  # noqa: E722
+                continue
+        return [0, 0]
+
+    with pytest.raises(RewardError, match=r"f returned nothing within 0.1 s and was interrupted"):
+        call(stubborn, timeout_s=0.1)
+
+
+def test_that_nothing_interrupts_a_late_function_is_said(monkeypatch, caplog):
+    monkeypatch.setattr(deadline, "STUCK_S", 0.1)
+
+    def deaf(completions):
+        signal.pthread_sigmask(signal.SIG_BLOCK, [deadline.NUDGE])
+        while "nothing interrupts it" not in caplog.text:
+            time.sleep(0.01)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [deadline.NUDGE])
+        return [0, 0]
+
+    with pytest.raises(RewardError, match="f returned nothing"):
+        call(deaf, timeout_s=0.1)
+    assert "reward function f is late, and nothing interrupts it" in caplog.text
+
+
+def test_a_call_leaves_the_main_threads_signals_as_they_were():
+    held = lambda: (
+        signal.pthread_sigmask(signal.SIG_BLOCK, []),
+        signal.getsignal(deadline.NUDGE),
+        threading.active_count(),
+    )
+    before = held()
+    call(returns([1, 1]))
+    with pytest.raises(RewardError):
+        call(lambda completions: time.sleep(30), timeout_s=0.05)
+    with pytest.raises(KeyboardInterrupt):
+        call(lambda completions: os.kill(os.getpid(), signal.SIGINT) or time.sleep(30))
+    assert held() == before and signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_function_may_run_an_event_loop_where_the_caller_is_in_one():
+    async def judge():
+        return [1, 0]
+
+    async def notebook():
+        found = call(lambda completions: asyncio.run(judge()))
+        await asyncio.sleep(0)
+        return found
+
+    assert asyncio.run(notebook())[0]["f"].tolist() == [1.0, 0.0]
 
 
 def test_checked_rewards_is_exact_for_an_empty_batch():
@@ -372,12 +472,13 @@ def test_whatever_a_function_raises_in_its_thread_is_raised_not_late(kind):
 
     for fn in (plain, together):
         with pytest.raises(RewardError, match=f"raised {kind.__name__}: stop"):
-            call(fn, timeout_s=1.0)
+            elsewhere(lambda fn=fn: call(fn, timeout_s=1.0))
 
 
 def test_an_interrupt_on_the_main_thread_is_the_users():
     def fn(completions):
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        call(fn, timeout_s=None)
+    for limit in (None, 60.0):
+        with pytest.raises(KeyboardInterrupt):
+            call(fn, timeout_s=limit)

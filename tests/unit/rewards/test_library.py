@@ -163,7 +163,7 @@ def test_formulas_without_a_process_that_can_be_killed_are_warned_of(caplog):
 
 def test_what_is_missing_or_wrong_is_said_at_the_start(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs math-verify .*pip install 'whet\[math\]'"):
+    with pytest.raises(ConfigError, match=r"needs math-verify .*pip install .*\[math\]'"):
         resolve_reward("math_match")
     with pytest.raises(ConfigError, match="is no regular expression"):
         format_match(["a"], pattern="(")

@@ -155,10 +155,10 @@ def test_a_run_asked_in_the_midst_of_a_step_ends_after_it_with_a_checkpoint(tmp_
 
 def test_a_second_ctrl_c_ends_a_run_in_the_midst_of_a_reward(tmp_path, caplog):
     def twice(completions, **_):
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
         while "SIGINT: stopping after this step" not in caplog.text:
             never.wait(0.01)
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
         return never.wait(60)
 
     never = threading.Event()

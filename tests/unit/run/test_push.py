@@ -1,5 +1,6 @@
 """Giving a model away: what is sent, what is refused before anything is sent, and the card. The hub is a stand-in."""
 
+import dataclasses
 import json
 import shutil
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from safetensors.torch import load
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from whet.cli import main
-from whet.config import CheckpointingOptions, DataConfig, GRPOConfig, LoraConfig
+from whet.config import CheckpointingOptions, DataConfig, GRPOConfig, LoraConfig, RLTrainingConfig
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import CheckpointError, ConfigError
 from whet.learners.grpo import GRPOLearner
@@ -23,6 +24,8 @@ from whet.models.load import load_model, save_model
 from whet.models.lora import adapter_tensors, merged_model
 from whet.observe.card import CARD, CardFacts, card_facts, model_card, write_card
 from whet.observe.lineage import base_of, hub_name, licence_of
+from whet.run import push
+from whet.run.hub import PushToHub, check_push
 from whet.run.push import push_to_hub
 
 
@@ -239,6 +242,39 @@ def test_a_folder_without_a_finished_run_is_refused(folder, change, said):
         push_to_hub(folder / "final", dry_run=True)
 
 
+@pytest.mark.parametrize("strategy", ["end", "every_save"])
+def test_a_run_sends_its_checkpoints_and_its_final_model_while_it_trains(tmp_path, monkeypatch, caplog, strategy):
+    hub = Hub()
+    monkeypatch.setattr(push, "_api", lambda token: hub)
+    tiny_model(num_hidden_layers=1).save_pretrained(tmp_path / "base")
+    made = cluster(
+        str(tmp_path / "base"),
+        run_dir=str(tmp_path / "sums"),
+        max_steps=2,
+        hub_model_id="me/sums",
+        hub_strategy=strategy,
+        checkpointing_options=CheckpointingOptions(save_interval_steps=2, max_to_keep=1),
+        rollout={"max_tokens_to_generate": 4},
+    )
+    learner = GRPOLearner(made, GRPOConfig(num_generations=2, beta=0.0), lambda completions: [0.0] * len(completions))
+    learner.train([{"prompts": ["a", "b"]}] * 2)
+    commits = [call for call in hub.calls if call.startswith("commit")]
+    assert len(commits) == {"end": 1, "every_save": 2}[strategy]
+    assert torch.equal(load(hub.sent["model.safetensors"])["model.norm.weight"], made.actor.module.model.norm.weight)
+    hub.fails = OSError("the network is down")
+    push_run = SimpleNamespace(folder=SimpleNamespace(path=tmp_path / "sums"))
+    PushToHub(made.training_config).on_run_end(push_run, None)
+    assert f"later: whet push {tmp_path / 'sums'} repo=me/sums" in caplog.text
+
+
+def test_a_run_that_is_to_send_its_model_is_refused_before_it_trains_where_it_can_not(monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set"):
+        check_push(RLTrainingConfig(hub_model_id="me/sums", run_dir=str(tmp_path / "a")))
+    with pytest.raises(ConfigError, match=r"set trainer\.run_dir"):
+        check_push(RLTrainingConfig(hub_model_id="me/sums"))
+
+
 def test_no_token_and_offline_are_said_before(finished, monkeypatch):
     from huggingface_hub import constants
 
@@ -262,7 +298,10 @@ def test_a_run_without_a_folder_has_nothing_to_give():
 
 def test_every_run_has_a_card_in_its_folder(finished):
     text = (finished.folder.path / CARD).read_text()
-    assert front_matter(text) == {
+    found = front_matter(text)
+    (results,) = found.pop("model-index")
+    assert results["name"] == "sums" and "reward" in [m["type"] for r in results["results"] for m in r["metrics"]]
+    assert found == {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["whet", "grpo", "reinforcement-learning"],
@@ -349,6 +388,8 @@ def test_curves_and_evaluations_are_shown(folder, tmp_path):
     assert "On 4 prompts of test.jsonl, 8 completions of each prompt at temperature 0.6" in text
     assert "| metric | all | a\\|b | c |" in text and "| pass@1 | 0.5 ± 0.25 | 1 | 0.25 |" in text
     assert "secret" not in text
+    results = {m["type"]: m["value"] for r in front_matter(text)["model-index"][0]["results"] for m in r["metrics"]}
+    assert results["pass@1"] == 0.5 and "cut" not in results and results["reward"] == pytest.approx(0.0)
 
 
 @pytest.mark.parametrize(
@@ -384,3 +425,15 @@ def test_a_cards_rate_is_the_highest_of_a_schedule():
 def test_an_adapters_card_says_so():
     facts = CardFacts(method="SFT", step=1, base="a/b", base_text="a/b", adapter=True)
     assert front_matter(model_card(facts, title="x"))["library_name"] == "peft"
+
+
+def test_the_example_of_a_card_is_a_conversation_where_the_model_was_trained_on_some():
+    facts = CardFacts(
+        method="SFT", step=2, base="a/b", base_text="a/b", settings={"data": {"system_prompt": "Be 'brief'"}}
+    )
+    plain, chat = (model_card(dataclasses.replace(facts, templated=given), title="x") for given in (False, True))
+    assert """print(generate("...", max_new_tokens=256)[0]["generated_text"])""" in plain
+    code = chat[chat.index("```python") : chat.rindex("```")].removeprefix("```python").split("```")[0]
+    compile(code, "card", "exec")
+    assert """generate([{'role': 'system', 'content': "Be 'brief'"}, {'role': 'user', 'content': '...'}], max""" in code
+    assert """[0]["generated_text"][-1]["content"])""" in code

@@ -182,7 +182,7 @@ def test_the_exported_model_is_that_of_the_masters(tmp_path):
 
 
 def test_the_parts_of_a_quantised_moment_move_and_it_stays_what_it_is():
-    ao = pytest.importorskip("torchao.optim.subclass_8bit", reason="needs pip install 'whet[quant]'")
+    ao = pytest.importorskip("torchao.optim.subclass_8bit", reason="needs the extra quant")
     state = ao.OptimState8bit.zeros((16, 256), device="cpu", dtype=torch.float32)
     state.codes.copy_(torch.randint(0, 256, (16, 256)))
     before = state.codes.clone(), state.scale.clone()

@@ -70,6 +70,52 @@ def test_momentum_adds_up_in_sgd():
     torch.testing.assert_close(module.vector.detach(), start - 2.5)  # 1, then 1 + 0.5 * 1
 
 
+class Model(Toy):
+    """With an embedding and a head, which are matrices too."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed_tokens, self.lm_head = nn.Embedding(6, 8), nn.Linear(8, 6)
+
+
+def test_muon_steps_matrices_of_layers_as_torchs_and_leaves_the_rest_to_adamw():
+    one, two = Model(), Model()
+    two.load_state_dict(one.state_dict())
+    optim = Optim(one, OptimConfig(name="muon", lr=0.1, weight_decay=0.2, max_grad_norm=0.0))
+    matrix = torch.optim.Muon([two.matrix], lr=0.1, weight_decay=0.2, adjust_lr_fn="match_rms_adamw")
+    decayed, others = [two.embed_tokens.weight, two.lm_head.weight], [two.vector, two.lm_head.bias]
+    groups = [{"params": decayed, "weight_decay": 0.2}, {"params": others, "weight_decay": 0.0}]
+    rest = torch.optim.AdamW(groups, lr=0.1, betas=(0.9, 0.999))
+    for seed in range(3):
+        torch.manual_seed(seed)
+        for p, q in zip(one.parameters(), two.parameters()):
+            p.grad = torch.randn(p.shape)
+            q.grad = p.grad.clone()
+        optim.step(), matrix.step(), rest.step()
+    for p, q in zip(one.parameters(), two.parameters()):
+        torch.testing.assert_close(p, q)
+
+
+def test_muon_goes_on_after_a_resume_as_if_nothing_had_happened(tmp_path):
+    config = OptimConfig(name="muon", lr=0.1, schedule="linear")
+    one, two = Optim(Model(), config), Optim(Model(), config)
+    for optim in (one, two):
+        optim.plan(8)
+    steps(one, 3)
+    with torch.no_grad():
+        for name, m in one.masters.items():
+            two.masters[name].copy_(m)
+    two.load(tmp_path / "o.safetensors", one.save(tmp_path / "o.safetensors"))
+    steps(one, 2, first=3), steps(two, 2, first=3)
+    assert all(torch.equal(one.masters[n], two.masters[n]) for n in one.masters)
+    assert [g["lr"] for g in one.optimizer.param_groups] == [g["lr"] for g in two.optimizer.param_groups]
+
+
+def test_muon_without_a_matrix_of_a_layer_is_refused():
+    with pytest.raises(ConfigError, match="none is trained here; take adamw"):
+        optimizers.make_optimizer({"embed_tokens.weight": nn.Parameter(torch.ones(2, 2))}, OptimConfig(name="muon"))
+
+
 @pytest.mark.parametrize("name", ["adam", "adamw"])
 def test_adam_is_fused_on_a_device_that_has_the_kernel(name):
     assert Optim(Toy(), OptimConfig(name=name)).optimizer.defaults["fused"] is True
@@ -78,7 +124,7 @@ def test_adam_is_fused_on_a_device_that_has_the_kernel(name):
 
 
 def test_an_unknown_name_names_the_nearest_and_all_known():
-    known = r"Known: adam, adamw, adamw8bit, package\.module:factory, sgd"
+    known = r"Known: adam, adamw, adamw8bit, muon, package\.module:factory, sgd"
     with pytest.raises(ConfigError, match=rf"unknown optim\.name 'adamw8'; did you mean adamw or adamw8bit.*{known}"):
         Optim(Toy(), OptimConfig(name="adamw8"))
 
@@ -86,7 +132,7 @@ def test_an_unknown_name_names_the_nearest_and_all_known():
 @pytest.mark.parametrize(
     "fields, message",
     [
-        ({"name": "adamw", "momentum": 0.9}, "momentum=0.9 is for sgd; adamw has betas"),
+        ({"name": "adamw", "momentum": 0.9}, "momentum=0.9 is for sgd and muon; adamw has betas"),
         ({"name": "sgd", "momentum": 1.0}, r"momentum must lie in \[0, 1\), got 1.0"),
     ],
 )
@@ -106,7 +152,7 @@ def test_without_torchao_the_8_bit_optimizer_names_the_extra(monkeypatch):
     for module in [m for m in sys.modules if m.startswith("torchao")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ConfigError, match=r"needs torchao .*pip install 'whet\[quant\]'"):
+    with pytest.raises(ConfigError, match=r"needs torchao .*pip install .*\[quant\]'"):
         Optim(Toy(), OptimConfig(name="adamw8bit"))
 
 
@@ -198,7 +244,7 @@ def goes_on_bit_for_bit(config, tmp_path):
 @pytest.fixture
 def torchao():
     """The package, its steps uncompiled: compiling takes half a minute and decides nothing that is tested here."""
-    pytest.importorskip("torchao", reason="needs pip install 'whet[quant]'")
+    pytest.importorskip("torchao", reason="needs the extra quant")
     torch.compiler.set_stance("force_eager")
     yield
     torch.compiler.set_stance("default")

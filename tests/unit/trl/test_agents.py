@@ -219,6 +219,8 @@ def test_an_environment_for_each_rollout_is_reset_and_gives_the_reward(tmp_path)
     assert [c[1]["content"] for c in completions] == ["5", "6", "7"]
     assert [e.count for e in columns["environments"]] == [7, 7, 7]  # reset again for the second row
     assert Counter.made == 3
+    assert (made.environments, made.reward_weights.tolist()) == (columns["environments"], [0.5, 1.0])
+    assert "increase" in [tool.__name__ for tool in made.tools]
     row = made.state.log_history[0]
     assert row["rewards/Counter/mean"] == 6.0
     assert row["reward"] == pytest.approx(6.0 + 0.5 * row["rewards/Seen/mean"])
@@ -261,6 +263,7 @@ def test_an_environment_may_bring_the_prompts(tmp_path):
     made.model.generate = saying(["a", "b", "c"])
     made.train()
     assert [p[0]["content"] for p in seen.calls[0][0]] == ["riddle 1", "riddle 2", "riddle 3"]
+    assert [tool.__name__ for tool in made.tools] == ["ask"]
     with pytest.raises(ConfigError, match="set max_steps"):
         GRPOTrainer(tiny_model(), seen, GRPOConfig(str(tmp_path), **{**SMALL, "max_steps": -1}),
                     processing_class=tokenizer(), environment_factory=Riddle)  # fmt: skip

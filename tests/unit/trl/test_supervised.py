@@ -1,5 +1,7 @@
 """SFTTrainer, DPOTrainer and RewardTrainer: data of every form, what is refused, files, adapters, references."""
 
+import json
+
 import datasets
 import pytest
 import torch
@@ -13,7 +15,7 @@ from whet.trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConf
 KINDS = {"SFT": (SFTTrainer, SFTConfig), "DPO": (DPOTrainer, DPOConfig), "Reward": (RewardTrainer, RewardConfig)}
 ARGUMENTS = ("callbacks", "compute_metrics", "compute_loss_func", "data_collator", "eval_dataset", "formatting_func",
              "optimizer_cls_and_kwargs", "optimizers", "peft_config", "processing_class", "ref_model",
-             "quantization_config")  # fmt: skip
+             "preprocess_logits_for_metrics", "quantization_config")  # fmt: skip
 SMALL = {"bf16": False, "disable_tqdm": True, "gradient_checkpointing": False, "learning_rate": 1e-2,
          "logging_steps": 1, "max_steps": 2, "per_device_train_batch_size": 2, "save_strategy": "no"}  # fmt: skip
 ANSWERS = [{"prompt": f"{i}+{i}=", "completion": str(i + i)} for i in range(4)]
@@ -106,7 +108,6 @@ def test_a_file_s_chat_template_and_a_function_that_makes_texts(tmp_path):
     [
         ("SFT", {"compute_loss_func": len}, ConfigError, "compute_loss_func is not taken: write a loss"),
         ("SFT", {"data_collator": len}, ConfigError, "data_collator is not taken.*completion_only_loss"),
-        ("DPO", {"compute_metrics": len}, ConfigError, "compute_metrics is not taken.*on_evaluate"),
         ("Reward", {"optimizer_cls_and_kwargs": (len, {}), "optimizers": (len, None)}, ConfigError, "give one of them"),
         ("SFT", {"formatting_func": len}, ConfigError, "no part is the completion"),
         ("SFT", {"assistant_only_loss": True, "rows": [{"text": "a"}]}, ConfigError, "not conversational"),
@@ -224,12 +225,16 @@ TRLS = ["sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair",
         "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"]  # fmt: skip
 
 
-def test_every_loss_of_trl_s_is_whet_s_and_label_smoothing_is_of_sigmoid_too(tmp_path, caplog):
+def test_every_loss_of_trl_s_is_whet_s_and_sigmoid_reads_no_label_smoothing_as_there(tmp_path, caplog):
     for name in TRLS:
-        assert DPOConfig(loss_type=name, label_smoothing=0.1).to_whet().loss_type == (name,)
-    made = trainer(tmp_path, "DPO", label_smoothing=0.1)
-    assert made.learner.algo_config.label_smoothing == 0.1
-    assert "the sigmoid loss is cDPO's" in caplog.text
+        assert DPOConfig(loss_type=name, label_smoothing=0.1).to_whet().loss_type[0] == name or name == "sigmoid"
+    losses = {}
+    for loss in ("sigmoid", "whet.ops.preference:sigmoid"):
+        for smoothing in (0.0, 0.4):
+            made = trainer(tmp_path, "DPO", loss_type=loss, label_smoothing=smoothing, ref_model=tiny_model(1))
+            losses[loss[-10:], smoothing] = made.evaluate(PAIRS)["eval_loss"]
+    assert losses["sigmoid", 0.0] == losses["sigmoid", 0.4] == losses["ce:sigmoid", 0.0] != losses["ce:sigmoid", 0.4]
+    assert "label_smoothing=0.4 is not read by the sigmoid loss" in caplog.text
 
 
 def test_which_reference_a_preference_loss_has(tmp_path):
@@ -245,8 +250,213 @@ def test_which_reference_a_preference_loss_has(tmp_path):
     assert found["eval_rewards/chosen"] == pytest.approx(
         trainer(tmp_path, "DPO", ref_model=tiny_model(1)).evaluate(PAIRS[:2])["eval_rewards/chosen"], rel=1e-5
     )
-    with pytest.raises(ConfigError, match="were not there when the reference was read"):
+    with pytest.raises(ConfigError, match="Cannot compute reference log-probs for a dataset passed to `evaluate"):
         made.evaluate([{**PAIRS[0], "chosen": "other"}])
+
+
+def test_a_reference_read_ahead_reads_other_rows_before_a_run_and_with_an_adapter_after_it_but_no_stream(tmp_path):
+    other = [{**PAIRS[0], "chosen": "other"}]
+    peft = pytest.importorskip("peft")
+    for kwargs in ({}, {"peft_config": peft.LoraConfig(r=4, target_modules="all-linear")}):
+        made = trainer(tmp_path, "DPO", precompute_ref_log_probs=True, **kwargs)
+        assert made.evaluate(other)["eval_loss"] == pytest.approx(0.6931, abs=1e-4)
+        made.train()
+    assert made.evaluate(other)["eval_loss"] != pytest.approx(0.6931, abs=1e-4)
+    for kwargs in ({"rows": iter(PAIRS)}, {"eval_dataset": {"a": iter(PAIRS)}}):
+        with pytest.raises(ConfigError, match="precompute_ref_log_probs=True` is not supported with IterableDataset"):
+            trainer(tmp_path, "DPO", precompute_ref_log_probs=True, **kwargs)
+
+
+@pytest.mark.parametrize("method", KINDS)
+def test_data_sets_are_held_as_token_ids_under_trl_s_columns_and_are_needed(method, tmp_path):
+    columns = {"SFT": {"input_ids", "labels"}, "DPO": {"prompt_ids", "chosen_ids", "rejected_ids"},
+               "Reward": {"chosen_ids", "rejected_ids"}}[method]  # fmt: skip
+    made = trainer(tmp_path, method, eval_dataset=ROWS[method][:1])
+    assert len(made.train_dataset) == 4 and set(made.train_dataset.column_names) == columns
+    assert set(made.eval_dataset.column_names) == columns
+    made = trainer(tmp_path, method, eval_dataset={"a": ROWS[method][:1], "b": ROWS[method][1:]})
+    assert {name: len(rows) for name, rows in made.eval_dataset.items()} == {"a": 1, "b": 3}
+    made.eval_dataset = ROWS[method][:2]
+    made.evaluate()
+    assert len(made.eval_dataset) == 2
+    assert (
+        made.model.model_tags == ["whet", {"Reward": "reward-trainer"}.get(method, method.lower())]
+        and not made.aux_loss_enabled
+    )
+    kind, config = KINDS[method]
+    with pytest.raises(ValueError, match="`train_dataset` is required"):
+        kind(tiny_model(), args=config(str(tmp_path), **SMALL), processing_class=byte_tokenizer())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"use_dora": True, "lora_dropout": 0.2},
+        {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 4}, "layers_to_transform": [1]},
+        {"target_parameters": ["q_proj.weight"], "target_modules": []},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_an_adapter_that_is_more_than_one_product_runs_in_peft_s_own_layers(fields, tmp_path, caplog):
+    peft = pytest.importorskip("peft")
+    base, asked = tmp_path / "base", {"r": 4, "target_modules": ["q_proj", "v_proj"], **fields}
+    tiny_model().save_pretrained(base)
+    more = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    whole = trainer(tmp_path / "out", "DPO", model=str(base), peft_config=peft.LoraConfig(**asked), **more)
+    assert "PEFT's own layers run" in caplog.text
+    before = {n: p.clone() for n, p in whole.model.named_parameters()}
+    whole.train()
+    assert whole.state.log_history[0]["rewards/margins"] == pytest.approx(0, abs=1e-5)  # the base is the reference
+    moved = {n for n, p in whole.model.named_parameters() if not torch.equal(p, before[n])}
+    assert moved == {n for n, p in whole.model.named_parameters() if p.requires_grad}
+    assert all(".layers.1." in n for n in moved) or "layers_to_transform" not in fields
+    read = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "out" / "checkpoint-2")
+    ids = torch.arange(97, 107)[None]
+    with torch.no_grad():
+        same_logits = read.eval()(ids).logits, whole.model.eval()(ids).logits
+    torch.testing.assert_close(*same_logits, rtol=1e-4, atol=1e-4)
+    again = trainer(tmp_path / "out", "DPO", model=str(base), peft_config=peft.LoraConfig(**asked), **more)
+    again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
+    assert same(weights_of(again.model), weights_of(whole.model))
+
+
+def test_an_adapter_of_a_reward_model_trains_the_head_only_where_peft_does(tmp_path, caplog):
+    peft = pytest.importorskip("peft")
+    tiny_model().save_pretrained(tmp_path / "base")
+    targets = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
+    for fields, trained in (({}, False), ({"modules_to_save": ["score"]}, True), ({"task_type": "SEQ_CLS"}, True)):
+        config = peft.LoraConfig(**targets, **fields)
+        made = trainer(tmp_path, "Reward", model=str(tmp_path / "base"), peft_config=config)
+        head = next(p for n, p in made.model.named_parameters() if "score" in n)
+        before = head.clone()
+        assert trained == (not before.any())  # a frozen head of 0 would teach nothing
+        made.train()
+        assert trained == (not torch.equal(head, before))
+    assert caplog.text.count("peft_config trains no score head, as in TRL") == 1
+
+
+@pytest.mark.parametrize("method", KINDS)
+def test_compute_metrics_is_given_logits_or_scores_and_labels(method, tmp_path):
+    seen = []
+
+    def metrics(found):
+        seen.append(found)
+        return {"mine": 0.5, "eval_own": 1.5}
+
+    rows = ROWS[method][:3]
+    made = trainer(tmp_path, method, eval_dataset=rows, compute_metrics=metrics, per_device_eval_batch_size=2,
+                   eval_strategy="steps", eval_steps=2, metric_for_best_model="mine")  # fmt: skip
+    made.train()
+    assert made.state.best_metric == made.state.log_history[-2]["eval_mine"] == 0.5
+    found = made.evaluate()
+    assert found["eval_own"] == 1.5
+    logits, labels = seen[-1].predictions, seen[-1].label_ids
+    if method == "Reward":
+        chosen, rejected = logits[[0, 1, 4], 0], logits[[2, 3, 5], 0]
+        assert (chosen - rejected).mean() == pytest.approx(found["eval_margin"], rel=1e-4) and labels == ()
+        return
+    assert logits.shape[:2] == labels.shape and len(labels) == (3 if method == "SFT" else 6)
+    if method == "SFT":
+        loss = torch.nn.functional.cross_entropy(torch.tensor(logits[:, :-1]).flatten(0, 1),
+                                                 torch.tensor(labels[:, 1:]).flatten())  # fmt: skip
+        assert loss.item() == pytest.approx(found["eval_loss"], rel=1e-4)
+        small = trainer(tmp_path, eval_dataset=rows, preprocess_logits_for_metrics=lambda x, _: x.argmax(-1),
+                        compute_metrics=lambda found: {"width": found.predictions.ndim})  # fmt: skip
+        assert small.evaluate()["eval_width"] == 2
+
+
+@pytest.mark.parametrize("method", KINDS)
+def test_parameters_are_float16_where_the_model_is_asked_for_so(method, tmp_path):
+    tiny_model().save_pretrained(tmp_path / "base")
+    made = trainer(
+        tmp_path, method, model=str(tmp_path / "base"), model_init_kwargs={"dtype": torch.float16}, bf16=None
+    )
+    before = {n: p.clone() for n, p in made.model.named_parameters()}
+    made.train()
+    now = dict(made.model.named_parameters())
+    assert {p.dtype for p in now.values()} == {torch.float16}
+    assert not any(torch.equal(before[n], p) for n, p in now.items() if "norm" not in n)
+
+
+CODE = """
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+
+class OwnConfig(Qwen3Config):
+    model_type = "own-qwen3"
+
+
+class OwnModel(Qwen3ForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_code_beside_the_weights_of_policy_and_reference_runs_only_where_it_is_trusted(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = tmp_path / "own"
+    tiny_model().save_pretrained(folder)
+    (folder / "modeling_own.py").write_text(CODE)
+    named = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "own-qwen3", "architectures": ["OwnModel"], "auto_map": named}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"brings custom code.* set trust_remote_code=True$"):
+        trainer(tmp_path, "DPO", model=str(folder))
+    made = trainer(tmp_path, "DPO", model=str(folder), trust_remote_code=True)
+    assert {type(made.model).__name__, type(made.ref_model).__name__} == {"OwnModel"}
+    made.train()
+    assert made.state.log_history[1]["rewards/margins"] != 0
+
+
+def test_wrapped_packs_are_cut_where_they_are_full_and_evaluations_are_packed_too(tmp_path):
+    rows = [{"text": "abcd"}, {"text": "ef"}, {"text": "ghi"}]
+    made = trainer(tmp_path, rows=rows, packing=True, packing_strategy="wrapped", max_length=5, eval_dataset=rows)
+    decode = byte_tokenizer().decode
+    assert [decode(ids) for ids in made.train_dataset["input_ids"]] == [f"abcd{END}", f"ef{END}gh", f"i{END}"]
+    assert len(made.eval_dataset) == 3
+    made.train()
+    both = {}
+    for packs in (None, False):
+        made = trainer(tmp_path, rows=rows, packing=True, max_length=8, eval_packing=packs, eval_dataset=rows)
+        both[packs] = len(made.eval_dataset), made.evaluate()["eval_loss"]
+    assert (both[None][0], both[False][0]) == (2, 3) and both[None][1] == pytest.approx(both[False][1])
+
+
+def test_what_trl_refuses_of_rows_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="`max_length` is not enforced"):
+        trainer(tmp_path, padding_free=True)
+    moving = datasets.Dataset.from_list(ANSWERS).with_transform(lambda batch: batch)
+    with pytest.raises(
+        ValueError, match=r"Dataset\.with_transform\(\).*skip_prepare_dataset.*transform return trainer-r"
+    ):
+        trainer(tmp_path, rows=moving)
+    rows = [{"input_ids": [97, 98], "assistant_masks": [0, 1]}]
+    with pytest.raises(ValueError, match="Add a 'labels' column"):
+        trainer(tmp_path, rows=rows, dataset_kwargs={"skip_prepare_dataset": True})
+
+
+def test_texts_without_a_prompt_share_their_characters_but_a_blank_at_the_end(tmp_path):
+    rows = [{"chosen": "a b", "rejected": "a c"}, {"chosen": "now", "rejected": "never"}]
+    made = trainer(tmp_path, "DPO", rows).train_dataset
+    decode = byte_tokenizer().decode
+    shown = [[decode(row[f"{name}_ids"]) for name in ("prompt", "chosen", "rejected")] for row in made]
+    assert shown == [["a", f" b{END}", f" c{END}"], ["n", f"ow{END}", f"ever{END}"]]
+
+
+def test_a_message_may_have_tool_calls_in_place_of_a_content(tmp_path):
+    call = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+    made = trainer(tmp_path, rows=[{"messages": [TALK[0], call, *TALK[1:]]}])
+    assert len(made.train_rows()) == 1
+
+
+def test_reward_models_warn_of_old_columns_and_refuse_several_labels(tmp_path):
+    rows = [{"chosen_input_ids": [97, 98], "rejected_input_ids": [97, 99]}] * 2
+    with pytest.warns(FutureWarning, match="will not be supported in v1"):
+        made = trainer(tmp_path, "Reward", rows)
+    assert made.train_dataset["chosen_ids"][0] == [97, 98]
+    several = AutoModelForSequenceClassification.from_config(tiny_model().config)
+    with pytest.raises(ValueError, match="reward models require `num_labels=1`, and this one has 2"):
+        trainer(tmp_path, "Reward", model=several)
 
 
 def test_rows_of_token_ids_and_a_head_of_its_own_for_a_reward_model(tmp_path):

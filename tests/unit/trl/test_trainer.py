@@ -154,7 +154,7 @@ def test_nothing_but_model_rewards_and_rows_is_needed(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("loss", "level", "more", "said"),
     [
-        ("dapo", "sequence", {}, "counts by its length"),
+        ("dapo", "sequence", {}, "weights each sequence by its completion length"),
         ("grpo", "sequence", {}, ""),
         ("luspo", "token", {}, "made for importance_sampling_level='sequence'"),
         ("vespo", "sequence", {}, "ratio of sequences of its own"),
@@ -216,11 +216,13 @@ def test_completions_are_shown_by_the_loggers_too(tmp_path, monkeypatch, capsys)
     shown = []
     wandb = SimpleNamespace(run=None, log=shown.append, Table=lambda dataframe: dataframe)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    args = GRPOConfig(str(tmp_path), report_to="wandb", wandb_log_unique_prompts=True, num_completions_to_print=1)
+    args = GRPOConfig(str(tmp_path), report_to="wandb", log_completions=True, wandb_log_unique_prompts=True,
+                      num_completions_to_print=1)  # fmt: skip
     made = Completions(args)
     for step, run in ((1, None), (2, object())):
         wandb.run = run
-        made.columns = {"prompt": ["a", "a", "b"], "completion": ["1", "2", "3"]}
+        made.prompts, made.completions, made.advantages = ["a", "a", "b"], ["1", "2", "3"], [0.0, 0.5, 1.0]
+        made.pending = True
         made.write(step)
     assert [table["completions"]["completion"].tolist() for table in shown] == [["1", "3"]]
     whole = pandas.read_parquet(tmp_path / "completions" / "completions_00002.parquet")
@@ -294,7 +296,7 @@ def test_reward_models_by_name_and_as_modules(by, tmp_path):
 @pytest.mark.parametrize(
     ("given", "kind", "message"),
     [
-        ({"reward": []}, ConfigError, "reward_funcs is empty"),
+        ({"reward": []}, ConfigError, "No reward source provided: reward_funcs is empty"),
         (
             {"reward_weights": [1.0, 2.0]},
             ConfigError,
@@ -328,7 +330,14 @@ def test_reward_models_by_name_and_as_modules(by, tmp_path):
         ({"data": iter(rows(3)), "max_steps": -1}, ConfigError, "set max_steps"),
         ({"model_init_kwargs": {"rope_scaling": 1}, "model": "folder"}, ConfigError, "rope_scaling"),
         ({"optimizers": (None, 1)}, ConfigError, "give both"),
-        ({"generation_kwargs": {"num_beams": 2}}, ConfigError, "beam"),
+        (
+            {
+                "data": datasets.IterableDataset.from_generator(lambda: iter(rows(3))),
+                "accelerator_config": {"dispatch_batches": True},
+            },
+            ConfigError,
+            "require `dispatch_batches=False`",
+        ),
         ({"generation_kwargs": {"do_sample": False}}, ConfigError, "do_sample=False"),
         ({"generation_kwargs": {"max_length": 9}}, ConfigError, "max_length is not taken; set max_completion_length"),
     ],
@@ -341,8 +350,116 @@ def test_what_is_not_there_is_refused_by_name(given, kind, message, tmp_path):
         trainer(tmp_path, **given)
 
 
-def test_a_reward_function_of_the_wrong_length_is_named(tmp_path):
-    with pytest.raises(RewardError, match=r"lambda.*2.*3"):
+def test_a_stream_sets_the_loader_s_arguments_as_in_trl(tmp_path, caplog):
+    stream = datasets.IterableDataset.from_generator(lambda: iter(rows(4)))
+    made = trained(trainer(tmp_path, data=stream, dataloader_num_workers=4))
+    assert made.args.accelerator_config.dispatch_batches is False
+    assert made.args.dataloader_num_workers == 0
+    assert "`dataloader_num_workers=0`, which is taken in place of 4" in caplog.text
+
+
+def test_a_trainer_without_data_or_with_a_reference_that_can_t_be_synchronized_is_refused(tmp_path):
+    args = GRPOConfig(str(tmp_path), **SMALL)
+    with pytest.raises(ConfigError, match="`train_dataset` is required"):
+        GRPOTrainer(tiny_model(), length_reward, args, processing_class=byte_tokenizer())
+    config = pytest.importorskip("peft").LoraConfig(target_modules=["q_proj"])
+    with pytest.raises(ConfigError, match="`sync_ref_model=True` while using a PEFT model"):
+        trainer(tmp_path, peft_config=config, sync_ref_model=True, beta=0.1)
+
+
+def test_beams_are_made_by_transformers_generate_and_trained_on(tmp_path, monkeypatch, caplog):
+    asked = []
+
+    def generate(self, *args, generation_config, **kwargs):
+        asked.append((generation_config.num_beams, generation_config.length_penalty, generation_config.do_sample))
+        return own(self, *args, generation_config=generation_config, **kwargs)
+
+    generate.__module__ = "transformers"
+    model = tiny_model()
+    own = type(model).generate
+    monkeypatch.setattr(type(model), "generate", generate)
+    trained(trainer(tmp_path, model=model, generation_kwargs={"num_beams": 2, "length_penalty": -0.1, "top_k": 50}))
+    assert asked == [(2, -0.1, True)] * 2
+    assert "num_beams=2: what beams find is no sample of the policy" in caplog.text
+
+
+def test_a_generate_of_the_model_s_own_class_is_used(tmp_path, monkeypatch):
+    model, asked = tiny_model(), []
+    own = type(model).generate
+    monkeypatch.setattr(type(model), "generate", lambda self, **kw: asked.append(1) or own(self, **kw))
+    trained(trainer(tmp_path, model=model))
+    assert len(asked) == 2
+
+
+def test_accumulation_that_would_mix_rollouts_is_taken_as_the_nearest_that_does_not(tmp_path, caplog):
+    made = trainer(tmp_path, steps_per_generation=4, gradient_accumulation_steps=3, num_iterations=2, max_steps=4)
+    assert "gradient_accumulation_steps=3 with steps_per_generation=4 would mix two rollouts" in caplog.text
+    trained(made)
+    assert (made.args.batches.rows, made.args.batches.updates, made.state.global_step) == (12, 2, 4)
+
+
+def test_the_last_rollout_weights_and_tokenizers_of_rewards_are_there_to_read(tmp_path):
+    def judge(completions, log_extra, **_):
+        log_extra("own", list(completions))
+        return [1.0 + len(set(completion)) for completion in completions]
+
+    class Appends(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            made._metrics["train"]["mine"] += [1.0, 2.0]
+
+    made = trainer(
+        tmp_path,
+        [judge, reward_model()],
+        callbacks=[Appends()],
+        reward_weights=[0.5, 2.0],
+        reward_processing_classes=[None, byte_tokenizer()],
+    )
+    assert made.reward_weights.tolist() == [0.5, 2.0]
+    assert [type(own) for own in made.reward_processing_classes] == [type(None), type(byte_tokenizer())]
+    made.reward_weights = torch.tensor([1.0, 0.0])
+    with pytest.raises(ConfigError, match=r"reward weights \(1\) must match"):
+        made.reward_weights = [1.0]
+    trained(made)
+    logs = made._logs
+    assert logs["extra"]["own"] == logs["completion"]
+    assert len(logs["prompt"]) == len(logs["advantages"]) == len(logs["rewards"]["judge"]) == 3
+    assert made.state.log_history[-2]["reward"] == pytest.approx(sum(logs["rewards"]["judge"]) / 3)
+    assert [row.get("mine") for row in made.state.log_history] == [1.5, 1.5, None]
+    assert (made.environments, made.aux_loss_enabled) == ([], False)
+
+
+def test_nothing_to_resume_is_a_value_error_and_an_object_has_the_name_that_it_gives_itself(tmp_path):
+    class Judge:
+        __name__ = "mine"
+
+        def __call__(self, completions, **_):
+            return [1.0] * len(completions)
+
+    made = trainer(tmp_path, Judge())
+    assert made.reward_func_names == ["mine"]
+    for asked in (True, str(tmp_path / "none")):
+        with pytest.raises(ValueError, match="heckpoint"):
+            made.train(resume_from_checkpoint=asked)
+
+
+def test_loaders_to_look_at_show_the_rows_in_the_order_of_the_run(tmp_path):
+    seen = []
+
+    def judge(prompts, completions, **_):
+        seen.append([{"prompt": prompt} for prompt in prompts])
+        return [float(len(completion)) for completion in completions]
+
+    data = [{"prompt": f"{i}+1="} for i in range(4)]
+    made = trainer(tmp_path, judge, data=data, eval_dataset=data[:2], max_steps=4)
+    batches = list(made.get_train_dataloader())
+    assert len(batches) == 4
+    assert [row for batch in made.get_eval_dataloader() for row in batch] == [data[0]] * 3 + [data[1]] * 3
+    made.train()
+    assert seen == batches
+
+
+def test_a_reward_function_of_the_wrong_length_is_named_in_a_value_error(tmp_path):
+    with pytest.raises(ValueError, match=r"lambda.*2.*3"):
         trainer(tmp_path, lambda completions, **_: [1.0, 2.0]).train()
 
 
@@ -597,7 +714,7 @@ def test_what_a_script_reads_of_the_trainer(tmp_path):
     made = trainer(tmp_path)
     assert (made.num_generations, made.max_completion_length, made.is_fsdp_enabled) == (3, 6, False)
     assert made.get_num_trainable_parameters() == sum(p.numel() for p in made.model.parameters())
-    for name, instead in (("get_train_dataloader", "give train_dataset"), ("_metrics", "state.log_history"),
+    for name, instead in (("compute_metrics", "on_evaluate"), ("hp_space", "each trial"),
                           ("data_collator", "no loaders"), ("num_generation", "did you mean")):  # fmt: skip
         with pytest.raises(AttributeError, match=f"{name}.*{instead}"):
             getattr(made, name)

@@ -1,6 +1,7 @@
 """Where a model lies: folders of runs and checkpoints, and names that the hub is asked for."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -140,3 +141,30 @@ def test_a_name_in_the_cache_needs_no_hub(monkeypatch, file):
 def test_names_that_no_folder_can_have_are_errors_of_their_own(load, name, says):
     with pytest.raises(ConfigError, match=says):
         load(name)
+
+
+def test_a_revision_of_a_hub_name_is_the_snapshot_of_that_revision(tmp_path, model_folder, monkeypatch):
+    cache = tmp_path / "models--my--model"
+    (cache / "snapshots" / "abc").mkdir(parents=True), (cache / "refs").mkdir()
+    for file in Path(model_folder).iterdir():
+        (cache / "snapshots" / "abc" / file.name).symlink_to(file)
+    (cache / "refs" / "v1.0").write_text("abc")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    assert model_folder_of("my/model@v1.0") == str(cache / "snapshots" / "abc")
+    assert load_tokenizer("my/model@v1.0")("hi").input_ids
+    with pytest.raises(ConfigError, match=r"'my/model' at revision 'v2' can't be had .*branch, tag or commit behind"):
+        model_folder_of("my/model@v2")
+
+
+def test_a_gguf_and_a_pointer_of_git_lfs_are_named_for_what_they_are(tmp_path):
+    (tmp_path / "q4").mkdir()
+    (tmp_path / "q4" / "model.gguf").write_bytes(b"GGUF")
+    (tmp_path / "lfs").mkdir()
+    (tmp_path / "lfs" / "config.json").write_text("{}")
+    (tmp_path / "lfs" / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\n")
+    for name in ("q4", "q4/model.gguf"):
+        with pytest.raises(ConfigError, match="is a model in GGUF, which can't be trained"):
+            model_folder_of(tmp_path / name)
+    with pytest.raises(ConfigError, match=r"model\.safetensors is a pointer of Git LFS, .*git lfs pull"):
+        model_folder_of(tmp_path / "lfs")

@@ -7,10 +7,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
+from whet.config.algo.names import CHOICES
 from whet.config.algo.policy import PolicyConfig
 from whet.config.base import config
 from whet.config.fields import Bool, Count, Float, Fn, Name, Number
-from whet.errors import ConfigError
+from whet.errors import ConfigError, lookup_error
+from whet.util.refs import is_ref
 
 __all__ = ["PPOConfig", "PpoConfig"]
 
@@ -76,6 +78,9 @@ class PPOConfig(PolicyConfig):
             raise ConfigError(f"clip_range_value must be positive, got {self.clip_range_value!r}")
         if self.epsilon_low is not None and self.epsilon_low < 0:
             raise ConfigError(f"epsilon_low must not be negative, got {self.epsilon_low!r}")
+        known = CHOICES["kl_loss_mode"]
+        if isinstance(self.kl_method, str) and self.kl_method not in known and not is_ref(self.kl_method):
+            raise lookup_error("kl_method", self.kl_method, known)
         if "low_var_kl" not in (self.kl_method, self.kl_loss_mode) and self.kl_method != self.kl_loss_mode:
             raise ConfigError(
                 f"kl_method={self.kl_method!r} and kl_loss_mode={self.kl_loss_mode!r} both choose the KL estimate; "

@@ -36,7 +36,7 @@ class SFTConfig(SupervisedConfig):
     function or "package.module:function"."""
     loss_agg_mode: Name | Fn = "token-mean"
     """How token losses become one number: "token-mean" over the whole batch, "sequence-mean-token-mean" ..., as in
-    reinforcement learning."""
+    reinforcement learning. Rows without a trained token are left out before, so no mean over sequences counts them."""
     loss_agg_norm: Float | None = None
     """The constant of loss_agg_mode=sequence-mean-token-scale and -sum-norm."""
     log_entropy: Bool = False

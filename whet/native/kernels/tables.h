@@ -4,9 +4,14 @@
 #include <cstdint>
 
 // Linear layers of one input: weights in panels of 2 W outputs, those of an input side by side (bfloat16: of a pair).
+// Low-rank adapters add s (x A) B: `first` holds A of each layer side by side, `second` B of each below one another.
 struct Product {
     const void *weight, *bias;  // T; bias null = none
     int64_t in, out;
+    int64_t rank;               // of all adapters together; 0 = none, and nothing below is read
+    const void *first, *second; // T, in panels: [rank, in] and [out, rank]
+    const float* scale;         // s of each output, up to a whole panel
+    const int64_t* spans;       // [panels, 2]: which of the ranks a panel has; those outside are 0
 };
 
 // What all layers of a step share. All pointers to Long unless said.

@@ -25,6 +25,8 @@ __all__ = ["DecodeLayout", "attention_part", "hiding"]
 MASK_VALUE = -1e30
 """Added to the score of a key that must not be seen: finite, so a part that sees nothing gets no weight, and no NaN."""
 
+FLASH = "_scaled_dot_product_flash_attention_for_cpu"
+"""torch's fused operator, which is private: where there is none, scores are held at once whatever their size."""
 MAX_SCORES = 1 << 24
 """Scores held at once; beyond it torch's fused operator works on them piece by piece."""
 
@@ -50,8 +52,8 @@ def attention_part(
         and q.device.type == "cpu"
         and softcap is None
         and k.shape[-1] == v.shape[-1]
+        and (flash := getattr(torch.ops.aten, FLASH, None)) is not None
     ):
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return flash(q, k, v, 0.0, False, attn_mask=bias, scale=scale)
     s, p = _shares(q, k, bias, scale=scale, softcap=softcap)
     v = v.flatten(0, 1)

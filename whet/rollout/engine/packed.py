@@ -2,9 +2,10 @@
 
 On a CPU few rows are multiplied fastest by a weight in the native kernels' own order. Such a packed weight is derived
 data: a second copy, made once per version of the weights. Where there are no kernels the layers' own weights are
-multiplied, with no copy; of a layer with an adapter the effective weight is copied there, at an address that stays, so
-that graphs which were captured with it go on.
-Dim legend: n rows.
+multiplied, with no copy. In fp32 a layer with an adapter has its effective weight packed, or copied at an address that
+stays, so that graphs which were captured with it go on. In half precision rounding that weight would lose much of the
+adapter, so A and B are multiplied beside W, in the order and with the roundings of the layer itself.
+Dim legend: n rows, O out, R rank of all adapters of a product.
 Left out on purpose: quantised weights, and any choice by the clock: a path is taken where it is right.
 """
 
@@ -16,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from whet.models.adapters import effective_weight, plain_linear
+from whet.models.adapters import effective_weight, low_rank, plain_linear
 from whet.native.decode import Kernels, ProductTable
 
 __all__ = ["Product"]
@@ -48,6 +49,10 @@ class Product:
         self._norm = norm if kernels is not None and self._linears[0].weight.dtype == torch.float32 else None
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
+        self._merges = self._linears[0].weight.dtype.itemsize >= 4
+        """Whether adapters are in the weights, and not beside them."""
+        self._beside: list[Tensor] = []
+        """Adapters beside the weights: what `table` points to."""
         self._merged: dict[int, Tensor] = {}
         """Where nothing is packed: the effective weights of layers with an adapter, by place."""
         self.refresh()
@@ -56,7 +61,7 @@ class Product:
         """Copies the weights as they are now, each with what an adapter adds to it."""
         if self._kernels is None:
             for i, (layer, base) in enumerate(zip(self.layers, self._linears)):
-                if base is not layer:
+                if base is not layer and self._merges:
                     made = effective_weight(layer)
                     self._merged[i] = self._merged[i].copy_(made) if i in self._merged else made.clone()
             return
@@ -66,11 +71,14 @@ class Product:
         outputs, inputs = weight.shape
         self._weight = self._kernels.pack(weight, old)
         bias = None if self._bias is None else self._bias.data_ptr()
-        self.table = ProductTable(self._weight.data_ptr(), bias, inputs, outputs)
+        rank, self._beside = (0, []) if self._merges else self._adapters(self._kernels, weight)
+        beside = (x.data_ptr() for x in self._beside)
+        self.table = ProductTable(self._weight.data_ptr(), bias, inputs, outputs, rank, *beside)
 
     def drop(self) -> None:
         """Frees the copy; `refresh` makes it again."""
         self._weight = self._bias = self.gain = self.table = None
+        self._beside.clear()
         self._merged.clear()
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -85,7 +93,7 @@ class Product:
     def _part(self, i: int, x: Tensor) -> Tensor:
         """What one layer makes of x."""
         layer, base = self.layers[i], self._linears[i]
-        if base is not layer and i not in self._merged:  # dropped, and not renewed yet
+        if base is not layer and i not in self._merged:  # half precision; or dropped, and not renewed yet
             return layer(x)
         return F.linear(x, self._merged.get(i, base.weight), base.bias)
 
@@ -102,17 +110,42 @@ class Product:
     @property
     def bytes(self) -> int:
         """Memory of the copy."""
-        return (0 if self._weight is None else self._weight.nbytes) + sum(w.nbytes for w in self._merged.values())
+        packed = () if self._weight is None else (self._weight, *self._beside)
+        return sum(x.nbytes for x in (*packed, *self._merged.values()))
 
     def _joined(self) -> tuple[Tensor, Tensor | None]:
-        """The effective weight, its columns times the gain, and the bias of layers put together."""
-        weights = [effective_weight(layer) for layer in self.layers]
+        """The weight, effective or of the base, its columns times the gain, and the bias of layers put together."""
+        layers = self.layers if self._merges else self._linears
+        weights = [effective_weight(layer) for layer in layers]
         weight = weights[0].contiguous() if len(weights) == 1 else torch.cat(weights)
         weight = weight if self.gain is None else weight * self.gain.detach()
         biases = [layer.bias for layer in self._linears]
         if all(b is None for b in biases):
             return weight, None
         return weight, torch.cat([w.new_zeros(len(w)) if b is None else b.detach() for b, w in zip(biases, weights)])
+
+    def _adapters(self, kernels: Kernels, weight: Tensor) -> tuple[int, list[Tensor]]:
+        """What the table says of adapters: R; A and B of all layers, s of each output, the ranks of each panel."""
+        parts = [low_rank(layer) for layer in self.layers]
+        if all(part is None for part in parts):
+            return 0, []
+        ranks = [0 if part is None else part[0].shape[0] + part[0].shape[0] % 2 for part in parts]  # read in pairs
+        first, second = weight.new_zeros(sum(ranks), self.inputs), weight.new_zeros(len(weight), sum(ranks))
+        panels = -(-len(weight) // kernels.panel)
+        scale = torch.zeros(panels * kernels.panel)
+        of = torch.zeros(len(weight), 2, dtype=torch.long)  # which ranks an output has
+        row = rank = 0
+        for part, layer, r in zip(parts, self._linears, ranks, strict=True):
+            rows = slice(row, row + layer.out_features)
+            if part is not None:
+                a, b, s = part
+                first[rank : rank + len(a)] = a
+                second[rows, rank : rank + len(a)] = b
+                scale[rows] = s
+            of[rows] = torch.tensor([rank, rank + r])
+            row, rank = row + layer.out_features, rank + r
+        spans = torch.tensor([[x[0, 0], x[-1, 1]] for x in of.split(kernels.panel)])
+        return rank, [kernels.pack(first), kernels.pack(second), scale, spans]
 
 
 def _linear(layer: nn.Module) -> nn.Linear:

@@ -68,6 +68,10 @@ class Agents:
         """What the prompt of every row tells of tools; environments add theirs when they are reset."""
         return () if self.tools is None or self.environments is not None else tuple(self.tools.schemas)
 
+    def functions(self, tools: Sequence[Callable[..., Any]]) -> list[Callable[..., Any]]:
+        """What the model may call: tools, and the methods of an environment where there is one kind of it."""
+        return list(tools) if self.environments is None else self.environments.functions or list(tools)
+
     @property
     def rewards(self) -> list[Callable[..., Any]]:
         """Reward functions of environments."""

@@ -55,6 +55,11 @@ class Environments:
         return pool[place]
 
     @property
+    def functions(self) -> list[Callable[..., Any]]:
+        """The tools of the one kind that there is; of several, where a row chooses, none."""
+        return [] if self._several else list(self._made(None, 0)[1].functions.values())
+
+    @property
     def rewards(self) -> list[Callable[..., Any]]:
         """A reward function for each kind of environment with `get_reward`, of that name."""
         kinds = dict.fromkeys(type(self._made(name, 0)[0]) for name in self._factories)
@@ -74,7 +79,8 @@ class Environments:
         for prompt in prompts:
             name = prompt.columns.get(_COLUMN) if self._several else None
             if name not in self._factories:
-                raise DataError(str(lookup_error(_COLUMN, str(name), [str(n) for n in self._factories])))
+                found = lookup_error(_COLUMN, str(name), [str(n) for n in self._factories])
+                raise DataError(f"a row's {_COLUMN} is not among the environments of environment_factory: {found}")
             for _ in range(number):
                 environment, tools = self._made(name, taken[name])
                 taken[name] += 1

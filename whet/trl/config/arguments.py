@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import torch
 from transformers import SchedulerType, TrainingArguments
+from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from transformers.training_args import ParallelMode
 
@@ -125,6 +126,7 @@ class Arguments:
             self.output_dir = "trainer_output"
         self.output_dir = str(Path(self.output_dir).expanduser())
         self.words()
+        self.accelerator_config = _accelerator(self.accelerator_config)
         reports = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or ())
         self.report_to = _available() if reports == ["all"] else [] if reports == ["none"] else reports
         launched(self)
@@ -252,6 +254,7 @@ class Arguments:
     def to_dict(self) -> dict[str, Any]:
         """Every field, tokens hidden."""
         found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # pyright: ignore
+        found["accelerator_config"] = self.accelerator_config.to_dict()
         plain = {n: v.value if isinstance(v, IntervalStrategy | SaveStrategy | SchedulerType) else v
                  for n, v in found.items()}  # fmt: skip
         return {n: f"<{n.upper()}>" if n.endswith("_token") and v else copy.copy(v) for n, v in plain.items()}
@@ -263,6 +266,16 @@ class Arguments:
     def to_sanitized_dict(self) -> dict[str, Any]:
         """`to_dict` for loggers: numbers and texts."""
         return {n: v if isinstance(v, bool | int | float | str) else str(v) for n, v in self.to_dict().items()}
+
+
+def _accelerator(given: Any) -> AcceleratorConfig:
+    """accelerator_config as transformers has it. Args: given: one, its fields, a JSON file's path, or None."""
+    if isinstance(given, AcceleratorConfig):
+        return given
+    try:
+        return AcceleratorConfig.from_json_file(given) if isinstance(given, str) else AcceleratorConfig(**(given or {}))
+    except (TypeError, ValueError, OSError) as error:
+        raise ConfigError(f"accelerator_config={given!r}: {error}") from error
 
 
 def _available() -> list[str]:

@@ -46,6 +46,8 @@ class Batches:
     """Times that the completions of a rollout are used."""
     steps_per_generation: int
     generation_batch_size: int
+    accumulated: int
+    """Micro-steps of an update: gradient_accumulation_steps, or the nearest that mixes no two rollouts."""
 
     def __str__(self) -> str:
         """What it does to the step."""
@@ -95,13 +97,8 @@ def _batches(fields: Mapping[str, Any]) -> Batches | str:
         )
     if whole % group:
         return f"generation_batch_size ({whole}) must be divisible by num_generations ({group})."
-    rows, updates, passes = _used(micro, accumulate, steps, iterations)
-    if not rows:
-        return (
-            f"gradient_accumulation_steps ({accumulate}) must divide steps_per_generation ({steps}) or be a multiple "
-            f"of it, and divide {steps * iterations}, the micro-steps that a generation is used for, or be a multiple "
-            "of them: an update takes whole parts of one rollout."
-        )
+    taken = _nearest_accumulation(micro, accumulate, steps, iterations)
+    rows, updates, passes = _used(micro, taken, steps, iterations)
     sampled = rows if updates == 1 else whole
     return Batches(
         prompts=sampled // group,
@@ -111,7 +108,19 @@ def _batches(fields: Mapping[str, Any]) -> Batches | str:
         passes=passes,
         steps_per_generation=steps,
         generation_batch_size=whole,
+        accumulated=taken,
     )
+
+
+def _nearest_accumulation(micro: int, accumulate: int, steps: int, iterations: int) -> int:
+    """The nearest number of micro-steps for which an update takes whole parts of one rollout.
+
+    >>> _nearest_accumulation(6, 3, 4, 2)
+    4
+    """
+    cycle = steps * iterations
+    works = [n for n in range(1, accumulate + cycle + 1) if _used(micro, n, steps, iterations)[0]]
+    return min(works, key=lambda n: abs(math.log(n / accumulate)))
 
 
 def _used(micro: int, accumulate: int, steps: int, iterations: int) -> tuple[int, int, int]:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import logging
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from whet.config import PreferenceConfig
+from whet.learners.objective import keywords_of, resolve_name
 from whet.learners.preference_objective import make_preference_objective
+from whet.ops.preference import PREFERENCE_LOSSES, PreferenceInputs, needs
+from whet.ops.preference import sigmoid as SMOOTHED
 from whet.trl.config.arguments import dataclass_of
-from whet.trl.config.field import Table, inert, old, other, works
+from whet.trl.config.field import Table, inert, old, works
 from whet.trl.config.supervised import MODEL_FIELDS, NO_DROPOUT, SUPERVISED_FIELDS, SupervisedArguments
 from whet.trl.config.training import OLD_TRAINING_FIELDS, TRAINING_FIELDS
 
@@ -24,12 +29,13 @@ DPO_FIELDS: Table = {
     "padding_free": inert(False, "nothing is padded in any case"),
     "precompute_ref_log_probs": works(False),
     "precompute_ref_batch_size": inert(None, "passes go by max_tokens_per_microbatch", int),
-    "loss_type": works(["sigmoid"], "and whet's others that take pairs (docs/preference.md)", list[str]),
+    "loss_type": works(["sigmoid"], "and whet's others that take pairs (whet docs preference)", list[str]),
     "loss_weights": works(None, kind=list[float]),
     "ld_alpha": works(None, kind=float),
     "f_divergence_type": works("reverse_kl"),
     "f_alpha_divergence_coef": works(0.5),
-    "label_smoothing": other(0.0, "of sigmoid too, which is cDPO: TRL's sigmoid takes no notice of it"),
+    "label_smoothing": works(0.0, "sigmoid takes no notice of it, as there; cDPO is "
+                                  "loss_type='whet.ops.preference:sigmoid'"),
     "beta": works(0.1),
     "use_weighting": works(False),
     "discopop_tau": works(0.05),
@@ -48,11 +54,14 @@ OLD_DPO_FIELDS: Table = {
 
 _SAME = ("beta", "ld_alpha", "f_divergence_type", "use_weighting", "precompute_ref_log_probs")
 """Fields with one name and meaning in both."""
-_OF_ONE = {
-    "discopop_tau": ("discopop",),
-    "label_smoothing": ("sigmoid", "robust", "exo_pair", "cpo"),
-}
-"""Fields that only these losses take."""
+_OF_ONE = ("discopop_tau", "label_smoothing")
+"""Fields that some losses take."""
+
+
+@needs(difference=True)
+def sigmoid(p: PreferenceInputs, *, beta: float = 0.1) -> Tensor:
+    """DPO's loss without label smoothing, next to one that has it."""
+    return SMOOTHED(p, beta=beta)
 
 
 class _DPO(SupervisedArguments):
@@ -72,12 +81,19 @@ class _DPO(SupervisedArguments):
                 )
         self.loss_type = [self.loss_type] if isinstance(self.loss_type, str) else list(self.loss_type)
         make_preference_objective(self.to_whet())
+        if self.label_smoothing and "sigmoid" in self.loss_type:
+            log.warning(
+                "label_smoothing=%s is not read by the sigmoid loss, as in TRL; for cDPO take "
+                "loss_type='whet.ops.preference:sigmoid'",
+                self.label_smoothing,
+            )
 
     def to_whet(self) -> PreferenceConfig:
         """The objective as whet's own configuration."""
-        losses = tuple(self.loss_type)
+        losses = tuple(sigmoid if name == "sigmoid" and self.label_smoothing else name for name in self.loss_type)
         fields: dict[str, Any] = {name: getattr(self, name) for name in _SAME}
-        fields |= {n: getattr(self, n) for n, of in _OF_ONE.items() if set(of) & set(losses)}
+        taken = {n for loss in losses for n in keywords_of(resolve_name(loss, PREFERENCE_LOSSES, "loss_type"))}
+        fields |= {name: getattr(self, name) for name in _OF_ONE if name in taken}
         if self.f_divergence_type == "alpha_divergence":
             fields["f_alpha_divergence_coef"] = self.f_alpha_divergence_coef
         if self.sync_ref_model:

@@ -40,7 +40,7 @@ GRPO_FIELDS: Table = {
     "top_p": works(1.0),
     "top_k": works(0),
     "min_p": works(None, kind=float),
-    "generation_kwargs": works(None, "beams are refused: their sequences are no samples of the policy", dict),
+    "generation_kwargs": works(None, "beams are searched by transformers' generate, with a warning", dict),
     "chat_template_kwargs": works(None, kind=dict),
     "repetition_penalty": works(1.0),
     "cache_implementation": inert(None, "the KV cache is the engine's own", str),
@@ -91,7 +91,9 @@ GRPO_FIELDS: Table = {
     "entropy_target": works(0.2),
     "max_tool_calling_iterations": works(None, "rounds of calls in a completion", int),
     "vllm_importance_sampling_correction": works(True, _KEPT),
-    "vllm_importance_sampling_mode": works("sequence_mask"),
+    "vllm_importance_sampling_mode": works(
+        "sequence_mask", "geometric_mask and geometric_truncate, of the mean of a sequence, besides"
+    ),
     "vllm_importance_sampling_clip_max": works(3.0, kind=float),
     "vllm_importance_sampling_clip_min": works(None, kind=float),
     "off_policy_mask_threshold": works(None, kind=float),
@@ -196,7 +198,7 @@ def _warn_of_level(loss_type: str, level: str) -> None:
         log.warning("loss_type='vespo' has a ratio of sequences of its own; leave importance_sampling_level at 'token'")
     if level == "sequence" and loss_type in ("bnpo", "cispo", "dapo", "dr_grpo"):
         log.warning(
-            "importance_sampling_level='sequence': loss_type=%r sums over tokens, so a sequence counts by its length; "
-            "GSPO is loss_type='grpo'",
+            "importance_sampling_level='sequence': loss_type=%r sums over tokens, which weights each sequence by its "
+            "completion length; GSPO is loss_type='grpo'",
             loss_type,
         )

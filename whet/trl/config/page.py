@@ -108,9 +108,12 @@ tools have answered; ids are appended and never made again, and only what the mo
 - A loss is divided by counts of the whole update, TRL's by those of a micro-batch (bnpo) or by a mean over the updates
   of a rollout (dapo, cispo, vespo). Without accumulation, and with one update a rollout, they are the same.
 - `top_entropy_quantile` and the entropy bonus go by the tokens of the whole update, TRL's by those of a micro-batch.
-- The importance sampling for vLLM takes the mean over a sequence (`sequence_mask`, `sequence_truncate`), since a sum
-  masks long completions for being long; TRL's sum is `sequence_sum_mask` and `sequence_sum_truncate`.
-- An update takes whole parts of one rollout: accumulation that mixes two of them is an error with the nearest settings.
+- `vllm_importance_sampling_mode` has two values besides TRL's: `geometric_mask` and `geometric_truncate` take the mean
+  of a sequence's log-ratios. TRL's default, `sequence_mask`, takes their sum, which masks long completions for being
+  long. `sampling/importance_sampling_ratio/mean` leaves out completions without a trained token (those that
+  `mask_truncated_completions` takes out); TRL counts them with a ratio of 1.
+- An update takes whole parts of one rollout: where gradient_accumulation_steps would mix two of them, the nearest
+  number that doesn't is taken, with a warning.
 - Every end token of the model and the tokenizer ends a completion, and counts as ended.
 - A run that ends saves its last step, unless save_strategy is "no"; what a callback asks for then holds the weights
   alone.
@@ -124,7 +127,12 @@ tools have answered; ids are appended and never made again, and only what the mo
 - The auxiliary loss of a mixture of experts is not added, which a warning says where the model's configuration has a
   `router_aux_loss_coef`; TRL adds it.
 - What TRL's trainers have as attributes of their own (`trainer.num_generations`, `trainer.beta`) is read of the
-  arguments, and not set there. Others (`data_collator`, `get_train_dataloader`) say what to use instead.
+  arguments, and not set there. Others (`data_collator`, `compute_metrics`) say what to use instead.
+  `get_train_dataloader()` and `get_eval_dataloader()` are to look at: a run reads its rows itself.
+- Not there, since nothing but TRL's own tests reads it: `training_step`, `get_high_entropy_mask`,
+  `get_off_policy_mask`, `_generate`, `_env_tools`, `_entropy_bonus_enabled`, an adapter `ref` in `peft_config` (the
+  reference of an adapter that was trained before is a copy of it, held apart). `_logs` and `_metrics` are there, to
+  read completions and to add numbers.
 - Callbacks are given `lr_scheduler` with `get_last_lr()` and `state_dict()`; `train_dataloader` and `eval_dataloader`
   are None, since rows are packed as they are trained on.
 - A prompt that with `max_completion_length` goes beyond the model's context is an error at the start; TRL samples on,
@@ -157,18 +165,24 @@ What is said above of callbacks, the last step, resuming, masters and overridden
   encodes them together, and drops the prompt's end where they differ. Of an answer with several turns the assistant's
   are trained, in TRL the user's and the tools' too.
 - What a chat template changes or leaves out is trained as it shows it, and counted in a line of the log.
-- Without `prompt`, texts of a pair share all tokens that they begin with; TRL leaves a blank at the end to the answers.
 - Rows with nothing to train (empty answers, pairs that say the same) are left out and counted.
-- `packing` keeps every row whole and by itself, and decides how many rows make up a step: those of so many packs.
-  `packing_strategy="wrapped"` is refused, since rows would see each other.
-- `label_smoothing` acts on DPO's sigmoid loss too.
+- `packing` keeps every row whole and by itself, and decides how many rows make up a step: those of so many packs. In
+  those of `packing_strategy="wrapped"` rows see each other, as there.
 - A new score head begins at 0, TRL's at random: the first scores are 0, and the first step is the same for every seed.
+  One that an adapter does not train (`modules_to_save=["score"]` and `task_type="SEQ_CLS"` do) is drawn at random and
+  stays as it is, as there, with a warning.
+- A `peft_config` that is more than one product W + s·B·A in every layer (DoRA, rank patterns, `layers_to_transform`,
+  `target_parameters`, the experts of a mixture) runs in PEFT's own layers, slower than whet's, and a line of the log
+  says so. `trainable_token_indices`, `bias`, prompt and prefix tuning are refused.
 - `lora_dropout` is kept. The reference of an adapter is what the model was at the beginning, without a second copy.
 - `optimizer_cls_and_kwargs`: as with `optimizers`, the learning rate is the class's, and the schedule the arguments'.
-- SFT: `trainer.train_dataset` is the rows as `input_ids` with `labels`, as there; DPO's and the reward model's stay as
-  they were given.
-- `compute_loss_func`, `compute_metrics`, `preprocess_logits_for_metrics` and `data_collator` are refused, each with
-  what to do instead. Nothing holds logits, and TRL has deprecated `compute_loss_func` itself.
+- `trainer.train_dataset` and `eval_dataset` are the rows as token ids under TRL's names, without those that are left
+  out. The first token of a row, which no model foretells, has the label -100; in TRL it may have its own.
+- `compute_metrics` takes a second pass over the evaluation set, since whet's learners hold no logits.
+- `model_tags` are whet and the method. TRL's collators and fused losses are not there: whet packs rows, and reads them
+  with kernels of its own.
+- `compute_loss_func` and `data_collator` are refused, each with what to do instead. TRL has deprecated
+  `compute_loss_func` itself.
 """
 
 

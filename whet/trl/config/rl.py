@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 from whet.errors import ConfigError
 from whet.trl.config.arguments import Arguments
 from whet.trl.config.batches import Batches, batches_of
+from whet.trl.config.translate import beams
 
 __all__ = ["RLArguments"]
 
@@ -47,7 +48,24 @@ class RLArguments(Arguments):
     def _check(self) -> None:
         """TRL's rules, and what of its values is not there."""
         super()._check()
+        if self.generation_batch_size is not None and self.steps_per_generation is not None and not self._copied():
+            raise ConfigError(
+                "'generation_batch_size' and 'steps_per_generation' can not be both configured at the same time; give "
+                f"one: steps_per_generation={self.steps_per_generation} makes a generation_batch_size of "
+                f"{self.per_device_train_batch_size * self.steps_per_generation}"
+            )
+        if self.sync_ref_model and not self.beta:
+            raise ConfigError(
+                f"You passed `sync_ref_model=True` while `beta={self.beta}`: without the KL there is no reference to "
+                "synchronize; set `sync_ref_model=False`, or `beta` to a non-zero value"
+            )
         made = self.batches
+        if made.accumulated != self.gradient_accumulation_steps:
+            log.warning(
+                "gradient_accumulation_steps=%d with steps_per_generation=%d would mix two rollouts in an update: it "
+                "is taken as %d, which makes %s",
+                self.gradient_accumulation_steps, made.steps_per_generation, made.accumulated, made,
+            )  # fmt: skip
         self.steps_per_generation, self.generation_batch_size = made.steps_per_generation, made.generation_batch_size
         group = self.num_generations_eval or self.num_generations
         if self.eval_strategy != "no" and self.per_device_eval_batch_size % group:
@@ -61,7 +79,18 @@ class RLArguments(Arguments):
             self._check_vllm()
         if self.vllm_device not in (None, "auto"):
             log.warning("vllm_device=%r is not read: %s", self.vllm_device, self.OLD["vllm_device"].note)
+        if beams(self):
+            log.warning(
+                "generation_kwargs: num_beams=%s: what beams find is no sample of the policy, as in TRL; transformers' "
+                "own generate makes it, which is slower than whet's engine",
+                (self.generation_kwargs or {})["num_beams"],
+            )
         self.to_whet()  # what it can't express is said here
+
+    def _copied(self) -> bool:
+        """Whether all fields are given, as dataclasses.replace does, so that both sizes were filled in before."""
+        agree = self.generation_batch_size == self.per_device_train_batch_size * self.steps_per_generation
+        return agree and self._given.issuperset(self.TABLE.keys() - {"output_dir"})
 
     def _check_vllm(self) -> None:
         """What vLLM can't do here."""

@@ -33,9 +33,10 @@ SFT_FIELDS: Table = {
     "shuffle_dataset": other(False, "an order drawn once, from whet's own generator"),
     "packing": other(False, "passes are packed in any case, and no row sees another: the option decides how many rows "
                             "make up a step, which are those of so many packs of max_length tokens"),
-    "packing_strategy": other("bfd", "bfd and bfd_split make TRL's packs; wrapped is refused: rows see each other"),
+    "packing_strategy": other("bfd", "bfd, bfd_split and wrapped make TRL's packs; in wrapped ones rows see each "
+                                      "other, as there"),
     "padding_free": inert(False, "nothing is padded in any case"),
-    "eval_packing": inert(None, "an evaluation is weighed over all its tokens, packed or not", bool),
+    "eval_packing": works(None, "None = as packing; the evaluation is weighed over all its tokens in any case", bool),
     "completion_only_loss": works(None, "None = where rows have prompt and completion", bool),
     "assistant_only_loss": other(False, "turns are found by rendering, in the model's own template; marks "
                                         "({% generation %}) within them have the last word"),
@@ -50,7 +51,7 @@ OLD_SFT_FIELDS: Table = {
 
 _NOT_READ = {"add_special_tokens", "append_concat_token"}
 """Of dataset_kwargs, in scripts of 2024."""
-_PACKING = ("bfd", "bfd_split")
+_PACKING = ("bfd", "bfd_split", "wrapped")
 
 
 class _SFT(SupervisedArguments):
@@ -68,11 +69,6 @@ class _SFT(SupervisedArguments):
         """What of its values is not there."""
         super()._check()
         if self.packing and self.packing_strategy not in _PACKING:
-            if self.packing_strategy == "wrapped":
-                raise ConfigError(
-                    "packing_strategy='wrapped' is not taken: it cuts rows where a pack is full, and they see each "
-                    "other; take 'bfd', or 'bfd_split', which cuts those that are longer than max_length"
-                )
             raise lookup_error("packing_strategy", self.packing_strategy, _PACKING)
         if self.packing and self.max_length is None:
             raise ConfigError("When packing is enabled, `max_length` can't be `None`: it is the length of a pack")

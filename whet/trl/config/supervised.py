@@ -26,8 +26,8 @@ SUPERVISED_FIELDS: Table = {
     "save_steps": works(500, kind=float),
     "per_device_eval_batch_size": other(8, "the whole set is weighed at once, TRL's loss is a mean over batches"),
     "prediction_loss_only": inert(False, "an evaluation logs the loss and the metrics of training"),
-    "include_for_metrics": inert([], "compute_metrics is refused", list[str]),
-    "batch_eval_metrics": inert(False, "compute_metrics is refused"),
+    "include_for_metrics": refused([], "compute_metrics is given predictions and label_ids", list[str]),
+    "batch_eval_metrics": works(False),
     "dataloader_drop_last": other(False, "an epoch's last update that is not whole is left out; TRL leaves out the "
                                          "rows that fill no micro-batch"),
     "remove_unused_columns": inert(True, "columns that nothing reads are not kept in any case"),
@@ -37,9 +37,10 @@ SUPERVISED_FIELDS: Table = {
 """Fields of transformers that are otherwise than in reinforcement learning."""
 
 MODEL_FIELDS: Table = {
-    "model_init_kwargs": other(None, "dtype is read as fp32 masters with bf16=...; torch_dtype, device_map and "
-                                     "attn_implementation ask for nothing; others are refused", dict),
-    "trust_remote_code": refused(False, "code of a model's repository is never run"),
+    "model_init_kwargs": other(None, "parameters are float16 where dtype says so, else in what bf16=... says, with "
+                                     "fp32 masters in any case; torch_dtype, device_map and attn_implementation ask "
+                                     "for nothing; others are refused", dict),
+    "trust_remote_code": works(False, "the Python files that lie beside the weights are run"),
     "router_aux_loss_coef": refused(None, "the router's auxiliary loss is not added; leave it out", float,
                                     harmless=(0.0, 0)),
     "pad_to_multiple_of": inert("auto", "nothing is padded", str),

@@ -10,7 +10,7 @@ _ONE = "one process trains; several are not there yet"
 _ROWS = "rows are read in this process as they are needed; no workers copy them"
 _HUB = "checkpoints are not sent; what save_model() and push_to_hub() send is one commit"
 _ROLLOUT = "between two updates of one rollout it is rounded up to the end of the rollout"
-_NO_COMPILE = "nothing is compiled: training runs on kernels of its own"
+_NO_COMPILE = "nothing is compiled; on a CPU training has kernels of its own, on a GPU the module's forward runs"
 
 OWN_FIELDS: Table = {
     "max_tokens_per_microbatch": Field(
@@ -66,7 +66,7 @@ TRAINING_FIELDS: Table = {
     "torch_compile": inert(False, _NO_COMPILE),
     "torch_compile_backend": inert(None, _NO_COMPILE, str),
     "torch_compile_mode": inert(None, _NO_COMPILE, str),
-    "use_liger_kernel": inert(False, "whet's own layers save what Liger's save, and logits are never held"),
+    "use_liger_kernel": inert(False, "logits are never held; on a GPU nothing stands in for Liger's layers"),
     "liger_kernel_config": inert(None, "as use_liger_kernel", dict),
     "use_cache": inert(False, "training keeps no KV cache, rollouts always do"),
     "neftune_noise_alpha": refused(None, "noise in training alone would make sampler and trainer two policies", float),

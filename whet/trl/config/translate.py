@@ -30,6 +30,7 @@ __all__ = [
     "LOSS_TYPES",
     "NEVER",
     "REWARD_MANAGER",
+    "beams",
     "grpo",
     "loop",
     "loop_fields",
@@ -83,15 +84,15 @@ _OF_LOSSES = (
 )
 """Fields with one name and meaning in both; a loss is given those that it takes."""
 CORRECTIONS = {
-    "sequence_mask": ("geometric", "mask"),
-    "sequence_sum_mask": ("sequence", "mask"),
-    "sequence_sum_truncate": ("sequence", "truncate"),
-    "sequence_truncate": ("geometric", "truncate"),
+    "geometric_mask": ("geometric", "mask"),
+    "geometric_truncate": ("geometric", "truncate"),
+    "sequence_mask": ("sequence", "mask"),
+    "sequence_truncate": ("sequence", "truncate"),
     "token_mask": ("token", "mask"),
     "token_truncate": ("token", "truncate"),
 }
-"""vllm_importance_sampling_mode -> sampler_is and its mode. TRL's sum over a sequence is sequence_sum_*: a sum masks
-long completions for being long."""
+"""vllm_importance_sampling_mode -> sampler_is and its mode. sequence_* sums over a sequence, as in TRL; geometric_*,
+whet's own, takes the mean, which does not mask long completions for being long."""
 _GENERATE = {
     "max_new_tokens": "max_tokens_to_generate",
     "max_tokens": "max_tokens_to_generate",
@@ -109,6 +110,7 @@ _ELSEWHERE = {
     "num_return_sequences": "set num_generations",
 }
 """Those that are not taken -> what to do instead."""
+_BEAMS = ("diversity_penalty", "early_stopping", "length_penalty", "num_beam_groups", "num_beams")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -280,6 +282,7 @@ def rollout(args: Any, longest_prompt: int) -> RolloutConfig:
     if taken := sorted(given.keys() & _ELSEWHERE.keys()):
         raise ConfigError(f"generation_kwargs: {taken[0]} is not taken; {_ELSEWHERE[taken[0]]}")
     fields |= {"top_k": fields["top_k"] or None, "min_p": fields["min_p"] or 0.0}
+    given = {name: value for name, value in given.items() if name not in beams(args)}
     regex = args.vllm_structured_outputs_regex
     return RolloutConfig(
         **fields,
@@ -292,6 +295,13 @@ def rollout(args: Any, longest_prompt: int) -> RolloutConfig:
         constraint=None if regex is None else ConstraintConfig(regex=regex),
         vllm=_vllm(args) if args.use_vllm else VLLMOptions(),
     )
+
+
+def beams(args: Any) -> dict[str, Any]:
+    """Options of generation_kwargs that search by beams; empty = nothing is searched."""
+    given = args.generation_kwargs or {}
+    found = {name: given[name] for name in _BEAMS if name in given}
+    return found if found.get("num_beams", 1) > 1 and not args.use_vllm else {}
 
 
 def template_options(args: Any) -> dict[str, Any]:

@@ -14,37 +14,50 @@ __all__ = ["Completions"]
 
 
 class Completions:
-    """The completions of the last rollout, written when the run logs.
+    """The completions of the last rollout, written when the run logs with log_completions.
 
     Args: args: the configuration: log_completions, num_completions_to_print, log_unique_prompts, output_dir.
     """
 
     def __init__(self, args: Any) -> None:
         self.args = args
-        self.columns: dict[str, list[Any]] = {}
-        """Of the last rollout: prompt, completion, a column for each reward function and log_extra, advantage."""
+        self.prompts: list[Any] = []
+        self.completions: list[Any] = []
+        self.rewards: dict[str, list[float]] = {}
+        """Of each reward function."""
+        self.extra: dict[str, list[Any]] = {}
+        """What reward functions logged by log_extra."""
+        self.advantages: list[float] = []
+        self.pending = False
+        """Whether they are still to be written."""
 
     def add(self, step: Step, extra: dict[str, list[Any]]) -> None:
         """Takes a rollout in place of the last one."""
         rewarded, batch = step.need_rewarded(), step.need_batch()
-        if not self.args.log_completions:
-            return
-        count = len(rewarded.inputs.prompts)
-        self.columns = {
-            "prompt": list(rewarded.inputs.prompts),
-            "completion": list(rewarded.inputs.completions),
-            **{name: values.tolist() for name, values in rewarded.table.items()},
-            **{name: values for name, values in extra.items() if len(values) == count},
-            "advantage": batch.trajectory_advantages.tolist(),
+        self.prompts, self.completions = list(rewarded.inputs.prompts), list(rewarded.inputs.completions)
+        self.rewards = {name: values.tolist() for name, values in rewarded.table.items()}
+        self.extra = {name: values for name, values in extra.items() if len(values) == len(self.prompts)}
+        self.advantages = batch.trajectory_advantages.tolist()
+        self.pending = True
+
+    def logs(self) -> dict[str, Any]:
+        """The last rollout under the names of TRL's `trainer._logs`."""
+        return {
+            "prompt": self.prompts,
+            "completion": self.completions,
+            "rewards": self.rewards,
+            "advantages": self.advantages,
+            "extra": self.extra,
         }
 
     def write(self, step: int) -> None:
         """Prints, stores and sends them, if there are any. Args: step: optimizer steps so far."""
-        if not self.columns:
+        if not self.pending or not self.args.log_completions:
             return
         import pandas
 
-        table = pandas.DataFrame({"step": [step] * len(self.columns["prompt"]), **self.columns})
+        columns = {"prompt": self.prompts, "completion": self.completions, **self.rewards, **self.extra}
+        table = pandas.DataFrame({"step": [step] * len(self.prompts), **columns, "advantage": self.advantages})
         folder = Path(self.args.output_dir) / "completions"
         folder.mkdir(parents=True, exist_ok=True)
         table.to_parquet(folder / f"completions_{step:05d}.parquet")
@@ -53,7 +66,7 @@ class Completions:
             table = table[~table["prompt"].astype(str).duplicated()]
         for logger in self._loggers():
             logger.log({"completions": logger.Table(dataframe=table)})
-        self.columns = {}
+        self.pending = False
 
     def _loggers(self) -> Iterator[Any]:
         """Those of report_to that show tables."""

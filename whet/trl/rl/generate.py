@@ -1,4 +1,4 @@
-"""A `generate` that was put in the model's own place on the instance: rollouts are its, as in TRL."""
+"""A `generate` of the user's, on the model or in its class, or a search by beams: rollouts are its, as in TRL."""
 
 from __future__ import annotations
 
@@ -17,8 +17,14 @@ __all__ = ["generated", "replaced"]
 
 
 def replaced(*modules: nn.Module) -> nn.Module | None:
-    """The first of a model's forms (PEFT's, its own) whose instance has a `generate` of its own; None = none has."""
-    return next((module for module in modules if "generate" in vars(module)), None)
+    """The first of a model's forms (PEFT's, its own) with a `generate` that is not transformers'; None = none has."""
+    return next((module for module in modules if "generate" in vars(module) or _of_its_class(module)), None)
+
+
+def _of_its_class(module: nn.Module) -> bool:
+    """Whether the class of a model has a `generate` of the user's."""
+    own = getattr(type(module), "generate", None)
+    return own is not None and getattr(own, "__module__", "").partition(".")[0] not in ("peft", "transformers")
 
 
 def generated(
@@ -71,9 +77,11 @@ def _rows(
     for row, context in enumerate(contexts):
         own = torch.from_numpy(context.astype(np.int64)).to(device)
         ids[row, width - len(own) :], mask[row, width - len(own) :] = own, 1
-    config = GenerationConfig(eos_token_id=list(end_ids), pad_token_id=pad_id, do_sample=True, **options)
+    config = GenerationConfig(
+        eos_token_id=list(end_ids), pad_token_id=pad_id, do_sample=True, disable_compile=True, **options
+    )
     with torch.no_grad():
-        found: Any = module.generate(input_ids=ids, attention_mask=mask, generation_config=config, disable_compile=True)  # pyright: ignore
+        found: Any = module.generate(input_ids=ids, attention_mask=mask, generation_config=config)  # pyright: ignore
     return (found if isinstance(found, torch.Tensor) else found.sequences)[:, width:].cpu().numpy()
 
 

@@ -23,6 +23,7 @@ from whet.run.run import Run
 from whet.trl.agents.agents import Agents
 from whet.trl.agents.chat import read_turn
 from whet.trl.config.batches import Batches
+from whet.trl.config.translate import beams
 from whet.trl.rl.generate import generated, replaced
 from whet.types import Group, LossInputs, Prompt, TokenBatch
 
@@ -72,8 +73,9 @@ class TRLLearner(GRPOLearner):
         )
 
     def _own_generate(self) -> nn.Module | None:
-        """The model, where a user has replaced `generate` on it."""
-        return replaced(self.front.model, self.cluster.actor.module)
+        """The model whose `generate` makes completions: a user has replaced it, or asks for beams."""
+        own = replaced(self.front.model, self.cluster.actor.module)
+        return self.cluster.actor.module if own is None and beams(self.front.args) else own
 
     def _generated(
         self, model: nn.Module, prompts: Sequence[Prompt], number: int, play: Any, place: tuple[int, int], mode: Mode
@@ -90,15 +92,16 @@ class TRLLearner(GRPOLearner):
         else:
             episodes = [Episode(prompt, (0, step, first + i, g), play(sampling))
                         for i, prompt in enumerate(prompts) for g in range(number)]  # fmt: skip
-        return generated(
-            model,
-            episodes,
-            number,
-            end_ids=self.cluster.eos_ids,
-            pad_id=self.cluster.pad_id,
-            options={**names, "top_k": config.top_k or 0, **config.generation_kwargs},
-            version=self.cluster.actor.version,
-        )
+        with self.front.lending.lent():
+            return generated(
+                model,
+                episodes,
+                number,
+                end_ids=self.cluster.eos_ids,
+                pad_id=self.cluster.pad_id,
+                options={**names, "top_k": config.top_k or 0, **config.generation_kwargs, **beams(self.front.args)},
+                version=self.cluster.actor.version,
+            )
 
     def parsed(self, groups: Sequence[Group]) -> Sequence[Group]:
         """The same, what was said in a chat as the tokenizer's response template reads it, where it has one."""

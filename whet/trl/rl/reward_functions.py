@@ -127,8 +127,8 @@ def reward_functions(
     fns = [given] if callable(given) or isinstance(given, str) else list(given or ())
     if not fns and not others:
         raise ConfigError(
-            "reward_funcs is empty; give at least one function, the name of a reward model, or an environment_factory "
-            "whose environment defines a `get_reward` method"
+            "No reward source provided: reward_funcs is empty; give at least one function, the name of a reward model, "
+            "or an environment_factory whose environment defines a `get_reward` method"
         )
     if args.reward_weights is not None and len(args.reward_weights) != len(fns):
         raise ConfigError(

@@ -7,8 +7,11 @@ order: `__init__`, then learner.py for what of the learner differs, trainer/task
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -24,6 +27,7 @@ from whet.trl.agents.agents import Agents
 from whet.trl.config.translate import loop, rollout, template_options
 from whet.trl.rl.completions import Completions
 from whet.trl.rl.learner import TRLLearner
+from whet.trl.rl.loaders import eval_loader, train_loader
 from whet.trl.rl.reward_functions import RewardLog, reward_functions
 from whet.trl.rl.rows import longest_prompt, rows_of
 from whet.trl.trainer.data import check_evaluation, checked_set, named_sets
@@ -37,7 +41,9 @@ from whet.types import TokenBatch
 
 __all__ = ["RLTrainer"]
 
-_LOSS = "write a loss for whet's GRPOLearner (docs/extending.md)"
+log = logging.getLogger("whet")
+
+_LOSS = "write a loss for whet's GRPOLearner (whet docs extending)"
 _GENERATE = "give rollout_func, or replace model.generate on the instance"
 
 
@@ -55,6 +61,8 @@ class RLTrainer(Trainer):
         "_get_per_token_logps_and_entropies": _LOSS,
         "compute_loss": f"{_LOSS}, or choose loss_type",
     }
+
+    aux_loss_enabled = False
 
     @in_trl_words()
     def __init__(
@@ -78,9 +86,16 @@ class RLTrainer(Trainer):
         model = inner_model(model)
         args = self.args
         self.agents = Agents(tools, environment_factory, rollout_func, self.processing_class, args)
-        self.rollout_func, self.tools = rollout_func, list(tools or ())
+        self.rollout_func, self.tools = rollout_func, self.agents.functions(tools or ())
         self.completions = Completions(args)
+        if args.sync_ref_model and (peft_config is not None or model is not self._given_model):
+            raise ConfigError(
+                "You passed `sync_ref_model=True` while using a PEFT model: the reference is the base under the "
+                "adapter, and there is no second model to synchronize; set `sync_ref_model=False`, or train all weights"
+            )
         self.reward_log = RewardLog(lambda: self.state)
+        self._metrics: dict[str, dict[str, list[float]]] = {"train": defaultdict(list), "eval": defaultdict(list)}
+        """Numbers that a script appends, which the next log or evaluation has as means."""
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._take_data()
         functions = reward_functions(
@@ -89,7 +104,11 @@ class RLTrainer(Trainer):
         self.cluster = self.models = self._cluster(adapted(model, args, peft_config, quantization_config), optimizers)
         self.learner = self._learner(functions)
         self.reward_funcs, self._functions = functions, list(functions)
+        own = functions[: len(functions) - len(self.agents.rewards)]
+        self.reward_processing_classes = [getattr(fn, "tokenizer", None) for fn in own]
         self.reward_func_names = list(self.learner.reward_manager.fns)
+        self.get_train_dataloader = partial(train_loader, self)  # of the instance: one of a subclass is refused
+        self.get_eval_dataloader = partial(eval_loader, self)
         self.cluster.actor_trainer.with_rl_metrics_to_log({"policy_loss": "weighted"})
         self.ready()
 
@@ -100,11 +119,15 @@ class RLTrainer(Trainer):
         if data is not None:
             return self._rows_of(checked_set(data, "train_dataset"))
         if self.agents.environments is None:
-            return None
-        if isinstance(self.agents.environments.factory, Mapping) or self.args.max_steps <= 0:
+            raise ConfigError("`train_dataset` is required unless an `environment_factory` brings the prompts; give it")
+        if isinstance(self.agents.environments.factory, Mapping):
             raise ConfigError(
-                "without train_dataset an environment brings the prompts: give one environment_factory, and set "
-                "max_steps; a dict of them needs rows with a column `environment`"
+                "a dict `environment_factory` requires a `train_dataset` whose column `environment` chooses one for "
+                "each row; give it, or a single environment factory"
+            )
+        if self.args.max_steps <= 0:
+            raise ConfigError(
+                "without `train_dataset` the environment brings the prompts, and the run has no length: set max_steps"
             )
         return rows_of([{}] * self.args.batches.prompts, without_prompt=True)
 
@@ -147,9 +170,28 @@ class RLTrainer(Trainer):
         """The rows of the data sets, and how many steps the run has."""
         if not self.has_read("train_dataset"):
             self._rows = self._train_rows(self.train_dataset)
+            if not isinstance(self._rows, list):
+                self._check_stream()
         self.take_eval_data()
         check_evaluation(self.args, self.eval_rows)
         self._plan()
+
+    def _check_stream(self) -> None:
+        """What TRL asks of the arguments where train_dataset is a stream, and sets in them."""
+        args = self.args
+        if args.accelerator_config.dispatch_batches:
+            raise ConfigError(
+                "Iterable datasets require `dispatch_batches=False`, but it is set to `True` in `accelerator_config`; "
+                "set it to `False`, or leave it out"
+            )
+        args.accelerator_config.dispatch_batches = False
+        if args.dataloader_num_workers:
+            log.warning(
+                "Iterable datasets require `dataloader_num_workers=0`, which is taken in place of %d: one process "
+                "reads the rows",
+                args.dataloader_num_workers,
+            )
+            args.dataloader_num_workers = 0
 
     def take_up(self) -> None:
         """Reads again what may have been set since."""
@@ -179,7 +221,7 @@ class RLTrainer(Trainer):
                 )
             self.updates_per_epoch = each * made.updates
             self._steps = math.ceil(args.num_train_epochs * each)
-        elif self._rows is not None and args.max_steps <= 0:
+        elif args.max_steps <= 0:
             raise ConfigError("train_dataset has no length: set max_steps, the optimizer steps of the run")
         else:
             self._steps = 0
@@ -219,14 +261,43 @@ class RLTrainer(Trainer):
         positions = max_positions(model) if isinstance(model, nn.Module) else None
         if self.agents.environments is not None:  # what they say at the beginning is not known yet
             return longest_prompt(encoder, [None], positions, args.max_completion_length)
-        sets = [rows for rows in (self._rows, *self.eval_rows.values()) if rows is not None]
+        sets = [self._rows, *self.eval_rows.values()]
         return longest_prompt(encoder, sets, positions, args.max_completion_length)
 
     def train_rows(self) -> Any:
-        """The rows to train on. Raises ConfigError: there are none."""
-        if self._rows is None:
-            raise ConfigError("train() needs train_dataset; give it to the trainer")
+        """The rows to train on."""
         return self._rows
+
+    # ---- what a user reads ---------------------------------------------------------------------------------------
+
+    @property
+    def _logs(self) -> dict[str, Any]:
+        """The completions of the last rollout: prompt, completion, rewards by function, advantages, extra columns."""
+        return self.completions.logs()
+
+    @property
+    def environments(self) -> list[Any]:
+        """The environments of the last rollout, one for each completion; empty without environment_factory."""
+        return [] if self.agents.environments is None else self.agents.environments.playing
+
+    @property
+    def reward_weights(self) -> torch.Tensor:
+        """The weight of each reward function, those of environments 1; setting it holds from the next rollout on."""
+        return torch.tensor([self._manager.weights.get(name, 1.0) for name in self.reward_func_names])
+
+    @reward_weights.setter
+    def reward_weights(self, values: Iterable[float]) -> None:
+        given = [float(value) for value in values]
+        if len(given) != len(self.reward_func_names):
+            raise ConfigError(
+                f"Number of reward weights ({len(given)}) must match number of reward functions "
+                f"({len(self.reward_func_names)})"
+            )
+        self._manager.weights = dict(zip(self.reward_func_names, given, strict=True))
+
+    @property
+    def _manager(self) -> Any:
+        return self.learner.reward_manager
 
     # ---- what the base asks --------------------------------------------------------------------------------------
 
@@ -250,6 +321,8 @@ class RLTrainer(Trainer):
         prompts = [prompt for place, row in enumerate(rows) if (prompt := encode(row, place)) is not None]
         made, batch = self.learner.measure(prompts, self.state.global_step)
         own = self.reward_log.take()[1]
+        own |= {name: sum(values) / len(values) for name, values in self._metrics["eval"].items()}
+        self._metrics["eval"].clear()
         own |= self.agents.take_metrics(len(prompts) * self.learner.num_generations_of(Mode.EVAL))
         self.cluster.take_metrics(self.state.global_step, Mode.EVAL)
         return {**self.own_metrics(made, batch), **own}
@@ -273,6 +346,10 @@ class RLTrainer(Trainer):
 
     def log_window(self, of_run: dict[str, float] | None = None) -> None:
         """Logs the means since the last time, and the completions of the last rollout."""
+        for name, values in self._metrics["train"].items():
+            for value in values:
+                self.window.add({name: value})
+        self._metrics["train"].clear()
         super().log_window(of_run)
         self.completions.write(self.state.global_step)
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from torch import nn
 
 from whet.config import RoleConfig
-from whet.data.pairs import PreferenceEncoder
 from whet.data.supervised import RowEncoder
 from whet.errors import ConfigError
 from whet.learners.preference import PreferenceLearner
@@ -16,12 +14,11 @@ from whet.learners.preference_objective import make_preference_objective
 from whet.train.supervised_models import SupervisedModels
 from whet.trl.config.dpo import DPOConfig
 from whet.trl.config.supervised import ON_LONG
+from whet.trl.supervised.examples import TextPairs, has_rows, pair_columns
 from whet.trl.supervised.trainer import SupervisedTrainer, of_front
-from whet.trl.trainer.model import inner_model
+from whet.trl.trainer.model import inner_model, trusted
 
 __all__ = ["DPOTrainer"]
-
-log = logging.getLogger("whet")
 
 
 class DPOTrainer(SupervisedTrainer):
@@ -40,11 +37,14 @@ class DPOTrainer(SupervisedTrainer):
         optimizers: (optimizer, schedule) over the model's own fp32 parameters.
         quantization_config: BitsAndBytesConfig of 4 bits, for a model given by its name.
         peft_config: PEFT's LoraConfig: an adapter is trained in place of all weights.
-        data_collator, compute_metrics: refused, with what to do instead.
+        compute_metrics: EvalPrediction (of each batch logits and ids of the chosen answers and then of the rejected) ->
+            metrics of an evaluation, which takes a second pass.
+        data_collator: refused, with what to do instead.
     Raises: ConfigError: what is not there, by name. DataError: rows that can't be trained on.
     """
 
     METHOD = "DPO"
+    COLUMNS = staticmethod(pair_columns)
     CONFIG = DPOConfig
 
     def __init__(
@@ -78,30 +78,31 @@ class DPOTrainer(SupervisedTrainer):
             optimizers,
             quantization_config,
             peft_config,
-            refused={"data_collator": data_collator, "compute_metrics": compute_metrics},
+            compute_metrics=compute_metrics,
+            refused={"data_collator": data_collator},
         )
-        if self.args.label_smoothing and "sigmoid" in self.args.loss_type:
-            log.warning(
-                "label_smoothing=%s: the sigmoid loss is cDPO's with it; TRL's takes no notice of it there",
-                self.args.label_smoothing,
-            )
 
-    def encoder(self, data: Any) -> RowEncoder:
+    def encoder(self, data: Any, *, packs: bool = False) -> RowEncoder:
         """Pairs."""
-        return PreferenceEncoder(self.processing_class, self.encoding(on_long=ON_LONG[self.args.truncation_mode]))
+        return TextPairs(self.processing_class, self.encoding(on_long=ON_LONG[self.args.truncation_mode]))
+
+    def rows(self, data: Any) -> Any:
+        """The rows. Raises ConfigError: a stream is to be read ahead."""
+        if self.args.precompute_ref_log_probs and not has_rows(data):
+            raise ConfigError(
+                "`precompute_ref_log_probs=True` is not supported with IterableDataset: the reference is read over all "
+                "rows before the first step; give a Dataset, or leave it out"
+            )
+        return data
 
     def make_models(self, given: RoleConfig | nn.Module, optim: Any) -> SupervisedModels:
         """A policy, and a reference where the loss reads one."""
         needed = make_preference_objective(self.args.to_whet()).needs.reference
         own = "actor" if self._given_reference is None else self._given_reference
+        if isinstance(self._given_reference, str):
+            own = RoleConfig(model=self._given_reference, trust_remote_code=trusted(self.args))
         return self.models_of(optim, actor=given, reference=own if needed else None)
 
     def make_learner(self) -> Any:
         """Whet's, of the objective that the configuration says."""
         return of_front(PreferenceLearner)(self.models, self.args.to_whet(), data=self.data_config())
-
-    def measured(self, rows: Any) -> dict[str, float]:
-        """The loss and its metrics over an evaluation set, the reference read ahead where that is asked for."""
-        if self.args.precompute_ref_log_probs and not self.learner.knows_run:
-            self.learner.new_run(self._rows)
-        return super().measured(rows)

@@ -5,19 +5,33 @@ What of a row is trained follows docs/data.md, which says how whet reads rows; d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from whet.data.conversations import sequence_of
 from whet.data.order import epoch_order
-from whet.data.pairs import ScoredPairEncoder
+from whet.data.pairs import PreferenceEncoder, ScoredPairEncoder
 from whet.data.supervised import Answer, Read, RowEncoder, SFTEncoder
 from whet.errors import DataError
 from whet.types import Example, TrainSequence
 
-__all__ = ["Examples", "Formatted", "IdsOrPairs", "IdsOrRows", "Ready", "as_dataset", "examples_of", "first_row"]
+__all__ = [
+    "Examples",
+    "Formatted",
+    "IdsOrPairs",
+    "IdsOrRows",
+    "Ready",
+    "TextPairs",
+    "examples_of",
+    "first_row",
+    "has_rows",
+    "pair_columns",
+    "scored_columns",
+    "sft_columns",
+]
 
 
 @dataclass(frozen=True)
@@ -66,14 +80,41 @@ class IdsOrPairs(ScoredPairEncoder):
     """Pairs, or pairs of `chosen_ids` and `rejected_ids`, whose last tokens are scored."""
 
     def _read(self, row: Mapping[str, Any], number: int) -> Read:
-        if "chosen_ids" not in row:
+        end = next((end for end in ("ids", "input_ids") if f"chosen_{end}" in row), None)
+        if end is None:
             return super()._read(row, number)
         margin = {"margin": (float(row["margin"]),) * 2} if row.get("margin") is not None else {}
-        answers = [_of_ids(row[name]) for name in ("chosen_ids", "rejected_ids")]
+        answers = [_of_ids(row[f"{side}_{end}"]) for side in ("chosen", "rejected")]
         return Read(answers, {"chosen": (1.0, 0.0), **margin})
 
     def _encode(self, answer: Answer, options: Mapping[str, Any], number: int) -> list[TrainSequence]:
         return _sequence(answer, number) if isinstance(answer, _Ids) else super()._encode(answer, options, number)
+
+
+def _alike(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """How far two texts or lists are the same from their beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+class TextPairs(PreferenceEncoder):
+    """Pairs; of texts without a prompt it is what both begin with, character by character, as in TRL.
+
+    A blank at its end is the answers'. Prompt and answer are encoded together there, and so they are here.
+    """
+
+    def _sequences(self, read: Read, options: Mapping[str, Any], number: int) -> list[list[TrainSequence]]:
+        texts = [answer.said for answer in read.answers if answer.prompt is None and isinstance(answer.said, str)]
+        if len(texts) != 2:
+            return super()._sequences(read, options, number)
+        prompt = texts[0][: _alike(*texts)]
+        prompt = prompt[:-1] if prompt.endswith(" ") else prompt
+        end = str(self.tokenizer.eos_token)
+        both = [text if text.endswith(end) else text + end for text in texts]
+        ids = [list(self.tokenizer(text, verbose=False).input_ids) for text in (prompt, *both)]
+        same = min(_alike(ids[0], made) for made in ids[1:])
+        if not same:
+            return super()._sequences(read, options, number)
+        return [[sequence_of([(made[:same], False), (made[same:], True)])] for made in ids[1:]]
 
 
 class Ready:
@@ -113,6 +154,11 @@ class Formatted:
         return ({self._column: self._fn(row)} for row in self._data)
 
 
+def has_rows(data: Any) -> bool:
+    """Whether a data set has a length and its rows have places: it is no stream."""
+    return hasattr(data, "__len__") and hasattr(data, "__getitem__")
+
+
 def first_row(data: Any) -> Mapping[str, Any]:
     """The first row of a data set, by which TRL tells its form. Raises DataError: there is none."""
     for row in data:
@@ -130,7 +176,7 @@ def examples_of(
         it is not the one to train on.
     Raises: DataError: rows that can't be trained on.
     """
-    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+    if not has_rows(data):
         return Examples(data, encode, pack)
     order = range(len(data)) if shuffle is None else epoch_order(len(data), shuffle, 0).tolist()
     with encode.all_rows():
@@ -141,23 +187,42 @@ def examples_of(
     return made
 
 
-def as_dataset(examples: list[Example]) -> Any:
-    """Examples as TRL's SFTTrainer holds its rows: a datasets.Dataset of input_ids and labels (-100 = not trained).
+def _ids(s: TrainSequence) -> list[int]:
+    return [*s.prefix.tolist(), *s.tokens.tolist()]
+
+
+def sft_columns(examples: Sequence[Example]) -> dict[str, list[Any]]:
+    """Rows as TRL's SFTTrainer holds them: input_ids and labels (-100 = not trained).
 
     Of a pack the rows stand end to end, with their lengths in seq_lengths.
     """
-    from datasets import Dataset
-
-    def ids(s: TrainSequence) -> list[int]:
-        return [*s.prefix.tolist(), *s.tokens.tolist()]
 
     def labels(s: TrainSequence) -> list[int]:
         return [-100] * len(s.prefix) + np.where(s.mask, s.tokens, -100).tolist()
 
     rows: dict[str, list[Any]] = {
-        "input_ids": [[i for s in e.sequences for i in ids(s)] for e in examples],
+        "input_ids": [[i for s in e.sequences for i in _ids(s)] for e in examples],
         "labels": [[i for s in e.sequences for i in labels(s)] for e in examples],
     }
     if any(len(e.sequences) > 1 for e in examples):
         rows["seq_lengths"] = [[len(s.prefix) + len(s.tokens) for s in e.sequences] for e in examples]
-    return Dataset.from_dict(rows)
+    return rows
+
+
+def pair_columns(examples: Sequence[Example]) -> dict[str, list[Any]]:
+    """Pairs as TRL's DPOTrainer holds them: prompt_ids, chosen_ids and rejected_ids."""
+    return {
+        "prompt_ids": [e.sequences[0].prefix.tolist() for e in examples],
+        "chosen_ids": [e.sequences[0].tokens.tolist() for e in examples],
+        "rejected_ids": [e.sequences[1].tokens.tolist() for e in examples],
+    }
+
+
+def scored_columns(examples: Sequence[Example]) -> dict[str, list[Any]]:
+    """Pairs as TRL's RewardTrainer holds them: chosen_ids and rejected_ids, prompts included, and margin if any."""
+    rows: dict[str, list[Any]] = {
+        name: [_ids(e.sequences[i]) for e in examples] for i, name in enumerate(("chosen_ids", "rejected_ids"))
+    }
+    if examples and "margin" in examples[0].columns:
+        rows["margin"] = [e.columns["margin"][0] for e in examples]
+    return rows

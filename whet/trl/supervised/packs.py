@@ -16,7 +16,7 @@ import numpy as np
 from whet.data.lengths import cut_at_end
 from whet.types import Example, TrainSequence
 
-__all__ = ["best_fit", "packed"]
+__all__ = ["best_fit", "packed", "wrapped"]
 
 _AT_ONCE = 1000
 """Rows that are packed among themselves: a batch of datasets.map, as there."""
@@ -67,6 +67,22 @@ def packed(examples: Iterable[Example], size: int, *, split: bool) -> Iterator[E
         lengths = [len(s.prefix) + len(s.tokens) for s in made]
         for pack in best_fit(lengths, size):
             yield Example(sequences=tuple(made[i] for i in pack), row=part[0].row)
+
+
+def wrapped(examples: Iterable[Example], size: int) -> Iterator[Example]:
+    """Rows end to end, cut wherever a pack is full, of a thousand at a time: in a pack they see each other, as in TRL.
+
+    Args: examples: each of one sequence or more. size: tokens of a pack.
+    Source: agrees with TRL's packing_strategy="wrapped".
+    """
+    examples = iter(examples)
+    while part := list(islice(examples, _AT_ONCE)):
+        whole = [s for e in part for s in e.sequences]
+        ids = np.concatenate([x for s in whole for x in (s.prefix, s.tokens)])
+        mask = np.concatenate([x for s in whole for x in (np.arange(len(s.prefix)) == 0, s.mask)])
+        mask[0] = False
+        for piece in _parts(TrainSequence(prefix=ids[:1], tokens=ids[1:], mask=mask[1:]), size):
+            yield Example(sequences=(piece,), row=part[0].row)
 
 
 def _parts(sequence: TrainSequence, size: int) -> Iterator[TrainSequence]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from torch import nn
 
 from whet.config import RoleConfig
 from whet.data.supervised import RowEncoder
+from whet.errors import ConfigError
 from whet.learners.preference import RewardModelLearner
+from whet.models.heads import has_score_head
 from whet.train.supervised_models import SupervisedModels
 from whet.trl.config.reward import RewardConfig
-from whet.trl.supervised.examples import IdsOrPairs
+from whet.trl.supervised.examples import IdsOrPairs, first_row, scored_columns
 from whet.trl.supervised.trainer import SupervisedTrainer, of_front
 
 __all__ = ["RewardTrainer"]
@@ -32,11 +35,15 @@ class RewardTrainer(SupervisedTrainer):
         optimizer_cls_and_kwargs: in place of it a class and its keywords, learning rate included.
         quantization_config: BitsAndBytesConfig of 4 bits, for a model given by its name.
         peft_config: PEFT's LoraConfig: an adapter is trained in place of all weights.
-        data_collator, compute_metrics, preprocess_logits_for_metrics: refused, with what to do instead.
+        compute_metrics: EvalPrediction (of each batch the scores of the chosen answers and then of the rejected) ->
+            metrics of an evaluation, which takes a second pass. preprocess_logits_for_metrics: makes them first.
+        data_collator: refused, with what to do instead.
     Raises: ConfigError: what is not there, by name. DataError: rows that can't be trained on.
     """
 
     METHOD = "Reward"
+    COLUMNS = staticmethod(scored_columns)
+    TAG = "reward-trainer"
     TRAINED_BY = "reward modelling"
     CONFIG = RewardConfig
 
@@ -67,19 +74,36 @@ class RewardTrainer(SupervisedTrainer):
             quantization_config,
             peft_config,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            compute_metrics=compute_metrics,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             refused={
                 "data_collator": data_collator,
-                "compute_metrics": compute_metrics,
-                "preprocess_logits_for_metrics": preprocess_logits_for_metrics,
             },
         )
 
-    def encoder(self, data: Any) -> RowEncoder:
+    def encoder(self, data: Any, *, packs: bool = False) -> RowEncoder:
         """Pairs; those over max_length are left out."""
         return IdsOrPairs(self.processing_class, self.encoding(on_long="drop"))
 
+    def rows(self, data: Any) -> Any:
+        """The rows; a warning where their columns have the names of earlier releases, as TRL's."""
+        if "chosen_input_ids" in first_row(data):
+            warnings.warn(
+                "The columns `chosen_input_ids` and `rejected_input_ids` are deprecated and will not be supported in "
+                "v1 of TRL; rename them to `chosen_ids` and `rejected_ids`",
+                FutureWarning,
+                stacklevel=2,
+            )
+        return data
+
     def make_models(self, given: RoleConfig | nn.Module, optim: Any) -> SupervisedModels:
-        """A model with a score head."""
+        """A model with a score head. Raises ConfigError: a classifier of several labels."""
+        labels = 1 if isinstance(given, RoleConfig) or not has_score_head(given) else given.config.num_labels  # pyright: ignore
+        if labels != 1:
+            raise ConfigError(
+                f"reward models require `num_labels=1`, and this one has {labels}; load it by "
+                "AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)"
+            )
         return self.models_of(optim, reward_model=given)
 
     def make_learner(self) -> Any:

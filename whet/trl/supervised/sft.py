@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from datasets import Dataset
 from torch import nn
 
 from whet.config import RoleConfig
@@ -14,8 +15,8 @@ from whet.learners.sft import SFTLearner
 from whet.train.supervised_models import SupervisedModels
 from whet.trl.config.sft import SFTConfig, of_training_arguments
 from whet.trl.config.supervised import ON_LONG
-from whet.trl.supervised.examples import Formatted, IdsOrRows, Pack, as_dataset, first_row
-from whet.trl.supervised.packs import packed
+from whet.trl.supervised.examples import Formatted, IdsOrRows, Pack, first_row, sft_columns
+from whet.trl.supervised.packs import packed, wrapped
 from whet.trl.supervised.trainer import SupervisedTrainer, of_front
 
 __all__ = ["SFTTrainer"]
@@ -37,12 +38,14 @@ class SFTTrainer(SupervisedTrainer):
         quantization_config: BitsAndBytesConfig of 4 bits, for a model given by its name.
         peft_config: PEFT's LoraConfig: an adapter is trained in place of all weights.
         formatting_func: row -> the text that is trained.
-        data_collator, compute_loss_func, compute_metrics, preprocess_logits_for_metrics: refused, with what to do
-            instead.
+        compute_metrics: EvalPrediction (logits and labels, -100 where nothing is trained) -> metrics of an evaluation,
+            which takes a second pass. preprocess_logits_for_metrics: (logits, labels) of a batch -> what is kept.
+        data_collator, compute_loss_func: refused, with what to do instead.
     Raises: ConfigError: what is not there, by name. DataError: rows that can't be trained on.
     """
 
     METHOD = "SFT"
+    COLUMNS = staticmethod(sft_columns)
     CONFIG = SFTConfig
 
     def __init__(
@@ -75,33 +78,18 @@ class SFTTrainer(SupervisedTrainer):
             quantization_config,
             peft_config,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            compute_metrics=compute_metrics,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             refused={
                 "data_collator": data_collator,
                 "compute_loss_func": compute_loss_func,
-                "compute_metrics": compute_metrics,
-                "preprocess_logits_for_metrics": preprocess_logits_for_metrics,
             },
         )
 
-    @property
-    def train_dataset(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The rows as they are trained on, a datasets.Dataset of input_ids and labels; a stream as it was given."""
-        if self._shown is None and isinstance(self._rows, list):
-            self._shown = as_dataset(self._rows)
-        return self._given if self._shown is None else self._shown
-
-    @train_dataset.setter
-    def train_dataset(self, data: Any) -> None:
-        self._given, self._shown = data, None
-
-    @property
-    def given_rows(self) -> Any:
-        """The data set to train on, as it was given or set since."""
-        return self._given
-
-    def encoder(self, data: Any) -> RowEncoder:
+    def encoder(self, data: Any, *, packs: bool = False) -> RowEncoder:
         """Conversations, prompts with completions, texts or token ids; what of them is trained goes by the first row.
 
+        Args: packs: rows are cut where they are packed.
         Raises: ConfigError: what is to be trained does not fit the rows.
         """
         args, row = self.args, first_row(data)
@@ -115,23 +103,45 @@ class SFTTrainer(SupervisedTrainer):
                 "completion_only_loss=False with assistant_only_loss=True trains the prompt's assistant too: give rows "
                 "with messages, prompt and completion in one"
             )
-        if (args.dataset_kwargs or {}).get("skip_prepare_dataset") and not ready:
+        if self._prepared and not ready:
             raise ConfigError("dataset_kwargs: skip_prepare_dataset needs rows of input_ids; leave it out")
+        if self._prepared and "labels" not in row and {"completion_mask", "assistant_masks"} & row.keys():
+            raise ConfigError(
+                "dataset_kwargs: with skip_prepare_dataset masks are not read, and the whole row would be trained. Add "
+                "a 'labels' column, -100 where nothing is trained, or leave skip_prepare_dataset out"
+            )
         text = args.dataset_text_field
         apart = args.assistant_only_loss or (only and (answered or ready))
         section = self.encoding(
             train_on="assistant" if apart else "all",
             text_column=text if text != "text" and text in row else None,
-            max_length=None if args.packing else args.max_length,
+            max_length=None if packs else args.max_length,
             on_long=ON_LONG[args.truncation_mode],
         )
         return IdsOrRows(self.processing_class, section)
 
+    @property
+    def _prepared(self) -> bool:
+        """Whether the rows are said to be token ids already."""
+        return bool((self.args.dataset_kwargs or {}).get("skip_prepare_dataset"))
+
     def rows(self, data: Any) -> Any:
         """The rows, each as the text that formatting_func makes of it.
 
-        Raises: ConfigError: only the completion is to be trained, and a text has none.
+        Raises: ConfigError: only the completion is to be trained, and a text has none; rows that change when they are
+            read; a limit that padding_free leaves out in TRL.
         """
+        if self.args.padding_free and not self.args.packing and self.args.max_length is not None:
+            raise ConfigError(
+                "padding_free=True without packing: `max_length` is not enforced there, so TRL refuses it; set "
+                "max_length=None, or leave padding_free out: nothing is padded here in any case"
+            )
+        if not self._prepared and isinstance(data, Dataset) and data.format["type"] == "custom":
+            raise ConfigError(
+                "the rows come from `Dataset.with_transform()`, which makes others at each reading, and they are "
+                "encoded once: use Dataset.map(), or set dataset_kwargs={'skip_prepare_dataset': True} and let the "
+                "transform return trainer-ready rows of input_ids"
+            )
         row = first_row(data)
         if self._formatting is None or "input_ids" in row:
             return data
@@ -147,8 +157,10 @@ class SFTTrainer(SupervisedTrainer):
     def pack(self, *, evaluation: bool) -> Pack | None:
         """TRL's packs, where packing asks for them."""
         args = self.args
-        if not args.packing or evaluation:
+        if not (args.packing if not evaluation or args.eval_packing is None else args.eval_packing):
             return None
+        if args.packing_strategy == "wrapped":
+            return partial(wrapped, size=args.max_length)
         return partial(packed, size=args.max_length, split=args.packing_strategy == "bfd_split")
 
     def make_models(self, given: RoleConfig | nn.Module, optim: Any) -> SupervisedModels:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
+from datasets import Dataset
 from torch import nn
 
 from whet.config import Mode, Role, RoleConfig, SupervisedDataConfig, SupervisedTrainingConfig
@@ -26,6 +27,7 @@ from whet.metrics import flat
 from whet.train.supervised_models import SupervisedModels
 from whet.trl.config.translate import loop_fields
 from whet.trl.supervised.examples import Examples, Pack, Ready, examples_of
+from whet.trl.supervised.predictions import computed_metrics
 from whet.trl.supervised.tokenizer import prepare_model, prepare_tokenizer
 from whet.trl.trainer.data import check_evaluation, checked_set, named_sets
 from whet.trl.trainer.metrics import supervised_metrics
@@ -40,11 +42,9 @@ __all__ = ["SupervisedTrainer", "of_front"]
 
 _ROWS = "give the rows as they are to be trained on"
 _NOT_TAKEN = {
-    "compute_loss_func": "write a loss of your own for whet's learner (docs/supervised.md), or choose loss_type",
-    "compute_metrics": "logits are never held; write a callback with on_evaluate, which is given the metrics",
+    "compute_loss_func": "write a loss of your own for whet's learner (whet docs supervised), or choose loss_type",
     "data_collator": "rows are packed, never padded; say what is trained by completion_only_loss and "
     "assistant_only_loss, or give rows of input_ids and labels",
-    "preprocess_logits_for_metrics": "logits are never held; write a callback with on_evaluate",
 }
 """Arguments that are refused, and what to do instead."""
 
@@ -56,11 +56,15 @@ class SupervisedTrainer(Trainer):
     """
 
     models: SupervisedModels
+    COLUMNS: ClassVar[Any]
+    """How TRL holds the rows."""
+    given_rows: Any
+    """The data set to train on, as it was given or set since."""
     NOT_CALLED: ClassVar[Mapping[str, str]] = {
         **NOT_CALLED,
-        "_compute_loss": "write a loss for whet's learner (docs/supervised.md), or choose loss_type",
+        "_compute_loss": "write a loss for whet's learner (whet docs supervised), or choose loss_type",
         "_prepare_dataset": _ROWS,
-        "compute_loss": "write a loss for whet's learner (docs/supervised.md), or choose loss_type",
+        "compute_loss": "write a loss for whet's learner (whet docs supervised), or choose loss_type",
     }
 
     @in_trl_words()
@@ -77,17 +81,25 @@ class SupervisedTrainer(Trainer):
         peft_config: Any,
         *,
         optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
+        compute_metrics: Callable[..., dict[str, float]] | None = None,
+        preprocess_logits_for_metrics: Callable[..., Any] | None = None,
         refused: Mapping[str, Any],
     ) -> None:
         for name, value in refused.items():
             if value is not None:
                 raise ConfigError(f"{name} is not taken: {_NOT_TAKEN[name]}")
+        self.compute_metrics = compute_metrics
+        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        if train_dataset is None:
+            raise ConfigError("`train_dataset` is required: give the rows to train on")
         super().__init__(model, args, processing_class, callbacks)
         model = inner_model(model)
         prepare_tokenizer(self.processing_class, self.args)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._take_data()
-        given = adapted(model, self.args, peft_config, quantization_config, dropout=True)
+        given = adapted(
+            model, self.args, peft_config, quantization_config, supervised=True, scored=self.METHOD == "Reward"
+        )
         self._module_dtype = module_dtype(self.args, given, optimizers)
         self.models = self.make_models(given, self.optim(optimizers, optimizer_cls_and_kwargs))
         prepare_model(self.worker.module, self.processing_class, self.args)
@@ -97,8 +109,8 @@ class SupervisedTrainer(Trainer):
 
     # ---- what a front says of itself -----------------------------------------------------------------------------
 
-    def encoder(self, data: Any) -> RowEncoder:
-        """What makes Examples of a data set's rows."""
+    def encoder(self, data: Any, *, packs: bool = False) -> RowEncoder:
+        """What makes Examples of a data set's rows. Args: packs: they are packed then."""
         raise NotImplementedError
 
     def rows(self, data: Any) -> Any:
@@ -118,9 +130,32 @@ class SupervisedTrainer(Trainer):
         raise NotImplementedError
 
     @property
-    def given_rows(self) -> Any:
-        """The data set to train on, as it was given or set since."""
-        return self.train_dataset
+    def train_dataset(self) -> Any:
+        """The rows as they are trained on, a datasets.Dataset of token ids; a stream as it was given."""
+        if self._shown is None and isinstance(self._rows, list):
+            self._shown = Dataset.from_dict(self.COLUMNS(self._rows))
+        return self.given_rows if self._shown is None else self._shown
+
+    @train_dataset.setter
+    def train_dataset(self, data: Any) -> None:
+        self.given_rows, self._shown = data, None
+
+    @property
+    def eval_dataset(self) -> Any:
+        """The evaluation rows as they are measured, of token ids; a dict of them where several were given."""
+        if self._shown_eval is None and self.eval_rows:
+            made = {name: Dataset.from_dict(self.COLUMNS(rows)) for name, rows in self.eval_rows.items()}
+            self._shown_eval = made.get("", made)
+        return self.given_eval if self._shown_eval is None else self._shown_eval
+
+    @eval_dataset.setter
+    def eval_dataset(self, data: Any) -> None:
+        self._given_eval, self._shown_eval = data, None
+
+    @property
+    def given_eval(self) -> Any:
+        """The evaluation data as they were given or set since."""
+        return self._given_eval
 
     # ---- making --------------------------------------------------------------------------------------------------
 
@@ -166,7 +201,7 @@ class SupervisedTrainer(Trainer):
         shuffle = args.seed if "shuffle_dataset" in args.TABLE and args.shuffle_dataset and not evaluation else None
         data = self.rows(data)
         pack = self.pack(evaluation=bool(evaluation))
-        return examples_of(data, self.encoder(data), pack=pack, shuffle=shuffle, of=evaluation)
+        return examples_of(data, self.encoder(data, packs=pack is not None), pack=pack, shuffle=shuffle, of=evaluation)
 
     def _take_data(self) -> None:
         """The rows of the data sets, and how many steps the run has."""
@@ -218,14 +253,15 @@ class SupervisedTrainer(Trainer):
 
     def may_log(self, metric: str) -> bool:
         """Whether it is one of supervised training."""
-        return bool(supervised_metrics({metric: 0.0})) or metric == "num_tokens"
+        return bool(supervised_metrics({metric: 0.0})) or metric == "num_tokens" or self.compute_metrics is not None
 
     def measured(self, rows: list[Example]) -> dict[str, float]:
         """The loss and its metrics over an evaluation set, weighed as a whole."""
         learner = self.learner
         learner.new_task().check_fit(rows)
         found = learner.measure(ExampleStep(index=self.state.global_step, examples=rows, mode=Mode.EVAL))
-        return supervised_metrics(flat(found.metrics))
+        metrics = supervised_metrics(flat(found.metrics))
+        return metrics if self.compute_metrics is None else metrics | computed_metrics(self, rows)
 
     def resume_from(self, folder: str | None) -> None:
         """Sets what the next run resumes from."""

@@ -72,7 +72,8 @@ class TakesUp:
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute. Raises: ConfigError: it stands for an argument that was read when the trainer was made."""
         held = vars(self)
-        if "_read" in held and name not in held and name in self.args.TABLE and getattr(self, name) != value:
+        argument = name not in held and not hasattr(type(self), name) and "_read" in held and name in self.args.TABLE
+        if argument and getattr(self, name) != value:
             raise ConfigError(
                 f"{type(self).__name__}.{name} = {value!r} would change nothing: the argument was read when the "
                 f"trainer was made; set {name} in {type(self.args).__name__}(...) and make another trainer, with "
@@ -108,8 +109,13 @@ class TakesUp:
 
     def take_eval_data(self) -> None:
         """Reads eval_dataset where it is another than before."""
-        if not self.has_read("eval_dataset"):
-            self.eval_rows = self.eval_sets(self.eval_dataset)
+        if not self.has_read("given_eval"):
+            self.eval_rows = self.eval_sets(self.given_eval)
+
+    @property
+    def given_eval(self) -> Any:
+        """The evaluation data as they were given or set since."""
+        return self.eval_dataset
 
     def take_up(self) -> None:
         """Reads again what may have been set since: data, length, functions."""

@@ -29,6 +29,11 @@ from whet.train.model_files import set_apart
 
 __all__ = ["FrontCheckpoints", "checkpoint_at", "rotated", "to_resume"]
 
+
+class NoCheckpoint(CheckpointError, ValueError):
+    """There is no checkpoint to resume from: transformers raises a ValueError."""
+
+
 _LINK = "whet"
 """In checkpoints of earlier versions: a link to the folder that a resume reads."""
 
@@ -131,24 +136,24 @@ def rotated(output_dir: str, keep: int | None, never: Sequence[Path]) -> None:
 def to_resume(output_dir: str, asked: str | Literal[True]) -> Path:
     """What a run resumes from. Args: asked: True = the newest checkpoint, or its folder.
 
-    Raises: CheckpointError: there is none, or it has no state to go on from.
+    Raises: NoCheckpoint: there is none. CheckpointError: it has no state to go on from.
     """
     if asked is True:
         folders = _saved(output_dir)
         if not folders:
-            raise CheckpointError(f"No valid checkpoint found in output directory ({output_dir}); train without resume")
+            raise NoCheckpoint(f"No valid checkpoint found in output directory ({output_dir}); train without resume")
         asked = str(folders[-1])
     return _whole(Path(asked))
 
 
 def _whole(folder: Path) -> Path:
-    """The folder that a resume reads. Raises CheckpointError: there is none."""
+    """The folder that a resume reads. Raises NoCheckpoint: there is none. CheckpointError: it can't be resumed."""
     link = folder / _LINK
     found = link.resolve() if link.is_symlink() else folder
     if (found / "run.pt").is_file():
         return found
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not there; give a folder checkpoint-* of output_dir")
+        raise NoCheckpoint(f"{folder} is not there: no valid checkpoint; give a folder checkpoint-* of output_dir")
     if link.is_symlink():
         raise CheckpointError(
             f"{folder} can't be resumed: an earlier version of whet has written it as links, and {link.readlink()}, "

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from whet.config import LoraConfig, RoleConfig
 from whet.errors import ConfigError
+from whet.models.heads import score_layer, with_score_head
+from whet.models.load import load_model
 from whet.models.lora import with_adapter
 from whet.models.recompute import checkpoint_activations
 
-__all__ = ["adapted", "inner_model", "module_dtype", "name_of"]
+__all__ = ["adapted", "inner_model", "module_dtype", "name_of", "trusted"]
 
 log = logging.getLogger("whet")
 
 _PLAIN = {
     "bias": ("none",),
     "init_lora_weights": (True, "gaussian"),
+    "trainable_token_indices": (None, {}, []),
+}
+"""Fields of PEFT's LoraConfig that may only be so."""
+_OF_PEFT = {
     "lora_bias": (False,),
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
@@ -28,7 +36,13 @@ _PLAIN = {
     "target_parameters": (None, []),
     "use_dora": (False,),
 }
-"""Fields of PEFT's LoraConfig that may only be so: what is trained is W + s·B·A."""
+"""Others, with which what is trained is more than one W + s·B·A in every layer: PEFT's own layers run then."""
+_EXPERTS = {"gate_proj", "up_proj", "down_proj"}
+"""Layers that are one tensor of all experts in a mixture of experts."""
+_HALF = ("float16", "torch.float16", "half", "fp16")
+"""What model_init_kwargs says of parameters that are to be float16."""
+_FROZEN_HEAD = "modules_to_save"
+"""What a reward model's adapter lacks to train its head."""
 
 
 def _lora_of(given: Any, model: str | nn.Module, *, dropout: bool = False) -> LoraConfig:
@@ -38,12 +52,7 @@ def _lora_of(given: Any, model: str | nn.Module, *, dropout: bool = False) -> Lo
         dropout: lora_dropout is kept: nothing samples from the model.
     Raises: ConfigError: another kind of adapter, or one that is more than W + s·B·A.
     """
-    if type(given).__name__ != "LoraConfig":
-        raise ConfigError(f"peft_config is a {type(given).__name__}; adapters here are LoRA: give peft.LoraConfig")
-    for name, taken in _PLAIN.items():
-        value = getattr(given, name, taken[0])
-        if value not in taken:
-            raise ConfigError(f"peft_config.{name}={value!r} is not taken: adapters here are W + s·B·A; leave it out")
+    _check_lora(given, {**_PLAIN, **_OF_PEFT})
     if given.lora_dropout and not dropout:
         log.warning(
             "peft_config.lora_dropout=%s is taken as 0.0: the sampler draws without dropout, and would draw from "
@@ -62,10 +71,61 @@ def _lora_of(given: Any, model: str | nn.Module, *, dropout: bool = False) -> Lo
     )
 
 
+def _check_lora(given: Any, plain: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raises ConfigError: no LoraConfig, or a field that is not plain."""
+    if type(given).__name__ != "LoraConfig":
+        raise ConfigError(f"peft_config is a {type(given).__name__}; adapters here are LoRA: give peft.LoraConfig")
+    for name, taken in plain.items():
+        value = getattr(given, name, taken[0])
+        if value not in taken:
+            raise ConfigError(f"peft_config.{name}={value!r} is not taken: adapters here are W + s·B·A; leave it out")
+
+
+def _by_peft(model: Any, given: Any, scored: bool) -> str:
+    """Why PEFT's own layers are to run: what whet's LoraConfig can't say; "" where it says all.
+
+    Args: model: that gets the adapter. given: PEFT's LoraConfig. scored: it is a reward model.
+    """
+    if type(given).__name__ != "LoraConfig":
+        return ""
+    for name, taken in _OF_PEFT.items():
+        if getattr(given, name, taken[0]) not in taken:
+            return name
+    if scored and given.task_type != "SEQ_CLS" and "score" not in (given.modules_to_save or ()):
+        return _FROZEN_HEAD
+    if isinstance(given.target_modules, set | list):
+        if isinstance(model, str):
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+        linear = {"score"} | {n.rpartition(".")[2] for n, x in model.named_modules() if isinstance(x, nn.Linear)}
+        names = {name.rpartition(".")[2] for name in given.target_modules}
+        if (names - linear) & _EXPERTS:
+            return "target_modules"
+    return ""
+
+
+def _with_peft(model: Any, given: Any, args: Any, why: str, scored: bool) -> nn.Module:
+    """A model with an adapter of PEFT's own configuration. Args: why: as `_by_peft` says it."""
+    _check_lora(given, _PLAIN)
+    if why == _FROZEN_HEAD:
+        log.warning(
+            "peft_config trains no score head, as in TRL, so that scores come from one that was drawn at random where "
+            "the model had none; set modules_to_save=['score'] to train it"
+        )
+    else:
+        log.warning("peft_config.%s: PEFT's own layers run, which are slower than whet's for plain LoRA", why)
+    if scored and score_layer(model) is None:
+        model = with_score_head(model)
+    head: Any = score_layer(model) if scored else None
+    if head is not None and not head.weight.any():  # a new one, which whet begins at 0: frozen it would teach nothing
+        nn.init.normal_(head.weight, std=model.config.get_text_config().initializer_range)
+    with_adapter(model, given, seed=args.seed)
+    return model
+
+
 def _usual_targets(model: str | nn.Module) -> list[str]:
     """The layers that PEFT adapts where none are named, by the kind of the model."""
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
-    from transformers import AutoConfig
 
     config: Any = AutoConfig.from_pretrained(model) if isinstance(model, str) else model.config
     if config.model_type not in USUAL:
@@ -98,25 +158,47 @@ def name_of(model: Any) -> str:
 
 
 def adapted(
-    model: str | nn.Module, args: Any, peft_config: Any, quantization_config: Any, *, dropout: bool = False
+    model: str | nn.Module,
+    args: Any,
+    peft_config: Any,
+    quantization_config: Any,
+    *,
+    supervised: bool = False,
+    scored: bool = False,
 ) -> RoleConfig | nn.Module:
     """The model as a cluster takes it, with its adapter.
 
     Args: model: a name, a folder or a module. args: the configuration. peft_config: PEFT's; None = no adapter.
         quantization_config: BitsAndBytesConfig, for a model given by its name; None = that of model_init_kwargs.
-        dropout: as of _lora_of.
+        supervised: nothing samples from the model, so that its adapter may have dropout, and may be any LoRA of PEFT's.
+        scored: it is a reward model.
     """
-    lora = None if peft_config is None else _lora_of(peft_config, model, dropout=dropout)
+    bits = bool(quantization_config or (args.model_init_kwargs or {}).get("quantization_config"))  # whet reads these
+    why = _by_peft(model, peft_config, scored) if supervised and peft_config is not None and not bits else ""
+    lora = None if peft_config is None or why else _lora_of(peft_config, model, dropout=supervised)
+    asked = args.model_init_kwargs or {}
+    half = supervised and not bits and str(asked.get("dtype", asked.get("torch_dtype"))) in _HALF
+    by_name = isinstance(model, str)
+    if by_name and (half or why):
+        _role(args, model)  # which refuses what is not read of model_init_kwargs
+        role, dtype = "critic" if scored else "actor", "float16" if half else "float32"
+        more = {"dtype": dtype, "role": role, "trust_remote_code": trusted(args)}
+        model = load_model(model, device=args.device, **more).module
+    if why:
+        model = _with_peft(model, peft_config, args, why, scored)
     if isinstance(model, str):
-        own = (args.model_init_kwargs or {}).get("quantization_config")
+        own = asked.get("quantization_config")
         if own is not None and quantization_config is not None:
             raise ConfigError("quantization_config is in model_init_kwargs too; give it to the trainer alone")
         given = quantization_config if own is None else own
-        bits = None if given is None else _quantization_of(given)
-        return dataclasses.replace(_role(args, model), lora=lora, quantization=bits)
+        quantization = None if given is None else _quantization_of(given)
+        return dataclasses.replace(_role(args, model), lora=lora, quantization=quantization)
     if any(p.is_meta for p in model.parameters()):
         raise ConfigError(f"{name_of(model)} lies on the meta device, and has no weights; load it by from_pretrained")
-    for name, value in (("model_init_kwargs", args.model_init_kwargs), ("quantization_config", quantization_config)):
+    for name, value in (
+        ("model_init_kwargs", None if by_name else args.model_init_kwargs),
+        ("quantization_config", quantization_config),
+    ):
         if value is not None:
             log.warning("%s is not read: the model is loaded already", name)
     if lora is not None:
@@ -126,9 +208,15 @@ def adapted(
     return model
 
 
+def trusted(args: Any) -> bool:
+    """Whether the Python files that lie beside a model's weights may run."""
+    return bool((args.model_init_kwargs or {}).get("trust_remote_code", args.trust_remote_code))
+
+
 def _role(args: Any, model: str) -> RoleConfig:
     """The section of a model that is given by name or folder."""
     taken = {"dtype", "torch_dtype", "device_map", "attn_implementation", "use_cache", "quantization_config"}
+    taken.add("trust_remote_code")
     if (args.model_init_kwargs or {}).get("revision") in (None, "main"):
         taken.add("revision")
     if not (args.model_init_kwargs or {}).get("trust_remote_code"):
@@ -139,7 +227,9 @@ def _role(args: Any, model: str) -> RoleConfig:
             "trainer the module"
         )
     dtype: Any = {None: "auto", True: "bfloat16", False: "float32"}[args.bf16]
-    return RoleConfig(model=model, dtype=dtype, gradient_checkpointing=_recompute(args))
+    return RoleConfig(
+        model=model, dtype=dtype, trust_remote_code=trusted(args), gradient_checkpointing=_recompute(args)
+    )
 
 
 def module_dtype(args: Any, model: Any, optimizers: tuple[Any, Any]) -> str | None:

@@ -26,7 +26,7 @@ metrics_format num_examples predict set_initial_training_values store_flos
 """
 """Parts of loops that are other ones here; of TRL 1.16 and transformers 5.23."""
 NOT_CALLED: Mapping[str, str] = {
-    **dict.fromkeys(_OTHERS.split(), "what can be changed are arguments, callbacks and learners (docs/extending.md)"),
+    **dict.fromkeys(_OTHERS.split(), "what can be changed are arguments, callbacks and learners (whet docs extending)"),
     "_inner_training_loop": "give callbacks",
     "_prepare_inputs": "give the rows as they are to be trained on",
     "_save_checkpoint": "give a callback with on_save",

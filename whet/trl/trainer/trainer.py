@@ -50,7 +50,7 @@ from whet.trl.trainer.checkpoints import FrontCheckpoints, checkpoint_at, rotate
 from whet.trl.trainer.hub import Hub
 from whet.trl.trainer.lending import Lending
 from whet.trl.trainer.metrics import Window, best_metric
-from whet.trl.trainer.model import name_of
+from whet.trl.trainer.model import name_of, trusted
 from whet.trl.trainer.not_called import NOT_CALLED
 from whet.trl.trainer.peft_model import peft_model
 from whet.trl.trainer.words import in_trl_words
@@ -77,6 +77,8 @@ class Trainer(Hub, TakesUp):
     """What trains, for the default folder."""
     TRAINED_BY: ClassVar[str] = ""
     """The same for a model card; "" = METHOD."""
+    TAG: ClassVar[str] = ""
+    """TRL's tag of a model that was trained so; "" = METHOD in small letters."""
     CONFIG: ClassVar[type[Arguments]] = Arguments
     """Its configuration."""
     NOT_CALLED: ClassVar[Mapping[str, str]] = NOT_CALLED
@@ -87,6 +89,8 @@ class Trainer(Hub, TakesUp):
     """What trains them: made by the front."""
 
     is_deepspeed_enabled = is_fsdp_enabled = is_model_parallel = False
+    aux_loss_enabled = False
+    """Whether the auxiliary loss of a mixture of experts is added."""
 
     if not TYPE_CHECKING:
 
@@ -116,7 +120,7 @@ class Trainer(Hub, TakesUp):
         inner = getattr(processing_class, "tokenizer", None)  # a processor has one for its texts
         given = name if processing_class is None else processing_class if inner is None else inner
         self.args: Any = args
-        self.processing_class = load_tokenizer(given)
+        self.processing_class = load_tokenizer(given, **({"trust_remote_code": True} if trusted(args) else {}))
         (enable_full_determinism if args.full_determinism else set_seed)(args.seed)
         if args.push_to_hub:
             check_hub(args.hub_token)
@@ -155,6 +159,7 @@ class Trainer(Hub, TakesUp):
     def ready(self) -> None:
         """Tells the callbacks that the trainer is there; the front has made models and learner."""
         self._model = peft_model(self.worker, self._given_model)
+        self._model.add_model_tags(["whet", self.TAG or self.METHOD.lower()])
         self.callback_handler.model = self._model
         self.accelerator.device = self.worker.device
         optim = self.worker.optim
@@ -207,9 +212,9 @@ class Trainer(Hub, TakesUp):
 
     @property
     def ref_model(self) -> Any:
-        """The reference; None without one."""
-        workers = self.models.workers
-        return workers[Role.REFERENCE].module if Role.REFERENCE in workers else None
+        """The reference; None without one, and where it is the model in training without its adapter."""
+        held = self.models.workers.get(Role.REFERENCE)
+        return None if held is None or held.module is self.worker.module else held.module
 
     @property
     def optimizer(self) -> Any:
@@ -397,7 +402,7 @@ class Trainer(Hub, TakesUp):
             "steps_per_second": round(1 / max(seconds, 1e-9), 3),
             "num_tokens": float(self.state.num_input_tokens_seen),
         }
-        metrics = {f"{prefix}_{name}": value for name, value in found.items()}
+        metrics = {n if n.startswith(f"{prefix}_") else f"{prefix}_{n}": value for n, value in found.items()}
         self.log(dict(metrics))
         self.tell("on_evaluate", metrics=metrics)
         return metrics

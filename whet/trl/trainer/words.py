@@ -29,6 +29,11 @@ _PHRASES = {
     rf"set rollout\.max_prompt_length to (\d+){_CUT}, or lower max_tokens_to_generate": "lower max_completion_length, "
     r"leave longer prompts out, or set max_prompt_length=\1, which cuts them on the left",
     rf"rollout\.max_prompt_length to what is left{_CUT}": "max_prompt_length, which cuts prompts, to what is left",
+    r"these rows were not there when the reference was read, and its memory has been freed since; .*": "Cannot compute "
+    "reference log-probs for a dataset passed to `evaluate()` after training has started: the reference was freed when "
+    "it was read; give the set as eval_dataset at the start, or leave precompute_ref_log_probs out",
+    r"brings Python code of its own, (which you have to allow; read it, and) set \w+\.trust_remote_code=true "
+    r"\(from Python: .*?\)\)": r"brings custom code, \1 set trust_remote_code=True",
     r" with data\.on_long=truncate or drop": "",
     r"name columns by data\.\*_column": "rename them, or in SFT name that of texts in dataset_text_field",
     r"text_column, or in prompt_column and response_column": "dataset_text_field",

@@ -1,0 +1,154 @@
+"""Several data sets as one: their rows one after the other, or in shares that the user gives.
+
+Left out on purpose: filtering and renaming columns; a "file.py:function" that returns rows does that better.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from whet.errors import DataError
+
+__all__ = ["MixedRows", "MixedStream", "permutation", "shares"]
+
+
+def shares(weights: Sequence[float]) -> np.ndarray:
+    """The weights over their sum.
+
+    >>> shares([3.0, 1.0]).tolist()
+    [0.75, 0.25]
+    """
+    found = np.asarray(weights, dtype=np.float64)
+    return found / found.sum()
+
+
+class MixedRows(Sequence[Any]):
+    """The rows of several data sets, one after the other; with weights, their shares of an epoch.
+
+    An epoch of a mixture has as many rows as all its data sets together. A data set with the share s gives round(s N)
+    of these N rows and goes through its own rows in shuffled passes of its own: over the epochs it uses each of its
+    rows equally often, however small or large its share is.
+
+    >>> rows = MixedRows([["a", "b", "c"], ["x"]], weights=[1.0, 1.0])
+    >>> len(rows), [rows[place] for place in rows.order(seed=0, epoch=0, shuffle=False)]
+    (4, ['a', 'x', 'b', 'x'])
+    """
+
+    def __init__(self, parts: Sequence[Sequence[Any]], weights: Sequence[float] | None = None) -> None:
+        """Args: parts: the rows of each data set, at least one. weights: of each; None = every row once an epoch."""
+        for number, part in enumerate(parts):
+            if len(part) == 0:
+                raise DataError(f"data set {number + 1} of {len(parts)} has no rows; leave it out of the list")
+        self.parts, self.weights = tuple(parts), None if weights is None else tuple(weights)
+        self._ends = np.cumsum([len(part) for part in parts])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, place: Any) -> Any:
+        if isinstance(place, slice):
+            return [self[n] for n in range(*place.indices(len(self)))]
+        place = range(len(self))[place]
+        number = int(np.searchsorted(self._ends, place, side="right"))
+        return self.parts[number][place - (int(self._ends[number - 1]) if number else 0)]
+
+    def __iter__(self) -> Iterator[Any]:
+        for part in self.parts:
+            yield from part
+
+    def changed(self, parts: Sequence[Sequence[Any]]) -> MixedRows:
+        """The same mixture of other rows, e.g. encoded ones. Args: parts: as many as there are."""
+        return MixedRows(parts, self.weights)
+
+    def digest(self) -> int:
+        """A checksum of the lengths and weights, by which a resumed run knows its mixture again."""
+        return zlib.crc32(repr((self._ends.tolist(), self.weights)).encode())
+
+    def order(self, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
+        """The places of the rows of one epoch of a mixture with weights.
+
+        Args: seed: of the run. epoch: 0, 1, ... shuffle: false = each data set in its own order, spread evenly.
+        Returns: int64 [N].
+        """
+        assert self.weights is not None
+        ordered = permutation if shuffle else lambda rows, *_: np.arange(rows)
+        total = len(self)
+        turns = _evenly(shares(self.weights), total)
+        counts = np.bincount(turns, minlength=len(self.parts))
+        places = np.empty(total, dtype=np.int64)
+        for number, (part, count) in enumerate(zip(self.parts, counts.tolist(), strict=True)):
+            drawn = epoch * count + np.arange(count)  # since the run's first epoch
+            passes = range(drawn[0] // len(part), drawn[-1] // len(part) + 1) if count else ()
+            orders = {n: ordered(len(part), seed, n, number + 1) for n in passes}
+            start = int(self._ends[number]) - len(part)
+            places[turns == number] = [start + orders[k // len(part)][k % len(part)] for k in drawn.tolist()]
+        return places[ordered(total, seed, epoch)]
+
+
+class MixedStream:
+    """The rows of several streams in turn, so that after every row each has its share to within one row.
+
+    A stream that ends, ends the pass: the shares hold to the last row. `state_dict` and `load_state_dict` are there if
+    every stream has them.
+    """
+
+    def __init__(self, streams: Sequence[Iterable[Any]], weights: Sequence[float]) -> None:
+        """Args: streams: each can be read again and again. weights: of each."""
+        self.streams, self.shares = tuple(streams), shares(weights)
+        self.taken = np.zeros(len(streams), dtype=np.int64)
+        self._start: Mapping[str, Any] | None = None
+        if all(hasattr(stream, "state_dict") for stream in streams):
+            self.state_dict, self.load_state_dict = self._state_dict, self._load_state_dict
+
+    def _state_dict(self) -> dict[str, Any]:
+        """How many rows were taken of each stream, and where each stands."""
+        return {"taken": self.taken.tolist(), "streams": [s.state_dict() for s in self.streams]}  # pyright: ignore
+
+    def _load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Lets the next iterator begin where that of the state stood."""
+        self._start = state_dict
+        for stream, state in zip(self.streams, state_dict["streams"], strict=True):
+            stream.load_state_dict(state)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __iter__(self) -> Iterator[Any]:
+        self.taken = np.array(self._start["taken"] if self._start else [0] * len(self.streams), dtype=np.int64)
+        self._start = None
+        iterators = [iter(stream) for stream in self.streams]
+        while True:
+            number = _next(self.shares, self.taken)
+            try:
+                row = next(iterators[number])
+            except StopIteration:
+                return
+            self.taken[number] += 1
+            yield row
+
+
+def _next(share: np.ndarray, taken: np.ndarray) -> int:
+    """Which data set is furthest behind its share; the first of equals."""
+    return int(np.argmax(share * (taken.sum() + 1) - taken))
+
+
+def _evenly(share: np.ndarray, total: int) -> np.ndarray:
+    """Which data set each of `total` rows comes from. int64 [total]."""
+    taken, turns = np.zeros(len(share), dtype=np.int64), np.empty(total, dtype=np.int64)
+    for place in range(total):
+        turns[place] = number = _next(share, taken)
+        taken[number] += 1
+    return turns
+
+
+def permutation(rows: int, *address: int) -> np.ndarray:
+    """An order of rows: the ranks of raw draws of Philox, seeded with an address.
+
+    numpy promises the raw draws for good, which it doesn't for its own permutation.
+
+    Args: rows: how many. address: whole numbers from 0, e.g. a seed and an epoch.
+    Returns: int64 [rows], each place once.
+    """
+    draws = np.random.Philox(np.random.SeedSequence(address)).random_raw(rows)
+    return np.argsort(draws, kind="stable")

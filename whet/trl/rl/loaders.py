@@ -1,0 +1,53 @@
+"""The loaders of TRL's trainers, to look at: a run reads its rows itself, in the same order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from whet.data.order import epoch_order
+from whet.errors import ConfigError
+
+__all__ = ["eval_loader", "train_loader"]
+
+
+def train_loader(front: Any) -> DataLoader[Any]:
+    """The first epoch: batches of a generation's rows, each row once a completion, each batch once a micro-step.
+
+    Args: front: the trainer. Raises: ConfigError: train_dataset is a stream.
+    """
+    args, rows = front.args, front.train_rows()
+    if not isinstance(rows, list):
+        raise ConfigError("train_dataset is a stream, of which no loader is made; iterate over train_dataset itself")
+    seed = args.seed if args.data_seed is None else args.data_seed
+    order = epoch_order(len(rows), seed, 0).tolist() if args.shuffle_dataset else range(len(rows))
+    prompts, times = args.generation_batch_size // args.num_generations, args.steps_per_generation * args.num_iterations
+    taken = [order[i : i + prompts] for i in range(0, len(rows) - prompts + 1, prompts)]
+    places = [i for chunk in taken for _ in range(times) for i in chunk for _ in range(args.num_generations)]
+    return _loader(rows, places, args.generation_batch_size, args.dataloader_num_workers)
+
+
+def eval_loader(front: Any, eval_dataset: Any = None) -> DataLoader[Any]:
+    """An evaluation's rows, each once a completion. Args: front: the trainer. eval_dataset: in place of its own.
+
+    Raises: ConfigError: there are none, or several sets.
+    """
+    front.take_eval_data()
+    sets = front.eval_rows
+    if isinstance(eval_dataset, str):
+        sets, given = {"": sets.get(eval_dataset)}, front.eval_dataset[eval_dataset]
+    else:
+        given = front.eval_dataset if eval_dataset is None else eval_dataset
+        sets = sets if eval_dataset is None else front.eval_sets(eval_dataset)
+    if list(sets) != [""]:
+        raise ConfigError(f"get_eval_dataloader: give one evaluation set of {', '.join(sets) or 'none'}")
+    args, rows = front.args, sets[""]
+    number = args.num_generations_eval or args.num_generations
+    places = [i for i in range(len(rows)) for _ in range(number)]
+    workers = args.dataloader_num_workers if hasattr(given, "__len__") else 0
+    return _loader(rows, places, args.per_device_eval_batch_size, workers)
+
+
+def _loader(rows: list[Any], places: list[int], size: int, workers: int) -> DataLoader[Any]:
+    return DataLoader(rows, batch_size=size, sampler=places, collate_fn=list, num_workers=workers)  # pyright: ignore

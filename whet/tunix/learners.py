@@ -1,0 +1,363 @@
+"""Tunix's learners: whet's, which tell an external logger what they find and go on from a checkpoint that is there.
+
+Dim legend: B rows (completions), P prompt, C completion.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from whet.config import DataConfig, Mode
+from whet.errors import ConfigError, DataError
+from whet.learners import grpo, ppo
+from whet.learners.base import RLLearner
+from whet.learners.step import Step
+from whet.rewards.manager import Rewarded
+from whet.run.run import Run
+from whet.tunix.trainer import Trainer
+from whet.types import Completion, Group, Prompt, TokenBatch, TrainExample
+
+__all__ = ["GRPOLearner", "GrpoLearner", "MetricFn", "PPOLearner", "PpoLearner", "RewardFn", "TunixLearner"]
+
+RewardFn = Callable[..., Any]
+"""fn(prompts, completions, **columns) -> a number or None for each."""
+MetricFn = Callable[..., Any]
+"""fn(prompts, completions, advantages, rewards, **columns) -> {name: (value, aggregation)}."""
+
+_REFUSED = {
+    "prepare_dataset": "there is no queue that examples are put into",
+    "_prepare_data": "there is no queue that examples are put into",
+    "_process_accumulated_batches": "a step's prompts are completed together",
+    "_run_global_step": "the loop is `train`, of the stages sample, reward, fill, batch, score, assign_advantages",
+    "_compute_trajectory_ids": "a trajectory's id is its row and its generation",
+}
+"""Methods of Tunix's learners that a subclass may not replace, and why."""
+
+
+class TunixLearner(RLLearner):
+    """What GRPOLearner and PPOLearner have besides whet's.
+
+    Args: rl_cluster: or rl_engine. algo_config: or grpo_config, ppo_config. The others: see whet.RLLearner.
+
+    A subclass may replace `_generate_and_compute_advantage(training_input, mode)`: from a step's rows to the
+    TrainExample that is trained on. Where checkpoint_root_directory holds checkpoints, `train` goes on from the newest.
+    The data are taken in their order, once, as in Tunix: `data=DataConfig(shuffle=True)` and num_epochs say otherwise.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuses a subclass that replaces what is never called."""
+        for name, why in _REFUSED.items():
+            if name in vars(cls):
+                raise ConfigError(
+                    f"{cls.__name__}.{name} would never be called: {why}; replace _generate_and_compute_advantage, or "
+                    "a stage of whet's (docs/extending.md)"
+                )
+        super().__init_subclass__(**kwargs)
+
+    def __init__(
+        self,
+        rl_cluster: Any = None,
+        algo_config: Any = None,
+        reward_fns: Any = None,
+        metric_fns: Sequence[MetricFn] | None = None,
+        data_shuffle_seed: int | None = None,
+        *,
+        rl_engine: Any = None,
+        grpo_config: Any = None,
+        ppo_config: Any = None,
+        **options: Any,
+    ) -> None:
+        self._made: int | None = None
+        """The step whose batch `_generate_and_compute_advantage` has made."""
+        self._filled: Step | None = None
+        self._given: tuple[Step, list[str]] | None = None
+        self._called: Rewarded | None = None
+        config = _one(algo_config=algo_config, grpo_config=grpo_config, ppo_config=ppo_config)
+        cluster = _one(rl_cluster=rl_cluster, rl_engine=rl_engine)
+        options.setdefault("data", DataConfig(shuffle=False))
+        super().__init__(cluster, config, reward_fns, metric_fns, data_shuffle_seed, **options)
+
+    @property
+    def rl_engine(self) -> Any:
+        """The cluster, by its later name."""
+        return self.cluster
+
+    # ---- the run -------------------------------------------------------------------------------------------------
+
+    def new_run(self, train_ds: Any, eval_ds: Any = None) -> Run:
+        """As RLLearner's; it goes on from the newest checkpoint of checkpoint_root_directory, where there is one.
+
+        Raises: ConfigError: a trainer has data hooks.
+        """
+        for role, trainer in self.cluster.trainers.items():
+            if getattr(trainer, "data_hooks", None) is not None:
+                raise ConfigError(
+                    f"the {role.value}'s trainer has data hooks, and a learner makes its batches from rollouts; "
+                    "replace _generate_and_compute_advantage, or give the hooks' batches to trainer.train()"
+                )
+        if self.config.num_epochs is None:  # there training ends with the data
+            self.config = dataclasses.replace(self.config, num_epochs=1)
+        if eval_ds is None and self.config.eval_every_n_steps:  # there it has to be given, whether it means anything
+            self.config = dataclasses.replace(self.config, eval_every_n_steps=0)
+        if train_ds is not None and self.config.resume is None and getattr(self.cluster, "restored_step", 0):
+            self.config = dataclasses.replace(self.config, resume="latest")
+        return super().new_run(train_ds, eval_ds)
+
+    def after_step(self, run: Run, step: Step) -> None:
+        """Buffers what Tunix's external loggers are told, then logs, evaluates and saves."""
+        self._buffer(step)
+        super().after_step(run, step)
+
+    def _buffer(self, step: Step) -> None:
+        """Rewards and completions of a step under Tunix's names, for the external logger if there is one."""
+        if not getattr(self.cluster, "has_external_logger", False):  # of whet's own cluster it is told nothing of them
+            return
+        rewarded = step.need_rewarded()
+        found = _told(rewarded, step.batch)
+        self.cluster.buffer_metrics_async(found, step.mode, step.index)
+
+    # ---- the stages ----------------------------------------------------------------------------------------------
+
+    def sample(self, step: Step) -> Step:
+        """Completes the prompts of a step; where `_generate_and_compute_advantage` is replaced, all that it does."""
+        replaced = type(self)._generate_and_compute_advantage is not TunixLearner._generate_and_compute_advantage
+        if not replaced:
+            return super().sample(step)
+        if getattr(self.algo_config, "dynamic_sampling", False):
+            raise ConfigError(
+                "dynamic_sampling completes further prompts after the rewards, which a replaced "
+                "_generate_and_compute_advantage leaves no room for; set dynamic_sampling=False"
+            )
+        given = self._training_input(step)
+        self._given, self._filled, self._called = (step, list(given["prompts"])), None, None
+        example = self._generate_and_compute_advantage(given, Mode.TRAIN)
+        step, self._made = self._from_example(step, example), step.index
+        self._given = self._filled = self._called = None
+        return step
+
+    def _has_made(self, step: Step) -> bool:
+        return step.mode is Mode.TRAIN and self._made == step.index
+
+    def reward(self, step: Step) -> Step:
+        """Calls the reward functions; of an evaluation, tells the external logger and the training hooks too."""
+        if self._has_made(step):
+            return step
+        step = super().reward(step)
+        if step.mode is Mode.EVAL:
+            self._buffer(step)
+            self._tell_evaluation(step)
+        return step
+
+    def fill(self, run: Run, step: Step) -> Step:
+        """As the learner's."""
+        return step if self._has_made(step) else super().fill(run, step)
+
+    def batch(self, step: Step) -> Step:
+        """As the learner's."""
+        return step if self._has_made(step) else super().batch(step)
+
+    def score(self, step: Step) -> Step:
+        """As the learner's."""
+        return step if self._has_made(step) else super().score(step)
+
+    def assign_advantages(self, step: Step) -> Step:
+        """As the learner's."""
+        return step if self._has_made(step) else super().assign_advantages(step)
+
+    def _tell_evaluation(self, step: Step) -> None:
+        """Tells the actor's training hooks of an evaluation, and the loss of what it sampled."""
+        trainer = self.cluster.actor_trainer
+        if not isinstance(trainer, Trainer) or trainer.training_hooks is None:
+            return
+        scored = self.assign_advantages(self.score(self.batch(step)))
+        super(Trainer, trainer).evaluate([scored.need_batch()])
+
+    # ---- Tunix's place for a rollout of one's own ----------------------------------------------------------------
+
+    def _training_input(self, step: Step) -> dict[str, Any]:
+        """The rows of a step, each as often as it is completed: prompts, the data's columns, trajectory_ids."""
+        each = [(p, g) for p in step.prompts for g in range(self.num_generations)]
+        names = dict.fromkeys(name for p in step.prompts for name in p.columns)
+        columns = {name: [p.columns.get(name) for p, _ in each] for name in names}
+        return {
+            "prompts": [p.source for p, _ in each],
+            **columns,
+            "trajectory_ids": [f"{p.row}_{g}" for p, g in each],
+        }
+
+    def _generate_and_compute_advantage(
+        self, training_input: Mapping[str, Any], mode: Mode = Mode.TRAIN
+    ) -> TrainExample:
+        """Completes prompts, rewards, scores and weighs them: what a step is trained on.
+
+        Args: training_input: "prompts", each num_generations times in a row, and columns of the same length.
+        Returns: [B, P] and [B, C] arrays, with advantages [B, C] and the log-probabilities that the loss compares with.
+        """
+        step = self._step_of(training_input, Mode(mode))
+        step = super().sample(step)
+        step = super().batch(super().reward(step))
+        step = super().assign_advantages(super().score(step))
+        self._filled = step
+        return padded_example(step.need_batch(), self.cluster.pad_id)
+
+    def _compute_rewards(
+        self, prompts: Sequence[Any], completions: Sequence[str], mode: Any = Mode.TRAIN, step: int | None = None,
+        **columns: Any,
+    ) -> np.ndarray:  # fmt: skip
+        """The sum of the reward functions for each completion: float64 [B]. Args: columns: a value for each of them."""
+        groups = [
+            Group(prompt=self._prompt(text, {n: v[i] for n, v in columns.items() if n != "trajectory_ids"}, i),
+                  completions=(self._completion(self.cluster.tokenizer.encode(said) or [self.cluster.pad_id], 0),))
+            for i, (text, said) in enumerate(zip(prompts, completions, strict=True))
+        ]  # fmt: skip
+        self._called = self.reward_manager(groups, [[text] for text in completions], mode=Mode(mode))
+        return np.nan_to_num(self._called.total)
+
+    def _step_of(self, given: Mapping[str, Any], mode: Mode) -> Step:
+        """The step that a training_input is of: the loop's own where its prompts are as they were."""
+        prompts, size = list(given["prompts"]), self.num_generations
+        if self._given is not None and prompts == self._given[1]:
+            return self._given[0].replace(mode=mode)
+        rows = [
+            self._prompt(prompts[i], {n: v[i] for n, v in given.items() if n not in ("prompts", "trajectory_ids")}, i)
+            for i in range(0, len(prompts), size)
+        ]
+        index = self.cluster.global_steps if self._given is None else self._given[0].index
+        return Step(index=index, prompts=rows, mode=mode)
+
+    def _prompt(self, source: Any, columns: Mapping[str, Any], row: int) -> Prompt:
+        found = self.encoder(Mode.TRAIN)({"prompt": source, **columns}, row)
+        if found is None:
+            raise DataError(f"row {row}: the prompt is longer than max_prompt_length")
+        return found
+
+    def _completion(self, ids: Sequence[int], generation: int) -> Completion:
+        """A completion that came as ids."""
+        tokens = np.asarray(ids, dtype=np.int32)
+        return Completion(
+            tokens=tokens,
+            logprobs=np.zeros(len(tokens), np.float32),
+            versions=np.full(len(tokens), self.cluster.actor.version, np.int32),
+            finish_reason="stop" if tokens[-1] in self.cluster.eos_ids else "length",
+            generation=generation,
+        )
+
+    def _from_example(self, step: Step, example: TrainExample) -> Step:
+        """The step with what `_generate_and_compute_advantage` gave as its batch."""
+        batch = TokenBatch.from_padded(example, version=self.cluster.actor.version)
+        filled = self._filled
+        own = None if filled is None else filled.batch
+        if filled is not None and own is not None and torch.equal(own.ends, batch.ends):
+            names = ("mask", "advantages", "old_logprobs", "ref_logprobs", "values", "returns")
+            return filled.replace(batch=own.replace(**{name: getattr(batch, name) for name in names}))
+        if example.old_per_token_logps is None:  # those of the policy as it is, before the step's first update
+            old = self.cluster.actor.logprobs(batch).logprobs
+            batch = batch.replace(sampler_logprobs=old, old_logprobs=old)
+        groups = self._groups(step, example)
+        rewarded = self._rewarded(groups)
+        rewards = torch.as_tensor(rewarded.total)
+        step = (filled or step).replace(groups=groups, rewarded=rewarded)
+        return step.replace(batch=batch.replace(rewards=rewards))
+
+    def _groups(self, step: Step, example: TrainExample) -> list[Group]:
+        """The completions of an example, a row each, under the prompts of the step."""
+        size, ids, mask = self.num_generations, torch.as_tensor(example.completion_ids), example.completion_mask
+        if len(ids) != size * len(step.prompts):
+            raise DataError(
+                f"_generate_and_compute_advantage gave {len(ids)} rows for {len(step.prompts)} prompts of {size} "
+                "generations; give a row for each completion, in the order of the prompts"
+            )
+        last = [int(torch.as_tensor(m).nonzero().max()) + 1 for m in torch.as_tensor(mask)]
+        return [
+            Group(prompt=prompt, completions=tuple(
+                self._completion(ids[i * size + g, : last[i * size + g]].tolist(), g) for g in range(size)))
+            for i, prompt in enumerate(step.prompts)
+        ]  # fmt: skip
+
+    def _rewarded(self, groups: Sequence[Group]) -> Rewarded:
+        """What `_compute_rewards` found of them; no rewards where it was not called."""
+        texts = [[self.cluster.decode(c.tokens) for c in g.completions] for g in groups]
+        count = sum(map(len, texts))
+        called, inputs = self._called, self.reward_manager.inputs(groups, texts, mode=Mode.TRAIN, extras={})
+        if called is None or len(called.total) != count:
+            nothing = np.full(count, np.nan)
+            return Rewarded(groups=list(groups), total=nothing, metrics={}, table={}, texts=texts, inputs=inputs)
+        return dataclasses.replace(called, groups=list(groups), texts=texts, inputs=inputs)
+
+
+class GRPOLearner(TunixLearner, grpo.GRPOLearner):
+    """Trains the actor by GRPO: see TunixLearner for the arguments."""
+
+
+class PPOLearner(TunixLearner, ppo.PPOLearner):
+    """Trains the actor and a critic by PPO: see TunixLearner for the arguments."""
+
+
+GrpoLearner, PpoLearner = GRPOLearner, PPOLearner
+
+
+def padded_example(batch: TokenBatch, pad_id: int) -> TrainExample:
+    """A batch in Tunix's padded form: a row for each sequence, masks 1 at what is trained."""
+    ends, starts = batch.ends, torch.cat([batch.ends.new_zeros(1), batch.ends[:-1]])
+    lengths = ends - starts
+    inside = torch.arange(int(lengths.max())) < lengths[:, None]
+
+    def column(x: Tensor | None, empty: Any = 0) -> Tensor | None:
+        if x is None:
+            return None
+        out = torch.full(inside.shape, empty, dtype=x.dtype)
+        out[inside] = x
+        return out
+
+    prefix_starts = torch.cat([batch.prefix_ends.new_zeros(1), batch.prefix_ends[:-1]])
+    rows = [batch.prefixes[prefix_starts[p] : batch.prefix_ends[p]] for p in batch.prefix_of]
+    width = max(len(row) for row in rows)
+    prompts = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0), value=pad_id) for row in rows])
+    seen = torch.stack([torch.arange(width) >= width - len(row) for row in rows])
+    assert batch.advantages is not None
+    return TrainExample(
+        prompt_ids=prompts,
+        prompt_mask=seen,
+        completion_ids=column(batch.tokens, pad_id),  # pyright: ignore[reportArgumentType]
+        completion_mask=column(batch.mask, False),  # pyright: ignore[reportArgumentType]
+        advantages=column(batch.advantages),  # pyright: ignore[reportArgumentType]
+        ref_per_token_logps=column(batch.ref_logprobs),
+        old_per_token_logps=column(batch.old_logprobs),
+        returns=column(batch.returns),
+        old_values=column(batch.values),
+    )
+
+
+def _told(rewarded: Rewarded, batch: TokenBatch | None) -> dict[str, tuple[Any, Any]]:
+    """Rewards and completions under Tunix's names: name -> (value, aggregation)."""
+    total = np.nan_to_num(rewarded.total if batch is None else batch.rewards.numpy())
+    table = {name: np.nan_to_num(values) for name, values in rewarded.table.items()}
+    lengths = np.array([len(c.tokens) for g in rewarded.groups for c in g.completions])
+    found: dict[str, tuple[Any, Any]] = {
+        "trajectory_ids": (list(rewarded.inputs.trajectory_ids), None),
+        "prompts": (list(rewarded.inputs.prompts), None),
+        "completions": (list(rewarded.inputs.completions), None),
+    }
+    found |= {f"rewards/{name}": (values, np.mean) for name, values in table.items()}
+    if table:
+        each = np.stack(list(table.values()))
+        spread = {"sum": each.sum(0), "mean": each.mean(0), "min": each.min(0), "max": each.max(0)}
+        found |= {f"rewards/{name}": (values, np.mean) for name, values in spread.items()}
+    for name, of in (("mean", np.mean), ("max", np.max), ("min", np.min)):
+        found[f"rewards/score/{name}"] = (of(total), of)
+        found[f"completions/{name}_length"] = (of(lengths), of)
+    return found
+
+
+def _one(**given: Any) -> Any:
+    """The one that was given of several names. Raises ConfigError: two of them."""
+    there = {name: value for name, value in given.items() if value is not None}
+    if len(there) > 1:
+        raise ConfigError(f"{' and '.join(there)} name the same thing; give one of them")
+    return next(iter(there.values()), None)

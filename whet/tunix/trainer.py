@@ -1,0 +1,228 @@
+"""One role's trainer under Tunix's names, and the hooks that Tunix's programs write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from whet.config import TrainingConfig
+from whet.errors import ConfigError
+from whet.metrics import merge
+from whet.train import role_trainer
+from whet.train.reductions import REDUCTIONS, Metrics
+from whet.train.role_trainer import RoleTrainer
+
+__all__ = ["DataHooks", "Trainer", "TrainingHooks"]
+
+_OF_NUMPY = {
+    "amax": "max",
+    "amin": "min",
+    "average": "mean",
+    "global_weighted_mean": "weighted",
+    "max": "max",
+    "mean": "mean",
+    "mean_of_means": "mean",
+    "min": "min",
+    "nanmean": "mean",
+}
+"""Functions that Tunix's programs reduce metrics by, by their names -> whet's."""
+
+
+class TrainingHooks:
+    """Called around training; override what you need. `train_ctx` is the Trainer, losses are numbers.
+
+    In reinforcement learning on_train_start and on_train_end are called once a run, and the evaluation hooks once an
+    evaluation, with the loss of what it sampled.
+
+    >>> class Print(TrainingHooks):
+    ...     def on_train_step_end(self, train_ctx, train_step, train_loss):
+    ...         print(train_step, round(train_loss, 3))
+    """
+
+    def on_train_start(self, train_ctx: Trainer) -> None:
+        """Before the first update."""
+
+    def on_train_end(self, train_ctx: Trainer) -> None:
+        """After the last update."""
+
+    def on_train_step_start(self, train_ctx: Trainer) -> None:
+        """Before each update."""
+
+    def on_train_step_end(self, train_ctx: Trainer, train_step: int, train_loss: float) -> None:
+        """After each update; steps count from 1."""
+
+    def on_eval_step_start(self, train_ctx: Trainer) -> None:
+        """Before each evaluation batch."""
+
+    def on_eval_step_end(self, train_ctx: Trainer, eval_loss: float) -> None:
+        """After each evaluation batch."""
+
+
+class DataHooks:
+    """Gives `Trainer.train` its batches, in place of the data sets; None ends them.
+
+    A learner makes its batches from rollouts, and refuses a trainer that has data hooks.
+    """
+
+    def load_next_train_batch(self, train_ctx: Trainer) -> Any:
+        """The next TrainExample or TokenBatch."""
+        raise NotImplementedError
+
+    def load_next_eval_batch(self, train_ctx: Trainer) -> Any:
+        """The next one to evaluate on."""
+        raise NotImplementedError
+
+
+class _Told(role_trainer.TrainingHooks):
+    """Tells Tunix's hooks what whet's are told. Args: hooks: any object with some of the methods."""
+
+    def __init__(self, hooks: Any) -> None:
+        self.hooks = hooks
+
+    def on_train_start(self, trainer: RoleTrainer) -> None:
+        self.hooks.on_train_start(trainer)
+
+    def on_train_end(self, trainer: RoleTrainer) -> None:
+        self.hooks.on_train_end(trainer)
+
+    def on_train_step_start(self, trainer: RoleTrainer) -> None:
+        self.hooks.on_train_step_start(trainer)
+
+    def on_train_step_end(self, trainer: RoleTrainer, step: int, metrics: Metrics) -> None:
+        self.hooks.on_train_step_end(trainer, step, metrics[f"{trainer.prefix}loss"].value)
+
+    def on_eval_step_start(self, trainer: RoleTrainer) -> None:
+        self.hooks.on_eval_step_start(trainer)
+
+    def on_eval_step_end(self, trainer: RoleTrainer, metrics: Metrics) -> None:
+        self.hooks.on_eval_step_end(trainer, metrics[f"{trainer.prefix}loss"].value)
+
+
+class Trainer(RoleTrainer):
+    """Updates one model: whet's RoleTrainer with Tunix's methods.
+
+    Args: config: when `train` evaluates and ends. restored: gives the step that a checkpoint has, 0 without one.
+        options: RoleTrainer's.
+    """
+
+    def __init__(self, worker: Any, *, config: TrainingConfig, restored: Callable[[], int], **options: Any) -> None:
+        super().__init__(worker, **options)
+        self.config = config
+        self.training_hooks: Any = None
+        """The hooks as they were given."""
+        self.data_hooks: Any = None
+        """The data hooks as they were given."""
+        self.is_managed_externally = False
+        self._restored = restored
+
+    # ---- hooks and metrics ---------------------------------------------------------------------------------------
+
+    def with_training_hooks(self, hooks: Any) -> Trainer:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Sets the training hooks: Tunix's, or whet's own, which are given all metrics."""
+        self.training_hooks = hooks
+        super().with_training_hooks(hooks if isinstance(hooks, role_trainer.TrainingHooks) else _Told(hooks))
+        return self
+
+    def with_data_hooks(self, hooks: Any) -> Trainer:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Sets what gives `train` its batches."""
+        self.data_hooks = hooks
+        return self
+
+    def with_rl_metrics_to_log(
+        self,
+        metrics: Mapping[str, Any],
+        *,
+        on_policy: Collection[str] = (),
+    ) -> Trainer:
+        """Sets how the loss's metrics are named and reduced: see RoleTrainer; np.mean, np.max and np.min are words too.
+
+        Raises: ConfigError: another function, or an unknown word.
+        """
+        super().with_rl_metrics_to_log({n: _word(n, how) for n, how in metrics.items()}, on_policy=on_policy)
+        return self
+
+    def with_tqdm_metrics_to_display(self, names: Iterable[str | Callable[[], str | None]]) -> Trainer:
+        """Sets which metrics the progress bar shows: names, or functions that give one or None."""
+        told = (name() if callable(name) else name for name in names)
+        super().with_tqdm_metrics_to_display([name for name in told if name])
+        return self
+
+    # ---- training ------------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> nn.Module:
+        """The module that is trained."""
+        return self.worker.loaded.module
+
+    @property
+    def iter_steps(self) -> int:
+        """Micro-batches of train_micro_batch_size that the updates so far were made of."""
+        return self.train_steps * self.accumulate
+
+    def restored_global_step(self) -> int:
+        """The step of the checkpoint that a run goes on from; 0 where there is none."""
+        return self._restored()
+
+    def train(
+        self, train_ds: Iterable[Any] | None, eval_ds: Iterable[Any] | None = None, skip_jit: bool = False
+    ) -> Metrics:
+        """Updates on every batch of a data set, or of the data hooks, up to max_steps updates.
+
+        Evaluates on eval_ds before the first update, and after every eval_every_n_steps of them.
+
+        Args: train_ds, eval_ds: TrainExamples or TokenBatches. skip_jit: nothing is compiled in this release.
+        Returns: the metrics over all of it.
+        """
+        every, most = self.config.eval_every_n_steps, self.config.max_steps
+        if eval_ds is not None:
+            self.evaluate(eval_ds)
+        self.hooks.on_train_start(self)
+        found: Metrics = {}
+        for held in _by(self.accumulate, self._source(train_ds, "load_next_train_batch")):
+            if most is not None and not self.is_managed_externally and self.train_steps >= most:
+                break
+            found = merge(found, self.update_all(held))
+            if eval_ds is not None and every and self.train_steps % every == 0:
+                self.evaluate(eval_ds)
+        self.hooks.on_train_end(self)
+        return found
+
+    def evaluate(self, batches: Iterable[Any]) -> Metrics:
+        """The loss and its metrics over a data set, or what the data hooks give, without an update."""
+        return super().evaluate(list(self._source(batches, "load_next_eval_batch")))
+
+    def _source(self, batches: Iterable[Any] | None, method: str) -> Iterable[Any]:
+        if self.data_hooks is None:
+            return () if batches is None else batches
+        load = getattr(self.data_hooks, method)
+        return iter(lambda: load(self), None)
+
+    def close(self) -> None:
+        """Nothing is held open: the run writes what is logged and saved."""
+
+
+def _by(size: int, batches: Iterable[Any]) -> Iterator[list[Any]]:
+    """Lists of so many, the last of what is left."""
+    held: list[Any] = []
+    for item in batches:
+        held.append(item)
+        if len(held) == size:
+            yield held
+            held = []
+    if held:
+        yield held
+
+
+def _word(name: str, how: Any) -> str | Sequence[str] | Mapping[str, str]:
+    """The reduction that a function of numpy's means. Raises ConfigError: another function."""
+    if not callable(how):
+        return how
+    called = getattr(how, "__name__", "")
+    if called not in _OF_NUMPY:
+        raise ConfigError(
+            f"metric {name} is to be reduced by {called or how!r}; it is reduced over the tokens of an update as they "
+            f"are computed: give np.mean, np.max or np.min, or one of {', '.join(REDUCTIONS)}"
+        )
+    return _OF_NUMPY[called]

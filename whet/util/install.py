@@ -1,0 +1,86 @@
+"""What whet is called where packages are installed from, where it lies, and how its extras are installed there.
+
+The distribution is `whet-rl`; what is imported and the command are `whet`. The distribution `whet` of the package index
+is a stranger's.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+__all__ = ["DISTRIBUTION", "REPOSITORY", "foreign_whet", "install_hint", "is_checkout"]
+
+DISTRIBUTION = "whet-rl"
+"""The name that is installed; pyproject.toml has the same."""
+REPOSITORY = "https://github.com/whet-rl/whet"
+"""Where the source lies; the URLs of pyproject.toml begin so."""
+PACKAGE = Path(__file__).parents[1]
+
+
+def install_hint(extra: str = "", options: str = "") -> str:
+    """The command that installs whet with an extra, in the form that works for this installation.
+
+    A checkout is installed from its folder, a wheel or a commit from where it came from, all else from the index.
+    Args: extra: of pyproject.toml. options: further words for pip.
+
+    >>> install_hint("lora").startswith("pip install ") and "[lora]" in install_hint("lora")
+    True
+    """
+    import shlex
+
+    extras = f"[{extra}]" if extra else ""
+    source = _source()
+    if source is None:
+        what = DISTRIBUTION + extras
+    elif source.startswith("/"):
+        what = ("-e " if is_checkout() else "") + shlex.quote(source + extras)
+    else:
+        what = shlex.quote(f"{DISTRIBUTION}{extras} @ {source}")
+    if source is None and extras:
+        what = f"'{what}'"
+    return " ".join(word for word in ("pip install", options, what) if word)
+
+
+def foreign_whet() -> str | None:
+    """The version of the index's distribution `whet`, if that is installed too; None = it is not.
+
+    whet itself was called so before: an installation of that time has its command.
+    """
+    places = (Path(entry) for entry in sys.path)
+    if not any(next(place.glob("whet-*.dist-info"), None) for place in places):  # metadata's import costs more
+        return None
+    from importlib import metadata
+
+    found = metadata.distribution("whet")
+    own = any(entry.value == "whet.cli:main" for entry in found.entry_points)
+    return None if own else found.version
+
+
+def is_checkout() -> bool:
+    """Whether the package lies in the repository."""
+    return (PACKAGE.parent / "pyproject.toml").is_file() and (PACKAGE.parent / "recipes").is_dir()
+
+
+def _source() -> str | None:
+    """The folder or the URL that whet was installed from; None = the index."""
+    if is_checkout():
+        return str(PACKAGE.parent)
+    import json
+    from importlib import metadata
+
+    try:
+        noted = metadata.distribution(DISTRIBUTION).read_text("direct_url.json")  # PEP 610; None from an index
+    except metadata.PackageNotFoundError:
+        return None
+    if noted is None:
+        return None
+    found = json.loads(noted)
+    url = str(found["url"])
+    if "vcs_info" in found:
+        return f"{found['vcs_info']['vcs']}+{url}@{found['vcs_info']['commit_id']}"
+    if "dir_info" in found and url.startswith("file://"):
+        from urllib.parse import unquote
+
+        return unquote(url.removeprefix("file://"))
+    return url

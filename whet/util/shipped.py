@@ -1,0 +1,80 @@
+"""Files that come with whet: recipes and pages. They lie beside the package in a checkout, inside it in a wheel."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from whet.errors import ConfigError, lookup_error
+from whet.util import install
+
+__all__ = ["copy_recipe", "page", "pages", "recipe_path", "recipes"]
+
+
+def recipes() -> dict[str, str]:
+    """The recipes: name -> what it is, in a line.
+
+    >>> recipes()["demo"]
+    'The demo: a 0.7 M-parameter model learns the order of operations by GRPO.'
+    """
+    found = sorted(_folder("recipes").glob("*.yaml"))
+    return {path.stem: path.read_text().partition("\n")[0].removeprefix("# ") for path in found}
+
+
+def recipe_path(name: str) -> Path:
+    """The file of a recipe. Args: name: with or without .yaml. Raises: ConfigError: there is no such recipe.
+
+    >>> recipe_path("demo").name
+    'demo.yaml'
+    """
+    path = _folder("recipes") / f"{name.removesuffix('.yaml')}.yaml"
+    if not path.is_file():
+        raise lookup_error("recipe", name, recipes())
+    return path
+
+
+def copy_recipe(name: str, folder: str | Path = ".") -> list[Path]:
+    """Copies a recipe, with the Python files that it refers to.
+
+    Args: name: as recipe_path. folder: where to; it is made.
+    Returns: the files, the recipe first.
+    Raises: ConfigError: there is no such recipe, one of the files is there already, or can't be written.
+    """
+    source = recipe_path(name)
+    beside = sorted({*re.findall(r"[\w-]+\.py\b", source.read_text())})
+    files = [source, *(path for file in beside if (path := source.parent / file).is_file())]
+    there = [str(Path(folder) / path.name) for path in files if (Path(folder) / path.name).exists()]
+    if there:
+        raise ConfigError(f"{', '.join(there)} exists already; name another folder: whet recipes copy {name} FOLDER")
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        for path in files:
+            (Path(folder) / path.name).write_bytes(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{folder}: can't be written: {error.strerror or error}; name another folder") from error
+    return [Path(folder) / path.name for path in files]
+
+
+def pages() -> dict[str, str]:
+    """The pages of the documentation: name -> its title.
+
+    >>> pages()["lora"]
+    'LoRA and QLoRA'
+    """
+    found = sorted(path for path in _folder("docs").glob("*.md") if path.stem != "README")
+    return {path.stem: path.read_text().partition("\n")[0].removeprefix("# ") for path in found}
+
+
+def page(name: str) -> str:
+    """The text of a page, in Markdown. Args: name: with or without docs/ and .md. Raises: ConfigError: no such page."""
+    path = _folder("docs") / f"{name.removeprefix('docs/').removesuffix('.md')}.md"
+    if not path.is_file():
+        raise lookup_error("page", name, pages())
+    return path.read_text()
+
+
+def _folder(name: str) -> Path:
+    found = [path for path in (install.PACKAGE.parent / name, install.PACKAGE / name) if path.is_dir()]
+    if install.is_checkout() or len(found) < 2:
+        return found[0] if found else install.PACKAGE / name
+    return found[1]
