@@ -8,7 +8,7 @@ from whet.errors import ConfigError
 from whet.trl import KTOConfig, KTOTrainer
 
 ANSWERS = [
-    {"prompt": f"{i}+{i}=" + " " * (i % 3), "completion": f" {i + i}" + "!" * (i % 4) * 3, "label": i % 3 == 1}
+    {"prompt": f"{i}+{i}=" + " " * min(i, 2), "completion": f" {i + i}" + "!" * (i % 3) * 3, "label": i != 1}
     for i in range(4)
 ]
 PAIRS = [{"prompt": f"{i}+{i}=", "chosen": f" {i + i}", "rejected": " no" * (1 + i % 3)} for i in range(2)]
@@ -42,7 +42,8 @@ def test_losses_gradients_and_weights_are_trl_s(rows, kwargs, tmp_path):
     """On as many rows as a step has: TRL's mismatched rows of an evaluation are those of a micro-batch too."""
     alone = kwargs.get("loss_type") == "apo_zero_unpaired"  # there it logs a kl of 0
     leave = BY_MICRO_BATCH if "gradient_accumulation_steps" in kwargs else ()
-    check("KTO", rows, {**WHOLE, **kwargs}, tmp_path, lacks=("kl", "eval_kl") if alone else (), leave=leave)
+    ours, _ = check("KTO", rows, {**WHOLE, **kwargs}, tmp_path, lacks=("kl", "eval_kl") if alone else (), leave=leave)
+    assert alone or rows is not ANSWERS or max(row.get("kl", 0) for row in ours.state.log_history) > 0.1
 
 
 def test_what_trl_refuses_is_refused():

@@ -15,9 +15,10 @@ from whet.trl.config.training import OLD_TRAINING_FIELDS, TRAINING_FIELDS
 __all__ = ["KTO_FIELDS", "KTOConfig"]
 
 KTO_FIELDS: Table = {
-    **MODEL_FIELDS,
+    **{name: row for name, row in MODEL_FIELDS.items() if name != "pad_token"},
     "disable_dropout": NO_DROPOUT,
-    "max_length": works(1024, "rows whose prompt fills it are left out and counted", int),
+    "max_length": other(1024, "rows whose prompt fills it are left out and counted; a mismatched answer is what is "
+                              "left of it in its own row, in TRL it is cut anew", int),
     "precompute_ref_log_probs": other(False, "not with loss_type='kto', which reads the reference on the mismatched "
                                              "rows of each update"),
     "precompute_ref_batch_size": inert(None, "passes go by max_tokens_per_microbatch", int),

@@ -1,4 +1,4 @@
-"""KTOTrainer: TRL's, over PreferenceLearner."""
+"""KTOTrainer: TRL's. It is DPOTrainer with rows that have a label."""
 
 from __future__ import annotations
 
@@ -7,17 +7,14 @@ from typing import Any
 
 from torch import nn
 
-from whet.config import RoleConfig, SupervisedDataConfig
+from whet.config import SupervisedDataConfig
 from whet.data.pairs import LabelledEncoder
 from whet.data.supervised import RowEncoder
 from whet.errors import ConfigError
-from whet.learners.preference import PreferenceLearner
-from whet.train.supervised_models import SupervisedModels
 from whet.trl.config.kto import KTOConfig
 from whet.trl.data_utils import unpaired
-from whet.trl.supervised.examples import first_row
-from whet.trl.supervised.trainer import SupervisedTrainer, of_front
-from whet.trl.trainer.model import inner_model
+from whet.trl.supervised.dpo import DPOTrainer
+from whet.trl.supervised.examples import first_row, has_rows
 from whet.types import Example
 
 __all__ = ["KTOTrainer"]
@@ -32,7 +29,7 @@ def _columns(examples: Sequence[Example]) -> dict[str, list[Any]]:
     }
 
 
-class KTOTrainer(SupervisedTrainer):
+class KTOTrainer(DPOTrainer):
     """TRL's KTOTrainer.
 
     Args:
@@ -71,25 +68,21 @@ class KTOTrainer(SupervisedTrainer):
         quantization_config: Any = None,
         peft_config: Any = None,
     ) -> None:
-        if ref_model is not None and ref_model is model and not isinstance(model, str):
-            raise ConfigError(
-                "`model` and `ref_model` cannot be the same object: the reference would move with the policy; leave "
-                "ref_model out, and it is the model as it begins"
-            )
         if compute_metrics is not None:
             raise ConfigError("compute_metrics is not taken: write a callback with on_evaluate, given the metrics")
-        self._given_reference = inner_model(ref_model)
         super().__init__(
             model,
+            ref_model,
             args,
+            data_collator,
             train_dataset,
             eval_dataset,
             processing_class,
+            None,
             callbacks,
             optimizers,
             quantization_config,
             peft_config,
-            refused={"data_collator": data_collator},
         )
 
     def encoder(self, data: Any, *, packs: bool = False) -> RowEncoder:
@@ -98,28 +91,14 @@ class KTOTrainer(SupervisedTrainer):
 
     def rows(self, data: Any) -> Any:
         """The rows; of pairs each answer, in the order that TRL has them in."""
+        data = super().rows(data)
         if not {"chosen", "rejected"} <= first_row(data).keys():
             return data
-        return list(unpaired(data)) if hasattr(data, "__len__") else _Unpaired(data)
+        return list(unpaired(data)) if has_rows(data) else _Unpaired(data)
 
     def data_config(self, **fields: Any) -> SupervisedDataConfig:
         """The section data, whose max_length is that of the mismatched rows too."""
         return super().data_config(**{"max_length": self.args.max_length, **fields})
-
-    def make_models(self, given: RoleConfig | nn.Module, optim: Any) -> SupervisedModels:
-        """A policy and its reference."""
-        own = "actor" if self._given_reference is None else self._given_reference
-        return self.models_of(optim, actor=given, reference=own)
-
-    def make_learner(self) -> Any:
-        """Whet's, of the objective that the configuration says."""
-        return of_front(PreferenceLearner)(self.models, self.args.to_whet(), data=self.data_config())
-
-    def measured(self, rows: Any) -> dict[str, float]:
-        """The loss and its metrics over an evaluation set, the reference read ahead where that is asked for."""
-        if self.args.precompute_ref_log_probs and not self.learner.knows_run:
-            self.learner.new_run(self._rows)
-        return super().measured(rows)
 
 
 class _Unpaired:

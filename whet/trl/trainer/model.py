@@ -219,8 +219,6 @@ def _role(args: Any, model: str) -> RoleConfig:
     taken.add("trust_remote_code")
     if (args.model_init_kwargs or {}).get("revision") in (None, "main"):
         taken.add("revision")
-    if not (args.model_init_kwargs or {}).get("trust_remote_code"):
-        taken.add("trust_remote_code")
     if others := sorted(set(args.model_init_kwargs or {}) - taken):
         raise ConfigError(
             f"model_init_kwargs: {others[0]!r} is not taken; load the model by from_pretrained with it, and give the "
