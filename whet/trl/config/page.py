@@ -36,7 +36,7 @@ PAGES: dict[str, Table] = {
 
 _INTRO = """# From TRL
 
-A script for TRL's GRPOTrainer, RLOOTrainer, SFTTrainer, DPOTrainer or RewardTrainer runs with its import changed
+A script for TRL's GRPOTrainer, RLOOTrainer, SFTTrainer, DPOTrainer, KTOTrainer or RewardTrainer runs with its import changed
 ([three minutes of it](trl-start.md)):
 
 ```python skip
@@ -164,6 +164,8 @@ What is said above of callbacks, the last step, resuming, masters and overridden
 - Rows are read as [docs/data.md](data.md) says. Prompt and answer are encoded apart, so that no token spans both; TRL
   encodes them together, and drops the prompt's end where they differ. Of an answer with several turns the assistant's
   are trained, in TRL the user's and the tools' too.
+- KTO's mismatched rows are those of the whole update, and in an evaluation of the whole set; TRL turns them within each
+  micro-batch. Without accumulation they are the same in training.
 - What a chat template changes or leaves out is trained as it shows it, and counted in a line of the log.
 - Rows with nothing to train (empty answers, pairs that say the same) are left out and counted.
 - `packing` keeps every row whole and by itself, and decides how many rows make up a step: those of so many packs. In
