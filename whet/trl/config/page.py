@@ -36,8 +36,8 @@ PAGES: dict[str, Table] = {
 
 _INTRO = """# From TRL
 
-A script for TRL's GRPOTrainer, RLOOTrainer, SFTTrainer, DPOTrainer, KTOTrainer or RewardTrainer runs with its import changed
-([three minutes of it](trl-start.md)):
+A script for TRL's GRPOTrainer, RLOOTrainer, SFTTrainer, DPOTrainer, KTOTrainer or RewardTrainer runs with its
+import changed ([three minutes of it](trl-start.md)):
 
 ```python skip
 from whet.trl import GRPOConfig, GRPOTrainer
