@@ -279,8 +279,7 @@ def _check_targets(module: nn.Module, given: LoraConfig) -> list[int]:
         if not chosen and not every:
             raise ConfigError(
                 f"can't put an adapter into the model: lora.target_modules={wanted!r} is a regular expression of whole "
-                f"names, as {next(iter(layers), 'q_proj')}, and fits no linear layer; write [{', '.join(ends)}] or some "
-                "of these"
+                f"names, as {next(iter(layers), 'q_proj')}, and fits no linear layer; choose from {', '.join(ends)}"
             )
     else:
         fits = {name: {n for n in layers if n == name or n.endswith(f".{name}")} for name in wanted}

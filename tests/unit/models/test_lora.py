@@ -349,7 +349,7 @@ def test_the_weights_of_a_plain_model_are_its_parameters(base):
     ("fields", "said"),
     [
         ({"target_modules": ["q_prj"]}, "unknown lora.target_modules 'q_prj'; did you mean q_proj"),
-        ({"target_modules": r".*\.q_prj"}, "fits no linear layer; write "),
+        ({"target_modules": r".*\.q_prj"}, "fits no linear layer; choose from .*q_proj"),
         ({"r": 999}, r"lora.r=999 \(the rank\) is beyond the width of model.layers.0.mlp.down_proj, which is \d+"),
     ],
 )
