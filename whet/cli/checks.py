@@ -37,7 +37,9 @@ from whet.errors import ConfigError, raise_all
 from whet.learners.grpo import check_drawn
 from whet.learners.objective import objective_checks, policy_loss, resolve_name
 from whet.learners.preference_objective import make_preference_objective, make_reward_loss
+from whet.models.lora import check_lora
 from whet.observe.files import check_writable
+from whet.observe.lock import check_free
 from whet.observe.loggers import check_loggers
 from whet.observe.store import check_new
 from whet.ops import LOSS_AGG_MODES, SFT_LOSSES, teacher_column
@@ -140,6 +142,7 @@ def _shared(config: RunConfig | SupervisedRunConfig) -> Iterator[Check]:
     for key in ("run_dir", "checkpoint_root_directory"):
         if (folder := getattr(trainer, key)) is not None:
             yield "", partial(check_writable, folder, f"trainer.{key}")
+            yield "", partial(check_free, folder, f"trainer.{key}")
 
 
 def _role(section: str, role: RoleConfig | None, *, trained: bool) -> Iterator[Check]:
@@ -152,6 +155,8 @@ def _role(section: str, role: RoleConfig | None, *, trained: bool) -> Iterator[C
             partial(resolve_callable, role.model, f"{section}.model") if known else partial(check_model, role.model)
         )
         yield "", looked
+        if role.lora is not None and not known:
+            yield section, partial(check_lora, role.model, role.lora, role.trust_remote_code)
     if trained:
         yield "", partial(check_optimizer, role.optim)
         yield "", partial(check_schedule, role.optim)

@@ -38,7 +38,6 @@ from whet.learners.base import RLLearner
 from whet.learners.grpo import GRPOLearner
 from whet.learners.ppo import PPOLearner
 from whet.models.made import made_model
-from whet.models.precision import probe_threads
 from whet.observe.card import write_card
 from whet.observe.environment import noted_environment
 from whet.observe.files import finite, to_json, write_atomic
@@ -228,14 +227,20 @@ def rows_given(data: D) -> D:
 
 
 def _settle_threads(config: AnyRun) -> None:
-    """Sets torch's threads: as OMP_NUM_THREADS says, as the run had them where it is resumed, or by a probe."""
+    """Sets torch's threads: as OMP_NUM_THREADS says, as a resumed run had them, or all cores, as torch does.
+
+    Never by a clock: the number decides the last bits, and one command computes alike every time. It is recorded
+    (environment.json).
+    """
     if "OMP_NUM_THREADS" in os.environ or torch.cuda.is_available():
         return
+    available = torch.get_num_threads()
     noted = noted_environment(config.trainer.run_dir).get("threads") if config.trainer.resume is not None else None
-    threads = min(noted or probe_threads(), torch.get_num_threads())
-    if threads < torch.get_num_threads():
-        log.info("using %d thread(s): a probe found more threads no faster", threads)
-        torch.set_num_threads(threads)
+    if noted is not None and noted < available:
+        torch.set_num_threads(noted)
+        log.info("threads: %d, as the run began with", noted)
+    elif available > 1:
+        log.info("threads: %d; where other programs use these cores, OMP_NUM_THREADS=1 may be faster", available)
 
 
 def _with_run_dir(config: R) -> R:

@@ -354,6 +354,10 @@ def section_at(cls: type, path: tuple[str, ...]) -> Any:
     return kind if dataclasses.is_dataclass(kind) else None
 
 
+INSIDE: dict[tuple[str, ...], tuple[Any, ...]] = {("chat_template_kwargs", "chat_template"): (str, type(None))}
+"""Types of keys within mappings of arguments for someone else, by their last two names."""
+
+
 def kinds_at(cls: type, path: tuple[str, ...]) -> tuple[Any, ...]:
     """The types that a key may be of, those of a list's entries included where a lone one counts as a list; () where
     there is no such key.
@@ -361,9 +365,14 @@ def kinds_at(cls: type, path: tuple[str, ...]) -> tuple[Any, ...]:
     >>> from whet.config import RunConfig
     >>> kinds_at(RunConfig, ("trainer", "run_dir"))
     (<class 'str'>, <class 'NoneType'>)
-    >>> str in kinds_at(RunConfig, ("rollout", "stop"))
-    True
+    >>> str in kinds_at(RunConfig, ("rollout", "stop")), str in kinds_at(RunConfig, ("rollout", "eval", "stop"))
+    (True, True)
     """
+    if path[-2:] in INSIDE:
+        return INSIDE[path[-2:]]
+    for place in range(1, len(path) - 1):  # below a mapping of a section's own fields, a key is what it is beside it
+        if path[place] in getattr(section_at(cls, path[:place]), "OVERRIDES", ()):
+            return kinds_at(cls, (*path[:place], *path[place + 1 :]))
     owner = section_at(cls, path[:-1]) if path[1:] else cls
     if owner is None or path[-1] not in _hints(owner):
         return ()

@@ -11,6 +11,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_origin
 
@@ -63,14 +64,19 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return found
 
 
-def tree(argv: Sequence[str], short: Mapping[str, str] | None = None, cls: type | None = None) -> dict[str, Any]:
+def tree(
+    argv: Sequence[str],
+    short: Mapping[str, str] | None = None,
+    cls: type | None = None,
+    texts: Callable[[Sequence[str], str], bool] | None = None,
+) -> dict[str, Any]:
     """The nested dict that command-line words stand for: files first, then key=value in order.
 
     A value is YAML, except where its key takes text: see `is_text`.
 
     Args: argv: `--config FILE`, `FILE.yaml`, `key=value`, `--key=value`, `--key value`. short: shorthand -> full key; a
         key that is also a section (`data`) is a shorthand only for a plain value. cls: whose keys they are; None = of
-        no class, where every value is YAML.
+        no class, where every value is YAML, unless texts(names of the key, its word) says that it is text.
     Raises: ConfigError: a key without a value, a key given both short and in full, a value where a section is.
 
     >>> tree(["actor.lr=1e-6", "--data", "train.jsonl"], {"actor.lr": "actor.optim.lr", "data": "data.path"})
@@ -101,7 +107,9 @@ def tree(argv: Sequence[str], short: Mapping[str, str] | None = None, cls: type 
         parts = key.replace("-", "_").split(".")
         if "" in parts or len(parts) > MAX_DEPTH:
             raise ConfigError(f"{shown(word, 60)}: expected key=value, where a key is names joined by single dots")
-        typed = not text or (cls is not None and is_text(cls, parts, text, short))
+        if cls is not None:
+            texts = partial(is_text, cls, short=short)
+        typed = not text or (texts is not None and texts(parts, text))
         node: Any = text if typed else _value(key, text, argv[place + 1 :])
         for part in reversed(parts):
             node = {part: node}

@@ -225,6 +225,9 @@ class RolloutConfig:
     sglang: SGLangOptions = field(default_factory=SGLangOptions)
     """How SGLang is built; Tunix's rollout_sglang_jax_* are read too. No effect with another engine."""
 
+    OVERRIDES: ClassVar[tuple[str, ...]] = ("eval",)
+    """Mappings whose keys are this section's own fields."""
+
     REFUSED: ClassVar[dict[str, str]] = {
         "return_routed_experts": "routed experts are not replayed in training",
         "rollout_vllm_free_kv_cache_during_weight_sync": "the KV cache is kept through a sync",

@@ -141,9 +141,9 @@ def _readable(path: Path) -> Iterator[None]:
         if file_format(path) in TEXT:
             _refuse_utf16(path)
         yield
-    except (WhetError, MemoryError):
-        raise
     except Exception as error:
+        if isinstance(error, WhetError | MemoryError):  # see reading.each
+            raise
         if file_format(path) in TEXT and not isinstance(error, OSError):
             for _ in _text_lines(path):
                 pass

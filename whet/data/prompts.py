@@ -5,6 +5,7 @@ Token ids are made once, here; nothing re-tokenises later. Left out on purpose: 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from whet.config import DataConfig, RolloutConfig
 
 __all__ = ["Answered", "LongPrompt", "PromptEncoder", "find_prompt_column", "said_by"]
+
+log = logging.getLogger("whet")
 
 LongPrompt = Literal["error", "truncate_left", "drop"]
 """How to treat a prompt over the limit."""
@@ -157,7 +160,7 @@ class PromptEncoder:
         self.counts = {"encoded": 0, "dropped": 0, "truncated": 0, "changed": 0}
         self.spread = Spread()
         """Tokens of each prompt, before any is cut or left out."""
-        self._all = False
+        self._all = self._empty = False
         if apply_chat_template:
             self.template.need()
 
@@ -244,6 +247,13 @@ class PromptEncoder:
         number, source = read.number, read.source
         if not tokens:
             raise DataError(f"row {number}: the prompt {shown(source)} has no tokens; leave the row out, or fill it")
+        if not self._empty and not any(said_by(m).strip() for m in self.messages(source)):
+            self._empty = True
+            log.warning(
+                "row %d: the prompt is empty, so the model is asked nothing; fill it, or leave such rows out (only the "
+                "first is named)",
+                number,
+            )
         self.spread.add(len(tokens))
         limit = self.max_prompt_length
         if limit is not None and len(tokens) > limit:

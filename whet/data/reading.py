@@ -28,9 +28,9 @@ def reading(what: str, fix: str) -> Iterator[None]:
     """
     try:
         yield
-    except (WhetError, MemoryError):
-        raise
     except (Exception, SystemExit) as error:  # a user's function that calls sys.exit would end the run without a word
+        if isinstance(error, WhetError | MemoryError):
+            raise
         raise DataError(f"{what} can't be read: {said(error)}; {fix}") from error
 
 
@@ -47,9 +47,9 @@ def each(rows: Iterable[Any], what: str, fix: str = "fix what makes the rows") -
         for row in rows:
             yield row
             place += 1
-    except (WhetError, MemoryError):
-        raise
     except (Exception, SystemExit) as error:
+        if isinstance(error, WhetError | MemoryError):  # asked here: what closes it as Python ends finds no such name
+            raise
         raise DataError(f"{what} can't be read from row {place} on: {said(error)}; {fix}") from error
 
 

@@ -6,11 +6,14 @@ Left out on purpose: images, and templates of our own.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
-from whet.errors import ConfigError, DataError
+from whet.errors import ConfigError, DataError, shown
 from whet.types import Message
 
 if TYPE_CHECKING:
@@ -24,6 +27,34 @@ write, as ISO text."""
 KEPT = 64
 """Texts of stand-ins that are kept."""
 _WRITTEN = re.compile(rf"""{DAY}\(\s*(['"])(.*?)\1\s*\)""")
+
+
+LIMIT_S = 60.0
+"""Seconds in which a template must have written one conversation; they take less than a thousandth of one."""
+
+
+class _Endless(Exception):
+    """A template has had its time."""
+
+
+@contextmanager
+def _limited() -> Iterator[None]:
+    """Ends what runs inside by an alarm; only on the main thread, and where nobody else has set one."""
+    mine = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
+    if not mine or signal.getitimer(signal.ITIMER_REAL)[0]:
+        yield
+        return
+    signal.signal(signal.SIGALRM, _end)
+    signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+def _end(*_: object) -> None:
+    raise _Endless
 
 
 class ChatTemplate:
@@ -110,7 +141,15 @@ class ChatTemplate:
         try:
             if (day := given.pop(DAY, None)) is not None:
                 given["chat_template"] = _dated(given.get("chat_template", self.tokenizer.chat_template), day)
-            return self.tokenizer.apply_chat_template(list(messages), **given)
+            with _limited():
+                return self.tokenizer.apply_chat_template(list(messages), **given)
+        except _Endless as error:
+            text = given.get("chat_template", self.tokenizer.chat_template)
+            raise ConfigError(
+                f"row {row}: the chat template {shown(str(text), 60)} has not ended within {LIMIT_S:g} s, so it loops "
+                "for ever or nearly so; repair the tokenizer's chat_template, or give another by "
+                "rollout.chat_template_kwargs.chat_template"
+            ) from error
         except Exception as error:  # a template is a program: it may raise anything
             roles = ", ".join(str(m["role"]) for m in messages)
             raise DataError(

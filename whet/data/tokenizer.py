@@ -6,6 +6,7 @@ that the user brought.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,7 @@ def load_tokenizer(source: Any, **kwargs: Any) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(place, **{"trust_remote_code": False, **kwargs})
     except Exception as error:  # each class reads its own files, and raises what it likes
+        _tell_cause(str(source), Path(place))
         said = " ".join(str(error).split())
         raise ConfigError(
             f"no tokenizer at {str(source)!r} ({type(error).__name__}: {said[:300]}); set tokenizer to a folder that "
@@ -64,6 +66,27 @@ def load_tokenizer(source: Any, **kwargs: Any) -> PreTrainedTokenizerBase:
             "made from, or 'byte' for one that was made for bytes"
         )
     return tokenizer
+
+
+def _tell_cause(named: str, folder: Path) -> None:
+    """Raises ConfigError where it is known why a folder has no tokenizer: a broken file, or an adapter alone."""
+    found: dict[str, Any] = {}
+    for name in ("config.json", "tokenizer_config.json", "tokenizer.json", "adapter_config.json"):
+        if not (folder / name).is_file():
+            continue
+        try:
+            found[name] = json.loads((folder / name).read_bytes())
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"{folder / name} can't be read: {type(error).__name__}: {error}; copy it again from where the model "
+                "comes from"
+            ) from error
+    adapter = found.get("adapter_config.json")
+    if isinstance(adapter, dict) and "tokenizer.json" not in found:
+        base = adapter.get("base_model_name_or_path") or "<its base model>"
+        raise ConfigError(
+            f"{named} is an adapter and holds no tokenizer; take that of its base model: tokenizer={base}"
+        )
 
 
 def byte_tokenizer() -> PreTrainedTokenizerBase:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -58,6 +59,11 @@ class RewardModelLearner(SupervisedLearner[RewardModelConfig]):
         models.trainer.with_loss_fn(make_reward_loss(c), loss_per="unit", scores=True)
         models.trainer.with_rl_metrics_to_log(REWARD_REDUCTIONS)
         models.trainer.with_tqdm_metrics_to_display(["accuracy"])
+
+    @property
+    def chance(self) -> float | None:
+        """The ln 2 of a coin, where the loss is the usual one."""
+        return math.log(2) if self.algo_config.loss_type == "bradley_terry" else None
 
     def encoder(self) -> Encoder:
         """Pairs, with their margins where the rows have them."""
@@ -120,6 +126,12 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
                 "algo.sync_ref_model moves a reference of its own, and this one is the base of an adapter; name its "
                 "model in a section reference (reference.model=...), or leave algo.sync_ref_model out"
             )
+
+    @property
+    def chance(self) -> float | None:
+        """The ln 2 of a coin, where the loss is the sigmoid of a margin alone."""
+        c = self.algo_config
+        return math.log(2) if c.loss_type == ("sigmoid",) and c.loss_weights is None else None
 
     def encoder(self) -> Encoder:
         """Pairs, or answers with a label."""

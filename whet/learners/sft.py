@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
@@ -43,6 +44,14 @@ class SFTLearner(SupervisedLearner[SFTConfig]):
             entropy=c.log_entropy,
             constants=("correct",),
         )
+
+    @property
+    def chance(self) -> float | None:
+        """The ln V of a uniform choice among V tokens, where the loss is a mean of −log π."""
+        c = self.algo_config
+        if c.loss_type != "nll" or c.loss_agg_mode not in ("token-mean", "sequence-mean-token-mean"):
+            return None
+        return math.log(self.models.trained.loaded.num_ids)
 
     def encoder(self) -> Encoder:
         """Conversations, prompts with responses, or plain text."""

@@ -106,6 +106,11 @@ class SupervisedLearner(Generic[C]):
         """Frees the optimizers."""
         self.models.close()
 
+    @property
+    def chance(self) -> float | None:
+        """The mean loss of a model that guesses; None where the loss has no such value."""
+        return None
+
     # ---- the stages ----------------------------------------------------------------------------------------------
 
     def encoder(self) -> Encoder:

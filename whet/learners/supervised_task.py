@@ -30,6 +30,11 @@ __all__ = ["SupervisedTask"]
 
 log = logging.getLogger("whet")
 
+LAST = 10
+"""Steps at the end of a run over which its loss is judged."""
+NEAR = 0.005
+"""A loss is that of guessing where it is below it by less than this share."""
+
 
 class Encoder(Protocol):
     """What makes examples of rows, and counts what became of them."""
@@ -50,6 +55,11 @@ class Learner(Protocol):
     models: SupervisedModels
     data: SupervisedDataConfig
     settings: dict[str, Any] | None
+
+    @property
+    def chance(self) -> float | None:
+        """The mean loss of a model that guesses; None where the loss has no such value."""
+        ...
 
     @property
     def algo_config(self) -> SupervisedConfig:
@@ -218,6 +228,26 @@ class SupervisedTask(Task):
     def planned_passes(self, batch_size: int) -> dict[str, str]:
         """The learner's."""
         return self.learner.planned_passes(batch_size)
+
+    def on_run_end(self, run: Observed, error: BaseException | None) -> None:
+        """Says where a run has ended with the loss of a model that guesses."""
+        chance = self.learner.chance
+        losses = [row["loss"] for row in run.rows if row["mode"] == Mode.TRAIN.value][-LAST:]
+        if error is not None or chance is None or len(losses) < LAST:
+            return
+        mean = sum(losses) / LAST
+        if mean >= (1 - NEAR) * chance:
+            section = self.models.role.section
+            log.warning(
+                "the last %d steps have a mean loss of %.4g, and a model that guesses has %.4g: nothing was learned; "
+                "raise %s.optim.lr or trainer.max_steps, lower %s.optim.lr where the loss was below that before, and "
+                "look at the rows (whet data)",
+                LAST,
+                mean,
+                chance,
+                section,
+                section,
+            )
 
     # ---- evaluation ----------------------------------------------------------------------------------------------
 

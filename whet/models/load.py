@@ -29,6 +29,7 @@ from whet.models.lora import (
     ADAPTER_CONFIG,
     SavedAdapter,
     check_adapter,
+    check_lora,
     find_adapter,
     merged_model,
     save_adapter,
@@ -91,6 +92,8 @@ def load_model(
     device, dtype = usable_device(device), _dtype(dtype)
     _check_words(role, attention, device)
     saved = _saved_adapter(model, lora, role)
+    if lora is not None and not isinstance(model, nn.Module):
+        check_lora(str(model), lora, trust_remote_code)
     read = _module_of(model if saved is None else saved, dtype, role, quantization, device, trust_remote_code)
     facts, name = facts_of(read.module, read.name), read.name
     module = _with_heads(read.module, read.score_weight, role, name, score_head)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from whet.errors import ConfigError, TrainingError, lookup_error
 from whet.models.adapters import BASE_LAYER, Adapter, AddressedDropout, adapter_layer, merged_weight
 from whet.models.heads import has_score_head, score_layer
 from whet.models.quantized import cast, dequantized, quantized_layer
+from whet.models.read import skeleton
 from whet.util.install import install_hint
 
 if TYPE_CHECKING:
@@ -41,6 +43,7 @@ __all__ = [
     "SavedAdapter",
     "adapter_tensors",
     "check_adapter",
+    "check_lora",
     "find_adapter",
     "merged_model",
     "save_adapter",
@@ -186,7 +189,7 @@ def with_adapter(module: PreTrainedModel, given: LoraConfig | SavedAdapter | pef
     score = score_layer(module)
     made = _peft_config(package, module, given, score)
     if isinstance(given, LoraConfig):
-        _check_targets(module, given)
+        _tell_narrow(given.r, _check_targets(module, given))
     before = dict(module.named_modules())
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -249,14 +252,61 @@ def _peft_config(
     )
 
 
-def _check_targets(module: nn.Module, given: LoraConfig) -> None:
-    """Raises ConfigError for a name that fits no linear layer: PEFT overlooks one among others that fit."""
-    if isinstance(given.target_modules, str):
-        return
-    known = [n for n, layer in module.named_modules() if isinstance(layer, nn.Linear)]
-    for name in given.target_modules:
-        if not any(n == name or n.endswith(f".{name}") for n in known):
-            raise lookup_error("lora.target_modules", name, sorted({n.rpartition(".")[2] for n in known}))
+def _tell_narrow(rank: int, narrow: Sequence[int]) -> None:
+    """Warns of layers that use less than the rank. Args: narrow: their widths."""
+    if narrow:
+        logger.warning(
+            "lora.r=%d (the rank) is beyond what comes out of %d layers, %d in the narrowest: these use no more",
+            rank,
+            len(narrow),
+            min(narrow),
+        )
+
+
+def _check_targets(module: nn.Module, given: LoraConfig) -> list[int]:
+    """Raises ConfigError for a name that fits no linear layer (PEFT overlooks one among others that fit), and for a
+    rank beyond what goes into a layer.
+
+    Args: module: may be on the meta device.
+    Returns: the widths of layers out of which less comes, as of few key heads: they use no more of the rank.
+    """
+    layers = {n: layer for n, layer in module.named_modules() if isinstance(layer, nn.Linear)}
+    ends, wanted = sorted({n.rpartition(".")[2] for n in layers}), given.target_modules
+    if isinstance(wanted, str):
+        heads = {id(module.get_output_embeddings()), id(score_layer(module))}  # pyright: ignore
+        every = wanted == "all-linear"
+        chosen = {n for n, x in layers.items() if (id(x) not in heads if every else re.fullmatch(wanted, n))}
+        if not chosen and not every:
+            raise ConfigError(
+                f"can't put an adapter into the model: lora.target_modules={wanted!r} is a regular expression of whole "
+                f"names, as {next(iter(layers), 'q_proj')}, and fits no linear layer; choose from {', '.join(ends)}"
+            )
+    else:
+        fits = {name: {n for n in layers if n == name or n.endswith(f".{name}")} for name in wanted}
+        if unknown := [name for name, found in fits.items() if not found]:
+            raise lookup_error("lora.target_modules", unknown[0], ends)
+        chosen = set().union(*fits.values())
+    narrow = []
+    for name in sorted(chosen):
+        width = layers[name].in_features
+        if given.r > width:
+            raise ConfigError(
+                f"lora.r={given.r} (the rank) is beyond the width of {name}, which is {width}: no more of it can be "
+                f"used; set {width} or less"
+            )
+        narrow += [layers[name].out_features] if given.r > layers[name].out_features else []
+    return narrow
+
+
+def check_lora(path: str, given: LoraConfig, trust_remote_code: bool = False) -> None:
+    """Looks at a new adapter by the model's config alone, before its weights are read.
+
+    Args: path: of the model. given: the adapter. trust_remote_code: see read_model.
+    Raises: ConfigError: see _check_targets. What the config can't tell is found where the weights are loaded.
+    """
+    module = skeleton(path, trust_remote_code)
+    if module is not None and SCORE not in given.target_modules:  # a head that is added later
+        _check_targets(module, given)
 
 
 def _modules_to_save(module: PreTrainedModel, before: Mapping[str, nn.Module], names: Sequence[str]) -> set[str]:

@@ -6,13 +6,15 @@ import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from whet.util.model_paths import check_hub, model_folder
 
-__all__ = ["ABSENT", "config_positions", "read_positions", "read_width"]
+__all__ = ["ABSENT", "config_positions", "of_config", "read_positions", "read_width"]
 
 logger = logging.getLogger("whet")
+
+T = TypeVar("T")
 
 ABSENT: Any = {
     "_raise_exceptions_for_gated_repo": False,
@@ -35,15 +37,15 @@ def read_positions(path: str, trust_remote_code: bool = False) -> int | None:
         as for read_model.
     Returns: None where it has no bound, or where the config can't be read, which loading the model will tell.
     """
-    return _of_config(path, trust_remote_code, config_positions)
+    return of_config(path, trust_remote_code, config_positions)
 
 
 def read_width(path: str, trust_remote_code: bool = False) -> int | None:
     """The hidden size of a model, by its config alone. Args, Returns: as read_positions."""
-    return _of_config(path, trust_remote_code, lambda config: int(config.get_text_config().hidden_size))
+    return of_config(path, trust_remote_code, lambda config: int(config.get_text_config().hidden_size))
 
 
-def _of_config(path: str, trust_remote_code: bool, ask: Callable[[Any], int | None]) -> int | None:
+def of_config(path: str, trust_remote_code: bool, ask: Callable[[Any], T]) -> T | None:
     """What a model's config says; None where it can't be read."""
     from transformers import AutoConfig
     from transformers.utils.hub import cached_file

@@ -9,16 +9,13 @@ run records it, and a resumed run uses the record, on another processor too.
 
 from __future__ import annotations
 
-import time
-
 import torch
-from torch import nn
 
 from whet.errors import ConfigError
 from whet.models.types import LoadedModel
 from whet.util.cpu import cpu_facts
 
-__all__ = ["DTYPES", "compute_dtype", "fitting_dtype", "probe_threads"]
+__all__ = ["DTYPES", "compute_dtype", "fitting_dtype"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
@@ -52,34 +49,3 @@ def fitting_dtype(device: torch.device, width: int) -> torch.dtype:
         hardware = bool(BF16_FLAGS & set(cpu_facts()["flags"])) and supported is not None and supported()
         hardware = hardware and width >= BF16_WIDTH
     return torch.bfloat16 if hardware else torch.float32
-
-
-def probe_threads(width: int = 128, rows: int = 1024) -> int:
-    """How many threads torch should use on this CPU now: all that it has, or one.
-
-    A parallel region ends when its slowest thread does, so where another process has the other cores, two threads can
-    be ten times slower than one. Times an MLP of a small model both ways, twice in turn, and keeps all threads only
-    where their usual time (the median, not the best) is lower.
-
-    Returns: the number of threads; torch's setting is as it was.
-    """
-    available = torch.get_num_threads()
-    seconds: dict[int, list[float]] = {1: [], available: []}
-    for _ in range(2):
-        for threads in seconds:
-            torch.set_num_threads(threads)
-            seconds[threads] += _mlp_seconds(width, rows, torch.float32, 15)[3:]
-    torch.set_num_threads(available)
-    return min(seconds, key=lambda threads: sorted(seconds[threads])[len(seconds[threads]) * 3 // 4])
-
-
-def _mlp_seconds(width: int, rows: int, dtype: torch.dtype, trials: int) -> list[float]:
-    """Seconds of forward and backward passes through an MLP."""
-    mlp = nn.Sequential(nn.Linear(width, 3 * width), nn.SiLU(), nn.Linear(3 * width, width)).to(dtype)
-    x = torch.ones(rows, width, dtype=dtype)
-    times = []
-    for _ in range(trials):
-        start = time.perf_counter()
-        mlp(x).sum().backward()
-        times.append(time.perf_counter() - start)
-    return times

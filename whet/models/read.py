@@ -31,10 +31,10 @@ from transformers.utils.hub import cached_file
 from whet.errors import ConfigError, nearest
 from whet.models.causal import check_causal
 from whet.models.heads import has_score_head
-from whet.models.positions import ABSENT
+from whet.models.positions import ABSENT, of_config
 from whet.util.model_paths import check_hub, folders_here, model_folder, taken
 
-__all__ = ["Read", "cant_be", "check_config", "read_model"]
+__all__ = ["Read", "cant_be", "check_config", "read_model", "skeleton"]
 
 logger = logging.getLogger("whet")
 
@@ -108,6 +108,7 @@ def read_model(
             + nearest(path, [name for name in folders_here() if name != path])
         ) from error
     check_config(config, path)
+    _check_held(path, config)
     own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     old = "whet_value_head" in vars(config)  # a critic of an earlier release, or of a family without a classifier
     scores = any(kind.endswith("ForSequenceClassification") for kind in config.architectures or ())
@@ -131,6 +132,20 @@ def read_model(
     _check_weights(module, info, path, head)
     embeddings: Any = module.get_input_embeddings()
     return Read(module, None if head is None else _score_weight(path, head, embeddings.weight.shape[1]), own, given)
+
+
+def skeleton(path: str, trust_remote_code: bool = False) -> nn.Module | None:
+    """The layers of a model without their weights, by its config alone.
+
+    Args: as for positions.read_positions.
+    Returns: a language model on the meta device; None where the config can't be read, or makes no model.
+    """
+
+    def make(config: Any) -> nn.Module:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+
+    return of_config(path, trust_remote_code, make)
 
 
 def cant_be(role: str) -> str:
@@ -191,6 +206,30 @@ def _check_files(path: str) -> None:
         for key in ("num_hidden_layers", "num_layers", "n_layer", "n_layers"):
             if isinstance(layers := found.get(key), int) and layers > MAX_LAYERS:
                 raise ConfigError(f"{file} says {key} {layers}, and no model has more than {MAX_LAYERS}; copy it again")
+
+
+def _check_held(path: str, config: PretrainedConfig) -> None:
+    """Refuses weights in 8 bits or fewer whose scale nothing says: they would be read as numbers that they are not."""
+    if getattr(config, "quantization_config", None) is not None:
+        return
+    file = "model.safetensors"
+    index = cached_file(path, f"{file}.index.json", **ABSENT)
+    try:
+        names = {file} if index is None else set(json.loads(Path(index).read_bytes())["weight_map"].values())
+        for found in filter(None, (cached_file(path, name, **ABSENT) for name in sorted(names))):
+            with safe_open(found, "pt") as f:
+                held = {key: f.get_slice(key).get_dtype() for key in f.keys()}  # noqa: SIM118
+            for key, kind in held.items():
+                if kind.startswith(("I8", "U8", "F8", "F4")) and not CONSTANTS.search(key):
+                    raise ConfigError(
+                        f"{path!r} holds {key} as {kind}, and its config.json has no quantization_config to say what "
+                        "those numbers stand for; give the model as it was before it was quantised (bf16 or fp32): "
+                        "actor.quantization=nf4 then holds it in 4 bits"
+                    )
+    except ConfigError:
+        raise
+    except Exception as error:  # a broken file or index, of which loading says more
+        logger.debug("the header of the weights of %s can't be read: %s", path, _said(error))
 
 
 def _weights(

@@ -19,7 +19,7 @@ from typing import Any
 from whet.errors import ConfigError
 from whet.observe.files import read_json
 
-__all__ = ["FolderLock"]
+__all__ = ["FolderLock", "check_free"]
 
 
 class FolderLock:
@@ -106,6 +106,14 @@ class FolderLock:
             os.close(handle)
             raise refused
         return handle
+
+
+def check_free(folder: str | Path, setting: str) -> None:
+    """Raises ConfigError where another process holds a folder's lock. Args: folder: may be absent. setting: its key."""
+    place = Path(folder).absolute()
+    if os.path.lexists(place / ".lock"):
+        with suppress(OSError):  # it can't be written: said where that is looked at
+            FolderLock(place, setting).release()
 
 
 def _same_file(handle: int, path: Path) -> bool:

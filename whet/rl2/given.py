@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from whet.config.loader import merged, tree
+from whet.config import DPORunConfig, PPORunConfig, RMRunConfig, SFTRunConfig
+from whet.config.loader import is_text, merged, tree
 from whet.errors import ConfigError, lookup_error, nearest, shown
 from whet.rl2.keys import KEYS, Key
 from whet.rl2.references import resolved
@@ -14,6 +16,10 @@ __all__ = ["Given", "copied", "key_of", "read"]
 
 OWN = "whet"
 """What stands before keys of whet's own."""
+KINDS = {"ppo": PPORunConfig, "sft": SFTRunConfig, "rm": RMRunConfig, "dpo": DPORunConfig}
+"""The configuration of whet's with all keys of a trainer of RL2's."""
+TEXTS = ("data.path", "data.eval_path", "tokenizer", "trainer.run_dir")
+"""Keys of whet's that take text, of RL2's that are more than another name for them."""
 GROUPS = {"actor": ("fsdp",), "ref_actor": ("fsdp",), "critic": ("fsdp",)}
 """Groups of hydra's, and what of them is here."""
 SEPTEMBER = ("train_data.", "test_data.")
@@ -137,7 +143,7 @@ def read(verb: str, words: Sequence[str]) -> Given:
         if key.startswith(("~", "hydra.", "--config-")):
             raise ConfigError(f"{word}: hydra's own options are not here; write key=value, or --config FILE")
         plain.append(word.lstrip("+"))
-    nested = tree(plain)
+    nested = tree(plain, texts=partial(_is_text, verb))
     nested.pop("defaults", None)  # of hydra: what a configuration of RL2's builds on
     actor = nested.get("actor")
     if isinstance(actor, dict) and "rollout" in actor:
@@ -150,6 +156,23 @@ def read(verb: str, words: Sequence[str]) -> Given:
     made = Given(verb, dict(_flat(nested, KEYS[verb])), own)
     made.problems += [*problems, *(text for key in made.values if (text := _unknown(key, KEYS[verb])))]
     return made
+
+
+def _is_text(verb: str, names: Sequence[str], text: str) -> bool:
+    """Whether a word is text, taken as it was typed: where whet's key takes that.
+
+    As hydra has it, a quoted word is without its quotes, and null is nothing.
+    """
+    if names[0] == OWN:
+        return names[1:] != [] and is_text(KINDS[verb], names[1:], text)
+    if names[:2] == ["actor", "rollout"]:
+        names = names[1:]
+    row = key_of(".".join(names), KEYS[verb])
+    target = "" if row is None else row.to.partition(",")[0]
+    if row is None or not (row.how == "same" or target in TEXTS or target.endswith("_column")):
+        return False
+    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"
+    return text != "null" and not quoted and is_text(KINDS[verb], target.split("."), text)
 
 
 def key_of(key: str, known: Mapping[str, Key]) -> Key | None:

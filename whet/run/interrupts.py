@@ -61,6 +61,8 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.asked = False
+        self.then = "stopping after this step, with a checkpoint"
+        """What a signal leads to, as it is said."""
         self._pid = 0
         self._before: dict[int, Any] = {}
 
@@ -97,7 +99,7 @@ class Interrupts:
             how = "Ctrl-C once more" if number == signal.SIGINT else "Ctrl-C (SIGINT)"
             with suppress(Exception):  # what was interrupted may be the writing of another line
                 name = signal.Signals(number).name
-                log.warning("%s: stopping after this step, with a checkpoint; %s stops at once", name, how)
+                log.warning("%s: %s; %s stops at once", name, self.then, how)
 
     def _forked(self) -> None:
         """In a forked child SIGTERM ends it at once, also in the midst of a call that runs no Python."""

@@ -489,6 +489,7 @@ class Run(Giving):
             self.folder.close()
 
     def _finish(self) -> None:
+        self._stop.then = "all steps are done, and the run ends once final/ and the last evaluation are written"
         self.profiler.close()
         for trainer in self.roles.trainers.values():
             trainer.hooks.on_train_end(trainer)
@@ -498,12 +499,12 @@ class Run(Giving):
                 "supervised training data.max_length"
             )
         self.save()  # before an evaluation that a longer run never makes: its draws and lengths are not the next step's
-        evaluated = any(r["mode"] == "eval" and r["step"] == self.step for r in self.rows)
-        if self.task.has_evaluation and not evaluated:
-            self.evaluate(self.step)
-        if self.folder is not None:
+        if self.folder is not None:  # before an evaluation too: who sent a signal may not wait for that
             final, worker = self.folder.path / "final", self.trainer.worker
             merge, dtype = self.config.merge_adapter, self.config.final_dtype
             self.checkpoints.export(final, self.step, worker, self.roles.tokenizer, merge=merge, dtype=dtype)
+        evaluated = any(r["mode"] == "eval" and r["step"] == self.step for r in self.rows)
+        if self.task.has_evaluation and not evaluated:
+            self.evaluate(self.step)
         if self.timeline is not None:
             self.roles.trace.write(self.timeline / "trace.json")

@@ -21,6 +21,7 @@ from whet.config import (
 )
 from whet.errors import CheckpointError, ConfigError, DataError, raise_all
 from whet.learners.grpo import GRPOLearner
+from whet.observe.lock import FolderLock
 
 
 @pytest.fixture
@@ -207,3 +208,19 @@ def test_the_columns_of_supervised_rows_are_looked_at_before_a_model_is_loaded(
     words = [f"model={model_folder}", f"data={tmp_path / 'rows.jsonl'}", f"trainer.run_dir={tmp_path / 'run'}"]
     assert main([command, *words, "trainer.max_steps=1"]) == 2
     assert "row 0 has the columns reply, grade" in capsys.readouterr().err
+
+
+def test_a_busy_folder_and_an_adapter_that_fits_nothing_are_said_before_anything_is_loaded(
+    unloaded, tmp_path, model_folder, capsys
+):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1"}\n')
+    (tmp_path / "run").mkdir()
+    lock = FolderLock(tmp_path / "run", "trainer.run_dir")
+    try:
+        words = [f"model={model_folder}", f"data={tmp_path}/rows.jsonl", "reward=exact_match"]
+        words += [f"trainer.run_dir={tmp_path}/run", "actor.lora.target_modules=[q_prj]"]
+        assert main(["grpo", *words]) == 2
+    finally:
+        lock.release()
+    said = capsys.readouterr().err
+    assert f"{tmp_path}/run is in use by process" in said and "unknown lora.target_modules 'q_prj'" in said

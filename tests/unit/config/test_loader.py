@@ -297,3 +297,11 @@ def test_where_a_list_or_a_mapping_may_stand_too_a_bracket_or_a_quote_makes_yaml
 def test_what_is_no_text_stays_yaml():
     made = load_run(["algo.beta=0.5 # half", "data.apply_chat_template=true", "rollout.eval={temperature: 0.0}"])
     assert made.algo.beta == 0.5 and made.data.apply_chat_template is True and made.rollout.eval == {"temperature": 0.0}
+
+
+def test_keys_inside_mappings_whose_type_is_known_take_text_as_the_keys_of_sections_do():
+    template = "{% for m in messages %}{{ m['content'] }} # {% endfor %}"
+    made = load_run(["rollout.eval.stop=a: b # c", f"rollout.chat_template_kwargs.chat_template={template}"])
+    assert made.rollout.for_mode("eval").stop == ("a: b # c",)
+    assert made.rollout.chat_template_kwargs["chat_template"] == template
+    assert load_run(["rollout.eval.temperature=0.5 # half"]).rollout.eval == {"temperature": 0.5}

@@ -246,3 +246,13 @@ def test_settings_that_cannot_be_carried_out_are_refused(tokenizer):
         PromptEncoder(tokenizer, max_prompt_length=0)
     with pytest.raises(ConfigError, match="apply_chat_template=True for system_prompt"):
         PromptEncoder(tokenizer, system_prompt="A")({"prompt": "x"})
+
+
+def test_the_first_empty_prompt_is_named_and_one_under_a_system_turn_is_none(tokenizer, caplog):
+    encode = PromptEncoder(tokenizer, apply_chat_template=True)
+    for number, prompt in enumerate(["1+1=", " ", [{"role": "user", "content": ""}]]):
+        encode({"prompt": prompt}, number)
+    assert [r.message.partition(",")[0] for r in caplog.records] == ["row 1: the prompt is empty"]
+    caplog.clear()
+    PromptEncoder(tokenizer, apply_chat_template=True, system_prompt="Say a number.")({"prompt": ""})
+    assert not caplog.records

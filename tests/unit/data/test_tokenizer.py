@@ -58,7 +58,7 @@ def test_a_models_folder_without_a_tokenizer_is_refused_and_says_what_to_set(tmp
 def test_files_of_a_tokenizer_that_are_broken_are_errors_that_say_where(tokenizer, tmp_path, name, content):
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ConfigError, match="no tokenizer at"):
+    with pytest.raises(ConfigError, match=f"no tokenizer at|{name} can't be read"):
         load_tokenizer(tmp_path)
 
 
@@ -78,3 +78,15 @@ def test_pad_falls_back_to_eos_then_to_a_stop_id_and_the_tokenizer_stays_as_it_w
     assert pad_token_id(tokenizer, (9,)) == 9
     assert pad_token_id(tokenizer) == 0
     assert stop_token_ids(tokenizer) == ()
+
+
+def test_a_broken_config_and_an_adapter_alone_are_named_as_the_cause(tokenizer, tmp_path):
+    broken, adapter = tmp_path / "broken", tmp_path / "adapter"
+    tokenizer.save_pretrained(broken)
+    (broken / "config.json").write_text('{"model_type": ')
+    with pytest.raises(ConfigError, match=r"broken/config.json can't be read: JSONDecodeError.*copy it again"):
+        load_tokenizer(broken)
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "models/base"}')
+    with pytest.raises(ConfigError, match=r"is an adapter and holds no tokenizer; .*tokenizer=models/base$"):
+        load_tokenizer(adapter)

@@ -189,3 +189,21 @@ def test_whet_sft_trains_a_folder_that_transformers_loads(tmp_path, model_folder
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
     assert main(["sft", *words, "trainer.gradient_accumulation_steps=2"]) == 2
     assert "a step is one update on data.batch_size rows" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("lr", "warned"), [(0.0, True), (1e-2, False)])
+def test_a_run_that_ends_with_the_loss_of_a_guess_says_so(lr, warned, caplog):
+    optim = OptimConfig(lr=lr)
+    learner(tiny_model(gain=0.01), optim=optim, max_steps=12, num_epochs=None).train(ROWS)
+    assert ("a model that guesses has 5.5" in caplog.text and "raise actor.optim.lr" in caplog.text) is warned
+    caplog.clear()
+    models = SupervisedModels(
+        actor=tiny_model(),
+        reference=tiny_model(),
+        tokenizer=byte_tokenizer(),
+        config=SupervisedTrainingConfig(pbar_description=None, max_steps=12),
+        optimizer=optim,
+    )
+    pairs = [{"prompt": "1+1=", "chosen": str(i), "rejected": "no"} for i in range(8)]
+    PreferenceLearner(models, PreferenceConfig(), data=SupervisedDataConfig(batch_size=4)).train(pairs)
+    assert ("a model that guesses has 0.6931" in caplog.text) is warned

@@ -343,3 +343,23 @@ def test_the_weights_of_a_plain_model_are_its_parameters(base):
     named = dict(base_weights(module))
     assert all(named[n].data_ptr() == p.data_ptr() for n, p in module.named_parameters(remove_duplicate=False))
     assert Adapter.of(module) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"target_modules": ["q_prj"]}, "unknown lora.target_modules 'q_prj'; did you mean q_proj"),
+        ({"target_modules": r".*\.q_prj"}, "fits no linear layer; choose from .*q_proj"),
+        ({"r": 999}, r"lora.r=999 \(the rank\) is beyond the width of model.layers.0.mlp.down_proj, which is \d+"),
+    ],
+)
+def test_an_adapter_that_fits_no_layer_is_refused_before_weights_are_read(base, monkeypatch, fields, said):
+    monkeypatch.setattr("whet.models.load.read_model", lambda *_, **__: pytest.fail("weights were read"))
+    with pytest.raises(ConfigError, match=said):
+        load_model(base, lora=LoraConfig(**fields))
+
+
+def test_a_rank_beyond_what_comes_out_of_key_heads_is_a_warning(base, caplog):
+    out = load_model(base).module.model.layers[0].self_attn.k_proj.out_features
+    load_model(base, lora=LoraConfig(r=out + 1, target_modules=["k_proj"]))
+    assert f"lora.r={out + 1} (the rank) is beyond what comes out of" in caplog.text

@@ -210,3 +210,14 @@ def test_code_beside_the_weights_runs_only_where_it_is_trusted(tmp_path, monkeyp
     assert torch.equal(loaded.module.lm_head.weight, model.lm_head.weight)
     save_model(loaded, byte_tokenizer(), tmp_path / "saved")
     assert (tmp_path / "saved" / "modeling_own.py").is_file()
+
+
+def test_weights_in_8_bits_without_their_configuration_are_refused(folder):
+    held = load_file(folder / "model.safetensors")
+    save_file(
+        {k: (v * 100).to(torch.int8) if "q_proj.weight" in k else v for k, v in held.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    said = refused(folder)
+    assert "q_proj.weight as I8" in said and "no quantization_config" in said and "actor.quantization=nf4" in said

@@ -606,3 +606,19 @@ def test_help_and_unknown_trainers(capsys):
     assert "did you mean ppo" in capsys.readouterr().err
     assert main(["ppo", *LEAST["ppo"], "--print_config"]) == 0
     assert "advantage_estimator: reinforce" in capsys.readouterr().out
+
+
+def test_words_of_keys_that_take_text_are_taken_as_they_are_typed_and_quoted_ones_as_hydra_has_them():
+    words = [
+        "data.path=rows #1: new.jsonl",
+        "trainer.experiment_name=a: b #2",
+        "whet.data.system_prompt=Be: brief # now",
+    ]
+    config = translated("ppo", [w for w in LEAST["ppo"] if not w.startswith("data.path")] + words)
+    assert (config.data.path, config.data.system_prompt) == ("rows #1: new.jsonl", "Be: brief # now")
+    assert config.trainer.metrics_logging_options.run_name == "a: b #2"
+    config = translated("ppo", [*LEAST["ppo"], "actor.model_name='my model'"])
+    assert config.actor.model == "my model"
+    tested = ["rollout.test_sampling_params.stop=# end", "whet.trainer.resume=null"]
+    config = translated("ppo", [*LEAST["ppo"], *tested])
+    assert config.rollout.eval["stop"] in ("# end", ("# end",)) and config.trainer.resume is None

@@ -14,6 +14,8 @@ from helpers import cluster, length_reward, rows
 from whet.config import CheckpointingOptions, DataConfig, GRPOConfig
 from whet.learners.grpo import GRPOLearner
 from whet.run.interrupts import Interrupts
+from whet.run.run import Run
+from whet.train.worker import ModelWorker
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1]
 FORK = multiprocessing.get_context("fork")
@@ -167,3 +169,38 @@ def test_a_second_ctrl_c_ends_a_run_in_the_midst_of_a_reward(tmp_path, caplog):
     never.set()
     assert str(stopped.value) == "" and not list(tmp_path.glob("checkpoints/step-*"))
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_after_the_last_step_is_said_and_leaves_the_final_model_whole(tmp_path, monkeypatch, caplog, number):
+    made = learner(tmp_path)
+    export, evaluate, there = made.cluster.checkpoints.export, Run.evaluate, []
+
+    def asked(*args, **kwargs):
+        os.kill(os.getpid(), number)
+        return export(*args, **kwargs)
+
+    monkeypatch.setattr(made.cluster.checkpoints, "export", asked)
+    finals = lambda run, step: there.append((tmp_path / "final").is_dir()) or evaluate(run, step)
+    monkeypatch.setattr(Run, "evaluate", finals)
+    run = made.train(rows(2), rows(2))
+    assert (tmp_path / "final" / "run.json").is_file() and run.step == 1
+    assert there == [False, True]  # before the first step, and after the model was written
+    assert f"{signal.Signals(number).name}: all steps are done, and the run ends once final/" in caplog.text
+
+
+def test_a_second_ctrl_c_while_the_final_model_is_written_leaves_none_and_a_checkpoint(tmp_path, monkeypatch):
+    made = learner(tmp_path)
+
+    def asked(worker, place, *_, **__):
+        (place / "config.json").write_text("{}")
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(ModelWorker, "export", asked)
+    with pytest.raises(KeyboardInterrupt):
+        made.train(rows(2))
+    assert not (tmp_path / "final").exists() and (tmp_path / "checkpoints" / "step-000001").is_dir()
+    monkeypatch.undo()
+    learner(tmp_path, resume="latest").train(rows(2))
+    assert (tmp_path / "final" / "run.json").is_file()

@@ -501,7 +501,7 @@ def test_a_changed_configuration_is_refused_or_said(make, tmp_path, caplog):
 # ---- the end ---------------------------------------------------------------------------------------------------------
 
 
-def test_an_end_that_comes_by_itself_saves_evaluates_and_exports_in_this_order(make, model, tmp_path, monkeypatch):
+def test_an_end_that_comes_by_itself_saves_exports_and_evaluates_in_this_order(make, model, tmp_path, monkeypatch):
     told = []
 
     class Hooks(TrainingHooks):
@@ -516,7 +516,7 @@ def test_an_end_that_comes_by_itself_saves_evaluates_and_exports_in_this_order(m
         for name, owner in (("save", run), ("evaluate", run), ("export", run.checkpoints), ("close", run.profiler)):
             now = getattr(owner, name)
             monkeypatch.setattr(owner, name, lambda *a, n=name, f=now, **k: (told.append(n), f(*a, **k)))
-    assert told == ["close", "hook", "save", "evaluate", "export"]
+    assert told == ["close", "hook", "save", "export", "evaluate"]
     assert json.loads((tmp_path / "final" / "run.json").read_text()) == {"step": 1}
     assert not (tmp_path / ".lock").exists() and run.progress is not None
 
