@@ -379,7 +379,8 @@ def test_parameters_are_float16_where_the_model_is_asked_for_so(method, tmp_path
 
 
 CODE = """
-from transformers import Qwen3Config, Qwen3ForCausalLM
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model, Qwen3PreTrainedModel
 
 
 class OwnConfig(Qwen3Config):
@@ -388,24 +389,67 @@ class OwnConfig(Qwen3Config):
 
 class OwnModel(Qwen3ForCausalLM):
     config_class = OwnConfig
+
+
+class OwnForSequenceClassification(Qwen3PreTrainedModel):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model, self.score = Qwen3Model(config), torch.nn.Linear(config.hidden_size, 1, bias=False)
+        self.post_init()
 """
 
 
-def test_code_beside_the_weights_of_policy_and_reference_runs_only_where_it_is_trusted(tmp_path, monkeypatch):
+def own_code(tmp_path, monkeypatch):
+    """The folder of a model whose code lies beside its weights."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder = tmp_path / "own"
     tiny_model().save_pretrained(folder)
     (folder / "modeling_own.py").write_text(CODE)
     named = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
+    named["AutoModelForSequenceClassification"] = "modeling_own.OwnForSequenceClassification"
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "own-qwen3", "architectures": ["OwnModel"], "auto_map": named}
     (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_code_beside_the_weights_of_policy_and_reference_runs_only_where_it_is_trusted(tmp_path, monkeypatch):
+    folder = own_code(tmp_path, monkeypatch)
     with pytest.raises(ConfigError, match=r"brings custom code.* set trust_remote_code=True$"):
         trainer(tmp_path, "DPO", model=str(folder))
     made = trainer(tmp_path, "DPO", model=str(folder), trust_remote_code=True)
     assert {type(made.model).__name__, type(made.ref_model).__name__} == {"OwnModel"}
     made.train()
     assert made.state.log_history[1]["rewards/margins"] != 0
+
+
+def test_a_reward_model_of_trusted_code_is_the_classifier_of_that_code_and_an_adapter_fits_it(tmp_path, monkeypatch):
+    peft = pytest.importorskip("peft")
+    folder = own_code(tmp_path, monkeypatch)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="SEQ_CLS")
+    for own in ({}, {"peft_config": config}):
+        made = trainer(tmp_path, "Reward", model=str(folder), trust_remote_code=True, **own)
+        inner = made.model.get_base_model() if own else made.model
+        assert type(inner).__name__ == "OwnForSequenceClassification"
+        made.train()
+
+
+def test_a_revision_in_model_init_kwargs_is_that_of_model_and_tokenizer(tmp_path, monkeypatch):
+    asked = []
+    tiny_model().save_pretrained(tmp_path / "base")
+    byte_tokenizer().save_pretrained(tmp_path / "base")
+
+    def snapshot(*named):
+        asked.append(named)
+        return str(tmp_path / "base")
+
+    monkeypatch.setattr("whet.util.model_paths._snapshot", snapshot)
+    pin = {"model_init_kwargs": {"revision": "v1"}}
+    made = trainer(tmp_path, model="org/tiny", processing_class=None, **pin)
+    assert set(asked) == {("org/tiny", "v1")} and len(asked) > 1
+    made.train()
 
 
 def test_wrapped_packs_are_cut_where_they_are_full_and_evaluations_are_packed_too(tmp_path):

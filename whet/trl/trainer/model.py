@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -17,8 +18,9 @@ from whet.models.heads import score_layer, with_score_head
 from whet.models.load import load_model
 from whet.models.lora import with_adapter
 from whet.models.recompute import checkpoint_activations
+from whet.util.model_paths import model_folder
 
-__all__ = ["adapted", "inner_model", "module_dtype", "name_of", "trusted"]
+__all__ = ["adapted", "inner_model", "module_dtype", "name_of", "pinned", "trusted"]
 
 log = logging.getLogger("whet")
 
@@ -45,10 +47,11 @@ _FROZEN_HEAD = "modules_to_save"
 """What a reward model's adapter lacks to train its head."""
 
 
-def _lora_of(given: Any, model: str | nn.Module, *, dropout: bool = False) -> LoraConfig:
+def _lora_of(given: Any, model: str | nn.Module, *, trust: bool, dropout: bool = False) -> LoraConfig:
     """Whet's configuration of an adapter.
 
     Args: given: PEFT's LoraConfig. model: that gets it; without target_modules they are PEFT's own for its kind.
+        trust: its code may run.
         dropout: lora_dropout is kept: nothing samples from the model.
     Raises: ConfigError: another kind of adapter, or one that is more than W + s·B·A.
     """
@@ -59,7 +62,7 @@ def _lora_of(given: Any, model: str | nn.Module, *, dropout: bool = False) -> Lo
             "another policy than the one that is trained",
             given.lora_dropout,
         )
-    targets = given.target_modules or _usual_targets(model)
+    targets = given.target_modules or _usual_targets(model, trust)
     return LoraConfig(
         r=given.r,
         lora_alpha=given.lora_alpha,
@@ -81,10 +84,15 @@ def _check_lora(given: Any, plain: Mapping[str, tuple[Any, ...]]) -> None:
             raise ConfigError(f"peft_config.{name}={value!r} is not taken: adapters here are W + s·B·A; leave it out")
 
 
-def _by_peft(model: Any, given: Any, scored: bool) -> str:
+def _config_of(model: str, trust: bool) -> Any:
+    """The configuration of a model by its name. Args: trust: code beside the weights may run."""
+    return AutoConfig.from_pretrained(model_folder(model), trust_remote_code=trust)
+
+
+def _by_peft(model: Any, given: Any, scored: bool, trust: bool) -> str:
     """Why PEFT's own layers are to run: what whet's LoraConfig can't say; "" where it says all.
 
-    Args: model: that gets the adapter. given: PEFT's LoraConfig. scored: it is a reward model.
+    Args: model: that gets the adapter. given: PEFT's LoraConfig. scored: it is a reward model. trust: its code may run.
     """
     if type(given).__name__ != "LoraConfig":
         return ""
@@ -96,7 +104,7 @@ def _by_peft(model: Any, given: Any, scored: bool) -> str:
     if isinstance(given.target_modules, set | list):
         if isinstance(model, str):
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+                model = AutoModelForCausalLM.from_config(_config_of(model, trust), trust_remote_code=trust)
         linear = {"score"} | {n.rpartition(".")[2] for n, x in model.named_modules() if isinstance(x, nn.Linear)}
         names = {name.rpartition(".")[2] for name in given.target_modules}
         if (names - linear) & _EXPERTS:
@@ -123,11 +131,11 @@ def _with_peft(model: Any, given: Any, args: Any, why: str, scored: bool) -> nn.
     return model
 
 
-def _usual_targets(model: str | nn.Module) -> list[str]:
+def _usual_targets(model: str | nn.Module, trust: bool) -> list[str]:
     """The layers that PEFT adapts where none are named, by the kind of the model."""
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
 
-    config: Any = AutoConfig.from_pretrained(model) if isinstance(model, str) else model.config
+    config: Any = _config_of(model, trust) if isinstance(model, str) else model.config
     if config.model_type not in USUAL:
         raise ConfigError(
             f"peft_config names no target_modules, and PEFT knows none for {config.model_type}; set "
@@ -173,16 +181,16 @@ def adapted(
         supervised: nothing samples from the model, so that its adapter may have dropout, and may be any LoRA of PEFT's.
         scored: it is a reward model.
     """
-    bits = bool(quantization_config or (args.model_init_kwargs or {}).get("quantization_config"))  # whet reads these
-    why = _by_peft(model, peft_config, scored) if supervised and peft_config is not None and not bits else ""
-    lora = None if peft_config is None or why else _lora_of(peft_config, model, dropout=supervised)
-    asked = args.model_init_kwargs or {}
+    asked, model, trust = args.model_init_kwargs or {}, pinned(model, args), trusted(args)
+    bits = bool(quantization_config or asked.get("quantization_config"))  # whet reads these
+    why = _by_peft(model, peft_config, scored, trust) if supervised and peft_config is not None and not bits else ""
+    lora = None if peft_config is None or why else _lora_of(peft_config, model, trust=trust, dropout=supervised)
     half = supervised and not bits and str(asked.get("dtype", asked.get("torch_dtype"))) in _HALF
     by_name = isinstance(model, str)
     if by_name and (half or why):
         _role(args, model)  # which refuses what is not read of model_init_kwargs
         role, dtype = "critic" if scored else "actor", "float16" if half else "float32"
-        more = {"dtype": dtype, "role": role, "trust_remote_code": trusted(args)}
+        more = {"dtype": dtype, "role": role, "trust_remote_code": trust}
         model = load_model(model, device=args.device, **more).module
     if why:
         model = _with_peft(model, peft_config, args, why, scored)
@@ -208,6 +216,14 @@ def adapted(
     return model
 
 
+def pinned(model: Any, args: Any) -> Any:
+    """A hub name with the revision of model_init_kwargs behind it; any other model as it is."""
+    revision = (args.model_init_kwargs or {}).get("revision")
+    if revision in (None, "main") or not isinstance(model, str) or Path(model).expanduser().exists() or "@" in model:
+        return model
+    return f"{model}@{revision}"
+
+
 def trusted(args: Any) -> bool:
     """Whether the Python files that lie beside a model's weights may run."""
     return bool((args.model_init_kwargs or {}).get("trust_remote_code", args.trust_remote_code))
@@ -216,9 +232,7 @@ def trusted(args: Any) -> bool:
 def _role(args: Any, model: str) -> RoleConfig:
     """The section of a model that is given by name or folder."""
     taken = {"dtype", "torch_dtype", "device_map", "attn_implementation", "use_cache", "quantization_config"}
-    taken.add("trust_remote_code")
-    if (args.model_init_kwargs or {}).get("revision") in (None, "main"):
-        taken.add("revision")
+    taken |= {"trust_remote_code", "revision"}
     if others := sorted(set(args.model_init_kwargs or {}) - taken):
         raise ConfigError(
             f"model_init_kwargs: {others[0]!r} is not taken; load the model by from_pretrained with it, and give the "
