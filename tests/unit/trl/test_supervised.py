@@ -294,6 +294,9 @@ def test_data_sets_are_held_as_token_ids_under_trl_s_columns_and_are_needed(meth
         {"use_dora": True, "lora_dropout": 0.2},
         {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 4}, "layers_to_transform": [1]},
         {"target_parameters": ["q_proj.weight"], "target_modules": []},
+        {"bias": "all"},
+        {"init_lora_weights": "pissa"},
+        {"trainable_token_indices": [97, 98]},
     ],
     ids=lambda fields: next(iter(fields)),
 )
@@ -318,6 +321,47 @@ def test_an_adapter_that_is_more_than_one_product_runs_in_peft_s_own_layers(fiel
     again = trainer(tmp_path / "out", "DPO", model=str(base), peft_config=peft.LoraConfig(**asked), **more)
     again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
     assert same(weights_of(again.model), weights_of(whole.model))
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PromptEncoderConfig", "PrefixTuningConfig"])
+def test_a_prompt_is_learned_by_peft_s_own_module_and_a_resumed_run_goes_on_with_it(kind, tmp_path, caplog):
+    peft = pytest.importorskip("peft")
+    base, config = tmp_path / "base", getattr(peft, kind)(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    tiny_model().save_pretrained(base)
+    more = {"peft_config": config, "save_strategy": "steps", "save_steps": 1}
+    whole = trainer(tmp_path / "out", "DPO", model=str(base), **more)
+    assert "virtual tokens stand before each row" in caplog.text
+    before = {n: p.clone() for n, p in whole.model.named_parameters()}
+    whole.train()
+    moved = {n for n, p in whole.model.named_parameters() if not torch.equal(p, before[n])}
+    assert moved == {n for n in before if n.startswith("prompt_encoder.")}
+    kind, folder = AutoModelForCausalLM, tmp_path / "out" / "checkpoint-2"
+    read = peft.PeftModel.from_pretrained(kind.from_pretrained(base), folder)
+    ids = torch.arange(97, 107)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(read.eval()(ids).logits, whole.model.eval()(ids).logits, rtol=1e-4, atol=1e-4)
+    again = trainer(tmp_path / "out", "DPO", model=str(base), **more)
+    again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
+    assert same(weights_of(again.model), weights_of(whole.model))
+
+
+def test_the_loss_of_a_model_whose_prompt_is_learned_is_peft_s(tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(tiny_model(), config)
+    made = trainer(tmp_path, rows=[{"text": "abcd"}], model=model, eval_dataset=[{"text": "abcd"}, {"text": "ab"}])
+    assert made.model is model
+    found, total, count = made.evaluate()["eval_loss"], 0.0, 0
+    for ids in made.eval_dataset["input_ids"]:
+        labels = torch.tensor([[-100, *ids[1:]]])  # the first token is given
+        with torch.no_grad():
+            total += float(model(torch.tensor([ids]), labels=labels).loss) * (len(ids) - 1)
+        count += len(ids) - 1
+    assert found == pytest.approx(total / count, rel=1e-4)
+    made.train()
+    refused = peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match="PREFIX_TUNING does not work with gradient checkpointing"):
+        trainer(tmp_path, peft_config=refused, gradient_checkpointing=True)
 
 
 def test_an_adapter_of_a_reward_model_trains_the_head_only_where_peft_does(tmp_path, caplog):

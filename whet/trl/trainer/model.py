@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from whet.errors import ConfigError
 from whet.models.heads import score_layer, with_score_head
 from whet.models.load import load_model
 from whet.models.lora import with_adapter
+from whet.models.prompt import prompted
 from whet.models.recompute import checkpoint_activations
 from whet.util.model_paths import model_folder
 
@@ -24,13 +25,10 @@ __all__ = ["adapted", "inner_model", "module_dtype", "name_of", "pinned", "trust
 
 log = logging.getLogger("whet")
 
-_PLAIN = {
+_OF_PEFT = {
     "bias": ("none",),
     "init_lora_weights": (True, "gaussian"),
     "trainable_token_indices": (None, {}, []),
-}
-"""Fields of PEFT's LoraConfig that may only be so."""
-_OF_PEFT = {
     "lora_bias": (False,),
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
@@ -38,13 +36,17 @@ _OF_PEFT = {
     "target_parameters": (None, []),
     "use_dora": (False,),
 }
-"""Others, with which what is trained is more than one W + s·B·A in every layer: PEFT's own layers run then."""
+"""Fields of PEFT's LoraConfig -> how an adapter is one W + s·B·A in every layer; else PEFT's own layers run."""
 _EXPERTS = {"gate_proj", "up_proj", "down_proj"}
 """Layers that are one tensor of all experts in a mixture of experts."""
 _HALF = ("float16", "torch.float16", "half", "fp16")
 """What model_init_kwargs says of parameters that are to be float16."""
 _FROZEN_HEAD = "modules_to_save"
 """What a reward model's adapter lacks to train its head."""
+
+
+_PROMPT = "is_prompt_learning"
+"""What a configuration of a learned prompt has."""
 
 
 def _lora_of(given: Any, model: str | nn.Module, *, trust: bool, dropout: bool = False) -> LoraConfig:
@@ -55,7 +57,7 @@ def _lora_of(given: Any, model: str | nn.Module, *, trust: bool, dropout: bool =
         dropout: lora_dropout is kept: nothing samples from the model.
     Raises: ConfigError: another kind of adapter, or one that is more than W + s·B·A.
     """
-    _check_lora(given, {**_PLAIN, **_OF_PEFT})
+    _check_lora(given)
     if given.lora_dropout and not dropout:
         log.warning(
             "peft_config.lora_dropout=%s is taken as 0.0: the sampler draws without dropout, and would draw from "
@@ -74,11 +76,11 @@ def _lora_of(given: Any, model: str | nn.Module, *, trust: bool, dropout: bool =
     )
 
 
-def _check_lora(given: Any, plain: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raises ConfigError: no LoraConfig, or a field that is not plain."""
+def _check_lora(given: Any) -> None:
+    """Raises ConfigError: no LoraConfig, or a field with which it is more than W + s·B·A."""
     if type(given).__name__ != "LoraConfig":
         raise ConfigError(f"peft_config is a {type(given).__name__}; adapters here are LoRA: give peft.LoraConfig")
-    for name, taken in plain.items():
+    for name, taken in _OF_PEFT.items():
         value = getattr(given, name, taken[0])
         if value not in taken:
             raise ConfigError(f"peft_config.{name}={value!r} is not taken: adapters here are W + s·B·A; leave it out")
@@ -94,6 +96,8 @@ def _by_peft(model: Any, given: Any, scored: bool, trust: bool) -> str:
 
     Args: model: that gets the adapter. given: PEFT's LoraConfig. scored: it is a reward model. trust: its code may run.
     """
+    if getattr(given, "is_prompt_learning", False):
+        return _PROMPT
     if type(given).__name__ != "LoraConfig":
         return ""
     for name, taken in _OF_PEFT.items():
@@ -114,7 +118,8 @@ def _by_peft(model: Any, given: Any, scored: bool, trust: bool) -> str:
 
 def _with_peft(model: Any, given: Any, args: Any, why: str, scored: bool) -> nn.Module:
     """A model with an adapter of PEFT's own configuration. Args: why: as `_by_peft` says it."""
-    _check_lora(given, _PLAIN)
+    if why == _PROMPT:
+        return _with_prompt(model, given, args)
     if why == _FROZEN_HEAD:
         log.warning(
             "peft_config trains no score head, as in TRL, so that scores come from one that was drawn at random where "
@@ -129,6 +134,24 @@ def _with_peft(model: Any, given: Any, args: Any, why: str, scored: bool) -> nn.
         nn.init.normal_(head.weight, std=model.config.get_text_config().initializer_range)
     with_adapter(model, given, seed=args.seed)
     return model
+
+
+def _with_prompt(model: Any, given: Any, args: Any) -> nn.Module:
+    """PEFT's model around one, with virtual tokens to learn. Raises ConfigError: recomputed layers can't read them."""
+    import peft
+
+    if given.peft_type.value == "PREFIX_TUNING" and args.gradient_checkpointing:
+        raise ConfigError(
+            "PREFIX_TUNING does not work with gradient checkpointing: a layer that runs again would read its own keys; "
+            "set gradient_checkpointing=False"
+        )
+    given = copy.deepcopy(given)
+    given.task_type = given.task_type or "CAUSAL_LM"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(args.seed)
+        made = peft.get_peft_model(model, given)
+    vars(made)["whet_new_prompt"] = True
+    return made
 
 
 def _usual_targets(model: str | nn.Module, trust: bool) -> list[str]:
@@ -155,7 +178,9 @@ def _quantization_of(given: Any) -> str:
 
 
 def inner_model(model: Any) -> Any:
-    """The model in PEFT's wrapper, its adapter in it; any other as it is."""
+    """The model in PEFT's wrapper, its adapter in it; any other as it is, one whose prompt is learned among them."""
+    if prompted(model):
+        return model
     wrapped = hasattr(model, "get_base_model") and hasattr(model, "peft_config")
     return model.get_base_model() if wrapped else model
 
@@ -212,7 +237,7 @@ def adapted(
     if lora is not None:
         with_adapter(model, lora, seed=args.seed)  # pyright: ignore[reportArgumentType]
     if args.gradient_checkpointing:
-        checkpoint_activations(model, _recompute(args))  # pyright: ignore[reportArgumentType]
+        checkpoint_activations(model.get_base_model() if prompted(model) else model, _recompute(args))  # pyright: ignore[reportArgumentType]
     return model
 
 
