@@ -364,6 +364,19 @@ def test_the_loss_of_a_model_whose_prompt_is_learned_is_peft_s(tmp_path):
         trainer(tmp_path, peft_config=refused, gradient_checkpointing=True)
 
 
+def test_common_mistakes_raise_the_class_that_trl_raises_and_no_column_is_taken_for_another(tmp_path):
+    peft = pytest.importorskip("peft")
+    with pytest.raises(TypeError, match="SFTConfig has no field 'loss_tipe'; did you mean loss_type"):
+        SFTConfig(str(tmp_path), loss_tipe="nll")
+    with pytest.raises(TypeError, match=r"`peft_config` must be a `peft.PeftConfig` instance .* got dict"):
+        trainer(tmp_path, peft_config={"r": 4})
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    with pytest.raises(ValueError, match="You passed a `PeftModel` instance together with a `peft_config`"):
+        trainer(tmp_path, model=peft.get_peft_model(tiny_model(), config), peft_config=config)
+    with pytest.raises(ValueError, match="dataset_text_field='body' is no column of the rows, which have text"):
+        trainer(tmp_path, rows=[{"text": "abc"}], dataset_text_field="body")
+
+
 def test_an_adapter_of_a_reward_model_trains_the_head_only_where_peft_does(tmp_path, caplog):
     peft = pytest.importorskip("peft")
     tiny_model().save_pretrained(tmp_path / "base")

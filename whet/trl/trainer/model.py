@@ -14,11 +14,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from whet.config import LoraConfig, RoleConfig
 from whet.errors import ConfigError
+from whet.models.adapters import Adapter
 from whet.models.heads import score_layer, with_score_head
 from whet.models.load import load_model
 from whet.models.lora import with_adapter
 from whet.models.prompt import prompted
 from whet.models.recompute import checkpoint_activations
+from whet.trl.config.field import WrongArgument
 from whet.util.model_paths import model_folder
 
 __all__ = ["adapted", "inner_model", "module_dtype", "name_of", "pinned", "trusted"]
@@ -190,6 +192,22 @@ def name_of(model: Any) -> str:
     return str(model if isinstance(model, str) else model.name_or_path or type(model).__name__)
 
 
+def _check_peft(model: Any, peft_config: Any) -> None:
+    """Raises ConfigError: a second adapter. WrongArgument: no configuration of PEFT's."""
+    if peft_config is None:
+        return
+    if not hasattr(peft_config, "peft_type"):
+        raise WrongArgument(
+            f"`peft_config` must be a `peft.PeftConfig` instance (e.g. `peft.LoraConfig`), got "
+            f"{type(peft_config).__name__}."
+        )
+    if prompted(model) or (isinstance(model, nn.Module) and Adapter.of(model) is not None):
+        raise ConfigError(
+            "You passed a `PeftModel` instance together with a `peft_config` to the trainer: leave `peft_config` out "
+            "to train the adapter that is there, or merge it first by model.merge_and_unload()"
+        )
+
+
 def adapted(
     model: str | nn.Module,
     args: Any,
@@ -206,6 +224,7 @@ def adapted(
         supervised: nothing samples from the model, so that its adapter may have dropout, and may be any LoRA of PEFT's.
         scored: it is a reward model.
     """
+    _check_peft(model, peft_config)
     asked, model, trust = args.model_init_kwargs or {}, pinned(model, args), trusted(args)
     bits = bool(quantization_config or asked.get("quantization_config"))  # whet reads these
     why = _by_peft(model, peft_config, scored, trust) if supervised and peft_config is not None and not bits else ""
