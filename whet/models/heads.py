@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from whet.errors import ConfigError
 from whet.models.adapters import adapter_layer
@@ -175,8 +176,14 @@ def with_score_head(module: PreTrainedModel, weight: Tensor | None = None, *, sh
 
 
 def _classifier(module: PreTrainedModel) -> PreTrainedModel | None:
-    """Transformers' classifier of one label around the trunk of a causal model; None = it is not built that way."""
+    """Transformers' classifier of one label around the trunk of a causal model; None = it is not built that way.
+
+    Of a model whose own code runs, the classifier beside it.
+    """
     kind: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(module.config), None)
+    own = (getattr(module.config, "auto_map", None) or {}).get("AutoModelForSequenceClassification")
+    if kind is None and own is not None and type(module).__module__.startswith("transformers_modules."):
+        kind = get_class_from_dynamic_module(own, module.name_or_path)
     prefix = module.base_model_prefix
     if kind is None or kind.base_model_prefix != prefix or module.base_model is module:
         return None

@@ -7,6 +7,7 @@ Left out on purpose: reading them (read.py), and what has to be found out about 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -35,6 +36,7 @@ from whet.models.lora import (
     save_adapter,
     with_adapter,
 )
+from whet.models.prompt import Prompt, prompted
 from whet.models.quantized import quantization_config
 from whet.models.read import Read, adapter_folder, cant_be, check_config, read_model
 from whet.models.types import LoadedModel
@@ -89,6 +91,8 @@ def load_model(
     >>> loaded.packable, loaded.lm_head.kind
     (True, 'identity')
     """
+    if prompted(model):
+        return _prompted(model, device=device, role=role)
     device, dtype = usable_device(device), _dtype(dtype)
     _check_words(role, attention, device)
     saved = _saved_adapter(model, lora, role)
@@ -114,6 +118,25 @@ def load_model(
         adapter=Adapter.of(module),
         saved_dtype=read.dtype,
     )
+
+
+def _prompted(model: Any, device: torch.device | str, role: str) -> LoadedModel:
+    """PEFT's model around one whose prompt is learned. Raises ConfigError: a model that gives scores; an odd head."""
+    if role not in ("actor", "reference"):
+        raise ConfigError(f"a prompt is learned for a language model, not for a {role}; give peft.LoraConfig")
+    loaded = load_model(model.get_base_model(), device=device, role=role)
+    if loaded.lm_head.kind == "unknown":
+        raise ConfigError(
+            f"{loaded.name} makes its logits in a way of its own, so that a prompt can't be learned for it here; train "
+            "a LoRA adapter, by peft.LoraConfig"
+        )
+    model.base_model = loaded.module
+    base: Any = loaded.module
+    base.set_attn_implementation("sdpa" if base._supports_sdpa else "eager")
+    new = bool(vars(model).pop("whet_new_prompt", False))
+    reasons = ("virtual tokens stand before each row",)
+    logger.warning("%s trains padded, slower than packed rows: %s", loaded.name, reasons[0])
+    return dataclasses.replace(loaded, module=model, packable=False, reasons=reasons, adapter=Prompt(model, new=new))
 
 
 def _with_adapter(

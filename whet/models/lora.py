@@ -30,6 +30,7 @@ from whet.config.lora import LoraConfig
 from whet.errors import ConfigError, TrainingError, lookup_error
 from whet.models.adapters import BASE_LAYER, Adapter, AddressedDropout, adapter_layer, merged_weight
 from whet.models.heads import has_score_head, score_layer
+from whet.models.prompt import prompted, save_prompt
 from whet.models.quantized import cast, dequantized, quantized_layer
 from whet.models.read import skeleton
 from whet.util.install import install_hint
@@ -365,6 +366,8 @@ def adapter_tensors(module: nn.Module) -> dict[str, nn.Parameter]:
         its names.
     Raises: TrainingError: it has none any more.
     """
+    if prompted(module):
+        return {n: p for n, p in module.named_parameters() if p.requires_grad}
     adapter = Adapter.of(module)
     if adapter is None:
         raise TrainingError(
@@ -377,8 +380,8 @@ def adapter_tensors(module: nn.Module) -> dict[str, nn.Parameter]:
         if id(p) in own:
             path = path.replace(f".{name}.", ".") if f".{name}." in path else path.removesuffix(f".{name}")
             found[path.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")] = p  # as PEFT has it
-        elif p.requires_grad:
-            found[BASE_LAYER.sub("", path)] = p
+        elif p.requires_grad:  # PEFT's name of a bias that is trained with an adapter is that of the wrapped layer
+            found[path if path.endswith(".bias") else BASE_LAYER.sub("", path)] = p
     return found
 
 
@@ -418,6 +421,9 @@ def save_adapter(module: PreTrainedModel, folder: Path, masters: Mapping[str, Te
 
     Args: module: with an adapter. folder: exists. masters: fp32 tensors in place of parameters, by their names.
     """
+    if prompted(module):
+        save_prompt(module, folder, masters)
+        return
     by_id = _masters_by_id(module, masters)
     named = {f"{PREFIX}{n}": by_id.get(id(p), p).detach() for n, p in adapter_tensors(module).items()}
     made = {name: t.cpu().contiguous().clone() for name, t in named.items()}

@@ -4,8 +4,9 @@
     an adapter        adapter_model.safetensors, adapter_config.json         PEFT's format: no weight of the base
                       generation_config.json                                 of a language model's whole weights
     and               optimizer.safetensors, state.pt                        by the name of the parameter
+    a learned prompt  prompt_encoder.safetensors                             what makes the adapter
 
-The last two may lie in a folder `whet` beside the weights, where others load these: some programs take every
+The last may lie in a folder `whet` beside the weights, where others load these: some programs take every
 safetensors file of a folder for weights. An adapter is copied into the one that the run has made from its settings, so
 that it is never applied twice.
 """
@@ -24,6 +25,7 @@ from safetensors.torch import load_file
 from whet.errors import CheckpointError, ConfigError
 from whet.models.load import DTYPES, save_model
 from whet.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, save_adapter, take_adapter
+from whet.models.prompt import ENCODER, prompted
 from whet.models.types import LoadedModel
 from whet.parallel import load_state, read_state, save_state, write_state
 from whet.parallel.formats import STATE_FORMAT, check_format
@@ -50,6 +52,7 @@ class ModelFiles:
         """What a checkpoint has of it, in its folder."""
         weights = (ADAPTER_WEIGHTS, ADAPTER_CONFIG) if self.adapted else ("model.safetensors", "config.json")
         rest = _RESUMED[1:] if self.optim is None else _RESUMED
+        rest = (*rest, ENCODER) if prompted(self.loaded.module) else rest
         return [*(folder / name for name in weights), *(_rest(folder) / name for name in rest)]
 
     def write(self, folder: Path, version: int) -> None:
@@ -87,7 +90,8 @@ class ModelFiles:
         check_format(path, state.get("format", 1), STATE_FORMAT, weights=folder)
         masters = None if self.optim is None else self.optim.masters_by_name()
         if self.adapted:
-            self._read_adapter(folder / ADAPTER_WEIGHTS)
+            learned = prompted(self.loaded.module)
+            self._read_adapter(_rest(folder) / ENCODER if learned else folder / ADAPTER_WEIGHTS)
         else:
             load_state(self.loaded.module, folder / "model.safetensors", masters)
         if self.optim is not None:
@@ -133,7 +137,7 @@ class ModelFiles:
 def set_apart(folder: Path) -> None:
     """Puts what is no model's of a model's folder into the folder beside the weights."""
     (folder / APART).mkdir()
-    for name in _RESUMED:
+    for name in (*_RESUMED, ENCODER):
         if (folder / name).exists():
             (folder / name).rename(folder / APART / name)
 

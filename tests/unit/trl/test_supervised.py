@@ -294,6 +294,9 @@ def test_data_sets_are_held_as_token_ids_under_trl_s_columns_and_are_needed(meth
         {"use_dora": True, "lora_dropout": 0.2},
         {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 4}, "layers_to_transform": [1]},
         {"target_parameters": ["q_proj.weight"], "target_modules": []},
+        {"bias": "all"},
+        {"init_lora_weights": "pissa"},
+        {"trainable_token_indices": [97, 98]},
     ],
     ids=lambda fields: next(iter(fields)),
 )
@@ -318,6 +321,60 @@ def test_an_adapter_that_is_more_than_one_product_runs_in_peft_s_own_layers(fiel
     again = trainer(tmp_path / "out", "DPO", model=str(base), peft_config=peft.LoraConfig(**asked), **more)
     again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
     assert same(weights_of(again.model), weights_of(whole.model))
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PromptEncoderConfig", "PrefixTuningConfig"])
+def test_a_prompt_is_learned_by_peft_s_own_module_and_a_resumed_run_goes_on_with_it(kind, tmp_path, caplog):
+    peft = pytest.importorskip("peft")
+    base, config = tmp_path / "base", getattr(peft, kind)(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    tiny_model().save_pretrained(base)
+    more = {"peft_config": config, "save_strategy": "steps", "save_steps": 1}
+    whole = trainer(tmp_path / "out", "DPO", model=str(base), **more)
+    assert "virtual tokens stand before each row" in caplog.text
+    before = {n: p.clone() for n, p in whole.model.named_parameters()}
+    whole.train()
+    moved = {n for n, p in whole.model.named_parameters() if not torch.equal(p, before[n])}
+    assert moved == {n for n in before if n.startswith("prompt_encoder.")}
+    kind, folder = AutoModelForCausalLM, tmp_path / "out" / "checkpoint-2"
+    read = peft.PeftModel.from_pretrained(kind.from_pretrained(base), folder)
+    ids = torch.arange(97, 107)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(read.eval()(ids).logits, whole.model.eval()(ids).logits, rtol=1e-4, atol=1e-4)
+    again = trainer(tmp_path / "out", "DPO", model=str(base), **more)
+    again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
+    assert same(weights_of(again.model), weights_of(whole.model))
+
+
+def test_the_loss_of_a_model_whose_prompt_is_learned_is_peft_s(tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(tiny_model(), config)
+    made = trainer(tmp_path, rows=[{"text": "abcd"}], model=model, eval_dataset=[{"text": "abcd"}, {"text": "ab"}])
+    assert made.model is model
+    found, total, count = made.evaluate()["eval_loss"], 0.0, 0
+    for ids in made.eval_dataset["input_ids"]:
+        labels = torch.tensor([[-100, *ids[1:]]])  # the first token is given
+        with torch.no_grad():
+            total += float(model(torch.tensor([ids]), labels=labels).loss) * (len(ids) - 1)
+        count += len(ids) - 1
+    assert found == pytest.approx(total / count, rel=1e-4)
+    made.train()
+    refused = peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match="PREFIX_TUNING does not work with gradient checkpointing"):
+        trainer(tmp_path, peft_config=refused, gradient_checkpointing=True)
+
+
+def test_common_mistakes_raise_the_class_that_trl_raises_and_no_column_is_taken_for_another(tmp_path):
+    peft = pytest.importorskip("peft")
+    with pytest.raises(TypeError, match="SFTConfig has no field 'loss_tipe'; did you mean loss_type"):
+        SFTConfig(str(tmp_path), loss_tipe="nll")
+    with pytest.raises(TypeError, match=r"`peft_config` must be a `peft.PeftConfig` instance .* got dict"):
+        trainer(tmp_path, peft_config={"r": 4})
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    with pytest.raises(ValueError, match="You passed a `PeftModel` instance together with a `peft_config`"):
+        trainer(tmp_path, model=peft.get_peft_model(tiny_model(), config), peft_config=config)
+    with pytest.raises(ValueError, match="dataset_text_field='body' is no column of the rows, which have text"):
+        trainer(tmp_path, rows=[{"text": "abc"}], dataset_text_field="body")
 
 
 def test_an_adapter_of_a_reward_model_trains_the_head_only_where_peft_does(tmp_path, caplog):
@@ -379,7 +436,8 @@ def test_parameters_are_float16_where_the_model_is_asked_for_so(method, tmp_path
 
 
 CODE = """
-from transformers import Qwen3Config, Qwen3ForCausalLM
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3Model, Qwen3PreTrainedModel
 
 
 class OwnConfig(Qwen3Config):
@@ -388,24 +446,67 @@ class OwnConfig(Qwen3Config):
 
 class OwnModel(Qwen3ForCausalLM):
     config_class = OwnConfig
+
+
+class OwnForSequenceClassification(Qwen3PreTrainedModel):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model, self.score = Qwen3Model(config), torch.nn.Linear(config.hidden_size, 1, bias=False)
+        self.post_init()
 """
 
 
-def test_code_beside_the_weights_of_policy_and_reference_runs_only_where_it_is_trusted(tmp_path, monkeypatch):
+def own_code(tmp_path, monkeypatch):
+    """The folder of a model whose code lies beside its weights."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder = tmp_path / "own"
     tiny_model().save_pretrained(folder)
     (folder / "modeling_own.py").write_text(CODE)
     named = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
+    named["AutoModelForSequenceClassification"] = "modeling_own.OwnForSequenceClassification"
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "own-qwen3", "architectures": ["OwnModel"], "auto_map": named}
     (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_code_beside_the_weights_of_policy_and_reference_runs_only_where_it_is_trusted(tmp_path, monkeypatch):
+    folder = own_code(tmp_path, monkeypatch)
     with pytest.raises(ConfigError, match=r"brings custom code.* set trust_remote_code=True$"):
         trainer(tmp_path, "DPO", model=str(folder))
     made = trainer(tmp_path, "DPO", model=str(folder), trust_remote_code=True)
     assert {type(made.model).__name__, type(made.ref_model).__name__} == {"OwnModel"}
     made.train()
     assert made.state.log_history[1]["rewards/margins"] != 0
+
+
+def test_a_reward_model_of_trusted_code_is_the_classifier_of_that_code_and_an_adapter_fits_it(tmp_path, monkeypatch):
+    peft = pytest.importorskip("peft")
+    folder = own_code(tmp_path, monkeypatch)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="SEQ_CLS")
+    for own in ({}, {"peft_config": config}):
+        made = trainer(tmp_path, "Reward", model=str(folder), trust_remote_code=True, **own)
+        inner = made.model.get_base_model() if own else made.model
+        assert type(inner).__name__ == "OwnForSequenceClassification"
+        made.train()
+
+
+def test_a_revision_in_model_init_kwargs_is_that_of_model_and_tokenizer(tmp_path, monkeypatch):
+    asked = []
+    tiny_model().save_pretrained(tmp_path / "base")
+    byte_tokenizer().save_pretrained(tmp_path / "base")
+
+    def snapshot(*named):
+        asked.append(named)
+        return str(tmp_path / "base")
+
+    monkeypatch.setattr("whet.util.model_paths._snapshot", snapshot)
+    pin = {"model_init_kwargs": {"revision": "v1"}}
+    made = trainer(tmp_path, model="org/tiny", processing_class=None, **pin)
+    assert set(asked) == {("org/tiny", "v1")} and len(asked) > 1
+    made.train()
 
 
 def test_wrapped_packs_are_cut_where_they_are_full_and_evaluations_are_packed_too(tmp_path):

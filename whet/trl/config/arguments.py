@@ -23,7 +23,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from transformers.training_args import ParallelMode
 
 from whet.errors import ConfigError, lookup_error, nearest
-from whet.trl.config.field import Table
+from whet.trl.config.field import Table, WrongArgument
 from whet.trl.config.launch import launched
 from whet.trl.config.training import OWN_FIELDS
 
@@ -65,12 +65,12 @@ class Arguments:
     def __init__(self, output_dir: str | None = None, **given: Any) -> None:
         """Args: output_dir: where checkpoints go. given: the other fields, by name.
 
-        Raises: ConfigError: an unknown field, with the nearest; a value that is refused.
+        Raises: WrongArgument: an unknown field, with the nearest. ConfigError: a value that is refused.
         """
         known = {f.name: f for f in dataclasses.fields(self)}  # pyright: ignore[reportArgumentType]
         unknown = [name for name in given if name not in known]
         if unknown:
-            raise ConfigError(f"{type(self).__name__} has no field {unknown[0]!r}{nearest(unknown[0], known)}")
+            raise WrongArgument(f"{type(self).__name__} has no field {unknown[0]!r}{nearest(unknown[0], known)}")
         for name, f in known.items():
             default = f.default if f.default is not dataclasses.MISSING else f.default_factory()  # pyright: ignore
             setattr(self, name, given.get(name, default))

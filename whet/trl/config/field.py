@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["STATES", "Field", "Table", "inert", "old", "other", "refused", "works"]
+from whet.errors import ConfigError
+
+__all__ = ["STATES", "Field", "Table", "WrongArgument", "inert", "old", "other", "refused", "works"]
 
 STATES: Mapping[str, str] = {
     "works": "as in TRL",
@@ -19,6 +21,10 @@ STATES: Mapping[str, str] = {
     "own": "whet's own: TRL has no such field",
 }
 """The states, each with what it means."""
+
+
+class WrongArgument(ConfigError, TypeError):
+    """An argument that is not there, or of another kind: Python's own TypeError in TRL."""
 
 
 class Field(NamedTuple):

@@ -23,7 +23,7 @@ _KEPT = "the corrections are of the embedded engine's own logprobs only where us
 GRPO_FIELDS: Table = {
     "model_init_kwargs": other(None, "dtype is read as fp32 masters with bf16=...; torch_dtype, device_map and "
                                      "attn_implementation ask for nothing; others are refused", dict),
-    "trust_remote_code": refused(False, "code of a model's repository is never run"),
+    "trust_remote_code": works(False, "the Python files that lie beside the weights are run"),
     "router_aux_loss_coef": refused(None, "the router's auxiliary loss is not added; leave it out", float,
                                     harmless=(0.0, 0)),
     "disable_dropout": inert(False, "dropout is always off, so that sampler and trainer are one policy"),

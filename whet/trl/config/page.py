@@ -174,8 +174,12 @@ What is said above of callbacks, the last step, resuming, masters and overridden
   One that an adapter does not train (`modules_to_save=["score"]` and `task_type="SEQ_CLS"` do) is drawn at random and
   stays as it is, as there, with a warning.
 - A `peft_config` that is more than one product W + s·B·A in every layer (DoRA, rank patterns, `layers_to_transform`,
-  `target_parameters`, the experts of a mixture) runs in PEFT's own layers, slower than whet's, and a line of the log
-  says so. `trainable_token_indices`, `bias`, prompt and prefix tuning are refused.
+  `target_parameters`, the experts of a mixture, `bias`, `trainable_token_indices`, PiSSA and PEFT's other
+  initialisations) runs in PEFT's own layers, slower than whet's, and a line of the log says so.
+- Prompt tuning, prefix tuning and p-tuning run in PEFT's own module, on padded rows, for SFT and DPO; a line of the log
+  says so. The first token of a row is not trained, which TRL trains from the last virtual token. Prefix tuning needs
+  `gradient_checkpointing=False`, as there. In GRPO and RLOO an adapter is plain LoRA; elsewhere PEFT's other kinds
+  (IA3, LoHa, OFT ...) are refused.
 - `lora_dropout` is kept. The reference of an adapter is what the model was at the beginning, without a second copy.
 - `optimizer_cls_and_kwargs`: as with `optimizers`, the learning rate is the class's, and the schedule the arguments'.
 - `trainer.train_dataset` and `eval_dataset` are the rows as token ids under TRL's names, without those that are left
@@ -183,6 +187,8 @@ What is said above of callbacks, the last step, resuming, masters and overridden
 - `compute_metrics` takes a second pass over the evaluation set, since whet's learners hold no logits.
 - `model_tags` are whet and the method. TRL's collators and fused losses are not there: whet packs rows, and reads them
   with kernels of its own.
+- Dropout of the model's own is off in training too, with `disable_dropout=False` as well: nothing draws it in packed
+  rows. What was above 0 is told when the model is loaded.
 - `compute_loss_func` and `data_collator` are refused, each with what to do instead. TRL has deprecated
   `compute_loss_func` itself.
 """

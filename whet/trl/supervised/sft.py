@@ -111,6 +111,11 @@ class SFTTrainer(SupervisedTrainer):
                 "a 'labels' column, -100 where nothing is trained, or leave skip_prepare_dataset out"
             )
         text = args.dataset_text_field
+        if text not in row and "text" in row and not {"input_ids", "messages", "prompt"} & row.keys():
+            raise ConfigError(
+                f"dataset_text_field={text!r} is no column of the rows, which have {', '.join(row)}; name the column "
+                "of their texts"
+            )
         apart = args.assistant_only_loss or (only and (answered or ready))
         section = self.encoding(
             train_on="assistant" if apart else "all",

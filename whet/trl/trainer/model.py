@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
-from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -13,22 +14,23 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from whet.config import LoraConfig, RoleConfig
 from whet.errors import ConfigError
+from whet.models.adapters import Adapter
 from whet.models.heads import score_layer, with_score_head
 from whet.models.load import load_model
 from whet.models.lora import with_adapter
+from whet.models.prompt import prompted
 from whet.models.recompute import checkpoint_activations
+from whet.trl.config.field import WrongArgument
+from whet.util.model_paths import model_folder
 
-__all__ = ["adapted", "inner_model", "module_dtype", "name_of", "trusted"]
+__all__ = ["adapted", "inner_model", "module_dtype", "name_of", "pinned", "trusted"]
 
 log = logging.getLogger("whet")
 
-_PLAIN = {
+_OF_PEFT = {
     "bias": ("none",),
     "init_lora_weights": (True, "gaussian"),
     "trainable_token_indices": (None, {}, []),
-}
-"""Fields of PEFT's LoraConfig that may only be so."""
-_OF_PEFT = {
     "lora_bias": (False,),
     "rank_pattern": ({}, None),
     "alpha_pattern": ({}, None),
@@ -36,7 +38,7 @@ _OF_PEFT = {
     "target_parameters": (None, []),
     "use_dora": (False,),
 }
-"""Others, with which what is trained is more than one W + s·B·A in every layer: PEFT's own layers run then."""
+"""Fields of PEFT's LoraConfig -> how an adapter is one W + s·B·A in every layer; else PEFT's own layers run."""
 _EXPERTS = {"gate_proj", "up_proj", "down_proj"}
 """Layers that are one tensor of all experts in a mixture of experts."""
 _HALF = ("float16", "torch.float16", "half", "fp16")
@@ -45,21 +47,26 @@ _FROZEN_HEAD = "modules_to_save"
 """What a reward model's adapter lacks to train its head."""
 
 
-def _lora_of(given: Any, model: str | nn.Module, *, dropout: bool = False) -> LoraConfig:
+_PROMPT = "is_prompt_learning"
+"""What a configuration of a learned prompt has."""
+
+
+def _lora_of(given: Any, model: str | nn.Module, *, trust: bool, dropout: bool = False) -> LoraConfig:
     """Whet's configuration of an adapter.
 
     Args: given: PEFT's LoraConfig. model: that gets it; without target_modules they are PEFT's own for its kind.
+        trust: its code may run.
         dropout: lora_dropout is kept: nothing samples from the model.
     Raises: ConfigError: another kind of adapter, or one that is more than W + s·B·A.
     """
-    _check_lora(given, {**_PLAIN, **_OF_PEFT})
+    _check_lora(given)
     if given.lora_dropout and not dropout:
         log.warning(
             "peft_config.lora_dropout=%s is taken as 0.0: the sampler draws without dropout, and would draw from "
             "another policy than the one that is trained",
             given.lora_dropout,
         )
-    targets = given.target_modules or _usual_targets(model)
+    targets = given.target_modules or _usual_targets(model, trust)
     return LoraConfig(
         r=given.r,
         lora_alpha=given.lora_alpha,
@@ -71,21 +78,28 @@ def _lora_of(given: Any, model: str | nn.Module, *, dropout: bool = False) -> Lo
     )
 
 
-def _check_lora(given: Any, plain: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raises ConfigError: no LoraConfig, or a field that is not plain."""
+def _check_lora(given: Any) -> None:
+    """Raises ConfigError: no LoraConfig, or a field with which it is more than W + s·B·A."""
     if type(given).__name__ != "LoraConfig":
         raise ConfigError(f"peft_config is a {type(given).__name__}; adapters here are LoRA: give peft.LoraConfig")
-    for name, taken in plain.items():
+    for name, taken in _OF_PEFT.items():
         value = getattr(given, name, taken[0])
         if value not in taken:
             raise ConfigError(f"peft_config.{name}={value!r} is not taken: adapters here are W + s·B·A; leave it out")
 
 
-def _by_peft(model: Any, given: Any, scored: bool) -> str:
+def _config_of(model: str, trust: bool) -> Any:
+    """The configuration of a model by its name. Args: trust: code beside the weights may run."""
+    return AutoConfig.from_pretrained(model_folder(model), trust_remote_code=trust)
+
+
+def _by_peft(model: Any, given: Any, scored: bool, trust: bool) -> str:
     """Why PEFT's own layers are to run: what whet's LoraConfig can't say; "" where it says all.
 
-    Args: model: that gets the adapter. given: PEFT's LoraConfig. scored: it is a reward model.
+    Args: model: that gets the adapter. given: PEFT's LoraConfig. scored: it is a reward model. trust: its code may run.
     """
+    if getattr(given, "is_prompt_learning", False):
+        return _PROMPT
     if type(given).__name__ != "LoraConfig":
         return ""
     for name, taken in _OF_PEFT.items():
@@ -96,7 +110,7 @@ def _by_peft(model: Any, given: Any, scored: bool) -> str:
     if isinstance(given.target_modules, set | list):
         if isinstance(model, str):
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+                model = AutoModelForCausalLM.from_config(_config_of(model, trust), trust_remote_code=trust)
         linear = {"score"} | {n.rpartition(".")[2] for n, x in model.named_modules() if isinstance(x, nn.Linear)}
         names = {name.rpartition(".")[2] for name in given.target_modules}
         if (names - linear) & _EXPERTS:
@@ -106,7 +120,8 @@ def _by_peft(model: Any, given: Any, scored: bool) -> str:
 
 def _with_peft(model: Any, given: Any, args: Any, why: str, scored: bool) -> nn.Module:
     """A model with an adapter of PEFT's own configuration. Args: why: as `_by_peft` says it."""
-    _check_lora(given, _PLAIN)
+    if why == _PROMPT:
+        return _with_prompt(model, given, args)
     if why == _FROZEN_HEAD:
         log.warning(
             "peft_config trains no score head, as in TRL, so that scores come from one that was drawn at random where "
@@ -123,11 +138,29 @@ def _with_peft(model: Any, given: Any, args: Any, why: str, scored: bool) -> nn.
     return model
 
 
-def _usual_targets(model: str | nn.Module) -> list[str]:
+def _with_prompt(model: Any, given: Any, args: Any) -> nn.Module:
+    """PEFT's model around one, with virtual tokens to learn. Raises ConfigError: recomputed layers can't read them."""
+    import peft
+
+    if given.peft_type.value == "PREFIX_TUNING" and args.gradient_checkpointing:
+        raise ConfigError(
+            "PREFIX_TUNING does not work with gradient checkpointing: a layer that runs again would read its own keys; "
+            "set gradient_checkpointing=False"
+        )
+    given = copy.deepcopy(given)
+    given.task_type = given.task_type or "CAUSAL_LM"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(args.seed)
+        made = peft.get_peft_model(model, given)
+    vars(made)["whet_new_prompt"] = True
+    return made
+
+
+def _usual_targets(model: str | nn.Module, trust: bool) -> list[str]:
     """The layers that PEFT adapts where none are named, by the kind of the model."""
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
 
-    config: Any = AutoConfig.from_pretrained(model) if isinstance(model, str) else model.config
+    config: Any = _config_of(model, trust) if isinstance(model, str) else model.config
     if config.model_type not in USUAL:
         raise ConfigError(
             f"peft_config names no target_modules, and PEFT knows none for {config.model_type}; set "
@@ -147,7 +180,9 @@ def _quantization_of(given: Any) -> str:
 
 
 def inner_model(model: Any) -> Any:
-    """The model in PEFT's wrapper, its adapter in it; any other as it is."""
+    """The model in PEFT's wrapper, its adapter in it; any other as it is, one whose prompt is learned among them."""
+    if prompted(model):
+        return model
     wrapped = hasattr(model, "get_base_model") and hasattr(model, "peft_config")
     return model.get_base_model() if wrapped else model
 
@@ -155,6 +190,22 @@ def inner_model(model: Any) -> Any:
 def name_of(model: Any) -> str:
     """The hub name or folder of a model, or its class where it has neither."""
     return str(model if isinstance(model, str) else model.name_or_path or type(model).__name__)
+
+
+def _check_peft(model: Any, peft_config: Any) -> None:
+    """Raises ConfigError: a second adapter. WrongArgument: no configuration of PEFT's."""
+    if peft_config is None:
+        return
+    if not hasattr(peft_config, "peft_type"):
+        raise WrongArgument(
+            f"`peft_config` must be a `peft.PeftConfig` instance (e.g. `peft.LoraConfig`), got "
+            f"{type(peft_config).__name__}."
+        )
+    if prompted(model) or (isinstance(model, nn.Module) and Adapter.of(model) is not None):
+        raise ConfigError(
+            "You passed a `PeftModel` instance together with a `peft_config` to the trainer: leave `peft_config` out "
+            "to train the adapter that is there, or merge it first by model.merge_and_unload()"
+        )
 
 
 def adapted(
@@ -173,16 +224,17 @@ def adapted(
         supervised: nothing samples from the model, so that its adapter may have dropout, and may be any LoRA of PEFT's.
         scored: it is a reward model.
     """
-    bits = bool(quantization_config or (args.model_init_kwargs or {}).get("quantization_config"))  # whet reads these
-    why = _by_peft(model, peft_config, scored) if supervised and peft_config is not None and not bits else ""
-    lora = None if peft_config is None or why else _lora_of(peft_config, model, dropout=supervised)
-    asked = args.model_init_kwargs or {}
+    _check_peft(model, peft_config)
+    asked, model, trust = args.model_init_kwargs or {}, pinned(model, args), trusted(args)
+    bits = bool(quantization_config or asked.get("quantization_config"))  # whet reads these
+    why = _by_peft(model, peft_config, scored, trust) if supervised and peft_config is not None and not bits else ""
+    lora = None if peft_config is None or why else _lora_of(peft_config, model, trust=trust, dropout=supervised)
     half = supervised and not bits and str(asked.get("dtype", asked.get("torch_dtype"))) in _HALF
     by_name = isinstance(model, str)
     if by_name and (half or why):
         _role(args, model)  # which refuses what is not read of model_init_kwargs
         role, dtype = "critic" if scored else "actor", "float16" if half else "float32"
-        more = {"dtype": dtype, "role": role, "trust_remote_code": trusted(args)}
+        more = {"dtype": dtype, "role": role, "trust_remote_code": trust}
         model = load_model(model, device=args.device, **more).module
     if why:
         model = _with_peft(model, peft_config, args, why, scored)
@@ -204,8 +256,16 @@ def adapted(
     if lora is not None:
         with_adapter(model, lora, seed=args.seed)  # pyright: ignore[reportArgumentType]
     if args.gradient_checkpointing:
-        checkpoint_activations(model, _recompute(args))  # pyright: ignore[reportArgumentType]
+        checkpoint_activations(model.get_base_model() if prompted(model) else model, _recompute(args))  # pyright: ignore[reportArgumentType]
     return model
+
+
+def pinned(model: Any, args: Any) -> Any:
+    """A hub name with the revision of model_init_kwargs behind it; any other model as it is."""
+    revision = (args.model_init_kwargs or {}).get("revision")
+    if revision in (None, "main") or not isinstance(model, str) or Path(model).expanduser().exists() or "@" in model:
+        return model
+    return f"{model}@{revision}"
 
 
 def trusted(args: Any) -> bool:
@@ -216,9 +276,7 @@ def trusted(args: Any) -> bool:
 def _role(args: Any, model: str) -> RoleConfig:
     """The section of a model that is given by name or folder."""
     taken = {"dtype", "torch_dtype", "device_map", "attn_implementation", "use_cache", "quantization_config"}
-    taken.add("trust_remote_code")
-    if (args.model_init_kwargs or {}).get("revision") in (None, "main"):
-        taken.add("revision")
+    taken |= {"trust_remote_code", "revision"}
     if others := sorted(set(args.model_init_kwargs or {}) - taken):
         raise ConfigError(
             f"model_init_kwargs: {others[0]!r} is not taken; load the model by from_pretrained with it, and give the "

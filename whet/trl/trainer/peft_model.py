@@ -11,6 +11,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from whet.models.prompt import prompted
 from whet.train.worker import ModelWorker
 from whet.trl.trainer.model import inner_model
 
@@ -27,7 +28,7 @@ def peft_model(worker: ModelWorker, given: Any) -> Any:
         return given
     adapter = worker.loaded.adapter
     by_transformers = vars(module).get("_hf_peft_config_loaded")  # add_adapter, whose save_pretrained saves it
-    return module if adapter is None or by_transformers else _wrapped(worker, module, adapter.name)
+    return module if adapter is None or by_transformers or prompted(module) else _wrapped(worker, module, adapter.name)
 
 
 def _wrapped(worker: ModelWorker, module: Any, name: str) -> Any:

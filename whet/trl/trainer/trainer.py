@@ -50,7 +50,7 @@ from whet.trl.trainer.checkpoints import FrontCheckpoints, checkpoint_at, rotate
 from whet.trl.trainer.hub import Hub
 from whet.trl.trainer.lending import Lending
 from whet.trl.trainer.metrics import Window, best_metric
-from whet.trl.trainer.model import name_of, trusted
+from whet.trl.trainer.model import name_of, pinned, trusted
 from whet.trl.trainer.not_called import NOT_CALLED
 from whet.trl.trainer.peft_model import peft_model
 from whet.trl.trainer.words import in_trl_words
@@ -118,7 +118,7 @@ class Trainer(Hub, TakesUp):
             wanted = self.CONFIG.__name__
             raise ConfigError(f"args is a {type(args).__module__}.{type(args).__name__}; take whet.trl's {wanted}")
         inner = getattr(processing_class, "tokenizer", None)  # a processor has one for its texts
-        given = name if processing_class is None else processing_class if inner is None else inner
+        given = pinned(name, args) if processing_class is None else processing_class if inner is None else inner
         self.args: Any = args
         self.processing_class = load_tokenizer(given, **({"trust_remote_code": True} if trusted(args) else {}))
         (enable_full_determinism if args.full_determinism else set_seed)(args.seed)

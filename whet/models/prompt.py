@@ -1,0 +1,126 @@
+"""Prompts that are learned, by PEFT's own module: virtual tokens before every row (prompt tuning and p-tuning), or keys
+and values before those of every layer (prefix tuning).
+
+    adapter_config.json, adapter_model.safetensors    PEFT's: what the virtual tokens have become
+    prompt_encoder.safetensors                        what makes them, which training goes on from
+
+The model is PEFT's PeftModel around a language model or a classifier whose weights are frozen. It trains padded, since
+a layout of packed rows has no place for the virtual tokens.
+Dim legend: B rows, T tokens, v virtual tokens. Left out on purpose: sampling with one, and several at once.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from whet.errors import ConfigError
+from whet.models.adapters import Adapter
+
+__all__ = ["ENCODER", "KINDS", "Prompt", "prompted", "save_prompt"]
+
+ENCODER = "prompt_encoder.safetensors"
+"""The file of what makes the virtual tokens."""
+KINDS = ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
+"""PEFT's kinds that are trained."""
+
+
+def prompted(model: object) -> bool:
+    """Whether a model is PEFT's around one whose prompt is learned.
+
+    >>> prompted(nn.Linear(2, 2))
+    False
+    """
+    if "peft" not in sys.modules:
+        return False
+    from peft import PeftModel
+
+    return isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning
+
+
+class Prompt(Adapter):
+    """The learned prompt of a model, whose decoder from now on reads it before each row; the states are of the rows.
+
+    Args: model: PEFT's. new: nothing has trained it yet, so that a reference is the model without it.
+    Raises: ConfigError: another kind than `KINDS`.
+    """
+
+    def __init__(self, model: Any, *, new: bool) -> None:
+        super().__init__({})
+        self.kind: str = model.active_peft_config.peft_type.value
+        if self.kind not in KINDS:
+            raise ConfigError(f"peft_type {self.kind} is not taken; give one of {', '.join(KINDS)}, or LoRA")
+        self.model, self.new, self.on = model, new, True
+        vars(model)["get_decoder"] = lambda: self.states
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """What makes the virtual tokens."""
+        return self.model.prompt_encoder.parameters()
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.model.active_adapter
+
+    def adds_nothing(self) -> bool:
+        """Whether a reference is the model without it."""
+        return self.new
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """The model without it, for a while."""
+        held, self.on = self.on, False
+        try:
+            yield
+        finally:
+            self.on = held
+
+    def states(self, input_ids: Tensor, attention_mask: Tensor, **kwargs: Any) -> Any:
+        """What the decoder makes of rows, without the places of virtual tokens.
+
+        Args: input_ids, attention_mask: [B T]. kwargs: of the decoder.
+        """
+        decoder = self.model.get_base_model().get_decoder()
+        if not self.on:
+            return decoder(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
+        count = self.model.active_peft_config.num_virtual_tokens
+        made = self.model.get_prompt(len(input_ids))
+        mask = torch.cat([attention_mask.new_ones(len(input_ids), count), attention_mask], 1)
+        if self.kind == "PREFIX_TUNING":
+            return decoder(input_ids=input_ids, attention_mask=mask, past_key_values=made, **kwargs)
+        tokens = decoder.get_input_embeddings()(input_ids)
+        found = decoder(inputs_embeds=torch.cat([made.to(tokens.dtype), tokens], 1), attention_mask=mask, **kwargs)
+        found.last_hidden_state = found.last_hidden_state[:, count:]
+        return found
+
+
+@torch.no_grad()
+def save_prompt(model: Any, folder: Path, masters: Mapping[str, Tensor] | None = None) -> None:
+    """Writes a learned prompt; PeftModel.from_pretrained(base, folder) loads it.
+
+    Args: model: PEFT's. folder: exists. masters: fp32 tensors in place of parameters, by their names.
+    """
+    by_name = {n: (masters or {}).get(n, p).detach() for n, p in model.named_parameters() if n.startswith("prompt_enc")}
+    encoder = {n: t.cpu().contiguous().clone() for n, t in by_name.items()}
+    save_file(encoder, folder / ENCODER, metadata={"format": "pt"})
+    params = dict(model.named_parameters())
+    held = {n: params[n].data for n in by_name}
+    try:
+        for name, tensor in by_name.items():
+            params[name].data = tensor
+        made = model.get_prompt_embedding_to_save(model.active_adapter)
+    finally:
+        for name, data in held.items():
+            params[name].data = data
+    save_file({"prompt_embeddings": made.cpu().contiguous()}, folder / "adapter_model.safetensors")
+    config = copy.deepcopy(model.active_peft_config)
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
