@@ -348,7 +348,8 @@ def test_no_keys_are_held_by_the_tables_of_an_engine_that_sleeps():
 def test_without_a_compiler_the_reason_is_said_and_torch_decodes(cache, tmp_path, monkeypatch):
     if not os.path.exists("/proc/self/maps") or native_build._openmp() is None:
         pytest.skip(str(load()))
-    monkeypatch.delenv("CXX", raising=False)
+    for name in ("CXX", "WHET_NATIVE"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert load() == native_build.Unavailable("no C++ compiler (g++) is installed")
     body = "test $1 = --version && echo cc || { echo 'no such flag' >&2; exit 1; }"
