@@ -438,9 +438,10 @@ def main() -> None:
 
 
 def _versions(names: set[str]) -> dict[str, str]:
-    """Versions of distributions; that of vLLM is named otherwise where it is built for CPUs."""
+    """Versions of what is imported; whet's distribution, and vLLM's where it is built for CPUs, is named otherwise."""
     found = {d.metadata["Name"]: d.version for d in metadata.distributions()}
-    return {name: found.get(name) or found[f"{name}-cpu"] for name in sorted(names)}
+    other = {"whet": "whet-rl"}
+    return {name: found.get(other.get(name, name)) or found[f"{name}-cpu"] for name in sorted(names)}
 
 
 if __name__ == "__main__":

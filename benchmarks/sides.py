@@ -241,7 +241,8 @@ def trl_config(job: Job, folder: str, mixed: bool, config: Any) -> Any:
 
 
 def _said(clock: Clock, memory: Resident, library: str) -> dict[str, Any]:
-    versions = {name: metadata.version(name) for name in (library, "torch", "transformers")}
+    named = {library: "whet-rl" if library == "whet" else library, "torch": "torch", "transformers": "transformers"}
+    versions = {name: metadata.version(distribution) for name, distribution in named.items()}
     return {
         "steps": clock.steps,
         "memory": memory.peak(),

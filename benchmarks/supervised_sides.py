@@ -161,7 +161,8 @@ def run_trl(job: SupervisedJob) -> dict[str, Any]:
 
 def said(steps: Steps, memory: Resident, library: str) -> dict[str, Any]:
     """What a side measured."""
-    versions = {name: metadata.version(name) for name in (library, "torch", "transformers")}
+    named = {library: "whet-rl" if library == "whet" else library, "torch": "torch", "transformers": "transformers"}
+    versions = {name: metadata.version(distribution) for name, distribution in named.items()}
     return {
         "steps": steps.found,
         "memory": memory.peak(),

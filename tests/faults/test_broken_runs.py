@@ -236,7 +236,7 @@ def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole(tmp_path, monke
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         save(tensors, path, **options)
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    monkeypatch.setattr("safetensors.torch.save_file", full)
     with pytest.raises(CheckpointError, match=r"checkpoint of step 3 could not be written to .*No space left"):
         learner(tmp_path).train(rows(8))
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["latest", "step-000001", "step-000002"]

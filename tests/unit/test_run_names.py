@@ -14,7 +14,7 @@ from whet.util.model_paths import model_folder
 
 @pytest.mark.parametrize("name", ["run_dir", "checkpoint_root_directory", "resume"])
 def test_an_empty_name_is_an_error_that_says_so(name):
-    for words in ([f"trainer.{name}="], [f"trainer.{name}=' '"]):
+    for words in ([f"trainer.{name}="], [f"trainer.{name}= "]):
         with pytest.raises(ConfigError, match=f"trainer.{name} must not be empty, got .*; leave the key out"):
             load_run(words)
     with pytest.raises(ConfigError, match=f"{name} must not be empty"):

@@ -14,10 +14,11 @@ from contextlib import nullcontext
 from typing import Any
 
 from whet.cli.help import command_help, topic_of
+from whet.cli.output import print_text, rank
 from whet.util.lines import columned, fitted
 from whet.util.streams import bury, open_descriptors, unfailing, unread
 
-__all__ = ["explained", "main", "print_text"]
+__all__ = ["explained", "main"]
 
 COMMANDS = {
     "demo": "a small model learns by GRPO before your eyes: no GPU, no network, a minute or two",
@@ -132,14 +133,15 @@ def _told(who: str, error: Exception) -> bool:
     """
     from whet.errors import ConfigError, WhetError
 
-    denied = isinstance(error, PermissionError) and error.filename is not None
-    if not (denied or isinstance(error, WhetError)) or os.environ.get("WHET_DEBUG", "0") not in ("", "0"):
+    if os.environ.get("WHET_DEBUG", "0") not in ("", "0"):
         return False
-    if denied:
+    if isinstance(error, PermissionError) and error.filename is not None:
         name = os.fsdecode(error.filename)
         text = f"{name}: {error.strerror}; give this user access to it and to its folders, or another path"
-    else:
+    elif isinstance(error, WhetError):
         text = str(error).replace("\n", "\n  ")
+    else:
+        return False
     text = f"{who}:\n  {text}" if "\n" in text else f"{who}: {text}"
     if sys.stderr.isatty():
         text = fitted(text, shutil.get_terminal_size().columns)
@@ -393,35 +395,13 @@ def _print_help(text: str) -> None:
     print_text(columned(text, shutil.get_terminal_size().columns) if sys.stdout.isatty() else text)
 
 
-def print_text(text: str, end: str = "\n") -> None:
-    """Writes what was asked for to stdout, once."""
-    if _rank() != 0:
-        return
-    try:
-        sys.stdout.write(text + end)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        from whet.errors import ConfigError
-
-        raise ConfigError(f"standard output can't be written: {error}; make room, or send it elsewhere") from error
-
-
-def _rank() -> int:
-    """This process's place among several; 0 where there is one, or the environment has no such number."""
-    rank, size = (os.environ.get(name, "").strip() for name in ("RANK", "WORLD_SIZE"))
-    several = rank.isdecimal() and size.isdecimal() and int(rank) < int(size)
-    return int(rank) if several else 0
-
-
 def _say(text: str, every_rank: bool = False) -> None:
     """Writes to stderr; a configuration is wrong on every rank alike, other errors may be one rank's own."""
-    rank = _rank()
-    if rank == 0:
+    own = rank()
+    if own == 0:
         sys.stderr.write(text + "\n")
     elif every_rank:
-        sys.stderr.write(f"[rank {rank}] {text}\n")
+        sys.stderr.write(f"[rank {own}] {text}\n")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from whet.cli.checks import check_rewards, check_run, check_teacher_used
+from whet.cli.rows import data
 from whet.cli.settle import settled
 from whet.cluster import RLCluster
 from whet.config import (
@@ -32,8 +33,6 @@ from whet.config import (
     load_run,
 )
 from whet.config.lora import LORA_LR
-from whet.data.order import hold_out
-from whet.data.sources import load_rows, same_rows
 from whet.errors import ConfigError
 from whet.learners.base import RLLearner
 from whet.learners.grpo import GRPOLearner
@@ -148,8 +147,8 @@ def demo(argv: Sequence[str] = ()) -> dict[str, Any]:
     say(f"time: {summary['train_seconds']:.0f} s for training and evaluation")
     say(f"run folder:  {folder}   (metrics.jsonl, completions/, curves.png, summary.json)")
     say(f"final model: {folder / 'final'}   (loads with transformers' from_pretrained)")
-    further = f"model={folder / 'start'} algo.num_generations=16 trainer.max_steps=50"
-    say(f"next: {program()} grpo --config {recipe} {further}")
+    say("next, a model and rows of your own (a jsonl file with the columns prompt and answer):")
+    say(f"  {program()} grpo model=path/to/model data=train.jsonl reward=last_number")
     return summary
 
 
@@ -213,8 +212,8 @@ def _going_on(stop: KeyboardInterrupt, config: AnyRun) -> str:
     if newest is None:
         return f"{what}; there is no checkpoint to go on from"
     where = "" if isinstance(stop, Stopped) else f"; checkpoint: {newest}"
-    written = shlex.quote(f"{trainer.run_dir}/config.yaml")
-    return f"{what}{where}\ngo on with:\n  {program()} {config.COMMAND} --config {written} trainer.resume=latest"
+    named = f"trainer.run_dir={shlex.quote(str(trainer.run_dir))}"
+    return f"{what}{where}\ngo on with:\n  {program()} {config.COMMAND} {named} trainer.resume=latest"
 
 
 def program() -> str:
@@ -226,28 +225,6 @@ def rows_given(data: D) -> D:
     """The section data without what the rows were read by: that is done."""
     usual = type(data)()
     return dataclasses.replace(data, **{name: getattr(usual, name) for name in data.READ_BY})
-
-
-def data(config: AnyRun) -> tuple[Any, Any]:
-    """Training and evaluation rows of a configuration; the latter None where none are asked for."""
-    c = config.data
-    if c.streaming and c.shuffle and not c.shuffle_buffer:
-        log.warning(
-            "data.shuffle has no effect on a stream without data.shuffle_buffer: it keeps its own order; set "
-            "data.shuffle_buffer=10000, or data.shuffle=false to silence this"
-        )
-    rows = load_rows(c.path, split=c.split, subset=c.subset, streaming=c.streaming, limit=c.limit)
-    evaluated = c.eval_path or c.path
-    if c.eval_path is not None or c.eval_split is not None:
-        if same_rows(c.path, c.split, evaluated, c.eval_split):
-            log.warning(
-                "evaluations are of the training data, %s: they measure what was learnt by heart; give data.eval_path "
-                "other rows, or set data.eval_fraction=0.1",
-                evaluated,
-            )
-        is_part = c.eval_path is None and c.eval_split != c.split
-        return rows, load_rows(evaluated, split=c.eval_split, subset=c.subset, is_part=is_part)
-    return hold_out(rows, c.eval_fraction, config.trainer.seed) if c.eval_fraction else (rows, None)
 
 
 def _settle_threads(config: AnyRun) -> None:

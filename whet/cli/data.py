@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
-from whet.cli.commands import data
+from whet.cli.rows import data
 from whet.cli.settle import encoder_of, with_lengths, with_template
 from whet.config import DPORunConfig, Mode, RoleConfig, RunConfig, SFTRunConfig, SupervisedRunConfig
 from whet.config.run import lacking
@@ -21,8 +21,7 @@ from whet.data.reading import each
 from whet.data.supervised import RowEncoder, SFTEncoder
 from whet.data.tokenizer import load_tokenizer
 from whet.errors import ConfigError
-from whet.learners.preference_objective import make_preference_objective
-from whet.models.read import read_positions
+from whet.models.positions import read_positions
 from whet.util.refs import is_ref
 
 __all__ = ["show_data"]
@@ -133,6 +132,8 @@ def _row_encoder(config: SupervisedRunConfig) -> type[RowEncoder]:
         return SFTEncoder
     if not isinstance(config, DPORunConfig):
         return ScoredPairEncoder
+    from whet.learners.preference_objective import make_preference_objective
+
     paired = make_preference_objective(config.algo).needs.rows == "pairs"
     return PreferenceEncoder if paired else LabelledEncoder
 

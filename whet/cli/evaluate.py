@@ -43,6 +43,8 @@ def evaluate(config: EvalRunConfig) -> Evaluation:
         raise
     except OSError as error:
         raise ConfigError(f"standard output can't be written: {error}; the results are in {found.folder}") from error
+    for line in found.examples:
+        log.info("%s", line)
     about = found.about
     log.info(
         "%d prompts in %s in %.0f s; results: %s", about["prompts"], about["dtype"], about["seconds"], found.folder

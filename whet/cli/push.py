@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from whet.cli import print_text
+from whet.cli.output import print_text
 from whet.config.push import PushConfig, check_push
 from whet.run.push import Pushed, push_to_hub
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,9 +20,8 @@ from whet.data.order import encode_all, first_of, has_places, is_batch, unbatch
 from whet.data.prompts import PromptEncoder, find_prompt_column
 from whet.data.templates import DAY, goes_through, writes_date
 from whet.data.tokenizer import load_tokenizer
-from whet.envs import load_script
 from whet.errors import ConfigError, DataError
-from whet.models.read import read_positions
+from whet.models.positions import read_positions
 from whet.types import Prompt
 from whet.util.refs import is_ref
 
@@ -117,8 +116,12 @@ def _plain(config: RunConfig | SupervisedRunConfig, rows: Any) -> bool:
 def encoder_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase, mode: Mode) -> PromptEncoder:
     """What turns a run's rows into prompts. Args: config: with its template settled. mode: whose sampling."""
     rollout = config.rollout.for_mode(mode)
-    script = None if rollout.env_path is None else load_script(rollout.env_path, turns=rollout.max_turns)
-    return PromptEncoder.of(tokenizer, rollout, config.data, tools=None if script is None else script.tools)
+    if rollout.env_path is None:
+        return PromptEncoder.of(tokenizer, rollout, config.data)
+    from whet.envs import load_script  # which imports torch: `whet data` seldom needs it
+
+    script = load_script(rollout.env_path, turns=rollout.max_turns)
+    return PromptEncoder.of(tokenizer, rollout, config.data, tools=script.tools)
 
 
 def _are_rows(data: Any) -> bool:
@@ -126,7 +129,7 @@ def _are_rows(data: Any) -> bool:
     return has_places(data) and not is_batch(first_of(data))
 
 
-def _prompts(encode: PromptEncoder, data: Any, config: RunConfig) -> list[Prompt] | None:
+def _prompts(encode: PromptEncoder, data: Any, config: RunConfig) -> Sequence[Prompt] | None:
     """The prompts of rows or ready-made batches; None where they are a stream, whose limit is set.
 
     Raises: ConfigError: its limit is not set.

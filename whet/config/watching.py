@@ -8,7 +8,10 @@ from whet.config.base import config
 from whet.config.fields import Count, Float, Name
 from whet.errors import ConfigError
 
-__all__ = ["Band", "KeepBestOptions"]
+__all__ = ["BEFORE_STOP", "BEST", "Band", "KeepBestOptions"]
+
+BEST, BEFORE_STOP = "best", "before_stop"
+"""Names of the checkpoints that are set aside."""
 
 
 @config

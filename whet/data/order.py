@@ -43,6 +43,8 @@ log = logging.getLogger("whet")
 
 LOG_INTERVAL_S = 10.0
 """Seconds between two log lines on the progress of encoding prompts."""
+STRETCH = 512
+"""Prompts whose texts the tokenizer is given together."""
 HOLD_OUT = 2**32
 """Stands for the epoch in the draw of held-out rows, so that it is not the order of an epoch."""
 
@@ -513,8 +515,7 @@ def encode_all(rows: Any, encode: Encode, what: str) -> Sequence[Any]:
     if isinstance(rows, MixedRows):
         ends = set(accumulate(len(part) for part in rows.parts[:-1]))
     with encode.all_rows() if isinstance(encode, PromptEncoder | RowEncoder) else nullcontext():
-        for place, row in enumerate(each(rows, "the data")):
-            made = encode(row, place)
+        for place, made in enumerate(_encoded(rows, encode)):
             if place in ends:
                 parts.append(out := [])
             if made is not None:
@@ -523,6 +524,18 @@ def encode_all(rows: Any, encode: Encode, what: str) -> Sequence[Any]:
                 told = time.monotonic()
                 log.info("encoded %d of %d %s", place + 1, len(rows), what)
     return rows.changed(parts) if isinstance(rows, MixedRows) else out
+
+
+def _encoded(rows: Any, encode: Encode) -> Iterator[Any]:
+    """What is made of each row; prompts in stretches, for which the tokenizer is called once."""
+    given = each(rows, "the data")
+    if not isinstance(encode, PromptEncoder):
+        yield from (encode(row, place) for place, row in enumerate(given))
+        return
+    place = 0
+    while stretch := list(islice(given, STRETCH)):
+        yield from encode.many(stretch, place)
+        place += len(stretch)
 
 
 def _peek(source: Iterable[Any], once: bool) -> tuple[Any, Iterable[Any]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -73,6 +73,17 @@ def said_by(message: Message) -> str:
     if isinstance(content, str) or not content:
         return content or ""
     return "".join(part if isinstance(part, str) else str(part.get("text", "")) for part in content)
+
+
+class _Read(NamedTuple):
+    """A row that was read. Example: _Read(7, "2+2=", {"answer": 4}, "2+2=")."""
+
+    number: int
+    source: str | list[Message]
+    columns: dict[str, Any]
+    """The other ones."""
+    text: str
+    """What its tokens are made of."""
 
 
 class PromptEncoder:
@@ -181,6 +192,32 @@ class PromptEncoder:
         """
         if isinstance(row, Prompt):
             return row
+        read = self._read(row, number)
+        return self._prompt(read, self._ids([read])[0])
+
+    def many(self, rows: Sequence[Any], first: int = 0) -> list[Prompt | None]:
+        """Several rows as Prompts, as one after the other makes them; the tokenizer is called once for all of them.
+
+        Args: rows: see `__call__`. first: the place of the first in the data set.
+        Raises: as `__call__`, of the first row that is wrong.
+        """
+        read: list[_Read] = []
+        wrong = None
+        for number, row in enumerate(rows, first):
+            if isinstance(row, Prompt):
+                continue
+            try:
+                read.append(self._read(row, number))
+            except Exception as error:  # once the rows before it are looked at
+                wrong = error
+                break
+        made = {one.number: self._prompt(one, ids) for one, ids in zip(read, self._ids(read), strict=True)}
+        if wrong is not None:
+            raise wrong
+        return [row if isinstance(row, Prompt) else made[number] for number, row in enumerate(rows, first)]
+
+    def _read(self, row: Any, number: int) -> _Read:
+        """What a row says, and the text that its tokens are made of."""
         if not isinstance(row, Mapping):
             raise DataError(f"row {number} is {type(row).__name__}; a row is a mapping from column to value")
         name = find_prompt_column(row, self.prompt_column, number)
@@ -189,7 +226,22 @@ class PromptEncoder:
         columns = {column: value for column, value in row.items() if column != name}
         if not isinstance(source, str) and source[-1]["role"] == "assistant":
             source, columns = self._unanswered(source, columns, number)
-        tokens = self._tokens(source, options_of(row, number), number)
+        return _Read(number, source, columns, self._text(source, options_of(row, number), number))
+
+    def _ids(self, read: Sequence[_Read]) -> list[list[int]]:
+        """The ids that the model is given, of each; a template writes the special tokens itself."""
+        found: dict[int, list[int]] = {}
+        for plain in (True, False):
+            of_kind = [one for one in read if self.is_plain(one.source) is plain]
+            if of_kind:
+                options = {} if plain else {"add_special_tokens": False}
+                ids = self.tokenizer([one.text for one in of_kind], verbose=False, **options).input_ids
+                found |= {one.number: list(row) for one, row in zip(of_kind, ids, strict=True)}
+        return [found[one.number] for one in read]
+
+    def _prompt(self, read: _Read, tokens: list[int]) -> Prompt | None:
+        """The prompt of a row; None where it is left out."""
+        number, source = read.number, read.source
         if not tokens:
             raise DataError(f"row {number}: the prompt {shown(source)} has no tokens; leave the row out, or fill it")
         self.spread.add(len(tokens))
@@ -208,7 +260,7 @@ class PromptEncoder:
         self.counts["encoded"] += 1
         ids = np.asarray(tokens, dtype=np.int32)
         ids.setflags(write=False)
-        return Prompt(tokens=ids, source=source, columns=columns, row=number)
+        return Prompt(tokens=ids, source=source, columns=read.columns, row=number)
 
     @contextmanager
     def all_rows(self) -> Iterator[None]:
@@ -277,8 +329,8 @@ class PromptEncoder:
             raise DataError(f"row {number} has no turn but the assistant's; leave it out, or give it a user's turn")
         return before, {ANSWER: said_by(last), **columns}
 
-    def _tokens(self, source: str | list[Message], own: Mapping[str, Any], number: int) -> list[int]:
-        """The ids that the model is given. Args: own: the row's arguments of the template."""
+    def _text(self, source: str | list[Message], own: Mapping[str, Any], number: int) -> str:
+        """The text that the tokens are made of. Args: own: the row's arguments of the template."""
         if self.is_plain(source):
             if self.system_prompt is not None:
                 raise ConfigError(
@@ -291,7 +343,7 @@ class PromptEncoder:
                     f"row {number} is plain text, and tools are told of by a chat template; set "
                     f"{self._data}apply_chat_template=True, or {where}"
                 )
-            return list(self.tokenizer(str(source), verbose=False).input_ids)
+            return str(source)
         messages = self.messages(source)
         written = self._rendered(messages, own, number)
         changed = changed_words(self.template, messages, [written], number)
@@ -302,7 +354,7 @@ class PromptEncoder:
                     f"{self._rollout}chat_template_kwargs), or accept it by {self._data}on_template_change=accept"
                 )
             self.counts["changed"] += 1
-        return list(self.tokenizer(written.text, add_special_tokens=False, verbose=False).input_ids)
+        return written.text
 
     def _tools_left_out(self, messages: list[Message], written: Shown, number: int) -> str:
         """What is wrong where a row has tools that the template does not show; "" where it has none or shows them."""

@@ -136,7 +136,7 @@ def changed_words(template: ChatTemplate, messages: Sequence[Message], shown: Se
     stands = _StandIns()
     most = max(s.messages for s in shown)
     said = [stands.message(m) for m in messages[:most]]
-    stood = [template.text(said[: s.messages], row=row, **s.options) for s in shown]
+    stood = [template.of_stand_ins(said[: s.messages], row, s.options) for s in shown]
     missing = dict(enumerate(_said_texts(m) for m in said))
     for one, text in zip(shown, stood, strict=True):
         _refuse_python(messages[: one.messages], one, row)

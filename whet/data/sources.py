@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from whet.config.data import OF_A_SOURCE
+from whet.config.data import OF_A_SOURCE, Sources, paths_of
 from whet.data.files import FORMATS, file_format, read_files, sound, stream_files
 from whet.data.mixture import MixedRows, MixedStream
 from whet.data.reading import reading, said
@@ -224,15 +224,21 @@ def _no_parts(text: str, split: str | None) -> ConfigError:
     )
 
 
-def same_rows(path: str, split: str | None, eval_path: str, eval_split: str | None) -> bool:
-    """Whether two names are of one data set's same part, as far as the names tell.
+def same_rows(path: Sources, split: str | None, eval_path: Sources, eval_split: str | None) -> bool:
+    """Whether two sources have one data set's same part in common, as far as the names tell.
 
     >>> same_rows("a.jsonl", "train", "./a.jsonl", None), same_rows("a/b", "train", "a/b", "test")
     (True, False)
     """
-    (split, path), (eval_split, eval_path) = _split_at(path, split), _split_at(eval_path, eval_split)
-    both = [Path(text).expanduser().resolve() for text in (path, eval_path)]
-    return both[0] == both[1] and (split == eval_split or both[0].suffix in FORMATS)
+    parts = lambda source, usual: {_part(text, usual) for text in paths_of(source)}
+    return not parts(path, split).isdisjoint(parts(eval_path, eval_split))
+
+
+def _part(text: str, split: str | None) -> tuple[Path, str | None]:
+    """Where a data set lies, and which part of it is meant; a file is one part."""
+    split, text = _split_at(text, split)
+    place = Path(text).expanduser().resolve()
+    return place, None if file_format(place) in FORMATS else split
 
 
 def check_source(source: str, part: str | None = None) -> None:

@@ -21,6 +21,8 @@ __all__ = ["DAY", "ChatTemplate", "alike", "goes_through", "writes_date"]
 DAY = "strftime_now"
 """transformers' function by which a template writes the date; as an argument of the template, the day that it is to
 write, as ISO text."""
+KEPT = 64
+"""Texts of stand-ins that are kept."""
 _WRITTEN = re.compile(rf"""{DAY}\(\s*(['"])(.*?)\1\s*\)""")
 
 
@@ -38,6 +40,7 @@ class ChatTemplate:
         """
         self.tokenizer = tokenizer
         self.options: dict[str, Any] = {"enable_thinking": False, **(options or {})}
+        self._kept: dict[str, str] = {}
         self.thinks_as_turns_do = "enable_thinking" not in (options or {})
 
     @property
@@ -65,6 +68,15 @@ class ChatTemplate:
         Raises: ConfigError: there is no template. DataError: it refuses the messages.
         """
         return self._apply(messages, row, {"tokenize": False, "add_generation_prompt": asks, **options})
+
+    def of_stand_ins(self, messages: Sequence[Message], row: int, options: Mapping[str, Any]) -> str:
+        """`text`, kept for messages that come again: rows of one build have the same stand-ins (data/said.py)."""
+        key = repr((messages, options))
+        if key not in self._kept:
+            if len(self._kept) >= KEPT:
+                self._kept.clear()
+            self._kept[key] = self.text(messages, row=row, **options)
+        return self._kept[key]
 
     def header(self, messages: Sequence[Message], turn: str, *, row: int = 0, **options: Any) -> str:
         """What the assistant is given when it is to say the turn after the messages.

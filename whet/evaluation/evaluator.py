@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import html
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,9 +35,11 @@ from whet.evaluation.estimators import Estimate, settled_ks
 from whet.evaluation.folder import EvalFolder, Part
 from whet.evaluation.judges import judged_by, reward_manager
 from whet.evaluation.measures import Answered, answer_reader, answered, measure, passes
-from whet.evaluation.table import text_table
+from whet.evaluation.sample import Extremes
+from whet.evaluation.table import rows_of, text_table
 from whet.observe.files import finite
 from whet.observe.lineage import trained_templated
+from whet.observe.notebook import notebook_table
 from whet.observe.progress import Progress
 from whet.parallel.comm import require_single_process
 from whet.rewards.manager import Rewarded
@@ -72,6 +75,8 @@ class Evaluation:
     """What was evaluated, and how: plain values."""
     folder: Path | None = None
     """Where it is written; None = nowhere."""
+    examples: Sequence[str] = ()
+    """Lines that show the best and the worst completion with their prompts."""
 
     def __getitem__(self, name: str) -> Estimate:
         """A number over all prompts. Raises ConfigError for one that there is not, with the nearest."""
@@ -89,6 +94,11 @@ class Evaluation:
 
     def __str__(self) -> str:
         return text_table(self.results, self.by_source)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the table, and the best and the worst completion."""
+        examples = "".join(f"<pre>{html.escape(line)}</pre>" for line in self.examples)
+        return notebook_table(str(self.about.get("model", "")), rows_of(self.results, self.by_source)) + examples
 
 
 def _plain(found: Mapping[str, Estimate]) -> dict[str, Any]:
@@ -248,6 +258,7 @@ class _Work:
         c = self.config.sampling
         self.name = sampler.loaded.name
         self.begun, self.tokens = time.monotonic(), 0
+        self.extremes = Extremes()
         self.prompts, self.dropped = self._encoded(evaluator.data)
         self.source_column = self._source_column()
         self.manager = reward_manager(self.config, sampler, evaluator.reward)
@@ -344,6 +355,7 @@ class _Work:
         else:
             rewarded = self.manager(part.groups, texts, mode=Mode.EVAL)
             self._keep(part, texts, rewarded)
+        self.extremes.add(rewarded)
         found = answered(rewarded, source_column=self.source_column, read=self.read)
         self.tokens += sum(int(one.lengths.sum()) for one in found)
         reward = measure(found, None, ())["reward"].value
@@ -420,4 +432,6 @@ class _Work:
             "seconds": round(seconds, 1),
         }
         folder = None if self.folder is None else self.folder.path
-        return Evaluation(results=measure(found, passed, self.ks), by_source=by_source, about=about, folder=folder)
+        results = measure(found, passed, self.ks)
+        examples = self.extremes.lines()
+        return Evaluation(results=results, by_source=by_source, about=about, folder=folder, examples=examples)

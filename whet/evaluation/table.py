@@ -1,29 +1,34 @@
-"""The numbers of an evaluation for a person: a table on a terminal, aligned lines elsewhere."""
+"""The numbers of an evaluation for a person: a table of aligned lines."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from whet.evaluation.estimators import Estimate
 
 __all__ = ["show_table", "text_table"]
 
 Numbers = Mapping[str, Estimate]
+WIDTH = 80
+"""Of a terminal."""
+GAP = "  "
+"""Between columns."""
 
 
 def rows_of(results: Numbers, by_source: Mapping[str, Numbers]) -> list[list[str]]:
-    """The cells of the table, its head first: a row for all prompts and one for each source. A single reward function
-    has no column besides the reward.
+    """The cells of the table, its head first: a column for all prompts and one for each source, a row for each number.
+    A single reward function has no row besides the reward.
     """
     functions = [name for name in results if name.startswith("rewards/")]
     results = {n: e for n, e in results.items() if len(functions) > 1 or n not in functions}
     parts = {"all": results, **by_source} if len(by_source) != 1 else {next(iter(by_source)): results}
-    head = ["source" if by_source else "", "prompts", *results]
-    return [head] + [
-        [name, str(max((e.prompts for e in found.values()), default=0)), *(_cell(n, found[n]) for n in results)]
-        for name, found in parts.items()
+    counts = [str(max((e.prompts for e in found.values()), default=0)) for found in parts.values()]
+    return [
+        ["source" if by_source else "", *parts],
+        ["prompts", *counts],
+        *([name, *(_cell(name, found[name]) for found in parts.values())] for name in results),
     ]
 
 
@@ -42,32 +47,36 @@ def _cell(name: str, one: Estimate) -> str:
 
 
 def text_table(results: Numbers, by_source: Mapping[str, Numbers]) -> str:
-    """The table as aligned lines: ± is the standard error.
+    """The table as aligned lines of a terminal's width, sources that don't fit below the others: ± is the standard
+    error.
 
     >>> print(text_table({"pass@1": Estimate(0.5, 0.25, 4)}, {}))
-         prompts  pass@1
-    all  4        50.0 ±25.0 %
+             all
+    prompts  4
+    pass@1   50.0 ±25.0 %
     """
-    cells = rows_of(results, by_source)
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells)
+    names, *columns = zip(*rows_of(results, by_source), strict=True)
+    blocks, room = [[names]], WIDTH - _wide(names)
+    for column in columns:
+        room -= _wide(column) + len(GAP)
+        if room < 0 and len(blocks[-1]) > 1:
+            blocks.append([names])
+            room = WIDTH - _wide(names) - _wide(column) - len(GAP)
+        blocks[-1].append(column)
+    return "\n\n".join(map(_aligned, blocks))
+
+
+def _wide(column: Sequence[str]) -> int:
+    return max(map(len, column))
+
+
+def _aligned(columns: Sequence[Sequence[str]]) -> str:
+    padded = [[cell.ljust(_wide(column)) for cell in column] for column in columns]
+    return "\n".join(GAP.join(row).rstrip() for row in zip(*padded, strict=True))
 
 
 def show_table(results: Numbers, by_source: Mapping[str, Numbers]) -> None:
-    """Writes the table to standard output, drawn where that is a terminal."""
-    if not sys.stdout.isatty():
-        sys.stdout.write(text_table(results, by_source) + "\n")
-        sys.stdout.flush()
-        return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    head, *rows = rows_of(results, by_source)
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in head:
-        table.add_column(Text(name), no_wrap=True)
-    for row in rows:
-        table.add_row(*(Text("".join(c for c in cell if c.isprintable())) for cell in row))
-    Console(highlight=False).print(table)
+    """Writes the table to standard output, its names without what would move a terminal's cursor."""
+    shown = {"".join(c for c in name if c.isprintable()): found for name, found in by_source.items()}
+    sys.stdout.write(text_table(results, shown) + "\n")
     sys.stdout.flush()

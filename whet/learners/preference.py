@@ -240,7 +240,7 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
         logprobs = _needed(policy.logprobs(batch).logprobs) if self.needs.policy_pass else None
         if not self.needs.mismatched_pass or batch.num_groups < 2:
             return StepPasses(logprobs=logprobs)
-        limits = [n for n in (policy.max_tokens, self.models.positions) if n is not None]
+        limits = [n for n in (policy.max_tokens, self.models.positions, self.data.max_length) if n is not None]
         rows = mismatched(batch, max_length=min(limits))
         own = _needed(policy.logprobs(rows).logprobs)
         if self.needs.reference:

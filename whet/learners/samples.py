@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from whet.types import Completion, Group
-from whet.util.lines import clipped, visible
+from whet.evaluation.sample import completion_line, shown_text
+from whet.types import Group
 
 if TYPE_CHECKING:
     from whet.rewards.manager import Rewarded
 
 __all__ = ["sample_shown"]
-
-MAX_CHARACTERS = 600
-"""Characters of a text that are shown: its beginning and its end."""
 
 
 def sample_shown(step: int, rewarded: Rewarded) -> str:
@@ -35,11 +32,11 @@ def sample_shown(step: int, rewarded: Rewarded) -> str:
     done = list(texts.values())  # of forks of a conversation the last, which has all of it
     known = np.where(np.isnan(own), -math.inf, own)
     best, worst = int(known.argmax()), int(np.where(np.isnan(own), math.inf, own).argmin())
-    lines = [f"sample of step {step}, row {group.prompt.row}: {_text(group.prompt.source)}"]
+    lines = [f"sample of step {step}, row {group.prompt.row}: {shown_text(group.prompt.source)}"]
     if len(set(own[~np.isnan(own)])) > 1:
-        lines += [_line("best", own[best], *done[best]), _line("worst", own[worst], *done[worst])]
+        lines += [completion_line("best", own[best], *done[best]), completion_line("worst", own[worst], *done[worst])]
     else:
-        lines.append(_line(_all_alike(group), own[best], *done[best]))
+        lines.append(completion_line(_all_alike(group), own[best], *done[best]))
     return "\n".join(lines)
 
 
@@ -47,18 +44,3 @@ def _all_alike(group: Group) -> str:
     """What a completion is called whose reward is that of all."""
     count = len({c.generation for c in group.completions})
     return "the one completion" if count == 1 else f"one of {count}, no reward better than another"
-
-
-def _line(name: str, reward: float, completion: Completion, text: Any) -> str:
-    said = "no reward" if math.isnan(reward) else f"reward {reward:.4g}"
-    end = "" if completion.finish_reason == "stop" else ", cut" if completion.finish_reason == "length" else ", failed"
-    return f"  {name} ({said}, {len(completion.tokens)} tokens{end}): {_text(text)}"
-
-
-def _text(source: Any) -> str:
-    """A text, or messages one after the other: shortened, its further lines indented."""
-    if not isinstance(source, str):
-        messages = list(source)
-        parts = [f"{m.get('role', '')}: {m.get('content')}" for m in messages]
-        source = str(messages[0].get("content")) if len(messages) == 1 else "\n".join(parts)
-    return visible(clipped(source, MAX_CHARACTERS)).replace("\n", "\n    ")

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 
 from whet.models.attention import ATTENTION
+from whet.models.positions import config_positions
 
-__all__ = ["config_positions", "evaluating", "max_positions", "native_attention"]
+__all__ = ["evaluating", "max_positions", "native_attention"]
 
 
 @contextmanager
@@ -46,12 +46,6 @@ def max_positions(module: nn.Module) -> int | None:
     Returns: its config's max_position_embeddings, under whatever name; None where it has none (recurrent models).
     """
     return config_positions(module.config)
-
-
-def config_positions(config: Any) -> int | None:
-    """Tokens that the positions of a model of this config reach; None where it has none (recurrent models)."""
-    config = config.get_text_config()
-    return config.max_position_embeddings if hasattr(config, "max_position_embeddings") else None
 
 
 @contextmanager

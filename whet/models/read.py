@@ -12,7 +12,7 @@ import json
 import logging
 import pickle
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,10 +31,10 @@ from transformers.utils.hub import cached_file
 from whet.errors import ConfigError, nearest
 from whet.models.causal import check_causal
 from whet.models.heads import has_score_head
-from whet.models.modes import config_positions
+from whet.models.positions import ABSENT
 from whet.util.model_paths import check_hub, folders_here, model_folder, taken
 
-__all__ = ["Read", "cant_be", "check_config", "read_model", "read_positions", "read_width"]
+__all__ = ["Read", "cant_be", "check_config", "read_model"]
 
 logger = logging.getLogger("whet")
 
@@ -49,12 +49,6 @@ CONSTANTS = re.compile(
     r"|(attn|attention|attn\.attention)\.bias)$"
 )
 """Tables that older versions of transformers saved and newer ones compute: no weights."""
-ABSENT: Any = {
-    "_raise_exceptions_for_gated_repo": False,
-    "_raise_exceptions_for_missing_entries": False,
-    "_raise_exceptions_for_connection_errors": False,
-}
-"""With these a file that is not there is None."""
 SHOWN = 3
 """Names in a message."""
 
@@ -137,35 +131,6 @@ def read_model(
     _check_weights(module, info, path, head)
     embeddings: Any = module.get_input_embeddings()
     return Read(module, None if head is None else _score_weight(path, head, embeddings.weight.shape[1]), own, given)
-
-
-def read_positions(path: str, trust_remote_code: bool = False) -> int | None:
-    """Tokens that a model's positions reach, by its config alone.
-
-    Args: path: of a model, a run, a checkpoint or an adapter (whose base is asked), or a hub name. trust_remote_code:
-        as for read_model.
-    Returns: None where it has no bound, or where the config can't be read, which loading the model will tell.
-    """
-    return _of_config(path, trust_remote_code, config_positions)
-
-
-def read_width(path: str, trust_remote_code: bool = False) -> int | None:
-    """The hidden size of a model, by its config alone. Args, Returns: as read_positions."""
-    return _of_config(path, trust_remote_code, lambda config: int(config.get_text_config().hidden_size))
-
-
-def _of_config(path: str, trust_remote_code: bool, ask: Callable[[Any], int | None]) -> int | None:
-    """What a model's config says; None where it can't be read."""
-    place = model_folder(path)
-    check_hub(place)
-    try:
-        base = cached_file(place, "adapter_config.json", **ABSENT)
-        if base is not None and cached_file(place, "config.json", **ABSENT) is None:
-            place = model_folder(json.loads(Path(base).read_bytes())["base_model_name_or_path"])
-        return ask(AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code))
-    except Exception as error:  # of any of the libraries that read it
-        logger.debug("the config of %s can't be read: %s", path, _said(error))
-        return None
 
 
 def cant_be(role: str) -> str:

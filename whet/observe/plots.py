@@ -54,6 +54,8 @@ _SUPERVISED: dict[str, tuple[str, ...]] = {
 """The same of a run without rewards, whose loss says what is learned."""
 _SHARES = ("share cut at the limit",)
 """Panels from 0 to 1, where the size says whether it matters."""
+_FROM_0 = ("accuracy",)
+"""Panels whose axis begins at 0, so that noise does not look like progress."""
 _COLUMNS = 4
 """Panels in a row."""
 
@@ -130,6 +132,8 @@ def _panel(axes: Any, title: str, curves: Mapping[str, tuple[list[int], list[flo
         axes.plot(steps, line, color=color, linewidth=1.8, marker=marker, markersize=3, label=label)
     if title in _SHARES:
         axes.set_ylim(-0.03, 1.03)
+    elif title in _FROM_0:
+        axes.set_ylim(bottom=0)
     axes.set_title(title)
     axes.set_xlabel("step", color="#68707c")
     axes.margins(x=0.02)

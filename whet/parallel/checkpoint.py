@@ -21,18 +21,18 @@ import stat
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
 
 from whet.errors import CheckpointError
 from whet.observe.files import is_temporary, read_json, remove, temporary, write_atomic
 from whet.observe.files import sync as _fsync
 from whet.observe.lock import FolderLock
 from whet.parallel.formats import SUMS_FORMAT, check_format
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 __all__ = [
     "checkpoints",
@@ -383,6 +383,8 @@ def read_state(path: Path, *, needs: Iterable[str] = ()) -> dict[str, Any]:
     Args: path: the file. needs: keys that it must have.
     Raises: CheckpointError: it is missing, cut short or pickled, or holds something else.
     """
+    import torch  # here and below, since `whet push` looks at checkpoints and needs no torch
+
     try:
         found = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as e:
@@ -404,6 +406,8 @@ def write_state(state: Mapping[str, Any], path: Path) -> None:
 
     Raises: OSError: the disk did not take it. torch.save says that by a RuntimeError without the reason.
     """
+    import torch
+
     made = io.BytesIO()
     torch.save(dict(state), made)
     path.write_bytes(made.getbuffer())
@@ -411,6 +415,8 @@ def write_state(state: Mapping[str, Any], path: Path) -> None:
 
 def save_state(module: nn.Module, path: Path, masters: Mapping[str, Tensor] | None = None) -> None:
     """Writes parameters and persistent buffers, each shared tensor once, masters in place of parameters."""
+    from safetensors.torch import save_file
+
     tensors: dict[str, Tensor] = {**dict(module.named_parameters()), **_buffers(module), **(masters or {})}
     save_file({n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}, path, metadata={"format": "pt"})
 
@@ -420,6 +426,9 @@ def load_state(module: nn.Module, path: Path, masters: Mapping[str, Tensor] | No
 
     Raises: CheckpointError: unreadable, a name missing or left over, or another shape; nothing is changed then.
     """
+    import torch
+    from safetensors.torch import load_file
+
     targets: dict[str, Tensor] = {**dict(module.named_parameters()), **_buffers(module)}
     try:
         found = load_file(path)

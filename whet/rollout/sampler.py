@@ -30,8 +30,8 @@ from whet.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
 from whet.errors import ConfigError, DataError, EngineError, lookup_error
 from whet.models.load import load_model, usable_device
 from whet.models.modes import max_positions
+from whet.models.positions import read_width
 from whet.models.precision import fitting_dtype
-from whet.models.read import read_width
 from whet.models.types import LoadedModel
 from whet.observe.environment import trained_dtype
 from whet.rollout import engine_name

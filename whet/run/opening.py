@@ -33,8 +33,12 @@ def note_environment(folder: RunFolder, roles: Roles, passes: dict[str, str], *,
             old,
             new,
         )
+    left_out = [name for name, what in passes.items() if what.startswith("skipped: ")]
     for name, what in passes.items():
-        log.info("%s: %s", name, what)
+        if name not in left_out:
+            log.info("%s: %s", name, what)
+    if left_out:
+        log.info("not needed here: %s (environment.json says why)", ", ".join(left_out))
     folder.write_json("environment.json", now)
 
 

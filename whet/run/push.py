@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from whet.config import read_yaml
+from whet.config.watching import BEFORE_STOP, BEST
 from whet.errors import CheckpointError, ConfigError, WhetError, nearest
 from whet.observe.card import card_facts, model_card
 from whet.observe.files import read_json
 from whet.observe.lineage import licence_in
 from whet.parallel.checkpoint import step_of, verify, write_folder
-from whet.run.watching import BEFORE_STOP, BEST
 from whet.util.model_paths import hub_silence
 
 __all__ = ["Giving", "Pushed", "check_hub", "push_folder", "push_to_hub"]

@@ -26,6 +26,7 @@ from whet.config import CheckpointingOptions, Mode, TrainingConfig
 from whet.errors import CheckpointError, ConfigError, DataError, WhetError
 from whet.observe.environment import noted_environment
 from whet.observe.loggers import Loggers
+from whet.observe.notebook import notebook_picture
 from whet.observe.profile import StepProfiler
 from whet.observe.progress import Progress
 from whet.observe.store import RunFolder, holds_steps
@@ -120,6 +121,18 @@ class Run(Giving):
         Example: `run = learner.train(rows, eval_ds); run.evaluations[-1]["reward"]`.
         """
         return [row for row in self.rows if row["mode"] == Mode.EVAL.value]
+
+    @property
+    def train_rows(self) -> list[dict[str, Any]]:
+        """The rows of the steps so far, without those of evaluations.
+
+        Example: `run.train_rows[-1]["loss"]`; `run.rows[-1]` may be an evaluation.
+        """
+        return [row for row in self.rows if row["mode"] == Mode.TRAIN.value]
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the steps, the last numbers, and the curves where matplotlib is installed."""
+        return notebook_picture(f"{self.step} steps", self.train_rows, self.evaluations)
 
     @property
     def ranks(self) -> Ranks:

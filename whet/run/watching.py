@@ -15,17 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from whet.config import Mode, TrainingConfig
-from whet.config.watching import Band, KeepBestOptions
+from whet.config.watching import BEFORE_STOP, BEST, Band, KeepBestOptions
 from whet.errors import ConfigError, nearest
 from whet.observe.card import write_card
 from whet.run.observer import Observed, Observer
 
-__all__ = ["BEFORE_STOP", "BEST", "KeepBest", "StopWhen", "WriteCard", "watchers"]
+__all__ = ["KeepBest", "StopWhen", "WriteCard", "watchers"]
 
 log = logging.getLogger("whet")
 
-BEST, BEFORE_STOP = "best", "before_stop"
-"""The names of checkpoints that are set aside."""
 EVAL = "eval/"
 """What the name of a metric of evaluations begins with in stop_when, as for loggers."""
 PATIENCE = 3

@@ -118,7 +118,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__([group for part in self._parts for group in part.param_groups], {})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Makes a step of each; their states and groups are this optimizer's own."""
         groups = iter(self.param_groups)
         for part in self._parts:
@@ -128,7 +128,7 @@ class Muon(torch.optim.Optimizer):
 
 def _muon(masters: Mapping[str, Tensor], c: OptimConfig) -> torch.optim.Optimizer:
     """Muon for the matrices of the layers. Raises: ConfigError: there is none."""
-    decays = {"weight_decay": c.weight_decay}
+    decays: dict[str, Any] = {"weight_decay": c.weight_decay}
     matrices = [m for name, m in masters.items() if m.dim() == 2 and not _EMBEDDING.search(name)]
     if not matrices:
         raise ConfigError("optim.name='muon' is for matrices of layers, and none is trained here; take adamw")

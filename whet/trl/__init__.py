@@ -3,36 +3,98 @@
 config/        every field of TRL's configurations, what it is here, and what whet's sections they make
 trainer/       what every trainer has: callbacks, state, logs, files
 rl/            GRPOTrainer, RLOOTrainer        agents/    tools, environments, rollout_func
-supervised/    SFTTrainer, DPOTrainer, RewardTrainer
+supervised/    SFTTrainer, DPOTrainer, KTOTrainer, RewardTrainer
 rewards.py     TRL's ready reward functions    scripts.py    what its scripts read from the command line
+data_utils.py, models.py, callbacks.py         what scripts do with rows and models, and what they watch a run by
+command.py     `python -m whet.trl`            absent.py     names of TRL's that are not there
 """
 
+from typing import TYPE_CHECKING, Any
+
+from whet.trl.absent import ABSENT
+from whet.trl.callbacks import LogCompletionsCallback, RichProgressCallback, SyncRefModelCallback, WinRateCallback
 from whet.trl.config.dpo import DPOConfig
 from whet.trl.config.grpo import GRPOConfig
+from whet.trl.config.kto import KTOConfig
 from whet.trl.config.reward import RewardConfig
 from whet.trl.config.rloo import RLOOConfig
 from whet.trl.config.sft import SFTConfig
+from whet.trl.data_utils import (
+    apply_chat_template,
+    extract_prompt,
+    is_conversational,
+    is_conversational_from_value,
+    maybe_apply_chat_template,
+    maybe_convert_to_chatml,
+    maybe_extract_prompt,
+    maybe_unpair_preference_dataset,
+    pack_dataset,
+    truncate_dataset,
+    unpair_preference_dataset,
+)
+from whet.trl.models import clone_chat_template, create_reference_model, setup_chat_format
 from whet.trl.rl.grpo import GRPOTrainer
 from whet.trl.rl.rloo import RLOOTrainer
-from whet.trl.scripts import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
+from whet.trl.scripts import (
+    DatasetMixtureConfig,
+    ModelConfig,
+    ScriptArguments,
+    TrlParser,
+    get_dataset,
+    get_peft_config,
+    get_quantization_config,
+    init_zero_verbose,
+)
 from whet.trl.supervised.dpo import DPOTrainer
+from whet.trl.supervised.kto import KTOTrainer
 from whet.trl.supervised.reward import RewardTrainer
 from whet.trl.supervised.sft import SFTTrainer
 
 __all__ = [
     "DPOConfig",
     "DPOTrainer",
+    "DatasetMixtureConfig",
     "GRPOConfig",
     "GRPOTrainer",
+    "KTOConfig",
+    "KTOTrainer",
+    "LogCompletionsCallback",
     "ModelConfig",
     "RLOOConfig",
     "RLOOTrainer",
     "RewardConfig",
     "RewardTrainer",
+    "RichProgressCallback",
     "SFTConfig",
     "SFTTrainer",
     "ScriptArguments",
+    "SyncRefModelCallback",
     "TrlParser",
+    "WinRateCallback",
+    "apply_chat_template",
+    "clone_chat_template",
+    "create_reference_model",
+    "extract_prompt",
+    "get_dataset",
     "get_peft_config",
     "get_quantization_config",
+    "init_zero_verbose",
+    "is_conversational",
+    "is_conversational_from_value",
+    "maybe_apply_chat_template",
+    "maybe_convert_to_chatml",
+    "maybe_extract_prompt",
+    "maybe_unpair_preference_dataset",
+    "pack_dataset",
+    "setup_chat_format",
+    "truncate_dataset",
+    "unpair_preference_dataset",
 ]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Refuses a name of TRL's that is not there, with what to use instead."""
+        if name in ABSENT:
+            raise ImportError(f"whet.trl has no {name}: {ABSENT[name]}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

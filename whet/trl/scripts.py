@@ -1,11 +1,14 @@
-"""What TRL's scripts are made of: ScriptArguments, ModelConfig, TrlParser, get_peft_config, get_quantization_config."""
+"""What TRL's scripts are made of: their arguments, TrlParser, mixtures of data sets, configurations of adapters."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import logging
 import os
 import sys
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,44 @@ from whet.config import read_yaml
 from whet.errors import ConfigError, nearest
 from whet.util.install import install_hint
 
-__all__ = ["ModelConfig", "ScriptArguments", "TrlParser", "get_peft_config", "get_quantization_config"]
+__all__ = [
+    "DatasetConfig",
+    "DatasetMixtureConfig",
+    "ModelConfig",
+    "RewardScriptArguments",
+    "ScriptArguments",
+    "TrlParser",
+    "get_dataset",
+    "get_peft_config",
+    "get_quantization_config",
+    "init_zero_verbose",
+]
+
+
+@dataclasses.dataclass
+class DatasetConfig:
+    """One data set of a mixture: arguments of datasets.load_dataset, the columns to keep, and its share of all rows."""
+
+    path: str
+    name: str | None = None
+    data_dir: str | None = None
+    data_files: str | list[str] | dict[str, str] | None = None
+    split: str = "train"
+    columns: list[str] | None = None
+    fraction: float | None = None
+
+
+@dataclasses.dataclass
+class DatasetMixtureConfig:
+    """The data sets that a script trains on together; a file of `--config` has them as a list of mappings."""
+
+    datasets: list[DatasetConfig] = dataclasses.field(default_factory=list)
+    streaming: bool = False
+    test_split_size: float | None = None
+
+    def __post_init__(self) -> None:
+        """Makes DatasetConfig of mappings."""
+        self.datasets = [DatasetConfig(**one) if isinstance(one, dict) else one for one in self.datasets]
 
 
 @dataclasses.dataclass
@@ -28,6 +68,18 @@ class ScriptArguments:
     dataset_test_split: str = "test"
     dataset_streaming: bool = False
     ignore_bias_buffers: bool = False
+
+
+@dataclasses.dataclass
+class RewardScriptArguments(ScriptArguments):
+    """Where a script's data set is, and what rewards completions."""
+
+    reward_model_name_or_path: str | None = dataclasses.field(
+        default=None, metadata={"help": "A reward model, by name or folder."}
+    )
+    reward_funcs: list[str] | None = dataclasses.field(
+        default=None, metadata={"help": "Ready-made rewards by name, or module.function, or file.py:function."}
+    )
 
 
 @dataclasses.dataclass
@@ -62,6 +114,54 @@ class ModelConfig:
             raise ConfigError("You can't use 8 bit and 4 bit precision at the same time; set one of them")
         if isinstance(self.lora_target_modules, list) and len(self.lora_target_modules) == 1:
             self.lora_target_modules = self.lora_target_modules[0]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def get_dataset(mixture_config: DatasetMixtureConfig) -> Any:
+    """The rows of a mixture, one data set after the other.
+
+    Returns: a datasets.DatasetDict: `train`, and `test` where test_split_size asks for it.
+    Raises: ConfigError: no data set; shares for some of them alone, or of streams.
+    """
+    import datasets
+
+    asked, streaming = mixture_config.datasets, mixture_config.streaming
+    if not asked:
+        raise ConfigError("No datasets were loaded from the mixture configuration: `datasets` is empty; name one")
+    shares = [one.fraction for one in asked if one.fraction is not None]
+    if shares and len(shares) < len(asked):
+        raise ConfigError("`fraction` must be set for either all datasets in the mixture or none of them")
+    if shares and streaming:
+        raise ConfigError("`fraction` is not supported with streaming datasets, which have no length; leave one out")
+    parts: list[Any] = [_loaded(one, streaming) for one in asked]
+    if shares:
+        whole = min(len(part) * sum(shares) / share for part, share in zip(parts, shares, strict=True) if share > 0)
+        parts = [
+            part.select(range(round(whole * share / sum(shares)))) for part, share in zip(parts, shares, strict=True)
+        ]
+    rows: Any = datasets.concatenate_datasets(parts)
+    if mixture_config.test_split_size is not None:
+        return rows.train_test_split(test_size=mixture_config.test_split_size)
+    return (datasets.IterableDatasetDict if streaming else datasets.DatasetDict)({"train": rows})
+
+
+def _loaded(one: DatasetConfig, streaming: bool) -> Any:
+    """The rows of one data set of a mixture."""
+    import datasets
+
+    rows: Any = datasets.load_dataset(
+        one.path, one.name, data_dir=one.data_dir, data_files=one.data_files, split=one.split, streaming=streaming
+    )
+    return rows if one.columns is None else rows.select_columns(one.columns)
+
+
+def init_zero_verbose() -> None:
+    """Logs errors alone, and warnings of Python's as one line each."""
+    logging.basicConfig(format="%(message)s", level=logging.ERROR)
+
+    def show(message: Any, category: type[Warning], filename: str, lineno: int, *_: Any, **__: Any) -> None:
+        logging.warning("%s:%s: %s: %s", filename, lineno, category.__name__, message)
+
+    warnings.showwarning = show
 
 
 def get_peft_config(model_args: Any) -> Any:
@@ -144,7 +244,7 @@ class TrlParser(HfArgumentParser):
             mine = found[-1]
             return (*found[:-1], left, mine) if separate_remaining_strings else (*found[:-1], left + mine)
         if fail_with_unknown_args and left:
-            known = [action.dest for action in self._actions]
+            known = [action.dest for action in _actions(self)]
             raise ConfigError(f"Unknown arguments from config file: {left}{nearest(left[0].lstrip('-'), known)}")
         return found
 
@@ -159,7 +259,19 @@ class TrlParser(HfArgumentParser):
 
     def set_defaults_with_config(self, **values: Any) -> list[str]:
         """Other defaults, by name, none of them required any more. Returns: what nothing reads, as words."""
-        known = {action.dest: action for action in self._actions}
-        for name in values.keys() & known.keys():
-            known[name].default, known[name].required = values[name], False
+        known: set[str] = set()
+        for action in _actions(self):
+            if action.dest in values:
+                action.default, action.required = values[action.dest], False
+                known.add(action.dest)
         return [word for name in values if name not in known for word in (f"--{name}", str(values[name]))]
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """A parser's arguments, those of its subcommands among them."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for of_command in action.choices.values():
+                yield from _actions(of_command)
+        else:
+            yield action

@@ -94,11 +94,11 @@ def _snapshot(name: str, revision: str | None) -> str:
     from huggingface_hub import HfApi, constants, snapshot_download
 
     try:
-        skip = list(NOT_READ)
+        skip: list[str] = [*NOT_READ]
         if not constants.HF_HUB_OFFLINE:
             files = HfApi().list_repo_files(name, revision=revision)
             skip += ["*.bin"] if any(file.endswith(".safetensors") for file in files) else []
-        return snapshot_download(name, revision=revision, ignore_patterns=skip)
+        return str(snapshot_download(name, revision=revision, ignore_patterns=skip))
     except Exception as error:  # the client lets through what its HTTP library raises
         why = hub_silence(error) or f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         raise ConfigError(

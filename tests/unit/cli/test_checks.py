@@ -30,7 +30,7 @@ def unloaded(monkeypatch):
     def loaded(*_, **__):
         raise AssertionError("something was loaded before all was checked")
 
-    monkeypatch.setattr("whet.cli.commands.load_rows", loaded)
+    monkeypatch.setattr("whet.cli.rows.load_rows", loaded)
     monkeypatch.setattr("whet.models.load.read_model", loaded)
     monkeypatch.setattr("whet.train.role_workers.load_model", loaded)
 

@@ -164,7 +164,7 @@ def test_conversations_train_in_process_and_one_that_is_stopped_says_the_command
     assert main(["grpo", *chats]) == 130
     said, how, command = capsys.readouterr().err.strip().rsplit("\n", 2)
     assert said.endswith(f"stopped after step 1; checkpoint: {tmp_path}/run/checkpoints/step-000001")
-    assert how == "go on with:" and command.endswith(f" grpo --config {tmp_path}/run/config.yaml trainer.resume=latest")
+    assert how == "go on with:" and command.endswith(f" grpo trainer.run_dir={tmp_path}/run trainer.resume=latest")
     again = shlex.split(command)
     assert main(again[again.index("grpo") :]) == 0
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
@@ -257,7 +257,7 @@ def test_evaluation_data_are_not_the_training_split_and_take_the_subset(words, t
     assert commands.data(load_run(argv)) == ([{"prompt": "train"}], [{"prompt": "test"}])
     assert commands.data(load_run([*argv, "data.eval_split=train"]))[1] == [{"prompt": "train"}]
     asked = []
-    monkeypatch.setattr(commands, "load_rows", lambda source, **k: asked.append((source, k["split"], k["subset"])))
+    monkeypatch.setattr("whet.cli.rows.load_rows", lambda source, **k: asked.append((source, k["split"], k["subset"])))
     commands.data(load_run([*argv, "data.subset=main"]))
     assert asked == [(folder, "train", "main"), (folder, None, "main")]
 

@@ -1,6 +1,8 @@
 """`whet data`, and what a run settles by its rows: template and lengths. No weights lie in the model's folder."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 from helpers import tiny_model
@@ -209,3 +211,11 @@ def test_the_chat_template_is_applied_to_plain_text_and_said_in_one_line(folder,
     assert bytes(prompt.tokens.tolist()) == b"03/02x"
     own = settle("tokenizer=bare", "data.chat_template_kwargs={chat_template: '<{{ messages[0].content }}>'}")
     assert bytes(own.train[0].tokens.tolist()) == b"<xxx>" and own.config.rollout.chat_template_kwargs
+
+
+@pytest.mark.parametrize("module", ["whet.cli.data", "whet.cli.push"])
+def test_commands_that_train_nothing_import_no_code_of_models(module):
+    heavy = ["whet.cluster", "whet.models.attention", "whet.learners.grpo", "whet.rollout.policy", "transformers"]
+    heavy += ["torch"] if module == "whet.cli.push" else []
+    said = f"import sys, {module}; print([name for name in {heavy} if name in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, check=True).stdout == "[]\n"

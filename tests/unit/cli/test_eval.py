@@ -1,7 +1,6 @@
 """`whet eval`, from its words to the table and the folder."""
 
 import json
-import sys
 
 import pytest
 
@@ -85,17 +84,39 @@ RESULTS = {
 }
 
 
-def test_the_table_in_plain_lines():
+def test_the_table_has_a_row_for_each_number():
     assert text_table(RESULTS, {"a": RESULTS, "b": RESULTS}).splitlines() == [
-        "source  prompts  reward     pass@1       tokens  cut",
-        "all     4        0.5 ±0.05  50.0 ±5.0 %  12.25   -",
-        "a       4        0.5 ±0.05  50.0 ±5.0 %  12.25   -",
-        "b       4        0.5 ±0.05  50.0 ±5.0 %  12.25   -",
+        "source   all          a            b",
+        "prompts  4            4            4",
+        "reward   0.5 ±0.05    0.5 ±0.05    0.5 ±0.05",
+        "pass@1   50.0 ±5.0 %  50.0 ±5.0 %  50.0 ±5.0 %",
+        "tokens   12.25        12.25        12.25",
+        "cut      -            -            -",
     ]
 
 
-def test_on_a_terminal_the_table_is_drawn_and_no_name_moves_the_cursor(monkeypatch, capsys):
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+def test_sources_that_do_not_fit_a_terminal_stand_below_the_others():
+    lines = text_table(RESULTS, {letter * 20: RESULTS for letter in "abcd"}).splitlines()
+    assert max(map(len, lines)) <= 80 and lines.count("") == 1
+    heads = [line.split() for line in lines if line.startswith("source")]
+    assert heads == [["source", "all", "a" * 20, "b" * 20], ["source", "c" * 20, "d" * 20]]
+
+
+def test_after_the_table_the_best_and_the_worst_completion_are_shown(words, tmp_path, capsys):
+    (tmp_path / "r.py").write_text(
+        "def f(completions, prompts):\n    return [float(p[0] == '3') - float(p[0] == '1') for p in prompts]\n"
+    )
+    assert main([*words[:3], "reward=r.py:f", "max_tokens=6", *PLAIN]) == 0
+    said = capsys.readouterr().err
+    assert "best (reward 1, " in said and "row 3: 3+1=" in said
+    assert "worst (reward -1, " in said and "row 1: 1+1=" in said and "row 0" not in said
+    (tmp_path / "alike.py").write_text("def f(completions):\n    return [0.5 for c in completions]\n")
+    assert main([*words[:3], "reward=alike.py:f", "max_tokens=6", *PLAIN]) == 0
+    said = capsys.readouterr().err
+    assert "one of 5, no reward better than another (reward 0.5, " in said and "worst" not in said
+
+
+def test_no_name_in_the_table_moves_the_cursor(capsys):
     show_table(RESULTS, {"\x1b[2Ja": RESULTS, "[red]b": RESULTS})
     out = capsys.readouterr().out
     assert "50.0 ±5.0 %" in out and "[2Ja" in out and "[red]b" in out and "\x1b[2J" not in out

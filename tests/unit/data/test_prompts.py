@@ -161,6 +161,32 @@ def test_all_rows_are_looked_at_before_those_over_the_limit_are_one_error(tokeni
     assert encode_all(made, PromptEncoder(tokenizer), "prompts") == made  # what is encoded is taken as it is
 
 
+@pytest.mark.parametrize("template", [False, True])
+def test_rows_encoded_together_are_those_encoded_one_by_one(tokenizer, template):
+    turns = [{"role": "user", "content": "<think> a"}]
+    rows = [{"prompt": p, "n": n} for n, p in enumerate(["2+2=", turns, "äé", " x ", "abcdefghijkl" * 9])]
+    options = {"apply_chat_template": template, "max_prompt_length": 90, "on_long_prompt": "drop"}
+    alone, together = (PromptEncoder(tokenizer, **options) for _ in range(2))
+    wanted = [alone(row, place) for place, row in enumerate(rows, 7)]
+    found = together.many([*rows, wanted[0]], 7)
+    assert found[-1] is wanted[0] and wanted[-1] is None and together.counts == alone.counts
+    for a, b in zip(wanted, found[:-1], strict=True):
+        told = [None if p is None else (p.tokens.tolist(), p.source, p.columns, p.row) for p in (a, b)]
+        assert told[0] == told[1]
+
+
+def test_the_tokenizer_is_called_once_for_a_stretch_of_rows(tokenizer, monkeypatch):
+    calls, call = [], type(tokenizer).__call__
+    monkeypatch.setattr(type(tokenizer), "__call__", lambda *args, **options: calls.append(1) or call(*args, **options))
+    assert len(encode_all([{"prompt": str(n)} for n in range(100)], PromptEncoder(tokenizer), "prompts")) == 100
+    assert len(calls) == 1
+
+
+def test_of_rows_encoded_together_the_first_that_is_wrong_is_the_error(tokenizer):
+    with pytest.raises(DataError, match=r"row 1: .* no tokens"):
+        PromptEncoder(tokenizer).many([{"prompt": "a"}, {"prompt": ""}, {"question": 1}])
+
+
 @pytest.mark.parametrize(
     ("row", "says"),
     [

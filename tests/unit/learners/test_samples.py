@@ -6,8 +6,9 @@ import logging
 from helpers import cluster, completion, length_reward, prompt, rows
 
 from whet.config import DataConfig, GRPOConfig
+from whet.evaluation.sample import MAX_CHARACTERS
 from whet.learners.grpo import GRPOLearner
-from whet.learners.samples import MAX_CHARACTERS, sample_shown
+from whet.learners.samples import sample_shown
 from whet.rewards.manager import RewardManager
 from whet.types import Group
 

@@ -8,11 +8,11 @@ import threading
 import time
 
 import pytest
+import safetensors.torch
 from helpers import cluster, length_reward, rows
 
 from whet.config import CheckpointingOptions, DataConfig, GRPOConfig
 from whet.learners.grpo import GRPOLearner
-from whet.parallel import checkpoint
 from whet.run.interrupts import Interrupts
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1]
@@ -145,7 +145,7 @@ def test_a_run_asked_in_the_midst_of_a_step_ends_after_it_with_a_checkpoint(tmp_
     if where == "generating":
         monkeypatch.setattr(made.cluster.rollout, "poll", asks(made.cluster.rollout.poll))
     if where == "saving":
-        monkeypatch.setattr(checkpoint, "save_file", asks(checkpoint.save_file))
+        monkeypatch.setattr(safetensors.torch, "save_file", asks(safetensors.torch.save_file))
     with pytest.raises(KeyboardInterrupt, match=r"stopped after step 1; .*step-000001\ngo on .*resume=.latest"):
         made.train(rows(8))
     monkeypatch.undo()

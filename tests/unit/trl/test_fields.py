@@ -7,11 +7,11 @@ import pytest
 from transformers import HfArgumentParser
 
 from whet.errors import ConfigError
-from whet.trl import DPOConfig, GRPOConfig, RewardConfig, RLOOConfig, SFTConfig
+from whet.trl import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
 from whet.trl.config.field import STATES
 from whet.trl.config.page import PAGES, page
 
-CONFIGS = (GRPOConfig, RLOOConfig, SFTConfig, DPOConfig, RewardConfig)
+CONFIGS = (GRPOConfig, RLOOConfig, SFTConfig, DPOConfig, KTOConfig, RewardConfig)
 ROWS = {**GRPOConfig.TABLE, **GRPOConfig.OLD}
 
 

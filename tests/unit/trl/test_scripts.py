@@ -1,19 +1,30 @@
 """What TRL's scripts are made of, and its ready-made rewards."""
 
 import dataclasses
+import json
 import os
 import sys
 import types
 
 import pytest
 
+import whet.trl
 from whet.errors import ConfigError
-from whet.trl import GRPOConfig, ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
+from whet.trl import (
+    DatasetMixtureConfig,
+    GRPOConfig,
+    ModelConfig,
+    ScriptArguments,
+    TrlParser,
+    get_dataset,
+    get_peft_config,
+    get_quantization_config,
+)
 from whet.trl import rewards as own
 from whet.trl.trainer.hub import card
 
 
-@pytest.mark.parametrize("cls", [ModelConfig, ScriptArguments])
+@pytest.mark.parametrize("cls", [ModelConfig, ScriptArguments, DatasetMixtureConfig])
 def test_the_fields_are_those_of_the_installed_trl(cls):
     theirs = getattr(pytest.importorskip("trl"), cls.__name__)
     assert {f.name: f.default for f in dataclasses.fields(cls)} == {
@@ -37,6 +48,25 @@ def test_a_file_under_a_command_line(tmp_path, monkeypatch):
         parser.parse_args_and_config(words)
     with pytest.raises(ConfigError, match="a field 'config'"):
         TrlParser(dataclasses.make_dataclass("Mine", ["config"]))
+
+
+def test_a_mixture_is_that_of_the_installed_trl(tmp_path):
+    theirs = pytest.importorskip("trl")
+    for name, number in (("a", 6), ("b", 9)):
+        rows = [{"prompt": f"{name}{i}", "other": i} for i in range(number)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    parts = [{"path": "json", "data_files": str(tmp_path / f"{n}.jsonl"), "columns": ["prompt"]} for n in "ab"]
+    for fractions, more in (((None, None), {}), ((0.5, 0.25), {}), ((1, 3), {}), ((None, None), {"streaming": True})):
+        given = [{**part, "fraction": f} for part, f in zip(parts, fractions, strict=True)]
+        own, other = (module.get_dataset(module.DatasetMixtureConfig([dict(g) for g in given], **more))
+                      for module in (whet.trl, theirs))  # fmt: skip
+        assert [*own["train"]] == [*other["train"]]
+    assert {n: len(x) for n, x in get_dataset(DatasetMixtureConfig(parts[1:], test_split_size=1 / 3)).items()} == {
+        "train": 6, "test": 3}  # fmt: skip
+    with pytest.raises(ConfigError, match="either all datasets in the mixture or none"):
+        get_dataset(DatasetMixtureConfig([{**parts[0], "fraction": 0.5}, parts[1]]))
+    with pytest.raises(ConfigError, match="No datasets were loaded"):
+        get_dataset(DatasetMixtureConfig())
 
 
 def test_adapters_and_bits():

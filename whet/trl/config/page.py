@@ -10,6 +10,7 @@ import sys
 from whet.trl.config.dpo import DPO_FIELDS, OLD_DPO_FIELDS
 from whet.trl.config.field import STATES, Table
 from whet.trl.config.grpo import COMPAT, GRPO_FIELDS, OLD_GRPO_FIELDS
+from whet.trl.config.kto import KTO_FIELDS
 from whet.trl.config.reward import REWARD_FIELDS
 from whet.trl.config.rloo import RLOO_FIELDS
 from whet.trl.config.sft import OLD_SFT_FIELDS, SFT_FIELDS
@@ -23,6 +24,7 @@ PAGES: dict[str, Table] = {
     "RLOOConfig": RLOO_FIELDS,
     "SFTConfig": SFT_FIELDS,
     "DPOConfig": DPO_FIELDS,
+    "KTOConfig": KTO_FIELDS,
     "RewardConfig": REWARD_FIELDS,
     "From transformers.TrainingArguments": TRAINING_FIELDS,
     "Of these, otherwise in SFTConfig, DPOConfig and RewardConfig": SUPERVISED_FIELDS,
@@ -34,8 +36,8 @@ PAGES: dict[str, Table] = {
 
 _INTRO = """# From TRL
 
-A script for TRL's GRPOTrainer, RLOOTrainer, SFTTrainer, DPOTrainer or RewardTrainer runs with its import changed
-([three minutes of it](trl-start.md)):
+A script for TRL's GRPOTrainer, RLOOTrainer, SFTTrainer, DPOTrainer, KTOTrainer or RewardTrainer runs with its
+import changed ([three minutes of it](trl-start.md)):
 
 ```python skip
 from whet.trl import GRPOConfig, GRPOTrainer
@@ -162,6 +164,8 @@ What is said above of callbacks, the last step, resuming, masters and overridden
 - Rows are read as [docs/data.md](data.md) says. Prompt and answer are encoded apart, so that no token spans both; TRL
   encodes them together, and drops the prompt's end where they differ. Of an answer with several turns the assistant's
   are trained, in TRL the user's and the tools' too.
+- KTO's mismatched rows are those of the whole update, and in an evaluation of the whole set; TRL turns them within each
+  micro-batch. Without accumulation they are the same in training.
 - What a chat template changes or leaves out is trained as it shows it, and counted in a line of the log.
 - Rows with nothing to train (empty answers, pairs that say the same) are left out and counted.
 - `packing` keeps every row whole and by itself, and decides how many rows make up a step: those of so many packs. In

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import yaml
 
 from whet.run.push import push_folder
+from whet.util.install import DISTRIBUTION, REPOSITORY
 
 __all__ = ["Hub", "card"]
 
@@ -125,12 +126,12 @@ def card(name: str, method: str, base: str | None, dataset: str | None, tags: Se
     versions = "\n".join(f"- {package}: {_version(package)}" for package in _NAMED)
     return (
         f"---\n{yaml.safe_dump(facts, sort_keys=False)}---\n\n# {name}\n\nA model trained{of}{on} by {method}, with "
-        f"[whet](https://pypi.org/project/whet).\n\n## Versions\n\n{versions}\n"
+        f"[whet]({REPOSITORY}).\n\n## Versions\n\n{versions}\n"
     )
 
 
 def _version(package: str) -> str:
     try:
-        return version(package)
+        return version(DISTRIBUTION if package == "whet" else package)
     except PackageNotFoundError:
         return "not installed"

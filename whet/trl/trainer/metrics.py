@@ -27,7 +27,7 @@ _SAME = re.compile(
 )
 """Names that are the same."""
 _SUPERVISED = re.compile(
-    r"loss|grad_norm|learning_rate|entropy|mean_token_accuracy|rewards/(chosen|rejected|accuracies|margins)"
+    r"loss|grad_norm|learning_rate|entropy|kl|mean_token_accuracy|rewards/(chosen|rejected|accuracies|margins)"
     r"|(logps|logits)/(chosen|rejected)|accuracy|margin|(min|mean|max)_reward"
 )
 """The same of supervised training."""

@@ -246,6 +246,9 @@ class Trainer(Hub, TakesUp):
 
     is_local_process_zero = is_world_process_zero
 
+    def end(self) -> None:
+        """What a script calls at its end; nothing to do: one process trains, and loggers end by themselves."""
+
     def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
         """Adds a callback, the last to be told."""
         self.callback_handler.add_callback(callback)

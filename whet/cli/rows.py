@@ -1,0 +1,37 @@
+"""The rows that a configuration names; apart from the commands, since `whet data` needs no model code."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from whet.config import RunConfig, SupervisedRunConfig
+from whet.config.data import paths_of
+from whet.data.order import hold_out
+from whet.data.sources import load_rows, same_rows
+
+__all__ = ["data"]
+
+log = logging.getLogger("whet")
+
+
+def data(config: RunConfig | SupervisedRunConfig) -> tuple[Any, Any]:
+    """Training and evaluation rows of a configuration; the latter None where none are asked for."""
+    c = config.data
+    if c.streaming and c.shuffle and not c.shuffle_buffer:
+        log.warning(
+            "data.shuffle has no effect on a stream without data.shuffle_buffer: it keeps its own order; set "
+            "data.shuffle_buffer=10000, or data.shuffle=false to silence this"
+        )
+    rows = load_rows(c.path, split=c.split, subset=c.subset, streaming=c.streaming, limit=c.limit)
+    evaluated: Any = c.eval_path or c.path
+    if c.eval_path is not None or c.eval_split is not None:
+        if same_rows(c.path or (), c.split, evaluated, c.eval_split):
+            log.warning(
+                "evaluations are of the training data, %s: they measure what was learnt by heart; give data.eval_path "
+                "other rows, or set data.eval_fraction=0.1",
+                ", ".join(paths_of(evaluated)),
+            )
+        is_part = c.eval_path is None and c.eval_split != c.split
+        return rows, load_rows(evaluated, split=c.eval_split, subset=c.subset, is_part=is_part)
+    return hold_out(rows, c.eval_fraction, config.trainer.seed) if c.eval_fraction else (rows, None)

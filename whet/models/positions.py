@@ -1,0 +1,60 @@
+"""What a model's config alone says of its positions and width: for commands that load no model."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from whet.util.model_paths import check_hub, model_folder
+
+__all__ = ["ABSENT", "config_positions", "read_positions", "read_width"]
+
+logger = logging.getLogger("whet")
+
+ABSENT: Any = {
+    "_raise_exceptions_for_gated_repo": False,
+    "_raise_exceptions_for_missing_entries": False,
+    "_raise_exceptions_for_connection_errors": False,
+}
+"""With these a file that is not there is None."""
+
+
+def config_positions(config: Any) -> int | None:
+    """Tokens that the positions of a model of this config reach; None where it has none (recurrent models)."""
+    config = config.get_text_config()
+    return config.max_position_embeddings if hasattr(config, "max_position_embeddings") else None
+
+
+def read_positions(path: str, trust_remote_code: bool = False) -> int | None:
+    """Tokens that a model's positions reach, by its config alone.
+
+    Args: path: of a model, a run, a checkpoint or an adapter (whose base is asked), or a hub name. trust_remote_code:
+        as for read_model.
+    Returns: None where it has no bound, or where the config can't be read, which loading the model will tell.
+    """
+    return _of_config(path, trust_remote_code, config_positions)
+
+
+def read_width(path: str, trust_remote_code: bool = False) -> int | None:
+    """The hidden size of a model, by its config alone. Args, Returns: as read_positions."""
+    return _of_config(path, trust_remote_code, lambda config: int(config.get_text_config().hidden_size))
+
+
+def _of_config(path: str, trust_remote_code: bool, ask: Callable[[Any], int | None]) -> int | None:
+    """What a model's config says; None where it can't be read."""
+    from transformers import AutoConfig
+    from transformers.utils.hub import cached_file
+
+    place = model_folder(path)
+    check_hub(place)
+    try:
+        base = cached_file(place, "adapter_config.json", **ABSENT)
+        if base is not None and cached_file(place, "config.json", **ABSENT) is None:
+            place = model_folder(json.loads(Path(base).read_bytes())["base_model_name_or_path"])
+        return ask(AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code))
+    except Exception as error:  # of any of the libraries that read it
+        logger.debug("the config of %s can't be read: %s", path, f"{type(error).__name__}: {error}")
+        return None

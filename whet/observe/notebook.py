@@ -1,0 +1,72 @@
+"""What a notebook shows of a run: its last numbers as a table, and its curves."""
+
+from __future__ import annotations
+
+import base64
+import html
+import importlib.util
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from whet.observe.files import finite
+from whet.observe.plots import plot_curves
+
+__all__ = ["notebook_picture", "notebook_table"]
+
+SHOWN = (
+    "reward",
+    "accuracy",
+    "loss",
+    "rewards/accuracies",
+    "completions/mean_length",
+    "completions/clipped_ratio",
+    "kl",
+)
+"""Metrics of the table, those that are there."""
+
+Row = Mapping[str, Any]
+
+
+def notebook_picture(title: str, train: Sequence[Row], evaluations: Sequence[Row]) -> str:
+    """A run as HTML.
+
+    Args: title: above the table. train, evaluations: its rows.
+
+    >>> "<td>0.5</td>" in notebook_picture("1 step", [{"reward": 0.5}], [])
+    True
+    """
+    columns = {"first step": train[:1], "last step": train[-1:]}
+    columns |= {"first evaluation": evaluations[:1], "last evaluation": evaluations[-1:]}
+    there = {name: rows[0] for name, rows in columns.items() if rows}
+    names = [name for name in SHOWN if any(finite(row.get(name)) is not None for row in there.values())]
+    cells = [[name, *(_number(row.get(name)) for row in there.values())] for name in names]
+    return notebook_table(title, [["", *there], *cells]) + _curves([*train, *evaluations])
+
+
+def notebook_table(title: str, cells: Sequence[Sequence[str]]) -> str:
+    """A table as HTML. Args: title: above it. cells: rows, the head first."""
+    head, *rows = [[html.escape(cell) for cell in row] for row in cells]
+    written = "<tr>" + "".join(f"<th>{cell}</th>" for cell in head) + "</tr>"
+    for first, *others in rows:
+        written += f"<tr><th>{first}</th>" + "".join(f"<td>{cell}</td>" for cell in others) + "</tr>"
+    return f"<p><b>{html.escape(title)}</b></p><table>{written}</table>"
+
+
+def _number(value: Any) -> str:
+    known = finite(value)
+    return "" if known is None else f"{known:.4g}"
+
+
+def _curves(rows: Sequence[Row]) -> str:
+    """curves.png as an image; nothing where matplotlib is not installed or there is nothing to draw."""
+    if len(rows) < 2 or importlib.util.find_spec("matplotlib") is None:
+        return ""
+    with tempfile.TemporaryDirectory() as folder:
+        made = plot_curves(rows, Path(folder) / "curves.png")
+        if made is None:
+            return ""
+        return (
+            f'<img style="max-width:100%" src="data:image/png;base64,{base64.b64encode(made.read_bytes()).decode()}">'
+        )

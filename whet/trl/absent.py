@@ -1,0 +1,32 @@
+"""Names that scripts import of TRL, this release or an earlier one, and that are not there: why, and what to use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+__all__ = ["ABSENT"]
+
+_WHET = "whet trains that by its own command or classes"
+_TEMPLATES = "the template is asked what of a conversation is trained, and needs no marks for it; leave it out"
+_LOSS = "take loss_type of whet.trl's DPOTrainer"
+ABSENT: Mapping[str, str] = {
+    "AutoModelForCausalLMWithValueHead": "PPO's critic is a model of its own: whet ppo, or whet's PPOLearner",
+    "BEMACallback": "averages of weights are not offered",
+    "BCOConfig": f"{_LOSS}='bco_pair'",
+    "BCOTrainer": f"{_LOSS}='bco_pair'",
+    "CPOConfig": f"{_LOSS}='cpo' or 'simpo'",
+    "CPOTrainer": f"{_LOSS}='cpo' or 'simpo'",
+    "DataCollatorForCompletionOnlyLM": "give rows of prompt and completion, or assistant_only_loss=True",
+    "DistillationConfig": "distillation here is whet grpo's and whet sft's (docs/algorithms.md)",
+    "DistillationTrainer": "distillation here is whet grpo's and whet sft's (docs/algorithms.md)",
+    "ORPOConfig": f"{_LOSS}='orpo'",
+    "ORPOTrainer": f"{_LOSS}='orpo'",
+    "PPOConfig": f"{_WHET}: whet ppo, or whet's PPOLearner",
+    "PPOTrainer": f"{_WHET}: whet ppo, or whet's PPOLearner",
+    "WeaveCallback": "for tables of completions take log_completions=True, or LogCompletionsCallback",
+    "add_response_schema": "set tokenizer.response_template where no call is found by asking the chat template",
+    "get_training_chat_template": _TEMPLATES,
+    "prepare_multimodal_messages": "rows with images are not trained here",
+    "supports_tool_calling": "give tools: a template that has no calls is refused by name",
+}
+"""Name -> what to do instead."""

@@ -1,0 +1,88 @@
+"""KTOConfig: TRL's, field by field, besides what the others have too (supervised.py, training.py)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from whet.config import PreferenceConfig
+from whet.errors import ConfigError, lookup_error
+from whet.trl.config.arguments import dataclass_of
+from whet.trl.config.dpo import OLD_DPO_FIELDS
+from whet.trl.config.field import Table, inert, other, works
+from whet.trl.config.supervised import MODEL_FIELDS, NO_DROPOUT, SUPERVISED_FIELDS, SupervisedArguments
+from whet.trl.config.training import OLD_TRAINING_FIELDS, TRAINING_FIELDS
+
+__all__ = ["KTO_FIELDS", "KTOConfig"]
+
+KTO_FIELDS: Table = {
+    **{name: row for name, row in MODEL_FIELDS.items() if name != "pad_token"},
+    "disable_dropout": NO_DROPOUT,
+    "max_length": other(1024, "rows whose prompt fills it are left out and counted; a mismatched answer is what is "
+                              "left of it in its own row, in TRL it is cut anew", int),
+    "precompute_ref_log_probs": other(False, "not with loss_type='kto', which reads the reference on the mismatched "
+                                             "rows of each update"),
+    "precompute_ref_batch_size": inert(None, "passes go by max_tokens_per_microbatch", int),
+    "train_sampling_strategy": works("sequential", "with loss_type='kto' nothing else, as there"),
+    "loss_type": works("kto", "or apo_zero_unpaired"),
+    "beta": works(0.1),
+    "desirable_weight": works(1.0),
+    "undesirable_weight": works(1.0),
+    "sync_ref_model": works(False),
+    "ref_model_mixup_alpha": works(0.6),
+    "ref_model_sync_steps": works(512),
+}  # fmt: skip
+"""Field -> what it is here."""
+
+_LOSSES = ("kto", "apo_zero_unpaired")
+_SAME = ("beta", "desirable_weight", "undesirable_weight", "precompute_ref_log_probs")
+"""Fields with one name and meaning in both."""
+
+
+class _KTO(SupervisedArguments):
+    """What KTOConfig has besides its fields."""
+
+    TABLE: ClassVar[Table] = {**TRAINING_FIELDS, **SUPERVISED_FIELDS, **KTO_FIELDS}
+    OLD: ClassVar[Table] = {**OLD_TRAINING_FIELDS, **OLD_DPO_FIELDS}
+
+    def _check(self) -> None:
+        """What of its values is not there."""
+        super()._check()
+        if self.loss_type not in _LOSSES:
+            raise lookup_error("loss_type", self.loss_type, _LOSSES)
+        if self.loss_type != "kto":
+            return
+        if self.train_sampling_strategy != "sequential":
+            raise ConfigError(
+                f"loss_type='kto' requires `train_sampling_strategy='sequential'`, got "
+                f"{self.train_sampling_strategy!r}: in TRL the mismatched rows are those of a fixed order; shuffle the "
+                "data set itself"
+            )
+        if self.per_device_train_batch_size < 2:
+            raise ConfigError(
+                f"per_device_train_batch_size={self.per_device_train_batch_size}: the actual batch size must be > 1, "
+                "since KTO measures its KL on each prompt with another row's answer; give 2 or more"
+            )
+        if self.precompute_ref_log_probs:
+            raise ConfigError(
+                "precompute_ref_log_probs=True is not taken with loss_type='kto', which reads the reference on the "
+                "mismatched rows of each update; leave it out, or take loss_type='apo_zero_unpaired'"
+            )
+
+    def to_whet(self) -> PreferenceConfig:
+        """The objective as whet's own configuration."""
+        fields = {name: getattr(self, name) for name in _SAME}
+        if self.sync_ref_model:
+            names = ("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps")
+            fields |= {name: getattr(self, name) for name in names}
+        return PreferenceConfig(loss_type=(self.loss_type,), log_entropy=True, **fields)
+
+
+KTOConfig: type[_KTO] = dataclass_of(
+    "KTOConfig",
+    _KTO,
+    """TRL's KTOConfig: every field by its name, with its default; docs/from-trl.md says what each is here.
+
+    >>> KTOConfig(desirable_weight=2.0).to_whet().desirable_weight
+    2.0
+    """,
+)
