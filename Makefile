@@ -34,14 +34,13 @@ check-full: $(STAMP)  ## the longer checks too, other processors, then types and
 	WHET_CHECK_FULL=1 $(BIN)/python -m pytest -n auto --dist worksteal -m 'not gpu' --timeout 1800
 	$(MAKE) processors lint site
 
+TWO_THREADS = WHET_TEST_THREADS=2 OMP_WAIT_POLICY=passive  # threads that wait leave the processors to other workers
 NUMERICS = $(BIN)/python -m pytest -n auto --dist worksteal --timeout 600 \
-             tests/engines tests/equivalence tests/oracle tests/unit/models tests/unit/native tests/unit/ops
+             tests/engines tests/equivalence tests/oracle tests/unit/models tests/unit/ops
 
-processors: $(STAMP)  ## the tests of numbers as other processors do them: fewer instructions, no kernels, two threads
-	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 WHET_NATIVE=0 $(NUMERICS)
-	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE $(NUMERICS)
-	ONEDNN_MAX_CPU_ISA=AVX512_CORE WHET_TEST_THREADS=2 $(NUMERICS)
-	WHET_NATIVE=0 WHET_TEST_THREADS=2 $(NUMERICS)
+processors: $(STAMP)  ## the tests of numbers as two other processors do them: without kernels and with, two threads
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 WHET_NATIVE=0 $(TWO_THREADS) $(NUMERICS)
+	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE $(TWO_THREADS) $(NUMERICS) tests/unit/native
 
 check-floors:  ## the suite with the oldest releases that pyproject.toml admits, in .venv-floors
 	$(PYTHON) .ci/floors.py pyproject.toml > .ci/floors.txt

@@ -257,17 +257,19 @@ def test_the_norm_adds_first_and_rounds_where_the_module_does(kernels, dtype, ro
     torch.manual_seed(0)
     set_threads(3)
     h, more, weight = (torch.randn(*shape).to(dtype) for shape in ((rows, 96), (rows, 96), (96,)))
+    # of fp32: half of what a sum of 96 brings, √96 eps, as a root is taken; half an eps of each of four operations more
+    error = (96**0.5 / 2 + 4 / 2) * torch.finfo(torch.float32).eps
     for addend in (None, more):
         for gain in (None, weight):
             kept = h.clone()
             got = kernels.norm(kept, addend, gain, 1e-5)
             wide = h if addend is None else h + addend
             assert torch.equal(kept, wide)
-            x = wide.float()
-            want = (x * (x.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()).to(dtype)
-            want = want if gain is None else want * gain
-            torch.testing.assert_close(got, want, atol=0, rtol=2e-6 if dtype == torch.float32 else 2**-7)
-            assert (got == want).float().mean() > (0.5 if dtype == torch.float32 else 0.999)
+            x = wide.double()
+            exact = x * (x.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()
+            made = [(exact * (1 + sign * error)).to(dtype) for sign in (-1, 1)]
+            ends = torch.stack([y if gain is None else y * gain for y in made])
+            assert ((ends.amin(0) <= got) & (got <= ends.amax(0))).all()
 
 
 @needs_kernels
@@ -346,7 +348,8 @@ def test_no_keys_are_held_by_the_tables_of_an_engine_that_sleeps():
 def test_without_a_compiler_the_reason_is_said_and_torch_decodes(cache, tmp_path, monkeypatch):
     if not os.path.exists("/proc/self/maps") or native_build._openmp() is None:
         pytest.skip(str(load()))
-    monkeypatch.delenv("CXX", raising=False)
+    for name in ("CXX", "WHET_NATIVE"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert load() == native_build.Unavailable("no C++ compiler (g++) is installed")
     body = "test $1 = --version && echo cc || { echo 'no such flag' >&2; exit 1; }"
