@@ -8,6 +8,7 @@ import stat
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from helpers import cluster, length_reward, rows, same, weights_of
 
@@ -227,7 +228,7 @@ def test_a_bit_that_was_lost_in_a_checkpoint_is_seen_before_it_is_taken_up(tmp_p
 
 
 def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole(tmp_path, monkeypatch):
-    saves, save = [], checkpoint.save_file
+    saves, save = [], safetensors.torch.save_file
 
     def full(tensors, path, **options):
         saves.append(path)

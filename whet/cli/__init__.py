@@ -205,13 +205,15 @@ def _say_what_loads(command: str, config: Any, words: list[str]) -> None:
     """
     import logging
 
+    from whet.config.data import paths_of
+
     log = logging.getLogger("whet")
     if command == "data":
         if config.data.path is not None:  # else it is about to be said
-            log.info("reading %s", config.data.path)
+            log.info("reading %s", ", ".join(paths_of(config.data.path)))
     elif command in _RUNS or command == "eval":
         model = config.model if command == "eval" else getattr(config, config.TRAINED).model
-        log.info("loading %s and %s", model, config.data.path)
+        log.info("loading %s and %s", model, ", ".join(paths_of(config.data.path)) or None)
     if command in _RUNS:
         from whet.config.resumed import kept_of_run
 

@@ -81,10 +81,10 @@ class SourceConfig:
     """Fields that say where rows are read; from Python train() is given the rows themselves."""
 
     path: Sources | None = None
-    """Hub name (name@revision pins it), folder, a json, jsonl, csv, parquet or arrow file (also .gz, .bz2, .zst, .lz4),
-    a glob or URL of such files, "file.py:function" or "package.module:function" that returns the rows; or a list of
-    these: [{path, weight, split, subset, limit}, ...], whose weights are their shares of an epoch; without weights all
-    rows are taken. None = given from Python."""
+    """Hub name (name@revision pins it), folder, a json, jsonl, csv, parquet or arrow file (also .gz, .bz2, .zst,
+    .lz4), a glob or URL of such files, "file.py:function" or "package.module:function" that returns the rows; or a
+    list of these: [{path, weight, split, subset, limit}, ...], whose weights are their shares of an epoch; without
+    weights all rows are taken. None = given from Python."""
     subset: Name | None = None
     """Configuration of a hub data set, e.g. main, of eval_path too; None = its only one."""
     eval_path: Sources | None = None

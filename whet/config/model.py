@@ -97,9 +97,9 @@ class RoleConfig:
     model: Name | None = None
     """Hub name (name@revision pins a branch, tag or commit) or folder of a Hugging Face model; the actor's may be
     "file.py:function" or "package.module:function", which makes the model in a folder. None = given from Python, or
-    (critic, reference) the actor's. A critic's may be "actor": a score head on the actor's own trunk, trained with it.
-    A folder or hub name of an adapter in PEFT's format stands for its base model with the adapter, which is trained on.
-    """
+    (critic, reference) the actor's. A critic's may be "actor": a score head on the actor's own trunk, trained with
+    it. A folder or hub name of an adapter in PEFT's format stands for its base model with that adapter, which is
+    trained on."""
     lora: LoraConfig | None = None
     """Train a low-rank adapter in place of all weights; None = all weights. Where optim.lr is not given it is 1e-4."""
     quantization: Literal["nf4", "fp4"] | None = None
@@ -107,8 +107,8 @@ class RoleConfig:
     read, or trained through lora. None = off."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype; the master weights are always fp32. "auto" = bfloat16 on a GPU that has it in hardware, and on a
-    CPU with instructions for it (AVX-512 BF16, AMX) for a model of width 128 or more; else float32. A resumed run keeps
-    what was chosen."""
+    CPU with instructions for it (AVX-512 BF16, AMX) for a model of width 128 or more; else float32. A resumed run
+    keeps what was chosen."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The optimizer; no effect on a model that is only read."""
     gradient_checkpointing: Recompute = "none"

@@ -64,6 +64,18 @@ class MixedRows(Sequence[Any]):
         """The same mixture of other rows, e.g. encoded ones. Args: parts: as many as there are."""
         return MixedRows(parts, self.weights)
 
+    def describe(self) -> str:
+        """How many data sets there are, and the share of each where they have weights.
+
+        >>> MixedRows([["a"], ["x", "y"]], weights=[3, 1]).describe()
+        '2 data sets: 75 % of 1 row(s), 25 % of 2 row(s)'
+        """
+        if self.weights is None:
+            return f"{len(self.parts)} data sets"
+        parts = zip(shares(self.weights), self.parts, strict=True)
+        told = ", ".join(f"{100 * share:.3g} % of {len(part)} row(s)" for share, part in parts)
+        return f"{len(self.parts)} data sets: {told}"
+
     def digest(self) -> int:
         """A checksum of the lengths and weights, by which a resumed run knows its mixture again."""
         return zlib.crc32(repr((self._ends.tolist(), self.weights)).encode())

@@ -253,7 +253,7 @@ class PromptStream:
         tail = f"; {rest} rows an epoch {fate}" if rest else ""
         order = f"shuffled with seed {self.seed}" if self.shuffle else "in data-set order"
         if isinstance(self.source, MixedRows):
-            order += f", of {len(self.source.parts)} data sets"
+            order += f", of {self.source.describe()}"
         batches = f"{self.batches_per_epoch} batches of {self.batch_size}"
         return f"{len(self.source)} {self.what} {order}, {batches} an epoch{tail}"
 

@@ -237,7 +237,7 @@ class PromptEncoder:
         for plain in (True, False):
             of_kind = [one for one in read if self.is_plain(one.source) is plain]
             if of_kind:
-                options = {} if plain else {"add_special_tokens": False}
+                options: dict[str, Any] = {} if plain else {"add_special_tokens": False}
                 ids = self.tokenizer([one.text for one in of_kind], verbose=False, **options).input_ids
                 found |= {one.number: list(row) for one, row in zip(of_kind, ids, strict=True)}
         return [found[one.number] for one in read]

@@ -184,7 +184,7 @@ def _url(text: str, streaming: bool) -> Any:
         raise DataError(f"{text!r} has an unknown format {suffix!r}; known: {', '.join(FORMATS)}")
     with reading(text, "check the address and the network"), _telling(text):
         if text.startswith(("http://", "https://")):
-            return _files([_downloaded(text)], streaming)
+            return _files([_downloaded(text)], streaming)  # an error names the file, which ends in the URL's own name
         kind = {".jsonl": "json"}.get(suffix, suffix[1:])
         return datasets.load_dataset(kind, data_files=text, split="train", streaming=streaming)
 

@@ -233,7 +233,7 @@ class Evaluator:
         noted = trained_templated(self.model)
         applied = goes_through(sampler.tokenizer, c.sampling.chat_template_kwargs) if noted is None else noted
         if applied:
-            log.info("chat template: applied to plain-text prompts (data.apply_chat_template=auto; false: not)")
+            log.info("chat template: it is applied to prompts that are plain text (data.apply_chat_template=auto)")
         return dataclasses.replace(c, data=dataclasses.replace(c.data, apply_chat_template=applied))
 
     def _sampler(self) -> Sampler:
@@ -270,7 +270,7 @@ class _Work:
         self.generations = c.num_generations_eval or 1
         self.ks = settled_ks(self.config.k, self.generations)
         self.seed = self.config.seed if c.seed is None else c.seed
-        log.info("%s: %d prompts, %d completions of each", self.name, len(self.prompts), self.generations)
+        log.info("%s: %d prompts, %d completion(s) of each", self.name, len(self.prompts), self.generations)
         sampling = sampling_of(c, sampler.eos_ids, sampler.tokenizer)
         self.sampling = sampler.fitted(sampling, self.prompts, given=False)
         if short := sum(s.max_tokens < c.max_tokens_to_generate for s in self.sampling):

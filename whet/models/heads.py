@@ -183,7 +183,7 @@ def _classifier(module: PreTrainedModel) -> PreTrainedModel | None:
     kind: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(module.config), None)
     own = (getattr(module.config, "auto_map", None) or {}).get("AutoModelForSequenceClassification")
     if kind is None and own is not None and type(module).__module__.startswith("transformers_modules."):
-        kind = get_class_from_dynamic_module(own, module.name_or_path)
+        kind = get_class_from_dynamic_module(own, module.name_or_path or "")
     prefix = module.base_model_prefix
     if kind is None or kind.base_model_prefix != prefix or module.base_model is module:
         return None

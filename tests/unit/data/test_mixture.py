@@ -30,6 +30,7 @@ def test_an_ordered_mixture_is_spread_evenly():
     rows = MixedRows([A, B], [2.0, 1.0])
     drawn = [rows[place] for place in rows.order(seed=0, epoch=0, shuffle=False)]
     assert drawn[:6] == ["a0", "b0", "a1", "a2", "b1", "a3"]
+    assert next(iter(MixedStream([A, B], [1.0, 3.0]))) == "b0"  # after one row the larger share is nearer to its own
 
 
 def test_a_mixture_without_weights_is_every_row_once():

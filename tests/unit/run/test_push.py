@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import shutil
+import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
@@ -24,6 +26,7 @@ from whet.models.load import load_model, save_model
 from whet.models.lora import adapter_tensors, merged_model
 from whet.observe.card import CARD, CardFacts, card_facts, model_card, write_card
 from whet.observe.lineage import base_of, hub_name, licence_of
+from whet.run import hub as hub_observer
 from whet.run import push
 from whet.run.hub import PushToHub, check_push
 from whet.run.push import push_to_hub
@@ -265,6 +268,40 @@ def test_a_run_sends_its_checkpoints_and_its_final_model_while_it_trains(tmp_pat
     push_run = SimpleNamespace(folder=SimpleNamespace(path=tmp_path / "sums"))
     PushToHub(made.training_config).on_run_end(push_run, None)
     assert f"later: whet push {tmp_path / 'sums'} repo=me/sums" in caplog.text
+
+
+def sender(monkeypatch, sent, **fields):
+    """A PushToHub whose pushes are noted, and the run that it observes."""
+    monkeypatch.setattr(hub_observer, "push_to_hub", lambda run, repo, **how: (sent(**how), SimpleNamespace(url=""))[1])
+    run = SimpleNamespace(folder=SimpleNamespace(path="runs/a"))
+    return PushToHub(RLTrainingConfig(hub_model_id="me/a", **fields)), run
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_what_a_run_sends_is_as_private_as_it_was_told(monkeypatch, private):
+    seen = []
+    observer, run = sender(monkeypatch, lambda private, **_: seen.append(private), hub_private_repo=private)
+    observer.on_run_end(run, None)
+    assert seen == [private] and RLTrainingConfig().hub_private_repo is True
+
+
+def test_a_run_that_failed_sends_no_final_model(monkeypatch):
+    observer, run = sender(monkeypatch, lambda **_: pytest.fail("it was sent"))
+    observer.on_run_end(run, RuntimeError("boom"))
+
+
+def test_a_checkpoint_is_left_out_while_the_one_before_is_on_its_way_and_the_next_is_sent(monkeypatch):
+    free, seen = threading.Event(), []
+    observer, run = sender(
+        monkeypatch, lambda which, **_: (seen.append(which), free.wait(10)), hub_strategy="every_save"
+    )
+    observer.on_save(run, Path("step-000001"))
+    observer.on_save(run, Path("step-000002"))
+    free.set()
+    observer._sending.join()
+    observer.on_save(run, Path("step-000003"))
+    observer.on_run_end(run, None)
+    assert seen == ["step-000001", "step-000003", "final"]
 
 
 def test_a_run_that_is_to_send_its_model_is_refused_before_it_trains_where_it_can_not(monkeypatch, tmp_path):

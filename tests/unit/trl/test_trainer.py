@@ -308,7 +308,7 @@ def test_reward_models_by_name_and_as_modules(by, tmp_path):
             ConfigError,
             r"classes \(1\) must match",
         ),
-        ({"peft_config": object()}, ConfigError, "peft_config is a object; adapters here are LoRA"),
+        ({"peft_config": object()}, ConfigError, "`peft_config` must be a `peft.PeftConfig` instance"),
         ({"data": rows(2), "gradient_accumulation_steps": 3}, ConfigError, "has 2 rows.*takes 3 prompts.*for 0 steps"),
         ({"data": [{"question": "1"}]}, DataError, "no column 'prompt'"),
         (

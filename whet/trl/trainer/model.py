@@ -256,7 +256,8 @@ def adapted(
     if lora is not None:
         with_adapter(model, lora, seed=args.seed)  # pyright: ignore[reportArgumentType]
     if args.gradient_checkpointing:
-        checkpoint_activations(model.get_base_model() if prompted(model) else model, _recompute(args))  # pyright: ignore[reportArgumentType]
+        base: Any = model
+        checkpoint_activations(base.get_base_model() if prompted(model) else base, _recompute(args))
     return model
 
 
