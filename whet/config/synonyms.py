@@ -64,7 +64,7 @@ _ALL: dict[tuple[str, ...], str] = {
     ("trainer.show_samples",): "log_completions num_completions_to_print",
     _EPOCHS: "num_train_epochs n_epochs total_epochs epochs",
     _STEPS: "steps total_steps total_training_steps num_train_steps train_steps",
-    _FOLDER: "output_dir output save_dir default_local_dir checkpoint_dir",
+    _FOLDER: "output_dir output save_dir default_local_dir checkpoint_dir run_dir",
     _SAVE: "save_steps save_strategy save_freq save_interval",
     ("trainer.checkpointing_options.max_to_keep",): "save_total_limit max_actor_ckpt_to_keep",
     _EVALUATE: "eval_steps test_freq eval_interval",

@@ -108,8 +108,8 @@ def save_prompt(model: Any, folder: Path, masters: Mapping[str, Tensor] | None =
 
     Args: model: PEFT's. folder: exists. masters: fp32 tensors in place of parameters, by their names.
     """
-    kept = dict(masters or {})
-    by_name = {n: kept.get(n, p.detach()).detach() for n, p in model.named_parameters() if n.startswith("prompt_enc")}
+    parameters: dict[str, Tensor] = {**dict(model.named_parameters()), **(masters or {})}
+    by_name = {n: t.detach() for n, t in parameters.items() if n.startswith("prompt_enc")}
     encoder = {n: t.cpu().contiguous().clone() for n, t in by_name.items()}
     save_file(encoder, folder / ENCODER, metadata={"format": "pt"})
     params = dict(model.named_parameters())

@@ -130,6 +130,10 @@ class Run(Giving):
         """
         return [row for row in self.rows if row["mode"] == Mode.TRAIN.value]
 
+    def __repr__(self) -> str:
+        where = "" if self.folder is None else f", folder {str(self.folder.path)!r}"
+        return f"<{type(self).__name__}: {self.step} steps{where}>"
+
     def _repr_html_(self) -> str:
         """What a notebook shows: the steps, the last numbers, and the curves where matplotlib is installed."""
         return notebook_picture(f"{self.step} steps", self.train_rows, self.evaluations)
