@@ -280,8 +280,7 @@ class MLflow:
 
     def log_completions(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Adds completions to the table of that name. Args: rows: one each, of the same columns."""
-        columns, data = _columns(rows)
-        table = {column: [row[place] for row in data] for place, column in enumerate(columns)}
+        table = {column: [row[column] for row in rows] for column in rows[0]}
         self._client.log_table(self.run_id, table, artifact_file=f"{_plain_name(name)}.json")
 
     def close(self) -> None:
