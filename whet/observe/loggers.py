@@ -266,7 +266,7 @@ class MLflow:
         params = [
             self._entities.Param(_plain_name(name), str(value)[: self.MAX_VALUE])
             for name, value in flat(config).items()
-            if value is not None
+            if name and value is not None  # an empty configuration is one value without a name
         ]
         for start in range(0, len(params), self.MAX_PARAMS):
             self._client.log_batch(self.run_id, params=params[start : start + self.MAX_PARAMS])

@@ -66,6 +66,17 @@ def test_mlflow_goes_on_in_its_run_with_metrics_parameters_and_tables(tmp_path):
     assert run.data.metrics["train/pass_1"] == 1.0
 
 
+@pytest.mark.skipif(find_spec("mlflow") is None, reason="mlflow is not installed; the extra mlflow")
+def test_mlflow_takes_a_run_without_a_configuration_and_its_completions(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = MetricsLoggerOptions(backend_kwargs={"mlflow": {"tracking_uri": f"sqlite:///{tmp_path}/mlflow.db"}})
+    loggers = Loggers(["mlflow"], options=options, folder=tmp_path / "run", config={})
+    loggers.log_completions(1, DONE, {"f": [float("nan"), 0.5]}, "eval")
+    loggers.close()
+    (table,) = tmp_path.rglob("completions.json")
+    assert '"completion"' in table.read_text() and '"d"' in table.read_text()
+
+
 @pytest.mark.skipif(find_spec("swanlab") is None, reason="swanlab is not installed")
 def test_swanlab_keeps_an_offline_run_without_a_network(tmp_path):
     options = MetricsLoggerOptions(project_name="p", backend_kwargs={"swanlab": {"mode": "offline"}})
