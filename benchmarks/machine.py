@@ -117,7 +117,7 @@ def native(weights: list[Any]) -> list[Callable[[Any], Any]] | None:
 
     from whet.native.build import Unavailable
     from whet.native.decode import load_kernels
-    from whet.rollout.engine.packed import Product
+    from whet.rollout.engine.packed_linear import Product
 
     loaded = load_kernels()
     if isinstance(loaded, Unavailable):

@@ -117,7 +117,7 @@ def _plan_with(**options: Any) -> Callable[[Any], None]:
     """Turns micro-batches into those of other options."""
 
     def patch(worker: Any) -> None:
-        from whet.data.packing import plan_micro_batches
+        from whet.packing.planner import plan_micro_batches
 
         keep = {"max_tokens": worker.max_tokens, "packable": worker.loaded.packable}
         keep |= {"cost": worker.cost, "device": worker.device, "saturating_tokens": worker.saturating_tokens}
@@ -148,10 +148,10 @@ def _plain_head(worker: Any) -> None:
 
 def _plain_layers(worker: Any) -> None:
     """The module's own layers and torch's default products."""
-    from whet.models import linear_logprob, products
+    from whet.models import linear_logprob, matmul
 
     worker.fast_layers = None
-    products.MIN_MULTIPLICATIONS = float("inf")
+    matmul.MIN_MULTIPLICATIONS = float("inf")
     linear_logprob.weight_grad = lambda grad, x, into=None: grad.t() @ x if into is None else into.addmm_(grad.t(), x)
 
 

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from whet.config.evaluate import EvalRunConfig
     from whet.errors import CheckpointError, ConfigError, DataError, EngineError, RewardError, TrainingError, WhetError
     from whet.evaluation.evaluator import Evaluation, evaluate
+    from whet.hub.push import push_to_hub
     from whet.learners.base import RLLearner
     from whet.learners.grpo import GRPOLearner, GrpoLearner
     from whet.learners.ppo import PPOLearner, PpoLearner
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
     from whet.learners.supervised import SupervisedLearner
     from whet.rollout.sampler import CacheConfig, Sampler, SamplerOutput
     from whet.run.observer import Control, Observer
-    from whet.run.push import push_to_hub
     from whet.train.supervised_models import SupervisedModels
     from whet.tunix.metrics_buffer import MetricsBuffer
     from whet.types import (
@@ -210,7 +210,7 @@ _MODULES = {
         "Control",
         "Observer",
     ),
-    "whet.run.push": ("push_to_hub",),
+    "whet.hub.push": ("push_to_hub",),
     "whet.types": (
         "Completion",
         "Example",

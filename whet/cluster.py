@@ -20,17 +20,17 @@ from whet.config.base import need
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
 from whet.errors import ConfigError, raise_all
+from whet.models.loaded_model import LoadedModel
 from whet.models.modes import max_positions
-from whet.models.types import LoadedModel
 from whet.ops import Support, clipped_surrogate, clipped_value
 from whet.rewards.model import RewardModel
 from whet.rollout import engine_name, resolve_engine
 from whet.rollout.base import RolloutEngine, Sampling, support_of
 from whet.rollout.build import grammars_of, make_engine, sampling_of
-from whet.rollout.constraint import Masks
+from whet.rollout.constrained_decoding import Masks
 from whet.rollout.driver import Rollouts
-from whet.rollout.policy import Play, PolicyRollouts
-from whet.train.checkpoints import Checkpoints
+from whet.rollout.policy_rollouts import Play, PolicyRollouts
+from whet.train.role_checkpoints import Checkpoints
 from whet.train.role_trainer import RoleTrainer
 from whet.train.role_workers import ACTOR, Given, RoleWorkers, check_loading, trusts_remote_code
 from whet.train.worker import Allowed, ModelWorker

@@ -17,8 +17,8 @@ from whet.native.build import Unavailable
 from whet.native.decode import load_kernels
 from whet.rollout.base import Sampling
 from whet.rollout.driver import Rollouts, single_turns
-from whet.rollout.engine import EmbeddedEngine, packed
-from whet.rollout.engine.packed import Product
+from whet.rollout.engine import EmbeddedEngine, packed_linear
+from whet.rollout.engine.packed_linear import Product
 from whet.rollout.hf import HFEngine
 from whet.train.worker import ModelWorker
 from whet.types import Prompt, TokenBatch
@@ -217,8 +217,8 @@ def test_adapters_in_bf16_take_no_second_copy_of_the_weights():
 def test_effective_weights_are_renewed_in_place_once_a_version(native, monkeypatch):
     """So that captured steps, which know addresses, go on; and are there again after sleep."""
     model, calls = adapted(), []
-    effective = packed.effective_weight
-    monkeypatch.setattr(packed, "effective_weight", lambda layer: calls.append(layer) or effective(layer))
+    effective = packed_linear.effective_weight
+    monkeypatch.setattr(packed_linear, "effective_weight", lambda layer: calls.append(layer) or effective(layer))
     engine = EmbeddedEngine(model, native=native)
     held = lambda: [t.data_ptr() for p in engine._runner.forward._trunk.products() for t in p._merged.values()]
     work = requests(prompts(), PLAIN, group=2)

@@ -15,12 +15,12 @@ from tiny import VOCABULARY, build, drain, requests, run
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from whet.data.packing import plan_micro_batches
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import ConfigError, DataError, EngineError, WhetError
 from whet.ops.support import Support, allowed_tokens, support_logits
+from whet.packing.planner import plan_micro_batches
 from whet.rollout.base import Constraint, Request, Sampling
-from whet.rollout.constraint import Grammars, Masks
+from whet.rollout.constrained_decoding import Grammars, Masks
 from whet.rollout.engine import EmbeddedEngine
 from whet.rollout.hf import HFEngine
 from whet.rollout.mock import MockEngine

@@ -9,7 +9,7 @@ import torch
 from tiny import FAMILIES, FORMS, VOCABULARY, build, drain, letters, prompts, requests, run
 
 from whet.errors import ConfigError, EngineError
-from whet.ops.uniform import address_key
+from whet.ops.counter_rng import address_key
 from whet.rollout.base import Request, Sampling
 from whet.rollout.engine import EmbeddedEngine, runner
 from whet.rollout.hf import HFEngine
@@ -473,7 +473,7 @@ def test_a_model_without_layout_runs_in_the_naive_engine():
 
 def test_draws_follow_their_address_exactly(model):
     """Token t of a request is the inverse CDF of the recomputed distribution at u(address, offset + t)."""
-    from whet.ops.uniform import uniform
+    from whet.ops.counter_rng import uniform
 
     r = requests(prompts((9,)), Sampling(max_tokens=8))[0]
     tokens = run(EmbeddedEngine(model), [r])[0].tokens

@@ -11,10 +11,10 @@ from tiny import build
 
 from whet.config import RolloutConfig
 from whet.errors import ConfigError, EngineError
-from whet.models.selfcheck import probe_tokens
+from whet.models.self_check import probe_tokens
 from whet.rollout import resolve_engine
 from whet.rollout.base import Request, Sampling
-from whet.rollout.external import (
+from whet.rollout.external_engine import (
     InFlightRequest,
     Names,
     check_agreement,

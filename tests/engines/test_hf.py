@@ -5,7 +5,7 @@ import pytest
 import torch
 import transformers as tf
 
-from whet.ops.uniform import address_key, uniform
+from whet.ops.counter_rng import address_key, uniform
 from whet.rollout.base import Request, Sampling
 from whet.rollout.engine.sampler import sample_rows
 from whet.rollout.hf import HFEngine

@@ -15,8 +15,8 @@ from whet.rollout.base import Request, Sampling
 from whet.rollout.build import make_engine, sampling_of
 from whet.rollout.driver import Rollouts, single_turns
 from whet.rollout.engine import EmbeddedEngine
+from whet.rollout.generate_options import _stop_strings, check_trainable, checked_options, frozen_options, processors
 from whet.rollout.hf import HFEngine
-from whet.rollout.options import _stop_strings, check_trainable, checked_options, frozen_options, processors
 from whet.types import Prompt
 
 STOPS = (4, 8, 12)

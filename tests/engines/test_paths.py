@@ -18,8 +18,8 @@ from whet.ops.logprobs import selective_log_softmax
 from whet.rollout.base import Sampling
 from whet.rollout.driver import Rollouts, single_turns
 from whet.rollout.engine import EmbeddedEngine
-from whet.rollout.engine.forward import FusedForward, ModuleForward, make_forward
-from whet.rollout.engine.packed import Product
+from whet.rollout.engine.model_forward import FusedForward, ModuleForward, make_forward
+from whet.rollout.engine.packed_linear import Product
 from whet.rollout.hf import HFEngine
 from whet.train.worker import ModelWorker
 from whet.types import Prompt, TokenBatch

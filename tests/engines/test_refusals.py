@@ -10,9 +10,9 @@ from whet import Sampler
 from whet.errors import ConfigError, EngineError
 from whet.rollout.base import Sampling
 from whet.rollout.engine import EmbeddedEngine
+from whet.rollout.generate_options import frozen_options
 from whet.rollout.hf import HFEngine
 from whet.rollout.mock import MockEngine
-from whet.rollout.options import frozen_options
 
 KINDS = [EmbeddedEngine, HFEngine, MockEngine]
 

@@ -12,7 +12,7 @@ from tiny import build, prompts, requests, run
 from whet.errors import EngineError
 from whet.rollout.base import RolloutEngine, Sampling
 from whet.rollout.engine.engine import EmbeddedEngine
-from whet.rollout.simple import SimpleEngine
+from whet.rollout.queue_engine import SimpleEngine
 
 
 class Plain(SimpleEngine):

@@ -11,7 +11,7 @@ from tiny import VOCABULARY, build, letters, prompts, requests, run
 
 from whet.models.load import load_model
 from whet.rollout.base import Constraint, Request, Sampling, support_of
-from whet.rollout.constraint import Grammars
+from whet.rollout.constrained_decoding import Grammars
 from whet.rollout.engine import EmbeddedEngine
 from whet.rollout.hf import HFEngine
 from whet.train.worker import ModelWorker

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from whet.config import ConstraintConfig, Mode, Role, RolloutConfig, check
 from whet.errors import ConfigError, DataError, EngineError
 from whet.rollout.base import EngineCaps
-from whet.rollout.constraint import Grammars
+from whet.rollout.constrained_decoding import Grammars
 from whet.rollout.hf import HFEngine
 from whet.rollout.sampler import Sampler
 from whet.types import TokenBatch

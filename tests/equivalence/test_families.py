@@ -5,9 +5,9 @@ import torch
 from families import BATCH, PACKABLE, REFUSED, gradients, one_by_one, tiny, worst
 from helpers import rounding
 
-from whet.data.packing import plan_micro_batches
 from whet.models.forward import token_stats
 from whet.models.load import load_model
+from whet.packing.planner import plan_micro_batches
 
 WAYS = {
     "shared": {"max_tokens": 10_000},

@@ -4,10 +4,10 @@ import pytest
 import torch
 from families import BATCH, gradients, one_by_one, tiny, worst
 
-from whet.data.packing import plan_micro_batches
 from whet.models.forward import token_stats
 from whet.models.load import load_model
-from whet.ops.weighting import LOSS_AGG_MODES, token_weights
+from whet.ops.loss_aggregation import LOSS_AGG_MODES, token_weights
+from whet.packing.planner import plan_micro_batches
 
 SPLITS = {
     "whole": {"max_tokens": 10_000},

@@ -15,10 +15,10 @@ from helpers import cluster, length_reward, rows, same, weights_of
 from whet.config import CheckpointingOptions, DataConfig, GRPOConfig, Mode, OptimConfig, RoleConfig, RolloutConfig
 from whet.errors import CheckpointError, ConfigError, EngineError, RewardError
 from whet.learners.grpo import GRPOLearner
-from whet.observe.store import RunFolder
 from whet.ops import clipped_surrogate
-from whet.parallel import checkpoint
-from whet.train.checkpoints import Checkpoints
+from whet.storage import checkpoint
+from whet.storage.run_folder import RunFolder
+from whet.train.role_checkpoints import Checkpoints
 from whet.train.worker import ModelWorker
 
 EACH_STEP = CheckpointingOptions(save_interval_steps=1)

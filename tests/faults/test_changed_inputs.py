@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from whet.config import CheckpointingOptions, DataConfig, GRPOConfig
 from whet.errors import CheckpointError
 from whet.learners.grpo import GRPOLearner
-from whet.train.checkpoints import Checkpoints
+from whet.train.role_checkpoints import Checkpoints
 
 EACH_STEP = CheckpointingOptions(save_interval_steps=1)
 

@@ -9,7 +9,7 @@ from helpers import cluster, length_reward, rows, same, weights_of
 from whet.config import CheckpointingOptions, DataConfig, GRPOConfig
 from whet.errors import CheckpointError, RewardError
 from whet.learners.grpo import GRPOLearner
-from whet.parallel.checkpoint import read_state
+from whet.storage.checkpoint import read_state
 
 SELDOM = CheckpointingOptions(save_interval_s=1e9)
 

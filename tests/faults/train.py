@@ -24,8 +24,8 @@ from whet.config import (
 )
 from whet.learners.grpo import GRPOLearner
 from whet.learners.sft import SFTLearner
-from whet.parallel import checkpoint
 from whet.rollout import resolve_engine
+from whet.storage import checkpoint
 from whet.train.supervised_models import SupervisedModels
 
 IMPORTED = (datasets, pyarrow.parquet, transformers.models.qwen3.modeling_qwen3)  # before a fork, not after it

@@ -14,8 +14,8 @@ import torch
 from helpers import completion, prompt
 
 from whet.config import GRPOConfig, PolicyConfig
-from whet.learners.control import Control
-from whet.learners.mismatch import compare_sampler
+from whet.learners.kl_controller import Control
+from whet.learners.sampler_mismatch import compare_sampler
 from whet.metrics import Mean
 from whet.ops import (
     CORRECTIONS,

@@ -14,7 +14,7 @@ from helpers import completion, prompt
 from peer_code import function, run, source, statements_from, trl_trainer
 
 from whet import presets
-from whet.learners.control import Control
+from whet.learners.kl_controller import Control
 from whet.learners.objective import advantage_inputs, make_estimator, make_objective, with_fields
 from whet.ops import VALUE_LOSSES, advantages_and_returns, estimate, token_weights
 from whet.types import Group, LossInputs, TokenBatch

@@ -14,7 +14,7 @@ from helpers import END, PAD, Events, length_reward, random_batch, rows, tiny_mo
 
 import whet.trl
 from whet.data.tokenizer import byte_tokenizer
-from whet.learners.control import Control
+from whet.learners.kl_controller import Control
 from whet.learners.objective import make_objective
 from whet.trl import GRPOConfig, GRPOTrainer
 from whet.trl.agents.chat import Chat

@@ -14,13 +14,13 @@ from whet.config import ProfilerOptions, RolloutConfig
 from whet.config.generate import ChatConfig
 from whet.errors import ConfigError, DataError, EngineError
 from whet.models.load import load_model
-from whet.observe.profile import StepProfiler
+from whet.observe.profiler import StepProfiler
 from whet.observe.trace import Trace
 from whet.rollout.base import Constraint, Output, Request, Sampling
 from whet.rollout.build import sampling_of
 from whet.rollout.compat import BaseRolloutAdapter, prompt_text
 from whet.rollout.driver import stream
-from whet.rollout.simple import QueueEngine
+from whet.rollout.queue_engine import QueueEngine
 
 
 def test_top_k_of_minus_one_is_off():

@@ -218,10 +218,10 @@ def test_every_side_and_every_mechanism_switched_off_makes_the_same_update(scrip
     naive = train_sides.run_naive(job)
     assert len(naive["seconds"]) == 1 and naive["grad_norm"] > 0
     with pytest.MonkeyPatch.context() as patch:  # a mechanism is switched off for good: each run has its own process
-        from whet.models import forward, products
+        from whet.models import forward, matmul
 
         patch.setattr(forward, "linear_stats", forward.linear_stats)
-        patch.setattr(products, "MIN_MULTIPLICATIONS", products.MIN_MULTIPLICATIONS)
+        patch.setattr(matmul, "MIN_MULTIPLICATIONS", matmul.MIN_MULTIPLICATIONS)
         for mechanism in ("", *train_step.WITHOUT["tiny"]):
             found = train_sides.run_whet(dataclasses.replace(job, without=mechanism))
             assert found["grad_norm"] == pytest.approx(naive["grad_norm"], rel=1e-4), mechanism

@@ -23,16 +23,16 @@ from transformers import BloomConfig, BloomForCausalLM
 
 import whet
 from whet.config import DataConfig, GRPOConfig, Mode, OptimConfig, RoleConfig, RolloutConfig
-from whet.data.padded import completion_mask, padded_batch, prompt_mask
 from whet.errors import ConfigError, DataError
 from whet.learners.grpo import GRPOLearner
 from whet.ops import group_relative
+from whet.packing.padded import completion_mask, padded_batch, prompt_mask
 from whet.rollout.base import EngineCaps, Output
 from whet.rollout.driver import Episode, completion
 from whet.rollout.hf import HFEngine
 from whet.rollout.mock import MockEngine
-from whet.rollout.policy import PolicyRollouts
-from whet.rollout.simple import QueueEngine
+from whet.rollout.policy_rollouts import PolicyRollouts
+from whet.rollout.queue_engine import QueueEngine
 from whet.tunix.metrics_buffer import MetricsBuffer
 from whet.types import TokenBatch, TrainExample
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from whet.config import DPORunConfig, PPORunConfig, RMRunConfig, RunConfig, SFTRunConfig, load_run, load_supervised
-from whet.util.shipped import recipe_path
+from whet.util.package_files import recipe_path
 
 SUPERVISED = {"sft": SFTRunConfig, "rm": RMRunConfig, "dpo": DPORunConfig}
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").rglob("*.yaml"))

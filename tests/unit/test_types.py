@@ -3,8 +3,8 @@ import pytest
 import torch
 from helpers import PAD, completion, prompt, random_batch
 
-from whet.data.padded import completion_mask, left_padded, padded_batch, prompt_mask, unpacked
 from whet.errors import DataError
+from whet.packing.padded import completion_mask, left_padded, padded_batch, prompt_mask, unpacked
 from whet.types import Group, LossInputs, TokenBatch, TrainExample
 
 

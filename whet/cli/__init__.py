@@ -15,8 +15,8 @@ from typing import Any
 
 from whet.cli.help import command_help, topic_of
 from whet.cli.output import print_text, rank
-from whet.util.lines import columned, fitted
 from whet.util.streams import bury, open_descriptors, unfailing, unread
+from whet.util.text_lines import columned, fitted
 
 __all__ = ["explained", "main"]
 
@@ -118,7 +118,7 @@ def _dispatch(command: str, words: list[str]) -> None:
     elif (topic := topic_of(words)) is not None:
         _print_help(_command_help(command, words, topic))
     elif command in _SHOWN:
-        from whet.cli.about import shown_by
+        from whet.cli.info import shown_by
 
         print_text(shown_by(command, words))
     elif command == "data":
@@ -215,7 +215,7 @@ def _say_what_loads(command: str, config: Any, words: list[str]) -> None:
         model = config.model if command == "eval" else getattr(config, config.TRAINED).model
         log.info("loading %s and %s", model, ", ".join(paths_of(config.data.path)) or None)
     if command in _RUNS:
-        from whet.config.resumed import kept_of_run
+        from whet.config.resume import kept_of_run
 
         kind, short = _kind(command)
         if kept := kept_of_run(kind, words, short):
@@ -313,7 +313,7 @@ def _config(command: str, words: list[str]) -> Any:
         return None
     kind, short = _kind(command)
     if command in _TRAIN:
-        from whet.config.resumed import load_resumable
+        from whet.config.resume import load_resumable
 
         return load_resumable(kind, words, short)
     if command == "eval":
@@ -338,7 +338,7 @@ def _check(command: str, config: Any) -> None:
         try:
             (check_supervised if command in _SUPERVISED else check_complete)(config)
         except ConfigError:
-            from whet.cli.checks import check_run
+            from whet.cli.preflight import check_run
 
             check_run(config)
             raise
@@ -360,7 +360,7 @@ def _check_rest(command: str, words: list[str], error: Exception) -> None:
     """Raises ConfigError for what is wrong with the keys of a run together with what else is, if that can be told."""
     from functools import partial
 
-    from whet.config.resumed import load_part
+    from whet.config.resume import load_part
     from whet.errors import ConfigError, raise_all
 
     kind, short = _kind(command)
@@ -370,7 +370,7 @@ def _check_rest(command: str, words: list[str], error: Exception) -> None:
         return
     if config is None:
         return
-    from whet.cli.checks import check_run
+    from whet.cli.preflight import check_run
 
     def keys() -> None:
         raise error

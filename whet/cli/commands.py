@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from whet.cli.checks import check_rewards, check_run, check_teacher_used
+from whet.cli.preflight import check_rewards, check_run, check_teacher_used
+from whet.cli.resolve_defaults import settled
 from whet.cli.rows import data
-from whet.cli.settle import settled
 from whet.cluster import RLCluster
 from whet.config import (
     ClusterConfig,
@@ -34,21 +34,21 @@ from whet.config import (
 )
 from whet.config.lora import LORA_LR
 from whet.errors import ConfigError
+from whet.hub.model_card import write_card
 from whet.learners.base import RLLearner
 from whet.learners.grpo import GRPOLearner
 from whet.learners.ppo import PPOLearner
-from whet.models.made import made_model
-from whet.observe.card import write_card
+from whet.models.model_factory import made_model
 from whet.observe.environment import noted_environment
-from whet.observe.files import finite, to_json, write_atomic
 from whet.observe.plots import plot_curves
 from whet.parallel.comm import require_single_process
 from whet.run.interrupts import Stopped
 from whet.run.run import Run
-from whet.train.checkpoints import Checkpoints
+from whet.storage.files import finite, to_json, write_atomic
+from whet.train.role_checkpoints import Checkpoints
 from whet.train.role_workers import ACTOR
-from whet.util.refs import is_ref
-from whet.util.shipped import recipe_path
+from whet.util.package_files import recipe_path
+from whet.util.references import is_ref
 
 __all__ = ["build", "data", "demo", "grpo", "ppo", "rows_given", "train"]
 

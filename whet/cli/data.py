@@ -8,21 +8,21 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
+from whet.cli.resolve_defaults import encoder_of, with_lengths, with_template
 from whet.cli.rows import data
-from whet.cli.settle import encoder_of, with_lengths, with_template
 from whet.config import DPORunConfig, Mode, RoleConfig, RunConfig, SFTRunConfig, SupervisedRunConfig
 from whet.config.run import lacking
 from whet.data.lengths import Spread
-from whet.data.look import example_lines, prompt_lines
-from whet.data.order import has_places, is_batch, unbatch
-from whet.data.pairs import LabelledEncoder, PreferenceEncoder, ScoredPairEncoder
+from whet.data.preference import LabelledEncoder, PreferenceEncoder, ScoredPairEncoder
+from whet.data.preview import example_lines, prompt_lines
+from whet.data.prompt_stream import has_places, is_batch, unbatch
 from whet.data.prompts import PromptEncoder
-from whet.data.reading import each
+from whet.data.read_errors import each
 from whet.data.supervised import RowEncoder, SFTEncoder
 from whet.data.tokenizer import load_tokenizer
 from whet.errors import ConfigError
-from whet.models.positions import read_positions
-from whet.util.refs import is_ref
+from whet.models.config_sizes import read_positions
+from whet.util.references import is_ref
 
 __all__ = ["show_data"]
 

@@ -8,8 +8,8 @@ from contextlib import suppress
 
 from whet.config.evaluate import EvalRunConfig, check_eval
 from whet.errors import ConfigError
+from whet.evaluation.eval_folder import new_folder
 from whet.evaluation.evaluator import Evaluation, Evaluator
-from whet.evaluation.folder import new_folder
 from whet.evaluation.table import show_table
 
 __all__ = ["evaluate"]

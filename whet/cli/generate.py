@@ -14,17 +14,17 @@ from typing import Any, TextIO
 
 from whet.config.generate import GenerateConfig, SampledConfig, check_sampled
 from whet.data.prompts import find_prompt_column
-from whet.data.reading import each
+from whet.data.read_errors import each
 from whet.data.sources import load_rows
 from whet.data.templates import goes_through
 from whet.errors import ConfigError, DataError
-from whet.observe.files import temporary
-from whet.observe.lineage import trained_templated
+from whet.hub.base_model import trained_templated
 from whet.rollout.base import Sampling
 from whet.rollout.sampler import Sampler
 from whet.rollout.text import TextStream
+from whet.storage.files import temporary
 from whet.types import Group, Prompt
-from whet.util.lines import visible
+from whet.util.text_lines import visible
 
 __all__ = ["OutputError", "generate", "open_sampler", "sampling_keys", "show"]
 

@@ -6,7 +6,7 @@ import dataclasses
 
 from whet.cli.output import print_text
 from whet.config.push import PushConfig, check_push
-from whet.run.push import Pushed, push_to_hub
+from whet.hub.push import Pushed, push_to_hub
 
 __all__ = ["push"]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from whet.config import RunConfig, SupervisedRunConfig
 from whet.config.data import paths_of
-from whet.data.order import hold_out
+from whet.data.prompt_stream import hold_out
 from whet.data.sources import load_rows, same_rows
 
 __all__ = ["data"]

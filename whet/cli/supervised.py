@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from whet.cli.commands import data, rows_given, train
-from whet.cli.settle import with_template
+from whet.cli.resolve_defaults import with_template
 from whet.config import DPORunConfig, RMRunConfig, RoleConfig, SFTRunConfig
 from whet.config.run_supervised import SupervisedRunConfig, check_supervised
-from whet.data.order import first_of, is_batch
-from whet.data.pairs import LabelledEncoder, PreferenceEncoder, ScoredPairEncoder
+from whet.data.preference import LabelledEncoder, PreferenceEncoder, ScoredPairEncoder
+from whet.data.prompt_stream import first_of, is_batch
 from whet.data.supervised import SFTEncoder
 from whet.data.tokenizer import load_tokenizer
 from whet.learners.preference import PreferenceLearner, RewardModelLearner

@@ -11,14 +11,14 @@ from typing import Any, Literal
 from whet.config.base import check, config
 from whet.config.enums import Mode
 from whet.config.fields import Bool, Count, Float, Fn, Name, Number, Seconds, Seed, Size, Temperature, Text
-from whet.config.lengths import length_short
+from whet.config.length_aliases import length_short
 from whet.config.loader import dump_tree, merged, tree
 from whet.config.model import RoleConfig
+from whet.config.positional_words import is_file
 from whet.config.rewards import ListedRewards, check_workers
 from whet.config.rollout import RolloutConfig
 from whet.config.run import SHORT, lacking
 from whet.config.run_sections import NEW_TOKENS, RunDataConfig, RunGRPOConfig, RunRolloutConfig
-from whet.config.words import is_file
 from whet.errors import ConfigError
 
 __all__ = ["EVAL_SHORT", "EvalDataConfig", "EvalRolloutConfig", "EvalRunConfig", "check_eval", "load_eval"]

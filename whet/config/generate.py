@@ -24,7 +24,7 @@ from whet.config.fields import (
     Text,
     Tree,
 )
-from whet.config.lengths import length_short, with_own_name
+from whet.config.length_aliases import length_short, with_own_name
 from whet.config.loader import tree
 from whet.config.rollout import ConstraintConfig
 from whet.errors import ConfigError

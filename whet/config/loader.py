@@ -19,10 +19,10 @@ import yaml
 
 from whet.config.base import CALLED, check, choices, field_docs, kinds_at, leaves, section_at, type_text
 from whet.config.fields import MAX_DEPTH
-from whet.config.words import is_file, meant_by, rest_of_value
+from whet.config.positional_words import is_file, meant_by, rest_of_value
 from whet.config.yaml12 import Dumper, parse, read_text
 from whet.errors import ConfigError, shown
-from whet.util.refs import is_ref
+from whet.util.references import is_ref
 
 __all__ = [
     "default_text",

@@ -34,7 +34,7 @@ from whet.config.fields import (
     Text,
     Tree,
 )
-from whet.config.lengths import with_own_name
+from whet.config.length_aliases import with_own_name
 from whet.config.synonyms import owner
 from whet.errors import ConfigError, nearest
 

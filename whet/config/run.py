@@ -14,7 +14,7 @@ from whet.config.algo.presets import preset
 from whet.config.base import config, section_at
 from whet.config.data import Sources
 from whet.config.fields import Bool, Float, Name
-from whet.config.lengths import length_short
+from whet.config.length_aliases import length_short
 from whet.config.loader import dump_tree, load, merged
 from whet.config.lora import lora_short
 from whet.config.model import OptimConfig, RoleConfig

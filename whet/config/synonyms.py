@@ -1,7 +1,7 @@
 """What TRL, transformers, verl, RL2, Tunix and engines call what whet has a key for: said before spelling is compared.
 
 Left out on purpose: accepting these names. A key has one name, and a configuration is read by others than who wrote it;
-where whet itself has several for a length, each is taken (whet.config.lengths).
+where whet itself has several for a length, each is taken (whet.config.length_aliases).
 """
 
 from __future__ import annotations

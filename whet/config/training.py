@@ -31,9 +31,9 @@ from whet.config.fields import (
 )
 from whet.config.meshes import Meshes
 from whet.config.model import OptimConfig
+from whet.config.monitoring import Band, KeepBestOptions
 from whet.config.rewards import check_workers
 from whet.config.rollout import RolloutConfig
-from whet.config.watching import Band, KeepBestOptions
 from whet.errors import ConfigError
 
 __all__ = [

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from whet.data.said import Shown
-from whet.data.segments import part_ids
+from whet.data.template_check import Shown
 from whet.data.templates import ChatTemplate, alike
+from whet.data.text_parts import part_ids
 from whet.errors import DataError, shown
 from whet.types import Message, TrainSequence
 

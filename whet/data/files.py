@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from whet.data.reading import reading, said
+from whet.data.read_errors import reading, said
 from whet.errors import DataError, WhetError
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from whet.data.forms import options_of, refuse_images, text_of, turns
 from whet.data.lengths import Spread
-from whet.data.said import Shown, changed_words
+from whet.data.row_schema import options_of, refuse_images, text_of, turns
+from whet.data.template_check import Shown, changed_words
 from whet.data.templates import ChatTemplate
 from whet.errors import ConfigError, DataError, lookup_error, nearest, shown
 from whet.types import Message, Prompt

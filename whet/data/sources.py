@@ -21,10 +21,10 @@ from typing import Any
 from whet.config.data import OF_A_SOURCE, Sources, paths_of
 from whet.data.files import FORMATS, file_format, read_files, sound, stream_files
 from whet.data.mixture import MixedRows, MixedStream
-from whet.data.reading import reading, said
+from whet.data.read_errors import reading, said
 from whet.errors import ConfigError, DataError, WhetError, nearest, shown
 from whet.util.model_paths import hub_silence, split_revision
-from whet.util.refs import is_ref, resolve_ref
+from whet.util.references import is_ref, resolve_ref
 
 __all__ = ["check_source", "load_rows", "same_rows"]
 

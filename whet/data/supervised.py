@@ -1,4 +1,4 @@
-"""From rows to Examples: what supervised training is given; data/pairs.py has the forms of answers that are compared.
+"""From rows to Examples for supervised fine-tuning; data/preference.py encodes answers that are compared.
 
 Token ids are made once, here; nothing re-tokenises later. docs/data.md has the forms of rows that are taken.
 Left out on purpose: images, and ready-made batches: supervised data are rows.
@@ -16,11 +16,11 @@ import numpy as np
 
 from whet.config.data import SupervisedDataConfig
 from whet.data.conversations import Rendering, encode_rendering, render_turns, render_whole, sequence_of
-from whet.data.forms import Said, conversation, find_column, options_of, refuse_images, said_in
 from whet.data.lengths import Lengths
-from whet.data.said import changed_words
-from whet.data.segments import leading_ids, part_ids
+from whet.data.row_schema import Said, conversation, find_column, options_of, refuse_images, said_in
+from whet.data.template_check import changed_words
 from whet.data.templates import ChatTemplate
+from whet.data.text_parts import leading_ids, part_ids
 from whet.errors import ConfigError, DataError, nearest, shown
 from whet.types import Example, Message, TrainSequence
 

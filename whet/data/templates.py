@@ -101,7 +101,7 @@ class ChatTemplate:
         return self._apply(messages, row, {"tokenize": False, "add_generation_prompt": asks, **options})
 
     def of_stand_ins(self, messages: Sequence[Message], row: int, options: Mapping[str, Any]) -> str:
-        """`text`, kept for messages that come again: rows of one build have the same stand-ins (data/said.py)."""
+        """`text`, kept for messages that come again: rows of one build share stand-ins (data/template_check.py)."""
         key = repr((messages, options))
         if key not in self._kept:
             if len(self._kept) >= KEPT:

@@ -18,7 +18,7 @@ from whet.data.prompts import PromptEncoder
 from whet.envs.script import Script
 from whet.envs.transcript import Transcript
 from whet.errors import RewardError, shown
-from whet.rewards.contract import OnError
+from whet.rewards.call import OnError
 from whet.rewards.deadline import call_in_time
 from whet.rollout.base import Output, Sampling
 from whet.rollout.driver import Episode, Turns

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from whet.errors import ConfigError, shown
-from whet.util.refs import resolve_module
+from whet.util.references import resolve_module
 
 __all__ = ["Script", "load_script"]
 

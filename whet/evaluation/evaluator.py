@@ -23,22 +23,21 @@ from whet._version import __version__
 from whet.config import Mode, check, dump_tree
 from whet.config.evaluate import EVAL_SHORT, EvalRunConfig
 from whet.config.loader import merged
-from whet.data.order import digests, hold_out
-from whet.data.reading import each
-from whet.data.segments import decoded
+from whet.data.prompt_stream import digests, hold_out
+from whet.data.read_errors import each
 from whet.data.sources import load_rows
 from whet.data.templates import goes_through
+from whet.data.text_parts import decoded
 from whet.envs import load_script
 from whet.errors import ConfigError, DataError, lookup_error, nearest
 from whet.evaluation.columns import columns_of
 from whet.evaluation.estimators import Estimate, settled_ks
-from whet.evaluation.folder import EvalFolder, Part
-from whet.evaluation.judges import judged_by, reward_manager
-from whet.evaluation.measures import Answered, answer_reader, answered, measure, passes
+from whet.evaluation.eval_folder import EvalFolder, Part
+from whet.evaluation.metrics import Answered, answer_reader, answered, measure, passes
+from whet.evaluation.reward_functions import judged_by, reward_manager
 from whet.evaluation.sample import Extremes
 from whet.evaluation.table import rows_of, text_table
-from whet.observe.files import finite
-from whet.observe.lineage import trained_templated
+from whet.hub.base_model import trained_templated
 from whet.observe.notebook import notebook_table
 from whet.observe.progress import Progress
 from whet.parallel.comm import require_single_process
@@ -46,6 +45,7 @@ from whet.rewards.manager import Rewarded
 from whet.rollout.build import sampling_of
 from whet.rollout.sampler import Sampler
 from whet.run.provenance import weights_digest
+from whet.storage.files import finite
 from whet.types import Prompt
 
 __all__ = ["Evaluation", "Evaluator", "evaluate"]

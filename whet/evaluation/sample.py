@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from whet.types import Completion, Prompt
-from whet.util.lines import clipped, visible
+from whet.util.text_lines import clipped, visible
 
 if TYPE_CHECKING:
     from whet.rewards.manager import Rewarded

@@ -30,14 +30,14 @@ from whet.data.prompts import PromptEncoder
 from whet.errors import ConfigError
 from whet.learners.episodes import environment_of, turns_of
 from whet.learners.objective import reward_functions
-from whet.learners.report import engine_metrics, rewarded_metrics, total_metrics
 from whet.learners.rl_task import RLTask
 from whet.learners.step import Step
+from whet.learners.step_metrics import engine_metrics, rewarded_metrics, total_metrics
 from whet.metrics import flat
 from whet.rewards.manager import Rewarded, RewardManager, resolve_reward_manager
 from whet.rewards.metric_fns import call_metric_fns
 from whet.rewards.resolve import listed, with_reward_model
-from whet.rollout.options import check_trainable
+from whet.rollout.generate_options import check_trainable
 from whet.run.observer import Observer
 from whet.run.run import Run
 from whet.types import Group, Prompt, TokenBatch

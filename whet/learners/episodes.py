@@ -7,7 +7,7 @@ from whet.config import Mode
 from whet.data.prompts import PromptEncoder
 from whet.envs import Conversation, Script, load_script
 from whet.models.modes import max_positions
-from whet.rollout.policy import Play
+from whet.rollout.policy_rollouts import Play
 
 __all__ = ["environment_of", "turns_of"]
 

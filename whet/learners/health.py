@@ -21,7 +21,7 @@ from torch import nn
 
 from whet.cluster import RLCluster
 from whet.config import Mode, Role
-from whet.config.watching import Band
+from whet.config.monitoring import Band
 from whet.data.templates import goes_through
 from whet.errors import nearest
 from whet.learners.symptoms import FULL, RAISE, apart, cut, symptoms

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from whet.config import AlgorithmConfig, PolicyConfig, PPOConfig, SupervisedConfig
 from whet.config.algo import presets
-from whet.config.algo.effect import changed, own_functions
+from whet.config.algo.unused_fields import changed, own_functions
 from whet.errors import ConfigError, lookup_error
 from whet.ops import (
     ADVANTAGE_ESTIMATORS,
@@ -33,12 +33,12 @@ from whet.ops import (
     reference_kl,
     teacher_column,
 )
-from whet.rewards.contract import function_name
+from whet.rewards.call import function_name
 from whet.rewards.length import overlong
 from whet.rewards.manager import Rewarded
 from whet.rewards.text import unrewarded
 from whet.types import TokenBatch
-from whet.util.refs import is_ref, resolve_callable
+from whet.util.references import is_ref, resolve_callable
 
 __all__ = [
     "advantage_inputs",

@@ -21,11 +21,10 @@ from whet.cluster import RLCluster
 from whet.config import DataConfig, PolicyConfig, Role
 from whet.config.base import need
 from whet.errors import ConfigError, EngineError, raise_all
-from whet.learners.advice import advise
 from whet.learners.base import RLLearner
-from whet.learners.control import MEASURED_ENTROPY, Control, move_reference
-from whet.learners.fill import check_fill, filled
-from whet.learners.mismatch import compare_sampler, with_ess
+from whet.learners.config_warnings import advise
+from whet.learners.dynamic_sampling import check_fill, filled
+from whet.learners.kl_controller import MEASURED_ENTROPY, Control, move_reference
 from whet.learners.objective import (
     advantage_inputs,
     composed,
@@ -34,8 +33,9 @@ from whet.learners.objective import (
     objective_checks,
     resolve_name,
 )
-from whet.learners.report import advantage_metrics, of_known, of_whole_batch, skipped_metrics
+from whet.learners.sampler_mismatch import compare_sampler, with_ess
 from whet.learners.step import Step
+from whet.learners.step_metrics import advantage_metrics, of_known, of_whole_batch, skipped_metrics
 from whet.learners.teacher import check_teacher, divergence_from, with_teacher
 from whet.ops import (
     LOSS_AGG_MODES,
@@ -54,7 +54,7 @@ from whet.ops import (
 )
 from whet.run.observer import Observer
 from whet.run.run import Run
-from whet.train.reductions import Metrics, labels_of
+from whet.train.metric_reduction import Metrics, labels_of
 from whet.types import LossInputs, TokenBatch
 
 __all__ = ["PolicyLearner", "trained", "with_signal"]

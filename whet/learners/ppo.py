@@ -30,12 +30,12 @@ from whet.config.base import need
 from whet.errors import ConfigError
 from whet.learners.objective import advantage_inputs, resolve_name, with_fields
 from whet.learners.policy import PolicyLearner, trained
-from whet.learners.report import of_known, value_metrics
 from whet.learners.step import Step
+from whet.learners.step_metrics import of_known, value_metrics
 from whet.metrics import Mean
 from whet.ops import LOSS_AGG_MODES, VALUE_LOSSES, advantages_and_returns
 from whet.run.observer import Observer
-from whet.train.reductions import Metrics
+from whet.train.metric_reduction import Metrics
 from whet.types import LossInputs, TokenBatch
 
 __all__ = ["PPOLearner", "PpoLearner"]

@@ -21,7 +21,7 @@ from torch import Tensor
 from whet.config import Mode, PreferenceConfig, RewardModelConfig, Role
 from whet.config.base import need
 from whet.config.model import REWARD_LR
-from whet.data.pairs import LabelledEncoder, PreferenceEncoder, ScoredPairEncoder
+from whet.data.preference import LabelledEncoder, PreferenceEncoder, ScoredPairEncoder
 from whet.errors import ConfigError, DataError
 from whet.learners.preference_objective import composed_preference, make_preference_objective, make_reward_loss
 from whet.learners.step import ExampleStep

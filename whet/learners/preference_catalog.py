@@ -69,7 +69,7 @@ make_preference_objective(PreferenceConfig(loss_type=per_token, simpo_gamma=1.0)
 
 What looks across the batch declares `step=`, a function of the whole optimizer step's sums (`StepInputs`) that returns
 columns (`StepColumns`), and with `policy_pass=True` the policy is read before the update. `aot` in
-`whet/ops/preference/ranked.py` is an example.
+`whet/ops/preference/optimal_transport.py` is an example.
 """
 
 

@@ -11,11 +11,11 @@ from dataclasses import fields
 from typing import Any
 
 from whet.config import PreferenceConfig, RewardModelConfig
-from whet.config.algo.effect import changed
+from whet.config.algo.unused_fields import changed
 from whet.errors import ConfigError
 from whet.learners.objective import check_call, keywords_of, resolve_name, with_fields
 from whet.ops.preference import F_DIVERGENCES, PREFERENCE_LOSSES, REWARD_LOSSES, PreferenceObjective, needs_of
-from whet.rewards.contract import function_name
+from whet.rewards.call import function_name
 from whet.train.worker import Loss
 
 __all__ = ["check_taken", "composed_preference", "make_preference_objective", "make_reward_loss"]

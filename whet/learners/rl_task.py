@@ -13,17 +13,17 @@ import numpy as np
 
 from whet.cluster import RLCluster
 from whet.config import AlgorithmConfig, DataConfig, Mode, RLTrainingConfig, Role, dump_tree
-from whet.data.look import prompt_lines
-from whet.data.order import PromptStream, digests, unbatch
+from whet.data.preview import prompt_lines
+from whet.data.prompt_stream import PromptStream, digests, unbatch
 from whet.data.prompts import PromptEncoder
-from whet.data.segments import decoded
 from whet.data.sources import load_rows
+from whet.data.text_parts import decoded
 from whet.envs import Script
 from whet.evaluation.estimators import pass_at_k, settled_ks
 from whet.learners.health import Health
-from whet.learners.report import completion_columns, known_by_group, rewarded_metrics, spread, total_metrics
-from whet.learners.samples import sample_shown
+from whet.learners.show_samples import sample_shown
 from whet.learners.step import Step
+from whet.learners.step_metrics import completion_columns, known_by_group, rewarded_metrics, spread, total_metrics
 from whet.metrics import Mean, Metric, flat, merge
 from whet.rewards.manager import Rewarded, RewardManager
 from whet.rollout.requests import check_prompt_lengths
@@ -31,7 +31,7 @@ from whet.run.observer import Observed
 from whet.run.provenance import note_reads
 from whet.run.task import Task
 from whet.types import Group, Prompt, TokenBatch
-from whet.util.refs import is_ref
+from whet.util.references import is_ref
 
 __all__ = ["RLTask"]
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from whet.config import Mode, OptimConfig, SupervisedConfig, SupervisedDataConfig, dump_tree
 from whet.data.lengths import Spread
-from whet.data.look import example_lines
-from whet.data.order import PromptStream, digests
+from whet.data.preview import example_lines
+from whet.data.prompt_stream import PromptStream, digests
 from whet.data.sources import load_rows
 from whet.data.supervised import RowEncoder
 from whet.errors import DataError
@@ -24,7 +24,7 @@ from whet.run.provenance import note_reads
 from whet.run.task import Task
 from whet.train.supervised_models import SupervisedModels
 from whet.types import Example
-from whet.util.refs import is_ref
+from whet.util.references import is_ref
 
 __all__ = ["SupervisedTask"]
 

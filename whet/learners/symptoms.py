@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from whet.config.watching import Band
+from whet.config.monitoring import Band
 
 __all__ = ["BANDS", "FULL", "RAISE", "SYMPTOMS", "Finding", "Symptom", "apart", "beyond", "cut", "symptoms"]
 

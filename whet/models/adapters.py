@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from whet.errors import ConfigError
 from whet.models.quantized import dequantized, quantized_layer
+from whet.ops.counter_rng import address_key
 from whet.ops.masked import to_fp32
-from whet.ops.uniform import address_key
 
 __all__ = [
     "BASE_LAYER",

@@ -13,7 +13,7 @@ from whet.native.layers import LayerKernels, layer_kernels
 from whet.native.segments import SegmentKernels, kernels_for
 
 if TYPE_CHECKING:
-    from whet.models.types import LoadedModel
+    from whet.models.loaded_model import LoadedModel
 
 __all__ = ["training_backends"]
 

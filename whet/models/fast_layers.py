@@ -5,7 +5,7 @@ its parameters stay as they are. Each layer has been compared with its own forwa
 products run in oneDNN where torch's default library takes a slow path; in bf16 too a gated MLP keeps its two halves for
 the backward pass and not their product, and a norm keeps its input, not the normalised one and no copy in fp32.
 Dim legend: n rows, I in, O out, M width of the MLP. Left out on purpose: a choice of products by a timing, which would
-make a run depend on the clock; rotary embeddings, which are not a module; and general products (products.py).
+make a run depend on the clock; rotary embeddings, which are not a module; and general products (matmul.py).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from whet.models import products
+from whet.models import matmul
 from whet.models.adapters import adapter_layer
-from whet.models.products import chunks, linear, onednn_refusal, weight_grad
+from whet.models.matmul import chunks, linear, onednn_refusal, weight_grad
 from whet.native.build import Unavailable, note
 from whet.native.layers import LayerKernels, layer_kernels
 from whet.ops.masked import to_fp32
@@ -291,7 +291,7 @@ def _same(got: Tensor, want: Tensor) -> bool:
 
 
 def _run_linear(layer: Any, x: Tensor) -> Tensor:
-    if x.dtype != torch.float32 or x.numel() * layer.out_features < products.MIN_MULTIPLICATIONS:
+    if x.dtype != torch.float32 or x.numel() * layer.out_features < matmul.MIN_MULTIPLICATIONS:
         return F.linear(x, layer.weight, layer.bias)
     return _Linear.apply(x, layer.weight, layer.bias)  # pyright: ignore[reportReturnType]
 

@@ -20,17 +20,17 @@ from whet.errors import ConfigError
 from whet.models.heads import Head
 from whet.models.linear_divergence import HeadStates, linear_divergence
 from whet.models.linear_logprob import CHUNK_BYTES, MAX_KEPT_BYTES, linear_stats
-from whet.models.micro_batch import MicroBatch
-from whet.models.products import chunks
+from whet.models.matmul import chunks
 from whet.models.projection import Projection
 from whet.ops.logprobs import entropy as entropy_of
 from whet.ops.logprobs import is_likeliest, log_sum_sq_probs, selective_log_softmax
 from whet.ops.masked import to_fp32
 from whet.ops.support import Support, support_logits
+from whet.packing.micro_batch import MicroBatch
 from whet.types import TokenStats
 
 if TYPE_CHECKING:
-    from whet.models.types import LoadedModel
+    from whet.models.loaded_model import LoadedModel
 
 __all__ = ["Toward", "head_states", "model_stats", "token_stats"]
 

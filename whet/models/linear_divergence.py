@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from whet.models.linear_logprob import CHUNK_BYTES
-from whet.models.products import chunks
+from whet.models.matmul import chunks
 from whet.models.projection import HeadGrads, Projection
 from whet.ops import generalized_jsd, log_mixture
 from whet.ops.masked import fp32_or_wider

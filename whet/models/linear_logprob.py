@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from whet.models.products import chunks
+from whet.models.matmul import chunks
 from whet.models.projection import HeadGrads, Projection
 from whet.ops import is_likeliest, log_sum_sq_probs
 from whet.ops.masked import fp32_or_wider

@@ -24,8 +24,8 @@ from whet.config.lora import LoraConfig
 from whet.errors import ConfigError, lookup_error
 from whet.models.adapters import Adapter
 from whet.models.attention import ATTENTION, KERNELS
-from whet.models.facts import facts_of
 from whet.models.heads import Head, has_score_head, score_layer, with_score_head
+from whet.models.loaded_model import LoadedModel
 from whet.models.lora import (
     ADAPTER_CONFIG,
     SavedAdapter,
@@ -36,10 +36,10 @@ from whet.models.lora import (
     save_adapter,
     with_adapter,
 )
-from whet.models.prompt import Prompt, prompted
+from whet.models.model_capabilities import facts_of
+from whet.models.pretrained import Read, adapter_folder, cant_be, check_config, read_model
+from whet.models.prompt_tuning import Prompt, prompted
 from whet.models.quantized import quantization_config
-from whet.models.read import Read, adapter_folder, cant_be, check_config, read_model
-from whet.models.types import LoadedModel
 
 __all__ = ["DTYPES", "load_model", "save_model", "usable_device"]
 

@@ -30,9 +30,9 @@ from whet.config.lora import LoraConfig
 from whet.errors import ConfigError, TrainingError, lookup_error
 from whet.models.adapters import BASE_LAYER, Adapter, AddressedDropout, adapter_layer, merged_weight
 from whet.models.heads import has_score_head, score_layer
-from whet.models.prompt import prompted, save_prompt
+from whet.models.pretrained import skeleton
+from whet.models.prompt_tuning import prompted, save_prompt
 from whet.models.quantized import cast, dequantized, quantized_layer
-from whet.models.read import skeleton
 from whet.util.install import install_hint
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from whet.models.attention import ATTENTION
-from whet.models.positions import config_positions
+from whet.models.config_sizes import config_positions
 
 __all__ = ["evaluating", "max_positions", "native_attention"]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from whet.errors import ConfigError
-from whet.models.types import LoadedModel
+from whet.models.loaded_model import LoadedModel
 from whet.util.cpu import cpu_facts
 
 __all__ = ["DTYPES", "compute_dtype", "fitting_dtype"]

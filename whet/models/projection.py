@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from whet.models.products import linear, weight_grad
+from whet.models.matmul import linear, weight_grad
 from whet.ops.masked import to_fp32
 
 __all__ = ["HeadGrads", "Projection"]

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from whet.native.build import Library, Unavailable, load_made
-from whet.native.selfcheck import Comparison, self_check
+from whet.native.self_check import Comparison, self_check
 
 __all__ = ["Kernels", "LayerTable", "ProductTable", "StepTable", "load_kernels", "unfit_sizes"]
 

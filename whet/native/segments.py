@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
 
 from whet.native.build import Library, Unavailable, load_made, unsupported_cpu
-from whet.native.selfcheck import Comparison, self_check
+from whet.native.self_check import Comparison, self_check
 from whet.util.cpu import cpu_facts
 
 __all__ = [

@@ -3,10 +3,10 @@
 from whet.observe.environment import environment
 from whet.observe.loggers import Logger, Loggers
 from whet.observe.plots import plot_curves
-from whet.observe.profile import StepProfiler
+from whet.observe.profiler import StepProfiler
 from whet.observe.progress import Progress, setup_logging, sparkline
-from whet.observe.store import RunFolder
 from whet.observe.trace import Trace
+from whet.storage.run_folder import RunFolder
 
 __all__ = [
     "Logger",

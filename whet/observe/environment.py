@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from whet._version import __version__
-from whet.observe.files import read_json
+from whet.storage.files import read_json
 from whet.util.cpu import cpu_facts
 
 __all__ = ["environment", "noted_environment", "trained_dtype"]

@@ -26,9 +26,9 @@ import numpy as np
 from whet.config import MetricsLoggerOptions
 from whet.config.loader import flat
 from whet.errors import ConfigError, lookup_error, raise_all
-from whet.observe.files import append_to, to_json, usable_folder, write_atomic
+from whet.storage.files import append_to, to_json, usable_folder, write_atomic
 from whet.util.install import install_hint
-from whet.util.refs import is_ref, resolve_ref
+from whet.util.references import is_ref, resolve_ref
 
 __all__ = [
     "LOGGERS",

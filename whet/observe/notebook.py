@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from whet.observe.files import finite
 from whet.observe.plots import plot_curves
+from whet.storage.files import finite
 
 __all__ = ["notebook_picture", "notebook_table"]
 

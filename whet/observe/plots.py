@@ -9,7 +9,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from whet.observe.files import finite, write_atomic
+from whet.storage.files import finite, write_atomic
 from whet.util.install import install_hint
 
 __all__ = ["plot_curves", "series"]

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from whet.util.lines import fitted, joined
 from whet.util.streams import Stderr
+from whet.util.text_lines import fitted, joined
 
 __all__ = ["Progress", "setup_logging", "sparkline"]
 

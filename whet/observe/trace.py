@@ -1,7 +1,7 @@
 """Where the time of a step went: named spans, summed per step and drawn on a timeline.
 
 The file that `write` makes opens in Perfetto (ui.perfetto.dev) or chrome://tracing. Left out on purpose: the kernels
-inside a span, which observe/profile.py shows.
+inside a span, which observe/profiler.py shows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.errors import CheckpointError
-from whet.observe.files import usable_folder, write_atomic
+from whet.storage.files import usable_folder, write_atomic
 
 __all__ = ["Trace", "timeline_folder"]
 

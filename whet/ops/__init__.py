@@ -37,10 +37,12 @@ from whet.ops.corrections import (
     sampling_metrics,
     weight_metrics,
 )
+from whet.ops.counter_rng import address_key, uniform
 from whet.ops.divergence import check_beta, generalized_jsd, log_mixture
 from whet.ops.gae import generalized_advantages
 from whet.ops.kl import KL_MODES, adapted_beta, kl_divergence, kl_rewards, reference_kl, sequence_mean_kl
 from whet.ops.logprobs import entropy, is_likeliest, log_sum_sq_probs, selective_log_softmax
+from whet.ops.loss_aggregation import LOSS_AGG_MODES, aggregate, token_weights, unit_weights
 from whet.ops.masked import (
     fp32_or_wider,
     masked_column,
@@ -84,9 +86,7 @@ from whet.ops.token_masks import (
     sampler_kl_mask,
     total_variation_mask,
 )
-from whet.ops.uniform import address_key, uniform
 from whet.ops.value_losses import VALUE_LOSSES, clipped_value, unhalved_value
-from whet.ops.weighting import LOSS_AGG_MODES, aggregate, token_weights, unit_weights
 from whet.types import LossInputs
 
 __all__ = [

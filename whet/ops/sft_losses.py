@@ -10,7 +10,7 @@ from typing import Any
 
 from whet.ops.masked import masked_column
 from whet.ops.policy_losses.base import LossOutput
-from whet.ops.policy_losses.weighted import nll
+from whet.ops.policy_losses.policy_gradient import nll
 from whet.types import LossInputs
 
 __all__ = ["SFT_LOSSES", "dynamic_fine_tuning"]

@@ -1,6 +1,7 @@
 """What spans processes and disks: ranks and checkpoints; meshes, sharding and context parallelism come here later."""
 
-from whet.parallel.checkpoint import (
+from whet.parallel.comm import rank, world_size
+from whet.storage.checkpoint import (
     checkpoints,
     find_checkpoint,
     load_state,
@@ -9,7 +10,6 @@ from whet.parallel.checkpoint import (
     save_state,
     write_state,
 )
-from whet.parallel.comm import rank, world_size
 
 __all__ = [
     "checkpoints",

@@ -1,6 +1,6 @@
 """Rewards: the contract of a reward function, its manager, and functions for text, numbers, formulas and lengths."""
 
-from whet.rewards.functions import per_completion
+from whet.rewards.function_info import per_completion
 from whet.rewards.length import overlong, within_length
 from whet.rewards.maths import math_match
 from whet.rewards.numbers import number_match

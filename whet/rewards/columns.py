@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from whet.errors import DataError, raise_all, shown
-from whet.rewards.contract import RewardFn, RewardInputs, keywords
+from whet.rewards.call import RewardFn, RewardInputs, keywords
 from whet.rewards.numbers import number_match, read_value
 from whet.rewards.text import boxed, gold_boxed, gold_number, golds_of, last_number
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from whet.errors import RewardError
-from whet.rewards.values import raised
+from whet.rewards.checked_values import raised
 
 __all__ = ["call_in_time", "late", "like_here"]
 

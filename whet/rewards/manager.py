@@ -17,9 +17,9 @@ import numpy as np
 from whet.config.rewards import check_workers
 from whet.errors import ConfigError, DataError, lookup_error
 from whet.metrics import Max, Mean, Metric, Min, Sum, merge
+from whet.rewards.call import Called, OnError, RewardInputs, call_rewards
 from whet.rewards.columns import check_answers, check_columns
-from whet.rewards.contract import Called, OnError, RewardInputs, call_rewards
-from whet.rewards.functions import named
+from whet.rewards.function_info import named
 from whet.rewards.library import REWARDS
 from whet.rewards.maths import math_match
 from whet.rewards.model import RewardModel

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from whet.errors import ConfigError
-from whet.rewards.functions import per_completion
+from whet.rewards.function_info import per_completion
 from whet.rewards.text import scored
 from whet.util.install import install_hint
 

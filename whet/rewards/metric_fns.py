@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from whet.errors import RewardError
-from whet.rewards.contract import RewardInputs, copied, function_name, keywords
-from whet.rewards.values import said, shown
+from whet.rewards.call import RewardInputs, copied, function_name, keywords
+from whet.rewards.checked_values import said, shown
 
 __all__ = ["call_metric_fns"]
 

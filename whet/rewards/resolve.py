@@ -11,11 +11,11 @@ from typing import Any
 
 from whet.config.rewards import REWARD_MODEL
 from whet.errors import ConfigError, lookup_error, nearest
-from whet.rewards.contract import RewardFn, function_name
+from whet.rewards.call import RewardFn, function_name
+from whet.rewards.conversation import is_of_conversation, of_conversation
 from whet.rewards.library import REWARDS
 from whet.rewards.maths import math_match, need_math_verify
-from whet.rewards.of_conversation import is_of_conversation, of_conversation
-from whet.util.refs import is_ref, resolve_ref
+from whet.util.references import is_ref, resolve_ref
 
 __all__ = ["RESERVED", "by_name", "listed", "resolve_reward", "resolved", "with_reward_model"]
 

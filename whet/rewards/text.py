@@ -14,7 +14,7 @@ from decimal import Decimal
 from typing import Any
 
 from whet.errors import ConfigError
-from whet.rewards.functions import per_completion
+from whet.rewards.function_info import per_completion
 
 __all__ = [
     "boxed",

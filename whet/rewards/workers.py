@@ -30,8 +30,8 @@ from typing import Any
 import numpy as np
 
 from whet.errors import ConfigError, RewardError, RewardValueError
-from whet.rewards.functions import Named
-from whet.rewards.values import Judged
+from whet.rewards.checked_values import Judged
+from whet.rewards.function_info import Named
 
 __all__ = ["Call", "RewardWorkers"]
 
@@ -50,7 +50,7 @@ TRIES = 2
 ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _CODE = (
     "import json, sys; number, trainer, sys.path[:] = json.loads(sys.argv[1]); "
-    "from whet.rewards.process import main; main(number, trainer)"
+    "from whet.rewards.worker_process import main; main(number, trainer)"
 )
 
 

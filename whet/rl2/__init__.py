@@ -39,8 +39,8 @@ def run(verb: str, words: Sequence[str]) -> Any:
     from whet.cli import print_text
     from whet.config.base import leaves
     from whet.errors import WhetError, lookup_error
-    from whet.rl2.given import read
     from whet.rl2.page import usage
+    from whet.rl2.parsed_args import read
     from whet.rl2.translate import RULES, of_given
 
     if verb in ("-h", "--help", "help") or any(w in ("-h", "--help") for w in words):
@@ -59,7 +59,7 @@ def run(verb: str, words: Sequence[str]) -> Any:
     from whet.observe.progress import setup_logging
 
     setup_logging()
-    from whet.rl2.carry_out import carried_out
+    from whet.rl2.run import carried_out
 
     try:
         return carried_out(given, config)

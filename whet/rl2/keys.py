@@ -64,7 +64,7 @@ def _sampling(mode: str, to: str) -> dict[str, Key]:
             for name in ("frequency_penalty", "presence_penalty")
         },
         "n": Key("refused", note="responses_per_prompt says how many", harmless=(None, 1)),
-        "ebnf": Key("refused", note="whet.rollout.constraint.grammar takes a grammar in Lark's form"),
+        "ebnf": Key("refused", note="whet.rollout.constrained_decoding.grammar takes a grammar in Lark's form"),
     }
     notes = {
         "max_new_tokens": "of one turn; must be given" if mode == "train" else "",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from whet.config.run import PPORunConfig, RunConfig
-from whet.rl2.given import Given, copied
-from whet.rl2.shared import Part, models, split_of, trainer
+from whet.rl2.common import Part, models, split_of, trainer
+from whet.rl2.parsed_args import Given, copied
 
 __all__ = ["CONTENTS_ALONE", "RULES", "kind"]
 

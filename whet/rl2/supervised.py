@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from whet.config import DPORunConfig, RMRunConfig, SFTRunConfig
-from whet.rl2.given import Given
-from whet.rl2.shared import Part, models, split_of, trainer
+from whet.rl2.common import Part, models, split_of, trainer
+from whet.rl2.parsed_args import Given
 
 __all__ = ["DPO", "RM", "SFT", "averaging", "rows"]
 

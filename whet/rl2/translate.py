@@ -13,8 +13,8 @@ from typing import Any
 from whet.config.base import check
 from whet.config.loader import merged
 from whet.rl2 import ppo, supervised
-from whet.rl2.given import Given, copied, read
-from whet.rl2.shared import Part
+from whet.rl2.common import Part
+from whet.rl2.parsed_args import Given, copied, read
 
 __all__ = ["RULES", "of_given", "translated", "tree_of"]
 

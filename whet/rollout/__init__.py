@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from whet.errors import ConfigError, lookup_error
-from whet.util.refs import resolve_callable
+from whet.util.references import resolve_callable
 
 __all__ = ["ALIASES", "ENGINES", "check_engine", "engine_name", "resolve_engine"]
 

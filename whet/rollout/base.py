@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from torch import Tensor
 
-from whet.config.lengths import one_length
+from whet.config.length_aliases import one_length
 from whet.errors import EngineError, lookup_error
 from whet.ops.support import Support
 from whet.types import FinishReason

@@ -10,10 +10,10 @@ from typing import Any
 
 from whet.config import RolloutConfig
 from whet.errors import ConfigError
-from whet.models.types import LoadedModel
+from whet.models.loaded_model import LoadedModel
 from whet.rollout.base import Constraint, RolloutEngine, Sampling
-from whet.rollout.constraint import Grammars
-from whet.rollout.options import checked_options, frozen_options
+from whet.rollout.constrained_decoding import Grammars
+from whet.rollout.generate_options import checked_options, frozen_options
 
 __all__ = ["describe_engine", "grammars_of", "make_engine", "sampling_of"]
 
@@ -118,8 +118,8 @@ def make_engine(
     engine = made(loaded, **options)
     if missing := [n for n in dir(RolloutEngine) if n[0] != "_" and not hasattr(engine, n)]:
         raise ConfigError(
-            f"the engine {type(engine).__name__} has no {', '.join(missing)}; whet.rollout.simple.SimpleEngine is a "
-            "base class where you only write complete, QueueEngine one where you only write poll"
+            f"the engine {type(engine).__name__} has no {', '.join(missing)}; derive it from SimpleEngine, where you "
+            "write complete alone, or from QueueEngine, where you write poll alone (whet.rollout.queue_engine)"
         )
     return engine
 

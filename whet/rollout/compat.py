@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from whet.data.tokenizer import pad_token_id
 from whet.errors import EngineError
 from whet.models.modes import evaluating, native_attention
-from whet.ops.uniform import address_key
+from whet.ops.counter_rng import address_key
 from whet.rollout.base import EngineCaps, Output, Request, Sampling
-from whet.rollout.simple import QueueEngine
+from whet.rollout.queue_engine import QueueEngine
 
 __all__ = ["BaseRollout", "BaseRolloutAdapter", "RolloutOutput", "TokenizerAdapter", "prompt_text"]
 

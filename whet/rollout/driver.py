@@ -25,7 +25,7 @@ import numpy as np
 
 from whet.errors import DataError, EngineError
 from whet.rollout.base import Output, PartialOutput, Request, RolloutEngine, Sampling, check_caps
-from whet.rollout.outputs import check_output
+from whet.rollout.output_check import check_output
 from whet.types import Completion, Group, Prompt
 
 __all__ = ["Episode", "GroupKey", "Rollouts", "Turns", "completion", "single_turn", "single_turns", "stream"]

@@ -20,15 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from whet.errors import ConfigError, EngineError
+from whet.models.loaded_model import LoadedModel
 from whet.models.modes import evaluating, max_positions, native_attention
-from whet.models.types import LoadedModel
-from whet.ops.uniform import address_key, uniform
+from whet.ops.counter_rng import address_key, uniform
 from whet.rollout.base import EngineCaps, Output, Request
-from whet.rollout.constraint import Grammars, Matcher
+from whet.rollout.constrained_decoding import Grammars, Matcher
 from whet.rollout.engine.sampler import sample_rows, seen_tokens
-from whet.rollout.options import beam_search, check_options, num_beams, processors
+from whet.rollout.generate_options import beam_search, check_options, num_beams, processors
+from whet.rollout.queue_engine import QueueEngine
 from whet.rollout.requests import SamplingPlan, check_request, completed_string, make_plan
-from whet.rollout.simple import QueueEngine
 
 __all__ = ["HFEngine"]
 

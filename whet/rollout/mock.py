@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from whet.errors import ConfigError, EngineError, lookup_error
-from whet.models.types import LoadedModel
-from whet.ops.uniform import address_key, uniform
+from whet.models.loaded_model import LoadedModel
+from whet.ops.counter_rng import address_key, uniform
 from whet.rollout.base import EngineCaps, Output, Request
+from whet.rollout.queue_engine import QueueEngine
 from whet.rollout.requests import check_request
-from whet.rollout.simple import QueueEngine
 
 __all__ = ["MockEngine"]
 

@@ -23,22 +23,22 @@ from torch import Tensor, nn
 from whet.config import RolloutConfig
 from whet.config.base import config
 from whet.config.fields import Count
-from whet.config.lengths import COMPLETION, one_length
+from whet.config.length_aliases import COMPLETION, one_length
 from whet.config.synonyms import owner
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
 from whet.errors import ConfigError, DataError, EngineError, lookup_error
+from whet.models.config_sizes import read_width
 from whet.models.load import load_model, usable_device
+from whet.models.loaded_model import LoadedModel
 from whet.models.modes import max_positions
-from whet.models.positions import read_width
 from whet.models.precision import fitting_dtype
-from whet.models.types import LoadedModel
 from whet.observe.environment import trained_dtype
 from whet.rollout import engine_name
 from whet.rollout.base import PartialOutput, Request, RolloutEngine, Sampling
 from whet.rollout.build import make_engine, sampling_of
 from whet.rollout.driver import Rollouts, single_turns, stream
-from whet.rollout.options import checked_options, num_beams
+from whet.rollout.generate_options import checked_options, num_beams
 from whet.rollout.text import encode_texts, one_or_many, rollout_output
 from whet.types import Group, Message, Prompt
 from whet.util.model_paths import model_folder

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from whet.data.padded import left_padded
 from whet.data.prompts import PromptEncoder
 from whet.errors import DataError
+from whet.packing.padded import left_padded
 from whet.types import Group, Message, Prompt, RolloutOutput
 
 __all__ = ["TextStream", "encode_texts", "one_or_many", "rollout_output"]

@@ -29,11 +29,11 @@ from torch import Tensor, nn
 from whet.config import RolloutConfig
 from whet.errors import ConfigError, EngineError
 from whet.models.adapters import base_weights
-from whet.models.selfcheck import probe_tokens
-from whet.models.types import LoadedModel
+from whet.models.loaded_model import LoadedModel
+from whet.models.self_check import probe_tokens
 from whet.rollout.base import EngineCaps, EngineStats, Output, PartialOutput, Request, Sampling
 from whet.rollout.build import sampling_of
-from whet.rollout.external import (
+from whet.rollout.external_engine import (
     InFlightRequest,
     Names,
     check_agreement,

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 from whet.config import Mode, TrainingConfig
 from whet.errors import ConfigError, nearest
-from whet.observe.store import RunFolder
-from whet.train.checkpoints import Checkpoints
+from whet.storage.run_folder import RunFolder
+from whet.train.role_checkpoints import Checkpoints
 from whet.train.role_trainer import RoleTrainer
 from whet.train.worker import Metrics
 

@@ -2,7 +2,7 @@
 
 A checkpoint records it (run.pt, "reads"), and a resumed run compares: different weights, configurations, tokenizer or
 evaluation data are refused, different code is logged. Weights count as they lie in memory, so a folder, a
-hub name and a module are alike. Training data have their own place: data/order.py. Of models that are trained the
+hub name and a module are alike. data/prompt_stream.py compares the training data. Of models that are trained the
 configuration alone counts: their weights are the checkpoint's; of those with an adapter the frozen base too, so that an
 adapter is never put on a base that has it merged already. The settings are compared here too.
 Left out on purpose: what the user's code imports in its turn, and packages, whose versions environment.json has.
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from whet.config import diff, dump_tree
 from whet.config.engines import nested
 from whet.errors import CheckpointError, ConfigError
-from whet.util.refs import resolve_ref
+from whet.util.references import resolve_ref
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

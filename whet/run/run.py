@@ -24,25 +24,25 @@ from typing import Any, Protocol
 
 from whet.config import CheckpointingOptions, Mode, TrainingConfig
 from whet.errors import CheckpointError, ConfigError, DataError, WhetError
+from whet.hub.push import Giving
 from whet.observe.environment import noted_environment
 from whet.observe.loggers import Loggers
 from whet.observe.notebook import notebook_picture
-from whet.observe.profile import StepProfiler
+from whet.observe.profiler import StepProfiler
 from whet.observe.progress import Progress
-from whet.observe.store import RunFolder, holds_steps
 from whet.observe.trace import timeline_folder
-from whet.parallel.checkpoint import run_of
 from whet.parallel.ranks import Ranks
-from whet.parallel.run_state import check_storable
-from whet.run.hub import pushers
 from whet.run.interrupts import Interrupts, Stopped
+from whet.run.monitoring import watchers
 from whet.run.observer import Control, Observer, Observers
-from whet.run.opening import note_environment, say_end, say_length, steps_of
 from whet.run.provenance import check_reads, check_settings, plain
-from whet.run.push import Giving
+from whet.run.push_observer import pushers
 from whet.run.random_state import random_state, set_random_state
+from whet.run.start_messages import note_environment, say_end, say_length, steps_of
 from whet.run.task import Roles, Stream, Task
-from whet.run.watching import watchers
+from whet.storage.checkpoint import run_of
+from whet.storage.run_folder import RunFolder, holds_steps
+from whet.storage.run_state import check_storable
 from whet.train.role_trainer import RoleTrainer
 from whet.train.worker import Metrics
 from whet.util.device import memory_metrics

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from whet.config import Role
 from whet.observe.trace import Trace
 from whet.run.observer import Observed, Observer
-from whet.train.checkpoints import Checkpoints
+from whet.train.role_checkpoints import Checkpoints
 from whet.train.role_trainer import RoleTrainer
 
 __all__ = ["Roles", "Stream", "Task"]

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
-from whet.models.types import LoadedModel
+from whet.models.loaded_model import LoadedModel
 from whet.parallel.placement import Placement
 
 __all__ = ["Divergence", "Teacher", "read_by"]

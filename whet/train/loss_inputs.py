@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from whet.errors import DataError
-from whet.models.micro_batch import MicroBatch
 from whet.ops import segment_count
+from whet.packing.micro_batch import MicroBatch
 from whet.types import LossInputs, TokenBatch, TokenStats
 
 __all__ = ["check_shapes", "is_per_unit", "loss_inputs", "trained_units"]

@@ -24,11 +24,11 @@ from safetensors.torch import load_file
 
 from whet.errors import CheckpointError, ConfigError
 from whet.models.load import DTYPES, save_model
+from whet.models.loaded_model import LoadedModel
 from whet.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, save_adapter, take_adapter
-from whet.models.prompt import ENCODER, prompted
-from whet.models.types import LoadedModel
+from whet.models.prompt_tuning import ENCODER, prompted
 from whet.parallel import load_state, read_state, save_state, write_state
-from whet.parallel.formats import STATE_FORMAT, check_format
+from whet.storage.format_version import STATE_FORMAT, check_format
 from whet.train.optim import Optim
 
 __all__ = ["ModelFiles", "set_apart"]

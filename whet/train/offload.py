@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from whet.parallel.placement import Phase, Placement, Trained
 from whet.util.experimental import warn_experimental
-from whet.util.subclasses import is_wrapper
+from whet.util.tensor_subclasses import is_wrapper
 
 __all__ = ["Offload", "OffloadPlacement"]
 

@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from whet.config import OptimConfig
 from whet.errors import CheckpointError, ConfigError, lookup_error
-from whet.parallel.formats import OPTIMIZER_FORMAT
+from whet.storage.format_version import OPTIMIZER_FORMAT
 from whet.train.optimizer_state import FORMAT_KEY, check_shapes, flat_state, saved_state
 from whet.train.optimizers import make_optimizer, set_setting, settings_of
 

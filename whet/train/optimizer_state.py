@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from whet.errors import CheckpointError, ConfigError
-from whet.parallel.formats import OPTIMIZER_FORMAT, check_format
-from whet.util.refs import resolve_ref
-from whet.util.subclasses import is_wrapper
+from whet.storage.format_version import OPTIMIZER_FORMAT, check_format
+from whet.util.references import resolve_ref
+from whet.util.tensor_subclasses import is_wrapper
 
 __all__ = ["FORMAT_KEY", "WRAPPED", "check_shapes", "flat_state", "saved_state", "whole_state"]
 

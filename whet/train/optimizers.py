@@ -23,7 +23,7 @@ from torch import Tensor
 from whet.config import OptimConfig
 from whet.errors import ConfigError, lookup_error
 from whet.util.install import install_hint
-from whet.util.refs import resolve_ref
+from whet.util.references import resolve_ref
 
 __all__ = ["OPTIMIZERS", "check_optimizer", "make_optimizer", "set_setting", "settings_of"]
 

@@ -10,12 +10,12 @@ from typing import Any, Literal
 from torch import Tensor
 
 from whet.config import Role
-from whet.data.padded import check_ids
 from whet.errors import DataError, TrainingError, lookup_error
 from whet.metrics import Mean, Sum, merge
 from whet.ops import token_weights, unit_weights
-from whet.ops.weighting import Weighting
-from whet.train.reductions import Reductions
+from whet.ops.loss_aggregation import Weighting
+from whet.packing.padded import check_ids
+from whet.train.metric_reduction import Reductions
 from whet.train.worker import REDUCTIONS, Divergence, Loss, Metrics, ModelWorker
 from whet.types import TokenBatch, TrainExample
 

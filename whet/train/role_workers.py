@@ -20,22 +20,22 @@ from torch import nn
 from whet.config import OptimConfig, Role, RoleConfig, TrainingConfig
 from whet.config.lora import LORA_LR
 from whet.config.meshes import checked_meshes
-from whet.data.plans import Plans
 from whet.data.tokenizer import check_same_ids, load_tokenizer
 from whet.errors import ConfigError, shown
+from whet.models.activation_checkpointing import checkpoint_activations
 from whet.models.load import load_model
+from whet.models.loaded_model import LoadedModel
 from whet.models.precision import compute_dtype
-from whet.models.recompute import checkpoint_activations
-from whet.models.types import LoadedModel
 from whet.observe.loggers import check_loggers
 from whet.observe.trace import Trace
 from whet.ops import Support
+from whet.packing.plan_cache import Plans
 from whet.parallel.comm import require_single_process
 from whet.parallel.placement import Placement
 from whet.parallel.ranks import Ranks
-from whet.train.checkpoints import Checkpoints
 from whet.train.offload import OffloadPlacement
 from whet.train.optimizers import check_optimizer
+from whet.train.role_checkpoints import Checkpoints
 from whet.train.role_trainer import RoleTrainer
 from whet.train.worker import Allowed, Loss, ModelWorker
 from whet.util.device import empty_cache

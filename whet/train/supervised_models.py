@@ -14,7 +14,7 @@ from whet.data.tokenizer import load_tokenizer, stop_token_ids
 from whet.errors import ConfigError, raise_all
 from whet.models.modes import max_positions
 from whet.ops import nll
-from whet.train.checkpoints import Checkpoints
+from whet.train.role_checkpoints import Checkpoints
 from whet.train.role_trainer import RoleTrainer
 from whet.train.role_workers import RoleWorkers, check_loading, trusts_remote_code
 from whet.train.worker import ModelWorker

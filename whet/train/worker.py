@@ -18,24 +18,24 @@ import torch
 from torch import Tensor, nn
 
 from whet.config import OptimConfig, RoleConfig
-from whet.data.balance import model_cost
-from whet.data.plans import Plans
 from whet.errors import ConfigError
 from whet.metrics import Last, Mean, Sum, merge
 from whet.models.adapters import base_weights
 from whet.models.backends import training_backends
 from whet.models.fast_layers import FastLayers
 from whet.models.forward import Toward, head_states, token_stats
-from whet.models.micro_batch import MicroBatch
+from whet.models.loaded_model import LoadedModel
 from whet.models.quantized import cast, quantized_parts
-from whet.models.types import LoadedModel
 from whet.ops import Support, aggregate
+from whet.packing.bin_packing import model_cost
+from whet.packing.micro_batch import MicroBatch
+from whet.packing.plan_cache import Plans
 from whet.parallel.placement import Placement
 from whet.train.divergence import Divergence, read_by
 from whet.train.loss_inputs import check_shapes, is_per_unit, loss_inputs, trained_units
+from whet.train.metric_reduction import REDUCTIONS, Metrics, Reductions, metrics_of, reduced
 from whet.train.model_files import ModelFiles
 from whet.train.optim import Optim, total_norm
-from whet.train.reductions import REDUCTIONS, Metrics, Reductions, metrics_of, reduced
 from whet.types import LossInputs, TokenBatch, TokenStats
 
 __all__ = ["REDUCTIONS", "Allowed", "Divergence", "Loss", "Metrics", "ModelWorker", "Reductions"]

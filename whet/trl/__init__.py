@@ -11,7 +11,6 @@ command.py     `python -m whet.trl`            absent.py     names of TRL's that
 
 from typing import TYPE_CHECKING, Any
 
-from whet.trl.absent import ABSENT
 from whet.trl.callbacks import LogCompletionsCallback, RichProgressCallback, SyncRefModelCallback, WinRateCallback
 from whet.trl.config.dpo import DPOConfig
 from whet.trl.config.grpo import GRPOConfig
@@ -32,6 +31,7 @@ from whet.trl.data_utils import (
     truncate_dataset,
     unpair_preference_dataset,
 )
+from whet.trl.missing_names import ABSENT
 from whet.trl.models import clone_chat_template, create_reference_model, setup_chat_format
 from whet.trl.rl.grpo import GRPOTrainer
 from whet.trl.rl.rloo import RLOOTrainer

@@ -130,7 +130,7 @@ def _rewards(script: Any) -> list[Any]:
     """The reward functions and models. Raises ConfigError: none, or no such one."""
     from whet.errors import ConfigError, lookup_error
     from whet.trl import rewards
-    from whet.util.refs import is_ref, resolve_ref
+    from whet.util.references import is_ref, resolve_ref
 
     ready = {name: getattr(rewards, name) for name in ("accuracy_reward", "reasoning_accuracy_reward",
                                                        "think_format_reward")}  # fmt: skip

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from whet import cluster
 from whet.config import RLTrainingConfig, Role
-from whet.data.padded import check_ids, padded_batch
 from whet.errors import ConfigError
 from whet.ops import clipped_surrogate, clipped_value
-from whet.parallel.checkpoint import step_of
+from whet.packing.padded import check_ids, padded_batch
+from whet.storage.checkpoint import step_of
 from whet.train.worker import Metrics
 from whet.tunix.perf import perf_options
 from whet.tunix.trainer import Trainer

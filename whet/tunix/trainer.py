@@ -11,7 +11,7 @@ from whet.config import TrainingConfig
 from whet.errors import ConfigError
 from whet.metrics import merge
 from whet.train import role_trainer
-from whet.train.reductions import REDUCTIONS, Metrics
+from whet.train.metric_reduction import REDUCTIONS, Metrics
 from whet.train.role_trainer import RoleTrainer
 
 __all__ = ["DataHooks", "Trainer", "TrainingHooks"]

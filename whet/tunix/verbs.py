@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import Tensor
 
 from whet.config import Mode, Role, RolloutConfig
-from whet.config.lengths import one_length
-from whet.data.padded import check_ids, padded_batch, unpacked
+from whet.config.length_aliases import one_length
 from whet.data.prompts import PromptEncoder
 from whet.observe.trace import Trace
 from whet.ops import Support
+from whet.packing.padded import check_ids, padded_batch, unpacked
 from whet.rollout.base import Sampling
 from whet.rollout.text import encode_texts, one_or_many, rollout_output
 from whet.train.role_trainer import RoleTrainer

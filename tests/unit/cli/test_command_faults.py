@@ -13,7 +13,7 @@ from whet.cli.generate import generate
 from whet.config import load_run
 from whet.config.generate import GenerateConfig, load_sampled
 from whet.errors import CheckpointError, ConfigError, DataError
-from whet.parallel.checkpoint import verify
+from whet.storage.checkpoint import verify
 
 
 @pytest.mark.parametrize("text", ["[0-9]+", "[0-9]{1,4}", "#[0-9]+", "yes: [0-9]", "12", r"\d+"])

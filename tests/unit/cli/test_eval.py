@@ -6,7 +6,7 @@ import pytest
 
 from whet import evaluate
 from whet.cli import main
-from whet.data.order import hold_out
+from whet.data.prompt_stream import hold_out
 from whet.evaluation.estimators import Estimate
 from whet.evaluation.table import show_table, text_table
 

@@ -3,7 +3,7 @@
 import pytest
 
 from whet import cli, config
-from whet.config import watching
+from whet.config import monitoring
 from whet.config.base import check, leaves
 from whet.config.synonyms import NOTES, SECTIONS, SYNONYMS, owner
 from whet.errors import ConfigError
@@ -46,7 +46,7 @@ def test_every_entry_of_the_tables_is_of_use():
     assert [key for targets in SYNONYMS.values() for key in targets if key not in everywhere] == []
     assert [name for names in SECTIONS.values() for name in names if name not in everywhere] == []
     classes = {section.split(".")[0] for section in (owner(word, ()) or "" for word in SYNONYMS) if section}
-    assert classes and all(hasattr(config, name) or hasattr(watching, name) for name in classes)
+    assert classes and all(hasattr(config, name) or hasattr(monitoring, name) for name in classes)
     assert not NOTES.keys() & SYNONYMS.keys()
 
 

@@ -13,7 +13,7 @@ from huggingface_hub import HfApi, constants
 from pyarrow import parquet
 
 from whet.data import sources
-from whet.data.order import PromptStream
+from whet.data.prompt_stream import PromptStream
 from whet.data.prompts import PromptEncoder, find_prompt_column
 from whet.data.sources import load_rows
 from whet.data.tokenizer import byte_tokenizer

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from whet.config import SupervisedDataConfig
 from whet.data.conversations import render_turns
-from whet.data.segments import leading_ids, part_ids
 from whet.data.supervised import SFTEncoder
 from whet.data.templates import ChatTemplate
+from whet.data.text_parts import leading_ids, part_ids
 from whet.errors import DataError
 
 PLAIN = ("qwen", "llama", "gemma", "mistral")

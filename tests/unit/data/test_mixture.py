@@ -3,7 +3,7 @@ import pytest
 
 from whet.config import DataConfig
 from whet.data.mixture import MixedRows, MixedStream
-from whet.data.order import PromptStream, hold_out
+from whet.data.prompt_stream import PromptStream, hold_out
 from whet.errors import CheckpointError, ConfigError, DataError
 
 A, B = [f"a{n}" for n in range(10)], ["b0", "b1", "b2"]

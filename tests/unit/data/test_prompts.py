@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from whet.data.order import PromptStream, encode_all
+from whet.data.prompt_stream import PromptStream, encode_all
 from whet.data.prompts import PromptEncoder, find_prompt_column
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import ConfigError, DataError

@@ -7,7 +7,7 @@ import pytest
 from chat_templates import QWEN, QWEN3, bracketed, said, tokenizer_with, user
 
 from whet.config import SupervisedDataConfig
-from whet.data.pairs import LabelledEncoder, PreferenceEncoder, ScoredPairEncoder
+from whet.data.preference import LabelledEncoder, PreferenceEncoder, ScoredPairEncoder
 from whet.data.supervised import SFTEncoder
 from whet.errors import ConfigError, DataError
 from whet.types import TokenBatch

@@ -10,8 +10,8 @@ from chat_templates import bracketed, said, tokenizer_with, user
 from pyarrow import parquet
 
 from whet.config import SupervisedDataConfig
-from whet.data.order import PromptStream, digests
-from whet.data.pairs import LabelledEncoder, PreferenceEncoder
+from whet.data.preference import LabelledEncoder, PreferenceEncoder
+from whet.data.prompt_stream import PromptStream, digests
 from whet.data.sources import load_rows
 from whet.data.supervised import SFTEncoder
 from whet.errors import CheckpointError, DataError

@@ -7,9 +7,9 @@ from helpers import examples, forest, places_seen, random_batch, seen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whet.data.balance import PassCost
-from whet.data.packing import plan_micro_batches
 from whet.errors import DataError
+from whet.packing.bin_packing import PassCost
+from whet.packing.planner import plan_micro_batches
 
 DEAR = PassCost(token=20, pair=3, target=7)
 

@@ -13,7 +13,7 @@ from transformers import Qwen3Config, Qwen3ForSequenceClassification
 from whet import Sampler, evaluate
 from whet.config import GRPOConfig
 from whet.errors import CheckpointError, ConfigError, DataError, RewardError
-from whet.evaluation.measures import answer_reader
+from whet.evaluation.metrics import answer_reader
 from whet.learners.grpo import GRPOLearner
 from whet.rewards.text import boxed
 

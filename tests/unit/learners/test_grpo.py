@@ -7,12 +7,12 @@ import torch
 from helpers import END, cluster, gap, length_reward, random_batch, rows, same, tiny_model, weights_of
 
 from whet.config import DataConfig, GRPOConfig, Mode, OptimConfig
-from whet.data import plans as plans_module
 from whet.errors import ConfigError, EngineError
 from whet.learners.grpo import GRPOLearner
 from whet.learners.policy import with_signal
 from whet.learners.step import Step
 from whet.ops import clipped_surrogate, group_relative, mean_only, token_weights
+from whet.packing import plan_cache as plans_module
 from whet.rollout.base import EngineCaps
 from whet.rollout.hf import HFEngine
 

@@ -12,7 +12,7 @@ import torch
 from helpers import cluster, completion, prompt, rows
 
 from whet.config import DataConfig, GRPOConfig, Mode
-from whet.config.watching import Band
+from whet.config.monitoring import Band
 from whet.learners.grpo import GRPOLearner
 from whet.learners.health import LONGER, Health, most_choices
 from whet.ops import Support, group_relative

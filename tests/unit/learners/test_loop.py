@@ -466,7 +466,7 @@ def test_a_reward_that_raises_ends_the_run_and_leaves_what_was_written(tmp_path)
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step-000002\n"
     assert not (tmp_path / "final").exists()
-    from whet.observe.store import RunFolder
+    from whet.storage.run_folder import RunFolder
 
     RunFolder(tmp_path, resume_step=2).close()  # the lock is free
 

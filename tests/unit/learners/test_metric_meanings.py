@@ -7,7 +7,7 @@ from helpers import cluster, completion, length_reward, prompt, rows, tiny_model
 
 from whet.config import DataConfig, GRPOConfig
 from whet.learners.grpo import GRPOLearner
-from whet.learners.mismatch import compare_sampler
+from whet.learners.sampler_mismatch import compare_sampler
 from whet.ops import zero_without_advantage
 from whet.types import Group, TokenBatch
 

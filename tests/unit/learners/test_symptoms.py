@@ -10,7 +10,7 @@ from helpers import cluster, completion, length_reward, prompt, rows
 from whet.config import DataConfig, GRPOConfig, RLTrainingConfig
 from whet.learners.grpo import GRPOLearner
 from whet.learners.health import FIRST
-from whet.learners.report import rewarded_metrics
+from whet.learners.step_metrics import rewarded_metrics
 from whet.learners.symptoms import BANDS, FULL, SYMPTOMS, apart, beyond, cut, symptoms
 from whet.rewards.manager import RewardManager
 from whet.types import Group

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from whet.models import fast_layers, products
+from whet.models import fast_layers, matmul
+from whet.models.activation_checkpointing import checkpoint_activations
 from whet.models.fast_layers import FastLayers
-from whet.models.products import linear, onednn_refusal
-from whet.models.recompute import checkpoint_activations
+from whet.models.matmul import linear, onednn_refusal
 from whet.native.build import Unavailable
 
 SIZES = {
@@ -28,7 +28,7 @@ SIZES = {
 @pytest.fixture(autouse=True)
 def small_products_count(monkeypatch):
     """Products of any size go the fast way."""
-    monkeypatch.setattr(products, "MIN_MULTIPLICATIONS", 0)
+    monkeypatch.setattr(matmul, "MIN_MULTIPLICATIONS", 0)
 
 
 def qwen(dtype=torch.float32, **changes):
@@ -241,7 +241,7 @@ def test_values_and_gradients_are_those_of_the_formulas_for_any_layout_and_any_p
     torch.manual_seed(0)
     if not native:
         monkeypatch.setattr(fast_layers, "layer_kernels", lambda: Unavailable("no compiler"))
-        monkeypatch.setattr(products, "layer_kernels", lambda: Unavailable("no compiler"))
+        monkeypatch.setattr(matmul, "layer_kernels", lambda: Unavailable("no compiler"))
     inputs = [LAYOUTS[layout](width) for _ in range(2 if name == "gated" else 1)]
     inputs += [torch.randn(width)] if name == "norm" else [torch.randn(40, width), torch.randn(40)]
     function = {"linear": fast_layers._Linear, "gated": fast_layers._Gated, "norm": fast_layers._Norm}[name].apply
@@ -263,7 +263,7 @@ def test_values_and_gradients_are_those_of_the_formulas_for_any_layout_and_any_p
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_work_done_in_parts_changes_no_bit(dtype, monkeypatch):
     monkeypatch.setattr(fast_layers, "layer_kernels", lambda: Unavailable("no compiler"))  # they have no parts
-    monkeypatch.setattr(products, "layer_kernels", lambda: Unavailable("no compiler"))
+    monkeypatch.setattr(matmul, "layer_kernels", lambda: Unavailable("no compiler"))
     model = qwen(dtype, hidden_size=64, intermediate_size=64)  # torch's own tails, below 64 numbers, round differently
     want = run(model, FastLayers(model))
     monkeypatch.setattr(fast_layers, "PART", 7 * 64)  # 30 rows: five parts, the last a short one
@@ -336,14 +336,14 @@ def test_a_forward_of_the_users_own_on_the_last_part_of_an_mlp_is_run():
 def test_gradients_of_weights_are_the_product_whoever_makes_them(wide, native, dtype, monkeypatch):
     torch.manual_seed(0)
     grad, x, made = torch.randn(30, 40).to(dtype), torch.randn(24, 30).to(dtype).t(), []
-    monkeypatch.setattr(products, "wide_registers", lambda: wide)
-    monkeypatch.setattr(products, "linear", lambda *factors: made.append(1) or linear(*factors))
+    monkeypatch.setattr(matmul, "wide_registers", lambda: wide)
+    monkeypatch.setattr(matmul, "linear", lambda *factors: made.append(1) or linear(*factors))
     if not native:
-        monkeypatch.setattr(products, "layer_kernels", lambda: Unavailable("no compiler"))
-    elif isinstance(products.layer_kernels(), Unavailable):
+        monkeypatch.setattr(matmul, "layer_kernels", lambda: Unavailable("no compiler"))
+    elif isinstance(matmul.layer_kernels(), Unavailable):
         pytest.skip("no kernels can be built here")
     want = grad.double().t() @ x.double()
-    got = products.weight_grad(grad, x)
+    got = matmul.weight_grad(grad, x)
     assert got.dtype == dtype
     assert (got - want).abs().max() < {torch.bfloat16: 1e-2}.get(dtype, 1e-5) * want.abs().max()
     assert len(made) == (wide and not native and dtype == torch.float32)
@@ -351,9 +351,9 @@ def test_gradients_of_weights_are_the_product_whoever_makes_them(wide, native, d
 
 def test_only_a_processor_of_amd_with_whole_registers_is_taken_for_one(monkeypatch):
     for family, refusal, wide in (("26", None, True), ("25", None, False), (None, None, False), ("26", "no", False)):
-        monkeypatch.setattr(products, "cpu_facts", lambda family=family: {"family": family})
-        monkeypatch.setattr(products, "onednn_refusal", lambda refusal=refusal: refusal)
-        assert products.wide_registers.__wrapped__() is wide
+        monkeypatch.setattr(matmul, "cpu_facts", lambda family=family: {"family": family})
+        monkeypatch.setattr(matmul, "onednn_refusal", lambda refusal=refusal: refusal)
+        assert matmul.wide_registers.__wrapped__() is wide
 
 
 def test_an_expert_that_no_token_goes_to_has_gradients_of_zero():

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from tests.unit.models.test_attention import TREES, oracle, trees
 from whet.config import RoleConfig
-from whet.data.packing import plan_micro_batches
 from whet.errors import ConfigError
 from whet.models import attention, flex
 from whet.models.attention import SegmentLayout
@@ -17,6 +16,7 @@ from whet.models.flex import FlexCase, FlexRow, flex_refusal, walk
 from whet.models.load import load_model
 from whet.native.build import Unavailable
 from whet.native.segments import segment_kernels
+from whet.packing.planner import plan_micro_batches
 from whet.types import TokenBatch, TrainExample
 
 torch_flex = importlib.import_module("torch.nn.attention.flex_attention")  # the package has a function of that name

@@ -5,13 +5,13 @@ import pytest
 import torch
 import transformers
 
-from whet.data.packing import plan_micro_batches
 from whet.errors import ConfigError
 from whet.models import forward
 from whet.models.forward import token_stats
 from whet.models.heads import Head
 from whet.models.load import load_model
 from whet.ops.support import Support, support_logits
+from whet.packing.planner import plan_micro_batches
 from whet.types import Completion, Group, Prompt, TokenBatch
 from whet.types.loss import CONSTANTS
 

@@ -10,12 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from whet.data.packing import plan_micro_batches
 from whet.models import forward
 from whet.models.linear_divergence import HeadStates, linear_divergence
 from whet.models.linear_logprob import linear_logprob, linear_stats
 from whet.models.load import load_model
 from whet.ops import Support
+from whet.packing.planner import plan_micro_batches
 from whet.types.loss import CONSTANTS
 
 VOCAB, WIDTH = 8192, 16

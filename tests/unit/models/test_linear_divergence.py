@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from whet.models import products
+from whet.models import matmul
 from whet.models.linear_divergence import HeadStates, linear_divergence
 from whet.models.projection import Projection
 from whet.ops import generalized_jsd
@@ -45,8 +45,8 @@ def oracle(policy, teacher, beta):
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("wide", [False, True])
 def test_chunked_equals_plain_autograd(dtype, limit, beta, heads, wide, monkeypatch):
-    monkeypatch.setattr(products, "wide_registers", lambda: wide)  # whichever library makes the weight's gradient
-    monkeypatch.setattr(products, "MIN_MULTIPLICATIONS", 0)
+    monkeypatch.setattr(matmul, "wide_registers", lambda: wide)  # whichever library makes the weight's gradient
+    monkeypatch.setattr(matmul, "MIN_MULTIPLICATIONS", 0)
     policy, teacher = states(dtype, 0, heads[0]), states(dtype, 1, heads[1], width=3)
     inputs = leaves(policy)
     weights = torch.randn(7, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(dtype)

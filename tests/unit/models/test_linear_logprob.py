@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from whet.models import products
+from whet.models import matmul
 from whet.models.linear_logprob import linear_logprob, linear_stats
 from whet.types.loss import CONSTANTS
 
@@ -43,8 +43,8 @@ CHUNKS = [
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("head", HEADS, ids=str)
 def test_fused_equals_plain_autograd(dtype, entropy, head, wide, monkeypatch):
-    monkeypatch.setattr(products, "wide_registers", lambda: wide)  # whichever library makes the weight's gradient
-    monkeypatch.setattr(products, "MIN_MULTIPLICATIONS", 0)
+    monkeypatch.setattr(matmul, "wide_registers", lambda: wide)  # whichever library makes the weight's gradient
+    monkeypatch.setattr(matmul, "MIN_MULTIPLICATIONS", 0)
     hidden, weight, bias, targets = tensors(dtype)
     leaves = (hidden, weight, bias)
     want, want_entropy = oracle(hidden, weight, targets, bias, **head)

@@ -129,14 +129,15 @@ def test_a_model_that_takes_no_layout_is_told_apart(family, changes, reason, cap
 
 
 def test_attention_that_leaks_between_rows_is_caught(monkeypatch):
-    from whet.models import attention, facts
+    from whet.models import attention, model_capabilities
 
-    class Leaky(facts._CountedLayout):
+    class Leaky(model_capabilities._CountedLayout):
         def attend(self, layer, q, k, v, **how):
             return super().attend(layer, q, k, v, **how) + v.mean()
 
-    monkeypatch.setattr(facts, "_CountedLayout", Leaky)
-    monkeypatch.setattr(facts, "_twin_facts", facts._twin_facts.__wrapped__)  # which were found before, perhaps
+    monkeypatch.setattr(model_capabilities, "_CountedLayout", Leaky)
+    uncached = model_capabilities._twin_facts.__wrapped__  # an earlier test may have found the twin's facts
+    monkeypatch.setattr(model_capabilities, "_twin_facts", uncached)
     assert "differ" in load_model(tiny()).reasons[0]
     assert attention.SegmentLayout is not Leaky
 

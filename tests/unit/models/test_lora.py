@@ -262,7 +262,7 @@ def test_dropout_is_on_in_training_alone_and_its_draws_have_an_address(base, tmp
 
 
 def test_a_layer_that_is_recomputed_draws_the_same(base):
-    from whet.models.recompute import checkpoint_activations
+    from whet.models.activation_checkpointing import checkpoint_activations
 
     want = gradients(base)
     loaded = adapted(base, lora_dropout=0.3)

@@ -7,7 +7,7 @@ import torch
 
 from whet.rollout.engine import layouts
 from whet.train import optim
-from whet.util.subclasses import is_wrapper
+from whet.util.tensor_subclasses import is_wrapper
 
 ROOT = Path(__file__).parents[3]
 

@@ -6,12 +6,12 @@ import transformers
 from families import BATCH, tiny
 from safetensors.torch import load_file, save_file
 
-from whet.data.packing import plan_micro_batches
 from whet.errors import ConfigError
 from whet.models.forward import token_stats
 from whet.models.heads import with_score_head
 from whet.models.load import load_model, save_model
-from whet.parallel.checkpoint import load_state
+from whet.packing.planner import plan_micro_batches
+from whet.storage.checkpoint import load_state
 
 FAMILIES = ["Qwen3", "Llama", "Gemma2", "GptOss"]
 

@@ -16,7 +16,7 @@ from whet.models import fast_layers
 from whet.native import build, layers
 from whet.native.build import Unavailable, load_library, load_made
 from whet.native.layers import LayerKernels, layer_kernels
-from whet.native.selfcheck import Comparison, allclose, self_check
+from whet.native.self_check import Comparison, allclose, self_check
 
 pytestmark = pytest.mark.skipif(isinstance(load_library("layers"), Unavailable), reason="no kernels can be built here")
 DTYPES = (torch.float32, torch.bfloat16)

@@ -12,10 +12,10 @@ from whet.config import MetricsLoggerOptions
 from whet.errors import CheckpointError, ConfigError
 from whet.observe import RunFolder, Trace, environment, plot_curves
 from whet.observe.environment import noted_environment
-from whet.observe.files import create, is_temporary, read_json, temporary, write_atomic
-from whet.observe.lock import FolderLock
 from whet.observe.loggers import Jsonl
 from whet.observe.plots import series
+from whet.storage.files import create, is_temporary, read_json, temporary, write_atomic
+from whet.storage.folder_lock import FolderLock
 
 HUGE, DEEP = "9" * 5000, "[" * 200_000
 STRANGE = [b"[1, 2]", b"3", b"null", b"{half",
@@ -177,7 +177,7 @@ def test_a_damaged_file_that_cannot_be_kept_is_not_replaced(tmp_path, monkeypatc
     def full(path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("whet.observe.store.create", full)
+    monkeypatch.setattr("whet.storage.run_folder.create", full)
     with pytest.raises(CheckpointError, match=r"can't be written: .*No space left.*resume=latest"):
         RunFolder(tmp_path, resume_step=1)
     assert (tmp_path / "metrics.jsonl").read_text() == "what is left\n"
@@ -287,7 +287,7 @@ def test_a_full_disk_under_completions_leaves_the_others(tmp_path, monkeypatch):
     with RunFolder(tmp_path) as folder:
         given = {"mode": "train", "columns": COLUMNS, "rewards": {"f": [1.0]}}
         first = folder.write_completions(step=1, **given)
-        monkeypatch.setattr("whet.observe.files.create", lambda path: Full(create(path)))
+        monkeypatch.setattr("whet.storage.files.create", lambda path: Full(create(path)))
         with pytest.raises(CheckpointError, match=r"train-000002\.parquet can't be written: .*No space left.*latest"):
             folder.write_completions(step=2, **given)
     assert names(tmp_path / "completions") == [first.name]

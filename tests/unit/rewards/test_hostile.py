@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from whet.errors import RewardError
-from whet.rewards.contract import RewardInputs, call_rewards
+from whet.rewards.call import RewardInputs, call_rewards
 from whet.rewards.metric_fns import call_metric_fns
 
 INPUTS = RewardInputs(

@@ -6,7 +6,7 @@ import pytest
 
 from whet.config.enums import Mode
 from whet.errors import ConfigError, DataError, RewardError
-from whet.learners.report import total_metrics
+from whet.learners.step_metrics import total_metrics
 from whet.metrics import Max, Mean, Min, Sum, flat, merge
 from whet.rewards.manager import (
     REWARD_MANAGERS,

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from whet.errors import ConfigError, RewardError
-from whet.rewards.contract import RewardInputs
+from whet.rewards.call import RewardInputs
 from whet.rewards.metric_fns import call_metric_fns
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from whet.errors import ConfigError, RewardError
-from whet.rewards.contract import RewardInputs, call_rewards
-from whet.rewards.functions import named
+from whet.rewards.call import RewardInputs, call_rewards
+from whet.rewards.function_info import named
 from whet.rewards.manager import RewardManager
 from whet.rewards.resolve import by_name
 from whet.rewards.text import exact_match, format_match
@@ -246,7 +246,7 @@ def test_no_process_outlives_the_trainer(file, tmp_path, how):
     noted = tmp_path / "pids"
     program = f"""
     import sys
-    from whet.rewards.functions import Named
+    from whet.rewards.function_info import Named
     from whet.rewards.workers import Call, RewardWorkers
     assert "torch" not in sys.modules
     workers = RewardWorkers({{"started": Named(ref={file + ":started"!r})}}, 2)

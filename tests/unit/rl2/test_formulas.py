@@ -9,7 +9,7 @@ import torch
 from helpers import cluster, completion, length_reward, prompt, rows, tiny_model
 
 from whet.config import DataConfig, OptimConfig, PPOConfig, Role
-from whet.learners.control import Control
+from whet.learners.kl_controller import Control
 from whet.learners.objective import advantage_inputs, make_estimator, make_objective, with_fields
 from whet.learners.ppo import PPOLearner, _parts
 from whet.ops import LOSS_AGG_MODES, VALUE_LOSSES, advantages_and_returns, aggregate, estimate, token_weights

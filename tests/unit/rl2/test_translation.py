@@ -6,9 +6,9 @@ from whet.config import DPORunConfig, PPORunConfig, RMRunConfig, RunConfig, SFTR
 from whet.config.base import leaves
 from whet.errors import ConfigError
 from whet.rl2 import main
-from whet.rl2.given import key_of
 from whet.rl2.keys import KEYS
 from whet.rl2.page import page, usage
+from whet.rl2.parsed_args import key_of
 from whet.rl2.ppo import CONTENTS_ALONE
 from whet.rl2.translate import translated
 

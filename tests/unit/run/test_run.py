@@ -21,10 +21,10 @@ from whet.config import (
 from whet.errors import CheckpointError, ConfigError, DataError, RewardError
 from whet.learners.grpo import GRPOLearner
 from whet.learners.step import Step
-from whet.observe.store import RunFolder
 from whet.run import run as run_module
-from whet.run.opening import note_environment
-from whet.train.checkpoints import Checkpoints
+from whet.run.start_messages import note_environment
+from whet.storage.run_folder import RunFolder
+from whet.train.role_checkpoints import Checkpoints
 from whet.train.role_trainer import TrainingHooks
 
 EACH_STEP = CheckpointingOptions(save_interval_steps=1)

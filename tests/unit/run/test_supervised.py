@@ -9,7 +9,7 @@ import torch
 from helpers import completion, prompt, same, tiny_model, weights_of
 
 from whet.config import CheckpointingOptions, OptimConfig, Role, TrainingConfig, dump_tree
-from whet.data.order import PromptStream
+from whet.data.prompt_stream import PromptStream
 from whet.data.tokenizer import byte_tokenizer
 from whet.metrics import flat
 from whet.models.load import load_model
@@ -17,7 +17,7 @@ from whet.observe.trace import Trace
 from whet.run.provenance import note_reads
 from whet.run.run import Run
 from whet.run.task import Task
-from whet.train.checkpoints import Checkpoints
+from whet.train.role_checkpoints import Checkpoints
 from whet.train.role_trainer import RoleTrainer
 from whet.train.worker import ModelWorker
 from whet.types import Group, TokenBatch

@@ -23,10 +23,10 @@ from whet.config import (
     load_run,
 )
 from whet.errors import CheckpointError, ConfigError
+from whet.hub.push import push_to_hub
 from whet.learners.grpo import GRPOLearner
 from whet.models.load import load_model, save_model
 from whet.rollout.sampler import Sampler
-from whet.run.push import push_to_hub
 from whet.train.role_workers import RoleWorkers
 from whet.train.worker import ModelWorker
 from whet.types import TokenBatch

@@ -3,11 +3,11 @@ import torch
 from helpers import completion, gap, one_by_one, prompt, random_batch, same, tiny_model, weights_of
 
 from whet.config import OptimConfig
-from whet.data.padded import left_padded
 from whet.errors import ConfigError, TrainingError
 from whet.metrics import Mean
 from whet.models.load import load_model
 from whet.ops import clipped_surrogate, nll, token_weights
+from whet.packing.padded import left_padded
 from whet.train.role_trainer import DataHooks, RoleTrainer, TrainingHooks
 from whet.train.worker import ModelWorker
 from whet.types import Group, TokenBatch, TrainExample

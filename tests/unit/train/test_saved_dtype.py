@@ -8,9 +8,9 @@ from helpers import cluster, length_reward, rows, tiny_model
 from safetensors.torch import load_file
 
 from whet.config import CheckpointingOptions, DataConfig, GRPOConfig, LoraConfig, OptimConfig, RoleConfig
+from whet.hub.push import push_to_hub
 from whet.learners.grpo import GRPOLearner
 from whet.models.load import load_model
-from whet.run.push import push_to_hub
 from whet.train.worker import ModelWorker
 
 

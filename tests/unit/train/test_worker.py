@@ -10,7 +10,7 @@ from whet.config import OptimConfig
 from whet.errors import CheckpointError, DataError
 from whet.models.load import load_model
 from whet.ops import Support, clipped_surrogate, clipped_value, token_weights
-from whet.train.reductions import reduced
+from whet.train.metric_reduction import reduced
 from whet.train.worker import ModelWorker
 
 REDUCTIONS = {

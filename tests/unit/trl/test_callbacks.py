@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 import whet.trl
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import ConfigError
-from whet.trl.absent import ABSENT
+from whet.trl.missing_names import ABSENT
 
 ROWS = [{"prompt": f"{i}+{i}=", "chosen": f"{2 * i}", "rejected": "no"} for i in range(3)]
 SHORT = GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=256, pad_token_id=257)

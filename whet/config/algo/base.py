@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 from pydantic import model_validator
 
-from whet.config.algo.names import CHOICES
+from whet.config.algo.choices import CHOICES
 from whet.config.base import config
 from whet.config.fields import Bool, Count, Float, Fn, Name, Size
-from whet.config.lengths import with_own_name
+from whet.config.length_aliases import with_own_name
 from whet.errors import ConfigError
 
 __all__ = ["AlgorithmConfig", "OverlongBuffer"]

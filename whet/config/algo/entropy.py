@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from whet.config.algo.base import AlgorithmConfig
-from whet.config.algo.effect import check_effect
+from whet.config.algo.unused_fields import check_effect
 from whet.config.base import config
 from whet.config.fields import Bool, Float
 from whet.errors import ConfigError

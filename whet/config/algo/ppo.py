@@ -7,12 +7,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from whet.config.algo.names import CHOICES
+from whet.config.algo.choices import CHOICES
 from whet.config.algo.policy import PolicyConfig
 from whet.config.base import config
 from whet.config.fields import Bool, Count, Float, Fn, Name, Number
 from whet.errors import ConfigError, lookup_error
-from whet.util.refs import is_ref
+from whet.util.references import is_ref
 
 __all__ = ["PPOConfig", "PpoConfig"]
 

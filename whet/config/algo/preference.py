@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from whet.config.algo.effect import check_effect
-from whet.config.algo.preference_names import PREFERENCE_CHOICES
+from whet.config.algo.preference_choices import PREFERENCE_CHOICES
 from whet.config.algo.sft import SupervisedConfig
+from whet.config.algo.unused_fields import check_effect
 from whet.config.base import config
 from whet.config.fields import Bool, Count, Float, Fn, Name, Pieces
 from whet.errors import ConfigError

@@ -37,7 +37,7 @@ from whet.ops.advantages.group import (
     mean_only,
     relative_to_success,
 )
-from whet.ops.advantages.grouped import Grouped, group_spread
+from whet.ops.advantages.group_statistics import Grouped, group_spread
 from whet.ops.advantages.inputs import AdvantageInputs, estimate, needs_greedy_rewards, with_greedy_rewards
 
 __all__ = [

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from whet.ops.advantages.grouped import Grouped
+from whet.ops.advantages.group_statistics import Grouped
 from whet.ops.advantages.inputs import AdvantageInputs, with_greedy_rewards
 from whet.ops.masked import masked_whiten
 

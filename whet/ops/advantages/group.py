@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from whet.errors import DataError
-from whet.ops.advantages.grouped import Grouped
+from whet.ops.advantages.group_statistics import Grouped
 from whet.ops.advantages.inputs import AdvantageInputs
 
 __all__ = ["best_alone", "group_relative", "leave_one_out", "length_weighted", "mean_only", "relative_to_success"]

@@ -1,4 +1,4 @@
-"""Policy losses: per token, never a mean; the weights of whet.ops.weighting turn them into one number.
+"""Policy losses: per token, never a mean; the weights of whet.ops.loss_aggregation turn them into one number.
 
 Every loss is fn(x: LossInputs, **kw) -> (loss [s], {metric: [s]}); metrics are detached, per token, and the caller
 takes their mean over the mask. Masked-out tokens have loss 0 and metrics 0 whatever stands there. Old logprobs and
@@ -25,7 +25,7 @@ A published method is a surrogate, a level of its ratio and an aggregation:
     On-policy distillation        distillation     token                       token-mean
     GKD (2306.13649)              gkd              none                        token-mean
 
-What the aggregations of Tunix, TRL and TorchRL are called here: whet.ops.weighting.
+What the aggregations of Tunix, TRL and TorchRL are called here: whet.ops.loss_aggregation.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from whet.ops.policy_losses.base import (
     zero_without_advantage,
 )
 from whet.ops.policy_losses.clipped import clipped_surrogate, geometric_mean
-from whet.ops.policy_losses.distilled import distillation, gkd
+from whet.ops.policy_losses.distillation import distillation, gkd
+from whet.ops.policy_losses.policy_gradient import cispo, cispo_trl, nll, reinforce, vespo
 from whet.ops.policy_losses.ratios import IMPORTANCE_LEVELS
 from whet.ops.policy_losses.smooth import clipped_ratio, soft_gate
-from whet.ops.policy_losses.weighted import cispo, cispo_trl, nll, reinforce, vespo
 
 __all__ = [
     "IMPORTANCE_LEVELS",

@@ -18,8 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from whet.ops.preference.alone import alpha_reward, cpo, cpo_hinge, cpo_ipo, log_odds, orpo, sft, simpo
-from whet.ops.preference.generators import F_DIVERGENCES, bounded
+from whet.ops.preference.f_divergences import F_DIVERGENCES, bounded
 from whet.ops.preference.inputs import (
     Needs,
     PreferenceInputs,
@@ -31,8 +30,8 @@ from whet.ops.preference.inputs import (
     pair_of,
     preference_inputs,
 )
-from whet.ops.preference.labelled import apo_zero_unpaired, kto, mismatched
 from whet.ops.preference.objective import PreferenceObjective, StepPasses
+from whet.ops.preference.optimal_transport import aot, aot_unpaired
 from whet.ops.preference.pairs import (
     apo_down,
     apo_zero,
@@ -49,8 +48,9 @@ from whet.ops.preference.pairs import (
     smoothed_logsigmoid,
     sppo_hard,
 )
-from whet.ops.preference.ranked import aot, aot_unpaired
+from whet.ops.preference.reference_free import alpha_reward, cpo, cpo_hinge, cpo_ipo, log_odds, orpo, sft, simpo
 from whet.ops.preference.reward import REWARD_REDUCTIONS, bradley_terry
+from whet.ops.preference.unpaired import apo_zero_unpaired, kto, mismatched
 
 __all__ = [
     "F_DIVERGENCES",

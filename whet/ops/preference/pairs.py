@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from whet.ops.preference.generators import bounded
+from whet.ops.preference.f_divergences import bounded
 from whet.ops.preference.inputs import PreferenceInputs, StepColumns, StepInputs, needs
 
 __all__ = [

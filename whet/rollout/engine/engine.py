@@ -18,15 +18,15 @@ import numpy as np
 from torch import Tensor, nn
 
 from whet.errors import ConfigError, EngineError
+from whet.models.loaded_model import LoadedModel
 from whet.models.modes import max_positions
-from whet.models.types import LoadedModel
 from whet.rollout.base import EngineCaps, EngineStats, Output, PartialOutput, Request, Sampling
-from whet.rollout.constraint import Grammars
+from whet.rollout.constrained_decoding import Grammars
 from whet.rollout.engine.conversation_cache import CachedSequence, ConversationCache, common_length
-from whet.rollout.engine.rows import LiveRows
+from whet.rollout.engine.engine_model import EngineModel
+from whet.rollout.engine.live_rows import LiveRows
 from whet.rollout.engine.runner import Runner, StepOutput
 from whet.rollout.engine.scheduler import Prefix, Scheduler, SequenceState
-from whet.rollout.engine.weights import EngineModel
 from whet.rollout.requests import SamplingPlan, check_request, completed_string, make_plan
 from whet.types import FinishReason
 

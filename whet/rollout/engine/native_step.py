@@ -18,7 +18,7 @@ from torch import Tensor
 from whet.models.attention import Layout
 from whet.native.decode import Kernels, LayerTable, ProductTable, StepTable
 from whet.rollout.engine.kv_cache import KVStore
-from whet.rollout.engine.packed import Product
+from whet.rollout.engine.packed_linear import Product
 
 __all__ = ["NativeLayer", "NativeLayout"]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from whet.errors import EngineError
 from whet.rollout.base import Output, PartialOutput, Request
-from whet.rollout.constraint import Matcher
+from whet.rollout.constrained_decoding import Matcher
 from whet.rollout.engine.conversation_cache import CachedSequence, ConversationCache, common_length
 from whet.rollout.engine.kv_cache import padded_length
 from whet.types import FinishReason

@@ -18,7 +18,7 @@ from whet.config import Mode
 from whet.errors import ConfigError, DataError
 from whet.models.modes import max_positions
 from whet.rollout.driver import Episode
-from whet.rollout.policy import Play
+from whet.rollout.policy_rollouts import Play
 from whet.trl.agents.chat import Chat
 from whet.trl.agents.environments import Environments
 from whet.trl.agents.episodes import PROMPT, ToolEpisodes

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from whet.config import Mode
 from whet.data.prompts import PromptEncoder
 from whet.learners.grpo import GRPOLearner
-from whet.learners.report import spread, total_metrics
 from whet.learners.step import Step
+from whet.learners.step_metrics import spread, total_metrics
 from whet.metrics import flat
 from whet.ops import high_entropy_mask, off_policy_mask
 from whet.rollout.driver import Episode, single_turns
@@ -24,7 +24,7 @@ from whet.trl.agents.agents import Agents
 from whet.trl.agents.chat import read_turn
 from whet.trl.config.batches import Batches
 from whet.trl.config.translate import beams
-from whet.trl.rl.generate import generated, replaced
+from whet.trl.rl.custom_generate import generated, replaced
 from whet.types import Group, LossInputs, Prompt, TokenBatch
 
 __all__ = ["TRLLearner"]

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from whet.data.order import epoch_order
+from whet.data.prompt_stream import epoch_order
 from whet.errors import ConfigError
 
 __all__ = ["eval_loader", "train_loader"]

@@ -20,7 +20,7 @@ from torch import nn
 from whet.data.tokenizer import load_tokenizer
 from whet.errors import ConfigError
 from whet.models.load import load_model
-from whet.rewards.contract import RewardInputs
+from whet.rewards.call import RewardInputs
 from whet.rewards.manager import Rewarded, RewardManager
 from whet.rewards.model import RewardModel
 from whet.train.worker import ModelWorker

@@ -31,12 +31,12 @@ from whet.trl.rl.loaders import eval_loader, train_loader
 from whet.trl.rl.reward_functions import RewardLog, reward_functions
 from whet.trl.rl.rows import longest_prompt, rows_of
 from whet.trl.trainer.data import check_evaluation, checked_set, named_sets
+from whet.trl.trainer.messages import in_trl_words
 from whet.trl.trainer.metrics import trl_metrics
 from whet.trl.trainer.model import adapted, inner_model, module_dtype
-from whet.trl.trainer.not_called import NOT_CALLED
 from whet.trl.trainer.task import TellingRLTask
 from whet.trl.trainer.trainer import Trainer
-from whet.trl.trainer.words import in_trl_words
+from whet.trl.trainer.unused_methods import NOT_CALLED
 from whet.types import TokenBatch
 
 __all__ = ["RLTrainer"]

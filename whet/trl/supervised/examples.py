@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from whet.data.conversations import sequence_of
-from whet.data.order import epoch_order
-from whet.data.pairs import PreferenceEncoder, ScoredPairEncoder
+from whet.data.preference import PreferenceEncoder, ScoredPairEncoder
+from whet.data.prompt_stream import epoch_order
 from whet.data.supervised import Answer, Read, RowEncoder, SFTEncoder
 from whet.errors import DataError
 from whet.types import Example, TrainSequence

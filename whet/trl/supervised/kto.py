@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from whet.config import SupervisedDataConfig
-from whet.data.pairs import LabelledEncoder
+from whet.data.preference import LabelledEncoder
 from whet.data.supervised import RowEncoder
 from whet.errors import ConfigError
 from whet.trl.config.kto import KTOConfig

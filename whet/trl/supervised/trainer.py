@@ -30,12 +30,12 @@ from whet.trl.supervised.examples import Examples, Pack, Ready, examples_of
 from whet.trl.supervised.predictions import computed_metrics
 from whet.trl.supervised.tokenizer import prepare_model, prepare_tokenizer
 from whet.trl.trainer.data import check_evaluation, checked_set, named_sets
+from whet.trl.trainer.messages import in_trl_words
 from whet.trl.trainer.metrics import supervised_metrics
 from whet.trl.trainer.model import adapted, inner_model, module_dtype
-from whet.trl.trainer.not_called import NOT_CALLED
 from whet.trl.trainer.task import TellingSupervisedTask
 from whet.trl.trainer.trainer import Trainer
-from whet.trl.trainer.words import in_trl_words
+from whet.trl.trainer.unused_methods import NOT_CALLED
 from whet.types import Example
 
 __all__ = ["SupervisedTrainer", "of_front"]

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from whet.errors import CheckpointError
-from whet.observe.files import is_temporary, remove
-from whet.observe.lock import FolderLock
-from whet.parallel.checkpoint import discard, run_of, summed, write_folder
-from whet.train.checkpoints import Checkpoints
+from whet.storage.checkpoint import discard, run_of, summed, write_folder
+from whet.storage.files import is_temporary, remove
+from whet.storage.folder_lock import FolderLock
 from whet.train.model_files import set_apart
+from whet.train.role_checkpoints import Checkpoints
 
 __all__ = ["FrontCheckpoints", "checkpoint_at", "rotated", "to_resume"]
 

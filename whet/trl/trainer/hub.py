@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from whet.run.push import push_folder
+from whet.hub.push import push_folder
 from whet.util.install import DISTRIBUTION, REPOSITORY
 
 __all__ = ["Hub", "card"]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from whet.errors import ConfigError
-from whet.learners.control import MEASURED_ENTROPY
+from whet.learners.kl_controller import MEASURED_ENTROPY
 
 __all__ = ["Window", "best_metric", "supervised_metrics", "trl_metrics"]
 

@@ -14,12 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from whet.config import LoraConfig, RoleConfig
 from whet.errors import ConfigError
+from whet.models.activation_checkpointing import checkpoint_activations
 from whet.models.adapters import Adapter
 from whet.models.heads import score_layer, with_score_head
 from whet.models.load import load_model
 from whet.models.lora import with_adapter
-from whet.models.prompt import prompted
-from whet.models.recompute import checkpoint_activations
+from whet.models.prompt_tuning import prompted
 from whet.trl.config.field import WrongArgument
 from whet.util.model_paths import model_folder
 

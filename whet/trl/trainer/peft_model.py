@@ -11,7 +11,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from whet.models.prompt import prompted
+from whet.models.prompt_tuning import prompted
 from whet.train.worker import ModelWorker
 from whet.trl.trainer.model import inner_model
 

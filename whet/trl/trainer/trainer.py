@@ -37,23 +37,23 @@ from transformers.utils import logging as transformers_logging
 from whet.config import OptimConfig, Role
 from whet.data.tokenizer import load_tokenizer
 from whet.errors import ConfigError, lookup_error
+from whet.hub.push import check_hub
 from whet.learners.step import BaseStep
-from whet.run.push import check_hub
-from whet.train.checkpoints import Checkpoints
+from whet.train.role_checkpoints import Checkpoints
 from whet.train.worker import ModelWorker
 from whet.trl.config.arguments import Arguments
 from whet.trl.config.translate import optimizer
 from whet.trl.trainer import optimizers as factories
+from whet.trl.trainer.attention_switch import Lending
+from whet.trl.trainer.attribute_changes import Read, TakesUp
 from whet.trl.trainer.attributes import attribute
-from whet.trl.trainer.changes import Read, TakesUp
 from whet.trl.trainer.checkpoints import FrontCheckpoints, checkpoint_at, rotated, to_resume
 from whet.trl.trainer.hub import Hub
-from whet.trl.trainer.lending import Lending
+from whet.trl.trainer.messages import in_trl_words
 from whet.trl.trainer.metrics import Window, best_metric
 from whet.trl.trainer.model import name_of, pinned, trusted
-from whet.trl.trainer.not_called import NOT_CALLED
 from whet.trl.trainer.peft_model import peft_model
-from whet.trl.trainer.words import in_trl_words
+from whet.trl.trainer.unused_methods import NOT_CALLED
 
 __all__ = ["Trainer"]
 

@@ -1,0 +1,198 @@
+"""The commands that print what whet knows: recipes, docs, schema, completion, env, version."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from whet._version import __version__
+from whet.errors import ConfigError, lookup_error
+
+__all__ = ["shown_by"]
+
+
+def shown_by(command: str, words: Sequence[str]) -> str:
+    """What a command prints. Args: words: behind its name. Raises: ConfigError: a word that it does not take."""
+    import inspect
+
+    from whet.cli import _SHOWN
+
+    try:
+        inspect.signature(_MADE[command]).bind(*words)
+    except TypeError:
+        usage = f"whet {command} {_SHOWN[command]}".rstrip()
+        raise ConfigError(f"{' '.join(words) or 'no word'}: expected {usage}") from None
+    return _MADE[command](*words)
+
+
+def _recipes(word: str = "", name: str = "", folder: str = ".") -> str:
+    from whet.util.package_files import copy_recipe, recipe_path, recipes
+
+    if not word:
+        lines = _listed(recipes())
+        return f"{lines}\n\nwhet recipes NAME shows one, whet recipes copy NAME puts it into this folder."
+    if word != "copy":
+        return recipe_path(word).read_text().rstrip()
+    if not name:
+        raise ConfigError(f"which recipe? write whet recipes copy NAME; there are {', '.join(recipes())}")
+    copied = copy_recipe(name, folder)
+    own = re.search(r"whet (\w+) --config", copied[0].read_text())
+    command = f"whet {own[1] if own else 'grpo'} --config {copied[0]}"
+    return f"wrote {', '.join(map(str, copied))}\n  {command}"
+
+
+def _docs(name: str = "") -> str:
+    from whet.util.package_files import page, pages
+
+    return page(name).rstrip() if name else f"{_listed(pages())}\n\nwhet docs NAME prints one."
+
+
+def _listed(found: Mapping[str, str]) -> str:
+    width = max(map(len, found), default=0)
+    return "\n".join(f"{name:{width}}  {text}" for name, text in found.items())
+
+
+def _schema(command: str = "grpo") -> str:
+    from whet.cli import _kind
+    from whet.cli.schema import schema_text
+
+    if command not in (known := _configured()):
+        raise lookup_error("command with a configuration", command, known)
+    return schema_text(*_kind(command))
+
+
+def _configured() -> list[str]:
+    """The commands that take keys."""
+    from whet.cli import _SHOWN, COMMANDS
+
+    return [name for name in COMMANDS if name not in (*_SHOWN, "data", "demo")]
+
+
+def _completion(shell: str) -> str:
+    """A script for a shell: the commands, and the keys of each."""
+    from whet.cli import _SHOWN, COMMANDS, _kind
+    from whet.config.base import leaves
+
+    if shell not in _SCRIPTS:
+        raise lookup_error("shell", shell, _SCRIPTS)
+    keys: dict[str, list[str]] = {name: [] for name in _SHOWN}
+    for name in _configured():
+        kind, short = _kind(name)
+        keys[name] = [f"{key}=" for key in sorted({*(key for key, *_ in leaves(kind, optional=True)), *short})]
+    keys |= {"demo": keys["grpo"], "data": keys["grpo"], "schema": _configured(), "completion": list(_SCRIPTS)}
+    return _SCRIPTS[shell](COMMANDS, keys)
+
+
+def _bash(commands: Mapping[str, str], keys: Mapping[str, Sequence[str]]) -> str:
+    cases = "\n".join(f"    {name}) words='{' '.join(found)}' ;;" for name, found in keys.items() if found)
+    return f"""# whet completion bash > ~/.local/share/bash-completion/completions/whet
+_whet() {{
+  local words='{" ".join(commands)} --help' word="${{COMP_WORDS[COMP_CWORD]}}"
+  ((COMP_CWORD > 1)) && words=--config && case "${{COMP_WORDS[1]}}" in
+{cases}
+  esac
+  COMPREPLY=($(compgen -W "$words" -- "$word"))
+  [[ "${{COMPREPLY[0]}}" == *= ]] && compopt -o nospace
+}}
+complete -o default -F _whet whet"""
+
+
+def _zsh(commands: Mapping[str, str], keys: Mapping[str, Sequence[str]]) -> str:
+    cases = "\n".join(f"    {name}) found=({' '.join(found)}) ;;" for name, found in keys.items() if found)
+    about = "\n".join(f'    "{name}:{text.replace(":", " -")}"' for name, text in commands.items())
+    return f"""#compdef whet
+# source <(whet completion zsh) in ~/.zshrc, behind compinit
+_whet() {{
+  local -a found
+  if ((CURRENT == 2)); then
+    found=(
+{about}
+    )
+    _describe command found
+    return
+  fi
+  case "$words[2]" in
+{cases}
+  esac
+  compadd -S '' -a found || _files
+}}
+compdef _whet whet"""
+
+
+def _fish(commands: Mapping[str, str], keys: Mapping[str, Sequence[str]]) -> str:
+    lines = ["# whet completion fish > ~/.config/fish/completions/whet.fish"]
+    for name, text in commands.items():
+        said = text.replace("'", "\\'")
+        lines.append(f"complete -c whet -n __fish_use_subcommand -f -a {name} -d '{said}'")
+        if keys.get(name):
+            lines.append(f"complete -c whet -n '__fish_seen_subcommand_from {name}' -a '{' '.join(keys[name])}'")
+    return "\n".join(lines)
+
+
+def _env() -> str:
+    """What a bug report needs, as lines of Markdown."""
+    from importlib import metadata
+
+    import torch  # noqa: F401  (environment() says its threads and devices where it is imported)
+
+    from whet.native import build
+    from whet.observe.environment import environment
+    from whet.util import install
+
+    facts = environment()
+    versions = facts["versions"]
+    kernels = build.load_library("decode")
+    extras = {name: found for name in _OPTIONAL if (found := _version(name, metadata)) is not None}
+    lines: dict[str, Any] = {
+        install.DISTRIBUTION: f"{versions.pop('whet')}, {_commit(install.PACKAGE) or 'not a checkout'}",
+        **{name: found or "not installed" for name, found in versions.items()},
+        "extras": ", ".join(f"{name} {found}" for name, found in extras.items()) or "none",
+        "platform": " ".join(facts["platform"].values()),
+        "processor": f"{facts['cpu']['model']}, {facts['cpu']['cores']} cores, {' '.join(facts['cpu']['flags'])}",
+        "devices": ", ".join(facts["devices"]) or "no GPU",
+        "CUDA of torch": facts["cuda"] or "none",
+        "C++ kernels": kernels.compiler if isinstance(kernels, build.Library) else str(kernels),
+        "variables": " ".join(f"{k}={v}" for k, v in facts["variables"].items()) or "none",
+    }
+    if other := install.foreign_whet():
+        lines["whet, a stranger's"] = other
+    return "\n".join(f"- {name}: {said}" for name, said in lines.items())
+
+
+def _version(name: str, metadata: Any) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _commit(package: Any) -> str | None:
+    """The commit of the checkout, and whether files differ from it; None = it is none."""
+    import subprocess
+
+    try:
+        found = subprocess.run(
+            ["git", "-C", str(package), "describe", "--always", "--dirty", "--abbrev=12"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    tracked = (package.parent / ".git").exists()
+    return f"commit {found.stdout.strip()}" if tracked and found.returncode == 0 else None
+
+
+_OPTIONAL = ("accelerate", "bitsandbytes", "llguidance", "math-verify", "matplotlib", "peft", "sglang", "tensorboard",
+             "tensordict", "torchao", "torchrl", "trackio", "trl", "vllm", "wandb")  # fmt: skip
+_SCRIPTS: Mapping[str, Callable[..., str]] = {"bash": _bash, "zsh": _zsh, "fish": _fish}
+_MADE: Mapping[str, Callable[..., str]] = {
+    "recipes": _recipes,
+    "docs": _docs,
+    "schema": _schema,
+    "completion": _completion,
+    "env": _env,
+    "version": lambda: f"whet {__version__}",
+}

@@ -1,0 +1,208 @@
+"""What is looked at before a run loads data and models: names, references, sizes, loggers, folders; all at once.
+
+Each check raises what it finds; `raise_all` makes them all and raises one error that lists their findings. Once the
+data are read, and before a model is, reward functions are looked at beside them. Lengths are settle.py's; what a model
+can do is found where it is loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from whet.config import (
+    ClusterConfig,
+    DPORunConfig,
+    Mode,
+    PPORunConfig,
+    PreferenceConfig,
+    RewardModelConfig,
+    RoleConfig,
+    RunConfig,
+    SFTConfig,
+    SupervisedRunConfig,
+    TrainingConfig,
+    check_complete,
+    check_supervised,
+)
+from whet.config.data import paths_of
+from whet.config.rewards import REWARD_MODEL
+from whet.data.prompt_stream import first_of, has_places, is_batch
+from whet.data.prompts import ANSWER, find_prompt_column
+from whet.data.sources import check_source
+from whet.envs import load_script
+from whet.errors import ConfigError, raise_all
+from whet.learners.grpo import check_drawn
+from whet.learners.objective import objective_checks, policy_loss, resolve_name
+from whet.learners.preference_objective import make_preference_objective, make_reward_loss
+from whet.models.lora import check_lora
+from whet.observe.loggers import check_loggers
+from whet.ops import LOSS_AGG_MODES, SFT_LOSSES, teacher_column
+from whet.rewards.columns import check_answers, check_columns
+from whet.rewards.manager import RewardManager, resolve_reward_manager
+from whet.rewards.resolve import by_name, resolve_reward
+from whet.rollout import check_engine
+from whet.run.push_observer import check_push
+from whet.storage.files import check_writable
+from whet.storage.folder_lock import check_free
+from whet.storage.run_folder import check_new
+from whet.train.optim import check_schedule
+from whet.train.optimizers import check_optimizer
+from whet.train.role_checkpoints import Checkpoints
+from whet.train.role_workers import check_model
+from whet.types import Prompt
+from whet.util.references import is_ref, resolve_callable
+
+__all__ = ["check_rewards", "check_run", "check_teacher_used"]
+
+Check = tuple[str, Callable[[], Any]]
+"""The sections that a check reads together, "" = one value alone, which is wrong whatever the others are; the check."""
+
+
+def check_run(config: RunConfig | SupervisedRunConfig, unread: Collection[str] = ()) -> None:
+    """Looks at a run before anything is loaded.
+
+    Args: config: of the run. unread: sections that keys were left out of, since they can't be read (base.check_part):
+        what is wrong with values is said, and with sections that are whole. What is no section may stand for any.
+    Raises: ConfigError: with every finding, a line each; a single one as the error that it is.
+
+    >>> from whet.config import load_run
+    >>> check_run(load_run(["reward=exact_match", "actor.optim.name=sdg", "trainer.mini_batch_size=3"]))
+    Traceback (most recent call last):
+    whet.errors.ConfigError: no model; write model=<hub name or folder>
+    no data; write data=<hub name, folder, json, jsonl, csv, parquet or arrow file>
+    batch_size=8 must be a multiple of mini_batch_size=3; use mini_batch_size=2 or 4
+    unknown optim.name 'sdg'; did you mean sgd? Known: adam, adamw, adamw8bit, muon, package.module:factory, sgd
+    """
+    sections = {field.name for field in dataclasses.fields(config)}
+    doubtful = set(unread) if sections.issuperset(unread) else sections
+    own = _of_policy(config, unread) if isinstance(config, RunConfig) else _supervised(config, unread)
+    raise_all(check for reads, check in [*own, *_shared(config)] if doubtful.isdisjoint(reads.split()))
+
+
+def _of_policy(config: RunConfig, unread: Collection[str]) -> Iterator[Check]:
+    """The checks of a run of reinforcement learning."""
+    yield "", partial(check_complete, config, unread)
+    yield "data trainer", partial(config.trainer.resolve_batch_sizes, config.data.batch_size)
+    if not config.rollout.open_lengths:  # else the data settle them
+        sized = partial(ClusterConfig, rollout_config=config.rollout, training_config=config.trainer)
+        yield "rollout trainer", sized
+    given = "" if config.reward is not None else "reward rollout teacher"
+    yield from ((given, partial(resolve_reward, name)) for name in config.reward_names if name != REWARD_MODEL)
+    yield "", partial(resolve_reward_manager, config.algo.reward_manager)
+    yield from (("algo", check) for check in objective_checks(config.algo))
+    yield "", partial(check_engine, config.rollout_engine)
+    if not isinstance(config, PPORunConfig):
+        yield "rollout", partial(check_drawn, config.rollout)
+    if config.teacher is not None:
+        yield "algo teacher", partial(check_teacher_used, config)
+    for mode in Mode:
+        rollout = config.rollout.for_mode(mode)
+        if rollout.env_path is not None:
+            yield "rollout", partial(load_script, rollout.env_path, turns=rollout.max_turns)
+    for section in ("actor", "critic", "reference", "teacher", "reward_model"):
+        yield from _role(section, getattr(config, section), trained=section in ("actor", "critic"))
+
+
+def _supervised(config: SupervisedRunConfig, unread: Collection[str]) -> Iterator[Check]:
+    """The checks of a supervised run."""
+    yield "", partial(check_supervised, config, unread)
+    algo = vars(config)["algo"]
+    if isinstance(algo, PreferenceConfig):
+        yield "algo", partial(make_preference_objective, algo)
+    elif isinstance(algo, RewardModelConfig):
+        yield "algo", partial(make_reward_loss, algo)
+    elif isinstance(algo, SFTConfig):
+        yield "", partial(resolve_name, algo.loss_type, SFT_LOSSES, "SFT loss")
+        yield "", partial(resolve_name, algo.loss_agg_mode, LOSS_AGG_MODES, "loss_agg_mode")
+    yield from _role(config.TRAINED, config.trained, trained=True)
+    if isinstance(config, DPORunConfig):
+        yield from _role("reference", config.reference, trained=False)
+
+
+def _shared(config: RunConfig | SupervisedRunConfig) -> Iterator[Check]:
+    """The checks of any run: data, tokenizer, loggers, folders, what is watched."""
+    data, trainer = config.data, config.trainer
+    part = None if data.eval_path is not None or data.eval_split == data.split else data.eval_split
+    paths = (*paths_of(data.path), *paths_of(data.eval_path))
+    yield from (("", partial(check_source, path, part)) for path in paths)
+    if config.tokenizer not in (None, "byte"):
+        yield "", partial(check_model, config.tokenizer)
+    yield "", partial(check_loggers, trainer.chosen_loggers, trainer.metrics_logging_options)
+    if trainer.hub_model_id is not None:
+        yield "trainer", partial(check_push, trainer)
+    evaluates = data.eval_path is not None or data.eval_split is not None or bool(data.eval_fraction)
+    yield "data trainer", partial(_watched, trainer, evaluates)
+    if trainer.resume is not None:
+        yield "trainer", partial(Checkpoints(trainer.checkpoint_root, {}).find, trainer.resume)
+    elif trainer.run_dir is not None:
+        yield "trainer", partial(check_new, trainer.run_dir)
+    for key in ("run_dir", "checkpoint_root_directory"):
+        if (folder := getattr(trainer, key)) is not None:
+            yield "", partial(check_writable, folder, f"trainer.{key}")
+            yield "", partial(check_free, folder, f"trainer.{key}")
+
+
+def _role(section: str, role: RoleConfig | None, *, trained: bool) -> Iterator[Check]:
+    """The checks of a role's model: that it can be there, and its optimizer."""
+    if role is None:
+        return
+    if role.model is not None:
+        known = is_ref(role.model)
+        looked = (
+            partial(resolve_callable, role.model, f"{section}.model") if known else partial(check_model, role.model)
+        )
+        yield "", looked
+        if role.lora is not None and not known:
+            yield section, partial(check_lora, role.model, role.lora, role.trust_remote_code)
+    if trained:
+        yield "", partial(check_optimizer, role.optim)
+        yield "", partial(check_schedule, role.optim)
+
+
+def _watched(trainer: TrainingConfig, evaluates: bool) -> None:
+    """Raises ConfigError: what is watched is of evaluations, and there are none."""
+    watched = [] if trainer.keep_best is None else ["trainer.keep_best"]
+    watched += [f"trainer.stop_when.{name}" for name in trainer.stop_when or {} if name.startswith("eval/")]
+    if watched and not evaluates:
+        raise ConfigError(
+            f"{', '.join(watched)}: of evaluations, and there is no evaluation data; set data.eval_path, "
+            "data.eval_split or data.eval_fraction"
+        )
+
+
+def check_rewards(config: RunConfig, train: Any, evaluation: Any) -> None:
+    """Looks at reward functions beside the data, before a model is loaded.
+
+    Args: config: of the run. train, evaluation: rows, ready-made batches, or prompts made of them; None = none.
+    Raises: ConfigError: a function needs a column that is not there. DataError: answers that it can't read.
+    """
+    if resolve_reward_manager(config.algo.reward_manager) is not RewardManager:
+        return  # one of the user's own may offer more
+    fns = by_name([name for name in config.reward_names if name != REWARD_MODEL])
+    fields = {f.name: getattr(config.algo, f.name) for f in dataclasses.fields(config.algo)}
+    checks: list[Callable[[], Any]] = []
+    first = first_of(train)
+    if isinstance(first, Prompt):
+        checks.append(partial(check_columns, fns, first.columns, fields))
+    elif isinstance(first, Mapping):
+        prompt = find_prompt_column(first, config.data.prompt_column)
+        taken_off = [ANSWER] if config.data.on_answered == "take_off" else []
+        checks.append(partial(check_columns, fns, [*(name for name in first if name != prompt), *taken_off], fields))
+    if config.trainer.on_reward_error == "raise":  # else a warning of the run's
+        for rows, what in ((train, "rows"), (evaluation, "evaluation rows")):
+            if has_places(rows) and not is_batch(first_of(rows), config.data.prompt_column):
+                columns = ((p.row, p.columns) if isinstance(p, Prompt) else (n, p) for n, p in enumerate(rows))
+                checks.append(partial(check_answers, fns, columns, what))
+    raise_all(checks)
+
+
+def check_teacher_used(config: RunConfig) -> None:
+    """Raises ConfigError where nothing would learn from the teacher."""
+    if config.teacher is not None and teacher_column(policy_loss(config.algo)) is None:
+        raise ConfigError(
+            f"teacher has no effect: algo.policy_loss_fn={config.algo.policy_loss_fn!r} does not learn from one; "
+            "distillation and gkd do"
+        )

@@ -1,0 +1,168 @@
+r"""What a model is given, for a person's eyes: texts with their special tokens, what is trained of them, and where the
+template and the system prompt came from.
+
+A line of text begins with `|`, one that is trained with `+`; a line feed is shown as \n where it stands, so that a line
+without one goes on in the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from whet.data.prompts import PromptEncoder, said_by
+from whet.data.row_schema import options_of
+from whet.data.supervised import RowEncoder
+from whet.data.templates import ChatTemplate
+from whet.data.text_parts import decoded
+from whet.errors import DataError
+from whet.types import Example, Message, Prompt, TrainSequence
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["example_lines", "prompt_lines", "text_lines"]
+
+WIDTH = 46
+"""Characters of a line: a terminal's 80 without the time and the level that a log line begins with."""
+MAX_LINES = 24
+"""Lines of a text."""
+
+
+def prompt_lines(encode: PromptEncoder, prompt: Prompt, *, width: int = WIDTH, most: int = MAX_LINES) -> list[str]:
+    r"""A prompt as the model is given it.
+
+    Args: encode: has made it. prompt: of a row. width: characters of a line. most: lines of the text, at most.
+
+    >>> from whet.data.tokenizer import byte_tokenizer
+    >>> encode = PromptEncoder(byte_tokenizer())
+    >>> for line in prompt_lines(encode, encode({"prompt": [{"role": "user", "content": "2+2?"}]}, 3)):
+    ...     print(line)
+    row 3: 23 tokens
+      | <|im_start|>user\n
+      | 2+2?<|im_end|>\n
+      | <|im_start|>assistant\n
+      chat template: the tokenizer's
+      system prompt: none
+    """
+    head = f"row {prompt.row}: {len(prompt.tokens)} tokens"
+    text = [(decoded(encode.tokenizer, prompt.tokens), False)]
+    lines = text_lines(text, width=width, most=most)
+    if encode.is_plain(prompt.source):
+        return [head, *lines, "  plain text, without a chat template"]
+    options = options_of(prompt.columns, prompt.row)
+    messages = encode.messages(prompt.source)
+    own = not isinstance(prompt.source, str) and prompt.source[0]["role"] == "system"
+    return [
+        head,
+        *lines,
+        *_origins(encode.template, messages, own, options, "rollout.chat_template_kwargs", prompt.row),
+    ]
+
+
+def example_lines(
+    encode: RowEncoder, example: Example, row: Mapping[str, Any], *, width: int = WIDTH, most: int = MAX_LINES
+) -> list[str]:
+    """The sequences of a row of supervised training, with what is trained of them.
+
+    Args: encode: has made it. example: of the row. row: as it was read. width, most: as for `prompt_lines`.
+
+    >>> from whet.data.supervised import SFTEncoder
+    >>> from whet.data.tokenizer import byte_tokenizer
+    >>> encode, row = SFTEncoder(byte_tokenizer()), {"prompt": "2+2=", "response": "4"}
+    >>> for line in example_lines(encode, encode(row), row):
+    ...     print(line)
+    row 0: 6 tokens, 2 trained (lines with +)
+      | 2+2=
+      + 4<|im_end|>
+      plain text, without a chat template
+    """
+    lines = []
+    for name, sequence in zip(_names(example), example.sequences, strict=True):
+        count = len(sequence.prefix) + len(sequence.tokens)
+        trained = int(sequence.mask.sum())
+        lines.append(f"row {example.row}{name}: {count} tokens, {trained} trained (lines with +)")
+        lines += text_lines(_parts(encode.tokenizer, sequence), width=width, most=most)
+    messages = encode.conversation(row, example.row)
+    if messages is None:
+        return [*lines, "  plain text, without a chat template"]
+    own = messages[0]["role"] == "system"
+    options = options_of(row, example.row)
+    if encode.data.system_prompt and not own:
+        messages = [{"role": "system", "content": encode.data.system_prompt}, *messages]
+    return [*lines, *_origins(encode.template, messages, own, options, "data.chat_template_kwargs", example.row)]
+
+
+def text_lines(parts: Sequence[tuple[str, bool]], *, width: int = WIDTH, most: int = MAX_LINES) -> list[str]:
+    r"""Lines of a text. Args: parts: (text, whether it is trained). width: characters of a line. most: lines, at most;
+    those in the middle are left out.
+
+    >>> text_lines([("a\nb\t", False), ("c", True)])
+    ['  | a\\n', '  | b\\t', '  + c']
+    """
+    lines = []
+    for text, trained in parts:
+        for line in text.splitlines(keepends=True):
+            shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+            pieces = [shown[at : at + width] for at in range(0, len(shown), width)]
+            lines += [f"  {'+' if trained else '|'} {piece}" for piece in pieces]
+    if len(lines) <= most:
+        return lines
+    last = most // 3
+    return [*lines[: most - last], f"  ... {len(lines) - most} lines left out ...", *lines[-last:]]
+
+
+def _parts(tokenizer: PreTrainedTokenizerBase, sequence: TrainSequence) -> list[tuple[str, bool]]:
+    """The text of a sequence, cut where training begins and ends."""
+    ids = [*sequence.prefix.tolist(), *sequence.tokens.tolist()]
+    mask = [*[False] * len(sequence.prefix), *sequence.mask.tolist()]
+    ends = [place for place in range(1, len(ids)) if mask[place] != mask[place - 1]] + [len(ids)]
+    parts, before = [], ""
+    for end in ends:  # decoded from the start, since a tokenizer may write the first token of a text differently
+        text = decoded(tokenizer, ids[:end])
+        parts.append((text[len(before) :], mask[end - 1]))
+        before = text
+    return parts
+
+
+def _names(example: Example) -> list[str]:
+    """What tells the sequences of a row apart."""
+    count = len(example.sequences)
+    if "chosen" in example.columns and count == 2:
+        return [", chosen", ", rejected"]
+    if "label" in example.columns and len(example.columns["label"]) == count:
+        return [f", {'good' if label else 'bad'}" for label in example.columns["label"]]
+    return [""] if count == 1 else [f", sequence {n + 1} of {count}" for n in range(count)]
+
+
+def _origins(
+    template: ChatTemplate, messages: list[Message], own: bool, options: Mapping[str, Any], key: str, row: int
+) -> list[str]:
+    """Where the template, the system prompt, the tools and the thinking came from.
+
+    Args: messages: with the configured system prompt. own: whether the row has a system turn. options: the row's own
+        arguments of the template. key: of those of all rows.
+    """
+    place = "a column of the row" if "chat_template" in options else key
+    origin = place if "chat_template" in {**template.options, **options} else "the tokenizer's"
+    asks = messages[-1]["role"] != "assistant"
+
+    def written(**changed: Any) -> str:
+        try:
+            return template.text(messages, row=row, asks=asks, **{**options, **changed})
+        except DataError:  # of a conversation that it can't show, or of another option
+            return ""
+
+    start = written()
+    said = next((text for m in messages if (text := said_by(m))), "")
+    if messages[0]["role"] == "system":
+        system = "the row's own" if own else "data.system_prompt"
+    else:
+        system = "the template's own" if "system" in start[: max(0, start.find(said))] else "none"
+    lines = [f"  chat template: {origin}", f"  system prompt: {system}"]
+    if tools := options.get("tools", template.options.get("tools")):
+        lines.append(f"  tools: {len(tools)}, {'the row' if 'tools' in options else 'the environment'}'s")
+    thinking = {**template.options, **options}["enable_thinking"]
+    if written(enable_thinking=not thinking) != start:
+        lines.append(f"  thinking: {'on' if thinking else 'off'} (enable_thinking of {key})")
+    return lines

@@ -1,0 +1,66 @@
+"""What is said aloud of a configuration that is allowed and seldom meant."""
+
+from __future__ import annotations
+
+import logging
+
+from whet.config import PolicyConfig
+from whet.config.algo.unused_fields import changed
+
+__all__ = ["advise"]
+
+log = logging.getLogger("whet")
+
+_OF_TOKENS = ("dppo-kl", "dppo-tv", "sampler-kl", "top-entropy")
+"""The loss_masks that are of single tokens, whatever else is set."""
+_OF_KL = ("kl_type", "kl_loss_mode", "kl_method", "kl_clamp_value", "use_bias_correction_kl")
+
+
+def advise(config: PolicyConfig, longest: int | None = None) -> None:
+    """Warns of choices that don't go together, where beta or a level is often the only thing that was changed.
+
+    Args: config: an algorithm's. longest: tokens that a completion may have; None = not known.
+    """
+    c, mode = config, config.keywords["kl_loss_mode"]
+    if c.beta and c.kl_type == "loss" and mode in ("kl", "k1") and not c.use_bias_correction_kl:
+        log.warning(
+            "algo.kl_loss_mode=%r with algo.beta=%s: the gradient of k1 is that of log pi alone, so it does not pull "
+            "towards the reference; algo.kl_loss_mode='low_var_kl' does",
+            mode,
+            c.beta,
+        )
+    buffer = c.overlong_buffer
+    free = buffer.max_response_length - buffer.overlong_buffer_length
+    if buffer.enable and longest is not None and longest <= free:
+        log.warning(
+            "algo.overlong_buffer takes nothing off: it begins after %d tokens, and completions have at most "
+            "rollout.max_tokens_to_generate=%d; set algo.overlong_buffer.max_response_length=%d and "
+            "overlong_buffer_length to the last part of it",
+            free,
+            longest,
+            longest,
+        )
+    idle = changed(c, *_OF_KL)
+    if idle and not c.beta and not c.force_compute_kl:
+        named = ", ".join(f"{name}={value!r}" for name, value in idle.items())
+        log.warning("%s: no effect while beta is 0.0", named)
+    of_sequences = c.importance_sampling_level in ("sequence", "sequence-sum") or c.loss_name == "gmpo"
+    if of_sequences and c.loss_agg_mode == "token-mean":
+        log.warning(
+            "algo.loss_agg_mode='token-mean' with a ratio of whole sequences: longer completions count more; the "
+            "papers mean sequence-mean-token-mean"
+        )
+    if of_sequences and (named := _of_single_tokens(c)):
+        log.warning(
+            "%s with a ratio of whole sequences keeps no token out: every token has the gradient of its sequence, and "
+            "a token's factor only scales that; algo.importance_sampling_level='sequence-token'%s gives each its own",
+            ", ".join(named),
+            " and policy_loss_fn='grpo'" if c.loss_name == "gmpo" else "",
+        )
+
+
+def _of_single_tokens(c: PolicyConfig) -> list[str]:
+    """Those of whet's factors of the policy loss that tell the tokens of a sequence apart, as they are written."""
+    of_tokens = (*_OF_TOKENS, "sampler-rejection") if c.rejection_level == "token" else _OF_TOKENS
+    found = [f"algo.loss_masks=[{name}]" for name in c.loss_masks if name in of_tokens]
+    return [*found, "algo.sampler_is='token'"] if c.sampler_is == "token" else found

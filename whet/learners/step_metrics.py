@@ -1,0 +1,276 @@
+"""The numbers of a step that come from its samples: lengths, endings, advantages. Names are Tunix's, else TRL's.
+
+Dim letters: N sequences, J trajectories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from whet.evaluation.columns import columns_of
+from whet.metrics import Max, Mean, Metric, Min, Sum
+from whet.ops import AdvantageInputs, group_spread
+from whet.rewards.manager import sample_std
+from whet.rollout.base import EngineStats
+from whet.train.metric_reduction import Reductions, labels_of
+from whet.types import Group, TokenBatch
+
+if TYPE_CHECKING:
+    from whet.rewards.manager import Rewarded
+
+__all__ = [
+    "advantage_metrics",
+    "completion_columns",
+    "engine_metrics",
+    "known_by_group",
+    "of_known",
+    "of_whole_batch",
+    "rewarded_metrics",
+    "rollout_metrics",
+    "skipped_metrics",
+    "spread",
+    "total_metrics",
+    "value_metrics",
+]
+
+
+def spread(name: str, values: np.ndarray, *, prefix: bool = False) -> dict[str, Metric]:
+    """Mean, max and min of some values, as name/mean or, with `prefix`, as TRL writes it: mean_name.
+
+    >>> sorted(spread("rewards/score", np.array([0.0, 1.0])))
+    ['rewards/score/max', 'rewards/score/mean', 'rewards/score/min']
+    """
+    if len(values) == 0:
+        return {}
+    head, _, tail = name.rpartition("/")
+
+    def label(how: str) -> str:
+        return f"{head}/{how}_{tail}" if prefix else f"{name}/{how}"
+
+    return {
+        label("mean"): Mean(float(values.sum()), len(values)),
+        label("max"): Max(float(values.max())),
+        label("min"): Min(float(values.min())),
+    }
+
+
+def rewarded_metrics(rewarded: Rewarded) -> dict[str, Metric]:
+    """What the reward functions said, and the completions: what training and evaluation both log."""
+    return {**rewarded.metrics, **rollout_metrics(rewarded.groups), **_cut_metrics(rewarded)}
+
+
+def _cut_metrics(rewarded: Rewarded) -> dict[str, Metric]:
+    """completions/clipped_scored_ratio: of the completions that did not end with a stop, the share whose total is above
+    0; nothing where all ended.
+    """
+    first = np.cumsum([0, *rewarded.sizes])
+    scored = [
+        bool(rewarded.total[first[i] + at] > 0)
+        for i, group in enumerate(rewarded.groups)
+        for at, c in enumerate({c.generation: c for c in group.completions}.values())
+        if c.finish_reason != "stop"
+    ]
+    return {"completions/clipped_scored_ratio": Mean(float(sum(scored)), len(scored))} if scored else {}
+
+
+def total_metrics(batch: TokenBatch) -> dict[str, Metric]:
+    """The rewards that a batch is trained on; NaN (no function applied) is left out everywhere.
+
+    Tunix's: rewards/score/{mean,max,min}. TRL's: reward, the mean; reward_std, the standard deviation (n - 1) over the
+    whole batch; frac_reward_zero_std, the share of groups whose rewards are all equal. whet's:
+    reward_std_within_groups, the mean over groups of the standard deviation in a group (n - 1; 0 for a group of one).
+    Standard deviations merge across batches as means.
+    """
+    parts = known_by_group(batch)
+    known = np.concatenate([*parts, np.empty(0)])
+    equal = len(parts) - int(group_spread(batch.rewards, batch.group_of).sum())
+    return {
+        **spread("rewards/score", known),
+        "reward": Mean(float(known.sum()), len(known)),
+        "reward_std": Mean(sample_std(known), 1) if len(known) else Mean(0.0, 0),
+        "reward_std_within_groups": Mean(float(sum(sample_std(part) for part in parts)), len(parts)),
+        "frac_reward_zero_std": Mean(float(equal), len(parts)),
+    }
+
+
+def known_by_group(batch: TokenBatch) -> list[np.ndarray]:
+    """The rewards of each group that has any, in order, without those that are NaN: float64."""
+    known = ~batch.rewards.isnan()
+    rewards, group_of = batch.rewards[known].numpy(), batch.group_of[known].numpy()
+    order = np.argsort(group_of, kind="stable")
+    bounds = np.flatnonzero(np.diff(group_of[order])) + 1
+    return [part for part in np.split(rewards[order], bounds) if len(part)]
+
+
+def rollout_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
+    """Lengths and endings of completions, counts of tokens and prompts; of episodes with turns, what those were."""
+    done = [c for g in groups for c in g.completions]
+    lengths = np.array([len(c.tokens) for c in done])
+    stopped = np.array([c.finish_reason == "stop" for c in done])
+    return {
+        **spread("completions/length", lengths, prefix=True),
+        **spread("completions/terminated_length", lengths[stopped], prefix=True),
+        "completions/clipped_ratio": Mean(float((~stopped).sum()), len(done)),
+        "completions/tokens": Sum(float(lengths.sum())),
+        "prompts/count": Sum(float(len(groups))),
+        "prompts/mean_length": Mean(float(sum(len(g.prompt.tokens) for g in groups)), len(groups)),
+        **_turn_metrics(groups),
+    }
+
+
+def _turn_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
+    """Of episodes with turns: turns/{mean,max,min}, those of the model; completions/sampled_tokens, what it drew;
+    turns/forks, sequences besides the first of each episode; turns/failed, episodes whose environment failed.
+    """
+    last = {(id(g), c.generation): c for g in groups for c in g.completions if c.messages}
+    if not last:
+        return {}
+    turns = [sum(m["role"] == "assistant" for m in c.messages or ()) for c in last.values()]
+    sampled = sum(int((c.versions >= 0).sum()) for g in groups for c in g.completions)
+    return {
+        **spread("turns", np.array(turns)),
+        "turns/forks": Sum(float(sum(len(g.completions) for g in groups) - len(last))),
+        "turns/failed": Sum(float(sum(c.finish_reason == "error" for c in last.values()))),
+        "completions/sampled_tokens": Sum(float(sampled)),
+    }
+
+
+def engine_metrics(done: EngineStats) -> dict[str, Metric]:
+    """What the engine did for a step; without occupancy where it reports no steps.
+
+    >>> engine_metrics(EngineStats(steps=10, row_steps=70))["rollout/occupancy"].value
+    7.0
+    """
+    found: dict[str, Metric] = {
+        "rollout/prefilled_tokens": Sum(float(done.prefilled)),
+        "rollout/reused_tokens": Sum(float(done.reused)),
+    }
+    if done.steps:
+        found["rollout/occupancy"] = Mean(float(done.row_steps), done.steps)
+    return found
+
+
+def advantage_metrics(batch: TokenBatch) -> dict[str, Metric]:
+    """Advantages of trajectories, rewards/advantage/*, and of trained tokens, advantage/*, both as in Tunix."""
+    assert batch.advantages is not None
+    each = batch.trajectory_advantages.numpy()
+    each = each[~np.isnan(each)]
+    tokens = batch.advantages[batch.mask].double().numpy()
+    found = {
+        **spread("rewards/advantage", each),
+        "rewards/advantage/std": Mean(float(each.std()) if len(each) else 0.0),
+        "advantage/abs_mean": Mean(float(np.abs(tokens).sum()), len(tokens)),
+        "advantage/nonzero_frac": Mean(float((np.abs(tokens) > 1e-8).sum()), len(tokens)),
+    }
+    if len(tokens):
+        found |= {"advantage/max": Max(float(tokens.max())), "advantage/min": Min(float(tokens.min()))}
+    return found
+
+
+def value_metrics(x: AdvantageInputs, batch: TokenBatch) -> dict[str, Metric]:
+    """What a critic's learner adds, over trained tokens: advantages/*, advantages/returns/*, advantages/old_values/*,
+    as Tunix; rewards/reward/*, of trajectories, with what single tokens earned; whet's: critic/explained_variance,
+    1 − var(R − V) / var(R): 1 = the values at rollout are the returns, 0 = no better than a constant.
+
+    Returns and what they say of the values are those of trajectories with a reward: of the others the return is the
+    value itself, and nothing is learned.
+    """
+    columns = (batch.need("advantages"), batch.need("returns"), batch.need("values"))
+    advantages, _, old = (c[batch.mask].double().numpy() for c in columns)
+    known = batch.mask & ~x.rewards.isnan().index_select(0, x.trajectory)
+    returns, values = (c[known].double().numpy() for c in columns[1:])
+    rewards = x.returns
+    found = {
+        **spread("advantages", advantages),
+        **spread("advantages/returns", returns),
+        **spread("advantages/old_values", old),
+        **spread("rewards/reward", rewards[~rewards.isnan()].numpy()),
+    }
+    if len(returns) > 1 and returns.var() > 0:
+        found["critic/explained_variance"] = Mean(1.0 - float((returns - values).var() / returns.var()))
+    return found
+
+
+def skipped_metrics(whole: TokenBatch, run: TokenBatch) -> dict[str, Metric]:
+    """What of a mini-batch was not run."""
+    return {
+        "skipped/sequences": Sum(float(whole.num_sequences - run.num_sequences)),
+        "skipped/tokens": Sum(float(whole.num_tokens - run.num_tokens)),
+    }
+
+
+def of_whole_batch(
+    found: Mapping[str, Metric], whole: TokenBatch, run: TokenBatch, *, zero: Mapping[str, str]
+) -> dict[str, Metric]:
+    """An update's metrics as those of the whole mini-batch, where sequences without signal were not run.
+
+    What is 0 without an advantage (a clip takes nothing from it) counts the tokens that were not run as 0; entropy is
+    that of the tokens run, under the weights of all; other means are over the tokens run.
+
+    Args:
+        found: of the update.
+        whole: the mini-batch, with its weights.
+        run: the part of it that was run.
+        zero: the metrics that are 0 without an advantage, and how each was reduced (one of worker.REDUCTIONS).
+    """
+    assert whole.weights is not None
+    assert run.weights is not None
+    tokens = int(whole.mask.sum() - run.mask.sum())
+    if tokens == 0:
+        return dict(found)
+    sequences = len(whole.sequence[whole.mask].unique()) - len(run.sequence[run.mask].unique())
+    metrics = dict(found)
+    for name, how in zero.items():
+        metric = metrics.get(name)
+        if isinstance(metric, Mean) and how in ("mean", "sequence_mean"):
+            metrics[name] = Mean(metric.sum, metric.count + (tokens if how == "mean" else sequences))
+        elif isinstance(metric, Min):
+            metrics[name] = metric.merge(Min(0.0))
+        elif isinstance(metric, Max):
+            metrics[name] = metric.merge(Max(0.0))
+    if isinstance(mean := metrics.get("entropy"), Mean) and run.weights.sum() > 0:
+        metrics["entropy"] = Mean(mean.sum * float(whole.weights.sum() / run.weights.sum()), mean.count)
+    return metrics
+
+
+def of_known(
+    found: Mapping[str, Metric], prefix: str, run: TokenBatch, known: Tensor, reductions: Reductions
+) -> dict[str, Metric]:
+    """An update's metrics, where those of a prefix are 0 at tokens of which they say nothing: these are not counted.
+
+    Args: found: of the update. prefix: of the loss's names for them. run: the part of the mini-batch that was run.
+        known: Bool [S], the tokens that they are about. reductions: of the trainer that ran it.
+    Returns: the means over the known tokens, and over the sequences that have one; without those of none.
+    """
+    unknown, metrics = run.mask & ~known, dict(found)
+    if not unknown.any():
+        return metrics
+    sequences = {*run.sequence[run.mask].tolist()} - {*run.sequence[run.mask & known].tolist()}
+    fewer = {"mean": int(unknown.sum()), "sequence_mean": len(sequences)}
+    names = [name for name in (*found, *reductions) if name.startswith(prefix)]
+    hows = {label: how for name in names for label, how in labels_of(name, reductions).items()}
+    for label, how in hows.items():
+        metric = metrics.get(label)
+        if isinstance(metric, Mean) and how in fewer:
+            del metrics[label]
+            if count := metric.count - fewer[how]:
+                metrics[label] = Mean(metric.sum, count)
+    return metrics
+
+
+def completion_columns(
+    rewarded: Rewarded, batch: TokenBatch, written: Callable[[np.ndarray], str]
+) -> tuple[dict[str, list[Any]], dict[str, np.ndarray]]:
+    """What the store keeps of a step: the columns of its completions, and what each reward function gave them.
+
+    Args: rewarded, batch: of the step. written: a prompt's ids -> their text, special tokens visible.
+    """
+    trajectories = batch.trajectory_of.numpy()
+    columns = columns_of(rewarded.groups, rewarded.texts, batch.rewards.numpy()[trajectories].tolist(), written)
+    if batch.advantages is not None:
+        columns["advantage"] = batch.trajectory_advantages.numpy()[trajectories].tolist()
+    return columns, {name: values[trajectories] for name, values in sorted(rewarded.table.items())}

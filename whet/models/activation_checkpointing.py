@@ -1,0 +1,73 @@
+"""Activation checkpointing: which activations of a layer are held for the backward pass, and which are made again.
+
+    mode         held per layer                                    made again in the backward pass
+    none         everything the backward pass reads                nothing
+    selective    its input, and what products and attention gave   norms, rotary, activations, sums: all that is cheap
+    full         its input                                         the whole layer: about a third more time
+
+The gradients are those of "none" bit for bit: the same operations run on the same numbers, and no dropout draws
+between them. Left out on purpose: offloading activations to the host, and torch.compile's own choice of what to hold.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
+
+from whet.errors import ConfigError, lookup_error
+from whet.models.matmul import onednn_refusal
+from whet.native.segments import OPERATOR
+
+__all__ = ["MODES", "checkpoint_activations"]
+
+MODES = ("none", "selective", "full")
+
+_aten = torch.ops.aten
+_DEAR = [
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten._grouped_mm.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_fused_attention_overrideable.default,
+    OPERATOR,
+]
+"""What "selective" holds. Not bmm: where attention is written out it makes the scores, quadratic in the length."""
+
+
+def checkpoint_activations(module: PreTrainedModel, mode: str = "full") -> None:
+    """Makes a transformers model recompute activations of its layers in the backward pass.
+
+    Args: module: a model in train mode: transformers leaves layers in eval mode as they are. Keywords of a layer, a
+        packed layout among them, are given to the second run as to the first. mode: one of MODES.
+    Raises: ConfigError: another mode, or a model whose layers transformers can't checkpoint.
+    Source: full: arXiv:1604.06174, a segment per layer; selective: arXiv:2205.05198 holds the products as well.
+
+    Example: `checkpoint_activations(loaded.module, "selective")`, once, before the first forward pass.
+    """
+    if mode not in MODES:
+        raise lookup_error("gradient_checkpointing", mode, MODES)
+    if mode == "none":
+        return
+    # no generator is kept: every dropout is 0, so nothing is drawn in a layer
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if mode == "selective":
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _dear())
+    try:
+        if hasattr(module, "activation_checkpointing_enable"):  # the older name warns where this one is there
+            module.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+        else:
+            module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    except ValueError as error:
+        raise ConfigError(f"{error} Set gradient_checkpointing=none for {type(module).__name__}") from error
+
+
+def _dear() -> list[Any]:
+    """The operators whose results are held, products by oneDNN among them where it multiplies."""
+    return [*_DEAR, *([torch.ops.mkldnn._linear_pointwise.default] if onednn_refusal() is None else [])]

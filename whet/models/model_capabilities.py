@@ -1,0 +1,269 @@
+"""What has to be known of a model before it is run packed: found on a small random twin of its configuration.
+
+Whether it is causal, takes a layout, calls its attention layers in order, and what its LM head makes of a linear
+layer's output are facts of the code and the configuration, not of the weights. So they are asked of a twin: the same
+class with two layers, a small vocabulary and random weights on the CPU. No weight of the model is run, and one
+on the meta device can be asked too. Many models that can't take a layout would not raise but return wrong logits.
+
+A model whose parts are not exactly what its class makes of its configuration (an exchanged layer, a hook) is asked
+itself; so is one whose twin can't take a layout: the twin's sizes might be the reason. Kept at real size are the head
+size, the numbers of heads and experts, the rotary tables and all factors, since families tie them to one another.
+Dim legend: T tokens, V vocabulary.
+Left out on purpose: what depends on the numbers (broken weights) and on the machine (kernels).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
+
+from whet.errors import ConfigError
+from whet.models.adapters import BASE_LAYER, Adapter
+from whet.models.attention import ATTENTION, SegmentLayout
+from whet.models.causality_check import check_causal
+from whet.models.heads import Head, detect_head, has_score_head
+from whet.models.self_check import limit_for, probe_tokens
+
+__all__ = ["ModelFacts", "facts_of", "probe_facts", "twin_of"]
+
+TOLERANCE = {"wide": 1e-4, "half": 5e-2}
+"""Largest difference of packed and separate logits, relative to the largest logit; float64 models do parts in fp32."""
+ISOLATION = 0.1
+"""Share of that tolerance by which a row may move when another row changes (expert products change shape)."""
+TWIN_LAYERS = 2
+TWIN_VOCABULARY = 64
+TWIN_WIDTH = 64
+"""Of the hidden states, where the head size does not follow from it, and of MLPs."""
+WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim", "n_inner")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What was found."""
+
+    head: Head
+    reasons: tuple[str, ...]
+    """Why the model can't take a layout; empty = it can."""
+
+
+@dataclass(frozen=True)
+class _Twin:
+    """A twin to be made: equal ones are asked once in a process."""
+
+    kind: type[PreTrainedModel]
+    words: str
+    """Its configuration as JSON."""
+    config: PretrainedConfig = field(compare=False, repr=False)
+
+
+def facts_of(module: PreTrainedModel, name: str) -> ModelFacts:
+    """The facts of a model, without running its weights where its twin can answer.
+
+    Args: module: a causal language model or a sequence classifier of transformers, on any device, the meta device
+        among them; its attention is its own. name: for messages.
+    Raises: ConfigError: the model can't run, or looks at later tokens.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> with torch.device("meta"):
+    ...     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=3))
+    >>> facts_of(model, "llama")
+    ModelFacts(head=Head(kind='identity', scale=1.0, softcap=None), reasons=())
+    """
+    if next(module.parameters()).device.type == "meta":
+        if (twin := _plan_twin(module)) is None:
+            raise ConfigError(f"{name}: no class of transformers makes a causal language model of its configuration")
+        return _twin_facts(twin)
+    twin = _plan_twin(module) if _as_its_class_makes_it(module) else None
+    found = None
+    if twin is not None:
+        with contextlib.suppress(Exception):  # the twin's sizes may not fit each other: the model itself will tell
+            found = _twin_facts(twin)
+    return probe_facts(module, name) if found is None or found.reasons else found
+
+
+def probe_facts(module: PreTrainedModel, name: str) -> ModelFacts:
+    """The facts found by running this very module, a twin or a model that has none. Args, Raises: as facts_of.
+
+    A critic has no logits to compare: where its parts are odd, it trains padded.
+    """
+    if has_score_head(module):
+        return ModelFacts(Head("none"), _refusals(module) or ("its parts are not those that its class makes",))
+    check_causal(module, name)
+    return ModelFacts(detect_head(module), _refusals(module) or _probe(module))
+
+
+def twin_of(module: PreTrainedModel) -> PreTrainedModel | None:
+    """A small random causal language model of the same code; None = its configuration has no such class.
+
+    Args: module: the model; its parameters are not read.
+    Returns: two layers, in its dtype on the CPU, in train mode, with weights so large that caps and scales show.
+    """
+    plan = _plan_twin(module)
+    return None if plan is None else _make_twin(plan)
+
+
+def _plan_twin(module: PreTrainedModel) -> _Twin | None:
+    """The twin's class and configuration."""
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(module.config), None) if has_score_head(module) else type(module)
+    if kind is None:
+        return None
+    config = copy.deepcopy(module.config)
+    sizes: dict[str, Any] = vars(config)
+    layers = config.num_hidden_layers
+    kept = _kept_layers(sizes.get("layer_types") or [None] * layers)
+    for key, value in list(sizes.items()):
+        if isinstance(value, list) and len(value) == layers and layers > len(kept):
+            setattr(config, key, [value[i] for i in kept])
+    config.num_hidden_layers = min(layers, len(kept))
+    config.vocab_size = min(config.vocab_size, TWIN_VOCABULARY)
+    for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        value = sizes.get(key)
+        if isinstance(value, int) and value >= config.vocab_size:
+            setattr(config, key, 0)
+    for key in WIDTHS:
+        if isinstance(value := sizes.get(key), int):
+            setattr(config, key, min(value, TWIN_WIDTH))
+    if isinstance(sizes.get("head_dim"), int) and "dim_model_base" not in sizes:
+        config.hidden_size = min(config.hidden_size, TWIN_WIDTH)
+    config.dtype = next(module.parameters()).dtype
+    return _Twin(kind, config.to_json_string(use_diff=False), config)
+
+
+def _kept_layers(kinds: list[Any]) -> list[int]:
+    """The first layer of each kind, and more from the front where these are fewer than two."""
+    first = [i for i, kind in enumerate(kinds) if kind not in kinds[:i]]
+    rest = [i for i in range(len(kinds)) if i not in first]
+    return sorted(first + rest[: max(0, TWIN_LAYERS - len(first))])
+
+
+@functools.lru_cache(maxsize=64)
+def _twin_facts(twin: _Twin) -> ModelFacts:
+    module = _make_twin(twin)
+    return probe_facts(module, module.config.model_type)
+
+
+def _make_twin(twin: _Twin) -> PreTrainedModel:
+    config = copy.deepcopy(twin.config)
+    if config._attn_implementation == ATTENTION:
+        config._attn_implementation = "eager"
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.device("cpu"), torch.no_grad():
+        torch.manual_seed(0)
+        module = twin.kind._from_config(config, dtype=config.dtype)
+        for p in module.parameters():
+            p.mul_(4) if p.dim() > 1 else p.add_(torch.randn_like(p) * 0.1)
+    return module.train()
+
+
+def _as_its_class_makes_it(module: PreTrainedModel) -> bool:
+    """Whether nothing but class and configuration says what a model does: the same layers, of the same sizes, no hook.
+
+    Adapters aside, which change the numbers of a layer and not what it is told.
+    """
+    for part in module.modules():
+        if "forward" in vars(part) or any(vars(part)[name] for name in HOOKS):
+            return False
+    config = module.config
+    try:
+        made = _shape_as_made(_Twin(type(module), config.to_json_string(use_diff=False), config))
+    except Exception:  # a class with arguments of its own, or a config that no longer fits
+        return False
+    return _shape(module) == made
+
+
+@functools.lru_cache(maxsize=64)
+def _shape_as_made(model: _Twin) -> dict[str, object]:
+    """The shape of what a class makes of a configuration of full size; every role that has it asks."""
+    with torch.device("meta"):
+        return _shape(model.kind(copy.deepcopy(model.config)))
+
+
+def _shape(module: PreTrainedModel) -> dict[str, object]:
+    """The classes of all parts and the sizes of all parameters, by name, as they would be without adapters."""
+    adapter = Adapter.of(module)
+    inside = set() if adapter is None else {id(p) for p in adapter.parameters()}
+    wrapped = set() if adapter is None else set(adapter.layers)
+    shape: dict[str, object] = {}
+    for name, part in module.named_modules():
+        above = [w for w in wrapped if name == w or name.startswith(f"{w}.")]
+        if not above or name == f"{above[0]}.base_layer":
+            shape[BASE_LAYER.sub("", name)] = type(part)
+    for name, p in module.named_parameters():
+        if id(p) not in inside:
+            shape[f"{BASE_LAYER.sub('', name)}:"] = tuple(p.shape)
+    return shape
+
+
+def _refusals(module: PreTrainedModel) -> tuple[str, ...]:
+    """Why a model can't take a layout, by its configuration; empty = it may."""
+    config = vars(module.config)
+    why = []
+    if not module._can_set_attn_implementation():
+        why.append("its attention is not behind transformers' attention interface")
+    if odd := set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}:
+        why.append(f"it has {', '.join(sorted(odd))} layers")
+    if module._is_stateful:
+        why.append("it has a recurrent state")
+    rope = config.get("rope_parameters") or {}
+    kinds = {r["rope_type"] for r in (rope, *rope.values()) if isinstance(r, dict) and "rope_type" in r}
+    if long := kinds & {"dynamic", "longrope"}:
+        why.append(f"its rope ({', '.join(long)}) depends on the longest position of a pass")
+    return tuple(why)
+
+
+class _CountedLayout(SegmentLayout):
+    """A layout that counts the layers that used it."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args, attention="plain")  # 24 tokens are not worth a kernel
+        self.calls = 0
+
+    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.calls += 1
+        return super().attend(*args, **kwargs)
+
+
+@torch.no_grad()
+def _probe(module: PreTrainedModel) -> tuple[str, ...]:
+    """Runs the probe's 24 tokens packed (13, and 7 with a child of 4) and apart under eager attention, and compares."""
+    before: Any = module.config._attn_implementation
+    device: Any = module.get_input_embeddings().weight.device
+    ids = torch.tensor(probe_tokens(module.config.vocab_size), device=device)
+    other = ids.clone()
+    other[5] = (other[5] + 1) % module.config.vocab_size
+    layout = _CountedLayout((13, 7, 4), (-1, -1, 1), device)
+    packed = lambda x: (
+        module(input_ids=x[None], position_ids=layout.position_ids, whet_layout=layout, use_cache=False)
+        .logits[0]
+        .double()
+    )
+    try:
+        module.set_attn_implementation(ATTENTION)
+        together = packed(ids)
+        calls, layers = layout.calls, module.config.num_hidden_layers
+        if calls != layers:
+            return (f"the layout reached {calls} attention calls of {layers} layers",)
+        moved = (packed(other) - together)[13:].abs().max()
+        module.set_attn_implementation("eager")
+        alone = torch.cat([module(input_ids=x[None], use_cache=False).logits[0].double() for x in (ids[:13], ids[13:])])
+    except Exception as error:  # a model's own code may raise anything; whatever it is, it can't take a layout
+        return (f"{type(error).__name__}: {error}".splitlines()[0],)
+    finally:
+        module.set_attn_implementation(before)
+    if not alone.isfinite().all():
+        raise ConfigError(
+            f"{module.name_or_path or type(module).__name__} gives logits that are not finite; its weights are broken"
+        )
+    limit = limit_for(next(module.parameters()).dtype, TOLERANCE) * alone.abs().max()
+    if not (apart := (together - alone).abs().max()) <= limit:
+        return (f"packed logits differ from separate ones by {apart:.1e}",)
+    if not moved <= ISOLATION * limit:
+        return (f"outputs of one sequence change by {moved:.1e} when another sequence in the batch changes",)
+    return ()

@@ -1,0 +1,436 @@
+"""From a TokenBatch to micro-batches that a model can run: shared prefixes, packed rows, or padded ones.
+
+Dim legend: B rows, T tokens of a row, s completion tokens of a micro-batch, n its sequences.
+A sequence stays whole, and so does a unit (`TokenBatch.unit_of`). A group's sequences share one copy of their prefix,
+and where it pays all that sequences begin with alike is run once (see tree.py); what is over the token budget is split,
+and each part repeats what it needs. A completion's last token predicts nothing, so it is run only where the state at
+the end is asked for. Micro-batches are few, then of like cost (see balance.py), the largest first. The plan depends on
+the batch alone, never on the clock.
+Left out on purpose: columns such as advantages; `MicroBatch.token_index` says where a token's columns are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from whet.errors import ConfigError, DataError
+from whet.models.attention import SegmentLayout
+from whet.packing.bin_packing import NO_CAP, PackItem, PassCost, Split, first_fit, pack, pad
+from whet.packing.micro_batch import MicroBatch
+from whet.packing.prefix_tree import PrefixTree, build_tree, prefix_trees
+from whet.types import TokenBatch
+
+__all__ = ["MicroBatch", "plan_micro_batches"]
+
+TOKENS = PassCost()
+"""Every token costs the same."""
+REPEATS = 0.01
+"""Share of the work by which repeated prefixes may exceed that of a larger token budget."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Work:
+    """A batch, and how it is to be run."""
+
+    batch: TokenBatch
+    max_tokens: int
+    max_sequences: int
+    cost: PassCost
+    at_end: bool
+    shared_prefix: bool
+    prefix_lengths: np.ndarray
+    """[N]."""
+    starts: np.ndarray
+    """[N]: where each completion begins on the token axis."""
+    lengths: np.ndarray
+    """[N]: completion tokens that are run, all but the last or all."""
+
+    def run(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """What sequence i puts into the model: its prefix, and its completion."""
+        start = int(self.starts[i])
+        return self.batch.prefix(i).numpy(), self.batch.tokens.numpy()[start : start + int(self.lengths[i])]
+
+
+def plan_micro_batches(
+    batch: TokenBatch,
+    *,
+    max_tokens: int,
+    max_sequences: int | None = None,
+    packable: bool = True,
+    shared_prefix: bool = True,
+    at_end: bool = False,
+    cost: PassCost = TOKENS,
+    device: torch.device | str = "cpu",
+    attention: str = "auto",
+    saturating_tokens: int | None = None,
+    multiple: int = 1,
+) -> list[MicroBatch]:
+    """Cuts a batch into micro-batches within a token budget; every completion token is a target of exactly one.
+
+    Args:
+        batch: what to run.
+        max_tokens: places of input_ids in a micro-batch.
+        max_sequences: most sequences of a micro-batch; None = no limit.
+        packable: the model takes layouts; False = right-padded rows of like length.
+        shared_prefix: common beginnings are run once; False = once per sequence.
+        at_end: completions are run to their last token, whose hidden state is at `MicroBatch.last_index`.
+        cost: by which micro-batches are made alike.
+        device, attention: of the tensors; what serves the layouts there, one of models.attention.KERNELS.
+        saturating_tokens: from which on a larger micro-batch is no faster; None = unknown, so they are as few as fit.
+        multiple: of the layouts' buckets, see SegmentLayout.
+    Returns: the micro-batches, the one of most tokens first: what one takes fits where those before it lay.
+    Raises: ConfigError: a budget below 1. DataError: a sequence or unit over max_tokens, a unit over max_sequences, or
+        an empty prefix: nothing predicts a first token.
+
+    >>> from whet.types import TrainExample
+    >>> two = torch.ones(2, 2, dtype=torch.bool)
+    >>> batch = TokenBatch.from_padded(TrainExample(
+    ...     prompt_ids=torch.tensor([[5, 6], [5, 6]]), prompt_mask=two,
+    ...     completion_ids=torch.tensor([[7, 2], [8, 2]]), completion_mask=two, advantages=torch.ones(2)))
+    >>> [micro.input_ids.tolist() for micro in plan_micro_batches(batch, max_tokens=100)]
+    [[[5, 6, 7, 8]]]
+    >>> [micro.input_ids.tolist() for micro in plan_micro_batches(batch, max_tokens=3)]  # each part has the prefix
+    [[[5, 6, 7]], [[5, 6, 8]]]
+    """
+    _check_limits(max_tokens=max_tokens, max_sequences=max_sequences)
+    work = _Work(
+        batch=batch,
+        max_tokens=min(max_tokens, NO_CAP),
+        max_sequences=min(max_sequences or batch.num_sequences, batch.num_sequences),
+        cost=cost,
+        at_end=at_end,
+        shared_prefix=shared_prefix,
+        prefix_lengths=batch.prefix_lengths.numpy()[batch.prefix_of.numpy()],
+        starts=batch.starts.numpy(),
+        lengths=batch.lengths.numpy() - (not at_end),
+    )
+    _check_lengths(work, max_tokens)
+    if packable:
+        cut = _unit_bins if batch.num_units < batch.num_sequences else _sequence_bins
+        micros = [_packed(work, items, multiple, attention) for items in cut(work, saturating_tokens)]
+    else:
+        micros = [_padded(work, items) for items in pad(_rows(work), work.max_tokens, work.max_sequences)]
+    return [micro.to(device) for micro in sorted(micros, key=lambda micro: -micro.num_tokens)]
+
+
+# ---- which sequences share a micro-batch -----------------------------------------------------------------------------
+
+
+def _sequence_bins(work: _Work, saturating_tokens: int | None) -> list[list[PackItem]]:
+    """Groups, or parts of them, as micro-batches: few, then of like cost. Every sequence may go anywhere."""
+    ids, trees = _groups(work, range(len(work.lengths)))
+    groups = [_group(work, group) for group in ids]
+
+    @functools.cache
+    def items(split: Split, token_budget: int) -> list[PackItem]:
+        found = [item for tree in trees for item in tree.items(split, token_budget, work.max_sequences, work.cost)]
+        return found + [item for group in groups for item in group.items(split, token_budget, work.max_sequences)]
+
+    unsplit = max([*(group.tokens for group in groups), *(int(tree.lengths.sum()) for tree in trees)], default=1)
+    longest = int((work.prefix_lengths + work.lengths).max(initial=1))
+    budgets = _budgets(longest, unsplit, saturating_tokens, work.max_tokens)
+    budget = _least(budgets, lambda n: sum(item.cost for item in items(first_fit, n)))
+    ways = [items(first_fit, budget), items(pack, budget)]  # full parts leave a small one for a gap; like parts none
+    plans = [pack(found, budget, work.max_sequences) for found in ways[: 1 if ways[0] == ways[1] else 2]]
+    return min(plans, key=lambda bins: (len(bins), max((sum(u.cost for u in b) for b in bins), default=0)))
+
+
+def _unit_bins(work: _Work, saturating_tokens: int | None) -> list[list[PackItem]]:
+    """Whole units as micro-batches. Units that share a beginning are one item where that fits, else halves of them."""
+    groups, trees = _groups(work, range(len(work.lengths)))
+    families = _families([*groups, *(tree.sequences.tolist() for tree in trees)], work.batch.unit_of.tolist())
+    units = [unit for family in families for unit in family]
+    ends = np.cumsum([len(family) for family in families]).tolist()
+    spans = list(zip([0, *ends], ends))
+
+    @functools.cache
+    def laid(a: int, b: int) -> PackItem:
+        return _laid(work, sorted(i for unit in units[a:b] for i in unit))
+
+    def items(token_budget: int) -> list[PackItem]:
+        found, open_ = [], list(reversed(spans))
+        while open_:
+            a, b = open_.pop()
+            item, middle = laid(a, b), (a + b) // 2
+            if item.tokens <= token_budget and len(item.sequences) <= work.max_sequences:
+                found.append(item)
+            else:
+                open_ += [(middle, b), (a, middle)]
+        return found
+
+    singles = [laid(k, k + 1) for k in range(len(units))]
+    for item in singles:
+        _check_unit(work, item, item.tokens)
+    unsplit, longest = max(laid(*span).tokens for span in spans), max(item.tokens for item in singles)
+    budgets = _budgets(longest, unsplit, saturating_tokens, work.max_tokens)
+    budget = _least(budgets, lambda n: sum(item.cost for item in items(n)))
+    return pack(items(budget), budget, work.max_sequences)
+
+
+def _families(blocks: Sequence[Sequence[int]], unit_of: Sequence[int]) -> list[list[list[int]]]:
+    """The units, those together that share a block (sequences that begin alike), directly or by way of others.
+
+    >>> _families([[0, 1], [2], [3]], [0, 1, 1, 2])         # 0 and 1 begin alike, 1 and 2 are a pair
+    [[[0], [1, 2]], [[3]]]
+    """
+    block_of = {i: b for b, ids in enumerate(blocks) for i in ids}
+    home = list(range(len(blocks)))
+
+    def find(b: int) -> int:
+        while home[b] != b:
+            b = home[b]
+        return b
+
+    units: dict[int, list[int]] = {}
+    for i, u in enumerate(unit_of):
+        units.setdefault(u, []).append(i)
+        home[find(block_of[i])] = find(block_of[units[u][0]])
+    found: dict[int, list[list[int]]] = {}
+    for ids in units.values():
+        found.setdefault(find(block_of[ids[0]]), []).append(ids)
+    return list(found.values())
+
+
+def _laid(work: _Work, ids: Sequence[int]) -> PackItem:
+    """Sequences as one item, whatever it takes: each group and each tree whole, end to end."""
+    groups, trees = _groups(work, ids)
+    parts = [item for tree in trees for item in tree.items(first_fit, NO_CAP, NO_CAP, work.cost)]
+    parts += [item for group in groups for item in _group(work, group).items(first_fit, NO_CAP, NO_CAP)]
+    members = tuple(i for item in parts for i in item.sequences)
+    return PackItem(members, sum(u.tokens for u in parts), sum(u.cost for u in parts), parts=tuple(parts))
+
+
+def _rows(work: _Work) -> list[PackItem]:
+    """The units as padded rows."""
+    units: dict[int, list[int]] = {}
+    for i, u in enumerate(work.batch.unit_of.tolist()):
+        units.setdefault(u, []).append(i)
+    rows = []
+    for ids in units.values():
+        width = int((work.prefix_lengths[ids] + work.lengths[ids]).max())
+        cost = work.cost.of(width, targets=int(work.lengths[ids].max()) + 1)
+        rows.append(PackItem(tuple(ids), width, cost))
+        _check_unit(work, rows[-1], width * len(ids))
+    return rows
+
+
+def _budgets(longest: int, unsplit: int, saturating_tokens: int | None, max_tokens: int) -> list[int]:
+    """Candidate token budgets: max_tokens, and from `saturating_tokens` on those below it by eighths.
+
+    Args:
+        longest: tokens of the longest sequence or unit; none below it.
+        unsplit: from which on no group and no tree is split for its tokens; none beyond the first that reaches it, so
+            that a limit which the batch is far from costs nothing.
+        saturating_tokens: as in plan_micro_batches.
+        max_tokens: the largest.
+    """
+    if saturating_tokens is None or saturating_tokens >= max_tokens:
+        return [max_tokens]
+    step = max(1, saturating_tokens // 8)
+    end = min(max_tokens, max(unsplit, longest, saturating_tokens) + step)
+    return [n for n in range(saturating_tokens, end, step) if n >= longest] + [max_tokens] * (end == max_tokens)
+
+
+def _least(budgets: Sequence[int], cost: Callable[[int], int]) -> int:
+    """The smallest token budget at which the prefixes that split groups repeat are not worth a larger one."""
+    if len(budgets) == 1:
+        return budgets[0]
+    costs = [cost(budget) for budget in budgets]
+    return next(budget for budget, c in zip(budgets, costs) if c <= min(costs) * (1 + REPEATS))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Group:
+    """Sequences of one prefix; what no budget changes."""
+
+    prefix: int
+    """Tokens."""
+    prefix_cost: int
+    own: list[PackItem]
+    """What each sequence adds to the prefix."""
+    tokens: int
+    """Of all, the prefix once."""
+
+    def items(self, split: Split, token_budget: int, max_sequences: int) -> list[PackItem]:
+        """The sequences as one item, or as several that each repeat the prefix."""
+        whole = self.tokens <= token_budget and len(self.own) <= max_sequences  # then any split makes one part
+        items = []
+        for part in [self.own] if whole else split(self.own, token_budget - self.prefix, max_sequences):
+            members = tuple(sorted(u.sequences[0] for u in part))
+            tokens, cost = sum(u.tokens for u in part), sum(u.cost for u in part)
+            items.append(PackItem(members, self.prefix + tokens, self.prefix_cost + cost))
+        return items
+
+
+def _group(work: _Work, ids: Sequence[int]) -> _Group:
+    """The sequences `ids`, which have one prefix."""
+    cost, prefix = work.cost, int(work.prefix_lengths[ids[0]])
+    lengths = work.lengths[ids].tolist()
+    own = [PackItem((i,), n, cost.of(n, above=prefix, targets=n + 1)) for i, n in zip(ids, lengths)]
+    return _Group(prefix=prefix, prefix_cost=cost.of(prefix), own=own, tokens=prefix + sum(lengths))
+
+
+def _check_limits(**limits: int | None) -> None:
+    """Raises ConfigError where a limit is below 1; there is no upper limit."""
+    for name, value in limits.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} {value} must be at least 1")
+
+
+def _check_lengths(work: _Work, max_tokens: int) -> None:
+    """Raises DataError where a prefix is empty or, naming the longest, a sequence is over the budget."""
+    if not work.prefix_lengths.all():
+        raise DataError(
+            f"sequence {int(np.argmin(work.prefix_lengths))} has an empty prefix; a prompt needs at least one token"
+        )
+    whole = work.prefix_lengths + work.lengths
+    if not len(whole) or whole.max() <= max_tokens:
+        return
+    i = int(whole.argmax())
+    prefix, completion = int(work.prefix_lengths[i]), int(work.batch.lengths[i])
+    raise DataError(
+        f"sequence {i} has {prefix} + {completion} = {prefix + completion} tokens of prompt and completion, over the "
+        f"token budget trainer.max_tokens_per_microbatch={max_tokens}; set trainer.max_tokens_per_microbatch="
+        f"{prefix + completion} or more"
+    )
+
+
+def _check_unit(work: _Work, item: PackItem, tokens: int) -> None:
+    """Raises DataError where a unit does not fit into one micro-batch."""
+    if tokens <= work.max_tokens and len(item.sequences) <= work.max_sequences:
+        return
+    unit, members = int(work.batch.unit_of[item.sequences[0]]), sorted(item.sequences)
+    raise DataError(
+        f"unit {unit} has {len(members)} sequences ({', '.join(map(str, members[:8]))}{', ...' * (len(members) > 8)}) "
+        f"that take {tokens} tokens together and stay in one micro-batch, over its limit of {work.max_tokens} tokens "
+        f"and {work.max_sequences} sequences; set trainer.max_tokens_per_microbatch={tokens} or more, let a "
+        "micro-batch hold more sequences, or make the unit smaller"
+    )
+
+
+def _groups(work: _Work, ids: Sequence[int]) -> tuple[list[list[int]], list[PrefixTree]]:
+    """Of these sequences, those of one prefix together, except those that are run as trees; or each on its own."""
+    if not work.shared_prefix:
+        return [[i] for i in ids], []
+    at = np.asarray(ids, dtype=np.int64)
+    prefix_of = work.batch.prefix_of.numpy()[at]
+    found = prefix_trees([np.concatenate(work.run(i)) for i in ids], prefix_of, work.prefix_lengths[at])
+    trees = [dataclasses.replace(tree, sequences=at[tree.sequences]) for tree in found]
+    inside = {i for tree in trees for i in tree.sequences.tolist()}
+    groups: dict[int, list[int]] = {}
+    for i, k in zip(ids, prefix_of.tolist()):
+        if i not in inside:
+            groups.setdefault(k, []).append(i)
+    return list(groups.values()), trees
+
+
+# ---- how they lie in it ----------------------------------------------------------------------------------------------
+
+
+class _Part(NamedTuple):
+    """An item by itself: token ids, its segments, and of each sequence what `_micro` calls its states."""
+
+    ids: np.ndarray
+    lengths: list[int]
+    parents: list[int]
+    states: list[np.ndarray]
+
+
+def _packed(work: _Work, items: Sequence[PackItem], multiple: int, attention: str) -> MicroBatch:
+    """One row: the items end to end."""
+    items = [part for whole in items for part in whole.parts or (whole,)]
+    lengths: list[int] = []
+    parents: list[int] = []
+    states: list[np.ndarray] = []
+    ids, place = [], 0
+    for item in items:
+        part = (_tree_part if item.tree else _group_part)([work.run(i) for i in item.sequences])
+        parents += [p if p < 0 else len(lengths) + p for p in part.parents]
+        lengths += part.lengths
+        states += [place + s for s in part.states]
+        ids.append(part.ids)
+        place += len(part.ids)
+    layout = SegmentLayout(lengths, parents, attention=attention, multiple=multiple)
+    sequences = [i for item in items for i in item.sequences]
+    return _micro(work, np.concatenate(ids)[None], sequences, states, layout=layout)
+
+
+def _tree_part(runs: Sequence[tuple[np.ndarray, np.ndarray]]) -> _Part:
+    """Sequences as a tree."""
+    tree = build_tree([np.concatenate(run) for run in runs])
+    states = [places[len(prefix) - 1 :] for places, (prefix, _) in zip(tree.places, runs)]
+    return _Part(tree.ids, tree.lengths, tree.parents, states)
+
+
+def _group_part(runs: Sequence[tuple[np.ndarray, np.ndarray]]) -> _Part:
+    """A prefix followed by the completions that it has; a lone sequence is a single segment."""
+    prefix, completions = runs[0][0], [c for _, c in runs]
+    ids = np.concatenate([prefix, *completions])
+    states, place = [], len(prefix)
+    for c in completions:
+        states.append(np.concatenate([[len(prefix) - 1], np.arange(place, place + len(c))]))
+        place += len(c)
+    if len(runs) == 1:
+        return _Part(ids, [len(ids)], [-1], states)
+    own = [len(c) for c in completions if len(c)]
+    return _Part(ids, [len(prefix), *own], [-1, *[0] * len(own)], states)
+
+
+def _padded(work: _Work, items: Sequence[PackItem]) -> MicroBatch:
+    """Right-padded rows of prompt and completion."""
+    sequences = [i for item in items for i in item.sequences]
+    runs = [work.run(i) for i in sequences]
+    width = max(len(p) + len(c) for p, c in runs)
+    ids = np.zeros((len(runs), width), dtype=np.int64)
+    mask, states = np.zeros_like(ids), []
+    for b, (p, c) in enumerate(runs):
+        ids[b, : len(p) + len(c)] = np.concatenate([p, c])
+        mask[b, : len(p) + len(c)] = 1
+        states.append(np.arange(len(p) - 1, len(p) + len(c)) + b * width)
+    return _micro(work, ids, sequences, states, mask=torch.from_numpy(mask))
+
+
+def _micro(
+    work: _Work,
+    ids: np.ndarray,
+    sequences: Sequence[int],
+    states: Sequence[np.ndarray],
+    *,
+    layout: SegmentLayout | None = None,
+    mask: Tensor | None = None,
+) -> MicroBatch:
+    """The targets of these sequences, from the places of the states that they are read from.
+
+    Args: states: of each sequence, that of the prefix's last token and those of the completion's tokens that are run.
+    """
+    batch, at = work.batch, np.asarray(sequences)
+    lengths = batch.lengths.numpy()[at]
+    sequence = np.repeat(np.arange(len(at)), lengths)
+    position = np.arange(len(sequence)) - np.repeat(lengths.cumsum() - lengths, lengths)
+    index = work.starts[at][sequence] + position
+    units, first, unit_of = np.unique(batch.unit_of.numpy()[at], return_index=True, return_inverse=True)
+    order = first.argsort()
+    tensor = lambda x: torch.from_numpy(np.ascontiguousarray(x))
+    return MicroBatch(
+        input_ids=tensor(ids),
+        layout=layout,
+        attention_mask=mask,
+        hidden_index=tensor(np.concatenate([s[:n] for s, n in zip(states, lengths)])),
+        targets=tensor(batch.tokens.numpy()[index]),
+        token_index=tensor(index),
+        sequence=tensor(sequence),
+        position=tensor(position),
+        sequences=tensor(at),
+        units=tensor(units[order]),
+        unit_of=tensor(order.argsort()[unit_of]),
+        last_index=tensor(np.array([s[-1] for s in states])) if work.at_end else None,
+        batch=batch,
+    )

@@ -1,0 +1,83 @@
+"""The model that an embedded engine runs: the trainer's own, or a copy whose weights are given to it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from whet.errors import ConfigError, EngineError
+from whet.models.load import load_model
+from whet.models.loaded_model import LoadedModel
+
+__all__ = ["EngineModel"]
+
+
+class EngineModel:
+    """A model that the embedded engine can run, and the update of its weights.
+
+    Args: model: a LoadedModel, or a module to load. own_weights: run a copy of it, which no optimizer step moves.
+    Raises: ConfigError: a critic, or a model that whet's attention does not fit.
+    """
+
+    def __init__(self, model: LoadedModel | nn.Module, *, own_weights: bool = False) -> None:
+        if isinstance(model, nn.Module):
+            model = load_model(model, device=next(model.parameters()).device)
+        if model.lm_head.kind == "none":
+            raise ConfigError(f"{model.name} is a critic: it has no LM head to generate with; give the actor")
+        if model.is_view:
+            raise ConfigError(
+                f"{model.name} is a read-only view of another model (its adapter switched off); pass that model"
+            )
+        if not model.packable:
+            raise ConfigError(f"the embedded engine can't run this model: {'; '.join(model.reasons)}; use engine 'hf'")
+        self.loaded = copy.deepcopy(model) if own_weights else model  # with its heads and adapter
+        self.shared = not own_weights
+        """Whether the parameters are the trainer's."""
+        self.adapted = own_weights and model.adapter is not None
+        """Whether it takes what is trained alone: its copy of the base is the trainer's for ever."""
+        moving = {n for n, p in model.module.named_parameters() if p.requires_grad}
+        self._moving = moving if self.adapted and moving else None
+        if own_weights:
+            self.loaded.module.requires_grad_(False)
+        self._whole = True
+
+    def check_whole(self) -> None:
+        """Raises EngineError where an update has failed half-way: nothing may be sampled from what is left."""
+        if not self._whole:
+            raise EngineError("the last update of the engine's weights failed half-way; give it all of them again")
+
+    def check_given(self, weights: object | None) -> None:
+        """Raises EngineError where weights come to an engine that shares them, or none to one that has its own."""
+        if weights is not None and self.shared:
+            raise EngineError("the engine reads the trainer's own parameters; call update(version) without weights")
+        if weights is None and not self.shared:
+            given = "trained" if self.adapted else "named"
+            raise EngineError(f"the engine has weights of its own; call update(version, worker.{given}_weights())")
+
+    @torch.no_grad()
+    def take(self, weights: Iterable[tuple[str, Tensor]] | None) -> None:
+        """Copies weights into the parameters, one at a time, in their dtype and on their device.
+
+        Args: weights: (name, tensor); a shared tensor under one of its names, or under each. Of a model with an adapter
+            what is trained alone. None = they are there.
+        Raises: EngineError: an unknown name, another shape, or a parameter that was not given.
+        """
+        if weights is None:
+            return
+        own = dict(self.loaded.module.named_parameters(remove_duplicate=False))
+        missing = {id(p): name for name, p in own.items() if self._moving is None or name in self._moving}
+        self._whole = False
+        for name, tensor in weights:
+            if name not in own:
+                raise EngineError(f"the engine's model has no parameter {name!r}; give the weights of that model")
+            if own[name].shape != tensor.shape:
+                raise EngineError(f"{name} is {tuple(tensor.shape)}, and {tuple(own[name].shape)} in the engine")
+            own[name].copy_(tensor)
+            missing.pop(id(own[name]), None)
+        if missing:
+            first, more = next(iter(missing.values())), len(missing) - 1
+            raise EngineError(f"no weights were given for {first!r} and {more} others; an update takes all of them")
+        self._whole = True

@@ -1,0 +1,344 @@
+"""The decoder blocks of the Llama family, written out: fewer products, fewer kernels, no module dispatch.
+
+It reads the parameters of the Hugging Face module, and is compared with the module when the engine is built: where
+the parts don't fit, or the numbers differ, it steps aside and the module itself runs (`FusedTrunk.of` says why).
+Scale, window and soft-cap of each layer are not guessed: they are what the module hands to its attention.
+Dim legend: B rows, T tokens of a row, N = B T, d hidden size, H query heads, K KV heads, D head size.
+Left out on purpose: experts, blocks with further norms or multipliers, partial rotary: the module runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from whet.models.adapters import Adapter, plain_linear
+from whet.models.attention import Layout
+from whet.models.loaded_model import LoadedModel
+from whet.models.modes import evaluating, max_positions
+from whet.models.self_check import PROBE, limit_for, probe_tokens
+from whet.native.build import Unavailable
+from whet.native.decode import Kernels, load_kernels, unfit_sizes
+from whet.rollout.engine.kv_cache import KVStore
+from whet.rollout.engine.native_step import NativeLayer, NativeLayout
+from whet.rollout.engine.packed_linear import Product
+from whet.rollout.engine.prefill import PrefillLayout, PrefillSpan
+
+__all__ = ["FusedTrunk"]
+
+BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+ATTENTION_NORMS = {"q_norm", "k_norm"}
+MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+TOLERANCE = {"wide": 2e-5, "half": 5e-2}
+"""Largest difference from the module's hidden states, relative to the largest of them."""
+SILU = {"SiLU", "SiLUActivation"}
+"""Activations that the native kernels have."""
+
+
+class _UnfitError(Exception):
+    """A part that this code does not know."""
+
+
+class _Recorder(PrefillLayout):
+    """Records what the module hands to its attention."""
+
+    options: list[dict[str, Any]]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        self.options.append({"layer": layer, **options})
+        return super().attend(layer, q, k, v, **options)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Block:
+    """One layer."""
+
+    number: int
+    before: _Norm
+    after: _Norm
+    qkv: Product
+    out: Product
+    gate_up: Product
+    down: Product
+    act: Callable[[Tensor], Tensor]
+    qk_norms: tuple[_Norm, _Norm] | None
+    qk_weight: Tensor | None
+    """[H + K, D]: the weights of both norms, head by head; those of queries times `q_scale`."""
+    q_scale: float
+    kv: int
+    options: dict[str, Any]
+
+    def __call__(self, h: Tensor, cos: Tensor, sin: Tensor, layout: Layout, shape: tuple[int, int]) -> Tensor:
+        """[N, d] -> [N, d]."""
+        size, heads = cos.shape[-1], -self.kv
+        qkv = self.qkv(self.before(h, self.qkv.gain)).view(h.shape[0], -1, size)
+        qk = qkv[:, :heads]
+        if self.qk_norms is not None:
+            qk = self.qk_norms[0](qk, None, self.qk_weight)
+        qk = torch.addcmul(qk * cos, qk.roll(size // 2, -1), sin)
+        parts = (qk[:, :heads], qk[:, heads:], qkv[:, heads:])
+        if shape[1] == 1:
+            q, k, v = (x.unsqueeze(2) for x in parts)
+        else:
+            q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in parts)
+        seen = layout.attend(self.number, q, k, v, **self.options)  # [B, H, T, D]
+        h = self.out(seen.transpose(1, 2).reshape(h.shape[0], -1)).add_(h)
+        gate, up = self.gate_up(self.after(h, self.gate_up.gain)).chunk(2, -1)
+        return self.down(self.act(gate).mul_(up)).add_(h)
+
+    def native(self) -> NativeLayer:
+        """What the native kernels need to know, as it is now."""
+        norms = self.qk_norms
+        folded = self.qkv.gain is not None
+        return NativeLayer(
+            norm=self.qk_weight,
+            epsilons=(norms[0].epsilon, norms[1].epsilon) if norms else (0.0, 0.0),
+            scale=self.options["scale"],
+            window=self.options["window"],
+            before=None if folded else self.before.weight,
+            after=None if folded else self.after.weight,
+            outer_epsilons=(self.before.epsilon, self.after.epsilon),
+            products=(self.qkv, self.out, self.gate_up, self.down),
+        )
+
+
+class _Norm:
+    """An RMSNorm module, read at each call. Args: module: the norm, a plain one."""
+
+    def __init__(self, module: nn.Module) -> None:
+        if {n for n, _ in module.named_parameters()} != {"weight"} or "variance_epsilon" not in vars(module):
+            raise _UnfitError(f"its norm {type(module).__name__} is not a plain RMSNorm")
+        self.module = module
+        self.epsilon: float = vars(module)["variance_epsilon"]
+        self._least = self.weight.detach().new_full((), self.epsilon)
+
+    @property
+    def weight(self) -> Tensor:
+        """The module's own."""
+        return self.module._parameters["weight"]  # pyright: ignore
+
+    def __call__(self, x: Tensor, folded: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
+        """The norm over the last dim. Args: folded: what the next product multiplies by already. weight: another."""
+        weight = self.weight if weight is None else weight
+        if x.dtype != torch.float32:
+            return F.rms_norm(x, x.shape[-1:], None, self.epsilon).mul_(weight)
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        out = x * torch.addcmul(self._least, length, length, value=1 / x.shape[-1]).rsqrt_()
+        return out if folded is not None else out.mul_(weight)
+
+
+class FusedTrunk:
+    """The decoder of a model, from token ids to the hidden states after the last norm."""
+
+    def __init__(
+        self, module: nn.Module, options: list[dict[str, Any]], *, without_kernels: Unavailable | None = None
+    ) -> None:
+        trunk: Any = module.get_decoder()  # pyright: ignore
+        wrong = {n for n, _ in trunk.named_children()} ^ {"embed_tokens", "layers", "norm", "rotary_emb"}
+        if wrong or type(trunk.embed_tokens) is not nn.Embedding:
+            raise _UnfitError(f"its decoder stack differs in {', '.join(sorted(wrong)) or 'its embedding'}")
+        self._module, self._trunk = module, trunk
+        self._norm = _Norm(trunk.norm)
+        self.epoch = 0
+        """Rises when the rotary tables move."""
+        self._cos = self._sin = torch.empty(0)
+        self.reach(PROBE)
+        size = self._cos.shape[-1]
+        layers = list(zip(trunk.layers, options, strict=True))
+        make = lambda kernels: [_block(i, y, o, size=size, kernels=kernels) for i, (y, o) in enumerate(layers)]
+        self._blocks = make(None)
+        self.kernels: Kernels | Unavailable = without_kernels or self._fitting_kernels()
+        """Those of a decode step, or why torch's serve."""
+        if not isinstance(self.kernels, Unavailable):
+            self._blocks = make(self.kernels)
+        self._renewed = 0
+        self._fill_norms()
+
+    @classmethod
+    def of(cls, loaded: LoadedModel, *, native: bool) -> FusedTrunk | Unavailable:
+        """The fused trunk of a model, compared with it; or the reason why the model itself has to run.
+
+        Args: loaded: a packable model. native: whether to decode with kernels of our own, and packed weights.
+        Returns: the trunk, or the reason.
+        """
+        if not loaded.lm_head.linear:
+            return Unavailable("only the module itself can make its logits")
+        module = loaded.module
+        if module.get_output_embeddings().weight.dtype != module.get_input_embeddings().weight.dtype:  # pyright: ignore
+            return Unavailable("its head has another dtype than its embedding")
+        device = next(module.parameters()).device
+        ids = torch.tensor([probe_tokens(module.config.vocab_size)], device=device)
+        layout = _probe_layout(_Recorder, device)
+        layout.options = []
+        call = {"position_ids": layout.position_ids, "whet_layout": layout, "use_cache": False}
+        with torch.no_grad(), evaluating(module):
+            want = module.get_decoder()(input_ids=ids, **call).last_hidden_state[0]
+        calls = [o.pop("layer") for o in layout.options]
+        if calls != list(range(len(calls))):
+            return Unavailable(f"its attention is called for layers {calls}")
+        limit = limit_for(want.dtype, TOLERANCE) * want.abs().max().double()
+        try:
+            fused = cls(module, layout.options, without_kernels=None if native else Unavailable("switched off"))
+            with torch.no_grad():
+                if not isinstance(fused.kernels, Unavailable):
+                    off = _apart(fused._stepped(ids, fused.kernels), want[-2:])
+                    if off > limit:
+                        differs = Unavailable(f"a decode step differs by {off:.1e}")
+                        fused = cls(module, layout.options, without_kernels=differs)
+                off = _apart(fused(ids, _probe_layout(PrefillLayout, device)), want)
+        except _UnfitError as error:
+            return Unavailable(str(error))
+        except (RuntimeError, TypeError, ValueError) as error:
+            return Unavailable(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        return fused if off <= limit else Unavailable(f"its hidden states differ by {off:.1e}")
+
+    def __call__(self, ids: Tensor, layout: Layout) -> Tensor:
+        """Hidden states [N, d] of ids [B, T] after the last norm."""
+        h = F.embedding(ids.reshape(-1), self._trunk.embed_tokens.weight)
+        if isinstance(layout, NativeLayout):
+            return self._step(h, layout)
+        place = layout.position_ids.reshape(-1)
+        cos, sin = (x.index_select(0, place).unsqueeze(1) for x in (self._cos, self._sin))
+        shape = (ids.shape[0], ids.shape[1])
+        for block in self._blocks:
+            h = block(h, cos, sin, layout, shape)
+        return self._norm(h)
+
+    def _step(self, h: Tensor, layout: NativeLayout) -> Tensor:
+        """Hidden states [n, d] of one token for each row, from their embeddings."""
+        block = self._blocks[0]
+        heads = (block.qkv.width // self._cos.shape[1] - 2 * block.kv, block.kv)
+        layout.turn(self._cos, self._sin, heads)
+        more = layout.run(h, self._renewed, lambda: [b.native() for b in self._blocks])
+        return layout.kernels.norm(h, more, self._norm.weight, self._norm.epsilon)
+
+    def _stepped(self, ids: Tensor, kernels: Kernels) -> Tensor:
+        """Hidden states [2, d] of the last tokens of ids [1, T], decoded one by one behind the others as a prompt."""
+        count, prompt, own = ids.shape[1] - 2, KVStore(rows=1, length=PROBE), KVStore()
+        own.reserve(1, 2)
+        span = PrefillSpan(count=1, start=0, length=count, store=prompt, slot=0)
+        self(ids[:, :count], PrefillLayout([span], ids.device))
+        layout, zero = NativeLayout(kernels, own), np.zeros(1, np.int64)
+        layout.regroup({PROBE: prompt}, zero + PROBE, zero, zero + count)
+        steps = []
+        for made in range(2):
+            position, before = torch.tensor([count + made]), torch.tensor([made])
+            layout.begin(position, before, longest=made, furthest=count + made, equal=True)
+            steps.append(self(ids[:, count + made :][:, :1], layout))
+        return torch.cat(steps)
+
+    def _fitting_kernels(self) -> Kernels | Unavailable:
+        """The native kernels, or why they don't fit."""
+        weight, first = self._trunk.embed_tokens.weight, self._blocks[0]
+        if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
+            return Unavailable(f"none for {weight.dtype} on {weight.device.type}")
+        adapter = Adapter.of(self._module)
+        merged = set() if adapter is None else {id(p) for p in adapter.parameters()}  # into copies of their layers
+        read = [(n, p) for n, p in self._module.named_parameters() if id(p) not in merged]
+        if wrong := sorted(n for n, p in read if p.dtype != weight.dtype or not p.is_contiguous()):
+            return Unavailable(f"{', '.join(wrong[:3])}: of another dtype than the embedding, or not contiguous")
+        if any(b.options["softcap"] is not None or b.options["sinks"] is not None for b in self._blocks):
+            return Unavailable("soft-capped scores or sinks")
+        if any(type(b.act).__name__ not in SILU for b in self._blocks):
+            found = sorted({type(b.act).__name__ for b in self._blocks})
+            return Unavailable(f"its activations are {', '.join(found)}")
+        if any((b.kv, b.qkv.width) != (first.kv, first.qkv.width) for b in self._blocks):
+            return Unavailable("heads differ from layer to layer")
+        widths = {weight.shape[1], *(b.gate_up.width // 2 for b in self._blocks)}
+        kernels = load_kernels()
+        if isinstance(kernels, Unavailable):
+            return kernels
+        return unfit_sizes(kernels, self._cos.shape[1], widths) or kernels
+
+    def reach(self, positions: int) -> None:
+        """Makes the rotary tables long enough for this many positions."""
+        weight = self._trunk.embed_tokens.weight
+        if positions > len(self._cos):
+            most = max_positions(self._module)  # beyond it some kinds of rotary embedding change all their angles
+            count = 1 << (positions - 1).bit_length()
+            count = count if most is None else max(positions, min(count, most))
+            cos, sin = self._trunk.rotary_emb(weight, torch.arange(count, device=weight.device).unsqueeze(0))
+            low, high = sin[0].chunk(2, -1)
+            self._cos, self._sin = cos[0].contiguous(), torch.cat([-low, high], -1)
+            self.epoch += 1
+
+    def products(self) -> Iterator[Product]:
+        """All products."""
+        for b in self._blocks:
+            yield from (b.qkv, b.out, b.gate_up, b.down)
+
+    def refresh(self) -> None:
+        """Renews what is derived from the parameters."""
+        for product in self.products():
+            product.refresh()
+        self._renewed += 1
+        self._fill_norms()
+
+    def _fill_norms(self) -> None:
+        """Copies the weights of the norms of queries and keys, in place."""
+        for b in self._blocks:
+            if b.qk_weight is not None and b.qk_norms is not None:
+                with torch.no_grad():
+                    b.qk_weight[: -b.kv] = b.qk_norms[0].weight * b.q_scale
+                    b.qk_weight[-b.kv :] = b.qk_norms[1].weight
+
+
+def _parts(module: nn.Module, known: set[str], optional: set[str] = frozenset()) -> dict[str, Any]:  # pyright: ignore
+    """The children of a module, if they are exactly the known ones; linear ones must be plain, adapters aside."""
+    parts = dict(module.named_children())
+    if wrong := (set(parts) - optional) ^ known:
+        raise _UnfitError(f"its {type(module).__name__} differs in {', '.join(sorted(wrong))}")
+    for name, part in parts.items():
+        if name.endswith("_proj") and plain_linear(part) is None:
+            raise _UnfitError(f"its {name} is a {type(part).__name__}")
+    return parts
+
+
+def _block(number: int, layer: nn.Module, options: dict[str, Any], *, size: int, kernels: Kernels | None) -> _Block:
+    """Takes one layer apart."""
+    parts = _parts(layer, BLOCK)
+    attention = _parts(parts["self_attn"], ATTENTION_PARTS, ATTENTION_NORMS)
+    mlp = _parts(parts["mlp"], MLP_PARTS)
+    norms, weight, scale = None, None, 1.0
+    before, after = _Norm(parts["input_layernorm"]), _Norm(parts["post_attention_layernorm"])
+    if ATTENTION_NORMS & set(attention):
+        norms = (_Norm(attention["q_norm"]), _Norm(attention["k_norm"]))
+        heads = (attention["q_proj"].out_features + attention["k_proj"].out_features) // size
+        weight = norms[0].weight.new_zeros(heads, size)
+        if weight.dtype == torch.float32:  # half precision keeps the module's roundings
+            scale, options = options["scale"], {**options, "scale": 1.0}
+    product = lambda *layers, norm=None: Product(layers, norm=norm and norm.module, kernels=kernels)
+    return _Block(
+        number=number,
+        before=before,
+        after=after,
+        qkv=product(attention["q_proj"], attention["k_proj"], attention["v_proj"], norm=before),
+        out=product(attention["o_proj"]),
+        gate_up=product(mlp["gate_proj"], mlp["up_proj"], norm=after),
+        down=product(mlp["down_proj"]),
+        act=mlp["act_fn"],
+        qk_norms=norms,
+        qk_weight=weight,
+        q_scale=scale,
+        kv=attention["k_proj"].out_features // size,
+        options=options,
+    )
+
+
+def _apart(got: Tensor, want: Tensor) -> float:
+    """The largest difference; NaN counts as infinite, as does another shape."""
+    off = (got.double() - want.double()).abs().max().item() if got.shape == want.shape else float("inf")
+    return float("inf") if off != off else off
+
+
+def _probe_layout(kind: type, device: torch.device) -> Any:
+    """A layout of one short prompt with a store of its own."""
+    store = KVStore(rows=1, length=PROBE)
+    return kind([PrefillSpan(count=1, start=0, length=PROBE, store=store, slot=0)], device)

@@ -1,0 +1,464 @@
+"""Checkpoint folders: whole or absent, the last few kept, read without pickle.
+
+    checkpoints/step-000100/{actor/{model.safetensors, optimizer.safetensors, state.pt}, run.pt, run.json, sums.json}
+    checkpoints/latest                      a text file: "step-000100"
+
+A folder is written under a temporary name, flushed to disk, and renamed; `latest` moves after that. A killed process
+leaves at most a temporary folder, which the next run sweeps away. Tensors lie in safetensors, the rest in files read
+with weights_only=True. `sums.json` has the SHA-256 of every file, so that a bit lost on a disk is seen. `run.json`
+names the run: no run removes or takes for its own what another has written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import os
+import re
+import stat
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError
+
+from whet.errors import CheckpointError
+from whet.storage.files import is_temporary, read_json, remove, temporary, write_atomic
+from whet.storage.files import sync as _fsync
+from whet.storage.folder_lock import FolderLock
+from whet.storage.format_version import SUMS_FORMAT, check_format
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+__all__ = [
+    "checkpoints",
+    "discard",
+    "find_checkpoint",
+    "load_state",
+    "open_root",
+    "point",
+    "publish",
+    "read_state",
+    "run_of",
+    "save_state",
+    "saved",
+    "step_of",
+    "summed",
+    "sweep",
+    "verify",
+    "write_folder",
+    "write_state",
+]
+
+log = logging.getLogger("whet")
+
+_STEP = re.compile(r"step-([0-9]{6,})")
+_SUMS = "sums.json"
+_RUN = "run.json"
+_FULL = re.compile(r"os error|no space left|file write failed|PytorchStreamWriter|inline_container", re.IGNORECASE)
+"""Words of torch's and the tokenizers' own errors for a file that the disk did not take."""
+
+
+def open_root(root: Path) -> FolderLock:
+    """Makes the folder of checkpoints, locks it, tries what a checkpoint needs there, and sweeps it.
+
+    Tried are to write, to rename and to remove: what fails, fails before the first step and not after an hour.
+
+    Returns: the lock, to be released at the end.
+    Raises: CheckpointError: it can't be made or written. ConfigError: another process uses it.
+    """
+    lock = None
+    tried, renamed = temporary(root / "probe"), temporary(root / "probe")
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        lock = FolderLock(root, "trainer.checkpoint_root_directory")
+        _filled(tried, lambda folder: (folder / "file").touch())
+        tried.rename(renamed)
+        remove(renamed, strict=True)
+        if (root / "latest").is_dir():
+            raise CheckpointError(f"{root / 'latest'} is a folder, but must be a file that names one; remove it")
+        sweep(root)
+    except BaseException as error:
+        if lock is not None:
+            remove(tried)
+            lock.release()
+        if isinstance(error, OSError):
+            raise CheckpointError(
+                f"checkpoints can't be written to {root}: {error}; fix its permissions or make room, or "
+                "set another trainer.checkpoint_root_directory (None = checkpoints/ in trainer.run_dir)"
+            ) from error
+        raise
+    return lock
+
+
+def publish(
+    root: Path,
+    step: int,
+    write: Callable[[Path], None],
+    *,
+    run: str | None = None,
+    keep: int | None = None,
+    spared: Iterable[int] = (),
+) -> Path:
+    """Writes one checkpoint folder that is either whole or absent, then moves `latest`, then drops the oldest.
+
+    Args:
+        root: the folder of checkpoints.
+        step: its number.
+        write: fills the folder it is given.
+        run: who writes it, for run.json; None = not recorded.
+        keep: folders of this run to keep, the new one included; None = all.
+        spared: steps whose folders are kept besides.
+    Returns: root/step-<step>. A whole folder of that step and run is left as it is: a step's state is one.
+    Raises: CheckpointError: it could not be written (a full disk); nothing half-written stays, nor is anything lost.
+        Another run's folder has that step.
+    """
+    final = root / f"step-{step:06d}"
+    tmp = temporary(final)
+
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        if not _is_there(final, run):
+            _filled(tmp, lambda folder: summed(folder, write, run=run, step=step))
+            tmp.rename(final)
+            _fsync(root)
+    except BaseException as e:
+        remove(tmp)
+        if _of_the_disk(e):
+            raise CheckpointError(
+                f"checkpoint of step {step} could not be written to {root}: {e}; earlier ones are kept. Make "
+                "room or fix its permissions, then resume with trainer.resume=latest"
+            ) from e
+        raise
+    point(root, final.name)
+    kept = {final, *(root / f"step-{other:06d}" for other in spared)}
+    own = [p for p in checkpoints(root) if (p / "run.pt").is_file() and run_of(p) == run]
+    for old in own[: -keep or None] if keep else []:
+        if old not in kept:
+            try:
+                discard(old)
+            except OSError as error:
+                log.warning("the old checkpoint %s can't be removed and stays: %s", old, error)
+    return final
+
+
+def _is_there(final: Path, run: str | None) -> bool:
+    """Whether a run has this checkpoint already; a folder of its name that is not a checkpoint is moved aside."""
+    if not os.path.lexists(final):
+        return False
+    if final not in saved(final.parent):
+        _move_aside(final)
+        return False
+    if run_of(final) != run:
+        raise CheckpointError(
+            f"{final} belongs to another run, which wrote it meanwhile; end that run or move its folders away, "
+            "and give each run a trainer.checkpoint_root_directory of its own"
+        )
+    if (final / "run.pt").is_file():
+        return True
+    _move_aside(final)
+    return False
+
+
+def write_folder(path: Path, write: Callable[[Path], None]) -> None:
+    """Writes a folder that is whole or absent, in place of the one that has its name.
+
+    Args: path: the folder. write: fills the folder it is given.
+    Raises: CheckpointError: it could not be written; the old one stays.
+    """
+    tmp = temporary(path)
+    old = tmp.with_name(f"{tmp.name}.old")
+    try:
+        _filled(tmp, write)
+        if os.path.lexists(path):
+            path.rename(old)
+        tmp.rename(path)
+        _fsync(path.parent)
+    except BaseException as e:
+        if os.path.lexists(old) and not os.path.lexists(path):
+            with suppress(OSError):
+                old.rename(path)
+        remove(tmp)
+        if _of_the_disk(e):
+            raise CheckpointError(
+                f"{path} could not be written: {e}; make room or fix its permissions, then resume with "
+                "trainer.resume=latest"
+            ) from e
+        raise
+    remove(old)
+
+
+def _of_the_disk(error: BaseException) -> bool:
+    """Whether an error says that a file could not be written: each library has a class of its own for that."""
+    if isinstance(error, OSError | SafetensorError):
+        return True
+    return type(error) in (Exception, RuntimeError) and _FULL.search(str(error)) is not None
+
+
+def summed(folder: Path, write: Callable[[Path], None], *, run: str | None, step: int) -> None:
+    """Fills a folder of a step, and notes who has written it and the checksum of every file."""
+    write(folder)
+    if run is not None:
+        (folder / _RUN).write_text(json.dumps({"run": run, "step": step}) + "\n")
+    sums = {p.relative_to(folder).as_posix(): _sum(p) for p in sorted(folder.rglob("*")) if p.is_file()}
+    (folder / _SUMS).write_text(json.dumps({"format": SUMS_FORMAT, "sums": sums}, indent=1) + "\n")
+
+
+def _sum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def verify(folder: Path, needs: Iterable[str] = ()) -> None:
+    """Reads every file of a checkpoint and compares it with what was written.
+
+    Args: folder: a checkpoint; one without sums.json can't be compared: a warning. needs: files that it must have.
+    Raises: CheckpointError: a file is missing or has changed.
+    """
+    path = folder / _SUMS
+    advice = "resume from an earlier step-* folder"
+    if missing := [name for name in needs if not (folder / name).is_file()]:
+        raise CheckpointError(f"{folder / missing[0]} is missing from its checkpoint; {advice}")
+    if not path.is_file():
+        log.warning("%s has no %s, so its files can't be checked for changes", folder, _SUMS)
+        return
+    try:
+        sums = _sums_in(path)
+        if not isinstance(sums, dict) or not all(isinstance(x, str) for x in sums.values()):
+            raise ValueError("no mapping of names to checksums")
+        if outside := [n for n in sums if "\0" in n or ".." in PurePosixPath(n).parts or n.startswith("/")]:
+            raise ValueError(f"{outside[0]!r} is not a file of the checkpoint")
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f"{path} can't be read ({e}); {advice}") from e
+    for name, expected in sums.items():
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder / name} is missing from its checkpoint; {advice}")
+        if (found := _sum(folder / name)) != expected:
+            raise CheckpointError(
+                f"{folder / name} has changed since it was written: its SHA-256 is {found[:12]}..., sums.json has "
+                f"{expected[:12]}...; {advice}, or, if you changed it yourself, delete sums.json"
+            )
+
+
+def _sums_in(path: Path) -> Any:
+    """The checksums by name. Files of format 1 have nothing but them, so that no number can be among their names."""
+    found = read_json(path)
+    if not isinstance(found, dict) or "format" not in found or isinstance(found["format"], str):
+        return found
+    check_format(path, found["format"], SUMS_FORMAT, weights=path.parent)
+    return found.get("sums")
+
+
+def _filled(folder: Path, write: Callable[[Path], None]) -> None:
+    """Makes a folder and what is in it, on the disk, as readable as the process's umask lets files be."""
+    folder.mkdir()
+    probe = folder / ".mode"
+    probe.touch()
+    mode = stat.S_IMODE(probe.stat().st_mode)
+    probe.unlink()
+    write(folder)
+    for place, _, files in os.walk(folder):
+        for name in files:
+            (Path(place) / name).chmod(mode)
+            _fsync(Path(place) / name)
+        _fsync(Path(place))
+
+
+def discard(folder: Path) -> None:
+    """Removes a checkpoint. It loses its name first: one that a kill left half removed must not pass for whole."""
+    gone = temporary(folder)
+    folder.rename(gone)
+    remove(gone)
+
+
+def point(root: Path, name: str, pointer: str = "latest") -> None:
+    """Has a text file next to the checkpoints name one of them, in one step."""
+    write_atomic(root / pointer, f"{name}\n".encode())
+
+
+def step_of(folder: Path) -> int | None:
+    """The step that a folder's name says; None where it is not a checkpoint's.
+
+    >>> step_of(Path("step-000100")), step_of(Path("step-000100.broken")), step_of(Path("step-0000100"))
+    (100, None, None)
+    """
+    found = _STEP.fullmatch(folder.name)
+    return int(found[1]) if found and folder.name == f"step-{int(found[1]):06d}" else None
+
+
+def run_of(folder: Path) -> str | None:
+    """The run that has written a checkpoint; None where that is not recorded: earlier versions did not."""
+    try:
+        found = read_json(folder / _RUN)
+    except (OSError, ValueError):
+        return None
+    name = found.get("run") if isinstance(found, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def checkpoints(root: Path) -> list[Path]:
+    """What has the name of a checkpoint under a folder, oldest step first."""
+    found = [(step, p) for p in root.glob("step-*") if (step := step_of(p)) is not None] if root.is_dir() else []
+    return [p for _, p in sorted(found)]
+
+
+def saved(root: Path) -> list[Path]:
+    """The checkpoints under a folder that a run has written, a file of which may have gone since, oldest step first."""
+    return [p for p in checkpoints(root) if (p / "run.pt").is_file() or (p / _SUMS).is_file()]
+
+
+def sweep(root: Path) -> None:
+    """Removes what killed processes left half-written, and moves aside folders that only have a checkpoint's name."""
+    for p in list(root.iterdir()) if root.is_dir() else []:
+        if is_temporary(p.name):
+            remove(p)
+    there = saved(root)
+    for p in checkpoints(root):
+        if p not in there:
+            _move_aside(p)
+
+
+def _move_aside(folder: Path) -> None:
+    """Renames a folder that is not a checkpoint."""
+    n, aside = 1, folder.with_name(f"{folder.name}.broken")
+    while os.path.lexists(aside):
+        n += 1
+        aside = folder.with_name(f"{folder.name}-{n}.broken")
+    folder.rename(aside)
+    log.warning("%s is not a checkpoint, since files of it are missing; it is kept as %s", folder, aside.name)
+
+
+def find_checkpoint(resume: str, root: Path | None) -> Path | None:
+    """The checkpoint that `resume` names.
+
+    Args: resume: "latest", or a folder. root: the run's checkpoints.
+    Returns: the folder; None where "latest" finds none: the run then starts from the beginning.
+    Raises: CheckpointError: a folder that is not a checkpoint; the newest one lacks its run.pt, and is not skipped.
+    """
+    if resume != "latest":
+        path = Path(resume)
+        if not (path / "run.pt").is_file():
+            missing = path / "run.pt"
+            raise CheckpointError(f"resume={resume!r} is not a checkpoint: {missing} is missing; give a step-* folder")
+        return path
+    if root is None:
+        raise CheckpointError("resume='latest' needs a trainer.run_dir or a checkpoint_root_directory to look in")
+    pointer = root / "latest"
+    try:
+        name = pointer.read_text(errors="replace").strip() if pointer.is_file() else ""
+    except OSError as error:
+        raise CheckpointError(f"{pointer} can't be read: {error}; fix its permissions or remove it") from error
+    there = saved(root)
+    for p in checkpoints(root):
+        if p not in there:
+            log.warning("%s is ignored: it has neither run.pt nor sums.json, so it is not a checkpoint", p)
+    if not there:
+        return None
+    newest = next((p for p in there if p.name == name), there[-1])
+    if newest.name == name and newest != there[-1]:
+        log.warning(
+            "%s points to %s; the newer %s is ignored and its steps will be run again; trainer.resume=%s resumes from "
+            "there instead",
+            pointer,
+            name,
+            there[-1].name,
+            there[-1],
+        )
+    if name not in ("", newest.name):
+        log.warning("%s points to %.80r, which is gone; using %s", pointer, name, newest)
+    if not (newest / "run.pt").is_file():
+        whole = [p for p in there if (p / "run.pt").is_file()]
+        other = f"resume with trainer.resume={whole[-1]}" if whole else "start a new run in another folder"
+        raise CheckpointError(f"{newest / 'run.pt'} is missing from the newest checkpoint; put it back, or {other}")
+    return newest
+
+
+def read_state(path: Path, *, needs: Iterable[str] = ()) -> dict[str, Any]:
+    """A .pt file of plain containers and tensors.
+
+    Args: path: the file. needs: keys that it must have.
+    Raises: CheckpointError: it is missing, cut short or pickled, or holds something else.
+    """
+    import torch  # here and below, since `whet push` looks at checkpoints and needs no torch
+
+    try:
+        found = torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as e:
+        why = f"{type(e).__name__}: {e}"
+        raise CheckpointError(f"{path} can't be read ({why}); resume from an earlier step-* folder") from e
+    if not isinstance(found, dict):
+        raise CheckpointError(
+            f"{path} has an unexpected format: a {type(found).__name__}, not a dict; resume from another step-* folder"
+        )
+    if missing := [n for n in needs if n not in found]:
+        raise CheckpointError(
+            f"{path} has an unexpected format: no {', '.join(missing)}; resume from another step-* folder"
+        )
+    return found
+
+
+def write_state(state: Mapping[str, Any], path: Path) -> None:
+    """Writes plain containers and tensors as `read_state` reads them.
+
+    Raises: OSError: the disk did not take it. torch.save says that by a RuntimeError without the reason.
+    """
+    import torch
+
+    made = io.BytesIO()
+    torch.save(dict(state), made)
+    path.write_bytes(made.getbuffer())
+
+
+def save_state(module: nn.Module, path: Path, masters: Mapping[str, Tensor] | None = None) -> None:
+    """Writes parameters and persistent buffers, each shared tensor once, masters in place of parameters."""
+    from safetensors.torch import save_file
+
+    tensors: dict[str, Tensor] = {**dict(module.named_parameters()), **_buffers(module), **(masters or {})}
+    save_file({n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}, path, metadata={"format": "pt"})
+
+
+def load_state(module: nn.Module, path: Path, masters: Mapping[str, Tensor] | None = None) -> None:
+    """Reads what `save_state` wrote into the module and its masters, in place.
+
+    Raises: CheckpointError: unreadable, a name missing or left over, or another shape; nothing is changed then.
+    """
+    import torch
+    from safetensors.torch import load_file
+
+    targets: dict[str, Tensor] = {**dict(module.named_parameters()), **_buffers(module)}
+    try:
+        found = load_file(path)
+    except (OSError, SafetensorError) as e:
+        raise CheckpointError(f"{path} can't be read ({e}); resume from an earlier step-* folder") from e
+    _rename_score_head(found, targets)
+    if odd := sorted(targets.keys() ^ found.keys()):
+        raise CheckpointError(f"{path} holds another model: {odd[0]!r} is on one side only ({len(odd)} such names)")
+    for name, t in targets.items():
+        if t.shape != found[name].shape:
+            raise CheckpointError(f"{path}: {name} is {tuple(found[name].shape)} there and {tuple(t.shape)} here")
+    with torch.no_grad():
+        for name, t in targets.items():
+            if masters and name in masters:
+                masters[name].copy_(found[name])
+            t.copy_(found[name])
+
+
+def _rename_score_head(found: dict[str, Tensor], targets: Mapping[str, Tensor]) -> None:
+    """Gives a critic's head its current name: earlier releases kept it in the place of the LM head."""
+    old, new = sorted(found.keys() - targets.keys()), sorted(targets.keys() - found.keys())
+    if new == ["score.weight"] and len(old) == 1 and found[old[0]].shape == targets["score.weight"].shape:
+        found["score.weight"] = found.pop(old[0])
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that belong to the model's state, under their full names."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, m in module.named_modules()
+        for name, buffer in m._buffers.items()
+        if buffer is not None and name not in m._non_persistent_buffers_set
+    }

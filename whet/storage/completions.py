@@ -1,0 +1,119 @@
+"""Completions on the disk: one row each, always with the same columns, as a parquet file that is whole or absent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from whet.errors import CheckpointError, DataError
+from whet.storage.files import to_json, write_atomic
+
+__all__ = ["REWARD", "read_completions", "write_completions"]
+
+REWARD = "reward/"
+"""What the column of a reward function begins with."""
+OPTIONAL = ("prompt_text", "prompt_tokens", "advantage", "info")
+"""Columns that are null where they are not given."""
+
+
+def write_completions(path: Path, *, step: int, columns: Mapping[str, Any], rewards: Mapping[str, Any]) -> None:
+    """Writes a file of completions.
+
+    Args: path: the file. step, columns, rewards: as in `RunFolder.write_completions`.
+    Raises: DataError: a column is missing, unknown, or of another length. CheckpointError: it can't be written.
+    """
+    import pyarrow.parquet as pq
+
+    table = _table(step, columns, rewards)
+    options = {
+        "compression": "zstd",
+        "use_dictionary": [
+            "tokens.list.element",
+            "finish_reason",
+            "prompt",
+            "prompt_text",
+            "prompt_tokens.list.element",
+        ],
+        "column_encoding": {"logprobs.list.element": "BYTE_STREAM_SPLIT"},
+    }
+    write_atomic(path, lambda file: pq.write_table(table, file, **options))
+
+
+def read_completions(path: Path) -> tuple[dict[str, list[Any]], dict[str, list[float]]]:
+    """What `write_completions` wrote.
+
+    Returns: the columns, and the rewards by function, NaN where one was NaN or None.
+    Raises: CheckpointError: the file can't be read, or lacks a column.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path)
+        there = [n for n in _types() if n != "reward" and (n in table.column_names or n not in OPTIONAL)]
+        columns = {name: table.column(name).to_pylist() for name in there}
+        columns["reward"] = table.column("reward").to_pylist()
+    except (OSError, KeyError, pa.ArrowException) as error:
+        raise CheckpointError(f"{path} is not a file of completions: {error}; remove it") from error
+    named = [n for n in table.column_names if n.startswith(REWARD)]
+    known = lambda values: [math.nan if v is None else float(v) for v in values]
+    return columns, {n.removeprefix(REWARD): known(table.column(n).to_pylist()) for n in named}
+
+
+def _types() -> dict[str, Any]:
+    """The columns and what they hold."""
+    import pyarrow as pa
+
+    return {
+        "row": pa.int64(),
+        "generation": pa.int32(),
+        "prompt": pa.string(),
+        "prompt_text": pa.string(),
+        "prompt_tokens": pa.list_(pa.int32()),
+        "completion": pa.string(),
+        "tokens": pa.list_(pa.int32()),
+        "logprobs": pa.list_(pa.float32()),
+        "reward": pa.float64(),
+        "advantage": pa.float64(),
+        "finish_reason": pa.string(),
+        "version": pa.int32(),
+        "info": pa.string(),
+    }
+
+
+def _table(step: int, columns: Mapping[str, Any], rewards: Mapping[str, Any]) -> Any:
+    import pyarrow as pa
+
+    types = _types()
+    if missing := [n for n in types if n not in columns and n not in OPTIONAL]:
+        raise DataError(f"completions lack the columns {', '.join(missing)}")
+    if unknown := [n for n in columns if n not in types]:
+        raise DataError(f"completions have unknown columns {', '.join(unknown)}; known: {', '.join(types)}")
+    count = len(columns["tokens"])
+    given = {n: columns.get(n, [None] * count) for n in types}
+    for name, values in {**given, **{f"{REWARD}{n}": v for n, v in rewards.items()}}.items():
+        if len(values) != count:
+            raise DataError(f"column {name} has {len(values)} values for {count} completions")
+    arrays = {"step": pa.array([step] * count, pa.int32())}
+    for name, kind in types.items():
+        if name == "reward":
+            for fn, values in rewards.items():
+                arrays[f"{REWARD}{fn}"] = pa.array(_numbers(values), pa.float64())
+        if name == "info":
+            given[name] = [to_json(info) if info else None for info in given[name]]
+        values = _numbers(given[name]) if kind == pa.float64() else [_text(v) for v in given[name]]
+        arrays[name] = pa.array(values, kind)
+    return pa.table(arrays)
+
+
+def _numbers(values: Sequence[Any]) -> list[float | None]:
+    return [None if v is None or v != v else float(v) for v in values]
+
+
+def _text(value: Any) -> Any:
+    """Text that UTF-8 can hold; messages as JSON; anything else as it is."""
+    if isinstance(value, list | tuple) and value and isinstance(value[0], Mapping):
+        value = to_json(value)
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value

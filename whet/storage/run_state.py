@@ -1,0 +1,142 @@
+"""run.pt: the run's own state in a checkpoint, and what is looked at before any of it is believed.
+
+A file read with weights_only=True holds no code, but any numbers and containers: a field that is missing, of another
+type or out of range is an error here, not in the middle of a run. What only one reader can judge (whether a place lies
+within the data) is that reader's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whet.config import Role
+from whet.errors import CheckpointError
+from whet.storage.checkpoint import read_state, step_of
+from whet.storage.format_version import RUN_FORMAT, check_format
+
+__all__ = ["check_storable", "read_run_state"]
+
+MAX_COUNT = 2**63 - 1
+"""No count is larger: it has to fit a 64-bit word."""
+
+
+def read_run_state(path: Path, needs: Iterable[str] = ()) -> dict[str, Any]:
+    """The run's own state.
+
+    Args: path: run.pt in the folder of a checkpoint. needs: entries that the reader needs, besides those
+        that every run writes.
+    Raises: CheckpointError: it can't be read, is of a format that this release does not know, or has a field that no
+        run writes.
+    """
+    state = read_state(path)
+    check_format(path, state.get("format", 1), RUN_FORMAT, weights=path.parent)
+    if missing := [name for name in sorted({*_FIELDS, *needs}) if name not in state]:
+        raise CheckpointError(
+            f"{path} has an unexpected format: no {', '.join(missing)}; resume from another step-* folder"
+        )
+    step, named = state["step"], step_of(path.parent)
+    if named is not None and (type(step) is not int or step != named):
+        raise CheckpointError(
+            f"{path} is of step {step!r:.40}, but its folder is named {path.parent.name}; rename the folder back, or "
+            "resume from another step-* folder"
+        )
+    for name, (what, holds) in _FIELDS.items():
+        _check(path, name, state[name], what, holds)
+    for name, (what, holds) in _OPTIONAL.items():
+        if name in state:
+            _check(path, name, state[name], what, holds)
+    if "cluster" in state:
+        for name, (what, holds) in _CLUSTER.items():
+            if name in state["cluster"] or name != "lengths":  # which the earliest versions had none of
+                _check(path, f"cluster.{name}", state["cluster"].get(name), what, holds)
+    return state
+
+
+def check_storable(value: Any, name: str) -> None:
+    """Raises CheckpointError for what a file read with weights_only=True can't hold, with its place.
+
+    Args: value: plain containers of plain values and tensors. name: what it is, for the message.
+
+    >>> check_storable({"beta": 0.1, "counts": [1, 2]}, "learner.state()")
+    """
+    if isinstance(value, Mapping) and type(value) is dict:
+        for key, part in value.items():
+            check_storable(key, f"a key of {name}")
+            check_storable(part, f"{name}[{key!r}]")
+    elif type(value) in (list, tuple):
+        for place, part in enumerate(value):
+            check_storable(part, f"{name}[{place}]")
+    elif not (type(value) in (str, int, float, bool, type(None)) or isinstance(value, Tensor)):
+        raise CheckpointError(
+            f"{name} is {type(value).__name__} {value!r:.60}, which a checkpoint can't hold; give numbers, strings, "
+            "None, tensors, and lists, tuples and dicts of them"
+        )
+
+
+def _check(path: Path, name: str, value: Any, what: str, holds: Callable[[Any], bool]) -> None:
+    if not holds(value):
+        shown = repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
+        raise CheckpointError(
+            f"{path} has {shown:.60} as {name}, which must be {what}; resume from an earlier step-* folder"
+        )
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MAX_COUNT
+
+
+def _mapping(value: Any, holds: Callable[[Any], bool] = lambda _: True) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(key, str) and holds(x) for key, x in value.items())
+
+
+def _health(value: Any) -> bool:
+    pair = lambda x: isinstance(x, list) and len(x) == 2 and all(_count(n) for n in x)
+    parts = {
+        "since": lambda x: _mapping(x, pair),
+        "said": lambda x: _mapping(x, lambda n: isinstance(n, float | int)),
+        "skipped": lambda x: _mapping(x, _count),
+    }
+    return _mapping(value) and all(name in parts and parts[name](part) for name, part in value.items())
+
+
+def _names(value: Any) -> bool:
+    return _mapping(value, lambda name: isinstance(name, str))
+
+
+def _lengths(value: Any) -> bool:
+    right = isinstance(value, Tensor) and value.dtype == torch.long and value.dim() == 2 and len(value) == 2
+    return right and bool((value >= 0).all())
+
+
+_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "random": ("a mapping", _mapping),
+    "settings": ("a mapping", _mapping),
+    "step": ("a whole number from 1", lambda x: _count(x) and x > 0),
+    "stream": (
+        "a mapping of whole numbers",
+        lambda x: _mapping(x) and all(type(n) is int for name, n in x.items() if name != "source"),
+    ),
+    "tokens": ("a whole number from 0", _count),
+    "updates": ("a mapping of whole numbers from 0", lambda x: _mapping(x, _count)),
+}
+_OPTIONAL: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "cluster": ("a mapping", _mapping),
+    "health": ("since when warnings last", _health),
+    "learner": ("a mapping by name", _mapping),
+    "observers": ("a mapping by name", _mapping),
+    "models": ("what each role computes in", lambda x: _mapping(x) and set(x) == {"dtypes"} and _names(x["dtypes"])),
+    "skipped": ("a mapping of whole numbers from 0", lambda x: _mapping(x, _count)),
+    "moved": ("a list of roles", lambda x: isinstance(x, list) and all(role in set(Role) for role in x)),
+}
+"""What runs of one kind write, or what earlier versions had none of."""
+_CLUSTER: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "next_id": ("a whole number from 0", _count),
+    "calls": ("a whole number from 0", _count),
+    "dtypes": ("a mapping of names", _names),
+    "lengths": ("a mapping of rows and lengths", lambda x: _mapping(x, _lengths)),
+}
