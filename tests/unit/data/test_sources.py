@@ -99,11 +99,11 @@ def test_folders_saved_by_datasets(folder):
 
 
 def test_functions_are_called_and_their_rows_taken(folder):
-    (folder / "mine.py").write_text("def rows():\n    return [{'prompt': str(i)} for i in range(3)]\n")
-    assert load_rows("mine.py:rows", limit=2) == [{"prompt": "0"}, {"prompt": "1"}]
-    assert len(load_rows("mine:rows")) == 3
+    (folder / "rows_of_mine.py").write_text("def rows():\n    return [{'prompt': str(i)} for i in range(3)]\n")
+    assert load_rows("rows_of_mine.py:rows", limit=2) == [{"prompt": "0"}, {"prompt": "1"}]
+    assert len(load_rows("rows_of_mine:rows")) == 3
     with pytest.raises(ConfigError, match="did you mean rows"):
-        load_rows("mine.py:row")
+        load_rows("rows_of_mine.py:row")
 
 
 def test_rows_given_directly_are_passed_through():
