@@ -29,8 +29,8 @@ from whet.types import Group
 
 __all__ = [
     "REWARD_MANAGERS",
-    "RewardManager",
     "RewardBatch",
+    "RewardManager",
     "resolve_reward_manager",
     "reward_metrics",
     "sample_std",
@@ -244,7 +244,7 @@ class RewardManager:
             extras: further keywords for them.
 
         Returns:
-            RewardBatch. An episode with turns that failed (finish_reason "error") has no reward, and no function sees it.
+            The rewards. An episode with turns that failed (finish_reason "error") has none, and no function sees it.
 
         Raises:
             RewardError, ConfigError: as call_rewards does. DataError: no completions, or texts that don't match.
@@ -278,7 +278,9 @@ class RewardManager:
         """What the functions are offered. Args: as in the call. Raises: DataError: as the call does."""
         return _inputs(groups, texts, mode, self.algo_fields, extras)
 
-    def taken_over(self, groups: Sequence[Group], texts: Sequence[Sequence[Any]], *, mode: Any = "train") -> RewardBatch:
+    def taken_over(
+        self, groups: Sequence[Group], texts: Sequence[Sequence[Any]], *, mode: Any = "train"
+    ) -> RewardBatch:
         """What a call would give for groups that have their rewards already, under the weights of now.
 
         Args: groups: as in `RewardBatch.groups`. texts, mode: as in the call.

@@ -21,7 +21,7 @@ from whet.train.role_checkpoints import Checkpoints
 from whet.train.role_trainer import RoleTrainer
 from whet.train.worker import Metrics
 
-__all__ = ["TrainerControl", "Observed", "Observer", "Observers"]
+__all__ = ["Observed", "Observer", "Observers", "TrainerControl"]
 
 log = logging.getLogger("whet")
 
