@@ -126,7 +126,7 @@ def evaluate(
     >>> sampled = {"num_generations": 2, "temperature": 1.0, "max_tokens": 4}
     >>> found = evaluate(small_model(seed=0), rows, "exact_match", tokenizer="byte", **sampled)
     >>> sorted(found.results)
-    ['cut', 'majority@2', 'pass@1', 'pass@2', 'reward', 'rewards/exact_match', 'tokens']
+    ['majority@2', 'pass@1', 'pass@2', 'reward', 'rewards/exact_match', 'tokens', 'truncated']
     """
     objects: dict[str, Any] = {}
     tree: dict[str, Any] = {}

@@ -265,10 +265,10 @@ class RLTask(Task):
         self.health.watch(step.index, run.rows[-1], rewarded, batch)
 
     def shown(self, row: Mapping[str, float]) -> dict[str, str]:
-        """Mean length, the share that was cut, and the KL where one is measured."""
+        """Mean length, the share that was truncated, and the KL where one is measured."""
         known = {
             "len": ("completions/mean_length", ".0f"),
-            "cut": ("completions/clipped_ratio", ".0%"),
+            "truncated": ("completions/clipped_ratio", ".0%"),
             "kl": ("kl", ".2g"),
         }
         return {name: f"{row[metric]:{form}}" for name, (metric, form) in known.items() if metric in row}

@@ -60,10 +60,10 @@ def spread(name: str, values: np.ndarray, *, prefix: bool = False) -> dict[str, 
 
 def rewarded_metrics(rewarded: RewardBatch) -> dict[str, Metric]:
     """What the reward functions said, and the completions: what training and evaluation both log."""
-    return {**rewarded.metrics, **rollout_metrics(rewarded.groups), **_cut_metrics(rewarded)}
+    return {**rewarded.metrics, **rollout_metrics(rewarded.groups), **_truncated_metrics(rewarded)}
 
 
-def _cut_metrics(rewarded: RewardBatch) -> dict[str, Metric]:
+def _truncated_metrics(rewarded: RewardBatch) -> dict[str, Metric]:
     """completions/clipped_scored_ratio: of the completions that did not end with a stop, the share whose total is above
     0; nothing where all ended.
     """
