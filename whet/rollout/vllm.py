@@ -283,7 +283,7 @@ class VLLMEngine:
             raise EngineError("vLLM kept KV of the old weights (reset_prefix_cache failed); build a new engine")
 
     def sleep(self) -> None:
-        """Refuses to step until wake. Built with enable_sleep_mode, it frees the KV and moves the weights to the host."""
+        """Refuses to step until wake. Built with enable_sleep_mode, frees the KV and moves the weights to the host."""
         if self._sleeps and not self._asleep:
             self._forget()
             self._llm.sleep(level=1, mode="keep")
