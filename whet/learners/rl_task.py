@@ -257,7 +257,7 @@ class RLTask(Task):
 
     def on_step_end(self, run: Observed, step: Step) -> None:
         """Keeps the completions, shows some where that is asked for, and warns of what goes wrong."""
-        rewarded, batch = step.need_rewarded(), step.need_batch()
+        rewarded, batch = step.rewards, step.batch
         self._store(run, step.index, Mode.TRAIN, rewarded, batch)
         every = self.learner.config.show_samples
         if every and step.index % every == 0:
@@ -292,7 +292,7 @@ class RLTask(Task):
         with cluster.trace.span("eval"):
             groups = learner.rollout(prompts, step=step, mode=Mode.EVAL)
             found = learner.reward(Step(index=step, prompts=prompts, groups=groups, mode=Mode.EVAL))
-        rewarded = found.need_rewarded()
+        rewarded = found.rewards
         batch = TokenBatch.from_groups(rewarded.groups, rewarded.total)
         row = {
             **flat(_evaluation_metrics(rewarded, batch)),
