@@ -41,7 +41,7 @@ from whet.hub.base_model import trained_with_chat_template
 from whet.observe.notebook import table_html
 from whet.observe.progress import Progress
 from whet.parallel.comm import require_single_process
-from whet.rewards.manager import Rewarded
+from whet.rewards.manager import RewardBatch
 from whet.rollout.build import sampling_of
 from whet.rollout.sampler import Sampler
 from whet.run.provenance import weights_digest
@@ -129,7 +129,7 @@ def evaluate(
     >>> sampled = {"num_generations": 2, "temperature": 1.0, "max_tokens": 4}
     >>> found = evaluate(small_model(seed=0), rows, "exact_match", tokenizer="byte", **sampled)
     >>> sorted(found.results)
-    ['cut', 'majority@2', 'pass@1', 'pass@2', 'reward', 'rewards/exact_match', 'tokens']
+    ['majority@2', 'pass@1', 'pass@2', 'reward', 'rewards/exact_match', 'tokens', 'truncated']
     """
     objects: dict[str, Any] = {}
     tree: dict[str, Any] = {}
@@ -369,7 +369,7 @@ class _Work:
     def _texts(self, part: Part) -> list[list[str]]:
         return [[self.sampler.decode(c.tokens) for c in g.completions] for g in part.groups]
 
-    def _keep(self, part: Part, texts: Sequence[Sequence[str]], rewarded: Rewarded | None) -> None:
+    def _keep(self, part: Part, texts: Sequence[Sequence[str]], rewarded: RewardBatch | None) -> None:
         """Writes a part; without rewards where it is not judged yet."""
         if self.folder is None:
             return

@@ -24,14 +24,14 @@ from whet.config import Mode, Role
 from whet.config.monitoring import Band
 from whet.data.templates import goes_through
 from whet.errors import nearest
-from whet.learners.symptoms import FULL, RAISE, apart, cut, symptoms
+from whet.learners.symptoms import FULL, RAISE, apart, symptoms, truncated
 from whet.models.modes import max_positions
 from whet.ops import Support, group_spread
 from whet.train.role_trainer import lower_lr_advice
 from whet.types import TokenBatch
 
 if TYPE_CHECKING:
-    from whet.rewards.manager import Rewarded
+    from whet.rewards.manager import RewardBatch
 
 __all__ = ["Health", "most_choices"]
 
@@ -55,7 +55,7 @@ class Seen:
 
     step: int
     row: Mapping[str, float]
-    rewarded: Rewarded
+    rewarded: RewardBatch
     batch: TokenBatch
 
     @property
@@ -95,7 +95,7 @@ class Health:
         self._said: dict[str, float] = {}
         """How bad it was when it was said."""
 
-    def watch(self, step: int, row: Mapping[str, float], rewarded: Rewarded, batch: TokenBatch) -> None:
+    def watch(self, step: int, row: Mapping[str, float], rewarded: RewardBatch, batch: TokenBatch) -> None:
         """Warns of what has lasted for too long.
 
         Args:
@@ -115,8 +115,8 @@ class Health:
                 self._say(name, count, self._what(name, seen))
         for name, symptom in self.symptoms.items():
             told = symptom.find(row)
-            if told and name == "cut":
-                told = cut(row, **self._ways(seen))
+            if told and name == "truncated":
+                told = truncated(row, **self._ways(seen))
             if told and name == "apart":
                 told = apart(row, **self._runs())
             count = self._over(name) if told is None else self._lasts(name, step)
@@ -176,7 +176,7 @@ class Health:
         return {"certain": entropy <= CERTAIN, "even": even}
 
     def _ways(self, seen: Seen) -> dict[str, Any]:
-        """What can still be set where completions are cut: see symptoms.cut."""
+        """What can still be set where completions are truncated: see symptoms.truncated."""
         rollout, positions = self.cluster.rollout_for(Mode.TRAIN), max_positions(self.cluster.actor.module)
         prompts = [group.prompt for group in seen.rewarded.groups]
         room = math.inf if positions is None else positions - rollout.max_tokens_to_generate
@@ -257,7 +257,7 @@ def _silence(seen: Seen, longer: str) -> str:
     if failed:
         ended = f"The environment failed in {failed} of {len(done)} episodes: look at the warnings above"
     elif share:
-        ended = f"{share:.0%} of the completions were cut: {longer} if that is why"
+        ended = f"{share:.0%} of the completions were truncated: {longer} if that is why"
     cause = f"nothing is learned from the rewards: {_cause(seen, longer)}"
     return f"{cause}. {ended}. {said}. See completions/ for all of them"
 

@@ -38,7 +38,7 @@ _PANELS: dict[str, tuple[str, ...]] = {
     "reward": ("reward", "rewards/score/mean"),
     "accuracy": ("accuracy", "eval_accuracy", "pass@1"),
     "completion tokens": ("completions/mean_length",),
-    "share cut at the limit": ("completions/clipped_ratio",),
+    "share truncated at the limit": ("completions/clipped_ratio",),
     "KL to the reference": ("kl",),
     "entropy": ("entropy",),
     "gradient norm": ("grad_norm",),
@@ -52,7 +52,7 @@ _SUPERVISED: dict[str, tuple[str, ...]] = {
     "gradient norm": ("grad_norm",),
 }
 """The same of a run without rewards, whose loss says what is learned."""
-_SHARES = ("share cut at the limit",)
+_SHARES = ("share truncated at the limit",)
 """Panels from 0 to 1, where the size says whether it matters."""
 _FROM_0 = ("accuracy",)
 """Panels whose axis begins at 0, so that noise does not look like progress."""

@@ -415,7 +415,7 @@ def test_curves_and_evaluations_are_shown(folder, tmp_path):
         "prompts": 4,
         "data": {"path": "/secret/place/test.jsonl"},
         "sampling": {"num_generations": 8, "temperature": 0.6},
-        "results": {"pass@1": {"value": 0.5, "se": 0.25}, "cut": {"value": None, "se": None}},
+        "results": {"pass@1": {"value": 0.5, "se": 0.25}, "truncated": {"value": None, "se": None}},
         "by_source": {"a|b": {"pass@1": {"value": 1.0, "se": None}}, "c": {"pass@1": {"value": 0.25, "se": None}}},
     }
     (tmp_path / "results.json").write_text(json.dumps(found))
@@ -426,7 +426,7 @@ def test_curves_and_evaluations_are_shown(folder, tmp_path):
     assert "| metric | all | a\\|b | c |" in text and "| pass@1 | 0.5 ± 0.25 | 1 | 0.25 |" in text
     assert "secret" not in text
     results = {m["type"]: m["value"] for r in front_matter(text)["model-index"][0]["results"] for m in r["metrics"]}
-    assert results["pass@1"] == 0.5 and "cut" not in results and results["reward"] == pytest.approx(0.0)
+    assert results["pass@1"] == 0.5 and "truncated" not in results and results["reward"] == pytest.approx(0.0)
 
 
 @pytest.mark.parametrize(

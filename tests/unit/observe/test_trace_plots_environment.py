@@ -155,7 +155,7 @@ def test_the_usual_panels_of_a_run_with_rewards_and_of_one_without():
         "reward",
         "accuracy",
         "completion tokens",
-        "share cut at the limit",
+        "share truncated at the limit",
         "KL to the reference",
         "entropy",
         "gradient norm",
