@@ -27,7 +27,7 @@ from whet.errors import nearest
 from whet.learners.symptoms import FULL, RAISE, apart, symptoms, truncated
 from whet.models.modes import max_positions
 from whet.ops import Support, group_spread
-from whet.train.role_trainer import lower_rate
+from whet.train.role_trainer import lower_lr_advice
 from whet.types import TokenBatch
 
 if TYPE_CHECKING:
@@ -158,12 +158,12 @@ class Health:
             return (
                 f"the policy is certain of every token (entropy {seen.row['entropy/token_mean']:.3g}), so all "
                 "completions of a prompt are the same and nothing more is learned. If the reward is still too low: "
-                f"{lower_rate(Role.ACTOR)}; a higher rollout.temperature or algo.beta helps prevent this"
+                f"{lower_lr_advice(Role.ACTOR)}; a higher rollout.temperature or algo.beta helps prevent this"
             )
         return (
             f"the policy samples nearly uniformly from {self._choices()} tokens (entropy "
             f"{seen.row['entropy/token_mean']:.6g}), as a model with random weights does; if it was better before, "
-            f"{lower_rate(Role.ACTOR)}"
+            f"{lower_lr_advice(Role.ACTOR)}"
         )
 
     def _entropy(self, row: Mapping[str, float]) -> dict[str, bool | None]:
@@ -290,7 +290,7 @@ def _cause(seen: Seen, longer: str) -> str:
     if same and all(len(g.completions) > 1 for g in rewarded.groups):
         return (
             "the completions of each group are all the same, and so are their rewards: the policy has collapsed or "
-            f"rollout.temperature is too low; raise it, or {lower_rate(Role.ACTOR)}"
+            f"rollout.temperature is too low; raise it, or {lower_lr_advice(Role.ACTOR)}"
         )
     some = f" ({none} of {number} are None)" if none else ""
     return (

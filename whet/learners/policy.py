@@ -54,7 +54,7 @@ from whet.ops import (
 )
 from whet.run.observer import Observer
 from whet.run.run import Run
-from whet.train.metric_reduction import Metrics, labels_of
+from whet.train.metric_reduction import Metrics, metric_labels
 from whet.types import LossInputs, TokenBatch
 
 __all__ = ["PolicyLearner", "trained", "with_signal"]
@@ -307,7 +307,7 @@ class PolicyLearner(RLLearner):
         reductions = self.cluster.actor_trainer.reductions
         if run.sampler_logprobs is not None and self.cluster.rollout.caps.logprobs:
             found = of_known(found, "sampling/", run, ~run.sampler_logprobs.isnan(), reductions)
-        zero = {k: how for name in self.zero_metrics or () for k, how in labels_of(name, reductions).items()}
+        zero = {k: how for name in self.zero_metrics or () for k, how in metric_labels(name, reductions).items()}
         return {**skipped_metrics(whole, run), **of_whole_batch(with_ess(found), whole, run, zero=zero)}
 
     def loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -332,7 +332,7 @@ class PolicyLearner(RLLearner):
 
     def new_run(self, train_ds: Any, eval_ds: Any = None) -> Run:
         """As RLLearner.new_run. Raises ConfigError: a coefficient would not move, or checkpoints would not hold it."""
-        labels = labels_of("entropy", self.cluster.actor_trainer.reductions)
+        labels = metric_labels("entropy", self.cluster.actor_trainer.reductions)
         if self.algo_config.use_adaptive_entropy and labels.get(MEASURED_ENTROPY) != "mean":
             raise ConfigError(
                 f"algo.use_adaptive_entropy goes by the metric {MEASURED_ENTROPY}, which with_rl_metrics_to_log has "

@@ -14,7 +14,7 @@ import numpy as np
 from whet.cluster import RLCluster
 from whet.config import AlgorithmConfig, DataConfig, Mode, RLTrainingConfig, Role, dump_tree
 from whet.data.preview import prompt_lines
-from whet.data.prompt_stream import PromptStream, digests, unbatch
+from whet.data.prompt_stream import PromptStream, compute_checksums, unbatch
 from whet.data.prompts import PromptEncoder
 from whet.data.sources import load_rows
 from whet.data.text_parts import decoded
@@ -28,7 +28,7 @@ from whet.metrics import Mean, Metric, flat, merge
 from whet.rewards.manager import RewardBatch, RewardManager
 from whet.rollout.requests import check_prompt_lengths
 from whet.run.observer import Observed
-from whet.run.provenance import note_reads
+from whet.run.provenance import record_inputs
 from whet.run.task import Task
 from whet.types import Group, Prompt, TokenBatch
 from whet.util.references import is_ref
@@ -204,11 +204,11 @@ class RLTask(Task):
     def reads(self) -> dict[str, Any]:
         """Models, tokenizer, evaluation prompts and the user's functions."""
         prompts, cluster = self._eval_prompts, self.cluster
-        return note_reads(
+        return record_inputs(
             cluster.workers,
             cluster.tokenizer,
             functions=self._functions(),
-            evaluation=None if prompts is None else [len(prompts), *digests(prompts)],
+            evaluation=None if prompts is None else [len(prompts), *compute_checksums(prompts)],
             stop_ids=cluster.eos_ids,
         )
 
