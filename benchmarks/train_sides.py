@@ -83,6 +83,7 @@ def run_whet(job: Job) -> dict[str, Any]:
 def whet_batch(job: Job, rows: list[dict[str, Any]], tokenizer: Any, *, skip: bool) -> Any:
     """The rows as the learner would hand them to the worker: advantages, weights, those without signal left out."""
     import numpy as np
+    import torch
 
     from whet.learners.policy import with_signal
     from whet.ops import ADVANTAGE_ESTIMATORS, token_weights
@@ -104,8 +105,9 @@ def whet_batch(job: Job, rows: list[dict[str, Any]], tokenizer: Any, *, skip: bo
         groups.append(
             Group(prompt=Prompt(tokens=ids, source=row["prompt"], columns={}, row=i), completions=completions)
         )
-    batch = TokenBatch.from_groups(groups, rewards_of(job, rows, tokenizer))
-    advantages = ADVANTAGE_ESTIMATORS["grpo"](batch.rewards, batch.group_of).float()
+    batch = TokenBatch.from_groups(groups)
+    rewards = torch.tensor(rewards_of(job, rows, tokenizer), dtype=torch.float64)
+    advantages = ADVANTAGE_ESTIMATORS["grpo"](rewards, batch.group_of).float()
     batch = batch.replace(
         advantages=advantages.index_select(0, batch.trajectory),
         weights=token_weights(batch.mask, batch.trajectory, "sequence-mean-token-mean"),

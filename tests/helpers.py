@@ -15,6 +15,8 @@ from whet.cluster import RLCluster
 from whet.config import ClusterConfig, Mode, OptimConfig, RLTrainingConfig, RolloutConfig
 from whet.data.tokenizer import byte_tokenizer
 from whet.ops import AdvantageInputs, Objective, clipped_surrogate, reference_kl, sampler_importance
+from whet.rewards.call import RewardInputs
+from whet.rewards.reward_batch import RewardBatch
 from whet.types import Completion, Group, Prompt, TokenBatch
 
 VOCABULARY = 264
@@ -135,6 +137,21 @@ def advantage_inputs(rewards, groups, lengths=None, mask=None, **columns):
     )
 
 
+def reward_batch(total, groups=None, **columns):
+    """A RewardBatch of these totals. Args: groups: of each trajectory, in order; None = one group of all."""
+    total = torch.as_tensor(total, dtype=torch.float64).numpy()
+    each = [0] * len(total) if groups is None else [int(g) for g in groups]
+    sizes = [each.count(g) for g in range(max(each) + 1)]
+    made = [Group(prompt=prompt("a", g), completions=tuple(completion([5], i) for i in range(n)))
+            for g, n in enumerate(sizes)]  # fmt: skip
+    texts = [["x"] * n for n in sizes]
+    inputs = RewardInputs(prompts=["a"] * len(total), completions=["x"] * len(total),
+                          completion_ids=[[5]] * len(total), trajectory_ids=["0_0"] * len(total))  # fmt: skip
+    return RewardBatch(
+        groups=made, texts=texts, inputs=inputs, **{"table": {"reward": total}, "total": total, **columns}
+    )
+
+
 def random_batch(*shapes, seed=0, masked=False):
     """A TokenBatch of random ids with random advantages; a shape is (prompt length, completion lengths)."""
     rng = np.random.default_rng(seed)
@@ -145,7 +162,7 @@ def random_batch(*shapes, seed=0, masked=False):
             for g, n in enumerate(lengths)
         )
         groups.append(Group(prompt=prompt(rng.integers(0, 256, p).tolist(), row), completions=done))
-    batch = TokenBatch.from_groups(groups, rng.random(sum(len(lengths) for _, lengths in shapes)))
+    batch = TokenBatch.from_groups(groups)
     advantages = torch.from_numpy(rng.normal(size=batch.num_sequences)).index_select(0, batch.sequence)
     return batch.replace(advantages=advantages)
 
@@ -165,7 +182,7 @@ def forest(seed, n, *, piece=40, vocab=60):
         own = [tokens[cut:]] + [tokens[cut:][: rng.integers(len(tokens) - cut)] + ids(piece) for _ in range(row % 3)]
         done = tuple(completion(c or [2], g, version=rng.integers(-1, 1, len(c) or 1)) for g, c in enumerate(own))
         groups.append(Group(prompt=prompt(tokens[:cut], row), completions=done))
-    batch = TokenBatch.from_groups(groups, np.zeros(sum(len(g.completions) for g in groups)))
+    batch = TokenBatch.from_groups(groups)
     return batch.select(torch.arange(n))
 
 

@@ -2,7 +2,6 @@
 
 import copy
 
-import numpy as np
 import pytest
 import torch
 from test_paths import tokens
@@ -189,7 +188,7 @@ def test_in_bf16_the_sampler_is_as_near_to_the_trainer_with_an_adapter_as_withou
 
     def gap(engine, worker):
         groups = Rollouts(engine).run(single_turns(rows, Sampling(max_tokens=12), num_generations=4))
-        batch = TokenBatch.from_groups(groups, np.zeros(len(rows) * 4))
+        batch = TokenBatch.from_groups(groups)
         return (worker.logprobs(batch).logprobs - batch.sampler_logprobs).abs().mean().item(), batch
 
     bare = load_model(build("qwen3", gain=3.0).to(torch.bfloat16))

@@ -88,7 +88,7 @@ def test_the_trainer_counts_min_tokens_as_the_sampler_does(make, model):
         versions = np.array([0] * len(said.tokens) + [-1] * 3 + [0] * len(again.tokens), np.int32)
         made = replace(completion(tokens.tolist()), logprobs=logprobs, versions=versions)
         groups.append(Group(prompt=prompt(first.tokens.tolist(), first.id), completions=(made,)))
-    batch = TokenBatch.from_groups(groups, [0.0] * len(groups))
+    batch = TokenBatch.from_groups(groups)
     got = ModelWorker(load_model(model), support=support_of(sampling)).logprobs(batch).logprobs
     sampled = batch.versions >= 0
     torch.testing.assert_close(got[sampled], batch.sampler_logprobs[sampled], atol=1e-5, rtol=1e-5)

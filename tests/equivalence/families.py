@@ -74,7 +74,7 @@ def groups(*shapes, seed=0, mask=False):
                 Completion(tokens=ids(n), logprobs=np.zeros(n), versions=versions, finish_reason="stop", generation=g)
             )
         made.append(Group(prompt=Prompt(tokens=ids(p), source=""), completions=tuple(completions)))
-    return TokenBatch.from_groups(made, np.zeros(sum(len(s[1]) for s in shapes)))
+    return TokenBatch.from_groups(made)
 
 
 BATCH = groups((5, [3, 9, 1, 14]), (12, [8, 4]), (2, [7]), (1, [6, 6, 6]), mask=True)

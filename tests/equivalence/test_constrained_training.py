@@ -3,7 +3,6 @@
 import json
 import re
 
-import numpy as np
 import pytest
 import torch
 from helpers import cluster, random_batch, tiny_model
@@ -26,7 +25,7 @@ def sampled(c, texts=("1+1=", "what?", "a"), generations=4):
     encode = c.encoder()
     prompts = [encode({"prompt": text}, i) for i, text in enumerate(texts)]
     groups = c.sample(prompts, num_generations=generations)
-    return groups, TokenBatch.from_groups(groups, np.zeros(len(texts) * generations))
+    return groups, TokenBatch.from_groups(groups)
 
 
 @pytest.mark.spread(4)

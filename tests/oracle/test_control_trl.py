@@ -8,7 +8,6 @@ import math
 import textwrap
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from helpers import completion, prompt
@@ -247,7 +246,7 @@ def test_what_is_logged_of_the_importance_sampling(mode, unknown):
     x, (level, how) = packed(p), mode.split("_")
     lengths = torch.bincount(x.sequence).tolist()
     done = tuple(completion([0] * n, g) for g, n in enumerate(lengths))
-    batch = TokenBatch.from_groups([Group(prompt=prompt("a"), completions=done)], np.zeros(len(lengths)))
+    batch = TokenBatch.from_groups([Group(prompt=prompt("a"), completions=done)])
     batch = batch.replace(old_logprobs=x.old_logprobs, sampler_logprobs=x.sampler_logprobs)
     config = GRPOConfig(sampler_is=level, sampler_is_mode=how, sampler_is_threshold=1.5, sampler_is_lower=0.6)
     found = {name: metric.value for name, metric in compare_sampler(batch, config)[1].items()}

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import completion, prompt
+from helpers import completion, prompt, reward_batch
 from peer_code import function, run, source, statements_from, trl_trainer
 
 from whet import presets
@@ -64,16 +64,21 @@ def batch_of(e):
         )
         for g in range(2)
     ]
-    batch = TokenBatch.from_groups(groups, e.rewards)
+    batch = TokenBatch.from_groups(groups)
     return batch.replace(old_logprobs=torch.cat(e.old), ref_logprobs=torch.cat(e.ref), values=torch.cat(e.values))
+
+
+def rewards_of(e):
+    """The rewards of the example; the totals of its functions follow from their weights."""
+    table = {name: values.numpy() for name, values in e.table.items()}
+    return reward_batch(e.rewards, e.prompt, table=table, weights=e.weights, greedy=e.greedy.numpy())
 
 
 def whet(config, e):
     """Loss and gradient by completion of whet, from a configuration alone."""
     batch = batch_of(e)
     control = KLController(config)
-    given = advantage_inputs(control.in_reward(batch))
-    given = dataclasses.replace(given, table=e.table, reward_weights=e.weights, greedy_rewards=e.greedy)
+    given = advantage_inputs(control.in_reward(batch), rewards_of(e))
     batch = control.in_advantage(batch.replace(advantages=estimate(make_estimator(config), given)))
     logprobs = torch.cat([n.detach() for n in e.now]).requires_grad_()
     x = LossInputs(sequence=batch.sequence, mask=batch.mask, logprobs=logprobs, token_columns=batch.token_columns)
@@ -322,7 +327,7 @@ def test_a_preset_is_the_formula_of_its_source(name):
 def test_what_the_critic_learns_by_a_preset(name, lam, beta, clip):
     config = presets.PRESETS[name]()
     e = Example(3, size=4)
-    given = advantage_inputs(KLController(config).in_reward(batch_of(e)))
+    given = advantage_inputs(KLController(config).in_reward(batch_of(e)), rewards_of(e))
     returns = with_fields(advantages_and_returns, config)(given)[1]
     expected = torch.cat(gae(e, outcomes(e, beta), lam)[1])
     torch.testing.assert_close(returns, expected, rtol=1e-9, atol=1e-9)

@@ -531,7 +531,7 @@ def test_draws_under_options_agree_with_the_trainer_under_full_support():
     groups = c.sample([prompt("2+2="), prompt("7-1=", 1)], num_generations=3)
     tokens = [x.tokens.tolist() for g in groups for x in g.completions]
     assert all(len(set(t)) == len(t) for t in tokens)
-    batch = TokenBatch.from_groups(groups, [0.0] * 6)
+    batch = TokenBatch.from_groups(groups)
     assert (c.actor.logprobs(batch).logprobs - batch.sampler_logprobs).abs().max() < 1e-4
 
 
@@ -681,7 +681,7 @@ def no_engine(*args, **options):
 
 def test_a_cluster_that_only_trains_builds_no_engine(monkeypatch):
     groups = cluster().sample([prompt("2+2=")], num_generations=2)
-    batch = TokenBatch.from_groups(groups, [0.0, 1.0]).replace(advantages=torch.ones(sum_tokens(groups)))
+    batch = TokenBatch.from_groups(groups).replace(advantages=torch.ones(sum_tokens(groups)))
     monkeypatch.setattr("whet.cluster.make_engine", no_engine)
     c = cluster()
     c.actor.logprobs(batch)
@@ -762,7 +762,7 @@ def test_episodes_of_a_cluster_go_on_after_a_release_and_beside_its_samples():
     assert other.completions[0].tokens.tolist() == alone[0].completions[0].tokens.tolist()
     done = rollouts.ready()
     assert [x.tokens.tolist() for g in done for x in g.completions] == want
-    batch = TokenBatch.from_groups(done, [0.0, 1.0])
+    batch = TokenBatch.from_groups(done)
     gaps = (c.actor.logprobs(batch).logprobs - batch.sampler_logprobs)[batch.mask]
     assert (~batch.mask).sum() == 4 and gaps.abs().max() < 1e-4
 

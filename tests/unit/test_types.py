@@ -26,8 +26,7 @@ def assert_same(got, want):
 
 def test_groups_are_laid_end_to_end_with_each_prefix_once():
     batch = TokenBatch.from_groups(
-        [group([5, 6], completion([7, 2]), completion([8, 2], 1)), group([9], completion([3], version=4))],
-        [1.0, 0.0, 2.0],
+        [group([5, 6], completion([7, 2]), completion([8, 2], 1)), group([9], completion([3], version=4))]
     )
     assert batch.prefixes.tolist() == [5, 6, 9]  # not 5 6 5 6 9
     assert batch.prefix_ends.tolist() == [2, 3]
@@ -36,7 +35,6 @@ def test_groups_are_laid_end_to_end_with_each_prefix_once():
     assert batch.ends.tolist() == [2, 4, 5]
     assert batch.trajectory_of.tolist() == [0, 1, 2]
     assert batch.group_of.tolist() == [0, 0, 1]
-    assert batch.rewards.tolist() == [1.0, 0.0, 2.0]
     assert batch.versions.tolist() == [0, 0, 0, 0, 4]
     assert batch.mask.all()
     assert [batch.prefix(i).tolist() for i in range(3)] == [[5, 6], [5, 6], [9]]
@@ -45,13 +43,13 @@ def test_groups_are_laid_end_to_end_with_each_prefix_once():
 
 
 def test_tokens_that_were_not_sampled_are_not_trained():
-    batch = TokenBatch.from_groups([group([5], completion([7, 8, 9], version=[2, -1, 2]))], [0.0])
+    batch = TokenBatch.from_groups([group([5], completion([7, 8, 9], version=[2, -1, 2]))])
     assert batch.mask.tolist() == [True, False, True]
 
 
 def test_forks_share_their_trajectory_and_bring_their_own_prefix():
     a = group([5, 6], completion([7, 2]), completion([1], prefix=[5, 6, 7, 9]), completion([8], 1))
-    batch = TokenBatch.from_groups([a, group([4], completion([3], 0))], [0.5, 1.0, 2.0])  # 3 rewards for 4 sequences
+    batch = TokenBatch.from_groups([a, group([4], completion([3], 0))])
     assert batch.trajectory_of.tolist() == [0, 0, 1, 2]
     assert batch.group_of.tolist() == [0, 0, 1]
     assert [batch.prefix(i).tolist() for i in range(4)] == [[5, 6], [5, 6, 7, 9], [5, 6], [4]]
@@ -60,22 +58,21 @@ def test_forks_share_their_trajectory_and_bring_their_own_prefix():
 
 
 def test_a_fork_that_comes_first_does_not_give_its_prefix_to_the_others():
-    batch = TokenBatch.from_groups([group([5], completion([7], prefix=[5, 1]), completion([8], 1))], [0.0, 0.0])
+    batch = TokenBatch.from_groups([group([5], completion([7], prefix=[5, 1]), completion([8], 1))])
     assert [batch.prefix(i).tolist() for i in range(2)] == [[5, 1], [5]]
 
 
 @pytest.mark.parametrize(
-    ("groups", "rewards", "words"),
+    ("groups", "words"),
     [
-        ([], [], "at least one completion"),
-        ([group([5])], [], "at least one completion"),
-        ([group([5], completion([]))], [0.0], "completion 0 has no tokens"),
-        ([group([5], completion([1]))], [0.0, 1.0], "2 rewards for 1 trajectories"),
+        ([], "at least one completion"),
+        ([group([5])], "at least one completion"),
+        ([group([5], completion([]))], "completion 0 has no tokens"),
     ],
 )
-def test_what_is_no_batch_is_refused_with_the_reason(groups, rewards, words):
+def test_what_is_no_batch_is_refused_with_the_reason(groups, words):
     with pytest.raises(DataError, match=words):
-        TokenBatch.from_groups(groups, rewards)
+        TokenBatch.from_groups(groups)
 
 
 # ---- select --------------------------------------------------------------------------------------------------------
@@ -87,8 +84,7 @@ def test_select_renumbers_prefixes_trajectories_and_groups_and_leaves_columns_al
             group([1], completion([10, 11]), completion([12], 1)),
             group([2, 2], completion([13]), completion([14, 15, 16], 0, prefix=[2, 3]), completion([17], 1)),
             group([4], completion([18]), completion([19], 1)),
-        ],
-        range(6),
+        ]
     )
     batch = batch.replace(weights=torch.arange(10.0), advantages=-torch.arange(10.0))
     part = batch.select(torch.tensor([5, 3, 4]))
@@ -98,8 +94,7 @@ def test_select_renumbers_prefixes_trajectories_and_groups_and_leaves_columns_al
     assert part.advantages.tolist() == [-8.0, -4.0, -5.0, -6.0, -7.0]
     assert [part.prefix(i).tolist() for i in range(3)] == [[4], [2, 3], [2, 2]]
     assert len(part.prefix_ends) == 3  # the prefix of the first group is gone
-    assert part.rewards.tolist() == [2.0, 3.0, 4.0]  # trajectories keep their order
-    assert part.trajectory_of.tolist() == [2, 0, 1]
+    assert part.trajectory_of.tolist() == [2, 0, 1]  # trajectories keep their order
     assert part.group_of.tolist() == [0, 0, 1]
     assert part.old_logprobs is None
 
@@ -109,7 +104,7 @@ def test_select_of_everything_changes_nothing_and_of_nothing_is_empty():
     again = batch.select(torch.arange(batch.num_sequences))
     assert_same(again, batch)
     none = batch.select(torch.zeros(0, dtype=torch.long))
-    assert (none.num_sequences, none.num_tokens, len(none.prefixes), len(none.rewards)) == (0, 0, 0, 0)
+    assert (none.num_sequences, none.num_tokens, len(none.prefixes), len(none.group_of)) == (0, 0, 0, 0)
 
 
 # ---- cat -----------------------------------------------------------------------------------------------------------
@@ -159,7 +154,6 @@ def test_padded_rows_lose_their_padding_and_equal_prompts_are_one_group():
     assert batch.prefixes.tolist() == [5, 6, 7]
     assert batch.prefix_of.tolist() == batch.group_of.tolist() == [0, 1, 0]
     assert batch.advantages.tolist() == [1.0, 1.0, -1.0, -1.0, -1.0, 0.5]
-    assert batch.rewards.isnan().all()
     assert batch.old_logprobs is None and batch.ref_logprobs is None
 
 
@@ -215,7 +209,7 @@ def test_a_column_of_a_padded_batch_goes_back_to_its_places():
 
 def test_groups_and_padded_arrays_of_the_same_rows_give_the_same_batch():
     groups = [group([5, 6], completion([7, 0]), completion([8, 9, 1], 1)), group([4], completion([3, 0]), row=1)]
-    packed = TokenBatch.from_groups(groups, [0.0] * 3)
+    packed = TokenBatch.from_groups(groups)
     ids = left_padded([packed.prefix(i).numpy() for i in range(3)], PAD)
     batch, _ = padded_batch(ids, [[7, 0, PAD], [8, 9, 1], [3, 0, PAD]], PAD, [0])
     for name in ("prefixes", "prefix_ends", "prefix_of", "tokens", "ends", "group_of", "mask"):

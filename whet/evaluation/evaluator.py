@@ -41,7 +41,7 @@ from whet.hub.base_model import trained_with_chat_template
 from whet.observe.notebook import table_html
 from whet.observe.progress import Progress
 from whet.parallel.comm import require_single_process
-from whet.rewards.manager import RewardBatch
+from whet.rewards.reward_batch import RewardBatch
 from whet.rollout.build import sampling_of
 from whet.rollout.sampler import Sampler
 from whet.run.provenance import weights_digest
@@ -354,7 +354,7 @@ class _Work:
         """A part with its rewards: those that it has, or what the functions say now."""
         texts = self._texts(part)
         if part.judged:
-            rewarded = self.manager.taken_over(part.groups, texts, mode=Mode.EVAL)
+            rewarded = self.manager.recorded(part.groups, texts, mode=Mode.EVAL)
         else:
             rewarded = self.manager(part.groups, texts, mode=Mode.EVAL)
             self._keep(part, texts, rewarded)

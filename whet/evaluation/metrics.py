@@ -17,7 +17,7 @@ from whet.errors import ConfigError, RewardError, lookup_error
 from whet.evaluation.estimators import Estimate, estimate, majority_at_k, pass_at_k
 from whet.rewards.call import function_name
 from whet.rewards.library import ANSWERS, READ_BY
-from whet.rewards.manager import RewardBatch
+from whet.rewards.reward_batch import RewardBatch
 from whet.util.references import is_ref, resolve_callable
 
 __all__ = ["AnswerFn", "Answered", "answer_reader", "answered", "measure", "passes"]
@@ -58,10 +58,9 @@ def answered(rewarded: RewardBatch, *, source_column: str | None, read: AnswerFn
     Args: source_column: None = no breakdown. read: from a text to its answer.
     Raises: RewardError: `read` raises, or gives what can't be compared.
     """
-    ends = np.cumsum(rewarded.sizes)
     found = []
-    for group, texts, end, size in zip(rewarded.groups, rewarded.texts, ends, rewarded.sizes, strict=True):
-        part = slice(end - size, end)
+    for i, (group, texts) in enumerate(zip(rewarded.groups, rewarded.texts, strict=True)):
+        part = rewarded.group_of == i
         source = group.prompt.columns.get(source_column) if source_column is not None else None
         found.append(
             Answered(

@@ -11,7 +11,7 @@ from whet.types import Completion, Prompt
 from whet.util.text_lines import clipped, visible
 
 if TYPE_CHECKING:
-    from whet.rewards.manager import RewardBatch
+    from whet.rewards.reward_batch import RewardBatch
 
 __all__ = ["Extremes", "completion_line", "shown_text"]
 

@@ -32,11 +32,12 @@ from whet.learners.episodes import environment_of, turns_of
 from whet.learners.objective import reward_functions
 from whet.learners.rl_task import RLTask
 from whet.learners.step import Step
-from whet.learners.step_metrics import engine_metrics, rewarded_metrics, total_metrics
+from whet.learners.step_metrics import completion_metrics, engine_metrics, total_metrics
 from whet.metrics import flat
-from whet.rewards.manager import RewardBatch, RewardManager, resolve_reward_manager
+from whet.rewards.manager import RewardManager, resolve_reward_manager
 from whet.rewards.metric_fns import call_metric_fns
 from whet.rewards.resolve import listed, with_reward_model
+from whet.rewards.reward_batch import RewardBatch
 from whet.rollout.generate_options import check_trainable
 from whet.run.observer import Observer
 from whet.run.run import Run
@@ -241,18 +242,20 @@ class RLLearner:
         processes train, each judges a part of the groups.
         """
 
-        def called(own: Sequence[Group]) -> RewardBatch:
+        def compute_rewards(groups: Sequence[Group]) -> RewardBatch:
             texts = [
-                [list(c.messages) if c.messages else self.cluster.decode(c.tokens) for c in g.completions] for g in own
+                [list(c.messages) if c.messages else self.cluster.decode(c.tokens) for c in g.completions]
+                for g in groups
             ]
-            return self.reward_manager(own, texts, mode=step.mode)
+            return self.reward_manager(groups, texts, mode=step.mode)
 
-        def judged(own: Sequence[Group]) -> RewardBatch:
-            alone = [Group(prompt=g.prompt, completions=(g.greedy,)) for g in own if g.greedy is not None]
-            return called(own).with_greedy(called(alone)) if alone else called(own)
+        def compute_all(groups: Sequence[Group]) -> RewardBatch:
+            greedy = [Group(prompt=g.prompt, completions=(g.greedy,)) for g in groups if g.greedy is not None]
+            rewards = compute_rewards(groups)
+            return rewards.with_greedy(compute_rewards(greedy)) if greedy else rewards
 
         with self.cluster.trace.span("rewards"):
-            return step.replace(rewards=RewardBatch.cat(self.cluster.ranks.shared(judged, step.groups)))
+            return step.replace(rewards=RewardBatch.cat(self.cluster.ranks.shared(compute_all, step.groups)))
 
     def fill(self, run: Run, step: Step) -> Step:
         """Chooses the groups that are trained on: all of them here. `run.more()` gives a further batch of prompts."""
@@ -260,9 +263,7 @@ class RLLearner:
 
     def batch(self, step: Step) -> Step:
         """Lays rewarded groups end to end: `batch`."""
-        rewarded = step.rewards
-        batch = TokenBatch.from_groups(rewarded.groups, rewarded.total)
-        return step.replace(batch=batch).log(rewarded_metrics(rewarded))
+        return step.replace(batch=TokenBatch.from_groups(step.groups)).log(completion_metrics(step.rewards))
 
     def score(self, step: Step) -> Step:
         """Adds to the batch what the loss compares with: reference and old log-probabilities, values."""
@@ -280,10 +281,9 @@ class RLLearner:
         """Logs the step, evaluates and saves where they are due."""
         if self.metric_fns:
             self._call_metric_fns(step)
-        batch = step.batch  # whose rewards are what was trained on, however a `batch` stage has shaped them
-        found = {**step.metrics, **total_metrics(batch)}
-        row = {**flat(found), **self.cluster.take_metrics(step.index, Mode.TRAIN)}
-        run.end_step(step, row, num_tokens=batch.num_tokens)
+        metrics = {**step.metrics, **total_metrics(step.rewards)}
+        row = {**flat(metrics), **self.cluster.take_metrics(step.index, Mode.TRAIN)}
+        run.end_step(step, row, num_tokens=step.batch.num_tokens)
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
@@ -359,12 +359,11 @@ class RLLearner:
         return 1
 
     def _call_metric_fns(self, step: Step) -> None:
-        batch = step.batch
         found = call_metric_fns(
             self.metric_fns,
             step.rewards.inputs,
-            advantages=batch.trajectory_advantages.tolist(),
-            rewards=batch.rewards.tolist(),
+            advantages=step.batch.trajectory_advantages.tolist(),
+            rewards=step.rewards.total.tolist(),
         )
         self.cluster.buffer_metrics(found, Mode.TRAIN)
 

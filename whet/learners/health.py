@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from torch import nn
 
 from whet.cluster import RLCluster
@@ -26,12 +27,12 @@ from whet.data.templates import goes_through
 from whet.errors import nearest
 from whet.learners.symptoms import FULL, RAISE, apart, symptoms, truncated
 from whet.models.modes import max_positions
-from whet.ops import Support, group_spread
+from whet.ops import Support
 from whet.train.role_trainer import lower_lr_advice
 from whet.types import TokenBatch
 
 if TYPE_CHECKING:
-    from whet.rewards.manager import RewardBatch
+    from whet.rewards.reward_batch import RewardBatch
 
 __all__ = ["Health", "most_choices"]
 
@@ -63,7 +64,7 @@ class Seen:
         """Whether a token is trained whose advantage is not 0."""
         batch = self.batch
         if batch.advantages is None:
-            return bool(batch.mask.any()) and _differ(batch)
+            return bool(batch.mask.any() and self.rewards.have_spread.any())
         return bool(((batch.advantages != 0) & batch.mask).any())
 
 
@@ -110,7 +111,7 @@ class Health:
             if wrong is None:  # the step is inconclusive: what lasted before it lasts
                 continue
             count = self._lasts(name, step) if wrong else self._over(name)
-            first = 1 if name == "signal" and not _known(batch) else FIRST[name]
+            first = 1 if name == "signal" and bool(np.isnan(rewarded.total).all()) else FIRST[name]
             if count >= first and count >= LONGER * self._said.get(name, 0.0):
                 self._say(name, count, self._what(name, seen))
         for name, symptom in self.symptoms.items():
@@ -235,20 +236,10 @@ def _no_gradient(row: Mapping[str, float]) -> bool | None:
     return row["grad_norm"] == 0.0 if "grad_norm" in row else None
 
 
-def _differ(batch: TokenBatch) -> bool:
-    """Whether two rewards of a group differ."""
-    return bool(group_spread(batch.rewards, batch.group_of).any())
-
-
-def _known(batch: TokenBatch) -> bool:
-    """Whether a reward is not None."""
-    return not bool(batch.rewards.isnan().all())
-
-
 def _silence(seen: Seen, longer: str) -> str:
     """Why no token has an advantage, and what to look at. Args: longer: what gives completions more room."""
     group, text = seen.rewards.groups[0], seen.rewards.texts[0][0]
-    reward = float(seen.batch.rewards[0])
+    reward = float(seen.rewards.total[0])
     scored = "no reward" if math.isnan(reward) else f"reward {reward}"
     said = f"To {group.prompt.source!r:.80} the model said {text!r:.80}, {scored}"
     done = [c.finish_reason for g in seen.rewards.groups for c in g.completions]
@@ -269,10 +260,10 @@ def _cause(seen: Seen, longer: str) -> str:
             "no completion ended by itself, and algo.mask_truncated_completions leaves those out; "
             f"{longer}, or switch it off"
         )
-    none, number = int(batch.rewards.isnan().sum()), len(batch.rewards)
-    functions = ", ".join(rewarded.names) or "the reward functions"
+    none, number = int(np.isnan(rewarded.total).sum()), len(rewarded.total)
+    functions = ", ".join(rewarded.table) or "the reward functions"
     if none == number:
-        failed = [n for n in rewarded.names if f"rewards/{n}/errors" in seen.row]
+        failed = [n for n in rewarded.table if f"rewards/{n}/errors" in seen.row]
         if failed:
             return (
                 f"all rewards are None, since {', '.join(failed)} failed and trainer.on_reward_error=none counts that "
@@ -284,7 +275,7 @@ def _cause(seen: Seen, longer: str) -> str:
                 "ends it without one; repair it, or set that to raise"
             )
         return f"all rewards are None: {functions} applied to no completion; look at the columns that they read"
-    if _differ(batch):
+    if rewarded.have_spread.any():
         return "rewards differ, but all advantages are 0; look at algo.advantage_estimator"
     same = all(len({c.tokens.tobytes() for c in g.completions}) == 1 for g in rewarded.groups)
     if same and all(len(g.completions) > 1 for g in rewarded.groups):

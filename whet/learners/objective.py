@@ -35,7 +35,7 @@ from whet.ops import (
 )
 from whet.rewards.call import function_name
 from whet.rewards.length import overlong
-from whet.rewards.manager import RewardBatch
+from whet.rewards.reward_batch import RewardBatch
 from whet.rewards.text import unrewarded
 from whet.types import TokenBatch
 from whet.util.references import is_ref, resolve_callable
@@ -238,24 +238,20 @@ def make_estimator(config: AlgorithmConfig) -> Callable[..., Tensor]:
 
 
 def advantage_inputs(
-    batch: TokenBatch, rewarded: RewardBatch | None = None, *, clip: tuple[float, float] | None = None
+    batch: TokenBatch, rewards: RewardBatch, *, clip: tuple[float, float] | None = None
 ) -> AdvantageInputs:
-    """What a step gives an estimator.
-
-    Args: batch: scored. rewarded: each reward function's values and weight, and the rewards of greedy completions;
-            None = the total only. clip: bounds of the total.
-    """
-    table = {} if rewarded is None else {name: torch.from_numpy(r) for name, r in rewarded.table.items()}
+    """The inputs of an advantage estimator. Args: batch: scored. rewards: of it. clip: bounds of the total."""
+    total = torch.from_numpy(rewards.total)
     return AdvantageInputs(
-        rewards=batch.rewards if clip is None else batch.rewards.clamp(*clip),
+        rewards=total if clip is None else total.clamp(*clip),
         group_of=batch.group_of,
         trajectory=batch.trajectory,
         mask=batch.mask,
-        table=table,
-        reward_weights={} if rewarded is None else rewarded.weights,
+        table={name: torch.from_numpy(values) for name, values in rewards.table.items()},
+        reward_weights=rewards.weights,
         token_rewards=batch.token_rewards,
         values=batch.values,
-        greedy_rewards=None if rewarded is None or rewarded.greedy is None else torch.from_numpy(rewarded.greedy),
+        greedy_rewards=None if rewards.greedy is None else torch.from_numpy(rewards.greedy),
     )
 
 

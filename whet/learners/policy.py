@@ -23,7 +23,7 @@ from whet.config.base import need
 from whet.errors import ConfigError, EngineError, raise_all
 from whet.learners.base import RLLearner
 from whet.learners.config_warnings import advise
-from whet.learners.dynamic_sampling import check_fill, filled
+from whet.learners.dynamic_sampling import check_dynamic_sampling, refill_groups
 from whet.learners.kl_controller import MEASURED_ENTROPY, KLController, move_reference
 from whet.learners.objective import (
     advantage_inputs,
@@ -152,7 +152,7 @@ class PolicyLearner(RLLearner):
     def check(self, rl_cluster: RLCluster) -> None:
         """Raises ConfigError where cluster and configuration don't fit; warns where nothing would be learned."""
         c = self.algo_config
-        check_fill(self, c, self.config.max_steps)
+        check_dynamic_sampling(self, c, self.config.max_steps)
         if self.needs_reference and Role.REFERENCE not in rl_cluster.workers:
             raise ConfigError(
                 f"algo.beta={c.beta}, algo.force_compute_kl={c.force_compute_kl}: the KL needs a reference model; pass "
@@ -182,15 +182,17 @@ class PolicyLearner(RLLearner):
 
     def fill(self, run: Run, step: Step) -> Step:
         """Where dynamic_sampling is set, replaces groups that teach nothing by groups of further prompts."""
-        return filled(self, self.algo_config, step, run.more) if self.algo_config.dynamic_sampling else step
+        if not self.algo_config.dynamic_sampling:
+            return step
+        return refill_groups(self, self.algo_config, step, run.more)
 
     def batch(self, step: Step) -> Step:
         """The groups end to end, truncated completions masked where mask_truncated_completions is set."""
         step = super().batch(step)
         if not self.algo_config.mask_truncated_completions:
             return step
-        batch, groups = step.batch, step.rewards.groups
-        whole = torch.tensor([c.finish_reason != "length" for g in groups for c in g.completions])
+        batch = step.batch
+        whole = torch.tensor([c.finish_reason != "length" for g in step.groups for c in g.completions])
         return step.replace(batch=batch.replace(mask=batch.mask & whole.index_select(0, batch.sequence)))
 
     def score(self, step: Step) -> Step:

@@ -22,6 +22,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from whet.cluster import RLCluster
@@ -34,11 +36,12 @@ from whet.learners.step import Step
 from whet.learners.step_metrics import of_known, value_metrics
 from whet.metrics import Mean
 from whet.ops import LOSS_AGG_MODES, VALUE_LOSSES, advantages_and_returns
+from whet.rewards.reward_batch import RewardBatch
 from whet.run.observer import Observer
 from whet.train.metric_reduction import Metrics
 from whet.types import LossInputs, TokenBatch
 
-__all__ = ["PPOLearner", "PpoLearner"]
+__all__ = ["PPOLearner", "PpoLearner", "with_has_reward"]
 
 _METRICS = {
     "return": {"return_mean": "mean"},
@@ -138,9 +141,7 @@ class PPOLearner(PolicyLearner):
         step = super().assign_advantages(step)
         x = advantage_inputs(step.batch, step.rewards, clip=self.algo_config.reward_clip_range)
         _, returns = with_fields(advantages_and_returns, self.algo_config)(x)  # whatever the estimator is
-        batch = step.batch.replace(returns=returns.float())
-        if self.shares_trunk:
-            batch = batch.with_token_columns(has_reward=_known(batch).float())
+        batch = with_has_reward(step.batch.replace(returns=returns.float()), step.rewards)
         if self.algo_config.beta and self.algo_config.kl_type == "reward":
             penalty = self.kl_controller.sampled_kl(batch, -self.kl_controller.beta)[batch.mask].double()
             step = step.log({"rewards/reward_kl_penalty": Mean(float(penalty.sum()), len(penalty))})
@@ -153,7 +154,7 @@ class PPOLearner(PolicyLearner):
         self.cluster.release_engine_memory()
         with self.cluster.trace.span("update_critic"):
             for part in _parts(mini, self.algo_config.critic_updates):
-                learned = part.replace(mask=part.mask & _known(part))
+                learned = part.replace(mask=part.mask & (part.need("has_reward") > 0))
                 step = step.log(self.critic_trainer.update(learned, keep=trained))
         return step if step.index <= self.algo_config.critic_warmup_steps else super().update(step, mini)
 
@@ -175,7 +176,7 @@ class PPOLearner(PolicyLearner):
     def _of_whole(self, found: Metrics, whole: TokenBatch, run: TokenBatch) -> Metrics:
         """As PolicyLearner's; means of a shared critic's metrics are over tokens (sequences) with a reward alone."""
         if self.shares_trunk:
-            found = of_known(found, "critic/", run, _known(run), self.cluster.actor_trainer.reductions)
+            found = of_known(found, "critic/", run, run.need("has_reward") > 0, self.cluster.actor_trainer.reductions)
         return super()._of_whole(found, whole, run)
 
     # ---- what the configuration implies --------------------------------------------------------------------------
@@ -218,9 +219,10 @@ def _parts(mini: TokenBatch, number: int) -> Iterator[TokenBatch]:
         yield mini.select(((group_of >= cut.start) & (group_of < cut.stop)).nonzero().flatten())
 
 
-def _known(batch: TokenBatch) -> Tensor:
-    """Which tokens are of a trajectory that has a reward, Bool [S]: of the others a critic can't learn."""
-    return ~batch.rewards.isnan().index_select(0, batch.trajectory)
+def with_has_reward(batch: TokenBatch, rewards: RewardBatch) -> TokenBatch:
+    """The batch with the column has_reward [S]: 1 where the trajectory has a reward and a critic learns, else 0."""
+    known = torch.from_numpy(~np.isnan(rewards.total))
+    return batch.with_token_columns(has_reward=known.index_select(0, batch.trajectory).float())
 
 
 def _under_critic(name: str, how: str | Mapping[str, str]) -> dict[str, str]:

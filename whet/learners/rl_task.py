@@ -21,16 +21,17 @@ from whet.data.text_parts import decoded
 from whet.envs import Script
 from whet.evaluation.estimators import pass_at_k, settled_ks
 from whet.learners.health import Health
-from whet.learners.show_samples import sample_shown
+from whet.learners.show_samples import describe_sample
 from whet.learners.step import Step
-from whet.learners.step_metrics import completion_columns, known_by_group, rewarded_metrics, spread, total_metrics
+from whet.learners.step_metrics import completion_columns, completion_metrics, known_totals, spread, total_metrics
 from whet.metrics import Mean, Metric, flat, merge
-from whet.rewards.manager import RewardBatch, RewardManager
+from whet.rewards.manager import RewardManager
+from whet.rewards.reward_batch import RewardBatch
 from whet.rollout.requests import check_prompt_lengths
 from whet.run.observer import Observed
 from whet.run.provenance import record_inputs
 from whet.run.task import Task
-from whet.types import Group, Prompt, TokenBatch
+from whet.types import Group, Prompt
 from whet.util.references import is_ref
 
 __all__ = ["RLTask"]
@@ -257,12 +258,11 @@ class RLTask(Task):
 
     def on_step_end(self, run: Observed, step: Step) -> None:
         """Keeps the completions, shows some where that is asked for, and warns of what goes wrong."""
-        rewarded, batch = step.rewards, step.batch
-        self._store(run, step.index, Mode.TRAIN, rewarded, batch)
+        self._store(run, step)
         every = self.learner.config.show_samples
         if every and step.index % every == 0:
-            log.info("%s", sample_shown(step.index, rewarded))
-        self.health.watch(step.index, run.rows[-1], rewarded, batch)
+            log.info("%s", describe_sample(step.index, step.rewards))
+        self.health.watch(step.index, run.rows[-1], step.rewards, step.batch)
 
     def shown(self, row: Mapping[str, float]) -> dict[str, str]:
         """Mean length, the share that was truncated, and the KL where one is measured."""
@@ -273,10 +273,11 @@ class RLTask(Task):
         }
         return {name: f"{row[metric]:{form}}" for name, (metric, form) in known.items() if metric in row}
 
-    def _store(self, run: Observed, step: int, mode: Mode, rewarded: RewardBatch, batch: TokenBatch) -> None:
+    def _store(self, run: Observed, step: Step) -> None:
         """Keeps the completions of a step."""
         decode = functools.partial(decoded, self.cluster.tokenizer)
-        run.keep_completions(step, mode, *completion_columns(rewarded, batch, decode))
+        batch = step.batch if step.has("batch") else None
+        run.keep_completions(step.index, step.mode, *completion_columns(step.rewards, batch, decode))
 
     # ---- evaluation ----------------------------------------------------------------------------------------------
 
@@ -292,14 +293,12 @@ class RLTask(Task):
         with cluster.trace.span("eval"):
             groups = learner.rollout(prompts, step=step, mode=Mode.EVAL)
             found = learner.reward(Step(index=step, prompts=prompts, groups=groups, mode=Mode.EVAL))
-        rewarded = found.rewards
-        batch = TokenBatch.from_groups(rewarded.groups, rewarded.total)
         row = {
-            **flat(_evaluation_metrics(rewarded, batch)),
+            **flat(_evaluation_metrics(found.rewards)),
             **cluster.take_metrics(step, Mode.EVAL),
             "time/eval": time.monotonic() - started,
         }
-        self._store(run, step, Mode.EVAL, rewarded, batch)
+        self._store(run, found)
         log.info("eval, step %d: reward %.4g  (%d prompts, %.1f s)", step, row["reward"], len(groups), row["time/eval"])
         return row
 
@@ -326,19 +325,21 @@ class RLTask(Task):
             )
 
 
-def _evaluation_metrics(rewarded: RewardBatch, batch: TokenBatch) -> dict[str, Metric]:
-    """Rewards and completions; the best of each group; where all rewards are 0 or 1 the accuracy and pass@k, the mean
-    over groups of the numbers that `whet eval` has too (evaluation.estimators).
+def _evaluation_metrics(rewards: RewardBatch) -> dict[str, Metric]:
+    """The metrics of an evaluation: of rewards and completions, and of the best completion of each group.
+
+    Where all rewards are 0 or 1 it adds the accuracy and pass@k, the mean over groups of the numbers that `whet eval`
+    has too (evaluation.estimators).
     """
-    metrics, total = {**rewarded_metrics(rewarded), **total_metrics(batch)}, batch.rewards.numpy()
-    generations = int(batch.group_of.bincount().max())  # of the largest group
+    metrics, total = {**completion_metrics(rewards), **total_metrics(rewards)}, rewards.total
+    groups, generations = known_totals(rewards), max(rewards.sizes)
     if generations > 1:
-        best = np.array([rewards.max() for rewards in known_by_group(batch)])
+        best = np.array([known.max() for known in groups])
         metrics = merge(metrics, spread(f"rewards/best_of_{generations}", best))
     if np.isin(total, (0.0, 1.0)).all():
         metrics = merge(metrics, {"accuracy": Mean(float(total.sum()), len(total))})
         for k in settled_ks(None, generations) if generations > 1 else ():
-            chances = [pass_at_k(len(known), int(known.sum()), k) for known in known_by_group(batch) if len(known) >= k]
+            chances = [pass_at_k(len(known), int(known.sum()), k) for known in groups if len(known) >= k]
             metrics[f"pass@{k}"] = Mean(float(sum(chances)), len(chances))
     return metrics
 

@@ -1,4 +1,4 @@
-"""What trainer.show_samples shows: one prompt of a step, with its best and its worst completion."""
+"""The lines of trainer.show_samples: one prompt of a step, with its best and its worst completion."""
 
 from __future__ import annotations
 
@@ -11,24 +11,23 @@ from whet.evaluation.sample import completion_line, shown_text
 from whet.types import Group
 
 if TYPE_CHECKING:
-    from whet.rewards.manager import RewardBatch
+    from whet.rewards.reward_batch import RewardBatch
 
-__all__ = ["sample_shown"]
+__all__ = ["describe_sample"]
 
 
-def sample_shown(step: int, rewarded: RewardBatch) -> str:
-    """A prompt of a step with its best and its worst completion, as lines for the log.
+def describe_sample(step: int, rewards: RewardBatch) -> str:
+    """One prompt of a step with its best and its worst completion, as lines for the log.
 
-    It is the first from the place `step` on whose completions have different rewards, so that each time it is another.
-    Args: step: which it is. rewarded: its groups, texts and rewards.
+    It is the first prompt, from the place `step` on, that has completions with different rewards. So each time another
+    prompt is shown.
+    Args: step: its number. rewards: of the step.
     """
-    bounds = np.cumsum([0, *rewarded.sizes])
-    count = len(rewarded.groups)
+    totals, count = rewards.totals_by_group, len(rewards.groups)
     order = [(step + i) % count for i in range(count)]
-    rewards = [rewarded.total[bounds[i] : bounds[i + 1]] for i in range(count)]
-    chosen = next((i for i in order if len(set(rewards[i][~np.isnan(rewards[i])])) > 1), order[0])
-    group, own = rewarded.groups[chosen], rewards[chosen]
-    texts = {c.generation: (c, text) for c, text in zip(group.completions, rewarded.texts[chosen], strict=True)}
+    chosen = next((i for i in order if rewards.have_spread[i]), order[0])
+    group, own = rewards.groups[chosen], totals[chosen]
+    texts = {c.generation: (c, text) for c, text in zip(group.completions, rewards.texts[chosen], strict=True)}
     done = list(texts.values())  # of forks of a conversation the last, which has all of it
     known = np.where(np.isnan(own), -math.inf, own)
     best, worst = int(known.argmax()), int(np.where(np.isnan(own), math.inf, own).argmin())

@@ -14,7 +14,7 @@ from typing import Any, Generic, Self, TypeVar, overload
 from whet.config import Mode
 from whet.errors import DataError
 from whet.metrics import Metric, merge
-from whet.rewards.manager import RewardBatch
+from whet.rewards.reward_batch import RewardBatch
 from whet.types import Example, Group, Prompt, TokenBatch
 
 __all__ = ["BaseStep", "ExampleStep", "Step", "StepColumn"]

@@ -13,23 +13,23 @@ from torch import Tensor
 
 from whet.evaluation.columns import columns_of
 from whet.metrics import Max, Mean, Metric, Min, Sum
-from whet.ops import AdvantageInputs, group_spread
-from whet.rewards.manager import sample_std
+from whet.ops import AdvantageInputs
+from whet.rewards.reward_batch import sample_std
 from whet.rollout.base import EngineStats
 from whet.train.metric_reduction import Reductions, metric_labels
 from whet.types import Group, TokenBatch
 
 if TYPE_CHECKING:
-    from whet.rewards.manager import RewardBatch
+    from whet.rewards.reward_batch import RewardBatch
 
 __all__ = [
     "advantage_metrics",
     "completion_columns",
+    "completion_metrics",
     "engine_metrics",
-    "known_by_group",
+    "known_totals",
     "of_known",
     "of_whole_batch",
-    "rewarded_metrics",
     "rollout_metrics",
     "skipped_metrics",
     "spread",
@@ -58,36 +58,33 @@ def spread(name: str, values: np.ndarray, *, prefix: bool = False) -> dict[str, 
     }
 
 
-def rewarded_metrics(rewarded: RewardBatch) -> dict[str, Metric]:
-    """What the reward functions said, and the completions: what training and evaluation both log."""
-    return {**rewarded.metrics, **rollout_metrics(rewarded.groups), **_truncated_metrics(rewarded)}
+def completion_metrics(rewards: RewardBatch) -> dict[str, Metric]:
+    """The metrics that training and evaluation both log: of the reward functions and of the completions.
 
-
-def _truncated_metrics(rewarded: RewardBatch) -> dict[str, Metric]:
-    """completions/clipped_scored_ratio: of the completions that did not end with a stop, the share whose total is above
-    0; nothing where all ended.
+    completions/clipped_scored_ratio: of the completions that did not end with a stop, the share that has a total above
+    0. It is absent where all ended.
     """
-    first = np.cumsum([0, *rewarded.sizes])
     scored = [
-        bool(rewarded.total[first[i] + at] > 0)
-        for i, group in enumerate(rewarded.groups)
-        for at, c in enumerate({c.generation: c for c in group.completions}.values())
+        bool(total > 0)
+        for group, totals in zip(rewards.groups, rewards.totals_by_group, strict=True)
+        for c, total in zip({c.generation: c for c in group.completions}.values(), totals, strict=True)
         if c.finish_reason != "stop"
     ]
-    return {"completions/clipped_scored_ratio": Mean(float(sum(scored)), len(scored))} if scored else {}
+    metrics = {**rewards.metrics, **rollout_metrics(rewards.groups)}
+    return {**metrics, "completions/clipped_scored_ratio": Mean(float(sum(scored)), len(scored))} if scored else metrics
 
 
-def total_metrics(batch: TokenBatch) -> dict[str, Metric]:
-    """The rewards that a batch is trained on; NaN (no function applied) is left out everywhere.
+def total_metrics(rewards: RewardBatch) -> dict[str, Metric]:
+    """The metrics of the total, which is trained on. NaN (no function applies) is left out everywhere.
 
-    Tunix's: rewards/score/{mean,max,min}. TRL's: reward, the mean; reward_std, the standard deviation (n - 1) over the
-    whole batch; frac_reward_zero_std, the share of groups whose rewards are all equal. whet's:
+    Tunix's names: rewards/score/{mean,max,min}. TRL's names: reward, the mean; reward_std, the standard deviation
+    (n - 1) over the whole batch; frac_reward_zero_std, the share of groups in which all rewards are equal. whet's own:
     reward_std_within_groups, the mean over groups of the standard deviation in a group (n - 1; 0 for a group of one).
     Standard deviations merge across batches as means.
     """
-    parts = known_by_group(batch)
+    parts = known_totals(rewards)
     known = np.concatenate([*parts, np.empty(0)])
-    equal = len(parts) - int(group_spread(batch.rewards, batch.group_of).sum())
+    equal = len(parts) - int(rewards.have_spread.sum())
     return {
         **spread("rewards/score", known),
         "reward": Mean(float(known.sum()), len(known)),
@@ -97,13 +94,10 @@ def total_metrics(batch: TokenBatch) -> dict[str, Metric]:
     }
 
 
-def known_by_group(batch: TokenBatch) -> list[np.ndarray]:
-    """The rewards of each group that has any, in order, without those that are NaN: float64."""
-    known = ~batch.rewards.isnan()
-    rewards, group_of = batch.rewards[known].numpy(), batch.group_of[known].numpy()
-    order = np.argsort(group_of, kind="stable")
-    bounds = np.flatnonzero(np.diff(group_of[order])) + 1
-    return [part for part in np.split(rewards[order], bounds) if len(part)]
+def known_totals(rewards: RewardBatch) -> list[np.ndarray]:
+    """The totals of each group that has any, without those that are NaN: float64."""
+    parts = [part[~np.isnan(part)] for part in rewards.totals_by_group]
+    return [part for part in parts if len(part)]
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
@@ -263,14 +257,15 @@ def of_known(
 
 
 def completion_columns(
-    rewarded: RewardBatch, batch: TokenBatch, written: Callable[[np.ndarray], str]
+    rewards: RewardBatch, batch: TokenBatch | None, decode: Callable[[np.ndarray], str]
 ) -> tuple[dict[str, list[Any]], dict[str, np.ndarray]]:
-    """What the store keeps of a step: the columns of its completions, and what each reward function gave them.
+    """The columns that the run folder keeps of completions, and the rewards of each function.
 
-    Args: rewarded, batch: of the step. written: a prompt's ids -> their text, special tokens visible.
+    Args: rewards: of the step. batch: with advantages; None = an evaluation. decode: a prompt's ids -> their text,
+        special tokens visible.
     """
-    trajectories = batch.trajectory_of.numpy()
-    columns = columns_of(rewarded.groups, rewarded.texts, batch.rewards.numpy()[trajectories].tolist(), written)
-    if batch.advantages is not None:
-        columns["advantage"] = batch.trajectory_advantages.numpy()[trajectories].tolist()
-    return columns, {name: values[trajectories] for name, values in sorted(rewarded.table.items())}
+    at = rewards.trajectory_of
+    columns = columns_of(rewards.groups, rewards.texts, rewards.total[at].tolist(), decode)
+    if batch is not None and batch.advantages is not None:
+        columns["advantage"] = batch.trajectory_advantages.numpy()[at].tolist()
+    return columns, {name: values[at] for name, values in sorted(rewards.table.items())}

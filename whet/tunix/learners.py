@@ -18,7 +18,7 @@ from whet.errors import ConfigError, DataError
 from whet.learners import grpo, ppo
 from whet.learners.base import RLLearner
 from whet.learners.step import Step
-from whet.rewards.manager import RewardBatch
+from whet.rewards.reward_batch import RewardBatch
 from whet.run.run import Run
 from whet.tunix.trainer import Trainer
 from whet.types import Completion, Group, Prompt, TokenBatch, TrainExample
@@ -118,9 +118,7 @@ class TunixLearner(RLLearner):
         """Rewards and completions of a step under Tunix's names, for the external logger if there is one."""
         if not getattr(self.cluster, "has_external_logger", False):  # of whet's own cluster it is told nothing of them
             return
-        rewarded = step.rewards
-        found = _told(rewarded, step.batch)
-        self.cluster.buffer_metrics_async(found, step.mode, step.index)
+        self.cluster.buffer_metrics_async(_told(step.rewards), step.mode, step.index)
 
     # ---- the stages ----------------------------------------------------------------------------------------------
 
@@ -252,18 +250,17 @@ class TunixLearner(RLLearner):
         """The step with what `_generate_and_compute_advantage` gave as its batch."""
         batch = TokenBatch.from_padded(example, version=self.cluster.actor.version)
         filled = self._filled
-        own = None if filled is None else filled.batch
-        if filled is not None and own is not None and torch.equal(own.ends, batch.ends):
+        if filled is not None and torch.equal(filled.batch.ends, batch.ends):
             names = ("mask", "advantages", "old_logprobs", "ref_logprobs", "values", "returns")
-            return filled.replace(batch=own.replace(**{name: getattr(batch, name) for name in names}))
+            return filled.replace(batch=filled.batch.replace(**{name: getattr(batch, name) for name in names}))
         if example.old_per_token_logps is None:  # those of the policy as it is, before the step's first update
             old = self.cluster.actor.logprobs(batch).logprobs
             batch = batch.replace(sampler_logprobs=old, old_logprobs=old)
         groups = self._groups(step, example)
-        rewarded = self._rewarded(groups)
-        rewards = torch.as_tensor(rewarded.total)
-        step = (filled or step).replace(groups=groups, rewards=rewarded)
-        return step.replace(batch=batch.replace(rewards=rewards))
+        rewards = self._rewarded(groups)
+        if isinstance(self, ppo.PPOLearner):
+            batch = ppo.with_has_reward(batch, rewards)
+        return (filled or step).replace(groups=groups, rewards=rewards, batch=batch)
 
     def _groups(self, step: Step, example: TrainExample) -> list[Group]:
         """The completions of an example, a row each, under the prompts of the step."""
@@ -286,8 +283,7 @@ class TunixLearner(RLLearner):
         count = sum(map(len, texts))
         called, inputs = self._called, self.reward_manager.inputs(groups, texts, mode=Mode.TRAIN, extras={})
         if called is None or len(called.total) != count:
-            nothing = np.full(count, np.nan)
-            return RewardBatch(groups=list(groups), total=nothing, metrics={}, table={}, texts=texts, inputs=inputs)
+            return RewardBatch(groups=list(groups), table={}, texts=texts, inputs=inputs)
         return dataclasses.replace(called, groups=list(groups), texts=texts, inputs=inputs)
 
 
@@ -334,9 +330,9 @@ def padded_example(batch: TokenBatch, pad_id: int) -> TrainExample:
     )
 
 
-def _told(rewarded: RewardBatch, batch: TokenBatch | None) -> dict[str, tuple[Any, Any]]:
+def _told(rewarded: RewardBatch) -> dict[str, tuple[Any, Any]]:
     """Rewards and completions under Tunix's names: name -> (value, aggregation)."""
-    total = np.nan_to_num(rewarded.total if batch is None else batch.rewards.numpy())
+    total = np.nan_to_num(rewarded.total)
     table = {name: np.nan_to_num(values) for name, values in rewarded.table.items()}
     lengths = np.array([len(c.tokens) for g in rewarded.groups for c in g.completions])
     found: dict[str, tuple[Any, Any]] = {

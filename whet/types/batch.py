@@ -41,8 +41,6 @@ class TokenBatch(Columns):
     """Long [N]: forks of one episode share a trajectory."""
     group_of: Tensor
     """Long [J]: the group of each trajectory."""
-    rewards: Tensor
-    """Float64 [J]: the weighted sum of the reward functions; NaN = no function applied."""
     token_columns: Mapping[str, Tensor]
     """[S ...] each: the columns per token, by name; see whet.types.columns for the well-known ones."""
     sequence_columns: Mapping[str, Tensor] = field(default_factory=dict)
@@ -221,7 +219,6 @@ class TokenBatch(Columns):
             ends=lengths.cumsum(0),
             trajectory_of=trajectory_of,
             group_of=group_of,
-            rewards=self.rewards.index_select(0, trajectories),
             token_columns={name: c.index_select(0, places) for name, c in self.token_columns.items()},
             sequence_columns={name: c.index_select(0, sequences) for name, c in self.sequence_columns.items()},
             unit_of=unit_of,
@@ -251,7 +248,6 @@ class TokenBatch(Columns):
             ends=shifted("ends", [b.num_tokens for b in batches]),
             trajectory_of=shifted("trajectory_of", [len(b.group_of) for b in batches]),
             group_of=shifted("group_of", [b.num_groups for b in batches]),
-            rewards=torch.cat([b.rewards for b in batches]),
             token_columns=_cat_columns([b.token_columns for b in batches]),
             sequence_columns=_cat_columns([b.sequence_columns for b in batches]),
             unit_of=shifted("unit_of", [b.num_units for b in batches]),
@@ -259,12 +255,12 @@ class TokenBatch(Columns):
         )
 
     @classmethod
-    def from_groups(cls, groups: Sequence[Group], rewards: Sequence[float] | np.ndarray | Tensor) -> TokenBatch:
+    def from_groups(cls, groups: Sequence[Group]) -> TokenBatch:
         """Lays groups end to end.
 
-        Args: groups: rolled out. rewards: one number per trajectory, in the order of groups and generations.
-        Returns: N = all completions, in order; J = distinct (group, generation).
-        Raises: DataError: no completions, an empty completion, or a number of rewards other than that of trajectories.
+        Args: groups: completed prompts.
+        Returns: N = all completions, in order; J = distinct (group, generation), in order.
+        Raises: DataError: no completions, or an empty completion.
         """
         prefixes: list[np.ndarray] = []
         prefix_of, trajectory_of, group_of, completions = [], [], [], []
@@ -288,9 +284,6 @@ class TokenBatch(Columns):
             raise DataError("a batch needs at least one completion, got none")
         if empty := [i for i, c in enumerate(completions) if len(c.tokens) == 0]:
             raise DataError(f"completion {empty[0]} has no tokens; every completion has at least its stop token")
-        total = torch.as_tensor(np.asarray(rewards, dtype=np.float64))
-        if len(total) != len(group_of):
-            raise DataError(f"{len(total)} rewards for {len(group_of)} trajectories; give one for each")
         versions = _joined([c.versions for c in completions], torch.int32)
         return cls(
             prefixes=_joined(prefixes, torch.long),
@@ -299,7 +292,6 @@ class TokenBatch(Columns):
             ends=torch.tensor([len(c.tokens) for c in completions]).cumsum(0),
             trajectory_of=torch.tensor(trajectory_of),
             group_of=torch.tensor(group_of),
-            rewards=total,
             token_columns={
                 "tokens": _joined([c.tokens for c in completions], torch.long),
                 "mask": versions >= 0,
@@ -317,7 +309,7 @@ class TokenBatch(Columns):
             paired: the sequences of a row are one unit, and each is its own trajectory; else each sequence is a unit,
                 and those of a row are one trajectory.
             version: stamped on the trained tokens.
-        Returns: a group for each example. Rewards are NaN, sampler_logprobs 0: nothing was sampled.
+        Returns: a group for each example. sampler_logprobs are 0: nothing was sampled.
         Raises: DataError: no examples, a sequence without tokens or without a prefix, or a column that only some have.
 
         >>> from whet.types import TrainSequence
@@ -346,7 +338,6 @@ class TokenBatch(Columns):
             ends=torch.tensor([len(s.tokens) for s in sequences]).cumsum(0),
             trajectory_of=torch.arange(len(sequences)) if paired else row_of,
             group_of=row_of if paired else torch.arange(len(examples)),
-            rewards=torch.full((len(sequences) if paired else len(examples),), torch.nan, dtype=torch.float64),
             token_columns={
                 "tokens": _joined([s.tokens for s in sequences], torch.long),
                 "mask": mask,
@@ -364,7 +355,7 @@ class TokenBatch(Columns):
         Args: example: [B, P] and [B, C] arrays. A row whose prompt an earlier row has shares its prefix and group.
             version: stamped on every token.
         Returns: N = J = B; the tokens of a row are those up to its last masked-in one; mask, advantages and logprobs
-            follow. Rewards are NaN: a TrainExample has none.
+            follow.
         Raises: DataError: a row with nothing to train, a prompt of no tokens, or arrays that don't fit each other.
         """
         example = checked_example(example)
@@ -400,7 +391,6 @@ class TokenBatch(Columns):
             ends=lengths.cumsum(0),
             trajectory_of=torch.arange(len(prompts)),
             group_of=torch.tensor([places[p] for p in prompts]),
-            rewards=torch.full((len(prompts),), torch.nan, dtype=torch.float64),
             token_columns={
                 "tokens": example.completion_ids[inside],
                 "mask": mask,

@@ -79,15 +79,16 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Group:
-    """The completions of one prompt, with what each reward function gave them.
+    """The completions of one prompt.
 
-    Example: Group(prompt=p, completions=(a, b), rewards={"exact": array([1., nan])}): the function had no say on b.
+    Example: Group(prompt=p, completions=(a, b), rewards={"world": array([1., nan])}): the environment rewards a only.
     """
 
     prompt: Prompt
     completions: tuple[Completion, ...]
     rewards: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """float64 [trajectories] per reward function, in the order of generation; NaN = not applicable."""
+    """Rewards that come with the completions, as from an environment: float64 [trajectories] by name, in the order of
+    generation; NaN = not applicable. They join those of the reward functions in `RewardBatch.table`, which has all."""
     greedy: Completion | None = None
     """The greedy completion of the prompt, which is no part of the group and is not trained on; only where an estimator
     asks for it."""

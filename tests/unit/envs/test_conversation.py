@@ -284,14 +284,14 @@ def batch_of(made, count=2):
     encode = made.encoder(Mode.TRAIN)
     prompts = [encode(row, i) for i, row in enumerate(rows(count, answer=["1"] * count))]
     step = made.reward(made.sample(Step(index=5, prompts=prompts)))
-    return step, TokenBatch.from_groups(step.groups, step.rewards.total)
+    return step, TokenBatch.from_groups(step.groups)
 
 
 @pytest.mark.parametrize("template", [None, FORGETFUL.replace(".split('|')[-1]", "[1:]")])
 def test_the_trainer_computes_the_logprobs_that_the_sampler_had(world, template):
     made = learner(world, template=template)
     step, batch = batch_of(made)
-    assert (batch.num_sequences > 6) == (template is not None) and len(batch.rewards) == 6
+    assert (batch.num_sequences > 6) == (template is not None) and len(step.rewards.total) == len(batch.group_of) == 6
     at = batch.mask
     assert torch.equal(at, batch.versions >= 0) and (at.sum() < len(at)) == (template is None)
     want = batch.sampler_logprobs[at]
@@ -303,14 +303,14 @@ def test_the_trainer_computes_the_logprobs_that_the_sampler_had(world, template)
 
 
 def test_rewards_are_of_whole_conversations(world):
-    step, batch = batch_of(learner(world))
+    step, _ = batch_of(learner(world))
     want, turns = [], set()
     for group in step.groups:
         for c in group.completions:
             turns.add(c.info["turns"])
             said = sum(len(m["content"]) for m in c.messages if m["role"] == "assistant")
             want.append(said / 10 + ("1" in group.prompt.source))
-    assert batch.rewards.tolist() == pytest.approx(want) and len(turns) > 1
+    assert step.rewards.total.tolist() == pytest.approx(want) and len(turns) > 1
 
 
 @pytest.mark.parametrize(
@@ -355,9 +355,9 @@ def test_an_episode_whose_world_fails_has_no_reward_and_teaches_nothing(tmp_path
         WORLD.replace("return [] if", "assert sum(map(ord, said)) % 3 != 1\n    return [] if")
     )
     made = learner(str(tmp_path / "env.py"), on_reward_error="none", reward_timeout_s=None)
-    step, batch = batch_of(made, 4)
+    step, _ = batch_of(made, 4)
     failed = torch.tensor([c.finish_reason == "error" for g in step.groups for c in g.completions])
-    assert failed.any() and not failed.all() and torch.equal(batch.rewards.isnan(), failed)
+    assert failed.any() and not failed.all() and np.isnan(step.rewards.total).tolist() == failed.tolist()
     scored = made.assign_advantages(made.score(made.batch(step))).batch
     assert (scored.advantages[failed.index_select(0, scored.trajectory)] == 0).all()
     assert made.train(rows(8, answer=["1"] * 8)).rows[-1]["turns/failed"] >= 0
@@ -388,5 +388,5 @@ def test_whet_eval_takes_an_environments_reward_and_refuses_its_turns(world, tmp
 
 def test_from_python_interact_may_be_a_function():
     answer = lambda messages: [{"role": "tool", "content": "!"}] if len(messages) < 4 else []
-    _, batch = batch_of(learner(answer, reward=lambda completions, **_: [float(len(c)) for c in completions]))
-    assert batch.rewards.tolist() == [3.0] * 6  # the model, the world, and the model again
+    step, _ = batch_of(learner(answer, reward=lambda completions, **_: [float(len(c)) for c in completions]))
+    assert step.rewards.total.tolist() == [3.0] * 6  # the model, the world, and the model again

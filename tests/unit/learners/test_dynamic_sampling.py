@@ -9,7 +9,7 @@ from helpers import cluster, completion, length_reward, rows, same, weights_of
 
 from whet.config import DataConfig, GRPOConfig
 from whet.errors import ConfigError
-from whet.learners.dynamic_sampling import teaches
+from whet.learners.dynamic_sampling import filter_groups
 from whet.learners.grpo import GRPOLearner
 from whet.rewards.manager import RewardManager
 from whet.types import Group
@@ -86,9 +86,9 @@ def made_groups(made, run, step):
 @pytest.mark.parametrize(
     ("count", "most", "want", "why"),
     [
-        (10, 1, [1], "1 of 2 groups teach something (max_num_gen_batches=1)"),
+        (10, 1, [1], "1 of 2 groups have different rewards (max_num_gen_batches=1)"),
         (4, 10, [1, 3], None),
-        (2, 10, [1], "1 of 2 groups teach something (the data ended)"),
+        (2, 10, [1], "1 of 2 groups have different rewards (the data ended)"),
     ],
 )
 def test_a_step_that_can_not_be_filled_trains_on_what_there_is(count, most, want, why, monkeypatch, caplog):
@@ -97,7 +97,7 @@ def test_a_step_that_can_not_be_filled_trains_on_what_there_is(count, most, want
     with caplog.at_level(logging.WARNING, "whet"):
         made.train(rows(count))
     assert seen == [want]
-    found = [r.getMessage() for r in caplog.records if "teach" in r.getMessage()]
+    found = [r.getMessage() for r in caplog.records if "different rewards" in r.getMessage()]
     assert len(found) == (why is not None)
     if why:
         assert why in found[0]
@@ -115,9 +115,9 @@ def test_what_teaches_is_a_spread_or_a_mean_between_the_bounds():
     groups = [Group(prompt=p, completions=(completion([5]), completion([6], 1))) for p in prompts(4)]
     given = iter([[1.0, 1.0, 0.0, 1.0, None, 1.0, None, None]])
     rewarded = RewardManager([lambda completions, **_: next(given)])(groups, [["a", "b"]] * 4)
-    assert teaches(rewarded).tolist() == [False, True, False, False]
-    assert teaches(rewarded, (0.0, 1.0)).tolist() == [False, True, False, False]
-    assert teaches(rewarded, (0.5, 2.0)).tolist() == [True, False, True, False]  # no reward: never
+    assert filter_groups(rewarded).tolist() == [False, True, False, False]
+    assert filter_groups(rewarded, (0.0, 1.0)).tolist() == [False, True, False, False]
+    assert filter_groups(rewarded, (0.5, 2.0)).tolist() == [True, False, True, False]  # no reward: never
     some = rewarded.select([1, 2])
     assert [g.prompt.row for g in some.groups] == [1, 2] and some.total.tolist()[:2] == [0.0, 1.0]
     assert np.isnan(some.total[2]) and some.inputs.trajectory_ids == ["1_0", "1_1", "2_0", "2_1"]
@@ -189,10 +189,9 @@ def test_a_rollout_that_has_no_place_for_the_first_prompt_is_refused():
 
 def test_the_gradient_is_that_of_the_kept_groups_alone(monkeypatch):
     made = learner(cluster(max_steps=1), length_reward)
-    batches, update = [], made.update
-    monkeypatch.setattr(made, "update", lambda step, mini: batches.append(mini) or update(step, mini))
+    steps, update = [], made.update
+    monkeypatch.setattr(made, "update", lambda step, mini: steps.append((step, mini)) or update(step, mini))
     made.train(rows(8))
-    (batch,) = batches
-    assert torch.equal(batch.group_of.unique(), torch.arange(2)) and batch.rewards.isfinite().all()
-    for g in range(2):
-        assert len(batch.rewards[batch.group_of == g].unique()) == 2
+    ((step, batch),) = steps
+    assert torch.equal(batch.group_of.unique(), torch.arange(2)) and np.isfinite(step.rewards.total).all()
+    assert [len(np.unique(part)) for part in step.rewards.totals_by_group] == [2, 2]

@@ -18,7 +18,8 @@ from whet.learners.objective import make_estimator, reward_functions
 from whet.learners.step import Step
 from whet.ops import ADVANTAGE_ESTIMATORS, mean_only, with_greedy_rewards
 from whet.rewards.length import overlong
-from whet.rewards.manager import RewardBatch, RewardManager
+from whet.rewards.manager import RewardManager
+from whet.rewards.reward_batch import RewardBatch
 from whet.types import Group
 
 NAN = math.nan
@@ -45,7 +46,7 @@ def tokens_of(groups):
 def test_remax_takes_off_the_reward_of_the_greedy_completion():
     step = first_step(learner(advantage_estimator="remax"))
     greedy = [float(step.rewards.greedy[g]) for g in step.batch.group_of.tolist()]
-    want = (step.batch.rewards - tensor(greedy))[step.batch.trajectory]
+    want = (tensor(step.rewards.total) - tensor(greedy))[step.batch.trajectory]
     assert step.batch.advantages.tolist() == pytest.approx(want.tolist())
     assert want.abs().max() > 0
 
@@ -63,7 +64,8 @@ def test_the_greedy_completion_is_the_likeliest_one_and_changes_no_draw():
 
 def test_the_greedy_completion_is_rewarded_and_counted_and_not_in_the_batch():
     step, plain = first_step(learner(advantage_estimator="remax")), first_step(learner())
-    assert torch.equal(step.batch.tokens, plain.batch.tokens) and torch.equal(step.batch.rewards, plain.batch.rewards)
+    assert torch.equal(step.batch.tokens, plain.batch.tokens)
+    assert step.rewards.total.tolist() == plain.rewards.total.tolist()
     texts = [learner().cluster.decode(g.greedy.tokens) for g in step.groups]
     assert step.rewards.greedy.tolist() == length_reward(texts)
     assert step.metrics["greedy/reward"].value == pytest.approx(np.mean(length_reward(texts)))
@@ -103,7 +105,7 @@ def test_an_estimator_of_the_users_own_may_ask_for_greedy_completions():
 
     step = first_step(learner(advantage_estimator=functools.partial(better, margin=0.0)))
     greedy = torch.from_numpy(step.rewards.greedy)[step.batch.group_of]
-    assert step.batch.trajectory_advantages.tolist() == (step.batch.rewards > greedy).double().tolist()
+    assert step.batch.trajectory_advantages.tolist() == (tensor(step.rewards.total) > greedy).double().tolist()
 
 
 def test_greedy_rewards_of_parts_are_those_of_the_whole():
@@ -227,5 +229,5 @@ def test_overlong_completions_are_punished_by_their_tokens():
     step = first_step(learner(lambda completions: [1.0] * len(completions), overlong_buffer={"enable": True, **BUFFER}))
     lengths = step.batch.lengths.tolist()
     assert max(lengths) == 8  # the limit of the rollout
-    assert step.batch.rewards.tolist() == [1.0 - 2.0 * max(0, n - 4) / 4 for n in lengths]
+    assert step.rewards.total.tolist() == [1.0 - 2.0 * max(0, n - 4) / 4 for n in lengths]
     assert "rewards/overlong" in step.metrics

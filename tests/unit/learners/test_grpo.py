@@ -287,10 +287,12 @@ def test_completions_that_reward_functions_say_nothing_of_get_advantage_0(monkey
     def partly(completions, **_):
         return [None if i % 4 == 0 else float(i) for i in range(len(completions))]
 
-    made = learner(reward=partly)
+    made, totals = learner(reward=partly), []
+    assign = made.assign_advantages
+    monkeypatch.setattr(made, "assign_advantages", lambda step: (totals.append(step.rewards.total), assign(step))[1])
     (mini,) = batches_of(monkeypatch, made)
     firsts = mini.advantages[mini.ends - mini.lengths]
-    assert (firsts[0::4] == 0).all() and mini.rewards[0::4].isnan().all()
+    assert (firsts[0::4] == 0).all() and np.isnan(totals[0][0::4]).all()
     torch.testing.assert_close(firsts[1:4], torch.tensor([-1.0, 0.0, 1.0]), atol=1e-5, rtol=0)  # std of 1, 2, 3 is 1
 
 

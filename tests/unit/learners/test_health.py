@@ -50,9 +50,9 @@ def sample(rewards=(1.0, 0.0), *, alike=False, trained=True, estimator=group_rel
     version = 0 if trained else -1
     done = (completion([7, 8], version=version), completion([7, 8] if alike else [7, 9], 1, version=version))
     rewarded = RewardManager(judge, **options)([Group(prompt=prompt("2+2="), completions=done)], [["four", "five"]])
-    batch = TokenBatch.from_groups(rewarded.groups, rewarded.total)
+    batch = TokenBatch.from_groups(rewarded.groups)
     return rewarded, batch.replace(
-        advantages=estimator(batch.rewards, batch.group_of).index_select(0, batch.trajectory)
+        advantages=estimator(torch.from_numpy(rewarded.total), batch.group_of).index_select(0, batch.trajectory)
     )
 
 

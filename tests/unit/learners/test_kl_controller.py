@@ -24,12 +24,10 @@ def learner(c=None, **algo):
 
 
 def assigned(made):
-    """The batch of a first step, up to its advantages."""
+    """A first step, up to its advantages."""
     encode = made.cluster.encoder()
     prompts = [encode(row, i) for i, row in enumerate(rows(4))]
-    return made.assign_advantages(
-        made.score(made.batch(made.reward(made.sample(Step(index=1, prompts=prompts)))))
-    ).batch
+    return made.assign_advantages(made.score(made.batch(made.reward(made.sample(Step(index=1, prompts=prompts))))))
 
 
 # ---- where the KL acts ---------------------------------------------------------------------------------------------
@@ -37,21 +35,21 @@ def assigned(made):
 
 @pytest.mark.parametrize(("estimator", "clip"), [("grpo", None), ("rloo", (0.5, 1.5))])
 def test_kl_in_the_reward_is_paid_before_the_estimator_and_after_the_clip(estimator, clip):
-    batch = assigned(
-        learner(kl_type="reward", kl_loss_mode="kl", advantage_estimator=estimator, reward_clip_range=clip)
-    )
+    step = assigned(learner(kl_type="reward", kl_loss_mode="kl", advantage_estimator=estimator, reward_clip_range=clip))
+    batch, total = step.batch, torch.from_numpy(step.rewards.total)
     paid = -0.1 * (batch.old_logprobs - batch.ref_logprobs).double()
     torch.testing.assert_close(batch.token_rewards.double(), paid, atol=1e-6, rtol=0)
-    rewards = batch.rewards if clip is None else batch.rewards.clamp(*clip)
-    assert clip is None or not torch.equal(rewards, batch.rewards)
+    rewards = total if clip is None else total.clamp(*clip)
+    assert clip is None or not torch.equal(rewards, total)
     total = rewards + torch.zeros(16, dtype=torch.float64).index_add(0, batch.sequence, paid)
     known = {"grpo": group_relative, "rloo": leave_one_out}[estimator](total, batch.group_of)
     torch.testing.assert_close(batch.advantages, known[batch.sequence], atol=1e-5, rtol=0)
 
 
 def test_kl_in_the_advantage_is_taken_after_the_estimator():
-    batch = assigned(learner(kl_type="advantage", kl_loss_mode="mse_kl"))
-    plain = group_relative(batch.rewards, batch.group_of)[batch.sequence]
+    step = assigned(learner(kl_type="advantage", kl_loss_mode="mse_kl"))
+    batch = step.batch
+    plain = group_relative(torch.from_numpy(step.rewards.total), batch.group_of)[batch.sequence]
     paid = 0.1 * 0.5 * (batch.old_logprobs - batch.ref_logprobs).square()
     torch.testing.assert_close(batch.advantages, plain - paid, atol=1e-6, rtol=0)
     assert batch.token_rewards is None
@@ -67,7 +65,7 @@ def test_kl_outside_the_loss_is_no_term_of_it_and_is_logged(kl_type):
 
 def test_the_sampled_kl_is_also_a_mean_over_tokens():
     made = learner(kl_type="reward", kl_loss_mode="kl")
-    batch = assigned(made)
+    batch = assigned(made).batch
     each = (batch.old_logprobs - batch.ref_logprobs)[batch.mask].double()
     metrics = made.kl_controller.after_step(batch)
     assert metrics["kl_sampled/token_mean"].value == pytest.approx(float(each.mean()), rel=1e-6)
@@ -75,12 +73,12 @@ def test_the_sampled_kl_is_also_a_mean_over_tokens():
 
 def test_kl_outside_the_loss_is_of_the_policy_that_sampled():
     # one update follows each rollout: the loss needs no old logprobs, the KL does
-    batch = assigned(learner(kl_type="reward"))
+    batch = assigned(learner(kl_type="reward")).batch
     assert torch.equal(batch.old_logprobs, batch.sampler_logprobs)
-    batch = assigned(learner(kl_type="reward", use_rollout_logps=False))
+    batch = assigned(learner(kl_type="reward", use_rollout_logps=False)).batch
     assert not torch.equal(batch.old_logprobs, batch.sampler_logprobs)
     torch.testing.assert_close(batch.old_logprobs, batch.sampler_logprobs, atol=1e-4, rtol=0)
-    assert assigned(learner()).old_logprobs is None
+    assert assigned(learner()).batch.old_logprobs is None
 
 
 class Silent(HFEngine):
@@ -234,7 +232,7 @@ def test_where_sampler_and_trainer_agree_no_correction_changes_anything(algo):
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_the_mean_of_normalised_weights_is_one_over_what_is_trained_of_a_step(level):
     made = learner(sampler_is=level, sampler_is_normalize=True)
-    batch = assigned(made)
+    batch = assigned(made).batch
     place = torch.arange(batch.num_tokens)
     trained = (place % 3 > 0) & (batch.sequence > 0) & ((batch.sequence > 6) | (place % 2 > 0))  # none of the first
     near = 0.3 * torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(0))

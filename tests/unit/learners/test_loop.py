@@ -377,7 +377,8 @@ def test_a_learner_that_updates_actor_and_critic_logs_the_numbers_of_each():
 
         def update(self, step, mini):
             step = super().update(step, mini)
-            returns = mini.rewards.float().index_select(0, mini.trajectory)
+            total = torch.from_numpy(step.rewards.total)  # one mini-batch has all groups, in order
+            returns = total.float().index_select(0, mini.trajectory)
             found = self.cluster.critic_trainer.update(mini.replace(returns=returns, weights=None))
             critics.append(found)
             return step.log(found)

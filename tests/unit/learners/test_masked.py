@@ -22,9 +22,9 @@ def rewarded(made, group):
 def test_truncated_completions_leave_the_mask_when_asked(asked, trained):
     group = Group(prompt=prompt("a"), completions=(completion([7, 256]), completion([8], 1, finish="length")))
     made = learner(mask_truncated_completions=asked)
-    batch = made.batch(rewarded(made, group)).batch
-    assert batch.mask.tolist() == trained
-    assert batch.rewards.tolist() == [1.0, 0.0]  # they still count in the baseline of their group
+    step = made.batch(rewarded(made, group))
+    assert step.batch.mask.tolist() == trained
+    assert step.rewards.total.tolist() == [1.0, 0.0]  # they still count in the baseline of their group
 
 
 def test_a_loss_aggregation_may_be_a_reference(tmp_path, monkeypatch):

@@ -261,7 +261,7 @@ def test_where_no_sampler_logprob_is_known_there_is_no_mean_of_them():
 def test_the_mean_weight_of_a_correction_is_over_sequences_where_a_weight_is_one_of_sequences(level):
     lengths, weights = [1, 3, 2], [0.5, 2.0, 1.0]
     done = tuple(completion(range(n), g) for g, n in enumerate(lengths))
-    batch = TokenBatch.from_groups([Group(prompt=prompt("a"), completions=done)], np.zeros(3))
+    batch = TokenBatch.from_groups([Group(prompt=prompt("a"), completions=done)])
     each = torch.tensor(weights).log()[batch.sequence]
     gaps = each / torch.tensor(lengths)[batch.sequence] if level == "sequence" else each
     batch = batch.replace(old_logprobs=torch.zeros(6), sampler_logprobs=-gaps)

@@ -32,6 +32,14 @@ def minibatches_of(monkeypatch, made, count=4):
     return seen, made.train(rows(count))
 
 
+def totals_of(monkeypatch, made):
+    """The totals of the rewards of each step of `made`."""
+    found, assign = [], made.assign_advantages
+    note = lambda step: (found.append(torch.from_numpy(step.rewards.total)), assign(step))[1]
+    monkeypatch.setattr(made, "assign_advantages", note)
+    return found
+
+
 def moved(made, before):
     return {role.value: not same(before[role], weights_of(w.module)) for role, w in made.cluster.workers.items()}
 
@@ -74,6 +82,7 @@ def test_a_critic_learns_what_the_rewards_are():
 def test_advantages_and_returns_are_those_of_values_rewards_and_kl(monkeypatch):
     made = ppo(models(reference=tiny_model(1)), beta=0.1, kl_method="kl", gamma=0.9, gae_lambda=0.7)
     torch.nn.init.normal_(made.cluster.worker(Role.CRITIC).loaded.score_head.weight)
+    totals = totals_of(monkeypatch, made)
     (mini,), _ = minibatches_of(monkeypatch, made)
     assert mini.values.abs().min() > 0
     per_token = -0.1 * (mini.sampler_logprobs - mini.ref_logprobs)
@@ -81,7 +90,7 @@ def test_advantages_and_returns_are_those_of_values_rewards_and_kl(monkeypatch):
     for j in range(len(mini.group_of)):  # one trajectory at a time
         at = (mini.trajectory == j).nonzero().flatten()
         r = per_token[at].double()
-        r[-1] += mini.rewards[j]
+        r[-1] += totals[0][j]
         v = [*mini.values[at].double().tolist(), 0.0]
         after, found = 0.0, []
         for t in reversed(range(len(at))):
@@ -99,7 +108,7 @@ def test_values_are_of_the_state_before_each_token_and_masked_tokens_are_no_step
     scored = made.score(made.batch(step))
     values = scored.batch.values
     batch = made.assign_advantages(scored).batch
-    reward = float(batch.rewards[0])
+    reward = float(step.rewards.total[0])
     _, expected = generalized_advantages(
         torch.tensor([reward]), values[[0, 3]], torch.tensor([True, True]), torch.zeros(2, dtype=torch.long)
     )
@@ -113,8 +122,9 @@ def test_values_are_of_the_state_before_each_token_and_masked_tokens_are_no_step
 
 def test_a_completion_without_a_reward_trains_neither(monkeypatch):
     made = ppo(reward=lambda completions: [None, 1.0, None, 0.5])
+    totals = totals_of(monkeypatch, made)
     (mini,), run = minibatches_of(monkeypatch, made)
-    none = mini.rewards.isnan().index_select(0, mini.trajectory)
+    none = totals[0].isnan().index_select(0, mini.trajectory)
     assert not mini.advantages[none].any() and mini.advantages[~none].any()
     count = float((~none).sum())
     v, r = mini.values[~none], mini.returns[~none]
@@ -195,7 +205,8 @@ def test_without_critic_kl_and_whitening_it_is_reinforce(monkeypatch):
     plain = {"loss_agg_mode": "token-mean", "num_generations": 2}
     made = ppo(models(max_steps=1), gamma=1.0, gae_lambda=1.0, whiten_advantages=False, **plain)
     got, batch = gradients(monkeypatch, made, 4)
-    assert torch.equal(batch.advantages, batch.rewards.float().index_select(0, batch.trajectory))
+    texts = [made.cluster.decode(tokens.numpy()) for tokens in batch.tokens.split(batch.lengths.tolist())]
+    assert torch.equal(batch.advantages, torch.tensor(length_reward(texts)).float().index_select(0, batch.sequence))
 
     def reinforce(x):
         return -x.advantages * x.logprobs
@@ -364,10 +375,11 @@ def scorer(seed=5):
 def test_a_reward_model_alone_and_with_functions(monkeypatch):
     module = scorer()
     made = ppo(models(reward=copy.deepcopy(module)), None)
+    totals = totals_of(monkeypatch, made)
     (mini,), run = minibatches_of(monkeypatch, made)
-    assert torch.equal(mini.rewards, made.cluster.worker(Role.REWARD).scores(mini).double())
+    assert torch.equal(totals[0], made.cluster.worker(Role.REWARD).scores(mini).double())
     (name,) = made.reward_manager.fns
-    assert run.rows[0][f"rewards/{name}"] == pytest.approx(float(mini.rewards.mean()))
+    assert run.rows[0][f"rewards/{name}"] == pytest.approx(float(totals[0].mean()))
     both = ppo(models(reward=copy.deepcopy(module)), ["reward_model", length_reward], reward_weights=(0.5, 2.0))
     (mini,), run = minibatches_of(monkeypatch, both)
     assert list(both.reward_manager.weights.values()) == [0.5, 2.0]

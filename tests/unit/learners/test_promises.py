@@ -2,6 +2,7 @@
 
 import logging
 
+import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
@@ -141,7 +142,7 @@ def test_rewards_that_a_batch_stage_shapes_are_those_that_are_logged_stored_and_
     class Shaped(GRPOLearner):
         def batch(self, step):
             step = super().batch(step)
-            return step.replace(batch=step.batch.replace(rewards=torch.full_like(step.batch.rewards, 0.25)))
+            return step.replace(rewards=step.rewards.with_total(np.full(len(step.rewards.total), 0.25)))
 
     def noted(rewards):
         seen.extend(rewards)

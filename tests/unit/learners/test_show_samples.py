@@ -8,7 +8,7 @@ from helpers import cluster, completion, length_reward, prompt, rows
 from whet.config import DataConfig, GRPOConfig
 from whet.evaluation.sample import MAX_CHARACTERS
 from whet.learners.grpo import GRPOLearner
-from whet.learners.show_samples import sample_shown
+from whet.learners.show_samples import describe_sample
 from whet.rewards.manager import RewardManager
 from whet.types import Group
 
@@ -25,7 +25,7 @@ def rewarded(rewards, texts, sources=("2+2=",), ends=None):
 
 def test_a_prompt_with_its_best_and_worst_completion():
     found = rewarded([0.0, 1.0], ["5", "4"], ends=["length", "stop"])
-    assert sample_shown(20, found).split("\n") == [
+    assert describe_sample(20, found).split("\n") == [
         "sample of step 20, row 0: 2+2=",
         "  best (reward 1, 2 tokens): 4",
         "  worst (reward 0, 2 tokens, truncated): 5",
@@ -35,18 +35,18 @@ def test_a_prompt_with_its_best_and_worst_completion():
 def test_the_prompt_is_another_each_time_and_one_whose_rewards_differ_where_there_is_one():
     texts, sources = ["a", "b", "c", "d", "e", "f"], ("x", "y", "z")
     found = rewarded([1.0, 1.0, 0.5, None, 0.0, 2.0], texts, sources)
-    assert {sample_shown(step, found).split("\n")[0][-1] for step in range(3)} == {"z"}
+    assert {describe_sample(step, found).split("\n")[0][-1] for step in range(3)} == {"z"}
     found = rewarded([1.0, 0.0, 1.0, 0.0, 0.0, 2.0], texts, sources)
-    assert [sample_shown(step, found).split("\n")[0][-1] for step in range(3)] == ["x", "y", "z"]
-    alike = sample_shown(1, rewarded([1.0, 1.0], ["a", "b"]))
+    assert [describe_sample(step, found).split("\n")[0][-1] for step in range(3)] == ["x", "y", "z"]
+    alike = describe_sample(1, rewarded([1.0, 1.0], ["a", "b"]))
     assert alike.split("\n")[1:] == ["  one of 2, no reward better than another (reward 1, 2 tokens): a"]
-    assert "no reward, 2 tokens" in sample_shown(1, rewarded([None, None], ["a", "b"]))
+    assert "no reward, 2 tokens" in describe_sample(1, rewarded([None, None], ["a", "b"]))
 
 
 def test_messages_lines_and_control_characters_are_readable():
     chat = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1"}]
     answers = [[{"role": "assistant", "content": text}] for text in ("a\n\x1b[2J" + "b" * 2 * MAX_CHARACTERS, "c")]
-    shown = sample_shown(1, rewarded([1.0, 0.0], answers, [chat]))
+    shown = describe_sample(1, rewarded([1.0, 0.0], answers, [chat]))
     asked, best = "sample of step 1, row 0: system: Add.\n    user: 1+1", "  best (reward 1, 2 tokens): a\n    ␛[2Jb"
     assert shown.startswith(f"{asked}\n{best}")
     assert "characters] bbb" in shown and len(shown) < 2 * MAX_CHARACTERS and shown.endswith("): c")

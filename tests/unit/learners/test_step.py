@@ -59,7 +59,7 @@ def test_a_stage_changes_neither_its_step_nor_the_learner():
     with pytest.raises(DataError, match="step 1 has no batch yet; the stage `batch` writes it"):
         made.score(first)
     with pytest.raises(DataError, match="step 1 has no rewards yet; the stage `reward` writes it"):
-        made.batch(first)
+        made.batch(sampled)
 
 
 def test_only_the_first_update_of_fresh_tokens_is_on_policy():

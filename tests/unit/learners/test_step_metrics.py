@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from helpers import completion, prompt, random_batch
+from helpers import completion, prompt, random_batch, reward_batch
 
 from whet.learners.objective import advantage_inputs
 from whet.learners.step_metrics import completion_columns, rollout_metrics, value_metrics
@@ -21,7 +21,7 @@ def test_forks_carry_the_rewards_of_their_trajectory_and_the_newest_version():
     forks = (completion([7, 8], version=[3, 4]), completion([9], prefix=[97, 5]), completion([7], 1, version=-1))
     forks = (dataclasses.replace(forks[0], info={"status": "won"}), *forks[1:])
     rewarded = RewardManager(exact)([Group(prompt=prompt("a"), completions=forks)], [["x", "y", "z"]])
-    batch = TokenBatch.from_groups(rewarded.groups, rewarded.total)
+    batch = TokenBatch.from_groups(rewarded.groups)
     columns, rewards = completion_columns(rewarded, batch, str)
     assert columns["reward"] == [1.0, 1.0, 0.0] and np.array_equal(rewards["exact"], [1.0, 1.0, 0.0])
     assert columns["version"] == [4, 0, -1] and columns["generation"] == [0, 0, 1]
@@ -35,7 +35,7 @@ def test_a_reward_that_only_some_groups_came_with_is_nan_for_the_others():
     groups = [Group(prompt=prompt("a"), completions=pair, rewards={"env": np.array([0.5, 2.0])})]
     groups.append(Group(prompt=prompt("b", 1), completions=pair))
     rewarded = RewardManager(lambda completions: [1.0, 0.0, 1.0, 0.0])(groups, [["w", "x"], ["y", "z"]])
-    batch = TokenBatch.from_groups(rewarded.groups, rewarded.total)
+    batch = TokenBatch.from_groups(rewarded.groups)
     _, rewards = completion_columns(rewarded, batch, str)
     table = advantage_inputs(batch, rewarded).table
     assert np.array_equal(rewards["env"], [0.5, 2.0, np.nan, np.nan], equal_nan=True)
@@ -46,7 +46,7 @@ def test_the_advantage_of_a_trajectory_is_the_mean_over_its_trained_tokens():
     forks = (completion([7, 8], version=[-1, 4]), completion([9, 7, 8], prefix=[97, 5]), completion([7, 8], 1))
     last = completion([7, 8], 2, version=-1)
     group = Group(prompt=prompt("a"), completions=(*forks, last))
-    batch = TokenBatch.from_groups([group], [1.0, 0.0, 0.5])
+    batch = TokenBatch.from_groups([group])
     batch = batch.replace(advantages=torch.tensor([9.0, 1.0, 2.0, 3.0, 6.0, 0.1, 0.1, 7.0, 7.0]))
     assert np.array_equal(batch.trajectory_advantages, [3.0, np.float32(0.1), np.nan], equal_nan=True)
     assert batch.trajectory_advantages is batch.trajectory_advantages  # made once
@@ -76,12 +76,13 @@ def test_what_is_said_of_the_values_is_of_trajectories_with_a_reward():
     # returns 1, 1 and 4 (λ = 1), values 2, 0 and 3: R − V = −1, 1, 1 of variance 8/9, returns of variance 2
     batch = random_batch((3, [2, 1, 3]))
     rewards, values = torch.tensor([1.0, 4.0, torch.nan]).double(), torch.tensor([2.0, 0.0, 3.0, 50.0, -50.0, 90.0])
-    batch = batch.replace(rewards=rewards, values=values)
-    x = advantage_inputs(batch)
+    batch = batch.replace(values=values)
+    x = advantage_inputs(batch, reward_batch(rewards))
     advantages, returns = advantages_and_returns(x, gae_lambda=1.0)
     found = value_metrics(x, batch.replace(advantages=advantages, returns=returns))
     assert found["critic/explained_variance"].value == pytest.approx(1 - (8 / 9) / 2)
     assert [found[f"advantages/returns/{how}"].value for how in ("mean", "max", "min")] == [2.0, 4.0, 1.0]
     assert found["advantages/old_values/max"].value == 90.0
-    nothing = batch.replace(rewards=rewards * torch.nan, advantages=advantages, returns=values.double())
-    assert "critic/explained_variance" not in value_metrics(advantage_inputs(nothing), nothing)
+    nothing = batch.replace(advantages=advantages, returns=values.double())
+    x = advantage_inputs(nothing, reward_batch(rewards * torch.nan))
+    assert "critic/explained_variance" not in value_metrics(x, nothing)

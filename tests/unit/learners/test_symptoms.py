@@ -10,7 +10,7 @@ from helpers import cluster, completion, length_reward, prompt, rows
 from whet.config import DataConfig, GRPOConfig, RLTrainingConfig
 from whet.learners.grpo import GRPOLearner
 from whet.learners.health import FIRST
-from whet.learners.step_metrics import rewarded_metrics
+from whet.learners.step_metrics import completion_metrics
 from whet.learners.symptoms import BANDS, FULL, SYMPTOMS, apart, beyond, symptoms, truncated
 from whet.rewards.manager import RewardManager
 from whet.types import Group
@@ -45,7 +45,7 @@ def test_how_many_of_those_cut_scored_is_counted_over_them():
         for ended in ends
     ]
     rewarded = RewardManager(judge)(groups, [["x"] * len(ended) for ended in ends])
-    metric = rewarded_metrics(rewarded)["completions/clipped_scored_ratio"]
+    metric = completion_metrics(rewarded)["completions/clipped_scored_ratio"]
     assert (metric.sum, metric.count) == (2.0, 5)
 
 

@@ -54,7 +54,7 @@ def batch():
         ]
         return Group(prompt=Prompt(tokens=rng.integers(0, VOCAB, p), source=""), completions=tuple(made))
 
-    return TokenBatch.from_groups([group(4, [3, 8, 1]), group(1, [5]), group(9, [2, 2])], np.zeros(6))
+    return TokenBatch.from_groups([group(4, [3, 8, 1]), group(1, [5]), group(9, [2, 2])])
 
 
 BATCH = batch()

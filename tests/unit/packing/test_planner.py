@@ -24,7 +24,7 @@ def batch(*shapes):
             for g, n in enumerate(lengths)
         ]
         groups.append(Group(prompt=Prompt(tokens=take(p), source=""), completions=tuple(made)))
-    return TokenBatch.from_groups(groups, np.zeros(sum(len(lengths) for _, lengths in shapes)))
+    return TokenBatch.from_groups(groups)
 
 
 def test_the_example_of_the_docs():
@@ -33,7 +33,7 @@ def test_the_example_of_the_docs():
         for g, t in enumerate([[7, 2], [8, 2]])
     )
     group = Group(prompt=Prompt(tokens=np.array([5, 6]), source=""), completions=completions)
-    (micro,) = plan_micro_batches(TokenBatch.from_groups([group], [0.0, 0.0]), max_tokens=100)
+    (micro,) = plan_micro_batches(TokenBatch.from_groups([group]), max_tokens=100)
     assert micro.input_ids.tolist() == [[5, 6, 7, 8]]
     assert (micro.layout.lengths, micro.layout.parents) == ((2, 1, 1), (-1, 0, 0))
     assert micro.hidden_index.tolist() == [1, 2, 1, 3] and micro.targets.tolist() == [7, 2, 8, 2]
@@ -168,7 +168,7 @@ def test_forks_keep_their_own_prefix():
         prefix=None if prefix is None else np.array(prefix),
     )
     group = Group(prompt=Prompt(tokens=np.array([1, 2]), source=""), completions=(make([3]), make([6], [1, 2, 3, 4])))
-    b = TokenBatch.from_groups([group], [0.0])
+    b = TokenBatch.from_groups([group])
     check(b, plan_micro_batches(b, max_tokens=100))
 
 

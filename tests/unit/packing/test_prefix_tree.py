@@ -33,7 +33,7 @@ def batch(*sequences):
             groups[-1] = dataclasses.replace(groups[-1], completions=done)
         else:
             groups.append(Group(prompt=prompt(p, row), completions=(completion(c),)))
-    return TokenBatch.from_groups(groups, np.zeros(len(sequences)))
+    return TokenBatch.from_groups(groups)
 
 
 def run_of(b, i):

@@ -1,21 +1,18 @@
+import dataclasses
 import functools
 import math
 
 import numpy as np
 import pytest
+from helpers import reward_batch
 
 from whet.config.enums import Mode
 from whet.errors import ConfigError, DataError, RewardError
 from whet.learners.step_metrics import total_metrics
 from whet.metrics import Max, Mean, Min, Sum, flat, merge
-from whet.rewards.manager import (
-    REWARD_MANAGERS,
-    RewardBatch,
-    RewardManager,
-    resolve_reward_manager,
-    reward_metrics,
-)
+from whet.rewards.manager import REWARD_MANAGERS, RewardManager, resolve_reward_manager
 from whet.rewards.resolve import resolve_reward
+from whet.rewards.reward_batch import RewardBatch, reward_metrics
 from whet.types import Completion, Group, Prompt, TokenBatch
 
 NAN = math.nan
@@ -50,10 +47,12 @@ def test_total_is_the_weighted_sum_over_the_functions_that_apply():
     manager = RewardManager([fixed([1, None, None, 2], "a"), fixed([3, 4, None, 0], "b")], weights=[2.0, 0.5])
     out = manager([group(0), group(1)], [["", ""], ["", ""]])
     np.testing.assert_array_equal(out.total, [2 * 1 + 0.5 * 3, 0.5 * 4, NAN, 2 * 2])
-    assert out.names == ("a", "b")
-    np.testing.assert_array_equal(out.groups[0].rewards["a"], [1, NAN])
-    np.testing.assert_array_equal(out.groups[1].rewards["b"], [NAN, 0])
-    assert TokenBatch.from_groups(out.groups, out.total).rewards.isnan().tolist() == [False, False, True, False]
+    assert list(out.table) == ["a", "b"]
+    np.testing.assert_array_equal(out.table["a"], [1, NAN, NAN, 2])
+    np.testing.assert_array_equal(out.table["b"], [3, 4, NAN, 0])
+    assert np.isnan(out.total).tolist() == [False, False, True, False]
+    np.testing.assert_array_equal(out.totals_by_group, [[3.5, 2.0], [NAN, 4.0]])
+    assert out.have_spread.tolist() == [True, False] and out.group_of.tolist() == [0, 0, 1, 1]
 
 
 def test_a_weight_of_zero_logs_a_function_without_using_it():
@@ -101,8 +100,8 @@ def test_the_forks_of_an_episode_are_one_trajectory_judged_by_the_last():
         [one], [["first", "other", "last"]]
     )
     assert seen == {"c": ["last", "other"], "i": [[67, 256], [66, 256]]}
-    batch = TokenBatch.from_groups(out.groups, out.total)
-    assert batch.rewards.tolist() == [1.0, 2.0] and batch.trajectory_of.tolist() == [0, 1, 0]
+    batch = TokenBatch.from_groups(out.groups)
+    assert out.total.tolist() == [1.0, 2.0] and out.trajectory_of.tolist() == batch.trajectory_of.tolist() == [0, 1, 0]
 
 
 def test_the_id_of_a_trajectory_is_its_row_and_generation_wherever_its_forks_stand():
@@ -128,7 +127,7 @@ def test_functions_of_one_name_get_a_suffix():
         [fixed([1, 1], "f"), fixed([2, 2], "f"), fixed([3, 3], "f_2"), functools.partial(fixed([4, 4], "f"))]
     )
     out = manager([group()], [["", ""]])
-    assert {n: v[0] for n, v in out.groups[0].rewards.items()} == {"f": 1, "f_2": 2, "f_2_2": 3, "f_3": 4}
+    assert {n: v[0] for n, v in out.table.items()} == {"f": 1, "f_2": 2, "f_2_2": 3, "f_3": 4}
 
 
 @pytest.mark.parametrize("name", ["max", "mean", "min", "sum"])
@@ -150,7 +149,7 @@ def test_failures_are_raised_or_counted():
 
 def metrics(rewards, total, sizes):
     """What a step logs of its rewards: of the functions, and of what the batch is trained on."""
-    batch = TokenBatch.from_groups([group(i, size=n) for i, n in enumerate(sizes)], total)
+    batch = reward_batch(total, np.repeat(np.arange(len(sizes)), sizes))
     return {**reward_metrics(rewards), **total_metrics(batch)}
 
 
@@ -268,11 +267,11 @@ def test_parts_judged_apart_are_the_batch_judged_together():
     known = [{n: m.value for n, m in made.metrics.items() if not n.startswith("time/")} for made in (joined, whole)]
     assert known[0] == pytest.approx(known[1], nan_ok=True) and joined.metrics["time/rewards/spread"].value > 0
     assert joined.weights == whole.weights
-    assert set(joined.names) == set(whole.names) and joined.texts == whole.texts
+    assert joined.texts == whole.texts and joined.groups == list(whole.groups)
     assert joined.inputs.offered() == whole.inputs.offered()
-    for a, b in zip(joined.groups, whole.groups, strict=True):
-        for name in set(a.rewards) & set(b.rewards):
-            np.testing.assert_array_equal(a.rewards[name], b.rewards[name])
+    assert joined.table.keys() == whole.table.keys()
+    for name, values in whole.table.items():
+        np.testing.assert_array_equal(joined.table[name], values)
     assert RewardBatch.cat([whole]) is whole
 
 
@@ -282,6 +281,11 @@ def test_the_table_is_made_once_of_functions_and_of_what_groups_came_with():
     assert out.table is out.table and list(out.table) == ["f", "env"]
     np.testing.assert_array_equal(out.table["f"], [1, NAN, 3, 4])
     np.testing.assert_array_equal(out.table["env"], [0.5, NAN, NAN, NAN])
-    by_hand = RewardBatch(groups=out.groups, total=out.total, metrics={}, texts=[], inputs=out.inputs)
-    assert set(by_hand.table) == {"f", "env"}
-    np.testing.assert_array_equal(by_hand.table["env"], out.table["env"])
+    again = RewardManager(fixed([], "g")).recorded(groups, [["", ""], ["", ""]])  # as an evaluation's folder has them
+    assert list(again.table) == ["g", "env"] and np.isnan(again.table["g"]).all()
+    np.testing.assert_array_equal(again.table["env"], out.table["env"])
+    np.testing.assert_array_equal(again.total, out.table["env"])
+    with pytest.raises(DataError, match=r"rewards 'env' have shape \[3\] for 4 trajectories"):
+        dataclasses.replace(out, table={"env": np.zeros(3)})
+    with pytest.raises(DataError, match=r"the total has shape \[3\] for 4 trajectories"):
+        out.with_total(np.zeros(3))

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers import cluster, completion, length_reward, prompt, rows, tiny_model
+from helpers import cluster, completion, length_reward, prompt, reward_batch, rows, tiny_model
 
 from whet.config import DataConfig, OptimConfig, PPOConfig, Role
 from whet.learners.kl_controller import KLController
@@ -46,9 +46,10 @@ def rolled_out(groups=3, each=3, *, seed=0):
                 more = {"prefix": [1, 2, row, g]} if fork else {}
                 done.append(completion(rng.integers(0, 250, n), g, version=version, **more))
         made.append(Group(prompt=prompt([1, 2, row], row), completions=tuple(done)))
-    batch = TokenBatch.from_groups(made, rng.integers(0, 4, groups * each).astype(float))
+    batch = TokenBatch.from_groups(made)
+    rewards = reward_batch(rng.integers(0, 4, groups * each).astype(float), batch.group_of.tolist())
     draw = lambda: torch.where(batch.mask, torch.from_numpy(rng.normal(size=batch.num_tokens)) * 0.3 - 1, 0.0)
-    return batch.replace(old_logprobs=draw(), ref_logprobs=draw(), sampler_logprobs=draw(), values=draw())
+    return batch.replace(old_logprobs=draw(), ref_logprobs=draw(), sampler_logprobs=draw(), values=draw()), rewards
 
 
 def estimate_kl(name, logp, ref):
@@ -141,21 +142,21 @@ def test_the_critics_loss_is_rl2s(level):
 # ---- advantages ------------------------------------------------------------------------------------------------------
 
 
-def whets(config, batch):
+def whets(config, batch, rewards):
     control = KLController(config)
     batch = control.in_reward(batch)
-    batch = batch.replace(advantages=estimate(make_estimator(config), advantage_inputs(batch)))
+    batch = batch.replace(advantages=estimate(make_estimator(config), advantage_inputs(batch, rewards)))
     return control.in_advantage(batch)
 
 
-def rl2_rewards(batch, coef=0.0, where=None, estimator="k1"):
+def rl2_rewards(batch, outcomes, coef=0.0, where=None, estimator="k1"):
     """The reward of each trained token of each trajectory, its sequences joined: the outcome is at the last."""
     kl = estimate_kl(estimator, batch.old_logprobs, batch.ref_logprobs)
     found = []
-    for j in range(len(batch.rewards)):
+    for j in range(len(outcomes)):
         own = batch.mask & (batch.trajectory == j)
         rewards = -coef * kl[own] if where == "reward" else torch.zeros(int(own.sum()), dtype=torch.float64)
-        rewards[-1] += batch.rewards[j]
+        rewards[-1] += outcomes[j]
         found.append((own, rewards))
     return found, kl
 
@@ -180,8 +181,8 @@ KLS = [
 def test_reinforce_is_rl2s(kl, words, norm_var, global_norm, each):
     switches = [f"adv.norm_var={norm_var}", f"adv.global_norm={global_norm}", f"data.responses_per_prompt={each}"]
     config = algo(*words, *switches)
-    batch = rolled_out(4, each)
-    joined, penalty = rl2_rewards(batch, **kl)
+    batch, outcomes = rolled_out(4, each)
+    joined, penalty = rl2_rewards(batch, outcomes.total, **kl)
     table = torch.stack([r.sum() for _, r in joined]).view(-1, each)
     wide = each == 1 or global_norm
     mean, std = (table.mean(), table.std()) if wide else (table.mean(-1, keepdim=True), table.std(-1, keepdim=True))
@@ -191,15 +192,15 @@ def test_reinforce_is_rl2s(kl, words, norm_var, global_norm, each):
         want[own] = a
     if kl.get("where") == "advantage":
         want = torch.where(batch.mask, want - kl["coef"] * penalty, 0.0)
-    got = torch.where(batch.mask, whets(config, batch).advantages.double(), 0.0)
+    got = torch.where(batch.mask, whets(config, batch, outcomes).advantages.double(), 0.0)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("kl", "words"), KLS)
 def test_gae_joins_the_turns_and_forks_of_a_trajectory_as_rl2(kl, words):
     config = algo(*words, "adv.estimator=gae", "adv.gamma=0.9", "adv.lamda=0.8")
-    batch = rolled_out(3)
-    joined, penalty = rl2_rewards(batch, **kl)
+    batch, outcomes = rolled_out(3)
+    joined, penalty = rl2_rewards(batch, outcomes.total, **kl)
     want, returns = torch.zeros(batch.num_tokens, dtype=torch.float64), torch.zeros(batch.num_tokens).double()
     for own, rewards in joined:
         values, ahead, found = batch.values[own], 0.0, []
@@ -213,9 +214,9 @@ def test_gae_joins_the_turns_and_forks_of_a_trajectory_as_rl2(kl, words):
     want = torch.where(batch.mask, (want - trained.mean()) / (trained.std() + EPS), 0.0)
     if kl.get("where") == "advantage":
         want = torch.where(batch.mask, want - kl["coef"] * penalty, 0.0)
-    scored = whets(config, batch)
+    scored = whets(config, batch, outcomes)
     torch.testing.assert_close(scored.advantages.double(), want, rtol=1e-5, atol=1e-5)
-    _, learned = with_fields(advantages_and_returns, config)(advantage_inputs(scored))
+    _, learned = with_fields(advantages_and_returns, config)(advantage_inputs(scored, outcomes))
     torch.testing.assert_close(learned[batch.mask], returns[batch.mask], rtol=1e-6, atol=1e-6)
 
 
@@ -252,7 +253,7 @@ def test_updates_are_contiguous_slices_of_a_rollout():
         "ppo", [*COMMAND, "actor.update_per_rollout=3", "critic.update_per_rollout=6", "adv.estimator=gae"]
     )
     assert run.trainer.mini_batch_size == 4 and run.algo.critic_updates == 2
-    batch = rolled_out(5, 2)
+    batch, _ = rolled_out(5, 2)
     for number in (1, 2, 4, 9):
         size = math.ceil(5 / min(number, 5))
         found = [sorted({int(t) for t in part.prefixes[2::3]}) for part in _parts(batch, number)]

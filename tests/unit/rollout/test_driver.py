@@ -188,7 +188,7 @@ def test_two_turns_equal_a_naive_loop_that_submits_each_alone(engine):
             drawn, logprobs, versions = naive(engine, g.prompt.tokens, (0, 0, i, c.generation), sampling)
             assert c.tokens.tolist() == drawn and c.versions.tolist() == versions and c.info == {"turns": 2}
             np.testing.assert_allclose(c.logprobs, logprobs, atol=1e-5)
-    batch = TokenBatch.from_groups(groups, [0.0] * 10)
+    batch = TokenBatch.from_groups(groups)
     masked = batch.tokens[~batch.mask].tolist()
     assert masked == ANSWER.tolist() * 10 and not batch.sampler_logprobs[~batch.mask].any()
 
@@ -216,7 +216,7 @@ def test_the_turns_of_an_episode_never_share_a_number():
     assert drawn == [[4, 6, 10]]  # outputs in the order asked; the third begins behind the 4 + 6 set aside
     assert [c.generation for c in group.completions] == [0, 0, 0]  # forks of one trajectory
     assert len({tuple(c.tokens[:4].tolist()) for c in group.completions}) == 3
-    assert TokenBatch.from_groups([group], [1.0]).trajectory_of.tolist() == [0, 0, 0]
+    assert TokenBatch.from_groups([group]).trajectory_of.tolist() == [0, 0, 0]
 
 
 def test_a_turn_that_was_aborted_goes_on_where_it_stopped(model):

@@ -166,7 +166,7 @@ class Adaptive(GRPOLearner):
 
     def assign_advantages(self, step):
         step = super().assign_advantages(step)
-        self.coefficient *= 1.0 + 0.1 * float(step.batch.rewards.mean())
+        self.coefficient *= 1.0 + 0.1 * float(step.rewards.total.mean())
         return step.replace(batch=step.batch.replace(advantages=step.batch.advantages * self.coefficient))
 
     def after_step(self, run, step):

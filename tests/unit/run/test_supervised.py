@@ -79,7 +79,7 @@ def encode(row, place):
 
 
 def batch_of(groups):
-    return TokenBatch.from_groups(groups, np.zeros(len(groups)))
+    return TokenBatch.from_groups(groups)
 
 
 class SFTLearner:

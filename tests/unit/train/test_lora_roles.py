@@ -60,7 +60,7 @@ def stir(module):
 def sampled(c):
     """Logprobs of what the sampler drew, and the trainer's of the same tokens."""
     groups = c.sample([prompt("1+1="), prompt("what?", 1)], num_generations=3)
-    batch = TokenBatch.from_groups(groups, torch.zeros(6))
+    batch = TokenBatch.from_groups(groups)
     return batch.sampler_logprobs, c.actor.logprobs(batch).logprobs
 
 

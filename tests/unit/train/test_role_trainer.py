@@ -52,7 +52,7 @@ def test_a_mean_over_prompts_counts_the_prompts_of_the_whole_batch():
 
 def test_a_mean_over_all_completions_counts_one_of_two_sequences_once():
     forks = (completion([7, 8]), completion([9, 9], prefix=[97, 5]), completion([7, 8], 1))
-    batch = TokenBatch.from_groups([Group(prompt=prompt("a"), completions=forks)], [1.0, 0.0])
+    batch = TokenBatch.from_groups([Group(prompt=prompt("a"), completions=forks)])
     batch = batch.replace(mask=batch.trajectory == 0)
     t = trainer(loss_agg_mode="sequence-mean-token-mean").with_loss_fn(clipped_surrogate, loss_agg_units="all")
     assert t.weighted(batch).weights.tolist() == [0.125] * 4 + [0.0] * 2
@@ -151,7 +151,7 @@ def test_metrics_of_several_updates_are_means_over_updates():
 
 def test_forks_of_one_episode_are_one_unit_of_the_weights():
     forks = (completion([7, 8]), completion([9, 10], prefix=[97, 5]), completion([7, 8], 1))
-    batch = TokenBatch.from_groups([Group(prompt=prompt("a"), completions=forks)], [1.0, 0.0])
+    batch = TokenBatch.from_groups([Group(prompt=prompt("a"), completions=forks)])
     weights = trainer(loss_agg_mode="sequence-mean-token-mean").weighted(batch).weights
     assert weights.tolist() == [1 / 8] * 4 + [1 / 4] * 2
 

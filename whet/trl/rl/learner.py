@@ -197,4 +197,4 @@ class TRLLearner(GRPOLearner):
         made = self.assign_advantages(self.score(self.batch(made)))
         batch = made.batch
         found = self.cluster.actor_trainer.measure(self._ranked(batch))
-        return flat({**made.metrics, **total_metrics(batch), **found}), batch
+        return flat({**made.metrics, **total_metrics(made.rewards), **found}), batch

@@ -21,8 +21,9 @@ from whet.data.tokenizer import load_tokenizer
 from whet.errors import ConfigError
 from whet.models.load import load_model
 from whet.rewards.call import RewardInputs
-from whet.rewards.manager import RewardBatch, RewardManager
+from whet.rewards.manager import RewardManager
 from whet.rewards.model import RewardModel
+from whet.rewards.reward_batch import RewardBatch
 from whet.train.worker import ModelWorker
 from whet.trl.agents.agents import Agents, own_prompts
 from whet.types import Group
