@@ -12,18 +12,22 @@ import dataclasses
 import sys
 from typing import Any, NamedTuple
 
-from whet.config.algo import AlgorithmConfig, DAPOConfig, DrGRPOConfig, GRPOConfig, PPOConfig
-from whet.config.rollout import RolloutConfig
-from whet.config.training import (
+from whet.tunix import ABSENT
+from whet.tunix.configs import (
+    AlgorithmConfig,
     CheckpointingOptions,
     ClusterConfig,
+    DAPOConfig,
+    DrGRPOConfig,
+    GRPOConfig,
     MetricsLoggerOptions,
     PerfMetricsOptions,
+    PPOConfig,
     ProfilerOptions,
     RLTrainingConfig,
+    RolloutConfig,
     TrainingConfig,
 )
-from whet.tunix import ABSENT
 from whet.tunix.script import SCRIPT
 
 __all__ = ["PROGRAMS", "REQUIRED", "TUNIX_FIELDS", "Field", "page"]
@@ -151,9 +155,7 @@ TUNIX_FIELDS: dict[type, dict[str, Field]] = {
         "num_generations": Field(2),
         "num_iterations": Field(1),
         "beta": Field(0.04),
-        "kl_loss_mode": Field(
-            "kl", "other", "low_var_kl by default: the gradient of k1 (kl) does not pull towards the reference"
-        ),
+        "kl_loss_mode": Field("kl", note="its gradient does not pull towards the reference; that of low_var_kl does"),
         "epsilon": Field(0.2),
         "epsilon_high": Field(None, note="a real field; there it is read where it happens to be set"),
         "epsilon_c": Field(None, note="a real field; there it is read where it happens to be set"),

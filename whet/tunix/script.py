@@ -78,7 +78,7 @@ print([row["reward"] for row in run.rows])
   `reference="actor"` is its state at the start.
 - **An adapter**: there LoRA by qwix, before the cluster is made; here
   `actor=RoleConfig(model=FOLDER, lora=LoraConfig(r=16))`, and the reference is the base under it.
-- **KL**: there `kl_loss_mode="kl"` by default; here `"low_var_kl"`, which pulls towards the reference.
+- **KL**: `kl_loss_mode="kl"` by default, as there; `"low_var_kl"` pulls towards the reference.
 - **The data**: in their order, once, as there; `data=DataConfig(shuffle=True)` and `num_epochs` say otherwise.
 - **A second start**: where `checkpoint_root_directory` holds checkpoints, `train` goes on from the newest, as there.
 - **What comes out**: there checkpoints of Orbax; here, where `run_dir` is given, a Hugging Face folder in `final/` and
