@@ -15,7 +15,7 @@ from whet.cluster import RLCluster
 from whet.config import AlgorithmConfig, DataConfig, Mode, RLTrainingConfig, Role, dump_tree
 from whet.data.lengths import Spread, check_prompt_lengths
 from whet.data.preview import prompt_lines
-from whet.data.prompt_stream import PromptStream, digests, unbatch
+from whet.data.prompt_stream import PromptStream, compute_checksums, unbatch
 from whet.data.prompts import PromptEncoder
 from whet.data.sources import load_rows
 from whet.data.text_parts import decoded
@@ -30,7 +30,7 @@ from whet.metrics import Mean, Metric, flat, merge
 from whet.models.modes import max_positions
 from whet.rewards.manager import RewardBatch, RewardManager
 from whet.run.observer import Observed
-from whet.run.provenance import note_reads
+from whet.run.provenance import record_inputs
 from whet.run.task import Task
 from whet.types import Group, Prompt, TokenBatch
 from whet.util.references import is_ref
@@ -216,11 +216,11 @@ class RLTask(Task):
     def reads(self) -> dict[str, Any]:
         """Models, tokenizer, evaluation prompts and the user's functions."""
         prompts, cluster = self._eval_prompts, self.cluster
-        return note_reads(
+        return record_inputs(
             cluster.workers,
             cluster.tokenizer,
             functions=self._functions(),
-            evaluation=None if prompts is None else [len(prompts), *digests(prompts)],
+            evaluation=None if prompts is None else [len(prompts), *compute_checksums(prompts)],
             stop_ids=cluster.eos_ids,
         )
 
@@ -269,7 +269,7 @@ class RLTask(Task):
 
     def on_step_end(self, run: Observed, step: Step) -> None:
         """Keeps the completions, shows some where that is asked for, and warns of what goes wrong."""
-        rewarded, batch = step.need_rewarded(), step.need_batch()
+        rewarded, batch = step.rewards, step.batch
         self._store(run, step.index, Mode.TRAIN, rewarded, batch)
         every = self.learner.config.show_samples
         if every and step.index % every == 0:
@@ -277,10 +277,10 @@ class RLTask(Task):
         self.health.watch(step.index, run.rows[-1], rewarded, batch)
 
     def shown(self, row: Mapping[str, float]) -> dict[str, str]:
-        """Mean length, the share that was cut, and the KL where one is measured."""
+        """Mean length, the share that was truncated, and the KL where one is measured."""
         known = {
             "len": ("completions/mean_length", ".0f"),
-            "cut": ("completions/clipped_ratio", ".0%"),
+            "truncated": ("completions/clipped_ratio", ".0%"),
             "kl": ("kl", ".2g"),
         }
         return {name: f"{row[metric]:{form}}" for name, (metric, form) in known.items() if metric in row}
@@ -304,7 +304,7 @@ class RLTask(Task):
         with cluster.trace.span("eval"):
             groups = learner.rollout(prompts, step=step, mode=Mode.EVAL)
             found = learner.reward(Step(index=step, prompts=prompts, groups=groups, mode=Mode.EVAL))
-        rewarded = found.need_rewarded()
+        rewarded = found.rewards
         batch = TokenBatch.from_groups(rewarded.groups, rewarded.total)
         row = {
             **flat(_evaluation_metrics(rewarded, batch)),
