@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from whet.cli.preflight import check_rewards, check_run, check_teacher_used
-from whet.cli.resolve_defaults import settled
+from whet.cli.resolve_defaults import resolve_defaults
 from whet.cli.rows import data
 from whet.cluster import RLCluster
 from whet.config import (
@@ -157,7 +157,7 @@ def demo(argv: Sequence[str] = ()) -> dict[str, Any]:
 def build(config: RunConfig) -> tuple[RLLearner, Any, Any]:
     """The cluster and learner of a configuration, and its training and evaluation data."""
     check_complete(config)
-    found = settled(config, *data(config))
+    found = resolve_defaults(config, *data(config))
     config = found.config
     check_rewards(config, found.train, found.evaluation)
     algo = dataclasses.replace(config.algo, reward_weights=config.reward_weights)
@@ -182,6 +182,7 @@ def build(config: RunConfig) -> tuple[RLLearner, Any, Any]:
     rows_as = rows_given(config.data)
     make = PPOLearner if isinstance(config, PPORunConfig) else GRPOLearner
     learner = make(cluster, algo, list(config.reward_names), data=rows_as, settings=config)  # pyright: ignore
+    learner.encoders.update(found.encoders)
     return learner, found.train, found.evaluation
 
 

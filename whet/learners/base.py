@@ -126,6 +126,8 @@ class RLLearner:
         self.settings = settings
         self.observers = list(observers)
         self.environment = environment_of(rl_cluster)
+        self.encoders: dict[Mode, PromptEncoder] = {}
+        """The encoder of each mode, once it is made; one that encoded the rows before may be put here."""
         if not reward_fns and self.environment is not None and Role.REWARD not in rl_cluster.workers:
             reward_fns = self.environment.reward_fn
         self.take_rewards(reward_fns)
@@ -230,9 +232,11 @@ class RLLearner:
         )
 
     def encoder(self, mode: Mode) -> PromptEncoder:
-        """What turns rows into prompts, and an environment's messages into tokens."""
-        tools = None if self.environment is None else self.environment.tools
-        return self.cluster.encoder(mode, data=self.data, tools=tools)
+        """The encoder of a mode: it turns rows into prompts, and an environment's messages into tokens."""
+        if mode not in self.encoders:
+            tools = None if self.environment is None else self.environment.tools
+            self.encoders[mode] = self.cluster.encoder(mode, data=self.data, tools=tools)
+        return self.encoders[mode]
 
     def reward(self, step: Step) -> Step:
         """Calls the reward functions: `rewarded` has each group's rewards, the weighted sums [J], metrics.
