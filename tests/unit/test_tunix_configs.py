@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 import whet
+from tools.docs.from_tunix import TUNIX_FIELDS
 from whet import presets
 from whet.config import field_docs
 from whet.config.engines import SGLangOptions, VLLMOptions
@@ -23,7 +24,6 @@ from whet.tunix import (
     RolloutConfig,
 )
 from whet.tunix.configs import FLAT_NAMES, core_config
-from whet.tunix.fields import REQUIRED, TUNIX_FIELDS, page
 
 
 def refused(message, cls, **given):
@@ -56,12 +56,6 @@ def test_fields_without_effect_say_so_and_do_not_reach_whet(cls):
     for name, field in TUNIX_FIELDS[cls].items():
         if field.state == "no effect":
             assert "No effect" in docs[name] and name not in core, name
-
-
-def test_the_page_for_tunix_users_is_current(pytestconfig):
-    text = (pytestconfig.rootpath / "docs" / "from-tunix.md").read_text()
-    assert text == page(), "run: python -m whet.tunix.fields > docs/from-tunix.md"
-    assert REQUIRED in text
 
 
 def test_a_configuration_of_whet_is_made_of_the_fields_that_have_an_effect():

@@ -11,7 +11,7 @@ from whet.types import Completion, Prompt
 from whet.util.text_lines import clipped, visible
 
 if TYPE_CHECKING:
-    from whet.rewards.manager import Rewarded
+    from whet.rewards.manager import RewardBatch
 
 __all__ = ["Extremes", "completion_line", "shown_text"]
 
@@ -22,7 +22,13 @@ MAX_CHARACTERS = 600
 def completion_line(name: str, reward: float, completion: Completion, text: Any) -> str:
     """A completion: what it is called, its reward, its length, how it ended, what it says."""
     said = "no reward" if math.isnan(reward) else f"reward {reward:.4g}"
-    end = "" if completion.finish_reason == "stop" else ", cut" if completion.finish_reason == "length" else ", failed"
+    end = (
+        ""
+        if completion.finish_reason == "stop"
+        else ", truncated"
+        if completion.finish_reason == "length"
+        else ", failed"
+    )
     return f"  {name} ({said}, {len(completion.tokens)} tokens{end}): {shown_text(text)}"
 
 
@@ -53,7 +59,7 @@ class Extremes:
         self.best: _Seen | None = None
         self.worst: _Seen | None = None
 
-    def add(self, rewarded: Rewarded) -> None:
+    def add(self, rewarded: RewardBatch) -> None:
         """Further completions. Args: rewarded: with their texts and rewards."""
         totals = iter(rewarded.total.tolist())
         for group, texts in zip(rewarded.groups, rewarded.texts, strict=True):

@@ -34,7 +34,7 @@ from whet.learners.rl_task import RLTask
 from whet.learners.step import Step
 from whet.learners.step_metrics import engine_metrics, rewarded_metrics, total_metrics
 from whet.metrics import flat
-from whet.rewards.manager import Rewarded, RewardManager, resolve_reward_manager
+from whet.rewards.manager import RewardBatch, RewardManager, resolve_reward_manager
 from whet.rewards.metric_fns import call_metric_fns
 from whet.rewards.resolve import listed, with_reward_model
 from whet.rollout.generate_options import check_trainable
@@ -126,6 +126,8 @@ class RLLearner:
         self.settings = settings
         self.observers = list(observers)
         self.environment = environment_of(rl_cluster)
+        self.encoders: dict[Mode, PromptEncoder] = {}
+        """The encoder of each mode, once it is made; one that encoded the rows before may be put here."""
         if not reward_fns and self.environment is not None and Role.REWARD not in rl_cluster.workers:
             reward_fns = self.environment.reward_fn
         self.take_rewards(reward_fns)
@@ -230,9 +232,11 @@ class RLLearner:
         )
 
     def encoder(self, mode: Mode) -> PromptEncoder:
-        """What turns rows into prompts, and an environment's messages into tokens."""
-        tools = None if self.environment is None else self.environment.tools
-        return self.cluster.encoder(mode, data=self.data, tools=tools)
+        """The encoder of a mode: it turns rows into prompts, and an environment's messages into tokens."""
+        if mode not in self.encoders:
+            tools = None if self.environment is None else self.environment.tools
+            self.encoders[mode] = self.cluster.encoder(mode, data=self.data, tools=tools)
+        return self.encoders[mode]
 
     def reward(self, step: Step) -> Step:
         """Calls the reward functions: `rewarded` has each group's rewards, the weighted sums [J], metrics.
@@ -241,18 +245,18 @@ class RLLearner:
         processes train, each judges a part of the groups.
         """
 
-        def called(own: Sequence[Group]) -> Rewarded:
+        def called(own: Sequence[Group]) -> RewardBatch:
             texts = [
                 [list(c.messages) if c.messages else self.cluster.decode(c.tokens) for c in g.completions] for g in own
             ]
             return self.reward_manager(own, texts, mode=step.mode)
 
-        def judged(own: Sequence[Group]) -> Rewarded:
+        def judged(own: Sequence[Group]) -> RewardBatch:
             alone = [Group(prompt=g.prompt, completions=(g.greedy,)) for g in own if g.greedy is not None]
             return called(own).with_greedy(called(alone)) if alone else called(own)
 
         with self.cluster.trace.span("rewards"):
-            return step.replace(rewarded=Rewarded.cat(self.cluster.ranks.shared(judged, step.groups)))
+            return step.replace(rewards=RewardBatch.cat(self.cluster.ranks.shared(judged, step.groups)))
 
     def fill(self, run: Run, step: Step) -> Step:
         """Chooses the groups that are trained on: all of them here. `run.more()` gives a further batch of prompts."""
@@ -260,7 +264,7 @@ class RLLearner:
 
     def batch(self, step: Step) -> Step:
         """Lays rewarded groups end to end: `batch`."""
-        rewarded = step.need_rewarded()
+        rewarded = step.rewards
         batch = TokenBatch.from_groups(rewarded.groups, rewarded.total)
         return step.replace(batch=batch).log(rewarded_metrics(rewarded))
 
@@ -280,7 +284,7 @@ class RLLearner:
         """Logs the step, evaluates and saves where they are due."""
         if self.metric_fns:
             self._call_metric_fns(step)
-        batch = step.need_batch()  # whose rewards are what was trained on, however a `batch` stage has shaped them
+        batch = step.batch  # whose rewards are what was trained on, however a `batch` stage has shaped them
         found = {**step.metrics, **total_metrics(batch)}
         row = {**flat(found), **self.cluster.take_metrics(step.index, Mode.TRAIN)}
         run.end_step(step, row, num_tokens=batch.num_tokens)
@@ -339,7 +343,7 @@ class RLLearner:
         Groups stay whole. A step whose prompts are not a multiple of mini_batch_size (some were dropped as too long, or
         the data's last batch is short) has a smaller last mini-batch, weighted by its own tokens.
         """
-        batch = step.need_batch()
+        batch = step.batch
         num_groups = batch.num_groups
         size = self.config.mini_batch_size or num_groups
         group_of_sequence = batch.group_of.index_select(0, batch.trajectory_of)
@@ -359,10 +363,10 @@ class RLLearner:
         return 1
 
     def _call_metric_fns(self, step: Step) -> None:
-        batch = step.need_batch()
+        batch = step.batch
         found = call_metric_fns(
             self.metric_fns,
-            step.need_rewarded().inputs,
+            step.rewards.inputs,
             advantages=batch.trajectory_advantages.tolist(),
             rewards=batch.rewards.tolist(),
         )

@@ -24,7 +24,7 @@ from whet.errors import ConfigError, EngineError, raise_all
 from whet.learners.base import RLLearner
 from whet.learners.config_warnings import advise
 from whet.learners.dynamic_sampling import check_fill, filled
-from whet.learners.kl_controller import MEASURED_ENTROPY, Control, move_reference
+from whet.learners.kl_controller import MEASURED_ENTROPY, KLController, move_reference
 from whet.learners.objective import (
     advantage_inputs,
     composed,
@@ -54,7 +54,7 @@ from whet.ops import (
 )
 from whet.run.observer import Observer
 from whet.run.run import Run
-from whet.train.metric_reduction import Metrics, labels_of
+from whet.train.metric_reduction import Metrics, metric_labels
 from whet.types import LossInputs, TokenBatch
 
 __all__ = ["PolicyLearner", "trained", "with_signal"]
@@ -124,11 +124,11 @@ class PolicyLearner(RLLearner):
         c = algo_config
         self.estimator = make_estimator(c)
         self.objective = make_objective(c)
-        self.control = Control(c)
+        self.kl_controller = KLController(c)
         self.teacher_column = teacher_column(self.objective.surrogate)
         self.check(rl_cluster)
         self.zero_metrics = metrics_without_advantage(self.objective.surrogate)
-        self.skips = not (self.zero_metrics is None or self.needs_reference or self.control.has_entropy_bonus)
+        self.skips = not (self.zero_metrics is None or self.needs_reference or self.kl_controller.has_entropy_bonus)
         mode = resolve_name(c.loss_agg_mode, LOSS_AGG_MODES, "loss_agg_mode")
         norm = c.loss_agg_norm
         if norm is None and c.loss_agg_mode == "sequence-mean-token-scale":
@@ -189,7 +189,7 @@ class PolicyLearner(RLLearner):
         step = super().batch(step)
         if not self.algo_config.mask_truncated_completions:
             return step
-        batch, groups = step.need_batch(), step.need_rewarded().groups
+        batch, groups = step.batch, step.rewards.groups
         whole = torch.tensor([c.finish_reason != "length" for g in groups for c in g.completions])
         return step.replace(batch=batch.replace(mask=batch.mask & whole.index_select(0, batch.sequence)))
 
@@ -198,7 +198,7 @@ class PolicyLearner(RLLearner):
         earlier policy, or the KL is of the policy that sampled; the reference's where beta is not 0; the KL in
         `token_rewards` where kl_type says so.
         """
-        cluster, batch = self.cluster, step.need_batch()
+        cluster, batch = self.cluster, step.batch
         source = self.old_logprobs_from(batch.num_groups, cluster.actor_trainer.stale_versions(batch))
         if source == "trainer":
             with cluster.trace.span("old_logprobs"):
@@ -213,7 +213,7 @@ class PolicyLearner(RLLearner):
                 batch = batch.replace(ref_logprobs=cluster.worker(Role.REFERENCE).logprobs(batch).logprobs)
         if self.needs_teacher:
             batch = with_teacher(cluster, batch, self.teacher_column or "")
-        return step.replace(batch=self.control.in_reward(batch))
+        return step.replace(batch=self.kl_controller.in_reward(batch))
 
     def old_logprobs_from(self, num_groups: int, stale: Sequence[int] = ()) -> Literal["trainer", "sampler", "nowhere"]:
         """Where old log-probabilities come from; "nowhere": none are needed, the ratio is exactly 1.
@@ -225,7 +225,7 @@ class PolicyLearner(RLLearner):
         c, caps = self.algo_config, self.cluster.rollout.caps
         if c.sampler_is is not None or self.objective.has(sampler_rejection) or not c.use_rollout_logps:
             return "trainer"
-        updates, sampled_kl = self.num_updates(num_groups), self.control.needs_sampled_kl
+        updates, sampled_kl = self.num_updates(num_groups), self.kl_controller.needs_sampled_kl
         if caps.logprobs and (stale or updates > 1 or sampled_kl or not caps.shared_weights):
             return "sampler"
         if stale:
@@ -279,10 +279,10 @@ class PolicyLearner(RLLearner):
 
     def assign_advantages(self, step: Step) -> Step:
         """An advantage for each token: the estimator's, of whole trajectories or of tokens."""
-        batch = step.need_batch()
-        x = advantage_inputs(batch, step.rewarded, clip=self.algo_config.reward_clip_range)
+        batch = step.batch
+        x = advantage_inputs(batch, step.rewards, clip=self.algo_config.reward_clip_range)
         batch = batch.replace(advantages=estimate(self.estimator, x))
-        batch = self.control.in_advantage(batch)
+        batch = self.kl_controller.in_advantage(batch)
         return step.replace(batch=batch).log(advantage_metrics(batch))
 
     def update(self, step: Step, mini: TokenBatch) -> Step:
@@ -292,7 +292,7 @@ class PolicyLearner(RLLearner):
         with self.cluster.trace.span("update"):
             keep = with_signal if self.skips else trained
             found = self.cluster.actor_trainer.update(mini, keep=keep, report=self._of_whole)
-            return step.log({**found, **self.control.after_update(found)})
+            return step.log({**found, **self.kl_controller.after_update(found)})
 
     def _ranked(self, mini: TokenBatch) -> TokenBatch:
         """The mini-batch with the column entropy_rank, of the policy as it is, where a mask asks for it."""
@@ -307,13 +307,13 @@ class PolicyLearner(RLLearner):
         reductions = self.cluster.actor_trainer.reductions
         if run.sampler_logprobs is not None and self.cluster.rollout.caps.logprobs:
             found = of_known(found, "sampling/", run, ~run.sampler_logprobs.isnan(), reductions)
-        zero = {k: how for name in self.zero_metrics or () for k, how in labels_of(name, reductions).items()}
+        zero = {k: how for name in self.zero_metrics or () for k, how in metric_labels(name, reductions).items()}
         return {**skipped_metrics(whole, run), **of_whole_batch(with_ess(found), whole, run, zero=zero)}
 
     def loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """The objective at each token, as the configuration composes it: [s], and its metrics."""
-        control = self.control
-        objective = replace(self.objective, beta=control.loss_beta, entropy_coef=control.loss_entropy_coef)
+        controller = self.kl_controller
+        objective = replace(self.objective, beta=controller.loss_beta, entropy_coef=controller.loss_entropy_coef)
         loss, metrics = objective(x)
         if x.sampler_logprobs is not None and self.cluster.rollout.caps.logprobs:
             known = ~x.sampler_logprobs.isnan()
@@ -326,20 +326,20 @@ class PolicyLearner(RLLearner):
 
     def after_step(self, run: Run, step: Step) -> None:
         """Moves the coefficient of the KL and the reference, then logs, evaluates and saves."""
-        step = step.log(self.control.after_step(step.need_batch()))
+        step = step.log(self.kl_controller.after_step(step.batch))
         move_reference(self.cluster, self.algo_config, step.index)
         super().after_step(run, step)
 
     def new_run(self, train_ds: Any, eval_ds: Any = None) -> Run:
         """As RLLearner.new_run. Raises ConfigError: a coefficient would not move, or checkpoints would not hold it."""
-        labels = labels_of("entropy", self.cluster.actor_trainer.reductions)
+        labels = metric_labels("entropy", self.cluster.actor_trainer.reductions)
         if self.algo_config.use_adaptive_entropy and labels.get(MEASURED_ENTROPY) != "mean":
             raise ConfigError(
                 f"algo.use_adaptive_entropy goes by the metric {MEASURED_ENTROPY}, which with_rl_metrics_to_log has "
                 "taken "
                 f'away: {dict(labels)}; add "{MEASURED_ENTROPY}": "mean" to what entropy is logged as'
             )
-        if self.control.moves and "control" not in self.state():
+        if self.kl_controller.moves and "kl_controller" not in self.state():
             raise ConfigError(
                 f"{type(self).__name__}.state() leaves out the coefficients that move (algo.target_kl, "
                 "algo.use_adaptive_entropy); return {**super().state(), ...}, and call super().restore(state)"
@@ -350,11 +350,11 @@ class PolicyLearner(RLLearner):
 
     def state(self) -> dict[str, Any]:
         """The coefficients, where one moves; a learner of your own adds to them: {**super().state(), ...}."""
-        return {"control": self.control.state()} if self.control.moves else {}
+        return {"kl_controller": self.kl_controller.state()} if self.kl_controller.moves else {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores `state`; what an earlier version did not save starts as in a new run."""
-        self.control.restore(state.get("control", {}))
+        self.kl_controller.restore(state.get("kl_controller", {}))
 
     # ---- what the configuration implies --------------------------------------------------------------------------
 

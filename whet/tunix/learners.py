@@ -18,7 +18,7 @@ from whet.errors import ConfigError, DataError
 from whet.learners import grpo, ppo
 from whet.learners.base import RLLearner
 from whet.learners.step import Step
-from whet.rewards.manager import Rewarded
+from whet.rewards.manager import RewardBatch
 from whet.run.run import Run
 from whet.tunix.configs import core_config
 from whet.tunix.trainer import Trainer
@@ -78,7 +78,7 @@ class TunixLearner(RLLearner):
         """The step whose batch `_generate_and_compute_advantage` has made."""
         self._filled: Step | None = None
         self._given: tuple[Step, list[str]] | None = None
-        self._called: Rewarded | None = None
+        self._called: RewardBatch | None = None
         config = _one(algo_config=algo_config, grpo_config=grpo_config, ppo_config=ppo_config)
         cluster = _one(rl_cluster=rl_cluster, rl_engine=rl_engine)
         options.setdefault("data", DataConfig(shuffle=False))
@@ -119,7 +119,7 @@ class TunixLearner(RLLearner):
         """Rewards and completions of a step under Tunix's names, for the external logger if there is one."""
         if not getattr(self.cluster, "has_external_logger", False):  # of whet's own cluster it is told nothing of them
             return
-        rewarded = step.need_rewarded()
+        rewarded = step.rewards
         found = _told(rewarded, step.batch)
         self.cluster.buffer_metrics_async(found, step.mode, step.index)
 
@@ -177,7 +177,7 @@ class TunixLearner(RLLearner):
         if not isinstance(trainer, Trainer) or trainer.training_hooks is None:
             return
         scored = self.assign_advantages(self.score(self.batch(step)))
-        super(Trainer, trainer).evaluate([scored.need_batch()])
+        super(Trainer, trainer).evaluate([scored.batch])
 
     # ---- Tunix's place for a rollout of one's own ----------------------------------------------------------------
 
@@ -205,7 +205,7 @@ class TunixLearner(RLLearner):
         step = super().batch(super().reward(step))
         step = super().assign_advantages(super().score(step))
         self._filled = step
-        return padded_example(step.need_batch(), self.cluster.pad_id)
+        return padded_example(step.batch, self.cluster.pad_id)
 
     def _compute_rewards(
         self, prompts: Sequence[Any], completions: Sequence[str], mode: Any = Mode.TRAIN, step: int | None = None,
@@ -263,7 +263,7 @@ class TunixLearner(RLLearner):
         groups = self._groups(step, example)
         rewarded = self._rewarded(groups)
         rewards = torch.as_tensor(rewarded.total)
-        step = (filled or step).replace(groups=groups, rewarded=rewarded)
+        step = (filled or step).replace(groups=groups, rewards=rewarded)
         return step.replace(batch=batch.replace(rewards=rewards))
 
     def _groups(self, step: Step, example: TrainExample) -> list[Group]:
@@ -281,14 +281,14 @@ class TunixLearner(RLLearner):
             for i, prompt in enumerate(step.prompts)
         ]  # fmt: skip
 
-    def _rewarded(self, groups: Sequence[Group]) -> Rewarded:
+    def _rewarded(self, groups: Sequence[Group]) -> RewardBatch:
         """What `_compute_rewards` found of them; no rewards where it was not called."""
         texts = [[self.cluster.decode(c.tokens) for c in g.completions] for g in groups]
         count = sum(map(len, texts))
         called, inputs = self._called, self.reward_manager.inputs(groups, texts, mode=Mode.TRAIN, extras={})
         if called is None or len(called.total) != count:
             nothing = np.full(count, np.nan)
-            return Rewarded(groups=list(groups), total=nothing, metrics={}, table={}, texts=texts, inputs=inputs)
+            return RewardBatch(groups=list(groups), total=nothing, metrics={}, table={}, texts=texts, inputs=inputs)
         return dataclasses.replace(called, groups=list(groups), texts=texts, inputs=inputs)
 
 
@@ -335,7 +335,7 @@ def padded_example(batch: TokenBatch, pad_id: int) -> TrainExample:
     )
 
 
-def _told(rewarded: Rewarded, batch: TokenBatch | None) -> dict[str, tuple[Any, Any]]:
+def _told(rewarded: RewardBatch, batch: TokenBatch | None) -> dict[str, tuple[Any, Any]]:
     """Rewards and completions under Tunix's names: name -> (value, aggregation)."""
     total = np.nan_to_num(rewarded.total if batch is None else batch.rewards.numpy())
     table = {name: np.nan_to_num(values) for name, values in rewarded.table.items()}
