@@ -55,7 +55,7 @@ class Seen:
 
     step: int
     row: Mapping[str, float]
-    rewarded: RewardBatch
+    rewards: RewardBatch
     batch: TokenBatch
 
     @property
@@ -103,7 +103,7 @@ class Health:
             row: its metrics.
             rewarded, batch: what it was trained on.
         """
-        seen = Seen(step=step, row=row, rewarded=rewarded, batch=batch)
+        seen = Seen(step=step, row=row, rewards=rewarded, batch=batch)
         signal = seen.signal or not self.of_rewards
         found = {"signal": not signal, "gradient": _no_gradient(row) if signal else None, **self._entropy(row)}
         for name, wrong in found.items():
@@ -178,7 +178,7 @@ class Health:
     def _ways(self, seen: Seen) -> dict[str, Any]:
         """What can still be set where completions are truncated: see symptoms.truncated."""
         rollout, positions = self.cluster.rollout_for(Mode.TRAIN), max_positions(self.cluster.actor.module)
-        prompts = [group.prompt for group in seen.rewarded.groups]
+        prompts = [group.prompt for group in seen.rewards.groups]
         room = math.inf if positions is None else positions - rollout.max_tokens_to_generate
         full = room <= max(len(p.tokens) for p in prompts) or room == rollout.max_prompt_length  # the longest of all
         plain = isinstance(prompts[0].source, str) and not self.templated
@@ -247,11 +247,11 @@ def _known(batch: TokenBatch) -> bool:
 
 def _silence(seen: Seen, longer: str) -> str:
     """Why no token has an advantage, and what to look at. Args: longer: what gives completions more room."""
-    group, text = seen.rewarded.groups[0], seen.rewarded.texts[0][0]
+    group, text = seen.rewards.groups[0], seen.rewards.texts[0][0]
     reward = float(seen.batch.rewards[0])
     scored = "no reward" if math.isnan(reward) else f"reward {reward}"
     said = f"To {group.prompt.source!r:.80} the model said {text!r:.80}, {scored}"
-    done = [c.finish_reason for g in seen.rewarded.groups for c in g.completions]
+    done = [c.finish_reason for g in seen.rewards.groups for c in g.completions]
     share = sum(reason == "length" for reason in done) / len(done)
     ended, failed = "All completions ended by themselves", done.count("error")
     if failed:
@@ -263,7 +263,7 @@ def _silence(seen: Seen, longer: str) -> str:
 
 
 def _cause(seen: Seen, longer: str) -> str:
-    rewarded, batch = seen.rewarded, seen.batch
+    rewarded, batch = seen.rewards, seen.batch
     if not batch.mask.any():
         return (
             "no completion ended by itself, and algo.mask_truncated_completions leaves those out; "

@@ -133,10 +133,12 @@ class SupervisedTask(Task):
 
     def _show_first(self, stream: PromptStream, rows: Any) -> None:
         """Logs the first row as the model is given it, and what of it is trained."""
-        encode = self.learner.encoder()  # one that counts nothing
+        encode = stream.encode
         if not isinstance(encode, RowEncoder):
             return
         example = stream.source[0] if stream.kind == "rows" else encode(stream.first)
+        if stream.kind != "rows":
+            encode.reset_counts()  # the row is encoded again when it is read
         if example is not None:
             row = rows[example.row] if stream.kind == "rows" else stream.first
             log.info("first example, %s", "\n".join(example_lines(encode, example, row)))

@@ -21,7 +21,7 @@ from whet.config import OptimConfig, Role, RoleConfig, TrainingConfig
 from whet.config.lora import LORA_LR
 from whet.config.meshes import checked_meshes
 from whet.data.tokenizer import check_same_ids, load_tokenizer
-from whet.errors import ConfigError, shown
+from whet.errors import ConfigError, format_value
 from whet.models.activation_checkpointing import checkpoint_activations
 from whet.models.load import load_model
 from whet.models.loaded_model import LoadedModel
@@ -364,8 +364,8 @@ def model_checks(config: TrainingConfig, models: Iterable[Any], optimizers: Iter
     for model in models:
         if not isinstance(model, nn.Module | str | RoleConfig | None):
             raise ConfigError(
-                f"a model is a {type(model).__name__}, {shown(model, 80)}; give a module, a folder or a hub name as "
-                "text, or a RoleConfig"
+                f"a model is a {type(model).__name__}, {format_value(model, 80)}; give a module, a folder or a hub "
+                "name as text, or a RoleConfig"
             )
     named = [m.model if isinstance(m, RoleConfig) else m for m in models]
     optims = [m.optim for m in models if isinstance(m, RoleConfig)]
