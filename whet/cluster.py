@@ -24,7 +24,7 @@ from whet.models.loaded_model import LoadedModel
 from whet.models.modes import max_positions
 from whet.ops import Support, clipped_surrogate, clipped_value
 from whet.rewards.model import RewardModel
-from whet.rollout import engine_name, resolve_engine
+from whet.rollout import resolve_engine
 from whet.rollout.base import RolloutEngine, Sampling, support_of
 from whet.rollout.build import grammars_of, make_engine, sampling_of
 from whet.rollout.constrained_decoding import Masks
@@ -32,7 +32,7 @@ from whet.rollout.driver import Rollouts
 from whet.rollout.policy_rollouts import Play, PolicyRollouts
 from whet.train.role_checkpoints import Checkpoints
 from whet.train.role_trainer import RoleTrainer
-from whet.train.role_workers import ACTOR, Given, RoleWorkers, check_loading, trusts_remote_code
+from whet.train.role_workers import ACTOR, Given, RoleWorkers, model_checks, trusts_remote_code
 from whet.train.worker import Allowed, ModelWorker
 from whet.tunix.verbs import TunixVerbs
 from whet.types import Group, Prompt
@@ -200,8 +200,8 @@ class RLCluster(RoleWorkers, TunixVerbs):
 
     @property
     def engine_name(self) -> str:
-        """What the configuration calls the engine; of a class its name."""
-        given = engine_name(self.cluster_config.rollout_engine)
+        """The engine's name in the configuration, or the name of its class."""
+        given = self.cluster_config.rollout_engine
         return given if isinstance(given, str) else getattr(given, "__name__", type(given).__name__)
 
     # ---- roles ---------------------------------------------------------------------------------------------------
@@ -366,7 +366,7 @@ def _shared_critic(critic: Any) -> tuple[bool, Any]:
 def _check_given(config: ClusterConfig, models: Iterable[Any]) -> None:
     """Raises ConfigError, all at once, for names that nothing has: engine, models, optimizers, loggers."""
     loop = config.training_config
-    named = check_loading(loop, models, (loop.actor_optimizer, loop.critic_optimizer))
+    named = model_checks(loop, models, (loop.actor_optimizer, loop.critic_optimizer))
     raise_all([lambda: resolve_engine(config.rollout_engine), *named])  # pyright: ignore[reportArgumentType]
 
 

@@ -53,7 +53,7 @@ def test_a_changed_configuration_is_refused_with_the_differences_and_can_be_allo
 
 
 def test_what_a_run_from_python_has_beside_its_sections_may_not_change_either(tmp_path, model_folder):
-    def train(seed=1, temperature=0.5, engine="vanilla", lr=1e-3, **training):
+    def train(seed=1, temperature=0.5, engine="embedded", lr=1e-3, **training):
         modes = {Mode.TRAIN: 1.0, Mode.EVAL: temperature}
         c = cluster(
             RoleConfig(model=model_folder, dtype="float32", optim=OptimConfig(lr=lr)),
@@ -69,7 +69,7 @@ def test_what_a_run_from_python_has_beside_its_sections_may_not_change_either(tm
         ({"seed": 2}, "data_shuffle_seed: 1 -> 2"),
         ({"temperature": 0.0}, "temperature: 0.5 -> 0.0"),
         ({"temperature": 1.0}, r"temperature: 0.5 -> \(none\)"),  # as in training
-        ({"engine": "hf"}, "rollout_engine: 'vanilla' -> 'hf'"),
+        ({"engine": "hf"}, "rollout_engine: 'embedded' -> 'hf'"),
         ({"lr": 2e-3}, "actor.optim.lr: 0.001 -> 0.002"),
     ):
         with pytest.raises(CheckpointError, match=said):
@@ -400,7 +400,7 @@ def test_a_run_goes_on_under_its_own_name_and_leaves_later_steps_of_others(tmp_p
     assert (ours / "step-000002" / "run.pt").is_file()
     shutil.rmtree(ours / "step-000002")
     learner(tmp_path / "a", max_steps=2, resume=one).train(rows(8))
-    assert checkpoint.run_of(ours / "step-000002") == checkpoint.run_of(ours / "step-000001") is not None
+    assert checkpoint.read_run_id(ours / "step-000002") == checkpoint.read_run_id(ours / "step-000001") is not None
     for step in (1, 2):  # as an earlier version has written them
         (ours / f"step-{step:06d}" / "run.json").unlink()
         (ours / f"step-{step:06d}" / "sums.json").unlink()
@@ -434,7 +434,7 @@ def test_a_state_of_another_step_than_its_folders_is_refused_and_nothing_is_remo
     torch.save({**dict.fromkeys(needs), "step": step}, folder / "run.pt")
     with pytest.raises(CheckpointError, match=r"is of step .*, but its folder is named step-000001"):
         learner(tmp_path, resume=str(folder)).train(rows(8))
-    assert len(checkpoint.checkpoints(root)) == 3
+    assert len(checkpoint.step_folders(root)) == 3
 
 
 def _made(folder):
@@ -506,7 +506,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_the_run_goes_on(tmp_path):
     assert not same(before, after) and all(w.isfinite().all() for w in after.values())
 
 
-@pytest.mark.parametrize("engine", ["vanilla", "hf"])
+@pytest.mark.parametrize("engine", ["embedded", "hf"])
 def test_a_model_whose_logits_are_not_finite_ends_the_run_with_what_to_do(tmp_path, engine):
     def breaks(completions, **_):
         with torch.no_grad():

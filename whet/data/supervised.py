@@ -21,7 +21,7 @@ from whet.data.row_schema import Said, conversation, find_column, options_of, re
 from whet.data.template_check import changed_words
 from whet.data.templates import ChatTemplate
 from whet.data.text_parts import leading_ids, part_ids
-from whet.errors import ConfigError, DataError, nearest, shown
+from whet.errors import ConfigError, DataError, format_value, nearest
 from whet.types import Example, Message, TrainSequence
 
 if TYPE_CHECKING:
@@ -79,10 +79,14 @@ class RowEncoder:
         self.tokenizer = tokenizer
         self.data = data or SupervisedDataConfig()
         self.template = ChatTemplate(tokenizer, self.data.chat_template_kwargs)
-        self.lengths = Lengths(self.data)
-        self.counts = dict.fromkeys(("encoded", "forked", "truncated", "changed", "repeating", "dropped", "empty"), 0)
+        self.reset_counts()
         if self.data.apply_chat_template:
             self.template.need()
+
+    def reset_counts(self) -> None:
+        """Starts to count anew, for another data set."""
+        self.lengths = Lengths(self.data)
+        self.counts = dict.fromkeys(("encoded", "forked", "truncated", "changed", "repeating", "dropped", "empty"), 0)
 
     def __call__(self, row: Mapping[str, Any], number: int = 0) -> Example | None:
         """One row as an Example.
@@ -115,9 +119,10 @@ class RowEncoder:
 
     @contextmanager
     def all_rows(self) -> Iterator[None]:
-        """While all rows of a data set are encoded: rows over max_length are one error after the last, or one line of
-        the log, which says how many there are and how long.
+        """While all rows of a data set are encoded, the counts are of these rows, and rows over max_length are one
+        error after the last row, or one line of the log, with their number and their lengths.
         """
+        self.reset_counts()
         self.lengths.deferred = True
         try:
             yield
@@ -264,7 +269,7 @@ class RowEncoder:
             != made.shown.text
         ):
             return ""
-        return f"the row has the tools {shown(options['tools'], 80)}, and the chat template shows none"
+        return f"the row has the tools {format_value(options['tools'], 80)}, and the chat template shows none"
 
     def _raw(self, prompt: str | None, said: str, number: int) -> list[TrainSequence]:
         """A text as it is, with the tokenizer's own special tokens before it and its eos after it."""
@@ -284,7 +289,9 @@ class RowEncoder:
         tail = [] if ids[-1][-1:] == [end] else [end]
         before = [*lead, *ids[0]] if prompt is not None else lead
         if prompt is not None and not before:
-            raise DataError(f"row {number}: the prompt {shown(prompt)} has no tokens; leave the row out, or fill it")
+            raise DataError(
+                f"row {number}: the prompt {format_value(prompt)} has no tokens; leave the row out, or fill it"
+            )
         everything = self.trains_all
         return [sequence_of([(before, everything), ([*ids[-1], *tail], True)])]
 

@@ -38,7 +38,7 @@ from whet.run.observer import Observer
 from whet.train.metric_reduction import Metrics
 from whet.types import LossInputs, TokenBatch
 
-__all__ = ["PPOLearner", "PpoLearner"]
+__all__ = ["PPOLearner"]
 
 _METRICS = {
     "return": {"return_mean": "mean"},
@@ -130,15 +130,15 @@ class PPOLearner(PolicyLearner):
         """What PolicyLearner adds, and the critic's values of the states before each token."""
         step = super().score(step)
         with self.cluster.trace.span("values"):
-            values = self.cluster.critic_worker.values(step.need_batch())
-        return step.replace(batch=step.need_batch().replace(values=values))
+            values = self.cluster.critic_worker.values(step.batch)
+        return step.replace(batch=step.batch.replace(values=values))
 
     def assign_advantages(self, step: Step) -> Step:
         """The estimator's advantages, and the returns that the critic learns."""
         step = super().assign_advantages(step)
-        x = advantage_inputs(step.need_batch(), step.rewarded, clip=self.algo_config.reward_clip_range)
+        x = advantage_inputs(step.batch, step.rewards, clip=self.algo_config.reward_clip_range)
         _, returns = with_fields(advantages_and_returns, self.algo_config)(x)  # whatever the estimator is
-        batch = step.need_batch().replace(returns=returns.float())
+        batch = step.batch.replace(returns=returns.float())
         if self.shares_trunk:
             batch = batch.with_token_columns(has_reward=_known(batch).float())
         if self.algo_config.beta and self.algo_config.kl_type == "reward":
@@ -227,7 +227,3 @@ def _under_critic(name: str, how: str | Mapping[str, str]) -> dict[str, str]:
     """How a metric of the value loss is named and reduced where the actor's trainer reports it."""
     labels = {name: how} if isinstance(how, str) else how
     return {f"critic/{label}": reduction for label, reduction in labels.items()}
-
-
-PpoLearner = PPOLearner
-"""Tunix's other spelling."""
