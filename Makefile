@@ -50,17 +50,11 @@ check-newest:  ## the suite with the newest, in .venv-newest
 	$(MAKE) test VENV=.venv-newest CONSTRAINTS=
 
 lint: $(STAMP)  ## ruff and pyright
-	$(BIN)/ruff check whet tests benchmarks examples
+	$(BIN)/ruff check whet tests benchmarks examples tools
 	$(BIN)/python -m pyright
 
 docs: $(STAMP)  ## write the generated pages again
-	$(BIN)/python -m whet.tunix.fields > docs/from-tunix.md
-	$(BIN)/python -m whet.cli.defaults > docs/defaults.md
-	$(BIN)/python -m whet.trl.config.page > docs/from-trl.md
-	$(BIN)/python -m whet.torchrl.fields > docs/from-torchrl.md
-	$(BIN)/python -m whet.rl2.page > docs/from-rl2.md
-	$(BIN)/python -m whet.learners.catalog > docs/algorithms.md
-	$(BIN)/python -m whet.learners.preference_catalog > docs/preference.md
+	$(BIN)/python -m tools.docs
 
 site: $(VENV)/.installed-docs  ## the documentation as a site, in site/
 	$(BIN)/zensical build --strict

@@ -85,7 +85,7 @@ def one_round(engine: Any, args: argparse.Namespace, version: int) -> tuple[floa
     )
     done = tokens = 0
     while done < count:
-        for output in engine.poll():
+        for output in engine.step():
             done, tokens = done + 1, tokens + len(output.tokens)
     return tokens / (time.perf_counter() - start), tokens / (time.process_time() - used)
 

@@ -105,7 +105,7 @@ class Whet:
         self.engine.submit(requests)
         outputs, held = {}, 0
         while len(outputs) < len(requests):
-            outputs |= {o.id: o for o in self.engine.poll()}
+            outputs |= {o.id: o for o in self.engine.step()}
             held = max(held, self.engine.kv_bytes)
         order = [outputs[i] for i in range(len(requests))]
         return Made(tokens=[o.tokens for o in order], logprobs=[o.logprobs for o in order], kv_bytes=held)

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from whet.learners.sft import SFTLearner
     from whet.learners.supervised import SupervisedLearner
     from whet.rollout.sampler import CacheConfig, Sampler, SamplerOutput
-    from whet.run.observer import Control, Observer
+    from whet.run.observer import Observer, TrainerControl
     from whet.train.supervised_models import SupervisedModels
     from whet.tunix.metrics_buffer import MetricsBuffer
     from whet.types import (
@@ -78,7 +78,6 @@ __all__ = [
     "ClusterConfig",
     "Completion",
     "ConfigError",
-    "Control",
     "DAPOConfig",
     "DPORunConfig",
     "DataConfig",
@@ -133,6 +132,7 @@ __all__ = [
     "TokenBatch",
     "TrainExample",
     "TrainSequence",
+    "TrainerControl",
     "TrainingConfig",
     "TrainingError",
     "WhetError",
@@ -207,7 +207,7 @@ _MODULES = {
         "SamplerOutput",
     ),
     "whet.run.observer": (
-        "Control",
+        "TrainerControl",
         "Observer",
     ),
     "whet.hub.push": ("push_to_hub",),

@@ -21,7 +21,7 @@ from whet.rollout.base import PartialOutput, Request, RolloutEngine, Sampling
 from whet.rollout.driver import stream
 
 ENGINES = {
-    "mock": {"vocabulary": 64, "length_distribution": "uniform", "per_poll": 3},
+    "mock": {"vocabulary": 64, "length_distribution": "uniform", "per_step": 3},
     "hf": {},
     "hf-float64": {},
     "vanilla": {},
@@ -128,7 +128,7 @@ def begin(engine, work):
     """Submits and computes a little; what has been made by then."""
     engine.submit(work)
     for _ in work:
-        assert engine.poll(timeout_s=0.0) == []
+        assert engine.step(timeout_s=0.0) == []
         made = engine.peek([r.id for r in work])
         if any(len(p.tokens) for p in made.values()):
             return made
@@ -139,10 +139,10 @@ def test_it_is_an_engine(engine):
     assert isinstance(engine, RolloutEngine)
 
 
-def test_poll_at_rest_returns_nothing(engine):
-    assert engine.poll() == []
+def test_step_at_rest_returns_nothing(engine):
+    assert engine.step() == []
     run(engine, requests(prompts(), PLAIN))
-    assert engine.poll() == []
+    assert engine.step() == []
 
 
 def test_every_request_comes_back_once_with_columns_of_one_length(engine):
@@ -235,14 +235,14 @@ def test_aborted_requests_come_back_once_as_aborted(engine):
     assert sorted(drain(engine)) == [r.id for r in work if r.id not in (2, 5)]
 
 
-def test_a_sleeping_engine_refuses_to_poll_and_goes_on_when_woken(engine, rounding):
+def test_a_sleeping_engine_refuses_to_step_and_goes_on_when_woken(engine, rounding):
     needs(engine, "sleep", "addressed")
     work = requests(prompts(), PLAIN, group=2)
     want = run(engine, work)
     engine.submit(work)
     engine.sleep()
     with pytest.raises(EngineError, match="wake"):
-        engine.poll()
+        engine.step()
     engine.wake()
     assert_same(drain(engine), want, rounding)
 
@@ -285,7 +285,7 @@ def test_a_request_that_could_never_be_served_is_refused_and_none_is_queued(engi
     }
     with pytest.raises(WhetError, match=message):
         engine.submit([*good, Request(**bad)])
-    assert engine.poll() == []
+    assert engine.step() == []
 
 
 def test_an_id_in_flight_is_refused(engine):
@@ -300,7 +300,7 @@ def test_an_id_in_flight_is_refused(engine):
 def test_close_forgets_what_waits(engine):
     engine.submit(requests(prompts(), PLAIN))
     engine.close()
-    assert engine.poll() == []
+    assert engine.step() == []
 
 
 def test_stats_count_what_waits_and_what_was_done(engine):
@@ -338,7 +338,7 @@ def test_a_stream_gives_every_token_once_and_ends_each_request_once(engine, roun
 def test_a_stream_left_early_leaves_nothing_in_flight(engine):
     for _ in stream(engine, requests(prompts(), Sampling(max_tokens=40), group=2)):
         break
-    assert engine.stats().in_flight == 0 and engine.poll() == []
+    assert engine.stats().in_flight == 0 and engine.step() == []
 
 
 def test_a_stream_beside_other_requests_is_refused(engine):
@@ -373,7 +373,7 @@ def test_pauses_change_nothing(engine, rounding):
     want, got = run(engine, work), {}
     engine.submit(work)
     while engine.stats().in_flight:
-        got |= {o.id: o for o in engine.poll(timeout_s=0.0)}
+        got |= {o.id: o for o in engine.step(timeout_s=0.0)}
     assert_same(got, want, rounding)
 
 
@@ -427,7 +427,7 @@ def test_without_updates_under_way_a_completion_has_one_version(engine, policy):
     if engine.caps.updates_in_flight:
         pytest.skip("takes them under way")
     engine.submit(requests(prompts(), PLAIN, group=2))
-    done = {o.id: o for o in engine.poll()}
+    done = {o.id: o for o in engine.step()}
     announce(engine, policy, 3)
     done |= drain(engine)
     assert all(len(set(o.versions.tolist())) == 1 for o in done.values())
@@ -460,7 +460,7 @@ def test_many_more_requests_than_fit_all_come_back(engine):
     work = requests(prompts((3, 40, 9, 70, 5)), Sampling(max_tokens=20, stop_ids=STOPS), group=10)
     engine.submit(work)
     bound, done = engine.stats().kv_tokens_bound, []
-    while outputs := engine.poll():
+    while outputs := engine.step():
         done += [o.id for o in outputs]
         assert bound is None or engine.stats().kv_tokens <= bound
     assert sorted(done) == list(range(50))

@@ -284,7 +284,7 @@ def test_rows_under_way_keep_their_place_in_the_language_through(model, grammars
     want = run(engine, work)
     engine.submit(work)
     for _ in range(3):
-        assert engine.poll(timeout_s=0.0) == []
+        assert engine.step(timeout_s=0.0) == []
     if interrupt == "update":
         engine.update(3)
     else:
@@ -300,7 +300,7 @@ def test_an_aborted_completion_goes_on_where_it_was(model, grammars):
     want = run(engine, [r])[0].tokens.tolist()
     engine.submit([r])
     for _ in range(3):
-        engine.poll(timeout_s=0.0)
+        engine.step(timeout_s=0.0)
     (o,) = engine.abort([0])
     assert 0 < len(o.tokens) < len(want)
     rest = replace(
@@ -465,14 +465,14 @@ def test_a_malformed_constraint_is_refused_before_anything_is_queued(engine, kin
     with pytest.raises(ConfigError, match=message):
         bad = requests(PROMPT, Sampling(constraint=Constraint(kind=kind, text=text)))
         engine.submit([*good, replace(bad[0], id=1)])
-    assert engine.poll() == []
+    assert engine.step() == []
 
 
 def test_an_engine_without_grammars_refuses_a_constraint(model):
     for made in (HFEngine(model), EmbeddedEngine(model), MockEngine(vocabulary=64)):
         with pytest.raises(ConfigError, match=r"constraint regex 'a'.*pass grammars="):
             made.submit(requests(PROMPT, sampling("a")))
-        assert made.poll() == []
+        assert made.step() == []
 
 
 def test_transformers_own_options_and_a_constraint_are_refused_together(model, grammars):
@@ -486,7 +486,7 @@ def test_going_on_from_outside_the_language_or_from_its_end_is_refused(engine, t
     r = replace(requests(PROMPT, sampling("a", ()))[0], tokens=np.array([5, *tail], np.int32), offset=1)
     with pytest.raises(EngineError, match=f"request 0: .*{message}"):
         engine.submit([r])
-    assert engine.poll() == []
+    assert engine.step() == []
 
 
 def test_a_tokenizer_that_can_not_spell_is_refused():

@@ -1,4 +1,4 @@
-"""A poll that is cut short (Ctrl-C, no memory) loses no request and leaves nothing behind."""
+"""A step that is cut short (Ctrl-C, no memory) loses no request and leaves nothing behind."""
 
 from dataclasses import replace
 
@@ -42,23 +42,23 @@ def test_a_call_after_ctrl_c_is_as_if_nothing_had_happened(bound, at):
     assert bound is None or engine.stats().kv_tokens <= bound
 
 
-def test_a_poll_that_was_cut_short_goes_on():
+def test_a_step_that_was_cut_short_goes_on():
     engine = EmbeddedEngine(tiny_model(gain=1.0), max_batch=4)
     ask = lambda i: Request(
         id=i, tokens=np.arange(1, 80, dtype=np.int32), sampling=Sampling(max_tokens=9), group=0, address=(0, 0, 0, i)
     )
     engine.submit([ask(0), ask(1)])
-    want = {o.id: o.tokens.tolist() for o in engine.poll()}
+    want = {o.id: o.tokens.tolist() for o in engine.step()}
     features = engine._runner.forward.features
     for at in (1, 2, 5):
         left = iter([True] * (at - 1) + [False])
         engine._runner.forward.features = lambda *a, **k: features(*a, **k) if next(left) else 1 / 0
         engine.submit([ask(0), ask(1)])
         with pytest.raises(ZeroDivisionError):
-            engine.poll()
+            engine.step()
         engine._runner.forward.features = features
         done = {}
-        while outputs := engine.poll():
+        while outputs := engine.step():
             done |= {o.id: o.tokens.tolist() for o in outputs}
         assert done == want
 
@@ -69,16 +69,16 @@ def test_an_aborted_request_that_fitted_goes_on_under_the_bound():
         id=0, tokens=np.arange(60, dtype=np.int32), sampling=Sampling(max_tokens=40), group=0, address=(0, 0, 0, 0)
     )
     engine.submit([r])
-    (want,) = engine.poll()
+    (want,) = engine.step()
     engine.submit([r])
-    engine.poll(timeout_s=0.0)
-    engine.poll(timeout_s=0.0)
+    engine.step(timeout_s=0.0)
+    engine.step(timeout_s=0.0)
     (part,) = engine.abort([0])
     n = len(part.tokens)
     rest = np.concatenate([r.tokens, part.tokens])
     assert len(rest) > 64  # the next row is 128 places long, more than the bound
     engine.submit([replace(r, tokens=rest, offset=n, sampling=Sampling(max_tokens=40 - n))])
-    (out,) = engine.poll()
+    (out,) = engine.step()
     assert [*part.tokens, *out.tokens] == want.tokens.tolist()
     with pytest.raises(EngineError, match="can never fit"):
         engine.submit([replace(r, id=1, tokens=rest, sampling=Sampling(max_tokens=40 - n))])

@@ -188,7 +188,7 @@ def test_a_bounded_cache_holds_no_more_than_its_bound(model):
     for work in (long, short):
         engine.submit(work)
         held, done = [], 0
-        while outputs := engine.poll():
+        while outputs := engine.step():
             done += len(outputs)
             held.append(engine.kv_bytes)
         assert done == len(work)
@@ -237,10 +237,10 @@ def test_live_rows_decode_between_the_chunks_of_a_long_prompt(model, form):
     want = run(EmbeddedEngine(model, **form), work)
     engine = EmbeddedEngine(model, prefill_tokens=16, **form)
     engine.submit(work[:6])
-    done = {o.id: o for o in engine.poll()}
+    done = {o.id: o for o in engine.step()}
     live, shapes = 6 - len(done), watched(engine)
     engine.submit(work[6:])
-    done |= {o.id: o for o in engine.poll()}
+    done |= {o.id: o for o in engine.step()}
     chunks = [i for i, (_, length) in enumerate(shapes) if length > 1]
     between = [shape for shape in shapes[chunks[0] : chunks[-1]] if shape[1] == 1]
     assert len(chunks) > 13 and len(between) >= 8
@@ -284,7 +284,7 @@ def test_rows_that_differ_in_their_limit_alone_are_drawn_in_one_call(model, monk
     assert calls == [3, 3, 2, 1]
 
 
-def test_poll_streams_short_requests_before_long_ones(model):
+def test_step_streams_short_requests_before_long_ones(model):
     engine = EmbeddedEngine(model)
     short, long = Sampling(max_tokens=2), Sampling(max_tokens=30)
     p = prompts((5, 6))
@@ -294,8 +294,8 @@ def test_poll_streams_short_requests_before_long_ones(model):
             Request(id=1, tokens=p[1], sampling=short, group=1, address=(0, 0, 1, 0)),
         ]
     )
-    assert [o.id for o in engine.poll()] == [1]
-    assert [o.id for o in engine.poll()] == [0]
+    assert [o.id for o in engine.step()] == [1]
+    assert [o.id for o in engine.step()] == [0]
 
 
 def test_stop_strings_cut_at_the_token_that_completes_them(model):
@@ -350,7 +350,7 @@ def begin(engine, work):
     """Submits and decodes a little: until the short request of `work` is out."""
     short = Request(id=-1, tokens=work[0].tokens, sampling=Sampling(max_tokens=6), group=-1, address=(9, 9, 9, 9))
     engine.submit([*work, short])
-    assert [o.id for o in engine.poll()] == [-1]
+    assert [o.id for o in engine.step()] == [-1]
 
 
 def test_abort_returns_what_was_made_and_an_offset_goes_on(model):

@@ -185,7 +185,7 @@ def test_two_engines_of_a_process_do_not_break_each_others_graphs(machine):
         engine.submit(work)
     while len(done[0]) < len(work) or len(done[1]) < len(work):  # block by block, in turn
         for engine, out in zip(engines, done):
-            out |= {o.id: o for o in engine.poll(timeout_s=0.0)}
+            out |= {o.id: o for o in engine.step(timeout_s=0.0)}
         if len(machine.live) == 2 and machine.replayed < 20:
             engines[0].update(1)  # its graphs go while those of the other live on
     assert machine.captured > 4 and machine.replayed > 40
@@ -225,10 +225,10 @@ def test_an_interrupt_in_a_capture_is_no_failure_of_it(machine):
     machine.faults.append(KeyboardInterrupt())
     engine.submit(work)
     with pytest.raises(KeyboardInterrupt):
-        engine.poll()
+        engine.step()
     assert machine.stream is None
     out = {}
-    while found := engine.poll():
+    while found := engine.step():
         out |= {o.id: o for o in found}
     same(out, plainly(model, work))
     assert machine.captured > 0 and "graphs on cuda, experimental" in engine.backends["steps"]

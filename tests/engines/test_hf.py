@@ -54,7 +54,7 @@ def test_a_token_is_run_once_under_every_name_of_a_cache(name, monkeypatch):
     engine.submit(
         [Request(id=i, tokens=prompt, sampling=sampling, group=0, address=a) for i, a in enumerate(ADDRESSES)]
     )
-    outputs = sorted(engine.poll(), key=lambda o: o.id)
+    outputs = sorted(engine.step(), key=lambda o: o.id)
     assert seen == [(11, 1)] + [(1, 1)] * (NEW - 1)  # tokens that are run, and logits that are made
     assert [o.tokens.tolist() for o in outputs] == tokens.tolist()
     torch.testing.assert_close(torch.tensor(np.stack([o.logprobs for o in outputs])), logprobs, atol=1e-5, rtol=0)

@@ -161,8 +161,8 @@ def test_a_tight_bound_fails_no_turn_changes_no_token_and_is_kept(model, bound, 
     sampling = Sampling(max_tokens=9, stop_ids=STOPS)
     want = talk(EmbeddedEngine(model, **form), prompts(), sampling, hold=False)
     engine, held = EmbeddedEngine(model, **form, kv_cache_tokens=bound), []
-    poll = engine.poll
-    engine.poll = lambda *a: (poll(*a), held.append(engine.stats()))[0]
+    step = engine.step
+    engine.step = lambda *a: (step(*a), held.append(engine.stats()))[0]
     assert_equal(talk(engine, prompts(), sampling), want)
     assert all(s.kv_tokens <= bound and s.kv_tokens_bound == bound for s in held)
     token = 2 * 2 * 2 * 16 * 4  # keys and values, layers, KV heads, head size, bytes
@@ -172,7 +172,7 @@ def test_a_tight_bound_fails_no_turn_changes_no_token_and_is_kept(model, bound, 
 
 
 def peaks(engine):
-    """KV in tokens after each forward pass, polls or not."""
+    """KV in tokens after each forward pass, whatever step does."""
     seen, inner = [], engine._runner.forward.features
     engine._runner.forward.features = lambda *a: (inner(*a), seen.append(engine.stats().kv_tokens))[0]
     return seen
@@ -253,7 +253,7 @@ def going_on(request, made):
 def begin(engine, work):
     """Submits and decodes one block of steps, so that all are under way."""
     engine.submit(work)
-    assert engine.poll(timeout_s=0.0) == []
+    assert engine.step(timeout_s=0.0) == []
 
 
 @pytest.mark.spread(3)
@@ -310,7 +310,7 @@ def test_a_sequence_taken_up_again_stays_within_the_bound_it_was_checked_against
     engine.submit(ask)
     done = {}
     for _ in range(100):
-        done |= {o.id: o for o in engine.poll(timeout_s=0.0)}
+        done |= {o.id: o for o in engine.step(timeout_s=0.0)}
         assert engine.stats().kv_tokens <= 84
         if len(done) == 3:
             break
@@ -328,7 +328,7 @@ def test_every_update_shows_in_the_versions():
     engine.submit(work)
     marks = []
     for version in (6, 7, 7, 9):
-        assert engine.poll(timeout_s=0.0) == []
+        assert engine.step(timeout_s=0.0) == []
         marks.append({i: len(p.tokens) for i, p in engine.peek([0, 1]).items()})
         engine.update(version)
     for i, o in drain(engine).items():
@@ -393,7 +393,7 @@ def test_those_expected_to_be_longest_start_first_and_the_order_changes_no_token
     want = run(EmbeddedEngine(model, max_batch=1), work)
     engine, order = EmbeddedEngine(model, max_batch=1), []
     engine.submit(guessed)
-    while outputs := engine.poll():
+    while outputs := engine.step():
         order += [o.id for o in outputs]
         assert all(o.tokens.tolist() == want[o.id].tokens.tolist() for o in outputs)
     assert order == [2, 1, 3, 0]  # 8 tokens (the longer prompt first), 8, 5, 3
@@ -458,7 +458,7 @@ def test_min_tokens_count_from_the_first_token_also_where_a_sequence_is_taken_up
     assert any(20 < len(o.tokens) < 40 for o in want.values())
     engine = EmbeddedEngine(model, **form)
     engine.submit(work)
-    assert engine.poll(timeout_s=0.0) == [] and all(0 < len(p.tokens) < 20 for p in engine.peek(range(4)).values())
+    assert engine.step(timeout_s=0.0) == [] and all(0 < len(p.tokens) < 20 for p in engine.peek(range(4)).values())
     engine.update(0)  # the same weights: nothing may change
     got = drain(engine)
     for i, o in want.items():

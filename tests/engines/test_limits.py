@@ -37,7 +37,7 @@ def test_rows_that_come_while_others_run_find_room_and_change_no_token(model, fo
     done = {}
     for first in range(0, len(work), 3):
         engine.submit(work[first : first + 3])
-        done |= {o.id: o for o in engine.poll(timeout_s=0.0)}
+        done |= {o.id: o for o in engine.step(timeout_s=0.0)}
     assert engine._runner.state.shape[1] == 16 and engine.stats().live == len(work)
     done |= run(engine, [])
     assert {i: o.tokens.tolist() for i, o in done.items()} == {i: o.tokens.tolist() for i, o in want.items()}

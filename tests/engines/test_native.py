@@ -218,7 +218,7 @@ def test_a_model_that_changed_its_kind_behind_the_engine_is_refused(what):
     model.bfloat16() if what == "dtype" else model.resize_token_embeddings(80)
     engine.submit(requests(prompts(), Sampling(max_tokens=2)))
     with pytest.raises(EngineError, match="build a new engine"):
-        engine.poll()
+        engine.step()
 
 
 @needs_kernels
@@ -308,7 +308,7 @@ def test_sleep_frees_the_keys_and_values_of_prompts_too():
     run(engine, requests(prompts(), Sampling(max_tokens=3)))
     engine.submit(requests(prompts(), Sampling(max_tokens=30)))
     while not engine.stats().live:
-        engine.poll(timeout_s=0.0)
+        engine.step(timeout_s=0.0)
     stores = list(engine._runner.stores.values())
     assert stores and all(s.bytes for s in stores)
     engine.sleep()
@@ -338,7 +338,7 @@ def test_a_request_gives_the_same_bits_alone_and_in_a_crowd(family, dtype):
 def test_no_keys_are_held_by_the_tables_of_an_engine_that_sleeps():
     engine = EmbeddedEngine(build(gain=3.0))
     engine.submit(requests(prompts(), Sampling(max_tokens=40), group=2))
-    engine.poll(timeout_s=0.0)
+    engine.step(timeout_s=0.0)
     assert engine.backends["kernels"].startswith("native")
     keys = weakref.ref(engine._runner.own._layers[0][0])
     engine.sleep()

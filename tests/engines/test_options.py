@@ -304,7 +304,7 @@ def test_what_makes_no_sense_is_refused_before_it_runs(model, options, fields, w
     engine = HFEngine(model)
     with pytest.raises(ConfigError, match=words):
         engine.submit([request(prompts()[0], sampling(options, **fields))])
-    assert engine.poll() == []
+    assert engine.step() == []
 
 
 def test_beams_answer_no_more_generations_than_there_are_and_no_offset(model):

@@ -48,13 +48,13 @@ def test_sequences_under_way_go_on_with_the_new_weights():
     shared, own = EmbeddedEngine(model, max_batch=2), EmbeddedEngine(model, max_batch=2, own_weights=True)
     for engine in (shared, own):
         engine.submit(WORK)
-        engine.poll(timeout_s=0.0)
+        engine.step(timeout_s=0.0)
     moved(model)
     shared.update(1)
     own.update(1, iter(model.named_parameters()))
     ends = [{}, {}]
     for engine, done in zip((shared, own), ends):
-        while outputs := engine.poll():
+        while outputs := engine.step():
             done |= {o.id: o for o in outputs}
     assert same(*ends) and {int(v) for o in ends[0].values() for v in o.versions} == {0, 1}
 
@@ -77,7 +77,7 @@ def test_updates_that_do_not_fit_are_refused_and_nothing_is_sampled_from_half_of
             engine.update(1, iter(given.items()))
         engine.submit(WORK[:1])
         with pytest.raises(EngineError, match="failed half-way; give it all of them again"):
-            engine.poll()
+            engine.step()
         engine.abort([WORK[0].id])
     engine.update(0, iter(names.items()))
     assert same(run(engine, WORK), want)

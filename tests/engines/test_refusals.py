@@ -52,7 +52,7 @@ def test_a_request_that_leaves_no_token_is_refused(model):
         with pytest.raises(EngineError, match=f"all {size} ids are forbidden, stop ids until token 2; leave one"):
             engine.submit([one(sampling=Sampling(forbidden_ids=but_one, stop_ids=stop, min_tokens=2))])
         engine.submit([one(sampling=Sampling(forbidden_ids=but_one, stop_ids=stop))])
-        assert engine.poll()[0].tokens.tolist() == [0]
+        assert engine.step()[0].tokens.tolist() == [0]
     with pytest.raises(EngineError, match=r"all .* ids are forbidden"):
         Sampler(model, "byte")("a", 4, temperature=1.0, forbidden_tokens=range(size))
 

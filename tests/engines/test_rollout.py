@@ -29,7 +29,7 @@ def test_public_names_are_sorted(name):
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_every_name_resolves_to_an_engine_class(name):
-    assert callable(resolve_engine(name).poll)
+    assert callable(resolve_engine(name).step)
     assert resolve_engine(ENGINES[name]) is resolve_engine(name)
     assert resolve_engine(MockEngine) is MockEngine
 
@@ -98,7 +98,7 @@ def test_a_base_rollout_becomes_an_engine(made):
         assert o.tokens.tolist() == [*prompts((2, 3))[i // 2], 9]  # cut behind the stop token
         assert o.finish_reason == "stop" and o.logprobs.tolist() == [0.0] * len(o.tokens)
         assert set(o.versions.tolist()) == {3}
-    assert engine.poll() == []
+    assert engine.step() == []
 
 
 def test_a_base_rollout_gets_the_samplings_values_in_its_config():

@@ -223,7 +223,7 @@ def test_weights_in_the_middle_of_completions_make_the_rest():
 
 
 def iter_all(engine):
-    while outputs := engine.poll():
+    while outputs := engine.step():
         yield from outputs
 
 
@@ -258,7 +258,7 @@ def test_refused_weights_and_failed_requests_are_errors(engine, monkeypatch):
     monkeypatch.setattr(engine._engine, "async_generate", fails)
     engine.submit(requests(prompts((3,)), Sampling()))
     with pytest.raises(EngineError, match=r"request 0: ValueError\('too long'\)"):
-        engine.poll()
+        engine.step()
 
 
 @pytest.mark.parametrize(

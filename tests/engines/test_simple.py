@@ -63,7 +63,7 @@ def test_a_naive_loop_draws_what_the_embedded_engine_draws(model, temperature):
         assert (o.tokens.tolist(), o.finish_reason) == (want[i].tokens.tolist(), want[i].finish_reason)
         np.testing.assert_allclose(o.logprobs, want[i].logprobs, atol=1e-5)
         assert set(o.versions.tolist()) == {5}
-    assert plain.poll() == [] and plain.stats().generated == sum(len(o.tokens) for o in found.values())
+    assert plain.step() == [] and plain.stats().generated == sum(len(o.tokens) for o in found.values())
 
 
 def test_it_reads_the_weights_as_they_are(model):
@@ -104,7 +104,7 @@ def test_a_completion_that_breaks_a_rule_is_an_error(tokens, logprobs, said):
     engine = made_of(tokens, logprobs)
     engine.submit(requests(prompts((2,)), Sampling(max_tokens=3, stop_ids=(9,))))
     with pytest.raises(EngineError, match=said):
-        engine.poll()
+        engine.step()
 
 
 @pytest.mark.parametrize("done", [None, ([9], [-1.0], 3), "text"])
@@ -112,11 +112,11 @@ def test_what_is_no_pair_is_an_error(model, done):
     engine = type("Odd", (SimpleEngine,), {"complete": lambda self, request: done})(model)
     engine.submit(requests(prompts((2,)), Sampling(stop_ids=(9,))))
     with pytest.raises(EngineError, match=r"Odd\.complete\(\) of request 0 must return \(tokens, logprobs\), got"):
-        engine.poll()
+        engine.step()
 
 
 def test_an_engine_without_its_sampling_says_what_to_write(model):
     engine = SimpleEngine(model)
     engine.submit(requests(prompts((2,)), Sampling()))
     with pytest.raises(NotImplementedError, match="must write complete"):
-        engine.poll()
+        engine.step()

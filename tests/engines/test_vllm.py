@@ -156,10 +156,10 @@ def test_draws_are_the_same_again_alone_and_in_a_crowd(engine, rounding):
     assert_same(run(engine, work), first, rounding)
     assert_same({i: run(engine, [work[i]])[i] for i in (0, 7, 24)}, {i: first[i] for i in (0, 7, 24)}, rounding)
     engine.submit(work)
-    engine.poll(timeout_s=0.0)
+    engine.step(timeout_s=0.0)
     engine.sleep()
     with pytest.raises(EngineError, match="wake"):
-        engine.poll()
+        engine.step()
     engine.wake()
     assert_same(drain(engine), first, rounding)
 
@@ -214,7 +214,7 @@ def test_weights_in_the_middle_of_completions_make_the_rest(engine, policy):
     work = requests(prompts((3, 300)), Sampling(max_tokens=24), group=2)
     engine.submit(work)
     for _ in range(9):
-        assert engine.poll(timeout_s=0.0) == []
+        assert engine.step(timeout_s=0.0) == []
     announce(engine, b, 1)
     done = drain(engine)
     for r in work:
@@ -246,7 +246,7 @@ def test_aborted_requests_give_back_what_they_had_made(engine):
     whole = run(engine, work)
     engine.submit(work)
     for _ in range(6):
-        engine.poll(timeout_s=0.0)
+        engine.step(timeout_s=0.0)
     out = engine.abort([1, 3])
     assert all(
         0 < len(o.tokens) < 40 and o.tokens.tolist() == whole[o.id].tokens[: len(o.tokens)].tolist() for o in out

@@ -88,9 +88,9 @@ def requests(tokens: list[np.ndarray], sampling: Sampling, group: int = 1, seed:
 
 
 def drain(engine: RolloutEngine) -> dict[int, Output]:
-    """Polls until the engine is at rest."""
+    """Calls step until the engine is at rest."""
     done: dict[int, Output] = {}
-    while outputs := engine.poll():
+    while outputs := engine.step():
         for o in outputs:
             assert o.id not in done
             done[o.id] = o

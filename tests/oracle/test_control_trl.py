@@ -14,7 +14,7 @@ import torch
 from helpers import completion, prompt
 
 from whet.config import GRPOConfig, PolicyConfig
-from whet.learners.kl_controller import Control
+from whet.learners.kl_controller import KLController
 from whet.learners.sampler_mismatch import compare_sampler
 from whet.metrics import Mean
 from whet.ops import (
@@ -287,7 +287,7 @@ def test_the_adaptive_entropy_coefficient_step_by_step(target):
         "use_adaptive_entropy": True, "entropy_coef": 0.02, "entropy_target": target, "entropy_coef_delta": 0.015,
         "entropy_coef_min": 0.01, "entropy_coef_max": 0.05,
     }  # fmt: skip
-    mine, there = Control(PolicyConfig(**settings)), None
+    mine, there = KLController(PolicyConfig(**settings)), None
     for seed in range(5):
         p = padded(seed)
         loss, there = theirs(p, control=lambda new, before=there: carried(new, before), **settings)

@@ -14,7 +14,7 @@ from helpers import completion, prompt
 from peer_code import function, run, source, statements_from, trl_trainer
 
 from whet import presets
-from whet.learners.kl_controller import Control
+from whet.learners.kl_controller import KLController
 from whet.learners.objective import advantage_inputs, make_estimator, make_objective, with_fields
 from whet.ops import VALUE_LOSSES, advantages_and_returns, estimate, token_weights
 from whet.types import Group, LossInputs, TokenBatch
@@ -71,7 +71,7 @@ def batch_of(e):
 def whet(config, e):
     """Loss and gradient by completion of whet, from a configuration alone."""
     batch = batch_of(e)
-    control = Control(config)
+    control = KLController(config)
     given = advantage_inputs(control.in_reward(batch))
     given = dataclasses.replace(given, table=e.table, reward_weights=e.weights, greedy_rewards=e.greedy)
     batch = control.in_advantage(batch.replace(advantages=estimate(make_estimator(config), given)))
@@ -322,7 +322,7 @@ def test_a_preset_is_the_formula_of_its_source(name):
 def test_what_the_critic_learns_by_a_preset(name, lam, beta, clip):
     config = presets.PRESETS[name]()
     e = Example(3, size=4)
-    given = advantage_inputs(Control(config).in_reward(batch_of(e)))
+    given = advantage_inputs(KLController(config).in_reward(batch_of(e)))
     returns = with_fields(advantages_and_returns, config)(given)[1]
     expected = torch.cat(gae(e, outcomes(e, beta), lam)[1])
     torch.testing.assert_close(returns, expected, rtol=1e-9, atol=1e-9)

@@ -19,9 +19,9 @@ from torchrl.modules.llm import TransformersWrapper  # noqa: E402
 from torchrl.modules.llm.policies import Tokens  # noqa: E402
 
 import whet.torchrl  # noqa: E402
+from tools.docs.from_torchrl import OWN, REQUIRED, TORCHRL  # noqa: E402
 from whet.data.tokenizer import byte_tokenizer  # noqa: E402
 from whet.torchrl import DAPO, CISPOLoss, GRPOLoss, MCAdvantage, MCAdvantageSelector  # noqa: E402
-from whet.torchrl.fields import OWN, REQUIRED, TORCHRL  # noqa: E402
 
 ROWS, WIDTH, VOCAB = 4, 7, 5
 PEERS = {GRPOLoss: llm.GRPOLoss, DAPO: llm.DAPO, CISPOLoss: llm.CISPOLoss}

@@ -14,7 +14,7 @@ from helpers import END, PAD, Events, length_reward, random_batch, rows, tiny_mo
 
 import whet.trl
 from whet.data.tokenizer import byte_tokenizer
-from whet.learners.kl_controller import Control
+from whet.learners.kl_controller import KLController
 from whet.learners.objective import make_objective
 from whet.trl import GRPOConfig, GRPOTrainer
 from whet.trl.agents.chat import Chat
@@ -41,8 +41,8 @@ def learner_of(args):
     made, algo = front(), algorithm(args)
     plain = algorithm(GRPOConfig(**BOTH))  # for whose engine all is there; the objective is that of the arguments
     learner = TRLLearner(made.cluster, plain, [length_reward], data=made.learner.data)
-    learner.algo_config, learner.objective, learner.control = algo, make_objective(algo), Control(algo)
-    learner.control.entropy = 0.0  # of the update before
+    learner.algo_config, learner.objective, learner.kl_controller = algo, make_objective(algo), KLController(algo)
+    learner.kl_controller.entropy = 0.0  # of the update before
     made.cluster.actor_trainer.with_loss_fn(
         learner.loss,
         loss_agg_mode=algo.loss_agg_mode,

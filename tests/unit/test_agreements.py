@@ -52,7 +52,7 @@ class Plain(QueueEngine):
     def __init__(self, *_, **__):
         super().__init__("plain")
 
-    def poll(self, timeout_s=None):
+    def step(self, timeout_s=None):
         gone, self._queue = list(self._queue), type(self._queue)()
         n = np.zeros(1, np.int32)
         return [
@@ -103,7 +103,7 @@ def test_a_tunix_rollout_is_told_what_the_sampling_says():
         id=0, tokens=np.array([5]), sampling=Sampling(min_p=0.2, forbidden_ids=(97,)), group=0, address=(0, 0, 0, 0)
     )
     engine.submit([r])
-    engine.poll()
+    engine.step()
     assert told == [(0.2, (97,))]
 
 

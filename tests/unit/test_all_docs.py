@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [p for p in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))] if p.is_file()]
 MODULES = [
     ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-    for p in sorted((ROOT / "whet").rglob("*.py"))
+    for p in sorted([*(ROOT / "whet").rglob("*.py"), *(ROOT / "tools").rglob("*.py")])
     if ">>> " in p.read_text()
 ]
 BLOCK = re.compile(r"(?ms)^```python(?P<mark>[^\n]*)\n(?P<code>.*?)^```")

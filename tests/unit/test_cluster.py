@@ -297,7 +297,7 @@ class Replay(QueueEngine):
         super().__init__("replay")
         self.outputs, self.closed = outputs, False
 
-    def poll(self, timeout_s=None):
+    def step(self, timeout_s=None):
         taken = [self._queue.popleft() for _ in range(len(self._queue))]
         return [
             Output(

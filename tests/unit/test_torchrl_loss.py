@@ -15,7 +15,6 @@ from torch.distributions import Categorical
 import whet.torchrl
 from whet.errors import ConfigError, DataError
 from whet.torchrl import DAPO, CISPOLoss, GRPOLoss
-from whet.torchrl.fields import page
 
 B, T, V = 3, 5, 6
 LOSSES = ("loss_objective", "loss_entropy", "loss_kl_to_ref", "loss_kl_to_inference")
@@ -364,8 +363,3 @@ def test_without_tensordict_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensordict", None)
     with pytest.raises(ConfigError, match=r"pip install .*\[torchrl\]'"):
         importlib.reload(whet.torchrl)
-
-
-def test_the_page_is_current(pytestconfig):
-    text = (pytestconfig.rootpath / "docs" / "from-torchrl.md").read_text()
-    assert text == page(), "run: python -m whet.torchrl.fields > docs/from-torchrl.md"

@@ -41,7 +41,7 @@ from whet.hub.base_model import trained_templated
 from whet.observe.notebook import notebook_table
 from whet.observe.progress import Progress
 from whet.parallel.comm import require_single_process
-from whet.rewards.manager import Rewarded
+from whet.rewards.manager import RewardBatch
 from whet.rollout.build import sampling_of
 from whet.rollout.sampler import Sampler
 from whet.run.provenance import weights_digest
@@ -366,7 +366,7 @@ class _Work:
     def _texts(self, part: Part) -> list[list[str]]:
         return [[self.sampler.decode(c.tokens) for c in g.completions] for g in part.groups]
 
-    def _keep(self, part: Part, texts: Sequence[Sequence[str]], rewarded: Rewarded | None) -> None:
+    def _keep(self, part: Part, texts: Sequence[Sequence[str]], rewarded: RewardBatch | None) -> None:
         """Writes a part; without rewards where it is not judged yet."""
         if self.folder is None:
             return

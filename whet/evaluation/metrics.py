@@ -17,7 +17,7 @@ from whet.errors import ConfigError, RewardError, lookup_error
 from whet.evaluation.estimators import Estimate, estimate, majority_at_k, pass_at_k
 from whet.rewards.call import function_name
 from whet.rewards.library import ANSWERS, READ_BY
-from whet.rewards.manager import Rewarded
+from whet.rewards.manager import RewardBatch
 from whet.util.references import is_ref, resolve_callable
 
 __all__ = ["AnswerFn", "Answered", "answer_reader", "answered", "measure", "passes"]
@@ -52,7 +52,7 @@ class Answered:
     """[n]: what majority@k votes on."""
 
 
-def answered(rewarded: Rewarded, *, source_column: str | None, read: AnswerFn) -> list[Answered]:
+def answered(rewarded: RewardBatch, *, source_column: str | None, read: AnswerFn) -> list[Answered]:
     """The prompts of a judged batch.
 
     Args: source_column: None = no breakdown. read: from a text to its answer.

@@ -11,7 +11,7 @@ from whet.types import Completion, Prompt
 from whet.util.text_lines import clipped, visible
 
 if TYPE_CHECKING:
-    from whet.rewards.manager import Rewarded
+    from whet.rewards.manager import RewardBatch
 
 __all__ = ["Extremes", "completion_line", "shown_text"]
 
@@ -53,7 +53,7 @@ class Extremes:
         self.best: _Seen | None = None
         self.worst: _Seen | None = None
 
-    def add(self, rewarded: Rewarded) -> None:
+    def add(self, rewarded: RewardBatch) -> None:
         """Further completions. Args: rewarded: with their texts and rewards."""
         totals = iter(rewarded.total.tolist())
         for group, texts in zip(rewarded.groups, rewarded.texts, strict=True):

@@ -34,7 +34,7 @@ from whet.learners.rl_task import RLTask
 from whet.learners.step import Step
 from whet.learners.step_metrics import engine_metrics, rewarded_metrics, total_metrics
 from whet.metrics import flat
-from whet.rewards.manager import Rewarded, RewardManager, resolve_reward_manager
+from whet.rewards.manager import RewardBatch, RewardManager, resolve_reward_manager
 from whet.rewards.metric_fns import call_metric_fns
 from whet.rewards.resolve import listed, with_reward_model
 from whet.rollout.generate_options import check_trainable
@@ -241,18 +241,18 @@ class RLLearner:
         processes train, each judges a part of the groups.
         """
 
-        def called(own: Sequence[Group]) -> Rewarded:
+        def called(own: Sequence[Group]) -> RewardBatch:
             texts = [
                 [list(c.messages) if c.messages else self.cluster.decode(c.tokens) for c in g.completions] for g in own
             ]
             return self.reward_manager(own, texts, mode=step.mode)
 
-        def judged(own: Sequence[Group]) -> Rewarded:
+        def judged(own: Sequence[Group]) -> RewardBatch:
             alone = [Group(prompt=g.prompt, completions=(g.greedy,)) for g in own if g.greedy is not None]
             return called(own).with_greedy(called(alone)) if alone else called(own)
 
         with self.cluster.trace.span("rewards"):
-            return step.replace(rewarded=Rewarded.cat(self.cluster.ranks.shared(judged, step.groups)))
+            return step.replace(rewarded=RewardBatch.cat(self.cluster.ranks.shared(judged, step.groups)))
 
     def fill(self, run: Run, step: Step) -> Step:
         """Chooses the groups that are trained on: all of them here. `run.more()` gives a further batch of prompts."""

@@ -20,7 +20,7 @@ from whet.errors import ConfigError
 from whet.learners.step import Step
 from whet.metrics import Mean, Metric, Sum
 from whet.ops import group_spread
-from whet.rewards.manager import Rewarded
+from whet.rewards.manager import RewardBatch
 from whet.types import Group, Prompt
 
 __all__ = ["check_fill", "filled", "teaches"]
@@ -64,7 +64,7 @@ def check_fill(learner: Sampler, config: SelectionFields, max_steps: int | None)
         )
 
 
-def teaches(rewarded: Rewarded, bounds: tuple[float, float] | None = None) -> np.ndarray:
+def teaches(rewarded: RewardBatch, bounds: tuple[float, float] | None = None) -> np.ndarray:
     """Which groups are trained on: Bool [groups].
 
     Those with two rewards that differ; with bounds, those with low < mean reward < high. Rewards that are NaN count for
@@ -103,7 +103,7 @@ def filled(learner: Sampler, config: SelectionFields, step: Step, more: Callable
         ended = len(drawn) < config.max_num_gen_batches
         why = "the data ended" if ended else f"max_num_gen_batches={config.max_num_gen_batches}"
         log.warning("step %d: %d of %d groups teach something (%s)", step.index, kept, wanted, why)
-    rewarded = Rewarded.cat([s.need_rewarded() for s in drawn])
+    rewarded = RewardBatch.cat([s.need_rewarded() for s in drawn])
     chosen = np.flatnonzero(teaches(rewarded, config.group_reward_bounds))[:wanted]
     result = rewarded.select(chosen if len(chosen) else range(wanted))
     for further in drawn[1:]:
@@ -113,7 +113,7 @@ def filled(learner: Sampler, config: SelectionFields, step: Step, more: Callable
     return step.replace(prompts=[g.prompt for g in result.groups]).log(_counts(rewarded, result, len(drawn)))
 
 
-def _counts(drawn: Rewarded, kept: Rewarded, batches: int) -> dict[str, Metric]:
+def _counts(drawn: RewardBatch, kept: RewardBatch, batches: int) -> dict[str, Metric]:
     """What was drawn, and what of it was left out."""
 
     def completions(groups: Sequence[Group]) -> tuple[int, int]:

@@ -31,7 +31,7 @@ from whet.train.role_trainer import lower_rate
 from whet.types import TokenBatch
 
 if TYPE_CHECKING:
-    from whet.rewards.manager import Rewarded
+    from whet.rewards.manager import RewardBatch
 
 __all__ = ["Health", "most_choices"]
 
@@ -55,7 +55,7 @@ class Seen:
 
     step: int
     row: Mapping[str, float]
-    rewarded: Rewarded
+    rewarded: RewardBatch
     batch: TokenBatch
 
     @property
@@ -95,7 +95,7 @@ class Health:
         self._said: dict[str, float] = {}
         """How bad it was when it was said."""
 
-    def watch(self, step: int, row: Mapping[str, float], rewarded: Rewarded, batch: TokenBatch) -> None:
+    def watch(self, step: int, row: Mapping[str, float], rewarded: RewardBatch, batch: TokenBatch) -> None:
         """Warns of what has lasted for too long.
 
         Args:

@@ -4,7 +4,7 @@
     c   after each update, by the entropy of its tokens    use_adaptive_entropy
     π_ref  every ref_model_sync_steps steps                sync_ref_model
 
-Nothing of a step lies here: a Control is three numbers, saved in checkpoints, and the reference is its worker's.
+Nothing of a step lies here: a KLController is three numbers, saved in checkpoints, and the reference is its worker's.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from whet.metrics import Last, Mean, Metric
 from whet.ops import adapted_beta, kl_rewards, sequence_mean_kl
 from whet.types import TokenBatch
 
-__all__ = ["MEASURED_ENTROPY", "Control", "move_reference"]
+__all__ = ["MEASURED_ENTROPY", "KLController", "move_reference"]
 
 MEASURED_ENTROPY = "entropy/token_mean"
 """The metric of an update that an adaptive entropy bonus goes by."""
 
 
-class Control:
+class KLController:
     """The coefficients of an objective, which may move.
 
     Args: config: the algorithm's.
 
-    >>> Control(PolicyConfig(beta=0.1, kl_type="reward")).loss_beta  # the reward has it
+    >>> KLController(PolicyConfig(beta=0.1, kl_type="reward")).loss_beta  # the reward has it
     0.0
     """
 

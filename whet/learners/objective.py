@@ -34,7 +34,7 @@ from whet.ops import (
 )
 from whet.rewards.call import function_name
 from whet.rewards.length import overlong
-from whet.rewards.manager import Rewarded
+from whet.rewards.manager import RewardBatch
 from whet.rewards.text import unrewarded
 from whet.types import TokenBatch
 from whet.util.references import is_ref, resolve_callable
@@ -238,7 +238,7 @@ def make_estimator(config: AlgorithmConfig) -> Callable[..., Tensor]:
 
 
 def advantage_inputs(
-    batch: TokenBatch, rewarded: Rewarded | None = None, *, clip: tuple[float, float] | None = None
+    batch: TokenBatch, rewarded: RewardBatch | None = None, *, clip: tuple[float, float] | None = None
 ) -> AdvantageInputs:
     """What a step gives an estimator.
 

@@ -24,7 +24,7 @@ from whet.errors import ConfigError, EngineError, raise_all
 from whet.learners.base import RLLearner
 from whet.learners.config_warnings import advise
 from whet.learners.dynamic_sampling import check_fill, filled
-from whet.learners.kl_controller import MEASURED_ENTROPY, Control, move_reference
+from whet.learners.kl_controller import MEASURED_ENTROPY, KLController, move_reference
 from whet.learners.objective import (
     advantage_inputs,
     composed,
@@ -124,11 +124,11 @@ class PolicyLearner(RLLearner):
         c = algo_config
         self.estimator = make_estimator(c)
         self.objective = make_objective(c)
-        self.control = Control(c)
+        self.kl_controller = KLController(c)
         self.teacher_column = teacher_column(self.objective.surrogate)
         self.check(rl_cluster)
         self.zero_metrics = metrics_without_advantage(self.objective.surrogate)
-        self.skips = not (self.zero_metrics is None or self.needs_reference or self.control.has_entropy_bonus)
+        self.skips = not (self.zero_metrics is None or self.needs_reference or self.kl_controller.has_entropy_bonus)
         mode = resolve_name(c.loss_agg_mode, LOSS_AGG_MODES, "loss_agg_mode")
         norm = c.loss_agg_norm
         if norm is None and c.loss_agg_mode == "sequence-mean-token-scale":
@@ -213,7 +213,7 @@ class PolicyLearner(RLLearner):
                 batch = batch.replace(ref_logprobs=cluster.worker(Role.REFERENCE).logprobs(batch).logprobs)
         if self.needs_teacher:
             batch = with_teacher(cluster, batch, self.teacher_column or "")
-        return step.replace(batch=self.control.in_reward(batch))
+        return step.replace(batch=self.kl_controller.in_reward(batch))
 
     def old_logprobs_from(self, num_groups: int, stale: Sequence[int] = ()) -> Literal["trainer", "sampler", "nowhere"]:
         """Where old log-probabilities come from; "nowhere": none are needed, the ratio is exactly 1.
@@ -225,7 +225,7 @@ class PolicyLearner(RLLearner):
         c, caps = self.algo_config, self.cluster.rollout.caps
         if c.sampler_is is not None or self.objective.has(sampler_rejection) or not c.use_rollout_logps:
             return "trainer"
-        updates, sampled_kl = self.num_updates(num_groups), self.control.needs_sampled_kl
+        updates, sampled_kl = self.num_updates(num_groups), self.kl_controller.needs_sampled_kl
         if caps.logprobs and (stale or updates > 1 or sampled_kl or not caps.shared_weights):
             return "sampler"
         if stale:
@@ -282,7 +282,7 @@ class PolicyLearner(RLLearner):
         batch = step.need_batch()
         x = advantage_inputs(batch, step.rewarded, clip=self.algo_config.reward_clip_range)
         batch = batch.replace(advantages=estimate(self.estimator, x))
-        batch = self.control.in_advantage(batch)
+        batch = self.kl_controller.in_advantage(batch)
         return step.replace(batch=batch).log(advantage_metrics(batch))
 
     def update(self, step: Step, mini: TokenBatch) -> Step:
@@ -292,7 +292,7 @@ class PolicyLearner(RLLearner):
         with self.cluster.trace.span("update"):
             keep = with_signal if self.skips else trained
             found = self.cluster.actor_trainer.update(mini, keep=keep, report=self._of_whole)
-            return step.log({**found, **self.control.after_update(found)})
+            return step.log({**found, **self.kl_controller.after_update(found)})
 
     def _ranked(self, mini: TokenBatch) -> TokenBatch:
         """The mini-batch with the column entropy_rank, of the policy as it is, where a mask asks for it."""
@@ -312,8 +312,8 @@ class PolicyLearner(RLLearner):
 
     def loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """The objective at each token, as the configuration composes it: [s], and its metrics."""
-        control = self.control
-        objective = replace(self.objective, beta=control.loss_beta, entropy_coef=control.loss_entropy_coef)
+        controller = self.kl_controller
+        objective = replace(self.objective, beta=controller.loss_beta, entropy_coef=controller.loss_entropy_coef)
         loss, metrics = objective(x)
         if x.sampler_logprobs is not None and self.cluster.rollout.caps.logprobs:
             known = ~x.sampler_logprobs.isnan()
@@ -326,7 +326,7 @@ class PolicyLearner(RLLearner):
 
     def after_step(self, run: Run, step: Step) -> None:
         """Moves the coefficient of the KL and the reference, then logs, evaluates and saves."""
-        step = step.log(self.control.after_step(step.need_batch()))
+        step = step.log(self.kl_controller.after_step(step.need_batch()))
         move_reference(self.cluster, self.algo_config, step.index)
         super().after_step(run, step)
 
@@ -339,7 +339,7 @@ class PolicyLearner(RLLearner):
                 "taken "
                 f'away: {dict(labels)}; add "{MEASURED_ENTROPY}": "mean" to what entropy is logged as'
             )
-        if self.control.moves and "control" not in self.state():
+        if self.kl_controller.moves and "kl_controller" not in self.state():
             raise ConfigError(
                 f"{type(self).__name__}.state() leaves out the coefficients that move (algo.target_kl, "
                 "algo.use_adaptive_entropy); return {**super().state(), ...}, and call super().restore(state)"
@@ -350,11 +350,11 @@ class PolicyLearner(RLLearner):
 
     def state(self) -> dict[str, Any]:
         """The coefficients, where one moves; a learner of your own adds to them: {**super().state(), ...}."""
-        return {"control": self.control.state()} if self.control.moves else {}
+        return {"kl_controller": self.kl_controller.state()} if self.kl_controller.moves else {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores `state`; what an earlier version did not save starts as in a new run."""
-        self.control.restore(state.get("control", {}))
+        self.kl_controller.restore(state.get("kl_controller", {}))
 
     # ---- what the configuration implies --------------------------------------------------------------------------
 

@@ -142,7 +142,7 @@ class PPOLearner(PolicyLearner):
         if self.shares_trunk:
             batch = batch.with_token_columns(has_reward=_known(batch).float())
         if self.algo_config.beta and self.algo_config.kl_type == "reward":
-            penalty = self.control.sampled_kl(batch, -self.control.beta)[batch.mask].double()
+            penalty = self.kl_controller.sampled_kl(batch, -self.kl_controller.beta)[batch.mask].double()
             step = step.log({"rewards/reward_kl_penalty": Mean(float(penalty.sum()), len(penalty))})
         return step.replace(batch=batch).log(value_metrics(x, batch))
 

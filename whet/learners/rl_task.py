@@ -25,7 +25,7 @@ from whet.learners.show_samples import sample_shown
 from whet.learners.step import Step
 from whet.learners.step_metrics import completion_columns, known_by_group, rewarded_metrics, spread, total_metrics
 from whet.metrics import Mean, Metric, flat, merge
-from whet.rewards.manager import Rewarded, RewardManager
+from whet.rewards.manager import RewardBatch, RewardManager
 from whet.rollout.requests import check_prompt_lengths
 from whet.run.observer import Observed
 from whet.run.provenance import note_reads
@@ -273,7 +273,7 @@ class RLTask(Task):
         }
         return {name: f"{row[metric]:{form}}" for name, (metric, form) in known.items() if metric in row}
 
-    def _store(self, run: Observed, step: int, mode: Mode, rewarded: Rewarded, batch: TokenBatch) -> None:
+    def _store(self, run: Observed, step: int, mode: Mode, rewarded: RewardBatch, batch: TokenBatch) -> None:
         """Keeps the completions of a step."""
         decode = functools.partial(decoded, self.cluster.tokenizer)
         run.keep_completions(step, mode, *completion_columns(rewarded, batch, decode))
@@ -326,7 +326,7 @@ class RLTask(Task):
             )
 
 
-def _evaluation_metrics(rewarded: Rewarded, batch: TokenBatch) -> dict[str, Metric]:
+def _evaluation_metrics(rewarded: RewardBatch, batch: TokenBatch) -> dict[str, Metric]:
     """Rewards and completions; the best of each group; where all rewards are 0 or 1 the accuracy and pass@k, the mean
     over groups of the numbers that `whet eval` has too (evaluation.estimators).
     """

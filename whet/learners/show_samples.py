@@ -11,12 +11,12 @@ from whet.evaluation.sample import completion_line, shown_text
 from whet.types import Group
 
 if TYPE_CHECKING:
-    from whet.rewards.manager import Rewarded
+    from whet.rewards.manager import RewardBatch
 
 __all__ = ["sample_shown"]
 
 
-def sample_shown(step: int, rewarded: Rewarded) -> str:
+def sample_shown(step: int, rewarded: RewardBatch) -> str:
     """A prompt of a step with its best and its worst completion, as lines for the log.
 
     It is the first from the place `step` on whose completions have different rewards, so that each time it is another.

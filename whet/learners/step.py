@@ -14,7 +14,7 @@ from typing import Any, Self
 from whet.config import Mode
 from whet.errors import DataError
 from whet.metrics import Metric, merge
-from whet.rewards.manager import Rewarded
+from whet.rewards.manager import RewardBatch
 from whet.types import Example, Group, Prompt, TokenBatch
 
 __all__ = ["BaseStep", "ExampleStep", "Step"]
@@ -72,12 +72,12 @@ class Step(BaseStep):
     """Place of the first of them in the step, where they are not its first ones."""
     groups: Sequence[Group] = ()
     """The prompts with their completions: by `sample`."""
-    rewarded: Rewarded | None = None
+    rewarded: RewardBatch | None = None
     """The reward functions' results: by `reward`."""
     versions: tuple[int, ...] = ()
     """The policy versions that the completions were drawn from, in order."""
 
-    def need_rewarded(self) -> Rewarded:
+    def need_rewarded(self) -> RewardBatch:
         """The reward functions' results. Raises DataError: they were not called yet."""
         if self.rewarded is None:
             raise DataError(f"step {self.index} has no rewards yet; the stages are sample, reward, batch, score, ...")

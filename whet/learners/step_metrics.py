@@ -20,7 +20,7 @@ from whet.train.metric_reduction import Reductions, labels_of
 from whet.types import Group, TokenBatch
 
 if TYPE_CHECKING:
-    from whet.rewards.manager import Rewarded
+    from whet.rewards.manager import RewardBatch
 
 __all__ = [
     "advantage_metrics",
@@ -58,12 +58,12 @@ def spread(name: str, values: np.ndarray, *, prefix: bool = False) -> dict[str, 
     }
 
 
-def rewarded_metrics(rewarded: Rewarded) -> dict[str, Metric]:
+def rewarded_metrics(rewarded: RewardBatch) -> dict[str, Metric]:
     """What the reward functions said, and the completions: what training and evaluation both log."""
     return {**rewarded.metrics, **rollout_metrics(rewarded.groups), **_cut_metrics(rewarded)}
 
 
-def _cut_metrics(rewarded: Rewarded) -> dict[str, Metric]:
+def _cut_metrics(rewarded: RewardBatch) -> dict[str, Metric]:
     """completions/clipped_scored_ratio: of the completions that did not end with a stop, the share whose total is above
     0; nothing where all ended.
     """
@@ -263,7 +263,7 @@ def of_known(
 
 
 def completion_columns(
-    rewarded: Rewarded, batch: TokenBatch, written: Callable[[np.ndarray], str]
+    rewarded: RewardBatch, batch: TokenBatch, written: Callable[[np.ndarray], str]
 ) -> tuple[dict[str, list[Any]], dict[str, np.ndarray]]:
     """What the store keeps of a step: the columns of its completions, and what each reward function gave them.
 

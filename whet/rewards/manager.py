@@ -29,8 +29,8 @@ from whet.types import Group
 
 __all__ = [
     "REWARD_MANAGERS",
+    "RewardBatch",
     "RewardManager",
-    "Rewarded",
     "resolve_reward_manager",
     "reward_metrics",
     "sample_std",
@@ -40,7 +40,7 @@ LOG = logging.getLogger("whet")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Rewarded:
+class RewardBatch:
     """What a reward manager returns.
 
     Example: one group of two, exact_match of weight 1: total = [1., 0.], metrics["rewards/sum"] = Mean(1.0, 2).
@@ -73,7 +73,7 @@ class Rewarded:
         if self.table is None:
             object.__setattr__(self, "table", _table(self.groups, self.names))
 
-    def with_greedy(self, alone: Rewarded) -> Rewarded:
+    def with_greedy(self, alone: RewardBatch) -> RewardBatch:
         """The same with the totals of greedy completions, and metrics of them.
 
         Args: alone: the greedy completions, each judged as a group of one.
@@ -94,7 +94,7 @@ class Rewarded:
         return _sizes(self.groups)
 
     @classmethod
-    def cat(cls, parts: Sequence[Rewarded]) -> Rewarded:
+    def cat(cls, parts: Sequence[RewardBatch]) -> RewardBatch:
         """Parts of one batch that were judged apart, as if they had been judged together.
 
         Args: parts: in the order of their groups. What isn't a sum (a deviation) is made from the whole of them.
@@ -117,7 +117,7 @@ class Rewarded:
             greedy=np.concatenate(greedy) if len(greedy) == len(parts) else None,
         )
 
-    def select(self, chosen: Sequence[int] | np.ndarray) -> Rewarded:
+    def select(self, chosen: Sequence[int] | np.ndarray) -> RewardBatch:
         """Some of the groups, in the order given. Deviations and means of the functions are made from them alone."""
         bounds = np.cumsum([0, *self.sizes])
         at = np.concatenate([np.empty(0, int), *(np.arange(bounds[i], bounds[i + 1]) for i in chosen)])
@@ -234,7 +234,7 @@ class RewardManager:
         *,
         mode: Any = "train",
         extras: Mapping[str, Any] | None = None,
-    ) -> Rewarded:
+    ) -> RewardBatch:
         """The rewards of a batch.
 
         Args:
@@ -244,7 +244,7 @@ class RewardManager:
             extras: further keywords for them.
 
         Returns:
-            Rewarded. An episode with turns that failed (finish_reason "error") has no reward, and no function sees it.
+            The rewards. An episode with turns that failed (finish_reason "error") has none, and no function sees it.
 
         Raises:
             RewardError, ConfigError: as call_rewards does. DataError: no completions, or texts that don't match.
@@ -261,7 +261,7 @@ class RewardManager:
         metrics = reward_metrics(table)
         metrics |= {f"rewards/{name}/errors": Sum(float(count)) for name, count in errors.items() if count}
         metrics |= {f"time/rewards/{name}": Sum(spent) for name, spent in seconds.items()}
-        return Rewarded(
+        return RewardBatch(
             groups=filled,
             total=_weighted(table, weights),
             metrics=metrics,
@@ -278,15 +278,17 @@ class RewardManager:
         """What the functions are offered. Args: as in the call. Raises: DataError: as the call does."""
         return _inputs(groups, texts, mode, self.algo_fields, extras)
 
-    def taken_over(self, groups: Sequence[Group], texts: Sequence[Sequence[Any]], *, mode: Any = "train") -> Rewarded:
+    def taken_over(
+        self, groups: Sequence[Group], texts: Sequence[Sequence[Any]], *, mode: Any = "train"
+    ) -> RewardBatch:
         """What a call would give for groups that have their rewards already, under the weights of now.
 
-        Args: groups: as in `Rewarded.groups`. texts, mode: as in the call.
+        Args: groups: as in `RewardBatch.groups`. texts, mode: as in the call.
         Raises: DataError: no completions, or texts that don't match.
         """
         table = _table(groups, tuple(self.fns))
         weights = {name: self.weights.get(name, 1.0) for name in table}
-        return Rewarded(
+        return RewardBatch(
             groups=list(groups),
             total=_weighted(table, weights),
             metrics=reward_metrics(table),

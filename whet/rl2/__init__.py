@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["main", "run"]
+__all__ = ["main", "run", "usage"]
 
 DOTTED = re.compile(r"[a-z_]+(?:\.[a-z_]+)+")
 """What may be a key in a message: a file's name looks alike."""
@@ -39,7 +39,6 @@ def run(verb: str, words: Sequence[str]) -> Any:
     from whet.cli import print_text
     from whet.config.base import leaves
     from whet.errors import WhetError, lookup_error
-    from whet.rl2.page import usage
     from whet.rl2.parsed_args import read
     from whet.rl2.translate import RULES, of_given
 
@@ -67,3 +66,18 @@ def run(verb: str, words: Sequence[str]) -> Any:
         if not {key for key, *_ in leaves(type(config), True)}.isdisjoint(DOTTED.findall(str(error))):
             error.args = (f"{error}\n(keys named here are whet's: give them as whet.<key>=value)",)
         raise
+
+
+def usage(verb: str | None) -> str:
+    """The text of `--help`. Args: verb: the trainer to list the keys of; None = the commands alone."""
+    from whet.rl2.keys import KEYS, effect_of
+
+    head = (
+        "usage: python -m whet.rl2 ppo|sft|rm|dpo [--config FILE ...] [--print_config] [key=value ...]\n\n"
+        "RL2's commands with one word changed: RL2.trainer.ppo is whet.rl2 ppo. whet.<key>=value is a key of whet's.\n"
+        "--print_config prints whet's configuration as YAML. docs/from-rl2.md says what each key is here."
+    )
+    if verb is None:
+        return head
+    lines = [f"  {name}  {key.to or effect_of(key)}" for name, key in KEYS[verb].items()]
+    return f"{head}\n\nKeys of {verb}, and whet's:\n" + "\n".join(lines)

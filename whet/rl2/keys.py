@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["KEYS", "MEGATRON", "VERBS", "Key"]
+__all__ = ["KEYS", "MEGATRON", "VERBS", "Key", "effect_of"]
 
 VERBS = ("ppo", "sft", "rm", "dpo")
 """RL2's trainers."""
@@ -26,6 +26,11 @@ class Key(NamedTuple):
     """What differs; of a refused key the reason, and what to use."""
     harmless: tuple[Any, ...] = (None,)
     """Values of a refused key that ask for nothing."""
+
+
+def effect_of(key: Key) -> str:
+    """What a key does that no key of whet's stands for, in a word or two."""
+    return {"one": "refused above 1", "none": "no effect", "refused": "refused"}.get(key.how, "checked")
 
 
 _RANKS = "whet runs one process now"

@@ -1,7 +1,7 @@
 """The engine protocol: requests in, finished completions out, token ids on both sides.
 
-An engine is pull-driven: it computes only inside `poll`, so it is deterministic without threads, and pausing it is
-not polling it. Left out on purpose: text. An engine decodes only to look for stop strings.
+An engine is pull-driven: it computes only inside `step`, so it is deterministic without threads, and pausing it is
+not calling it. Left out on purpose: text. An engine decodes only to look for stop strings.
 """
 
 from __future__ import annotations
@@ -323,7 +323,7 @@ class RolloutEngine(Protocol):
         """Queues requests. Raises EngineError, with the numbers, for one that could never fit; none is queued then."""
         ...
 
-    def poll(self, timeout_s: float | None = None) -> list[Output]:
+    def step(self, timeout_s: float | None = None) -> list[Output]:
         """Computes until something finishes (or the time is up) and returns it; [] = nothing in flight.
 
         timeout_s=0.0 computes as little as the engine can: to look at tokens as they are made.

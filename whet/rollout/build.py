@@ -77,7 +77,7 @@ def make_engine(
     """The engine of a cluster.
 
     Args:
-        spec: a name from ENGINES, "package.module:Class", a class or a partial. A class with `submit` and `poll` is
+        spec: a name from ENGINES, "package.module:Class", a class or a partial. A class with `submit` and `step` is
             called as cls(loaded, decode=...), "vllm" and "sglang" with config=; one with Tunix's `generate` as
             cls(rollout_actor=..., tokenizer=..., mesh=..., rollout_config=...).
         loaded: the policy. config: the rollout's. decode: ids to text.
@@ -119,7 +119,7 @@ def make_engine(
     if missing := [n for n in dir(RolloutEngine) if n[0] != "_" and not hasattr(engine, n)]:
         raise ConfigError(
             f"the engine {type(engine).__name__} has no {', '.join(missing)}; derive it from SimpleEngine, where you "
-            "write complete alone, or from QueueEngine, where you write poll alone (whet.rollout.queue_engine)"
+            "write complete alone, or from QueueEngine, where you write step alone (whet.rollout.queue_engine)"
         )
     return engine
 

@@ -118,7 +118,7 @@ class BaseRolloutAdapter(QueueEngine):
                     "out"
                 )
 
-    def poll(self, timeout_s: float | None = None) -> list[Output]:
+    def step(self, timeout_s: float | None = None) -> list[Output]:
         """Generates for all requests that share the first one's Sampling; [] = nothing in flight.
 
         Raises: EngineError: another number of completions than of prompts came back, an empty one, or no logprobs.

@@ -1,6 +1,6 @@
 """Rollouts: episodes in, groups of completions out, each group as soon as its last completion has ended.
 
-`Rollouts` is the only caller of an engine's submit and poll (except `stream`, for a person who watches). An episode is
+`Rollouts` is the only caller of an engine's submit and step (except `stream`, for a person who watches). An episode is
 a generator: it yields requests and is given their outputs, as often as it likes, and returns its completions. So
 many episodes interleave in one engine, deterministically, without threads; a completion to a prompt (`single_turn`) is
 the shortest of them, and an environment with ten turns is one of ten yields.
@@ -206,7 +206,7 @@ class Rollouts:
     """Episodes running in an engine. Whatever goes wrong, none of their requests stays in it.
 
     Args:
-        engine: no other code submits or polls.
+        engine: no other code calls submit or step.
         next_id: number of the first request; `next_id` counts on from it.
         vocab_size: ids from here on are refused; None = unknown.
     """
@@ -296,14 +296,14 @@ class Rollouts:
                 p.turns.close()
 
     def _compute(self, done: Callable[[], bool], timeout_s: float | None) -> None:
-        """Polls until done, or nothing is running, or the time is up."""
+        """Calls step until done, or nothing is running, or the time is up."""
         began = time.monotonic()
         try:
             while self._groups and not done():
                 if timeout_s is None:
-                    outputs, at_rest = self.engine.poll(), True
+                    outputs, at_rest = self.engine.step(), True
                 else:
-                    outputs = self.engine.poll(timeout_s=max(0.0, timeout_s - (time.monotonic() - began)))
+                    outputs = self.engine.step(timeout_s=max(0.0, timeout_s - (time.monotonic() - began)))
                     at_rest = not self.engine.stats().in_flight
                 if not outputs and at_rest:
                     lost = f"{len(self._waiting)} of {self._asked}"
@@ -325,7 +325,7 @@ class Rollouts:
             if o.id not in self._waiting:
                 raise EngineError(
                     f"the engine returned request {o.id}, which this driver did not submit or has already received; "
-                    "don't call engine.poll() yourself"
+                    "don't call engine.step() yourself"
                 )
             play, place, request = self._waiting.pop(o.id)
             check_output(o, request, self.engine, vocab_size=self.vocab_size)
@@ -394,14 +394,14 @@ def stream(engine: RolloutEngine, requests: Sequence[Request]) -> Iterator[Parti
     [(4, 'length')]
     """
     if others := engine.stats().in_flight:
-        raise EngineError(f"{others} requests are in flight; poll until there are none, then stream")
+        raise EngineError(f"{others} requests are in flight; call step until there are none, then stream")
     for sampling in {id(r.sampling): r.sampling for r in requests}.values():
         check_caps(engine, sampling)
     engine.submit(requests)
     shown = {r.id: 0 for r in requests}
     try:
         while shown:
-            for output in engine.poll(timeout_s=0.0):
+            for output in engine.step(timeout_s=0.0):
                 yield _finite(output.after(shown.pop(output.id)))
             for i, piece in engine.peek(shown).items():
                 if len(piece.tokens) > shown[i]:

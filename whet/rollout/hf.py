@@ -45,7 +45,7 @@ class HFEngine(QueueEngine):
         for constraints only.
     Raises: ConfigError: batch_size below 1.
 
-    Example: `engine.submit([Request(...)]); outputs = engine.poll()`, until poll gives [].
+    Example: `engine.submit([Request(...)]); outputs = engine.step()`, until step gives [].
     """
 
     caps = EngineCaps(
@@ -91,7 +91,7 @@ class HFEngine(QueueEngine):
         if self._grammars is not None:
             self._grammars.start(request)
 
-    def poll(self, timeout_s: float | None = None) -> list[Output]:
+    def step(self, timeout_s: float | None = None) -> list[Output]:
         """Runs one batch to its end and returns it; [] = nothing in flight. Raises EngineError: the engine sleeps.
 
         Args: timeout_s: not looked at inside a batch.

@@ -29,7 +29,7 @@ LENGTH, SPREAD = -1, -2
 
 
 class MockEngine(QueueEngine):
-    """Random completions of random lengths, a few finished at each poll.
+    """Random completions of random lengths, a few finished at each step.
 
     Args:
         model: whose vocabulary is taken where `vocabulary` is None; nothing else of it is used.
@@ -37,14 +37,14 @@ class MockEngine(QueueEngine):
         vocabulary: V, 256 without a model; tokens are drawn from 0..V-1, stop ids left out until the end.
         length_distribution: of the completions: "fixed" (max_tokens), "uniform" (1..max_tokens), "normal" (mean half of
             it, deviation an eighth), "skewed" (log-normal, a few very long).
-        per_poll: most outputs of one poll.
+        per_step: most outputs of one step.
     Raises: ConfigError: an unknown distribution, or a size below 1.
 
     >>> from whet.rollout.base import Sampling
     >>> engine = MockEngine(vocabulary=8)
     >>> three = Sampling(max_tokens=3)
     >>> engine.submit([Request(id=0, tokens=np.array([1]), sampling=three, group=0, address=(0, 0, 0, 0))])
-    >>> [len(o.tokens) for o in engine.poll()], engine.poll()
+    >>> [len(o.tokens) for o in engine.step()], engine.step()
     ([3], [])
     """
 
@@ -57,17 +57,17 @@ class MockEngine(QueueEngine):
         decode: Callable[[Sequence[int]], str] | None = None,
         vocabulary: int | None = None,
         length_distribution: Literal["fixed", "uniform", "normal", "skewed"] = "fixed",
-        per_poll: int = 8,
+        per_step: int = 8,
     ) -> None:
         if length_distribution not in DISTRIBUTIONS:
             raise lookup_error("length_distribution", length_distribution, DISTRIBUTIONS)
         if vocabulary is None:
             module = model.module if isinstance(model, LoadedModel) else model
             vocabulary = 256 if module is None else int(module.get_input_embeddings().weight.shape[0])  # pyright: ignore
-        if vocabulary < 1 or per_poll < 1:
-            raise ConfigError(f"vocabulary {vocabulary} and per_poll {per_poll} must be at least 1")
-        super().__init__("mock", max_batch=per_poll)
-        self._vocabulary, self._lengths, self._per_poll = vocabulary, length_distribution, per_poll
+        if vocabulary < 1 or per_step < 1:
+            raise ConfigError(f"vocabulary {vocabulary} and per_step {per_step} must be at least 1")
+        super().__init__("mock", max_batch=per_step)
+        self._vocabulary, self._lengths, self._per_step = vocabulary, length_distribution, per_step
 
     def _check(self, request: Request) -> None:
         """Raises EngineError for a request that could never be served."""
@@ -75,10 +75,10 @@ class MockEngine(QueueEngine):
         if len(set(request.sampling.stop_ids) | set(request.sampling.forbidden_ids)) >= self._vocabulary:
             raise EngineError(f"request {request.id}: all {self._vocabulary} tokens are stop or forbidden ids")
 
-    def poll(self, timeout_s: float | None = None) -> list[Output]:
+    def step(self, timeout_s: float | None = None) -> list[Output]:
         """The next few completions; [] = nothing in flight. Raises EngineError: the engine is asleep."""
         self._awake()
-        taken = [self._queue.popleft() for _ in range(min(self._per_poll, len(self._queue)))]
+        taken = [self._queue.popleft() for _ in range(min(self._per_step, len(self._queue)))]
         return self._count(taken, [self._output(r) for r in taken])
 
     def _output(self, request: Request) -> Output:

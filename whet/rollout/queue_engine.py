@@ -1,6 +1,6 @@
-"""What engines share that have a queue and no batch of their own: all of the protocol but poll, or all but the draws.
+"""What engines share that have a queue and no batch of their own: all of the protocol but step, or all but the draws.
 
-Left out on purpose: requests in flight between two polls; an engine with those has bookkeeping of its own.
+Left out on purpose: requests in flight between two steps; an engine with those has bookkeeping of its own.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ __all__ = ["QueueEngine", "SimpleEngine"]
 
 
 class QueueEngine:
-    """A queue of requests with its bookkeeping; a subclass writes `poll`, and `_check` and `_take` where it needs them.
+    """A queue of requests with its bookkeeping; a subclass writes `step`, and `_check` and `_take` where it needs them.
 
-    Args: kind: the engine's name in messages. max_batch: requests that one poll runs at most; 0 = unknown.
+    Args: kind: the engine's name in messages. max_batch: requests that one step runs at most; 0 = unknown.
     """
 
     caps: EngineCaps = EngineCaps()
@@ -75,7 +75,7 @@ class QueueEngine:
         return [aborted(r) for r in out]
 
     def peek(self, ids: Iterable[int]) -> dict[int, PartialOutput]:
-        """Nothing: a poll runs what it begins to its end."""
+        """Nothing: a step runs what it begins to its end."""
         return {}
 
     def stats(self) -> EngineStats:
@@ -101,7 +101,7 @@ class QueueEngine:
         )
 
     def sleep(self) -> None:
-        """Refuses polls until wake; no memory is held between polls."""
+        """Refuses to step until wake; no memory is held between steps."""
         self._asleep = True
 
     def wake(self) -> None:
@@ -118,7 +118,7 @@ class SimpleEngine(QueueEngine):
     """An engine of which a subclass writes the sampling alone: `complete`, from a request's prompt to its end.
 
     It reads the policy's own module, `self.module`, which is as it was loaded while `complete` runs: without whet's
-    attention, gradients and dropout. Requests come one after the other; what makes a batch of them writes `poll`.
+    attention, gradients and dropout. Requests come one after the other; what makes a batch of them writes `step`.
 
     Args: model: the policy. decode: not used; other engines take it.
 
@@ -128,7 +128,7 @@ class SimpleEngine(QueueEngine):
     >>> from whet.demo import small_model
     >>> engine, sampling = Ends(small_model(seed=0)), Sampling(stop_ids=(2,))
     >>> engine.submit([Request(id=0, tokens=np.array([5]), sampling=sampling, group=0, address=(0, 0, 0, 0))])
-    >>> [(o.tokens.tolist(), o.finish_reason) for o in engine.poll()]
+    >>> [(o.tokens.tolist(), o.finish_reason) for o in engine.step()]
     [([2], 'stop')]
     """
 
@@ -165,7 +165,7 @@ class SimpleEngine(QueueEngine):
                     f"leave it out, or let complete() follow it and add {name!r} to {self._kind}.samples"
                 )
 
-    def poll(self, timeout_s: float | None = None) -> list[Output]:
+    def step(self, timeout_s: float | None = None) -> list[Output]:
         """The next request, completed; [] = nothing in flight. Raises EngineError: `complete` broke a rule."""
         self._awake()
         if not self._queue:

@@ -50,7 +50,7 @@ TESTED = "0.5.23"
 BUCKET = 512 * 2**20
 """Bytes of weights sent at once."""
 WAIT = 0.01
-"""Shortest time that a poll gives SGLang's processes, in seconds."""
+"""Shortest time that a step gives SGLang's processes, in seconds."""
 KV = ["kv_cache"]
 """What sleep frees; weights that were freed would have to be sent again."""
 
@@ -167,10 +167,10 @@ class SGLangEngine:
             raise ConfigError("sglang has no min_p with seeds; leave it out, or deterministic sampling")
         check_reported(sampling, engine="sglang", reports="untruncated")
 
-    def poll(self, timeout_s: float | None = None) -> list[Output]:
+    def step(self, timeout_s: float | None = None) -> list[Output]:
         """Waits until something finishes, or the time is up, and returns what has finished.
 
-        Args: timeout_s: None = no limit. SGLang's processes continue between polls.
+        Args: timeout_s: None = no limit. SGLang's processes continue between calls.
         Returns: finished requests; [] = nothing in flight (or the time is up).
         Raises: EngineError: the engine is asleep, or SGLang failed.
         """

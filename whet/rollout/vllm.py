@@ -183,7 +183,7 @@ class VLLMEngine:
             )
         check_reported(sampling, engine="vllm", reports=self._reports)
 
-    def poll(self, timeout_s: float | None = None) -> list[Output]:
+    def step(self, timeout_s: float | None = None) -> list[Output]:
         """Decodes until something finishes, or the time is up, and returns what has finished.
 
         Args: timeout_s: looked at between steps; None = no limit.
@@ -283,7 +283,7 @@ class VLLMEngine:
             raise EngineError("vLLM kept KV of the old weights (reset_prefix_cache failed); build a new engine")
 
     def sleep(self) -> None:
-        """Refuses polls until wake; built with enable_sleep_mode, frees the KV and moves vLLM's weights to the host."""
+        """Refuses to step until wake. Built with enable_sleep_mode, frees the KV and moves the weights to the host."""
         if self._sleeps and not self._asleep:
             self._forget()
             self._llm.sleep(level=1, mode="keep")

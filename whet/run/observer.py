@@ -21,13 +21,13 @@ from whet.train.role_checkpoints import Checkpoints
 from whet.train.role_trainer import RoleTrainer
 from whet.train.worker import Metrics
 
-__all__ = ["Control", "Observed", "Observer", "Observers"]
+__all__ = ["Observed", "Observer", "Observers", "TrainerControl"]
 
 log = logging.getLogger("whet")
 
 
 @dataclass(kw_only=True)
-class Control:
+class TrainerControl:
     """What observers ask of a run: done when the current step is finished, each flag then cleared."""
 
     stop: bool = False
@@ -62,7 +62,7 @@ class Observed(Protocol):
 
     checkpoints: Checkpoints
     config: TrainingConfig
-    control: Control
+    control: TrainerControl
     folder: RunFolder | None
     rows: list[dict[str, Any]]
     step: int

@@ -34,7 +34,7 @@ from whet.observe.trace import timeline_folder
 from whet.parallel.ranks import Ranks
 from whet.run.interrupts import Interrupts, Stopped
 from whet.run.monitoring import watchers
-from whet.run.observer import Control, Observer, Observers
+from whet.run.observer import Observer, Observers, TrainerControl
 from whet.run.provenance import check_reads, check_settings, plain
 from whet.run.push_observer import pushers
 from whet.run.random_state import random_state, set_random_state
@@ -87,7 +87,7 @@ class Run(Giving):
     ) -> None:
         self.task, self.roles, self.config, self.perf_config = task, roles, config, perf_config
         self.checkpoints = roles.checkpoints
-        self.control = Control()
+        self.control = TrainerControl()
         self.step = 0
         """Steps that are done."""
         self.rows: list[dict[str, Any]] = []

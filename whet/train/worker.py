@@ -404,7 +404,7 @@ class ModelWorker:
     def rollout_weights(self) -> AbstractContextManager[nn.Module]:
         """Inside, the module's parameters are plain tensors in the dtype that it computes in: an engine may read them.
 
-        Example: `with worker.rollout_weights(): outputs = engine.poll()`.
+        Example: `with worker.rollout_weights(): outputs = engine.step()`.
         """
         return self.placement.weights()
 

@@ -18,7 +18,7 @@ from whet.errors import ConfigError, DataError
 from whet.learners import grpo, ppo
 from whet.learners.base import RLLearner
 from whet.learners.step import Step
-from whet.rewards.manager import Rewarded
+from whet.rewards.manager import RewardBatch
 from whet.run.run import Run
 from whet.tunix.trainer import Trainer
 from whet.types import Completion, Group, Prompt, TokenBatch, TrainExample
@@ -77,7 +77,7 @@ class TunixLearner(RLLearner):
         """The step whose batch `_generate_and_compute_advantage` has made."""
         self._filled: Step | None = None
         self._given: tuple[Step, list[str]] | None = None
-        self._called: Rewarded | None = None
+        self._called: RewardBatch | None = None
         config = _one(algo_config=algo_config, grpo_config=grpo_config, ppo_config=ppo_config)
         cluster = _one(rl_cluster=rl_cluster, rl_engine=rl_engine)
         options.setdefault("data", DataConfig(shuffle=False))
@@ -280,14 +280,14 @@ class TunixLearner(RLLearner):
             for i, prompt in enumerate(step.prompts)
         ]  # fmt: skip
 
-    def _rewarded(self, groups: Sequence[Group]) -> Rewarded:
+    def _rewarded(self, groups: Sequence[Group]) -> RewardBatch:
         """What `_compute_rewards` found of them; no rewards where it was not called."""
         texts = [[self.cluster.decode(c.tokens) for c in g.completions] for g in groups]
         count = sum(map(len, texts))
         called, inputs = self._called, self.reward_manager.inputs(groups, texts, mode=Mode.TRAIN, extras={})
         if called is None or len(called.total) != count:
             nothing = np.full(count, np.nan)
-            return Rewarded(groups=list(groups), total=nothing, metrics={}, table={}, texts=texts, inputs=inputs)
+            return RewardBatch(groups=list(groups), total=nothing, metrics={}, table={}, texts=texts, inputs=inputs)
         return dataclasses.replace(called, groups=list(groups), texts=texts, inputs=inputs)
 
 
@@ -334,7 +334,7 @@ def padded_example(batch: TokenBatch, pad_id: int) -> TrainExample:
     )
 
 
-def _told(rewarded: Rewarded, batch: TokenBatch | None) -> dict[str, tuple[Any, Any]]:
+def _told(rewarded: RewardBatch, batch: TokenBatch | None) -> dict[str, tuple[Any, Any]]:
     """Rewards and completions under Tunix's names: name -> (value, aggregation)."""
     total = np.nan_to_num(rewarded.total if batch is None else batch.rewards.numpy())
     table = {name: np.nan_to_num(values) for name, values in rewarded.table.items()}

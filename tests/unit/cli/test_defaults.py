@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from whet.cli.defaults import OF_PPO, SHOWN, differing, page
+from tools.docs.defaults import OF_PPO, SHOWN, differing
+from tools.docs.from_tunix import TUNIX_FIELDS
 from whet.config import (
     DPORunConfig,
     GRPOConfig,
@@ -15,12 +16,6 @@ from whet.config import (
     SFTRunConfig,
     load_run,
 )
-from whet.tunix.fields import TUNIX_FIELDS
-
-
-def test_the_page_is_current(pytestconfig):
-    text = (pytestconfig.rootpath / "docs" / "defaults.md").read_text()
-    assert text == page(), "run: python -m whet.cli.defaults > docs/defaults.md"
 
 
 def test_all_that_a_command_has_otherwise_is_on_the_page():

@@ -1,13 +1,11 @@
 """The names that can be chosen, where they are shown: help, docs/algorithms.md, the log of a run."""
 
-from pathlib import Path
-
 import pytest
 from helpers import cluster, length_reward, rows
 
+from tools.docs.algorithms import KNOWN, equation, source
 from whet.config import DataConfig, GRPOConfig, PolicyConfig, RunConfig, show
 from whet.config.base import choices
-from whet.learners.catalog import KNOWN, equation, page, source
 from whet.learners.grpo import GRPOLearner
 from whet.learners.objective import composed
 
@@ -26,10 +24,6 @@ def test_every_name_states_its_equation_and_what_is_public_its_source(field, nam
     assert any(sign in equation(fn) for sign in "=/()|⁰") or " 0 " in equation(fn)
     if field in ("advantage_estimator", "policy_loss_fn", "value_loss_fn", "loss_masks", "sampler_is"):
         assert len(source(fn)) > 4
-
-
-def test_the_page_of_algorithms_is_current():
-    assert (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text() == page()
 
 
 def test_help_shows_the_names_under_their_field():

@@ -18,7 +18,7 @@ from whet.learners.objective import make_estimator, reward_functions
 from whet.learners.step import Step
 from whet.ops import ADVANTAGE_ESTIMATORS, mean_only, with_greedy_rewards
 from whet.rewards.length import overlong
-from whet.rewards.manager import Rewarded, RewardManager
+from whet.rewards.manager import RewardBatch, RewardManager
 from whet.types import Group
 
 NAN = math.nan
@@ -113,7 +113,7 @@ def test_greedy_rewards_of_parts_are_those_of_the_whole():
         return manager(groups, [["x"]] * len(groups))
 
     parts = [judged([1.0, 0.0]).with_greedy(judged([0.5, None])), judged([2.0]).with_greedy(judged([3.0]))]
-    whole = Rewarded.cat(parts)
+    whole = RewardBatch.cat(parts)
     assert whole.greedy.tolist() == pytest.approx([0.5, NAN, 3.0], nan_ok=True)
     assert whole.metrics["greedy/reward"].value == pytest.approx(1.75) and whole.metrics["greedy/tokens"].value == 3.0
     assert whole.select([2, 0]).greedy.tolist() == [3.0, 0.5]

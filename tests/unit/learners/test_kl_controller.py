@@ -69,7 +69,7 @@ def test_the_sampled_kl_is_also_a_mean_over_tokens():
     made = learner(kl_type="reward", kl_loss_mode="kl")
     batch = assigned(made)
     each = (batch.old_logprobs - batch.ref_logprobs)[batch.mask].double()
-    metrics = made.control.after_step(batch)
+    metrics = made.kl_controller.after_step(batch)
     assert metrics["kl_sampled/token_mean"].value == pytest.approx(float(each.mean()), rel=1e-6)
 
 
@@ -103,7 +103,7 @@ def test_an_adaptive_coefficient_follows_its_equation_from_step_to_step():
     made = learner(kl_type="reward", target_kl=1e-4, kl_horizon=160.0)  # far exceeded: the error is clipped to 0.2
     used = [row["kl_coef"] for row in made.train(rows(8)).rows]
     assert used == pytest.approx([0.1, 0.1 * (1 + 0.2 * 16 / 160)])
-    assert made.control.beta == pytest.approx(0.1 * 1.02**2)
+    assert made.kl_controller.beta == pytest.approx(0.1 * 1.02**2)
 
 
 def test_an_adaptive_coefficient_acts_in_the_loss_too():
@@ -155,7 +155,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(tmp_path):
     resumed, rest = run("cut", 5, resume="latest")
     for role in ("actor", "reference"):
         assert same(*(weights_of(made.cluster.worker(role).module) for made in (whole, resumed))), role
-    assert whole.control.state() == resumed.control.state()
+    assert whole.kl_controller.state() == resumed.kl_controller.state()
     named = ("kl", "loss", "kl_coef", "entropy_coef")
     assert [{n: row.get(n) for n in named} for row in straight.rows[3:]] == [
         {n: row.get(n) for n in named} for row in rest.rows

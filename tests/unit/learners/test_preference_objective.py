@@ -1,17 +1,16 @@
 """From the configuration of preference training to its objective: names, refusals, and the page of the losses."""
 
 import re
-from pathlib import Path
 
 import pytest
 from preference_inputs import ALL_PARAMETERS, NEEDED, config
 
+from tools.docs.algorithms import equation, source
+from tools.docs.preference import PREFERENCE_KNOWN
 from whet.config import PreferenceConfig, RewardModelConfig
 from whet.config.base import choices
 from whet.errors import ConfigError
-from whet.learners.catalog import equation, source
 from whet.learners.objective import keywords_of
-from whet.learners.preference_catalog import PREFERENCE_KNOWN, page
 from whet.learners.preference_objective import composed_preference, make_preference_objective, make_reward_loss
 from whet.ops.preference import PREFERENCE_LOSSES, REWARD_LOSSES
 
@@ -29,10 +28,6 @@ def test_what_help_lists_is_what_there_is(field):
 def test_every_name_states_its_equation_and_its_source(field, name):
     fn = PREFERENCE_KNOWN[field][name]
     assert re.search(r"[=]", equation(fn)) and len(source(fn)) > 4
-
-
-def test_the_page_of_preference_losses_is_current():
-    assert (Path(__file__).parents[3] / "docs" / "preference.md").read_text() == page()
 
 
 OTHER = {"beta": 0.7, "label_smoothing": 0.1, "discopop_tau": 0.2, "simpo_gamma": 0.9, "cpo_alpha": 0.4, "alpha": 0.1}

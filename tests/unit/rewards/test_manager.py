@@ -10,7 +10,7 @@ from whet.learners.step_metrics import total_metrics
 from whet.metrics import Max, Mean, Min, Sum, flat, merge
 from whet.rewards.manager import (
     REWARD_MANAGERS,
-    Rewarded,
+    RewardBatch,
     RewardManager,
     resolve_reward_manager,
     reward_metrics,
@@ -263,7 +263,7 @@ def test_parts_judged_apart_are_the_batch_judged_together():
     manager = RewardManager([spread, "exact_match"], [0.5, 2.0])
     whole = manager(groups, texts)
     parts = [manager(groups[:1], texts[:1]), manager(groups[1:], texts[1:])]
-    joined = Rewarded.cat(parts)
+    joined = RewardBatch.cat(parts)
     np.testing.assert_array_equal(joined.total, whole.total)
     known = [{n: m.value for n, m in made.metrics.items() if not n.startswith("time/")} for made in (joined, whole)]
     assert known[0] == pytest.approx(known[1], nan_ok=True) and joined.metrics["time/rewards/spread"].value > 0
@@ -273,7 +273,7 @@ def test_parts_judged_apart_are_the_batch_judged_together():
     for a, b in zip(joined.groups, whole.groups, strict=True):
         for name in set(a.rewards) & set(b.rewards):
             np.testing.assert_array_equal(a.rewards[name], b.rewards[name])
-    assert Rewarded.cat([whole]) is whole
+    assert RewardBatch.cat([whole]) is whole
 
 
 def test_the_table_is_made_once_of_functions_and_of_what_groups_came_with():
@@ -282,6 +282,6 @@ def test_the_table_is_made_once_of_functions_and_of_what_groups_came_with():
     assert out.table is out.table and list(out.table) == ["f", "env"]
     np.testing.assert_array_equal(out.table["f"], [1, NAN, 3, 4])
     np.testing.assert_array_equal(out.table["env"], [0.5, NAN, NAN, NAN])
-    by_hand = Rewarded(groups=out.groups, total=out.total, metrics={}, texts=[], inputs=out.inputs)
+    by_hand = RewardBatch(groups=out.groups, total=out.total, metrics={}, texts=[], inputs=out.inputs)
     assert set(by_hand.table) == {"f", "env"}
     np.testing.assert_array_equal(by_hand.table["env"], out.table["env"])

@@ -9,7 +9,7 @@ import torch
 from helpers import cluster, completion, length_reward, prompt, rows, tiny_model
 
 from whet.config import DataConfig, OptimConfig, PPOConfig, Role
-from whet.learners.kl_controller import Control
+from whet.learners.kl_controller import KLController
 from whet.learners.objective import advantage_inputs, make_estimator, make_objective, with_fields
 from whet.learners.ppo import PPOLearner, _parts
 from whet.ops import LOSS_AGG_MODES, VALUE_LOSSES, advantages_and_returns, aggregate, estimate, token_weights
@@ -110,7 +110,7 @@ def test_the_actors_loss_and_its_gradient_are_rl2s(words, formula, estimator):
     want = rl2_loss(x, **formula)
     (slope,) = torch.autograd.grad(want, logps)
 
-    control, objective = Control(config), make_objective(config)
+    control, objective = KLController(config), make_objective(config)
     objective = dataclasses.replace(objective, beta=control.loss_beta, entropy_coef=control.loss_entropy_coef)
     columns = {"old_logprobs": x["old"], "ref_logprobs": x["ref"], "sampler_logprobs": x["llm"], "advantages": x["adv"]}
     loss, _ = objective(LossInputs(sequence=sequence, mask=mask, logprobs=logps, entropy=logps.exp(), **columns))
@@ -142,7 +142,7 @@ def test_the_critics_loss_is_rl2s(level):
 
 
 def whets(config, batch):
-    control = Control(config)
+    control = KLController(config)
     batch = control.in_reward(batch)
     batch = batch.replace(advantages=estimate(make_estimator(config), advantage_inputs(batch)))
     return control.in_advantage(batch)

@@ -5,9 +5,8 @@ import pytest
 from whet.config import DPORunConfig, PPORunConfig, RMRunConfig, RunConfig, SFTRunConfig
 from whet.config.base import leaves
 from whet.errors import ConfigError
-from whet.rl2 import main
+from whet.rl2 import main, usage
 from whet.rl2.keys import KEYS
-from whet.rl2.page import page, usage
 from whet.rl2.parsed_args import key_of
 from whet.rl2.ppo import CONTENTS_ALONE
 from whet.rl2.translate import translated
@@ -591,11 +590,6 @@ def test_every_place_in_the_table_is_a_key_of_whets(verb):
     for name, key in KEYS[verb].items():
         assert key.how in ("same", "made") or (key.note and not key.to), name
         assert key.how != "same" or key.to, name
-
-
-def test_the_page_for_rl2s_users_is_current(pytestconfig):
-    text = (pytestconfig.rootpath / "docs" / "from-rl2.md").read_text()
-    assert text == page(), "run: python -m whet.rl2.page > docs/from-rl2.md"
 
 
 def test_help_and_unknown_trainers(capsys):

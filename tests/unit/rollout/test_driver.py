@@ -57,7 +57,7 @@ def test_single_turns_equal_requests_submitted_by_hand(engine):
     sampling = Sampling(max_tokens=12, stop_ids=STOPS)
     engine.submit(requests([p.tokens for p in rows()], sampling, group=3))
     want = {}
-    while outputs := engine.poll():
+    while outputs := engine.step():
         want |= {o.id: o.tokens.tolist() for o in outputs}
     groups = Rollouts(engine).run(single_turns(rows(), sampling, num_generations=3))
     assert [g.prompt.row for g in groups] == [0, 1, 2, 3, 4]
@@ -170,7 +170,7 @@ def naive(engine, prompt, address, sampling):
 
     def alone(tokens, draw):
         engine.submit([Request(id=0, tokens=tokens, sampling=sampling, group=0, address=address, draw=draw)])
-        return engine.poll()[0]
+        return engine.step()[0]
 
     first = alone(prompt, 0)
     second = alone(np.concatenate([prompt, first.tokens, ANSWER]).astype(np.int32), sampling.max_tokens)
@@ -237,7 +237,7 @@ def test_a_turn_that_was_aborted_goes_on_where_it_stopped(model):
 
 
 def idle(rollouts):
-    return rollouts.in_flight == () and rollouts.engine.stats().in_flight == 0 and rollouts.engine.poll() == []
+    return rollouts.in_flight == () and rollouts.engine.stats().in_flight == 0 and rollouts.engine.step() == []
 
 
 def test_an_episode_that_raises_ends_all_and_closes_the_others():
@@ -254,7 +254,7 @@ def test_an_episode_that_raises_ends_all_and_closes_the_others():
         finally:
             closed.append(episode.address)
 
-    rollouts = Rollouts(mock(per_poll=1))
+    rollouts = Rollouts(mock(per_step=1))
     with pytest.raises(KeyError, match="broken world"):
         rollouts.run([Episode(rows(1)[0], (0, 0, 0, 0), watches), Episode(rows(1)[0], (0, 0, 1, 0), raises)])
     assert closed == [(0, 0, 0, 0)] and idle(rollouts)
@@ -262,15 +262,15 @@ def test_an_episode_that_raises_ends_all_and_closes_the_others():
 
 
 class Faulty(MockEngine):
-    """Fails in its own way at the second poll."""
+    """Fails in its own way at the second step."""
 
     def __init__(self, fault):
-        super().__init__(vocabulary=VOCABULARY, per_poll=1)
-        self.fault, self.polls = fault, 0
+        super().__init__(vocabulary=VOCABULARY, per_step=1)
+        self.fault, self.steps = fault, 0
 
-    def poll(self, timeout_s=None):
-        self.polls += 1
-        return self.fault(super().poll()) if self.polls == 2 else super().poll()
+    def step(self, timeout_s=None):
+        self.steps += 1
+        return self.fault(super().step()) if self.steps == 2 else super().step()
 
 
 def interrupt(outputs):
@@ -304,7 +304,7 @@ def test_an_engine_that_fails_is_left_with_nothing(fault, error, words):
 
 
 def test_a_refused_request_begins_nothing_and_others_go_on():
-    rollouts = Rollouts(mock(per_poll=1))
+    rollouts = Rollouts(mock(per_step=1))
     rollouts.start(single_turns(rows(2), Sampling(max_tokens=3)))
     with pytest.raises(EngineError, match="max_tokens 0 must be at least 1"):
         rollouts.start(single_turns(rows(2), Sampling(max_tokens=0), address=(1, 0, 0)))
@@ -391,7 +391,7 @@ def test_a_group_that_is_cancelled_after_its_end_is_not_given():
 class Broken(MockEngine):
     """Has drawn a token from logits that are not finite, and no request of its has ended."""
 
-    def poll(self, timeout_s=None):
+    def step(self, timeout_s=None):
         return []
 
     def peek(self, ids):
@@ -421,9 +421,9 @@ def test_a_stream_shows_no_token_of_logits_that_are_not_finite():
 )
 def test_what_an_engine_of_ones_own_gives_is_looked_at(change, says, monkeypatch):
     engine = mock()
-    poll = engine.poll
+    step = engine.step
     given = {"tokens": np.arange(3), "logprobs": np.zeros(3), "versions": np.zeros(3, int), "finish_reason": "length"}
-    monkeypatch.setattr(engine, "poll", lambda **k: [Output(id=o.id, **{**given, **change}) for o in poll(**k)])
+    monkeypatch.setattr(engine, "step", lambda **k: [Output(id=o.id, **{**given, **change}) for o in step(**k)])
     with pytest.raises(EngineError, match=says):
         Rollouts(engine, vocab_size=VOCABULARY).run(single_turns(rows(2), Sampling(max_tokens=3)))
     assert engine.stats().in_flight == 0

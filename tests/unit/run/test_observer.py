@@ -10,7 +10,7 @@ from whet.config import CheckpointingOptions, DataConfig, GRPOConfig
 from whet.errors import CheckpointError, ConfigError
 from whet.learners.grpo import GRPOLearner
 from whet.learners.step import Step
-from whet.run.observer import Control, Observer, Observers
+from whet.run.observer import Observer, Observers, TrainerControl
 from whet.storage.run_state import check_storable, read_run_state
 
 NEVER = CheckpointingOptions(save_interval_s=1e9, max_to_keep=9)
@@ -86,7 +86,7 @@ def test_an_observer_may_stop_save_evaluate_and_have_logs_written(tmp_path):
     run = train(Noted(asks), folder=tmp_path, eval_ds=rows(1), loggers=[Held()])
     assert run.step == 2 and saved(tmp_path) == ["step-000001", "step-000002"]  # the second as the run's end
     assert [row["step"] for row in run.rows if row["mode"] == "eval"] == [0, 2] and Held.flushed == 1
-    assert (tmp_path / "final").is_dir() and run.control == Control()
+    assert (tmp_path / "final").is_dir() and run.control == TrainerControl()
 
 
 def test_what_cannot_be_done_is_said(caplog):

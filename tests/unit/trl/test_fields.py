@@ -6,10 +6,10 @@ import json
 import pytest
 from transformers import HfArgumentParser
 
+from tools.docs.from_trl import PAGES
 from whet.errors import ConfigError
 from whet.trl import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
 from whet.trl.config.field import STATES
-from whet.trl.config.page import PAGES, page
 
 CONFIGS = (GRPOConfig, RLOOConfig, SFTConfig, DPOConfig, KTOConfig, RewardConfig)
 ROWS = {**GRPOConfig.TABLE, **GRPOConfig.OLD}
@@ -31,8 +31,7 @@ def test_every_field_of_the_installed_trl_is_in_the_table_with_its_default(confi
     assert lacking(theirs, {name: row for name, row in config.TABLE.items() if name != one}) == [one]
 
 
-def test_the_page_is_current_and_every_row_has_a_state(pytestconfig):
-    assert (pytestconfig.rootpath / "docs" / "from-trl.md").read_text() == page(), "run make docs"
+def test_every_row_has_a_state():
     assert {row.state for table in PAGES.values() for row in table.values()} <= STATES.keys()
     rows = [(n, row) for config in CONFIGS for n, row in {**config.TABLE, **config.OLD}.items()]
     assert [n for n, row in rows if not row.note and row.state != "works"] == []

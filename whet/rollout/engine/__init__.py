@@ -1,6 +1,6 @@
 """The embedded engine: continuous batching over the trainer's own module, in this process.
 
-engine.py               submit, poll, abort, update: the protocol, and the host's bookkeeping
+engine.py               submit, step, abort, update: the protocol, and the host's bookkeeping
 scheduler.py            what waits, and what is admitted
 rows.py                 the live rows on the host
 conversation_cache.py   keys and values of finished sequences, held for the next turn of their conversation

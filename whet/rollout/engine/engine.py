@@ -1,7 +1,7 @@
 """The embedded engine: the protocol, and the order of its work.
 
 It runs the module it is given with the parameters of the moment: after an optimizer step nothing is sent (with
-own_weights, a copy is run). All work happens inside `poll`: admit what fits, decode a few steps, read what was drawn,
+own_weights, a copy is run). All work happens inside `step`: admit what fits, decode a few steps, read what was drawn,
 retire what is finished. A sequence that ends leaves at once, and the last row moves into its place.
 Left out on purpose: threads, and preemption by memory (memory is reserved when a request is admitted).
 Dim legend: n live rows.
@@ -49,7 +49,7 @@ class EmbeddedEngine:
             True = sample from a copy of the model, which takes its weights in `update` alone.
     Raises: ConfigError: a model that whet's attention does not fit, or a size below 1.
 
-    Example: `engine.submit([Request(...)]); outputs = engine.poll()`, until poll gives [].
+    Example: `engine.submit([Request(...)]); outputs = engine.step()`, until step gives [].
     """
 
     caps = EngineCaps(
@@ -139,7 +139,7 @@ class EmbeddedEngine:
             self._plan_of[sampling] = len(self._plans) - 1
         return self._plan_of[sampling]
 
-    def poll(self, timeout_s: float | None = None) -> list[Output]:
+    def step(self, timeout_s: float | None = None) -> list[Output]:
         """Computes until something finishes, or the time is up, and returns what has finished.
 
         Args: timeout_s: looked at between blocks of steps; None = no limit.
@@ -378,7 +378,7 @@ class EmbeddedEngine:
         if rows:
             with self._runner.forward.running():
                 self._remove_rows(rows)
-        out += [o for o in self._finished if o.id in gone]  # finished in a poll that was cut short
+        out += [o for o in self._finished if o.id in gone]  # finished in a step that was cut short
         self._finished = [o for o in self._finished if o.id not in gone]
         self._in_flight -= {o.id for o in out}
         return out
@@ -429,7 +429,7 @@ class EmbeddedEngine:
         """All tokens made so far, without computing.
 
         Args: ids: of requests; those that are not in flight are passed over.
-        Returns: by id, what each has made; `poll(timeout_s=0.0)` makes a few tokens more.
+        Returns: by id, what each has made; `step(timeout_s=0.0)` makes a few tokens more.
         """
         asked = set(ids)
         found = {seq.request.id: seq.piece() for seq in self._scheduler.queue if seq.request.id in asked}

@@ -82,4 +82,4 @@ class GRPOTrainer(RLTrainer):
     @property
     def entropy_coef(self) -> float:
         """The coefficient of the entropy bonus, as it is now."""
-        return self.learner.control.entropy_coef
+        return self.learner.kl_controller.entropy_coef

@@ -165,7 +165,7 @@ class TRLLearner(GRPOLearner):
     def _ranked(self, mini: TokenBatch) -> TokenBatch:
         """As PolicyLearner's, and with each token's share of the mean entropy where there is a bonus."""
         mini = super()._ranked(mini)
-        if not self.control.has_entropy_bonus:
+        if not self.kl_controller.has_entropy_bonus:
             return mini
         mini = self.cluster.actor_trainer.weighted(mini)
         acts = mini.mask
@@ -178,10 +178,10 @@ class TRLLearner(GRPOLearner):
     def loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """The objective, its entropy bonus a mean over the tokens it acts on, whatever the aggregation: TRL's."""
         loss, metrics = super().loss(x)
-        if not self.control.has_entropy_bonus:
+        if not self.kl_controller.has_entropy_bonus:
             return loss, metrics
         assert x.entropy is not None
-        bonus = self.control.loss_entropy_coef * x.entropy
+        bonus = self.kl_controller.loss_entropy_coef * x.entropy
         metrics["policy_loss"] = (loss + bonus).detach()
         return loss + bonus * (1 - x.need(_SHARE).to(loss.dtype)), metrics
 

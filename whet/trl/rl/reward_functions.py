@@ -21,7 +21,7 @@ from whet.data.tokenizer import load_tokenizer
 from whet.errors import ConfigError
 from whet.models.load import load_model
 from whet.rewards.call import RewardInputs
-from whet.rewards.manager import Rewarded, RewardManager
+from whet.rewards.manager import RewardBatch, RewardManager
 from whet.rewards.model import RewardModel
 from whet.train.worker import ModelWorker
 from whet.trl.agents.agents import Agents, own_prompts
@@ -100,7 +100,7 @@ class TRLRewards(RewardManager):
         *,
         mode: Any = "train",
         extras: Mapping[str, Any] | None = None,
-    ) -> Rewarded:
+    ) -> RewardBatch:
         """As RewardManager, and a warning where a completion has no reward at all."""
         found = super().__call__(groups, texts, mode=mode, extras={**self.log.offered(), **(extras or {})})
         if len(without := np.flatnonzero(np.isnan(found.total))):

@@ -1,22 +1,20 @@
-"""Defaults side by side: of whet's command line, of its classes in Python, of Tunix and of TRL: docs/defaults.md.
+"""docs/defaults.md: the defaults of whet's command line, of its classes in Python, of Tunix and of TRL side by side.
 
-    python -m whet.cli.defaults > docs/defaults.md
-
-Every value is read from the classes and tables that the programs themselves have.
+Every value is read from the classes and tables that the programs themselves use.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from tools.docs.from_tunix import TUNIX_FIELDS
+from tools.docs.table import table
 from whet.config import PPORunConfig, RunConfig, dump_tree
 from whet.config.base import leaves
 from whet.trl.config.grpo import GRPO_FIELDS
 from whet.trl.config.training import TRAINING_FIELDS
-from whet.tunix.fields import TUNIX_FIELDS
 
 __all__ = ["differing", "page"]
 
@@ -93,29 +91,27 @@ def differing(kind: type) -> Iterator[tuple[str, Any, Any]]:
 
 def page() -> str:
     """The text of docs/defaults.md."""
-    table = "| key | command line | Python | Tunix | TRL 1.16 |\n|---|---|---|---|---|\n"
-    ppo = "| key | command line | Python | Tunix |\n|---|---|---|---|\n"
+    heads = ["key", "command line", "Python", "Tunix"]
     return (
         f"{INTRO}\n"
         "## GRPO\n\n"
-        f"{table}{''.join(_rows(RunConfig, SHOWN, TRL))}\n{NOTES.strip()}\n\n"
+        f"{table([*heads, 'TRL 1.16'], _rows(RunConfig, SHOWN, TRL))}\n\n{NOTES.strip()}\n\n"
         "## PPO\n\nAs above, and:\n\n"
-        f"{ppo}{''.join(_rows(PPORunConfig, OF_PPO, None))}\n"
+        f"{table(heads, _rows(PPORunConfig, OF_PPO, None))}\n\n"
         "## Supervised training\n\n"
         "`whet sft`, `whet rm` and `whet dpo` have the defaults of their classes in Python but for one:\n"
-        "`data.apply_chat_template` is `auto` from the command line, `false` in `SupervisedDataConfig`.\n\n"
-        "Written by `python -m whet.cli.defaults`; tests keep it current.\n"
+        "`data.apply_chat_template` is `auto` from the command line, `false` in `SupervisedDataConfig`.\n"
     )
 
 
-def _rows(kind: type, keys: tuple[str, ...], trl: Mapping[str, str] | None) -> Iterator[str]:
+def _rows(kind: type, keys: tuple[str, ...], trl: Mapping[str, str] | None) -> Iterator[list[str]]:
     known = {key: (field, owner) for key, field, owner in leaves(kind)}
     for key in keys:
         field, owner = known[key]
-        cells = [_text(_default(field)), _text(_of_python(owner, field.name)), _tunix(owner, field.name)]
+        cells = [f"`{key}`", _text(_default(field)), _text(_of_python(owner, field.name)), _tunix(owner, field.name)]
         if trl is not None:
             cells.append(_trl(trl.get(key)))
-        yield f"| `{key}` | {' | '.join(cells)} |\n"
+        yield cells
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
@@ -149,6 +145,3 @@ def _text(value: Any) -> str:
     text = words[plain] if plain is None or isinstance(plain, bool) else str(plain)
     return f"`{text}`"
 
-
-if __name__ == "__main__":
-    sys.stdout.write(page())

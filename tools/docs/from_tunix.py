@@ -1,6 +1,4 @@
-"""Tunix's configuration, field by field, and what each is here: the source of docs/from-tunix.md.
-
-    python -m whet.tunix.fields > docs/from-tunix.md
+"""docs/from-tunix.md: every field of Tunix's configurations, and what whet.tunix does with it.
 
 A state is "same" (name, default and meaning), "other" (a different default or a narrower meaning, see the note),
 "no effect" (accepted, because whet does not need it) or "refused" (raises ConfigError with the reason).
@@ -9,9 +7,9 @@ A state is "same" (name, default and meaning), "other" (a different default or a
 from __future__ import annotations
 
 import dataclasses
-import sys
 from typing import Any, NamedTuple
 
+from tools.docs.table import table
 from whet.config.algo import AlgorithmConfig, DAPOConfig, DrGRPOConfig, GRPOConfig, PPOConfig
 from whet.config.rollout import RolloutConfig
 from whet.config.training import (
@@ -24,7 +22,6 @@ from whet.config.training import (
     TrainingConfig,
 )
 from whet.tunix import ABSENT
-from whet.tunix.script import SCRIPT
 
 __all__ = ["PROGRAMS", "REQUIRED", "TUNIX_FIELDS", "Field", "page"]
 
@@ -382,12 +379,99 @@ PROGRAMS: tuple[tuple[str, str, str], ...] = (
 )
 """What Tunix's programs call besides configurations: the name, its state here, a note."""
 
+_SCRIPT = """## A script, before and after
+
+What changes is what belongs to JAX: the mesh, the optimizer of optax, how a model is read, the second copy of it. What
+is said of the training stays, word for word. In Tunix:
+
+```python skip
+import jax
+import optax
+from tunix.rl import rl_cluster as rl
+from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
+from tunix.rl.rollout.base_rollout import RolloutConfig
+
+mesh = jax.make_mesh((1, 4), ("fsdp", "tp"))
+policy, reference = read_model(FOLDER, mesh), read_model(FOLDER, mesh)  # each model family has a function of its own
+schedule = optax.schedules.warmup_cosine_decay_schedule(0.0, 3e-6, warmup_steps=1, decay_steps=2, end_value=0.0)
+optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(schedule, b1=0.9, b2=0.99, weight_decay=0.1))
+cluster = rl.RLCluster(
+    actor=policy,
+    reference=reference,
+    tokenizer=tokenizer,
+    cluster_config=rl.ClusterConfig(
+        role_to_mesh={rl.Role.ACTOR: mesh, rl.Role.REFERENCE: mesh, rl.Role.ROLLOUT: mesh},
+        rollout_engine="vanilla",
+        rollout_config=RolloutConfig(max_tokens_to_generate=8, max_prompt_length=16, kv_cache_size=64, temperature=0.9),
+        training_config=rl.RLTrainingConfig(
+            actor_optimizer=optimizer, eval_every_n_steps=10, max_steps=2, checkpoint_root_directory="ckpts"
+        ),
+    ),
+)
+algo = GRPOConfig(num_generations=4, num_iterations=1, beta=0.08, epsilon=0.2)
+learner = GRPOLearner(rl_cluster=cluster, algo_config=algo, reward_fns=[digits])
+with mesh:
+    learner.train(batches)
+```
+
+Here:
+
+```python
+from whet.tunix import ClusterConfig, GRPOConfig, GRPOLearner, OptimConfig, RLCluster, RLTrainingConfig, RolloutConfig
+from whet.demo import small_model
+
+
+def digits(prompts, completions, **columns):  # a reward function is called as there
+    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
+
+
+batches = [{"prompts": ["1+1=", "2+2="]}, {"prompts": ["3+3=", "4+4="]}]  # and so are batches
+optimizer = OptimConfig(
+    lr=3e-6, betas=(0.9, 0.99), weight_decay=0.1, schedule="cosine", warmup_steps=1, max_grad_norm=0.1
+)
+cluster = RLCluster(
+    actor=small_model(seed=0),  # or FOLDER, or a hub name
+    reference="actor",  # as it is at the start; or a folder
+    tokenizer="byte",
+    cluster_config=ClusterConfig(
+        rollout_engine="vanilla",  # whet's own, "embedded"
+        rollout_config=RolloutConfig(max_tokens_to_generate=8, max_prompt_length=16, kv_cache_size=64, temperature=0.9),
+        training_config=RLTrainingConfig(
+            actor_optimizer=optimizer, eval_every_n_steps=10, max_steps=2, checkpoint_root_directory="ckpts"
+        ),
+    ),
+)
+algo = GRPOConfig(num_generations=4, num_iterations=1, beta=0.08, epsilon=0.2)
+learner = GRPOLearner(rl_cluster=cluster, algo_config=algo, reward_fns=[digits])
+run = learner.train(batches)
+print([row["reward"] for row in run.rows])
+```
+
+- **Names**: `whet.tunix` has those of Tunix's packages in one place; what is not there says so when it is imported.
+- **Devices**: there a mesh for each role; here one process on the device there is, and `role_to_mesh` is left out.
+- **Optimizer**: there a transformation of optax; here `OptimConfig` with clipping, schedule and decay as fields, or a
+  function that makes an optimizer of torch.
+- **Model**: there a function for each family, called twice; here a folder or hub name of Hugging Face, read once.
+  `reference="actor"` is its state at the start.
+- **An adapter**: there LoRA by qwix, before the cluster is made; here
+  `actor=RoleConfig(model=FOLDER, lora=LoraConfig(r=16))`, and the reference is the base under it.
+- **KL**: there `kl_loss_mode="kl"` by default; here `"low_var_kl"`, which pulls towards the reference.
+- **The data**: in their order, once, as there; `data=DataConfig(shuffle=True)` and `num_epochs` say otherwise.
+- **A second start**: where `checkpoint_root_directory` holds checkpoints, `train` goes on from the newest, as there.
+- **What comes out**: there checkpoints of Orbax; here, where `run_dir` is given, a Hugging Face folder in `final/` and
+  checkpoints that resume exactly.
+
+The same run as a command, with the same words, and without a program: `whet grpo model=FOLDER data=train.jsonl
+reward=rewards.py:digits algo.beta=0.08 rollout.temperature=0.9 ...`.
+"""
+"""A Tunix script before and after; a test runs the second half."""
+
 _INTRO = f"""# From Tunix
 
 `from whet.tunix import ...` is the changed line of a Tunix program. Names, defaults and error messages of Tunix's
 configuration are kept where whet has the thing. First a script, then every field, then what programs call.
 
-{SCRIPT}
+{_SCRIPT}
 ## Every field
 
 - *same*: name, default and meaning.
@@ -410,21 +494,13 @@ def page() -> str:
         inherited = {f.name for base in bases for f in dataclasses.fields(base)}
         ours = [f.name for f in dataclasses.fields(cls) if f.name not in theirs | inherited]
         rows = [
-            f"| `{name}` | `{field.default!r}` | {field.state} | {field.note} |"
-            if field.default != REQUIRED
-            else f"| `{name}` | {REQUIRED} | {field.state} | {field.note} |"
+            (f"`{name}`", REQUIRED if field.default == REQUIRED else f"`{field.default!r}`", field.state, field.note)
             for name, field in fields.items()
         ]
-        parts.append(f"### {cls.__name__}\n\n| field | default in Tunix | here | note |\n|---|---|---|---|")
-        parts[-1] += "\n" + "\n".join(rows) + "\n"
+        parts.append(f"### {cls.__name__}\n\n{table(['field', 'default in Tunix', 'here', 'note'], rows)}\n")
         if ours:
             parts.append(f"whet's own: {', '.join(f'`{n}`' for n in ours)}.\n")
-    parts.append("## Names, methods and hooks\n\n| in Tunix | in whet.tunix | note |\n|---|---|---|")
-    parts[-1] += "".join(f"\n| {name} | {state} | {note} |" for name, state, note in PROGRAMS)
-    parts[-1] += "".join(f"\n| `{name}` | refused | {why} |" for name, why in ABSENT.items()) + "\n"
-    parts.append("Written by `python -m whet.tunix.fields`; a test keeps it current.\n")
+    rows = [*PROGRAMS, *((f"`{name}`", "refused", reason) for name, reason in ABSENT.items())]
+    parts.append(f"## Names, methods and hooks\n\n{table(['in Tunix', 'in whet.tunix', 'note'], rows)}\n")
     return "\n".join(parts)
 
-
-if __name__ == "__main__":
-    sys.stdout.write(page())

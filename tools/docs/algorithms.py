@@ -1,15 +1,15 @@
-"""docs/algorithms.md: what can be chosen by name, from the code: `python -m whet.learners.catalog`."""
+"""docs/algorithms.md: the functions that can be chosen by name, with equation, parameters and source."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import re
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
+from tools.docs.table import table
 from whet.config import GRPOConfig, PolicyConfig, PPOConfig, field_docs
 from whet.config.base import choices
 from whet.learners.objective import keywords_of
@@ -104,12 +104,11 @@ def _parameters(fn: Callable[..., Any]) -> str:
     return ", ".join([*words, *(f"{name} = {value}" for name, value in fixed.items())])
 
 
-def _row(name: str, when: str, fn: Callable[..., Any]) -> str:
+def _cells(name: str, when: str, fn: Callable[..., Any]) -> tuple[str, ...]:
     if when == SAME:
-        return f"| `{name}` | as above | {when} | | |"
-    said = equation(fn) + (" The gradient is that of k2." if name.endswith("+") else "")
-    cells = (f"`{name}`", said, when, _parameters(fn), source(fn))
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        return (f"`{name}`", "as above", when, "", "")
+    text = equation(fn) + (" The gradient is that of k2." if name.endswith("+") else "")
+    return (f"`{name}`", text, when, _parameters(fn), source(fn))
 
 
 def page() -> str:
@@ -118,14 +117,9 @@ def page() -> str:
     for field, known in KNOWN.items():
         about = " ".join(field_docs(PPOConfig).get(field, "").split())
         parts.append(f"## {_TITLES[field]}\n\n`algo.{field}`. {about}\n" if about else f"## {_TITLES[field]}\n")
-        parts.append("| name | what it is | when | parameters | source |\n|---|---|---|---|---|")
-        rows = [_row(name, when, known[name]) for name, when in choices(GRPOConfig, field).items() if name in known]
-        parts[-1] += "\n" + "\n".join(rows) + "\n"
+        rows = [_cells(name, when, known[name]) for name, when in choices(GRPOConfig, field).items() if name in known]
+        parts.append(f"{table(['name', 'what it is', 'when', 'parameters', 'source'], rows)}\n")
         if field in _OF_ALL:
             parts.append(f"Source: {source(_OF_ALL[field])}\n")
-    parts.append("Written by `python -m whet.learners.catalog`; a test keeps it current.\n")
     return "\n".join(parts)
 
-
-if __name__ == "__main__":
-    sys.stdout.write(page())

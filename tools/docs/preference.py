@@ -1,19 +1,16 @@
-"""docs/preference.md: the losses of preference and reward-model training, from the code.
-
-`python -m whet.learners.preference_catalog > docs/preference.md`.
-"""
+"""docs/preference.md: the losses of preference and reward-model training, with what each reads."""
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
+from tools.docs.algorithms import equation, source
+from tools.docs.table import table
 from whet.config import PreferenceConfig, RewardModelConfig
 from whet.config.base import choices, field_docs
-from whet.learners.catalog import equation, source
 from whet.learners.objective import keywords_of
 from whet.ops.preference import F_DIVERGENCES, PREFERENCE_LOSSES, REWARD_LOSSES, needs_of
 
@@ -88,26 +85,22 @@ def _reads(fn: Callable[..., Any]) -> str:
     return ", ".join([need.rows, *(name for name, asked in passes.items() if asked)])
 
 
-def _row(*cells: str) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
 def _table(config: type, field: str, known: Mapping[str, Callable[..., Any]], reads: bool) -> str:
     """A row for each name, in the order in which help shows them."""
     heads = ["name", "what it is", "when", "parameters", *(["reads"] if reads else []), "source"]
-    lines = [_row(*heads), "|" + "---|" * len(heads)]
+    rows = []
     for name, when in choices(config, field).items():
         fn = known[name]
         cells = [f"`{name}`", equation(fn), when, _parameters(fn, config)]
-        lines.append(_row(*cells, *([_reads(fn)] if reads else []), source(fn)))
-    return "\n".join(lines)
+        rows.append([*cells, *([_reads(fn)] if reads else []), source(fn)])
+    return table(heads, rows)
 
 
 def _options(names: tuple[str, ...]) -> str:
     """A row for each field: its default and what it is."""
     docs, defaults = field_docs(PreferenceConfig), {f.name: f.default for f in fields(PreferenceConfig)}
-    rows = [_row(f"`algo.{name}`", f"`{defaults[name]}`", " ".join(docs[name].split())) for name in names]
-    return "\n".join([_row("key", "default", "what it does"), "|---|---|---|", *rows])
+    rows = [(f"`algo.{name}`", f"`{defaults[name]}`", " ".join(docs[name].split())) for name in names]
+    return table(["key", "default", "what it does"], rows)
 
 
 def page() -> str:
@@ -123,10 +116,6 @@ def page() -> str:
         "## Reward models\n",
         _table(RewardModelConfig, "loss_type", REWARD_LOSSES, False) + "\n",
         _OWN,
-        "Written by `python -m whet.learners.preference_catalog`; a test keeps it current.\n",
     ]
     return "\n".join(parts)
 
-
-if __name__ == "__main__":
-    sys.stdout.write(page())

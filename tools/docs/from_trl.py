@@ -1,12 +1,8 @@
-"""The page for those who come from TRL: every field, and what is different.
-
-python -m whet.trl.config.page > docs/from-trl.md
-"""
+"""docs/from-trl.md: every field of TRL's configurations, and how whet.trl differs."""
 
 from __future__ import annotations
 
-import sys
-
+from tools.docs.table import table
 from whet.trl.config.dpo import DPO_FIELDS, OLD_DPO_FIELDS
 from whet.trl.config.field import STATES, Table
 from whet.trl.config.grpo import COMPAT, GRPO_FIELDS, OLD_GRPO_FIELDS
@@ -201,23 +197,14 @@ def page() -> str:
         _SUPERVISED,
         "## The fields\n\n" + "\n".join(f"- *{state}*: {words}." for state, words in STATES.items()) + "\n",
     ]
-    for heading, table in PAGES.items():
-        rows = [
-            f"| `{name}` | `{row.default!r}` | {row.state} | {row.note.replace('|', chr(92) + '|')} |"
-            for name, row in table.items()
-        ]
-        parts.append(
-            f"## {heading}\n\n| field | default in TRL | here | note |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
-        )
+    for heading, fields in PAGES.items():
+        rows = [(f"`{name}`", f"`{row.default!r}`", row.state, row.note) for name, row in fields.items()]
+        parts.append(f"## {heading}\n\n{table(['field', 'default in TRL', 'here', 'note'], rows)}\n")
     for release, defaults in COMPAT.items():
         words = ", ".join(f"`{name}={value!r}`" for name, value in defaults.items())
         parts.append(
             f'`compat="{release}"`: {words}; `completion_length` and `reward/{{function}}` are logged besides, and '
             "`reward_std` is the mean over groups.\n"
         )
-    parts.append("Written by `python -m whet.trl.config.page`; a test keeps it current.\n")
     return "\n".join(parts)
 
-
-if __name__ == "__main__":
-    sys.stdout.write(page())

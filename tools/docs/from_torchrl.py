@@ -1,6 +1,4 @@
-"""TorchRL's objectives, option by option, and what each is here: the source of docs/from-torchrl.md.
-
-    python -m whet.torchrl.fields > docs/from-torchrl.md
+"""docs/from-torchrl.md: every option of TorchRL's objectives, and what whet.torchrl does with it.
 
 A state is "same" (name, default and meaning), "other" (see the note), "refused" (raises ConfigError with the reason) or
 "absent".
@@ -8,8 +6,9 @@ A state is "same" (name, default and meaning), "other" (see the note), "refused"
 
 from __future__ import annotations
 
-import sys
 from typing import Any, NamedTuple
+
+from tools.docs.table import table
 
 __all__ = ["DEFECTS", "REQUIRED", "TORCHRL", "Field", "page"]
 
@@ -300,26 +299,20 @@ def page() -> str:
     """The text of docs/from-torchrl.md."""
     parts = [_INTRO]
     for title, fields in TORCHRL.items():
-        known = all(field.default == REQUIRED for field in fields.values())
-        head = "| name | here | note |\n|---|---|---|" if known else (
-            "| option | default in TorchRL | here | note |\n|---|---|---|---|"
-        )  # fmt: skip
-        rows = [_row(name, field, known) for name, field in fields.items()]
-        parts.append("\n".join([f"## {title}", "", head, *rows, ""]))
+        if all(field.default == REQUIRED for field in fields.values()):
+            heads = ["name", "here", "note"]
+            rows = [(f"`{name}`", field.state, field.note) for name, field in fields.items()]
+        else:
+            heads = ["option", "default in TorchRL", "here", "note"]
+            rows = [(f"`{name}`", _default(field), field.state, field.note) for name, field in fields.items()]
+        parts.append(f"## {title}\n\n{table(heads, rows)}\n")
         if title in OWN:
             parts.append(f"whet's own: {', '.join(f'`{name}`' for name in OWN[title])}.\n")
     parts.append(_2025)
-    rows = [f"| {there} | {here} |" for there, here in DEFECTS]
-    parts.append("\n".join(["## Where TorchRL 0.14.1 errs", "", "| there | here |", "|---|---|", *rows, ""]))
-    parts.append("Written by `python -m whet.torchrl.fields`; a test keeps it current.\n")
+    parts.append(f"## Where TorchRL 0.14.1 errs\n\n{table(['there', 'here'], DEFECTS)}\n")
     return "\n".join(parts)
 
 
-def _row(name: str, field: Field, known: bool) -> str:
-    default = field.default if field.default == REQUIRED else f"`{field.default!r}`"
-    cells = [f"`{name}`", *([] if known else [default]), field.state, field.note]
-    return f"| {' | '.join(cells)} |"
+def _default(field: Field) -> str:
+    return REQUIRED if field.default == REQUIRED else f"`{field.default!r}`"
 
-
-if __name__ == "__main__":
-    sys.stdout.write(page())

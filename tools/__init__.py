@@ -1,0 +1,1 @@
+"""Programs for those who work on whet; the package does not contain them."""
