@@ -54,11 +54,13 @@ def tables() -> dict[str, Any]:
     found = _table(PPOConfig, policy)
     modes = found["loss_agg_mode"].items()
     found["value_loss_agg_mode"] = {name: tuple({*names} & {"loss_agg_units"}) for name, names in modes}
-    preference = {"loss_type": PREFERENCE_LOSSES, "f_divergence_type": F_DIVERGENCES}
     return {
         "POLICY_READS": found,
         "CRITIC_READS": tuple(sorted(fields_read(advantages_and_returns))),
-        "PREFERENCE_READS": _table(PreferenceConfig, preference, fields_read_by_loss),
+        "PREFERENCE_READS": {
+            **_table(PreferenceConfig, {"loss_type": PREFERENCE_LOSSES}, fields_read_by_loss),
+            **_table(PreferenceConfig, {"f_divergence_type": F_DIVERGENCES}),
+        },
         "REWARD_MODEL_READS": _table(RewardModelConfig, {"loss_type": REWARD_LOSSES}),
     }
 

@@ -157,7 +157,7 @@ def fields_read(fn: Callable[..., Any]) -> set[str]:
     return keywords_of(fn) | {field for argument, field in _FIELD_OF_ARGUMENT.items() if argument in arguments}
 
 
-_FIELD_OF_ARGUMENT = {"epsilon": "epsilon_low", "norm": "loss_agg_norm", "num_units": "loss_agg_units"}
+_FIELD_OF_ARGUMENT = {"norm": "loss_agg_norm", "num_units": "loss_agg_units"}
 """Arguments that a field of another name stands for."""
 
 

@@ -56,7 +56,7 @@ def unread_fields(config: Any, read: Collection[str] = ()) -> dict[str, str]:
         chosen = _chosen(config, choice)
         unknown = any(isinstance(name, str) and ":" not in name and name not in readers for name in chosen)
         for name, names in readers.items():
-            found.update(dict.fromkeys(names, choice))
+            found = dict.fromkeys(names, choice) | found
             if unknown or name in chosen:  # the error about an unknown name comes later
                 has_effect.update(names)
     if getattr(config, "loss_agg_mode", None) == "sequence-mean-token-sum-norm" and config.loss_agg_norm is not None:
@@ -70,7 +70,7 @@ def unread_fields(config: Any, read: Collection[str] = ()) -> dict[str, str]:
         found.update({} if config.beta else {"kl_type": "beta"})
         found.update({} if computed else dict.fromkeys(_KL, "beta"))
         has_effect.update(("importance_sampling_level",) if computed and config.use_bias_correction_kl else ())
-    return {name: choice for name, choice in found.items() if name not in has_effect}
+    return {name: choice for name, choice in found.items() if name not in has_effect and hasattr(config, name)}
 
 
 def check_fields_read(config: Any, read: Collection[str] | None = None) -> None:
