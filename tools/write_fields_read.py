@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["CRITIC_READS", "POLICY_READS", "PREFERENCE_READS", "REWARD_MODEL_READS"]
+__all__ = ["CRITIC_READS", "POLICY_READS", "PREFERENCE_READS", "REWARD_MODEL_READS", "Readers"]
 
 Readers = Mapping[str, Mapping[str, tuple[str, ...]]]
 """Field that chooses functions -> name -> the fields that this function reads."""

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from whet.errors import ConfigError, DataError, lookup_error
 from whet.ops.masked import segment_count, to_fp32
+from whet.ops.shapes import check_shapes
 
 __all__ = ["LOSS_AGG_MODES", "aggregate", "token_weights", "unit_weights"]
 
@@ -166,10 +167,12 @@ def aggregate(loss: Tensor, weights: Tensor) -> Tensor:
     L = Σ w·l over the tokens (units) with w ≠ 0: a loss of NaN at a masked-out token is ignored.
     Args: loss [S]. weights [S], from token_weights. Of units: [U] both, from unit_weights.
     Returns: 0-d, in the loss's dtype; fp32 for half precision.
+    Raises: DataError: loss and weights of different shapes.
 
     >>> aggregate(torch.tensor([1., 3., torch.nan]), torch.tensor([0.5, 0.5, 0.]))
     tensor(2.)
     """
+    check_shapes("[S]", loss=loss, weights=weights)
     loss = to_fp32(loss)
     return (torch.where(weights != 0, loss, 0.0) * weights.to(loss.dtype)).sum()
 
@@ -185,10 +188,7 @@ def _check_prompt(prompt: Tensor | None, trajectory: Tensor) -> None:
 
 def _check(mask: Tensor, unit: Tensor, **numbers: float | None) -> None:
     """Raises where shapes differ, or a number is not positive."""
-    if mask.dim() != 1 or mask.shape != unit.shape:
-        raise DataError(
-            f"mask and the unit of each token have shapes {list(mask.shape)} and {list(unit.shape)}; both must be [S]"
-        )
+    check_shapes("[S]", mask=mask, unit=unit)
     for name, value in numbers.items():
         if value is not None and not _positive(value):
             raise ConfigError(f"Invalid '{name}' value {value!r}: it must be a positive number, or None")
