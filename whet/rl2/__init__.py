@@ -58,7 +58,7 @@ def run(verb: str, words: Sequence[str]) -> Any:
     from whet.observe.progress import setup_logging
 
     setup_logging()
-    from whet.rl2.run import carried_out
+    from whet.rl2.execute import carried_out
 
     try:
         return carried_out(given, config)
