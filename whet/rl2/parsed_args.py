@@ -8,7 +8,7 @@ from typing import Any
 
 from whet.config import DPORunConfig, PPORunConfig, RMRunConfig, SFTRunConfig
 from whet.config.loader import is_text, merged, tree
-from whet.errors import ConfigError, lookup_error, nearest, shown
+from whet.errors import ConfigError, format_value, lookup_error, nearest
 from whet.rl2.keys import KEYS, Key
 from whet.rl2.references import resolved
 
@@ -117,7 +117,7 @@ class Given:
         for key, value in self.values.items():
             row = key_of(key, KEYS[self.verb])
             if row is not None and row.how in ("one", "refused") and not _harmless(value, row):
-                self.problems.append(f"{key}={shown(value, 60)} is refused: {row.note}")
+                self.problems.append(f"{key}={format_value(value, 60)} is refused: {row.note}")
 
     def check(self) -> None:
         """Raises ConfigError: every problem so far, a line each."""
@@ -199,7 +199,8 @@ def _unknown(key: str, known: Mapping[str, Key]) -> str | None:
     keys = [k.removesuffix(".*") for k in known]
     same = [k for k in keys if k.rpartition(".")[2] == key.rpartition(".")[2]]
     near = nearest(key, keys) or (f"; did you mean {' or '.join(same[:3])}?" if same else "")
-    return f"unknown key {shown(key, 60)[1:-1]}{near or '; docs/from-rl2.md lists them; whet.<key> is a key of whet'}"
+    other = "; docs/from-rl2.md lists them; whet.<key> is a key of whet"
+    return f"unknown key {format_value(key, 60)[1:-1]}{near or other}"
 
 
 def copied(given: Given) -> dict[str, Any]:
