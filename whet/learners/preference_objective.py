@@ -13,10 +13,11 @@ from typing import Any
 from whet.config import PreferenceConfig, RewardModelConfig
 from whet.config.algo.unused_fields import changed
 from whet.errors import ConfigError
-from whet.learners.objective import check_call, keywords_of, resolve_name, with_fields
+from whet.learners.objective import check_call, keywords_of, other_field, with_fields
 from whet.ops.preference import F_DIVERGENCES, PREFERENCE_LOSSES, REWARD_LOSSES, PreferenceObjective, needs_of
 from whet.rewards.call import function_name
 from whet.train.worker import Loss
+from whet.util.references import resolve_name
 
 __all__ = ["check_taken", "composed_preference", "make_preference_objective", "make_reward_loss"]
 
@@ -52,7 +53,7 @@ def make_preference_objective(config: PreferenceConfig) -> PreferenceObjective:
     False
     """
     losses = _losses(config)
-    divergence = resolve_name(config.f_divergence_type, F_DIVERGENCES, "f_divergence_type")
+    divergence = resolve_name(config.f_divergence_type, F_DIVERGENCES, "f_divergence_type", hint=other_field)
     check_taken(config, {**losses, function_name(divergence): divergence})
     for loss in losses.values():
         check_call(with_fields(loss, config), "loss_type", ("p",))
@@ -77,7 +78,7 @@ def make_reward_loss(config: RewardModelConfig) -> Loss:
 
     Raises: ConfigError: nothing has this name, or a parameter that it does not take was set.
     """
-    loss = resolve_name(config.loss_type, REWARD_LOSSES, "loss_type")
+    loss = resolve_name(config.loss_type, REWARD_LOSSES, "loss_type", hint=other_field)
     check_taken(config, {function_name(loss): loss})
     bound = with_fields(loss, config)
     check_call(bound, "loss_type", ("x",))

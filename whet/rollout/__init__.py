@@ -11,8 +11,7 @@ import importlib.util
 import sys
 from typing import Any
 
-from whet.errors import ConfigError, lookup_error
-from whet.util.references import resolve_callable
+from whet.util.references import resolve_name
 
 __all__ = ["ALIASES", "ENGINES", "check_engine", "engine_name", "resolve_engine"]
 
@@ -56,15 +55,4 @@ def resolve_engine(name: str | type) -> type:
     >>> resolve_engine("mock").__name__
     'MockEngine'
     """
-    name = engine_name(name)
-    if not isinstance(name, str):
-        return name
-    if name not in ENGINES:
-        if ":" not in name:
-            raise lookup_error("rollout engine", name, [*ENGINES, *ALIASES])
-        return resolve_callable(name, "rollout engine")
-    module, _, attribute = ENGINES[name].partition(":")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"rollout engine {name!r} can't be imported: {error}; give 'package.module:Class'") from error
+    return resolve_name(engine_name(name), {**ENGINES, **ALIASES}, "rollout engine")
