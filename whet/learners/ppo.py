@@ -39,7 +39,7 @@ from whet.train.metric_reduction import Metrics
 from whet.types import LossInputs, TokenBatch
 from whet.util.references import resolve_name
 
-__all__ = ["PPOLearner", "PpoLearner"]
+__all__ = ["PPOLearner"]
 
 _METRICS = {
     "return": {"return_mean": "mean"},
@@ -229,7 +229,3 @@ def _under_critic(name: str, how: str | Mapping[str, str]) -> dict[str, str]:
     """How a metric of the value loss is named and reduced where the actor's trainer reports it."""
     labels = {name: how} if isinstance(how, str) else how
     return {f"critic/{label}": reduction for label, reduction in labels.items()}
-
-
-PpoLearner = PPOLearner
-"""Tunix's other spelling."""
