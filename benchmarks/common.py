@@ -208,9 +208,9 @@ def _resident(field: str) -> int:
 
 def machine() -> dict[str, Any]:
     """What the figures were measured on: versions, processor with its flags, devices, commit."""
-    from whet.observe.environment import environment
+    from whet.observe.environment import collect_environment
 
-    found = environment()
+    found = collect_environment()
     kept = {name: found[name] for name in ("versions", "cpu", "devices", "cuda") if name in found}
     return {**kept, "system": found["platform"]["system"], "commit": commit()}
 

@@ -32,7 +32,7 @@ from whet.rollout.driver import Rollouts
 from whet.rollout.policy_rollouts import Play, PolicyRollouts
 from whet.train.role_checkpoints import Checkpoints
 from whet.train.role_trainer import RoleTrainer
-from whet.train.role_workers import ACTOR, Given, RoleWorkers, check_loading, trusts_remote_code
+from whet.train.role_workers import ACTOR, Given, RoleWorkers, model_checks, trusts_remote_code
 from whet.train.worker import Allowed, ModelWorker
 from whet.tunix.verbs import TunixVerbs
 from whet.types import Group, Prompt
@@ -366,7 +366,7 @@ def _shared_critic(critic: Any) -> tuple[bool, Any]:
 def _check_given(config: ClusterConfig, models: Iterable[Any]) -> None:
     """Raises ConfigError, all at once, for names that nothing has: engine, models, optimizers, loggers."""
     loop = config.training_config
-    named = check_loading(loop, models, (loop.actor_optimizer, loop.critic_optimizer))
+    named = model_checks(loop, models, (loop.actor_optimizer, loop.critic_optimizer))
     raise_all([lambda: resolve_engine(config.rollout_engine), *named])  # pyright: ignore[reportArgumentType]
 
 

@@ -400,7 +400,7 @@ def test_a_run_goes_on_under_its_own_name_and_leaves_later_steps_of_others(tmp_p
     assert (ours / "step-000002" / "run.pt").is_file()
     shutil.rmtree(ours / "step-000002")
     learner(tmp_path / "a", max_steps=2, resume=one).train(rows(8))
-    assert checkpoint.run_of(ours / "step-000002") == checkpoint.run_of(ours / "step-000001") is not None
+    assert checkpoint.read_run_id(ours / "step-000002") == checkpoint.read_run_id(ours / "step-000001") is not None
     for step in (1, 2):  # as an earlier version has written them
         (ours / f"step-{step:06d}" / "run.json").unlink()
         (ours / f"step-{step:06d}" / "sums.json").unlink()
@@ -434,7 +434,7 @@ def test_a_state_of_another_step_than_its_folders_is_refused_and_nothing_is_remo
     torch.save({**dict.fromkeys(needs), "step": step}, folder / "run.pt")
     with pytest.raises(CheckpointError, match=r"is of step .*, but its folder is named step-000001"):
         learner(tmp_path, resume=str(folder)).train(rows(8))
-    assert len(checkpoint.checkpoints(root)) == 3
+    assert len(checkpoint.step_folders(root)) == 3
 
 
 def _made(folder):

@@ -204,7 +204,7 @@ def _answer(talk: Chat, line: str) -> None:
     if stopped:
         _tell("[stopped]")
     elif talk.finish_reason == "length" and sys.stdin.isatty():
-        _tell("[cut at its longest; /set max_tokens=... for more]")
+        _tell("[truncated at its longest; /set max_tokens=... for more]")
 
 
 def _lines(live: bool) -> Iterator[str]:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from whet.cli.preflight import check_rewards, check_run, check_teacher_used
-from whet.cli.resolve_defaults import settled
+from whet.cli.resolve_defaults import resolve_defaults
 from whet.cli.rows import data
 from whet.cluster import RLCluster
 from whet.config import (
@@ -34,17 +34,17 @@ from whet.config import (
 )
 from whet.config.lora import LORA_LR
 from whet.errors import ConfigError
-from whet.hub.model_card import write_card
+from whet.hub.model_card import write_model_card
 from whet.learners.base import RLLearner
 from whet.learners.grpo import GRPOLearner
 from whet.learners.ppo import PPOLearner
 from whet.models.model_factory import made_model
-from whet.observe.environment import noted_environment
+from whet.observe.environment import read_environment
 from whet.observe.plots import plot_curves
 from whet.parallel.comm import require_single_process
 from whet.run.interrupts import Stopped
 from whet.run.run import Run
-from whet.storage.files import finite, to_json, write_atomic
+from whet.storage.files import finite_or_none, to_json, write_atomic
 from whet.train.role_checkpoints import Checkpoints
 from whet.train.role_workers import ACTOR
 from whet.util.package_files import recipe_path
@@ -109,7 +109,7 @@ def train(config: R, build: Callable[[R], tuple[Any, Any, Any]]) -> dict[str, An
     try:
         write_atomic(folder / "summary.json", (to_json(summary, indent=1) + "\n").encode("utf-8", "replace"))
         if plot_curves(run.rows, folder / "curves.png") is not None:
-            write_card(folder)  # with them
+            write_model_card(folder)  # with them
     except Exception as error:  # the model is trained and saved: nothing that only shows it may fail the run
         log.warning("summary.json or curves.png could not be written: %s: %s", type(error).__name__, error)
     done = f"{run.step} step{'s' * (run.step != 1)}"
@@ -157,7 +157,7 @@ def demo(argv: Sequence[str] = ()) -> dict[str, Any]:
 def build(config: RunConfig) -> tuple[RLLearner, Any, Any]:
     """The cluster and learner of a configuration, and its training and evaluation data."""
     check_complete(config)
-    found = settled(config, *data(config))
+    found = resolve_defaults(config, *data(config))
     config = found.config
     check_rewards(config, found.train, found.evaluation)
     algo = dataclasses.replace(config.algo, reward_weights=config.reward_weights)
@@ -182,6 +182,7 @@ def build(config: RunConfig) -> tuple[RLLearner, Any, Any]:
     rows_as = rows_given(config.data)
     make = PPOLearner if isinstance(config, PPORunConfig) else GRPOLearner
     learner = make(cluster, algo, list(config.reward_names), data=rows_as, settings=config)  # pyright: ignore
+    learner.encoders.update(found.encoders)
     return learner, found.train, found.evaluation
 
 
@@ -235,7 +236,7 @@ def _settle_threads(config: AnyRun) -> None:
     if "OMP_NUM_THREADS" in os.environ or torch.cuda.is_available():
         return
     available = torch.get_num_threads()
-    noted = noted_environment(config.trainer.run_dir).get("threads") if config.trainer.resume is not None else None
+    noted = read_environment(config.trainer.run_dir).get("threads") if config.trainer.resume is not None else None
     if noted is not None and noted < available:
         torch.set_num_threads(noted)
         log.info("threads: %d, as the run began with", noted)
@@ -279,15 +280,18 @@ def summarise(run: Run, config: AnyRun, seconds: float) -> dict[str, Any]:
         "steps": run.step,
         "seed": config.trainer.seed,
         "train_seconds": round(seconds, 1),
-        f"{name}_first": finite(train[0].get(name)) if train else None,
-        f"{name}_last": finite(train[-1].get(name)) if train else None,
+        f"{name}_first": finite_or_none(train[0].get(name)) if train else None,
+        f"{name}_last": finite_or_none(train[-1].get(name)) if train else None,
         "run_dir": str(config.trainer.run_dir),
     }
     if evals:
         first = evals[0] if evals[0]["step"] == 0 else {}  # of a run that began elsewhere there is none before it
-        found |= {f"eval_{name}_before": finite(first.get(name)), f"eval_{name}_after": finite(evals[-1].get(name))}
+        found |= {
+            f"eval_{name}_before": finite_or_none(first.get(name)),
+            f"eval_{name}_after": finite_or_none(evals[-1].get(name)),
+        }
         items = run.task.evaluated
-        found[f"eval_{items}"] = int(finite(evals[-1].get(f"{items}/count")) or 0)
+        found[f"eval_{items}"] = int(finite_or_none(evals[-1].get(f"{items}/count")) or 0)
         if "accuracy" in first and "accuracy" in evals[-1]:
             found |= {"accuracy_before": first["accuracy"], "accuracy_after": evals[-1]["accuracy"]}
     return found

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
-from whet.cli.resolve_defaults import encoder_of, with_lengths, with_template
+from whet.cli.resolve_defaults import make_encoder, with_lengths, with_template
 from whet.cli.rows import data
 from whet.config import DPORunConfig, Mode, RoleConfig, RunConfig, SFTRunConfig, SupervisedRunConfig
 from whet.config.run import lacking
@@ -79,7 +79,7 @@ def _show_prompts(
         if given is None:
             continue
         rollout = dataclasses.replace(config.rollout, max_prompt_length=None, on_long_prompt="error")
-        encode = encoder_of(dataclasses.replace(config, rollout=rollout), tokenizer, mode)
+        encode = make_encoder(dataclasses.replace(config, rollout=rollout), tokenizer, mode)
         for place, row in _looked_at(given, encode):
             prompt = encode(row, place)
             whole.add(len(prompt.tokens) if prompt else 0)

@@ -18,11 +18,11 @@ from whet.data.read_errors import each
 from whet.data.sources import load_rows
 from whet.data.templates import goes_through
 from whet.errors import ConfigError, DataError
-from whet.hub.base_model import trained_templated
+from whet.hub.base_model import trained_with_chat_template
 from whet.rollout.base import Sampling
 from whet.rollout.sampler import Sampler
 from whet.rollout.text import TextStream
-from whet.storage.files import temporary
+from whet.storage.files import temporary_path
 from whet.types import Group, Prompt
 from whet.util.text_lines import visible
 
@@ -162,7 +162,7 @@ def _opened(path: Path, overwrite: bool) -> Iterator[TextIO]:
     """
     path = path.resolve()
     replaces, device = overwrite and path.is_file(), overwrite and path.exists() and not path.is_file()
-    place = temporary(path) if replaces else path
+    place = temporary_path(path) if replaces else path
     try:
         file = place.open("w" if device else "x", encoding="utf-8")
     except OSError as error:
@@ -199,7 +199,7 @@ def _encoded(config: GenerateConfig, sampler: Sampler, inputs: Sequence[Any]) ->
     """The prompts as ids; those over the limit refused, cut or left out."""
     applied = config.apply_chat_template
     if applied == "auto":
-        noted = trained_templated(config.model)
+        noted = trained_with_chat_template(config.model)
         applied = goes_through(sampler.tokenizer, config.chat_template_kwargs) if noted is None else noted
         if applied and any(isinstance(text, str) for text in inputs):
             log.info("chat template: applied to plain-text prompts (apply_chat_template=auto; false: not)")

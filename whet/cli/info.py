@@ -137,10 +137,10 @@ def _env() -> str:
     import torch  # noqa: F401  (environment() says its threads and devices where it is imported)
 
     from whet.native import build
-    from whet.observe.environment import environment
+    from whet.observe.environment import collect_environment
     from whet.util import install
 
-    facts = environment()
+    facts = collect_environment()
     versions = facts["versions"]
     kernels = build.load_library("decode")
     extras = {name: found for name in _OPTIONAL if (found := _version(name, metadata)) is not None}

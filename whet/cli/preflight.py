@@ -46,12 +46,12 @@ from whet.rewards.resolve import by_name, resolve_reward
 from whet.rollout import check_engine
 from whet.run.push_observer import check_push
 from whet.storage.files import check_writable
-from whet.storage.folder_lock import check_free
-from whet.storage.run_folder import check_new
+from whet.storage.folder_lock import check_unlocked
+from whet.storage.run_folder import check_no_run
 from whet.train.optim import check_schedule
 from whet.train.optimizers import check_optimizer
 from whet.train.role_checkpoints import Checkpoints
-from whet.train.role_workers import check_model
+from whet.train.role_workers import check_model_exists
 from whet.types import Prompt
 from whet.util.references import is_ref, resolve_callable
 
@@ -129,7 +129,7 @@ def _shared(config: RunConfig | SupervisedRunConfig) -> Iterator[Check]:
     paths = (*paths_of(data.path), *paths_of(data.eval_path))
     yield from (("", partial(check_source, path, part)) for path in paths)
     if config.tokenizer not in (None, "byte"):
-        yield "", partial(check_model, config.tokenizer)
+        yield "", partial(check_model_exists, config.tokenizer)
     yield "", partial(check_loggers, trainer.chosen_loggers, trainer.metrics_logging_options)
     if trainer.hub_model_id is not None:
         yield "trainer", partial(check_push, trainer)
@@ -138,11 +138,11 @@ def _shared(config: RunConfig | SupervisedRunConfig) -> Iterator[Check]:
     if trainer.resume is not None:
         yield "trainer", partial(Checkpoints(trainer.checkpoint_root, {}).find, trainer.resume)
     elif trainer.run_dir is not None:
-        yield "trainer", partial(check_new, trainer.run_dir)
+        yield "trainer", partial(check_no_run, trainer.run_dir)
     for key in ("run_dir", "checkpoint_root_directory"):
         if (folder := getattr(trainer, key)) is not None:
             yield "", partial(check_writable, folder, f"trainer.{key}")
-            yield "", partial(check_free, folder, f"trainer.{key}")
+            yield "", partial(check_unlocked, folder, f"trainer.{key}")
 
 
 def _role(section: str, role: RoleConfig | None, *, trained: bool) -> Iterator[Check]:
@@ -152,7 +152,9 @@ def _role(section: str, role: RoleConfig | None, *, trained: bool) -> Iterator[C
     if role.model is not None:
         known = is_ref(role.model)
         looked = (
-            partial(resolve_callable, role.model, f"{section}.model") if known else partial(check_model, role.model)
+            partial(resolve_callable, role.model, f"{section}.model")
+            if known
+            else partial(check_model_exists, role.model)
         )
         yield "", looked
         if role.lora is not None and not known:

@@ -6,12 +6,12 @@ import dataclasses
 
 from whet.cli.output import print_text
 from whet.config.push import PushConfig, check_push
-from whet.hub.push import Pushed, push_to_hub
+from whet.hub.push import PushResult, push_to_hub
 
 __all__ = ["push"]
 
 
-def push(config: PushConfig) -> Pushed:
+def push(config: PushConfig) -> PushResult:
     """Sends a run's model, tokenizer and card, and prints where; with dry_run what would be sent.
 
     Args: config: the whole configuration.

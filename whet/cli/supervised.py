@@ -87,9 +87,10 @@ def _settled(config: C, encoder: Callable[..., Encoder]) -> tuple[C, tuple[Any, 
         config.tokenizer or config.trained.model, trust_remote_code=config.trained.trust_remote_code
     )
     config = with_template(config, tokenizer, rows[0])
+    encode = encoder(tokenizer, rows_given(config.data))
     for part in rows:
         if isinstance(first := first_of(part), Mapping) and not is_batch(first, None):
-            encoder(tokenizer, rows_given(config.data))(first)
+            encode(first)
     return config, rows, tokenizer
 
 

@@ -11,7 +11,7 @@ from whet.config.data import SupervisedDataConfig
 from whet.errors import DataError
 from whet.types import TrainSequence
 
-__all__ = ["Lengths", "Spread"]
+__all__ = ["Lengths", "Spread", "check_prompt_lengths"]
 
 BARS = 10
 """Of a histogram, at most."""
@@ -32,6 +32,10 @@ class Spread:
     def add(self, length: int) -> None:
         """One row more."""
         self.seen.append(length)
+
+    def extend(self, lengths: Iterable[int]) -> None:
+        """Several rows more."""
+        self.seen.extend(lengths)
 
     def __len__(self) -> int:
         return len(self.seen)
@@ -93,6 +97,45 @@ class Spread:
         wide, digits, most = max(map(len, labels), default=0), len(str(max(counts, default=0))), max(counts, default=1)
         bars = ["#" * -(-count * width // most) for count in counts]
         return [f"{a:>{wide}}  {n:>{digits}} {bar}".rstrip() for a, n, bar in zip(labels, counts, bars, strict=False)]
+
+
+def check_prompt_lengths(
+    lengths: Spread, positions: int | None, max_tokens: int, *, row: int | None = None, best_limit: int | None = None
+) -> None:
+    """Refuses prompts that the model could never complete.
+
+    Args:
+        lengths: tokens of each prompt.
+        positions: tokens that the model reads at most; None = no limit.
+        max_tokens: new tokens that may be asked for.
+        row: the number of the longest prompt, for the message.
+        best_limit: the max_prompt_length that the message proposes; None = what max_tokens leaves.
+    Raises: DataError: a prompt and its completion have more tokens than the model has positions.
+
+    >>> check_prompt_lengths(Spread([10]), 16, max_tokens=6)
+    >>> check_prompt_lengths(Spread([9, 10]), 16, max_tokens=7, row=3)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    whet.errors.DataError: 1 of 2 prompts can't fit, 95 % have 10 tokens or fewer; the longest, row 3: 10 prompt ...
+    """
+    if positions is None or not (over := lengths.over(positions - max_tokens)):
+        return
+    longest, which = lengths.longest, "" if row is None else f", row {row}"
+    cut = "with rollout.on_long_prompt=drop or truncate_left"
+    if best_limit is not None or max_tokens < positions:
+        lower = ", or lower rollout.max_tokens_to_generate" if max_tokens > 1 else ""
+        fix = f"set rollout.max_prompt_length={best_limit or positions - max_tokens} {cut}{lower}"
+    else:
+        fix = "max_tokens_to_generate alone leaves no room for a prompt; set it to "
+        fix += (
+            f"{positions - longest} or less, as this one needs"
+            if longest < positions
+            else f"{positions - 1} or less, and rollout.max_prompt_length to what is left {cut}"
+        )
+    raise DataError(
+        f"{over} of {len(lengths)} prompts can't fit, 95 % have {lengths.most} tokens or fewer; the longest{which}: "
+        f"{longest} prompt tokens + rollout.max_tokens_to_generate {max_tokens} = {longest + max_tokens}, but the "
+        f"model has {positions} positions (max_position_embeddings); {fix}"
+    )
 
 
 class Lengths:

@@ -25,11 +25,11 @@ from whet.data.prompts import PROMPT_COLUMNS, PromptEncoder, find_prompt_column
 from whet.data.read_errors import each, reading, said
 from whet.data.supervised import RowEncoder
 from whet.errors import CheckpointError, ConfigError, DataError, lookup_error
-from whet.storage.checksums import chained, digests
+from whet.storage.checksums import chain_checksum, compute_checksums
 
 __all__ = [
     "PromptStream",
-    "digests",
+    "compute_checksums",
     "encode_all",
     "epoch_order",
     "first_of",
@@ -189,7 +189,7 @@ class PromptStream:
         self._block: tuple[int, dict[str, Any]] | None = None
         """Rows used before the block of rows that is being handed out, and where the source stood then."""
         self._check()
-        self.digest, self.columns_digest = digests(self.source) if self.kind == "rows" else (0, 0)
+        self.digest, self.columns_digest = compute_checksums(self.source) if self.kind == "rows" else (0, 0)
         """Of the encoded prompts in their order, and of their other columns; 0 where they are not known beforehand."""
 
     def _size(self, first: Any, asked: int | None) -> int:
@@ -274,7 +274,11 @@ class PromptStream:
             "read_digest": self.read_digest,
             "shuffle_buffer": self.shuffle_buffer,
             "mixture": self.source.digest() if isinstance(self.source, MixedRows) else 0,
-            **({} if source is None else {"first_digest": chained(self.first, 0), "block": block, "source": source}),
+            **(
+                {}
+                if source is None
+                else {"first_digest": chain_checksum(self.first, 0), "block": block, "source": source}
+            ),
             "length": len(self.source) if self.kind != "rows" and isinstance(self.source, Sized) else -1,
         }
 
@@ -351,7 +355,7 @@ class PromptStream:
 
         Raises: CheckpointError: its first row is another, or it takes no such state.
         """
-        if state["first_digest"] != chained(self.first, 0):
+        if state["first_digest"] != chain_checksum(self.first, 0):
             raise CheckpointError(
                 "the first row is not that of the checkpoint's data; resume with the same data, or start a new run in "
                 "another trainer.run_dir"
@@ -397,7 +401,7 @@ class PromptStream:
         what = "batches" if self.kind == "batches" else "rows"
         self.read_digest = count = 0
         for count, item in enumerate(islice(items, used), 1):
-            self.read_digest = chained(item, self.read_digest)
+            self.read_digest = chain_checksum(item, self.read_digest)
             if time.monotonic() - told > LOG_INTERVAL_S:
                 told = time.monotonic()
                 log.info("read %d of the %d %s that the checkpoint had used", count, used, what)
@@ -498,7 +502,7 @@ class PromptStream:
             self.dropped_rows += len(held)
 
     def _take(self, item: Any) -> None:
-        self.used, self.read_digest = self.used + 1, chained(item, self.read_digest)
+        self.used, self.read_digest = self.used + 1, chain_checksum(item, self.read_digest)
 
     def _made(self, row: Any, number: int) -> Any:
         return row if self.encode is None else self.encode(row, number)

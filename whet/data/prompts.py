@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -157,10 +158,8 @@ class PromptEncoder:
         self.on_long_prompt = on_long_prompt
         self.on_template_change = on_template_change
         self.on_answered = on_answered
-        self.counts = {"encoded": 0, "dropped": 0, "truncated": 0, "changed": 0}
-        self.spread = Spread()
-        """Tokens of each prompt, before any is cut or left out."""
-        self._all = self._empty = False
+        self.reset_counts()
+        self._all = False
         if apply_chat_template:
             self.template.need()
 
@@ -185,16 +184,25 @@ class PromptEncoder:
             **{"sections": True, **of_data, **options},
         )
 
-    def __call__(self, row: Mapping[str, Any], number: int = 0) -> Prompt | None:
+    def reset_counts(self) -> None:
+        """Starts to count anew, for another data set."""
+        self.counts = {"encoded": 0, "dropped": 0, "truncated": 0, "changed": 0}
+        self.spread = Spread()
+        """Tokens of each prompt, before any is cut or left out."""
+        self._warned_of_empty = False
+
+    def __call__(self, row: Mapping[str, Any] | Prompt, number: int = 0) -> Prompt | None:
         """One row as a Prompt.
 
-        Args: row: column -> value, or what this has made of one. number: the row's place in the data set.
+        Args:
+            row: column -> value; or a Prompt that was encoded before, of which only the length is checked again.
+            number: the row's place in the data set.
         Returns: the Prompt; None where it is too long and on_long_prompt is "drop".
         Raises: DataError: no prompt column, no text, images, too long, no tokens, a template that changes what is said
             or leaves tools out, an answer where a prompt is expected. ConfigError: no chat template.
         """
         if isinstance(row, Prompt):
-            return row
+            return self._fit(row)
         read = self._read(row, number)
         return self._prompt(read, self._ids([read])[0])
 
@@ -217,7 +225,7 @@ class PromptEncoder:
         made = {one.number: self._prompt(one, ids) for one, ids in zip(read, self._ids(read), strict=True)}
         if wrong is not None:
             raise wrong
-        return [row if isinstance(row, Prompt) else made[number] for number, row in enumerate(rows, first)]
+        return [self._fit(row) if isinstance(row, Prompt) else made[number] for number, row in enumerate(rows, first)]
 
     def _read(self, row: Any, number: int) -> _Read:
         """What a row says, and the text that its tokens are made of."""
@@ -247,36 +255,42 @@ class PromptEncoder:
         number, source = read.number, read.source
         if not tokens:
             raise DataError(f"row {number}: the prompt {shown(source)} has no tokens; leave the row out, or fill it")
-        if not self._empty and not any(said_by(m).strip() for m in self.messages(source)):
-            self._empty = True
+        if not self._warned_of_empty and not any(said_by(m).strip() for m in self.messages(source)):
+            self._warned_of_empty = True
             log.warning(
                 "row %d: the prompt is empty, so the model is asked nothing; fill it, or leave such rows out (only the "
                 "first is named)",
                 number,
             )
-        self.spread.add(len(tokens))
-        limit = self.max_prompt_length
-        if limit is not None and len(tokens) > limit:
-            if self.on_long_prompt == "error" and not self._all:
-                raise DataError(
-                    f"row {number}: the prompt has {len(tokens)} tokens, over {self._rollout}max_prompt_length "
-                    f"{limit}; {self._way_on(len(tokens))}"
-                )
-            if self.on_long_prompt != "truncate_left":
-                self.counts["dropped"] += 1
-                return None
-            self.counts["truncated"] += 1
-            tokens = tokens[-limit:]
-        self.counts["encoded"] += 1
         ids = np.asarray(tokens, dtype=np.int32)
         ids.setflags(write=False)
-        return Prompt(tokens=ids, source=source, columns=read.columns, row=number)
+        prompt = self._fit(Prompt(tokens=ids, source=source, columns=read.columns, row=number))
+        self.counts["encoded"] += prompt is not None
+        return prompt
+
+    def _fit(self, prompt: Prompt) -> Prompt | None:
+        """The prompt if it is within the limit; else it is cut, left out (None), or an error."""
+        length, limit = len(prompt.tokens), self.max_prompt_length
+        self.spread.add(length)
+        if limit is None or length <= limit:
+            return prompt
+        if self.on_long_prompt == "error" and not self._all:
+            raise DataError(
+                f"row {prompt.row}: the prompt has {length} tokens, over {self._rollout}max_prompt_length {limit}; "
+                f"{self._way_on(length)}"
+            )
+        if self.on_long_prompt == "truncate_left":
+            self.counts["truncated"] += 1
+            return replace(prompt, tokens=prompt.tokens[-limit:])
+        self.counts["dropped"] += 1
+        return None
 
     @contextmanager
     def all_rows(self) -> Iterator[None]:
-        """While all rows of a data set are encoded: prompts over the limit are one error after the last, which says how
-        many there are and how long.
+        """While all rows of a data set are encoded, the counts are of these rows, and prompts over the limit are one
+        error after the last row, with their number and their lengths.
         """
+        self.reset_counts()
         self._all = True
         try:
             yield
@@ -290,12 +304,22 @@ class PromptEncoder:
         limit = self.max_prompt_length
         return "" if limit is None else self.spread.told_over(limit, f"{self._rollout}max_prompt_length")
 
-    def _way_on(self, length: int) -> str:
-        return f"raise it to {length}, or set {self._rollout}on_long_prompt to truncate_left or drop"
-
     def told_fate(self) -> str:
         """What was done with prompts over the limit."""
         return f"{self.counts['truncated']} cut on the left, {self.counts['dropped']} left out"
+
+    def describe_limit(self) -> str:
+        """The limit as the configuration has it, e.g. "rollout.max_prompt_length=64"."""
+        return f"{self._rollout}max_prompt_length={self.max_prompt_length}"
+
+    def describe_counts(self) -> str:
+        """How many prompts were over the limit or are changed by the chat template, for the log; "" if none was."""
+        over, changed = self.told_over(), self.counts["changed"]
+        found = [f"{over} ({self.told_fate()})"] if over else []
+        return "; ".join([*found, *([f"the chat template changes what {changed} of them say"] if changed else [])])
+
+    def _way_on(self, length: int) -> str:
+        return f"raise it to {length}, or set {self._rollout}on_long_prompt to truncate_left or drop"
 
     def is_plain(self, source: str | list[Message]) -> bool:
         """Whether a prompt is encoded as the text that it is, without a chat template."""

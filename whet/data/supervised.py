@@ -79,10 +79,14 @@ class RowEncoder:
         self.tokenizer = tokenizer
         self.data = data or SupervisedDataConfig()
         self.template = ChatTemplate(tokenizer, self.data.chat_template_kwargs)
-        self.lengths = Lengths(self.data)
-        self.counts = dict.fromkeys(("encoded", "forked", "truncated", "changed", "repeating", "dropped", "empty"), 0)
+        self.reset_counts()
         if self.data.apply_chat_template:
             self.template.need()
+
+    def reset_counts(self) -> None:
+        """Starts to count anew, for another data set."""
+        self.lengths = Lengths(self.data)
+        self.counts = dict.fromkeys(("encoded", "forked", "truncated", "changed", "repeating", "dropped", "empty"), 0)
 
     def __call__(self, row: Mapping[str, Any], number: int = 0) -> Example | None:
         """One row as an Example.
@@ -115,9 +119,10 @@ class RowEncoder:
 
     @contextmanager
     def all_rows(self) -> Iterator[None]:
-        """While all rows of a data set are encoded: rows over max_length are one error after the last, or one line of
-        the log, which says how many there are and how long.
+        """While all rows of a data set are encoded, the counts are of these rows, and rows over max_length are one
+        error after the last row, or one line of the log, with their number and their lengths.
         """
+        self.reset_counts()
         self.lengths.deferred = True
         try:
             yield

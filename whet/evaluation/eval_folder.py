@@ -21,9 +21,9 @@ import numpy as np
 
 from whet.config import diff, dump
 from whet.errors import CheckpointError, ConfigError
-from whet.observe.environment import environment
+from whet.observe.environment import collect_environment
 from whet.storage.completions import read_completions, write_completions
-from whet.storage.files import read_json, to_json, usable_folder, write_atomic
+from whet.storage.files import make_writable_folder, read_json, to_json, write_atomic
 from whet.storage.folder_lock import FolderLock
 from whet.types import Completion, Group, Prompt
 
@@ -54,7 +54,7 @@ class EvalFolder:
     """
 
     def __init__(self, path: str | Path, *, resume: bool) -> None:
-        self.path = usable_folder(path, "out")
+        self.path = make_writable_folder(path, "out")
         there = (self.path / "evaluation.json").is_file()
         if there and not resume:
             raise ConfigError(f"out={path} holds an evaluation; set resume=true to continue it, or another folder")
@@ -92,7 +92,7 @@ class EvalFolder:
         self.completions.mkdir(exist_ok=True)
         write_atomic(noted, (to_json(about, indent=1) + "\n").encode())
         write_atomic(self.path / "config.yaml", dump(config).encode())
-        write_atomic(self.path / "environment.json", (to_json(environment(), indent=2) + "\n").encode())
+        write_atomic(self.path / "environment.json", (to_json(collect_environment(), indent=2) + "\n").encode())
         return parts
 
     def write(self, first: int, columns: Mapping[str, Any], rewards: Mapping[str, Any]) -> None:

@@ -23,7 +23,7 @@ from whet._version import __version__
 from whet.config import Mode, check, dump_tree
 from whet.config.evaluate import EVAL_SHORT, EvalRunConfig
 from whet.config.loader import merged
-from whet.data.prompt_stream import digests, hold_out
+from whet.data.prompt_stream import compute_checksums, hold_out
 from whet.data.read_errors import each
 from whet.data.sources import load_rows
 from whet.data.templates import goes_through
@@ -37,15 +37,15 @@ from whet.evaluation.metrics import Answered, answer_reader, answered, measure, 
 from whet.evaluation.reward_functions import judged_by, reward_manager
 from whet.evaluation.sample import Extremes
 from whet.evaluation.table import rows_of, text_table
-from whet.hub.base_model import trained_templated
-from whet.observe.notebook import notebook_table
+from whet.hub.base_model import trained_with_chat_template
+from whet.observe.notebook import table_html
 from whet.observe.progress import Progress
 from whet.parallel.comm import require_single_process
 from whet.rewards.manager import RewardBatch
 from whet.rollout.build import sampling_of
 from whet.rollout.sampler import Sampler
 from whet.run.provenance import weights_digest
-from whet.storage.files import finite
+from whet.storage.files import finite_or_none
 from whet.types import Prompt
 
 __all__ = ["Evaluation", "Evaluator", "evaluate"]
@@ -98,11 +98,14 @@ class Evaluation:
     def _repr_html_(self) -> str:
         """What a notebook shows: the table, and the best and the worst completion."""
         examples = "".join(f"<pre>{html.escape(line)}</pre>" for line in self.examples)
-        return notebook_table(str(self.about.get("model", "")), rows_of(self.results, self.by_source)) + examples
+        return table_html(str(self.about.get("model", "")), rows_of(self.results, self.by_source)) + examples
 
 
 def _plain(found: Mapping[str, Estimate]) -> dict[str, Any]:
-    return {n: {"value": finite(e.value), "se": finite(e.se), "prompts": e.prompts} for n, e in found.items()}
+    return {
+        n: {"value": finite_or_none(e.value), "se": finite_or_none(e.se), "prompts": e.prompts}
+        for n, e in found.items()
+    }
 
 
 def evaluate(
@@ -126,7 +129,7 @@ def evaluate(
     >>> sampled = {"num_generations": 2, "temperature": 1.0, "max_tokens": 4}
     >>> found = evaluate(small_model(seed=0), rows, "exact_match", tokenizer="byte", **sampled)
     >>> sorted(found.results)
-    ['cut', 'majority@2', 'pass@1', 'pass@2', 'reward', 'rewards/exact_match', 'tokens']
+    ['majority@2', 'pass@1', 'pass@2', 'reward', 'rewards/exact_match', 'tokens', 'truncated']
     """
     objects: dict[str, Any] = {}
     tree: dict[str, Any] = {}
@@ -230,7 +233,7 @@ class Evaluator:
         c = self.config
         if c.data.apply_chat_template != "auto":
             return c
-        noted = trained_templated(self.model)
+        noted = trained_with_chat_template(self.model)
         applied = goes_through(sampler.tokenizer, c.sampling.chat_template_kwargs) if noted is None else noted
         if applied:
             log.info("chat template: it is applied to prompts that are plain text (data.apply_chat_template=auto)")
@@ -377,7 +380,7 @@ class _Work:
 
     def _identity(self) -> tuple[dict[str, Any], str]:
         """What the completions depend on, and who judges them."""
-        module, (prompts, columns) = self.sampler.loaded.module, digests(self.prompts)
+        module, (prompts, columns) = self.sampler.loaded.module, compute_checksums(self.prompts)
         sampling = {n: v for n, v in dump_tree(self.config.sampling).items() if n not in _OF_ENGINE}
         draws = {
             "weights": weights_digest(module),

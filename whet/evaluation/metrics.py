@@ -33,7 +33,7 @@ class Answered:
     """One prompt with its completions, judged. Arrays are in the order of generations.
 
     Example: two completions, one right: Answered(row=0, source=None, totals=[1, 0], table={"exact_match": [1, 0]},
-    lengths=[2, 3], cut=[False, False], answers=["4", "5"]).
+    lengths=[2, 3], truncated=[False, False], answers=["4", "5"]).
     """
 
     row: int
@@ -46,7 +46,7 @@ class Answered:
     """float64 [n] by function, unweighted."""
     lengths: np.ndarray
     """int [n]: tokens, stop token included."""
-    cut: np.ndarray
+    truncated: np.ndarray
     """bool [n]: ended by the limit."""
     answers: Sequence[Hashable | None]
     """[n]: what majority@k votes on."""
@@ -70,7 +70,7 @@ def answered(rewarded: RewardBatch, *, source_column: str | None, read: AnswerFn
                 totals=rewarded.total[part],
                 table={name: values[part] for name, values in rewarded.table.items()},
                 lengths=np.array([len(c.tokens) for c in group.completions]),
-                cut=np.array([c.finish_reason == "length" for c in group.completions]),
+                truncated=np.array([c.finish_reason == "length" for c in group.completions]),
                 answers=[_read(read, text, group.prompt.row) for text in texts],
             )
         )
@@ -141,7 +141,7 @@ def measure(found: Sequence[Answered], passed: Sequence[np.ndarray] | None, ks: 
     """The numbers of some prompts: name -> mean over prompts and standard error.
 
     reward, rewards/<function>: the mean of a prompt's completions. pass@k, majority@k: see estimators; a prompt with
-    fewer than k judged completions does not count. tokens: the mean length. cut: the share ended by the limit.
+    fewer than k judged completions does not count. tokens: the mean length. truncated: the share ended by the limit.
     """
     rewards = {"reward": [_mean(one.totals) for one in found]}
     for name in found[0].table if found else ():
@@ -155,7 +155,7 @@ def measure(found: Sequence[Answered], passed: Sequence[np.ndarray] | None, ks: 
             if k > 1:
                 made[f"majority@{k}"] = estimate([_majority(a, p, k) for p, a in known])
     made["tokens"] = estimate([_mean(one.lengths) for one in found])
-    made["cut"] = estimate([_mean(one.cut) for one in found])
+    made["truncated"] = estimate([_mean(one.truncated) for one in found])
     return made
 
 

@@ -22,7 +22,13 @@ MAX_CHARACTERS = 600
 def completion_line(name: str, reward: float, completion: Completion, text: Any) -> str:
     """A completion: what it is called, its reward, its length, how it ended, what it says."""
     said = "no reward" if math.isnan(reward) else f"reward {reward:.4g}"
-    end = "" if completion.finish_reason == "stop" else ", cut" if completion.finish_reason == "length" else ", failed"
+    end = (
+        ""
+        if completion.finish_reason == "stop"
+        else ", truncated"
+        if completion.finish_reason == "length"
+        else ", failed"
+    )
     return f"  {name} ({said}, {len(completion.tokens)} tokens{end}): {shown_text(text)}"
 
 

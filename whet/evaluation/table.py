@@ -40,7 +40,7 @@ def _cell(name: str, one: Estimate) -> str:
     """
     if math.isnan(one.value):
         return "-"
-    share = name == "cut" or name.startswith(("pass@", "majority@"))
+    share = name == "truncated" or name.startswith(("pass@", "majority@"))
     form = (lambda x: f"{100 * x:.1f}") if share else (lambda x: f"{x:.4g}")
     error = "" if math.isnan(one.se) else f" ±{form(one.se) if share else f'{one.se:.2g}'}"
     return form(one.value) + error + (" %" if share else "")

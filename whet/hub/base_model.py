@@ -15,7 +15,7 @@ from whet.errors import ConfigError
 from whet.util.model_paths import split_revision
 from whet.util.references import is_ref
 
-__all__ = ["LICENCE", "base_of", "hub_name", "licence_of", "metadata", "trained_templated"]
+__all__ = ["LICENCE", "find_base_model", "find_licence", "hub_name", "read_card_metadata", "trained_with_chat_template"]
 
 LICENCE = ("license", "license_name", "license_link")
 """Keys of a card that say the licence."""
@@ -43,7 +43,7 @@ def hub_name(text: str | None) -> str | None:
         return None
 
 
-def metadata(path: Path) -> dict[str, Any]:
+def read_card_metadata(path: Path) -> dict[str, Any]:
     """The front matter of a card; {} where there is none that can be read."""
     from huggingface_hub.repocard import metadata_load
 
@@ -54,7 +54,7 @@ def metadata(path: Path) -> dict[str, Any]:
     return dict(found) if isinstance(found, dict) else {}
 
 
-def base_of(model: str | None) -> str | None:
+def find_base_model(model: str | None) -> str | None:
     """The hub's name of a model: its own, or of the base that the card in its folder names."""
     if model is None:
         return None
@@ -65,7 +65,7 @@ def base_of(model: str | None) -> str | None:
     return base if isinstance(base, str) else None
 
 
-def trained_templated(model: Any) -> bool | None:
+def trained_with_chat_template(model: Any) -> bool | None:
     """Whether the run in whose folder a model lies put plain-text prompts into the chat template.
 
     Args: model: a run's folder, or one inside it (final/, start/, a checkpoint); anything else is of no run.
@@ -85,7 +85,7 @@ def trained_templated(model: Any) -> bool | None:
     return None
 
 
-def licence_of(model: str | None) -> dict[str, str]:
+def find_licence(model: str | None) -> dict[str, str]:
     """The licence of a model, from the card in its folder or in the hub's cache: license, license_name, license_link.
 
     Returns: {} where neither says it.
@@ -96,12 +96,12 @@ def licence_of(model: str | None) -> dict[str, str]:
         return {}
     name, revision = split_revision(model)
     if hub_name(model) is None:
-        return licence_in(_card_of(model))
+        return licence_of_card(_card_of(model))
     cached = try_to_load_from_cache(name, "README.md", revision=revision)
-    return licence_in(metadata(Path(cached))) if isinstance(cached, str) else {}
+    return licence_of_card(read_card_metadata(Path(cached))) if isinstance(cached, str) else {}
 
 
-def licence_in(card: Mapping[str, Any]) -> dict[str, str]:
+def licence_of_card(card: Mapping[str, Any]) -> dict[str, str]:
     """The licence that the front matter of a card says."""
     return {name: card[name] for name in LICENCE if isinstance(card.get(name), str)}
 
@@ -109,6 +109,6 @@ def licence_in(card: Mapping[str, Any]) -> dict[str, str]:
 def _card_of(folder: str) -> dict[str, Any]:
     """The front matter of the first card of a folder that has any."""
     for name in CARDS:
-        if found := metadata(Path(folder).expanduser() / name):
+        if found := read_card_metadata(Path(folder).expanduser() / name):
             return found
     return {}

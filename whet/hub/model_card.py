@@ -15,13 +15,13 @@ from whet.config import read_yaml
 from whet.config.data import paths_of
 from whet.config.resume import command_of
 from whet.errors import ConfigError
-from whet.hub.base_model import base_of, hub_name, licence_of, metadata, trained_templated
-from whet.observe.environment import noted_environment
-from whet.storage.files import finite, read_json, write_atomic
-from whet.storage.run_folder import read_rows
+from whet.hub.base_model import find_base_model, find_licence, hub_name, read_card_metadata, trained_with_chat_template
+from whet.observe.environment import read_environment
+from whet.storage.files import finite_or_none, read_json, write_atomic
+from whet.storage.run_folder import read_metrics
 from whet.util.install import DISTRIBUTION
 
-__all__ = ["CARD", "CardFacts", "card_facts", "model_card", "write_card"]
+__all__ = ["CARD", "CardFacts", "make_model_card", "read_card_facts", "write_model_card"]
 
 CARD = "model_card.md"
 """Its name in a run folder."""
@@ -36,7 +36,7 @@ _BEGINNINGS = ("pass@", "majority@")
 
 @dataclass(frozen=True, kw_only=True)
 class CardFacts:
-    """What a card says. Made by `card_facts`."""
+    """What a card says. Made by `read_card_facts`."""
 
     method: str
     """GRPO, PPO, SFT, ..., or "" where the configuration doesn't tell."""
@@ -49,7 +49,7 @@ class CardFacts:
     datasets: Sequence[str] = ()
     """The names on the hub of the data sets that it was trained and evaluated on."""
     licence: Mapping[str, str] = field(default_factory=dict)
-    """As lineage.licence_of gives it."""
+    """As hub.base_model.find_licence gives it."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The run's configuration."""
     environment: Mapping[str, Any] = field(default_factory=dict)
@@ -68,7 +68,7 @@ class CardFacts:
     """Whether prompts went through a chat template."""
 
 
-def card_facts(
+def read_card_facts(
     folder: str | Path, *, step: int | None = None, evaluations: Sequence[str | Path] = (), **changes: Any
 ) -> CardFacts:
     """What the folder of a run tells for its card.
@@ -80,10 +80,10 @@ def card_facts(
     place = Path(folder)
     if not (place / "config.yaml").is_file():
         raise ConfigError(f"{folder} is not the folder of a run: it has no config.yaml")
-    settings, rows = read_yaml(place / "config.yaml"), read_rows(place)
+    settings, rows = read_yaml(place / "config.yaml"), read_metrics(place)
     model = next((m for name in ("actor", "reward_model") if (m := _section(settings, name).get("model"))), None)
-    base, datasets = base_of(model), _datasets(_section(settings, "data"))
-    if noted := metadata(place / CARD):  # written where the paths of the configuration led somewhere
+    base, datasets = find_base_model(model), _datasets(_section(settings, "data"))
+    if noted := read_card_metadata(place / CARD):  # written where the paths of the configuration led somewhere
         base, datasets = noted.get("base_model"), tuple(noted.get("datasets", ()))
     steps = [row["step"] for row in rows if row["mode"] == "train"]
     known = {
@@ -92,9 +92,9 @@ def card_facts(
         "base": base,
         "base_text": base or (f"a local model, {Path(model).name}" if model else "a model given from Python"),
         "datasets": datasets,
-        "licence": licence_of(model) or (licence_of(base) if base else {}),
+        "licence": find_licence(model) or (find_licence(base) if base else {}),
         "settings": settings,
-        "environment": noted_environment(place),
+        "environment": read_environment(place),
         "rows": rows,
         "evaluations": [_results(path) for path in evaluations],
         "curves": (place / "curves.png").is_file(),
@@ -106,7 +106,7 @@ def card_facts(
 
 def _templated(folder: Path) -> bool:
     """Whether prompts went through a chat template: as the run says, else whether its tokenizer has one."""
-    said = trained_templated(folder)
+    said = trained_with_chat_template(folder)
     return (folder / "final" / "chat_template.jinja").is_file() if said is None else said
 
 
@@ -142,13 +142,13 @@ def _results(path: str | Path) -> dict[str, Any]:
     return found
 
 
-def model_card(facts: CardFacts, *, title: str) -> str:
+def make_model_card(facts: CardFacts, *, title: str) -> str:
     """The card as Markdown with its front matter.
 
-    Args: facts: as `card_facts` gives them. title: of the model.
+    Args: facts: as `read_card_facts` gives them. title: of the model.
 
     >>> facts = CardFacts(method="GRPO", step=3, base="a/b", base_text="a/b", licence={"license": "mit"})
-    >>> print(model_card(facts, title="c").split("# c")[0])
+    >>> print(make_model_card(facts, title="c").split("# c")[0])
     ---
     base_model: a/b
     library_name: transformers
@@ -175,10 +175,10 @@ def model_card(facts: CardFacts, *, title: str) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def write_card(folder: str | Path) -> Path:
+def write_model_card(folder: str | Path) -> Path:
     """Writes the card of a run into its folder. Raises: ConfigError: it is not the folder of a run."""
     place = Path(folder)
-    text = model_card(card_facts(place), title=place.absolute().name)
+    text = make_model_card(read_card_facts(place), title=place.absolute().name)
     write_atomic(place / CARD, text.encode("utf-8", "replace"))
     return place / CARD
 
@@ -214,7 +214,7 @@ def _results_for_hub(facts: CardFacts) -> list[Any]:
         kind = kind if known is None or kind in known else None
         name = kind or Path(path).name or "the evaluation data of the run"
         split = data.get("eval_split") or (data.get("split") if not data.get("eval_path") else None)
-        numbers = {metric: finite(value) for metric, value in values.items()}
+        numbers = {metric: finite_or_none(value) for metric, value in values.items()}
         return [
             EvalResult(
                 task_type=facts.pipeline,
@@ -335,7 +335,7 @@ def _computed_in(dtype: Any) -> str:
 def _with_error(one: Any) -> str:
     if not isinstance(one, Mapping):
         return "-"
-    error = finite(one.get("se"))
+    error = finite_or_none(one.get("se"))
     return _number(one.get("value")) + (f" ± {error:.2g}" if error is not None else "")
 
 
@@ -373,7 +373,7 @@ def _licence(facts: CardFacts) -> str:
 
 
 def _number(value: Any) -> str:
-    found = finite(value)
+    found = finite_or_none(value)
     return "-" if found is None else f"{found:.4g}"
 
 

@@ -20,13 +20,13 @@ from typing import Any
 from whet.config import read_yaml
 from whet.config.monitoring import BEFORE_STOP, BEST
 from whet.errors import CheckpointError, ConfigError, WhetError, nearest
-from whet.hub.base_model import licence_in
-from whet.hub.model_card import card_facts, model_card
-from whet.storage.checkpoint import step_of, verify, write_folder
+from whet.hub.base_model import licence_of_card
+from whet.hub.model_card import make_model_card, read_card_facts
+from whet.storage.checkpoint import step_of, verify_checkpoint, write_folder_atomic
 from whet.storage.files import read_json
 from whet.util.model_paths import hub_silence
 
-__all__ = ["Giving", "Pushed", "check_hub", "push_folder", "push_to_hub"]
+__all__ = ["Giving", "PushResult", "check_hub_token", "push_folder", "push_to_hub"]
 
 log = logging.getLogger("whet")
 
@@ -41,7 +41,7 @@ _MODEL = re.compile(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pushed:
+class PushResult:
     """What was sent, or would be.
 
     Example: run.push_to_hub("me/sums", dry_run=True).files -> {"README.md": 1830, "config.json": 701, ...}
@@ -64,7 +64,7 @@ class Giving:
 
     folder: Any
 
-    def push_to_hub(self, repo: str | None = None, **options: Any) -> Pushed:
+    def push_to_hub(self, repo: str | None = None, **options: Any) -> PushResult:
         """Sends the run's model, tokenizer and card to the hub: see run.push.push_to_hub, whose options these are.
 
         Raises: ConfigError: the run has no folder, or something is wrong; nothing is sent then.
@@ -88,7 +88,7 @@ def push_to_hub(
     branch: str | None = None,
     token: str | None = None,
     api: Any = None,
-) -> Pushed:
+) -> PushResult:
     """Sends a run's model, tokenizer and card to the hub.
 
     Args:
@@ -108,9 +108,9 @@ def push_to_hub(
     files = _files(model, folder)
     _check_base(files.get("adapter_config.json"), dry_run)
     changes = {"adapter": "adapter_config.json" in files}
-    facts = card_facts(folder, step=step, evaluations=evals, **changes)
+    facts = read_card_facts(folder, step=step, evaluations=evals, **changes)
     if license is not None:
-        facts = card_facts(folder, step=step, evaluations=evals, licence={"license": license}, **changes)
+        facts = read_card_facts(folder, step=step, evaluations=evals, licence={"license": license}, **changes)
     if facts.curves:
         files["curves.png"] = folder / "curves.png"
     if not dry_run:
@@ -119,14 +119,16 @@ def push_to_hub(
     if not dry_run:
         _check_visible(api, repo, private)
         if not facts.licence and facts.base:
-            facts = card_facts(folder, step=step, evaluations=evals, licence=_asked_licence(api, facts.base), **changes)
-    card = model_card(facts, title=repo)
+            facts = read_card_facts(
+                folder, step=step, evaluations=evals, licence=_asked_licence(api, facts.base), **changes
+            )
+    card = make_model_card(facts, title=repo)
     sizes = {"README.md": len(card.encode()), **{name: path.stat().st_size for name, path in sorted(files.items())}}
     if dry_run:
-        return Pushed(repo=repo, private=private, files=sizes, card=card)
+        return PushResult(repo=repo, private=private, files=sizes, card=card)
     log.info("sending %d files, %.1f MB, to %s", len(sizes), sum(sizes.values()) / 1e6, repo)
     url = _sent(api, repo, files, card, private=private, message=message or f"step {step}, by whet", branch=branch)
-    return Pushed(repo=repo, private=private, files=sizes, card=card, url=url)
+    return PushResult(repo=repo, private=private, files=sizes, card=card, url=url)
 
 
 def push_folder(
@@ -138,7 +140,7 @@ def push_folder(
     message: str,
     branch: str | None = None,
     token: str | None = None,
-) -> Pushed:
+) -> PushResult:
     """Sends the folder of a model, its tokenizer in it, with a card.
 
     Args: model: its folder; files besides those of a model and its tokenizer stay. repo: its name on the hub, the
@@ -153,10 +155,10 @@ def push_folder(
     _check_visible(api, repo, private)
     sizes = {"README.md": len(card.encode()), **{name: path.stat().st_size for name, path in sorted(files.items())}}
     url = _sent(api, repo, files, card, private=private, message=message, branch=branch)
-    return Pushed(repo=repo, private=private, files=sizes, card=card, url=url)
+    return PushResult(repo=repo, private=private, files=sizes, card=card, url=url)
 
 
-def check_hub(token: str | None = None) -> None:
+def check_hub_token(token: str | None = None) -> None:
     """Asks the hub whether the token may write, before anything is made that is to be sent. Raises: ConfigError: no."""
     _who(_api(token))
 
@@ -183,7 +185,7 @@ def _model_of(folder: Path, which: str) -> tuple[Path, int]:
     if step_of(place) is None or not place.is_dir():
         there = [FINAL, *sorted(p.name for p in root.glob("step-*") if step_of(p) is not None)]
         raise ConfigError(f"which={which!r}: there is no {place}; there are {', '.join(there)}")
-    verify(place, ["run.pt"])
+    verify_checkpoint(place, ["run.pt"])
     roles = sorted(p.parent for p in place.glob("*/optimizer.safetensors"))
     return (roles[0] if roles else place / "actor"), step_of(place) or 0  # of actor and critic the first
 
@@ -264,7 +266,7 @@ def _exported(model: Path, folder: Path) -> Path:
         save_model(loaded, None, place, dtype=DTYPES[dtype])
         _copy_tokenizer(model, place)
 
-    write_folder(folder / "exported", write)
+    write_folder_atomic(folder / "exported", write)
     return folder / "exported"
 
 
@@ -286,7 +288,7 @@ def _merged(model: Path, folder: Path) -> Path:
         save_model(loaded, None, place, merge=True, dtype=loaded.saved_dtype)
         _copy_tokenizer(model, place)
 
-    write_folder(folder / "merged", write)
+    write_folder_atomic(folder / "merged", write)
     return folder / "merged"
 
 
@@ -401,7 +403,7 @@ def _asked_licence(api: Any, base: str) -> dict[str, str]:
     except Exception as error:
         log.warning("the licence of %s could not be asked for: %s", base, error)
         return {}
-    return licence_in(card.to_dict() if card is not None else {})
+    return licence_of_card(card.to_dict() if card is not None else {})
 
 
 def _sent(

@@ -24,10 +24,10 @@ from whet.config import Mode, Role
 from whet.config.monitoring import Band
 from whet.data.templates import goes_through
 from whet.errors import nearest
-from whet.learners.symptoms import FULL, RAISE, apart, cut, symptoms
+from whet.learners.symptoms import FULL, RAISE, apart, symptoms, truncated
 from whet.models.modes import max_positions
 from whet.ops import Support, group_spread
-from whet.train.role_trainer import lower_rate
+from whet.train.role_trainer import lower_lr_advice
 from whet.types import TokenBatch
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Seen:
 
     step: int
     row: Mapping[str, float]
-    rewarded: RewardBatch
+    rewards: RewardBatch
     batch: TokenBatch
 
     @property
@@ -103,7 +103,7 @@ class Health:
             row: its metrics.
             rewarded, batch: what it was trained on.
         """
-        seen = Seen(step=step, row=row, rewarded=rewarded, batch=batch)
+        seen = Seen(step=step, row=row, rewards=rewarded, batch=batch)
         signal = seen.signal or not self.of_rewards
         found = {"signal": not signal, "gradient": _no_gradient(row) if signal else None, **self._entropy(row)}
         for name, wrong in found.items():
@@ -115,8 +115,8 @@ class Health:
                 self._say(name, count, self._what(name, seen))
         for name, symptom in self.symptoms.items():
             told = symptom.find(row)
-            if told and name == "cut":
-                told = cut(row, **self._ways(seen))
+            if told and name == "truncated":
+                told = truncated(row, **self._ways(seen))
             if told and name == "apart":
                 told = apart(row, **self._runs())
             count = self._over(name) if told is None else self._lasts(name, step)
@@ -158,12 +158,12 @@ class Health:
             return (
                 f"the policy is certain of every token (entropy {seen.row['entropy/token_mean']:.3g}), so all "
                 "completions of a prompt are the same and nothing more is learned. If the reward is still too low: "
-                f"{lower_rate(Role.ACTOR)}; a higher rollout.temperature or algo.beta helps prevent this"
+                f"{lower_lr_advice(Role.ACTOR)}; a higher rollout.temperature or algo.beta helps prevent this"
             )
         return (
             f"the policy samples nearly uniformly from {self._choices()} tokens (entropy "
             f"{seen.row['entropy/token_mean']:.6g}), as a model with random weights does; if it was better before, "
-            f"{lower_rate(Role.ACTOR)}"
+            f"{lower_lr_advice(Role.ACTOR)}"
         )
 
     def _entropy(self, row: Mapping[str, float]) -> dict[str, bool | None]:
@@ -176,9 +176,9 @@ class Health:
         return {"certain": entropy <= CERTAIN, "even": even}
 
     def _ways(self, seen: Seen) -> dict[str, Any]:
-        """What can still be set where completions are cut: see symptoms.cut."""
+        """What can still be set where completions are truncated: see symptoms.truncated."""
         rollout, positions = self.cluster.rollout_for(Mode.TRAIN), max_positions(self.cluster.actor.module)
-        prompts = [group.prompt for group in seen.rewarded.groups]
+        prompts = [group.prompt for group in seen.rewards.groups]
         room = math.inf if positions is None else positions - rollout.max_tokens_to_generate
         full = room <= max(len(p.tokens) for p in prompts) or room == rollout.max_prompt_length  # the longest of all
         plain = isinstance(prompts[0].source, str) and not self.templated
@@ -247,23 +247,23 @@ def _known(batch: TokenBatch) -> bool:
 
 def _silence(seen: Seen, longer: str) -> str:
     """Why no token has an advantage, and what to look at. Args: longer: what gives completions more room."""
-    group, text = seen.rewarded.groups[0], seen.rewarded.texts[0][0]
+    group, text = seen.rewards.groups[0], seen.rewards.texts[0][0]
     reward = float(seen.batch.rewards[0])
     scored = "no reward" if math.isnan(reward) else f"reward {reward}"
     said = f"To {group.prompt.source!r:.80} the model said {text!r:.80}, {scored}"
-    done = [c.finish_reason for g in seen.rewarded.groups for c in g.completions]
+    done = [c.finish_reason for g in seen.rewards.groups for c in g.completions]
     share = sum(reason == "length" for reason in done) / len(done)
     ended, failed = "All completions ended by themselves", done.count("error")
     if failed:
         ended = f"The environment failed in {failed} of {len(done)} episodes: look at the warnings above"
     elif share:
-        ended = f"{share:.0%} of the completions were cut: {longer} if that is why"
+        ended = f"{share:.0%} of the completions were truncated: {longer} if that is why"
     cause = f"nothing is learned from the rewards: {_cause(seen, longer)}"
     return f"{cause}. {ended}. {said}. See completions/ for all of them"
 
 
 def _cause(seen: Seen, longer: str) -> str:
-    rewarded, batch = seen.rewarded, seen.batch
+    rewarded, batch = seen.rewards, seen.batch
     if not batch.mask.any():
         return (
             "no completion ended by itself, and algo.mask_truncated_completions leaves those out; "
@@ -290,7 +290,7 @@ def _cause(seen: Seen, longer: str) -> str:
     if same and all(len(g.completions) > 1 for g in rewarded.groups):
         return (
             "the completions of each group are all the same, and so are their rewards: the policy has collapsed or "
-            f"rollout.temperature is too low; raise it, or {lower_rate(Role.ACTOR)}"
+            f"rollout.temperature is too low; raise it, or {lower_lr_advice(Role.ACTOR)}"
         )
     some = f" ({none} of {number} are None)" if none else ""
     return (

@@ -54,7 +54,7 @@ from whet.ops import (
 )
 from whet.run.observer import Observer
 from whet.run.run import Run
-from whet.train.metric_reduction import Metrics, labels_of
+from whet.train.metric_reduction import Metrics, metric_labels
 from whet.types import LossInputs, TokenBatch
 
 __all__ = ["PolicyLearner", "trained", "with_signal"]
@@ -189,7 +189,7 @@ class PolicyLearner(RLLearner):
         step = super().batch(step)
         if not self.algo_config.mask_truncated_completions:
             return step
-        batch, groups = step.need_batch(), step.need_rewarded().groups
+        batch, groups = step.batch, step.rewards.groups
         whole = torch.tensor([c.finish_reason != "length" for g in groups for c in g.completions])
         return step.replace(batch=batch.replace(mask=batch.mask & whole.index_select(0, batch.sequence)))
 
@@ -198,7 +198,7 @@ class PolicyLearner(RLLearner):
         earlier policy, or the KL is of the policy that sampled; the reference's where beta is not 0; the KL in
         `token_rewards` where kl_type says so.
         """
-        cluster, batch = self.cluster, step.need_batch()
+        cluster, batch = self.cluster, step.batch
         source = self.old_logprobs_from(batch.num_groups, cluster.actor_trainer.stale_versions(batch))
         if source == "trainer":
             with cluster.trace.span("old_logprobs"):
@@ -279,8 +279,8 @@ class PolicyLearner(RLLearner):
 
     def assign_advantages(self, step: Step) -> Step:
         """An advantage for each token: the estimator's, of whole trajectories or of tokens."""
-        batch = step.need_batch()
-        x = advantage_inputs(batch, step.rewarded, clip=self.algo_config.reward_clip_range)
+        batch = step.batch
+        x = advantage_inputs(batch, step.rewards, clip=self.algo_config.reward_clip_range)
         batch = batch.replace(advantages=estimate(self.estimator, x))
         batch = self.kl_controller.in_advantage(batch)
         return step.replace(batch=batch).log(advantage_metrics(batch))
@@ -307,7 +307,7 @@ class PolicyLearner(RLLearner):
         reductions = self.cluster.actor_trainer.reductions
         if run.sampler_logprobs is not None and self.cluster.rollout.caps.logprobs:
             found = of_known(found, "sampling/", run, ~run.sampler_logprobs.isnan(), reductions)
-        zero = {k: how for name in self.zero_metrics or () for k, how in labels_of(name, reductions).items()}
+        zero = {k: how for name in self.zero_metrics or () for k, how in metric_labels(name, reductions).items()}
         return {**skipped_metrics(whole, run), **of_whole_batch(with_ess(found), whole, run, zero=zero)}
 
     def loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -326,13 +326,13 @@ class PolicyLearner(RLLearner):
 
     def after_step(self, run: Run, step: Step) -> None:
         """Moves the coefficient of the KL and the reference, then logs, evaluates and saves."""
-        step = step.log(self.kl_controller.after_step(step.need_batch()))
+        step = step.log(self.kl_controller.after_step(step.batch))
         move_reference(self.cluster, self.algo_config, step.index)
         super().after_step(run, step)
 
     def new_run(self, train_ds: Any, eval_ds: Any = None) -> Run:
         """As RLLearner.new_run. Raises ConfigError: a coefficient would not move, or checkpoints would not hold it."""
-        labels = labels_of("entropy", self.cluster.actor_trainer.reductions)
+        labels = metric_labels("entropy", self.cluster.actor_trainer.reductions)
         if self.algo_config.use_adaptive_entropy and labels.get(MEASURED_ENTROPY) != "mean":
             raise ConfigError(
                 f"algo.use_adaptive_entropy goes by the metric {MEASURED_ENTROPY}, which with_rl_metrics_to_log has "

@@ -130,15 +130,15 @@ class PPOLearner(PolicyLearner):
         """What PolicyLearner adds, and the critic's values of the states before each token."""
         step = super().score(step)
         with self.cluster.trace.span("values"):
-            values = self.cluster.critic_worker.values(step.need_batch())
-        return step.replace(batch=step.need_batch().replace(values=values))
+            values = self.cluster.critic_worker.values(step.batch)
+        return step.replace(batch=step.batch.replace(values=values))
 
     def assign_advantages(self, step: Step) -> Step:
         """The estimator's advantages, and the returns that the critic learns."""
         step = super().assign_advantages(step)
-        x = advantage_inputs(step.need_batch(), step.rewarded, clip=self.algo_config.reward_clip_range)
+        x = advantage_inputs(step.batch, step.rewards, clip=self.algo_config.reward_clip_range)
         _, returns = with_fields(advantages_and_returns, self.algo_config)(x)  # whatever the estimator is
-        batch = step.need_batch().replace(returns=returns.float())
+        batch = step.batch.replace(returns=returns.float())
         if self.shares_trunk:
             batch = batch.with_token_columns(has_reward=_known(batch).float())
         if self.algo_config.beta and self.algo_config.kl_type == "reward":

@@ -176,11 +176,11 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
     def batch(self, step: ExampleStep) -> ExampleStep:
         """Lays the examples end to end, with what the losses count over the whole batch."""
         step = super().batch(step)
-        return step.replace(batch=self.objective.with_counts(step.need_batch()))
+        return step.replace(batch=self.objective.with_counts(step.batch))
 
     def score(self, step: ExampleStep) -> ExampleStep:
         """Adds the reference's log-probabilities, and what the losses read of the whole batch before its update."""
-        batch = step.need_batch()
+        batch = step.batch
         if self.needs.reference:
             with self.models.trace.span("score"):
                 batch = batch.with_token_columns(ref_logprobs=self._ref_logprobs(step.examples, batch))

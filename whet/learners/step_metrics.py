@@ -16,7 +16,7 @@ from whet.metrics import Max, Mean, Metric, Min, Sum
 from whet.ops import AdvantageInputs, group_spread
 from whet.rewards.manager import sample_std
 from whet.rollout.base import EngineStats
-from whet.train.metric_reduction import Reductions, labels_of
+from whet.train.metric_reduction import Reductions, metric_labels
 from whet.types import Group, TokenBatch
 
 if TYPE_CHECKING:
@@ -60,10 +60,10 @@ def spread(name: str, values: np.ndarray, *, prefix: bool = False) -> dict[str, 
 
 def rewarded_metrics(rewarded: RewardBatch) -> dict[str, Metric]:
     """What the reward functions said, and the completions: what training and evaluation both log."""
-    return {**rewarded.metrics, **rollout_metrics(rewarded.groups), **_cut_metrics(rewarded)}
+    return {**rewarded.metrics, **rollout_metrics(rewarded.groups), **_truncated_metrics(rewarded)}
 
 
-def _cut_metrics(rewarded: RewardBatch) -> dict[str, Metric]:
+def _truncated_metrics(rewarded: RewardBatch) -> dict[str, Metric]:
     """completions/clipped_scored_ratio: of the completions that did not end with a stop, the share whose total is above
     0; nothing where all ended.
     """
@@ -252,7 +252,7 @@ def of_known(
     sequences = {*run.sequence[run.mask].tolist()} - {*run.sequence[run.mask & known].tolist()}
     fewer = {"mean": int(unknown.sum()), "sequence_mean": len(sequences)}
     names = [name for name in (*found, *reductions) if name.startswith(prefix)]
-    hows = {label: how for name in names for label, how in labels_of(name, reductions).items()}
+    hows = {label: how for name in names for label, how in metric_labels(name, reductions).items()}
     for label, how in hows.items():
         metric = metrics.get(label)
         if isinstance(metric, Mean) and how in fewer:

@@ -13,14 +13,14 @@ import numpy as np
 from whet.config import Mode, OptimConfig, SupervisedConfig, SupervisedDataConfig, dump_tree
 from whet.data.lengths import Spread
 from whet.data.preview import example_lines
-from whet.data.prompt_stream import PromptStream, digests
+from whet.data.prompt_stream import PromptStream, compute_checksums
 from whet.data.sources import load_rows
 from whet.data.supervised import RowEncoder
 from whet.errors import DataError
 from whet.learners.step import ExampleStep
 from whet.metrics import flat
 from whet.run.observer import Observed
-from whet.run.provenance import note_reads
+from whet.run.provenance import record_inputs
 from whet.run.task import Task
 from whet.train.supervised_models import SupervisedModels
 from whet.types import Example
@@ -133,10 +133,12 @@ class SupervisedTask(Task):
 
     def _show_first(self, stream: PromptStream, rows: Any) -> None:
         """Logs the first row as the model is given it, and what of it is trained."""
-        encode = self.learner.encoder()  # one that counts nothing
+        encode = stream.encode
         if not isinstance(encode, RowEncoder):
             return
         example = stream.source[0] if stream.kind == "rows" else encode(stream.first)
+        if stream.kind != "rows":
+            encode.reset_counts()  # the row is encoded again when it is read
         if example is not None:
             row = rows[example.row] if stream.kind == "rows" else stream.first
             log.info("first example, %s", "\n".join(example_lines(encode, example, row)))
@@ -204,11 +206,11 @@ class SupervisedTask(Task):
     def reads(self) -> dict[str, Any]:
         """Models, tokenizer, evaluation rows and the user's functions."""
         rows = self._evaluated
-        return note_reads(
+        return record_inputs(
             self.models.workers,
             self.models.tokenizer,
             functions=self._functions(),
-            evaluation=None if rows is None else [len(rows), *digests(rows)],
+            evaluation=None if rows is None else [len(rows), *compute_checksums(rows)],
             stop_ids=self.models.eos_ids,
         )
 

@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 from whet.config.monitoring import Band
 
-__all__ = ["BANDS", "FULL", "RAISE", "SYMPTOMS", "Finding", "Symptom", "apart", "beyond", "cut", "symptoms"]
+__all__ = ["BANDS", "FULL", "RAISE", "SYMPTOMS", "Finding", "Symptom", "apart", "beyond", "symptoms", "truncated"]
 
-MAX_CUT_SHARE = 0.5
-"""A share of completions above which most are cut."""
+MAX_TRUNCATED_SHARE = 0.5
+"""A share of completions above which most are truncated."""
 RAISE = "raise rollout.max_tokens_to_generate"
 """What to do where completions are too short."""
 FULL = "make room by shorter prompts (rollout.max_prompt_length): the model's positions are all taken"
@@ -55,20 +55,22 @@ class Symptom:
     """It is said again where its badness is so many times what it was."""
 
 
-def cut(row: Mapping[str, float], *, longer: str = RAISE, template: bool = True, end: bool = True) -> Finding | None:
+def truncated(
+    row: Mapping[str, float], *, longer: str = RAISE, template: bool = True, end: bool = True
+) -> Finding | None:
     """Most completions end at the limit.
 
     Args: row: of metrics. longer: what gives completions more room. template, end: whether a chat template, an end
         token is still to be set.
 
-    >>> cut({"completions/clipped_ratio": 0.4}) is None
+    >>> truncated({"completions/clipped_ratio": 0.4}) is None
     True
     >>> row = {"completions/clipped_ratio": 0.9, "completions/clipped_scored_ratio": 0.1, "completions/max_length": 64}
-    >>> cut(row).message[:94]
-    '90% of completions were cut, at 64 tokens, and 10% of those scored above 0; raise rollout.max_'
+    >>> truncated(row).message[:100]
+    '90% of completions were truncated, at 64 tokens, and 10% of those scored above 0; raise rollout.max_'
     """
     share = row.get("completions/clipped_ratio", math.nan)
-    if not share > MAX_CUT_SHARE:
+    if not share > MAX_TRUNCATED_SHARE:
         return None
     scored = row.get("completions/clipped_scored_ratio", math.nan)
     of_those = "" if math.isnan(scored) else f", and {scored:.0%} of those scored above 0"
@@ -78,7 +80,7 @@ def cut(row: Mapping[str, float], *, longer: str = RAISE, template: bool = True,
     ways = [longer, *([f"where the model never ends by itself, give it {' or '.join(never)}"] if never else [])]
     longest = row.get("completions/max_length", math.nan)
     return Finding(
-        f"{share:.0%} of completions were cut, at {longest:.0f} tokens{of_those}; {', or '.join(ways)}", share
+        f"{share:.0%} of completions were truncated, at {longest:.0f} tokens{of_those}; {', or '.join(ways)}", share
     )
 
 
@@ -139,7 +141,7 @@ _ADVICE = {
 """What to set where a metric lies outside its band."""
 
 SYMPTOMS: dict[str, Symptom] = {
-    "cut": Symptom(cut),
+    "truncated": Symptom(truncated),
     "apart": Symptom(apart, steps=2),
 }
 """The symptoms by name, besides those of bands."""
@@ -149,7 +151,7 @@ def symptoms(bands: Mapping[str, Band] | None) -> dict[str, Symptom]:
     """The symptoms that a run looks for. Args: bands: trainer.warn_when, in place of BANDS by their metrics.
 
     >>> sorted(symptoms({"kl": Band(above=2.0), "grad_norm": Band(above=50.0)}))
-    ['apart', 'cut', 'entropy/token_mean', 'grad_norm', 'kl']
+    ['apart', 'truncated', 'entropy/token_mean', 'grad_norm', 'kl']
     """
     given = {**BANDS, **(bands or {})}
     watched = {name: Symptom(partial(beyond, metric=name, band=band), band.steps, 3.0) for name, band in given.items()}

@@ -1,6 +1,6 @@
 """What a run shows of itself: progress, loggers, the run folder, the time trace. Nothing here changes training."""
 
-from whet.observe.environment import environment
+from whet.observe.environment import collect_environment
 from whet.observe.loggers import Logger, Loggers
 from whet.observe.plots import plot_curves
 from whet.observe.profiler import StepProfiler
@@ -15,7 +15,7 @@ __all__ = [
     "RunFolder",
     "StepProfiler",
     "Trace",
-    "environment",
+    "collect_environment",
     "plot_curves",
     "setup_logging",
     "sparkline",

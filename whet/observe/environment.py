@@ -15,20 +15,20 @@ from whet._version import __version__
 from whet.storage.files import read_json
 from whet.util.cpu import cpu_facts
 
-__all__ = ["environment", "noted_environment", "trained_dtype"]
+__all__ = ["collect_environment", "read_environment", "trained_dtype"]
 
 log = logging.getLogger("whet")
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "datasets", "pyarrow", "pydantic")
 
 
-def environment() -> dict[str, Any]:
+def collect_environment() -> dict[str, Any]:
     """The facts that the numbers of a run may depend on.
 
     Returns: nested dicts of plain values: versions, platform, cpu (model, family, cores usable, the vector instructions
         that matter), threads, devices, and the environment variables that change results. No names of users or hosts.
 
-    >>> environment()["versions"]["whet"] == __version__
+    >>> collect_environment()["versions"]["whet"] == __version__
     True
     """
     return {
@@ -40,12 +40,12 @@ def environment() -> dict[str, Any]:
     }
 
 
-def noted_environment(run_dir: str | Path | None) -> dict[str, Any]:
+def read_environment(run_dir: str | Path | None) -> dict[str, Any]:
     """environment.json of a run folder; {} where there is none, or one that can't be read, which is logged.
 
     Invalid numbers of threads are left out, with a warning; whatever else it holds is only ever compared.
 
-    >>> noted_environment(None)
+    >>> read_environment(None)
     {}
     """
     path = None if run_dir is None else Path(run_dir) / "environment.json"
@@ -75,7 +75,7 @@ def trained_dtype(model: str | Path) -> str | None:
     """
     folder = Path(model).expanduser().absolute()
     for place in (folder, *list(folder.parents)[:3]):
-        noted = noted_environment(place).get("compute_dtype")
+        noted = read_environment(place).get("compute_dtype")
         if isinstance(noted, dict) and isinstance(found := noted.get("actor"), str):
             return found
     return None

@@ -26,7 +26,7 @@ import numpy as np
 from whet.config import MetricsLoggerOptions
 from whet.config.loader import flat
 from whet.errors import ConfigError, lookup_error, raise_all
-from whet.storage.files import append_to, to_json, usable_folder, write_atomic
+from whet.storage.files import make_writable_folder, open_for_append, to_json, write_atomic
 from whet.util.install import install_hint
 from whet.util.references import is_ref, resolve_ref
 
@@ -81,7 +81,7 @@ class Jsonl:
     def __init__(
         self, folder: Path, options: MetricsLoggerOptions, config: Mapping[str, Any], *, path: str = ""
     ) -> None:
-        file = Path(path).open("ab") if path else append_to(folder / "log.jsonl")  # noqa: SIM115 - closed by close()
+        file = Path(path).open("ab") if path else open_for_append(folder / "log.jsonl")  # noqa: SIM115 - closed by close()
         self._file = io.TextIOWrapper(file, encoding="utf-8")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -425,7 +425,7 @@ class Loggers:
                 raise ConfigError(
                     f"logger {item!r} writes files; set trainer.run_dir, or metrics_logging_options.log_dir"
                 )
-            usable_folder(self._folder, self._key)
+            make_writable_folder(self._folder, self._key)
             kwargs = self._options.backend_kwargs.get(item, {})
             if item in RESUMED and self._run is not None:
                 return name, self._resumed(item, self._run, self._folder, kwargs)
@@ -442,7 +442,7 @@ class Loggers:
 
     def _resumed(self, name: str, run: Path, folder: Path, kwargs: Mapping[str, Any]) -> Logger:
         """A logger in the same run of its service for one run folder; the id is kept there once it has begun."""
-        kept = usable_folder(run, "trainer.run_dir") / f"{name}-id.txt"
+        kept = make_writable_folder(run, "trainer.run_dir") / f"{name}-id.txt"
         text = kept.read_text(errors="replace").strip() if kept.is_file() else ""
         known = text if re.fullmatch(r"[\w. -]{1,200}", text) else None
         made: Any = LOGGERS[name](folder, self._options, self._config, run_id=known, **kwargs)
@@ -500,7 +500,7 @@ def check_loggers(given: Sequence[Any], options: MetricsLoggerOptions | None = N
         partial(_check_name, name, options.backend_kwargs.get(name, {})) for name in given if isinstance(name, str)
     ]
     if options.log_dir and given:
-        checks.append(partial(usable_folder, options.log_dir, "trainer.metrics_logging_options.log_dir"))
+        checks.append(partial(make_writable_folder, options.log_dir, "trainer.metrics_logging_options.log_dir"))
     raise_all(checks)
 
 

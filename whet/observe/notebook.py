@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from whet.observe.plots import plot_curves
-from whet.storage.files import finite
+from whet.storage.files import finite_or_none
 
-__all__ = ["notebook_picture", "notebook_table"]
+__all__ = ["run_html", "table_html"]
 
 SHOWN = (
     "reward",
@@ -29,23 +29,23 @@ SHOWN = (
 Row = Mapping[str, Any]
 
 
-def notebook_picture(title: str, train: Sequence[Row], evaluations: Sequence[Row]) -> str:
+def run_html(title: str, train: Sequence[Row], evaluations: Sequence[Row]) -> str:
     """A run as HTML.
 
     Args: title: above the table. train, evaluations: its rows.
 
-    >>> "<td>0.5</td>" in notebook_picture("1 step", [{"reward": 0.5}], [])
+    >>> "<td>0.5</td>" in run_html("1 step", [{"reward": 0.5}], [])
     True
     """
     columns = {"first step": train[:1], "last step": train[-1:]}
     columns |= {"first evaluation": evaluations[:1], "last evaluation": evaluations[-1:]}
     there = {name: rows[0] for name, rows in columns.items() if rows}
-    names = [name for name in SHOWN if any(finite(row.get(name)) is not None for row in there.values())]
+    names = [name for name in SHOWN if any(finite_or_none(row.get(name)) is not None for row in there.values())]
     cells = [[name, *(_number(row.get(name)) for row in there.values())] for name in names]
-    return notebook_table(title, [["", *there], *cells]) + _curves([*train, *evaluations])
+    return table_html(title, [["", *there], *cells]) + _curves([*train, *evaluations])
 
 
-def notebook_table(title: str, cells: Sequence[Sequence[str]]) -> str:
+def table_html(title: str, cells: Sequence[Sequence[str]]) -> str:
     """A table as HTML. Args: title: above it. cells: rows, the head first."""
     head, *rows = [[html.escape(cell) for cell in row] for row in cells]
     written = "<tr>" + "".join(f"<th>{cell}</th>" for cell in head) + "</tr>"
@@ -55,7 +55,7 @@ def notebook_table(title: str, cells: Sequence[Sequence[str]]) -> str:
 
 
 def _number(value: Any) -> str:
-    known = finite(value)
+    known = finite_or_none(value)
     return "" if known is None else f"{known:.4g}"
 
 

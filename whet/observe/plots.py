@@ -9,10 +9,10 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from whet.storage.files import finite, write_atomic
+from whet.storage.files import finite_or_none, write_atomic
 from whet.util.install import install_hint
 
-__all__ = ["plot_curves", "series"]
+__all__ = ["metric_series", "plot_curves"]
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ _PANELS: dict[str, tuple[str, ...]] = {
     "reward": ("reward", "rewards/score/mean"),
     "accuracy": ("accuracy", "eval_accuracy", "pass@1"),
     "completion tokens": ("completions/mean_length",),
-    "share cut at the limit": ("completions/clipped_ratio",),
+    "share truncated at the limit": ("completions/clipped_ratio",),
     "KL to the reference": ("kl",),
     "entropy": ("entropy",),
     "gradient norm": ("grad_norm",),
@@ -52,7 +52,7 @@ _SUPERVISED: dict[str, tuple[str, ...]] = {
     "gradient norm": ("grad_norm",),
 }
 """The same of a run without rewards, whose loss says what is learned."""
-_SHARES = ("share cut at the limit",)
+_SHARES = ("share truncated at the limit",)
 """Panels from 0 to 1, where the size says whether it matters."""
 _FROM_0 = ("accuracy",)
 """Panels whose axis begins at 0, so that noise does not look like progress."""
@@ -60,19 +60,19 @@ _COLUMNS = 4
 """Panels in a row."""
 
 
-def series(rows: Sequence[Mapping[str, Any]], names: Sequence[str], mode: str) -> tuple[list[int], list[float]]:
+def metric_series(rows: Sequence[Mapping[str, Any]], names: Sequence[str], mode: str) -> tuple[list[int], list[float]]:
     """The steps and values of a metric.
 
     Args: rows: of metrics.jsonl. names: that it may have, in order of preference. mode: "train" or "eval".
     Returns: (steps, values) where there is a finite value; both empty where there is none.
 
-    >>> series([{"step": 1, "mode": "eval", "accuracy": 0.5}, {"step": 2, "mode": "train"}], ["accuracy"], "eval")
+    >>> metric_series([{"step": 1, "mode": "eval", "accuracy": 0.5}], ["accuracy"], "eval")
     ([1], [0.5])
     """
     for name in names:
         pairs: list[tuple[Any, float | None]]
-        pairs = [(r.get("step"), finite(r.get(name))) for r in rows if r.get("mode") == mode]
-        found = [(step, value) for step, value in pairs if finite(step) is not None and value is not None]
+        pairs = [(r.get("step"), finite_or_none(r.get(name))) for r in rows if r.get("mode") == mode]
+        found = [(step, value) for step, value in pairs if finite_or_none(step) is not None and value is not None]
         if found:
             return [s for s, _ in found], [v for _, v in found]
     return [], []
@@ -94,7 +94,7 @@ def plot_curves(
     if panels is None:
         panels = _PANELS if any("reward" in row for row in rows) else _SUPERVISED
     drawn = {
-        title: {mode: found for mode in ("train", "eval") if (found := series(rows, names, mode))[0]}
+        title: {mode: found for mode in ("train", "eval") if (found := metric_series(rows, names, mode))[0]}
         for title, names in panels.items()
     }
     drawn = {title: curves for title, curves in drawn.items() if curves}

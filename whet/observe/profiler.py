@@ -27,9 +27,9 @@ from typing import Any
 from whet.config import ProfilerOptions
 from whet.errors import CheckpointError
 from whet.observe.trace import Trace
-from whet.storage.files import create, temporary, usable_folder, write_atomic
+from whet.storage.files import create_file, make_writable_folder, temporary_path, write_atomic
 
-__all__ = ["Cost", "StepProfiler", "costs", "table"]
+__all__ = ["OperationCost", "StepProfiler", "cost_table", "operation_costs"]
 
 log = logging.getLogger("whet")
 
@@ -64,7 +64,7 @@ class StepProfiler:
         Raises: ConfigError: log_dir can't be written.
         """
         if self.options is not None and self.options.log_dir is not None:
-            self.folder = usable_folder(self.options.log_dir, "trainer.profiler_options.log_dir")
+            self.folder = make_writable_folder(self.options.log_dir, "trainer.profiler_options.log_dir")
         if self.options is not None and steps is not None and 0 < steps <= self._first:
             log.warning(
                 "the run is no longer than skip_first_n_steps=%d; profiling its last step, which may include one-time "
@@ -113,18 +113,18 @@ class StepProfiler:
 
     def _write(self, number: int, seen: Any, seconds: float, device: str) -> None:
         """Logs the table, and writes table and timeline; a step is not undone by a file that can't be written."""
-        found = costs(seen.events())
+        found = operation_costs(seen.events())
         head = f"profile of step {number}: {seconds:.2f} s with the profiler's own cost, on {device}"
-        log.info("%s\n%s", head, table(found, rows=4))
+        log.info("%s\n%s", head, cost_table(found, rows=4))
         if self.folder is None:
             log.warning("the profile of step %d was not written: neither run_dir nor log_dir is set", number)
             return
         name = f"profile-step-{number:06d}"
-        half = temporary(self.folder / f"{name}.json.gz")
+        half = temporary_path(self.folder / f"{name}.json.gz")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_atomic(self.folder / f"{name}.txt", f"{head}\n\n{table(found)}\n".encode())
-            create(half).close()  # torch writes into it: nobody else's file, by a name that could be foreseen
+            write_atomic(self.folder / f"{name}.txt", f"{head}\n\n{cost_table(found)}\n".encode())
+            create_file(half).close()  # torch writes into it: nobody else's file, by a name that could be foreseen
             seen.export_chrome_trace(str(half))
             _check_whole(half)
             half.replace(self.folder / f"{name}.json.gz")
@@ -174,7 +174,7 @@ def _check_whole(path: Path) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cost:
+class OperationCost:
     """What an operation cost in a phase."""
 
     phase: str
@@ -188,7 +188,7 @@ class Cost:
     """Seconds of the kernels that it started itself; 0 on a CPU."""
 
 
-def costs(events: Iterable[Any]) -> list[Cost]:
+def operation_costs(events: Iterable[Any]) -> list[OperationCost]:
     """The operations of a profile, summed by phase and name; phases in order, the most expensive first in each.
 
     Args: events: `torch.profiler.profile.events()`, taken under ranges that a Trace marked.
@@ -215,7 +215,7 @@ def costs(events: Iterable[Any]) -> list[Cost]:
     for phase in {name.partition(": ")[0] for name in sums if ": " in name} & sums.keys():
         sums[f"{phase}: {_REST}"] = sums.pop(phase)
     found = [
-        Cost(phase=phase, name=name, calls=int(calls), cpu_s=cpu_s, device_s=device_s)
+        OperationCost(phase=phase, name=name, calls=int(calls), cpu_s=cpu_s, device_s=device_s)
         for phase, named in sums.items()
         for name, (calls, cpu_s, device_s) in named.items()
     ]
@@ -239,13 +239,13 @@ def _part(event: Any, known: dict[int, str]) -> str:
     return part
 
 
-def table(found: Iterable[Cost], rows: int = 10) -> str:
+def cost_table(found: Iterable[OperationCost], rows: int = 10) -> str:
     """A table of costs: phases in order, the most expensive operations of each.
 
-    Args: found: as `costs` gives them. rows: operations shown of each phase; the others are one line.
+    Args: found: as `operation_costs` gives them. rows: operations shown of each phase; the others are one line.
 
-    >>> print(table([Cost(phase="rollout", name="mm", calls=3, cpu_s=0.75, device_s=0.0),
-    ...              Cost(phase="other", name="(Python, waiting)", calls=1, cpu_s=0.25, device_s=0.0)]))
+    >>> print(cost_table([OperationCost(phase="rollout", name="mm", calls=3, cpu_s=0.75, device_s=0.0),
+    ...              OperationCost(phase="other", name="(Python, waiting)", calls=1, cpu_s=0.25, device_s=0.0)]))
     phase, operation                                  calls    self ms    share
     rollout                                               3      750.0   75.0 %
       mm                                                  3      750.0   75.0 %
@@ -258,7 +258,7 @@ def table(found: Iterable[Cost], rows: int = 10) -> str:
     _, device_s, cpu_s = spent(found)
     whole = (device_s if device else cpu_s) or 1.0
 
-    def line(name: str, cs: list[Cost]) -> str:
+    def line(name: str, cs: list[OperationCost]) -> str:
         calls, on_device, on_cpu = spent(cs)
         time_ = f"{on_device * 1e3:>11.1f}{on_cpu * 1e3:>11.1f}" if device else f"{on_cpu * 1e3:>11.1f}"
         return f"{name:<46.46}{calls:>9}{time_}{100 * (on_device if device else on_cpu) / whole:>7.1f} %"

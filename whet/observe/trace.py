@@ -17,26 +17,26 @@ from pathlib import Path
 from typing import Any
 
 from whet.errors import CheckpointError
-from whet.storage.files import usable_folder, write_atomic
+from whet.storage.files import make_writable_folder, write_atomic
 
-__all__ = ["Trace", "timeline_folder"]
+__all__ = ["Trace", "trace_folder"]
 
 log = logging.getLogger("whet")
 
 
-def timeline_folder(options: Any, run_dir: str | Path | None) -> Path | None:
+def trace_folder(options: Any, run_dir: str | Path | None) -> Path | None:
     """The folder of a run's trace.json.
 
     Args: options: PerfMetricsOptions, or None. run_dir: where it goes unless trace_dir says otherwise.
     Returns: a folder that can be written; None = no timeline is asked for, or there is no place for it.
     Raises: ConfigError: trace_dir can't be written.
 
-    >>> timeline_folder(None, "runs/a")
+    >>> trace_folder(None, "runs/a")
     """
     if options is None or not options.enable_trace_writer:
         return None
     if options.trace_dir:
-        return usable_folder(options.trace_dir, "trainer.perf_metrics_options.trace_dir")
+        return make_writable_folder(options.trace_dir, "trainer.perf_metrics_options.trace_dir")
     return None if run_dir is None else Path(run_dir).absolute()
 
 

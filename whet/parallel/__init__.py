@@ -2,23 +2,23 @@
 
 from whet.parallel.comm import rank, world_size
 from whet.storage.checkpoint import (
-    checkpoints,
     find_checkpoint,
-    load_state,
-    publish,
+    load_weights,
     read_state,
-    save_state,
+    save_weights,
+    step_folders,
+    write_checkpoint,
     write_state,
 )
 
 __all__ = [
-    "checkpoints",
     "find_checkpoint",
-    "load_state",
-    "publish",
+    "load_weights",
     "rank",
     "read_state",
-    "save_state",
+    "save_weights",
+    "step_folders",
     "world_size",
+    "write_checkpoint",
     "write_state",
 ]

@@ -46,8 +46,8 @@ def _train(trainer: str, words: Sequence[str]) -> Any:
     from whet.config.base import leaves
     from whet.errors import WhetError
     from whet.observe.progress import setup_logging
+    from whet.rl2.execute import train
     from whet.rl2.parsed_args import parse_args
-    from whet.rl2.run import train
     from whet.rl2.translate import translate_args
 
     args = parse_args(trainer, [word for word in words if word not in _PRINT])

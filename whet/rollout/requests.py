@@ -8,21 +8,17 @@ which are not known before: the engine refuses those one by one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from torch import nn
 
-from whet.data.lengths import Spread
-from whet.errors import ConfigError, DataError, EngineError, lookup_error
-from whet.models.modes import max_positions
+from whet.errors import ConfigError, EngineError, lookup_error
 from whet.ops.support import Support
 from whet.rollout.base import Request, Sampling, support_of
 from whet.rollout.text import INCOMPLETE
-from whet.types import Prompt
 
-__all__ = ["SamplingPlan", "check_prompt_lengths", "check_request", "completed_string", "make_plan"]
+__all__ = ["SamplingPlan", "check_request", "completed_string", "make_plan"]
 
 SLACK = 8
 """Characters at the start of a decoded tail, and at its joint with new tokens, that may differ from the whole text's:
@@ -191,51 +187,3 @@ def _check_arrays(request: Request) -> None:
         raise EngineError(
             f"{name}: the address must be four integers, (seed, step, prompt, generation), got {request.address!r}"
         )
-
-
-def _way_to_fit(length: int, positions: int, max_tokens: int) -> str:
-    """What to set so that a prompt of `length` tokens and its completion fit."""
-    cut = "with on_long_prompt drop or truncate_left"
-    if max_tokens < positions:
-        return f"set rollout.max_prompt_length to {positions - max_tokens} {cut}, or lower max_tokens_to_generate"
-    alone = "max_tokens_to_generate alone leaves no room for a prompt; set it to"
-    if length < positions:
-        return f"{alone} {positions - length} or less, as this one needs"
-    return f"{alone} {positions - 1} or less, and rollout.max_prompt_length to what is left {cut}"
-
-
-def check_prompt_lengths(prompts: Iterable[Prompt], module: nn.Module, max_tokens: int) -> None:
-    """Refuses a prompt that the model could never complete.
-
-    Args: prompts: encoded. module: a model of transformers. max_tokens: new tokens that may be asked for, as
-        max_tokens_to_generate says.
-    Raises: DataError: prompts and completions have more tokens than the model has positions: how many, what 95 % have,
-        the longest; or an id is outside its vocabulary, with the row.
-
-    >>> import numpy as np
-    >>> from transformers import GPT2Config, GPT2LMHeadModel
-    >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, n_positions=16, vocab_size=32))
-    >>> p = Prompt(tokens=np.arange(10), source="", row=3)
-    >>> check_prompt_lengths([p], model, max_tokens=6)
-    >>> check_prompt_lengths([p], model, max_tokens=7)  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    whet.errors.DataError: 1 of 1 prompts can't fit, 95 % have 10 tokens or fewer; the longest, row 3: 10 prompt ...
-    """
-    prompts, positions = list(prompts), max_positions(module)
-    spread = Spread(len(p.tokens) for p in prompts)
-    if positions is not None and (over := spread.over(positions - max_tokens)):
-        length, row = max(((len(p.tokens), p.row) for p in prompts), key=lambda pair: pair[0])
-        raise DataError(
-            f"{over} of {len(prompts)} prompts can't fit, 95 % have {spread.most} tokens or fewer; the longest, row "
-            f"{row}: {length} prompt tokens + rollout.max_tokens_to_generate {max_tokens} = {length + max_tokens}, but "
-            f"the model has {positions} positions (max_position_embeddings); "
-            f"{_way_to_fit(length, positions, max_tokens)}"
-        )
-    vocabulary = int(module.get_input_embeddings().weight.shape[0])  # pyright: ignore
-    for p in prompts:
-        highest = int(p.tokens.max())
-        if highest >= vocabulary:
-            raise DataError(
-                f"row {p.row}: token {highest} is outside the model's vocabulary of {vocabulary}; the tokenizer is "
-                "another model's: set tokenizer to this one's"
-            )

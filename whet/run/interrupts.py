@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-__all__ = ["Interrupts", "Stopped"]
+__all__ = ["SignalHandler", "Stopped"]
 
 log = logging.getLogger("whet")
 
@@ -51,7 +51,7 @@ class Stopped(KeyboardInterrupt):
         super().__init__(self.what + how)
 
 
-class Interrupts:
+class SignalHandler:
     """Turns signals into a request to stop (`asked`), while it listens.
 
     Signals can be taken on the main thread alone, and only where no one else handles or ignores them (nohup ignores

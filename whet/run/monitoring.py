@@ -17,7 +17,7 @@ from typing import Any
 from whet.config import Mode, TrainingConfig
 from whet.config.monitoring import BEFORE_STOP, BEST, Band, KeepBestOptions
 from whet.errors import ConfigError, nearest
-from whet.hub.model_card import write_card
+from whet.hub.model_card import write_model_card
 from whet.run.observer import Observed, Observer
 
 __all__ = ["KeepBest", "StopWhen", "WriteCard", "watchers"]
@@ -46,7 +46,7 @@ class WriteCard(Observer):
         if error is not None or run.folder is None:
             return
         try:
-            write_card(run.folder.path)
+            write_model_card(run.folder.path)
         except Exception as wrong:
             log.warning("the model card could not be written: %s: %s", type(wrong).__name__, wrong)
 

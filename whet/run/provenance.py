@@ -34,7 +34,15 @@ if TYPE_CHECKING:
     from whet.config import Role
     from whet.train.worker import ModelWorker
 
-__all__ = ["changed_settings", "check_reads", "check_settings", "note_reads", "plain", "source_of", "weights_digest"]
+__all__ = [
+    "changed_settings",
+    "check_inputs",
+    "check_settings",
+    "plain",
+    "record_inputs",
+    "source_of",
+    "weights_digest",
+]
 
 log = logging.getLogger("whet")
 
@@ -77,7 +85,7 @@ _FREE = (
 schedule knows, which is rebuilt for another one, with a warning: see Optim.plan."""
 
 
-def note_reads(
+def record_inputs(
     workers: Mapping[Role, ModelWorker],
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -112,12 +120,12 @@ def note_reads(
     }
 
 
-def check_reads(old: Any, new: Mapping[str, Any], *, allow: bool) -> None:
+def check_inputs(old: Any, new: Mapping[str, Any], *, allow: bool) -> None:
     """Compares what a checkpoint records with what is read now; different code is a warning.
 
-    Args: old: of the checkpoint; None = of an earlier version, which recorded nothing. new: as `note_reads` gives it.
+    Args: old: of the checkpoint; None = of an earlier version, which recorded nothing. new: from `record_inputs`.
         allow: differences are logged, not refused.
-    Raises: CheckpointError: they differ, each difference named; or `old` is not what `note_reads` gives.
+    Raises: CheckpointError: they differ, each difference named; or `old` is not what `record_inputs` gives.
     """
     if old is None:
         log.warning(

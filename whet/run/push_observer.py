@@ -11,7 +11,7 @@ from pathlib import Path
 
 from whet.config import TrainingConfig
 from whet.errors import ConfigError
-from whet.hub.push import FINAL, check_hub, push_to_hub
+from whet.hub.push import FINAL, check_hub_token, push_to_hub
 from whet.run.observer import Observed, Observer
 
 __all__ = ["PushToHub", "check_push", "pushers"]
@@ -25,7 +25,7 @@ def check_push(config: TrainingConfig) -> None:
         return
     if config.run_dir is None:
         raise ConfigError("trainer.hub_model_id sends what lies in the run folder; set trainer.run_dir")
-    check_hub()
+    check_hub_token()
 
 
 def pushers(config: TrainingConfig) -> list[Observer]:

@@ -25,23 +25,23 @@ from typing import Any, Protocol
 from whet.config import CheckpointingOptions, Mode, TrainingConfig
 from whet.errors import CheckpointError, ConfigError, DataError, WhetError
 from whet.hub.push import Giving
-from whet.observe.environment import noted_environment
+from whet.observe.environment import read_environment
 from whet.observe.loggers import Loggers
-from whet.observe.notebook import notebook_picture
+from whet.observe.notebook import run_html
 from whet.observe.profiler import StepProfiler
 from whet.observe.progress import Progress
-from whet.observe.trace import timeline_folder
+from whet.observe.trace import trace_folder
 from whet.parallel.ranks import Ranks
-from whet.run.interrupts import Interrupts, Stopped
+from whet.run.interrupts import SignalHandler, Stopped
 from whet.run.monitoring import watchers
 from whet.run.observer import Observer, Observers, TrainerControl
-from whet.run.provenance import check_reads, check_settings, plain
+from whet.run.provenance import check_inputs, check_settings, plain
 from whet.run.push_observer import pushers
 from whet.run.random_state import random_state, set_random_state
-from whet.run.start_messages import note_environment, say_end, say_length, steps_of
+from whet.run.start_messages import log_data_end, log_run_length, steps_in_data, write_environment
 from whet.run.task import Roles, Stream, Task
-from whet.storage.checkpoint import run_of
-from whet.storage.run_folder import RunFolder, holds_steps
+from whet.storage.checkpoint import read_run_id
+from whet.storage.run_folder import RunFolder, has_steps
 from whet.storage.run_state import check_storable
 from whet.train.role_trainer import RoleTrainer
 from whet.train.worker import Metrics
@@ -101,7 +101,7 @@ class Run(Giving):
         self.tokens = 0
         self.reads: dict[str, Any] | None = None
         self.observers = Observers([*watchers(config), *pushers(config), *observers])
-        self._stop = Interrupts()
+        self._stop = SignalHandler()
         self._begun = False
         self._begun_at = self._saved_step = 0
         self._finished: tuple[tuple[int, ...], dict[str, Any]] | None = None
@@ -136,7 +136,7 @@ class Run(Giving):
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the steps, the last numbers, and the curves where matplotlib is installed."""
-        return notebook_picture(f"{self.step} steps", self.train_rows, self.evaluations)
+        return run_html(f"{self.step} steps", self.train_rows, self.evaluations)
 
     @property
     def ranks(self) -> Ranks:
@@ -147,7 +147,7 @@ class Run(Giving):
     def total_steps(self) -> int | None:
         """Steps of the whole run; None where the data don't tell."""
         assert self.stream is not None
-        limits = [n for n in (self.config.max_steps, steps_of(self.stream)) if n is not None]
+        limits = [n for n in (self.config.max_steps, steps_in_data(self.stream)) if n is not None]
         return min(limits) if limits else None
 
     def __enter__(self) -> Run:
@@ -198,11 +198,11 @@ class Run(Giving):
         if self.folder is not None:
             self.folder.write_config(self.task.sections())
             passes = self.task.planned_passes(self.stream.batch_size)
-            note_environment(self.folder, self.roles, passes, resumed=self.step > 0)
+            write_environment(self.folder, self.roles, passes, resumed=self.step > 0)
             self.rows = self.folder.rows()
-        say_length(c, self.stream, self.step)
+        log_run_length(c, self.stream, self.step)
         self._begun_at, total, size = self.step, self.total_steps, self.stream.batch_size
-        self.timeline = timeline_folder(self.perf_config, c.run_dir)
+        self.timeline = trace_folder(self.perf_config, c.run_dir)
         self.profiler.expect(None if total is None else total - self.step)
         for role, trainer in self.roles.trainers.items():
             trainer.worker.plan(None if total is None else self.task.total_updates(role, total, size))
@@ -243,7 +243,7 @@ class Run(Giving):
             if self._asked("stop") or self._is_done():
                 return
         if self.total_steps is None or self.step < self.total_steps:
-            say_end(self.config, self.step, self._begun_at)
+            log_data_end(self.config, self.step, self._begun_at)
 
     def more(self) -> list[Any] | None:
         """A further batch of the data for the step that is running; None = the data have ended."""
@@ -438,8 +438,8 @@ class Run(Giving):
             log.info("resume=latest: no checkpoint in %s yet; starting from the beginning", self.checkpoints.root)
             return -1
         own, root = self.config.run_dir, self.checkpoints.root
-        if own is not None and root is not None and holds_steps(own):
-            written_by, here = run_of(checkpoint), noted_environment(own).get("run")
+        if own is not None and root is not None and has_steps(own):
+            written_by, here = read_run_id(checkpoint), read_environment(own).get("run")
             if checkpoint.resolve().parent != root.resolve() or (None not in (written_by, here) and written_by != here):
                 raise CheckpointError(
                     f"{checkpoint} belongs to another run, and {own} holds steps of its own; give another "
@@ -454,7 +454,7 @@ class Run(Giving):
         check_settings(state["settings"], self._compared(), allow=self.config.allow_config_change)
         assert self.stream is not None
         assert self.reads is not None
-        check_reads(state.get("reads"), self.reads, allow=self.config.allow_config_change)
+        check_inputs(state.get("reads"), self.reads, allow=self.config.allow_config_change)
         self.stream.restore(state["stream"])
         self.step, self.tokens = state["step"], state["tokens"]
         self.checkpoints.load(checkpoint)

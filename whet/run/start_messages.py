@@ -5,25 +5,25 @@ from __future__ import annotations
 import logging
 
 from whet.config import TrainingConfig
-from whet.observe.environment import environment, noted_environment
+from whet.observe.environment import collect_environment, read_environment
 from whet.run.task import Roles, Stream
 from whet.storage.run_folder import RunFolder
 
-__all__ = ["note_environment", "say_length"]
+__all__ = ["log_run_length", "write_environment"]
 
 log = logging.getLogger("whet")
 
 
-def note_environment(folder: RunFolder, roles: Roles, passes: dict[str, str], *, resumed: bool) -> None:
+def write_environment(folder: RunFolder, roles: Roles, passes: dict[str, str], *, resumed: bool) -> None:
     """Writes environment.json; a resumed run logs what changed, since that may change the last bits; in
     a folder of its own it has nothing to compare.
 
     Args: passes: what a step runs and what it leaves out, which is logged too.
     """
-    now = {**environment(), **roles.describe(), "passes": passes}
+    now = {**collect_environment(), **roles.describe(), "passes": passes}
     if roles.checkpoints.root is not None:
         now["run"] = roles.checkpoints.run
-    before = noted_environment(folder.path)
+    before = read_environment(folder.path)
     parts = ("versions", "cpu", "threads", "devices", "compute_dtype", "training", "rollout")
     changed = [k for k in parts if resumed and before and before.get(k) != now.get(k)]
     if changed:
@@ -42,12 +42,12 @@ def note_environment(folder: RunFolder, roles: Roles, passes: dict[str, str], *,
     folder.write_json("environment.json", now)
 
 
-def say_length(config: TrainingConfig, stream: Stream, step: int) -> None:
+def log_run_length(config: TrainingConfig, stream: Stream, step: int) -> None:
     """Says where the data end before max_steps, and where a resumed run has no step left to take.
 
     Args: config: of the run. stream: its data. step: steps that are done.
     """
-    by_data, asked = steps_of(stream), config.max_steps
+    by_data, asked = steps_in_data(stream), config.max_steps
     short = by_data is not None and asked is not None and by_data < asked
     if short:
         log.warning(
@@ -64,13 +64,13 @@ def say_length(config: TrainingConfig, stream: Stream, step: int) -> None:
     log.warning("nothing is left to do: all %d steps of the run are done; raise %s to train on", total, key)
 
 
-def steps_of(stream: Stream) -> int | None:
+def steps_in_data(stream: Stream) -> int | None:
     """Steps that the data give; None where they have no length or no end."""
     each, epochs = stream.batches_per_epoch, stream.num_epochs
     return None if each is None or epochs is None else each * epochs
 
 
-def say_end(config: TrainingConfig, step: int, begun: int) -> None:
+def log_data_end(config: TrainingConfig, step: int, begun: int) -> None:
     """Says that data without a known length have ended before max_steps, or before the first step of a resumed run.
 
     Args: step: steps that are done. begun: those that were done when the run opened.

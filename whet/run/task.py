@@ -86,7 +86,7 @@ class Task(Observer):
         return {}
 
     def reads(self) -> dict[str, Any]:
-        """What is read besides the checkpoint: see run.provenance.note_reads."""
+        """What is read besides the checkpoint: see run.provenance.record_inputs."""
         raise NotImplementedError
 
     def prepare(self) -> None:

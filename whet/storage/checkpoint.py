@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from whet.errors import CheckpointError
-from whet.storage.files import is_temporary, read_json, remove, temporary, write_atomic
-from whet.storage.files import sync as _fsync
+from whet.storage.files import fsync as _fsync
+from whet.storage.files import is_temporary, read_json, remove_path, temporary_path, write_atomic
 from whet.storage.folder_lock import FolderLock
 from whet.storage.format_version import SUMS_FORMAT, check_format
 
@@ -35,23 +35,23 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 __all__ = [
-    "checkpoints",
-    "discard",
+    "clean_root",
     "find_checkpoint",
-    "load_state",
-    "open_root",
-    "point",
-    "publish",
+    "list_checkpoints",
+    "load_weights",
+    "open_checkpoint_root",
+    "read_run_id",
     "read_state",
-    "run_of",
-    "save_state",
-    "saved",
+    "remove_checkpoint",
+    "save_weights",
+    "step_folders",
     "step_of",
-    "summed",
-    "sweep",
-    "verify",
-    "write_folder",
+    "verify_checkpoint",
+    "write_checkpoint",
+    "write_folder_atomic",
+    "write_pointer",
     "write_state",
+    "write_with_checksums",
 ]
 
 log = logging.getLogger("whet")
@@ -63,7 +63,7 @@ _FULL = re.compile(r"os error|no space left|file write failed|PytorchStreamWrite
 """Words of torch's and the tokenizers' own errors for a file that the disk did not take."""
 
 
-def open_root(root: Path) -> FolderLock:
+def open_checkpoint_root(root: Path) -> FolderLock:
     """Makes the folder of checkpoints, locks it, tries what a checkpoint needs there, and sweeps it.
 
     Tried are to write, to rename and to remove: what fails, fails before the first step and not after an hour.
@@ -72,19 +72,19 @@ def open_root(root: Path) -> FolderLock:
     Raises: CheckpointError: it can't be made or written. ConfigError: another process uses it.
     """
     lock = None
-    tried, renamed = temporary(root / "probe"), temporary(root / "probe")
+    tried, renamed = temporary_path(root / "probe"), temporary_path(root / "probe")
     try:
         root.mkdir(parents=True, exist_ok=True)
         lock = FolderLock(root, "trainer.checkpoint_root_directory")
         _filled(tried, lambda folder: (folder / "file").touch())
         tried.rename(renamed)
-        remove(renamed, strict=True)
+        remove_path(renamed, strict=True)
         if (root / "latest").is_dir():
             raise CheckpointError(f"{root / 'latest'} is a folder, but must be a file that names one; remove it")
-        sweep(root)
+        clean_root(root)
     except BaseException as error:
         if lock is not None:
-            remove(tried)
+            remove_path(tried)
             lock.release()
         if isinstance(error, OSError):
             raise CheckpointError(
@@ -95,7 +95,7 @@ def open_root(root: Path) -> FolderLock:
     return lock
 
 
-def publish(
+def write_checkpoint(
     root: Path,
     step: int,
     write: Callable[[Path], None],
@@ -118,29 +118,29 @@ def publish(
         Another run's folder has that step.
     """
     final = root / f"step-{step:06d}"
-    tmp = temporary(final)
+    tmp = temporary_path(final)
 
     try:
         root.mkdir(parents=True, exist_ok=True)
         if not _is_there(final, run):
-            _filled(tmp, lambda folder: summed(folder, write, run=run, step=step))
+            _filled(tmp, lambda folder: write_with_checksums(folder, write, run=run, step=step))
             tmp.rename(final)
             _fsync(root)
     except BaseException as e:
-        remove(tmp)
+        remove_path(tmp)
         if _of_the_disk(e):
             raise CheckpointError(
                 f"checkpoint of step {step} could not be written to {root}: {e}; earlier ones are kept. Make "
                 "room or fix its permissions, then resume with trainer.resume=latest"
             ) from e
         raise
-    point(root, final.name)
+    write_pointer(root, final.name)
     kept = {final, *(root / f"step-{other:06d}" for other in spared)}
-    own = [p for p in checkpoints(root) if (p / "run.pt").is_file() and run_of(p) == run]
+    own = [p for p in step_folders(root) if (p / "run.pt").is_file() and read_run_id(p) == run]
     for old in own[: -keep or None] if keep else []:
         if old not in kept:
             try:
-                discard(old)
+                remove_checkpoint(old)
             except OSError as error:
                 log.warning("the old checkpoint %s can't be removed and stays: %s", old, error)
     return final
@@ -150,10 +150,10 @@ def _is_there(final: Path, run: str | None) -> bool:
     """Whether a run has this checkpoint already; a folder of its name that is not a checkpoint is moved aside."""
     if not os.path.lexists(final):
         return False
-    if final not in saved(final.parent):
+    if final not in list_checkpoints(final.parent):
         _move_aside(final)
         return False
-    if run_of(final) != run:
+    if read_run_id(final) != run:
         raise CheckpointError(
             f"{final} belongs to another run, which wrote it meanwhile; end that run or move its folders away, "
             "and give each run a trainer.checkpoint_root_directory of its own"
@@ -164,13 +164,13 @@ def _is_there(final: Path, run: str | None) -> bool:
     return False
 
 
-def write_folder(path: Path, write: Callable[[Path], None]) -> None:
+def write_folder_atomic(path: Path, write: Callable[[Path], None]) -> None:
     """Writes a folder that is whole or absent, in place of the one that has its name.
 
     Args: path: the folder. write: fills the folder it is given.
     Raises: CheckpointError: it could not be written; the old one stays.
     """
-    tmp = temporary(path)
+    tmp = temporary_path(path)
     old = tmp.with_name(f"{tmp.name}.old")
     try:
         _filled(tmp, write)
@@ -182,14 +182,14 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
         if os.path.lexists(old) and not os.path.lexists(path):
             with suppress(OSError):
                 old.rename(path)
-        remove(tmp)
+        remove_path(tmp)
         if _of_the_disk(e):
             raise CheckpointError(
                 f"{path} could not be written: {e}; make room or fix its permissions, then resume with "
                 "trainer.resume=latest"
             ) from e
         raise
-    remove(old)
+    remove_path(old)
 
 
 def _of_the_disk(error: BaseException) -> bool:
@@ -199,7 +199,7 @@ def _of_the_disk(error: BaseException) -> bool:
     return type(error) in (Exception, RuntimeError) and _FULL.search(str(error)) is not None
 
 
-def summed(folder: Path, write: Callable[[Path], None], *, run: str | None, step: int) -> None:
+def write_with_checksums(folder: Path, write: Callable[[Path], None], *, run: str | None, step: int) -> None:
     """Fills a folder of a step, and notes who has written it and the checksum of every file."""
     write(folder)
     if run is not None:
@@ -213,7 +213,7 @@ def _sum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def verify(folder: Path, needs: Iterable[str] = ()) -> None:
+def verify_checkpoint(folder: Path, needs: Iterable[str] = ()) -> None:
     """Reads every file of a checkpoint and compares it with what was written.
 
     Args: folder: a checkpoint; one without sums.json can't be compared: a warning. needs: files that it must have.
@@ -268,14 +268,14 @@ def _filled(folder: Path, write: Callable[[Path], None]) -> None:
         _fsync(Path(place))
 
 
-def discard(folder: Path) -> None:
+def remove_checkpoint(folder: Path) -> None:
     """Removes a checkpoint. It loses its name first: one that a kill left half removed must not pass for whole."""
-    gone = temporary(folder)
+    gone = temporary_path(folder)
     folder.rename(gone)
-    remove(gone)
+    remove_path(gone)
 
 
-def point(root: Path, name: str, pointer: str = "latest") -> None:
+def write_pointer(root: Path, name: str, pointer: str = "latest") -> None:
     """Has a text file next to the checkpoints name one of them, in one step."""
     write_atomic(root / pointer, f"{name}\n".encode())
 
@@ -290,7 +290,7 @@ def step_of(folder: Path) -> int | None:
     return int(found[1]) if found and folder.name == f"step-{int(found[1]):06d}" else None
 
 
-def run_of(folder: Path) -> str | None:
+def read_run_id(folder: Path) -> str | None:
     """The run that has written a checkpoint; None where that is not recorded: earlier versions did not."""
     try:
         found = read_json(folder / _RUN)
@@ -300,24 +300,24 @@ def run_of(folder: Path) -> str | None:
     return name if isinstance(name, str) else None
 
 
-def checkpoints(root: Path) -> list[Path]:
+def step_folders(root: Path) -> list[Path]:
     """What has the name of a checkpoint under a folder, oldest step first."""
     found = [(step, p) for p in root.glob("step-*") if (step := step_of(p)) is not None] if root.is_dir() else []
     return [p for _, p in sorted(found)]
 
 
-def saved(root: Path) -> list[Path]:
+def list_checkpoints(root: Path) -> list[Path]:
     """The checkpoints under a folder that a run has written, a file of which may have gone since, oldest step first."""
-    return [p for p in checkpoints(root) if (p / "run.pt").is_file() or (p / _SUMS).is_file()]
+    return [p for p in step_folders(root) if (p / "run.pt").is_file() or (p / _SUMS).is_file()]
 
 
-def sweep(root: Path) -> None:
+def clean_root(root: Path) -> None:
     """Removes what killed processes left half-written, and moves aside folders that only have a checkpoint's name."""
     for p in list(root.iterdir()) if root.is_dir() else []:
         if is_temporary(p.name):
-            remove(p)
-    there = saved(root)
-    for p in checkpoints(root):
+            remove_path(p)
+    there = list_checkpoints(root)
+    for p in step_folders(root):
         if p not in there:
             _move_aside(p)
 
@@ -352,8 +352,8 @@ def find_checkpoint(resume: str, root: Path | None) -> Path | None:
         name = pointer.read_text(errors="replace").strip() if pointer.is_file() else ""
     except OSError as error:
         raise CheckpointError(f"{pointer} can't be read: {error}; fix its permissions or remove it") from error
-    there = saved(root)
-    for p in checkpoints(root):
+    there = list_checkpoints(root)
+    for p in step_folders(root):
         if p not in there:
             log.warning("%s is ignored: it has neither run.pt nor sums.json, so it is not a checkpoint", p)
     if not there:
@@ -413,7 +413,7 @@ def write_state(state: Mapping[str, Any], path: Path) -> None:
     path.write_bytes(made.getbuffer())
 
 
-def save_state(module: nn.Module, path: Path, masters: Mapping[str, Tensor] | None = None) -> None:
+def save_weights(module: nn.Module, path: Path, masters: Mapping[str, Tensor] | None = None) -> None:
     """Writes parameters and persistent buffers, each shared tensor once, masters in place of parameters."""
     from safetensors.torch import save_file
 
@@ -421,8 +421,8 @@ def save_state(module: nn.Module, path: Path, masters: Mapping[str, Tensor] | No
     save_file({n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}, path, metadata={"format": "pt"})
 
 
-def load_state(module: nn.Module, path: Path, masters: Mapping[str, Tensor] | None = None) -> None:
-    """Reads what `save_state` wrote into the module and its masters, in place.
+def load_weights(module: nn.Module, path: Path, masters: Mapping[str, Tensor] | None = None) -> None:
+    """Reads what `save_weights` wrote into the module and its masters, in place.
 
     Raises: CheckpointError: unreadable, a name missing or left over, or another shape; nothing is changed then.
     """

@@ -11,10 +11,10 @@ import numpy as np
 
 from whet.types import Example, Prompt
 
-__all__ = ["chained", "digests"]
+__all__ = ["chain_checksum", "compute_checksums"]
 
 
-def digests(rows: Iterable[Any]) -> tuple[int, int]:
+def compute_checksums(rows: Iterable[Any]) -> tuple[int, int]:
     """Checksums of what is trained on and of what goes with it, place by place: a Prompt's tokens and other columns, or
     an Example's tokens with their masks, and its columns; rows that were not encoded count by their place alone.
     """
@@ -33,7 +33,7 @@ def _parts(row: Any) -> list[bytes]:
     return [row.tokens.tobytes() if isinstance(row, Prompt) else b""]
 
 
-def chained(item: Any, before: int) -> int:
+def chain_checksum(item: Any, before: int) -> int:
     """The checksum of what is read in its own order, with a further item."""
     return zlib.crc32(_rendered(item if isinstance(item, Mapping) else {"": item}, _WHOLE), before)
 

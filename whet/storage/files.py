@@ -22,20 +22,20 @@ from typing import Any, BinaryIO
 from whet.errors import CheckpointError, ConfigError
 
 __all__ = [
-    "append_to",
     "check_writable",
-    "create",
-    "finite",
+    "create_file",
+    "finite_or_none",
+    "fsync",
     "is_temporary",
+    "make_writable_folder",
+    "open_for_append",
     "read_json",
-    "remove",
-    "sync",
-    "temporary",
+    "remove_path",
+    "temporary_path",
     "to_json",
-    "unused",
-    "unwritable",
-    "usable_folder",
+    "unused_path",
     "write_atomic",
+    "write_error",
 ]
 
 _TEMPORARY = re.compile(
@@ -52,9 +52,9 @@ def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], None]) -> Non
     Args: path: the file, in a folder that is there. content: its bytes, or a function that writes them.
     Raises: CheckpointError: the disk is full or the folder can't be written; the old file stays.
     """
-    place = temporary(path)
+    place = temporary_path(path)
     try:
-        with create(place) as file:
+        with create_file(place) as file:
             if isinstance(content, bytes):
                 file.write(content)
             else:
@@ -62,35 +62,35 @@ def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], None]) -> Non
             file.flush()
             os.fsync(file.fileno())
         place.replace(path)
-        sync(path.parent)
+        fsync(path.parent)
     except OSError as error:
-        raise unwritable(path, error) from error
+        raise write_error(path, error) from error
     finally:
         with suppress(OSError):
             place.unlink(missing_ok=True)
 
 
-def temporary(path: Path) -> Path:
+def temporary_path(path: Path) -> Path:
     """A random name next to a file or folder, which nobody can predict. It ends as the file's own does."""
     return path.with_name(f".tmp-{secrets.token_hex(8)}-{path.name}")
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a name is one of `temporary`'s.
+    """Whether a name is one of `temporary_path`'s.
 
-    >>> is_temporary(temporary(Path("x.json")).name), is_temporary(".tmp-mine"), is_temporary("x.json")
+    >>> is_temporary(temporary_path(Path("x.json")).name), is_temporary(".tmp-mine"), is_temporary("x.json")
     (True, False, False)
     """
     return _TEMPORARY.fullmatch(name) is not None
 
 
-def create(path: Path) -> BinaryIO:
+def create_file(path: Path) -> BinaryIO:
     """Opens a new file for writing. Raises: FileExistsError: anything is there, be it a link to nowhere."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.fdopen(os.open(path, flags, 0o666), "wb")
 
 
-def append_to(path: Path) -> BinaryIO:
+def open_for_append(path: Path) -> BinaryIO:
     """Opens a file for appending, made if absent. Raises: OSError: it is a symbolic link, or not a regular file."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     handle = os.open(path, flags, 0o666)
@@ -100,10 +100,10 @@ def append_to(path: Path) -> BinaryIO:
     return os.fdopen(handle, "ab")
 
 
-def unused(path: Path, word: str) -> Path:
+def unused_path(path: Path, word: str) -> Path:
     """The first of <stem>.<word>-1<suffix>, <stem>.<word>-2<suffix> ... that nothing has, links to nowhere included.
 
-    >>> unused(Path("nowhere/metrics.jsonl"), "before").name
+    >>> unused_path(Path("nowhere/metrics.jsonl"), "before").name
     'metrics.before-1.jsonl'
     """
     n = 1
@@ -112,7 +112,7 @@ def unused(path: Path, word: str) -> Path:
     return found
 
 
-def remove(path: Path, *, strict: bool = False) -> None:
+def remove_path(path: Path, *, strict: bool = False) -> None:
     """Removes a file, a link (not what it points to) or a folder, as far as that is possible.
 
     Args: path: what to remove; nothing there is not an error. strict: raise OSError where something stays.
@@ -124,7 +124,7 @@ def remove(path: Path, *, strict: bool = False) -> None:
             path.unlink(missing_ok=True)
 
 
-def sync(path: Path) -> None:
+def fsync(path: Path) -> None:
     """Has what a file holds, or the names in a folder, on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -133,7 +133,7 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def usable_folder(path: str | Path, key: str) -> Path:
+def make_writable_folder(path: str | Path, key: str) -> Path:
     """A folder that files can be written to, made where it is not there: found out before a run, not after it.
 
     Args: path: the folder. key: where it was given, for the message.
@@ -152,19 +152,19 @@ def usable_folder(path: str | Path, key: str) -> Path:
 
 
 def check_writable(path: str | Path, key: str) -> None:
-    """Looks whether files can be written to a folder, and leaves none that was not there. Raises: as usable_folder."""
+    """Checks that files can be written to a folder. Removes the folders it made. Raises: as make_writable_folder."""
     folder = Path(path).absolute()
     made = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
-    usable_folder(folder, key)
+    make_writable_folder(folder, key)
     for place in made:
         with suppress(OSError):  # another run's by now
             place.rmdir()
 
 
-def unwritable(path: Path, error: OSError) -> CheckpointError:
+def write_error(path: Path, error: OSError) -> CheckpointError:
     """The error for a file of a run that the disk did not take.
 
-    >>> print(unwritable(Path("a/x.json"), OSError("No space left")))
+    >>> print(write_error(Path("a/x.json"), OSError("No space left")))
     a/x.json can't be written: No space left; make room or fix its permissions, then resume with trainer.resume=latest
     """
     return CheckpointError(
@@ -192,10 +192,10 @@ def _no_constant(word: str) -> None:
     raise ValueError(f"{word} is not JSON")
 
 
-def finite(value: object) -> float | None:
+def finite_or_none(value: object) -> float | None:
     """A number as a float; None for whatever else a file may hold in its place.
 
-    >>> finite(3), finite(10**400), finite(math.nan), finite("3")
+    >>> finite_or_none(3), finite_or_none(10**400), finite_or_none(math.nan), finite_or_none("3")
     (3.0, None, None, None)
     """
     try:

@@ -19,7 +19,7 @@ from typing import Any
 from whet.errors import ConfigError
 from whet.storage.files import read_json
 
-__all__ = ["FolderLock", "check_free"]
+__all__ = ["FolderLock", "check_unlocked"]
 
 
 class FolderLock:
@@ -108,7 +108,7 @@ class FolderLock:
         return handle
 
 
-def check_free(folder: str | Path, setting: str) -> None:
+def check_unlocked(folder: str | Path, setting: str) -> None:
     """Raises ConfigError where another process holds a folder's lock. Args: folder: may be absent. setting: its key."""
     place = Path(folder).absolute()
     if os.path.lexists(place / ".lock"):

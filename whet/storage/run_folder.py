@@ -26,19 +26,19 @@ from whet.config.resume import FULL
 from whet.errors import CheckpointError, ConfigError
 from whet.storage.completions import write_completions
 from whet.storage.files import (
-    append_to,
-    create,
+    create_file,
     is_temporary,
+    open_for_append,
     read_json,
-    remove,
+    remove_path,
     to_json,
-    unused,
-    unwritable,
+    unused_path,
     write_atomic,
+    write_error,
 )
 from whet.storage.folder_lock import FolderLock
 
-__all__ = ["RunFolder", "check_new", "holds_steps", "read_rows"]
+__all__ = ["RunFolder", "check_no_run", "has_steps", "read_metrics"]
 
 log = logging.getLogger("whet")
 
@@ -84,9 +84,9 @@ class RunFolder:
                 self._tidy()
                 if step is not None:
                     self._rewind(step)
-                self._metrics = append_to(self.path / "metrics.jsonl")
+                self._metrics = open_for_append(self.path / "metrics.jsonl")
             except OSError as error:
-                raise unwritable(self.path, error) from error
+                raise write_error(self.path, error) from error
         except BaseException:
             self._let_go()
             raise
@@ -126,7 +126,7 @@ class RunFolder:
 
     def _refuse_old_run(self) -> None:
         """Raises ConfigError where a run lies here, in rows that can be read or not."""
-        check_new(self.path)
+        check_no_run(self.path)
         if _read(self.path / "metrics.jsonl").torn:  # all that a killed run has left: the first row begins there
             write_atomic(self.path / "metrics.jsonl", b"")
 
@@ -138,7 +138,7 @@ class RunFolder:
                     if file.name.endswith("-final.old") and not os.path.lexists(self.path / "final"):
                         file.rename(self.path / "final")
                     else:
-                        remove(file)
+                        remove_path(file)
 
     # ---- configuration and environment ---------------------------------------------------------------------------
 
@@ -171,7 +171,7 @@ class RunFolder:
             self._metrics.flush()
             os.fsync(self._metrics.fileno())
         except OSError as error:
-            raise unwritable(self.path / "metrics.jsonl", error) from error
+            raise write_error(self.path / "metrics.jsonl", error) from error
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl in order; a torn last line is left out, and so are damaged ones."""
@@ -179,7 +179,7 @@ class RunFolder:
 
     def _rewind(self, step: int) -> None:
         """Removes what was written after a step, and what a kill left half written."""
-        if step <= 0 and holds_steps(self.path):
+        if step <= 0 and has_steps(self.path):
             self._set_aside()
         found = _read(self.path / "metrics.jsonl")
         if found.damaged:
@@ -191,15 +191,15 @@ class RunFolder:
             if number is not None and int(number[1]) > step and (file.is_file() or file.is_symlink()):
                 file.unlink()
         if _number(self.path / "final" / "run.json", "step") > step:
-            remove(self.path / "final", strict=True)
+            remove_path(self.path / "final", strict=True)
         if _number(self.path / "summary.json", "steps") > step:
             (self.path / "summary.json").unlink()
         (self.path / "model_card.md").unlink(missing_ok=True)  # written anew at the end
 
     def _keep_damaged(self, found: _Rows) -> None:
         """Keeps metrics.jsonl as it was, next to the one written without its damaged lines."""
-        kept = unused(self.path / "metrics.jsonl", "damaged")
-        with create(kept) as file:
+        kept = unused_path(self.path / "metrics.jsonl", "damaged")
+        with create_file(kept) as file:
             file.write(found.content)
             file.flush()
             os.fsync(file.fileno())
@@ -258,7 +258,7 @@ class RunFolder:
         return path
 
 
-def check_new(path: str | Path) -> None:
+def check_no_run(path: str | Path) -> None:
     """Raises ConfigError where a run lies in a folder, in rows that can be read or not."""
     path = Path(path).absolute()
     found = _read(path / "metrics.jsonl")
@@ -267,19 +267,19 @@ def check_new(path: str | Path) -> None:
         raise ConfigError(f"{path} holds {steps}; set trainer.resume=latest to resume it, or another trainer.run_dir")
 
 
-def holds_steps(path: str | Path) -> bool:
+def has_steps(path: str | Path) -> bool:
     """Whether a run folder holds rows of training steps.
 
-    >>> holds_steps("nowhere")
+    >>> has_steps("nowhere")
     False
     """
     return any(row["mode"] == "train" for row in _read(Path(path) / "metrics.jsonl").rows)
 
 
-def read_rows(path: str | Path) -> list[dict[str, Any]]:
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The rows of a run folder that may be open elsewhere; [] where there are none.
 
-    >>> read_rows("nowhere")
+    >>> read_metrics("nowhere")
     []
     """
     return _read(Path(path) / "metrics.jsonl").rows

@@ -12,7 +12,7 @@ from whet.ops import segment_count
 from whet.packing.micro_batch import MicroBatch
 from whet.types import LossInputs, TokenBatch, TokenStats
 
-__all__ = ["check_shapes", "is_per_unit", "loss_inputs", "trained_units"]
+__all__ = ["check_loss_shapes", "is_per_unit", "make_loss_inputs", "trained_units"]
 
 
 def is_per_unit(batch: TokenBatch) -> bool:
@@ -26,7 +26,7 @@ def is_per_unit(batch: TokenBatch) -> bool:
     return batch.unit_weights is not None
 
 
-def loss_inputs(
+def make_loss_inputs(
     token_columns: Mapping[str, Tensor],
     sequence_columns: Mapping[str, Tensor],
     micro: MicroBatch,
@@ -70,7 +70,7 @@ def trained_units(x: LossInputs) -> Tensor:
     return segment_count(x.mask, x.unit, x.num_units) > 0
 
 
-def check_shapes(loss: Tensor, metrics: Mapping[str, Tensor], weights: Tensor, per_unit: bool) -> None:
+def check_loss_shapes(loss: Tensor, metrics: Mapping[str, Tensor], weights: Tensor, per_unit: bool) -> None:
     """Raises DataError where a loss, or a metric, is not one number for each of the weights."""
     for name, x in {"the loss": loss, **{f"its metric {n!r}": m for n, m in metrics.items()}}.items():
         if not isinstance(x, Tensor):

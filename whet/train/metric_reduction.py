@@ -13,7 +13,7 @@ from torch import Tensor
 from whet.metrics import Max, Mean, Metric, Min, Sum
 from whet.ops import segment_count, segment_mean
 
-__all__ = ["REDUCTIONS", "Metrics", "Reductions", "labels_of", "metrics_of", "reduced"]
+__all__ = ["REDUCTIONS", "Metrics", "Reductions", "metric_labels", "reduce_metrics", "unpack_metrics"]
 
 Metrics = dict[str, Metric]
 Reductions = Mapping[str, Mapping[str, str]]
@@ -22,12 +22,12 @@ REDUCTIONS = ("mean", "max", "min", "weighted", "sequence_mean", "sequence_max",
 mean, largest and least of the means of sequences."""
 
 
-def labels_of(name: str, reductions: Reductions) -> Mapping[str, str]:
+def metric_labels(name: str, reductions: Reductions) -> Mapping[str, str]:
     """Under which labels a loss's metric is logged, and how it is reduced; its mean under its own name by default."""
     return reductions.get(name, {name: "mean"})
 
 
-def reduced(
+def reduce_metrics(
     values: Mapping[str, Tensor],
     mask: Tensor,
     weights: Tensor,
@@ -42,7 +42,7 @@ def reduced(
     labels, found = [], [mask.sum().double()]
     for name, value in values.items():
         value = value.detach().double()
-        for label, how in labels_of(name, reductions).items():
+        for label, how in metric_labels(name, reductions).items():
             labels.append((label, how))
             if how.startswith("sequence_"):
                 found += _over_sequences(value, mask, sequence, num_sequences, how)
@@ -67,7 +67,7 @@ def _over_sequences(value: Tensor, mask: Tensor, sequence: Tensor, number: int, 
     return [torch.where(there, means, 0.0).sum(), there.sum().double()]
 
 
-def metrics_of(labels: Sequence[Sequence[tuple[str, str]]], read: Sequence[float]) -> Iterator[Metrics]:
+def unpack_metrics(labels: Sequence[Sequence[tuple[str, str]]], read: Sequence[float]) -> Iterator[Metrics]:
     """The metrics of each micro-batch, from its labels and all numbers: loss, count, and one for each label."""
     at = 0
     for named in labels:

@@ -27,11 +27,11 @@ from whet.models.load import DTYPES, save_model
 from whet.models.loaded_model import LoadedModel
 from whet.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, save_adapter, take_adapter
 from whet.models.prompt_tuning import ENCODER, prompted
-from whet.parallel import load_state, read_state, save_state, write_state
+from whet.parallel import load_weights, read_state, save_weights, write_state
 from whet.storage.format_version import STATE_FORMAT, check_format
 from whet.train.optim import Optim
 
-__all__ = ["ModelFiles", "set_apart"]
+__all__ = ["ModelFiles", "separate_training_state"]
 
 APART = "whet"
 """The folder beside the weights that may hold what is no model's."""
@@ -61,7 +61,7 @@ class ModelFiles:
         if self.adapted:
             save_adapter(self.loaded.module, folder, masters)
         else:
-            save_state(self.loaded.module, folder / "model.safetensors", masters)
+            save_weights(self.loaded.module, folder / "model.safetensors", masters)
             config = copy.deepcopy(self.loaded.module.config)
             config.dtype = self.loaded.saved_dtype  # the model's own; what lies here is its fp32 masters
             config.save_pretrained(folder)
@@ -93,7 +93,7 @@ class ModelFiles:
             learned = prompted(self.loaded.module)
             self._read_adapter(_rest(folder) / ENCODER if learned else folder / ADAPTER_WEIGHTS)
         else:
-            load_state(self.loaded.module, folder / "model.safetensors", masters)
+            load_weights(self.loaded.module, folder / "model.safetensors", masters)
         if self.optim is not None:
             self.optim.load(_rest(folder) / "optimizer.safetensors", state["optim"])
         return state["version"]
@@ -134,7 +134,7 @@ class ModelFiles:
                 params[name].data = data
 
 
-def set_apart(folder: Path) -> None:
+def separate_training_state(folder: Path) -> None:
     """Puts what is no model's of a model's folder into the folder beside the weights."""
     (folder / APART).mkdir()
     for name in (*_RESUMED, ENCODER):

@@ -26,7 +26,7 @@ __all__ = ["Offload", "OffloadPlacement"]
 Copy = Callable[[Tensor, torch.device], Tensor]
 
 
-def copied(tensor: Tensor, place: torch.device) -> Tensor:
+def copy_to_device(tensor: Tensor, place: torch.device) -> Tensor:
     """A copy of a tensor elsewhere; from a GPU to the host into pinned memory, so that both ways are fast."""
     if tensor.is_cuda and place.type == "cpu":
         warn_experimental("offload_to_cpu through pinned memory")
@@ -47,7 +47,7 @@ class Offload:
     (None, 0, tensor([1., 1.]))
     """
 
-    def __init__(self, device: torch.device, host: torch.device | str = "cpu", *, copy: Copy = copied) -> None:
+    def __init__(self, device: torch.device, host: torch.device | str = "cpu", *, copy: Copy = copy_to_device) -> None:
         self.device, self.host, self.copy = device, torch.device(host), copy
         self._held: dict[int, Tensor] = {}
 

@@ -23,8 +23,8 @@ from torch.utils.hooks import RemovableHandle
 from whet.config import OptimConfig
 from whet.errors import CheckpointError, ConfigError, lookup_error
 from whet.storage.format_version import OPTIMIZER_FORMAT
-from whet.train.optimizer_state import FORMAT_KEY, check_shapes, flat_state, saved_state
-from whet.train.optimizers import make_optimizer, set_setting, settings_of
+from whet.train.optimizer_state import FORMAT_KEY, check_moment_shapes, flatten_state, load_optimizer_state
+from whet.train.optimizers import group_settings, make_optimizer, set_setting
 
 __all__ = ["Optim"]
 
@@ -73,7 +73,7 @@ class Optim:
         if self.config is not None:
             check_schedule(self.config)
         self.optimizer = make_optimizer(self.masters, config)
-        self.made = settings_of(self.optimizer)
+        self.made = group_settings(self.optimizer)
         self.updates = 0
         self.schedule: Any = None
         self._taken_up = False
@@ -94,7 +94,7 @@ class Optim:
         self.schedule, self._taken_up, self.updates = None, False, 0
         if not same:
             self.optimizer = make_optimizer(self.masters, config)
-            self.made = settings_of(self.optimizer)
+            self.made = group_settings(self.optimizer)
         for group, made in zip(self.optimizer.param_groups, self.made, strict=True):
             set_setting(group, "lr", made["lr"])
 
@@ -104,7 +104,7 @@ class Optim:
             return False
         self.config = dataclasses.replace(self.config, lr=lr)
         self.optimizer = make_optimizer(self.masters, self.config)
-        self.made = settings_of(self.optimizer)
+        self.made = group_settings(self.optimizer)
         return True
 
     def close(self) -> None:
@@ -205,7 +205,7 @@ class Optim:
         groups = self._names()
         flat = [name for names in groups for name in names]
         state = self.optimizer.state_dict()
-        tensors, plain, wrapped = flat_state({flat[i]: entry for i, entry in state["state"].items()})
+        tensors, plain, wrapped = flatten_state({flat[i]: entry for i, entry in state["state"].items()})
         save_file(tensors, path, metadata={FORMAT_KEY: str(OPTIMIZER_FORMAT)})  # one key: more have no order
         return {
             "kind": type(self.optimizer).__name__,
@@ -240,8 +240,8 @@ class Optim:
             )
         groups = self._names()
         flat = [name for names in groups for name in names]
-        saved, made, entries = saved_state(path, rest, groups)
-        check_shapes(path, entries, self.masters)
+        saved, made, entries = load_optimizer_state(path, rest, groups)
+        check_moment_shapes(path, entries, self.masters)
         self._load_schedule(rest)
         whole = self.optimizer.state_dict()["param_groups"]
         found = [g | {"params": now["params"]} for g, now in zip(saved, whole, strict=True)]

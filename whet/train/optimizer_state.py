@@ -22,7 +22,7 @@ from whet.storage.format_version import OPTIMIZER_FORMAT, check_format
 from whet.util.references import resolve_ref
 from whet.util.tensor_subclasses import is_wrapper
 
-__all__ = ["FORMAT_KEY", "WRAPPED", "check_shapes", "flat_state", "saved_state", "whole_state"]
+__all__ = ["FORMAT_KEY", "WRAPPED", "check_moment_shapes", "flatten_state", "load_optimizer_state", "unflatten_state"]
 
 FORMAT_KEY = "whet_format"
 """In the metadata of optimizer.safetensors."""
@@ -32,7 +32,7 @@ WRAPPED: dict[str, str] = {"OptimState8bit": "torchao.optim.subclass_8bit"}
 """Tensor subclasses that a state may hold, and their modules: a file names a class of this list, and no other."""
 
 
-def flat_state(
+def flatten_state(
     state: Mapping[Any, Mapping[str, Any]],
 ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
     """An optimizer's state as what safetensors can hold, and the rest.
@@ -43,7 +43,7 @@ def flat_state(
     Raises: CheckpointError: a tensor subclass that is not in WRAPPED.
 
     >>> import torch
-    >>> flat_state({"norm.weight": {"m": torch.zeros(2), "n": 3}})
+    >>> flatten_state({"norm.weight": {"m": torch.zeros(2), "n": 3}})
     ({'norm.weight.m': tensor([0., 0.])}, {'norm.weight.n': 3}, {})
     """
     tensors: dict[str, Tensor] = {}
@@ -69,13 +69,13 @@ def flat_state(
     return tensors, plain, wrapped
 
 
-def whole_state(
+def unflatten_state(
     tensors: Mapping[str, Tensor],
     plain: Mapping[str, Any],
     wrapped: Mapping[str, Any],
     parameters: Collection[str],
 ) -> dict[str, dict[str, Any]]:
-    """What `flat_state` took apart.
+    """What `flatten_state` took apart.
 
     Args:
         tensors, plain, wrapped: what it returned.
@@ -84,7 +84,7 @@ def whole_state(
     Raises: CheckpointError: a class that is not in WRAPPED, one whose package is not installed, another name.
 
     >>> import torch
-    >>> whole_state({"norm.weight.m": torch.zeros(2)}, {"norm.weight.n": 3}, {}, ["norm.weight"])
+    >>> unflatten_state({"norm.weight.m": torch.zeros(2)}, {"norm.weight.n": 3}, {}, ["norm.weight"])
     {'norm.weight': {'m': tensor([0., 0.]), 'n': 3}}
     """
     values: dict[str, Any] = {**tensors, **plain}
@@ -130,7 +130,7 @@ def _copied(value: Tensor) -> Tensor:
 # ---- a saved optimizer -----------------------------------------------------------------------------------------------
 
 
-def saved_state(
+def load_optimizer_state(
     path: Path, rest: Mapping[str, Any], groups: Sequence[Sequence[str]]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, dict[str, Any]]]:
     """What a checkpoint holds of an optimizer, in the order that the optimizer has here.
@@ -163,7 +163,7 @@ def saved_state(
         )
     flat = [name for names in groups for name in names]
     parameters = [str(i) for i in range(len(flat))] if by_place else flat
-    entries = whole_state(found, rest["plain"], rest["wrapped"], parameters)
+    entries = unflatten_state(found, rest["plain"], rest["wrapped"], parameters)
     if by_place:
         return list(there), list(rest["made"]), {flat[int(i)]: entry for i, entry in entries.items()}
     order = [_group_of(path, names, there) for names in groups]
@@ -185,7 +185,7 @@ def _group_of(path: Path, names: Sequence[str], saved: Sequence[Mapping[str, Any
     )
 
 
-def check_shapes(path: Path, entries: Mapping[str, Mapping[str, Any]], masters: Mapping[str, Tensor]) -> None:
+def check_moment_shapes(path: Path, entries: Mapping[str, Mapping[str, Any]], masters: Mapping[str, Tensor]) -> None:
     """Raises CheckpointError where a moment is not shaped as its parameter."""
     for name, entry in entries.items():
         for key in MOMENTS:

@@ -25,7 +25,7 @@ from whet.errors import ConfigError, lookup_error
 from whet.util.install import install_hint
 from whet.util.references import resolve_ref
 
-__all__ = ["OPTIMIZERS", "check_optimizer", "make_optimizer", "set_setting", "settings_of"]
+__all__ = ["OPTIMIZERS", "check_optimizer", "group_settings", "make_optimizer", "set_setting"]
 
 Groups = list[dict[str, Any]]
 
@@ -172,7 +172,7 @@ def _made(factory: Any, name: str, tensors: Any, **rate: float) -> torch.optim.O
     return made
 
 
-def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The settings of each group, without its parameters; a rate that is held as a tensor is a number here."""
     return [
         {n: float(v) if isinstance(v, Tensor) else v for n, v in group.items() if n != "params"}

@@ -15,16 +15,16 @@ from typing import Any
 from whet.config import Role
 from whet.errors import CheckpointError, ConfigError
 from whet.storage.checkpoint import (
-    discard,
     find_checkpoint,
-    open_root,
-    point,
-    publish,
-    run_of,
-    saved,
+    list_checkpoints,
+    open_checkpoint_root,
+    read_run_id,
+    remove_checkpoint,
     step_of,
-    verify,
-    write_folder,
+    verify_checkpoint,
+    write_checkpoint,
+    write_folder_atomic,
+    write_pointer,
     write_state,
 )
 from whet.storage.folder_lock import FolderLock
@@ -72,7 +72,7 @@ class Checkpoints:
         """
         if self.root is not None and self._lock is None:
             self._made = not self.root.exists()
-            self._lock = open_root(self.root)
+            self._lock = open_checkpoint_root(self.root)
         if new and self.exist():
             raise ConfigError(
                 f"{self.root} holds the checkpoints of a run; set trainer.resume=latest to resume it, or another folder"
@@ -93,7 +93,7 @@ class Checkpoints:
 
     def exist(self) -> bool:
         """Whether a run has saved any here."""
-        return self.root is not None and bool(saved(self.root))
+        return self.root is not None and bool(list_checkpoints(self.root))
 
     def _is_own(self, folder: Path) -> bool:
         """Whether a checkpoint lies among those of this run, under a step's name."""
@@ -106,16 +106,16 @@ class Checkpoints:
 
         Raises: CheckpointError: one of them is another run's, and none is removed; or one can't be removed.
         """
-        late = [p for p in ([] if self.root is None else saved(self.root)) if (step_of(p) or 0) > after]
+        late = [p for p in ([] if self.root is None else list_checkpoints(self.root)) if (step_of(p) or 0) > after]
         for folder in late:
-            if run_of(folder) != self.run:
+            if read_run_id(folder) != self.run:
                 raise CheckpointError(
                     f"{folder} is from a later step and belongs to a different run than the checkpoint being resumed; "
                     "move it to another folder first"
                 )
         for folder in late:
             try:
-                discard(folder)
+                remove_checkpoint(folder)
             except OSError as error:
                 raise CheckpointError(
                     f"{folder}, of a later step, can't be removed: {error}; fix the permissions of its folder"
@@ -133,7 +133,7 @@ class Checkpoints:
             return None
 
         write = partial(self.fill, state=state, tokenizer=tokenizer)
-        folder = publish(self.root, step, write, run=self.run, keep=keep, spared=self._aside.values())
+        folder = write_checkpoint(self.root, step, write, run=self.run, keep=keep, spared=self._aside.values())
         for name in self._aside:
             self._point(name)
         return folder
@@ -181,7 +181,7 @@ class Checkpoints:
         """Writes the file that names a checkpoint set aside, if it is there. Returns: whether it is."""
         if self.root is None or not (self.root / f"step-{self._aside[name]:06d}" / "run.pt").is_file():
             return False
-        point(self.root, f"step-{self._aside[name]:06d}", name)
+        write_pointer(self.root, f"step-{self._aside[name]:06d}", name)
         return True
 
     @staticmethod
@@ -198,7 +198,7 @@ class Checkpoints:
             worker.export(place, tokenizer, merge=merge, dtype=dtype)
             (place / "run.json").write_text(f'{{"step": {step}}}\n')
 
-        write_folder(folder, write)
+        write_folder_atomic(folder, write)
 
     def load(self, folder: Path) -> None:
         """Restores the roles that `save` wrote. Raises CheckpointError where they don't fit.
@@ -224,7 +224,7 @@ class Checkpoints:
                 )
         self._load_replaced(folder, state.get("moved", ()))  # of which earlier versions saved none
         if self._is_own(folder):
-            self.run = run_of(folder)
+            self.run = read_run_id(folder)
 
     def _load_replaced(self, folder: Path, replaced: Collection[str]) -> None:
         """Restores the roles that are not trained and whose weights were replaced.
@@ -257,7 +257,7 @@ class Checkpoints:
         for role, worker in workers.items():
             worker.files.check(self.place(folder, role))
         own = [path for role, worker in workers.items() for path in worker.files.paths(self.place(folder, role))]
-        verify(folder, ["run.pt", *(path.relative_to(folder).as_posix() for path in own)])
+        verify_checkpoint(folder, ["run.pt", *(path.relative_to(folder).as_posix() for path in own)])
 
     @staticmethod
     def state(folder: Path, needs: Collection[str] = ()) -> dict[str, Any]:

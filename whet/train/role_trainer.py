@@ -19,7 +19,7 @@ from whet.train.metric_reduction import Reductions
 from whet.train.worker import REDUCTIONS, Divergence, Loss, Metrics, ModelWorker
 from whet.types import TokenBatch, TrainExample
 
-__all__ = ["DataHooks", "Keep", "Report", "RoleTrainer", "TrainingHooks", "lower_rate"]
+__all__ = ["DataHooks", "Keep", "Report", "RoleTrainer", "TrainingHooks", "lower_lr_advice"]
 
 log = logging.getLogger("whet")
 
@@ -305,7 +305,7 @@ class RoleTrainer:
         if self.skipped >= MAX_SKIPPED:
             raise TrainingError(
                 f"{MAX_SKIPPED} updates in a row had a gradient that is not finite, the last one {which} ({numbers}); "
-                f"{lower_rate(self.role)}. Check the rewards and the loss for huge values too"
+                f"{lower_lr_advice(self.role)}. Check the rewards and the loss for huge values too"
             )
 
     def update_all(self, batches: Iterable[Any]) -> Metrics:
@@ -362,10 +362,10 @@ def _listed(batches: Any) -> Iterable[Any]:
     return batches
 
 
-def lower_rate(role: Role = Role.ACTOR) -> str:
+def lower_lr_advice(role: Role = Role.ACTOR) -> str:
     """How to resume a run that went wrong with a lower learning rate, for messages.
 
-    >>> lower_rate(Role.CRITIC)[:70]
+    >>> lower_lr_advice(Role.CRITIC)[:70]
     'resume from an earlier checkpoint (trainer.resume=<its step-* folder>)'
     """
     name = role.value

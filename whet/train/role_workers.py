@@ -42,7 +42,7 @@ from whet.util.device import empty_cache
 from whet.util.memory import release_freed_memory
 from whet.util.model_paths import check_hub, model_folder
 
-__all__ = ["ACTOR", "RoleWorkers", "check_loading", "check_model"]
+__all__ = ["ACTOR", "RoleWorkers", "check_model_exists", "model_checks"]
 
 log = logging.getLogger("whet")
 
@@ -350,13 +350,13 @@ def trusts_remote_code(model: Any) -> bool:
     return isinstance(model, RoleConfig) and model.trust_remote_code
 
 
-def check_model(name: str) -> None:
+def check_model_exists(name: str) -> None:
     """Raises ConfigError where there is no folder of that name, and no such name on the hub."""
     if name != ACTOR:
         check_hub(model_folder(name))
 
 
-def check_loading(config: TrainingConfig, models: Iterable[Any], optimizers: Iterable[Any]) -> list[Callable[[], Any]]:
+def model_checks(config: TrainingConfig, models: Iterable[Any], optimizers: Iterable[Any]) -> list[Callable[[], Any]]:
     """What is asked before the models of a run are loaded: each call raises ConfigError where something is wrong.
 
     Args: config: of the loop. models: as they were given, None among them. optimizers: likewise.
@@ -370,7 +370,7 @@ def check_loading(config: TrainingConfig, models: Iterable[Any], optimizers: Ite
     named = [m.model if isinstance(m, RoleConfig) else m for m in models]
     optims = [m.optim for m in models if isinstance(m, RoleConfig)]
     return [
-        *(partial(check_model, name) for name in named if isinstance(name, str)),
+        *(partial(check_model_exists, name) for name in named if isinstance(name, str)),
         *(partial(check_optimizer, optim) for optim in (*optims, *optimizers)),
         partial(check_loggers, config.chosen_loggers, config.metrics_logging_options),
     ]

@@ -16,7 +16,7 @@ from whet.models.modes import max_positions
 from whet.ops import nll
 from whet.train.role_checkpoints import Checkpoints
 from whet.train.role_trainer import RoleTrainer
-from whet.train.role_workers import RoleWorkers, check_loading, trusts_remote_code
+from whet.train.role_workers import RoleWorkers, model_checks, trusts_remote_code
 from whet.train.worker import ModelWorker
 
 __all__ = ["SupervisedModels"]
@@ -60,7 +60,7 @@ class SupervisedModels(RoleWorkers):
         )
         if (actor is None) == (reward_model is None):
             raise ConfigError("supervised training trains one model; give SupervisedModels actor= or reward_model=")
-        raise_all(check_loading(self.config, (actor, reward_model, reference), (optimizer,)))
+        raise_all(model_checks(self.config, (actor, reward_model, reference), (optimizer,)))
         self.optimizer = optimizer
         self.role = Role.REWARD if actor is None else Role.ACTOR
         given = actor if actor is not None else reward_model

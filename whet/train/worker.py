@@ -32,8 +32,8 @@ from whet.packing.micro_batch import MicroBatch
 from whet.packing.plan_cache import Plans
 from whet.parallel.placement import Placement
 from whet.train.divergence import Divergence, read_by
-from whet.train.loss_inputs import check_shapes, is_per_unit, loss_inputs, trained_units
-from whet.train.metric_reduction import REDUCTIONS, Metrics, Reductions, metrics_of, reduced
+from whet.train.loss_inputs import check_loss_shapes, is_per_unit, make_loss_inputs, trained_units
+from whet.train.metric_reduction import REDUCTIONS, Metrics, Reductions, reduce_metrics, unpack_metrics
 from whet.train.model_files import ModelFiles
 from whet.train.optim import Optim, total_norm
 from whet.types import LossInputs, TokenBatch, TokenStats
@@ -352,11 +352,11 @@ class ModelWorker:
             with self._dropout(backward):
                 toward = self._toward(micro, divergence)
                 stats = self._stats(micro, self.support, entropy=entropy, constants=constants, toward=toward)
-                x = loss_inputs(token_columns, sequence_columns, micro, stats)
+                x = make_loss_inputs(token_columns, sequence_columns, micro, stats)
                 found, values = loss(x)
                 weights = x.need("weights") if unit_weights is None else unit_weights.index_select(0, micro.units)
                 weights = weights.to(found.dtype)
-                check_shapes(found, values, weights, per_unit)
+                check_loss_shapes(found, values, weights, per_unit)
                 total = aggregate(found, weights if counts else torch.zeros_like(weights))
                 if backward:
                     with self.layers():  # checkpointed layers run again
@@ -368,11 +368,11 @@ class ModelWorker:
                 if per_unit
                 else (x.mask, x.sequence, x.num_sequences)
             )
-            named, sums = reduced(values, counted, weights, reductions, of, number)
+            named, sums = reduce_metrics(values, counted, weights, reductions, of, number)
             labels.append(named)
             numbers.append(torch.stack([total.detach().double(), *sums]))
         read = torch.cat(numbers).tolist() if numbers else []
-        return merge({"loss": Sum(0.0)}, *self.placement.in_order(list(metrics_of(labels, read))))
+        return merge({"loss": Sum(0.0)}, *self.placement.in_order(list(unpack_metrics(labels, read))))
 
     def _dropout(self, training: bool) -> AbstractContextManager[None]:
         """Around a pass: in training the dropout of an adapter is on, with draws of this pass alone."""

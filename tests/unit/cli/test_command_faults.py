@@ -13,7 +13,7 @@ from whet.cli.generate import generate
 from whet.config import load_run
 from whet.config.generate import GenerateConfig, load_sampled
 from whet.errors import CheckpointError, ConfigError, DataError
-from whet.storage.checkpoint import verify
+from whet.storage.checkpoint import verify_checkpoint
 
 
 @pytest.mark.parametrize("text", ["[0-9]+", "[0-9]{1,4}", "#[0-9]+", "yes: [0-9]", "12", r"\d+"])
@@ -42,7 +42,7 @@ def test_sums_that_are_no_sums_are_an_error_in_words(tmp_path, content):
     (tmp_path / "run.pt").write_text("x")
     (tmp_path / "sums.json").write_text(content)
     with pytest.raises(CheckpointError, match="earlier step"):
-        verify(tmp_path)
+        verify_checkpoint(tmp_path)
 
 
 def _run(tmp_path, monkeypatch, before=lambda: None, **keys):

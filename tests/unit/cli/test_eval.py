@@ -80,18 +80,18 @@ RESULTS = {
     "rewards/f": Estimate(0.5, 0.05, 4),
     "pass@1": Estimate(0.5, 0.05, 4),
     "tokens": Estimate(12.25, float("nan"), 1),
-    "cut": Estimate(float("nan"), float("nan"), 0),
+    "truncated": Estimate(float("nan"), float("nan"), 0),
 }
 
 
 def test_the_table_has_a_row_for_each_number():
     assert text_table(RESULTS, {"a": RESULTS, "b": RESULTS}).splitlines() == [
-        "source   all          a            b",
-        "prompts  4            4            4",
-        "reward   0.5 ±0.05    0.5 ±0.05    0.5 ±0.05",
-        "pass@1   50.0 ±5.0 %  50.0 ±5.0 %  50.0 ±5.0 %",
-        "tokens   12.25        12.25        12.25",
-        "cut      -            -            -",
+        "source     all          a            b",
+        "prompts    4            4            4",
+        "reward     0.5 ±0.05    0.5 ±0.05    0.5 ±0.05",
+        "pass@1     50.0 ±5.0 %  50.0 ±5.0 %  50.0 ±5.0 %",
+        "tokens     12.25        12.25        12.25",
+        "truncated  -            -            -",
     ]
 
 

@@ -11,7 +11,7 @@ from pyarrow import parquet
 
 from whet.config import SupervisedDataConfig
 from whet.data.preference import LabelledEncoder, PreferenceEncoder
-from whet.data.prompt_stream import PromptStream, digests
+from whet.data.prompt_stream import PromptStream, compute_checksums
 from whet.data.sources import load_rows
 from whet.data.supervised import SFTEncoder
 from whet.errors import CheckpointError, DataError
@@ -157,7 +157,7 @@ def test_a_resume_over_other_examples_is_refused(tokenizer, rows, data, says):
 
 def test_digests_see_tokens_masks_and_columns(tokenizer):
     def of(row, encoder=PreferenceEncoder, **data):
-        return digests([encoder(tokenizer, SupervisedDataConfig(**data))(row)])
+        return compute_checksums([encoder(tokenizer, SupervisedDataConfig(**data))(row)])
 
     row = {"prompt": "x", "chosen": "a", "rejected": "b", "margin": 1.0}
     tokens, columns = of(row)

@@ -284,7 +284,7 @@ def batch_of(made, count=2):
     encode = made.encoder(Mode.TRAIN)
     prompts = [encode(row, i) for i, row in enumerate(rows(count, answer=["1"] * count))]
     step = made.reward(made.sample(Step(index=5, prompts=prompts)))
-    return step, TokenBatch.from_groups(step.groups, step.rewarded.total)
+    return step, TokenBatch.from_groups(step.groups, step.rewards.total)
 
 
 @pytest.mark.parametrize("template", [None, FORGETFUL.replace(".split('|')[-1]", "[1:]")])
@@ -358,7 +358,7 @@ def test_an_episode_whose_world_fails_has_no_reward_and_teaches_nothing(tmp_path
     step, batch = batch_of(made, 4)
     failed = torch.tensor([c.finish_reason == "error" for g in step.groups for c in g.completions])
     assert failed.any() and not failed.all() and torch.equal(batch.rewards.isnan(), failed)
-    scored = made.assign_advantages(made.score(made.batch(step))).need_batch()
+    scored = made.assign_advantages(made.score(made.batch(step))).batch
     assert (scored.advantages[failed.index_select(0, scored.trajectory)] == 0).all()
     assert made.train(rows(8, answer=["1"] * 8)).rows[-1]["turns/failed"] >= 0
 

@@ -64,9 +64,11 @@ def test_the_numbers_are_those_of_the_completions(measured, tmp_path):
     assert found["pass@4"].value == (each > 0).mean()
     assert found["pass@1"].se == pytest.approx((each / 4).std(ddof=1) / 7**0.5)
     assert found["majority@4"].value == pytest.approx(np.select([each > 2, each == 2], [1.0, 0.5], 0.0).mean())
-    lengths, cut = kept.tokens.map(len), kept.finish_reason == "length"
-    assert found["tokens"].value == pytest.approx(lengths.mean()) and found["cut"].value == pytest.approx(cut.mean())
-    assert 0 < cut.mean() < 1
+    lengths, truncated = kept.tokens.map(len), kept.finish_reason == "length"
+    assert found["tokens"].value == pytest.approx(lengths.mean()) and found["truncated"].value == pytest.approx(
+        truncated.mean()
+    )
+    assert 0 < truncated.mean() < 1
     written = json.loads((tmp_path / "e" / "results.json").read_text())
     assert written["results"]["pass@1"]["value"] == found["pass@1"].value and written["majority_of"] == "even"
     assert written["passes"] == {"reward": "total", "at_least": 1.0}
@@ -75,9 +77,9 @@ def test_the_numbers_are_those_of_the_completions(measured, tmp_path):
 def test_the_breakdown_is_each_sources_own(measured):
     found = measured()
     assert [found.by_source[source]["reward"].prompts for source in "ab"] == [4, 3]
-    for name in ("reward", "pass@2", "majority@4", "tokens", "cut"):
+    for name in ("reward", "pass@2", "majority@4", "tokens", "truncated"):
         a, b = (found.by_source[source][name].value for source in "ab")
-        assert found[name].value * 7 == pytest.approx(4 * a + 3 * b) and (a != b or name == "cut")
+        assert found[name].value * 7 == pytest.approx(4 * a + 3 * b) and (a != b or name == "truncated")
     assert measured(source_column="answer").by_source.keys() == set("0123456")
     rows = [{k: v for k, v in row.items() if k != "data_source"} for row in ROWS]
     assert measured(rows).by_source == {}
@@ -111,7 +113,7 @@ def test_a_greedy_evaluation_gives_the_numbers_of_a_runs_own(measured):
     row = GRPOLearner(made, GRPOConfig(num_generations=4, beta=0.0), even).evaluate(ROWS)
     assert row["reward"] == row["accuracy"] == pytest.approx(found["pass@1"].value)
     assert row["completions/mean_length"] == pytest.approx(found["tokens"].value)
-    assert row["completions/clipped_ratio"] == pytest.approx(found["cut"].value)
+    assert row["completions/clipped_ratio"] == pytest.approx(found["truncated"].value)
 
 
 def test_a_run_that_samples_in_its_evaluation_has_pass_at_k():

@@ -22,8 +22,8 @@ from whet.config import CheckpointingOptions, DataConfig, GRPOConfig, LoraConfig
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import CheckpointError, ConfigError
 from whet.hub import push
-from whet.hub.base_model import base_of, hub_name, licence_of
-from whet.hub.model_card import CARD, CardFacts, card_facts, model_card, write_card
+from whet.hub.base_model import find_base_model, find_licence, hub_name
+from whet.hub.model_card import CARD, CardFacts, make_model_card, read_card_facts, write_model_card
 from whet.hub.push import push_to_hub
 from whet.learners.grpo import GRPOLearner
 from whet.models.load import load_model, save_model
@@ -371,7 +371,7 @@ def test_every_run_has_a_card_in_its_folder(finished):
 )
 def test_base_and_licence_come_from_the_card_of_the_bases_folder(tmp_path, card, base, licence):
     (tmp_path / "README.md").write_text(card)
-    assert (base_of(str(tmp_path)), licence_of(str(tmp_path))) == (base, licence)
+    assert (find_base_model(str(tmp_path)), find_licence(str(tmp_path))) == (base, licence)
 
 
 def test_a_hub_name_is_no_path_file_or_function(tmp_path, monkeypatch):
@@ -404,18 +404,18 @@ def test_the_names_are_those_that_they_were_where_the_run_was(folder, monkeypatc
     settings = yaml.safe_load((folder / "config.yaml").read_text())
     settings["actor"]["model"] = "runs/base"
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
-    assert card_facts(folder).base is None
+    assert read_card_facts(folder).base is None
 
 
 def test_curves_and_evaluations_are_shown(folder, tmp_path):
     (folder / "curves.png").write_bytes(b"png")
-    write_card(folder)
+    write_model_card(folder)
     assert "![Curves of the run](curves.png)" in (folder / CARD).read_text()
     found = {
         "prompts": 4,
         "data": {"path": "/secret/place/test.jsonl"},
         "sampling": {"num_generations": 8, "temperature": 0.6},
-        "results": {"pass@1": {"value": 0.5, "se": 0.25}, "cut": {"value": None, "se": None}},
+        "results": {"pass@1": {"value": 0.5, "se": 0.25}, "truncated": {"value": None, "se": None}},
         "by_source": {"a|b": {"pass@1": {"value": 1.0, "se": None}}, "c": {"pass@1": {"value": 0.25, "se": None}}},
     }
     (tmp_path / "results.json").write_text(json.dumps(found))
@@ -426,7 +426,7 @@ def test_curves_and_evaluations_are_shown(folder, tmp_path):
     assert "| metric | all | a\\|b | c |" in text and "| pass@1 | 0.5 ± 0.25 | 1 | 0.25 |" in text
     assert "secret" not in text
     results = {m["type"]: m["value"] for r in front_matter(text)["model-index"][0]["results"] for m in r["metrics"]}
-    assert results["pass@1"] == 0.5 and "cut" not in results and results["reward"] == pytest.approx(0.0)
+    assert results["pass@1"] == 0.5 and "truncated" not in results and results["reward"] == pytest.approx(0.0)
 
 
 @pytest.mark.parametrize(
@@ -446,8 +446,8 @@ def test_curves_and_evaluations_are_shown(folder, tmp_path):
 )
 def test_the_method_is_told_by_the_configuration(tmp_path, settings, method, tags):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
-    facts = card_facts(tmp_path)
-    found = front_matter(model_card(facts, title="x"))
+    facts = read_card_facts(tmp_path)
+    found = front_matter(make_model_card(facts, title="x"))
     assert facts.method == method and found["tags"] == ["whet", *tags]
     assert found["pipeline_tag"] == ("text-classification" if method == "RM" else "text-generation")
 
@@ -456,19 +456,19 @@ def test_a_cards_rate_is_the_highest_of_a_schedule():
     optim = {"actor": {"optim": {"name": "adamw", "schedule": "linear", "lr": None}}}
     rates = [{"mode": "train", "step": i, "learning_rate": rate} for i, rate in enumerate((5e-5, 1e-4, 0.0))]
     facts = CardFacts(method="SFT", step=2, base="a/b", base_text="a/b", settings=optim, rows=rates)
-    assert "| adamw, lr 0.0001, linear |" in model_card(facts, title="x")
+    assert "| adamw, lr 0.0001, linear |" in make_model_card(facts, title="x")
 
 
 def test_an_adapters_card_says_so():
     facts = CardFacts(method="SFT", step=1, base="a/b", base_text="a/b", adapter=True)
-    assert front_matter(model_card(facts, title="x"))["library_name"] == "peft"
+    assert front_matter(make_model_card(facts, title="x"))["library_name"] == "peft"
 
 
 def test_the_example_of_a_card_is_a_conversation_where_the_model_was_trained_on_some():
     facts = CardFacts(
         method="SFT", step=2, base="a/b", base_text="a/b", settings={"data": {"system_prompt": "Be 'brief'"}}
     )
-    plain, chat = (model_card(dataclasses.replace(facts, templated=given), title="x") for given in (False, True))
+    plain, chat = (make_model_card(dataclasses.replace(facts, templated=given), title="x") for given in (False, True))
     assert """print(generate("...", max_new_tokens=256)[0]["generated_text"])""" in plain
     code = chat[chat.index("```python") : chat.rindex("```")].removeprefix("```python").split("```")[0]
     compile(code, "card", "exec")

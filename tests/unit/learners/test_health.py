@@ -96,17 +96,17 @@ def test_steps_without_signal_are_said_with_their_cause_and_an_example(health, c
     assert f"All completions ended by themselves. To '2+2=' the model said 'four', {scored}." in text
 
 
-def test_a_silence_says_how_many_completions_were_cut(health, caplog):
+def test_a_silence_says_how_many_completions_were_truncated(health, caplog):
     rewarded, batch = sample((0.0, 0.0))
     group = rewarded.groups[0]
-    cut = dataclasses.replace(group.completions[0], finish_reason="length")
-    groups = [dataclasses.replace(group, completions=(cut, group.completions[1]))]
+    truncated = dataclasses.replace(group.completions[0], finish_reason="length")
+    groups = [dataclasses.replace(group, completions=(truncated, group.completions[1]))]
     watch(health, 1, 3, (dataclasses.replace(rewarded, groups=groups), batch))
     (text,) = said(caplog)
-    assert "50% of the completions were cut: raise rollout.max_tokens_to_generate if that is why" in text
+    assert "50% of the completions were truncated: raise rollout.max_tokens_to_generate if that is why" in text
 
 
-def test_what_is_set_already_is_no_advice_where_completions_are_cut(tiny, caplog):
+def test_what_is_set_already_is_no_advice_where_completions_are_truncated(tiny, caplog):
     row = {**FINE, "completions/clipped_ratio": 1.0}
     rollout = tiny.rollout_for(Mode.TRAIN)
 
@@ -234,15 +234,15 @@ def reloaded(state):
 
 def test_what_is_kept_makes_a_resumed_watch_warn_as_the_uninterrupted_one(tiny, health, caplog):
     watch(health, 1, 50, sample((None, None)))
-    cut = {"completions/clipped_ratio": 0.6}
-    watch(health, 51, 57, sample(), {"grad_norm": 0.0, "entropy/token_mean": 0.0, **cut})
+    truncated = {"completions/clipped_ratio": 0.6}
+    watch(health, 51, 57, sample(), {"grad_norm": 0.0, "entropy/token_mean": 0.0, **truncated})
     state = reloaded(health.state())
     said(caplog)
     other = Health(tiny)
     other.restore(state)
     texts = []
     for one in (health, other):
-        watch(one, 58, 60, sample(), {"grad_norm": 0.0, "entropy/token_mean": 0.0, **cut})
+        watch(one, 58, 60, sample(), {"grad_norm": 0.0, "entropy/token_mean": 0.0, **truncated})
         texts.append(said(caplog))
     assert texts[0] == texts[1] and len(texts[0]) == 2
     other.restore({})  # a checkpoint of an earlier version

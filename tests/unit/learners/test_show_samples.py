@@ -28,7 +28,7 @@ def test_a_prompt_with_its_best_and_worst_completion():
     assert sample_shown(20, found).split("\n") == [
         "sample of step 20, row 0: 2+2=",
         "  best (reward 1, 2 tokens): 4",
-        "  worst (reward 0, 2 tokens, cut): 5",
+        "  worst (reward 0, 2 tokens, truncated): 5",
     ]
 
 
@@ -59,8 +59,12 @@ def test_a_run_shows_samples_every_n_steps_and_its_lengths_in_the_progress_line(
     run = learner.train(rows(8))
     assert [m[:16] for m in caplog.messages if m.startswith("sample of")] == ["sample of step 2", "sample of step 4"]
     row = {**run.rows[-1], "kl": 0.00123}
-    cut = f"{row['completions/clipped_ratio']:.0%}"
-    assert run.task.shown(row) == {"len": f"{row['completions/mean_length']:.0f}", "cut": cut, "kl": "0.0012"}
+    truncated = f"{row['completions/clipped_ratio']:.0%}"
+    assert run.task.shown(row) == {
+        "len": f"{row['completions/mean_length']:.0f}",
+        "truncated": truncated,
+        "kl": "0.0012",
+    }
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("Training 4/4  reward ") and line.endswith(" left")
-    assert f"cut {cut}" in line and "kl" not in line
+    assert f"truncated {truncated}" in line and "kl" not in line

@@ -11,7 +11,7 @@ from whet.config import DataConfig, GRPOConfig, RLTrainingConfig
 from whet.learners.grpo import GRPOLearner
 from whet.learners.health import FIRST
 from whet.learners.step_metrics import rewarded_metrics
-from whet.learners.symptoms import BANDS, FULL, SYMPTOMS, apart, beyond, cut, symptoms
+from whet.learners.symptoms import BANDS, FULL, SYMPTOMS, apart, beyond, symptoms, truncated
 from whet.rewards.manager import RewardManager
 from whet.types import Group
 
@@ -19,15 +19,20 @@ PAGE = Path(__file__).parents[3] / "docs" / "troubleshooting.md"
 
 
 def test_most_completions_cut_and_how_many_of_those_scored():
-    assert cut({}) is cut({"completions/clipped_ratio": 0.5}) is cut({"completions/clipped_ratio": math.nan}) is None
+    assert (
+        truncated({})
+        is truncated({"completions/clipped_ratio": 0.5})
+        is truncated({"completions/clipped_ratio": math.nan})
+        is None
+    )
     row = {"completions/clipped_ratio": 0.75, "completions/clipped_scored_ratio": 0.02}
-    found = cut({**row, "completions/max_length": 512.0})
+    found = truncated({**row, "completions/max_length": 512.0})
     assert found.message.startswith(
-        "75% of completions were cut, at 512 tokens, and 2% of those scored above 0; raise "
+        "75% of completions were truncated, at 512 tokens, and 2% of those scored above 0; raise "
     )
     assert "rollout.max_tokens_to_generate" in found.message and found.badness == 0.75
-    assert cut(row, longer=FULL, template=False, end=False).message.endswith(f"scored above 0; {FULL}")
-    assert cut(row, template=False).message.endswith("by itself, give it its end token (rollout.eos_tokens)")
+    assert truncated(row, longer=FULL, template=False, end=False).message.endswith(f"scored above 0; {FULL}")
+    assert truncated(row, template=False).message.endswith("by itself, give it its end token (rollout.eos_tokens)")
 
 
 def test_how_many_of_those_cut_scored_is_counted_over_them():
@@ -108,7 +113,7 @@ def test_the_page_has_the_words_that_a_run_says():
     page = " ".join(PAGE.read_text().split())
     row = {"completions/clipped_ratio": 0.84, "completions/clipped_scored_ratio": 0.07, "completions/max_length": 12.0}
     said = [
-        cut(row),
+        truncated(row),
         apart({"sampling/sampling_logp_difference/mean": 0.3}),
         beyond({"kl": 54.8}, metric="kl", band=BANDS["kl"]),
         beyond({"entropy/token_mean": 0.012}, metric="entropy/token_mean", band=BANDS["entropy/token_mean"]),

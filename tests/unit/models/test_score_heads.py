@@ -11,7 +11,7 @@ from whet.models.forward import token_stats
 from whet.models.heads import with_score_head
 from whet.models.load import load_model, save_model
 from whet.packing.planner import plan_micro_batches
-from whet.storage.checkpoint import load_state
+from whet.storage.checkpoint import load_weights
 
 FAMILIES = ["Qwen3", "Llama", "Gemma2", "GptOss"]
 
@@ -97,7 +97,7 @@ def test_critics_of_earlier_releases_are_read(tmp_path):
 def test_a_checkpoint_of_an_earlier_release_fills_a_critic_of_this_one(tmp_path):
     state = old_critic(tmp_path)
     critic = load_model(tiny("Qwen3", tie_word_embeddings=False), role="critic")
-    load_state(critic.module, tmp_path / "model.safetensors")
+    load_weights(critic.module, tmp_path / "model.safetensors")
     assert torch.equal(critic.score_head.weight, state["lm_head.weight"])
 
 

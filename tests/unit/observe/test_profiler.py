@@ -18,8 +18,8 @@ from whet.learners.grpo import GRPOLearner
 from whet.native.build import Unavailable
 from whet.native.decode import load_kernels
 from whet.observe import Trace
-from whet.observe.profiler import Cost, StepProfiler, costs, table
-from whet.storage.files import unwritable
+from whet.observe.profiler import OperationCost, StepProfiler, cost_table, operation_costs
+from whet.storage.files import write_error
 
 X = torch.randn(64, 64)
 
@@ -32,7 +32,7 @@ def profiled(body):
         body(trace)
     events = seen.events()
     whole = next(e for e in events if e.name == "whet: step")
-    return costs(events), whole.time_range.elapsed_us() / 1e6
+    return operation_costs(events), whole.time_range.elapsed_us() / 1e6
 
 
 def calls(found, phase, name):
@@ -90,9 +90,10 @@ def test_backward_and_optimizer_are_parts_of_their_phase():
 
 def test_the_dearest_operations_come_first_and_the_others_are_one_line():
     found = [
-        Cost(phase="update", name=n, calls=1, cpu_s=s, device_s=0.0) for n, s in (("a", 0.5), ("b", 0.3), ("c", 0.2))
+        OperationCost(phase="update", name=n, calls=1, cpu_s=s, device_s=0.0)
+        for n, s in (("a", 0.5), ("b", 0.3), ("c", 0.2))
     ]
-    lines = table(found, rows=1).splitlines()
+    lines = cost_table(found, rows=1).splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["update", "a", "2"]
     assert (
         lines[1].endswith("100.0 %")
@@ -103,10 +104,10 @@ def test_the_dearest_operations_come_first_and_the_others_are_one_line():
 
 def test_with_a_gpu_the_share_is_of_its_time():
     found = [
-        Cost(phase="p", name="a", calls=1, cpu_s=3.0, device_s=0.5),
-        Cost(phase="p", name="b", calls=1, cpu_s=1.0, device_s=1.5),
+        OperationCost(phase="p", name="a", calls=1, cpu_s=3.0, device_s=0.5),
+        OperationCost(phase="p", name="b", calls=1, cpu_s=1.0, device_s=1.5),
     ]
-    text = table(found)
+    text = cost_table(found)
     assert "GPU ms" in text and text.splitlines()[2].split()[:5] == ["a", "1", "500.0", "3000.0", "25.0"]
 
 
@@ -224,7 +225,7 @@ def test_a_profiler_that_fails_costs_no_step(tmp_path, monkeypatch, caplog, part
 
 def test_a_table_that_the_disk_did_not_take_is_no_reason_to_resume(tmp_path, monkeypatch, caplog):
     def full(path, content):
-        raise unwritable(path, OSError(errno.ENOSPC, "full")) from OSError(errno.ENOSPC, "full")
+        raise write_error(path, OSError(errno.ENOSPC, "full")) from OSError(errno.ENOSPC, "full")
 
     monkeypatch.setattr("whet.observe.profiler.write_atomic", full)
     assert train(tmp_path, steps=2, profile=True).step == 2

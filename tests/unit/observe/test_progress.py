@@ -38,10 +38,10 @@ def test_without_a_pause_every_step_is_said_once(capsys):
 
 def test_a_line_has_80_columns_at_most_and_what_does_not_fit_comes_on_the_next(capsys):
     with Progress(20000) as bar:
-        shown = {"len": "1024", "cut": "100%", "kl": "0.0123", "my/own_metric": "1.23e-05"}
+        shown = {"len": "1024", "truncated": "100%", "kl": "0.0123", "my/own_metric": "1.23e-05"}
         bar.update(12345, value=-0.123456, tokens_per_s=123456.0, shown=shown)
     first, second = capsys.readouterr().err.splitlines()
-    assert first == "Training 12345/20000  reward -0.123  len 1024  cut 100%  kl 0.0123"
+    assert first == "Training 12345/20000  reward -0.123  len 1024  truncated 100%  kl 0.0123"
     assert second.startswith("  my/own_metric 1.23e-05  123k tok/s  0:00:0")
 
 
@@ -60,7 +60,7 @@ from whet.observe import Progress, setup_logging
 setup_logging()
 with Progress(20, start=5) as bar:
     for step in range(6, 21):
-        shown = {"len": "512", "cut": "12%", "kl": "0.0021"}
+        shown = {"len": "512", "truncated": "12%", "kl": "0.0021"}
         bar.update(step, value=step / 20, tokens_per_s=5200.0, shown=shown)
         if step == 10:
             logging.getLogger("whet.x").info("saved [10] [/INST]")
@@ -89,7 +89,7 @@ def test_in_a_terminal_a_bar_with_log_lines_and_prints_kept_whole(columns):
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.decode())
     lines = [line.strip() for line in re.split(r"[\r\n]+", text)]
     assert "saved [10] [/INST]" in lines and "a plain print [red]x" in text
-    assert any("20/20" in line and "len 512  cut 12%  kl 0.0021  5.2k tok/s" in line for line in lines)
+    assert any("20/20" in line and "len 512  truncated 12%  kl 0.0021  5.2k tok/s" in line for line in lines)
     assert max(map(len, lines)) <= columns and ("▁" in text) == (columns == 140)
     warned = [line for line in lines if "what is long" in line or "goes on further" in line]
     assert warned[0].startswith("warning: what is long is broken at its words") and len(warned) >= 2 - (columns == 140)

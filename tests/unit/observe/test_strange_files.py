@@ -10,11 +10,11 @@ import pytest
 
 from whet.config import MetricsLoggerOptions
 from whet.errors import CheckpointError, ConfigError
-from whet.observe import RunFolder, Trace, environment, plot_curves
-from whet.observe.environment import noted_environment
+from whet.observe import RunFolder, Trace, collect_environment, plot_curves
+from whet.observe.environment import read_environment
 from whet.observe.loggers import Jsonl
-from whet.observe.plots import series
-from whet.storage.files import create, is_temporary, read_json, temporary, write_atomic
+from whet.observe.plots import metric_series
+from whet.storage.files import create_file, is_temporary, read_json, temporary_path, write_atomic
 from whet.storage.folder_lock import FolderLock
 
 HUGE, DEEP = "9" * 5000, "[" * 200_000
@@ -118,8 +118,8 @@ def test_a_lock_that_was_taken_over_is_left_to_who_took_it(tmp_path):
 def test_what_a_killed_run_has_left_goes_and_nothing_else(tmp_path):
     (tmp_path / "completions").mkdir()
     for path in (tmp_path / "config.yaml", tmp_path / "completions" / "train-000004.parquet"):
-        create(temporary(path)).close()
-    (temporary(tmp_path / "final") / "part").mkdir(parents=True)
+        create_file(temporary_path(path)).close()
+    (temporary_path(tmp_path / "final") / "part").mkdir(parents=True)
     kept = [".tmp-mine", ".x.tmp", "completions", "tmp"]
     for name in kept:
         (tmp_path / name).mkdir(exist_ok=True)
@@ -128,7 +128,7 @@ def test_what_a_killed_run_has_left_goes_and_nothing_else(tmp_path):
 
 
 def test_the_last_model_comes_back_where_a_kill_came_before_the_new_one(tmp_path):
-    old = tmp_path / f"{temporary(tmp_path / 'final').name}.old"
+    old = tmp_path / f"{temporary_path(tmp_path / 'final').name}.old"
     (old / "weights").mkdir(parents=True)
     RunFolder(tmp_path).close()
     assert names(tmp_path / "final") == ["weights"] and not old.exists()
@@ -138,7 +138,7 @@ def test_a_file_is_as_readable_as_any(tmp_path):
     write_atomic(tmp_path / "a", b"")
     (tmp_path / "b").touch()
     assert (tmp_path / "a").stat().st_mode == (tmp_path / "b").stat().st_mode
-    assert not is_temporary("a") and is_temporary(temporary(tmp_path / "a").name)
+    assert not is_temporary("a") and is_temporary(temporary_path(tmp_path / "a").name)
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def test_a_damaged_file_that_cannot_be_kept_is_not_replaced(tmp_path, monkeypatc
     def full(path):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("whet.storage.run_folder.create", full)
+    monkeypatch.setattr("whet.storage.run_folder.create_file", full)
     with pytest.raises(CheckpointError, match=r"can't be written: .*No space left.*resume=latest"):
         RunFolder(tmp_path, resume_step=1)
     assert (tmp_path / "metrics.jsonl").read_text() == "what is left\n"
@@ -197,7 +197,7 @@ def test_curves_are_drawn_of_what_can_be_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     rows = [{"step": s, "mode": "train", "reward": r} for s, r in enumerate([10**4000, "1", None, math.inf, 0.5])]
     rows += [{"mode": "train", "reward": 1.0}, {"step": 10**400, "mode": "train", "reward": 1.0}]
-    assert series(rows, ["reward"], "train") == ([4], [0.5])
+    assert metric_series(rows, ["reward"], "train") == ([4], [0.5])
     (tmp_path / "victim").write_text("mine")
     (tmp_path / "curves.png").symlink_to(tmp_path / "victim")
     assert plot_curves(rows, tmp_path / "curves.png") is not None
@@ -212,7 +212,7 @@ def test_curves_are_drawn_of_what_can_be_drawn(tmp_path):
 @pytest.mark.parametrize("text", STRANGE, ids=range(len(STRANGE)))
 def test_an_environment_that_is_none_counts_as_absent_and_is_said(tmp_path, caplog, text):
     (tmp_path / "environment.json").write_bytes(text)
-    assert noted_environment(tmp_path) == {}
+    assert read_environment(tmp_path) == {}
     assert "environment.json can't be read and is ignored: " in caplog.text
     (tmp_path / "summary.json").write_bytes(text)
     (tmp_path / "final").mkdir()
@@ -226,13 +226,13 @@ def test_an_environment_that_is_none_counts_as_absent_and_is_said(tmp_path, capl
 @pytest.mark.parametrize("threads", ['"2"', "0", "-1", "true", "2.5", "null", "[1]"])
 def test_a_number_of_threads_that_is_none_counts_as_absent(tmp_path, caplog, threads):
     (tmp_path / "environment.json").write_text(f'{{"threads": {threads}, "cpu": 3}}')
-    assert noted_environment(tmp_path) == {"cpu": 3} and "is not a number of threads" in caplog.text
+    assert read_environment(tmp_path) == {"cpu": 3} and "is not a number of threads" in caplog.text
 
 
 def test_what_the_environment_holds_can_be_written_whatever_its_bytes(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_ODD", os.fsdecode(b"\xff"))
     with RunFolder(tmp_path) as folder:
-        folder.write_json("environment.json", environment())
+        folder.write_json("environment.json", collect_environment())
     assert read_json(tmp_path / "environment.json")["variables"]["OMP_ODD"] == "?"
 
 
@@ -287,7 +287,7 @@ def test_a_full_disk_under_completions_leaves_the_others(tmp_path, monkeypatch):
     with RunFolder(tmp_path) as folder:
         given = {"mode": "train", "columns": COLUMNS, "rewards": {"f": [1.0]}}
         first = folder.write_completions(step=1, **given)
-        monkeypatch.setattr("whet.storage.files.create", lambda path: Full(create(path)))
+        monkeypatch.setattr("whet.storage.files.create_file", lambda path: Full(create_file(path)))
         with pytest.raises(CheckpointError, match=r"train-000002\.parquet can't be written: .*No space left.*latest"):
             folder.write_completions(step=2, **given)
     assert names(tmp_path / "completions") == [first.name]

@@ -9,9 +9,9 @@ from helpers import cluster, length_reward, rows
 from whet.config import DataConfig, GRPOConfig, PerfMetricsOptions
 from whet.errors import ConfigError
 from whet.learners.grpo import GRPOLearner
-from whet.observe import Trace, environment, plot_curves, plots
-from whet.observe.plots import series
-from whet.observe.trace import timeline_folder
+from whet.observe import Trace, collect_environment, plot_curves, plots
+from whet.observe.plots import metric_series
+from whet.observe.trace import trace_folder
 from whet.tunix.metrics_buffer import MetricsBuffer
 
 
@@ -64,7 +64,7 @@ def test_the_timeline_keeps_the_latest_spans(tmp_path):
 def test_the_environment_is_plain_json_with_versions_and_threads():
     import torch
 
-    found = json.loads(json.dumps(environment()))
+    found = json.loads(json.dumps(collect_environment()))
     assert found["versions"]["torch"] == torch.__version__ and found["threads"] == torch.get_num_threads()
     assert found["cpu"]["cores"] >= 1
 
@@ -107,11 +107,11 @@ def test_a_timeline_that_cannot_be_written_at_the_end_is_a_warning(tmp_path, cap
 
 def test_a_timeline_goes_to_the_run_folder_or_where_trace_dir_says_or_nowhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert timeline_folder(PerfMetricsOptions(), "run") == tmp_path / "run"
-    assert timeline_folder(PerfMetricsOptions(trace_dir="a/b"), None) == tmp_path / "a" / "b"
+    assert trace_folder(PerfMetricsOptions(), "run") == tmp_path / "run"
+    assert trace_folder(PerfMetricsOptions(trace_dir="a/b"), None) == tmp_path / "a" / "b"
     assert (tmp_path / "a" / "b").is_dir()
-    assert timeline_folder(PerfMetricsOptions(), None) is None
-    assert timeline_folder(PerfMetricsOptions(enable_trace_writer=False, trace_dir="c"), "run") is None
+    assert trace_folder(PerfMetricsOptions(), None) is None
+    assert trace_folder(PerfMetricsOptions(enable_trace_writer=False, trace_dir="c"), "run") is None
 
 
 ROWS = [
@@ -121,8 +121,8 @@ ROWS = [
 
 
 def test_series_take_the_first_name_that_has_values():
-    assert series(ROWS, ["kl", "reward"], "train") == ([1, 3], [0.25, 0.75])
-    assert series(ROWS, ["absent"], "train") == ([], [])
+    assert metric_series(ROWS, ["kl", "reward"], "train") == ([1, 3], [0.25, 0.75])
+    assert metric_series(ROWS, ["absent"], "train") == ([], [])
 
 
 def test_curves_are_a_png_of_the_panels_that_have_values(tmp_path):
@@ -155,7 +155,7 @@ def test_the_usual_panels_of_a_run_with_rewards_and_of_one_without():
         "reward",
         "accuracy",
         "completion tokens",
-        "share cut at the limit",
+        "share truncated at the limit",
         "KL to the reference",
         "entropy",
         "gradient norm",

@@ -7,7 +7,7 @@ from helpers import END, tiny_model
 
 from whet.data.tokenizer import byte_tokenizer
 from whet.rl2.command import main
-from whet.rl2.run import with_steps
+from whet.rl2.execute import with_steps
 from whet.rl2.translate import translate_command
 
 CALCULATOR = '''

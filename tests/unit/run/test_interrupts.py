@@ -13,7 +13,7 @@ from helpers import cluster, length_reward, rows
 
 from whet.config import CheckpointingOptions, DataConfig, GRPOConfig
 from whet.learners.grpo import GRPOLearner
-from whet.run.interrupts import Interrupts
+from whet.run.interrupts import SignalHandler
 from whet.run.run import Run
 from whet.train.worker import ModelWorker
 
@@ -24,7 +24,7 @@ FORK = multiprocessing.get_context("fork")
 @pytest.fixture
 def interrupts():
     before = {n: signal.getsignal(n) for n in SIGNALS}
-    found = Interrupts()
+    found = SignalHandler()
     found.listen()
     yield found
     found.release()
@@ -47,7 +47,7 @@ def test_what_others_handle_or_ignore_is_left_to_them(tmp_path):
     mine, log = (lambda *_: None), (tmp_path / "log").open("w")
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN), signal.signal(signal.SIGTERM, mine)  # nohup; a program's own
     faulthandler.register(signal.SIGUSR1, log)
-    interrupts = Interrupts()
+    interrupts = SignalHandler()
     interrupts.listen()
     try:
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and signal.getsignal(signal.SIGTERM) is mine

@@ -22,7 +22,7 @@ from whet.errors import CheckpointError, ConfigError, DataError, RewardError
 from whet.learners.grpo import GRPOLearner
 from whet.learners.step import Step
 from whet.run import run as run_module
-from whet.run.start_messages import note_environment
+from whet.run.start_messages import write_environment
 from whet.storage.run_folder import RunFolder
 from whet.train.role_checkpoints import Checkpoints
 from whet.train.role_trainer import TrainingHooks
@@ -220,7 +220,7 @@ def test_what_the_environment_was_is_compared_on_a_resume_alone(make, tmp_path, 
         path.write_text(json.dumps({**noted, "threads": 999, "variables": {"CXX": "other"}}))
         again = Run(make(run_dir=str(tmp_path), resume="latest"), rows(2))
         with RunFolder(tmp_path, resume_step=1) as again.folder:
-            note_environment(again.folder, again.roles, again.task.planned_passes(2), resumed=resumed)
+            write_environment(again.folder, again.roles, again.task.planned_passes(2), resumed=resumed)
         assert ("{'threads': 999}, now {'threads': " in caplog.text) is resumed
         written = json.loads(path.read_text())
         assert written.pop("run") == again.checkpoints.run
@@ -228,7 +228,7 @@ def test_what_the_environment_was_is_compared_on_a_resume_alone(make, tmp_path, 
     path.unlink()  # as where a checkpoint is resumed from in another folder
     caplog.clear()
     with RunFolder(tmp_path, resume_step=1) as again.folder:
-        note_environment(again.folder, again.roles, {}, resumed=True)
+        write_environment(again.folder, again.roles, {}, resumed=True)
     assert "environment changed" not in caplog.text and path.is_file()
 
 

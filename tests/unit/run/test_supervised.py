@@ -14,7 +14,7 @@ from whet.data.tokenizer import byte_tokenizer
 from whet.metrics import flat
 from whet.models.load import load_model
 from whet.observe.trace import Trace
-from whet.run.provenance import note_reads
+from whet.run.provenance import record_inputs
 from whet.run.run import Run
 from whet.run.task import Task
 from whet.train.role_checkpoints import Checkpoints
@@ -61,7 +61,7 @@ class Imitation(Task):
         return {"trainer": dump_tree(self.config)}
 
     def reads(self):
-        return note_reads({Role.ACTOR: self.roles.worker}, self.roles.tokenizer, functions=[("the loss", nll)])
+        return record_inputs({Role.ACTOR: self.roles.worker}, self.roles.tokenizer, functions=[("the loss", nll)])
 
     def evaluate(self, run, step):
         return flat(run.trainer.evaluate([batch_of(self.held_out)]))

@@ -16,19 +16,19 @@ from whet.errors import CheckpointError, ConfigError
 from whet.parallel.comm import rank, require_single_process, world_size
 from whet.storage import checkpoint as module
 from whet.storage.checkpoint import (
-    checkpoints,
-    discard,
+    clean_root,
     find_checkpoint,
-    load_state,
-    open_root,
-    publish,
+    load_weights,
+    open_checkpoint_root,
+    read_run_id,
     read_state,
-    run_of,
-    save_state,
+    remove_checkpoint,
+    save_weights,
+    step_folders,
     step_of,
-    sweep,
-    verify,
-    write_folder,
+    verify_checkpoint,
+    write_checkpoint,
+    write_folder_atomic,
     write_state,
 )
 from whet.storage.run_state import check_storable
@@ -52,7 +52,7 @@ def names(root):
 
 def test_a_checkpoint_is_published_whole_under_its_step(tmp_path):
     root = tmp_path / "a" / "checkpoints"
-    folder = publish(root, 7, write())
+    folder = write_checkpoint(root, 7, write())
     assert folder == root / "step-000007" and (folder / "actor" / "file").read_text() == "x"
     assert (root / "latest").read_text() == "step-000007\n"
     assert names(root) == ["latest", "step-000007"]
@@ -60,45 +60,45 @@ def test_a_checkpoint_is_published_whole_under_its_step(tmp_path):
 
 def test_only_the_last_few_are_kept(tmp_path):
     for step in (2, 4, 6, 1_000_000):
-        publish(tmp_path, step, write(), keep=2)
-    assert [p.name for p in checkpoints(tmp_path)] == ["step-000006", "step-1000000"]  # by number, not by letter
+        write_checkpoint(tmp_path, step, write(), keep=2)
+    assert [p.name for p in step_folders(tmp_path)] == ["step-000006", "step-1000000"]  # by number, not by letter
     for step in (8, 9):
-        publish(tmp_path, step, write(), keep=None)
-    assert len(checkpoints(tmp_path)) == 4
+        write_checkpoint(tmp_path, step, write(), keep=None)
+    assert len(step_folders(tmp_path)) == 4
 
 
 def test_the_newest_stays_whatever_its_number(tmp_path):
-    publish(tmp_path, 9, write(), keep=1)
-    assert publish(tmp_path, 3, write(), keep=1).is_dir()
+    write_checkpoint(tmp_path, 9, write(), keep=1)
+    assert write_checkpoint(tmp_path, 3, write(), keep=1).is_dir()
     assert (tmp_path / "latest").read_text() == "step-000003\n"
 
 
 def test_a_changed_byte_or_a_missing_file_of_a_checkpoint_is_seen(tmp_path):
-    folder = publish(tmp_path, 1, write("weights"))
-    verify(folder)
+    folder = write_checkpoint(tmp_path, 1, write("weights"))
+    verify_checkpoint(folder)
     file = folder / "actor" / "file"
     file.write_text("weight5")  # as long as before
     with pytest.raises(CheckpointError, match=r"actor/file has changed since it was written: .*earlier step-\* folder"):
-        verify(folder)
+        verify_checkpoint(folder)
     file.unlink()
     with pytest.raises(CheckpointError, match="actor/file is missing from its checkpoint"):
-        verify(folder)
+        verify_checkpoint(folder)
     (folder / "sums.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"sums\.json can't be read"):
-        verify(folder)
+        verify_checkpoint(folder)
     (folder / "sums.json").unlink()
-    verify(folder)  # made by hand: nothing to compare with
+    verify_checkpoint(folder)  # made by hand: nothing to compare with
 
 
 def test_a_checkpoint_that_could_not_be_written_leaves_nothing_and_the_last_one_stands(tmp_path):
-    publish(tmp_path, 1, write())
+    write_checkpoint(tmp_path, 1, write())
 
     def full(folder):
         (folder / "half").write_text("half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.raises(CheckpointError, match=r"step 2 could not be written to .*No space left"):
-        publish(tmp_path, 2, full)
+        write_checkpoint(tmp_path, 2, full)
     assert names(tmp_path) == ["latest", "step-000001"]
     assert find_checkpoint("latest", tmp_path) == tmp_path / "step-000001"
 
@@ -106,52 +106,52 @@ def test_a_checkpoint_that_could_not_be_written_leaves_nothing_and_the_last_one_
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):  # not for the disk's sake: as it is
-        publish(tmp_path, 2, broken)
+        write_checkpoint(tmp_path, 2, broken)
     assert names(tmp_path) == ["latest", "step-000001"]
 
 
 def test_a_kill_before_latest_moves_leaves_the_one_before(tmp_path, monkeypatch):
-    publish(tmp_path, 1, write())
+    write_checkpoint(tmp_path, 1, write())
 
     def killed(root, name):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "point", killed)
+    monkeypatch.setattr(module, "write_pointer", killed)
     with pytest.raises(KeyboardInterrupt):
-        publish(tmp_path, 2, write())
+        write_checkpoint(tmp_path, 2, write())
     assert find_checkpoint("latest", tmp_path) == tmp_path / "step-000001"
 
 
 def test_a_checkpoint_that_is_half_removed_is_none_any_more(tmp_path, monkeypatch):
-    folder = publish(tmp_path, 1, write())
+    folder = write_checkpoint(tmp_path, 1, write())
     monkeypatch.setattr(shutil, "rmtree", lambda *a, **k: None)  # killed before a file was gone
-    discard(folder)
-    assert checkpoints(tmp_path) == []
+    remove_checkpoint(folder)
+    assert step_folders(tmp_path) == []
     monkeypatch.undo()
-    sweep(tmp_path)
+    clean_root(tmp_path)
     assert names(tmp_path) == ["latest"]
 
 
 def test_sweeping_takes_half_written_folders_and_nothing_else(tmp_path):
-    publish(tmp_path, 1, write())
+    write_checkpoint(tmp_path, 1, write())
     (tmp_path / ".tmp-000002-ab" / "actor").mkdir(parents=True)
-    sweep(tmp_path)
+    clean_root(tmp_path)
     assert names(tmp_path) == ["latest", "step-000001"]
-    sweep(tmp_path / "nowhere")
+    clean_root(tmp_path / "nowhere")
 
 
 def test_a_latest_that_is_a_folder_is_an_error_when_the_root_is_opened(tmp_path):
     (tmp_path / "latest").mkdir()
     with pytest.raises(CheckpointError, match=r"latest is a folder, but must be a file"):
-        open_root(tmp_path)
+        open_checkpoint_root(tmp_path)
     (tmp_path / "latest").rmdir()
-    open_root(tmp_path).release()
+    open_checkpoint_root(tmp_path).release()
 
 
 def test_latest_is_the_pointer_and_without_it_the_highest_step(tmp_path, caplog):
     assert find_checkpoint("latest", tmp_path / "nowhere") is None
     for step in (1, 2):
-        publish(tmp_path, step, write())
+        write_checkpoint(tmp_path, step, write())
     (tmp_path / "latest").write_text("step-000001\n")
     assert find_checkpoint("latest", tmp_path).name == "step-000001"
     assert "the newer step-000002 is ignored" in caplog.text
@@ -163,15 +163,15 @@ def test_latest_is_the_pointer_and_without_it_the_highest_step(tmp_path, caplog)
 
 def test_a_newest_checkpoint_that_is_gone_is_said(tmp_path, caplog):
     for step in (1, 2):
-        publish(tmp_path, step, write())
-    discard(tmp_path / "step-000002")
+        write_checkpoint(tmp_path, step, write())
+    remove_checkpoint(tmp_path / "step-000002")
     assert find_checkpoint("latest", tmp_path).name == "step-000001"
     assert f"{tmp_path}/latest points to 'step-000002', which is gone; using {tmp_path}/step-000001" in caplog.text
 
 
 @pytest.mark.parametrize("pointer", [True, False])
 def test_a_newest_checkpoint_without_its_state_is_not_passed_over(tmp_path, pointer):
-    folders = [publish(tmp_path, step, write()) for step in (1, 2)]
+    folders = [write_checkpoint(tmp_path, step, write()) for step in (1, 2)]
     if not pointer:
         (tmp_path / "latest").unlink()
     (folders[1] / "run.pt").unlink()
@@ -188,7 +188,7 @@ def test_a_newest_checkpoint_without_its_state_is_not_passed_over(tmp_path, poin
 
 
 def test_a_path_is_taken_as_it_is_and_must_be_a_checkpoint(tmp_path):
-    folder = publish(tmp_path, 1, write())
+    folder = write_checkpoint(tmp_path, 1, write())
     assert find_checkpoint(str(folder), None) == folder
     with pytest.raises(CheckpointError, match=r"is not a checkpoint: .*run\.pt is missing; give a step-\* folder"):
         find_checkpoint(str(tmp_path), None)
@@ -215,12 +215,12 @@ def test_what_a_name_stands_for_is_on_the_disk_before_it_gets_the_name(tmp_path,
         assert root.stat().st_ino in synced, "latest before the folder it names"
         point(root, name)
 
-    point = module.point
+    point = module.write_pointer
     monkeypatch.setattr(os, "fsync", noted)
     monkeypatch.setattr(Path, "rename", after_its_parts(Path.rename))
     monkeypatch.setattr(Path, "replace", after_its_parts(Path.replace))
-    monkeypatch.setattr(module, "point", pointed)
-    publish(tmp_path, 1, write())
+    monkeypatch.setattr(module, "write_pointer", pointed)
+    write_checkpoint(tmp_path, 1, write())
     assert tmp_path.stat().st_ino in synced  # latest too
 
 
@@ -232,7 +232,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_when_it_is_opened(tmp_path,
     with pytest.raises(
         CheckpointError, match=r"can't be written to .*file/c: .*Not a directory.*; fix its permissions or"
     ):
-        open_root(tmp_path / "file" / "c")
+        open_checkpoint_root(tmp_path / "file" / "c")
     for where, name in ((Path, "touch"), (Path, "rename"), (shutil, "rmtree")):
 
         def refused(*args, name=name, **kwargs):
@@ -240,49 +240,49 @@ def test_a_folder_that_cannot_be_written_is_an_error_when_it_is_opened(tmp_path,
 
         monkeypatch.setattr(where, name, refused)
         with pytest.raises(CheckpointError, match=rf"can't be written to {tmp_path}/c: .*{name}"):
-            open_root(tmp_path / "c")
+            open_checkpoint_root(tmp_path / "c")
         monkeypatch.undo()
-    lock = open_root(tmp_path / "c")  # nothing is left that would hinder it
+    lock = open_checkpoint_root(tmp_path / "c")  # nothing is left that would hinder it
     assert names(tmp_path / "c") == [".lock"]
     with pytest.raises(ConfigError, match=r"in use by process .* set another trainer\.checkpoint_root_directory"):
-        open_root(tmp_path / "c")
+        open_checkpoint_root(tmp_path / "c")
     lock.release()
     assert names(tmp_path / "c") == []
 
 
 def test_no_run_takes_or_removes_what_another_has_written(tmp_path):
     for step in (1, 2):
-        publish(tmp_path, step, write("a"), run="a")
-    assert run_of(publish(tmp_path, 2, write("again"), run="a")) == "a"
+        write_checkpoint(tmp_path, step, write("a"), run="a")
+    assert read_run_id(write_checkpoint(tmp_path, 2, write("again"), run="a")) == "a"
     assert (tmp_path / "step-000002" / "actor" / "file").read_text() == "a"  # its own: a step's state is one
     for run in ("b", None):
         with pytest.raises(
             CheckpointError, match=r"step-000002 belongs to another run, .*give each run a .*of its own"
         ):
-            publish(tmp_path, 2, write("b"), run=run)
+            write_checkpoint(tmp_path, 2, write("b"), run=run)
     for step in (3, 4, 5):
-        publish(tmp_path, step, write("b"), run="b", keep=1)
-    assert [p.name for p in checkpoints(tmp_path)] == ["step-000001", "step-000002", "step-000005"]
+        write_checkpoint(tmp_path, step, write("b"), run="b", keep=1)
+    assert [p.name for p in step_folders(tmp_path)] == ["step-000001", "step-000002", "step-000005"]
 
 
 def test_what_has_the_name_of_a_checkpoint_and_is_none_is_moved_aside(tmp_path, caplog):
     for _ in range(2):
         (tmp_path / "step-000002").mkdir()
         (tmp_path / "step-000002" / "actor").mkdir()
-        publish(tmp_path, 1, write())
-        sweep(tmp_path)
+        write_checkpoint(tmp_path, 1, write())
+        clean_root(tmp_path)
         assert find_checkpoint("latest", tmp_path).name == "step-000001"
     assert names(tmp_path) == ["latest", "step-000001", "step-000002-2.broken", "step-000002.broken"]
     said = "step-000002 is not a checkpoint, since files of it are missing; it is kept as step-000002.broken"
     assert said in caplog.text
     (tmp_path / "step-000003").mkdir()  # while a run goes on
-    folder = publish(tmp_path, 3, write(), keep=2)
+    folder = write_checkpoint(tmp_path, 3, write(), keep=2)
     assert (folder / "run.pt").is_file() and (tmp_path / "step-000003.broken").is_dir()
     (folder / "run.pt").unlink()
-    assert (publish(tmp_path, 3, write(), keep=2) / "run.pt").is_file()
+    assert (write_checkpoint(tmp_path, 3, write(), keep=2) / "run.pt").is_file()
     (tmp_path / "step-000002" / "actor").mkdir(parents=True)  # is not one of the two that are kept
-    publish(tmp_path, 4, write(), keep=2)
-    assert [p.name for p in checkpoints(tmp_path)] == ["step-000002", "step-000003", "step-000004"]
+    write_checkpoint(tmp_path, 4, write(), keep=2)
+    assert [p.name for p in step_folders(tmp_path)] == ["step-000002", "step-000003", "step-000004"]
 
 
 def test_a_name_is_a_step_in_one_spelling():
@@ -291,25 +291,25 @@ def test_a_name_is_a_step_in_one_spelling():
 
 
 def test_the_move_of_latest_that_fails_is_an_error_in_words(tmp_path, monkeypatch):
-    publish(tmp_path, 1, write())
+    write_checkpoint(tmp_path, 1, write())
 
     def refused(old, new):
         raise OSError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr(Path, "replace", refused)
     with pytest.raises(CheckpointError, match=r"latest can't be written: .*Permission denied; make room or fix"):
-        publish(tmp_path, 2, write())
+        write_checkpoint(tmp_path, 2, write())
     assert names(tmp_path) == ["latest", "step-000001", "step-000002"]
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_a_run(tmp_path, monkeypatch, caplog):
-    publish(tmp_path, 1, write())
+    write_checkpoint(tmp_path, 1, write())
 
     def refused(folder):
         raise OSError(errno.EACCES, os.strerror(errno.EACCES))
 
-    monkeypatch.setattr(module, "discard", refused)
-    assert publish(tmp_path, 2, write(), keep=1).is_dir()
+    monkeypatch.setattr(module, "remove_checkpoint", refused)
+    assert write_checkpoint(tmp_path, 2, write(), keep=1).is_dir()
     assert "step-000001 can't be removed and stays" in caplog.text
 
 
@@ -324,25 +324,25 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_a_run(tmp_path, m
     ids=["system", "torch position", "torch write", "tokenizers"],
 )
 def test_a_full_disk_is_one_whichever_library_meets_it(tmp_path, error):
-    publish(tmp_path / "c", 1, write())
-    write_folder(tmp_path / "final", write("old"))
+    write_checkpoint(tmp_path / "c", 1, write())
+    write_folder_atomic(tmp_path / "final", write("old"))
 
     def full(folder):
         (folder / "half").write_text("half")
         raise error
 
     with pytest.raises(CheckpointError, match=r"step 2 could not be written to .*earlier ones are kept\. Make room or"):
-        publish(tmp_path / "c", 2, full)
+        write_checkpoint(tmp_path / "c", 2, full)
     with pytest.raises(CheckpointError, match=r"final could not be written: .*; make room or .*resume=latest"):
-        write_folder(tmp_path / "final", full)
+        write_folder_atomic(tmp_path / "final", full)
     assert names(tmp_path / "c") == ["latest", "step-000001"] and names(tmp_path) == ["c", "final"]
     assert (tmp_path / "final" / "run.pt").read_text() == "old"
     with pytest.raises(RuntimeError, match="CUDA"):  # no disk's
-        publish(tmp_path / "c", 2, lambda folder: (_ for _ in ()).throw(RuntimeError("CUDA error")))
+        write_checkpoint(tmp_path / "c", 2, lambda folder: (_ for _ in ()).throw(RuntimeError("CUDA error")))
 
 
 def test_a_folder_that_cannot_take_its_name_gives_it_back(tmp_path, monkeypatch):
-    write_folder(tmp_path / "final", write("old"))
+    write_folder_atomic(tmp_path / "final", write("old"))
     rename = Path.rename
 
     def refused(old, new):
@@ -352,58 +352,58 @@ def test_a_folder_that_cannot_take_its_name_gives_it_back(tmp_path, monkeypatch)
 
     monkeypatch.setattr(Path, "rename", refused)
     with pytest.raises(CheckpointError, match="final could not be written"):
-        write_folder(tmp_path / "final", write("new"))
+        write_folder_atomic(tmp_path / "final", write("new"))
     assert names(tmp_path) == ["final"] and (tmp_path / "final" / "run.pt").read_text() == "old"
 
 
 def test_sums_that_are_gone_are_said_and_other_files_that_are_gone_refused(tmp_path, caplog):
-    folder = publish(tmp_path, 1, write())
-    verify(folder, ["actor/file"])
+    folder = write_checkpoint(tmp_path, 1, write())
+    verify_checkpoint(folder, ["actor/file"])
     assert not caplog.text
     (folder / "sums.json").unlink()
-    verify(folder, ["actor/file"])
+    verify_checkpoint(folder, ["actor/file"])
     assert "step-000001 has no sums.json, so its files can't be checked for changes" in caplog.text
     with pytest.raises(CheckpointError, match=r"actor/other is missing from its checkpoint; resume from an earlier"):
-        verify(folder, ["actor/file", "actor/other"])
+        verify_checkpoint(folder, ["actor/file", "actor/other"])
 
 
 def test_sums_of_earlier_versions_are_compared_and_those_of_later_ones_refused(tmp_path):
-    folder = publish(tmp_path, 1, write())
+    folder = write_checkpoint(tmp_path, 1, write())
     whole = json.loads((folder / "sums.json").read_text())
     assert whole["format"] == 2 and set(whole["sums"]) >= {"actor/file"}
     (folder / "sums.json").write_text(json.dumps(whole["sums"]))  # names and checksums alone
-    verify(folder)
+    verify_checkpoint(folder)
     (folder / "actor" / "file").write_text("other")
     with pytest.raises(CheckpointError, match="actor/file has changed since it was written"):
-        verify(folder)
+        verify_checkpoint(folder)
     (folder / "sums.json").write_text(json.dumps({**whole, "format": 3}))
     with pytest.raises(CheckpointError, match=r"sums\.json has format 3, .*reads formats 1 to 2; resume with"):
-        verify(folder)
+        verify_checkpoint(folder)
     (folder / "sums.json").write_text(json.dumps({"format": 2}))
     with pytest.raises(CheckpointError, match=r"sums\.json can't be read \(no mapping"):
-        verify(folder)
+        verify_checkpoint(folder)
 
 
 @pytest.mark.parametrize("name", ["../../secret", "/etc/passwd", "a/../../../x", "a\\u0000b"])
 def test_sums_name_no_file_outside(tmp_path, name):
-    folder = publish(tmp_path, 1, write())
+    folder = write_checkpoint(tmp_path, 1, write())
     (folder / "sums.json").write_text(f'{{"{name}": "00"}}')
     with pytest.raises(CheckpointError, match=r"sums\.json can't be read \(.* is not a file of the checkpoint\)"):
-        verify(folder)
+        verify_checkpoint(folder)
     (folder / "sums.json").write_text("[" * 200_000)
     with pytest.raises(CheckpointError, match=r"sums\.json can't be read \(it is nested too deep\)"):
-        verify(folder)
+        verify_checkpoint(folder)
 
 
 def test_what_a_link_points_to_outlives_it(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     root = tmp_path / "c"
-    publish(root, 1, write())
+    write_checkpoint(root, 1, write())
     (root / "step-000002").symlink_to(tmp_path / "elsewhere")
     (root / ".tmp-0123456789abcdef-x").symlink_to(tmp_path / "elsewhere")
-    sweep(root)
+    clean_root(root)
     assert names(root) == ["latest", "step-000001", "step-000002.broken"]
-    discard(root / "step-000002.broken")
+    remove_checkpoint(root / "step-000002.broken")
     assert names(root) == ["latest", "step-000001"] and (tmp_path / "elsewhere").is_dir()
 
 
@@ -422,8 +422,8 @@ def test_weights_and_buffers_come_back_bit_for_bit(tmp_path):
 
     one, two = Toy(0), Toy(1)
     made = two.made.clone()
-    save_state(one, tmp_path / "m.safetensors")
-    load_state(two, tmp_path / "m.safetensors")
+    save_weights(one, tmp_path / "m.safetensors")
+    load_weights(two, tmp_path / "m.safetensors")
     assert same(weights_of(one), weights_of(two))
     assert torch.equal(one.kept, two.kept) and torch.equal(two.made, made)
 
@@ -431,9 +431,9 @@ def test_weights_and_buffers_come_back_bit_for_bit(tmp_path):
 def test_masters_are_saved_in_place_of_the_parameters_and_both_come_back(tmp_path):
     one, two = tiny_model(0).bfloat16(), tiny_model(1).bfloat16()
     masters = {n: torch.randn(p.shape) for n, p in one.named_parameters()}
-    save_state(one, tmp_path / "m.safetensors", masters)
+    save_weights(one, tmp_path / "m.safetensors", masters)
     own = {n: torch.zeros(p.shape) for n, p in two.named_parameters()}
-    load_state(two, tmp_path / "m.safetensors", own)
+    load_weights(two, tmp_path / "m.safetensors", own)
     assert same(own, masters)
     assert same(weights_of(two), {n: m.bfloat16() for n, m in masters.items()})
 
@@ -441,16 +441,16 @@ def test_masters_are_saved_in_place_of_the_parameters_and_both_come_back(tmp_pat
 def test_a_model_file_that_is_cut_short_is_named_with_the_fix(tmp_path):
     path = tmp_path / "m.safetensors"
     model = tiny_model()
-    save_state(model, path)
+    save_weights(model, path)
     before = weights_of(model)
     for size in (path.stat().st_size // 2, 4, 0):
         with path.open("r+b") as file:
             file.truncate(size)
         with pytest.raises(CheckpointError, match=r"m\.safetensors can't be read .*from an earlier step-\* folder"):
-            load_state(model, path)
+            load_weights(model, path)
     path.unlink()
     with pytest.raises(CheckpointError, match=r"m\.safetensors can't be read"):
-        load_state(model, path)
+        load_weights(model, path)
     assert same(weights_of(model), before)
 
 
@@ -532,10 +532,10 @@ def test_variables_of_torchruns_that_are_empty_count_as_unset(monkeypatch):
 
 def test_an_exported_folder_is_on_the_disk_with_its_name_before_the_old_one_goes(tmp_path, monkeypatch):
     fill = lambda text: lambda folder: (folder / "file").write_text(text)
-    write_folder(tmp_path / "final", fill("old"))
+    write_folder_atomic(tmp_path / "final", fill("old"))
     synced, sync = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda handle: (synced.append(os.fstat(handle).st_ino), sync(handle))[1])
-    write_folder(tmp_path / "final", fill("new"))
+    write_folder_atomic(tmp_path / "final", fill("new"))
     final = tmp_path / "final"
     assert {final.stat().st_ino, (final / "file").stat().st_ino} <= {*synced}
     assert synced[-1] == tmp_path.stat().st_ino  # the rename itself

@@ -11,7 +11,7 @@ from whet.config import OptimConfig
 from whet.errors import CheckpointError, ConfigError
 from whet.train import optimizer_state, optimizers
 from whet.train.optim import Optim
-from whet.train.optimizer_state import flat_state, whole_state
+from whet.train.optimizer_state import flatten_state, unflatten_state
 
 
 class Toy(nn.Module):
@@ -189,28 +189,28 @@ def pair():
 
 def test_a_state_of_plain_values_and_tensors_comes_back_as_it_was():
     state = {0: {"step": torch.tensor(3.0), "m": torch.randn(2, 2).t()}, 11: {"n": 4, "m": None}}
-    tensors, plain, wrapped = flat_state(state)
+    tensors, plain, wrapped = flatten_state(state)
     assert wrapped == {} and plain == {"11.n": 4, "11.m": None} and tensors["0.m"].is_contiguous()
-    back = whole_state(tensors, plain, wrapped, ["0", "11"])
+    back = unflatten_state(tensors, plain, wrapped, ["0", "11"])
     assert back["11"] == state[11] and all(torch.equal(back["0"][k], v) for k, v in state[0].items())
 
 
 def test_a_tensor_subclass_is_saved_by_its_parts_and_made_again(monkeypatch, tmp_path):
     monkeypatch.setitem(optimizer_state.WRAPPED, "Pair", __name__)
     value = pair()
-    tensors, plain, wrapped = flat_state({2: {"m": value}})
+    tensors, plain, wrapped = flatten_state({2: {"m": value}})
     assert set(tensors) == {"2.m.codes", "2.m.scale"} and plain == {}
     torch.save(wrapped, tmp_path / "state.pt")
-    back = whole_state(tensors, plain, torch.load(tmp_path / "state.pt", weights_only=True), ["2"])["2"]["m"]
+    back = unflatten_state(tensors, plain, torch.load(tmp_path / "state.pt", weights_only=True), ["2"])["2"]["m"]
     assert type(back) is Pair and back.dtype is torch.float32
     assert torch.equal(back.codes, value.codes) and torch.equal(back.scale, value.scale)
 
 
 def test_an_unknown_tensor_subclass_is_refused_when_saving_and_a_planted_class_when_loading():
     with pytest.raises(CheckpointError, match=r"2.m of the optimizer's state is a .*Pair, which can't be saved"):
-        flat_state({2: {"m": pair()}})
+        flatten_state({2: {"m": pair()}})
     with pytest.raises(CheckpointError, match="the optimizer's state holds a 'system'; known: OptimState8bit"):
-        whole_state({}, {}, {"0.m": {"kind": "system", "parts": [], "context": []}}, ["0"])
+        unflatten_state({}, {}, {"0.m": {"kind": "system", "parts": [], "context": []}}, ["0"])
 
 
 @pytest.mark.parametrize("name", ["adam", "sgd"])
@@ -259,7 +259,7 @@ def test_8_bit_moments_take_a_quarter_and_steps_stay_near_those_of_fp32(torchao)
     apart = (eight.masters["matrix"] - full.masters["matrix"]).norm()
     assert 0 < apart < 0.1 * moved
     torch.testing.assert_close(eight.masters["vector"], full.masters["vector"], atol=1e-5, rtol=1e-5)  # not quantised
-    tensors, _, _ = flat_state(eight.optimizer.state_dict()["state"])
+    tensors, _, _ = flatten_state(eight.optimizer.state_dict()["state"])
     held = sum(t.numel() * t.element_size() for n, t in tensors.items() if n.startswith("0.exp"))
     assert held < 0.4 * 2 * 4 * 64 * 64
 

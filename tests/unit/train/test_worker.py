@@ -10,7 +10,7 @@ from whet.config import OptimConfig
 from whet.errors import CheckpointError, DataError
 from whet.models.load import load_model
 from whet.ops import Support, clipped_surrogate, clipped_value, token_weights
-from whet.train.metric_reduction import reduced
+from whet.train.metric_reduction import reduce_metrics
 from whet.train.worker import ModelWorker
 
 REDUCTIONS = {
@@ -91,7 +91,9 @@ def test_the_numbers_of_a_micro_batch_stay_on_the_device():
         ["mean", "max", "min", "weighted"],
     )
     with Waits() as waits:
-        labels, found = reduced({"x": x}, mask, torch.ones(3), {"x": {how: how for how in hows}}, torch.arange(3), 3)
+        labels, found = reduce_metrics(
+            {"x": x}, mask, torch.ones(3), {"x": {how: how for how in hows}}, torch.arange(3), 3
+        )
     assert waits.count == 0 and [how for _, how in labels] == hows
     assert [float(n) for n in found] == [2.0, -1.0, 1.0, -2.0, -1.0]  # the count first
 

@@ -106,7 +106,7 @@ def test_tools_are_told_called_and_answered_and_only_the_model_s_tokens_are_trai
     made = trainer(tmp_path, seen, tools=[multiply, later], say=[first, ["12", "so"]])
     batches = []
     score = made.learner.score
-    made.learner.score = lambda step: batches.append(step.need_batch()) or score(step)
+    made.learner.score = lambda step: batches.append(step.batch) or score(step)
     made.train()
     prompts, completions, ids, _ = seen.calls[0]
     assert prompts[0] == [{"role": "user", "content": "0?"}]
@@ -298,7 +298,7 @@ def test_rollout_func_makes_the_completions_and_its_columns_reach_the_rewards(tm
 
     made = trainer(tmp_path, by_score, data=rows(2, answer=[1, 2]), rollout_func=fn)
     score = made.learner.score
-    made.learner.score = lambda step: masks.append(step.need_batch().mask.tolist()) or score(step)
+    made.learner.score = lambda step: masks.append(step.batch.mask.tolist()) or score(step)
     made.train()
     assert given[0] == (["AB", "AC", "AD"], [0.0, 1.0, 2.0], ["x"] * 3, [1, 1, 1])
     assert masks[0] == [True, False, True] * 3

@@ -10,7 +10,7 @@ from whet.data.tokenizer import byte_tokenizer
 from whet.errors import WhetError
 from whet.learners.symptoms import symptoms
 from whet.run.interrupts import Stopped
-from whet.train.role_trainer import lower_rate
+from whet.train.role_trainer import lower_lr_advice
 from whet.trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from whet.trl.trainer.messages import in_trl_words, translated
 
@@ -109,5 +109,5 @@ def test_what_is_warned_of_is_in_them_too(tmp_path, caplog):
     ]
     found = [told.message for row in rows_of_metrics for s in symptoms(None).values() if (told := s.find(row))]
     assert len(found) == 5
-    for message in [*found, lower_rate()]:
+    for message in [*found, lower_lr_advice()]:
         assert not FOREIGN.search(translated(message)) and not re.search(r"(actor|algo)\.|_when", translated(message))

@@ -81,7 +81,7 @@ class CorrectionFields(AlgorithmConfig):
     rejection_lower: Float | None = 0.999
     """Lower bound of that ratio. None = none."""
     mask_truncated_completions: Bool = False
-    """Mask out completions that were cut at the length limit."""
+    """Mask out completions that were truncated at the length limit."""
 
     def __post_init__(self) -> None:
         """Checks the ranges, and that nothing is set that would have no effect."""

@@ -126,7 +126,7 @@ class TRLLearner(GRPOLearner):
         step = super().batch(step)
         if not self.agents.plays and self.agents.rollout_func is None:
             return step
-        done = [c for g in step.need_rewarded().groups for c in g.completions]
+        done = [c for g in step.rewards.groups for c in g.completions]
         lengths = np.array([int((c.versions >= 0).sum()) for c in done])
         stopped = np.array([c.finish_reason == "stop" for c in done])
         own = {
@@ -142,11 +142,11 @@ class TRLLearner(GRPOLearner):
         by_function = self.agents.rollout_func is not None
         if not by_function and self._own_generate() is None:
             return super().score(step)
-        batch = step.need_batch()
+        batch = step.batch
         own = batch.replace(sampler_logprobs=self.cluster.actor.logprobs(batch).logprobs)
         step = super().score(step.replace(batch=own))
         if by_function and self.objective.has(off_policy_mask):
-            step = step.replace(batch=step.need_batch().replace(sampler_logprobs=batch.sampler_logprobs))
+            step = step.replace(batch=step.batch.replace(sampler_logprobs=batch.sampler_logprobs))
         return step
 
     # ---- updates -------------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ class TRLLearner(GRPOLearner):
 
     def minibatches(self, step: Step) -> Iterator[TokenBatch]:
         """The completions of a rollout in their order, so many at a time, num_iterations times."""
-        batch = step.need_batch()
+        batch = step.batch
         for _ in range(self.batches.passes):
             for rows in torch.arange(batch.num_sequences).split(self.batches.rows):
                 yield batch.select(rows)
@@ -195,6 +195,6 @@ class TRLLearner(GRPOLearner):
         made = self.reward(Step(index=step, prompts=prompts, mode=Mode.EVAL,
                                 groups=self.rollout(prompts, step=step, mode=Mode.EVAL)))  # fmt: skip
         made = self.assign_advantages(self.score(self.batch(made)))
-        batch = made.need_batch()
+        batch = made.batch
         found = self.cluster.actor_trainer.measure(self._ranked(batch))
         return flat({**made.metrics, **total_metrics(batch), **found}), batch

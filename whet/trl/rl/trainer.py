@@ -339,8 +339,8 @@ class RLTrainer(Trainer):
     def note_step(self, row: Mapping[str, Any], step: Any) -> None:
         """Takes the metrics of a rollout, those of the reward functions, and the completions."""
         extra, own = self.reward_log.take()
-        own |= self.agents.take_metrics(step.need_batch().num_sequences)
-        found = self.own_metrics(row, step.need_batch())
+        own |= self.agents.take_metrics(step.batch.num_sequences)
+        found = self.own_metrics(row, step.batch)
         self.window.add({**found, **own, "num_tokens": float(self.state.num_input_tokens_seen)})
         self.completions.add(step, extra)
 

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from whet.errors import CheckpointError
-from whet.storage.checkpoint import discard, run_of, summed, write_folder
-from whet.storage.files import is_temporary, remove
+from whet.storage.checkpoint import read_run_id, remove_checkpoint, write_folder_atomic, write_with_checksums
+from whet.storage.files import is_temporary, remove_path
 from whet.storage.folder_lock import FolderLock
-from whet.train.model_files import set_apart
+from whet.train.model_files import separate_training_state
 from whet.train.role_checkpoints import Checkpoints
 
 __all__ = ["FrontCheckpoints", "checkpoint_at", "rotated", "to_resume"]
@@ -61,7 +61,7 @@ class FrontCheckpoints(Checkpoints):
             ) from error
         for path in self.root.iterdir():
             if is_temporary(path.name):
-                remove(path)
+                remove_path(path)
 
     def exist(self) -> bool:
         """Whether the folder is another run's: runs may share it."""
@@ -84,21 +84,21 @@ class FrontCheckpoints(Checkpoints):
         folder = self.of_step(step)
         if folder is None:
             return None
-        if run_of(folder) == self.run:
+        if read_run_id(folder) == self.run:
             return folder
         self._front.note_save()
         state = {**state, "trl": self._front.held()}  # which knows now whether this one is the best
 
         def fill(place: Path) -> None:
             self.fill(place, state=state, tokenizer=tokenizer)
-            set_apart(place)
+            separate_training_state(place)
             self._front.save_own(place)
 
         def write(place: Path) -> None:
-            summed(place, fill, run=self.run, step=step)
+            write_with_checksums(place, fill, run=self.run, step=step)
             self._front.state.save_to_json(str(place / "trainer_state.json"))
 
-        write_folder(folder, write)
+        write_folder_atomic(folder, write)
         return folder
 
     def load_best(self, folder: Path) -> None:
@@ -130,7 +130,7 @@ def rotated(output_dir: str, keep: int | None, never: Sequence[Path]) -> None:
     for folder in spare[: max(excess, 0)]:
         if (folder / _LINK).is_symlink():
             shutil.rmtree((folder / _LINK).resolve(), ignore_errors=True)
-        discard(folder)
+        remove_checkpoint(folder)
 
 
 def to_resume(output_dir: str, asked: str | Literal[True]) -> Path:

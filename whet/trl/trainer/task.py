@@ -85,7 +85,7 @@ class TellsCallbacks(Task):
     def on_step_end(self, run: Any, step: BaseStep) -> None:
         """Logs, evaluates and saves where it was asked for, then ends the epoch or the run."""
         super().on_step_end(run, step)
-        front, batch = self.front, step.need_batch()
+        front, batch = self.front, step.batch
         front.state.num_input_tokens_seen += int((batch.prefix_lengths[batch.prefix_of] + batch.lengths).sum())
         front.losses.append(float(run.rows[-1].get("loss", 0.0)))
         front.note_step(run.rows[-1], step)

@@ -37,7 +37,7 @@ from transformers.utils import logging as transformers_logging
 from whet.config import OptimConfig, Role
 from whet.data.tokenizer import load_tokenizer
 from whet.errors import ConfigError, lookup_error
-from whet.hub.push import check_hub
+from whet.hub.push import check_hub_token
 from whet.learners.step import BaseStep
 from whet.train.role_checkpoints import Checkpoints
 from whet.train.worker import ModelWorker
@@ -123,7 +123,7 @@ class Trainer(Hub, TakesUp):
         self.processing_class = load_tokenizer(given, **({"trust_remote_code": True} if trusted(args) else {}))
         (enable_full_determinism if args.full_determinism else set_seed)(args.seed)
         if args.push_to_hub:
-            check_hub(args.hub_token)
+            check_hub_token(args.hub_token)
         if args.tf32 is not None:
             torch.backends.cuda.matmul.allow_tf32 = args.tf32
         if args.log_level != "passive":

@@ -17,7 +17,7 @@ from whet.data.sources import load_rows
 from whet.envs import load_script
 from whet.errors import ConfigError
 from whet.rl2.parsed_args import ParsedArgs
-from whet.storage.checkpoint import saved
+from whet.storage.checkpoint import list_checkpoints
 
 __all__ = ["train", "with_columns", "with_folder", "with_steps"]
 
@@ -74,7 +74,7 @@ def with_folder(config: Any, args: ParsedArgs) -> Any:
 
 def _holds_run(folder: str) -> bool:
     rows = Path(folder) / "metrics.jsonl"
-    return (rows.is_file() and rows.stat().st_size > 0) or bool(saved(Path(folder) / "checkpoints"))
+    return (rows.is_file() and rows.stat().st_size > 0) or bool(list_checkpoints(Path(folder) / "checkpoints"))
 
 
 def with_columns(config: Any, args: ParsedArgs) -> Any:
