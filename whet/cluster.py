@@ -24,7 +24,7 @@ from whet.models.loaded_model import LoadedModel
 from whet.models.modes import max_positions
 from whet.ops import Support, clipped_surrogate, clipped_value
 from whet.rewards.model import RewardModel
-from whet.rollout import engine_name, resolve_engine
+from whet.rollout import resolve_engine
 from whet.rollout.base import RolloutEngine, Sampling, support_of
 from whet.rollout.build import grammars_of, make_engine, sampling_of
 from whet.rollout.constrained_decoding import Masks
@@ -200,8 +200,8 @@ class RLCluster(RoleWorkers, TunixVerbs):
 
     @property
     def engine_name(self) -> str:
-        """What the configuration calls the engine; of a class its name."""
-        given = engine_name(self.cluster_config.rollout_engine)
+        """The engine's name in the configuration, or the name of its class."""
+        given = self.cluster_config.rollout_engine
         return given if isinstance(given, str) else getattr(given, "__name__", type(given).__name__)
 
     # ---- roles ---------------------------------------------------------------------------------------------------

@@ -26,10 +26,11 @@ __all__ = [
     "RewardValueError",
     "TrainingError",
     "WhetError",
+    "format_exception",
+    "format_value",
     "lookup_error",
     "nearest",
     "raise_all",
-    "shown",
 ]
 
 
@@ -112,16 +113,37 @@ def raise_all(checks: Iterable[Callable[[], object]]) -> None:
         raise ConfigError("\n".join(found)) from errors[0]
 
 
-def shown(value: object, most: int = 200) -> str:
-    """A value as messages show it: its repr, cut where it is long; its type where it has none.
+def format_value(value: object, limit: int = 200) -> str:
+    """A value for a message: its repr, shortened where it is long; its type where it has no repr.
 
-    Args: value: anything. most: characters that are kept.
+    Args: value: anything. limit: characters that are kept.
 
-    >>> shown("a" * 9, most=5), shown(10**5000)
+    >>> format_value("a" * 9, limit=5), format_value(10**5000)
     ("'aaaa...", '<int>')
     """
     try:
         text = repr(value)
     except Exception:  # of a number with thousands of digits, of what is nested deeply, of a class of the user's own
         text = f"<{type(value).__name__}>"
-    return text if len(text) <= most else f"{text[:most]}..."
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+def format_exception(error: BaseException, limit: int = 500) -> str:
+    r"""An exception for a message, in one line: its class and what it says; of a group, its first member too.
+
+    Args: error: any. limit: characters of its text that are kept.
+
+    >>> format_exception(ValueError("a\n  b")), format_exception(KeyError())
+    ('ValueError: a b', 'KeyError')
+    >>> format_exception(ExceptionGroup("two failed", [KeyError("a"), ValueError("b")]))
+    "ExceptionGroup: two failed (2 sub-exceptions), the first KeyError: 'a'"
+    """
+    try:
+        text = " ".join(str(error).split())
+    except BaseException as other:  # its own __str__ fails; an interrupt here too, since the error is on its way
+        text = f"<no text: {type(other).__name__}>"
+    if len(text) > limit:
+        text = f"{text[:limit]}..."
+    if isinstance(error, BaseExceptionGroup):
+        text += f", the first {format_exception(error.exceptions[0], limit)}"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

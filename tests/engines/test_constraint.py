@@ -50,12 +50,12 @@ def model():
     return build(gain=3.0)
 
 
-@pytest.fixture(params=["vanilla", "vanilla, module", "hf"])
+@pytest.fixture(params=["embedded", "embedded, module", "hf"])
 def engine(request, model, grammars):
     if request.param == "hf":
         made = HFEngine(model, decode=spell, grammars=grammars)
     else:
-        made = EmbeddedEngine(model, decode=spell, grammars=grammars, fast=request.param == "vanilla")
+        made = EmbeddedEngine(model, decode=spell, grammars=grammars, fast=request.param == "embedded")
     yield made
     made.close()
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from tiny import build
 
-from whet.config import RolloutConfig
+from whet.config import RolloutConfig, SGLangOptions, VLLMOptions
 from whet.errors import ConfigError, EngineError
 from whet.models.self_check import probe_tokens
 from whet.rollout import resolve_engine
@@ -42,7 +42,7 @@ def request(sampling=None, tokens=(5, 6, 7), **fields):
 
 
 @pytest.mark.parametrize(
-    ("name", "fix"), [("vllm", r"\[vllm\]"), ("sglang", "sglang==0.5"), ("sglang_jax", "sglang==0.5")]
+    ("name", "fix"), [("vllm", r"\[vllm\]"), ("sglang", "sglang==0.5")]
 )
 def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(name, fix):
     if importlib.util.find_spec(name.removesuffix("_jax")) is not None:
@@ -115,12 +115,14 @@ def test_vllm_is_built_from_the_rollout_configuration():
     config = RolloutConfig(
         max_batch_size=7,
         kv_cache_tokens=300,
-        rollout_vllm_hbm_utilization=0.5,
-        rollout_vllm_max_num_batched_tokens=64,
-        rollout_vllm_async_scheduling=True,
-        rollout_vllm_kwargs={"block_size": 32},
-        rollout_vllm_additional_config={"x": 1},
-        rollout_vllm_hf_config_path="there",
+        vllm=VLLMOptions(
+            hbm_utilization=0.5,
+            max_num_batched_tokens=64,
+            async_scheduling=True,
+            kwargs={"block_size": 32},
+            additional_config={"x": 1},
+            hf_config_path="there",
+        ),
     )
     found = llm_arguments(config, device="cuda", dtype=torch.bfloat16, kv_bytes=9)
     expected = {
@@ -137,9 +139,9 @@ def test_vllm_is_built_from_the_rollout_configuration():
         "logprobs_mode": "processed_logprobs",
     }
     assert {n: found[n] for n in expected} == expected
-    cpu = llm_arguments(RolloutConfig(rollout_vllm_max_num_seqs=3), device="cpu", dtype=torch.float32, kv_bytes=1000)
+    cpu = llm_arguments(RolloutConfig(vllm={"max_num_seqs": 3}), device="cpu", dtype=torch.float32, kv_bytes=1000)
     assert cpu["max_num_seqs"] == 3 and cpu["enforce_eager"] and cpu["kv_cache_memory_bytes"] == 4 * 128 * 1000
-    little = RolloutConfig(rollout_vllm_hbm_utilization=1e-6)
+    little = RolloutConfig(vllm={"hbm_utilization": 1e-6})
     bound = llm_arguments(little, device="cpu", dtype=torch.float32, kv_bytes=10**9)["kv_cache_memory_bytes"]
     assert 0 < bound < 1e-3 * 10**9 * 256 * 128
     assert "gpu_memory_utilization" not in cpu
@@ -148,15 +150,17 @@ def test_vllm_is_built_from_the_rollout_configuration():
 def test_sglang_is_built_from_the_rollout_configuration():
     config = RolloutConfig(
         kv_cache_tokens=300,
-        rollout_sglang_jax_context_length=99,
-        rollout_sglang_jax_mem_fraction_static=0.5,
-        rollout_sglang_jax_disable_radix_cache=False,
-        rollout_sglang_jax_enable_deterministic_sampling=True,
-        rollout_sglang_jax_chunked_prefill_size=32,
-        rollout_sglang_jax_page_size=16,
-        rollout_sglang_jax_max_running_requests=5,
-        rollout_sglang_jax_log_level=None,
-        rollout_sglang_jax_kwargs={"attention_backend": "triton"},
+        sglang=SGLangOptions(
+            context_length=99,
+            mem_fraction_static=0.5,
+            disable_radix_cache=False,
+            enable_deterministic_sampling=True,
+            chunked_prefill_size=32,
+            page_size=16,
+            max_running_requests=5,
+            log_level=None,
+            kwargs={"attention_backend": "triton"},
+        ),
     )
     found = engine_arguments(config, dtype=torch.float16)
     assert found == {

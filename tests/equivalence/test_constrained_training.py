@@ -30,7 +30,7 @@ def sampled(c, texts=("1+1=", "what?", "a"), generations=4):
 
 
 @pytest.mark.spread(4)
-@pytest.mark.parametrize("engine", ["vanilla", "hf"])
+@pytest.mark.parametrize("engine", ["embedded", "hf"])
 @pytest.mark.parametrize(
     "fields",
     [

@@ -384,8 +384,8 @@ class Echo:
 
 @pytest.mark.parametrize(
     "engine",
-    ["vanilla", "hf", HFEngine, functools.partial(HFEngine), "whet.rollout.hf:HFEngine"],
-    ids=["vanilla", "hf", "class", "partial", "reference"],
+    ["embedded", "hf", HFEngine, functools.partial(HFEngine), "whet.rollout.hf:HFEngine"],
+    ids=["embedded", "hf", "class", "partial", "reference"],
 )
 def test_the_engine_is_a_name_a_class_a_partial_or_a_reference(engine):
     c = cluster(engine=engine)
@@ -405,8 +405,8 @@ def test_a_class_with_tunixs_rollout_methods_is_an_engine(engine):
 
 
 def test_an_unknown_engine_is_refused_with_the_nearest():
-    with pytest.raises(ConfigError, match="did you mean vanilla"):
-        cluster(engine="vanila")
+    with pytest.raises(ConfigError, match="did you mean embedded"):
+        cluster(engine="embeded")
 
 
 def test_a_model_that_cannot_be_packed_trains_with_the_hf_engine():
@@ -485,7 +485,7 @@ def use_like_tunix():
         tokenizer=tokenizer,
         cluster_config=whet.ClusterConfig(
             role_to_mesh=None,
-            rollout_engine="vanilla",
+            rollout_engine="embedded",
             training_config=whet.RLTrainingConfig(
                 actor_optimizer=whet.OptimConfig(lr=1e-2),
                 eval_every_n_steps=2,
@@ -721,9 +721,8 @@ def test_a_learner_builds_the_engine_so_that_what_it_refuses_is_said_before_the_
         GRPOLearner(cluster(engine=Half), GRPOConfig(beta=0.0), length_reward)
 
 
-@pytest.mark.parametrize("engine", ["embedded", "vanilla"])
-def test_an_engine_that_is_built_late_draws_what_one_built_at_once_draws(engine):
-    early, late = cluster(engine=engine), cluster(engine=engine)
+def test_an_engine_that_is_built_late_draws_what_one_built_at_once_draws():
+    early, late = cluster(), cluster()
     early.build_engine()
     drawn = []
     for c in (early, late):

@@ -23,7 +23,7 @@ from whet.cli.generate import OutputError, open_sampler, sampling_keys, show
 from whet.config.base import check
 from whet.config.generate import ChatConfig, check_sampled, sampled_short
 from whet.config.loader import tree
-from whet.errors import ConfigError, DataError, WhetError, lookup_error
+from whet.errors import ConfigError, DataError, WhetError, format_exception, lookup_error
 from whet.rollout.base import Sampling
 from whet.rollout.sampler import Sampler
 from whet.rollout.text import TextStream
@@ -121,7 +121,7 @@ class Chat:
             try:
                 whole = str(tokenizer.apply_chat_template(self.messages, tokenize=False, **options))
             except Exception as error:  # a template is a program: it may raise anything
-                raise DataError(f"the chat template refused this: {type(error).__name__}: {error}") from error
+                raise DataError(f"the chat template refused this: {format_exception(error)}") from error
             if not whole.startswith(self._text):  # the template has rewritten an answer
                 self._held, self._text = self._held[:0], ""
             rest, self._text = whole[len(self._text) :], whole

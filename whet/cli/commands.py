@@ -33,7 +33,7 @@ from whet.config import (
     load_run,
 )
 from whet.config.lora import LORA_LR
-from whet.errors import ConfigError
+from whet.errors import ConfigError, format_exception
 from whet.hub.model_card import write_model_card
 from whet.learners.base import RLLearner
 from whet.learners.grpo import GRPOLearner
@@ -111,7 +111,7 @@ def train(config: R, build: Callable[[R], tuple[Any, Any, Any]]) -> dict[str, An
         if plot_curves(run.rows, folder / "curves.png") is not None:
             write_model_card(folder)  # with them
     except Exception as error:  # the model is trained and saved: nothing that only shows it may fail the run
-        log.warning("summary.json or curves.png could not be written: %s: %s", type(error).__name__, error)
+        log.warning("summary.json or curves.png could not be written: %s", format_exception(error))
     done = f"{run.step} step{'s' * (run.step != 1)}"
     log.info("%s in %.0f s; final model: %s", done, summary["train_seconds"], folder / "final")
     before, after = (summary.get(f"eval_{run.task.headline}_{when}") for when in ("before", "after"))

@@ -24,7 +24,7 @@ from pydantic_core import ArgsKwargs
 
 from whet.config.fields import SPOKEN, Fn
 from whet.config.synonyms import NOTES, leaves_of, meant, owner
-from whet.errors import ConfigError, nearest, shown
+from whet.errors import ConfigError, format_value, nearest
 
 __all__ = [
     "CALLED",
@@ -101,7 +101,7 @@ def check(cls: type[T], tree: Mapping[str, Any], *, short: Mapping[str, str] | N
     Raises: ConfigError: every unknown key, missing key and wrong value at once, a line each.
     """
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"a configuration is a mapping of keys, got {shown(tree, 80)} ({type(tree).__name__})")
+        raise ConfigError(f"a configuration is a mapping of keys, got {format_value(tree, 80)} ({type(tree).__name__})")
     try:
         return adapter(cls).validate_python(dict(tree))
     except ValidationError as error:
@@ -236,13 +236,13 @@ def _line(cls: type, path: tuple[str, ...], items: list[Any], root: str, short: 
         return _not_a_section(section_at(cls, path), key, root, first["input"])
     owner = section_at(cls, path[:-1])
     if len(items) > 1 and owner and path[-1] in (f.name for f in dataclasses.fields(owner)):
-        return f"{key}: expected {type_text(owner, path[-1])}, got {shown(first['input'])}"
+        return f"{key}: expected {type_text(owner, path[-1])}, got {format_value(first['input'])}"
     if owner and first["type"] in ("missing", "too_long"):  # of a list that has a length of its own
         length = len(typing.get_args(_hints(owner)[path[-1]]))
-        return f"{key}: expected {length} values, got {len(first['input'])}: {shown(first['input'])}"
+        return f"{key}: expected {length} values, got {len(first['input'])}: {format_value(first['input'])}"
     said = dict.fromkeys(_EXPECTED.get(item["type"]) or f"{item['msg'][0].lower()}{item['msg'][1:]}" for item in items)
     mended = _mended(first["input"], first["type"], key.split(".")[-1])
-    return f"{key}: {'; '.join(said)}, got {shown(first['input'])}{mended}"
+    return f"{key}: {'; '.join(said)}, got {format_value(first['input'])}{mended}"
 
 
 def _not_a_section(section: type, key: str, root: str, value: Any) -> str:
@@ -253,10 +253,10 @@ def _not_a_section(section: type, key: str, root: str, value: Any) -> str:
     usual = _USUAL[isinstance(value, str)]
     some = next((name for name in usual if name in names), names[0])
     if not root:
-        return f"{key} is a section: give its keys, e.g. {key}.{some}, got {shown(value)}{_mended(value, '')}"
+        return f"{key} is a section: give its keys, e.g. {key}.{some}, got {format_value(value)}{_mended(value, '')}"
     name = section.__name__
     fix = f"give the {name} without the brackets" if isinstance(value, list | tuple) else f"write {name}({some}=...)"
-    return f"{key} takes the class {name}, or a dict of its fields, got {shown(value, 80)}; {fix}"
+    return f"{key} takes the class {name}, or a dict of its fields, got {format_value(value, 80)}; {fix}"
 
 
 def _default_said(section: Any, path: tuple[str, ...]) -> str:
@@ -274,7 +274,7 @@ def _mended(value: Any, kind: str, name: str = "") -> str:
     if kind == "string_type" and value is True and name == "resume":
         return "; write latest, for the newest checkpoint of trainer.run_dir, or a checkpoint's folder"
     if kind == "string_type" and isinstance(value, bool | int | float):
-        text = f'"{shown(value, 40)}"'
+        text = f'"{format_value(value, 40)}"'
         return f"; quote it: '{text}' on a command line, {text} in a file"
     if kind in ("", "dict_type") and isinstance(value, str) and re.match(r"\w+:\S", value):
         return f"; a colon that ends a key has a blank behind it: {value.replace(':', ': ', 1)}"

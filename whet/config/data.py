@@ -11,7 +11,7 @@ from pydantic import BeforeValidator
 
 from whet.config.base import config
 from whet.config.fields import Bool, Count, Float, Name, Number, Size, Text, Tree, as_name
-from whet.errors import ConfigError, nearest, shown
+from whet.errors import ConfigError, format_value, nearest
 
 __all__ = ["DataConfig", "SourceConfig", "Sources", "SupervisedDataConfig", "paths_of"]
 
@@ -26,12 +26,12 @@ def _sources(value: Any) -> str | tuple[Any, ...]:
     if not isinstance(value, list | tuple) or not value:
         raise ValueError(
             "expected the name of a data set, or a list: [a.jsonl, b.jsonl] or [{path: a.jsonl, weight: 0.7}, ...], "
-            f"got {shown(value)}"
+            f"got {format_value(value)}"
         )
     for item in value:
         path = item.get("path") if isinstance(item, Mapping) else item
         if not isinstance(path, str) or not path.strip():
-            raise ValueError(f"each data set of a list is a name, or has a path; got {shown(item)}")
+            raise ValueError(f"each data set of a list is a name, or has a path; got {format_value(item)}")
         for key in item if isinstance(item, Mapping) else ():
             if key not in OF_A_SOURCE:
                 raise ValueError(

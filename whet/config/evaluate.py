@@ -118,7 +118,7 @@ class EvalRunConfig(ListedRewards):
     """A reward model (transformers' sequence classifier of one label), whose score is one more reward; of weight 1.0
     unless `reward` names it. None = none."""
     rollout_engine: Name = "embedded"
-    """"embedded" = whet's own (Tunix's "vanilla"), "hf" = transformers' generate, "vllm", "sglang", "mock" (for tests),
+    """"embedded" = whet's own, "hf" = transformers' generate, "vllm", "sglang", "mock" (for tests),
     or "package.module:Class"."""
     seed: Seed = 0
     """Seed of the draws: with it a prompt's place and the generation make every random number."""

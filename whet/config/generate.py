@@ -76,7 +76,7 @@ class SampledConfig:
     chat_template_kwargs: Tree = field(default_factory=dict)
     """Further arguments of the chat template, e.g. {enable_thinking: true}."""
     rollout_engine: Name = "embedded"
-    """"embedded" = whet's own (Tunix's "vanilla"), "hf" = transformers' generate, "vllm", "sglang", "mock" (for tests),
+    """"embedded" = whet's own, "hf" = transformers' generate, "vllm", "sglang", "mock" (for tests),
     or "package.module:Class"."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """What the model computes in; auto = as the run did in whose folder it lies, else as training would: see

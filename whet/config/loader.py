@@ -21,7 +21,7 @@ from whet.config.base import CALLED, check, choices, field_docs, kinds_at, leave
 from whet.config.fields import MAX_DEPTH
 from whet.config.positional_words import is_file, meant_by, rest_of_value
 from whet.config.yaml12 import Dumper, parse, read_text
-from whet.errors import ConfigError, shown
+from whet.errors import ConfigError, format_value
 from whet.util.references import is_ref
 
 __all__ = [
@@ -59,7 +59,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         if isinstance(found, list):
             fix = "take the dashes away: `key: value` lines, sections indented below their name"
         elif isinstance(found, str) and ":" in found:
-            fix = f"a colon that ends a key has a blank behind it, in {shown(found, 60)}"
+            fix = f"a colon that ends a key has a blank behind it, in {format_value(found, 60)}"
         raise ConfigError(f"{path}: a configuration is a mapping of keys, got {type(found).__name__}; {fix}")
     return found
 
@@ -83,7 +83,9 @@ def tree(
     {'actor': {'optim': {'lr': 1e-06}}, 'data': {'path': 'train.jsonl'}}
     """
     if isinstance(argv, str | Mapping):
-        raise ConfigError(f"expected a list of words, e.g. ['model=a/b', 'data=rows.jsonl'], got {shown(argv, 80)}")
+        raise ConfigError(
+            f"expected a list of words, e.g. ['model=a/b', 'data=rows.jsonl'], got {format_value(argv, 80)}"
+        )
     short = short or {}
     files: dict[str, Any] = {}
     pairs: dict[str, Any] = {}
@@ -106,7 +108,9 @@ def tree(
             continue
         parts = key.replace("-", "_").split(".")
         if "" in parts or len(parts) > MAX_DEPTH:
-            raise ConfigError(f"{shown(word, 60)}: expected key=value, where a key is names joined by single dots")
+            raise ConfigError(
+                f"{format_value(word, 60)}: expected key=value, where a key is names joined by single dots"
+            )
         if cls is not None:
             texts = partial(is_text, cls, short=short)
         typed = not text or (texts is not None and texts(parts, text))
@@ -260,8 +264,6 @@ def dump(config: Any) -> str:
     save_interval_steps: null
     save_interval_s: 180.0
     max_to_keep: 2
-    timeout_secs: 1200
-    enable_async_checkpointing: false
     """
     return yaml.dump(dump_tree(config), Dumper=Dumper, sort_keys=False, allow_unicode=True)
 

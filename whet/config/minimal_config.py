@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from whet.config.algo.base import AlgorithmConfig, OverlongBuffer
+from whet.config.algo.base import OverlongBuffer
 from whet.config.algo.correction import OF_MASK
 from whet.config.algo.policy import PolicyConfig
 from whet.config.algo.preference import PreferenceConfig
@@ -20,15 +20,7 @@ from whet.config.algo.unused_fields import own_functions
 from whet.config.engines import SGLangOptions, VLLMOptions
 from whet.config.loader import dump_tree
 from whet.config.model import OptimConfig
-from whet.config.rollout import RolloutConfig
-from whet.config.training import (
-    CheckpointingOptions,
-    MetricsLoggerOptions,
-    PerfMetricsOptions,
-    ProfilerOptions,
-    RLTrainingConfig,
-    TrainingConfig,
-)
+from whet.config.training import CheckpointingOptions
 
 __all__ = ["brief", "unread"]
 
@@ -54,18 +46,6 @@ _OFF = {
 """Values that turn something off."""
 _STAYS = ("apply_chat_template", "seed")
 """Fields that are always written: others read them in the file."""
-_TUNIX: Mapping[type, Collection[str]] = {
-    AlgorithmConfig: ("algo_variant",),
-    CheckpointingOptions: ("timeout_secs", "enable_async_checkpointing"),
-    MetricsLoggerOptions: ("enable_opentelemetry",),
-    PerfMetricsOptions: ("enable_perf_v1", "enable_perf_v2"),
-    ProfilerOptions: ("set_profile_options", "host_tracer_level", "python_tracer_level", "max_num_hosts"),
-    RolloutConfig: ("kv_cache_size", "return_logprobs", "data_parallel_size", "expert_parallel_size"),
-    RLTrainingConfig: ("compute_logps_chunk_size",),
-    TrainingConfig: ("data_sharding_axis", "max_inflight_computations"),
-}
-"""Fields of Tunix that have no effect here."""
-
 _LOSS = {
     "cispo_epsilon_low": ("cispo",),
     "gkd_beta": ("gkd",),
@@ -139,12 +119,10 @@ def unread(config: Any, engine: Any = None) -> set[str]:
     >>> sorted(unread(OverlongBuffer()))
     ['max_response_length', 'overlong_buffer_length', 'overlong_buffer_penalty']
     """
-    found = {name for kind, names in _TUNIX.items() if isinstance(config, kind) for name in names}
+    found: set[str] = set()
     if isinstance(config, VLLMOptions | SGLangOptions):
         own = "vllm" if isinstance(config, VLLMOptions) else "sglang"
         return set() if engine == own or ":" in str(engine) else {f.name for f in dataclasses.fields(config)}
-    if isinstance(config, RolloutConfig) and engine not in ("vllm", "sglang"):
-        found.add("tensor_parallel_size")
     if isinstance(config, OverlongBuffer) and not config.enable:
         found |= {"overlong_buffer_length", "overlong_buffer_penalty", "max_response_length"}
     if isinstance(config, CheckpointingOptions) and config.save_interval_steps is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator
 
@@ -121,10 +121,8 @@ class RoleConfig:
     trust_remote_code: Bool = False
     """Run the Python files that lie beside the weights, and beside the tokenizer, for architectures that transformers
     does not have. Read them first: they run with your permissions."""
-    dropout: Bool = False
-    """Must be false in this release: dropout is off while training, so that sampler and trainer see the same policy."""
 
-    def __post_init__(self) -> None:
-        """Refuses what is not there."""
-        if self.dropout:
-            raise ConfigError("dropout must be false: it is off while training in this release")
+    REFUSED: ClassVar[dict[str, str]] = {
+        "dropout": "a model's own dropout is off in training, so that sampler and trainer see the same policy; leave "
+        "it out, or set lora.lora_dropout of an adapter in supervised training",
+    }

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from whet.config.base import check, check_part, section_at
-from whet.config.engines import nested
 from whet.config.loader import dump_tree, flat, read_yaml, tree
 from whet.errors import ConfigError
 
@@ -114,10 +113,10 @@ def _filled(
 
     Args: cls: of the section. given: of it now. run: of it in the run. prefix: of its keys. kept: is added to.
     """
-    found = nested(given) if prefix == "rollout." else dict(given)
+    found = dict(given)
     for field in dataclasses.fields(cls):  # pyright: ignore[reportArgumentType]
         name, key = field.name, prefix + field.name
-        if name not in run or key in _OF_NOW or name in _other_names(found):
+        if name not in run or key in _OF_NOW:
             continue
         section, own = section_at(cls, (name,)), found.get(name, {})
         if section is not None and isinstance(run[name], Mapping) and isinstance(own, Mapping):
@@ -130,7 +129,3 @@ def _filled(
                 kept[key] = (run[name], usual)
     return found
 
-
-def _other_names(given: Mapping[str, Any]) -> tuple[str, ...]:
-    """Fields that are given by another name."""
-    return ("max_tokens_per_microbatch",) if "max_seq_token_per_tpu" in given else ()

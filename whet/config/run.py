@@ -64,7 +64,7 @@ class RunConfig(ListedRewards):
     """A reward model (transformers' sequence classifier of one label), whose score is one more reward; of weight 1.0
     unless `reward` names it. None = none."""
     rollout_engine: Name = "embedded"
-    """"embedded" = whet's own (Tunix's "vanilla"), "hf" = transformers' generate, "vllm", "sglang", "mock" (for tests),
+    """"embedded" = whet's own, "hf" = transformers' generate, "vllm", "sglang", "mock" (for tests),
     or "package.module:Class"."""
     offload_to_cpu: Bool = False
     """Keep on a GPU what the phase needs: the reference while it scores, masters and moments during an update; they lie

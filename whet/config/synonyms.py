@@ -156,6 +156,7 @@ NOTES: dict[str, str] = {
     "nnodes": _ONE_PROCESS,
     "push_to_hub": "trainer.hub_model_id=NAME sends the model when it is trained, whet push RUN repo=NAME later",
     "tensor_model_parallel_size": _ONE_PROCESS,
+    "tensor_parallel_size": _ONE_PROCESS,
     "use_kl_loss": "a KL is in the loss where algo.beta is above 0",
     "logging_steps": "every step is logged",
     "packing": "rows are always packed, without padding",

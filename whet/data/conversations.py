@@ -19,7 +19,7 @@ import numpy as np
 from whet.data.template_check import Shown
 from whet.data.templates import ChatTemplate, alike
 from whet.data.text_parts import part_ids
-from whet.errors import DataError, shown
+from whet.errors import DataError, format_value
 from whet.types import Message, TrainSequence
 
 __all__ = ["Part", "Rendering", "encode_rendering", "render_turns", "render_whole", "sequence_of"]
@@ -40,13 +40,13 @@ class Rendering:
     """A sequence before it is encoded: the parts of its text, and the messages that they show."""
 
     parts: tuple[Part, ...]
-    shown: Shown
+    format_value: Shown
     changed: str = ""
     """Where a turn does not begin with the header that the template asks with: both, for a message."""
 
     def and_then(self, *parts: Part, shown: Shown, changed: str) -> Rendering:
         """The sequence with further parts."""
-        return replace(self, parts=(*self.parts, *parts), shown=shown, changed=self.changed or changed)
+        return replace(self, parts=(*self.parts, *parts), shown=format_value, changed=self.changed or changed)
 
 
 def render_turns(
@@ -172,10 +172,10 @@ def _agreed(
         start += len(its)
         runs = [is_marked for is_marked, _ in groupby(marked.tolist())]
         if part.trained and not marked.any():
-            where = f"nothing of the turn {shown(part.text, 80)}"
+            where = f"nothing of the turn {format_value(part.text, 80)}"
         elif not part.trained and not part.others and True in runs[:-1]:
             there = [i for i, is_marked in zip(its, marked, strict=True) if is_marked]
-            where = f"{shown(str(template.tokenizer.decode(there)), 80)}, which no assistant says"
+            where = f"{format_value(str(template.tokenizer.decode(there)), 80)}, which no assistant says"
         else:
             made.append(mask & marked)
             continue

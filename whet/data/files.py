@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from whet.data.read_errors import reading, said
-from whet.errors import DataError, WhetError
+from whet.data.read_errors import reading
+from whet.errors import DataError, WhetError, format_exception
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -147,7 +147,9 @@ def _readable(path: Path) -> Iterator[None]:
         if file_format(path) in TEXT and not isinstance(error, OSError):
             for _ in _text_lines(path):
                 pass
-        raise DataError(f"{path} can't be read as {file_format(path)[1:]}: {said(error)}; {REPAIR}") from error
+        raise DataError(
+            f"{path} can't be read as {file_format(path)[1:]}: {format_exception(error)}; {REPAIR}"
+        ) from error
 
 
 def _opened(path: Path) -> io.BufferedIOBase:

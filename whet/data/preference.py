@@ -11,7 +11,7 @@ import numpy as np
 from whet.data.conversations import sequence_of
 from whet.data.row_schema import said_in
 from whet.data.supervised import EQUAL, RESPONSES, Answer, Read, RowEncoder, answer_to, begins_with
-from whet.errors import DataError, shown
+from whet.errors import DataError, format_value
 from whet.types import Message, TrainSequence
 
 __all__ = ["LabelledEncoder", "PreferenceEncoder", "ScoredPairEncoder"]
@@ -65,7 +65,9 @@ class PreferenceEncoder(RowEncoder):
                     what = (
                         "repeats the row's prompt, and the other answer does not"
                         if repeats
-                        else (f"begins with a turn of {role!r}, but not with the row's prompt {shown(prompt, 80)}")
+                        else (
+                            f"begins with a turn of {role!r}, but not with the row's prompt {format_value(prompt, 80)}"
+                        )
                     )
                     raise DataError(
                         f"row {number}: {column!r} {what}; answers are what follows the prompt, or both the whole "
@@ -130,7 +132,7 @@ class LabelledEncoder(PreferenceEncoder):
         value = row[label]
         if not isinstance(value, bool | int | float | np.bool_ | np.number) or value not in (0, 1):
             raise DataError(
-                f"row {number}: column {label!r} holds {shown(value, 40)}; a label is true or false, 1 or 0"
+                f"row {number}: column {label!r} holds {format_value(value, 40)}; a label is true or false, 1 or 0"
             )
         return Read([answer_to(prompt, said_in(row, response, number))], {"label": (float(value),)})
 
@@ -169,6 +171,6 @@ def _with_prefix(sequence: TrainSequence, prefix: np.ndarray | None) -> TrainSeq
 def _number(value: Any, column: str, row: int) -> float:
     if not isinstance(value, int | float | np.number) or isinstance(value, bool) or not np.isfinite(value):
         raise DataError(
-            f"row {row}: column {column!r} holds {shown(value, 40)}; expected a number, in every row or none"
+            f"row {row}: column {column!r} holds {format_value(value, 40)}; expected a number, in every row or none"
         )
     return float(value)

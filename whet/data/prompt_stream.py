@@ -22,9 +22,9 @@ import numpy as np
 
 from whet.data.mixture import MixedRows, permutation
 from whet.data.prompts import PROMPT_COLUMNS, PromptEncoder, find_prompt_column
-from whet.data.read_errors import each, reading, said
+from whet.data.read_errors import each, reading
 from whet.data.supervised import RowEncoder
-from whet.errors import CheckpointError, ConfigError, DataError, lookup_error
+from whet.errors import CheckpointError, ConfigError, DataError, format_exception, lookup_error
 from whet.storage.checksums import chain_checksum, compute_checksums
 
 __all__ = [
@@ -364,8 +364,8 @@ class PromptStream:
             self.source.load_state_dict(state["source"])
         except Exception as error:  # of any library
             raise CheckpointError(
-                f"the data can't go on at the checkpoint's place: {said(error)}; resume with the same data, or start a "
-                "new run in another trainer.run_dir"
+                f"the data can't go on at the checkpoint's place: {format_exception(error)}; resume with the same "
+                "data, or start a new run in another trainer.run_dir"
             ) from error
         self.read_digest, block = state.get("read_digest", 0), state["block"]
         self._block = (block, state["source"])

@@ -17,7 +17,7 @@ from whet.data.lengths import Spread
 from whet.data.row_schema import options_of, refuse_images, text_of, turns
 from whet.data.template_check import Shown, changed_words
 from whet.data.templates import ChatTemplate
-from whet.errors import ConfigError, DataError, lookup_error, nearest, shown
+from whet.errors import ConfigError, DataError, format_value, lookup_error, nearest
 from whet.types import Message, Prompt
 
 if TYPE_CHECKING:
@@ -254,7 +254,9 @@ class PromptEncoder:
         """The prompt of a row; None where it is left out."""
         number, source = read.number, read.source
         if not tokens:
-            raise DataError(f"row {number}: the prompt {shown(source)} has no tokens; leave the row out, or fill it")
+            raise DataError(
+                f"row {number}: the prompt {format_value(source)} has no tokens; leave the row out, or fill it"
+            )
         if not self._warned_of_empty and not any(said_by(m).strip() for m in self.messages(source)):
             self._warned_of_empty = True
             log.warning(
@@ -355,8 +357,8 @@ class PromptEncoder:
             return [*before, {**last, "content": said_by(last)}], columns
         if self.on_answered == "error":
             raise DataError(
-                f"row {number} ends with the assistant's turn {shown(last.get('content'), 60)}: an answer, where a "
-                f"prompt is expected; data.on_answered=take_off makes it the column {ANSWER}, "
+                f"row {number} ends with the assistant's turn {format_value(last.get('content'), 60)}: an answer, "
+                f"where a prompt is expected; data.on_answered=take_off makes it the column {ANSWER}, "
                 "data.on_answered=continue lets the model go on with it"
             )
         if not before:
@@ -395,7 +397,7 @@ class PromptEncoder:
         tools = written.options.get("tools")
         if not tools or self.template.text(messages, row=number, **{**written.options, "tools": None}) != written.text:
             return ""
-        return f"it has the tools {shown(tools, 80)}, and the chat template shows none"
+        return f"it has the tools {format_value(tools, 80)}, and the chat template shows none"
 
     def _refuse(self, row: Mapping[str, Any], name: str, number: int) -> None:
         """Raises DataError for columns that can't travel."""
@@ -415,7 +417,7 @@ def _source(value: Any, name: str, number: int) -> str | list[Message]:
         return text_of(str(value), f"row {number}, column {name!r}")
     if not isinstance(value, list | tuple | np.ndarray) or len(value) == 0:
         raise DataError(
-            f"row {number}: column {name!r} holds {type(value).__name__} {shown(value)}; a prompt is a text or a list "
-            "of messages"
+            f"row {number}: column {name!r} holds {type(value).__name__} {format_value(value)}; a prompt is a text or "
+            "a list of messages"
         )
     return turns(value, number)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from whet.errors import DataError, nearest, shown
+from whet.errors import DataError, format_value, nearest
 from whet.types import Message
 
 __all__ = ["conversation", "find_column", "message_of", "options_of", "refuse_images", "said_in", "text_of", "turns"]
@@ -74,8 +74,8 @@ def said_in(row: Mapping[str, Any], column: str, number: int) -> Said:
     if not isinstance(value, list | tuple | np.ndarray) or len(value) == 0:
         number_of_csv = "; a csv file's numbers are read as numbers: keep texts such as '42' in a .jsonl file"
         raise DataError(
-            f"row {number}: column {column!r} holds {type(value).__name__} {shown(value)}; expected a text or a list "
-            f"of messages{number_of_csv if isinstance(value, int | float) else ''}"
+            f"row {number}: column {column!r} holds {type(value).__name__} {format_value(value)}; expected a text or a "
+            f"list of messages{number_of_csv if isinstance(value, int | float) else ''}"
         )
     return turns(value, number)
 
@@ -85,8 +85,8 @@ def conversation(row: Mapping[str, Any], column: str, number: int) -> list[Messa
     said = said_in(row, column, number)
     if isinstance(said, str):
         raise DataError(
-            f"row {number}: column {column!r} holds the text {shown(said, 60)}; expected a list of messages, or its "
-            "JSON; name a column of plain text in text_column, or in prompt_column and response_column"
+            f"row {number}: column {column!r} holds the text {format_value(said, 60)}; expected a list of messages, or "
+            "its JSON; name a column of plain text in text_column, or in prompt_column and response_column"
         )
     return said
 
@@ -106,11 +106,13 @@ def options_of(row: Mapping[str, Any], number: int) -> dict[str, Any]:
             try:
                 value = json.loads(value)
             except ValueError as error:
-                raise DataError(f"row {number}: column {column!r} is not JSON: {error}: {shown(value, 60)}") from error
+                raise DataError(
+                    f"row {number}: column {column!r} is not JSON: {error}: {format_value(value, 60)}"
+                ) from error
         value = value.tolist() if isinstance(value, np.ndarray) else value
         if value is not None and not isinstance(value, kind):
             raise DataError(
-                f"row {number}: column {column!r} holds {shown(value, 60)}; expected "
+                f"row {number}: column {column!r} holds {format_value(value, 60)}; expected "
                 f"{'a list of functions as JSON schemas' if kind is list else 'a mapping'}, or its JSON"
             )
         if value:
@@ -143,12 +145,12 @@ def message_of(message: Any, place: int, number: int) -> Message:
     if isinstance(message, Mapping) and "content" not in message and message.get("tool_calls"):
         message = {**message, "content": ""}
     if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-        raise DataError(f"row {number}, message {place}: {shown(message)}; a message has a role and a content")
+        raise DataError(f"row {number}, message {place}: {format_value(message)}; a message has a role and a content")
     role, content = message["role"], message["content"]
     if not isinstance(role, str) or not (isinstance(content, str | list | tuple) or "tool_calls" in message):
         raise DataError(
-            f"row {number}, message {place}: role {shown(role)} with content {shown(content, 60)}; both are texts: "
-            "leave the message out, or give it a text"
+            f"row {number}, message {place}: role {format_value(role)} with content {format_value(content, 60)}; both "
+            "are texts: leave the message out, or give it a text"
         )
     parts = content if isinstance(content, list | tuple) else ()
     for text in (content, *(p["text"] for p in parts if isinstance(p, Mapping) and isinstance(p.get("text"), str))):
@@ -160,7 +162,7 @@ def message_of(message: Any, place: int, number: int) -> Message:
             f"row {number}, message {place} has parts {', '.join(sorted(kinds))}; whet trains on text alone"
         )
     if wrong := [part for part in parts if not isinstance(part, str | Mapping)]:
-        raise DataError(f"row {number}, message {place} has the part {shown(wrong[0], 60)}; a part is a text")
+        raise DataError(f"row {number}, message {place} has the part {format_value(wrong[0], 60)}; a part is a text")
     made = {key: value for key, value in message.items() if value is not None or key == "content"}
     return {**made, "tool_calls": without_none(made["tool_calls"])} if "tool_calls" in made else made
 
@@ -187,7 +189,7 @@ def _renamed(message: Any, place: int, number: int) -> Any:
         return message
     if message["from"] not in ROLES:
         raise DataError(
-            f"row {number}, message {place}: from {shown(message['from'], 40)} is no known role"
+            f"row {number}, message {place}: from {format_value(message['from'], 40)} is no known role"
             f"{nearest(str(message['from']), ROLES)}; known: {', '.join(sorted(ROLES))}"
         )
     rest = {key: value for key, value in message.items() if key not in ("from", "value")}

@@ -21,8 +21,8 @@ from typing import Any
 from whet.config.data import OF_A_SOURCE, Sources, paths_of
 from whet.data.files import FORMATS, file_format, read_files, sound, stream_files
 from whet.data.mixture import MixedRows, MixedStream
-from whet.data.read_errors import reading, said
-from whet.errors import ConfigError, DataError, WhetError, nearest, shown
+from whet.data.read_errors import reading
+from whet.errors import ConfigError, DataError, WhetError, format_exception, format_value, nearest
 from whet.util.model_paths import hub_silence, split_revision
 from whet.util.references import is_ref, resolve_ref
 
@@ -86,7 +86,7 @@ def load_rows(
     rows = _cut(_of_split(rows, split, source), limit)
     if not isinstance(rows, Iterable):
         kind = type(rows).__name__
-        raise DataError(f"{shown(source)} gave {kind}; rows are a list of dicts, a Dataset or an iterable")
+        raise DataError(f"{format_value(source)} gave {kind}; rows are a list of dicts, a Dataset or an iterable")
     if isinstance(rows, Sized) and len(rows) == 0:
         raise DataError(f"{_called(source)} has no rows; a data set needs at least one")
     return rows
@@ -121,13 +121,13 @@ def _split_at(text: str, split: str | None) -> tuple[str | None, str]:
     named, at, source = text.partition("@")
     if not (at and source and re.fullmatch(r"[\w.-]+(\[[\w%:]+\])?", named)):
         return split, text
-    with reading(shown(text), "check the path and its permissions"):
+    with reading(format_value(text), "check the path and its permissions"):
         return (split, text) if Path(text).expanduser().exists() else (named, source)
 
 
 def _named(text: str, split: str | None, subset: str | None, streaming: bool, is_part: bool) -> Any:
     """The rows of a file, a folder, a function or a hub name."""
-    with reading(shown(text), "check the path and its permissions"):
+    with reading(format_value(text), "check the path and its permissions"):
         path = Path(text).expanduser()
         if is_part and (path.is_file() or (path / "state.json").is_file()):
             raise _no_parts(text, split)
@@ -159,8 +159,8 @@ def _matched(text: str) -> list[Path]:
     path = Path(text).expanduser()
     files = sorted(found for found in Path(path.anchor).glob(str(path.relative_to(path.anchor))) if found.is_file())
     if not files:
-        raise DataError(f"no file matches {shown(text)}; check the path (** stands for any folders)")
-    _same_format(files, shown(text))
+        raise DataError(f"no file matches {format_value(text)}; check the path (** stands for any folders)")
+    _same_format(files, format_value(text))
     return files
 
 
@@ -214,12 +214,12 @@ def _check_name(text: str, path: Path) -> None:
     text, _ = split_revision(text)
     looks_local = path.suffix in (*FORMATS, ".py") or path.is_absolute() or text.startswith((".", "~"))
     if looks_local or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", text):
-        raise DataError(f"no file or folder {shown(text)}{_beside(path) or '; check the path'}")
+        raise DataError(f"no file or folder {format_value(text)}{_beside(path) or '; check the path'}")
 
 
 def _no_parts(text: str, split: str | None) -> ConfigError:
     return ConfigError(
-        f"data.eval_split={split}: {shown(text)} has no splits, so its training rows would be evaluated; give "
+        f"data.eval_split={split}: {format_value(text)} has no splits, so its training rows would be evaluated; give "
         "data.eval_path the rows to evaluate on, or set data.eval_fraction=0.1"
     )
 
@@ -249,7 +249,7 @@ def check_source(source: str, part: str | None = None) -> None:
         asked for.
     """
     _, text = _split_at(source, None)
-    with reading(shown(text), "check the path and its permissions"):
+    with reading(format_value(text), "check the path and its permissions"):
         path = Path(text).expanduser()
         if part is not None and path.is_file():
             raise _no_parts(text, part)
@@ -313,7 +313,9 @@ def _asked(name: str, what: str, call: Callable[..., Any], *args: Any, **options
     except (WhetError, MemoryError):
         raise
     except Exception as error:
-        raise DataError(f"{_no_path(name)}; and as a hub data set, {what}: {said(error)}; {_OFFLINE}") from error
+        raise DataError(
+            f"{_no_path(name)}; and as a hub data set, {what}: {format_exception(error)}; {_OFFLINE}"
+        ) from error
 
 
 _OFFLINE = "check the name and the network; HF_HUB_OFFLINE=1 uses only the cache"

@@ -21,7 +21,7 @@ from whet.data.row_schema import Said, conversation, find_column, options_of, re
 from whet.data.template_check import changed_words
 from whet.data.templates import ChatTemplate
 from whet.data.text_parts import leading_ids, part_ids
-from whet.errors import ConfigError, DataError, nearest, shown
+from whet.errors import ConfigError, DataError, format_value, nearest
 from whet.types import Example, Message, TrainSequence
 
 if TYPE_CHECKING:
@@ -269,7 +269,7 @@ class RowEncoder:
             != made.shown.text
         ):
             return ""
-        return f"the row has the tools {shown(options['tools'], 80)}, and the chat template shows none"
+        return f"the row has the tools {format_value(options['tools'], 80)}, and the chat template shows none"
 
     def _raw(self, prompt: str | None, said: str, number: int) -> list[TrainSequence]:
         """A text as it is, with the tokenizer's own special tokens before it and its eos after it."""
@@ -289,7 +289,9 @@ class RowEncoder:
         tail = [] if ids[-1][-1:] == [end] else [end]
         before = [*lead, *ids[0]] if prompt is not None else lead
         if prompt is not None and not before:
-            raise DataError(f"row {number}: the prompt {shown(prompt)} has no tokens; leave the row out, or fill it")
+            raise DataError(
+                f"row {number}: the prompt {format_value(prompt)} has no tokens; leave the row out, or fill it"
+            )
         everything = self.trains_all
         return [sequence_of([(before, everything), ([*ids[-1], *tail], True)])]
 

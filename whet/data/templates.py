@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
-from whet.errors import ConfigError, DataError, shown
+from whet.errors import ConfigError, DataError, format_exception, format_value
 from whet.types import Message
 
 if TYPE_CHECKING:
@@ -146,14 +146,14 @@ class ChatTemplate:
         except _Endless as error:
             text = given.get("chat_template", self.tokenizer.chat_template)
             raise ConfigError(
-                f"row {row}: the chat template {shown(str(text), 60)} has not ended within {LIMIT_S:g} s, so it loops "
-                "for ever or nearly so; repair the tokenizer's chat_template, or give another by "
+                f"row {row}: the chat template {format_value(str(text), 60)} has not ended within {LIMIT_S:g} s, so it "
+                "loops for ever or nearly so; repair the tokenizer's chat_template, or give another by "
                 "rollout.chat_template_kwargs.chat_template"
             ) from error
         except Exception as error:  # a template is a program: it may raise anything
             roles = ", ".join(str(m["role"]) for m in messages)
             raise DataError(
-                f"row {row}: the chat template refused turns of {roles}: {type(error).__name__}: {error}; change "
+                f"row {row}: the chat template refused turns of {roles}: {format_exception(error)}; change "
                 f"{_cause(messages)}, or the tokenizer's chat_template"
             ) from error
 

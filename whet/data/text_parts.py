@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any
 
-from whet.errors import DataError, shown
+from whet.errors import DataError, format_value
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,8 +44,8 @@ def part_ids(tokenizer: PreTrainedTokenizerBase, parts: Sequence[str], row: int 
             return ids
     raise DataError(
         f"row {row}: the tokenizer joins what stands before an answer with the answer, and gives another text where "
-        f"they are apart: {shown(decoded(tokenizer, chain.from_iterable(alone)), 400)} instead of {shown(text, 400)}; "
-        "begin the answer with a line feed or end the prompt without a blank"
+        f"they are apart: {format_value(decoded(tokenizer, chain.from_iterable(alone)), 400)} instead of "
+        f"{format_value(text, 400)}; begin the answer with a line feed or end the prompt without a blank"
     )
 
 

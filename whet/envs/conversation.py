@@ -17,7 +17,7 @@ from typing import Any
 from whet.data.prompts import PromptEncoder
 from whet.envs.script import Script
 from whet.envs.transcript import Transcript
-from whet.errors import RewardError, shown
+from whet.errors import RewardError, format_value
 from whet.rewards.call import OnError
 from whet.rewards.deadline import call_in_time
 from whet.rollout.base import Output, Sampling
@@ -117,23 +117,27 @@ class Conversation:
 def _checked(found: Any, what: str) -> list[Message] | RewardError:
     """Messages as they are, or the error that says what is wrong with them."""
     if not isinstance(found, list | tuple):
-        return RewardError(f"{what} returned {shown(found, 80)}; return a list of messages, [] where nothing follows")
+        return RewardError(
+            f"{what} returned {format_value(found, 80)}; return a list of messages, [] where nothing follows"
+        )
     for place, message in enumerate(found):
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-            return RewardError(f"{what}, message {place}: {shown(message, 80)}; a message has a role and a content")
+            return RewardError(
+                f"{what}, message {place}: {format_value(message, 80)}; a message has a role and a content"
+            )
         if message["role"] not in ("user", "tool", "system"):
-            role = shown(message["role"], 40)
+            role = format_value(message["role"], 40)
             return RewardError(
                 f"{what}, message {place} has the role {role}; give user, tool or system, the model's turn is its own"
             )
         content = message["content"]
         if not isinstance(content, str):
-            return RewardError(f"{what}, message {place}: the content is {shown(content, 80)}; give a text")
+            return RewardError(f"{what}, message {place}: the content is {format_value(content, 80)}; give a text")
         try:
             content.encode()
         except UnicodeEncodeError as error:
             return RewardError(
-                f"{what}, message {place}: {shown(content, 80)} is not valid text ({error.reason}); decode with "
+                f"{what}, message {place}: {format_value(content, 80)} is not valid text ({error.reason}); decode with "
                 'errors="replace" what it reads'
             )
     return [dict(m) for m in found]

@@ -56,7 +56,7 @@ SOURCES = ("source", "data_source")
 """Columns by which results are broken down where no other is named."""
 MAX_SOURCES = 64
 """Such a column with more values than this is no source, but a name of each row."""
-_OF_ENGINE = ("eval", "kv_cache_size", "kv_cache_tokens", "max_batch_size", "native_kernels", "sglang", "vllm")
+_OF_ENGINE = ("eval", "kv_cache_tokens", "max_batch_size", "native_kernels", "sglang", "vllm")
 """Fields of the rollout section that may differ in a resumed evaluation."""
 
 

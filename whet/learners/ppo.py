@@ -38,7 +38,7 @@ from whet.run.observer import Observer
 from whet.train.metric_reduction import Metrics
 from whet.types import LossInputs, TokenBatch
 
-__all__ = ["PPOLearner", "PpoLearner"]
+__all__ = ["PPOLearner"]
 
 _METRICS = {
     "return": {"return_mean": "mean"},
@@ -227,7 +227,3 @@ def _under_critic(name: str, how: str | Mapping[str, str]) -> dict[str, str]:
     """How a metric of the value loss is named and reduced where the actor's trainer reports it."""
     labels = {name: how} if isinstance(how, str) else how
     return {f"critic/{label}": reduction for label, reduction in labels.items()}
-
-
-PpoLearner = PPOLearner
-"""Tunix's other spelling."""

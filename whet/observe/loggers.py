@@ -25,7 +25,7 @@ import numpy as np
 
 from whet.config import MetricsLoggerOptions
 from whet.config.loader import flat
-from whet.errors import ConfigError, lookup_error, raise_all
+from whet.errors import ConfigError, format_exception, lookup_error, raise_all
 from whet.storage.files import make_writable_folder, open_for_append, to_json, write_atomic
 from whet.util.install import install_hint
 from whet.util.references import is_ref, resolve_ref
@@ -558,11 +558,11 @@ def _no_start(item: Any, error: BaseException) -> str:
     known = (
         f"look at trainer.metrics_logging_options.backend_kwargs.{item}" if item in list(LOGGERS) else "fix the logger"
     )
-    return f"logger {name} can't start: {type(error).__name__}: {error}; {known}, or take it out of trainer.loggers"
+    return f"logger {name} can't start: {format_exception(error)}; {known}, or take it out of trainer.loggers"
 
 
 def _dropped(name: str, error: BaseException) -> None:
-    log.warning("logger %s failed and is dropped: %s: %s", name, type(error).__name__, error)
+    log.warning("logger %s failed and is dropped: %s", name, format_exception(error))
 
 
 def _package(module: str, extra: str) -> Any:

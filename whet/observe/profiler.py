@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.config import ProfilerOptions
-from whet.errors import CheckpointError
+from whet.errors import CheckpointError, format_exception
 from whet.observe.trace import Trace
 from whet.storage.files import create_file, make_writable_folder, temporary_path, write_atomic
 
@@ -157,7 +157,7 @@ def _done(number: int, part: Callable[[], None]) -> bool:
     try:
         part()
     except Exception as error:
-        what = f"{type(error).__name__}: {error}"
+        what = format_exception(error)
         log.warning("step %d has no profile: %s; training continues", number, what)
         return False
     return True

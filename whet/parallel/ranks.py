@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from whet.errors import WhetError
+from whet.errors import WhetError, format_exception
 
 __all__ = ["ProcessRanks", "Ranks"]
 
@@ -72,7 +72,7 @@ class Ranks:
             found = [fn(own)] if own or (self.rank == 0 and not items) else []
         except Exception as error:  # whatever it is, the others have to hear of it
             failure = error
-        said = self.gather((found, None if failure is None else f"{type(failure).__name__}: {failure}"))
+        said = self.gather((found, None if failure is None else format_exception(failure)))
         if failure is not None:
             raise failure
         for rank, (_, error) in enumerate(said):

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from whet.data.prompts import GIVEN
-from whet.errors import ConfigError, RewardError, nearest
-from whet.rewards.checked_values import Judged, OnError, checked_rewards, judged, raised, said, settled
+from whet.errors import ConfigError, RewardError, format_exception, nearest
+from whet.rewards.checked_values import Judged, OnError, checked_rewards, judged, raised, settled
 from whet.rewards.deadline import call_in_time, late, like_here
 from whet.rewards.function_info import is_per_completion
 from whet.rewards.model import RewardModel
@@ -355,7 +355,7 @@ class _Loop:
         lost = name not in self.box or (isinstance(value, RewardError) and _cancelled(value.__cause__))
         if self.ended is None or not lost:
             return value if name in self.box else late(f"reward function {name}", self.timeout_s, _GOES_ON)
-        text = f"the event loop of {', '.join(self.calls)} was ended by {type(self.ended).__name__}: {said(self.ended)}"
+        text = f"the event loop of {', '.join(self.calls)} was ended by {format_exception(self.ended)}"
         failed = RewardError(
             f"reward function {name} returned nothing: {text}; let no task of an async function raise SystemExit or "
             "KeyboardInterrupt, nor stop its loop"
@@ -367,7 +367,7 @@ class _Loop:
 def _note_lost(loop: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:
     """Logs what went wrong in a task that was not awaited: no reward depends on it."""
     error = context.get("exception")
-    what = "" if error is None else f": {type(error).__name__}: {said(error)}"
+    what = "" if error is None else f": {format_exception(error)}"
     LOG.warning("async reward functions: %s%s", context["message"], what)
 
 

@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from whet.errors import WhetError
+from whet.errors import WhetError, format_exception
 from whet.rewards.checked_values import Judged, judged, raised
 from whet.rewards.function_info import Named
 from whet.util.streams import open_descriptors, unfailing
@@ -129,7 +129,7 @@ def _read(word: str, held: bytes) -> Any:
         return pickle.loads(held)
     except Exception as error:
         raise ValueError(
-            f"its argument {word!r} can't be read in a worker process ({type(error).__name__}: {error}); its class has "
+            f"its argument {word!r} can't be read in a worker process ({format_exception(error)}); its class has "
             "to be importable, or set trainer.reward_workers=0"
         ) from error
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from whet.config import DPORunConfig, PPORunConfig, RMRunConfig, SFTRunConfig
 from whet.config.loader import is_text, merged, tree
-from whet.errors import ConfigError, lookup_error, nearest, shown
+from whet.errors import ConfigError, format_value, lookup_error, nearest
 from whet.fronts.field import Field, Table
 from whet.rl2.keys import KEYS
 from whet.rl2.references import resolve
@@ -119,7 +119,7 @@ class ParsedArgs:
         for key, value in self.values.items():
             row = find_field(key, KEYS[self.trainer])
             if row is not None and row.refuses(value):
-                self.problems.append(f"{key}={shown(value, 60)} is refused: {row.note}")
+                self.problems.append(f"{key}={format_value(value, 60)} is refused: {row.note}")
 
     def raise_problems(self) -> None:
         """Raises ConfigError with every problem so far, a line each."""
@@ -202,7 +202,8 @@ def _unknown(key: str, known: Table) -> str | None:
     keys = [k.removesuffix(".*") for k in known]
     same = [k for k in keys if k.rpartition(".")[2] == key.rpartition(".")[2]]
     near = nearest(key, keys) or (f"; did you mean {' or '.join(same[:3])}?" if same else "")
-    return f"unknown key {shown(key, 60)[1:-1]}{near or '; docs/from-rl2.md lists them; whet.<key> is a key of whet'}"
+    other = "; docs/from-rl2.md lists them; whet.<key> is a key of whet"
+    return f"unknown key {format_value(key, 60)[1:-1]}{near or other}"
 
 
 def copied_values(args: ParsedArgs) -> dict[str, Any]:

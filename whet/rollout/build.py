@@ -19,7 +19,7 @@ __all__ = ["describe_engine", "grammars_of", "make_engine", "sampling_of"]
 
 log = logging.getLogger("whet")
 
-OWN_WEIGHTS = ("sglang", "sglang_jax", "vllm")
+OWN_WEIGHTS = ("sglang", "vllm")
 """Adapters of other packages' engines; they read their options from the rollout configuration."""
 
 
@@ -87,9 +87,8 @@ def make_engine(
     Returns: the engine. "embedded" becomes "hf" where the model can't take whet's attention layout or transformers'
         options are asked for, with the reason.
     """
-    from whet.rollout import engine_name, resolve_engine
+    from whet.rollout import resolve_engine
 
-    spec = engine_name(spec)
     if spec == "embedded" and not loaded.packable:
         log.warning("rollout_engine 'embedded' can't run this model (%s); using 'hf'", "; ".join(loaded.reasons))
         spec = "hf"
@@ -138,14 +137,10 @@ def _warn_unused(spec: Any, config: RolloutConfig) -> None:
     """Warns of fields that are set for another engine; a class of the user's own may read them all."""
     if not isinstance(spec, str) or ":" in spec:
         return
-    own = {"vllm": "vllm", "sglang": "sglang", "sglang_jax": "sglang"}.get(spec)
     unused = {}
-    for section in {"vllm", "sglang"} - {own}:
+    for section in {"vllm", "sglang"} - {spec}:
         given, plain = vars(vars(config)[section]), vars(type(vars(config)[section])())
         unused |= {f"{section}.{n}": v for n, v in given.items() if v != plain[n]}
-    if own is None:
-        devices = ("tensor_parallel_size", "data_parallel_size", "expert_parallel_size")
-        unused |= {n: vars(config)[n] for n in devices if vars(config)[n] not in (-1, 1)}
     if unused:
         said = ", ".join(f"rollout.{name}={value!r}" for name, value in unused.items())
         log.warning("%s: no effect with rollout_engine %r, they belong to another engine; leave them out", said, spec)

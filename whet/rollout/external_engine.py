@@ -221,9 +221,9 @@ def check_options(engine: str, refused: Mapping[str, tuple[object, str]]) -> Non
     Args: engine: its name. refused: field -> (its value, why not); a false value is left out by the caller's dict.
     Raises: ConfigError: for the first of them.
 
-    >>> check_options("vllm", {"data_parallel_size": (2, "it runs one copy")})
+    >>> check_options("vllm", {"vllm.kwargs": ("model", "whet sets it")})
     Traceback (most recent call last):
-    whet.errors.ConfigError: rollout.data_parallel_size 2 can't be done with rollout_engine 'vllm': it runs one copy
+    whet.errors.ConfigError: rollout.vllm.kwargs 'model' can't be done with rollout_engine 'vllm': whet sets it
     """
     for name, (value, why) in refused.items():
         raise ConfigError(f"rollout.{name} {value!r} can't be done with rollout_engine {engine!r}: {why}")

@@ -34,7 +34,6 @@ from whet.models.loaded_model import LoadedModel
 from whet.models.modes import max_positions
 from whet.models.precision import fitting_dtype
 from whet.observe.environment import trained_dtype
-from whet.rollout import engine_name
 from whet.rollout.base import PartialOutput, Request, RolloutEngine, Sampling
 from whet.rollout.build import make_engine, sampling_of
 from whet.rollout.driver import Rollouts, single_turns, stream
@@ -161,7 +160,7 @@ class Sampler:
         """Most tokens of a prompt and its completion together; None = no bound."""
         sizes = {"max_batch_size": max_batch_size, "kv_cache_tokens": kv_cache_tokens}
         self._made_of = rollout_config or RolloutConfig(**sizes)
-        self._spec = engine_name(rollout_engine)
+        self._spec = rollout_engine
         self._engines: dict[str, RolloutEngine] = {}
         self._closed = False
         self._next_id = self._version = 0

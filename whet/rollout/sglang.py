@@ -352,7 +352,7 @@ def engine_arguments(config: RolloutConfig, *, dtype: torch.dtype) -> dict[str, 
     Args: config: the rollout's. dtype: what the policy computes in.
     Returns: keyword arguments, without the model; sglang.kwargs go over them.
 
-    >>> found = engine_arguments(RolloutConfig(rollout_sglang_jax_page_size=16), dtype=torch.bfloat16)
+    >>> found = engine_arguments(RolloutConfig(sglang={"page_size": 16}), dtype=torch.bfloat16)
     >>> found["dtype"], found["mem_fraction_static"], found["page_size"], found["load_format"]
     ('bfloat16', 0.2, 16, 'dummy')
     """
@@ -377,12 +377,7 @@ def engine_arguments(config: RolloutConfig, *, dtype: torch.dtype) -> dict[str, 
 
 def _check_config(config: RolloutConfig) -> None:
     """Refuses fields that this adapter can't carry out."""
-    devices = {n: vars(config)[n] for n in ("tensor_parallel_size", "data_parallel_size", "expert_parallel_size")}
-    refused: dict[str, tuple[object, str]] = {
-        n: (v, "the adapter runs one copy on one device") for n, v in devices.items() if v > 1
-    }
-    if config.sglang.enable_static_lora:
-        refused["sglang.enable_static_lora"] = (True, "whole weights are sent, not adapters")
+    refused: dict[str, tuple[object, str]] = {}
     for name in {"model_path", "skip_tokenizer_init", "server_args"} & set(config.sglang.kwargs):
         refused["sglang.kwargs"] = (name, "whet sets it; see the section sglang")
     check_options("sglang", refused)

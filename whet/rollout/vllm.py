@@ -358,7 +358,7 @@ def llm_arguments(config: RolloutConfig, *, device: str, dtype: torch.dtype, kv_
     Returns: keyword arguments, without the model; vllm.kwargs go over them. On a CPU the KV takes what a full
         batch of the longest needs, and no more than the share: vLLM touches all of it at once.
 
-    >>> config = RolloutConfig(rollout_vllm_kwargs={"seed": 3})
+    >>> config = RolloutConfig(vllm={"kwargs": {"seed": 3}})
     >>> found = llm_arguments(config, device="cuda", dtype=torch.bfloat16, kv_bytes=1)
     >>> found["dtype"], found["gpu_memory_utilization"], found["seed"], found["load_format"]
     ('bfloat16', 0.2, 3, 'dummy')
@@ -398,13 +398,7 @@ def llm_arguments(config: RolloutConfig, *, device: str, dtype: torch.dtype, kv_
 
 def _check_config(config: RolloutConfig) -> None:
     """Refuses fields that this adapter can't carry out."""
-    one = "the adapter runs vLLM in this process, on one device"
-    devices = {n: vars(config)[n] for n in ("tensor_parallel_size", "data_parallel_size", "expert_parallel_size")}
-    refused: dict[str, tuple[object, str]] = {n: (v, one) for n, v in devices.items() if v > 1}
-    if config.vllm.enable_dp_attention:
-        refused["vllm.enable_dp_attention"] = (True, one)
-    if config.vllm.lora_config is not None:
-        refused["vllm.lora_config"] = (config.vllm.lora_config, "whole weights are sent, not adapters")
+    refused: dict[str, tuple[object, str]] = {}
     if config.vllm.logprobs_mode not in MODES:
         why = f"training takes logprobs; known: {', '.join(sorted(MODES))}"
         refused["vllm.logprobs_mode"] = (config.vllm.logprobs_mode, why)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from whet.config import Mode, TrainingConfig
-from whet.errors import ConfigError, nearest
+from whet.errors import ConfigError, format_exception, nearest
 from whet.storage.run_folder import RunFolder
 from whet.train.role_checkpoints import Checkpoints
 from whet.train.role_trainer import RoleTrainer
@@ -165,7 +165,7 @@ class Observers:
             except Exception as error:
                 self._told.remove(one)
                 who = f"observer {type(one).__name__}.{event}"
-                log.warning("%s raised %s: %s", who, type(error).__name__, error)
+                log.warning("%s raised %s", who, format_exception(error))
                 if self.error is None:
                     error.add_note(f"raised by {who}")
                     self.error = error

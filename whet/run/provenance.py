@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from whet.config import diff, dump_tree
-from whet.config.engines import nested
 from whet.errors import CheckpointError, ConfigError
 from whet.util.references import resolve_ref
 
@@ -262,22 +261,11 @@ def changed_settings(old: Any, new: Any) -> list[str]:
 
     >>> changed_settings({"trainer": {"max_steps": 5, "seed": 0}}, {"trainer": {"max_steps": 9, "seed": 1}})
     ['trainer.seed: 0 -> 1']
-    >>> changed_settings({"rollout_engine": "vanilla"}, {"rollout_engine": "embedded"})  # Tunix's name of it
-    []
     """
-    old, new = (_nested(dump_tree(side)) for side in (old, new))
-    names = [side.get("rollout_engine") for side in (old, new)]
-    if names in (["vanilla", "embedded"], ["embedded", "vanilla"]):  # Tunix's name and whet's, of one engine
-        new = {**new, "rollout_engine": names[0]}
+    old, new = dump_tree(old), dump_tree(new)
     shared = old.keys() & new.keys()
     old, new = ({k: v for k, v in side.items() if k in shared} for side in (old, new))
     return [change for change in diff(old, new) if not change.startswith(_FREE)]
-
-
-def _nested(tree: dict[str, Any]) -> dict[str, Any]:
-    """Settings with the engines' fields in their sections, where earlier versions had them flat."""
-    rollout = tree.get("rollout")
-    return {**tree, "rollout": nested(rollout)} if isinstance(rollout, Mapping) else tree
 
 
 # ---- models and tokenizer --------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 from whet.config import TrainingConfig
-from whet.errors import ConfigError
+from whet.errors import ConfigError, format_exception
 from whet.hub.push import FINAL, check_hub_token, push_to_hub
 from whet.run.observer import Observed, Observer
 
@@ -72,6 +72,6 @@ class PushToHub(Observer):
             pushed = push_to_hub(run, config.hub_model_id, which=which, private=config.hub_private_repo)
         except Exception as error:  # of whet, the hub's client, the network
             retry = f"whet push {run} repo={config.hub_model_id}" + (f" which={which}" if which != FINAL else "")
-            log.warning("%s was not sent: %s: %s; later: %s", which, type(error).__name__, error, retry)
+            log.warning("%s was not sent: %s; later: %s", which, format_exception(error), retry)
         else:
             log.info("%s is sent: %s", which, pushed.url)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from whet.config import OptimConfig
-from whet.errors import ConfigError, lookup_error
+from whet.errors import ConfigError, format_exception, lookup_error
 from whet.util.install import install_hint
 from whet.util.references import resolve_ref
 
@@ -164,7 +164,7 @@ def _made(factory: Any, name: str, tensors: Any, **rate: float) -> torch.optim.O
     try:
         made = factory(tensors, **rate)
     except Exception as error:  # a factory is the user's own code
-        raise ConfigError(f"{name} raised {type(error).__name__}: {error}; it is called as {call}") from error
+        raise ConfigError(f"{name} raised {format_exception(error)}; it is called as {call}") from error
     if not isinstance(made, torch.optim.Optimizer):
         raise ConfigError(
             f"{name} must return a torch.optim.Optimizer, got {type(made).__name__}; it is called as {call}"

@@ -20,6 +20,7 @@ from whet.learners.base import RLLearner
 from whet.learners.step import Step
 from whet.rewards.manager import RewardBatch
 from whet.run.run import Run
+from whet.tunix.configs import core_config
 from whet.tunix.trainer import Trainer
 from whet.types import Completion, Group, Prompt, TokenBatch, TrainExample
 
@@ -81,7 +82,7 @@ class TunixLearner(RLLearner):
         config = _one(algo_config=algo_config, grpo_config=grpo_config, ppo_config=ppo_config)
         cluster = _one(rl_cluster=rl_cluster, rl_engine=rl_engine)
         options.setdefault("data", DataConfig(shuffle=False))
-        super().__init__(cluster, config, reward_fns, metric_fns, data_shuffle_seed, **options)
+        super().__init__(cluster, core_config(config), reward_fns, metric_fns, data_shuffle_seed, **options)
 
     @property
     def rl_engine(self) -> Any:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from whet.errors import ConfigError, nearest, shown
+from whet.errors import ConfigError, format_exception, format_value, nearest
 
 __all__ = ["is_ref", "resolve_callable", "resolve_module", "resolve_ref"]
 
@@ -46,7 +46,9 @@ def resolve_ref(text: str, kind: str) -> Any:
     3.0
     """
     if not is_ref(text):
-        raise ConfigError(f"{kind} {shown(text)} is not a reference; write package.module:name or path/to/file.py:name")
+        raise ConfigError(
+            f"{kind} {format_value(text)} is not a reference; write package.module:name or path/to/file.py:name"
+        )
     place, _, name = text.rpartition(":")
     found: Any = _module(place, text, kind)
     for part in name.split("."):
@@ -71,7 +73,7 @@ def resolve_module(place: str, kind: str) -> ModuleType:
     'math'
     """
     if not place.endswith(".py") and not all(part.isidentifier() for part in place.split(".")):
-        raise ConfigError(f"{kind} {shown(place)} is no module; write path/to/file.py or package.module")
+        raise ConfigError(f"{kind} {format_value(place)} is no module; write path/to/file.py or package.module")
     return _module(place, place, kind)
 
 
@@ -90,7 +92,7 @@ def resolve_callable(text: str, kind: str) -> Any:
     """
     found = resolve_ref(text, kind)
     if not callable(found):
-        value = f"{shown(found, most=80)} ({type(found).__name__})"
+        value = f"{format_value(found, limit=80)} ({type(found).__name__})"
         raise ConfigError(f"{kind} {text!r} is {value}, and must be a function or a class; check the name")
     return found
 
@@ -102,8 +104,10 @@ def _from_file(path: Path, text: str, kind: str) -> ModuleType:
         there = path.is_file()
         others = [p.name for p in path.parent.glob("*.py")] if not there and path.parent.is_dir() else []
     except (OSError, RuntimeError) as error:  # a name too long, a folder that may not be read, no such user
-        why = shown(str(error))
-        raise ConfigError(f"{kind} {shown(text)}: can't look for {shown(str(path))}: {why}; check the path") from error
+        why = format_value(str(error))
+        raise ConfigError(
+            f"{kind} {format_value(text)}: can't look for {format_value(str(path))}: {why}; check the path"
+        ) from error
     if not there:
         raise ConfigError(f"{kind} {text!r}: no file {path}{nearest(path.name, others) or '; check the path'}")
     path = path.resolve()
@@ -152,4 +156,4 @@ def _reach(folder: Path) -> None:
 
 
 def _failed(text: str, kind: str, what: str, error: BaseException) -> ConfigError:
-    return ConfigError(f"{kind} {text!r}: {what} raised {type(error).__name__}: {error}; fix that first")
+    return ConfigError(f"{kind} {text!r}: {what} raised {format_exception(error)}; fix that first")

@@ -10,30 +10,25 @@ from whet.config.algo.advantage import NEED_GROUPS, AdvantageFields
 from whet.config.algo.base import AlgorithmConfig, OverlongBuffer
 from whet.config.algo.correction import CorrectionFields
 from whet.config.algo.entropy import EntropyFields
-from whet.config.algo.grpo import GRPOConfig, GrpoConfig
+from whet.config.algo.grpo import GRPOConfig
 from whet.config.algo.kl import KLFields
 from whet.config.algo.policy import PolicyConfig
-from whet.config.algo.ppo import PPOConfig, PpoConfig
+from whet.config.algo.ppo import PPOConfig
 from whet.config.algo.preference import PreferenceConfig, RewardModelConfig
 from whet.config.algo.selection import SelectionFields
 from whet.config.algo.surrogate import SurrogateFields
-from whet.config.algo.variants import DAPOConfig, DrGRPOConfig
 
 __all__ = [
     "NEED_GROUPS",
     "AdvantageFields",
     "AlgorithmConfig",
     "CorrectionFields",
-    "DAPOConfig",
-    "DrGRPOConfig",
     "EntropyFields",
     "GRPOConfig",
-    "GrpoConfig",
     "KLFields",
     "OverlongBuffer",
     "PPOConfig",
     "PolicyConfig",
-    "PpoConfig",
     "PreferenceConfig",
     "RewardModelConfig",
     "SelectionFields",

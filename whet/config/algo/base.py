@@ -70,8 +70,6 @@ class AlgorithmConfig:
         "preset": "a preset is a function: from whet import presets; presets.dapo(...)",
     }
 
-    algo_variant: Name = "grpo"
-    """Tunix's name of the algorithm. No effect: the fields below define the algorithm."""
     advantage_estimator: Name | Fn = "grpo"
     """Rewards -> advantages: a name, a function or "package.module:function"."""
     policy_loss_fn: Name | Fn = "grpo"

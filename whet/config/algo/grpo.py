@@ -9,7 +9,7 @@ from whet.config.base import config
 from whet.config.fields import Size, Text
 from whet.errors import ConfigError
 
-__all__ = ["GRPOConfig", "GrpoConfig"]
+__all__ = ["GRPOConfig"]
 
 
 @config
@@ -42,7 +42,3 @@ class GRPOConfig(PolicyConfig):
     def loss_name(self) -> Any:
         """What chooses the policy loss: loss_algo, Tunix's field, or policy_loss_fn."""
         return self.loss_algo if self.policy_loss_fn == "grpo" else self.policy_loss_fn
-
-
-GrpoConfig = GRPOConfig
-"""Tunix's other spelling."""

@@ -14,7 +14,7 @@ from whet.config.fields import Bool, Count, Float, Fn, Name, Number
 from whet.errors import ConfigError, lookup_error
 from whet.util.references import is_ref
 
-__all__ = ["PPOConfig", "PpoConfig"]
+__all__ = ["PPOConfig"]
 
 
 def _or_zero(value: Any) -> Any:
@@ -30,8 +30,6 @@ class PPOConfig(PolicyConfig):
     ((0.0, 0.2), (0.1, 0.3))
     """
 
-    algo_variant: Name = "ppo"
-    """Tunix's name of the algorithm. No effect: the fields below define the algorithm."""
     advantage_estimator: Name | Fn = "gae"
     """Rewards and values -> advantages: a name, a function or "package.module:function". The critic learns all the
     same."""
@@ -99,7 +97,3 @@ class PPOConfig(PolicyConfig):
         low, high = self.clip_range
         mode = self.kl_loss_mode if self.kl_method == "low_var_kl" else self.kl_method
         return {**super().keywords, "epsilon": low, "epsilon_high": high, "kl_loss_mode": mode}
-
-
-PpoConfig = PPOConfig
-"""Tunix's other spelling."""

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whet.errors import format_exception
 from whet.util.device import on_device
 from whet.util.experimental import warn_experimental
 
@@ -147,7 +148,7 @@ class StepGraphs:
         """Logs why nothing is captured any more. Raises: what was not a failure of the capture: Ctrl-C."""
         if not isinstance(error, Exception):
             raise error
-        what = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        what = format_exception(error)
         frames = traceback.extract_tb(error.__traceback__)
         if own := [f for f in frames if Path(f.filename).is_relative_to(PACKAGE)] or frames:
             what += f" ({Path(own[-1].filename).name}:{own[-1].lineno}: {own[-1].line})"

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from whet.errors import format_exception
 from whet.models.adapters import Adapter, plain_linear
 from whet.models.attention import Layout
 from whet.models.loaded_model import LoadedModel
@@ -196,7 +197,7 @@ class FusedTrunk:
         except _UnfitError as error:
             return Unavailable(str(error))
         except (RuntimeError, TypeError, ValueError) as error:
-            return Unavailable(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+            return Unavailable(format_exception(error))
         return fused if off <= limit else Unavailable(f"its hidden states differ by {off:.1e}")
 
     def __call__(self, ids: Tensor, layout: Layout) -> Tensor:

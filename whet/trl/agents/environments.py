@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from whet.data.prompts import PromptEncoder
-from whet.errors import ConfigError, DataError, lookup_error, shown
+from whet.errors import ConfigError, DataError, format_value, lookup_error
 from whet.trl.agents.tools import Tools
 from whet.types import Prompt
 
@@ -99,7 +99,7 @@ class Environments:
 def _told(prompt: Prompt, said: Any, encode: PromptEncoder, name: str) -> Prompt:
     """A prompt with an observation at the end of its last message."""
     if said is not None and not isinstance(said, str):
-        raise DataError(f"{name}.reset gave {shown(said, 80)}; give a text, or None")
+        raise DataError(f"{name}.reset gave {format_value(said, 80)}; give a text, or None")
     if not isinstance(prompt.source, list):
         raise DataError(f"row {prompt.row}: an environment needs a prompt of messages, and this one is a text")
     *before, last = prompt.source
