@@ -14,14 +14,8 @@ from whet.errors import ConfigError, EngineError
 from whet.models.self_check import probe_tokens
 from whet.rollout import resolve_engine
 from whet.rollout.base import Request, Sampling
-from whet.rollout.external_engine import (
-    InFlightRequest,
-    Names,
-    check_agreement,
-    check_known,
-    check_reported,
-    seed_of,
-)
+from whet.rollout.external_engine import Names, check_agreement, check_known, check_reported, seed_of
+from whet.rollout.in_flight import InFlightRequest
 from whet.rollout.sglang import engine_arguments
 from whet.rollout.sglang import sampling_arguments as sglang_arguments
 from whet.rollout.vllm import llm_arguments
@@ -245,9 +239,9 @@ def test_a_completion_ends_at_its_limit_and_a_stop_string_may_begin_before_the_o
 
 def test_what_is_left_of_a_request_begins_with_what_it_has_made():
     flight = InFlightRequest(request=request(Sampling(max_tokens=9)))
-    assert flight.rest() is flight.request
+    assert flight.resumed() is flight.request
     flight.add([1, 2], [0.0, 0.0], version=0, decode=None)
-    rest = flight.rest()
+    rest = flight.resumed()
     assert rest.tokens.tolist() == [5, 6, 7, 1, 2] and (rest.offset, rest.sampling.max_tokens) == (2, 7)
 
 

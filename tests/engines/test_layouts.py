@@ -9,7 +9,8 @@ from whet.rollout.engine import layouts
 from whet.rollout.engine.kv_cache import KVStore, padded_length
 from whet.rollout.engine.layouts import DecodeLayout
 from whet.rollout.engine.prefill import PrefillLayout, PrefillSpan
-from whet.rollout.engine.scheduler import Scheduler, SequenceState
+from whet.rollout.engine.scheduler import Scheduler
+from whet.rollout.in_flight import InFlightRequest
 
 CASES = {
     "plain": {},
@@ -136,9 +137,7 @@ def test_a_store_that_makes_room_never_loses_places():
 
 def test_sequences_that_had_been_admitted_wait_in_front_and_in_their_order():
     first, second, third = (
-        SequenceState(
-            request=Request(id=i, tokens=np.ones(1), sampling=Sampling(), group=i, address=(0, 0, i, 0)), plan=0
-        )
+        InFlightRequest(request=Request(id=i, tokens=np.ones(1), sampling=Sampling(), group=i, address=(0, 0, i, 0)))
         for i in range(3)
     )
     scheduler = Scheduler(max_batch=2, kv_cache_tokens=None)

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whet.config import AlgorithmConfig, PolicyConfig, PPOConfig, SupervisedConfig
+from whet.config import AlgorithmConfig, PolicyConfig, SupervisedConfig
 from whet.config.algo import presets
-from whet.config.algo.unused_fields import changed, own_functions
+from whet.config.algo.unused_fields import check_fields_read, user_functions
 from whet.errors import ConfigError, lookup_error
 from whet.ops import (
     ADVANTAGE_ESTIMATORS,
@@ -29,7 +29,6 @@ from whet.ops import (
     TOKEN_MASKS,
     AdvantageInputs,
     Objective,
-    advantages_and_returns,
     reference_kl,
     teacher_column,
 )
@@ -42,10 +41,11 @@ from whet.util.references import is_ref, resolve_callable
 
 __all__ = [
     "advantage_inputs",
+    "check_all_read",
     "check_call",
     "check_of_tokens",
-    "check_used",
     "composed",
+    "fields_read",
     "keywords_of",
     "kl_estimate",
     "make_estimator",
@@ -143,28 +143,28 @@ def keywords_of(fn: Callable[..., Any]) -> set[str]:
     return {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name not in given}
 
 
-def check_used(config: PolicyConfig) -> None:
-    """Raises ConfigError: a parameter of policy losses or estimators was set that the chosen one does not take.
+def fields_read(fn: Callable[..., Any]) -> set[str]:
+    """The fields of a configuration that a function reads: its keyword-only arguments, by the names of the fields.
 
-    That is so where the chosen one is whet's; what a function of the user's own takes, or PPO's critic, may be set.
+    >>> from whet.ops import LOSS_AGG_MODES
+    >>> sorted(fields_read(LOSS_AGG_MODES["sequence-mean-token-scale"]))
+    ['loss_agg_norm', 'loss_agg_units']
     """
-    defaults = {f.name: f.default for f in fields(config)}
-    others = [resolve_name(fn, {}, name) for name, fn in own_functions(config) if callable(fn) or is_ref(fn)]
-    others += [advantages_and_returns] if isinstance(config, PPOConfig) else []
-    read = {name for fn in others for name in keywords_of(fn)}
-    for kind, chosen, known in (
-        ("policy loss", config.loss_name, POLICY_LOSSES),
-        ("advantage estimator", config.advantage_estimator, ADVANTAGE_ESTIMATORS),
-    ):
-        if not isinstance(chosen, str) or chosen not in known:
-            continue
-        taken = keywords_of(known[chosen])
-        parameters = {name for fn in known.values() for name in keywords_of(fn)} & config.keywords.keys()
-        for name, value in changed(config, *(parameters - taken - read)).items():
-            raise ConfigError(
-                f"{name}={value!r} has no effect: {kind} {chosen!r} takes "
-                f"{', '.join(sorted(taken & parameters)) or 'no parameters'}; leave it at {defaults[name]!r}"
-            )
+    try:
+        arguments = inspect.signature(fn).parameters
+    except (TypeError, ValueError):
+        arguments = {}
+    return keywords_of(fn) | {field for argument, field in _FIELD_OF_ARGUMENT.items() if argument in arguments}
+
+
+_FIELD_OF_ARGUMENT = {"norm": "loss_agg_norm", "num_units": "loss_agg_units"}
+"""Arguments that a field of another name stands for."""
+
+
+def check_all_read(config: PolicyConfig) -> None:
+    """Raises ConfigError for a field that was set and that neither whet's chosen functions nor the user's own read."""
+    own = [resolve_name(fn, {}, name) for name, fn in user_functions(config)]
+    check_fields_read(config, {name for fn in own for name in fields_read(fn)})
 
 
 def check_of_tokens(config: PolicyConfig) -> None:
@@ -285,7 +285,7 @@ def objective_checks(config: AlgorithmConfig) -> list[Callable[[], Any]]:
 
 def make_objective(config: PolicyConfig) -> Objective:
     """The objective of a configuration: surrogate, corrections and masks, KL, entropy bonus."""
-    check_used(config)
+    check_all_read(config)
     names = [] if config.sampler_is is None else [config.sampler_is]
     corrections = [_piece(name, CORRECTIONS, "sampler_is", config) for name in names]
     kl_factors = tuple(corrections) if config.sampler_is_kl else ()

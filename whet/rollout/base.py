@@ -27,7 +27,6 @@ __all__ = [
     "Request",
     "RolloutEngine",
     "Sampling",
-    "aborted",
     "check_caps",
     "support_of",
 ]
@@ -199,17 +198,6 @@ class Output(PartialOutput):
     """float32 [C, V], where the request asked for them."""
 
 
-def aborted(request: Request) -> Output:
-    """The output of a request that was aborted before it made a token.
-
-    >>> r = Request(id=3, tokens=np.array([5]), sampling=Sampling(), group=0, address=(0, 0, 0, 0))
-    >>> aborted(r).id, aborted(r).finish_reason, len(aborted(r).tokens)
-    (3, 'abort', 0)
-    """
-    none = np.zeros(0, np.int32)
-    return Output(id=request.id, tokens=none, logprobs=none.astype(np.float32), versions=none, finish_reason="abort")
-
-
 @dataclass(frozen=True, kw_only=True)
 class EngineCaps:
     """What an engine can do; asked, never guessed with hasattr."""
@@ -301,6 +289,10 @@ class EngineStats:
     def mean_rows(self) -> float:
         """Sequences of a decode step, on average."""
         return self.row_steps / self.steps if self.steps else 0.0
+
+    def plus(self, **counts: int) -> EngineStats:
+        """The same with these counts added, such as steps=4."""
+        return replace(self, **{name: vars(self)[name] + n for name, n in counts.items()})
 
     def since(self, earlier: EngineStats) -> EngineStats:
         """The same with what was done since an earlier look instead of since construction."""

@@ -11,12 +11,11 @@ Dim legend: T tokens, V vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
@@ -28,12 +27,9 @@ from whet.models.quantized import dequantized
 from whet.models.self_check import limit_for
 from whet.ops.counter_rng import address_key
 from whet.ops.logprobs import selective_log_softmax
-from whet.rollout.base import Output, PartialOutput, Request, Sampling, support_of
-from whet.rollout.requests import completed_string
-from whet.types import FinishReason
+from whet.rollout.base import Request, Sampling, support_of
 
 __all__ = [
-    "InFlightRequest",
     "Names",
     "check_agreement",
     "check_known",
@@ -59,83 +55,6 @@ KNOWN = (
 """Fields of Sampling that both engines support."""
 TOLERANCE = {"wide": 1e-3, "half": 0.25}
 """Largest mean difference of their logprobs; vLLM's were 3e-6 (fp32) and 0.03 (bf16), stale weights some 10."""
-
-
-@dataclass(kw_only=True, eq=False)
-class InFlightRequest:
-    """A request in flight, and what it has made so far.
-
-    >>> flight = InFlightRequest(request=Request(id=1, tokens=np.array([5]), sampling=Sampling(stop_ids=(2,)), group=0,
-    ...     address=(0, 0, 0, 0)))
-    >>> flight.add([7, 2], [-1.0, -0.5], version=3, decode=None)
-    'stop'
-    >>> flight.output("stop").versions.tolist()
-    [3, 3]
-    """
-
-    request: Request
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-
-    def add(
-        self,
-        tokens: Sequence[int],
-        logprobs: Sequence[float],
-        *,
-        version: int,
-        decode: Callable[[Sequence[int]], str] | None,
-    ) -> FinishReason | None:
-        """Records new tokens, and cuts them where the completion ends.
-
-        Args:
-            tokens, logprobs: as they came.
-            version: of the policy that made them.
-            decode: for stop strings.
-        Returns: why it ends here: a stop id, a stop string, its length; None = it continues.
-        Raises: EngineError: another number of logprobs than of tokens.
-        """
-        if len(tokens) != len(logprobs):
-            raise EngineError(f"request {self.request.id}: {len(logprobs)} logprobs came for {len(tokens)} tokens")
-        s, before = self.request.sampling, len(self.tokens)
-        self.tokens += tokens
-        self.logprobs += logprobs
-        self.versions += [version] * len(tokens)
-        ends = [i + 1 for i in range(before, len(self.tokens)) if self.tokens[i] in s.stop_ids]
-        if s.stop and decode is not None and tokens:
-            offset = self.request.offset
-            earlier = self.request.tokens[len(self.request.tokens) - offset :].tolist() if offset else []
-            whole = [*earlier, *self.tokens] if offset else self.tokens
-            place = completed_string(decode, whole, s.stop, fresh=len(tokens))
-            ends += [] if place is None else [place - offset]
-        if ends:
-            self._cut(min(ends))
-            return "stop"
-        if len(self.tokens) >= s.max_tokens:
-            self._cut(s.max_tokens)
-            return "length"
-        return None
-
-    def _cut(self, length: int) -> None:
-        """Drops what came after the end."""
-        del self.tokens[length:], self.logprobs[length:], self.versions[length:]
-
-    def rest(self) -> Request:
-        """The request that resumes after what has been made."""
-        return self.request.after(np.array(self.tokens, np.int32)) if self.tokens else self.request
-
-    def output(self, reason: FinishReason) -> Output:
-        """Its result."""
-        return self.piece().finished(reason)
-
-    def piece(self) -> PartialOutput:
-        """What has been made so far."""
-        return PartialOutput(
-            id=self.request.id,
-            tokens=np.array(self.tokens, np.int32),
-            logprobs=np.array(self.logprobs, np.float32),
-            versions=np.array(self.versions, np.int32),
-        )
 
 
 def seed_of(request: Request, bits: int = 63) -> int:

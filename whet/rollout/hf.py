@@ -12,23 +12,27 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from whet.config import RolloutConfig
 from whet.errors import ConfigError, EngineError
 from whet.models.loaded_model import LoadedModel
 from whet.models.modes import evaluating, max_positions, native_attention
 from whet.ops.counter_rng import address_key, uniform
 from whet.rollout.base import EngineCaps, Output, Request
-from whet.rollout.constrained_decoding import Grammars, Matcher
+from whet.rollout.constrained_decoding import Grammars
 from whet.rollout.engine.sampler import sample_rows, seen_tokens
 from whet.rollout.generate_options import beam_search, check_options, num_beams, processors
+from whet.rollout.in_flight import InFlightRequest
 from whet.rollout.queue_engine import QueueEngine
-from whet.rollout.requests import SamplingPlan, check_request, completed_string, make_plan
+from whet.rollout.requests import SamplingPlan, check_request, make_plan
+from whet.rollout.stopping import Decode
+from whet.types import FinishReason
 
 __all__ = ["HFEngine"]
 
@@ -62,7 +66,7 @@ class HFEngine(QueueEngine):
         self,
         model: nn.Module | LoadedModel,
         *,
-        decode: Callable[[Sequence[int]], str] | None = None,
+        decode: Decode | None = None,
         batch_size: int = 64,
         grammars: Grammars | None = None,
     ) -> None:
@@ -76,6 +80,13 @@ class HFEngine(QueueEngine):
         takes = inspect.signature(self._module.forward).parameters
         self._options = {"use_cache": True} | ({"logits_to_keep": 1} if "logits_to_keep" in takes else {})
         """Of a forward pass; the logits of all tokens of a prompt would be the largest thing in memory."""
+
+    @classmethod
+    def from_config(
+        cls, config: RolloutConfig, model: LoadedModel, *, decode: Decode, grammars: Grammars | None = None, **_: Any
+    ) -> Self:
+        """The engine of a rollout configuration. Args: as make_engine's."""
+        return cls(model, decode=decode, batch_size=config.max_batch_size, grammars=grammars)
 
     def _check(self, request: Request) -> None:
         """Raises EngineError or ConfigError for a request that could never be served."""
@@ -121,10 +132,8 @@ class HFEngine(QueueEngine):
         draws = torch.tensor([r.draw + r.offset for r in batch], device=device)
         seen = seen_tokens(list(ids), self._vocabulary) if plan.support.penalises else None
         process = processors(self._module, ids, batch[0]) if plan.sampling.generation_kwargs else None
-        matchers = [self._grammars.start(r) if self._grammars else None for r in batch]
-        tokens, logprobs = np.zeros((0, len(batch)), np.int64), np.zeros((0, len(batch)), np.float32)
-        raw: list[np.ndarray] = []
-        ended: dict[int, tuple[int, str]] = {}
+        flights = [InFlightRequest(request=r, matcher=self._grammars and self._grammars.start(r)) for r in batch]
+        finished: dict[int, FinishReason] = {}
         cache: dict[str, Any] = {}
         fresh = ids
         for step in range(plan.sampling.max_tokens):
@@ -133,22 +142,41 @@ class HFEngine(QueueEngine):
             if scores is not None and not bool((scores > -torch.inf).any(1).all()):
                 raise EngineError("generation_kwargs leave no token to draw; loosen bad_words_ids and the like")
             where: dict[str, Any] = {"u": uniform(keys, draws + step), "position": place + step, "seen": seen}
+            matchers = [None if row in finished else f.matcher for row, f in enumerate(flights)]
             allowed = self._grammars.rows(matchers).to(device) if self._grammars and any(matchers) else None
             token, logprob = sample_rows(logits, plan, **where, allowed=allowed, scores=scores)
             if seen is not None:
                 seen.scatter_(1, token.unsqueeze(1), True)
             fresh = token.unsqueeze(1)
             ids = torch.cat([ids, fresh], 1)
-            tokens = np.concatenate([tokens, token.cpu().numpy()[None]])
-            logprobs = np.concatenate([logprobs, logprob.cpu().numpy()[None]])
-            if plan.sampling.return_logits:
-                raw.append(logits.float().cpu().numpy())
-            self._look(batch, tokens, ended)
-            self._follow(matchers, tokens[step], step + 1, ended)
-            if len(ended) == len(batch):
+            drawn, logprobs = token.cpu().numpy(), logprob.tolist()
+            raw = logits.float().cpu().numpy()[:, None] if plan.sampling.return_logits else None
+            finished |= self._record(flights, finished, drawn, logprobs, raw)
+            if len(finished) == len(batch):
                 break
-        whole = (len(tokens), "length")
-        return [self._output(r, i, ended.get(i, whole), tokens, logprobs, raw) for i, r in enumerate(batch)]
+        return [f.output(finished[row]) for row, f in enumerate(flights)]
+
+    def _record(
+        self,
+        flights: list[InFlightRequest],
+        finished: Mapping[int, FinishReason],
+        drawn: np.ndarray,
+        logprobs: list[float],
+        logits: np.ndarray | None,
+    ) -> dict[int, FinishReason]:
+        """Adds what one step drew to the requests that continue. Returns: those that it ends, with the reason."""
+        ended: dict[int, FinishReason] = {}
+        live = {row: f for row, f in enumerate(flights) if row not in finished}
+        for row, flight in live.items():
+            if logits is not None:
+                flight.logits.append(logits[row])
+            token = [int(drawn[row])]
+            if reason := flight.add(token, [logprobs[row]], version=self.version, decode=self._decode):
+                ended[row] = reason
+        if self._grammars is not None:
+            matchers = {row: f.matcher for row, f in live.items() if f.matcher and ended.get(row) != "stop"}
+            ended |= self._grammars.advance(matchers, drawn)
+        return ended
 
     def _forward(self, ids: Tensor, cache: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         """Logits [n V] behind the last token, and the model's cache by its name; {} where it keeps none.
@@ -158,49 +186,3 @@ class HFEngine(QueueEngine):
         out = self._module(input_ids=ids, **self._options, **cache)
         name = next((name for name in CACHES if name in out), None)
         return out.logits[:, -1], {} if name is None else {name: out[name]}
-
-    def _look(self, batch: list[Request], tokens: np.ndarray, ended: dict[int, tuple[int, str]]) -> None:
-        """Notes the rows that the last token has ended."""
-        for i, r in enumerate(batch):
-            if i in ended:
-                continue
-            stop = int(tokens[-1, i]) in r.sampling.stop_ids
-            if r.sampling.stop and not stop and self._decode is not None:
-                whole = np.concatenate([r.tokens[len(r.tokens) - r.offset :], tokens[:, i]])
-                stop = completed_string(self._decode, whole, r.sampling.stop, fresh=1) is not None
-            if stop:
-                ended[i] = len(tokens), "stop"
-
-    def _follow(
-        self, matchers: list[Matcher | None], drawn: np.ndarray, made: int, ended: dict[int, tuple[int, str]]
-    ) -> None:
-        """Takes constrained rows one token on in their languages, and ends those where no token may come."""
-        matchers[:] = [None if row in ended else m for row, m in enumerate(matchers)]
-        live = {row: m for row, m in enumerate(matchers) if m is not None}
-        for row, matcher in live.items():
-            matcher.advance(int(drawn[row]))
-        if self._grammars is not None and live:
-            self._grammars.refresh(list(live.values()))
-        for row, matcher in live.items():
-            if matcher.ended:
-                ended[row], matchers[row] = (made, matcher.ended), None
-
-    def _output(
-        self,
-        request: Request,
-        row: int,
-        end: tuple[int, str],
-        tokens: np.ndarray,
-        logprobs: np.ndarray,
-        raw: list[np.ndarray],
-    ) -> Output:
-        """One row, cut where it ended."""
-        length, reason = end
-        return Output(
-            id=request.id,
-            tokens=tokens[:length, row].astype(np.int32),
-            logprobs=logprobs[:length, row].astype(np.float32),
-            versions=np.full(length, self.version, np.int32),
-            finish_reason=reason,  # pyright: ignore[reportArgumentType]
-            logits=np.stack([x[row] for x in raw[:length]]) if raw else None,
-        )

@@ -6,7 +6,7 @@ Left out on purpose: requests in flight between two steps; an engine with those 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,8 +17,10 @@ from whet.errors import EngineError
 from whet.models.loaded_model import LoadedModel
 from whet.models.modes import evaluating, max_positions, native_attention
 from whet.ops.counter_rng import address_key, uniform
-from whet.rollout.base import EngineCaps, EngineStats, Output, PartialOutput, Request, Sampling, aborted
-from whet.rollout.requests import check_request
+from whet.rollout.base import EngineCaps, EngineStats, Output, PartialOutput, Request, Sampling
+from whet.rollout.in_flight import InFlightRequest
+from whet.rollout.requests import check_ids, check_request
+from whet.rollout.stopping import Decode, find_end
 
 __all__ = ["QueueEngine", "SimpleEngine"]
 
@@ -45,11 +47,8 @@ class QueueEngine:
         """Queues requests. Raises EngineError: one could never be served, or its id is in flight; none is queued."""
         if self._closed:
             raise EngineError(f"the {self._kind} engine is closed; make another")
-        ids = {r.id for r in self._queue}
+        check_ids(requests, {r.id for r in self._queue})
         for r in requests:
-            if r.id in ids:
-                raise EngineError(f"request id {r.id} is in flight already; ids are unique until their output has come")
-            ids.add(r.id)
             self._check(r)
         self._queue.extend(requests)
 
@@ -72,7 +71,7 @@ class QueueEngine:
         gone = set(ids)
         out = [r for r in self._queue if r.id in gone]
         self._queue = deque(r for r in self._queue if r.id not in gone)
-        return [aborted(r) for r in out]
+        return [InFlightRequest(request=r).output("abort") for r in out]
 
     def peek(self, ids: Iterable[int]) -> dict[int, PartialOutput]:
         """Nothing: a step runs what it begins to its end."""
@@ -137,7 +136,7 @@ class SimpleEngine(QueueEngine):
     """The fields of Sampling that `complete` goes by, besides max_tokens and stop_ids: any other that is set is
     refused, since the trainer would take the draws for those of another distribution."""
 
-    def __init__(self, model: LoadedModel | nn.Module, *, decode: Callable[[Sequence[int]], str] | None = None) -> None:
+    def __init__(self, model: LoadedModel | nn.Module, *, decode: Decode | None = None) -> None:
         super().__init__(type(self).__name__, max_batch=1)
         self.module = model.module if isinstance(model, LoadedModel) else model
         self._vocabulary = int(self.module.get_input_embeddings().weight.shape[0])  # pyright: ignore
@@ -194,17 +193,17 @@ class SimpleEngine(QueueEngine):
                 f"{name} gave the logprob {made[~possible][0]}; it is the log of the probability of what was drawn: "
                 "finite and at most 0"
             )
-        stops = np.flatnonzero(np.isin(ids, sampling.stop_ids))
-        if len(stops) and stops[0] < len(ids) - 1:
-            raise EngineError(f"{name} continues after the stop id {ids[stops[0]]}; end with it")
-        if not len(stops) and len(ids) < sampling.max_tokens:
+        end = find_end(sampling, ids, new=len(ids))
+        if end is None:
             raise EngineError(f"{name} ended after {len(ids)} of {sampling.max_tokens} tokens without a stop id")
+        if end[0] < len(ids):
+            raise EngineError(f"{name} continues after the stop id {ids[end[0] - 1]}; end with it")
         return Output(
             id=request.id,
             tokens=ids,
             logprobs=made.astype(np.float32),
             versions=np.full(len(ids), self.version, np.int32),
-            finish_reason="stop" if len(stops) else "length",
+            finish_reason=end[1],
         )
 
 

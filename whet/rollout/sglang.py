@@ -13,10 +13,10 @@ import asyncio
 import importlib
 import logging
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,6 @@ from whet.models.self_check import probe_tokens
 from whet.rollout.base import EngineCaps, EngineStats, Output, PartialOutput, Request, Sampling
 from whet.rollout.build import sampling_of
 from whet.rollout.external_engine import (
-    InFlightRequest,
     Names,
     check_agreement,
     check_known,
@@ -39,7 +38,9 @@ from whet.rollout.external_engine import (
     seed_of,
     write_config,
 )
-from whet.rollout.requests import check_request, make_plan
+from whet.rollout.in_flight import InFlightRequest
+from whet.rollout.requests import check_ids, check_request, make_plan
+from whet.rollout.stopping import Decode
 from whet.util.experimental import warn_experimental
 
 __all__ = ["SGLangEngine", "engine_arguments", "sampling_arguments"]
@@ -71,7 +72,7 @@ class SGLangEngine:
         self,
         model: LoadedModel | nn.Module,
         *,
-        decode: Callable[[Sequence[int]], str] | None = None,
+        decode: Decode | None = None,
         config: RolloutConfig | None = None,
         samplings: Sequence[Sampling] = (),
     ) -> None:
@@ -91,14 +92,16 @@ class SGLangEngine:
         limits = [n for n in (max_positions(module), config.sglang.context_length) if n is not None]
         self._positions = min(limits, default=None)
         self._names = Names(module)
-        self._flights: dict[int, InFlightRequest] = {}
+        self._in_flight: dict[int, InFlightRequest] = {}
         self._tasks: dict[asyncio.Task[Any], int] = {}
         self._rids: dict[int, str] = {}
         self._serial = 0
         self._done: list[Output] = []
         self._asleep = False
         arguments = engine_arguments(config, dtype=next(module.parameters()).dtype)
-        self._stats = EngineStats(max_batch=int(arguments["max_running_requests"]))
+        self._stats = EngineStats(
+            max_batch=int(arguments["max_running_requests"]), kv_tokens_bound=config.kv_cache_tokens
+        )
         self.version = 0
         """The policy version stamped on what is drawn now."""
         with tempfile.TemporaryDirectory(prefix="whet-sglang-") as folder:
@@ -109,6 +112,13 @@ class SGLangEngine:
         self.backends = {"sglang": package.__version__, "logprobs apart": f"{self._probe(module):.1e}"}
         """SGLang's version, and the mean difference of its logprobs of a prompt from the module's."""
 
+    @classmethod
+    def from_config(
+        cls, config: RolloutConfig, model: LoadedModel, *, decode: Decode, samplings: Sequence[Sampling] = (), **_: Any
+    ) -> Self:
+        """The engine of a rollout configuration. Args: as make_engine's."""
+        return cls(model, decode=decode, config=config, samplings=samplings)
+
     # ---- requests ------------------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -117,11 +127,8 @@ class SGLangEngine:
         Raises: EngineError: one of them could never fit, or its id is in flight; none is queued then. ConfigError: its
             Sampling asks for what SGLang can't do.
         """
-        ids: set[int] = set()
+        check_ids(requests, self._in_flight)
         for r in requests:
-            if r.id in self._flights or r.id in ids:
-                raise EngineError(f"request id {r.id} is in flight already; ids are unique until their output has come")
-            ids.add(r.id)
             check_request(
                 r,
                 vocabulary=self._vocabulary,
@@ -131,13 +138,13 @@ class SGLangEngine:
             )
             self._check_sampling(r.sampling)
         for r in requests:
-            self._flights[r.id] = InFlightRequest(request=r)
+            self._in_flight[r.id] = InFlightRequest(request=r)
             if not self._asleep:
-                self._add(self._flights[r.id])
+                self._add(self._in_flight[r.id])
 
     def _add(self, flight: InFlightRequest) -> None:
         """Gives SGLang what is left of a request."""
-        rest, self._serial = flight.rest(), self._serial + 1
+        rest, self._serial = flight.resumed(), self._serial + 1
         rid = f"whet-{rest.id}-{self._serial}"
         call = self._engine.async_generate(
             input_ids=rest.tokens.tolist(),
@@ -190,7 +197,7 @@ class SGLangEngine:
     def _collect(self, tasks: Iterable[asyncio.Task[Any]], *, halted: bool) -> None:
         """Records the results of tasks; `halted`: those that were ended on purpose stay in flight."""
         for task in sorted(tasks, key=lambda t: self._tasks[t]):
-            flight = self._flights[self._tasks.pop(task)]
+            flight = self._in_flight[self._tasks.pop(task)]
             del self._rids[flight.request.id]
             if (error := task.exception()) is not None:
                 raise EngineError(f"sglang failed on request {flight.request.id}: {error!r}") from error
@@ -198,20 +205,15 @@ class SGLangEngine:
             made = meta.get("output_token_logprobs") or []  # a request aborted before it began has none
             if made and not flight.tokens:
                 cached = meta.get("cached_tokens", 0)
-                self._count(prefilled=len(flight.request.tokens) - cached, reused=cached)
+                self._stats = self._stats.plus(prefilled=len(flight.request.tokens) - cached, reused=cached)
             tokens, logprobs = [int(m[1]) for m in made], [float(m[0]) for m in made]
-            self._count(generated=len(tokens))
+            self._stats = self._stats.plus(generated=len(tokens))
             reason = flight.add(tokens, logprobs, version=self.version, decode=self._decode)
             kind = meta["finish_reason"]["type"]
             if reason is None and kind == "abort" and halted:
                 continue
-            del self._flights[flight.request.id]
+            del self._in_flight[flight.request.id]
             self._done.append(flight.output(reason or ("abort" if kind == "abort" else "error")))
-
-    def _count(self, **done: int) -> None:
-        """Adds to what was done since construction."""
-        before = vars(self._stats)
-        self._stats = replace(self._stats, **{name: before[name] + n for name, n in done.items()})
 
     def _halt(self, ids: Iterable[int]) -> None:
         """Ends requests in SGLang and records their tokens; they stay in flight here, unless they were finished."""
@@ -229,9 +231,9 @@ class SGLangEngine:
 
         Returns: what they had made, finish_reason "abort"; submit again with an offset to resume.
         """
-        wanted = [i for i in dict.fromkeys(ids) if i in self._flights]
+        wanted = [i for i in dict.fromkeys(ids) if i in self._in_flight]
         self._halt(wanted)
-        return [self._flights.pop(i).output("abort") for i in wanted if i in self._flights]
+        return [self._in_flight.pop(i).output("abort") for i in wanted if i in self._in_flight]
 
     def peek(self, ids: Iterable[int]) -> dict[int, PartialOutput]:
         """Nothing: tokens come when their request ends."""
@@ -239,7 +241,7 @@ class SGLangEngine:
 
     def stats(self) -> EngineStats:
         """Where it stands; SGLang keeps to itself which requests are in its batch."""
-        return replace(self._stats, waiting=len(self._flights))
+        return replace(self._stats, waiting=len(self._in_flight))
 
     # ---- weights and memory --------------------------------------------------------------------------------------
 
@@ -254,11 +256,11 @@ class SGLangEngine:
                 "SGLang holds its own copy of the weights; call update(version, worker.named_weights()); without them "
                 "only the version number would change"
             )
-        self._halt(self._flights)
+        self._halt(self._in_flight)
         self._send(weights)
         self.version = version
         if not self._asleep:
-            for flight in self._flights.values():
+            for flight in self._in_flight.values():
                 self._add(flight)
 
     def _send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -282,7 +284,7 @@ class SGLangEngine:
     def sleep(self) -> None:
         """Frees the KV; requests in flight are kept as tokens and continue after wake. The weights stay."""
         if not self._asleep:
-            self._halt(self._flights)
+            self._halt(self._in_flight)
             self._engine.release_memory_occupation(tags=KV)
         self._asleep = True
 
@@ -291,14 +293,14 @@ class SGLangEngine:
         if self._asleep:
             self._engine.resume_memory_occupation(tags=KV)
             self._asleep = False
-            for flight in self._flights.values():
+            for flight in self._in_flight.values():
                 self._add(flight)
 
     def close(self) -> None:
         """Frees everything; what was in flight is lost. SGLang ends every child of this process, its own or not."""
         if self._engine is not None:
-            self.abort(list(self._flights))
-            self._flights, self._done = {}, []
+            self.abort(list(self._in_flight))
+            self._in_flight, self._done = {}, []
             self._engine.shutdown()
             self._engine = None
 

@@ -17,10 +17,10 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -34,7 +34,6 @@ from whet.models.self_check import probe_tokens
 from whet.rollout.base import EngineCaps, EngineStats, Output, PartialOutput, Request, Sampling
 from whet.rollout.build import sampling_of
 from whet.rollout.external_engine import (
-    InFlightRequest,
     Names,
     check_agreement,
     check_known,
@@ -43,7 +42,9 @@ from whet.rollout.external_engine import (
     seed_of,
     write_config,
 )
-from whet.rollout.requests import check_request, make_plan
+from whet.rollout.in_flight import InFlightRequest
+from whet.rollout.requests import check_ids, check_request, make_plan
+from whet.rollout.stopping import Decode
 from whet.types import FinishReason
 from whet.util.experimental import warn_experimental
 from whet.util.install import install_hint
@@ -60,7 +61,8 @@ NULL = 1
 MODES: dict[str, Literal["drawn", "raw"]] = {"processed_logprobs": "drawn", "raw_logprobs": "raw"}
 DISTORTING = ("allowed_token_ids", "bad_words", "frequency_penalty", "logit_bias", "presence_penalty")
 """Sampling parameters that change the distribution in a way that the trainer does not know."""
-REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+"""vLLM's finish_reason -> whet's; any other is "error"."""
 
 
 class VLLMEngine:
@@ -79,7 +81,7 @@ class VLLMEngine:
         self,
         model: LoadedModel | nn.Module,
         *,
-        decode: Callable[[Sequence[int]], str] | None = None,
+        decode: Decode | None = None,
         config: RolloutConfig | None = None,
         samplings: Sequence[Sampling] = (),
     ) -> None:
@@ -93,7 +95,7 @@ class VLLMEngine:
             self._check_sampling(sampling)
         self._vocabulary = int(module.get_input_embeddings().weight.shape[0])  # pyright: ignore
         self._names = Names(module)
-        self._flights: dict[int, InFlightRequest] = {}
+        self._in_flight: dict[int, InFlightRequest] = {}
         self._done: list[Output] = []
         self._asleep = False
         self.version = 0
@@ -105,7 +107,7 @@ class VLLMEngine:
         self.caps = EngineCaps(abort=True, sleep=self._sleeps, peek=True, updates_in_flight=True, experimental=untried)
         if untried:
             warn_experimental(f"rollout_engine 'vllm' on {first.device.type}")
-        self._stats = EngineStats(max_batch=int(arguments["max_num_seqs"]))
+        self._stats = EngineStats(max_batch=int(arguments["max_num_seqs"]), kv_tokens_bound=config.kv_cache_tokens)
         self._llm: Any = self._built(module, config, arguments)
         try:
             self._positions = int(self._llm.llm_engine.vllm_config.model_config.max_model_len)
@@ -116,6 +118,13 @@ class VLLMEngine:
         except BaseException:
             self.close()
             raise
+
+    @classmethod
+    def from_config(
+        cls, config: RolloutConfig, model: LoadedModel, *, decode: Decode, samplings: Sequence[Sampling] = (), **_: Any
+    ) -> Self:
+        """The engine of a rollout configuration. Args: as make_engine's."""
+        return cls(model, decode=decode, config=config, samplings=samplings)
 
     def _built(self, module: nn.Module, config: RolloutConfig, arguments: dict[str, Any]) -> Any:
         """A new LLM, without weights. Raises EngineError: this process has one already, or vLLM fails."""
@@ -140,11 +149,8 @@ class VLLMEngine:
         Raises: EngineError: one of them could never fit, or its id is in flight; none is queued then. ConfigError: its
             Sampling asks for what vLLM can't do.
         """
-        ids: set[int] = set()
+        check_ids(requests, self._in_flight)
         for r in requests:
-            if r.id in self._flights or r.id in ids:
-                raise EngineError(f"request id {r.id} is in flight already; ids are unique until their output has come")
-            ids.add(r.id)
             check_request(
                 r,
                 vocabulary=self._vocabulary,
@@ -154,7 +160,7 @@ class VLLMEngine:
             )
             self._check_sampling(r.sampling)
         for r in requests:
-            self._flights[r.id] = InFlightRequest(request=r)
+            self._in_flight[r.id] = InFlightRequest(request=r)
             self._add(r)
 
     def _add(self, request: Request) -> None:
@@ -193,64 +199,59 @@ class VLLMEngine:
         if self._asleep:
             raise EngineError("the engine is asleep; call wake() first")
         start = time.monotonic()
-        while not self._done and self._flights:
-            self._step()
+        while not self._done and self._in_flight:
+            self._step_vllm()
             if timeout_s is not None and time.monotonic() - start >= timeout_s:
                 break
         done, self._done = self._done, []
         return done
 
-    def _step(self) -> None:
+    def _step_vllm(self) -> None:
         """One step of vLLM: at most one token of each request in flight."""
-        early: list[str] = []
+        ended_here: list[str] = []
         rows = prefilled = reused = generated = 0
         for out in self._llm.llm_engine.step():
-            flight = self._flights.get(int(out.request_id))
+            flight = self._in_flight.get(int(out.request_id))
             if flight is None:
                 continue
-            part = out.outputs[0]
-            tokens = [int(t) for t in part.token_ids]
-            found = [] if part.logprobs is None else list(part.logprobs.logprobs)
+            new = out.outputs[0]
+            tokens = [int(t) for t in new.token_ids]
+            logprobs = [] if new.logprobs is None else list(new.logprobs.logprobs)
             rows += 1
             generated += len(tokens)
             if not flight.tokens:
                 cached = out.num_cached_tokens or 0
                 prefilled, reused = prefilled + len(flight.request.tokens) - cached, reused + cached
-            reason = flight.add(tokens, found, version=self.version, decode=self._decode)
-            if part.finish_reason is not None:
-                reason = reason or REASONS.get(part.finish_reason, "error")
+            reason = flight.add(tokens, logprobs, version=self.version, decode=self._decode)
+            if new.finish_reason is not None:
+                reason = reason or FINISH_REASONS.get(new.finish_reason, "error")
             elif reason is not None:
-                early.append(out.request_id)
+                ended_here.append(out.request_id)
             if reason is not None:
-                del self._flights[flight.request.id]
+                del self._in_flight[flight.request.id]
                 self._done.append(flight.output(reason))
-        if early:
-            self._llm.llm_engine.abort_request(early)
-        self._count(steps=1, row_steps=rows, prefilled=prefilled, reused=reused, generated=generated)
-
-    def _count(self, **done: int) -> None:
-        """Adds to what was done since construction."""
-        before = vars(self._stats)
-        self._stats = replace(self._stats, **{name: before[name] + n for name, n in done.items()})
+        if ended_here:
+            self._llm.llm_engine.abort_request(ended_here)
+        self._stats = self._stats.plus(steps=1, row_steps=rows, prefilled=prefilled, reused=reused, generated=generated)
 
     def peek(self, ids: Iterable[int]) -> dict[int, PartialOutput]:
         """All tokens made so far of requests that are in flight."""
-        return {i: self._flights[i].piece() for i in ids if i in self._flights}
+        return {i: self._in_flight[i].partial() for i in ids if i in self._in_flight}
 
     def stats(self) -> EngineStats:
         """Where it stands; sequences whose first token has come count as live."""
-        live = sum(bool(f.tokens) for f in self._flights.values())
-        return replace(self._stats, live=live, waiting=len(self._flights) - live)
+        live = sum(bool(f.tokens) for f in self._in_flight.values())
+        return replace(self._stats, live=live, waiting=len(self._in_flight) - live)
 
     def abort(self, ids: Iterable[int]) -> list[Output]:
         """Ends requests now; ids that are not in flight are ignored.
 
         Returns: what they had made, finish_reason "abort"; submit again with an offset to resume, with other draws.
         """
-        gone = [i for i in dict.fromkeys(ids) if i in self._flights]
+        gone = [i for i in dict.fromkeys(ids) if i in self._in_flight]
         if gone:
             self._llm.llm_engine.abort_request([str(i) for i in gone])
-        return [self._flights.pop(i).output("abort") for i in gone]
+        return [self._in_flight.pop(i).output("abort") for i in gone]
 
     # ---- weights and memory --------------------------------------------------------------------------------------
 
@@ -297,7 +298,7 @@ class VLLMEngine:
 
     def close(self) -> None:
         """Frees everything; what was in flight is lost. The engine can't be used again."""
-        self.abort(list(self._flights))
+        self.abort(list(self._in_flight))
         self._done = []
         if self._llm is not None:
             self._llm.llm_engine.engine_core.shutdown()

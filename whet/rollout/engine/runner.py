@@ -26,7 +26,8 @@ from whet.rollout.engine.model_forward import make_forward
 from whet.rollout.engine.native_step import NativeLayout
 from whet.rollout.engine.prefill import PrefillLayout, PrefillSpan
 from whet.rollout.engine.sampler import sample_rows, seen_tokens
-from whet.rollout.engine.scheduler import Prefix, SequenceState
+from whet.rollout.engine.scheduler import Prefix
+from whet.rollout.in_flight import InFlightRequest
 from whet.rollout.requests import SamplingPlan
 
 __all__ = ["Runner", "StepOutput"]
@@ -114,7 +115,7 @@ class Runner:
             between: called between two chunks; it may move prompts within their stores, if it tells the prefixes.
         """
         order = sorted(prefixes, key=lambda p: len(p.tokens))
-        behind = [p for p in order if isinstance(p.source, Prefix) and p.source.hidden is None]
+        behind = [p for p in order if isinstance(p.source, Prefix) and p.source.last_hidden is None]
         ahead = [p for p in order if p not in behind]
         for p in (*ahead, *behind):  # neighbours of one length lie side by side
             p.slot = slots_in_use.get(p.bucket, 0)
@@ -135,18 +136,18 @@ class Runner:
         for p in prefixes:
             if (source := p.source) is not None:
                 held = isinstance(source, CachedSequence)
-                layers = source.layers if held else self.stores[source.bucket].read(source.slot, p.filled)
-                self.stores[p.bucket].write(p.slot, p.filled, layers)
+                layers = source.layers if held else self.stores[source.bucket].read(source.slot, p.num_computed_tokens)
+                self.stores[p.bucket].write(p.slot, p.num_computed_tokens, layers)
                 p.source = None
 
     def _chunks(self, prefixes: Sequence[Prefix]) -> Iterator[list[tuple[Prefix, int, int]]]:
         """What to run at once, in order: prompts with the first and the end of their tokens."""
         chunk, room = [], self.prefill_tokens
         for p in prefixes:
-            if chunk and len(p.tokens) - p.filled > room:
+            if chunk and len(p.tokens) - p.num_computed_tokens > room:
                 yield chunk
                 chunk, room = [], self.prefill_tokens
-            first = p.filled
+            first = p.num_computed_tokens
             for start in range(first, len(p.tokens), self.prefill_tokens):
                 end = min(len(p.tokens), start + self.prefill_tokens)
                 if start > first:
@@ -174,7 +175,7 @@ class Runner:
         ends = np.cumsum([end - start for _, start, end in chunk]) - 1
         last_hidden = hidden.index_select(0, torch.from_numpy(ends).to(self.device))
         for (p, _, end), h in zip(chunk, last_hidden, strict=True):
-            p.hidden, p.filled = h, end
+            p.last_hidden, p.num_computed_tokens = h, end
 
     def copy_kv(self, row: int, prefix: Prefix, own: int) -> dict[int, tuple[Tensor, Tensor]]:
         """A copy of what a row has held: by layer, keys and values [K T D] of its prompt, then of its own tokens.
@@ -190,7 +191,7 @@ class Runner:
     def add_rows(
         self,
         first: int,
-        admitted: Sequence[tuple[SequenceState, Prefix]],
+        admitted: Sequence[tuple[InFlightRequest, Prefix]],
         plans: Sequence[SamplingPlan],
         allowed: Tensor | None = None,
     ) -> StepOutput:
@@ -207,25 +208,25 @@ class Runner:
         rows = slice(first, first + len(admitted))
         state = np.zeros((6, len(admitted)), np.int64)
         state[POSITION] = [len(p.tokens) for _, p in admitted]
-        state[PLACE] = [seq.request.offset + seq.made for seq, _ in admitted]
-        state[DRAW] = [seq.request.draw + seq.request.offset + seq.made for seq, _ in admitted]
-        state[KEY] = [address_key(*seq.request.address) for seq, _ in admitted]
+        state[PLACE] = [flight.request.offset + len(flight.tokens) for flight, _ in admitted]
+        state[DRAW] = [flight.request.draw + flight.request.offset + len(flight.tokens) for flight, _ in admitted]
+        state[KEY] = [address_key(*flight.request.address) for flight, _ in admitted]
         self.state[:, rows] = torch.from_numpy(state).to(self.device)
-        if any(plans[seq.plan].support.penalises for seq, _ in admitted):
+        if any(plans[flight.plan].support.penalises for flight, _ in admitted):
             if self.seen is None:
                 shape = (self.state.shape[1], self.vocabulary)
                 self.seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
             contexts = [torch.from_numpy(p.tokens.astype(np.int64)).to(self.device) for _, p in admitted]
             self.seen[rows] = seen_tokens(contexts, self.vocabulary)
-        logits = self.forward.logits(torch.stack([p.hidden for _, p in admitted if p.hidden is not None]))
-        groups = self._grouped([seq.plan for seq, _ in admitted], plans)
+        logits = self.forward.logits(torch.stack([p.last_hidden for _, p in admitted if p.last_hidden is not None]))
+        groups = self._grouped([flight.plan for flight, _ in admitted], plans)
         numbers = uniform(self.state[KEY, rows], self.state[DRAW, rows])
         tokens, logprobs = self._sample(logits, groups, rows, numbers, allowed)
         self.state[TOKEN, rows] = tokens
         keep = any(plan.sampling.return_logits for plan, _ in groups)
         return self._read([tokens], [logprobs], [logits] if keep else None)
 
-    def regroup(self, rows: Sequence[tuple[SequenceState, Prefix]], plans: Sequence[SamplingPlan]) -> None:
+    def regroup(self, rows: Sequence[tuple[InFlightRequest, Prefix]], plans: Sequence[SamplingPlan]) -> None:
         """Records which rows live and where their prompts lie. Args: rows: in order. plans: all sampling plans."""
         buckets = np.array([p.bucket for _, p in rows], np.int64)
         slots = np.array([p.slot for _, p in rows], np.int64)
@@ -235,7 +236,7 @@ class Runner:
             self.own.reserve(count, self.own.length)
         lengths = np.array([len(p.tokens) for _, p in rows], np.int64)
         self.layout.regroup(self.stores, buckets, slots, lengths, count)
-        self.groups = self._grouped([seq.plan for seq, _ in rows], plans)
+        self.groups = self._grouped([flight.plan for flight, _ in rows], plans)
 
     def decode(self, steps: int, own: np.ndarray, furthest: int, allowed: Tensor | None = None) -> StepOutput:
         """Decodes some steps.
