@@ -8,15 +8,13 @@ written reads back as the same configuration, and what has an effect is there in
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from whet.config.algo.base import OverlongBuffer
-from whet.config.algo.correction import OF_MASK
 from whet.config.algo.policy import PolicyConfig
 from whet.config.algo.preference import PreferenceConfig
-from whet.config.algo.surrogate import AGG_WITH_NORM, AGG_WITH_UNITS
-from whet.config.algo.unused_fields import own_functions
+from whet.config.algo.unused_fields import unread_fields, user_functions
 from whet.config.engines import SGLangOptions, VLLMOptions
 from whet.config.loader import dump_tree
 from whet.config.model import OptimConfig
@@ -46,29 +44,6 @@ _OFF = {
 """Values that turn something off."""
 _STAYS = ("apply_chat_template", "seed")
 """Fields that are always written: others read them in the file."""
-_LOSS = {
-    "cispo_epsilon_low": ("cispo",),
-    "gkd_beta": ("gkd",),
-    "sapo_temperature_neg": ("sapo",),
-    "sapo_temperature_pos": ("sapo",),
-    "teacher_coef": ("distillation",),
-    **{f"vespo_{letter}_{side}": ("vespo",) for letter in ("k", "lambda") for side in ("pos", "neg")},
-}
-"""Parameters of policy losses, and which read them."""
-_ESTIMATOR = {
-    "gamma": ("gae", "reinforce_plus_plus"),
-    "global_norm": ("reinforce",),
-    "norm_var": ("reinforce",),
-    "normalize_advantages": ("rloo",),
-    "scale_rewards": ("grpo", "grpo_passk"),
-}
-"""Parameters of advantage estimators, and which read them."""
-_PREFERENCE = {
-    "discopop_tau": ("discopop",),
-    "simpo_gamma": ("simpo",),
-    "cpo_alpha": ("cpo", "cpo_hinge", "simpo", "alphapo"),
-}
-"""Parameters of preference losses, and which read them."""
 
 
 def brief(config: Any) -> Any:
@@ -129,48 +104,6 @@ def unread(config: Any, engine: Any = None) -> set[str]:
         found.add("save_interval_s")
     if isinstance(config, OptimConfig) and config.name == "sgd":
         found |= {"betas", "eps"}
-    if isinstance(config, PreferenceConfig):
-        found |= set(_of_preference(config))
-    if isinstance(config, PolicyConfig) and not any(own_functions(config)):
-        found |= set(_of_policy(config))
+    if isinstance(config, PolicyConfig | PreferenceConfig) and not any(user_functions(config)):
+        found |= unread_fields(config).keys()
     return found
-
-
-def _of_policy(c: PolicyConfig) -> Iterator[str]:
-    """The fields of an algorithm that nothing reads: what was not chosen, with its parameters."""
-    yield from _not_chosen(_LOSS, (c.loss_name,))
-    critic = ("gae",) if hasattr(c, "gae_lambda") else ()
-    yield from _not_chosen(_ESTIMATOR, (c.advantage_estimator, *critic))
-    yield from _not_chosen(OF_MASK, c.loss_masks)
-    switches: dict[str, tuple[Any, tuple[str, ...]]] = {
-        "kl": (c.beta or c.force_compute_kl, ("kl_loss_mode", "kl_method", "kl_clamp_value")),
-        "kl_type": (c.beta, ("kl_type",)),
-        "target_kl": (c.target_kl, ("kl_horizon",)),
-        "sync_ref_model": (c.sync_ref_model, _REFERENCE),
-        "sampler_is": (c.sampler_is, ("sampler_is_mode", "sampler_is_threshold")),
-        "dynamic_sampling": (c.dynamic_sampling, ("max_num_gen_batches",)),
-        "use_adaptive_entropy": (
-            c.use_adaptive_entropy,
-            ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
-        ),
-        "loss_agg_mode": (c.loss_agg_mode in AGG_WITH_UNITS, ("loss_agg_units",)),
-        "loss_agg_norm": (c.loss_agg_mode in AGG_WITH_NORM, ("loss_agg_norm",)),
-    }
-    for on, names in switches.values():
-        yield from () if on else names
-
-
-def _of_preference(c: PreferenceConfig) -> Iterator[str]:
-    """The same of preference training."""
-    if not any(own_functions(c)):
-        yield from _not_chosen(_PREFERENCE, c.loss_type)
-    yield from () if c.sync_ref_model else _REFERENCE
-    yield from () if c.f_divergence_type == "alpha_divergence" else ("f_alpha_divergence_coef",)
-
-
-_REFERENCE = ("ref_model_mixup_alpha", "ref_model_sync_steps")
-
-
-def _not_chosen(read_by: Mapping[str, Collection[Any]], chosen: Collection[Any]) -> Iterator[str]:
-    """The fields that none of what is chosen reads. Args: read_by: field -> names of what reads it."""
-    return (field for field, readers in read_by.items() if not {*readers} & {*chosen})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from whet.config import PolicyConfig
-from whet.config.algo.unused_fields import changed
+from whet.config.algo.unused_fields import changed_fields, unread_fields
 
 __all__ = ["advise"]
 
@@ -13,7 +13,6 @@ log = logging.getLogger("whet")
 
 _OF_TOKENS = ("dppo-kl", "dppo-tv", "sampler-kl", "top-entropy")
 """The loss_masks that are of single tokens, whatever else is set."""
-_OF_KL = ("kl_type", "kl_loss_mode", "kl_method", "kl_clamp_value", "use_bias_correction_kl")
 
 
 def advise(config: PolicyConfig, longest: int | None = None) -> None:
@@ -40,8 +39,8 @@ def advise(config: PolicyConfig, longest: int | None = None) -> None:
             longest,
             longest,
         )
-    idle = changed(c, *_OF_KL)
-    if idle and not c.beta and not c.force_compute_kl:
+    idle = changed_fields(c, *(name for name, choice in unread_fields(c).items() if choice == "beta"))
+    if idle:
         named = ", ".join(f"{name}={value!r}" for name, value in idle.items())
         log.warning("%s: no effect while beta is 0.0", named)
     of_sequences = c.importance_sampling_level in ("sequence", "sequence-sum") or c.loss_name == "gmpo"

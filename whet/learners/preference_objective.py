@@ -6,41 +6,32 @@ arguments that the configuration has as fields, and a field that none of them ta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from collections.abc import Callable
 from typing import Any
 
 from whet.config import PreferenceConfig, RewardModelConfig
-from whet.config.algo.unused_fields import changed
-from whet.errors import ConfigError
-from whet.learners.objective import check_call, keywords_of, resolve_name, with_fields
+from whet.config.algo.unused_fields import check_fields_read
+from whet.learners.objective import check_call, fields_read, keywords_of, other_field, with_fields
 from whet.ops.preference import F_DIVERGENCES, PREFERENCE_LOSSES, REWARD_LOSSES, PreferenceObjective, needs_of
 from whet.rewards.call import function_name
 from whet.train.worker import Loss
+from whet.util.references import resolve_name
 
-__all__ = ["check_taken", "composed_preference", "make_preference_objective", "make_reward_loss"]
+__all__ = ["composed_preference", "fields_read_by_loss", "make_preference_objective", "make_reward_loss"]
 
 
 def _losses(config: PreferenceConfig) -> dict[str, Callable[..., Any]]:
     """The losses of a configuration by name, before their parameters are bound."""
     named = {function_name(loss) if callable(loss) else str(loss): loss for loss in config.loss_type}
-    return {name: resolve_name(loss, PREFERENCE_LOSSES, "loss_type") for name, loss in named.items()}
+    return {name: resolve_name(loss, PREFERENCE_LOSSES, "loss_type", hint=other_field) for name, loss in named.items()}
 
 
-def check_taken(config: PreferenceConfig | RewardModelConfig, chosen: Mapping[str, Callable[..., Any]]) -> None:
-    """Raises ConfigError: a parameter of losses was set that none of the chosen ones takes.
+def fields_read_by_loss(loss: Callable[..., Any]) -> set[str]:
+    """The fields of a PreferenceConfig that a loss reads: its arguments, and those of the reference if it needs one."""
+    return fields_read(loss) | ({*_REFERENCE} if needs_of(loss).reference else set())
 
-    Args: config: with the parameters. chosen: the losses and divergence of it.
-    """
-    known = {**PREFERENCE_LOSSES, **F_DIVERGENCES} if isinstance(config, PreferenceConfig) else REWARD_LOSSES
-    parameters = {name for fn in known.values() for name in keywords_of(fn)} & config.keywords.keys()
-    taken = {name for fn in chosen.values() for name in keywords_of(fn)}
-    defaults = {f.name: f.default for f in fields(config)}
-    for name, value in changed(config, *(parameters - taken)).items():
-        raise ConfigError(
-            f"{name}={value!r} has no effect: {', '.join(chosen)} takes {', '.join(sorted(taken & parameters))}; leave "
-            f"it at {defaults[name]!r}"
-        )
+
+_REFERENCE = ("precompute_ref_log_probs", "reference_free", "sync_ref_model")
 
 
 def make_preference_objective(config: PreferenceConfig) -> PreferenceObjective:
@@ -52,11 +43,12 @@ def make_preference_objective(config: PreferenceConfig) -> PreferenceObjective:
     False
     """
     losses = _losses(config)
-    divergence = resolve_name(config.f_divergence_type, F_DIVERGENCES, "f_divergence_type")
-    check_taken(config, {**losses, function_name(divergence): divergence})
+    divergence = resolve_name(config.f_divergence_type, F_DIVERGENCES, "f_divergence_type", hint=other_field)
+    read = {name for loss in losses.values() for name in fields_read_by_loss(loss)} | fields_read(divergence)
+    check_fields_read(config, read)
     for loss in losses.values():
         check_call(with_fields(loss, config), "loss_type", ("p",))
-    objective = PreferenceObjective(
+    return PreferenceObjective(
         losses={name: with_fields(loss, config) for name, loss in losses.items()},
         loss_weights=config.loss_weights,
         beta=config.beta,
@@ -65,11 +57,6 @@ def make_preference_objective(config: PreferenceConfig) -> PreferenceObjective:
         generator=None if config.f_divergence_type == "reverse_kl" else with_fields(divergence, config),
         use_weighting=config.use_weighting,
     )
-    if not any(needs_of(loss).reference for loss in losses.values()):
-        for name in ("precompute_ref_log_probs", "sync_ref_model", "reference_free"):
-            if getattr(config, name):
-                raise ConfigError(f"{name}=True has no effect: {', '.join(losses)} reads no reference; leave it out")
-    return objective
 
 
 def make_reward_loss(config: RewardModelConfig) -> Loss:
@@ -77,8 +64,8 @@ def make_reward_loss(config: RewardModelConfig) -> Loss:
 
     Raises: ConfigError: nothing has this name, or a parameter that it does not take was set.
     """
-    loss = resolve_name(config.loss_type, REWARD_LOSSES, "loss_type")
-    check_taken(config, {function_name(loss): loss})
+    loss = resolve_name(config.loss_type, REWARD_LOSSES, "loss_type", hint=other_field)
+    check_fields_read(config, fields_read(loss))
     bound = with_fields(loss, config)
     check_call(bound, "loss_type", ("x",))
     return bound

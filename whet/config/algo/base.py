@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from pydantic import model_validator
 
 from whet.config.algo.choices import CHOICES
+from whet.config.algo.fields_read import POLICY_READS, Readers
 from whet.config.base import config
 from whet.config.fields import Bool, Count, Float, Fn, Name, Size
 from whet.config.length_aliases import with_own_name
@@ -66,6 +67,7 @@ class AlgorithmConfig:
     """
 
     CHOICES: ClassVar[Mapping[str, Mapping[str, str]]] = CHOICES
+    READS: ClassVar[Readers] = POLICY_READS
     REFUSED: ClassVar[dict[str, str]] = {
         "preset": "a preset is a function: from whet import presets; presets.dapo(...)",
     }

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Literal
 
 from whet.config.algo.base import AlgorithmConfig
-from whet.config.algo.unused_fields import check_effect
 from whet.config.base import config
 from whet.config.fields import Bool, Float, Fn, Name, Text
 from whet.errors import ConfigError, nearest
 
-__all__ = ["OF_MASK", "CorrectionFields"]
+__all__ = ["CorrectionFields"]
 
 _LEVELS = ("token", "sequence", "geometric")
 _POSITIVE = (
@@ -20,27 +19,11 @@ _POSITIVE = (
     "rejection_threshold",
     "sampler_is_threshold",
 )
-OF_MASK = {
-    "dppo_threshold": ("dppo-tv", "dppo-kl"),
-    "dppo_threshold_high": ("dppo-tv", "dppo-kl"),
-    "kl_mask_threshold": ("sampler-kl",),
-    "off_policy_mask_threshold": ("off-policy",),
-    "rejection_level": ("sampler-rejection",),
-    "rejection_lower": ("sampler-rejection",),
-    "rejection_threshold": ("sampler-rejection",),
-    "top_entropy_quantile": ("top-entropy",),
-}
-"""Fields that nothing but these loss_masks reads."""
 
 
 @config
 class CorrectionFields(AlgorithmConfig):
-    """Factors of the policy loss: weights and masks.
-
-    >>> CorrectionFields(sampler_is_lower=0.5)
-    Traceback (most recent call last):
-    whet.errors.ConfigError: sampler_is_lower=0.5 has no effect without sampler_is; else leave it at None
-    """
+    """Factors of the policy loss: weights and masks."""
 
     use_rollout_logps: Bool = True
     """Old logprobs are the sampler's; off, the trainer computes them from the weights at the start of the step."""
@@ -84,7 +67,7 @@ class CorrectionFields(AlgorithmConfig):
     """Mask out completions that were truncated at the length limit."""
 
     def __post_init__(self) -> None:
-        """Checks the ranges, and that nothing is set that would have no effect."""
+        """Checks the ranges, and that each mask would leave something out."""
         super().__post_init__()
         if isinstance(self.sampler_is, str) and self.sampler_is not in _LEVELS and ":" not in self.sampler_is:
             near = nearest(self.sampler_is, _LEVELS)
@@ -113,21 +96,11 @@ class CorrectionFields(AlgorithmConfig):
             raise ConfigError(
                 f"top_entropy_quantile must be above 0 and at most 1, got {self.top_entropy_quantile!r}; 1.0 keeps all"
             )
-        self._check_used()
-
-    def _check_used(self) -> None:
-        """Refuses parameters of a mask or a correction that is not chosen, and masks that would leave out nothing."""
-        if self.sampler_is is None:
-            names = ("mode", "threshold", "lower", "normalize", "current", "kl")
-            check_effect(self, *(f"sampler_is_{name}" for name in names), needs="sampler_is")
         if self.sampler_is_normalize and self.sampler_is_current:
             raise ConfigError(
                 "sampler_is_normalize=True divides by a mean of the whole step, which weights of the current policy "
                 "have not: leave it off, or sampler_is_current"
             )
-        for field, masks in OF_MASK.items():
-            if not set(masks) & set(self.loss_masks):
-                check_effect(self, field, needs=f"loss_masks=[{' or '.join(masks)}]")
         if "top-entropy" in self.loss_masks and self.top_entropy_quantile == 1:
             raise ConfigError(
                 "loss_masks=[top-entropy] keeps all tokens at top_entropy_quantile=1.0, and costs a pass; set it below "

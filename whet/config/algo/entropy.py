@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from whet.config.algo.base import AlgorithmConfig
-from whet.config.algo.unused_fields import check_effect
 from whet.config.base import config
 from whet.config.fields import Bool, Float
 from whet.errors import ConfigError
@@ -30,7 +29,7 @@ class EntropyFields(AlgorithmConfig):
     """The entropy that use_adaptive_entropy holds up, in nats per token."""
 
     def __post_init__(self) -> None:
-        """Checks the ranges, and that nothing is set that would have no effect."""
+        """Checks the ranges."""
         super().__post_init__()
         for name in ("entropy_coef_min", "entropy_coef_max", "entropy_target"):
             if getattr(self, name) < 0:
@@ -41,10 +40,7 @@ class EntropyFields(AlgorithmConfig):
             )
         if not self.entropy_coef_delta > 0:
             raise ConfigError(f"entropy_coef_delta must be positive, got {self.entropy_coef_delta!r}; 0.005 is usual")
-        if not self.use_adaptive_entropy:
-            names = ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")
-            check_effect(self, *names, needs="use_adaptive_entropy=True")
-        elif not self.entropy_coef_min <= self.entropy_coef <= self.entropy_coef_max:
+        if self.use_adaptive_entropy and not self.entropy_coef_min <= self.entropy_coef <= self.entropy_coef_max:
             raise ConfigError(
                 f"entropy_coef={self.entropy_coef!r}, where use_adaptive_entropy starts, must be between "
                 f"entropy_coef_min={self.entropy_coef_min!r} and entropy_coef_max={self.entropy_coef_max!r}"

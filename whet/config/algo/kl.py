@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Literal
 
 from whet.config.algo.base import AlgorithmConfig
-from whet.config.algo.unused_fields import check_effect
 from whet.config.base import config
 from whet.config.fields import Bool, Count, Float, Fn, Name
 from whet.errors import ConfigError
@@ -45,7 +44,7 @@ class KLFields(AlgorithmConfig):
     """Steps (rollouts) between two moves of the reference."""
 
     def __post_init__(self) -> None:
-        """Checks the ranges, and that nothing is set that would have no effect."""
+        """Checks the ranges, and that the fields go together."""
         super().__post_init__()
         if self.beta < 0:
             raise ConfigError(f"beta must not be negative, got {self.beta!r}")
@@ -77,7 +76,3 @@ class KLFields(AlgorithmConfig):
             raise ConfigError(
                 f"ref_model_mixup_alpha must be above 0 and at most 1, got {self.ref_model_mixup_alpha!r}; 1.0 = a copy"
             )
-        if self.target_kl is None:
-            check_effect(self, "kl_horizon", needs="target_kl")
-        if not self.sync_ref_model:
-            check_effect(self, "ref_model_mixup_alpha", "ref_model_sync_steps", needs="sync_ref_model=True")

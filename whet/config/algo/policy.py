@@ -10,6 +10,7 @@ from whet.config.algo.entropy import EntropyFields
 from whet.config.algo.kl import KLFields
 from whet.config.algo.selection import SelectionFields
 from whet.config.algo.surrogate import SurrogateFields
+from whet.config.algo.unused_fields import check_fields_read
 from whet.config.base import config
 from whet.config.fields import Size
 from whet.errors import ConfigError
@@ -29,8 +30,9 @@ class PolicyConfig(SelectionFields, CorrectionFields, EntropyFields, KLFields, S
     """G: completions of each prompt."""
 
     def __post_init__(self) -> None:
-        """Checks what concerns several choices."""
+        """Checks what concerns several choices, and that every field that was set has an effect."""
         super().__post_init__()
+        check_fields_read(self)
         punishes = {
             f"kl_type='reward' with beta={self.beta}": bool(self.beta) and self.kl_type == "reward",
             "overlong_buffer.enable=True": self.overlong_buffer.enable,

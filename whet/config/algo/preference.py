@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
+from whet.config.algo.fields_read import PREFERENCE_READS, REWARD_MODEL_READS, Readers
 from whet.config.algo.preference_choices import PREFERENCE_CHOICES
 from whet.config.algo.sft import SupervisedConfig
-from whet.config.algo.unused_fields import check_effect
+from whet.config.algo.unused_fields import check_fields_read
 from whet.config.base import config
 from whet.config.fields import Bool, Count, Float, Fn, Name, Pieces
 from whet.errors import ConfigError
@@ -30,6 +31,7 @@ class RewardModelConfig(SupervisedConfig):
     CHOICES: ClassVar[Mapping[str, Mapping[str, str]]] = {
         "loss_type": {"bradley_terry": "the usual one; margins where the rows have them"}
     }
+    READS: ClassVar[Readers] = REWARD_MODEL_READS
 
     loss_type: Name | Fn = "bradley_terry"
     """Scores of a pair -> a loss per pair: a name, a function or "package.module:function"."""
@@ -55,6 +57,7 @@ class PreferenceConfig(SupervisedConfig):
     """
 
     CHOICES: ClassVar[Mapping[str, Mapping[str, str]]] = PREFERENCE_CHOICES
+    READS: ClassVar[Readers] = PREFERENCE_READS
     REFUSED: ClassVar[dict[str, str]] = {
         "max_length": "the length of rows is the data's: data.max_length",
         "padding_free": "rows are packed wherever the model takes it",
@@ -138,11 +141,8 @@ class PreferenceConfig(SupervisedConfig):
         self._check_reference()
 
     def _check_reference(self) -> None:
-        """What is said of the reference goes together."""
-        if self.f_divergence_type in {*self.CHOICES["f_divergence_type"]} - {"alpha_divergence"}:
-            check_effect(self, "f_alpha_divergence_coef", needs="f_divergence_type=alpha_divergence")
-        if not self.sync_ref_model:
-            check_effect(self, "ref_model_mixup_alpha", "ref_model_sync_steps", needs="sync_ref_model=True")
+        """Raises ConfigError for fields about the reference that contradict one another, or have no effect."""
+        check_fields_read(self)
         if self.sync_ref_model and self.precompute_ref_log_probs:
             raise ConfigError(
                 "precompute_ref_log_probs reads the reference once, and sync_ref_model moves it; choose one"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from whet.config.algo.base import AlgorithmConfig
-from whet.config.algo.unused_fields import check_effect
 from whet.config.base import config
 from whet.config.fields import Bool, Count, Float
 from whet.errors import ConfigError
@@ -25,12 +24,8 @@ class SelectionFields(AlgorithmConfig):
     rewards are all equal; None = those."""
 
     def __post_init__(self) -> None:
-        """Checks the bounds, and that nothing is set that would have no effect."""
+        """Checks the bounds."""
         super().__post_init__()
-        if not self.dynamic_sampling:
-            check_effect(self, "max_num_gen_batches", needs="dynamic_sampling=True")
         bounds = self.group_reward_bounds
-        if bounds is not None and not self.dynamic_sampling:
-            raise ConfigError("group_reward_bounds needs dynamic_sampling=true; without it all groups are trained on")
         if bounds is not None and not bounds[0] < bounds[1]:
             raise ConfigError(f"group_reward_bounds must be (low, high) with low < high, got {bounds!r}")

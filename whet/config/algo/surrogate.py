@@ -5,23 +5,11 @@ from __future__ import annotations
 from typing import Literal
 
 from whet.config.algo.base import AlgorithmConfig
-from whet.config.algo.unused_fields import check_effect
 from whet.config.base import config
 from whet.config.fields import Float, Fn, Name
 from whet.errors import ConfigError
 
-__all__ = ["AGG_WITH_NORM", "AGG_WITH_UNITS", "SurrogateFields"]
-
-AGG_WITH_NORM = ("sequence-mean-token-scale", "sequence-mean-token-sum-norm")
-"""The modes of loss_agg_mode that read loss_agg_norm."""
-AGG_WITH_UNITS = (
-    "prompt-mean-token-mean",
-    "seq-mean-token-sum",
-    "sequence-mean-token-mean",
-    "sequence-mean-token-scale",
-    "sequence-mean-token-sum-norm",
-)
-"""Those that read loss_agg_units; the last of them only without a norm."""
+__all__ = ["SurrogateFields"]
 
 _POSITIVE = (
     "sapo_temperature_pos",
@@ -76,7 +64,7 @@ class SurrogateFields(AlgorithmConfig):
     does."""
 
     def __post_init__(self) -> None:
-        """Checks the ranges, and that nothing is set that would have no effect."""
+        """Checks the ranges."""
         super().__post_init__()
         for name in ("epsilon", "epsilon_high", "cispo_epsilon_low"):
             value = getattr(self, name)
@@ -97,12 +85,6 @@ class SurrogateFields(AlgorithmConfig):
             raise ConfigError(f"epsilon_c must be greater than 1, got {self.epsilon_c!r}; None turns the dual clip off")
         if self.loss_agg_norm is not None and self.loss_agg_norm <= 0:
             raise ConfigError(f"loss_agg_norm: Invalid 'norm' value: must be positive, got {self.loss_agg_norm!r}")
-        mode = self.loss_agg_mode
-        if mode in self.CHOICES["loss_agg_mode"] and mode not in AGG_WITH_NORM:
-            check_effect(self, "loss_agg_norm", needs=f"loss_agg_mode={' or '.join(AGG_WITH_NORM)}")
-        divided = mode == "sequence-mean-token-sum-norm" and self.loss_agg_norm is not None
-        if mode in self.CHOICES["loss_agg_mode"] and (mode not in AGG_WITH_UNITS or divided):
-            check_effect(self, "loss_agg_units", needs="a loss_agg_mode that divides by sequences or prompts")
 
     @property
     def clip_range(self) -> tuple[float, float]:

@@ -16,14 +16,12 @@ from typing import Any
 
 from whet.config import GRPOConfig as Algorithm
 from whet.config import OptimConfig, RLTrainingConfig, RolloutConfig
+from whet.config.algo.fields_read import POLICY_READS
 from whet.config.algo.presets import trl_rloo
-from whet.config.algo.surrogate import AGG_WITH_UNITS
 from whet.config.engines import VLLMOptions
 from whet.config.rollout import ConstraintConfig
 from whet.config.training import CheckpointingOptions
 from whet.errors import ConfigError, lookup_error
-from whet.learners.objective import keywords_of
-from whet.ops import POLICY_LOSSES
 
 __all__ = [
     "BY_EVALUATION",
@@ -165,7 +163,7 @@ def grpo(args: Any) -> Algorithm:
     if args.loss_type not in LOSS_TYPES:
         raise lookup_error("loss_type", args.loss_type, LOSS_TYPES)
     loss, mode = LOSS_TYPES[args.loss_type]
-    taken = keywords_of(POLICY_LOSSES[loss])
+    taken = POLICY_READS["policy_loss_fn"][loss]
     fields: dict[str, Any] = {
         **_common(args),
         "policy_loss_fn": loss,
@@ -177,7 +175,7 @@ def grpo(args: Any) -> Algorithm:
         **_entropy(args),
         **_correction(args),
     }
-    if mode in AGG_WITH_UNITS:
+    if "loss_agg_units" in POLICY_READS["loss_agg_mode"][mode]:
         fields["loss_agg_units"] = "all"
     return Algorithm(**fields)
 
