@@ -196,7 +196,7 @@ class SimpleEngine(QueueEngine):
         possible = (logprobs <= 0) & np.isfinite(logprobs)  # NaN is neither
         if not possible.all():
             raise EngineError(
-                f"{name} gave the logprob {logprobs[~possible][0]}; it is the log of the probability of what was drawn: "
+                f"{name} gave the logprob {logprobs[~possible][0]}; it is the log of the probability of the token: "
                 "finite and at most 0"
             )
         end = find_end(sampling, ids, new=len(ids))
