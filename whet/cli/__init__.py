@@ -205,20 +205,20 @@ def _say_what_loads(command: str, config: Any, words: list[str]) -> None:
     """
     import logging
 
-    from whet.config.data import paths_of
+    from whet.config.data import source_paths
 
     log = logging.getLogger("whet")
     if command == "data":
         if config.data.path is not None:  # else it is about to be said
-            log.info("reading %s", ", ".join(paths_of(config.data.path)))
+            log.info("reading %s", ", ".join(source_paths(config.data.path)))
     elif command in _RUNS or command == "eval":
         model = config.model if command == "eval" else getattr(config, config.TRAINED).model
-        log.info("loading %s and %s", model, ", ".join(paths_of(config.data.path)) or None)
+        log.info("loading %s and %s", model, ", ".join(source_paths(config.data.path)) or None)
     if command in _RUNS:
-        from whet.config.resume import kept_of_run
+        from whet.config.resume import kept_from_run
 
         kind, short = _kind(command)
-        if kept := kept_of_run(kind, words, short):
+        if kept := kept_from_run(kind, words, short):
             told = ", ".join(f"{key}={value!r} (default {usual!r})" for key, (value, usual) in kept.items())
             log.info("resume: kept as the run has them, since not given: %s", told)
 
@@ -259,22 +259,22 @@ def _kind(command: str) -> tuple[Any, Any]:
     from whet import config
 
     if command == "eval":
-        from whet.config.evaluate import EVAL_SHORT, EvalRunConfig
+        from whet.config.evaluate import EVAL_SHORTHANDS, EvalRunConfig
 
-        return EvalRunConfig, EVAL_SHORT
+        return EvalRunConfig, EVAL_SHORTHANDS
     if command == "push":
         from whet.config.push import PushConfig
 
         return PushConfig, {}
     if command in ("chat", "generate"):
-        from whet.config.generate import ChatConfig, GenerateConfig, sampled_short
+        from whet.config.generate import ChatConfig, GenerateConfig, sampling_shorthands
 
         kind = GenerateConfig if command == "generate" else ChatConfig
-        return kind, sampled_short(kind)
+        return kind, sampling_shorthands(kind)
     if command in _SUPERVISED:
         kind = {"sft": config.SFTRunConfig, "rm": config.RMRunConfig, "dpo": config.DPORunConfig}[command]
         return kind, config.shorthands(kind)
-    return (config.PPORunConfig if command == "ppo" else config.RunConfig), config.SHORT
+    return (config.PPORunConfig if command == "ppo" else config.RunConfig), config.SHORTHANDS
 
 
 def _check_flags(command: str, words: list[str]) -> None:
@@ -324,9 +324,9 @@ def _config(command: str, words: list[str]) -> Any:
         from whet.config.push import load_push
 
         return load_push(words)
-    from whet.config.generate import load_sampled
+    from whet.config.generate import load_sampling
 
-    return load_sampled(kind, words)
+    return load_sampling(kind, words)
 
 
 def _check(command: str, config: Any) -> None:
@@ -351,21 +351,21 @@ def _check(command: str, config: Any) -> None:
 
         check_push(config)
     elif command != "demo":
-        from whet.config.generate import check_sampled
+        from whet.config.generate import check_sampling
 
-        check_sampled(config)
+        check_sampling(config)
 
 
 def _check_rest(command: str, words: list[str], error: Exception) -> None:
     """Raises ConfigError for what is wrong with the keys of a run together with what else is, if that can be told."""
     from functools import partial
 
-    from whet.config.resume import load_part
+    from whet.config.resume import load_partial
     from whet.errors import ConfigError, raise_all
 
     kind, short = _kind(command)
     try:
-        config, unread = load_part(kind, words, short)
+        config, unread = load_partial(kind, words, short)
     except ConfigError:  # of the words, before any key is looked at
         return
     if config is None:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from whet.config import DPORunConfig, PPORunConfig, RMRunConfig, SFTRunConfig
-from whet.config.loader import is_text, merged, tree
+from whet.config.loader import merge, parse_args, takes_text
 from whet.errors import ConfigError, format_value, lookup_error, nearest
 from whet.rl2.keys import KEYS, Key
 from whet.rl2.references import resolved
@@ -143,12 +143,12 @@ def read(verb: str, words: Sequence[str]) -> Given:
         if key.startswith(("~", "hydra.", "--config-")):
             raise ConfigError(f"{word}: hydra's own options are not here; write key=value, or --config FILE")
         plain.append(word.lstrip("+"))
-    nested = tree(plain, texts=partial(_is_text, verb))
+    nested = parse_args(plain, texts=partial(_is_text, verb))
     nested.pop("defaults", None)  # of hydra: what a configuration of RL2's builds on
     actor = nested.get("actor")
     if isinstance(actor, dict) and "rollout" in actor:
         actor = dict(actor)
-        nested = merged(nested, {"rollout": actor.pop("rollout")}) | {"actor": actor}
+        nested = merge(nested, {"rollout": actor.pop("rollout")}) | {"actor": actor}
     nested, problems = resolved(nested)
     own = nested.pop(OWN, None) or {}
     if not isinstance(own, Mapping):
@@ -164,7 +164,7 @@ def _is_text(verb: str, names: Sequence[str], text: str) -> bool:
     As hydra has it, a quoted word is without its quotes, and null is nothing.
     """
     if names[0] == OWN:
-        return names[1:] != [] and is_text(KINDS[verb], names[1:], text)
+        return names[1:] != [] and takes_text(KINDS[verb], names[1:], text)
     if names[:2] == ["actor", "rollout"]:
         names = names[1:]
     row = key_of(".".join(names), KEYS[verb])
@@ -172,7 +172,7 @@ def _is_text(verb: str, names: Sequence[str], text: str) -> bool:
     if row is None or not (row.how == "same" or target in TEXTS or target.endswith("_column")):
         return False
     quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"
-    return text != "null" and not quoted and is_text(KINDS[verb], target.split("."), text)
+    return text != "null" and not quoted and takes_text(KINDS[verb], target.split("."), text)
 
 
 def key_of(key: str, known: Mapping[str, Key]) -> Key | None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from whet.config.base import check
-from whet.config.loader import merged
+from whet.config.base import config_from_dict
+from whet.config.loader import merge
 from whet.rl2 import ppo, supervised
 from whet.rl2.common import Part
 from whet.rl2.parsed_args import Given, copied, read
@@ -36,7 +36,7 @@ def translated(verb: str, words: Sequence[str]) -> Any:
 def of_given(given: Given) -> Any:
     """The checked configuration of a command that is read. Raises ConfigError: as `translated` does."""
     kind, found = tree_of(given)
-    return check(kind, merged(found, given.own))
+    return config_from_dict(kind, merge(found, given.own))
 
 
 def tree_of(given: Given) -> tuple[type, dict[str, Any]]:
@@ -53,7 +53,7 @@ def tree_of(given: Given) -> tuple[type, dict[str, Any]]:
         node: Any = value
         for part in reversed(key.split(".")):
             node = {part: node}
-        found = merged(found, node)
+        found = merge(found, node)
     return kind(given), found
 
 

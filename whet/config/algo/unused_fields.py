@@ -51,7 +51,8 @@ def unread_fields(config: Any, read: Collection[str] = ()) -> dict[str, str]:
     >>> unread_fields(GRPOConfig())["gamma"], unread_fields(GRPOConfig())["kl_horizon"]
     ('advantage_estimator', 'target_kl')
     """
-    has_effect, found = {*read, *(CRITIC_READS if hasattr(config, "value_loss_fn") else ())}, {}
+    has_effect = {*read, *(CRITIC_READS if hasattr(config, "value_loss_fn") else ())}
+    found: dict[str, str] = {}
     for choice, readers in config.READS.items():
         chosen = _chosen(config, choice)
         unknown = any(isinstance(name, str) and ":" not in name and name not in readers for name in chosen)
