@@ -22,7 +22,7 @@ import numpy as np
 from whet.cli.generate import OutputError, open_sampler, sampling_keys, show
 from whet.config.base import config_from_dict
 from whet.config.generate import ChatConfig, check_sampling, sampling_shorthands
-from whet.config.loader import parse_args
+from whet.config.loader import parse_config_args
 from whet.errors import ConfigError, DataError, WhetError, format_exception, lookup_error
 from whet.rollout.base import Sampling
 from whet.rollout.sampler import Sampler
@@ -146,7 +146,7 @@ class Chat:
         own = {f.name: getattr(self.config, f.name) for f in dataclasses.fields(self.config)}
         live = sorted(own.keys() & {"max_tokens", "seed", *sampling_keys(self.config)})
         parts = _words(words)
-        given = parse_args(
+        given = parse_config_args(
             ["=".join(parts)] if len(parts) == 2 and "=" not in words else parts,
             sampling_shorthands(ChatConfig),
             ChatConfig,

@@ -14,7 +14,7 @@ from whet.config.base import config, config_from_dict, field_docs
 from whet.config.data import DataConfig, SourceConfig, SupervisedDataConfig
 from whet.config.engines import SGLangOptions, VLLMOptions
 from whet.config.enums import Mode, Role
-from whet.config.loader import diff, dump, dump_tree, help_text, load, parse_args, read_yaml
+from whet.config.loader import diff, dump, dump_tree, help_text, load, parse_config_args, read_yaml
 from whet.config.lora import LoraConfig, lora_shorthands
 from whet.config.model import OptimConfig, RoleConfig
 from whet.config.rollout import ConstraintConfig, RolloutConfig
@@ -91,7 +91,7 @@ __all__ = [
     "load_run",
     "load_supervised",
     "lora_shorthands",
-    "parse_args",
+    "parse_config_args",
     "read_yaml",
     "shorthands",
 ]

@@ -12,7 +12,7 @@ from whet.config.base import config, config_from_dict
 from whet.config.enums import Mode
 from whet.config.fields import Bool, Count, Float, Fn, Name, Number, Seconds, Seed, Size, Temperature, Text
 from whet.config.length_aliases import length_shorthands
-from whet.config.loader import dump_tree, merge, parse_args
+from whet.config.loader import dump_tree, merge, parse_config_args
 from whet.config.model import RoleConfig
 from whet.config.positional_words import is_config_file
 from whet.config.rewards import RewardFields, check_workers
@@ -212,13 +212,13 @@ def load_eval(argv: Sequence[str]) -> EvalRunConfig:
             files.append(word)
         else:
             words.append(word)
-    given = parse_args(files) if files else {}
+    given = parse_config_args(files) if files else {}
     given = (
-        _settings_of_run(parse_args(files, SHORTHANDS))
+        _settings_of_run(parse_config_args(files, SHORTHANDS))
         if given.keys() & {*TRAINING_SECTIONS}
-        else parse_args(files, EVAL_SHORTHANDS)
+        else parse_config_args(files, EVAL_SHORTHANDS)
     )
-    own = parse_args(words, EVAL_SHORTHANDS, EvalRunConfig)
+    own = parse_config_args(words, EVAL_SHORTHANDS, EvalRunConfig)
     return config_from_dict(EvalRunConfig, merge(given, own), short=EVAL_SHORTHANDS)
 
 

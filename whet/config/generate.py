@@ -25,7 +25,7 @@ from whet.config.fields import (
     Tree,
 )
 from whet.config.length_aliases import length_shorthands, resolve_length_alias
-from whet.config.loader import parse_args
+from whet.config.loader import parse_config_args
 from whet.config.rollout import ConstraintConfig
 from whet.errors import ConfigError
 
@@ -180,7 +180,7 @@ def load_sampling(cls: type[T], argv: Sequence[str]) -> T:
     """
     prompts = tuple(word.removeprefix("--").partition("=")[2] for word in argv if _is_prompt(word))
     short = sampling_shorthands(cls)
-    given = parse_args([word for word in argv if not _is_prompt(word)], short, cls)
+    given = parse_config_args([word for word in argv if not _is_prompt(word)], short, cls)
     return config_from_dict(cls, {**given, **({"prompt": prompts} if prompts else {})}, short=short)
 
 

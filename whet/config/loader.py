@@ -42,7 +42,7 @@ __all__ = [
     "help_text",
     "load",
     "merge",
-    "parse_args",
+    "parse_config_args",
     "read_yaml",
     "takes_text",
 ]
@@ -73,7 +73,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return found
 
 
-def parse_args(
+def parse_config_args(
     argv: Sequence[str],
     short: Mapping[str, str] | None = None,
     cls: type | None = None,
@@ -88,7 +88,8 @@ def parse_args(
         no class, where every value is YAML, unless texts(names of the key, its word) says that it is text.
     Raises: ConfigError: a key without a value, a key given both short and in full, a value where a section is.
 
-    >>> parse_args(["actor.lr=1e-6", "--data", "train.jsonl"], {"actor.lr": "actor.optim.lr", "data": "data.path"})
+    >>> short = {"actor.lr": "actor.optim.lr", "data": "data.path"}
+    >>> parse_config_args(["actor.lr=1e-6", "--data", "train.jsonl"], short)
     {'actor': {'optim': {'lr': 1e-06}}, 'data': {'path': 'train.jsonl'}}
     """
     if isinstance(argv, str | Mapping):
@@ -183,11 +184,11 @@ def _parse_value(key: str, text: str, after: Sequence[str]) -> Any:
 def load(cls: type[T], argv: Sequence[str], short: Mapping[str, str] | None = None) -> T:
     """A checked configuration from command-line words.
 
-    Args: cls: a configuration class. argv, short: see `parse_args`.
+    Args: cls: a configuration class. argv, short: see `parse_config_args`.
     Returns: the instance.
     Raises: ConfigError: every problem at once, a line each, with its path and the nearest key.
     """
-    return config_from_dict(cls, parse_args(argv, short, cls), short=short)
+    return config_from_dict(cls, parse_config_args(argv, short, cls), short=short)
 
 
 def merge(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from whet.config.base import config_from_dict, partial_config_from_dict, section_at
-from whet.config.loader import dump_tree, flatten, parse_args, read_yaml
+from whet.config.loader import dump_tree, flatten, parse_config_args, read_yaml
 from whet.errors import ConfigError
 
 __all__ = ["FULL_CONFIG_FILE", "command_of", "kept_from_run", "load_partial", "load_resumable"]
@@ -30,7 +30,7 @@ _RESUME_KEYS = ("trainer.allow_config_change", "trainer.resume", "trainer.run_di
 def load_resumable(cls: type[T], argv: Sequence[str], short: Mapping[str, str]) -> T:
     """A checked configuration from command-line words; with trainer.resume=latest, on top of what the run has.
 
-    Args: cls: of a run's configuration. argv, short: see `loader.parse_args`.
+    Args: cls: of a run's configuration. argv, short: see `loader.parse_config_args`.
     Raises: ConfigError: every problem at once, a line each.
     """
     return config_from_dict(cls, _with_run(cls, argv, short), short=short)
@@ -43,14 +43,14 @@ def load_partial(cls: type[T], argv: Sequence[str], short: Mapping[str, str]) ->
 
 def kept_from_run(cls: type, argv: Sequence[str], short: Mapping[str, str]) -> dict[str, tuple[Any, Any]]:
     """What `load_resumable` took from the run that is not this release's default: key -> (value, default)."""
-    given, kept = parse_args(argv, short, cls), {}
+    given, kept = parse_config_args(argv, short, cls), {}
     _fill_from_run(cls, given, _run_settings(cls, given), "", kept)
     return kept
 
 
 def _with_run(cls: type, argv: Sequence[str], short: Mapping[str, str]) -> dict[str, Any]:
     """What is given, on top of what the run has."""
-    given = parse_args(argv, short, cls)
+    given = parse_config_args(argv, short, cls)
     return _fill_from_run(cls, given, _run_settings(cls, given), "", {})
 
 
@@ -103,8 +103,9 @@ def _check_unedited(brief: Mapping[str, Any], whole: Mapping[str, Any], given: M
     ]
     if edited:
         raise ConfigError(
-            f"{'; '.join(edited)}: a resume takes a run's keys from {FULL_CONFIG_FILE} and writes {MINIMAL_CONFIG_FILE} "
-            "again; undo the edit, or give what is to change as key=value, with trainer.allow_config_change=true"
+            f"{'; '.join(edited)}: a resume takes a run's keys from {FULL_CONFIG_FILE} and writes "
+            f"{MINIMAL_CONFIG_FILE} again; undo the edit, or give what is to change as key=value, with "
+            "trainer.allow_config_change=true"
         )
 
 

@@ -20,7 +20,7 @@ from whet.config import (
     help_text,
     load,
     load_run,
-    parse_args,
+    parse_config_args,
     read_yaml,
 )
 from whet.config.base import field_docs, leaves
@@ -192,7 +192,7 @@ def test_files_that_are_not_there_or_no_mapping_are_named(tmp_path):
     ],
 )  # fmt: skip
 def test_yaml_scalars_mean_what_they_look_like(text, value):
-    got = parse_args([f"k={text}"])["k"]
+    got = parse_config_args([f"k={text}"])["k"]
     assert got == value and type(got) is type(value)
 
 

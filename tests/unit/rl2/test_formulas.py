@@ -13,7 +13,7 @@ from whet.learners.kl_controller import KLController
 from whet.learners.objective import advantage_inputs, bind_fields, make_estimator, make_objective
 from whet.learners.ppo import PPOLearner, _parts
 from whet.ops import LOSS_AGG_MODES, VALUE_LOSSES, advantages_and_returns, aggregate, estimate, token_weights
-from whet.rl2.translate import translated
+from whet.rl2.translate import translate_command
 from whet.train.optim import Optim
 from whet.types import Group, LossInputs, TokenBatch
 
@@ -30,7 +30,7 @@ EPS = float(np.finfo(np.float32).eps)
 
 
 def algo(*words):
-    return translated("ppo", [*COMMAND, *words]).algo
+    return translate_command("ppo", [*COMMAND, *words]).algo
 
 
 def rolled_out(groups=3, each=3, *, seed=0):
@@ -248,7 +248,7 @@ def test_the_critic_makes_its_own_updates_and_its_schedule_spans_them(actor, cri
 
 
 def test_updates_are_contiguous_slices_of_a_rollout():
-    run = translated(
+    run = translate_command(
         "ppo", [*COMMAND, "actor.update_per_rollout=3", "critic.update_per_rollout=6", "adv.estimator=gae"]
     )
     assert run.trainer.mini_batch_size == 4 and run.algo.critic_updates == 2

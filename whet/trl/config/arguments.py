@@ -23,11 +23,11 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from transformers.training_args import ParallelMode
 
 from whet.errors import ConfigError, lookup_error, nearest
-from whet.trl.config.field import Table, WrongArgument
+from whet.fronts.field import Table
 from whet.trl.config.launch import launched
 from whet.trl.config.training import OWN_FIELDS
 
-__all__ = ["Arguments", "dataclass_of"]
+__all__ = ["Arguments", "WrongArgument", "dataclass_of"]
 
 log = logging.getLogger("whet")
 
@@ -44,6 +44,10 @@ _RENAMED = {"evaluation_strategy": "eval_strategy", "no_cuda": "use_cpu", "warmu
 """Field of an earlier transformers -> the one that takes its value."""
 _ONLY = {"save_safetensors": True, "group_by_length": False, "tp_size": 1}
 """Field of an earlier transformers -> the one value that is taken."""
+
+
+class WrongArgument(ConfigError, TypeError):
+    """An unknown argument, or one of a wrong type: in TRL a TypeError of Python's own."""
 
 
 class Arguments:
@@ -84,7 +88,7 @@ class Arguments:
         self._take_old()
         for name, row in self.TABLE.items():
             value = getattr(self, name)
-            if row.state == "refused" and value != row.default and value not in row.harmless:
+            if row.refuses(value):
                 raise ConfigError(f"{name}={value!r} is not taken: {row.note}")
             if row.kind is dict and isinstance(value, str) and (row.state != "no effect" or value.startswith("{")):
                 setattr(self, name, _mapping(name, value))

@@ -8,14 +8,15 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from whet.config import PreferenceConfig
-from whet.learners.objective import keyword_arguments, resolve_name
+from whet.fronts.field import Table, inert, old, works
+from whet.learners.objective import keyword_arguments
 from whet.learners.preference_objective import make_preference_objective
 from whet.ops.preference import PREFERENCE_LOSSES, PreferenceInputs, needs
 from whet.ops.preference import sigmoid as SMOOTHED
 from whet.trl.config.arguments import dataclass_of
-from whet.trl.config.field import Table, inert, old, works
 from whet.trl.config.supervised import MODEL_FIELDS, NO_DROPOUT, SUPERVISED_FIELDS, SupervisedArguments
 from whet.trl.config.training import OLD_TRAINING_FIELDS, TRAINING_FIELDS
+from whet.util.references import resolve_name
 
 __all__ = ["DPO_FIELDS", "OLD_DPO_FIELDS", "DPOConfig"]
 

@@ -6,8 +6,8 @@ import logging
 from typing import Any, ClassVar
 
 from whet.errors import ConfigError
+from whet.fronts.field import Table, inert, old, other, refused, works
 from whet.trl.config.arguments import dataclass_of
-from whet.trl.config.field import Table, inert, old, other, refused, works
 from whet.trl.config.rl import RLArguments
 from whet.trl.config.training import OLD_TRAINING_FIELDS, TRAINING_FIELDS
 from whet.trl.config.translate import grpo

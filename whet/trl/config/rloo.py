@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from whet.fronts.field import Table, other, works
 from whet.trl.config.arguments import dataclass_of
-from whet.trl.config.field import Table, other, works
 from whet.trl.config.grpo import GRPO_FIELDS, OLD_GRPO_FIELDS
 from whet.trl.config.rl import RLArguments
 from whet.trl.config.training import OLD_TRAINING_FIELDS, TRAINING_FIELDS

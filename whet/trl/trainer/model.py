@@ -20,7 +20,7 @@ from whet.models.heads import score_layer, with_score_head
 from whet.models.load import load_model
 from whet.models.lora import with_adapter
 from whet.models.prompt_tuning import prompted
-from whet.trl.config.field import WrongArgument
+from whet.trl.config.arguments import WrongArgument
 from whet.util.model_paths import model_folder
 
 __all__ = ["adapted", "inner_model", "module_dtype", "name_of", "pinned", "trusted"]
