@@ -57,7 +57,7 @@ def unread_fields(config: Any, read: Collection[str] = ()) -> dict[str, str]:
         chosen = _chosen(config, choice)
         unknown = any(isinstance(name, str) and ":" not in name and name not in readers for name in chosen)
         for name, names in readers.items():
-            found = {field: choice for field in names} | found
+            found = {**dict.fromkeys(names, str(choice)), **found}
             if unknown or name in chosen:  # the error about an unknown name comes later
                 has_effect.update(names)
     if getattr(config, "loss_agg_mode", None) == "sequence-mean-token-sum-norm" and config.loss_agg_norm is not None:
