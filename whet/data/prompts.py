@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from whet.data.lengths import Spread
-from whet.data.row_schema import options_of, refuse_images, text_of, turns
-from whet.data.template_check import Shown, changed_words
+from whet.data.row_schema import EMPTY_PROMPT, has_text, message_text, options_of, refuse_images, text_of, turns
+from whet.data.template_check import RenderedText, find_changed_text
 from whet.data.templates import ChatTemplate
 from whet.errors import ConfigError, DataError, format_value, lookup_error, nearest
 from whet.types import Message, Prompt
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from whet.config import DataConfig, RolloutConfig
 
-__all__ = ["Answered", "LongPrompt", "PromptEncoder", "find_prompt_column", "said_by"]
+__all__ = ["Answered", "LongPrompt", "PromptEncoder", "find_prompt_column"]
 
 log = logging.getLogger("whet")
 
@@ -65,18 +65,6 @@ def find_prompt_column(columns: Iterable[str], prompt_column: str | None = None,
         f"{'' if row is None else f'row {row}: '}no prompt column ({' or '.join(wanted)}) among the columns "
         f"{', '.join(columns)}{hint}{'' if hint.endswith('?') else ';'} {way}"
     )
-
-
-def said_by(message: Message) -> str:
-    """The text of a message, its parts joined.
-
-    >>> said_by({"role": "user", "content": [{"type": "text", "text": "2+2"}, "="]})
-    '2+2='
-    """
-    content = message.get("content")
-    if isinstance(content, str) or not content:
-        return content or ""
-    return "".join(part if isinstance(part, str) else str(part.get("text", "")) for part in content)
 
 
 class _Read(NamedTuple):
@@ -257,13 +245,9 @@ class PromptEncoder:
             raise DataError(
                 f"row {number}: the prompt {format_value(source)} has no tokens; leave the row out, or fill it"
             )
-        if not self._warned_of_empty and not any(said_by(m).strip() for m in self.messages(source)):
+        if not self._warned_of_empty and not has_text(self.messages(source)):
             self._warned_of_empty = True
-            log.warning(
-                "row %d: the prompt is empty, so the model is asked nothing; fill it, or leave such rows out (only the "
-                "first is named)",
-                number,
-            )
+            log.warning(EMPTY_PROMPT, number)
         ids = np.asarray(tokens, dtype=np.int32)
         ids.setflags(write=False)
         prompt = self._fit(Prompt(tokens=ids, source=source, columns=read.columns, row=number))
@@ -334,7 +318,7 @@ class PromptEncoder:
             found.insert(0, {"role": "system", "content": self.system_prompt})
         return found
 
-    def rendered(self, messages: list[Message], row: int, columns: Mapping[str, Any] | None = None) -> Shown:
+    def rendered(self, messages: list[Message], row: int, columns: Mapping[str, Any] | None = None) -> RenderedText:
         """A conversation as the chat template writes it, the assistant's turn open; a last one of its own is continued.
 
         Args: messages: at least one. row: for the message of an error. columns: of the row, which may have tools and
@@ -343,10 +327,10 @@ class PromptEncoder:
         """
         return self._rendered(messages, {} if columns is None else options_of(columns, row), row)
 
-    def _rendered(self, messages: list[Message], own: Mapping[str, Any], row: int) -> Shown:
+    def _rendered(self, messages: list[Message], own: Mapping[str, Any], row: int) -> RenderedText:
         open_turn = messages[-1]["role"] == "assistant"
         options = {**own, "add_generation_prompt": not open_turn, "continue_final_message": open_turn}
-        return Shown(self.template.text(messages, row=row, **options), len(messages), options)
+        return RenderedText(self.template.text(messages, row=row, **options), len(messages), options)
 
     def _unanswered(
         self, source: list[Message], columns: dict[str, Any], number: int
@@ -354,7 +338,7 @@ class PromptEncoder:
         """A conversation to be continued, as a text; or without its last turn, the row's answer unless it has one."""
         *before, last = source
         if self.on_answered == "continue":
-            return [*before, {**last, "content": said_by(last)}], columns
+            return [*before, {**last, "content": message_text(last)}], columns
         if self.on_answered == "error":
             raise DataError(
                 f"row {number} ends with the assistant's turn {format_value(last.get('content'), 60)}: an answer, "
@@ -363,7 +347,7 @@ class PromptEncoder:
             )
         if not before:
             raise DataError(f"row {number} has no turn but the assistant's; leave it out, or give it a user's turn")
-        return before, {ANSWER: said_by(last), **columns}
+        return before, {ANSWER: message_text(last), **columns}
 
     def _text(self, source: str | list[Message], own: Mapping[str, Any], number: int) -> str:
         """The text that the tokens are made of. Args: own: the row's arguments of the template."""
@@ -382,7 +366,7 @@ class PromptEncoder:
             return str(source)
         messages = self.messages(source)
         written = self._rendered(messages, own, number)
-        changed = changed_words(self.template, messages, [written], number)
+        changed = find_changed_text(self.template, messages, [written], number)
         if changed := changed or self._tools_left_out(messages, written, number):
             if self.on_template_change == "error":
                 raise DataError(
@@ -392,7 +376,7 @@ class PromptEncoder:
             self.counts["changed"] += 1
         return written.text
 
-    def _tools_left_out(self, messages: list[Message], written: Shown, number: int) -> str:
+    def _tools_left_out(self, messages: list[Message], written: RenderedText, number: int) -> str:
         """What is wrong where a row has tools that the template does not show; "" where it has none or shows them."""
         tools = written.options.get("tools")
         if not tools or self.template.text(messages, row=number, **{**written.options, "tools": None}) != written.text:

@@ -17,8 +17,17 @@ import numpy as np
 from whet.config.data import SupervisedDataConfig
 from whet.data.conversations import Rendering, encode_rendering, render_turns, render_whole, sequence_of
 from whet.data.lengths import Lengths
-from whet.data.row_schema import Said, conversation, find_column, options_of, refuse_images, said_in
-from whet.data.template_check import changed_words
+from whet.data.row_schema import (
+    EMPTY_PROMPT,
+    Said,
+    conversation,
+    find_column,
+    has_text,
+    options_of,
+    refuse_images,
+    said_in,
+)
+from whet.data.template_check import find_changed_text
 from whet.data.templates import ChatTemplate
 from whet.data.text_parts import leading_ids, part_ids
 from whet.errors import ConfigError, DataError, format_value, nearest
@@ -87,6 +96,7 @@ class RowEncoder:
         """Starts to count anew, for another data set."""
         self.lengths = Lengths(self.data)
         self.counts = dict.fromkeys(("encoded", "forked", "truncated", "changed", "repeating", "dropped", "empty"), 0)
+        self._warned_of_empty = False
 
     def __call__(self, row: Mapping[str, Any], number: int = 0) -> Example | None:
         """One row as an Example.
@@ -211,7 +221,15 @@ class RowEncoder:
         messages = [*before, *after]
         if self.data.system_prompt and messages[0]["role"] != "system":
             messages, first = [{"role": "system", "content": self.data.system_prompt}, *messages], first + 1
+        answered = next((i for i, m in enumerate(messages) if i >= first and m["role"] == "assistant"), 0)
+        self._warn_of_empty_prompt(messages[:answered], number)
         return self._conversation(messages, first, options, number)
+
+    def _warn_of_empty_prompt(self, prompt: Sequence[Message], number: int) -> None:
+        """Warns of the first prompt that has messages and no text."""
+        if prompt and not self._warned_of_empty and not has_text(prompt):
+            self._warned_of_empty = True
+            log.warning(EMPTY_PROMPT, number)
 
     def _is_plain(self, answer: Answer) -> bool:
         """Whether an answer and what stands before it are texts that are encoded as they are."""
@@ -257,16 +275,16 @@ class RowEncoder:
     def _changed(self, made: list[Rendering], messages: list[Message], number: int) -> str:
         """What the template changes or leaves out of a row; "" where it shows all."""
         header = next((one.changed for one in made if one.changed), "")
-        said = changed_words(self.template, messages, [one.shown for one in made], number)
+        said = find_changed_text(self.template, messages, [one.rendered for one in made], number)
         tools = self._tools_left_out(made[0], messages, number)
         return said or tools or header
 
     def _tools_left_out(self, made: Rendering, messages: list[Message], number: int) -> str:
-        options = dict(made.shown.options)
+        options = dict(made.rendered.options)
         if (
             "tools" not in options
-            or self.template.text(messages[: made.shown.messages], row=number, **{**options, "tools": None})
-            != made.shown.text
+            or self.template.text(messages[: made.rendered.messages], row=number, **{**options, "tools": None})
+            != made.rendered.text
         ):
             return ""
         return f"the row has the tools {format_value(options['tools'], 80)}, and the chat template shows none"
@@ -292,6 +310,7 @@ class RowEncoder:
             raise DataError(
                 f"row {number}: the prompt {format_value(prompt)} has no tokens; leave the row out, or fill it"
             )
+        self._warn_of_empty_prompt([] if prompt is None else _messages(prompt, "user"), number)
         everything = self.trains_all
         return [sequence_of([(before, everything), ([*ids[-1], *tail], True)])]
 
