@@ -14,10 +14,10 @@ from helpers import END, PAD, Events, length_reward, random_batch, rows, tiny_mo
 
 import whet.trl
 from whet.data.tokenizer import byte_tokenizer
+from whet.envs.tool_calls import ToolTemplate
 from whet.learners.kl_controller import KLController
 from whet.learners.objective import make_objective
 from whet.trl import GRPOConfig, GRPOTrainer
-from whet.trl.agents.chat import Chat
 from whet.trl.config.translate import grpo as algorithm
 from whet.trl.rl.learner import TRLLearner
 from whet.types import LossInputs
@@ -356,7 +356,7 @@ def with_tools(module, config, folder, seen, **given):
     """A step with tools; its trainer."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = TOOLS
-    tokenizer.response_template = Chat(tokenizer, {}, [END]).template
+    tokenizer.response_template = ToolTemplate(tokenizer, {}, [END]).response_template
     left = [list(texts) for texts in TURNS]
 
     def generate(input_ids, **_):

@@ -35,7 +35,7 @@ from whet.data.sources import check_source
 from whet.envs import load_script
 from whet.errors import ConfigError, raise_all
 from whet.learners.grpo import check_drawn
-from whet.learners.objective import objective_checks, policy_loss, resolve_name
+from whet.learners.objective import objective_checks, other_field, policy_loss
 from whet.learners.preference_objective import make_preference_objective, make_reward_loss
 from whet.models.lora import check_lora
 from whet.observe.loggers import check_loggers
@@ -53,7 +53,7 @@ from whet.train.optimizers import check_optimizer
 from whet.train.role_checkpoints import Checkpoints
 from whet.train.role_workers import check_model_exists
 from whet.types import Prompt
-from whet.util.references import is_ref, resolve_callable
+from whet.util.references import is_ref, resolve_callable, resolve_name
 
 __all__ = ["check_rewards", "check_run", "check_teacher_used"]
 
@@ -69,12 +69,13 @@ def check_run(config: RunConfig | SupervisedRunConfig, unread: Collection[str] =
     Raises: ConfigError: with every finding, a line each; a single one as the error that it is.
 
     >>> from whet.config import load_run
-    >>> check_run(load_run(["reward=exact_match", "actor.optim.name=sdg", "trainer.mini_batch_size=3"]))
+    >>> words = ["reward=exact_match", "actor.optim.name=sdg", "trainer.mini_batch_size=3"]
+    >>> check_run(load_run(words))  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     whet.errors.ConfigError: no model; write model=<hub name or folder>
     no data; write data=<hub name, folder, json, jsonl, csv, parquet or arrow file>
     batch_size=8 must be a multiple of mini_batch_size=3; use mini_batch_size=2 or 4
-    unknown optim.name 'sdg'; did you mean sgd? Known: adam, adamw, adamw8bit, muon, package.module:factory, sgd
+    unknown optim.name 'sdg'; did you mean sgd? Known: adam, adamw, adamw8bit, muon, sgd, package.module:name, ...
     """
     sections = {field.name for field in dataclasses.fields(config)}
     doubtful = set(unread) if sections.issuperset(unread) else sections
@@ -115,8 +116,8 @@ def _supervised(config: SupervisedRunConfig, unread: Collection[str]) -> Iterato
     elif isinstance(algo, RewardModelConfig):
         yield "algo", partial(make_reward_loss, algo)
     elif isinstance(algo, SFTConfig):
-        yield "", partial(resolve_name, algo.loss_type, SFT_LOSSES, "SFT loss")
-        yield "", partial(resolve_name, algo.loss_agg_mode, LOSS_AGG_MODES, "loss_agg_mode")
+        yield "", partial(resolve_name, algo.loss_type, SFT_LOSSES, "SFT loss", other_field)
+        yield "", partial(resolve_name, algo.loss_agg_mode, LOSS_AGG_MODES, "loss_agg_mode", other_field)
     yield from _role(config.TRAINED, config.trained, trained=True)
     if isinstance(config, DPORunConfig):
         yield from _role("reference", config.reference, trained=False)

@@ -18,11 +18,11 @@ def run_main(program: str, run: Callable[[str, Sequence[str]], Any], argv: Seque
         argv: the words; None = those of the process.
     Returns: the exit status; an error of whet's is one message on stderr.
     """
-    from whet.cli import explained
+    from whet.cli import run_and_report
 
     words = list(sys.argv[1:] if argv is None else argv)
     command = words.pop(0) if words else "--help"
-    return explained(f"{program} {command}".removesuffix(" --help"), lambda: run(command, words))
+    return run_and_report(f"{program} {command}".removesuffix(" --help"), lambda: run(command, words))
 
 
 def run_command(
@@ -39,7 +39,7 @@ def run_command(
     Returns: what `work` returned; None after the usage.
     Raises: ConfigError: an unknown command.
     """
-    from whet.cli import print_text
+    from whet.cli.output import print_text
     from whet.errors import lookup_error
 
     if command in ("-h", "--help", "help"):

@@ -19,7 +19,7 @@ from torch import Tensor
 from whet.config import AlgorithmConfig, PolicyConfig, SupervisedConfig
 from whet.config.algo import presets
 from whet.config.algo.unused_fields import check_fields_read, user_functions
-from whet.errors import ConfigError, lookup_error
+from whet.errors import ConfigError
 from whet.ops import (
     ADVANTAGE_ESTIMATORS,
     CORRECTIONS,
@@ -37,7 +37,7 @@ from whet.rewards.length import overlong
 from whet.rewards.manager import RewardBatch
 from whet.rewards.text import unrewarded
 from whet.types import TokenBatch
-from whet.util.references import is_ref, resolve_callable
+from whet.util.references import resolve_name
 
 __all__ = [
     "advantage_inputs",
@@ -51,8 +51,8 @@ __all__ = [
     "make_estimator",
     "make_objective",
     "objective_checks",
+    "other_field",
     "policy_loss",
-    "resolve_name",
     "reward_functions",
     "with_fields",
 ]
@@ -68,22 +68,10 @@ _NAMED: Mapping[str, Mapping[str, Any]] = {
 """Fields whose names are sometimes given to another."""
 
 
-def resolve_name(value: Any, known: Mapping[str, Any], kind: str) -> Any:
-    """What a name stands for: a callable as it is, "package.module:function" resolved, or a name that whet knows."""
-    if callable(value):
-        return value
-    if is_ref(value):
-        return resolve_callable(value, kind)
-    if value in known:
-        return known[value]
-    error = lookup_error(kind, value, known)
-    raise ConfigError(f"{error}{_elsewhere(value)}")
+def other_field(value: str) -> str:
+    """The end of a message about an unknown name: the field that has this name; "" if none has.
 
-
-def _elsewhere(value: str) -> str:
-    """The end of a message about an unknown name: what of the configuration has it; "" where nothing has.
-
-    >>> _elsewhere("dapo"), _elsewhere("token-mean"), _elsewhere("gpro")
+    >>> other_field("dapo"), other_field("token-mean"), other_field("gpro")
     ('. dapo is a whole method: algo.preset=dapo', '. token-mean is a loss_agg_mode', '')
     """
     if value in presets.PRESETS:
@@ -92,9 +80,12 @@ def _elsewhere(value: str) -> str:
     return f". {value} is {'an' if field[0] in 'aeiou' else 'a'} {field}" if field else ""
 
 
+_resolve = functools.partial(resolve_name, hint=other_field)
+
+
 def _piece(value: Any, known: Mapping[str, Any], kind: str, config: AlgorithmConfig) -> Callable[..., Any]:
     """A piece of the objective, fn(x), with the configuration's fields bound."""
-    fn = with_fields(resolve_name(value, known, kind), config)
+    fn = with_fields(_resolve(value, known, kind), config)
     check_call(fn, kind, ("x",))
     return fn
 
@@ -163,7 +154,7 @@ _FIELD_OF_ARGUMENT = {"norm": "loss_agg_norm", "num_units": "loss_agg_units"}
 
 def check_all_read(config: PolicyConfig) -> None:
     """Raises ConfigError for a field that was set and that neither whet's chosen functions nor the user's own read."""
-    own = [resolve_name(fn, {}, name) for name, fn in user_functions(config)]
+    own = [_resolve(fn, {}, name) for name, fn in user_functions(config)]
     check_fields_read(config, {name for fn in own for name in fields_read(fn)})
 
 
@@ -202,7 +193,7 @@ def composed(config: PolicyConfig) -> dict[str, str]:
 
 def _with_parameters(config: PolicyConfig, value: Any, known: Mapping[str, Any]) -> str:
     """A piece's name, with the fields that it takes and that are set."""
-    fn = resolve_name(value, known, "piece")
+    fn = _resolve(value, known, "piece")
     taken = {f.name: getattr(config, f.name) for f in fields(config) if f.name in keywords_of(fn)}
     words = ", ".join(f"{name}={_named(value)}" for name, value in taken.items() if value is not None)
     return f"{_named(value)}({words})" if words else _named(value)
@@ -232,7 +223,7 @@ def reward_functions(given: Any, config: AlgorithmConfig) -> tuple[list[Any], tu
 def make_estimator(config: AlgorithmConfig) -> Callable[..., Tensor]:
     """The advantage estimator of a configuration."""
     kind = "advantage estimator"
-    fn = with_fields(resolve_name(config.advantage_estimator, ADVANTAGE_ESTIMATORS, kind), config)
+    fn = with_fields(_resolve(config.advantage_estimator, ADVANTAGE_ESTIMATORS, kind), config)
     check_call(fn, kind, ("x",), ("rewards", "group_ids"))
     return fn
 
@@ -261,12 +252,12 @@ def advantage_inputs(
 
 def policy_loss(config: PolicyConfig) -> Callable[..., Any]:
     """The policy loss of a configuration. Raises ConfigError: nothing has this name."""
-    return resolve_name(config.loss_name, POLICY_LOSSES, "policy loss")
+    return _resolve(config.loss_name, POLICY_LOSSES, "policy loss")
 
 
 def kl_estimate(config: PolicyConfig) -> Callable[[Tensor], Tensor]:
     """The KL estimate of a configuration, a function of d. Raises ConfigError: nothing has this name."""
-    return resolve_name(config.keywords["kl_loss_mode"], KL_MODES, "KL mode")
+    return _resolve(config.keywords["kl_loss_mode"], KL_MODES, "KL mode")
 
 
 def objective_checks(config: AlgorithmConfig) -> list[Callable[[], Any]]:
@@ -279,7 +270,7 @@ def objective_checks(config: AlgorithmConfig) -> list[Callable[[], Any]]:
     named = [(config.loss_agg_mode, LOSS_AGG_MODES, "loss_agg_mode")]
     named += [] if config.sampler_is is None else [(config.sampler_is, CORRECTIONS, "sampler_is")]
     named += [(name, TOKEN_MASKS, "loss mask") for name in config.loss_masks]
-    resolved = [functools.partial(resolve_name, *words) for words in named]
+    resolved = [functools.partial(_resolve, *words) for words in named]
     return [*checks, *resolved, *(functools.partial(fn, config) for fn in (policy_loss, kl_estimate, make_objective))]
 
 

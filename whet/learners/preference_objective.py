@@ -11,10 +11,11 @@ from typing import Any
 
 from whet.config import PreferenceConfig, RewardModelConfig
 from whet.config.algo.unused_fields import check_fields_read
-from whet.learners.objective import check_call, fields_read, keywords_of, resolve_name, with_fields
+from whet.learners.objective import check_call, fields_read, keywords_of, other_field, with_fields
 from whet.ops.preference import F_DIVERGENCES, PREFERENCE_LOSSES, REWARD_LOSSES, PreferenceObjective, needs_of
 from whet.rewards.call import function_name
 from whet.train.worker import Loss
+from whet.util.references import resolve_name
 
 __all__ = ["composed_preference", "fields_read_by_loss", "make_preference_objective", "make_reward_loss"]
 
@@ -22,7 +23,7 @@ __all__ = ["composed_preference", "fields_read_by_loss", "make_preference_object
 def _losses(config: PreferenceConfig) -> dict[str, Callable[..., Any]]:
     """The losses of a configuration by name, before their parameters are bound."""
     named = {function_name(loss) if callable(loss) else str(loss): loss for loss in config.loss_type}
-    return {name: resolve_name(loss, PREFERENCE_LOSSES, "loss_type") for name, loss in named.items()}
+    return {name: resolve_name(loss, PREFERENCE_LOSSES, "loss_type", hint=other_field) for name, loss in named.items()}
 
 
 def fields_read_by_loss(loss: Callable[..., Any]) -> set[str]:
@@ -42,7 +43,7 @@ def make_preference_objective(config: PreferenceConfig) -> PreferenceObjective:
     False
     """
     losses = _losses(config)
-    divergence = resolve_name(config.f_divergence_type, F_DIVERGENCES, "f_divergence_type")
+    divergence = resolve_name(config.f_divergence_type, F_DIVERGENCES, "f_divergence_type", hint=other_field)
     read = {name for loss in losses.values() for name in fields_read_by_loss(loss)} | fields_read(divergence)
     check_fields_read(config, read)
     for loss in losses.values():
@@ -63,7 +64,7 @@ def make_reward_loss(config: RewardModelConfig) -> Loss:
 
     Raises: ConfigError: nothing has this name, or a parameter that it does not take was set.
     """
-    loss = resolve_name(config.loss_type, REWARD_LOSSES, "loss_type")
+    loss = resolve_name(config.loss_type, REWARD_LOSSES, "loss_type", hint=other_field)
     check_fields_read(config, fields_read(loss))
     bound = with_fields(loss, config)
     check_call(bound, "loss_type", ("x",))

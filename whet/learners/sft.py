@@ -11,12 +11,13 @@ from whet.config import SFTConfig
 from whet.config.base import need
 from whet.config.model import SFT_LR
 from whet.data.supervised import SFTEncoder
-from whet.learners.objective import check_call, resolve_name, with_fields
+from whet.learners.objective import check_call, other_field, with_fields
 from whet.learners.supervised import SupervisedLearner
 from whet.learners.supervised_task import Encoder
 from whet.ops import LOSS_AGG_MODES, SFT_LOSSES
 from whet.train.supervised_models import SupervisedModels
 from whet.types import LossInputs
+from whet.util.references import resolve_name
 
 __all__ = ["SFTLearner"]
 
@@ -35,11 +36,11 @@ class SFTLearner(SupervisedLearner[SFTConfig]):
     def __init__(self, models: SupervisedModels, algo_config: SFTConfig | None = None, **options: Any) -> None:
         c = need(algo_config or SFTConfig(), SFTConfig, "algo_config")
         super().__init__(models, c, **options)
-        self._loss = with_fields(resolve_name(c.loss_type, SFT_LOSSES, "SFT loss"), c)
+        self._loss = with_fields(resolve_name(c.loss_type, SFT_LOSSES, "SFT loss", hint=other_field), c)
         check_call(self._loss, "loss_type", ("x",))
         models.trainer.with_loss_fn(
             self.loss,
-            loss_agg_mode=resolve_name(c.loss_agg_mode, LOSS_AGG_MODES, "loss_agg_mode"),
+            loss_agg_mode=resolve_name(c.loss_agg_mode, LOSS_AGG_MODES, "loss_agg_mode", hint=other_field),
             loss_agg_norm=c.loss_agg_norm,
             entropy=c.log_entropy,
             constants=("correct",),

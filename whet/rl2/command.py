@@ -41,7 +41,7 @@ def run(trainer: str, words: Sequence[str]) -> Any:
 
 def _train(trainer: str, words: Sequence[str]) -> Any:
     """Translates and trains, or prints the configuration."""
-    from whet.cli import print_text
+    from whet.cli.output import print_text
     from whet.config import dump
     from whet.config.base import leaves
     from whet.errors import WhetError

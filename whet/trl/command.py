@@ -44,7 +44,7 @@ def run(verb: str, words: Sequence[str]) -> Any:
 
 def _train(verb: str, words: Sequence[str]) -> Any:
     """Trains, saves the model, and pushes it where that was asked for. Returns: the trainer."""
-    from whet.cli import print_text
+    from whet.cli.output import print_text
     from whet.trl.scripts import get_peft_config, get_quantization_config
 
     script, args, model, mixture = _parsed(verb, words)

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from whet._version import __version__
-from whet.cli import COMMANDS, _kind, main
+from whet.cli import main
+from whet.cli.registry import COMMANDS, config_class
 from whet.cli.schema import schema
 from whet.config import load_run, read_yaml
 
@@ -84,7 +85,7 @@ def _unknown(node, tree, whole, path=""):
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda p: p.stem)
 def test_the_schema_has_every_key_of_a_recipe_and_none_that_is_misspelt(path):
     command = next(word for word in ("ppo", "sft", "rm", "dpo", "grpo") if f"whet {word} --config" in path.read_text())
-    found = schema(*_kind(command))
+    found = schema(*config_class(command))
     tree = read_yaml(path)
     assert _unknown(found, tree, found) == []
     tree |= {"trainr": {}, "trainer": {"max_stps": 1}}

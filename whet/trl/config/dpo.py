@@ -9,13 +9,14 @@ from torch import Tensor
 
 from whet.config import PreferenceConfig
 from whet.fronts.field import Table, inert, old, works
-from whet.learners.objective import keywords_of, resolve_name
+from whet.learners.objective import keywords_of
 from whet.learners.preference_objective import make_preference_objective
 from whet.ops.preference import PREFERENCE_LOSSES, PreferenceInputs, needs
 from whet.ops.preference import sigmoid as SMOOTHED
 from whet.trl.config.arguments import dataclass_of
 from whet.trl.config.supervised import MODEL_FIELDS, NO_DROPOUT, SUPERVISED_FIELDS, SupervisedArguments
 from whet.trl.config.training import OLD_TRAINING_FIELDS, TRAINING_FIELDS
+from whet.util.references import resolve_name
 
 __all__ = ["DPO_FIELDS", "OLD_DPO_FIELDS", "DPOConfig"]
 

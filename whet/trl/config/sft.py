@@ -11,11 +11,11 @@ from transformers import TrainingArguments
 from whet.config import SFTConfig as Algorithm
 from whet.errors import ConfigError, lookup_error
 from whet.fronts.field import Table, inert, old, other, works
-from whet.learners.objective import resolve_name
 from whet.ops import SFT_LOSSES
 from whet.trl.config.arguments import dataclass_of
 from whet.trl.config.supervised import MODEL_FIELDS, SUPERVISED_FIELDS, TEMPLATE_FIELDS, SupervisedArguments
 from whet.trl.config.training import OLD_TRAINING_FIELDS, TRAINING_FIELDS
+from whet.util.references import resolve_name
 
 __all__ = ["OLD_SFT_FIELDS", "SFT_FIELDS", "SFTConfig", "of_training_arguments"]
 

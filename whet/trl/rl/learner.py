@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from whet.config import Mode
 from whet.data.prompts import PromptEncoder
+from whet.envs.tool_calls import parse_turn
 from whet.learners.grpo import GRPOLearner
 from whet.learners.step import Step
 from whet.learners.step_metrics import spread, total_metrics
@@ -21,7 +22,6 @@ from whet.ops import high_entropy_mask, off_policy_mask
 from whet.rollout.driver import Episode, single_turns
 from whet.run.run import Run
 from whet.trl.agents.agents import Agents
-from whet.trl.agents.chat import read_turn
 from whet.trl.config.batches import Batches
 from whet.trl.config.translate import beams
 from whet.trl.rl.custom_generate import generated, replaced
@@ -64,8 +64,8 @@ class TRLLearner(GRPOLearner):
         """Completes prompts: by rollout_func, by the model's own `generate` where that was replaced, by the engine."""
         number = self.num_generations_of(mode)
         if self.agents.rollout_func is not None:
-            return self.parsed(self.agents.called(self.front, prompts, number, self.cluster.eos_ids))
-        prompts, play = self.agents.begun(self, prompts, number, mode, first)
+            return self.parsed(self.agents.call_rollout_func(self.front, prompts, number, self.cluster.eos_ids))
+        prompts, play = self.agents.start_episodes(self, prompts, number, mode, first)
         if (own := self._own_generate()) is not None:
             return self.parsed(self._generated(own, prompts, number, play, (step, first), mode))
         return self.parsed(
@@ -108,7 +108,7 @@ class TRLLearner(GRPOLearner):
         tokenizer: Any = self.cluster.tokenizer
         if tokenizer.response_template is None:
             return groups
-        read = functools.partial(read_turn, tokenizer, tokenizer.response_template)
+        read = functools.partial(parse_turn, tokenizer, tokenizer.response_template)
         made = []
         for group in groups:
             context, chat = group.prompt.tokens, not isinstance(group.prompt.source, str)
@@ -124,7 +124,7 @@ class TRLLearner(GRPOLearner):
     def batch(self, step: Step) -> Step:
         """As RLLearner.batch; lengths of completions with tools are those of what the model said, as in TRL."""
         step = super().batch(step)
-        if not self.agents.plays and self.agents.rollout_func is None:
+        if not self.agents.has_tools and self.agents.rollout_func is None:
             return step
         done = [c for g in step.rewards.groups for c in g.completions]
         lengths = np.array([int((c.versions >= 0).sum()) for c in done])

@@ -86,9 +86,9 @@ class TRLRewards(RewardManager):
         self, groups: Sequence[Group], texts: Sequence[Sequence[Any]], *, mode: Any, extras: Mapping[str, Any]
     ) -> RewardInputs:
         """As RewardManager, with prompts as environments have made them, and the columns of rollouts."""
-        playing = self.agents.environments
-        if playing is not None:  # among the extras, since columns are copied for each function
-            extras = {**extras, "environments": playing.playing}
+        environments = self.agents.environments
+        if environments is not None:  # among the extras, since columns are copied for each function
+            extras = {**extras, "environments": environments.in_use}
         found = super().inputs(groups, texts, mode=mode, extras=extras)
         columns = {**found.columns, **self.agents.columns}
         return dataclasses.replace(found, prompts=own_prompts(groups), columns=columns)

@@ -278,7 +278,7 @@ class RLTrainer(Trainer):
     @property
     def environments(self) -> list[Any]:
         """The environments of the last rollout, one for each completion; empty without environment_factory."""
-        return [] if self.agents.environments is None else self.agents.environments.playing
+        return [] if self.agents.environments is None else self.agents.environments.in_use
 
     @property
     def reward_weights(self) -> torch.Tensor:
