@@ -40,13 +40,13 @@ class Rendering:
     """A sequence before it is encoded: the parts of its text, and the messages that they show."""
 
     parts: tuple[Part, ...]
-    format_value: Shown
+    shown: Shown
     changed: str = ""
     """Where a turn does not begin with the header that the template asks with: both, for a message."""
 
     def and_then(self, *parts: Part, shown: Shown, changed: str) -> Rendering:
         """The sequence with further parts."""
-        return replace(self, parts=(*self.parts, *parts), shown=format_value, changed=self.changed or changed)
+        return replace(self, parts=(*self.parts, *parts), shown=shown, changed=self.changed or changed)
 
 
 def render_turns(

@@ -156,7 +156,7 @@ def symptoms(bands: Mapping[str, Band] | None) -> dict[str, Symptom]:
     """The symptoms that a run looks for. Args: bands: trainer.warn_when, in place of BANDS by their metrics.
 
     >>> sorted(symptoms({"kl": Band(above=2.0), "grad_norm": Band(above=50.0)}))
-    ['apart', 'truncated', 'entropy/token_mean', 'grad_norm', 'kl']
+    ['apart', 'entropy/token_mean', 'grad_norm', 'kl', 'truncated']
     """
     given = {**BANDS, **(bands or {})}
     watched = {name: Symptom(partial(beyond, metric=name, band=band), band.steps, 3.0) for name, band in given.items()}
