@@ -298,7 +298,7 @@ class Replay(QueueEngine):
         self.outputs, self.closed = outputs, False
 
     def step(self, timeout_s=None):
-        taken = [self._queue.popleft() for _ in range(len(self._queue))]
+        taken = [self.queue.popleft() for _ in range(len(self.queue))]
         return [
             Output(
                 id=r.id,

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from whet.data.template_check import Shown
+from whet.data.template_check import RenderedText
 from whet.data.templates import ChatTemplate, alike
 from whet.data.text_parts import part_ids
 from whet.errors import DataError, format_value
@@ -40,13 +40,13 @@ class Rendering:
     """A sequence before it is encoded: the parts of its text, and the messages that they show."""
 
     parts: tuple[Part, ...]
-    shown: Shown
+    rendered: RenderedText
     changed: str = ""
     """Where a turn does not begin with the header that the template asks with: both, for a message."""
 
-    def and_then(self, *parts: Part, shown: Shown, changed: str) -> Rendering:
+    def extend(self, *parts: Part, rendered: RenderedText, changed: str) -> Rendering:
         """The sequence with further parts."""
-        return replace(self, parts=(*self.parts, *parts), shown=shown, changed=self.changed or changed)
+        return replace(self, parts=(*self.parts, *parts), rendered=rendered, changed=self.changed or changed)
 
 
 def render_turns(
@@ -92,13 +92,15 @@ def render_turns(
                 f"{after[len(common) :][:80]!r}"
             )
             before = common
-        shows = Shown(after, place + 1, options)
+        rendered = RenderedText(after, place + 1, options)
         said = Part(after[len(before) :], trained=True)
         if made and before.startswith(text):
-            made[-1] = made[-1].and_then(Part(before[len(text) :], False, others), said, shown=shows, changed=changed)
+            made[-1] = made[-1].extend(
+                Part(before[len(text) :], False, others), said, rendered=rendered, changed=changed
+            )
         else:
             others = others or bool(made)
-            made.append(Rendering((Part(before, False, others), said), shows, changed))
+            made.append(Rendering((Part(before, False, others), said), rendered, changed))
         text, others = after, False
     return made
 
@@ -108,7 +110,7 @@ def render_whole(
 ) -> list[Rendering]:
     """A conversation as one sequence that is trained from end to end. Args and Returns as for `render_turns`."""
     text = template.text(messages, row=row, **options)
-    return [Rendering((Part(text, trained=True),), Shown(text, len(messages), options))]
+    return [Rendering((Part(text, trained=True),), RenderedText(text, len(messages), options))]
 
 
 def encode_rendering(
@@ -125,8 +127,8 @@ def encode_rendering(
     ids = part_ids(template.tokenizer, [p.text for p in parts], row)
     masks = [np.full(len(i), p.trained) for i, p in zip(ids, parts, strict=True)]
     if template.has_marks and len(parts) > 1:
-        shows = rendering.shown
-        whole, marks = template.marked(messages[: shows.messages], row, **shows.options)
+        rendered = rendering.rendered
+        whole, marks = template.marked(messages[: rendered.messages], row, **rendered.options)
         if whole == [one for part in ids for one in part]:
             masks = _agreed(template, parts, ids, masks, marks, row)
     return sequence_of(list(zip(ids, masks, strict=True)))

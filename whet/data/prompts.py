@@ -15,7 +15,7 @@ import numpy as np
 
 from whet.data.lengths import Spread
 from whet.data.row_schema import options_of, refuse_images, text_of, turns
-from whet.data.template_check import Shown, changed_words
+from whet.data.template_check import RenderedText, find_changed_text
 from whet.data.templates import ChatTemplate
 from whet.errors import ConfigError, DataError, format_value, lookup_error, nearest
 from whet.types import Message, Prompt
@@ -334,7 +334,7 @@ class PromptEncoder:
             found.insert(0, {"role": "system", "content": self.system_prompt})
         return found
 
-    def rendered(self, messages: list[Message], row: int, columns: Mapping[str, Any] | None = None) -> Shown:
+    def rendered(self, messages: list[Message], row: int, columns: Mapping[str, Any] | None = None) -> RenderedText:
         """A conversation as the chat template writes it, the assistant's turn open; a last one of its own is continued.
 
         Args: messages: at least one. row: for the message of an error. columns: of the row, which may have tools and
@@ -343,10 +343,10 @@ class PromptEncoder:
         """
         return self._rendered(messages, {} if columns is None else options_of(columns, row), row)
 
-    def _rendered(self, messages: list[Message], own: Mapping[str, Any], row: int) -> Shown:
+    def _rendered(self, messages: list[Message], own: Mapping[str, Any], row: int) -> RenderedText:
         open_turn = messages[-1]["role"] == "assistant"
         options = {**own, "add_generation_prompt": not open_turn, "continue_final_message": open_turn}
-        return Shown(self.template.text(messages, row=row, **options), len(messages), options)
+        return RenderedText(self.template.text(messages, row=row, **options), len(messages), options)
 
     def _unanswered(
         self, source: list[Message], columns: dict[str, Any], number: int
@@ -382,7 +382,7 @@ class PromptEncoder:
             return str(source)
         messages = self.messages(source)
         written = self._rendered(messages, own, number)
-        changed = changed_words(self.template, messages, [written], number)
+        changed = find_changed_text(self.template, messages, [written], number)
         if changed := changed or self._tools_left_out(messages, written, number):
             if self.on_template_change == "error":
                 raise DataError(
@@ -392,7 +392,7 @@ class PromptEncoder:
             self.counts["changed"] += 1
         return written.text
 
-    def _tools_left_out(self, messages: list[Message], written: Shown, number: int) -> str:
+    def _tools_left_out(self, messages: list[Message], written: RenderedText, number: int) -> str:
         """What is wrong where a row has tools that the template does not show; "" where it has none or shows them."""
         tools = written.options.get("tools")
         if not tools or self.template.text(messages, row=number, **{**written.options, "tools": None}) != written.text:

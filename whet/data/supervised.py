@@ -18,7 +18,7 @@ from whet.config.data import SupervisedDataConfig
 from whet.data.conversations import Rendering, encode_rendering, render_turns, render_whole, sequence_of
 from whet.data.lengths import Lengths
 from whet.data.row_schema import Said, conversation, find_column, options_of, refuse_images, said_in
-from whet.data.template_check import changed_words
+from whet.data.template_check import find_changed_text
 from whet.data.templates import ChatTemplate
 from whet.data.text_parts import leading_ids, part_ids
 from whet.errors import ConfigError, DataError, format_value, nearest
@@ -258,16 +258,16 @@ class RowEncoder:
     def _changed(self, made: list[Rendering], messages: list[Message], number: int) -> str:
         """What the template changes or leaves out of a row; "" where it shows all."""
         header = next((one.changed for one in made if one.changed), "")
-        said = changed_words(self.template, messages, [one.shown for one in made], number)
+        said = find_changed_text(self.template, messages, [one.rendered for one in made], number)
         tools = self._tools_left_out(made[0], messages, number)
         return said or tools or header
 
     def _tools_left_out(self, made: Rendering, messages: list[Message], number: int) -> str:
-        options = dict(made.shown.options)
+        options = dict(made.rendered.options)
         if (
             "tools" not in options
-            or self.template.text(messages[: made.shown.messages], row=number, **{**options, "tools": None})
-            != made.shown.text
+            or self.template.text(messages[: made.rendered.messages], row=number, **{**options, "tools": None})
+            != made.rendered.text
         ):
             return ""
         return f"the row has the tools {format_value(options['tools'], 80)}, and the chat template shows none"

@@ -1,9 +1,8 @@
-"""The naive engine: the model's own forward and cache, one batch of equal lengths at a time.
+"""HFEngine: the model's own forward and cache, one batch of equal prompt lengths at a time.
 
-It takes any causal language model of transformers, also those that whet's attention does not fit, and it is what
-every other engine is tested against. Only requests of equal lengths and one Sampling run together, so there is no
-padding that a stateful model could take in.
-Options of transformers' generate that whet has no field for (Sampling.generation_kwargs) work here, and here alone.
+It runs any causal language model of transformers, also those that whet's attention does not fit, and all other engines
+are tested against it. Only requests of equal lengths and one Sampling run together, so a stateful model meets no
+padding. Options of transformers' generate without a field of whet (Sampling.generation_kwargs) work only here.
 Left out on purpose: continuous batching, shared prompts.
 Dim legend: n rows, V vocabulary.
 """
@@ -37,16 +36,18 @@ from whet.types import FinishReason
 __all__ = ["HFEngine"]
 
 CACHES = ("past_key_values", "cache_params")
-"""What models call their cache, in their outputs and as an argument: most of them, and Mamba's relatives. RWKV's
-`state` is left out: with it transformers 5.23 mixes up the rows of a batch."""
+"""Names of the cache in models' outputs and arguments: most models', and those of Mamba's relatives. RWKV's `state` is
+left out: with it transformers 5.23 mixes up the rows of a batch."""
 
 
 class HFEngine(QueueEngine):
     """transformers' forward in a loop.
 
-    Args: model: a causal language model, or a LoadedModel. decode: ids -> text, needed for stop strings only.
-        batch_size: requests run together where their lengths and Sampling are equal. grammars: the tokenizer's, needed
-        for constraints only.
+    Args:
+        model: a causal language model, or a LoadedModel.
+        decode: ids -> text, needed for stop strings only.
+        batch_size: the most requests run together; their lengths and Sampling are equal.
+        grammars: of the tokenizer, needed for constraints only.
     Raises: ConfigError: batch_size below 1.
 
     Example: `engine.submit([Request(...)]); outputs = engine.step()`, until step gives [].
@@ -77,9 +78,9 @@ class HFEngine(QueueEngine):
         self._vocabulary = int(self._module.get_input_embeddings().weight.shape[0])  # pyright: ignore
         self._positions = max_positions(self._module)
         self._decode, self._batch_size, self._grammars = decode, batch_size, grammars
-        takes = inspect.signature(self._module.forward).parameters
-        self._options = {"use_cache": True} | ({"logits_to_keep": 1} if "logits_to_keep" in takes else {})
-        """Of a forward pass; the logits of all tokens of a prompt would be the largest thing in memory."""
+        parameters = inspect.signature(self._module.forward).parameters
+        self._options = {"use_cache": True} | ({"logits_to_keep": 1} if "logits_to_keep" in parameters else {})
+        """Options of a forward pass. Logits of all tokens of a prompt would be the largest tensor in memory."""
 
     @classmethod
     def from_config(
@@ -88,7 +89,7 @@ class HFEngine(QueueEngine):
         """The engine of a rollout configuration. Args: as make_engine's."""
         return cls(model, decode=decode, batch_size=config.max_batch_size, grammars=grammars)
 
-    def _check(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
         """Raises EngineError or ConfigError for a request that could never be served."""
         check_request(
             request,
@@ -105,26 +106,26 @@ class HFEngine(QueueEngine):
     def step(self, timeout_s: float | None = None) -> list[Output]:
         """Runs one batch to its end and returns it; [] = nothing in flight. Raises EngineError: the engine sleeps.
 
-        Args: timeout_s: not looked at inside a batch.
+        Args: timeout_s: not used, since a batch runs to its end.
         """
-        self._awake()
-        if not self._queue:
+        self.check_awake()
+        if not self.queue:
             return []
-        first = self._queue[0]
+        first = self.queue[0]
         beams = num_beams(first.sampling)
-        alike = [r for r in self._queue if len(r.tokens) == len(first.tokens) and r.sampling == first.sampling]
+        alike = [r for r in self.queue if len(r.tokens) == len(first.tokens) and r.sampling == first.sampling]
         if first.sampling.generation_kwargs:  # some of them count the completion's tokens
             alike = [r for r in alike if r.offset == first.offset]
         batch = alike[: max(1, self._batch_size // beams)]
         taken = {r.id for r in batch}
-        self._queue = deque(r for r in self._queue if r.id not in taken)
+        self.queue = deque(r for r in self.queue if r.id not in taken)
         with torch.no_grad(), native_attention(self._module), evaluating(self._module):
             if beams > 1:
-                return self._count(batch, beam_search(self._module, batch, decode=self._decode, version=self.version))
-            return self._count(batch, self._generate(batch, make_plan(first.sampling)))
+                return self.finish(batch, beam_search(self._module, batch, decode=self._decode, version=self.version))
+            return self.finish(batch, self._generate(batch, make_plan(first.sampling)))
 
     def _generate(self, batch: list[Request], plan: SamplingPlan) -> list[Output]:
-        """All tokens of requests of equal lengths."""
+        """Completes requests of equal lengths, token by token."""
         device = next(self._module.parameters()).device
         ids = torch.from_numpy(np.stack([r.tokens for r in batch]).astype(np.int64)).to(device)
         keys = torch.tensor([address_key(*r.address) for r in batch], device=device)
@@ -179,9 +180,9 @@ class HFEngine(QueueEngine):
         return ended
 
     def _forward(self, ids: Tensor, cache: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-        """Logits [n V] behind the last token, and the model's cache by its name; {} where it keeps none.
+        """Logits [n V] after the last token, and the model's cache under its name; {} where it has none.
 
-        Args: ids: Long [n T], what the cache does not hold.
+        Args: ids: Long [n T], tokens that the cache does not hold.
         """
         out = self._module(input_ids=ids, **self._options, **cache)
         name = next((name for name in CACHES if name in out), None)
