@@ -170,20 +170,20 @@ def _log_inputs(command: str, config: Any, words: list[str]) -> None:
     """Logs which model and data are loaded, which takes seconds to minutes, and what a resumed run keeps."""
     import logging
 
-    from whet.config.data import paths_of
+    from whet.config.data import source_paths
 
     log = logging.getLogger("whet")
     if command == "data":
         if config.data.path is not None:  # else an error follows
-            log.info("reading the data %s", ", ".join(paths_of(config.data.path)))
+            log.info("reading the data %s", ", ".join(source_paths(config.data.path)))
     elif command in RUN_COMMANDS or command == "eval":
         model = config.model if command == "eval" else getattr(config, config.TRAINED).model
-        log.info("loading the model %s and the data %s", model, ", ".join(paths_of(config.data.path)) or None)
+        log.info("loading the model %s and the data %s", model, ", ".join(source_paths(config.data.path)) or None)
     if command in RUN_COMMANDS:
-        from whet.config.resume import kept_of_run
+        from whet.config.resume import kept_from_run
 
         kind, short = config_class(command)
-        if kept := kept_of_run(kind, words, short):
+        if kept := kept_from_run(kind, words, short):
             told = ", ".join(f"{key}={value!r} (default {usual!r})" for key, (value, usual) in kept.items())
             log.info("resume: settings of the run that the command does not set again: %s", told)
 
@@ -266,9 +266,9 @@ def _config(command: str, words: list[str]) -> Any:
         from whet.config.push import load_push
 
         return load_push(words)
-    from whet.config.generate import load_sampled
+    from whet.config.generate import load_sampling
 
-    return load_sampled(kind, words)
+    return load_sampling(kind, words)
 
 
 def _check(command: str, config: Any) -> None:
@@ -295,21 +295,21 @@ def _check(command: str, config: Any) -> None:
 
         check_push(config)
     elif command != "demo":
-        from whet.config.generate import check_sampled
+        from whet.config.generate import check_sampling
 
-        check_sampled(config)
+        check_sampling(config)
 
 
 def _check_all(command: str, words: list[str], error: Exception) -> None:
     """Raises ConfigError with all that is wrong with a run, where some of its keys can't be read."""
     from functools import partial
 
-    from whet.config.resume import load_part
+    from whet.config.resume import load_partial
     from whet.errors import ConfigError, raise_all
 
     kind, short = config_class(command)
     try:
-        config, unread = load_part(kind, words, short)
+        config, unread = load_partial(kind, words, short)
     except ConfigError:  # the words themselves are wrong
         return
     if config is None:

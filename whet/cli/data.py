@@ -11,7 +11,7 @@ from typing import Any
 from whet.cli.resolve_defaults import make_encoder, with_lengths, with_template
 from whet.cli.rows import data
 from whet.config import DPORunConfig, Mode, RoleConfig, RunConfig, SFTRunConfig, SupervisedRunConfig
-from whet.config.run import lacking
+from whet.config.run import missing_inputs
 from whet.data.lengths import Spread
 from whet.data.preference import LabelledEncoder, PreferenceEncoder, ScoredPairEncoder
 from whet.data.preview import example_lines, prompt_lines
@@ -60,7 +60,7 @@ def show_data(config: RunConfig | SupervisedRunConfig, *, rows: int = 3, say: Ca
 def _checked(config: RunConfig | SupervisedRunConfig) -> str | None:
     """The model's name. Raises ConfigError where there are no data or no tokenizer."""
     role: RoleConfig = getattr(config, config.TRAINED)
-    missing = lacking("", config.data.path)  # of the model only the tokenizer is needed
+    missing = missing_inputs("", config.data.path)  # of the model only the tokenizer is needed
     if config.tokenizer is None and role.model is None:
         missing.append("no tokenizer; write model=<hub name or folder>, of which only the tokenizer is loaded")
     elif config.tokenizer is None and is_ref(role.model or ""):

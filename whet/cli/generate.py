@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from whet.config.generate import GenerateConfig, SampledConfig, check_sampled
+from whet.config.generate import GenerateConfig, SamplingConfig, check_sampling
 from whet.data.prompts import find_prompt_column
 from whet.data.read_errors import each
 from whet.data.sources import load_rows
@@ -43,7 +43,7 @@ def generate(config: GenerateConfig) -> int:
     Raises: ConfigError: no model or no prompts, an output file that exists. DataError: a prompt that is too long.
         KeyboardInterrupt: it was stopped; with what lies in the output file.
     """
-    check_sampled(config)
+    check_sampling(config)
     inputs = _inputs(config)
     out = _out_path(config)
     sampler = open_sampler(config, max_batch_size=config.batch_size)
@@ -75,7 +75,7 @@ def generate(config: GenerateConfig) -> int:
     return count
 
 
-def open_sampler(config: SampledConfig, *, max_batch_size: int) -> Sampler:
+def open_sampler(config: SamplingConfig, *, max_batch_size: int) -> Sampler:
     """The Sampler of a configuration; transformers' own progress bars stay silent."""
     from transformers.utils import logging as transformers_logging
 
@@ -93,11 +93,11 @@ def open_sampler(config: SampledConfig, *, max_batch_size: int) -> Sampler:
     )
 
 
-def sampling_keys(config: SampledConfig) -> dict[str, Any]:
+def sampling_keys(config: SamplingConfig) -> dict[str, Any]:
     """The keys of a configuration that say how to draw, under the names of `Sampler.sampling`."""
     return {
         "max_generation_steps": config.max_tokens,
-        "temperature": config.settled_temperature,
+        "temperature": config.effective_temperature,
         "top_p": config.top_p,
         "top_k": config.top_k,
         "min_p": config.min_p,

@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from whet.config.data import OF_A_SOURCE, Sources, paths_of
+from whet.config.data import SOURCE_KEYS, Sources, source_paths
 from whet.data.files import FORMATS, file_format, read_files, sound, stream_files
 from whet.data.mixture import MixedRows, MixedStream
 from whet.data.read_errors import reading
@@ -95,7 +95,7 @@ def load_rows(
 def _names_several(source: Any) -> bool:
     """Whether a source is a list of sources, not of rows."""
     first = next(iter(source), None) if isinstance(source, list | tuple) else None
-    named = isinstance(first, Mapping) and "path" in first and set(first) <= set(OF_A_SOURCE)
+    named = isinstance(first, Mapping) and "path" in first and set(first) <= set(SOURCE_KEYS)
     return named or isinstance(first, str | Path)
 
 
@@ -230,7 +230,7 @@ def same_rows(path: Sources, split: str | None, eval_path: Sources, eval_split: 
     >>> same_rows("a.jsonl", "train", "./a.jsonl", None), same_rows("a/b", "train", "a/b", "test")
     (True, False)
     """
-    parts = lambda source, usual: {_part(text, usual) for text in paths_of(source)}
+    parts = lambda source, usual: {_part(text, usual) for text in source_paths(source)}
     return not parts(path, split).isdisjoint(parts(eval_path, eval_split))
 
 

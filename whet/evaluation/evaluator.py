@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from whet._version import __version__
-from whet.config import Mode, check, dump_tree
-from whet.config.evaluate import EVAL_SHORT, EvalRunConfig
-from whet.config.loader import merged
+from whet.config import Mode, config_from_dict, dump_tree
+from whet.config.evaluate import EVAL_SHORTHANDS, EvalRunConfig
+from whet.config.loader import merge
 from whet.data.prompt_stream import compute_checksums, hold_out
 from whet.data.read_errors import each
 from whet.data.sources import load_rows
@@ -136,11 +136,11 @@ def evaluate(
     usual = {"data": {"apply_chat_template": False}}
     for key, value in keys.items():
         node = value
-        for part in reversed(EVAL_SHORT.get(key, key).split(".")):
+        for part in reversed(EVAL_SHORTHANDS.get(key, key).split(".")):
             node = {part: node}
         if twice := _twice(tree, node):
             raise ConfigError(f"{twice} is given twice, the second time as {key}; give it once")
-        tree = merged(tree, node)
+        tree = merge(tree, node)
     named = {"model": model, "tokenizer": tokenizer, "data": data, "reward": reward}
     for name, value in named.items():
         plain = isinstance(value, str | Path) or (name == "reward" and _is_named(value))
@@ -150,7 +150,7 @@ def evaluate(
             tree["data"] = {**tree.get("data", {}), "path": str(value)}
         elif value is not None:
             tree[name] = str(value) if isinstance(value, Path) else value
-    return Evaluator(check(EvalRunConfig, merged(usual, tree), short=EVAL_SHORT), **objects).run()
+    return Evaluator(config_from_dict(EvalRunConfig, merge(usual, tree), short=EVAL_SHORTHANDS), **objects).run()
 
 
 def _twice(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
