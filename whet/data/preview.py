@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from whet.data.prompts import PromptEncoder, said_by
-from whet.data.row_schema import options_of
+from whet.data.prompts import PromptEncoder
+from whet.data.row_schema import message_text, options_of
 from whet.data.supervised import RowEncoder
 from whet.data.templates import ChatTemplate
 from whet.data.text_parts import decoded
@@ -154,7 +154,7 @@ def _origins(
             return ""
 
     start = written()
-    said = next((text for m in messages if (text := said_by(m))), "")
+    said = next((text for m in messages if (text := message_text(m))), "")
     if messages[0]["role"] == "system":
         system = "the row's own" if own else "data.system_prompt"
     else:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from whet.data.lengths import Spread
-from whet.data.row_schema import options_of, refuse_images, text_of, turns
+from whet.data.row_schema import EMPTY_PROMPT, has_text, message_text, options_of, refuse_images, text_of, turns
 from whet.data.template_check import RenderedText, find_changed_text
 from whet.data.templates import ChatTemplate
 from whet.errors import ConfigError, DataError, format_value, lookup_error, nearest
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from whet.config import DataConfig, RolloutConfig
 
-__all__ = ["Answered", "LongPrompt", "PromptEncoder", "find_prompt_column", "said_by"]
+__all__ = ["Answered", "LongPrompt", "PromptEncoder", "find_prompt_column"]
 
 log = logging.getLogger("whet")
 
@@ -65,18 +65,6 @@ def find_prompt_column(columns: Iterable[str], prompt_column: str | None = None,
         f"{'' if row is None else f'row {row}: '}no prompt column ({' or '.join(wanted)}) among the columns "
         f"{', '.join(columns)}{hint}{'' if hint.endswith('?') else ';'} {way}"
     )
-
-
-def said_by(message: Message) -> str:
-    """The text of a message, its parts joined.
-
-    >>> said_by({"role": "user", "content": [{"type": "text", "text": "2+2"}, "="]})
-    '2+2='
-    """
-    content = message.get("content")
-    if isinstance(content, str) or not content:
-        return content or ""
-    return "".join(part if isinstance(part, str) else str(part.get("text", "")) for part in content)
 
 
 class _Read(NamedTuple):
@@ -257,13 +245,9 @@ class PromptEncoder:
             raise DataError(
                 f"row {number}: the prompt {format_value(source)} has no tokens; leave the row out, or fill it"
             )
-        if not self._warned_of_empty and not any(said_by(m).strip() for m in self.messages(source)):
+        if not self._warned_of_empty and not has_text(self.messages(source)):
             self._warned_of_empty = True
-            log.warning(
-                "row %d: the prompt is empty, so the model is asked nothing; fill it, or leave such rows out (only the "
-                "first is named)",
-                number,
-            )
+            log.warning(EMPTY_PROMPT, number)
         ids = np.asarray(tokens, dtype=np.int32)
         ids.setflags(write=False)
         prompt = self._fit(Prompt(tokens=ids, source=source, columns=read.columns, row=number))
@@ -354,7 +338,7 @@ class PromptEncoder:
         """A conversation to be continued, as a text; or without its last turn, the row's answer unless it has one."""
         *before, last = source
         if self.on_answered == "continue":
-            return [*before, {**last, "content": said_by(last)}], columns
+            return [*before, {**last, "content": message_text(last)}], columns
         if self.on_answered == "error":
             raise DataError(
                 f"row {number} ends with the assistant's turn {format_value(last.get('content'), 60)}: an answer, "
@@ -363,7 +347,7 @@ class PromptEncoder:
             )
         if not before:
             raise DataError(f"row {number} has no turn but the assistant's; leave it out, or give it a user's turn")
-        return before, {ANSWER: said_by(last), **columns}
+        return before, {ANSWER: message_text(last), **columns}
 
     def _text(self, source: str | list[Message], own: Mapping[str, Any], number: int) -> str:
         """The text that the tokens are made of. Args: own: the row's arguments of the template."""

@@ -16,7 +16,19 @@ import numpy as np
 from whet.errors import DataError, format_value, nearest
 from whet.types import Message
 
-__all__ = ["conversation", "find_column", "message_of", "options_of", "refuse_images", "said_in", "text_of", "turns"]
+__all__ = [
+    "EMPTY_PROMPT",
+    "conversation",
+    "find_column",
+    "has_text",
+    "message_of",
+    "message_text",
+    "options_of",
+    "refuse_images",
+    "said_in",
+    "text_of",
+    "turns",
+]
 
 IMAGE_COLUMNS = ("image", "images")
 ROLES = {
@@ -35,6 +47,11 @@ ROLES = {
 
 Said = str | list[Message]
 """A text, or a conversation."""
+EMPTY_PROMPT = (
+    "row %d: the prompt is empty, so the model is asked nothing; fill it, or leave such rows out (only the first is "
+    "named)"
+)
+"""The warning about a prompt that has no text."""
 
 
 def find_column(row: Mapping[str, Any], names: Sequence[str], given: str | None, number: int, what: str) -> str | None:
@@ -86,7 +103,9 @@ def conversation(row: Mapping[str, Any], column: str, number: int) -> list[Messa
     if isinstance(said, str):
         raise DataError(
             f"row {number}: column {column!r} holds the text {format_value(said, 60)}; expected a list of messages, or "
-            "its JSON; name a column of plain text in text_column, or in prompt_column and response_column"
+            "its JSON",
+            fix="name a column of plain text in text_column, or in prompt_column and response_column",
+            key="data.text_column",
         )
     return said
 
@@ -165,6 +184,27 @@ def message_of(message: Any, place: int, number: int) -> Message:
         raise DataError(f"row {number}, message {place} has the part {format_value(wrong[0], 60)}; a part is a text")
     made = {key: value for key, value in message.items() if value is not None or key == "content"}
     return {**made, "tool_calls": without_none(made["tool_calls"])} if "tool_calls" in made else made
+
+
+def message_text(message: Message) -> str:
+    """The text of a message, its parts joined.
+
+    >>> message_text({"role": "user", "content": [{"type": "text", "text": "2+2"}, "="]})
+    '2+2='
+    """
+    content = message.get("content")
+    if isinstance(content, str) or not content:
+        return content or ""
+    return "".join(part if isinstance(part, str) else str(part.get("text", "")) for part in content)
+
+
+def has_text(messages: Iterable[Message]) -> bool:
+    """Whether a message of these has text besides white space.
+
+    >>> has_text([{"role": "system", "content": ""}, {"role": "user", "content": " "}])
+    False
+    """
+    return any(message_text(message).strip() for message in messages)
 
 
 def without_none(value: Any) -> Any:

@@ -17,7 +17,16 @@ import numpy as np
 from whet.config.data import SupervisedDataConfig
 from whet.data.conversations import Rendering, encode_rendering, render_turns, render_whole, sequence_of
 from whet.data.lengths import Lengths
-from whet.data.row_schema import Said, conversation, find_column, options_of, refuse_images, said_in
+from whet.data.row_schema import (
+    EMPTY_PROMPT,
+    Said,
+    conversation,
+    find_column,
+    has_text,
+    options_of,
+    refuse_images,
+    said_in,
+)
 from whet.data.template_check import find_changed_text
 from whet.data.templates import ChatTemplate
 from whet.data.text_parts import leading_ids, part_ids
@@ -87,6 +96,7 @@ class RowEncoder:
         """Starts to count anew, for another data set."""
         self.lengths = Lengths(self.data)
         self.counts = dict.fromkeys(("encoded", "forked", "truncated", "changed", "repeating", "dropped", "empty"), 0)
+        self._warned_of_empty = False
 
     def __call__(self, row: Mapping[str, Any], number: int = 0) -> Example | None:
         """One row as an Example.
@@ -186,8 +196,9 @@ class RowEncoder:
         known = (*MESSAGES, *PROMPTS, *RESPONSES, "text", "chosen", "rejected", "label")
         near = next((hint for name in names if name not in known and (hint := nearest(name, known))), "")
         return DataError(
-            f"row {number} has the columns {', '.join(names)}{near or ';'} taken are {self.takes}; name columns by "
-            "data.*_column"
+            f"row {number} has the columns {', '.join(names)}{near or ';'} taken are {self.takes}",
+            fix="name columns by data.*_column",
+            key="data.*_column",
         )
 
     # ---- encoding ------------------------------------------------------------------------------------------------
@@ -211,7 +222,15 @@ class RowEncoder:
         messages = [*before, *after]
         if self.data.system_prompt and messages[0]["role"] != "system":
             messages, first = [{"role": "system", "content": self.data.system_prompt}, *messages], first + 1
+        answered = next((i for i, m in enumerate(messages) if i >= first and m["role"] == "assistant"), 0)
+        self._warn_of_empty_prompt(messages[:answered], number)
         return self._conversation(messages, first, options, number)
+
+    def _warn_of_empty_prompt(self, prompt: Sequence[Message], number: int) -> None:
+        """Warns of the first prompt that has messages and no text."""
+        if prompt and not self._warned_of_empty and not has_text(prompt):
+            self._warned_of_empty = True
+            log.warning(EMPTY_PROMPT, number)
 
     def _is_plain(self, answer: Answer) -> bool:
         """Whether an answer and what stands before it are texts that are encoded as they are."""
@@ -292,6 +311,7 @@ class RowEncoder:
             raise DataError(
                 f"row {number}: the prompt {format_value(prompt)} has no tokens; leave the row out, or fill it"
             )
+        self._warn_of_empty_prompt([] if prompt is None else _messages(prompt, "user"), number)
         everything = self.trains_all
         return [sequence_of([(before, everything), ([*ids[-1], *tail], True)])]
 

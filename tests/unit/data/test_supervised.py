@@ -417,3 +417,32 @@ def test_rows_with_nothing_to_train_are_dropped_and_counted_where_that_is_asked_
     encode = encoder(tokenizer, SupervisedDataConfig(on_empty="drop"))
     assert encode(row) is None and encode.counts["empty"] == 1
     assert encode.told() == "rows with nothing to train, left out: 1"
+
+
+EMPTY = user("")
+
+
+@pytest.mark.parametrize(
+    ("encoder", "row"),
+    [
+        (SFTEncoder, {"messages": [EMPTY, said("yo")]}),
+        (SFTEncoder, {"messages": [user(" \n"), said("yo"), user("hi"), said("ho")]}),
+        (SFTEncoder, {"prompt": " ", "response": "yo"}),
+        (PreferenceEncoder, {"prompt": [EMPTY], "chosen": [said("a")], "rejected": [said("b")]}),
+        (PreferenceEncoder, {"chosen": [EMPTY, said("a")], "rejected": [EMPTY, said("b")]}),
+        (PreferenceEncoder, {"prompt": " ", "chosen": "a", "rejected": "b"}),
+        (LabelledEncoder, {"prompt": [EMPTY], "completion": "a", "label": True}),
+    ],
+)
+def test_the_first_row_with_an_empty_prompt_is_named(tokenizer, encoder, row, caplog):
+    encode = encoder(tokenizer)
+    assert all(encode(row, number) is not None for number in (3, 4))
+    assert [r.message.partition(",")[0] for r in caplog.records] == ["row 3: the prompt is empty"]
+
+
+def test_a_prompt_with_any_text_and_a_row_without_a_prompt_are_not_called_empty(tokenizer, caplog):
+    for row in ({"messages": TALK}, {"messages": [said("yo")]}, {"text": "yo"}, {"prompt": "hi", "response": "yo"}):
+        assert SFTEncoder(tokenizer)(row) is not None
+    data = SupervisedDataConfig(system_prompt="Say a number.")
+    assert SFTEncoder(tokenizer, data)({"messages": [EMPTY, said("4")]}) is not None
+    assert not caplog.records
