@@ -127,9 +127,11 @@ def check_prompt_lengths(
     longest, which = lengths.longest, "" if row is None else f", row {row}"
     cut = "with rollout.on_long_prompt=drop or truncate_left"
     if best_limit is not None or max_tokens < positions:
+        key, limit = "rollout.max_prompt_length", best_limit or positions - max_tokens
         lower = ", or lower rollout.max_tokens_to_generate" if max_tokens > 1 else ""
-        fix = f"set rollout.max_prompt_length={best_limit or positions - max_tokens} {cut}{lower}"
+        fix = f"set rollout.max_prompt_length={limit} {cut}{lower}"
     else:
+        key, limit = "rollout.max_tokens_to_generate", positions - min(longest, positions - 1)
         fix = "max_tokens_to_generate alone leaves no room for a prompt; set it to "
         fix += (
             f"{positions - longest} or less, as this one needs"
@@ -139,7 +141,10 @@ def check_prompt_lengths(
     raise DataError(
         f"{over} of {len(lengths)} prompts can't fit, 95 % have {lengths.percentile_95} tokens or fewer; the "
         f"longest{which}: {longest} prompt tokens + rollout.max_tokens_to_generate {max_tokens} = "
-        f"{longest + max_tokens}, but the model has {positions} positions (max_position_embeddings); {fix}"
+        f"{longest + max_tokens}, but the model has {positions} positions (max_position_embeddings)",
+        fix=fix,
+        key=key,
+        limit=limit,
     )
 
 

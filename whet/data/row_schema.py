@@ -107,7 +107,9 @@ def read_messages(row: Mapping[str, Any], column: str, number: int) -> list[Mess
     if isinstance(said, str):
         raise DataError(
             f"row {number}: column {column!r} holds the text {format_value(said, 60)}; expected a list of messages, or "
-            "its JSON; name a column of plain text in text_column, or in prompt_column and response_column"
+            "its JSON",
+            fix="name a column of plain text in text_column, or in prompt_column and response_column",
+            key="data.text_column",
         )
     return said
 

@@ -205,8 +205,9 @@ class RowEncoder:
         known = (*MESSAGES, *PROMPTS, *RESPONSES, "text", "chosen", "rejected", "label")
         near = next((hint for name in names if name not in known and (hint := nearest(name, known))), "")
         return DataError(
-            f"row {number} has the columns {', '.join(names)}{near or ';'} taken are {self.takes}; name columns by "
-            "data.*_column"
+            f"row {number} has the columns {', '.join(names)}{near or ';'} taken are {self.takes}",
+            fix="name columns by data.*_column",
+            key="data.*_column",
         )
 
     # ---- encoding ------------------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ class Health:
                 told = apart(row, **self._runs())
             count = self._over(name) if told is None else self._lasts(name, step)
             if told and count >= symptom.steps and told.badness >= symptom.worse * self._said.get(name, 0.0):
-                self._say(name, told.badness, told.message)
+                self._say(name, told.badness, told.message, told.fix)
         self._unseen -= row.keys()
         for name in sorted(self._unseen):
             if self._lasts(f"no {name}", step) == MISSING:
@@ -138,11 +138,11 @@ class Health:
         self._since.pop(name, None)
         return 0
 
-    def _say(self, name: str, badness: float, message: str) -> None:
+    def _say(self, name: str, badness: float, message: str, fix: str = "") -> None:
         self._said[name] = badness
         first, count = self._since[name]
         when = f"step {first}" if count == 1 else f"for {count} steps, since step {first}"
-        log.warning("%s: %s", when, message)
+        log.warning("%s: %s%s", when, message, fix and f"; {fix}", extra={"fix": fix, "key": "trainer.warn_when"})
 
     def _what(self, name: str, seen: Seen) -> str:
         """What is wrong, what it means, and what to look at."""

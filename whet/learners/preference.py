@@ -230,8 +230,9 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
         if reference.loaded.is_view:  # the base of an adapter, which stays in memory
             return _needed(reference.logprobs(batch).logprobs)
         raise ConfigError(
-            "these rows were not there when the reference was read, and its memory has been freed since; give them "
-            "to train() as eval_ds, or leave algo.precompute_ref_log_probs out"
+            "these rows were not there when the reference was read, and its memory has been freed since",
+            fix="give them to train() as eval_ds, or leave algo.precompute_ref_log_probs out",
+            key="algo.precompute_ref_log_probs",
         )
 
     def _read_ahead(self) -> dict[bytes, list[Tensor]]:

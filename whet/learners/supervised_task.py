@@ -168,7 +168,8 @@ class SupervisedTask(Task):
         spread, longest = LengthStats(map(max, each)), 0
         if positions is not None and (over := spread.describe_over(positions, "the model's max_position_embeddings")):
             row = examples[int(np.argmax(list(map(max, each))))].row
-            raise DataError(f"{over} (row {row}); set data.max_length={positions} with data.on_long=truncate or drop")
+            fix = f"set data.max_length={positions} with data.on_long=truncate or drop"
+            raise DataError(f"{over} (row {row})", fix=fix, key="data.max_length", limit=positions)
         for example, lengths in zip(examples, each, strict=True):
             highest = max(int(part.max()) for s in example.sequences for part in (s.prefix, s.tokens))
             if highest >= ids:
