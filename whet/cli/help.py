@@ -323,11 +323,11 @@ def command_help(command: str, about: str, topic: str, kind: type, short: Mappin
         section or key. kind: its configuration class. short: its shorthands. flags: that it takes.
     Raises: ConfigError: it has no such section or key.
     """
-    from whet.config import show
+    from whet.config import help_text
     from whet.errors import ConfigError, nearest
 
     if topic and topic != "all":
-        keys = show(kind, only=short.get(topic, topic))
+        keys = help_text(kind, only=short.get(topic, topic))
         if not keys:
             known = [f.name for f in dataclasses.fields(kind)]
             near = nearest(topic, _sections(kind, short))
@@ -339,7 +339,7 @@ def command_help(command: str, about: str, topic: str, kind: type, short: Mappin
     note = [_NOTES[command]] if command in _NOTES else []
     examples = ["Examples:" if len(_EXAMPLES[command]) > 1 else "Example:", *(f"  {e}" for e in _EXAMPLES[command])]
     if topic == "all" and command != "demo":
-        keys = show(kind, short, hidden=_OTHERS, only="data" if command == "data" else "")
+        keys = help_text(kind, short, hidden=_OTHERS, only="data" if command == "data" else "")
         rest = ["", "Files are read first, in order; then key=value, with or without leading dashes."]
         if "rollout" in _sections(kind, {}):
             rest += ["Keys of vLLM and SGLang: `--help rollout.vllm`, `--help rollout.sglang`; whet docs engines."]

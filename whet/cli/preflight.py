@@ -27,9 +27,9 @@ from whet.config import (
     check_complete,
     check_supervised,
 )
-from whet.config.data import paths_of
+from whet.config.data import source_paths
 from whet.config.rewards import REWARD_MODEL
-from whet.data.prompt_stream import first_of, has_places, is_batch
+from whet.data.prompt_stream import first_row, has_random_access, is_batch
 from whet.data.prompts import ANSWER, find_prompt_column
 from whet.data.sources import check_source
 from whet.envs import load_script
@@ -64,8 +64,9 @@ Check = tuple[str, Callable[[], Any]]
 def check_run(config: RunConfig | SupervisedRunConfig, unread: Collection[str] = ()) -> None:
     """Looks at a run before anything is loaded.
 
-    Args: config: of the run. unread: sections that keys were left out of, since they can't be read (base.check_part):
-        what is wrong with values is said, and with sections that are whole. What is no section may stand for any.
+    Args: config: of the run. unread: sections that keys were left out of, since they can't be read
+        (partial_config_from_dict). Wrong values are
+        reported, and so is what is wrong with whole sections. A name that is no section may stand for any section.
     Raises: ConfigError: with every finding, a line each; a single one as the error that it is.
 
     >>> from whet.config import load_run
@@ -127,7 +128,7 @@ def _shared(config: RunConfig | SupervisedRunConfig) -> Iterator[Check]:
     """The checks of any run: data, tokenizer, loggers, folders, what is watched."""
     data, trainer = config.data, config.trainer
     part = None if data.eval_path is not None or data.eval_split == data.split else data.eval_split
-    paths = (*paths_of(data.path), *paths_of(data.eval_path))
+    paths = (*source_paths(data.path), *source_paths(data.eval_path))
     yield from (("", partial(check_source, path, part)) for path in paths)
     if config.tokenizer not in (None, "byte"):
         yield "", partial(check_model_exists, config.tokenizer)
@@ -187,7 +188,7 @@ def check_rewards(config: RunConfig, train: Any, evaluation: Any) -> None:
     fns = by_name([name for name in config.reward_names if name != REWARD_MODEL])
     fields = {f.name: getattr(config.algo, f.name) for f in dataclasses.fields(config.algo)}
     checks: list[Callable[[], Any]] = []
-    first = first_of(train)
+    first = first_row(train)
     if isinstance(first, Prompt):
         checks.append(partial(check_columns, fns, first.columns, fields))
     elif isinstance(first, Mapping):
@@ -196,7 +197,7 @@ def check_rewards(config: RunConfig, train: Any, evaluation: Any) -> None:
         checks.append(partial(check_columns, fns, [*(name for name in first if name != prompt), *taken_off], fields))
     if config.trainer.on_reward_error == "raise":  # else a warning of the run's
         for rows, what in ((train, "rows"), (evaluation, "evaluation rows")):
-            if has_places(rows) and not is_batch(first_of(rows), config.data.prompt_column):
+            if has_random_access(rows) and not is_batch(first_row(rows), config.data.prompt_column):
                 columns = ((p.row, p.columns) if isinstance(p, Prompt) else (n, p) for n, p in enumerate(rows))
                 checks.append(partial(check_answers, fns, columns, what))
     raise_all(checks)

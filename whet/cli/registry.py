@@ -68,19 +68,19 @@ def config_class(command: str) -> tuple[Any, Any]:
     from whet import config
 
     if command == "eval":
-        from whet.config.evaluate import EVAL_SHORT, EvalRunConfig
+        from whet.config.evaluate import EVAL_SHORTHANDS, EvalRunConfig
 
-        return EvalRunConfig, EVAL_SHORT
+        return EvalRunConfig, EVAL_SHORTHANDS
     if command == "push":
         from whet.config.push import PushConfig
 
         return PushConfig, {}
     if command in ("chat", "generate"):
-        from whet.config.generate import ChatConfig, GenerateConfig, sampled_short
+        from whet.config.generate import ChatConfig, GenerateConfig, sampling_shorthands
 
         kind = GenerateConfig if command == "generate" else ChatConfig
-        return kind, sampled_short(kind)
+        return kind, sampling_shorthands(kind)
     if command in SUPERVISED_COMMANDS:
         kind = {"sft": config.SFTRunConfig, "rm": config.RMRunConfig, "dpo": config.DPORunConfig}[command]
         return kind, config.shorthands(kind)
-    return (config.PPORunConfig if command == "ppo" else config.RunConfig), config.SHORT
+    return (config.PPORunConfig if command == "ppo" else config.RunConfig), config.SHORTHANDS

@@ -20,16 +20,16 @@ from whet.errors import format_value
 
 __all__ = [
     "MAX_DEPTH",
-    "SPOKEN",
+    "TYPE_NAMES",
     "Bool",
     "Count",
     "Float",
     "Fn",
+    "Functions",
     "Int",
     "Items",
     "Name",
     "Number",
-    "Pieces",
     "Seconds",
     "Seed",
     "Size",
@@ -51,7 +51,7 @@ def _is_bool(value: Any) -> bool:
     return type(value).__name__ in ("bool", "bool_")
 
 
-def _whole(value: Any) -> int:
+def _integer(value: Any) -> int:
     if _is_bool(value):
         raise ValueError(f"expected an integer, got {value!r}")
     try:
@@ -61,7 +61,7 @@ def _whole(value: Any) -> int:
 
 
 def _int(value: Any, *, least: int, rule: str) -> int:
-    number = _whole(value)
+    number = _integer(value)
     if not least <= number < 2**63:
         raise ValueError(f"must be {rule}, got {format_value(value)}")
     return number
@@ -69,7 +69,7 @@ def _int(value: Any, *, least: int, rule: str) -> int:
 
 def _count(value: Any, *, most: int) -> int:
     try:
-        number = _whole(value)
+        number = _integer(value)
     except ValueError:
         number = 0
     if number < 1:
@@ -80,7 +80,7 @@ def _count(value: Any, *, most: int) -> int:
 
 
 def _number(value: Any) -> int:
-    number = _whole(value)
+    number = _integer(value)
     if number < 0:
         raise ValueError(f"must not be negative, got {format_value(value)}")
     if number > 10**9:
@@ -128,7 +128,7 @@ def _bool(value: Any) -> bool:
     raise ValueError(f"expected true or false, got {format_value(value)}")
 
 
-def _many(value: Any) -> Any:
+def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list | tuple) else (value,)
 
 
@@ -151,17 +151,17 @@ def as_name(value: str) -> str:
     return _text(value)
 
 
-def _plain(value: Any, depth: int = 0) -> Any:
+def _check_plain(value: Any, depth: int = 0) -> Any:
     """The value. Raises ValueError for what would not come back from a file as it was."""
     if depth > MAX_DEPTH:
         raise ValueError(f"is nested more than {MAX_DEPTH} deep, or contains itself")
     if isinstance(value, Mapping):
         for key, inside in value.items():
-            _plain(key, depth + 1)
-            _plain(inside, depth + 1)
+            _check_plain(key, depth + 1)
+            _check_plain(inside, depth + 1)
     elif isinstance(value, list | tuple | set | frozenset):
         for inside in value:
-            _plain(inside, depth + 1)
+            _check_plain(inside, depth + 1)
     elif isinstance(value, str):
         _text(value)
     elif isinstance(value, int) and abs(value) >= 10**300:
@@ -197,18 +197,18 @@ Text = Annotated[str, AfterValidator(_text)]
 """Text that UTF-8 holds; may be empty."""
 Name = Annotated[str, AfterValidator(as_name)]
 """Text that is not empty: a name, a path."""
-Strings = Annotated[tuple[Text, ...], BeforeValidator(_many)]
+Strings = Annotated[tuple[Text, ...], BeforeValidator(_as_tuple)]
 """Strings; a lone one counts as one."""
-Items = Annotated[tuple[Any, ...], BeforeValidator(_many), AfterValidator(_plain)]
+Items = Annotated[tuple[Any, ...], BeforeValidator(_as_tuple), AfterValidator(_check_plain)]
 """Names or objects; a lone one counts as one."""
-Tree = Annotated[dict[str, Any], AfterValidator(_plain)]
+Tree = Annotated[dict[str, Any], AfterValidator(_check_plain)]
 """Arguments for someone else: any plain values, up to 64 levels deep."""
 Fn = Callable[..., Any]
 """A function, class or partial."""
-Pieces = Annotated[tuple[Name | Fn, ...], BeforeValidator(_many)]
+Functions = Annotated[tuple[Name | Fn, ...], BeforeValidator(_as_tuple)]
 """Names or functions; a lone one counts as one."""
 
-SPOKEN = {
+TYPE_NAMES = {
     "Bool": "bool",
     "Count": "positive int",
     "Float": "float",

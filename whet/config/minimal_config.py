@@ -20,7 +20,7 @@ from whet.config.loader import dump_tree
 from whet.config.model import OptimConfig
 from whet.config.training import CheckpointingOptions
 
-__all__ = ["brief", "unread"]
+__all__ = ["fields_without_effect", "minimal_config"]
 
 _OFF = {
     "beta": 0.0,
@@ -46,16 +46,16 @@ _STAYS = ("apply_chat_template", "seed")
 """Fields that are always written: others read them in the file."""
 
 
-def brief(config: Any) -> Any:
+def minimal_config(config: Any) -> Any:
     """A configuration as plain containers, without what was not set and has no effect.
 
     Args: config: a configuration, or sections of one by their names.
 
     >>> from whet.config import OptimConfig
-    >>> brief(OptimConfig(lr=1e-5))
+    >>> minimal_config(OptimConfig(lr=1e-5))
     {'name': 'adamw', 'lr': 1e-05, 'betas': [0.9, 0.999], 'eps': 1e-08, 'schedule': 'constant', 'max_grad_norm': 1.0}
     """
-    return _brief(config, _engine(config))
+    return _minimal(config, _engine(config))
 
 
 def _engine(config: Any) -> Any:
@@ -63,21 +63,21 @@ def _engine(config: Any) -> Any:
     return config.get("rollout_engine") if isinstance(config, Mapping) else getattr(config, "rollout_engine", None)
 
 
-def _brief(value: Any, engine: Any) -> Any:
+def _minimal(value: Any, engine: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: _brief(part, engine) for name, part in value.items()}
+        return {name: _minimal(part, engine) for name, part in value.items()}
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return dump_tree(value)
-    idle = unread(value, engine)
+    idle = fields_without_effect(value, engine)
     found: dict[str, Any] = {}
     for field in dataclasses.fields(value):
         part = getattr(value, field.name)
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         if dataclasses.is_dataclass(default):
-            if inner := _brief(part, engine):
+            if inner := _minimal(part, engine):
                 found[field.name] = inner
         elif field.name in _STAYS or part != default or not (_off(field.name, part) or field.name in idle):
-            found[field.name] = _brief(part, engine)
+            found[field.name] = _minimal(part, engine)
     return found
 
 
@@ -86,12 +86,12 @@ def _off(name: str, value: Any) -> bool:
     return value is None or value is False or value in ((), [], {}, "") or (name in _OFF and value == _OFF[name])
 
 
-def unread(config: Any, engine: Any = None) -> set[str]:
+def fields_without_effect(config: Any, engine: Any = None) -> set[str]:
     """The fields of a configuration that nothing reads, others being what they are.
 
     Args: config: a configuration. engine: of the run; None = another than vLLM and SGLang.
 
-    >>> sorted(unread(OverlongBuffer()))
+    >>> sorted(fields_without_effect(OverlongBuffer()))
     ['max_response_length', 'overlong_buffer_length', 'overlong_buffer_penalty']
     """
     found: set[str] = set()

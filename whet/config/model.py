@@ -95,11 +95,11 @@ class RoleConfig:
     """One model: what to load, how to compute it, and how to train it."""
 
     model: Name | None = None
-    """Hub name (name@revision pins a branch, tag or commit) or folder of a Hugging Face model; the actor's may be
-    "file.py:function" or "package.module:function", which makes the model in a folder. None = given from Python, or
-    (critic, reference) the actor's. A critic's may be "actor": a score head on the actor's own trunk, trained with
-    it. A folder or hub name of an adapter in PEFT's format stands for its base model with that adapter, which is
-    trained on."""
+    """Hub name (name@revision pins a branch, tag or commit), folder of a Hugging Face model, or a GGUF file (the extra
+    `gguf`). The actor's may be "file.py:function" or "package.module:function", which makes the model in a folder.
+    None = given from Python, or (critic, reference) the actor's. A critic's may be "actor": a score head on the
+    actor's own trunk, trained with it. A folder or hub name of an adapter in PEFT's format stands for its base
+    model with that adapter, which is trained on."""
     lora: LoraConfig | None = None
     """Train a low-rank adapter in place of all weights; None = all weights. Where optim.lr is not given it is 1e-4."""
     quantization: Literal["nf4", "fp4"] | None = None

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import model_validator
 from pydantic_core import ArgsKwargs
 
-from whet.config.base import check, config
+from whet.config.base import config, config_from_dict
 from whet.config.engines import SGLangOptions, VLLMOptions
 from whet.config.enums import Mode
 from whet.config.fields import (
@@ -34,8 +34,8 @@ from whet.config.fields import (
     Text,
     Tree,
 )
-from whet.config.length_aliases import with_own_name
-from whet.config.synonyms import owner
+from whet.config.length_aliases import resolve_length_alias
+from whet.config.synonyms import find_owner
 from whet.errors import ConfigError, nearest
 
 __all__ = ["OWN_FIELDS", "ConstraintConfig", "RolloutConfig"]
@@ -224,11 +224,11 @@ class RolloutConfig:
     @classmethod
     def _length_names(cls, given: Any) -> Any:
         """Reads every name of the completions' length, in `eval` too."""
-        given = with_own_name(given, LENGTH)
+        given = resolve_length_alias(given, LENGTH)
         values = given.kwargs if isinstance(given, ArgsKwargs) else given
         if not isinstance(values, Mapping) or "eval" not in values:
             return given
-        values = {**values, "eval": with_own_name(values["eval"], LENGTH)}
+        values = {**values, "eval": resolve_length_alias(values["eval"], LENGTH)}
         return ArgsKwargs((), values) if isinstance(given, ArgsKwargs) else values
 
     def __post_init__(self) -> None:
@@ -238,7 +238,7 @@ class RolloutConfig:
             known = {f.name for f in dataclasses.fields(self)} - {"eval"}
             for name in self.eval:
                 if name not in known:
-                    own = owner(name, known)
+                    own = find_owner(name, known)
                     near = f"; did you mean eval.{own}?" if own in known else nearest(name, known, "eval.")
                     raise ConfigError(f"eval.{name}: unknown key{near}")
                 if name in ("kv_cache_tokens", "max_batch_size", "sglang", "vllm"):
@@ -297,4 +297,4 @@ class RolloutConfig:
         if Mode(mode) is Mode.TRAIN or not self.eval:
             return self
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return check(type(self), {**fields, **self.eval, "eval": {}})
+        return config_from_dict(type(self), {**fields, **self.eval, "eval": {}})

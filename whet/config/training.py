@@ -334,7 +334,9 @@ class RLTrainingConfig(TrainingConfig):
                     "train_micro_batch_size: For RL training, `mini_batch_size` must be set when "
                     "`train_micro_batch_size` is set."
                 )
-            _divides("train_micro_batch_size", self.train_micro_batch_size, "mini_batch_size", self.mini_batch_size)
+            _check_divides(
+                "train_micro_batch_size", self.train_micro_batch_size, "mini_batch_size", self.mini_batch_size
+            )
 
     def resolve_batch_sizes(self, full: int) -> BatchSizes:
         """The hierarchy of batches for steps of so many prompts.
@@ -354,10 +356,10 @@ class RLTrainingConfig(TrainingConfig):
         train = self.train_micro_batch_size or mini
         rollout = self.rollout_micro_batch_size or full
         logps = self.compute_logps_micro_batch_size or train
-        _divides("mini_batch_size", mini, "batch_size", full)
-        _divides("train_micro_batch_size", train, "mini_batch_size", mini)
-        _divides("rollout_micro_batch_size", rollout, "batch_size", full)
-        _divides("compute_logps_micro_batch_size", logps, "batch_size", full)
+        _check_divides("mini_batch_size", mini, "batch_size", full)
+        _check_divides("train_micro_batch_size", train, "mini_batch_size", mini)
+        _check_divides("rollout_micro_batch_size", rollout, "batch_size", full)
+        _check_divides("compute_logps_micro_batch_size", logps, "batch_size", full)
         return BatchSizes(
             full=full,
             mini=mini,
@@ -367,7 +369,7 @@ class RLTrainingConfig(TrainingConfig):
         )
 
 
-def _divides(small_name: str, small: int, big_name: str, big: int) -> None:
+def _check_divides(small_name: str, small: int, big_name: str, big: int) -> None:
     if big % small:
         below = next((n for n in range(min(small - 1, big), 0, -1) if big % n == 0), None)
         above = next((n for n in range(small + 1, big + 1) if big % n == 0), None)

@@ -41,12 +41,13 @@ from whet.util.references import resolve_name
 
 __all__ = [
     "advantage_inputs",
+    "bind_fields",
     "check_all_read",
     "check_call",
-    "check_of_tokens",
-    "composed",
+    "check_token_level",
+    "describe_objective",
     "fields_read",
-    "keywords_of",
+    "keyword_arguments",
     "kl_estimate",
     "make_estimator",
     "make_objective",
@@ -54,10 +55,9 @@ __all__ = [
     "other_field",
     "policy_loss",
     "reward_functions",
-    "with_fields",
 ]
 
-_NAMED: Mapping[str, Mapping[str, Any]] = {
+_NAMES_OF_FIELDS: Mapping[str, Mapping[str, Any]] = {
     "advantage_estimator": ADVANTAGE_ESTIMATORS,
     "policy_loss_fn": POLICY_LOSSES,
     "loss_agg_mode": LOSS_AGG_MODES,
@@ -76,16 +76,16 @@ def other_field(value: str) -> str:
     """
     if value in presets.PRESETS:
         return f". {value} is a whole method: algo.preset={value}"
-    field = next((field for field, names in _NAMED.items() if value in names), None)
+    field = next((field for field, names in _NAMES_OF_FIELDS.items() if value in names), None)
     return f". {value} is {'an' if field[0] in 'aeiou' else 'a'} {field}" if field else ""
 
 
 _resolve = functools.partial(resolve_name, hint=other_field)
 
 
-def _piece(value: Any, known: Mapping[str, Any], kind: str, config: AlgorithmConfig) -> Callable[..., Any]:
+def _bound_function(value: Any, known: Mapping[str, Any], kind: str, config: AlgorithmConfig) -> Callable[..., Any]:
     """A piece of the objective, fn(x), with the configuration's fields bound."""
-    fn = with_fields(_resolve(value, known, kind), config)
+    fn = bind_fields(_resolve(value, known, kind), config)
     check_call(fn, kind, ("x",))
     return fn
 
@@ -109,22 +109,22 @@ def check_call(fn: Callable[..., Any], kind: str, *forms: Sequence[str]) -> None
     )
 
 
-def with_fields(fn: Callable[..., Any], config: AlgorithmConfig | SupervisedConfig) -> Callable[..., Any]:
+def bind_fields(fn: Callable[..., Any], config: AlgorithmConfig | SupervisedConfig) -> Callable[..., Any]:
     """A function with the keyword-only arguments bound that the configuration has as fields.
 
     What a functools.partial has bound already stays, and so does what a function does not ask for by keyword.
 
     >>> def loss(x, *, epsilon=0.5, other=1):
     ...     return epsilon, other
-    >>> with_fields(loss, PolicyConfig(epsilon=0.1))(None)
+    >>> bind_fields(loss, PolicyConfig(epsilon=0.1))(None)
     (0.1, 1)
     """
-    asked = keywords_of(fn)
+    asked = keyword_arguments(fn)
     bound = {name: value for name, value in config.keywords.items() if name in asked}
     return functools.partial(fn, **bound) if bound else fn
 
 
-def keywords_of(fn: Callable[..., Any]) -> set[str]:
+def keyword_arguments(fn: Callable[..., Any]) -> set[str]:
     """The keyword-only arguments of a function that nothing has bound yet."""
     try:
         parameters = inspect.signature(fn).parameters.values()
@@ -145,7 +145,8 @@ def fields_read(fn: Callable[..., Any]) -> set[str]:
         arguments = inspect.signature(fn).parameters
     except (TypeError, ValueError):
         arguments = {}
-    return keywords_of(fn) | {field for argument, field in _FIELD_OF_ARGUMENT.items() if argument in arguments}
+    names = keyword_arguments(fn) | (arguments.keys() & _FIELD_OF_ARGUMENT.keys())
+    return {_FIELD_OF_ARGUMENT.get(name, name) for name in names}
 
 
 _FIELD_OF_ARGUMENT = {"norm": "loss_agg_norm", "num_units": "loss_agg_units"}
@@ -158,7 +159,7 @@ def check_all_read(config: PolicyConfig) -> None:
     check_fields_read(config, {name for fn in own for name in fields_read(fn)})
 
 
-def check_of_tokens(config: PolicyConfig) -> None:
+def check_token_level(config: PolicyConfig) -> None:
     """Raises ConfigError: sampler_is weighs whole sequences, for a loss that multiplies the weights of their tokens."""
     if isinstance(config.sampler_is, str) and config.sampler_is in CORRECTIONS and config.sampler_is != "token":
         raise ConfigError(
@@ -167,10 +168,10 @@ def check_of_tokens(config: PolicyConfig) -> None:
         )
 
 
-def composed(config: PolicyConfig) -> dict[str, str]:
+def describe_objective(config: PolicyConfig) -> dict[str, str]:
     """Which pieces a configuration composes, with their parameters, for the log and environment.json.
 
-    >>> made = composed(PolicyConfig(beta=0.1, loss_masks=("off-policy",), policy_loss_fn="reinforce"))
+    >>> made = describe_objective(PolicyConfig(beta=0.1, loss_masks=("off-policy",), policy_loss_fn="reinforce"))
     >>> made["loss"]
     'reinforce * off-policy(off_policy_mask_threshold=0.5) + 0.1 * low_var_kl'
     >>> made["aggregation"]
@@ -179,7 +180,7 @@ def composed(config: PolicyConfig) -> dict[str, str]:
     factors = [] if config.sampler_is is None else [_with_parameters(config, config.sampler_is, CORRECTIONS)]
     factors += [_with_parameters(config, name, TOKEN_MASKS) for name in config.loss_masks]
     loss = " * ".join([_with_parameters(config, config.loss_name, POLICY_LOSSES), *factors])
-    kl = f"{config.beta} * {_named(config.kl_loss_mode)}"
+    kl = f"{config.beta} * {_display_name(config.kl_loss_mode)}"
     if config.beta and config.kl_type == "loss":
         loss += f" + {kl}" + (f" * {factors[0]}" if config.sampler_is_kl else "")
     if config.entropy_coef or config.use_adaptive_entropy:
@@ -187,19 +188,19 @@ def composed(config: PolicyConfig) -> dict[str, str]:
     advantages = _with_parameters(config, config.advantage_estimator, ADVANTAGE_ESTIMATORS)
     if config.beta and config.kl_type != "loss":
         advantages += f" - {kl} (in the {config.kl_type})"
-    aggregation = f"{_named(config.loss_agg_mode)} over {config.loss_agg_units} sequences"
+    aggregation = f"{_display_name(config.loss_agg_mode)} over {config.loss_agg_units} sequences"
     return {"advantages": advantages, "loss": loss, "aggregation": aggregation}
 
 
 def _with_parameters(config: PolicyConfig, value: Any, known: Mapping[str, Any]) -> str:
     """A piece's name, with the fields that it takes and that are set."""
     fn = _resolve(value, known, "piece")
-    taken = {f.name: getattr(config, f.name) for f in fields(config) if f.name in keywords_of(fn)}
-    words = ", ".join(f"{name}={_named(value)}" for name, value in taken.items() if value is not None)
-    return f"{_named(value)}({words})" if words else _named(value)
+    taken = {f.name: getattr(config, f.name) for f in fields(config) if f.name in keyword_arguments(fn)}
+    words = ", ".join(f"{name}={_display_name(value)}" for name, value in taken.items() if value is not None)
+    return f"{_display_name(value)}({words})" if words else _display_name(value)
 
 
-def _named(value: Any) -> str:
+def _display_name(value: Any) -> str:
     """A value, or what a function is called."""
     return function_name(value) if callable(value) else str(value)
 
@@ -223,7 +224,7 @@ def reward_functions(given: Any, config: AlgorithmConfig) -> tuple[list[Any], tu
 def make_estimator(config: AlgorithmConfig) -> Callable[..., Tensor]:
     """The advantage estimator of a configuration."""
     kind = "advantage estimator"
-    fn = with_fields(_resolve(config.advantage_estimator, ADVANTAGE_ESTIMATORS, kind), config)
+    fn = bind_fields(_resolve(config.advantage_estimator, ADVANTAGE_ESTIMATORS, kind), config)
     check_call(fn, kind, ("x",), ("rewards", "group_ids"))
     return fn
 
@@ -278,17 +279,17 @@ def make_objective(config: PolicyConfig) -> Objective:
     """The objective of a configuration: surrogate, corrections and masks, KL, entropy bonus."""
     check_all_read(config)
     names = [] if config.sampler_is is None else [config.sampler_is]
-    corrections = [_piece(name, CORRECTIONS, "sampler_is", config) for name in names]
+    corrections = [_bound_function(name, CORRECTIONS, "sampler_is", config) for name in names]
     kl_factors = tuple(corrections) if config.sampler_is_kl else ()
-    surrogate = _piece(config.loss_name, POLICY_LOSSES, "policy loss", config)
-    if corrections and "correction" in keywords_of(surrogate):  # it has the correction in its own weight
-        check_of_tokens(config)
+    surrogate = _bound_function(config.loss_name, POLICY_LOSSES, "policy loss", config)
+    if corrections and "correction" in keyword_arguments(surrogate):  # it has the correction in its own weight
+        check_token_level(config)
         surrogate, corrections = functools.partial(surrogate, correction=corrections[0]), []
-    masks = [_piece(name, TOKEN_MASKS, "loss mask", config) for name in config.loss_masks]
+    masks = [_bound_function(name, TOKEN_MASKS, "loss mask", config) for name in config.loss_masks]
     return Objective(
         surrogate=surrogate,
         factors=(*corrections, *masks),
-        kl=with_fields(functools.partial(reference_kl, kl_loss_mode=kl_estimate(config)), config),
+        kl=bind_fields(functools.partial(reference_kl, kl_loss_mode=kl_estimate(config)), config),
         beta=config.beta,
         kl_factors=kl_factors,
         entropy_coef=config.entropy_coef,

@@ -11,13 +11,13 @@ from typing import Any
 
 from whet.config import PreferenceConfig, RewardModelConfig
 from whet.config.algo.unused_fields import check_fields_read
-from whet.learners.objective import check_call, fields_read, keywords_of, other_field, with_fields
+from whet.learners.objective import bind_fields, check_call, fields_read, keyword_arguments, other_field
 from whet.ops.preference import F_DIVERGENCES, PREFERENCE_LOSSES, REWARD_LOSSES, PreferenceObjective, needs_of
 from whet.rewards.call import function_name
 from whet.train.worker import Loss
 from whet.util.references import resolve_name
 
-__all__ = ["composed_preference", "fields_read_by_loss", "make_preference_objective", "make_reward_loss"]
+__all__ = ["describe_preference_objective", "fields_read_by_loss", "make_preference_objective", "make_reward_loss"]
 
 
 def _losses(config: PreferenceConfig) -> dict[str, Callable[..., Any]]:
@@ -47,14 +47,14 @@ def make_preference_objective(config: PreferenceConfig) -> PreferenceObjective:
     read = {name for loss in losses.values() for name in fields_read_by_loss(loss)} | fields_read(divergence)
     check_fields_read(config, read)
     for loss in losses.values():
-        check_call(with_fields(loss, config), "loss_type", ("p",))
+        check_call(bind_fields(loss, config), "loss_type", ("p",))
     return PreferenceObjective(
-        losses={name: with_fields(loss, config) for name, loss in losses.items()},
+        losses={name: bind_fields(loss, config) for name, loss in losses.items()},
         loss_weights=config.loss_weights,
         beta=config.beta,
         reference_free=config.reference_free,
         ld_alpha=config.ld_alpha,
-        generator=None if config.f_divergence_type == "reverse_kl" else with_fields(divergence, config),
+        generator=None if config.f_divergence_type == "reverse_kl" else bind_fields(divergence, config),
         use_weighting=config.use_weighting,
     )
 
@@ -66,20 +66,20 @@ def make_reward_loss(config: RewardModelConfig) -> Loss:
     """
     loss = resolve_name(config.loss_type, REWARD_LOSSES, "loss_type", hint=other_field)
     check_fields_read(config, fields_read(loss))
-    bound = with_fields(loss, config)
+    bound = bind_fields(loss, config)
     check_call(bound, "loss_type", ("x",))
     return bound
 
 
-def composed_preference(config: PreferenceConfig) -> str:
+def describe_preference_objective(config: PreferenceConfig) -> str:
     """Which losses a configuration composes, with their parameters, for the log and environment.json.
 
-    >>> composed_preference(PreferenceConfig(loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.1]))
+    >>> describe_preference_objective(PreferenceConfig(loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.1]))
     '1.0 * sigmoid(beta=0.1, label_smoothing=0.0) + 0.1 * sft'
     """
     parts = []
     for (name, loss), weight in zip(_losses(config).items(), config.loss_weights or (None,) * len(config.loss_type)):
-        taken = {n: v for n, v in config.keywords.items() if n in keywords_of(loss)}
+        taken = {n: v for n, v in config.keywords.items() if n in keyword_arguments(loss)}
         words = ", ".join(f"{n}={v}" for n, v in taken.items())
         parts.append(("" if weight is None else f"{weight} * ") + (f"{name}({words})" if words else name))
     divergence = config.f_divergence_type

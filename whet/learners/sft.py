@@ -8,10 +8,10 @@ from typing import Any
 from torch import Tensor
 
 from whet.config import SFTConfig
-from whet.config.base import need
+from whet.config.base import check_instance
 from whet.config.model import SFT_LR
 from whet.data.supervised import SFTEncoder
-from whet.learners.objective import check_call, other_field, with_fields
+from whet.learners.objective import bind_fields, check_call, other_field
 from whet.learners.supervised import SupervisedLearner
 from whet.learners.supervised_task import Encoder
 from whet.ops import LOSS_AGG_MODES, SFT_LOSSES
@@ -34,9 +34,9 @@ class SFTLearner(SupervisedLearner[SFTConfig]):
     usual_lr = SFT_LR
 
     def __init__(self, models: SupervisedModels, algo_config: SFTConfig | None = None, **options: Any) -> None:
-        c = need(algo_config or SFTConfig(), SFTConfig, "algo_config")
+        c = check_instance(algo_config or SFTConfig(), SFTConfig, "algo_config")
         super().__init__(models, c, **options)
-        self._loss = with_fields(resolve_name(c.loss_type, SFT_LOSSES, "SFT loss", hint=other_field), c)
+        self._loss = bind_fields(resolve_name(c.loss_type, SFT_LOSSES, "SFT loss", hint=other_field), c)
         check_call(self._loss, "loss_type", ("x",))
         models.trainer.with_loss_fn(
             self.loss,

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from whet.config import DPORunConfig, PPORunConfig, RMRunConfig, SFTRunConfig
-from whet.config.loader import is_text, merged, tree
+from whet.config.loader import merge, parse_config_args, takes_text
 from whet.errors import ConfigError, format_value, lookup_error, nearest
 from whet.fronts.field import Field, Table
 from whet.rl2.keys import KEYS
@@ -146,12 +146,12 @@ def parse_args(trainer: str, words: Sequence[str]) -> ParsedArgs:
         if key.startswith(("~", "hydra.", "--config-")):
             raise ConfigError(f"{word}: hydra's own options are not here; write key=value, or --config FILE")
         plain.append(word.lstrip("+"))
-    nested = tree(plain, texts=partial(_is_text, trainer))
+    nested = parse_config_args(plain, texts=partial(_is_text, trainer))
     nested.pop("defaults", None)  # hydra's list of base configurations
     actor = nested.get("actor")
     if isinstance(actor, dict) and "rollout" in actor:
         actor = dict(actor)
-        nested = merged(nested, {"rollout": actor.pop("rollout")}) | {"actor": actor}
+        nested = merge(nested, {"rollout": actor.pop("rollout")}) | {"actor": actor}
     nested, problems = resolve(nested)
     whet_keys = nested.pop(OWN, None) or {}
     if not isinstance(whet_keys, Mapping):
@@ -167,7 +167,7 @@ def _is_text(trainer: str, names: Sequence[str], text: str) -> bool:
     As in hydra, a quoted word loses its quotes, and null is None.
     """
     if names[0] == OWN:
-        return names[1:] != [] and is_text(CONFIGS[trainer], names[1:], text)
+        return names[1:] != [] and takes_text(CONFIGS[trainer], names[1:], text)
     if names[:2] == ["actor", "rollout"]:
         names = names[1:]
     row = find_field(".".join(names), KEYS[trainer])
@@ -175,7 +175,7 @@ def _is_text(trainer: str, names: Sequence[str], text: str) -> bool:
     if row is None or not (row.state == "works" or target in TEXTS or target.endswith("_column")):
         return False
     quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"
-    return text != "null" and not quoted and is_text(CONFIGS[trainer], target.split("."), text)
+    return text != "null" and not quoted and takes_text(CONFIGS[trainer], target.split("."), text)
 
 
 def find_field(key: str, known: Table) -> Field | None:

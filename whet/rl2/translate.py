@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from whet.config import RunConfig
-from whet.config.base import check
-from whet.config.loader import merged
+from whet.config.base import config_from_dict
+from whet.config.loader import merge
 from whet.rl2 import ppo, supervised
 from whet.rl2.common import WhetKeys, translate_models, translate_trainer
 from whet.rl2.parsed_args import CONFIGS, ParsedArgs, copied_values, parse_args
@@ -36,7 +36,7 @@ def translate_command(trainer: str, words: Sequence[str]) -> Any:
 def translate_args(args: ParsedArgs) -> Any:
     """The checked configuration of parsed arguments. Raises ConfigError: as `translate_command` does."""
     kind, tree = translated_tree(args)
-    return check(kind, merged(tree, args.whet_keys))
+    return config_from_dict(kind, merge(tree, args.whet_keys))
 
 
 def translated_tree(args: ParsedArgs) -> tuple[type, dict[str, Any]]:
@@ -52,7 +52,7 @@ def translated_tree(args: ParsedArgs) -> tuple[type, dict[str, Any]]:
         node: Any = value
         for part in reversed(key.split(".")):
             node = {part: node}
-        tree = merged(tree, node)
+        tree = merge(tree, node)
     without_critic = args.trainer == "ppo" and args.get("adv.estimator") != "gae"
     return RunConfig if without_critic else CONFIGS[args.trainer], tree
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from torch import Tensor
 
-from whet.config.length_aliases import one_length
+from whet.config.length_aliases import accepts_length_aliases
 from whet.errors import EngineError, lookup_error
 from whet.ops.support import Support
 from whet.types import FinishReason
@@ -99,7 +99,7 @@ class Sampling:
     """Keep the raw logits of each drawn token (float32 [C, V]): for inspection, not for training."""
 
 
-Sampling.__init__ = one_length("max_tokens")(Sampling.__init__)  # pyright: ignore[reportAttributeAccessIssue]
+Sampling.__init__ = accepts_length_aliases("max_tokens")(Sampling.__init__)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def support_of(sampling: Sampling) -> Support:

@@ -18,7 +18,7 @@ from pydantic import Field, InstanceOf
 from torch import Tensor, nn
 from transformers import GenerationConfig, StoppingCriteriaList
 
-from whet.config.base import check, config
+from whet.config.base import config, config_from_dict
 from whet.config.fields import Bool, Count, Float, Int, Number
 from whet.config.rollout import OWN_FIELDS
 from whet.errors import ConfigError, EngineError
@@ -71,7 +71,7 @@ def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
     whet.errors.ConfigError: generation_kwargs: unknown key num_beans; did you mean num_beams?
     """
     try:
-        return vars(check(_Options, options, short=OWN_FIELDS))
+        return vars(config_from_dict(_Options, options, short=OWN_FIELDS))
     except ConfigError as error:
         raise ConfigError(f"generation_kwargs: {error}") from None
 

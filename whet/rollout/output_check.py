@@ -46,8 +46,11 @@ def check_output(output: Output, request: Request, engine: RolloutEngine, *, voc
         _check_ids(name, output.tokens, vocab_size)
     if not np.isfinite(output.logprobs).all():
         raise EngineError(
-            f"the model's logits are not finite at step {request.address[1]}; resume from an earlier checkpoint with a "
-            f"lower learning rate and trainer.allow_config_change=true (or {name} reports wrong logprobs)"
+            f"the model's logits are not finite at step {request.address[1]}",
+            fix="resume from an earlier checkpoint with a lower learning rate and trainer.allow_config_change=true "
+            f"(or {name} reports wrong logprobs)",
+            key="trainer.allow_config_change",
+            engine=name,
         )
 
 

@@ -12,7 +12,7 @@ from whet._version import __version__
 from whet.cli import main
 from whet.cli.help import FIRST
 from whet.cli.registry import COMMANDS, INFO_COMMANDS, config_class
-from whet.config import SHORT, RunConfig, dump_tree, load_run
+from whet.config import SHORTHANDS, RunConfig, dump_tree, load_run
 from whet.config.base import leaves
 from whet.errors import ConfigError, DataError
 
@@ -88,7 +88,7 @@ def test_the_help_of_a_command_is_one_screen_of_keys_that_there_are(command, cap
 def test_the_help_of_the_demo_has_the_values_of_its_recipe():
     config = dump_tree(load_run(["--config", str(Path(__file__).parents[3] / "recipes" / "demo.yaml")]))
     for key, _, value in (key.partition("=") for key in FIRST["demo"][0][1]):
-        path = {"seed": "trainer.seed"}.get(key, SHORT.get(key, key)).split(".")
+        path = {"seed": "trainer.seed"}.get(key, SHORTHANDS.get(key, key)).split(".")
         if path[-1] not in ("run_dir", "preset"):
             assert functools.reduce(dict.__getitem__, path, config) == float(value), key
 
@@ -235,9 +235,9 @@ def test_a_flag_that_is_misspelt_or_another_commands_is_named_and_takes_no_value
 
 
 def test_keys_whose_names_are_near_a_flags_are_keys(called, capsys):
-    from whet.config.generate import GenerateConfig, load_sampled
+    from whet.config.generate import GenerateConfig, load_sampling
 
-    assert load_sampled(GenerateConfig, ["--prompts", "a.jsonl"]).prompts == "a.jsonl"
+    assert load_sampling(GenerateConfig, ["--prompts", "a.jsonl"]).prompts == "a.jsonl"
     assert main(["generate", "--prompts", "nowhere.jsonl"]) == 2
     assert capsys.readouterr().err == "whet generate: no model; write model=<folder, run folder or hub name>\n"
 

@@ -4,8 +4,8 @@ import pytest
 
 from whet import cli, config
 from whet.config import monitoring
-from whet.config.base import check, leaves
-from whet.config.synonyms import NOTES, SECTIONS, SYNONYMS, owner
+from whet.config.base import config_from_dict, leaves
+from whet.config.synonyms import NOTES, SECTIONS, SYNONYMS, find_owner
 from whet.errors import ConfigError
 
 COMMANDS = ("grpo", "ppo", "sft", "rm", "dpo", "eval", "generate", "chat")
@@ -25,7 +25,7 @@ def answer(command, word):
     for part in reversed(word.split(".")):
         tree = {part: tree}
     with pytest.raises(ConfigError) as error:
-        check(kind, tree, short=short)
+        config_from_dict(kind, tree, short=short)
     return str(error.value)
 
 
@@ -45,7 +45,7 @@ def test_every_entry_of_the_tables_is_of_use():
     everywhere = set().union(*map(keys_of, COMMANDS))
     assert [key for targets in SYNONYMS.values() for key in targets if key not in everywhere] == []
     assert [name for names in SECTIONS.values() for name in names if name not in everywhere] == []
-    classes = {section.split(".")[0] for section in (owner(word, ()) or "" for word in SYNONYMS) if section}
+    classes = {section.split(".")[0] for section in (find_owner(word, ()) or "" for word in SYNONYMS) if section}
     assert classes and all(hasattr(config, name) or hasattr(monitoring, name) for name in classes)
     assert not NOTES.keys() & SYNONYMS.keys()
 

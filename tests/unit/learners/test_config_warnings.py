@@ -7,7 +7,7 @@ import torch
 
 from whet.config import GRPOConfig, PPOConfig
 from whet.errors import ConfigError
-from whet.learners.config_warnings import advise
+from whet.learners.config_warnings import warn_about_config
 from whet.learners.objective import make_objective
 from whet.ops import ADVANTAGE_ESTIMATORS
 
@@ -104,13 +104,13 @@ IDLE = "no effect while beta is 0.0"
     ],
 )
 def test_choices_that_are_seldom_meant_are_said_aloud_once(made, said, caplog):
-    advise(made)
+    warn_about_config(made)
     assert [said in record.message for record in caplog.records] == [] if said is None else [True]
 
 
 @pytest.mark.parametrize(("longest", "said"), [(512, True), (16384, True), (16385, False), (None, False)])
 def test_a_punishment_of_length_that_no_completion_reaches_is_said(longest, said, caplog):
-    advise(GRPOConfig(overlong_buffer={"enable": True}), longest)
+    warn_about_config(GRPOConfig(overlong_buffer={"enable": True}), longest)
     assert ("it begins after 16384 tokens" in caplog.text) is said
-    advise(GRPOConfig(), longest)
+    warn_about_config(GRPOConfig(), longest)
     assert len(caplog.records) == said

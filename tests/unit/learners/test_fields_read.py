@@ -14,7 +14,7 @@ from whet.config.algo import fields_read as written
 from whet.config.algo.unused_fields import SWITCHES, unread_fields
 from whet.errors import ConfigError
 from whet.learners import objective, preference_objective
-from whet.learners.objective import make_estimator, make_objective, with_fields
+from whet.learners.objective import bind_fields, make_estimator, make_objective
 from whet.ops import (
     VALUE_LOSSES,
     AdvantageInputs,
@@ -128,7 +128,7 @@ def numbers(c):
         values=values,
         greedy_rewards=torch.tensor([0.5, 0.4, 0.3]),
     )
-    returns = with_fields(advantages_and_returns, c)(step)[1]
+    returns = bind_fields(advantages_and_returns, c)(step)[1]
     x = with_columns(x, mask=mask, returns=returns, **columns)
     norm = 4.0 if c.loss_agg_norm is None and c.loss_agg_mode == "sequence-mean-token-scale" else c.loss_agg_norm
     trained = mask & (unit < 5)  # the last trajectory has nothing to train
@@ -138,7 +138,7 @@ def numbers(c):
     found = [
         estimate(make_estimator(c), step),
         make_objective(c)(x)[0],
-        with_fields(VALUE_LOSSES[c.value_loss_fn], c)(x)[0],
+        bind_fields(VALUE_LOSSES[c.value_loss_fn], c)(x)[0],
         token_weights(trained, unit, c.loss_agg_mode, norm=norm, num_units=num_units, prompt=prompt),
         token_weights(trained, unit, c.value_loss_agg_mode, norm=critic_norm, num_units=num_units, prompt=prompt),
     ]

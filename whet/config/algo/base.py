@@ -13,7 +13,7 @@ from whet.config.algo.choices import CHOICES
 from whet.config.algo.fields_read import POLICY_READS, Readers
 from whet.config.base import config
 from whet.config.fields import Bool, Count, Float, Fn, Name, Size
-from whet.config.length_aliases import with_own_name
+from whet.config.length_aliases import resolve_length_alias
 from whet.errors import ConfigError
 
 __all__ = ["AlgorithmConfig", "OverlongBuffer"]
@@ -44,7 +44,7 @@ class OverlongBuffer:
     @classmethod
     def _names(cls, given: Any) -> Any:
         """Reads every name of the completions' length."""
-        return with_own_name(given, "max_response_length")
+        return resolve_length_alias(given, "max_response_length")
 
     def __post_init__(self) -> None:
         """Checks the ranges."""

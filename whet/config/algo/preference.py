@@ -13,7 +13,7 @@ from whet.config.algo.preference_choices import PREFERENCE_CHOICES
 from whet.config.algo.sft import SupervisedConfig
 from whet.config.algo.unused_fields import check_fields_read
 from whet.config.base import config
-from whet.config.fields import Bool, Count, Float, Fn, Name, Pieces
+from whet.config.fields import Bool, Count, Float, Fn, Functions, Name
 from whet.errors import ConfigError
 
 __all__ = ["PreferenceConfig", "RewardModelConfig"]
@@ -65,7 +65,7 @@ class PreferenceConfig(SupervisedConfig):
         "truncation_mode": "what becomes of rows that are too long is the data's: data.on_long",
     }
 
-    loss_type: Pieces = ("sigmoid",)
+    loss_type: Functions = ("sigmoid",)
     """Sums of a unit's sides -> a loss per unit: a name, a function or "package.module:function"; or several, added up
     with loss_weights."""
     loss_weights: tuple[Float, ...] | None = None

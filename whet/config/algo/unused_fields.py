@@ -51,12 +51,13 @@ def unread_fields(config: Any, read: Collection[str] = ()) -> dict[str, str]:
     >>> unread_fields(GRPOConfig())["gamma"], unread_fields(GRPOConfig())["kl_horizon"]
     ('advantage_estimator', 'target_kl')
     """
-    has_effect, found = {*read, *(CRITIC_READS if hasattr(config, "value_loss_fn") else ())}, {}
+    has_effect = {*read, *(CRITIC_READS if hasattr(config, "value_loss_fn") else ())}
+    found: dict[str, str] = {}
     for choice, readers in config.READS.items():
         chosen = _chosen(config, choice)
         unknown = any(isinstance(name, str) and ":" not in name and name not in readers for name in chosen)
         for name, names in readers.items():
-            found = dict.fromkeys(names, choice) | found
+            found = {**dict.fromkeys(names, str(choice)), **found}
             if unknown or name in chosen:  # the error about an unknown name comes later
                 has_effect.update(names)
     if getattr(config, "loss_agg_mode", None) == "sequence-mean-token-sum-norm" and config.loss_agg_norm is not None:

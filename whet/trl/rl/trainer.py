@@ -31,7 +31,7 @@ from whet.trl.rl.loaders import eval_loader, train_loader
 from whet.trl.rl.reward_functions import RewardLog, reward_functions
 from whet.trl.rl.rows import longest_prompt, rows_of
 from whet.trl.trainer.data import check_evaluation, checked_set, named_sets
-from whet.trl.trainer.messages import in_trl_words
+from whet.trl.trainer.messages import VOCABULARY
 from whet.trl.trainer.metrics import trl_metrics
 from whet.trl.trainer.model import adapted, inner_model, module_dtype
 from whet.trl.trainer.task import TellingRLTask
@@ -64,7 +64,7 @@ class RLTrainer(Trainer):
 
     aux_loss_enabled = False
 
-    @in_trl_words()
+    @VOCABULARY.translating()
     def __init__(
         self,
         model: str | nn.Module,

@@ -30,7 +30,7 @@ from whet.trl.supervised.examples import Examples, Pack, Ready, examples_of
 from whet.trl.supervised.predictions import computed_metrics
 from whet.trl.supervised.tokenizer import prepare_model, prepare_tokenizer
 from whet.trl.trainer.data import check_evaluation, checked_set, named_sets
-from whet.trl.trainer.messages import in_trl_words
+from whet.trl.trainer.messages import VOCABULARY
 from whet.trl.trainer.metrics import supervised_metrics
 from whet.trl.trainer.model import adapted, inner_model, module_dtype
 from whet.trl.trainer.task import TellingSupervisedTask
@@ -67,7 +67,7 @@ class SupervisedTrainer(Trainer):
         "compute_loss": "write a loss for whet's learner (whet docs supervised), or choose loss_type",
     }
 
-    @in_trl_words()
+    @VOCABULARY.translating()
     def __init__(
         self,
         model: str | nn.Module,

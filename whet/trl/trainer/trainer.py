@@ -49,7 +49,7 @@ from whet.trl.trainer.attribute_changes import Read, TakesUp
 from whet.trl.trainer.attributes import attribute
 from whet.trl.trainer.checkpoints import FrontCheckpoints, checkpoint_at, rotated, to_resume
 from whet.trl.trainer.hub import Hub
-from whet.trl.trainer.messages import in_trl_words
+from whet.trl.trainer.messages import VOCABULARY
 from whet.trl.trainer.metrics import Window, best_metric
 from whet.trl.trainer.model import name_of, pinned, trusted
 from whet.trl.trainer.peft_model import peft_model
@@ -299,7 +299,7 @@ class Trainer(Hub, TakesUp):
 
     # ---- training ------------------------------------------------------------------------------------------------
 
-    @in_trl_words()
+    @VOCABULARY.translating()
     def train(self, resume_from_checkpoint: bool | str | None = None, **kwargs: Any) -> TrainOutput:
         """Trains to max_steps or the end of the last epoch.
 
@@ -366,7 +366,7 @@ class Trainer(Hub, TakesUp):
 
     # ---- evaluation ----------------------------------------------------------------------------------------------
 
-    @in_trl_words()
+    @VOCABULARY.translating()
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
