@@ -6,12 +6,16 @@ Left out on purpose: the format rewards of reasoning-gym's examples; `format_mat
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
 
 from whet.data.reasoning_gym import make_task
+from whet.errors import format_exception
 from whet.rewards.text import read_number, text_of
 
 __all__ = ["reasoning_gym", "reasoning_gym_number"]
+
+logger = logging.getLogger("whet")
 
 
 def reasoning_gym(completions: list[Any], task: list[str], index: list[int], **_: Any) -> list[float]:
@@ -45,7 +49,18 @@ def reasoning_gym_number(completions: list[Any], task: list[str], index: list[in
 
 
 def _score(answer: str, task: str, index: int) -> float:
-    return float(make_task(task).score_answer(answer=answer, entry=_entry(task, int(index))))
+    """reasoning-gym's score of an answer; 0 where its scorer can't parse the answer and raises."""
+    entries, entry = make_task(task), _entry(task, int(index))
+    try:
+        return float(entries.score_answer(answer=answer, entry=entry))
+    except Exception as error:  # scorers parse what a model wrote: numbers, JSON, moves of games
+        _log_once(task.partition("?")[0], format_exception(error))
+        return 0.0
+
+
+@functools.cache
+def _log_once(name: str, why: str) -> None:
+    logger.warning("reasoning_gym: the scorer of %s raised %s on a completion, which gets 0", name, why)
 
 
 @functools.lru_cache(maxsize=4096)
