@@ -83,4 +83,4 @@ def config_class(command: str) -> tuple[Any, Any]:
     if command in SUPERVISED_COMMANDS:
         kind = {"sft": config.SFTRunConfig, "rm": config.RMRunConfig, "dpo": config.DPORunConfig}[command]
         return kind, config.shorthands(kind)
-    return (config.PPORunConfig if command == "ppo" else config.RunConfig), config.SHORT
+    return (config.PPORunConfig if command == "ppo" else config.RunConfig), config.SHORTHANDS

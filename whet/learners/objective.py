@@ -145,7 +145,8 @@ def fields_read(fn: Callable[..., Any]) -> set[str]:
         arguments = inspect.signature(fn).parameters
     except (TypeError, ValueError):
         arguments = {}
-    return keyword_arguments(fn) | {field for argument, field in _FIELD_OF_ARGUMENT.items() if argument in arguments}
+    names = keyword_arguments(fn) | (arguments.keys() & _FIELD_OF_ARGUMENT.keys())
+    return {_FIELD_OF_ARGUMENT.get(name, name) for name in names}
 
 
 _FIELD_OF_ARGUMENT = {"norm": "loss_agg_norm", "num_units": "loss_agg_units"}

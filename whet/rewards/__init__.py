@@ -15,10 +15,10 @@ __all__ = [
     "last_number",
     "math_match",
     "number_match",
-    "reasoning_gym",
-    "reasoning_gym_number",
     "overlong",
     "per_completion",
+    "reasoning_gym",
+    "reasoning_gym_number",
     "text_of",
     "within_length",
 ]
