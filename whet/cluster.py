@@ -250,7 +250,7 @@ class RLCluster(RoleWorkers, TunixVerbs):
 
     def encoder(self, mode: Mode = Mode.TRAIN, **options: Any) -> PromptEncoder:
         """What turns data rows into Prompts under a mode's limits; `options` are PromptEncoder's."""
-        return PromptEncoder.of(self.tokenizer, self.rollout_for(mode), **options)
+        return PromptEncoder.from_config(self.tokenizer, self.rollout_for(mode), **options)
 
     # ---- sampling ------------------------------------------------------------------------------------------------
 

@@ -156,7 +156,7 @@ def test_the_operator_for_many_scores_equals_the_plain_product(monkeypatch):
     for held in (layouts.MAX_SCORES, 0):
         monkeypatch.setattr(layouts, "MAX_SCORES", held)
         keys, values = (torch.randn(3, 2, 40, 8, generator=torch.Generator().manual_seed(i)) for i in (1, 2))
-        layout.own._layers[0] = (keys, values)
+        layout.completion_store._layers[0] = (keys, values)
         layout.begin(torch.tensor([7, 3, 20]), torch.tensor([7, 3, 20]), longest=20, furthest=20, equal=False)
         q, k, v = torch.ones(3, 4, 1, 8), torch.ones(3, 2, 1, 8), torch.ones(3, 2, 1, 8)
         outs.append(layout.attend(0, q, k, v, scale=0.3, window=None, softcap=None, sinks=None))

@@ -25,8 +25,8 @@ from whet.cli.registry import (
     TRAINING_COMMANDS,
     config_class,
 )
-from whet.util.streams import bury, open_descriptors, unfailing, unread
-from whet.util.text_lines import columned, fitted
+from whet.util.streams import flush_or_discard, has_no_reader, ignore_write_errors, open_descriptors
+from whet.util.text_lines import wrap_columns, wrap_text
 
 __all__ = ["main", "run_and_report"]
 
@@ -49,20 +49,20 @@ def run_and_report(program: str, work: Callable[[], Any]) -> int:
     Returns: the exit status.
     """
     open_descriptors()
-    with unfailing("stderr"):
+    with ignore_write_errors("stderr"):
         try:
             work()
         except KeyboardInterrupt as stop:
             _print_error(f"\n{stop}" if str(stop) else "\nstopped")
             return 130
         except Exception as error:
-            if isinstance(error, BrokenPipeError) and unread(sys.stdout):
+            if isinstance(error, BrokenPipeError) and has_no_reader(sys.stdout):
                 return 0  # the reader of a pipe has seen enough
             if not _report_error(program, error):
                 raise
             return 2
         finally:
-            bury(sys.stdout)
+            flush_or_discard(sys.stdout)
     return 0
 
 
@@ -111,7 +111,7 @@ def _report_error(program: str, error: Exception) -> bool:
         return False
     text = f"{program}:\n  {text}" if "\n" in text else f"{program}: {text}"
     if sys.stderr.isatty():
-        text = fitted(text, shutil.get_terminal_size().columns)
+        text = wrap_text(text, shutil.get_terminal_size().columns)
     _print_error(text, every_rank=not isinstance(error, ConfigError))
     return True
 
@@ -139,7 +139,7 @@ def _run(command: str, words: list[str]) -> None:
     from whet.observe.progress import setup_logging
 
     with (
-        unfailing("stdout") if command in TRAINING_COMMANDS else nullcontext()
+        ignore_write_errors("stdout") if command in TRAINING_COMMANDS else nullcontext()
     ):  # a run continues, whether or not its output can be written
         setup_logging()
         _log_inputs(command, config, words)
@@ -309,7 +309,7 @@ def _check_all(command: str, words: list[str], error: Exception) -> None:
 
     kind, short = config_class(command)
     try:
-        config, unread = load_partial(kind, words, short)
+        config, unread_sections = load_partial(kind, words, short)
     except ConfigError:  # the words themselves are wrong
         return
     if config is None:
@@ -319,7 +319,7 @@ def _check_all(command: str, words: list[str], error: Exception) -> None:
     def keys() -> None:
         raise error
 
-    raise_all([keys, partial(check_run, config, unread)])
+    raise_all([keys, partial(check_run, config, unread_sections)])
 
 
 def _help() -> str:
@@ -338,7 +338,7 @@ def _command_help(command: str, words: list[str], topic: str) -> str:
 
 def _print_help(text: str) -> None:
     """Prints a page of help, wrapped to the width of the terminal."""
-    print_text(columned(text, shutil.get_terminal_size().columns) if sys.stdout.isatty() else text)
+    print_text(wrap_columns(text, shutil.get_terminal_size().columns) if sys.stdout.isatty() else text)
 
 
 def _print_error(text: str, every_rank: bool = False) -> None:

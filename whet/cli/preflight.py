@@ -29,7 +29,7 @@ from whet.config import (
 )
 from whet.config.data import source_paths
 from whet.config.rewards import REWARD_MODEL
-from whet.data.prompt_stream import first_of, has_places, is_batch
+from whet.data.prompt_stream import first_row, has_random_access, is_batch
 from whet.data.prompts import ANSWER, find_prompt_column
 from whet.data.sources import check_source
 from whet.envs import load_script
@@ -188,7 +188,7 @@ def check_rewards(config: RunConfig, train: Any, evaluation: Any) -> None:
     fns = by_name([name for name in config.reward_names if name != REWARD_MODEL])
     fields = {f.name: getattr(config.algo, f.name) for f in dataclasses.fields(config.algo)}
     checks: list[Callable[[], Any]] = []
-    first = first_of(train)
+    first = first_row(train)
     if isinstance(first, Prompt):
         checks.append(partial(check_columns, fns, first.columns, fields))
     elif isinstance(first, Mapping):
@@ -197,7 +197,7 @@ def check_rewards(config: RunConfig, train: Any, evaluation: Any) -> None:
         checks.append(partial(check_columns, fns, [*(name for name in first if name != prompt), *taken_off], fields))
     if config.trainer.on_reward_error == "raise":  # else a warning of the run's
         for rows, what in ((train, "rows"), (evaluation, "evaluation rows")):
-            if has_places(rows) and not is_batch(first_of(rows), config.data.prompt_column):
+            if has_random_access(rows) and not is_batch(first_row(rows), config.data.prompt_column):
                 columns = ((p.row, p.columns) if isinstance(p, Prompt) else (n, p) for n, p in enumerate(rows))
                 checks.append(partial(check_answers, fns, columns, what))
     raise_all(checks)

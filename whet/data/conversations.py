@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from whet.data.template_check import RenderedText
-from whet.data.templates import ChatTemplate, alike
-from whet.data.text_parts import part_ids
+from whet.data.templates import ChatTemplate, common_prefix
+from whet.data.text_parts import encode_parts
 from whet.errors import DataError, format_value
 from whet.types import Message, TrainSequence
 
-__all__ = ["Part", "Rendering", "encode_rendering", "render_turns", "render_whole", "sequence_of"]
+__all__ = ["Part", "Rendering", "encode_rendering", "make_sequence", "render_as_one", "render_turns"]
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def render_turns(
         )
         changed = ""
         if not after.startswith(before):
-            common = alike(before, after)
+            common = common_prefix(before, after)
             changed = (
                 f"message {place} is asked for with {before[len(common) :]!r}, and its turn begins with "
                 f"{after[len(common) :][:80]!r}"
@@ -105,7 +105,7 @@ def render_turns(
     return made
 
 
-def render_whole(
+def render_as_one(
     template: ChatTemplate, messages: Sequence[Message], *, row: int = 0, **options: Any
 ) -> list[Rendering]:
     """A conversation as one sequence that is trained from end to end. Args and Returns as for `render_turns`."""
@@ -124,22 +124,22 @@ def encode_rendering(
     Raises: DataError: the marks and the turns contradict each other.
     """
     parts = rendering.parts
-    ids = part_ids(template.tokenizer, [p.text for p in parts], row)
+    ids = encode_parts(template.tokenizer, [p.text for p in parts], row)
     masks = [np.full(len(i), p.trained) for i, p in zip(ids, parts, strict=True)]
     if template.has_marks and len(parts) > 1:
         rendered = rendering.rendered
         whole, marks = template.marked(messages[: rendered.messages], row, **rendered.options)
         if whole == [one for part in ids for one in part]:
             masks = _agreed(template, parts, ids, masks, marks, row)
-    return sequence_of(list(zip(ids, masks, strict=True)))
+    return make_sequence(list(zip(ids, masks, strict=True)))
 
 
-def sequence_of(parts: Sequence[tuple[Sequence[int] | np.ndarray, Any]]) -> TrainSequence:
+def make_sequence(parts: Sequence[tuple[Sequence[int] | np.ndarray, Any]]) -> TrainSequence:
     """A sequence from its parts: (token ids, which are trained: one truth value, or one for each).
 
     The prefix goes as far as the first trained token, and has one token at least.
 
-    >>> s = sequence_of([([5, 6], False), ([7, 2], True)])
+    >>> s = make_sequence([([5, 6], False), ([7, 2], True)])
     >>> s.prefix.tolist(), s.tokens.tolist(), s.mask.tolist()
     ([5, 6], [7, 2], [True, True])
     """

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from whet.data.prompts import PromptEncoder
-from whet.data.row_schema import message_text, options_of
+from whet.data.row_schema import message_text, template_options
 from whet.data.supervised import RowEncoder
 from whet.data.templates import ChatTemplate
-from whet.data.text_parts import decoded
+from whet.data.text_parts import decode_ids
 from whet.errors import DataError
 from whet.types import Example, Message, Prompt, TrainSequence
 
@@ -46,11 +46,11 @@ def prompt_lines(encode: PromptEncoder, prompt: Prompt, *, width: int = WIDTH, m
       system prompt: none
     """
     head = f"row {prompt.row}: {len(prompt.tokens)} tokens"
-    text = [(decoded(encode.tokenizer, prompt.tokens), False)]
+    text = [(decode_ids(encode.tokenizer, prompt.tokens), False)]
     lines = text_lines(text, width=width, most=most)
     if encode.is_plain(prompt.source):
         return [head, *lines, "  plain text, without a chat template"]
-    options = options_of(prompt.columns, prompt.row)
+    options = template_options(prompt.columns, prompt.row)
     messages = encode.messages(prompt.source)
     own = not isinstance(prompt.source, str) and prompt.source[0]["role"] == "system"
     return [
@@ -87,7 +87,7 @@ def example_lines(
     if messages is None:
         return [*lines, "  plain text, without a chat template"]
     own = messages[0]["role"] == "system"
-    options = options_of(row, example.row)
+    options = template_options(row, example.row)
     if encode.data.system_prompt and not own:
         messages = [{"role": "system", "content": encode.data.system_prompt}, *messages]
     return [*lines, *_origins(encode.template, messages, own, options, "data.chat_template_kwargs", example.row)]
@@ -119,7 +119,7 @@ def _parts(tokenizer: PreTrainedTokenizerBase, sequence: TrainSequence) -> list[
     ends = [place for place in range(1, len(ids)) if mask[place] != mask[place - 1]] + [len(ids)]
     parts, before = [], ""
     for end in ends:  # decoded from the start, since a tokenizer may write the first token of a text differently
-        text = decoded(tokenizer, ids[:end])
+        text = decode_ids(tokenizer, ids[:end])
         parts.append((text[len(before) :], mask[end - 1]))
         before = text
     return parts

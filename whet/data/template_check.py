@@ -138,7 +138,7 @@ def find_changed_text(
     stands = _StandIns()
     most = max(s.messages for s in shown)
     said = [stands.message(m) for m in messages[:most]]
-    stood = [template.of_stand_ins(said[: s.messages], row, s.options) for s in shown]
+    stood = [template.text_of_stand_ins(said[: s.messages], row, s.options) for s in shown]
     missing = dict(enumerate(_said_texts(m) for m in said))
     for one, text in zip(shown, stood, strict=True):
         _refuse_python(messages[: one.messages], one, row)

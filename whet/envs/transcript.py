@@ -122,7 +122,7 @@ class ChatTranscript:
         """The conversation as the template writes it, with the header of the model's turn."""
         if self._is_plain:
             return "".join(str(m["content"]) for m in self.messages)
-        return self._encode.rendered(self.messages, self._row, self._columns).text
+        return self._encode.render(self.messages, self._row, self._columns).text
 
     def _decode(self, output: Output, *, special: bool) -> str:
         tokens = [int(i) for i in output.tokens]

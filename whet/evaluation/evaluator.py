@@ -24,10 +24,10 @@ from whet.config import Mode, config_from_dict, dump_tree
 from whet.config.evaluate import EVAL_SHORTHANDS, EvalRunConfig
 from whet.config.loader import merge
 from whet.data.prompt_stream import compute_checksums, hold_out
-from whet.data.read_errors import each
+from whet.data.read_errors import iterate_rows
 from whet.data.sources import load_rows
-from whet.data.templates import goes_through
-from whet.data.text_parts import decoded
+from whet.data.templates import uses_chat_template
+from whet.data.text_parts import decode_ids
 from whet.envs import load_script
 from whet.errors import ConfigError, DataError, lookup_error, nearest
 from whet.evaluation.columns import columns_of
@@ -234,7 +234,7 @@ class Evaluator:
         if c.data.apply_chat_template != "auto":
             return c
         noted = trained_with_chat_template(self.model)
-        applied = goes_through(sampler.tokenizer, c.sampling.chat_template_kwargs) if noted is None else noted
+        applied = uses_chat_template(sampler.tokenizer, c.sampling.chat_template_kwargs) if noted is None else noted
         if applied:
             log.info("chat template: it is applied to prompts that are plain text (data.apply_chat_template=auto)")
         return dataclasses.replace(c, data=dataclasses.replace(c.data, apply_chat_template=applied))
@@ -306,14 +306,14 @@ class _Work:
         )
         named = data if isinstance(data, str | Path) else "the data"
         with encode.all_rows():
-            prompts = [p for i, row in enumerate(each(rows, str(named))) if (p := encode(row, i)) is not None]
+            prompts = [p for i, row in enumerate(iterate_rows(rows, str(named))) if (p := encode(row, i)) is not None]
         dropped = encode.counts["dropped"]
         if not prompts:
             raise DataError(
                 f"all {dropped} prompts are over rollout.max_prompt_length={rollout.max_prompt_length}; raise it"
             )
-        if over := encode.told_over():
-            log.warning("%s; %s", over, encode.told_fate())
+        if told := encode.describe_counts():
+            log.warning("%s", told)
         return prompts, dropped
 
     def _source_column(self) -> str | None:
@@ -375,7 +375,7 @@ class _Work:
             return
         count = sum(len(g.completions) for g in part.groups)
         totals = [None] * count if rewarded is None else rewarded.total.tolist()
-        columns = columns_of(part.groups, texts, totals, functools.partial(decoded, self.sampler.tokenizer))
+        columns = columns_of(part.groups, texts, totals, functools.partial(decode_ids, self.sampler.tokenizer))
         self.folder.write(part.first, columns, {} if rewarded is None else dict(sorted(rewarded.table.items())))
 
     def _identity(self) -> tuple[dict[str, Any], str]:

@@ -22,7 +22,7 @@ from torch import nn
 from whet.cluster import RLCluster
 from whet.config import Mode, Role
 from whet.config.monitoring import Band
-from whet.data.templates import goes_through
+from whet.data.templates import uses_chat_template
 from whet.errors import nearest
 from whet.learners.symptoms import FULL, RAISE, apart, symptoms, truncated
 from whet.models.modes import max_positions
@@ -184,7 +184,7 @@ class Health:
         plain = isinstance(prompts[0].source, str) and not self.templated
         return {
             "longer": FULL if full else RAISE,
-            "template": plain and goes_through(self.cluster.tokenizer, rollout.chat_template_kwargs),
+            "template": plain and uses_chat_template(self.cluster.tokenizer, rollout.chat_template_kwargs),
             "end": not rollout.eos_tokens,
         }
 

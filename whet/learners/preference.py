@@ -21,7 +21,7 @@ from torch import Tensor
 from whet.config import Mode, PreferenceConfig, RewardModelConfig, Role
 from whet.config.base import check_instance
 from whet.config.model import REWARD_LR
-from whet.data.preference import LabelledEncoder, PreferenceEncoder, ScoredPairEncoder
+from whet.data.preference import PreferenceEncoder, ScoredPairEncoder, UnpairedEncoder
 from whet.errors import ConfigError, DataError
 from whet.learners.preference_objective import (
     describe_preference_objective,
@@ -139,7 +139,7 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
 
     def encoder(self) -> Encoder:
         """Pairs, or answers with a label."""
-        kind = PreferenceEncoder if self.paired else LabelledEncoder
+        kind = PreferenceEncoder if self.paired else UnpairedEncoder
         return kind(self.models.tokenizer, self.data)
 
     def new_run(self, train_ds: Any, eval_ds: Any = None) -> Run:

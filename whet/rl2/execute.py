@@ -12,7 +12,7 @@ from typing import Any
 
 from whet.cli import commands, supervised
 from whet.config import PPORunConfig, RunConfig
-from whet.data.prompt_stream import first_of
+from whet.data.prompt_stream import first_row
 from whet.data.sources import load_rows
 from whet.envs import load_script
 from whet.errors import ConfigError
@@ -84,7 +84,7 @@ def with_columns(config: Any, args: ParsedArgs) -> Any:
     line in the log. Where the column that RL2 would read is missing and no key names it, whet's own rule finds another.
     """
     c = config.data
-    first = first_of(load_rows(c.path, split=c.split, subset=c.subset, streaming=c.streaming, limit=1))
+    first = first_row(load_rows(c.path, split=c.split, subset=c.subset, streaming=c.streaming, limit=1))
     if not isinstance(first, Mapping):
         return config
     columns = {name: getattr(c, f"{name}_column", None) for name in ("messages", "prompt", "response")}

@@ -12,7 +12,7 @@ from helpers import tiny_model
 
 from whet import Sampler
 from whet.cli import main
-from whet.cli.generate import generate, visible
+from whet.cli.generate import escape_control_characters, generate
 from whet.config.generate import ChatConfig, GenerateConfig, load_sampling
 from whet.errors import ConfigError, DataError
 
@@ -193,13 +193,13 @@ def test_help_lists_keys_and_loads_no_torch():
 
 
 def test_control_characters_do_not_reach_a_terminal():
-    assert visible("a\x1b[2Jb\x00\tc\nü\x9b\x7f") == "a␛[2Jb␀\tc\nü\ufffd\ufffd"
+    assert escape_control_characters("a\x1b[2Jb\x00\tc\nü\x9b\x7f") == "a␛[2Jb␀\tc\nü\ufffd\ufffd"
 
 
 def test_a_terminal_is_shown_a_completion_as_it_is_made(model_folder, monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     generate(config(model_folder, "prompt=ab", "temperature=0"))
-    assert capsys.readouterr().out == visible(Sampler(model_folder)("ab", 6).text[0]) + "\n"
+    assert capsys.readouterr().out == escape_control_characters(Sampler(model_folder)("ab", 6).text[0]) + "\n"
     generate(config(model_folder, "prompt=ab", "prompt=cd", "temperature=0.5", "num_generations=2"))
     out = capsys.readouterr().out
     assert "prompt 0" in out and "prompt 1" in out and out.count("6 tokens, length") + out.count("stop") == 4

@@ -205,7 +205,7 @@ class EmbeddedEngine:
         """
         if self._asleep:
             raise EngineError("the engine is asleep; call wake() first")
-        self._model.check_whole()
+        self._model.check_complete()
         start = time.monotonic()
         try:
             with self._runner.forward.running():
@@ -275,7 +275,7 @@ class EmbeddedEngine:
         """Decodes a few steps, no more than the row nearest to its limit may draw; one, where a row is constrained."""
         runner, rows, allowed = self._runner, self._rows, self._allowed(self._rows.all)
         steps = min(STEPS_PER_READ if allowed is None else 1, int(rows.remaining.min()))
-        runner.own.reserve(len(rows), int(rows.num_drawn.max()) - 1 + steps, longest=rows.max_new)
+        runner.completion_store.reserve(len(rows), int(rows.num_drawn.max()) - 1 + steps, longest=rows.max_new)
         if self._rows_changed:
             runner.regroup(rows.all, self._plans)
             self._rows_changed = False
@@ -369,7 +369,7 @@ class EmbeddedEngine:
         bound, longest = self._scheduler.kv_cache_tokens, self._rows.max_new
         if bound is None:
             return None
-        own = self._runner.own  # the rows that have left would take places too when the others grow
+        own = self._runner.completion_store  # the rows that have left would take places too when the others grow
         unused = own.rows * max(0, longest - own.length)
         if self._runner.kv_tokens + unused + self._conversations.tokens + tokens > bound:
             self._runner.shrink(len(self._rows), longest, self._slots_in_use())

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from whet.data.conversations import sequence_of
+from whet.data.conversations import make_sequence
 from whet.data.preference import PreferenceEncoder, ScoredPairEncoder
 from whet.data.prompt_stream import epoch_order
-from whet.data.supervised import Answer, Read, RowEncoder, SFTEncoder
+from whet.data.supervised import Answer, RowAnswers, RowEncoder, SFTEncoder
 from whet.errors import DataError
 from whet.types import Example, TrainSequence
 
@@ -64,13 +64,13 @@ def _sequence(answer: _Ids, number: int) -> list[TrainSequence]:
 class IdsOrRows(SFTEncoder):
     """Rows of SFT, or of `input_ids` with `labels` (-100 = not trained) or completion_mask and assistant_masks."""
 
-    def _read(self, row: Mapping[str, Any], number: int) -> Read:
+    def _read(self, row: Mapping[str, Any], number: int) -> RowAnswers:
         if "input_ids" not in row:
             return super()._read(row, number)
         if row.get("labels") is not None:
-            return Read([_of_ids(row["input_ids"], [label != -100 for label in row["labels"]])])
+            return RowAnswers([_of_ids(row["input_ids"], [label != -100 for label in row["labels"]])])
         names = ("assistant_masks",) if self.trains_all else ("completion_mask", "assistant_masks")
-        return Read([_of_ids(row["input_ids"], *(row[name] for name in names if row.get(name) is not None))])
+        return RowAnswers([_of_ids(row["input_ids"], *(row[name] for name in names if row.get(name) is not None))])
 
     def _encode(self, answer: Answer, options: Mapping[str, Any], number: int) -> list[TrainSequence]:
         return _sequence(answer, number) if isinstance(answer, _Ids) else super()._encode(answer, options, number)
@@ -79,13 +79,13 @@ class IdsOrRows(SFTEncoder):
 class IdsOrPairs(ScoredPairEncoder):
     """Pairs, or pairs of `chosen_ids` and `rejected_ids`, whose last tokens are scored."""
 
-    def _read(self, row: Mapping[str, Any], number: int) -> Read:
+    def _read(self, row: Mapping[str, Any], number: int) -> RowAnswers:
         end = next((end for end in ("ids", "input_ids") if f"chosen_{end}" in row), None)
         if end is None:
             return super()._read(row, number)
         margin = {"margin": (float(row["margin"]),) * 2} if row.get("margin") is not None else {}
         answers = [_of_ids(row[f"{side}_{end}"]) for side in ("chosen", "rejected")]
-        return Read(answers, {"chosen": (1.0, 0.0), **margin})
+        return RowAnswers(answers, {"chosen": (1.0, 0.0), **margin})
 
     def _encode(self, answer: Answer, options: Mapping[str, Any], number: int) -> list[TrainSequence]:
         return _sequence(answer, number) if isinstance(answer, _Ids) else super()._encode(answer, options, number)
@@ -102,7 +102,7 @@ class TextPairs(PreferenceEncoder):
     A blank at its end is the answers'. Prompt and answer are encoded together there, and so they are here.
     """
 
-    def _sequences(self, read: Read, options: Mapping[str, Any], number: int) -> list[list[TrainSequence]]:
+    def _sequences(self, read: RowAnswers, options: Mapping[str, Any], number: int) -> list[list[TrainSequence]]:
         texts = [answer.said for answer in read.answers if answer.prompt is None and isinstance(answer.said, str)]
         if len(texts) != 2:
             return super()._sequences(read, options, number)
@@ -114,7 +114,7 @@ class TextPairs(PreferenceEncoder):
         same = min(_alike(ids[0], made) for made in ids[1:])
         if not same:
             return super()._sequences(read, options, number)
-        return [[sequence_of([(made[:same], False), (made[same:], True)])] for made in ids[1:]]
+        return [[make_sequence([(made[:same], False), (made[same:], True)])] for made in ids[1:]]
 
 
 class Ready:
@@ -183,7 +183,9 @@ def examples_of(
         made = [e for i in order if (e := encode(data[i], i)) is not None]
     made = made if pack is None else list(pack(made))
     if not made:
-        raise DataError(f"no row {f'of {of} is left' if of else 'is left to train on'}: {encode.told() or 'none came'}")
+        raise DataError(
+            f"no row {f'of {of} is left' if of else 'is left to train on'}: {encode.describe_counts() or 'none came'}"
+        )
     return made
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from whet.config import SupervisedDataConfig
-from whet.data.preference import LabelledEncoder
+from whet.data.preference import UnpairedEncoder
 from whet.data.supervised import RowEncoder
 from whet.trl.config.kto import KTOConfig
 from whet.trl.data_utils import unpaired
@@ -44,7 +44,7 @@ class KTOTrainer(DPOTrainer):
 
     def encoder(self, data: Any, *, packs: bool = False) -> RowEncoder:
         """Answers with a label."""
-        return LabelledEncoder(self.processing_class, self.encoding(on_long="truncate"))
+        return UnpairedEncoder(self.processing_class, self.encoding(on_long="truncate"))
 
     def rows(self, data: Any) -> Any:
         """The rows; of pairs each answer, in the order that TRL has them in."""

@@ -13,7 +13,7 @@ from itertools import islice
 
 import numpy as np
 
-from whet.data.lengths import cut_at_end
+from whet.data.lengths import truncate_end
 from whet.types import Example, TrainSequence
 
 __all__ = ["best_fit", "packed", "wrapped"]
@@ -63,7 +63,7 @@ def packed(examples: Iterable[Example], size: int, *, split: bool) -> Iterator[E
     examples = iter(examples)
     while part := list(islice(examples, _AT_ONCE)):
         whole = [s for e in part for s in e.sequences]
-        made = [p for s in whole for p in (_parts(s, size) if split else [cut_at_end(s, size)]) if p is not None]
+        made = [p for s in whole for p in (_parts(s, size) if split else [truncate_end(s, size)]) if p is not None]
         lengths = [len(s.prefix) + len(s.tokens) for s in made]
         for pack in best_fit(lengths, size):
             yield Example(sequences=tuple(made[i] for i in pack), row=part[0].row)
