@@ -22,6 +22,7 @@ from whet.config.data import SOURCE_KEYS, Sources, source_paths
 from whet.data.files import FORMATS, file_format, read_files, stream_files, validate_table
 from whet.data.mixture import MixedRows, MixedStream
 from whet.data.read_errors import convert_read_errors
+from whet.data.reasoning_gym import check_tasks, is_task, task_rows
 from whet.errors import ConfigError, DataError, WhetError, format_exception, format_value, nearest
 from whet.util.model_paths import hub_silence, split_revision
 from whet.util.references import is_ref, resolve_ref
@@ -53,7 +54,8 @@ def load_rows(
         source: a hub name, with "@revision" behind it for a branch, tag or commit; a folder (saved by save_to_disk, or
             holding data files, then those named for the split, or all where no name says a split); a .json, .jsonl,
             .csv, .parquet or .arrow file (it is the split, whatever its name), the first three compressed too; a glob
-            of such files; a URL of one; "package.module:function" or "file.py:function", called without arguments; a
+            of such files; a URL of one; tasks of reasoning-gym, "reasoning_gym:chain_sum?min_terms=2&size=1000&seed=0",
+            with the splits train and test; "package.module:function" or "file.py:function", called without arguments; a
             list of these, and of mappings {path, weight, subset, split, limit}; or the rows themselves, as a list of
             mappings with other keys, a datasets.Dataset or any iterable, returned as they are.
         split: which part of a hub data set, a folder or a DatasetDict; None = the part to evaluate on: the only one,
@@ -126,7 +128,9 @@ def _split_at(text: str, split: str | None) -> tuple[str | None, str]:
 
 
 def _named(text: str, split: str | None, subset: str | None, streaming: bool, is_part: bool) -> Any:
-    """The rows of a file, a folder, a function or a hub name."""
+    """The rows of a file, a folder, a function, tasks of reasoning-gym or a hub name."""
+    if is_task(text):
+        return task_rows(text, split)
     with convert_read_errors(format_value(text), "check the path and its permissions"):
         path = Path(text).expanduser()
         if is_part and (path.is_file() or (path / "state.json").is_file()):
@@ -249,6 +253,9 @@ def check_source(source: str, part: str | None = None) -> None:
         asked for.
     """
     _, text = _split_at(source, None)
+    if is_task(text):
+        check_tasks(text)
+        return
     with convert_read_errors(format_value(text), "check the path and its permissions"):
         path = Path(text).expanduser()
         if part is not None and path.is_file():
