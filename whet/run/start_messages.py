@@ -38,7 +38,7 @@ def write_environment(folder: RunFolder, roles: Roles, passes: dict[str, str], *
         if name not in left_out:
             log.info("%s: %s", name, what)
     if left_out:
-        log.info("not needed here: %s (environment.json says why)", ", ".join(left_out))
+        log.info("this run does not compute: %s (environment.json has the reasons)", ", ".join(left_out))
     folder.write_json("environment.json", now)
 
 
@@ -55,7 +55,7 @@ def log_run_length(config: TrainingConfig, stream: Stream, step: int) -> None:
             "then there are as many epochs as the steps need",
             by_data,
             asked,
-            f"{stream.batches_per_epoch} steps an epoch, trainer.num_epochs={stream.num_epochs}",
+            f"{stream.batches_per_epoch} steps per epoch, trainer.num_epochs={stream.num_epochs}",
         )
     total = by_data if short or asked is None else asked
     if config.resume is None or total is None or step < total:

@@ -88,7 +88,7 @@ def test_data_that_end_before_max_steps_are_said_at_the_start_where_that_is_know
         (
             rows(4),
             1,
-            ["the data end after 2 steps, before trainer.max_steps=3: 2 steps an epoch, trainer.num_epochs=1"],
+            ["the data end after 2 steps, before trainer.max_steps=3: 2 steps per epoch, trainer.num_epochs=1"],
         ),
         (iter(rows(4)), None, ["the data ended after 2 steps, before trainer.max_steps=3"]),
         (rows(4), None, []),
@@ -169,7 +169,7 @@ def test_an_open_run_has_its_configuration_on_the_disk_its_loggers_and_what_a_st
     caplog.set_level(logging.INFO, "whet")
     with Run(make(run_dir=str(tmp_path), loggers=["jsonl"], metrics_prefix="mine", max_steps=1), rows(4)) as run:
         assert yaml.safe_load((tmp_path / "config.yaml").read_text())["trainer"]["metrics_prefix"] == "mine"
-        (left_out,) = (line for line in caplog.messages if line.startswith("not needed here: "))
+        (left_out,) = (line for line in caplog.messages if line.startswith("this run does not compute: "))
         for name, what in run.task.learner.planned_passes(2).items():
             assert name in left_out if what.startswith("skipped: ") else f"{name}: {what}" in caplog.messages
         step(run)
