@@ -28,8 +28,8 @@ from whet.hub.push import push_to_hub
 from whet.learners.grpo import GRPOLearner
 from whet.models.load import load_model, save_model
 from whet.models.lora import adapter_tensors, merged_model
-from whet.run import push_observer as hub_observer
-from whet.run.push_observer import PushToHub, check_push
+from whet.run import builtin_observers
+from whet.run.builtin_observers import PushToHub, check_push
 
 
 class Hub:
@@ -272,7 +272,9 @@ def test_a_run_sends_its_checkpoints_and_its_final_model_while_it_trains(tmp_pat
 
 def sender(monkeypatch, sent, **fields):
     """A PushToHub whose pushes are noted, and the run that it observes."""
-    monkeypatch.setattr(hub_observer, "push_to_hub", lambda run, repo, **how: (sent(**how), SimpleNamespace(url=""))[1])
+    monkeypatch.setattr(
+        builtin_observers, "push_to_hub", lambda run, repo, **how: (sent(**how), SimpleNamespace(url=""))[1]
+    )
     run = SimpleNamespace(folder=SimpleNamespace(path="runs/a"))
     return PushToHub(RLTrainingConfig(hub_model_id="me/a", **fields)), run
 
@@ -298,7 +300,7 @@ def test_a_checkpoint_is_left_out_while_the_one_before_is_on_its_way_and_the_nex
     observer.on_save(run, Path("step-000001"))
     observer.on_save(run, Path("step-000002"))
     free.set()
-    observer._sending.join()
+    observer._thread.join()
     observer.on_save(run, Path("step-000003"))
     observer.on_run_end(run, None)
     assert seen == ["step-000001", "step-000003", "final"]

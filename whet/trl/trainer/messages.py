@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from whet.errors import WhetError
-from whet.run.interrupts import Stopped
+from whet.run.signals import Stopped
 
 __all__ = ["in_trl_words", "translated"]
 
