@@ -138,8 +138,8 @@ class Request:
     address: tuple[int, int, int, int]
     """(seed, step, prompt, generation): with the number of the draw, it determines every random number."""
     offset: int = 0
-    """Of a resumed request: how many completion tokens `tokens` ends with. min_tokens counts them, a stop string may begin
-    in them, a constraint has consumed them. Earlier turns and tools' answers are not among them."""
+    """Of a resumed request: how many completion tokens `tokens` ends with. min_tokens counts them, a stop string may
+    begin in them, a constraint has consumed them. Earlier turns and tools' answers are not among them."""
     draw: int = 0
     """Number of the completion's first draw under its address: token t of the completion, those of `offset` included,
     uses u(address, draw + t). A later turn starts after the draws of earlier turns; a resumed request keeps its
