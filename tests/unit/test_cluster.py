@@ -667,11 +667,6 @@ def test_direct_calls_leave_no_lengths_behind():
     assert c.state()["lengths"] == {}
 
 
-def test_a_checkpoint_without_lengths_is_taken():
-    c = cluster()
-    c.restore({k: v for k, v in c.state().items() if k != "lengths"}, 1)
-
-
 # ---- the engine, when it is asked for ------------------------------------------------------------------------------
 
 

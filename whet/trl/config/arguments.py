@@ -129,7 +129,7 @@ class Arguments:
         if self.output_dir is None:
             self.output_dir = "trainer_output"
         self.output_dir = str(Path(self.output_dir).expanduser())
-        self.words()
+        self.parse_enums()
         self.accelerator_config = _accelerator(self.accelerator_config)
         reports = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or ())
         self.report_to = _available() if reports == ["all"] else [] if reports == ["none"] else reports
@@ -150,7 +150,7 @@ class Arguments:
             self.greater_is_better = not self.metric_for_best_model.endswith("loss")
         self._check()
 
-    def words(self) -> None:
+    def parse_enums(self) -> None:
         """Members of transformers' enumerations in place of their words. Raises: ConfigError: an unknown word."""
         for name, kind in (
             ("eval_strategy", IntervalStrategy),

@@ -15,12 +15,12 @@ from whet.config import Mode
 from whet.data.prompts import PromptEncoder
 from whet.envs.tool_calls import parse_turn
 from whet.learners.grpo import GRPOLearner
+from whet.learners.rl_task import RLTask
 from whet.learners.step import Step
 from whet.learners.step_metrics import spread, total_metrics
 from whet.metrics import flat
 from whet.ops import high_entropy_mask, off_policy_mask
 from whet.rollout.driver import Episode, single_turns
-from whet.run.run import Run
 from whet.trl.agents.agents import Agents
 from whet.trl.config.batches import Batches
 from whet.trl.config.translate import beams
@@ -34,7 +34,7 @@ _SHARE = "entropy_share"
 
 
 class TRLLearner(GRPOLearner):
-    """Trains as TRL's GRPOTrainer does: see RLLearner for the arguments. the front sets its attributes."""
+    """Trains as TRL's GRPOTrainer does: see RLLearner for the arguments. The front sets the attributes below."""
 
     batches: Batches
     agents: Agents
@@ -43,12 +43,9 @@ class TRLLearner(GRPOLearner):
     make_task: Any
     """(learner) -> the RLTask of a run."""
 
-    def new_run(self, train_ds: Any, eval_ds: Any = None) -> Run:
-        """As RLLearner.new_run, with the front's task."""
-        super().new_run(None)  # its checks
-        task = self.make_task(self)
-        stream = task.stream(train_ds)
-        return Run(task, stream, self.cluster, self.config, observers=self.observers)
+    def new_task(self, eval_ds: Any = None) -> RLTask:
+        """The task that tells the front's callbacks; evaluations are the front's."""
+        return self.make_task(self)
 
     # ---- rollouts ------------------------------------------------------------------------------------------------
 

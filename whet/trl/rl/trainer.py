@@ -34,9 +34,9 @@ from whet.trl.trainer.data import check_evaluation, checked_set, named_sets
 from whet.trl.trainer.messages import VOCABULARY
 from whet.trl.trainer.metrics import trl_metrics
 from whet.trl.trainer.model import adapted, inner_model, module_dtype
+from whet.trl.trainer.not_provided import NOT_CALLED
 from whet.trl.trainer.task import TellingRLTask
 from whet.trl.trainer.trainer import Trainer
-from whet.trl.trainer.unused_methods import NOT_CALLED
 from whet.types import TokenBatch
 
 __all__ = ["RLTrainer"]
@@ -68,16 +68,16 @@ class RLTrainer(Trainer):
     def __init__(
         self,
         model: str | nn.Module,
-        reward_funcs: Any,
-        args: Any,
-        train_dataset: Any,
-        eval_dataset: Any,
-        processing_class: Any,
-        reward_processing_classes: Any,
-        callbacks: Sequence[Any] | None,
-        optimizers: tuple[Any, Any],
-        quantization_config: Any,
-        peft_config: Any,
+        reward_funcs: Any = None,
+        args: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
         tools: Any = None,
         rollout_func: Any = None,
         environment_factory: Any = None,
@@ -168,7 +168,7 @@ class RLTrainer(Trainer):
 
     def _take_data(self) -> None:
         """The rows of the data sets, and how many steps the run has."""
-        if not self.has_read("train_dataset"):
+        if self.has_changed("train_dataset"):
             self._rows = self._train_rows(self.train_dataset)
             if not isinstance(self._rows, list):
                 self._check_stream()

@@ -79,7 +79,7 @@ class DPOTrainer(SupervisedTrainer):
             quantization_config,
             peft_config,
             compute_metrics=compute_metrics,
-            refused={"data_collator": data_collator},
+            data_collator=data_collator,
         )
 
     def encoder(self, data: Any, *, packs: bool = False) -> RowEncoder:

@@ -76,9 +76,7 @@ class RewardTrainer(SupervisedTrainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             compute_metrics=compute_metrics,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-            refused={
-                "data_collator": data_collator,
-            },
+            data_collator=data_collator,
         )
 
     def encoder(self, data: Any, *, packs: bool = False) -> RowEncoder:

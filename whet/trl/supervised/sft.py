@@ -80,10 +80,8 @@ class SFTTrainer(SupervisedTrainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             compute_metrics=compute_metrics,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-            refused={
-                "data_collator": data_collator,
-                "compute_loss_func": compute_loss_func,
-            },
+            data_collator=data_collator,
+            compute_loss_func=compute_loss_func,
         )
 
     def encoder(self, data: Any, *, packs: bool = False) -> RowEncoder:

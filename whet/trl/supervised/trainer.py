@@ -33,9 +33,9 @@ from whet.trl.trainer.data import check_evaluation, checked_set, named_sets
 from whet.trl.trainer.messages import VOCABULARY
 from whet.trl.trainer.metrics import supervised_metrics
 from whet.trl.trainer.model import adapted, inner_model, module_dtype
+from whet.trl.trainer.not_provided import NOT_CALLED
 from whet.trl.trainer.task import TellingSupervisedTask
 from whet.trl.trainer.trainer import Trainer
-from whet.trl.trainer.unused_methods import NOT_CALLED
 from whet.types import Example
 
 __all__ = ["SupervisedTrainer", "of_front"]
@@ -43,6 +43,7 @@ __all__ = ["SupervisedTrainer", "of_front"]
 _ROWS = "give the rows as they are to be trained on"
 _NOT_TAKEN = {
     "compute_loss_func": "write a loss of your own for whet's learner (whet docs supervised), or choose loss_type",
+    "compute_metrics": "write a callback with on_evaluate, which gets the metrics",
     "data_collator": "rows are packed, never padded; say what is trained by completion_only_loss and "
     "assistant_only_loss, or give rows of input_ids and labels",
 }
@@ -50,16 +51,15 @@ _NOT_TAKEN = {
 
 
 class SupervisedTrainer(Trainer):
-    """Trains on rows: see SFTTrainer for the arguments.
-
-    Args: refused: arguments of TRL's that are not taken, by name.
-    """
+    """Trains on rows: see SFTTrainer for the arguments."""
 
     models: SupervisedModels
     COLUMNS: ClassVar[Any]
     """How TRL holds the rows."""
     given_rows: Any
     """The data set to train on, as it was given or set since."""
+    REFUSED: ClassVar[tuple[str, ...]] = ("compute_loss_func", "data_collator")
+    """Arguments of TRL's that are not taken."""
     NOT_CALLED: ClassVar[Mapping[str, str]] = {
         **NOT_CALLED,
         "_compute_loss": "write a loss for whet's learner (whet docs supervised), or choose loss_type",
@@ -83,10 +83,16 @@ class SupervisedTrainer(Trainer):
         optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
         compute_metrics: Callable[..., dict[str, float]] | None = None,
         preprocess_logits_for_metrics: Callable[..., Any] | None = None,
-        refused: Mapping[str, Any],
+        data_collator: Any = None,
+        compute_loss_func: Any = None,
     ) -> None:
-        for name, value in refused.items():
-            if value is not None:
+        given = {
+            "compute_loss_func": compute_loss_func,
+            "compute_metrics": compute_metrics,
+            "data_collator": data_collator,
+        }
+        for name in self.REFUSED:
+            if given[name] is not None:
                 raise ConfigError(f"{name} is not taken: {_NOT_TAKEN[name]}")
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
@@ -205,7 +211,7 @@ class SupervisedTrainer(Trainer):
 
     def _take_data(self) -> None:
         """The rows of the data sets, and how many steps the run has."""
-        if not self.has_read("given_rows"):
+        if self.has_changed("given_rows"):
             rows = self.given_rows
             self._rows = None if rows is None else self._examples(checked_set(rows, "train_dataset"))
         self.take_eval_data()

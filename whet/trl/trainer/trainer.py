@@ -44,16 +44,15 @@ from whet.train.worker import ModelWorker
 from whet.trl.config.arguments import Arguments
 from whet.trl.config.translate import optimizer
 from whet.trl.trainer import optimizers as factories
+from whet.trl.trainer.argument_changes import ArgumentSnapshot, change_error
 from whet.trl.trainer.attention_switch import Lending
-from whet.trl.trainer.attribute_changes import Read, TakesUp
-from whet.trl.trainer.attributes import attribute
 from whet.trl.trainer.checkpoints import FrontCheckpoints, checkpoint_at, rotated, to_resume
 from whet.trl.trainer.hub import Hub
 from whet.trl.trainer.messages import VOCABULARY
 from whet.trl.trainer.metrics import Window, best_metric
 from whet.trl.trainer.model import name_of, pinned, trusted
+from whet.trl.trainer.not_provided import NOT_CALLED, missing_attribute
 from whet.trl.trainer.peft_model import peft_model
-from whet.trl.trainer.unused_methods import NOT_CALLED
 
 __all__ = ["Trainer"]
 
@@ -63,7 +62,7 @@ _USUAL = {DefaultFlowCallback, PrinterCallback, ProgressCallback}
 """Callbacks that don't call the model."""
 
 
-class Trainer(Hub, TakesUp):
+class Trainer(Hub):
     """The base of the fronts.
 
     Args:
@@ -82,11 +81,13 @@ class Trainer(Hub, TakesUp):
     CONFIG: ClassVar[type[Arguments]] = Arguments
     """Its configuration."""
     NOT_CALLED: ClassVar[Mapping[str, str]] = NOT_CALLED
-    """Methods of TRL's trainer that nothing calls here, and what to use instead."""
+    """Methods of TRL's trainer that nothing calls here -> the alternative."""
     models: Any
     """The RoleWorkers of the run: made by the front."""
     learner: Any
     """What trains them: made by the front."""
+    eval_dataset: Any
+    """As it was given, or set since."""
 
     is_deepspeed_enabled = is_fsdp_enabled = is_model_parallel = False
     aux_loss_enabled = False
@@ -95,11 +96,20 @@ class Trainer(Hub, TakesUp):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """An argument, as TRL's trainers have them as attributes, or an AttributeError with what to use instead."""
-            return attribute(self, name)
+            """An argument, which TRL's trainers have as an attribute, or an AttributeError with the alternative."""
+            return missing_attribute(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute. Raises ConfigError: it has the name of an argument, which was read earlier."""
+        held = vars(self)
+        is_new = name not in held and not hasattr(type(self), name)
+        if is_new and "_snapshot" in held and name in self.args.TABLE and getattr(self, name) != value:
+            problem = f"{type(self).__name__}.{name} = {value!r} would change nothing: the argument was read earlier"
+            raise change_error(problem, name, type(self.args))
+        super().__setattr__(name, value)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuses a subclass that overrides what nothing would call, itself or by another base."""
+        """Refuses a subclass with a method that nothing would call, its own or of another base."""
         super().__init_subclass__(**kwargs)
         for name, instead in cls.NOT_CALLED.items():
             if hasattr(cls, name):
@@ -111,7 +121,8 @@ class Trainer(Hub, TakesUp):
         self, model: str | nn.Module, args: Any, processing_class: Any, callbacks: Sequence[Any] | None
     ) -> None:
         self._given_model = model
-        self._seen: dict[str, Any] = {}
+        self._data_read: dict[str, Any] = {}
+        """The data sets that were read last, by attribute."""
         name = name_of(model)
         args = self.CONFIG(f"{name.rstrip('/').rpartition('/')[2]}-{self.METHOD}") if args is None else args
         if not isinstance(args, self.CONFIG):
@@ -169,7 +180,7 @@ class Trainer(Hub, TakesUp):
         if coefficient := vars(self.worker.module.config).get("router_aux_loss_coef"):
             log.warning("router_aux_loss_coef=%s: the auxiliary loss of the experts is not added", coefficient)
         best_metric(self.args, self.eval_rows, self.may_log)  # what it can't be is said here
-        self._read = Read(self.args)
+        self._snapshot = ArgumentSnapshot(self.args)
         self.models.checkpoints = FrontCheckpoints(self, self.resumable_root)
         self.lending = Lending(self.worker.module)
         self.lending.lend()
@@ -309,7 +320,9 @@ class Trainer(Hub, TakesUp):
         """
         if kwargs:
             raise ConfigError(f"train() takes no {sorted(kwargs)[0]!r}; give resume_from_checkpoint alone")
-        self.begin_anew()
+        self._snapshot.check()
+        self.take_up()
+        self._restart_optimizer()
         factories.begin(self)
         resume = None if not resume_from_checkpoint else to_resume(self.args.output_dir, resume_from_checkpoint)
         self.resume_from(None if resume is None else str(resume))
@@ -320,6 +333,46 @@ class Trainer(Hub, TakesUp):
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
             self._load_best(Path(self.state.best_model_checkpoint))
         return self._finish(time.monotonic() - started)
+
+    @property
+    def resumable_root(self) -> str | None:
+        """The folder of checkpoints that a run can be resumed from; None = none are written."""
+        return None if self.args.save_strategy == "no" or self.args.save_only_model else self.args.output_dir
+
+    def take_up(self) -> None:
+        """Reads again the data, the length of the run and the functions, which may have been set since."""
+        raise NotImplementedError
+
+    def _restart_optimizer(self) -> None:
+        """Makes the optimizer anew, its schedule at the beginning, and moves the checkpoints where args say."""
+        root = self.resumable_root
+        self.models.checkpoints.root = None if root is None else Path(root).absolute()
+        held = self.worker.optim
+        if held is not None and held.config is not None:
+            held.begin_anew(optimizer(self.args, self.max_steps or None))
+            handler: Any = self.callback_handler
+            handler.optimizer = held.optimizer
+        elif self._of_class and held is not None and held.updates:
+            raise ConfigError(
+                "optimizer_cls_and_kwargs: its schedule is at its end, and train() a second time would train nothing; "
+                "make another trainer of trainer.model, or give optimizers=(optimizer, scheduler)"
+            )
+
+    def has_changed(self, name: str) -> bool:
+        """Whether a data set is another object than at the last call. Args: name: its attribute."""
+        is_same = name in self._data_read and self._data_read[name] is getattr(self, name)
+        self._data_read[name] = getattr(self, name)
+        return not is_same
+
+    def take_eval_data(self) -> None:
+        """Reads the evaluation data where they have changed."""
+        if self.has_changed("given_eval"):
+            self.eval_rows = self.eval_sets(self.given_eval)
+
+    @property
+    def given_eval(self) -> Any:
+        """The evaluation data as they were given or set since."""
+        return self.eval_dataset
 
     def _finish(self, seconds: float) -> TrainOutput:
         steps = self.state.global_step
