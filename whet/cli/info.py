@@ -30,7 +30,7 @@ def _recipes(word: str = "", name: str = "", folder: str = ".") -> str:
 
     if not word:
         lines = _format_list(recipes())
-        return f"{lines}\n\nwhet recipes NAME shows one, whet recipes copy NAME puts it into this folder."
+        return f"{lines}\n\nwhet recipes NAME prints one, whet recipes copy NAME copies it to this folder."
     if word != "copy":
         return recipe_path(word).read_text().rstrip()
     if not name:
@@ -44,7 +44,9 @@ def _recipes(word: str = "", name: str = "", folder: str = ".") -> str:
 def _docs(name: str = "") -> str:
     from whet.util.package_files import page, pages
 
-    return page(name).rstrip() if name else f"{_format_list(pages())}\n\nwhet docs NAME prints one."
+    if not name:
+        return f"{_format_list(pages())}\n\nwhet docs NAME prints one."
+    return re.sub(r"\]\(([\w-]+)\.md(?:#[^)]*)?\)", r"](whet docs \1)", page(name).rstrip())
 
 
 def _format_list(found: Mapping[str, str]) -> str:

@@ -7,7 +7,8 @@ without one goes on in the next.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from whet.data.prompts import PromptEncoder
@@ -47,7 +48,7 @@ def prompt_lines(encode: PromptEncoder, prompt: Prompt, *, width: int = WIDTH, m
     """
     head = f"row {prompt.row}: {len(prompt.tokens)} tokens"
     text = [(decode_ids(encode.tokenizer, prompt.tokens), False)]
-    lines = text_lines(text, width=width, most=most)
+    lines = text_lines(text, width=width, most=most, tokens=encode.tokenizer.get_added_vocab())
     if encode.is_plain(prompt.source):
         return [head, *lines, "  plain text, without a chat template"]
     options = template_options(prompt.columns, prompt.row)
@@ -82,7 +83,8 @@ def example_lines(
         count = len(sequence.prefix) + len(sequence.tokens)
         trained = int(sequence.mask.sum())
         lines.append(f"row {example.row}{name}: {count} tokens, {trained} trained (lines with +)")
-        lines += text_lines(_parts(encode.tokenizer, sequence), width=width, most=most)
+        tokens = encode.tokenizer.get_added_vocab()
+        lines += text_lines(_parts(encode.tokenizer, sequence), width=width, most=most, tokens=tokens)
     messages = encode.conversation(row, example.row)
     if messages is None:
         return [*lines, "  plain text, without a chat template"]
@@ -93,18 +95,33 @@ def example_lines(
     return [*lines, *_origins(encode.template, messages, own, options, "data.chat_template_kwargs", example.row)]
 
 
-def text_lines(parts: Sequence[tuple[str, bool]], *, width: int = WIDTH, most: int = MAX_LINES) -> list[str]:
-    r"""Lines of a text. Args: parts: (text, whether it is trained). width: characters of a line. most: lines, at most;
-    those in the middle are left out.
+def text_lines(
+    parts: Sequence[tuple[str, bool]], *, width: int = WIDTH, most: int = MAX_LINES, tokens: Collection[str] = ()
+) -> list[str]:
+    r"""Lines of a text.
+
+    Args:
+        parts: (text, whether it is trained).
+        width: characters of a line.
+        most: lines, at most; those in the middle are left out.
+        tokens: special tokens, which stay on one line.
 
     >>> text_lines([("a\nb\t", False), ("c", True)])
     ['  | a\\n', '  | b\\t', '  + c']
+    >>> text_lines([("abc<end>", False)], width=6, tokens=["<end>"])
+    ['  | abc', '  | <end>']
     """
+    special = "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True))
+    units = re.compile(f"{special}|." if special else ".", re.DOTALL)
     lines = []
     for text, trained in parts:
         for line in text.splitlines(keepends=True):
-            shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
-            pieces = [shown[at : at + width] for at in range(0, len(shown), width)]
+            pieces = [""]
+            for unit in units.findall(line):
+                shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in unit)
+                if pieces[-1] and len(pieces[-1]) + len(shown) > width:
+                    pieces.append("")
+                pieces[-1] += shown
             lines += [f"  {'+' if trained else '|'} {piece}" for piece in pieces]
     if len(lines) <= most:
         return lines

@@ -119,7 +119,7 @@ def test_help_of_a_section_or_key_shows_it_alone(capsys):
     main(["grpo", "--help", "actor.lr"])
     assert capsys.readouterr().out.startswith("  actor.optim.lr=null")
     assert main(["grpo", "--help", "rolout"]) == 2
-    assert "--help rolout: no such section or key; did you mean rollout" in capsys.readouterr().err
+    assert "--help rolout: there is no such section or key; did you mean rollout" in capsys.readouterr().err
 
 
 def test_help_keeps_its_columns_in_a_narrow_terminal(capsys, monkeypatch):

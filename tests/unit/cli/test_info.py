@@ -62,6 +62,15 @@ def test_pages_are_printed_by_name(capsys):
     assert main(["docs", "a", "b"]) == 2 and "expected whet docs [NAME]" in capsys.readouterr().err
 
 
+def test_a_link_to_another_page_is_the_command_that_prints_it(capsys):
+    for name in sorted(path.stem for path in (ROOT / "docs").glob("*.md")):
+        assert main(["docs", name]) == 0
+        text = capsys.readouterr().out
+        assert not re.search(r"\]\([\w-]+\.md", text)
+        assert all((ROOT / "docs" / f"{other}.md").is_file() for other in re.findall(r"\]\(whet docs ([\w-]+)\)", text))
+    assert main(["docs", "supervised"]) == 0 and "](whet docs lora)" in capsys.readouterr().out
+
+
 def test_every_page_that_a_message_names_can_be_printed():
     texts = [path.read_text() for path in (ROOT / "whet").rglob("*.py")]
     named = {name for text in texts for name in re.findall(r"whet docs ([a-z0-9-]+)", text)}

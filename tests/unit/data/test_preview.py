@@ -135,7 +135,16 @@ def test_the_sequences_of_a_row_have_names():
 
 def test_lines_are_wrapped_cut_in_the_middle_and_safe_for_a_terminal():
     assert text_lines([("abcd\n\n\x1b[31m\t", False), ("ef", True)], width=3) == [
-        "  | abc", "  | d\\n", "  | \\n", "  | \\x1", "  | b[3", "  | 1m\\", "  | t", "  + ef",
+        "  | abc", "  | d\\n", "  | \\n", "  | \\x1b", "  | [31", "  | m\\t", "  + ef",
     ]  # fmt: skip
     many = text_lines([("a\n" * 100, False)], most=9)
     assert len(many) == 10 and many[6] == "  ... 91 lines left out ..."
+
+
+def test_no_line_breaks_inside_a_special_token():
+    encode = PromptEncoder(byte_tokenizer(), apply_chat_template=True)
+    for length in range(20):
+        lines = prompt_lines(encode, encode({"prompt": "x" * length}), width=20)
+        text = "".join(line[4:] for line in lines if line.startswith("  | "))
+        marks = [mark for line in lines for mark in ("<|im_start|>", "<|im_end|>") if mark in line]
+        assert len(marks) == text.count("<|im_") == 3 and all(len(line) <= 24 for line in lines if line[2] == "|")
