@@ -224,7 +224,7 @@ def cluster(
     reward=None,
     reward_tokenizer=None,
     teacher=None,
-    engine="vanilla",
+    engine="embedded",
     rollout=None,
     tokenizer=None,
     lr=1e-2,

@@ -15,19 +15,15 @@ if TYPE_CHECKING:
         AlgorithmConfig,
         CheckpointingOptions,
         ClusterConfig,
-        DAPOConfig,
         DataConfig,
         DPORunConfig,
-        DrGRPOConfig,
         GRPOConfig,
-        GrpoConfig,
         LoraConfig,
         MetricsLoggerOptions,
         Mode,
         OptimConfig,
         PerfMetricsOptions,
         PPOConfig,
-        PpoConfig,
         PreferenceConfig,
         ProfilerOptions,
         RewardModelConfig,
@@ -49,8 +45,8 @@ if TYPE_CHECKING:
     from whet.evaluation.evaluator import Evaluation, evaluate
     from whet.hub.push import push_to_hub
     from whet.learners.base import RLLearner
-    from whet.learners.grpo import GRPOLearner, GrpoLearner
-    from whet.learners.ppo import PPOLearner, PpoLearner
+    from whet.learners.grpo import GRPOLearner
+    from whet.learners.ppo import PPOLearner
     from whet.learners.preference import PreferenceLearner, RewardModelLearner
     from whet.learners.sft import SFTLearner
     from whet.learners.supervised import SupervisedLearner
@@ -78,11 +74,9 @@ __all__ = [
     "ClusterConfig",
     "Completion",
     "ConfigError",
-    "DAPOConfig",
     "DPORunConfig",
     "DataConfig",
     "DataError",
-    "DrGRPOConfig",
     "EngineError",
     "EvalRunConfig",
     "Evaluation",
@@ -90,8 +84,6 @@ __all__ = [
     "GRPOConfig",
     "GRPOLearner",
     "Group",
-    "GrpoConfig",
-    "GrpoLearner",
     "LoraConfig",
     "LossInputs",
     "MetricsBuffer",
@@ -102,8 +94,6 @@ __all__ = [
     "PPOConfig",
     "PPOLearner",
     "PerfMetricsOptions",
-    "PpoConfig",
-    "PpoLearner",
     "PreferenceConfig",
     "PreferenceLearner",
     "ProfilerOptions",
@@ -148,19 +138,15 @@ _MODULES = {
         "AlgorithmConfig",
         "CheckpointingOptions",
         "ClusterConfig",
-        "DAPOConfig",
         "DPORunConfig",
         "DataConfig",
-        "DrGRPOConfig",
         "GRPOConfig",
-        "GrpoConfig",
         "LoraConfig",
         "MetricsLoggerOptions",
         "Mode",
         "OptimConfig",
         "PPOConfig",
         "PerfMetricsOptions",
-        "PpoConfig",
         "PreferenceConfig",
         "ProfilerOptions",
         "RLTrainingConfig",
@@ -194,11 +180,9 @@ _MODULES = {
     "whet.learners.base": ("RLLearner",),
     "whet.learners.grpo": (
         "GRPOLearner",
-        "GrpoLearner",
     ),
     "whet.learners.ppo": (
         "PPOLearner",
-        "PpoLearner",
     ),
     "whet.tunix.metrics_buffer": ("MetricsBuffer",),
     "whet.rollout.sampler": (

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from whet.config import ClusterConfig, Mode, RLTrainingConfig, Role, RoleConfig, RolloutConfig
-from whet.config.base import need
+from whet.config.base import check_instance
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
 from whet.errors import ConfigError, raise_all
@@ -24,7 +24,7 @@ from whet.models.loaded_model import LoadedModel
 from whet.models.modes import max_positions
 from whet.ops import Support, clipped_surrogate, clipped_value
 from whet.rewards.model import RewardModel
-from whet.rollout import engine_name, resolve_engine
+from whet.rollout import resolve_engine
 from whet.rollout.base import RolloutEngine, Sampling, support_of
 from whet.rollout.build import grammars_of, make_engine, sampling_of
 from whet.rollout.constrained_decoding import Masks
@@ -83,7 +83,7 @@ class RLCluster(RoleWorkers, TunixVerbs):
         perf_config: Any = None,
         module_dtype: str | None = None,
     ) -> None:
-        need(cluster_config, ClusterConfig, "cluster_config")
+        check_instance(cluster_config, ClusterConfig, "cluster_config")
         super().__init__(
             cluster_config.training_config,
             role_to_mesh=cluster_config.role_to_mesh,
@@ -200,8 +200,8 @@ class RLCluster(RoleWorkers, TunixVerbs):
 
     @property
     def engine_name(self) -> str:
-        """What the configuration calls the engine; of a class its name."""
-        given = engine_name(self.cluster_config.rollout_engine)
+        """The engine's name in the configuration, or the name of its class."""
+        given = self.cluster_config.rollout_engine
         return given if isinstance(given, str) else getattr(given, "__name__", type(given).__name__)
 
     # ---- roles ---------------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ class RLCluster(RoleWorkers, TunixVerbs):
 
     def encoder(self, mode: Mode = Mode.TRAIN, **options: Any) -> PromptEncoder:
         """What turns data rows into Prompts under a mode's limits; `options` are PromptEncoder's."""
-        return PromptEncoder.of(self.tokenizer, self.rollout_for(mode), **options)
+        return PromptEncoder.from_config(self.tokenizer, self.rollout_for(mode), **options)
 
     # ---- sampling ------------------------------------------------------------------------------------------------
 

@@ -327,11 +327,11 @@ def test_another_engine_refuses_options(model):
         Rollouts(EmbeddedEngine(model)).run(single_turns([Prompt(tokens=prompts()[0], source="")], asked))
 
 
-def test_options_make_vanilla_hf_and_say_why(model, caplog):
+def test_options_make_embedded_hf_and_say_why(model, caplog):
     config = RolloutConfig(generation_kwargs={"no_repeat_ngram_size": 2})
     with caplog.at_level(logging.WARNING, "whet"):
         made = make_engine(
-            "vanilla",
+            "embedded",
             load_model(model),
             config=config,
             decode=letters,

@@ -35,8 +35,8 @@ def test_every_name_resolves_to_an_engine_class(name):
 
 
 def test_unknown_names_are_refused_with_the_nearest():
-    with pytest.raises(ConfigError, match="did you mean vanilla"):
-        resolve_engine("vanila")
+    with pytest.raises(ConfigError, match="did you mean embedded"):
+        resolve_engine("embeded")
     with pytest.raises(ConfigError, match="has no 'Nothing'"):
         resolve_engine("whet.rollout.mock:Nothing")
 
@@ -136,14 +136,12 @@ def test_the_mock_takes_the_vocabulary_of_a_model(model):
 @pytest.mark.parametrize(
     ("spec", "fields", "said"),
     [
-        ("vanilla", {"rollout_vllm_hbm_utilization": 1.0}, "rollout.vllm.hbm_utilization=1.0: no effect"),
-        ("hf", {"rollout_vllm_server_mode": True}, "rollout.vllm.server_mode=True: no effect"),
-        ("vanilla", {"rollout_sglang_jax_page_size": 1}, "rollout.sglang.page_size=1: no effect"),
-        ("vanilla", {"tensor_parallel_size": 2}, "rollout.tensor_parallel_size=2: no effect"),
-        ("vanilla", {"tensor_parallel_size": 1}, ""),
-        ("vllm", {"rollout_vllm_hbm_utilization": 0.5, "tensor_parallel_size": 2}, ""),
-        ("sglang", {"rollout_vllm_hbm_utilization": 0.5}, "vllm.hbm_utilization=0.5: no effect"),
-        (MockEngine, {"rollout_vllm_hbm_utilization": 0.5}, ""),
+        ("embedded", {"vllm": {"hbm_utilization": 1.0}}, "rollout.vllm.hbm_utilization=1.0: no effect"),
+        ("hf", {"vllm": {"async_scheduling": True}}, "rollout.vllm.async_scheduling=True: no effect"),
+        ("embedded", {"sglang": {"page_size": 1}}, "rollout.sglang.page_size=1: no effect"),
+        ("vllm", {"vllm": {"hbm_utilization": 0.5}}, ""),
+        ("sglang", {"vllm": {"hbm_utilization": 0.5}}, "vllm.hbm_utilization=0.5: no effect"),
+        (MockEngine, {"vllm": {"hbm_utilization": 0.5}}, ""),
     ],
 )
 def test_fields_of_another_engine_are_not_dropped_in_silence(spec, fields, said, caplog):

@@ -9,7 +9,7 @@ import torch
 from helpers import cluster, random_batch, tiny_model
 from transformers import AutoTokenizer
 
-from whet.config import ConstraintConfig, Mode, Role, RolloutConfig, check
+from whet.config import ConstraintConfig, Mode, Role, RolloutConfig, config_from_dict
 from whet.errors import ConfigError, DataError, EngineError
 from whet.rollout.base import EngineCaps
 from whet.rollout.constrained_decoding import Grammars
@@ -30,7 +30,7 @@ def sampled(c, texts=("1+1=", "what?", "a"), generations=4):
 
 
 @pytest.mark.spread(4)
-@pytest.mark.parametrize("engine", ["vanilla", "hf"])
+@pytest.mark.parametrize("engine", ["embedded", "hf"])
 @pytest.mark.parametrize(
     "fields",
     [
@@ -168,7 +168,7 @@ def test_a_wrong_section_says_what_it_wants(constraint, message):
     from whet.config import RunConfig
 
     with pytest.raises(ConfigError, match=message):
-        check(RunConfig, {"actor": {"model": "x"}, "rollout": {"constraint": constraint}})
+        config_from_dict(RunConfig, {"actor": {"model": "x"}, "rollout": {"constraint": constraint}})
 
 
 def test_a_malformed_expression_is_refused_when_the_cluster_is_built():

@@ -53,7 +53,7 @@ def test_a_changed_configuration_is_refused_with_the_differences_and_can_be_allo
 
 
 def test_what_a_run_from_python_has_beside_its_sections_may_not_change_either(tmp_path, model_folder):
-    def train(seed=1, temperature=0.5, engine="vanilla", lr=1e-3, **training):
+    def train(seed=1, temperature=0.5, engine="embedded", lr=1e-3, **training):
         modes = {Mode.TRAIN: 1.0, Mode.EVAL: temperature}
         c = cluster(
             RoleConfig(model=model_folder, dtype="float32", optim=OptimConfig(lr=lr)),
@@ -69,7 +69,7 @@ def test_what_a_run_from_python_has_beside_its_sections_may_not_change_either(tm
         ({"seed": 2}, "data_shuffle_seed: 1 -> 2"),
         ({"temperature": 0.0}, "temperature: 0.5 -> 0.0"),
         ({"temperature": 1.0}, r"temperature: 0.5 -> \(none\)"),  # as in training
-        ({"engine": "hf"}, "rollout_engine: 'vanilla' -> 'hf'"),
+        ({"engine": "hf"}, "rollout_engine: 'embedded' -> 'hf'"),
         ({"lr": 2e-3}, "actor.optim.lr: 0.001 -> 0.002"),
     ):
         with pytest.raises(CheckpointError, match=said):
@@ -506,7 +506,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_the_run_goes_on(tmp_path):
     assert not same(before, after) and all(w.isfinite().all() for w in after.values())
 
 
-@pytest.mark.parametrize("engine", ["vanilla", "hf"])
+@pytest.mark.parametrize("engine", ["embedded", "hf"])
 def test_a_model_whose_logits_are_not_finite_ends_the_run_with_what_to_do(tmp_path, engine):
     def breaks(completions, **_):
         with torch.no_grad():

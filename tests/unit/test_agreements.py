@@ -53,7 +53,7 @@ class Plain(QueueEngine):
         super().__init__("plain")
 
     def step(self, timeout_s=None):
-        gone, self._queue = list(self._queue), type(self._queue)()
+        gone, self.queue = list(self.queue), type(self.queue)()
         n = np.zeros(1, np.int32)
         return [
             Output(id=r.id, tokens=n + 97, logprobs=n + np.float32("nan"), versions=n, finish_reason="length")

@@ -21,7 +21,7 @@ LAYERS = [
     {"cluster"},
     {"learners"},
     {"demo"},
-    {"cli", "__main__", "trl", "torchrl", "rl2", "tunix"},
+    {"cli", "__main__", "trl", "torchrl", "rl2", "tunix", "fronts"},
 ]
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 

@@ -125,8 +125,9 @@ def _of_python(owner: type, name: str) -> Any:
 
 
 def _tunix(owner: type, name: str) -> str:
-    """A field's default in Tunix."""
-    found = next((TUNIX_FIELDS[c][name] for c in owner.__mro__ if c in TUNIX_FIELDS and name in TUNIX_FIELDS[c]), None)
+    """A field's default in Tunix's class of the same name."""
+    known = {kind.__name__: fields for kind, fields in TUNIX_FIELDS.items()}
+    found = next((known[c.__name__][name] for c in owner.__mro__ if name in known.get(c.__name__, {})), None)
     return ABSENT if found is None else _text(found.default)
 
 

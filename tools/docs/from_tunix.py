@@ -10,18 +10,22 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from tools.docs.table import table
-from whet.config.algo import AlgorithmConfig, DAPOConfig, DrGRPOConfig, GRPOConfig, PPOConfig
-from whet.config.rollout import RolloutConfig
-from whet.config.training import (
+from whet.tunix import ABSENT
+from whet.tunix.configs import (
+    AlgorithmConfig,
     CheckpointingOptions,
     ClusterConfig,
+    DAPOConfig,
+    DrGRPOConfig,
+    GRPOConfig,
     MetricsLoggerOptions,
     PerfMetricsOptions,
+    PPOConfig,
     ProfilerOptions,
     RLTrainingConfig,
+    RolloutConfig,
     TrainingConfig,
 )
-from whet.tunix import ABSENT
 
 __all__ = ["PROGRAMS", "REQUIRED", "TUNIX_FIELDS", "Field", "page"]
 
@@ -148,9 +152,7 @@ TUNIX_FIELDS: dict[type, dict[str, Field]] = {
         "num_generations": Field(2),
         "num_iterations": Field(1),
         "beta": Field(0.04),
-        "kl_loss_mode": Field(
-            "kl", "other", "low_var_kl by default: the gradient of k1 (kl) does not pull towards the reference"
-        ),
+        "kl_loss_mode": Field("kl", note="its gradient does not pull towards the reference; that of low_var_kl does"),
         "epsilon": Field(0.2),
         "epsilon_high": Field(None, note="a real field; there it is read where it happens to be set"),
         "epsilon_c": Field(None, note="a real field; there it is read where it happens to be set"),
@@ -455,7 +457,7 @@ print([row["reward"] for row in run.rows])
   `reference="actor"` is its state at the start.
 - **An adapter**: there LoRA by qwix, before the cluster is made; here
   `actor=RoleConfig(model=FOLDER, lora=LoraConfig(r=16))`, and the reference is the base under it.
-- **KL**: there `kl_loss_mode="kl"` by default; here `"low_var_kl"`, which pulls towards the reference.
+- **KL**: `kl_loss_mode="kl"` by default, as there; `"low_var_kl"` pulls towards the reference.
 - **The data**: in their order, once, as there; `data=DataConfig(shuffle=True)` and `num_epochs` say otherwise.
 - **A second start**: where `checkpoint_root_directory` holds checkpoints, `train` goes on from the newest, as there.
 - **What comes out**: there checkpoints of Orbax; here, where `run_dir` is given, a Hugging Face folder in `final/` and

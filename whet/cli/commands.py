@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from whet.cli.preflight import check_rewards, check_run, check_teacher_used
-from whet.cli.resolve_defaults import settled
+from whet.cli.resolve_defaults import resolve_defaults
 from whet.cli.rows import data
 from whet.cluster import RLCluster
 from whet.config import (
@@ -33,7 +33,7 @@ from whet.config import (
     load_run,
 )
 from whet.config.lora import LORA_LR
-from whet.errors import ConfigError
+from whet.errors import ConfigError, format_exception
 from whet.hub.model_card import write_model_card
 from whet.learners.base import RLLearner
 from whet.learners.grpo import GRPOLearner
@@ -111,7 +111,7 @@ def train(config: R, build: Callable[[R], tuple[Any, Any, Any]]) -> dict[str, An
         if plot_curves(run.rows, folder / "curves.png") is not None:
             write_model_card(folder)  # with them
     except Exception as error:  # the model is trained and saved: nothing that only shows it may fail the run
-        log.warning("summary.json or curves.png could not be written: %s: %s", type(error).__name__, error)
+        log.warning("summary.json or curves.png could not be written: %s", format_exception(error))
     done = f"{run.step} step{'s' * (run.step != 1)}"
     log.info("%s in %.0f s; final model: %s", done, summary["train_seconds"], folder / "final")
     before, after = (summary.get(f"eval_{run.task.main_metric}_{when}") for when in ("before", "after"))
@@ -157,7 +157,7 @@ def demo(argv: Sequence[str] = ()) -> dict[str, Any]:
 def build(config: RunConfig) -> tuple[RLLearner, Any, Any]:
     """The cluster and learner of a configuration, and its training and evaluation data."""
     check_complete(config)
-    found = settled(config, *data(config))
+    found = resolve_defaults(config, *data(config))
     config = found.config
     check_rewards(config, found.train, found.evaluation)
     algo = dataclasses.replace(config.algo, reward_weights=config.reward_weights)
@@ -182,6 +182,7 @@ def build(config: RunConfig) -> tuple[RLLearner, Any, Any]:
     rows_as = rows_given(config.data)
     make = PPOLearner if isinstance(config, PPORunConfig) else GRPOLearner
     learner = make(cluster, algo, list(config.reward_names), data=rows_as, settings=config)  # pyright: ignore
+    learner.encoders.update(found.encoders)
     return learner, found.train, found.evaluation
 
 

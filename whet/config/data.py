@@ -11,32 +11,32 @@ from pydantic import BeforeValidator
 
 from whet.config.base import config
 from whet.config.fields import Bool, Count, Float, Name, Number, Size, Text, Tree, as_name
-from whet.errors import ConfigError, nearest, shown
+from whet.errors import ConfigError, format_value, nearest
 
-__all__ = ["DataConfig", "SourceConfig", "Sources", "SupervisedDataConfig", "paths_of"]
+__all__ = ["DataConfig", "SourceConfig", "Sources", "SupervisedDataConfig", "source_paths"]
 
-OF_A_SOURCE = ("path", "weight", "split", "subset", "limit")
+SOURCE_KEYS = ("path", "weight", "split", "subset", "limit")
 """Keys of a data set in a list of them."""
 
 
-def _sources(value: Any) -> str | tuple[Any, ...]:
+def _check_sources(value: Any) -> str | tuple[Any, ...]:
     """A data set's name, or a list of data sets: each a name, or a mapping with its path."""
     if isinstance(value, str):
         return as_name(value)
     if not isinstance(value, list | tuple) or not value:
         raise ValueError(
             "expected the name of a data set, or a list: [a.jsonl, b.jsonl] or [{path: a.jsonl, weight: 0.7}, ...], "
-            f"got {shown(value)}"
+            f"got {format_value(value)}"
         )
     for item in value:
         path = item.get("path") if isinstance(item, Mapping) else item
         if not isinstance(path, str) or not path.strip():
-            raise ValueError(f"each data set of a list is a name, or has a path; got {shown(item)}")
+            raise ValueError(f"each data set of a list is a name, or has a path; got {format_value(item)}")
         for key in item if isinstance(item, Mapping) else ():
-            if key not in OF_A_SOURCE:
+            if key not in SOURCE_KEYS:
                 raise ValueError(
-                    f"data set {path!r} has an unknown key {key!r} (its keys are {', '.join(OF_A_SOURCE)})"
-                    f"{nearest(str(key), OF_A_SOURCE)}"
+                    f"data set {path!r} has an unknown key {key!r} (its keys are {', '.join(SOURCE_KEYS)})"
+                    f"{nearest(str(key), SOURCE_KEYS)}"
                 )
     weights = [item.get("weight") if isinstance(item, Mapping) else None for item in value]
     if any(weight is not None for weight in weights):
@@ -50,14 +50,14 @@ def _sources(value: Any) -> str | tuple[Any, ...]:
     return tuple(dict(item) if isinstance(item, Mapping) else item for item in value)
 
 
-Sources = Annotated[str | tuple[Any, ...], BeforeValidator(_sources)]
+Sources = Annotated[str | tuple[Any, ...], BeforeValidator(_check_sources)]
 """A data set by its name, or a list of them."""
 
 
-def paths_of(source: Sources | None) -> tuple[str, ...]:
+def source_paths(source: Sources | None) -> tuple[str, ...]:
     """The paths that data.path or data.eval_path names.
 
-    >>> paths_of("a.jsonl"), paths_of(("a.jsonl", {"path": "b.jsonl"})), paths_of(None)
+    >>> source_paths("a.jsonl"), source_paths(("a.jsonl", {"path": "b.jsonl"})), source_paths(None)
     (('a.jsonl',), ('a.jsonl', 'b.jsonl'), ())
     """
     if source is None or isinstance(source, str):

@@ -8,22 +8,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Any, Literal
 
-from whet.config.base import check, config
+from whet.config.base import config, config_from_dict
 from whet.config.enums import Mode
 from whet.config.fields import Bool, Count, Float, Fn, Name, Number, Seconds, Seed, Size, Temperature, Text
-from whet.config.length_aliases import length_short
-from whet.config.loader import dump_tree, merged, tree
+from whet.config.length_aliases import length_shorthands
+from whet.config.loader import dump_tree, merge, parse_config_args
 from whet.config.model import RoleConfig
-from whet.config.positional_words import is_file
-from whet.config.rewards import ListedRewards, check_workers
+from whet.config.positional_words import is_config_file
+from whet.config.rewards import RewardFields, check_workers
 from whet.config.rollout import RolloutConfig
-from whet.config.run import SHORT, lacking
+from whet.config.run import SHORTHANDS, missing_inputs
 from whet.config.run_sections import NEW_TOKENS, RunDataConfig, RunGRPOConfig, RunRolloutConfig
 from whet.errors import ConfigError
 
-__all__ = ["EVAL_SHORT", "EvalDataConfig", "EvalRolloutConfig", "EvalRunConfig", "check_eval", "load_eval"]
+__all__ = ["EVAL_SHORTHANDS", "EvalDataConfig", "EvalRolloutConfig", "EvalRunConfig", "check_eval", "load_eval"]
 
-OF_TRAINING = ("actor", "algo", "critic", "offload_to_cpu", "reference", "teacher", "trainer")
+TRAINING_SECTIONS = ("actor", "algo", "critic", "offload_to_cpu", "reference", "teacher", "trainer")
 """Sections that a run's configuration has and an evaluation's has not: a file with one of them is a run's."""
 
 
@@ -89,7 +89,7 @@ class EvalDataConfig:
 
 
 @config
-class EvalRunConfig(ListedRewards):
+class EvalRunConfig(RewardFields):
     """Everything that `whet eval` needs.
 
     >>> load_eval(["model=runs/a", "data=test.jsonl", "reward=boxed", "num_generations=8", "temperature=0.6"]).k
@@ -118,7 +118,7 @@ class EvalRunConfig(ListedRewards):
     """A reward model (transformers' sequence classifier of one label), whose score is one more reward; of weight 1.0
     unless `reward` names it. None = none."""
     rollout_engine: Name = "embedded"
-    """"embedded" = whet's own (Tunix's "vanilla"), "hf" = transformers' generate, "vllm", "sglang", "mock" (for tests),
+    """"embedded" = whet's own, "hf" = transformers' generate, "vllm", "sglang", "mock" (for tests),
     or "package.module:Class"."""
     seed: Seed = 0
     """Seed of the draws: with it a prompt's place and the generation make every random number."""
@@ -176,7 +176,7 @@ class EvalRunConfig(ListedRewards):
         return self.rollout.for_mode(Mode.EVAL)  # pyright: ignore[reportReturnType]
 
 
-EVAL_SHORT: dict[str, str] = {
+EVAL_SHORTHANDS: dict[str, str] = {
     "data": "data.path",
     "limit": "data.limit",
     "split": "data.split",
@@ -186,7 +186,7 @@ EVAL_SHORT: dict[str, str] = {
     "top_p": "rollout.top_p",
     "top_k": "rollout.top_k",
     "num_generations": "rollout.num_generations_eval",
-    **length_short("rollout.max_tokens_to_generate", "rollout.max_prompt_length"),
+    **length_shorthands("rollout.max_tokens_to_generate", "rollout.max_prompt_length"),
 }
 """Shorthand -> full key of an EvalRunConfig."""
 
@@ -204,7 +204,7 @@ def load_eval(argv: Sequence[str]) -> EvalRunConfig:
     for word in rest:
         if word == "--config":
             files += [word, next(rest, "")]
-        elif is_file(word):
+        elif is_config_file(word):
             files += ["--config", word]
         elif word.startswith("--") and "=" not in word:
             words += [word, *itertools.islice(rest, 1)]
@@ -212,17 +212,23 @@ def load_eval(argv: Sequence[str]) -> EvalRunConfig:
             files.append(word)
         else:
             words.append(word)
-    given = tree(files) if files else {}
-    given = _of_run(tree(files, SHORT)) if given.keys() & {*OF_TRAINING} else tree(files, EVAL_SHORT)
-    own = tree(words, EVAL_SHORT, EvalRunConfig)
-    return check(EvalRunConfig, merged(given, own), short=EVAL_SHORT)
+    given = parse_config_args(files) if files else {}
+    given = (
+        _settings_of_run(parse_config_args(files, SHORTHANDS))
+        if given.keys() & {*TRAINING_SECTIONS}
+        else parse_config_args(files, EVAL_SHORTHANDS)
+    )
+    own = parse_config_args(words, EVAL_SHORTHANDS, EvalRunConfig)
+    return config_from_dict(EvalRunConfig, merge(given, own), short=EVAL_SHORTHANDS)
 
 
-def _of_run(run: Mapping[str, Any]) -> dict[str, Any]:
+def _settings_of_run(run: Mapping[str, Any]) -> dict[str, Any]:
     """The evaluation that a run of this configuration makes, as a tree: its data, sampling and rewards."""
     known = {f.name for f in dataclasses.fields(RunDataConfig)}  # of supervised training it has other keys besides
-    data = check(RunDataConfig, {name: value for name, value in (run.get("data") or {}).items() if name in known})
-    rollout = check(RunRolloutConfig, run.get("rollout") or {})
+    data = config_from_dict(
+        RunDataConfig, {name: value for name, value in (run.get("data") or {}).items() if name in known}
+    )
+    rollout = config_from_dict(RunRolloutConfig, run.get("rollout") or {})
     actor, algo, trainer = (run.get(name) or {} for name in ("actor", "algo", "trainer"))
     sampling = rollout.for_mode(Mode.EVAL)
     generations = 1 if sampling.temperature == 0 else algo.get("num_generations", RunGRPOConfig().num_generations)
@@ -245,7 +251,7 @@ def _of_run(run: Mapping[str, Any]) -> dict[str, Any]:
         },
         "data": rows,
         "seed": seed,
-        "reward": _weighted(run.get("reward"), algo.get("reward_weights")) or _of_environment(run, rollout),
+        "reward": _with_weights(run.get("reward"), algo.get("reward_weights")) or _env_path_of_run(run, rollout),
     }
     kept = ("tokenizer", "reward_model", "rollout_engine")
     limits = {
@@ -254,13 +260,13 @@ def _of_run(run: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, **{name: run[name] for name in kept if name in run}, **limits}
 
 
-def _of_environment(run: Mapping[str, Any], rollout: RolloutConfig) -> str | None:
+def _env_path_of_run(run: Mapping[str, Any], rollout: RolloutConfig) -> str | None:
     """The reward of a run that names none: its environment's, if nothing else judges or teaches."""
     alone = run.get("reward_model") is None and run.get("teacher") is None and isinstance(rollout.env_path, str)
     return f"{rollout.env_path}:reward_fn" if alone else None
 
 
-def _weighted(reward: Any, weights: Sequence[float] | None) -> Any:
+def _with_weights(reward: Any, weights: Sequence[float] | None) -> Any:
     """The rewards of a run with their weights, which may stand in `algo`."""
     names = [reward] if isinstance(reward, str) else reward
     if weights is None or not isinstance(names, list):
@@ -283,7 +289,7 @@ def check_eval(config: EvalRunConfig) -> None:
             f"rollout.max_turns={config.sampling.max_turns}: whet eval completes prompts in one turn, and episodes are "
             "evaluated by their run (trainer.eval_every_n_steps); set rollout.max_turns=1 for the first turn alone"
         )
-    missing += lacking(config.model, config.data.path, "<folder, run folder or hub name>")
+    missing += missing_inputs(config.model, config.data.path, "<folder, run folder or hub name>")
     if not config.reward_names:
         missing.append("no reward; write reward=file.py:function, or the name of one of whet's own")
     if config.reward_model is not None and config.reward_model.model is None:

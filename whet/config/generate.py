@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import model_validator
 
-from whet.config.base import check, config
+from whet.config.base import config, config_from_dict
 from whet.config.fields import (
     Bool,
     Count,
@@ -24,16 +24,16 @@ from whet.config.fields import (
     Text,
     Tree,
 )
-from whet.config.length_aliases import length_short, with_own_name
-from whet.config.loader import tree
+from whet.config.length_aliases import length_shorthands, resolve_length_alias
+from whet.config.loader import parse_config_args
 from whet.config.rollout import ConstraintConfig
 from whet.errors import ConfigError
 
-__all__ = ["ChatConfig", "GenerateConfig", "SampledConfig", "check_sampled", "load_sampled", "sampled_short"]
+__all__ = ["ChatConfig", "GenerateConfig", "SamplingConfig", "check_sampling", "load_sampling", "sampling_shorthands"]
 
 
 @config
-class SampledConfig:
+class SamplingConfig:
     """A model, and how to sample from it."""
 
     model: Name | None = None
@@ -76,7 +76,7 @@ class SampledConfig:
     chat_template_kwargs: Tree = field(default_factory=dict)
     """Further arguments of the chat template, e.g. {enable_thinking: true}."""
     rollout_engine: Name = "embedded"
-    """"embedded" = whet's own (Tunix's "vanilla"), "hf" = transformers' generate, "vllm", "sglang", "mock" (for tests),
+    """"embedded" = whet's own, "hf" = transformers' generate, "vllm", "sglang", "mock" (for tests),
     or "package.module:Class"."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """What the model computes in; auto = as the run did in whose folder it lies, else as training would: see
@@ -88,30 +88,30 @@ class SampledConfig:
     @classmethod
     def _names(cls, given: Any) -> Any:
         """Reads every name of the completions' length."""
-        return with_own_name(given, "max_tokens")
+        return resolve_length_alias(given, "max_tokens")
 
     @property
-    def searches(self) -> bool:
+    def uses_beams(self) -> bool:
         """Whether beams search instead of drawing."""
         return self.generation_kwargs.get("num_beams", 1) != 1
 
     @property
-    def settled_temperature(self) -> float:
+    def effective_temperature(self) -> float:
         """What the logits are divided by.
 
-        >>> GenerateConfig().settled_temperature, GenerateConfig(beam_size=4).settled_temperature
+        >>> GenerateConfig().effective_temperature, GenerateConfig(beam_size=4).effective_temperature
         (0.7, 0.0)
         """
         if self.temperature is not None:
             return self.temperature
-        return 0.0 if self.searches else 0.7
+        return 0.0 if self.uses_beams else 0.7
 
 
 @config
-class GenerateConfig(SampledConfig):
+class GenerateConfig(SamplingConfig):
     """Everything that `whet generate` needs.
 
-    >>> load_sampled(GenerateConfig, ["model=m", "prompt=Add: 2+2="]).prompt
+    >>> load_sampling(GenerateConfig, ["model=m", "prompt=Add: 2+2="]).prompt
     ('Add: 2+2=',)
     """
 
@@ -147,19 +147,19 @@ class GenerateConfig(SampledConfig):
         """Checks what concerns several keys."""
         if self.prompt and self.prompts is not None:
             raise ConfigError("prompt and prompts both give prompts; keep one")
-        if self.searches and self.temperature:
+        if self.uses_beams and self.temperature:
             raise ConfigError(
                 f"temperature={self.temperature:g} has no meaning for a beam search, which draws nothing; leave it out"
             )
 
     @property
-    def searches(self) -> bool:
+    def uses_beams(self) -> bool:
         """Whether beams search instead of drawing."""
-        return (self.beam_size or 1) > 1 or super().searches
+        return (self.beam_size or 1) > 1 or super().uses_beams
 
 
 @config
-class ChatConfig(SampledConfig):
+class ChatConfig(SamplingConfig):
     """Everything that `whet chat` needs."""
 
     temperature: Temperature = 0.7
@@ -168,10 +168,10 @@ class ChatConfig(SampledConfig):
     """Whether turns go through the chat template; None = where there is one. false = plain text is continued."""
 
 
-T = TypeVar("T", bound=SampledConfig)
+T = TypeVar("T", bound=SamplingConfig)
 
 
-def load_sampled(cls: type[T], argv: Sequence[str]) -> T:
+def load_sampling(cls: type[T], argv: Sequence[str]) -> T:
     """The configuration of `whet generate` or `whet chat` from its arguments.
 
     Args: cls: GenerateConfig or ChatConfig. argv: `--config FILE`, `key=value`; a prompt= is taken as it stands, and
@@ -179,28 +179,28 @@ def load_sampled(cls: type[T], argv: Sequence[str]) -> T:
     Raises: ConfigError: every problem at once, a line each.
     """
     prompts = tuple(word.removeprefix("--").partition("=")[2] for word in argv if _is_prompt(word))
-    short = sampled_short(cls)
-    given = tree([word for word in argv if not _is_prompt(word)], short, cls)
-    return check(cls, {**given, **({"prompt": prompts} if prompts else {})}, short=short)
+    short = sampling_shorthands(cls)
+    given = parse_config_args([word for word in argv if not _is_prompt(word)], short, cls)
+    return config_from_dict(cls, {**given, **({"prompt": prompts} if prompts else {})}, short=short)
 
 
 def _is_prompt(word: str) -> bool:
     return word.removeprefix("--").startswith("prompt=")
 
 
-def sampled_short(cls: type[SampledConfig]) -> dict[str, str]:
+def sampling_shorthands(cls: type[SamplingConfig]) -> dict[str, str]:
     """Shorthand -> full key of `whet generate` or `whet chat`.
 
-    >>> sampled_short(ChatConfig)["max_tokens_to_generate"]
+    >>> sampling_shorthands(ChatConfig)["max_tokens_to_generate"]
     'max_tokens'
     """
-    return length_short("max_tokens", "max_prompt_length" if issubclass(cls, GenerateConfig) else "")
+    return length_shorthands("max_tokens", "max_prompt_length" if issubclass(cls, GenerateConfig) else "")
 
 
-def check_sampled(config: SampledConfig) -> None:
+def check_sampling(config: SamplingConfig) -> None:
     """Raises ConfigError where no model is given, or what is to be read from standard input has been closed.
 
-    >>> check_sampled(ChatConfig())
+    >>> check_sampling(ChatConfig())
     Traceback (most recent call last):
     whet.errors.ConfigError: no model; write model=<folder, run folder or hub name>
     """

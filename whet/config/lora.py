@@ -9,7 +9,7 @@ from whet.config.base import config
 from whet.config.fields import Bool, Count, Float, Name, Strings
 from whet.errors import ConfigError
 
-__all__ = ["LORA_LR", "LoraConfig", "lora_short"]
+__all__ = ["LORA_LR", "LoraConfig", "lora_shorthands"]
 
 LORA_LR = 1e-4
 """Learning rate of adapters where none is given: ten times a whole model's serves them, and 1e-6 teaches nothing."""
@@ -49,10 +49,10 @@ class LoraConfig:
             raise ConfigError('target_modules names no layer; leave it at "all-linear", or leave out the section lora')
 
 
-def lora_short(roles: Iterable[str]) -> dict[str, str]:
+def lora_shorthands(roles: Iterable[str]) -> dict[str, str]:
     """Shorthand -> full key for the sections of these roles, as RL2 and others name the fields.
 
-    >>> lora_short(["actor"])["actor.lora.rank"]
+    >>> lora_shorthands(["actor"])["actor.lora.rank"]
     'actor.lora.r'
     """
     names = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 
 from whet.config.enums import Role
-from whet.errors import ConfigError, lookup_error, shown
+from whet.errors import ConfigError, format_value, lookup_error
 
 __all__ = ["Meshes", "checked_meshes"]
 
@@ -34,7 +34,8 @@ init_device_mesh('cuda', (1,)); leave role_to_mesh out: a GPU is taken if there 
     if not isinstance(role_to_mesh, Mapping):
         kind = type(role_to_mesh).__name__
         raise ConfigError(
-            f"the meshes are {shown(role_to_mesh, 80)} ({kind}), and must be a dict of Role to mesh; {_RULE}; {_FIX}"
+            f"the meshes are {format_value(role_to_mesh, 80)} ({kind}), and must be a dict of Role to mesh; {_RULE}; "
+            f"{_FIX}"
         )
     roles = [role.value for role in Role]
     if unknown := [key for key in role_to_mesh if key not in roles]:
@@ -50,7 +51,7 @@ def _check(name: str, mesh: Any) -> None:
         return
     if not hasattr(mesh, "device_type"):
         kind = f"{type(mesh).__module__}.{type(mesh).__name__}".removeprefix("builtins.")
-        raise ConfigError(f"{name} is {shown(mesh, 80)} ({kind}); {_RULE}; {_FIX}")
+        raise ConfigError(f"{name} is {format_value(mesh, 80)} ({kind}); {_RULE}; {_FIX}")
     if callable(vars(type(mesh)).get("size")) and mesh.size() != 1:
         raise ConfigError(f"{name} has {mesh.size()} devices, and one process trains on one; {_RULE}; {_FIX}")
 

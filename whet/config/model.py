@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator
 
@@ -95,11 +95,11 @@ class RoleConfig:
     """One model: what to load, how to compute it, and how to train it."""
 
     model: Name | None = None
-    """Hub name (name@revision pins a branch, tag or commit) or folder of a Hugging Face model; the actor's may be
-    "file.py:function" or "package.module:function", which makes the model in a folder. None = given from Python, or
-    (critic, reference) the actor's. A critic's may be "actor": a score head on the actor's own trunk, trained with
-    it. A folder or hub name of an adapter in PEFT's format stands for its base model with that adapter, which is
-    trained on."""
+    """Hub name (name@revision pins a branch, tag or commit), folder of a Hugging Face model, or a GGUF file (the extra
+    `gguf`). The actor's may be "file.py:function" or "package.module:function", which makes the model in a folder.
+    None = given from Python, or (critic, reference) the actor's. A critic's may be "actor": a score head on the
+    actor's own trunk, trained with it. A folder or hub name of an adapter in PEFT's format stands for its base
+    model with that adapter, which is trained on."""
     lora: LoraConfig | None = None
     """Train a low-rank adapter in place of all weights; None = all weights. Where optim.lr is not given it is 1e-4."""
     quantization: Literal["nf4", "fp4"] | None = None
@@ -121,10 +121,8 @@ class RoleConfig:
     trust_remote_code: Bool = False
     """Run the Python files that lie beside the weights, and beside the tokenizer, for architectures that transformers
     does not have. Read them first: they run with your permissions."""
-    dropout: Bool = False
-    """Must be false in this release: dropout is off while training, so that sampler and trainer see the same policy."""
 
-    def __post_init__(self) -> None:
-        """Refuses what is not there."""
-        if self.dropout:
-            raise ConfigError("dropout must be false: it is off while training in this release")
+    REFUSED: ClassVar[dict[str, str]] = {
+        "dropout": "a model's own dropout is off in training, so that sampler and trainer see the same policy; leave "
+        "it out, or set lora.lora_dropout of an adapter in supervised training",
+    }

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from whet.config.base import check, config
+from whet.config.base import config, config_from_dict
 from whet.config.fields import Bool, Name, Strings, Text
-from whet.config.loader import tree
+from whet.config.loader import parse_config_args
 from whet.errors import ConfigError
 
 __all__ = ["PushConfig", "check_push", "load_push"]
@@ -51,8 +51,8 @@ def load_push(argv: Sequence[str]) -> PushConfig:
     """
     words = list(argv)
     if words and "=" not in words[0] and not words[0].startswith("--"):
-        return check(PushConfig, {"run": words[0], **tree(words[1:], cls=PushConfig)})
-    return check(PushConfig, tree(words, cls=PushConfig))
+        return config_from_dict(PushConfig, {"run": words[0], **parse_config_args(words[1:], cls=PushConfig)})
+    return config_from_dict(PushConfig, parse_config_args(words, cls=PushConfig))
 
 
 def check_push(config: PushConfig) -> None:

@@ -11,48 +11,47 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from whet.config.base import check, check_part, section_at
-from whet.config.engines import nested
-from whet.config.loader import dump_tree, flat, read_yaml, tree
+from whet.config.base import config_from_dict, partial_config_from_dict, section_at
+from whet.config.loader import dump_tree, flatten, parse_config_args, read_yaml
 from whet.errors import ConfigError
 
-__all__ = ["FULL", "command_of", "kept_of_run", "load_part", "load_resumable"]
+__all__ = ["FULL_CONFIG_FILE", "command_of", "kept_from_run", "load_partial", "load_resumable"]
 
 T = TypeVar("T")
 
-FULL = "config_full.yaml"
+FULL_CONFIG_FILE = "config_full.yaml"
 """The file of a run folder with every key of its configuration."""
-BRIEF = "config.yaml"
+MINIMAL_CONFIG_FILE = "config.yaml"
 """The one with what was set and has an effect: read where the other is not there."""
-_OF_NOW = ("trainer.allow_config_change", "trainer.resume", "trainer.run_dir")
+_RESUME_KEYS = ("trainer.allow_config_change", "trainer.resume", "trainer.run_dir")
 """Keys that say how the run goes on, and not what it is."""
 
 
 def load_resumable(cls: type[T], argv: Sequence[str], short: Mapping[str, str]) -> T:
     """A checked configuration from command-line words; with trainer.resume=latest, on top of what the run has.
 
-    Args: cls: of a run's configuration. argv, short: see `loader.tree`.
+    Args: cls: of a run's configuration. argv, short: see `loader.parse_config_args`.
     Raises: ConfigError: every problem at once, a line each.
     """
-    return check(cls, _on_top(cls, argv, short), short=short)
+    return config_from_dict(cls, _with_run(cls, argv, short), short=short)
 
 
-def load_part(cls: type[T], argv: Sequence[str], short: Mapping[str, str]) -> tuple[T | None, frozenset[str]]:
-    """What of the same can be taken, where some of its keys can't: see `base.check_part`."""
-    return check_part(cls, _on_top(cls, argv, short))
+def load_partial(cls: type[T], argv: Sequence[str], short: Mapping[str, str]) -> tuple[T | None, frozenset[str]]:
+    """What of the same can be taken, where some of its keys can't: see `base.partial_config_from_dict`."""
+    return partial_config_from_dict(cls, _with_run(cls, argv, short))
 
 
-def kept_of_run(cls: type, argv: Sequence[str], short: Mapping[str, str]) -> dict[str, tuple[Any, Any]]:
+def kept_from_run(cls: type, argv: Sequence[str], short: Mapping[str, str]) -> dict[str, tuple[Any, Any]]:
     """What `load_resumable` took from the run that is not this release's default: key -> (value, default)."""
-    given, kept = tree(argv, short, cls), {}
-    _filled(cls, given, _of_run(cls, given), "", kept)
+    given, kept = parse_config_args(argv, short, cls), {}
+    _fill_from_run(cls, given, _run_settings(cls, given), "", kept)
     return kept
 
 
-def _on_top(cls: type, argv: Sequence[str], short: Mapping[str, str]) -> dict[str, Any]:
+def _with_run(cls: type, argv: Sequence[str], short: Mapping[str, str]) -> dict[str, Any]:
     """What is given, on top of what the run has."""
-    given = tree(argv, short, cls)
-    return _filled(cls, given, _of_run(cls, given), "", {})
+    given = parse_config_args(argv, short, cls)
+    return _fill_from_run(cls, given, _run_settings(cls, given), "", {})
 
 
 def command_of(settings: Mapping[str, Any]) -> str:
@@ -72,7 +71,7 @@ def command_of(settings: Mapping[str, Any]) -> str:
     return "dpo" if "beta" in algo else "sft"
 
 
-def _of_run(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+def _run_settings(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """The whole configuration of the run that is to go on; {} where there is none. Raises ConfigError where another
     command began it.
     """
@@ -82,7 +81,9 @@ def _of_run(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     folder = trainer.get("run_dir")
     if not isinstance(folder, str):
         return {}
-    whole, brief = (read_yaml(f) if (f := Path(folder) / name).is_file() else {} for name in (FULL, BRIEF))
+    whole, brief = (
+        read_yaml(f) if (f := Path(folder) / name).is_file() else {} for name in (FULL_CONFIG_FILE, MINIMAL_CONFIG_FILE)
+    )
     if (theirs := command_of(whole)) not in ("", own := cls.COMMAND):
         raise ConfigError(
             f"{folder} is a run of whet {theirs}; resume it by that, or give whet {own} another trainer.run_dir"
@@ -94,43 +95,39 @@ def _of_run(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_unedited(brief: Mapping[str, Any], whole: Mapping[str, Any], given: Mapping[str, Any], folder: str) -> None:
     """Raises ConfigError for an edit of config.yaml, which a resume would pass over and write over."""
-    run, now = flat(whole), flat(given)
+    run, now = flatten(whole), flatten(given)
     edited = [
-        f"{key} is {said!r} in {folder}/{BRIEF}, and {run.get(key)!r} in the run"
-        for key, said in flat(brief).items()
-        if key and key not in _OF_NOW and said not in (run.get(key), now.get(key))
+        f"{key} is {said!r} in {folder}/{MINIMAL_CONFIG_FILE}, and {run.get(key)!r} in the run"
+        for key, said in flatten(brief).items()
+        if key and key not in _RESUME_KEYS and said not in (run.get(key), now.get(key))
     ]
     if edited:
         raise ConfigError(
-            f"{'; '.join(edited)}: a resume takes a run's keys from {FULL} and writes {BRIEF} again; undo the edit, or "
-            "give what is to change as key=value, with trainer.allow_config_change=true"
+            f"{'; '.join(edited)}: a resume takes a run's keys from {FULL_CONFIG_FILE} and writes "
+            f"{MINIMAL_CONFIG_FILE} again; undo the edit, or give what is to change as key=value, with "
+            "trainer.allow_config_change=true"
         )
 
 
-def _filled(
+def _fill_from_run(
     cls: type, given: Mapping[str, Any], run: Mapping[str, Any], prefix: str, kept: dict[str, tuple[Any, Any]]
 ) -> dict[str, Any]:
     """What is given of a section, and the rest as the run has it. A key that this release has not is left out.
 
     Args: cls: of the section. given: of it now. run: of it in the run. prefix: of its keys. kept: is added to.
     """
-    found = nested(given) if prefix == "rollout." else dict(given)
+    found = dict(given)
     for field in dataclasses.fields(cls):  # pyright: ignore[reportArgumentType]
         name, key = field.name, prefix + field.name
-        if name not in run or key in _OF_NOW or name in _other_names(found):
+        if name not in run or key in _RESUME_KEYS:
             continue
         section, own = section_at(cls, (name,)), found.get(name, {})
         if section is not None and isinstance(run[name], Mapping) and isinstance(own, Mapping):
             if "preset" not in own:  # which gives every key of its section
-                found[name] = _filled(section, own, run[name], f"{key}.", kept)
+                found[name] = _fill_from_run(section, own, run[name], f"{key}.", kept)
         elif name not in found:
             found[name] = run[name]
             default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
             if (usual := dump_tree(default)) != run[name]:
                 kept[key] = (run[name], usual)
     return found
-
-
-def _other_names(given: Mapping[str, Any]) -> tuple[str, ...]:
-    """Fields that are given by another name."""
-    return ("max_tokens_per_microbatch",) if "max_seq_token_per_tpu" in given else ()

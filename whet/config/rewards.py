@@ -9,7 +9,7 @@ from whet.errors import ConfigError
 if TYPE_CHECKING:
     from whet.config.model import RoleConfig
 
-__all__ = ["MAX_WORKERS", "REWARD_MODEL", "ListedRewards", "check_workers"]
+__all__ = ["MAX_WORKERS", "REWARD_MODEL", "RewardFields", "check_workers"]
 
 REWARD_MODEL = "reward_model"
 """The place of the reward model among the rewards: its section's own name."""
@@ -17,7 +17,7 @@ MAX_WORKERS = 1024
 """Processes of reward functions."""
 
 
-class ListedRewards:
+class RewardFields:
     """The rewards of a configuration in their order, with their weights; a base of those that have the two sections."""
 
     if TYPE_CHECKING:  # what the configuration has

@@ -1,7 +1,7 @@
-"""Sampling: the section rollout.
+"""The configuration of sampling: the section rollout.
 
-The names and defaults are Tunix's where Tunix has the field. The sections vllm and sglang (config/engines.py) are for
-the rollout_engine of that name and have no effect on another, which warns; an engine refuses what it can't do.
+The subsections vllm and sglang (config/engines.py) configure the rollout_engine of that name; another engine warns that
+it does not read them. An engine refuses a setting that it cannot carry out.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import model_validator
 from pydantic_core import ArgsKwargs
 
-from whet.config.base import check, config
-from whet.config.engines import FLAT, SGLangOptions, VLLMOptions, nested
+from whet.config.base import config, config_from_dict
+from whet.config.engines import SGLangOptions, VLLMOptions
 from whet.config.enums import Mode
 from whet.config.fields import (
     Bool,
@@ -34,8 +34,8 @@ from whet.config.fields import (
     Text,
     Tree,
 )
-from whet.config.length_aliases import with_own_name
-from whet.config.synonyms import owner
+from whet.config.length_aliases import resolve_length_alias
+from whet.config.synonyms import find_owner
 from whet.errors import ConfigError, nearest
 
 __all__ = ["OWN_FIELDS", "ConstraintConfig", "RolloutConfig"]
@@ -66,7 +66,6 @@ SCHEMA_WORDS = frozenset(_WORDS.split())
 
 LENGTH = "max_tokens_to_generate"
 """The name of the longest completion here; its others are read too."""
-_SHARED = "the rollout reads the trainer's own weights; choose their dtype with actor.dtype"
 
 
 @config
@@ -158,20 +157,9 @@ class RolloutConfig:
     """Seed of the draws; None = the run's (trainer.seed)."""
     max_prompt_length: Count = 64
     """Longest prompt in tokens; on_long_prompt decides about a longer one."""
-    kv_cache_size: Count = 1024
-    """Tunix's cache length of a row. No effect: a row takes the cache it needs, kv_cache_tokens bounds them all."""
-    data_type: Name | None = None
-    """Must be None: the rollout reads the trainer's own weights, whose dtype is actor.dtype."""
     eos_tokens: tuple[Int, ...] | None = None
     """Ids that end a completion and are part of it; None = the model's and the tokenizer's."""
-    rollout_mapping_config: Any = None
-    """Must be None: both sides use Hugging Face's parameter names, there is nothing to map."""
-    tensor_parallel_size: Int = -1
-    """Devices that share one copy of the model in vLLM or SGLang: -1 or 1, more is refused. No effect elsewhere."""
-    data_parallel_size: Int = -1
-    """Copies of the model in vLLM or SGLang: -1 or 1, more is refused. No effect elsewhere."""
-    expert_parallel_size: Int = 1
-    """Devices that share the experts in vLLM or SGLang: 1, more is refused. No effect elsewhere."""
+
     return_logprobs: Bool = False
     """Fill RolloutOutput.logprobs. The engine records them and training uses them either way."""
 
@@ -221,56 +209,36 @@ class RolloutConfig:
     """Fields of this section that differ in evaluation, e.g. {temperature: 0.0}."""
 
     vllm: VLLMOptions = field(default_factory=VLLMOptions)
-    """How vLLM is built; Tunix's rollout_vllm_* are read too. No effect with another engine."""
+    """How vLLM is built; read by rollout_engine "vllm" alone."""
     sglang: SGLangOptions = field(default_factory=SGLangOptions)
-    """How SGLang is built; Tunix's rollout_sglang_jax_* are read too. No effect with another engine."""
+    """How SGLang is built; read by rollout_engine "sglang" alone."""
 
     OVERRIDES: ClassVar[tuple[str, ...]] = ("eval",)
     """Mappings whose keys are this section's own fields."""
 
     REFUSED: ClassVar[dict[str, str]] = {
-        "return_routed_experts": "routed experts are not replayed in training",
-        "rollout_vllm_free_kv_cache_during_weight_sync": "the KV cache is kept through a sync",
-        "rollout_vllm_overlap_postprocessing": "outputs are handed over as they finish",
-        "rollout_vllm_swap_space_size_gb": "vLLM has no swap space any more; leave it out",
+        "tensor_parallel_size": "this release runs an engine on one device",
     }
 
     @model_validator(mode="before")
     @classmethod
-    def _flat_names(cls, given: Any) -> Any:
-        """Reads Tunix's names of the engines' fields, and every name of the completions' length."""
-        given = with_own_name(given, LENGTH)
-        words = given.kwargs if isinstance(given, ArgsKwargs) else given
-        if not isinstance(words, Mapping):
+    def _length_names(cls, given: Any) -> Any:
+        """Reads every name of the completions' length, in `eval` too."""
+        given = resolve_length_alias(given, LENGTH)
+        values = given.kwargs if isinstance(given, ArgsKwargs) else given
+        if not isinstance(values, Mapping) or "eval" not in values:
             return given
-        found = nested(words) if FLAT.keys() & words.keys() else dict(words)
-        if "eval" in found:
-            found["eval"] = with_own_name(found["eval"], LENGTH)
-        return ArgsKwargs((), found) if isinstance(given, ArgsKwargs) else found
-
-    def __getattr__(self, name: str) -> Any:
-        """An engine's field by the name that Tunix has for it."""
-        if name not in FLAT:
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{nearest(name, vars(self))}")
-        section, own = FLAT[name]
-        return vars(vars(self)[section])[own]
+        values = {**values, "eval": resolve_length_alias(values["eval"], LENGTH)}
+        return ArgsKwargs((), values) if isinstance(given, ArgsKwargs) else values
 
     def __post_init__(self) -> None:
         """Checks the ranges and the overrides of evaluation."""
         self._check_ranges()
-        if self.data_type is not None:
-            raise ConfigError(f"data_type must be None, got {self.data_type!r}: {_SHARED}")
-        if self.rollout_mapping_config is not None:
-            raise ConfigError("rollout_mapping_config must be None: both sides use Hugging Face's parameter names")
         if self.eval:
             known = {f.name for f in dataclasses.fields(self)} - {"eval"}
             for name in self.eval:
-                if name in FLAT:
-                    section, own = FLAT[name]
-                    where = f"{section}.{own}"
-                    raise ConfigError(f"eval.{name} belongs to the engine, which evaluation shares; set {where}")
                 if name not in known:
-                    own = owner(name, known)
+                    own = find_owner(name, known)
                     near = f"; did you mean eval.{own}?" if own in known else nearest(name, known, "eval.")
                     raise ConfigError(f"eval.{name}: unknown key{near}")
                 if name in ("kv_cache_tokens", "max_batch_size", "sglang", "vllm"):
@@ -329,4 +297,4 @@ class RolloutConfig:
         if Mode(mode) is Mode.TRAIN or not self.eval:
             return self
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return check(type(self), {**fields, **self.eval, "eval": {}})
+        return config_from_dict(type(self), {**fields, **self.eval, "eval": {}})

@@ -14,22 +14,22 @@ from whet.config.algo.presets import preset
 from whet.config.base import config, section_at
 from whet.config.data import Sources
 from whet.config.fields import Bool, Float, Name
-from whet.config.length_aliases import length_short
-from whet.config.loader import dump_tree, load, merged
-from whet.config.lora import lora_short
+from whet.config.length_aliases import length_shorthands
+from whet.config.loader import dump_tree, load, merge
+from whet.config.lora import lora_shorthands
 from whet.config.model import OptimConfig, RoleConfig
-from whet.config.rewards import ListedRewards
-from whet.config.run_sections import RunDataConfig, RunGRPOConfig, RunPPOConfig, RunRolloutConfig, with_own_sections
+from whet.config.rewards import RewardFields
+from whet.config.run_sections import RunDataConfig, RunGRPOConfig, RunPPOConfig, RunRolloutConfig, take_base_sections
 from whet.config.training import RLTrainingConfig
 from whet.errors import ConfigError
 
-__all__ = ["SHORT", "PPORunConfig", "RunConfig", "check_complete", "lacking", "load_run"]
+__all__ = ["SHORTHANDS", "PPORunConfig", "RunConfig", "check_complete", "load_run", "missing_inputs"]
 
 R = TypeVar("R", bound="RunConfig")
 
 
 @config
-class RunConfig(ListedRewards):
+class RunConfig(RewardFields):
     """Everything that `whet grpo` needs.
 
     >>> load_run(["model=my/model", "actor.lr=2e-6", "data=train.jsonl"]).actor.optim.lr
@@ -64,7 +64,7 @@ class RunConfig(ListedRewards):
     """A reward model (transformers' sequence classifier of one label), whose score is one more reward; of weight 1.0
     unless `reward` names it. None = none."""
     rollout_engine: Name = "embedded"
-    """"embedded" = whet's own (Tunix's "vanilla"), "hf" = transformers' generate, "vllm", "sglang", "mock" (for tests),
+    """"embedded" = whet's own, "hf" = transformers' generate, "vllm", "sglang", "mock" (for tests),
     or "package.module:Class"."""
     offload_to_cpu: Bool = False
     """Keep on a GPU what the phase needs: the reference while it scores, masters and moments during an update; they lie
@@ -76,7 +76,7 @@ class RunConfig(ListedRewards):
     @classmethod
     def _sections(cls, given: Any) -> Any:
         """Puts the fields of algo.preset, a published method, under the other keys of algo; takes plain sections."""
-        given = with_own_sections(cls, given)
+        given = take_base_sections(cls, given)
         words = given.kwargs if isinstance(given, ArgsKwargs) else given
         if not isinstance(words, Mapping):
             return given
@@ -85,7 +85,7 @@ class RunConfig(ListedRewards):
             return given
         name, own = algo["preset"], {key: value for key, value in algo.items() if key != "preset"}
         fields = {} if name is None else dump_tree(preset(name, section_at(cls, ("algo",))))
-        words = {**words, "algo": merged(fields, own)}
+        words = {**words, "algo": merge(fields, own)}
         return ArgsKwargs((), words) if isinstance(given, ArgsKwargs) else words
 
     def __post_init__(self) -> None:
@@ -132,10 +132,10 @@ class PPORunConfig(RunConfig):
     """The algorithm."""
 
 
-def lacking(model: str | None, path: Sources | None, of: str = "<hub name or folder>") -> list[str]:
+def missing_inputs(model: str | None, path: Sources | None, of: str = "<hub name or folder>") -> list[str]:
     """What a command lacks of model and data, a line each. Args: model, path: as given. of: what a model may be.
 
-    >>> lacking("my/model", None)
+    >>> missing_inputs("my/model", None)
     ['no data; write data=<hub name, folder, json, jsonl, csv, parquet or arrow file>']
     """
     data = "no data; write data=<hub name, folder, json, jsonl, csv, parquet or arrow file>"
@@ -153,7 +153,7 @@ def check_complete(config: RunConfig, unread: Collection[str] = ()) -> None:
     no data; write data=<hub name, folder, json, jsonl, csv, parquet or arrow file>
     """
     said = lambda *sections: not {*sections} & {*unread}
-    missing = lacking(config.actor.model if said("actor") else "", config.data.path if said("data") else "")
+    missing = missing_inputs(config.actor.model if said("actor") else "", config.data.path if said("data") else "")
     learns = config.reward_names or (config.teacher is not None and not isinstance(config, PPORunConfig))
     if not learns and said("reward", "rollout", "teacher"):
         missing.append("no reward; write reward=file.py:function, or the name of one of whet's own")
@@ -167,7 +167,7 @@ def check_complete(config: RunConfig, unread: Collection[str] = ()) -> None:
         raise ConfigError("\n".join(missing))
 
 
-SHORT: dict[str, str] = {
+SHORTHANDS: dict[str, str] = {
     "model": "actor.model",
     "data": "data.path",
     "reward_workers": "trainer.reward_workers",
@@ -177,8 +177,8 @@ SHORT: dict[str, str] = {
         for role in ("actor", "critic")
         for f in dataclasses.fields(OptimConfig)
     },
-    **lora_short(("actor", "critic")),
-    **length_short("rollout.max_tokens_to_generate", "rollout.max_prompt_length"),
+    **lora_shorthands(("actor", "critic")),
+    **length_shorthands("rollout.max_tokens_to_generate", "rollout.max_prompt_length"),
 }
 """Shorthand -> full key of a RunConfig."""
 
@@ -189,4 +189,4 @@ def load_run(argv: Sequence[str], kind: type[R] = RunConfig) -> R:
     Args: argv: arguments of the command line after the command. kind: RunConfig, or PPORunConfig for `whet ppo`.
     Raises: ConfigError: every problem at once, a line each.
     """
-    return load(kind, argv, SHORT)
+    return load(kind, argv, SHORTHANDS)

@@ -26,7 +26,7 @@ __all__ = [
     "RunPPOConfig",
     "RunRolloutConfig",
     "RunSupervisedDataConfig",
-    "with_own_sections",
+    "take_base_sections",
 ]
 
 NEW_TOKENS = 512
@@ -125,7 +125,7 @@ class RunSupervisedDataConfig(SupervisedDataConfig):
     = where the tokenizer has a chat template; false = plain text stays as it is. No effect on rows without a prompt."""
 
 
-def with_own_sections(cls: type, given: Any) -> Any:
+def take_base_sections(cls: type, given: Any) -> Any:
     """What a run's configuration is made from, each section that is an object of the section's plain class (from
     Python) as one of the run's, with the same values. Anything else is as it was.
 

@@ -13,10 +13,10 @@ from whet.config.algo.sft import SFTConfig
 from whet.config.base import config
 from whet.config.fields import Bool, Name
 from whet.config.loader import load
-from whet.config.lora import lora_short
+from whet.config.lora import lora_shorthands
 from whet.config.model import OptimConfig, RoleConfig
-from whet.config.run import lacking
-from whet.config.run_sections import RunSupervisedDataConfig, with_own_sections
+from whet.config.run import missing_inputs
+from whet.config.run_sections import RunSupervisedDataConfig, take_base_sections
 from whet.config.training import SupervisedTrainingConfig
 from whet.errors import ConfigError
 
@@ -56,7 +56,7 @@ class SupervisedRunConfig:
     @classmethod
     def _sections(cls, given: Any) -> Any:
         """Takes plain sections too."""
-        return with_own_sections(cls, given)
+        return take_base_sections(cls, given)
 
     @property
     def trained(self) -> RoleConfig:
@@ -122,7 +122,7 @@ def shorthands(kind: type[SupervisedRunConfig]) -> Mapping[str, str]:
     """
     role = kind.TRAINED
     optim = {f"{role}.{f.name}": f"{role}.optim.{f.name}" for f in fields(OptimConfig)}
-    return {"model": f"{role}.model", "data": "data.path", **optim, **lora_short((role,))}
+    return {"model": f"{role}.model", "data": "data.path", **optim, **lora_shorthands((role,))}
 
 
 def load_supervised(argv: Sequence[str], kind: type[R]) -> R:
@@ -145,5 +145,5 @@ def check_supervised(config: SupervisedRunConfig, unread: Collection[str] = ()) 
     no data; write data=<hub name, folder, json, jsonl, csv, parquet or arrow file>
     """
     model = "" if config.TRAINED in unread else config.trained.model
-    if missing := lacking(model, "" if "data" in unread else config.data.path):
+    if missing := missing_inputs(model, "" if "data" in unread else config.data.path):
         raise ConfigError("\n".join(missing))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-__all__ = ["NOTES", "SECTIONS", "SYNONYMS", "leaves_of", "meant", "owner"]
+__all__ = ["NOTES", "SECTIONS", "SYNONYMS", "find_owner", "find_synonym", "leaf_paths"]
 
 _GENERATED = ("rollout.max_tokens_to_generate", "max_tokens", "data.max_length")
 _COMPLETIONS = ("algo.num_generations", "num_generations")
@@ -156,6 +156,7 @@ NOTES: dict[str, str] = {
     "nnodes": _ONE_PROCESS,
     "push_to_hub": "trainer.hub_model_id=NAME sends the model when it is trained, whet push RUN repo=NAME later",
     "tensor_model_parallel_size": _ONE_PROCESS,
+    "tensor_parallel_size": _ONE_PROCESS,
     "use_kl_loss": "a KL is in the loss where algo.beta is above 0",
     "logging_steps": "every step is logged",
     "packing": "rows are always packed, without padding",
@@ -199,14 +200,14 @@ _CLASSES = {
 """A section -> the class that it is from Python."""
 
 
-def meant(path: Sequence[str], known: Collection[str]) -> str | None:
+def find_synonym(path: Sequence[str], known: Collection[str]) -> str | None:
     """The key that an unknown one stands for elsewhere; None where it is in no table, or nothing like it is known.
 
     Args: path: the parts of the unknown key. known: the keys, sections and shorthands of the command.
 
-    >>> meant(("critic", "learning_rate"), {"actor.optim.lr", "critic.optim.lr"})
+    >>> find_synonym(("critic", "learning_rate"), {"actor.optim.lr", "critic.optim.lr"})
     'critic.optim.lr'
-    >>> meant(("actor", "optim", "lr"), {"reward_model.optim.lr", "reward_model.lr"})
+    >>> find_synonym(("actor", "optim", "lr"), {"reward_model.optim.lr", "reward_model.lr"})
     'reward_model.lr'
     """
     if found := next((key for key in _WHOLE.get(".".join(path), ()) if key in known), None):
@@ -223,10 +224,10 @@ def meant(path: Sequence[str], known: Collection[str]) -> str | None:
     return next((key for key in renamed if key in known), None)
 
 
-def owner(word: str, fields: Collection[str]) -> str | None:
+def find_owner(word: str, fields: Collection[str]) -> str | None:
     """What a keyword is called from Python: a field of the class itself, or Class.field; None where it is in no table.
 
-    >>> owner("learning_rate", {"lr"}), owner("learning_rate", {"beta"})
+    >>> find_owner("learning_rate", {"lr"}), find_owner("learning_rate", {"beta"})
     ('lr', 'OptimConfig.lr')
     """
     targets = [target.rpartition(".") for target in SYNONYMS.get(word, ())]
@@ -234,12 +235,12 @@ def owner(word: str, fields: Collection[str]) -> str | None:
     return own or next((f"{_CLASSES[section]}.{name}" for section, _, name in targets if section in _CLASSES), None)
 
 
-def leaves_of(path: Sequence[str], value: object) -> list[tuple[str, ...]]:
+def leaf_paths(path: Sequence[str], value: object) -> list[tuple[str, ...]]:
     """What was given below a path, key by key; a name of NOTES is told as a whole.
 
-    >>> leaves_of(("actor",), {"lr": 1, "lora": {"r": 2}})
+    >>> leaf_paths(("actor",), {"lr": 1, "lora": {"r": 2}})
     [('actor', 'lr'), ('actor', 'lora', 'r')]
     """
     if path[-1] in NOTES or not isinstance(value, Mapping) or not value:
         return [tuple(path)]
-    return [leaf for key, inner in value.items() for leaf in leaves_of((*path, str(key)), inner)]
+    return [leaf for key, inner in value.items() for leaf in leaf_paths((*path, str(key)), inner)]

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from whet.errors import ConfigError, shown
+from whet.errors import ConfigError, format_value
 from whet.util.references import resolve_module
 
 __all__ = ["Script", "load_script"]
@@ -128,5 +128,7 @@ def _tools(tools: tuple[Any, ...], name: str) -> tuple[Any, ...]:
     """The same. Raises ConfigError: not what a chat template takes."""
     for tool in tools:
         if not isinstance(tool, Mapping) and not callable(tool):
-            raise ConfigError(f"environment {name!r}: TOOL holds {shown(tool, 60)}; give a mapping, or a list of them")
+            raise ConfigError(
+                f"environment {name!r}: TOOL holds {format_value(tool, 60)}; give a mapping, or a list of them"
+            )
     return tools

@@ -126,6 +126,8 @@ class RLLearner:
         self.settings = settings
         self.observers = list(observers)
         self.environment = environment_of(rl_cluster)
+        self.encoders: dict[Mode, PromptEncoder] = {}
+        """The encoder of each mode, once it is made; one that encoded the rows before may be put here."""
         if not reward_fns and self.environment is not None and Role.REWARD not in rl_cluster.workers:
             reward_fns = self.environment.reward_fn
         self.take_rewards(reward_fns)
@@ -186,10 +188,14 @@ class RLLearner:
         own = type(self)
         if eval_ds is not None and own.sample is not RLLearner.sample and own.rollout is RLLearner.rollout:
             log.info("evaluation completes prompts by %s.rollout, not by its `sample`", own.__name__)
-        task = RLTask(self, eval_ds)
+        task = self.new_task(eval_ds)
         stream = None if train_ds is None else task.stream(train_ds)
         perf = self.cluster.perf_config
         return Run(task, stream, self.cluster, self.config, observers=self.observers, perf_config=perf)
+
+    def new_task(self, eval_ds: Any = None) -> RLTask:
+        """The task of a run. Args: eval_ds: its evaluation data."""
+        return RLTask(self, eval_ds)
 
     def close(self) -> None:
         """Frees the engine and the optimizers, and ends the workers of rewards."""
@@ -230,9 +236,11 @@ class RLLearner:
         )
 
     def encoder(self, mode: Mode) -> PromptEncoder:
-        """What turns rows into prompts, and an environment's messages into tokens."""
-        tools = None if self.environment is None else self.environment.tools
-        return self.cluster.encoder(mode, data=self.data, tools=tools)
+        """The encoder of a mode: it turns rows into prompts, and an environment's messages into tokens."""
+        if mode not in self.encoders:
+            tools = None if self.environment is None else self.environment.tools
+            self.encoders[mode] = self.cluster.encoder(mode, data=self.data, tools=tools)
+        return self.encoders[mode]
 
     def reward(self, step: Step) -> Step:
         """Calls the reward functions: `rewarded` has each group's rewards, the weighted sums [J], metrics.
@@ -252,7 +260,7 @@ class RLLearner:
             return called(own).with_greedy(called(alone)) if alone else called(own)
 
         with self.cluster.trace.span("rewards"):
-            return step.replace(rewarded=RewardBatch.cat(self.cluster.ranks.scatter_gather(judged, step.groups)))
+            return step.replace(rewards=RewardBatch.cat(self.cluster.ranks.scatter_gather(judged, step.groups)))
 
     def fill(self, run: Run, step: Step) -> Step:
         """Selects the groups that are trained on: here all of them. `run.next_batch()` gives more prompts."""
@@ -260,7 +268,7 @@ class RLLearner:
 
     def batch(self, step: Step) -> Step:
         """Lays rewarded groups end to end: `batch`."""
-        rewarded = step.need_rewarded()
+        rewarded = step.rewards
         batch = TokenBatch.from_groups(rewarded.groups, rewarded.total)
         return step.replace(batch=batch).log(rewarded_metrics(rewarded))
 
@@ -280,7 +288,7 @@ class RLLearner:
         """Logs the step, evaluates and saves where they are due."""
         if self.metric_fns:
             self._call_metric_fns(step)
-        batch = step.need_batch()  # whose rewards are what was trained on, however a `batch` stage has shaped them
+        batch = step.batch  # whose rewards are what was trained on, however a `batch` stage has shaped them
         found = {**step.metrics, **total_metrics(batch)}
         row = {**flat(found), **self.cluster.take_metrics(step.index, Mode.TRAIN)}
         run.end_step(step, row, num_tokens=batch.num_tokens)
@@ -339,7 +347,7 @@ class RLLearner:
         Groups stay whole. A step whose prompts are not a multiple of mini_batch_size (some were dropped as too long, or
         the data's last batch is short) has a smaller last mini-batch, weighted by its own tokens.
         """
-        batch = step.need_batch()
+        batch = step.batch
         num_groups = batch.num_groups
         size = self.config.mini_batch_size or num_groups
         group_of_sequence = batch.group_of.index_select(0, batch.trajectory_of)
@@ -359,10 +367,10 @@ class RLLearner:
         return 1
 
     def _call_metric_fns(self, step: Step) -> None:
-        batch = step.need_batch()
+        batch = step.batch
         found = call_metric_fns(
             self.metric_fns,
-            step.need_rewarded().inputs,
+            step.rewards.inputs,
             advantages=batch.trajectory_advantages.tolist(),
             rewards=batch.rewards.tolist(),
         )

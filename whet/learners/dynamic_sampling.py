@@ -94,22 +94,22 @@ def filled(learner: Sampler, config: SelectionFields, step: Step, more: Callable
         /completions_left_out, /tokens_left_out), and /reward, the mean over all that was drawn.
     """
     wanted, drawn = len(step.groups), [step]
-    kept = int(teaches(step.need_rewarded(), config.group_reward_bounds).sum())
+    kept = int(teaches(step.rewards, config.group_reward_bounds).sum())
     while kept < wanted and len(drawn) < config.max_num_gen_batches and (prompts := more()) is not None:
         first = sum(len(s.prompts) for s in drawn)
         drawn.append(learner.reward(learner.sample(Step(index=step.index, prompts=prompts, first=first))))
-        kept += int(teaches(drawn[-1].need_rewarded(), config.group_reward_bounds).sum())
+        kept += int(teaches(drawn[-1].rewards, config.group_reward_bounds).sum())
     if kept < wanted:
         ended = len(drawn) < config.max_num_gen_batches
         why = "the data ended" if ended else f"max_num_gen_batches={config.max_num_gen_batches}"
         log.warning("step %d: %d of %d groups teach something (%s)", step.index, kept, wanted, why)
-    rewarded = RewardBatch.cat([s.need_rewarded() for s in drawn])
+    rewarded = RewardBatch.cat([s.rewards for s in drawn])
     chosen = np.flatnonzero(teaches(rewarded, config.group_reward_bounds))[:wanted]
     result = rewarded.select(chosen if len(chosen) else range(wanted))
     for further in drawn[1:]:
         step = step.log(further.metrics)
     versions = sorted({v for s in drawn for v in s.versions})
-    step = step.replace(rewarded=result, groups=result.groups, versions=tuple(versions))
+    step = step.replace(rewards=result, groups=result.groups, versions=tuple(versions))
     return step.replace(prompts=[g.prompt for g in result.groups]).log(_counts(rewarded, result, len(drawn)))
 
 

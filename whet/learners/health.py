@@ -22,7 +22,7 @@ from torch import nn
 from whet.cluster import RLCluster
 from whet.config import Mode, Role
 from whet.config.monitoring import Band
-from whet.data.templates import goes_through
+from whet.data.templates import uses_chat_template
 from whet.errors import nearest
 from whet.learners.symptoms import FULL, RAISE, apart, symptoms, truncated
 from whet.models.modes import max_positions
@@ -55,7 +55,7 @@ class Seen:
 
     step: int
     row: Mapping[str, float]
-    rewarded: RewardBatch
+    rewards: RewardBatch
     batch: TokenBatch
 
     @property
@@ -103,7 +103,7 @@ class Health:
             row: its metrics.
             rewarded, batch: what it was trained on.
         """
-        seen = Seen(step=step, row=row, rewarded=rewarded, batch=batch)
+        seen = Seen(step=step, row=row, rewards=rewarded, batch=batch)
         signal = seen.signal or not self.of_rewards
         found = {"signal": not signal, "gradient": _no_gradient(row) if signal else None, **self._entropy(row)}
         for name, wrong in found.items():
@@ -121,7 +121,7 @@ class Health:
                 told = apart(row, **self._runs())
             count = self._over(name) if told is None else self._lasts(name, step)
             if told and count >= symptom.steps and told.badness >= symptom.worse * self._said.get(name, 0.0):
-                self._say(name, told.badness, told.message)
+                self._say(name, told.badness, told.message, told.fix)
         self._unseen -= row.keys()
         for name in sorted(self._unseen):
             if self._lasts(f"no {name}", step) == MISSING:
@@ -138,11 +138,11 @@ class Health:
         self._since.pop(name, None)
         return 0
 
-    def _say(self, name: str, badness: float, message: str) -> None:
+    def _say(self, name: str, badness: float, message: str, fix: str = "") -> None:
         self._said[name] = badness
         first, count = self._since[name]
         when = f"step {first}" if count == 1 else f"for {count} steps, since step {first}"
-        log.warning("%s: %s", when, message)
+        log.warning("%s: %s%s", when, message, fix and f"; {fix}", extra={"fix": fix, "key": "trainer.warn_when"})
 
     def _what(self, name: str, seen: Seen) -> str:
         """What is wrong, what it means, and what to look at."""
@@ -178,13 +178,13 @@ class Health:
     def _ways(self, seen: Seen) -> dict[str, Any]:
         """What can still be set where completions are truncated: see symptoms.truncated."""
         rollout, positions = self.cluster.rollout_for(Mode.TRAIN), max_positions(self.cluster.actor.module)
-        prompts = [group.prompt for group in seen.rewarded.groups]
+        prompts = [group.prompt for group in seen.rewards.groups]
         room = math.inf if positions is None else positions - rollout.max_tokens_to_generate
         full = room <= max(len(p.tokens) for p in prompts) or room == rollout.max_prompt_length  # the longest of all
         plain = isinstance(prompts[0].source, str) and not self.templated
         return {
             "longer": FULL if full else RAISE,
-            "template": plain and goes_through(self.cluster.tokenizer, rollout.chat_template_kwargs),
+            "template": plain and uses_chat_template(self.cluster.tokenizer, rollout.chat_template_kwargs),
             "end": not rollout.eos_tokens,
         }
 
@@ -247,11 +247,11 @@ def _known(batch: TokenBatch) -> bool:
 
 def _silence(seen: Seen, longer: str) -> str:
     """Why no token has an advantage, and what to look at. Args: longer: what gives completions more room."""
-    group, text = seen.rewarded.groups[0], seen.rewarded.texts[0][0]
+    group, text = seen.rewards.groups[0], seen.rewards.texts[0][0]
     reward = float(seen.batch.rewards[0])
     scored = "no reward" if math.isnan(reward) else f"reward {reward}"
     said = f"To {group.prompt.source!r:.80} the model said {text!r:.80}, {scored}"
-    done = [c.finish_reason for g in seen.rewarded.groups for c in g.completions]
+    done = [c.finish_reason for g in seen.rewards.groups for c in g.completions]
     share = sum(reason == "length" for reason in done) / len(done)
     ended, failed = "All completions ended by themselves", done.count("error")
     if failed:
@@ -263,7 +263,7 @@ def _silence(seen: Seen, longer: str) -> str:
 
 
 def _cause(seen: Seen, longer: str) -> str:
-    rewarded, batch = seen.rewarded, seen.batch
+    rewarded, batch = seen.rewards, seen.batch
     if not batch.mask.any():
         return (
             "no completion ended by itself, and algo.mask_truncated_completions leaves those out; "

@@ -19,15 +19,15 @@ from torch import Tensor
 
 from whet.cluster import RLCluster
 from whet.config import DataConfig, PolicyConfig, Role
-from whet.config.base import need
+from whet.config.base import check_instance
 from whet.errors import ConfigError, EngineError, raise_all
 from whet.learners.base import RLLearner
-from whet.learners.config_warnings import advise
+from whet.learners.config_warnings import warn_about_config
 from whet.learners.dynamic_sampling import check_fill, filled
 from whet.learners.kl_controller import MEASURED_ENTROPY, KLController, move_reference
 from whet.learners.objective import (
     advantage_inputs,
-    composed,
+    describe_objective,
     make_estimator,
     make_objective,
     objective_checks,
@@ -109,7 +109,7 @@ class PolicyLearner(RLLearner):
         settings: Any = None,
         observers: Sequence[Observer] = (),
     ) -> None:
-        need(algo_config, self.CONFIG, "algo_config")
+        check_instance(algo_config, self.CONFIG, "algo_config")
         raise_all(objective_checks(algo_config))
         super().__init__(
             rl_cluster,
@@ -172,7 +172,7 @@ class PolicyLearner(RLLearner):
                 "logprobs to compare with; set algo.sampler_is=None and leave out off-policy, sampler-kl and "
                 "sampler-rejection"
             )
-        advise(c, rl_cluster.rollout_for().max_tokens_to_generate)
+        warn_about_config(c, rl_cluster.rollout_for().max_tokens_to_generate)
 
     def _sequences(self, prompts: int | None) -> int | None:
         """Sequences of a micro-batch of so many prompts."""
@@ -189,7 +189,7 @@ class PolicyLearner(RLLearner):
         step = super().batch(step)
         if not self.algo_config.mask_truncated_completions:
             return step
-        batch, groups = step.need_batch(), step.need_rewarded().groups
+        batch, groups = step.batch, step.rewards.groups
         whole = torch.tensor([c.finish_reason != "length" for g in groups for c in g.completions])
         return step.replace(batch=batch.replace(mask=batch.mask & whole.index_select(0, batch.sequence)))
 
@@ -198,7 +198,7 @@ class PolicyLearner(RLLearner):
         earlier policy, or the KL is of the policy that sampled; the reference's where beta is not 0; the KL in
         `token_rewards` where kl_type says so.
         """
-        cluster, batch = self.cluster, step.need_batch()
+        cluster, batch = self.cluster, step.batch
         source = self.old_logprobs_from(batch.num_groups, cluster.actor_trainer.stale_versions(batch))
         if source == "trainer":
             with cluster.trace.span("old_logprobs"):
@@ -254,7 +254,7 @@ class PolicyLearner(RLLearner):
             "nowhere": "skipped: one update follows each rollout, so the ratio is 1 (unless a token is stale)",
         }
         found = {
-            **composed(self.algo_config),
+            **describe_objective(self.algo_config),
             "old_logprobs": old[self.old_logprobs_from(num_groups)],
             "ref_logprobs": "runs: beta or force_compute_kl asks for it"
             if self.needs_reference
@@ -279,8 +279,8 @@ class PolicyLearner(RLLearner):
 
     def assign_advantages(self, step: Step) -> Step:
         """An advantage for each token: the estimator's, of whole trajectories or of tokens."""
-        batch = step.need_batch()
-        x = advantage_inputs(batch, step.rewarded, clip=self.algo_config.reward_clip_range)
+        batch = step.batch
+        x = advantage_inputs(batch, step.rewards, clip=self.algo_config.reward_clip_range)
         batch = batch.replace(advantages=estimate(self.estimator, x))
         batch = self.kl_controller.in_advantage(batch)
         return step.replace(batch=batch).log(advantage_metrics(batch))
@@ -326,7 +326,7 @@ class PolicyLearner(RLLearner):
 
     def after_step(self, run: Run, step: Step) -> None:
         """Moves the coefficient of the KL and the reference, then logs, evaluates and saves."""
-        step = step.log(self.kl_controller.after_step(step.need_batch()))
+        step = step.log(self.kl_controller.after_step(step.batch))
         move_reference(self.cluster, self.algo_config, step.index)
         super().after_step(run, step)
 

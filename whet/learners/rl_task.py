@@ -13,20 +13,22 @@ import numpy as np
 
 from whet.cluster import RLCluster
 from whet.config import AlgorithmConfig, DataConfig, Mode, RLTrainingConfig, Role, dump_tree
+from whet.data.lengths import LengthStats, check_prompt_lengths
 from whet.data.preview import prompt_lines
 from whet.data.prompt_stream import PromptStream, compute_checksums, unbatch
 from whet.data.prompts import PromptEncoder
 from whet.data.sources import load_rows
-from whet.data.text_parts import decoded
+from whet.data.text_parts import decode_ids
 from whet.envs import Script
+from whet.errors import DataError
 from whet.evaluation.estimators import pass_at_k, settled_ks
 from whet.learners.health import Health
 from whet.learners.show_samples import sample_shown
 from whet.learners.step import Step
 from whet.learners.step_metrics import completion_columns, known_by_group, rewarded_metrics, spread, total_metrics
 from whet.metrics import Mean, Metric, flat, merge
+from whet.models.modes import max_positions
 from whet.rewards.manager import RewardBatch, RewardManager
-from whet.rollout.requests import check_prompt_lengths
 from whet.run.provenance import record_inputs
 from whet.run.run import Run
 from whet.run.task import Task
@@ -127,10 +129,10 @@ class RLTask(Task):
             num_epochs=epochs,
             last_batch=c.last_batch,
             shuffle_buffer=learner.data.shuffle_buffer,
-            encode=(encode := self.learner.encoder(Mode.TRAIN)),
+            encode=(encode := learner.encoder(Mode.TRAIN)),
             prompt_column=learner.data.prompt_column,
         )
-        log.info("data: %s%s", stream.describe(), _counted(encode))
+        log.info("data: %s", "; ".join(filter(None, (stream.describe(), encode.describe_counts()))))
         self._show_first(stream, encode)
         if stream.kind == "rows":
             self._check_fit(stream.source, Mode.TRAIN)
@@ -144,11 +146,11 @@ class RLTask(Task):
         """Logs the first prompt as the model is given it."""
         if stream.kind == "rows":
             prompt = stream.source[0]
-        else:  # one that counts nothing: the row is read again
+        else:
             first = unbatch(stream.first, encode.prompt_column)[0] if stream.kind == "batches" else stream.first
-            encode = self.learner.encoder(Mode.TRAIN)
             prompt = encode(first)
-        if prompt is not None and isinstance(encode, PromptEncoder):
+            encode.reset_counts()  # the row is encoded again when it is read
+        if prompt is not None:
             log.info("first prompt, %s", "\n".join(prompt_lines(encode, prompt)))
 
     def prepare(self) -> None:
@@ -164,12 +166,22 @@ class RLTask(Task):
         self._check_fit(prompts, Mode.EVAL)
         if isinstance(manager := self.learner.reward_manager, RewardManager):
             manager.check_answers(((p.row, p.columns) for p in prompts), "evaluation rows")
-        log.info("evaluation data: %d prompts%s", len(prompts), _counted(encode))
+        log.info("evaluation data: %s", "; ".join(filter(None, (f"{len(prompts)} prompts", encode.describe_counts()))))
         return prompts
 
     def _check_fit(self, prompts: Sequence[Prompt], mode: Mode) -> None:
-        config = self.cluster.rollout_for(mode)
-        check_prompt_lengths(prompts, self.cluster.actor.module, config.max_tokens_to_generate)
+        """Raises DataError: a prompt leaves no room for its completion, or has an id that the model does not know."""
+        config, module = self.cluster.rollout_for(mode), self.cluster.actor.module
+        longest = max(prompts, key=lambda p: len(p.tokens)).row if prompts else None
+        lengths = LengthStats(len(p.tokens) for p in prompts)
+        check_prompt_lengths(lengths, max_positions(module), config.max_tokens_to_generate, row=longest)
+        vocabulary = int(module.get_input_embeddings().weight.shape[0])  # pyright: ignore
+        for p in prompts:
+            if (highest := int(p.tokens.max())) >= vocabulary:
+                raise DataError(
+                    f"row {p.row}: token {highest} is outside the model's vocabulary of {vocabulary}; the tokenizer is "
+                    "another model's: set tokenizer to this one's"
+                )
 
     # ---- what is written and compared ----------------------------------------------------------------------------
 
@@ -257,7 +269,7 @@ class RLTask(Task):
 
     def on_step_end(self, run: Run, step: Step) -> None:
         """Keeps the completions, shows some where that is asked for, and warns of what goes wrong."""
-        rewarded, batch = step.need_rewarded(), step.need_batch()
+        rewarded, batch = step.rewards, step.batch
         self._store(run, step.index, Mode.TRAIN, rewarded, batch)
         every = self.learner.config.show_samples
         if every and step.index % every == 0:
@@ -275,7 +287,7 @@ class RLTask(Task):
 
     def _store(self, run: Run, step: int, mode: Mode, rewarded: RewardBatch, batch: TokenBatch) -> None:
         """Keeps the completions of a step."""
-        decode = functools.partial(decoded, self.cluster.tokenizer)
+        decode = functools.partial(decode_ids, self.cluster.tokenizer)
         run.log_completions(step, mode, *completion_columns(rewarded, batch, decode))
 
     # ---- evaluation ----------------------------------------------------------------------------------------------
@@ -292,7 +304,7 @@ class RLTask(Task):
         with cluster.trace.span("eval"):
             groups = learner.rollout(prompts, step=step, mode=Mode.EVAL)
             found = learner.reward(Step(index=step, prompts=prompts, groups=groups, mode=Mode.EVAL))
-        rewarded = found.need_rewarded()
+        rewarded = found.rewards
         batch = TokenBatch.from_groups(rewarded.groups, rewarded.total)
         row = {
             **flat(_evaluation_metrics(rewarded, batch)),
@@ -335,11 +347,3 @@ def _evaluation_metrics(rewarded: RewardBatch, batch: TokenBatch) -> dict[str, M
             chances = [pass_at_k(len(known), int(known.sum()), k) for known in known_by_group(batch) if len(known) >= k]
             metrics[f"pass@{k}"] = Mean(float(sum(chances)), len(chances))
     return metrics
-
-
-def _counted(encode: PromptEncoder) -> str:
-    """How prompts over the limit, or that the template changes, were treated, for the log; "" where there were none."""
-    over = encode.told_over()
-    over = f"; {over} ({encode.told_fate()})" if over else ""
-    changed = encode.counts["changed"]
-    return over + (f"; the chat template changes what {changed} of them say" if changed else "")

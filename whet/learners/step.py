@@ -1,15 +1,15 @@
-"""What one step has come to so far: Step of reinforcement learning, ExampleStep of supervised training.
+"""The record of one training step, written stage by stage: Step for reinforcement learning, ExampleStep for supervised.
 
-The stages of a learner take one and return one.
+Each stage of a learner takes a step and returns it with more columns. The docstring of a stage says which columns it
+reads and which it writes.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar, overload
 
 from whet.config import Mode
 from whet.errors import DataError
@@ -17,68 +17,94 @@ from whet.metrics import Metric, merge
 from whet.rewards.manager import RewardBatch
 from whet.types import Example, Group, Prompt, TokenBatch
 
-__all__ = ["BaseStep", "ExampleStep", "Step"]
+__all__ = ["BaseStep", "ExampleStep", "Step", "StepColumn"]
+
+T = TypeVar("T")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+class StepColumn(Generic[T]):
+    """A field of a step that a stage writes. Reading it earlier raises a DataError that names the stage.
+
+    Args: stage: the method of the learner that writes it.
+    """
+
+    def __init__(self, stage: str) -> None:
+        self.stage = stage
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, step: None, owner: type) -> StepColumn[T]: ...
+
+    @overload
+    def __get__(self, step: BaseStep, owner: type) -> T: ...
+
+    def __get__(self, step: BaseStep | None, owner: type) -> StepColumn[T] | T:
+        if step is None:
+            return self
+        if not step.has(self.name):
+            raise DataError(f"step {step.index} has no {self.name} yet; the stage `{self.stage}` writes it")
+        return vars(step)[self.name]
+
+    def __set__(self, step: BaseStep, value: T) -> None:
+        vars(step)[self.name] = None if value is self else value  # the column itself is the default of the field
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class BaseStep:
-    """What every step has; frozen, changed by `replace` and `log`."""
+    """The fields of every step. A step is frozen: `replace` and `log` return changed copies."""
 
     index: int
-    """Which step of the run it is, from 1; of an evaluation, the step after which it is."""
-    batch: TokenBatch | None = None
-    """The sequences end to end: by `batch`; further columns by the stages after it."""
+    """The number of the step in its run, from 1. An evaluation has the number of the step before it."""
+    batch: StepColumn[TokenBatch] = StepColumn("batch")
+    """The sequences end to end. Later stages add columns to it."""
     metrics: Mapping[str, Metric] = field(default_factory=lambda: MappingProxyType({}))
-    """By name; those of several updates and stages are merged."""
+    """By name, merged over stages and updates."""
     mode: Mode = Mode.TRAIN
-    """Training, or an evaluation."""
+    """Training or evaluation."""
+
+    def has(self, column: str) -> bool:
+        """Whether a stage has written a column: "groups", "rewards", "batch"."""
+        return vars(self)[column] is not None
 
     def replace(self, **changes: Any) -> Self:
-        """The same with other fields."""
-        return dataclasses.replace(self, **changes)
+        """A copy with other fields."""
+        return type(self)(**{**vars(self), **changes})
 
     def log(self, metrics: Mapping[str, Metric]) -> Self:
-        """The same with more metrics, merged by name into those that are there."""
-        return self.replace(metrics=merge(self.metrics, metrics))
-
-    def need_batch(self) -> TokenBatch:
-        """The batch. Raises DataError: there is none yet."""
-        if self.batch is None:
-            raise DataError(f"step {self.index} has no batch yet; it is made by the stage `batch`")
-        return self.batch
+        """A copy with more metrics. A metric that is there already is merged with the new one."""
+        return self.replace(metrics=merge(vars(self)["metrics"], metrics))
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ExampleStep(BaseStep):
     """One step of supervised training."""
 
     examples: Sequence[Example] = ()
-    """What the data order gave."""
+    """The rows of the step, encoded."""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Step(BaseStep):
-    """One step of reinforcement learning, filled stage by stage.
+    """One step of reinforcement learning.
 
     >>> from whet.metrics import Mean
     >>> step = Step(index=1).log({"reward": Mean(1.0, 2)}).log({"reward": Mean(2.0, 2)})
     >>> step.metrics["reward"].value
     0.75
+    >>> step.rewards
+    Traceback (most recent call last):
+    whet.errors.DataError: step 1 has no rewards yet; the stage `reward` writes it
     """
 
     prompts: Sequence[Prompt] = ()
-    """What the data order gave."""
+    """The prompts of the step, encoded."""
     first: int = 0
-    """Place of the first of them in the step, where they are not its first ones."""
-    groups: Sequence[Group] = ()
-    """The prompts with their completions: by `sample`."""
-    rewarded: RewardBatch | None = None
-    """The reward functions' results: by `reward`."""
+    """The place of the first prompt in the step. It is above 0 in the further batches of dynamic sampling."""
+    groups: StepColumn[Sequence[Group]] = StepColumn("sample")
+    """The prompts with their completions."""
+    rewards: StepColumn[RewardBatch] = StepColumn("reward")
+    """The rewards of the completions. All later stages read them here."""
     versions: tuple[int, ...] = ()
-    """The policy versions that the completions were drawn from, in order."""
-
-    def need_rewarded(self) -> RewardBatch:
-        """The reward functions' results. Raises DataError: they were not called yet."""
-        if self.rewarded is None:
-            raise DataError(f"step {self.index} has no rewards yet; the stages are sample, reward, batch, score, ...")
-        return self.rewarded
+    """The policy versions that drew the completions, in order."""

@@ -129,26 +129,26 @@ class SupervisedLearner(Generic[C]):
     def update(self, step: ExampleStep) -> ExampleStep:
         """One optimizer step on the whole batch."""
         with self.models.trace.span("update"):
-            found = self.models.trainer.update(step.need_batch())
+            found = self.models.trainer.update(step.batch)
         self.models.advance(self.models.trained)
         return step.log(found)
 
     def measure(self, step: ExampleStep) -> ExampleStep:
         """The loss and its metrics, without an update: weighed over all the examples, whose passes may be many."""
         trainer, examples = self.models.trainer, step.examples
-        whole = trainer.weighted(step_batch := self.batch(step).need_batch())
+        whole = trainer.weighted(step_batch := self.batch(step).batch)
         group = step_batch.group_of.index_select(0, step_batch.trajectory_of)
         for start in range(0, len(examples), ROWS_AT_ONCE):
             chosen = (group >= start) & (group < start + ROWS_AT_ONCE)
             part = step.replace(
                 examples=examples[start : start + ROWS_AT_ONCE], batch=whole.select(chosen.nonzero().flatten())
             )
-            step = step.log(trainer.measure(self.score(part).need_batch()))
+            step = step.log(trainer.measure(self.score(part).batch))
         return step
 
     def after_step(self, run: Run, step: ExampleStep) -> None:
         """Logs the step, evaluates and saves where they are due."""
-        batch = step.need_batch()
+        batch = step.batch
         step = step.log({"tokens/trained": Sum(float(torch.count_nonzero(batch.mask)))})
         run.end_step(step, flat(step.metrics), num_tokens=len(batch.prefixes) + batch.num_tokens)
 

@@ -23,8 +23,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from whet.config import MetricsLoggerOptions
-from whet.config.loader import flat
-from whet.errors import ConfigError, lookup_error, raise_all
+from whet.config.loader import flatten
+from whet.errors import ConfigError, format_exception, lookup_error, raise_all
 from whet.storage.files import make_writable_folder, open_for_append, to_json, write_atomic
 from whet.util.install import install_hint
 from whet.util.references import is_ref, resolve_ref
@@ -278,8 +278,8 @@ class MLflow:
         self.run_id = self._client.create_run(experiment, run_name=options.run_name or folder.name).info.run_id
         params = [
             self._entities.Param(_mlflow_name(name), str(value)[: self.MAX_VALUE])
-            for name, value in flat(config).items()
-            if name and value is not None  # `flat` gives an empty configuration as one value without a name
+            for name, value in flatten(config).items()
+            if name and value is not None  # `flatten` gives an empty configuration as one value without a name
         ]
         for start in range(0, len(params), self.MAX_PARAMS):
             self._client.log_batch(self.run_id, params=params[start : start + self.MAX_PARAMS])
@@ -533,7 +533,7 @@ def _start_error(item: Any, error: BaseException) -> str:
     known = (
         f"look at trainer.metrics_logging_options.backend_kwargs.{item}" if item in list(LOGGERS) else "fix the logger"
     )
-    return f"logger {name} can't start: {type(error).__name__}: {error}; {known}, or take it out of trainer.loggers"
+    return f"logger {name} can't start: {format_exception(error)}; {known}, or take it out of trainer.loggers"
 
 
 def _package(module: str, extra: str) -> Any:

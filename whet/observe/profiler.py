@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.config import ProfilerOptions
-from whet.errors import CheckpointError
+from whet.errors import CheckpointError, format_exception
 from whet.observe.trace import Trace
 from whet.storage.files import create_file, make_writable_folder, temporary_path, write_atomic
 
@@ -157,7 +157,7 @@ def _try(number: int, call: Callable[[], None]) -> bool:
     try:
         call()
     except Exception as error:
-        log.warning("step %d has no profile: %s: %s; training continues", number, type(error).__name__, error)
+        log.warning("step %d has no profile: %s; training continues", number, format_exception(error))
         return False
     return True
 

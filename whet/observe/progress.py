@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 from whet.util.streams import Stderr
-from whet.util.text_lines import fitted, joined
+from whet.util.text_lines import join_fields, wrap_text
 
 __all__ = ["Progress", "setup_logging", "sparkline"]
 
@@ -93,7 +93,7 @@ class _AboveBarHandler(logging.Handler):
 
         try:
             style = "yellow" if record.levelno >= logging.WARNING else ""
-            self.console.print(Text(fitted(self.format(record), self.console.width), style=style), soft_wrap=True)
+            self.console.print(Text(wrap_text(self.format(record), self.console.width), style=style), soft_wrap=True)
         except Exception:  # as in every handler: a failed log line must not end the program
             self.handleError(record)
 
@@ -165,7 +165,7 @@ class Progress:
             self._bar.update(self._task, completed=step, text=self._with_curve(texts))
         elif self._enabled:
             head = f"{self.description} {step}" + ("" if self.total is None else f"/{self.total}")
-            self._line = joined([head, *texts, *self._time_left(step)])
+            self._line = join_fields([head, *texts, *self._time_left(step)])
             if time.monotonic() - self._printed >= self.every_s:
                 self._print_line()
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from whet.errors import WhetError
+from whet.errors import WhetError, format_exception
 
 __all__ = ["ProcessRanks", "Ranks"]
 
@@ -74,7 +74,7 @@ class Ranks:
             results = [fn(own)] if own or (self.rank == 0 and not items) else []
         except Exception as error:  # the other ranks must learn of any error
             failure = error
-        gathered = self.all_gather((results, None if failure is None else f"{type(failure).__name__}: {failure}"))
+        gathered = self.all_gather((results, None if failure is None else format_exception(failure)))
         if failure is not None:
             raise failure
         for rank, (_, error) in enumerate(gathered):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 
-from whet.errors import ConfigError, shown
+from whet.errors import ConfigError, format_value
 
 __all__ = ["rank", "require_single_process", "world_size"]
 
@@ -43,7 +43,7 @@ def _number(name: str, default: int, *, least: int) -> int:
         return default
     if not re.fullmatch(r"\s*\d{1,9}\s*", text, re.ASCII) or int(text) < least:
         raise ConfigError(
-            f"{name}={shown(text)} in the environment must be a whole number from {least} up, as torchrun sets it; "
-            f"unset {name}"
+            f"{name}={format_value(text)} in the environment must be a whole number from {least} up, as torchrun sets "
+            f"it; unset {name}"
         )
     return int(text)

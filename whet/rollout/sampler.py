@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from whet.config import RolloutConfig
 from whet.config.base import config
 from whet.config.fields import Count
-from whet.config.length_aliases import COMPLETION, one_length
-from whet.config.synonyms import owner
+from whet.config.length_aliases import COMPLETION, accepts_length_aliases
+from whet.config.synonyms import find_owner
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
 from whet.errors import ConfigError, DataError, EngineError, lookup_error
@@ -34,7 +34,6 @@ from whet.models.loaded_model import LoadedModel
 from whet.models.modes import max_positions
 from whet.models.precision import fitting_dtype
 from whet.observe.environment import trained_dtype
-from whet.rollout import engine_name
 from whet.rollout.base import PartialOutput, Request, RolloutEngine, Sampling
 from whet.rollout.build import make_engine, sampling_of
 from whet.rollout.driver import Rollouts, single_turns, stream
@@ -161,7 +160,7 @@ class Sampler:
         """Most tokens of a prompt and its completion together; None = no bound."""
         sizes = {"max_batch_size": max_batch_size, "kv_cache_tokens": kv_cache_tokens}
         self._made_of = rollout_config or RolloutConfig(**sizes)
-        self._spec = engine_name(rollout_engine)
+        self._spec = rollout_engine
         self._engines: dict[str, RolloutEngine] = {}
         self._closed = False
         self._next_id = self._version = 0
@@ -195,7 +194,7 @@ class Sampler:
 
     # ---- the call ------------------------------------------------------------------------------------------------
 
-    @one_length("max_generation_steps")
+    @accepts_length_aliases("max_generation_steps")
     def __call__(
         self,
         input_strings: str | Sequence[str] | list[Message] | Sequence[list[Message]],
@@ -259,7 +258,7 @@ class Sampler:
 
     # ---- its parts -----------------------------------------------------------------------------------------------
 
-    @one_length("max_generation_steps")
+    @accepts_length_aliases("max_generation_steps")
     def sampling(
         self,
         *,
@@ -276,7 +275,7 @@ class Sampler:
         for name in options.keys() - own.keys():
             if name not in OPTIONS:
                 known = [*own, *OPTIONS, "max_generation_steps", "beam_size"]
-                if (meant := owner(name, {*known, *COMPLETION, "num_generations"})) is not None:
+                if (meant := find_owner(name, {*known, *COMPLETION, "num_generations"})) is not None:
                     raise ConfigError(f"unknown sampling option {name!r}; did you mean {meant}?")
                 raise lookup_error("sampling option", name, known)
         given = {**own, **options}

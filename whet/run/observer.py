@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from whet.errors import ConfigError, nearest
+from whet.errors import ConfigError, format_exception, nearest
 from whet.train.role_trainer import RoleTrainer
 from whet.train.worker import Metrics
 
@@ -121,7 +121,7 @@ class Observers:
             except Exception as error:
                 self._observers.remove(observer)
                 source = f"observer {type(observer).__name__}.{event}"
-                log.warning("%s raised %s: %s", source, type(error).__name__, error)
+                log.warning("%s raised %s", source, format_exception(error))
                 if self.error is None:
                     error.add_note(f"raised by {source}")
                     self.error = error

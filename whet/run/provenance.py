@@ -254,13 +254,8 @@ def changed_settings(old: Any, new: Any) -> list[str]:
 
     >>> changed_settings({"trainer": {"max_steps": 5, "seed": 0}}, {"trainer": {"max_steps": 9, "seed": 1}})
     ['trainer.seed: 0 -> 1']
-    >>> changed_settings({"rollout_engine": "vanilla"}, {"rollout_engine": "embedded"})  # Tunix's name of it
-    []
     """
     old, new = dump_tree(old), dump_tree(new)
-    names = [side.get("rollout_engine") for side in (old, new)]
-    if names in (["vanilla", "embedded"], ["embedded", "vanilla"]):  # Tunix's name and whet's, of one engine
-        new = {**new, "rollout_engine": names[0]}
     shared = old.keys() & new.keys()
     old, new = ({k: v for k, v in side.items() if k in shared} for side in (old, new))
     return [change for change in diff(old, new) if not change.startswith(_FREE)]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from whet.errors import CheckpointError
+from whet.errors import CheckpointError, format_exception
 
 __all__ = ["random_state", "set_random_state"]
 
@@ -45,5 +45,5 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     except (IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(
             "the checkpoint's run.pt has no valid state of the random generators of Python, numpy and torch: "
-            f"{type(error).__name__}: {error}; resume from another step-* folder"
+            f"{format_exception(error)}; resume from another step-* folder"
         ) from error

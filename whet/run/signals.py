@@ -40,11 +40,16 @@ class Stopped(KeyboardInterrupt):
     """
 
     def __init__(self, step: int, checkpoint: Path | None) -> None:
-        where = "nothing is saved: trainer.run_dir is not set" if checkpoint is None else f"checkpoint: {checkpoint}"
-        self.message = f"stopped after step {step}; {where}"
         self.checkpoint = checkpoint
-        fix = '\nto continue, run the same program with resume="latest" in its training configuration'
-        super().__init__(self.message + ("" if checkpoint is None else fix))
+        if checkpoint is None:
+            self.key, self.fix = "trainer.run_dir", "nothing is saved: trainer.run_dir is not set"
+            self.message = f"stopped after step {step}; {self.fix}"
+            super().__init__(self.message)
+        else:
+            self.key = "trainer.resume"
+            self.fix = 'to continue, run the same program with resume="latest" in its training configuration'
+            self.message = f"stopped after step {step}; checkpoint: {checkpoint}"
+            super().__init__(f"{self.message}\n{self.fix}")
 
 
 class SignalHandler:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
-from whet.errors import CheckpointError
+from whet.errors import CheckpointError, format_exception
 from whet.storage.files import fsync as _fsync
 from whet.storage.files import is_temporary, read_json, remove_path, temporary_path, write_atomic
 from whet.storage.folder_lock import FolderLock
@@ -401,7 +401,7 @@ def read_state(path: Path, *, needs: Iterable[str] = ()) -> dict[str, Any]:
     try:
         found = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as e:
-        why = f"{type(e).__name__}: {e}"
+        why = format_exception(e)
         raise CheckpointError(f"{path} can't be read ({why}); resume from an earlier step-* folder") from e
     if not isinstance(found, dict):
         raise CheckpointError(

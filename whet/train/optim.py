@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from whet.config import OptimConfig
-from whet.errors import CheckpointError, ConfigError, lookup_error
+from whet.errors import CheckpointError, ConfigError, format_exception, lookup_error
 from whet.storage.checkpoint import CHECKPOINT_FORMAT
 from whet.storage.optimizer_state import FORMAT_KEY, check_moment_shapes, flatten_state, load_optimizer_state
 from whet.train.optimizers import group_settings, make_optimizer, set_setting
@@ -365,5 +365,5 @@ def check_schedule(c: OptimConfig) -> None:
         except Exception as error:  # transformers checks few of its arguments: they fail where they are used
             raise ConfigError(
                 f"optim.schedule={c.schedule!r} with optim.schedule_kwargs={dict(c.schedule_kwargs)!r} can't be "
-                f"stepped: {type(error).__name__}: {error}; fix the arguments, or use another schedule"
+                f"stepped: {format_exception(error)}; fix the arguments, or use another schedule"
             ) from error

@@ -21,7 +21,7 @@ from whet.config import OptimConfig, Role, RoleConfig, TrainingConfig
 from whet.config.lora import LORA_LR
 from whet.config.meshes import checked_meshes
 from whet.data.tokenizer import check_same_ids, load_tokenizer
-from whet.errors import ConfigError, shown
+from whet.errors import ConfigError, format_value
 from whet.models.activation_checkpointing import checkpoint_activations
 from whet.models.load import load_model
 from whet.models.loaded_model import LoadedModel
@@ -29,7 +29,7 @@ from whet.models.precision import compute_dtype
 from whet.observe.loggers import check_loggers
 from whet.observe.trace import Trace
 from whet.ops import Support
-from whet.packing.plan_cache import Plans
+from whet.packing.plan_cache import PlanCache
 from whet.parallel.placement import Placement
 from whet.parallel.ranks import Ranks
 from whet.parallel.torchrun_env import require_single_process
@@ -90,7 +90,7 @@ class RoleWorkers:
         found = None if config.resume is None else Checkpoints(config.checkpoint_root, {}).find(config.resume)
         noted = None if found is None else Checkpoints.state(found, needs=(self.ENTRY,))
         self._noted_dtypes = {} if noted is None else noted[self.ENTRY]["dtypes"]
-        self._plans = Plans()
+        self._plan_cache = PlanCache()
         self._workers: dict[Role, ModelWorker] = {}
         self._trainers: dict[Role, RoleTrainer] = {}
 
@@ -209,7 +209,7 @@ class RoleWorkers:
             max_sequences=self._loop.max_segments_per_packed_row,
             given=given if isinstance(given, RoleConfig) else None,
             placement=placement,
-            plans=None if role is Role.REWARD else self._plans,  # it runs other batches, maybe of other tokens
+            plan_cache=None if role is Role.REWARD else self._plan_cache,  # it runs other batches
             seed=self._loop.seed,
         )
         empty_cache(worker.device)  # an engine with an allocator of its own looks at what is free
@@ -285,7 +285,7 @@ class RoleWorkers:
     def advance(self, worker: ModelWorker) -> None:
         """Ends a step of a model that is trained: its weights have another version."""
         worker.version += 1
-        self._plans.drop()
+        self._plan_cache.clear()
         self.give_back(worker)
 
     def free(self, role: Role) -> None:
@@ -364,8 +364,8 @@ def model_checks(config: TrainingConfig, models: Iterable[Any], optimizers: Iter
     for model in models:
         if not isinstance(model, nn.Module | str | RoleConfig | None):
             raise ConfigError(
-                f"a model is a {type(model).__name__}, {shown(model, 80)}; give a module, a folder or a hub name as "
-                "text, or a RoleConfig"
+                f"a model is a {type(model).__name__}, {format_value(model, 80)}; give a module, a folder or a hub "
+                "name as text, or a RoleConfig"
             )
     named = [m.model if isinstance(m, RoleConfig) else m for m in models]
     optims = [m.optim for m in models if isinstance(m, RoleConfig)]

@@ -29,7 +29,7 @@ from whet.models.quantized import cast, quantized_parts
 from whet.ops import Support, aggregate
 from whet.packing.bin_packing import model_cost
 from whet.packing.micro_batch import MicroBatch
-from whet.packing.plan_cache import Plans
+from whet.packing.plan_cache import PlanCache
 from whet.parallel.placement import Placement
 from whet.train.divergence import Divergence, read_by
 from whet.train.loss_inputs import check_loss_shapes, is_per_unit, make_loss_inputs, trained_units
@@ -62,7 +62,7 @@ class ModelWorker:
         max_sequences: sequences of a micro-batch at most; None = no limit but the token budget.
         given: what the worker is made from, for the run's settings; None = a module.
         placement: where its tensors lie; None = on the model's device, in one process.
-        plans: of micro-batches, shared with workers that run the same batches; None = its own.
+        plan_cache: shared with workers that run the same batches; None = a cache of its own.
         seed: of the draws of an adapter's dropout.
     """
 
@@ -79,7 +79,7 @@ class ModelWorker:
         max_sequences: int | None = None,
         given: RoleConfig | None = None,
         placement: Placement | None = None,
-        plans: Plans | None = None,
+        plan_cache: PlanCache | None = None,
         seed: int = 0,
     ) -> None:
         if loaded.is_view and optim is not None:
@@ -95,7 +95,7 @@ class ModelWorker:
         self.saturating_tokens = saturating_tokens
         self.max_sequences = max_sequences
         self.max_read_sequences = max_sequences
-        self.plans = plans or Plans()
+        self.plan_cache = plan_cache or PlanCache()
         self.seed = seed
         self.version = 0
         self.replaced = False
@@ -267,7 +267,7 @@ class ModelWorker:
         Args: max_sequences: of one pass. at_end: run completions to their last token, for scores.
         Raises: DataError: a sequence or a unit over the token budget.
         """
-        planned = self.plans.of(
+        planned = self.plan_cache.get(
             batch,
             max_tokens=self.max_tokens,
             max_sequences=max_sequences,

@@ -6,7 +6,11 @@ What each is here, and what is not there: docs/from-tunix.md. The names are impo
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from whet.config import (
+    from whet.config import LoraConfig, Mode, OptimConfig, Role, RoleConfig
+    from whet.rollout.compat import BaseRollout, TokenizerAdapter
+    from whet.rollout.sampler import CacheConfig, Sampler
+    from whet.tunix import common
+    from whet.tunix.configs import (
         AlgorithmConfig,
         CheckpointingOptions,
         ClusterConfig,
@@ -14,23 +18,15 @@ if TYPE_CHECKING:
         DrGRPOConfig,
         GRPOConfig,
         GrpoConfig,
-        LoraConfig,
         MetricsLoggerOptions,
-        Mode,
-        OptimConfig,
         PerfMetricsOptions,
         PPOConfig,
         PpoConfig,
         ProfilerOptions,
         RLTrainingConfig,
-        Role,
-        RoleConfig,
         RolloutConfig,
         TrainingConfig,
     )
-    from whet.rollout.compat import BaseRollout, TokenizerAdapter
-    from whet.rollout.sampler import CacheConfig, Sampler
-    from whet.tunix import common
     from whet.tunix.engine import RLCluster, RLEngine
     from whet.tunix.learners import GRPOLearner, GrpoLearner, MetricFn, PPOLearner, PpoLearner, RewardFn
     from whet.tunix.metrics_buffer import MetricsBuffer
@@ -87,7 +83,10 @@ __all__ = [
 ]
 
 _MODULES = {
-    "whet.config": (
+    "whet.config": ("LoraConfig", "Mode", "OptimConfig", "Role", "RoleConfig"),
+    "whet.rollout.compat": ("BaseRollout", "TokenizerAdapter"),
+    "whet.rollout.sampler": ("CacheConfig", "Sampler"),
+    "whet.tunix.configs": (
         "AlgorithmConfig",
         "CheckpointingOptions",
         "ClusterConfig",
@@ -95,22 +94,15 @@ _MODULES = {
         "DrGRPOConfig",
         "GRPOConfig",
         "GrpoConfig",
-        "LoraConfig",
         "MetricsLoggerOptions",
-        "Mode",
-        "OptimConfig",
         "PPOConfig",
         "PerfMetricsOptions",
         "PpoConfig",
         "ProfilerOptions",
         "RLTrainingConfig",
-        "Role",
-        "RoleConfig",
         "RolloutConfig",
         "TrainingConfig",
     ),
-    "whet.rollout.compat": ("BaseRollout", "TokenizerAdapter"),
-    "whet.rollout.sampler": ("CacheConfig", "Sampler"),
     "whet.tunix.engine": ("RLCluster", "RLEngine"),
     "whet.tunix.learners": ("GRPOLearner", "GrpoLearner", "MetricFn", "PPOLearner", "PpoLearner", "RewardFn"),
     "whet.tunix.metrics_buffer": ("MetricsBuffer",),

@@ -8,12 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from whet import cluster
-from whet.config import RLTrainingConfig, Role
+from whet.config import Mode, RLTrainingConfig, Role
 from whet.errors import ConfigError
 from whet.ops import clipped_surrogate, clipped_value
 from whet.packing.padded import check_ids, padded_batch
 from whet.storage.checkpoint import step_of
 from whet.train.worker import Metrics
+from whet.tunix.configs import ClusterConfig, RolloutConfig, core_config
 from whet.tunix.perf import perf_options
 from whet.tunix.trainer import Trainer
 from whet.tunix.workers import ClusterInference, InferenceWorker, RolloutWorker, own_tokenizer
@@ -28,8 +29,17 @@ class RLEngine(cluster.RLCluster):
     get_values, get_rewards and get_model; trainers with train, iter_steps and restored_global_step; eval_actor.
     """
 
-    def __init__(self, *, tokenizer: Any, perf_config: Any = None, **given: Any) -> None:
-        super().__init__(tokenizer=own_tokenizer(tokenizer), perf_config=perf_options(perf_config), **given)
+    def __init__(
+        self, *, tokenizer: Any, cluster_config: ClusterConfig, perf_config: Any = None, **options: Any
+    ) -> None:
+        self.tunix_config = cluster_config
+        """The configuration with all of Tunix's fields; `cluster_config` has those that have an effect."""
+        super().__init__(
+            tokenizer=own_tokenizer(tokenizer),
+            cluster_config=core_config(cluster_config),
+            perf_config=perf_options(perf_config),
+            **options,
+        )
         self._restored: int | None = None
 
     def _train_roles(self, config: RLTrainingConfig) -> None:
@@ -83,6 +93,10 @@ class RLEngine(cluster.RLCluster):
         return self._calls - 1
 
     # ---- verbs ---------------------------------------------------------------------------------------------------
+
+    def get_rollout_config(self, mode: Mode = Mode.TRAIN) -> RolloutConfig:  # pyright: ignore
+        """The rollout configuration of a mode, with all of Tunix's fields."""
+        return self.tunix_config.rollout_for(mode)  # pyright: ignore[reportReturnType]
 
     def train(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, role: Role, train_ds: Iterable[Any], eval_ds: Iterable[Any] | None = None, skip_jit: bool = False

@@ -20,6 +20,7 @@ from whet.learners.base import RLLearner
 from whet.learners.step import Step
 from whet.rewards.manager import RewardBatch
 from whet.run.run import Run
+from whet.tunix.configs import core_config
 from whet.tunix.trainer import Trainer
 from whet.types import Completion, Group, Prompt, TokenBatch, TrainExample
 
@@ -81,7 +82,7 @@ class TunixLearner(RLLearner):
         config = _one(algo_config=algo_config, grpo_config=grpo_config, ppo_config=ppo_config)
         cluster = _one(rl_cluster=rl_cluster, rl_engine=rl_engine)
         options.setdefault("data", DataConfig(shuffle=False))
-        super().__init__(cluster, config, reward_fns, metric_fns, data_shuffle_seed, **options)
+        super().__init__(cluster, core_config(config), reward_fns, metric_fns, data_shuffle_seed, **options)
 
     @property
     def rl_engine(self) -> Any:
@@ -118,7 +119,7 @@ class TunixLearner(RLLearner):
         """Rewards and completions of a step under Tunix's names, for the external logger if there is one."""
         if not getattr(self.cluster, "has_external_logger", False):  # of whet's own cluster it is told nothing of them
             return
-        rewarded = step.need_rewarded()
+        rewarded = step.rewards
         found = _told(rewarded, step.batch)
         self.cluster.buffer_metrics_async(found, step.mode, step.index)
 
@@ -176,7 +177,7 @@ class TunixLearner(RLLearner):
         if not isinstance(trainer, Trainer) or trainer.training_hooks is None:
             return
         scored = self.assign_advantages(self.score(self.batch(step)))
-        super(Trainer, trainer).evaluate([scored.need_batch()])
+        super(Trainer, trainer).evaluate([scored.batch])
 
     # ---- Tunix's place for a rollout of one's own ----------------------------------------------------------------
 
@@ -204,7 +205,7 @@ class TunixLearner(RLLearner):
         step = super().batch(super().reward(step))
         step = super().assign_advantages(super().score(step))
         self._filled = step
-        return padded_example(step.need_batch(), self.cluster.pad_id)
+        return padded_example(step.batch, self.cluster.pad_id)
 
     def _compute_rewards(
         self, prompts: Sequence[Any], completions: Sequence[str], mode: Any = Mode.TRAIN, step: int | None = None,
@@ -262,7 +263,7 @@ class TunixLearner(RLLearner):
         groups = self._groups(step, example)
         rewarded = self._rewarded(groups)
         rewards = torch.as_tensor(rewarded.total)
-        step = (filled or step).replace(groups=groups, rewarded=rewarded)
+        step = (filled or step).replace(groups=groups, rewards=rewarded)
         return step.replace(batch=batch.replace(rewards=rewards))
 
     def _groups(self, step: Step, example: TrainExample) -> list[Group]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import Tensor
 
 from whet.config import Mode, Role, RolloutConfig
-from whet.config.length_aliases import one_length
+from whet.config.length_aliases import accepts_length_aliases
 from whet.data.prompts import PromptEncoder
 from whet.observe.trace import Trace
 from whet.ops import Support
@@ -109,7 +109,7 @@ class TunixVerbs:
         """The rollout configuration of a mode: `rollout_for`."""
         return self.rollout_for(mode)
 
-    @one_length("max_generation_steps")
+    @accepts_length_aliases("max_generation_steps")
     def generate(
         self,
         prompts: Sequence[str] | Sequence[list[Message]],

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whet.errors import DataError, shown
+from whet.errors import DataError, format_value
 from whet.types.records import TrainExample
 
 __all__ = ["checked_example"]
@@ -65,8 +65,8 @@ def _tensor(name: str, value: Any) -> Tensor:
         return torch.from_numpy(np.array(array, np.float32) if array.dtype.name == "bfloat16" else array.copy())
     except (TypeError, ValueError):  # rows of several lengths, texts
         raise DataError(
-            f"TrainExample.{name} is no array of numbers: {shown(value, 80)}; give a tensor or a numpy array, its rows "
-            "padded to one length"
+            f"TrainExample.{name} is no array of numbers: {format_value(value, 80)}; give a tensor or a numpy array, "
+            "its rows padded to one length"
         ) from None
 
 

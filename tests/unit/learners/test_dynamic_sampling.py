@@ -37,7 +37,7 @@ def kept(made, monkeypatch):
     seen, update = [], made.update
 
     def noted(step, mini):
-        seen.append([g.prompt.row for g in step.rewarded.groups])
+        seen.append([g.prompt.row for g in step.rewards.groups])
         assert mini.num_groups == len(step.groups) == len(step.prompts)
         return update(step, mini)
 

@@ -44,7 +44,7 @@ def tokens_of(groups):
 
 def test_remax_takes_off_the_reward_of_the_greedy_completion():
     step = first_step(learner(advantage_estimator="remax"))
-    greedy = [float(step.rewarded.greedy[g]) for g in step.batch.group_of.tolist()]
+    greedy = [float(step.rewards.greedy[g]) for g in step.batch.group_of.tolist()]
     want = (step.batch.rewards - tensor(greedy))[step.batch.trajectory]
     assert step.batch.advantages.tolist() == pytest.approx(want.tolist())
     assert want.abs().max() > 0
@@ -58,14 +58,14 @@ def test_the_greedy_completion_is_the_likeliest_one_and_changes_no_draw():
         step.prompts, sampling=dataclasses.replace(made.cluster.sampling(), temperature=0.0)
     )
     assert [g.greedy.tokens.tolist() for g in step.groups] == tokens_of(likeliest)
-    assert all(g.greedy is None for g in plain.groups) and plain.rewarded.greedy is None
+    assert all(g.greedy is None for g in plain.groups) and plain.rewards.greedy is None
 
 
 def test_the_greedy_completion_is_rewarded_and_counted_and_not_in_the_batch():
     step, plain = first_step(learner(advantage_estimator="remax")), first_step(learner())
     assert torch.equal(step.batch.tokens, plain.batch.tokens) and torch.equal(step.batch.rewards, plain.batch.rewards)
     texts = [learner().cluster.decode(g.greedy.tokens) for g in step.groups]
-    assert step.rewarded.greedy.tolist() == length_reward(texts)
+    assert step.rewards.greedy.tolist() == length_reward(texts)
     assert step.metrics["greedy/reward"].value == pytest.approx(np.mean(length_reward(texts)))
     assert step.metrics["greedy/tokens"].value == sum(len(g.greedy.tokens) for g in step.groups)
     other = ("rollout/", "rewards/advantage", "advantage", "time/")
@@ -75,7 +75,7 @@ def test_the_greedy_completion_is_rewarded_and_counted_and_not_in_the_batch():
 
 def test_evaluation_draws_no_greedy_completions():
     step = first_step(learner(advantage_estimator="remax"), Mode.EVAL)
-    assert all(g.greedy is None for g in step.groups) and step.rewarded.greedy is None
+    assert all(g.greedy is None for g in step.groups) and step.rewards.greedy is None
 
 
 def test_prompts_given_to_the_engine_in_parts_get_the_same_greedy_completions():
@@ -102,7 +102,7 @@ def test_an_estimator_of_the_users_own_may_ask_for_greedy_completions():
         return (x.returns > x.need("greedy_rewards")[x.group_of] + margin).double()
 
     step = first_step(learner(advantage_estimator=functools.partial(better, margin=0.0)))
-    greedy = torch.from_numpy(step.rewarded.greedy)[step.batch.group_of]
+    greedy = torch.from_numpy(step.rewards.greedy)[step.batch.group_of]
     assert step.batch.trajectory_advantages.tolist() == (step.batch.rewards > greedy).double().tolist()
 
 

@@ -80,7 +80,7 @@ def test_mini_batches_are_shuffled_anew_in_each_pass_by_their_seed(monkeypatch):
         ({"train_micro_batch_size": 2}, "`mini_batch_size` must be set when `train_micro_batch_size` is set"),
         ({"rollout_micro_batch_size": 3}, "batch_size=8 must be a multiple of rollout_micro_batch_size=3"),
         ({"compute_logps_micro_batch_size": 3}, "batch_size=8 must be a multiple of compute_logps_micro_batch_size=3"),
-        ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps should be None"),
+        ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps: an update covers all of its rows"),
         ({"mini_batch_size": -8}, "mini_batch_size"),
         ({"mini_batch_size": True}, "mini_batch_size"),
         ({"mini_batch_size": 2.5}, "mini_batch_size"),

@@ -116,7 +116,7 @@ def gradient(made, rows):
     examples = [encode(row, i) for i, row in enumerate(rows)]
     step = made.score(made.batch(ExampleStep(index=1, examples=examples)))
     trainer = made.models.trainer
-    worker, whole = trainer.worker, trainer.weighted(step.need_batch())
+    worker, whole = trainer.worker, trainer.weighted(step.batch)
     found = worker.forward_backward(whole, trainer.loss, **trainer._asked, reductions=trainer.reductions)
     passes = len(worker.micro_batches(whole, None, trainer.scores))
     return {n: p.grad for n, p in worker.module.named_parameters()}, made._finished(found), passes
@@ -224,7 +224,7 @@ def test_a_mismatched_row_fits_the_model_and_a_sides_metrics_are_of_its_rows(fol
     made = learner("kto", folder)
     rows = [{**LABELLED[1], "prompt": "a" * 100}, *LABELLED[4:7], {**LABELLED[3], "completion": "b" * 90}]
     step = made.score(made.batch(ExampleStep(index=1, examples=[made.encoder()(row, i) for i, row in enumerate(rows)])))
-    batch = step.need_batch()
+    batch = step.batch
     turned = made._passes(batch).mismatched
     assert (turned.lengths + turned.prefix_lengths[turned.prefix_of]).max() == made.models.positions == 128
     logprobs = made.models.trained.logprobs(batch).logprobs
@@ -317,6 +317,6 @@ def test_whet_dpo_and_whet_rm_train_folders_that_transformers_loads(folder, tmp_
     AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm" / "final", num_labels=1)
     capsys.readouterr()
     assert main(["dpo", *words, "algo.loss_type=simpo", "algo.discopop_tau=0.2"]) == 2
-    assert "discopop_tau=0.2 has no effect: simpo" in capsys.readouterr().err
+    assert "algo.discopop_tau=0.2 has no effect without algo.loss_type=discopop" in capsys.readouterr().err
     assert main(["dpo", *words, "algo.loss_type=simpo", f"reference.model={folder}"]) == 2
     assert "would be loaded and never read" in capsys.readouterr().err

@@ -51,14 +51,14 @@ def test_a_stage_changes_neither_its_step_nor_the_learner():
     sampled = made.sample(first)
     before = dict(vars(made))
     scored = made.assign_advantages(made.score(made.batch(made.reward(sampled))))
-    assert not first.groups and sampled.batch is None and "reward" not in sampled.metrics
+    assert not first.has("groups") and not sampled.has("batch") and "reward" not in sampled.metrics
     assert sampled.versions == (0,) and scored.versions == (0,) and "advantage/abs_mean" in scored.metrics
     (mini,) = made.minibatches(scored)
     assert "grad_norm" in made.update(scored, mini).metrics and "grad_norm" not in scored.metrics
     assert vars(made) == before
-    with pytest.raises(DataError, match="no batch yet"):
+    with pytest.raises(DataError, match="step 1 has no batch yet; the stage `batch` writes it"):
         made.score(first)
-    with pytest.raises(DataError, match="no rewards yet"):
+    with pytest.raises(DataError, match="step 1 has no rewards yet; the stage `reward` writes it"):
         made.batch(first)
 
 

@@ -164,7 +164,7 @@ def test_a_long_prompt_raises_or_keeps_its_end(sampler):
 
 def test_without_a_length_a_completion_takes_what_the_model_leaves(tokenizer):
     model = tiny_model(max_position_embeddings=20)
-    for engine in ("vanilla", "hf"):
+    for engine in ("embedded", "hf"):
         out = Sampler(model, tokenizer, rollout_engine=engine)("abcdef", eos_tokens=[1])
         assert [len(t) for t in out.tokens] == [14] and out.finish_reason == ["length"]
     with pytest.raises(DataError, match="prompt 1 has 6 tokens; with 15 new ones that is 21, over the limit of 20"):
@@ -175,7 +175,7 @@ def test_without_a_length_a_completion_takes_what_the_model_leaves(tokenizer):
 
 def test_each_prompt_of_a_call_has_its_own_room(tokenizer):
     model = tiny_model(max_position_embeddings=20)
-    for engine in ("vanilla", "hf"):
+    for engine in ("embedded", "hf"):
         sampler = Sampler(model, tokenizer, rollout_engine=engine)
         out = sampler(["abcdef", "ab"], eos_tokens=[1], temperature=1.0, num_generations=2, seed=1)
         assert [len(t) for t in out.tokens] == [14, 14, 18, 18]

@@ -58,7 +58,7 @@ def test_an_observer_is_told_of_a_run_in_order_with_its_records(tmp_path):
     by_name = {told[0]: told[2:] for told in mine.told}
     (step,) = by_name["on_step_end"]
     assert isinstance(step, Step) and step.index == 1 and step.batch.num_sequences == 4
-    assert step.rewarded.total.size == 4
+    assert step.rewards.total.size == 4
     trainer, metrics = by_name["on_update_end"]
     assert trainer is run.trainer and metrics["grad_norm"].value >= 0
     assert by_name["on_save"] == (tmp_path / "checkpoints" / "step-000001",)

@@ -33,7 +33,7 @@ class Completions:
 
     def add(self, step: Step, extra: dict[str, list[Any]]) -> None:
         """Takes a rollout in place of the last one."""
-        rewarded, batch = step.need_rewarded(), step.need_batch()
+        rewarded, batch = step.rewards, step.batch
         self.prompts, self.completions = list(rewarded.inputs.prompts), list(rewarded.inputs.completions)
         self.rewards = {name: values.tolist() for name, values in rewarded.table.items()}
         self.extra = {name: values for name, values in extra.items() if len(values) == len(self.prompts)}
