@@ -430,8 +430,19 @@ def test_a_state_of_another_step_than_its_folders_is_refused_and_nothing_is_remo
     for n in (2, 3):
         torch.save({"step": n}, _made(root / f"step-{n:06d}") / "run.pt")
     folder = _made(root / "step-000001")
-    needs = ("cluster", "random", "settings", "stream", "tokens", "updates")
-    torch.save({**dict.fromkeys(needs), "step": step}, folder / "run.pt")
+    needs = (
+        "cluster",
+        "health",
+        "inputs",
+        "learner",
+        "observers",
+        "random",
+        "replaced",
+        "settings",
+        "skipped",
+        "stream",
+    )
+    torch.save({**dict.fromkeys((*needs, "tokens", "updates")), "format": 1, "step": step}, folder / "run.pt")
     with pytest.raises(CheckpointError, match=r"is of step .*, but its folder is named step-000001"):
         learner(tmp_path, resume=str(folder)).train(rows(8))
     assert len(checkpoint.step_folders(root)) == 3

@@ -141,13 +141,14 @@ def _results(path: str | Path) -> dict[str, Any]:
     return found
 
 
-def make_model_card(facts: CardFacts, *, title: str, model: str) -> str:
+def make_model_card(facts: CardFacts, *, title: str, model: str | None = None) -> str:
     """The card as Markdown with its front matter.
 
-    Args: facts: from `read_card_facts`. title: of the card. model: the name or path that loads the model.
+    Args: facts: from `read_card_facts`. title: of the card. model: the name or path that loads the model;
+        None = the title.
 
     >>> facts = CardFacts(method="GRPO", step=3, base="a/b", base_text="a/b", licence={"license": "mit"})
-    >>> print(make_model_card(facts, title="c", model="me/c").split("# c")[0])
+    >>> print(make_model_card(facts, title="c").split("# c")[0])
     ---
     base_model: a/b
     library_name: transformers
@@ -167,7 +168,7 @@ def make_model_card(facts: CardFacts, *, title: str, model: str) -> str:
         _training(facts),
         "![Curves of the run](curves.png)" if facts.curves else "",
         _evaluation(facts),
-        _use(facts, model),
+        _use(facts, model or title),
         _versions(facts),
         _licence(facts),
     ]

@@ -110,7 +110,7 @@ def push_to_hub(
             facts = read_card_facts(
                 folder, step=step, evaluations=evals, licence=_fetch_licence(api, facts.base), **changes
             )
-    card = make_model_card(facts, title=repo, model=repo)
+    card = make_model_card(facts, title=repo)
     sizes = {"README.md": len(card.encode()), **{name: path.stat().st_size for name, path in sorted(files.items())}}
     if dry_run:
         return PushResult(repo=repo, private=private, files=sizes, card=card)

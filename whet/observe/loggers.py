@@ -456,7 +456,7 @@ class Loggers:
                 call(logger)
             except (Exception, SystemExit) as error:
                 del self._loggers[name]
-                log.warning("logger %s failed and is dropped: %s: %s", name, type(error).__name__, error)
+                log.warning("logger %s failed and is dropped: %s", name, format_exception(error))
 
 
 def check_loggers(loggers: Sequence[Any], options: MetricsLoggerOptions | None = None) -> None:

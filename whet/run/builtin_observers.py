@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from whet.config import Mode, TrainingConfig
 from whet.config.monitoring import BEFORE_STOP, BEST, Band, KeepBestOptions
-from whet.errors import ConfigError, nearest
+from whet.errors import ConfigError, format_exception, nearest
 from whet.hub.model_card import write_model_card
 from whet.hub.push import FINAL, check_hub_token, push_to_hub
 from whet.run.observer import Observer
@@ -247,7 +247,7 @@ class WriteModelCard(Observer):
         try:
             write_model_card(run.folder.path)
         except Exception as wrong:
-            log.warning("the model card could not be written: %s: %s", type(wrong).__name__, wrong)
+            log.warning("the model card could not be written: %s", format_exception(wrong))
 
 
 def check_push(config: TrainingConfig) -> None:
@@ -302,6 +302,6 @@ class PushToHub(Observer):
             result = push_to_hub(run_dir, config.hub_model_id, which=which, private=config.hub_private_repo)
         except Exception as error:  # an error of whet, the hub's client or the network
             retry = f"whet push {run_dir} repo={config.hub_model_id}" + (f" which={which}" if which != FINAL else "")
-            log.warning("%s was not sent: %s: %s; later: %s", which, type(error).__name__, error, retry)
+            log.warning("%s was not sent: %s; later: %s", which, format_exception(error), retry)
         else:
             log.info("%s is sent: %s", which, result.url)

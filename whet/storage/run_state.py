@@ -33,8 +33,9 @@ def read_run_state(path: Path, needs: Iterable[str] = ()) -> dict[str, Any]:
         run writes.
     """
     state = read_state(path)
-    check_format(path, state.get("format"), weights=path.parent)
-    if missing := [name for name in sorted({*_FIELDS, *needs}) if name not in state]:
+    if "format" in state:
+        check_format(path, state["format"], weights=path.parent)
+    if missing := [name for name in sorted({"format", *_FIELDS, *needs}) if name not in state]:
         raise CheckpointError(
             f"{path} has an unexpected format: no {', '.join(missing)}; resume from another step-* folder"
         )

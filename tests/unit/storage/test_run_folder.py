@@ -17,9 +17,9 @@ import pytest
 
 from whet.config import RunConfig, read_yaml
 from whet.errors import CheckpointError, ConfigError, DataError
-from whet.observe import RunFolder
 from whet.run.provenance import changed_settings
 from whet.storage.files import to_json, write_atomic
+from whet.storage.run_folder import RunFolder
 
 
 def columns(n=2, **other):
