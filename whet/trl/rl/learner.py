@@ -23,8 +23,8 @@ from whet.ops import high_entropy_mask, off_policy_mask
 from whet.rollout.driver import Episode, single_turns
 from whet.trl.agents.agents import Agents
 from whet.trl.config.batches import Batches
-from whet.trl.config.translate import beams
-from whet.trl.rl.custom_generate import generated, replaced
+from whet.trl.config.translate import beam_options
+from whet.trl.rl.custom_generate import find_custom_generate, generate_groups
 from whet.types import Group, LossInputs, Prompt, TokenBatch
 
 __all__ = ["TRLLearner"]
@@ -71,8 +71,8 @@ class TRLLearner(GRPOLearner):
 
     def _own_generate(self) -> nn.Module | None:
         """The model whose `generate` makes completions: a user has replaced it, or asks for beams."""
-        own = replaced(self.front.model, self.cluster.actor.module)
-        return self.cluster.actor.module if own is None and beams(self.front.args) else own
+        own = find_custom_generate(self.front.model, self.cluster.actor.module)
+        return self.cluster.actor.module if own is None and beam_options(self.front.args) else own
 
     def _generated(
         self, model: nn.Module, prompts: Sequence[Prompt], number: int, play: Any, place: tuple[int, int], mode: Mode
@@ -89,14 +89,19 @@ class TRLLearner(GRPOLearner):
         else:
             episodes = [Episode(prompt, (0, step, first + i, g), play(sampling))
                         for i, prompt in enumerate(prompts) for g in range(number)]  # fmt: skip
-        with self.front.lending.lent():
-            return generated(
+        with self.front.attention.native():
+            return generate_groups(
                 model,
                 episodes,
                 number,
                 end_ids=self.cluster.eos_ids,
                 pad_id=self.cluster.pad_id,
-                options={**names, "top_k": config.top_k or 0, **config.generation_kwargs, **beams(self.front.args)},
+                options={
+                    **names,
+                    "top_k": config.top_k or 0,
+                    **config.generation_kwargs,
+                    **beam_options(self.front.args),
+                },
                 version=self.cluster.actor.version,
             )
 

@@ -27,7 +27,7 @@ from whet.train.worker import ModelWorker
 from whet.trl.agents.agents import Agents, own_prompts
 from whet.types import Group
 
-__all__ = ["RewardLog", "TRLRewards", "reward_functions"]
+__all__ = ["RewardLog", "TRLRewards", "make_reward_functions"]
 
 log = logging.getLogger("whet")
 
@@ -114,7 +114,7 @@ def _is_lambda(fn: Any) -> bool:
     return isinstance(fn, FunctionType) and fn.__name__ == "<lambda>"
 
 
-def reward_functions(
+def make_reward_functions(
     given: Any, tokenizers: Any, policy_tokenizer: Any, args: Any, others: Sequence[Any] = ()
 ) -> list[Any]:
     """The functions, with models in place of their names; then those of environments.

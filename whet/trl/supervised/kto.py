@@ -9,7 +9,7 @@ from whet.config import SupervisedDataConfig
 from whet.data.preference import UnpairedEncoder
 from whet.data.supervised import RowEncoder
 from whet.trl.config.kto import KTOConfig
-from whet.trl.data_utils import unpaired
+from whet.trl.data_utils import unpair_rows
 from whet.trl.supervised.dpo import DPOTrainer
 from whet.trl.supervised.examples import first_row, has_rows
 from whet.types import Example
@@ -51,7 +51,7 @@ class KTOTrainer(DPOTrainer):
         data = super().rows(data)
         if not {"chosen", "rejected"} <= first_row(data).keys():
             return data
-        return list(unpaired(data)) if has_rows(data) else _Unpaired(data)
+        return list(unpair_rows(data)) if has_rows(data) else _Unpaired(data)
 
     def data_config(self, **fields: Any) -> SupervisedDataConfig:
         """The section data, whose max_length is that of the mismatched rows too."""
@@ -65,4 +65,4 @@ class _Unpaired:
         self._data = data
 
     def __iter__(self) -> Any:
-        return unpaired(self._data)
+        return unpair_rows(self._data)
