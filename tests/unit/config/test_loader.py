@@ -230,7 +230,7 @@ def test_help_lists_the_keys_of_every_nested_section_or_says_where_they_are():
     nested = [(k, f, c) for k, f, c in leaves(RunConfig, True) if not k.startswith(again)]
     assert [k for k, *_ in nested if f"\n  {k}=" not in f"\n{text}"] == []
     assert [k for k, f, c in nested if field_docs(c)[f.name].splitlines()[0] not in text] == []
-    assert "  trainer.checkpointing_options.max_to_keep=3  (positive int | None)\n      Number of checkpoints to keep" in text
+    assert "  trainer.checkpointing_options.max_to_keep=3  (positive int | None)\n      Number of checkpoints" in text
     for role in ("critic", "reference", "teacher"):
         assert f"  Keys: {role}.* as actor.* above." in text
     assert "critic_optimizer.*" not in text  # refused in a run's configuration
