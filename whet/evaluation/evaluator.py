@@ -40,7 +40,7 @@ from whet.evaluation.table import rows_of, text_table
 from whet.hub.base_model import trained_with_chat_template
 from whet.observe.notebook import table_html
 from whet.observe.progress import Progress
-from whet.parallel.comm import require_single_process
+from whet.parallel.torchrun_env import require_single_process
 from whet.rewards.manager import RewardBatch
 from whet.rollout.build import sampling_of
 from whet.rollout.sampler import Sampler

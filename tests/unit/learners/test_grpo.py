@@ -223,7 +223,7 @@ def test_a_run_notes_which_passes_it_leaves_out_and_why(tmp_path, caplog):
     assert noted["old_logprobs"].startswith("skipped: one update follows each rollout")
     assert noted["ref_logprobs"] == "skipped: beta is 0"
     assert noted["completions with advantage 0"].startswith("skipped: they have no gradient")
-    said = "not needed here: old_logprobs, ref_logprobs, completions with advantage 0 (environment.json says why)"
+    said = "skipped, since not needed: old_logprobs, ref_logprobs, completions with advantage 0 (see environment.json)"
     assert said in caplog.messages and not any("skipped:" in message for message in caplog.messages)
     made = learner(cluster(reference=tiny_model(1), mini_batch_size=1), beta=0.1)
     passes = ("old_logprobs", "ref_logprobs", "completions with advantage 0")
