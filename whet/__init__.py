@@ -178,12 +178,8 @@ _MODULES = {
         "evaluate",
     ),
     "whet.learners.base": ("RLLearner",),
-    "whet.learners.grpo": (
-        "GRPOLearner",
-    ),
-    "whet.learners.ppo": (
-        "PPOLearner",
-    ),
+    "whet.learners.grpo": ("GRPOLearner",),
+    "whet.learners.ppo": ("PPOLearner",),
     "whet.tunix.metrics_buffer": ("MetricsBuffer",),
     "whet.rollout.sampler": (
         "CacheConfig",

@@ -1,7 +1,4 @@
-"""Between text and token ids, at both ends of an engine: what RLCluster.generate and Sampler share.
-
-Left out on purpose: drawing. whet.rollout.driver does that, on ids alone.
-"""
+"""Encoding of prompts before an engine, and decoding of completions after it."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from whet.types import Group, Message, Prompt, RolloutOutput
 __all__ = ["TextStream", "encode_texts", "one_or_many", "rollout_output"]
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""What decoding puts for a character whose bytes are not all there."""
+"""The decoded form of a character with missing bytes."""
 
 
 def one_or_many(inputs: Any) -> Sequence[str] | Sequence[list[Message]]:
@@ -25,12 +22,12 @@ def one_or_many(inputs: Any) -> Sequence[str] | Sequence[list[Message]]:
     >>> one_or_many("hi"), one_or_many([{"role": "user", "content": "hi"}])
     (['hi'], [[{'role': 'user', 'content': 'hi'}]])
     """
-    alone = isinstance(inputs, str) or (isinstance(inputs, Sequence) and inputs and isinstance(inputs[0], Mapping))
-    return [inputs] if alone else inputs
+    is_one = isinstance(inputs, str) or (isinstance(inputs, Sequence) and inputs and isinstance(inputs[0], Mapping))
+    return [inputs] if is_one else inputs
 
 
 def encode_texts(encoder: PromptEncoder, inputs: Sequence[str] | Sequence[list[Message]]) -> list[Prompt]:
-    """Prompts of texts and chats, in order, none left out.
+    """Prompts of texts and chats, in order.
 
     Args: encoder: template and limits. inputs: texts, or lists of messages.
     Raises: DataError: nothing was given, or a prompt is over the encoder's limit.
@@ -62,7 +59,7 @@ def rollout_output(
 
     Args:
         groups: completed.
-        decode: ids to text.
+        decode: ids -> text.
         pad_id: fills the prompts.
         logprobs, logits: whether to give them.
     """
@@ -79,7 +76,7 @@ def rollout_output(
 class TextStream:
     """Text of tokens that come in pieces; a character that is not whole yet waits for its rest.
 
-    Args: decode: ids to text.
+    Args: decode: ids -> text.
 
     >>> stream = TextStream(lambda ids: bytes(ids).decode(errors="replace"))
     >>> stream.push([72, 195]), stream.push([169]), stream.push([195], last=True)
@@ -94,7 +91,7 @@ class TextStream:
     def push(self, ids: Iterable[int], *, last: bool = False) -> str:
         """The text that the next tokens add.
 
-        Args: ids: the next tokens. last: none follow, so that nothing waits.
+        Args: ids: the next tokens. last: no more tokens follow, so that nothing waits.
         """
         self._ids += [int(i) for i in ids]
         before = self._decode(self._ids[self._from : self._shown])

@@ -29,12 +29,13 @@ from whet.errors import CheckpointError, format_exception
 from whet.storage.files import fsync as _fsync
 from whet.storage.files import is_temporary, read_json, remove_path, temporary_path, write_atomic
 from whet.storage.folder_lock import FolderLock
-from whet.storage.format_version import SUMS_FORMAT, check_format
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 __all__ = [
+    "CHECKPOINT_FORMAT",
+    "check_format",
     "clean_root",
     "find_checkpoint",
     "list_checkpoints",
@@ -56,6 +57,8 @@ __all__ = [
 
 log = logging.getLogger("whet")
 
+CHECKPOINT_FORMAT = 1
+"""The format of run.pt, sums.json, <role>/state.pt and <role>/optimizer.safetensors. Each file holds this number."""
 _STEP = re.compile(r"step-([0-9]{6,})")
 _SUMS = "sums.json"
 _RUN = "run.json"
@@ -205,7 +208,7 @@ def write_with_checksums(folder: Path, write: Callable[[Path], None], *, run: st
     if run is not None:
         (folder / _RUN).write_text(json.dumps({"run": run, "step": step}) + "\n")
     sums = {p.relative_to(folder).as_posix(): _sum(p) for p in sorted(folder.rglob("*")) if p.is_file()}
-    (folder / _SUMS).write_text(json.dumps({"format": SUMS_FORMAT, "sums": sums}, indent=1) + "\n")
+    (folder / _SUMS).write_text(json.dumps({"format": CHECKPOINT_FORMAT, "sums": sums}, indent=1) + "\n")
 
 
 def _sum(path: Path) -> str:
@@ -227,7 +230,11 @@ def verify_checkpoint(folder: Path, needs: Iterable[str] = ()) -> None:
         log.warning("%s has no %s, so its files can't be checked for changes", folder, _SUMS)
         return
     try:
-        sums = _sums_in(path)
+        found = read_json(path)
+        if not isinstance(found, dict):
+            raise ValueError("no mapping of names to checksums")
+        check_format(path, found.get("format"), weights=folder)
+        sums = found.get("sums")
         if not isinstance(sums, dict) or not all(isinstance(x, str) for x in sums.values()):
             raise ValueError("no mapping of names to checksums")
         if outside := [n for n in sums if "\0" in n or ".." in PurePosixPath(n).parts or n.startswith("/")]:
@@ -242,15 +249,6 @@ def verify_checkpoint(folder: Path, needs: Iterable[str] = ()) -> None:
                 f"{folder / name} has changed since it was written: its SHA-256 is {found[:12]}..., sums.json has "
                 f"{expected[:12]}...; {advice}, or, if you changed it yourself, delete sums.json"
             )
-
-
-def _sums_in(path: Path) -> Any:
-    """The checksums by name. Files of format 1 have nothing but them, so that no number can be among their names."""
-    found = read_json(path)
-    if not isinstance(found, dict) or "format" not in found or isinstance(found["format"], str):
-        return found
-    check_format(path, found["format"], SUMS_FORMAT, weights=path.parent)
-    return found.get("sums")
 
 
 def _filled(folder: Path, write: Callable[[Path], None]) -> None:
@@ -278,6 +276,21 @@ def remove_checkpoint(folder: Path) -> None:
 def write_pointer(root: Path, name: str, pointer: str = "latest") -> None:
     """Has a text file next to the checkpoints name one of them, in one step."""
     write_atomic(root / pointer, f"{name}\n".encode())
+
+
+def check_format(path: Path, number: Any, *, weights: Path) -> None:
+    """Checks that this release reads the format of a checkpoint's file.
+
+    Args: path: the file. number: the format that it holds. weights: the folder of the model, for the message.
+    Raises: CheckpointError: another number, or no number.
+
+    >>> check_format(Path("run.pt"), CHECKPOINT_FORMAT, weights=Path("actor"))
+    """
+    if type(number) is not int or number != CHECKPOINT_FORMAT:
+        raise CheckpointError(
+            f"{path} has format {number!r:.40}, and this release of whet reads format {CHECKPOINT_FORMAT}; resume with "
+            f"the release that wrote it, or start a new run from its weights: actor.model={weights}"
+        )
 
 
 def step_of(folder: Path) -> int | None:
@@ -434,7 +447,6 @@ def load_weights(module: nn.Module, path: Path, masters: Mapping[str, Tensor] | 
         found = load_file(path)
     except (OSError, SafetensorError) as e:
         raise CheckpointError(f"{path} can't be read ({e}); resume from an earlier step-* folder") from e
-    _rename_score_head(found, targets)
     if odd := sorted(targets.keys() ^ found.keys()):
         raise CheckpointError(f"{path} holds another model: {odd[0]!r} is on one side only ({len(odd)} such names)")
     for name, t in targets.items():
@@ -445,13 +457,6 @@ def load_weights(module: nn.Module, path: Path, masters: Mapping[str, Tensor] | 
             if masters and name in masters:
                 masters[name].copy_(found[name])
             t.copy_(found[name])
-
-
-def _rename_score_head(found: dict[str, Tensor], targets: Mapping[str, Tensor]) -> None:
-    """Gives a critic's head its current name: earlier releases kept it in the place of the LM head."""
-    old, new = sorted(found.keys() - targets.keys()), sorted(targets.keys() - found.keys())
-    if new == ["score.weight"] and len(old) == 1 and found[old[0]].shape == targets["score.weight"].shape:
-        found["score.weight"] = found.pop(old[0])
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:

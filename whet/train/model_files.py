@@ -27,8 +27,14 @@ from whet.models.load import DTYPES, save_model
 from whet.models.loaded_model import LoadedModel
 from whet.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, save_adapter, take_adapter
 from whet.models.prompt_tuning import ENCODER, prompted
-from whet.parallel import load_weights, read_state, save_weights, write_state
-from whet.storage.format_version import STATE_FORMAT, check_format
+from whet.storage.checkpoint import (
+    CHECKPOINT_FORMAT,
+    check_format,
+    load_weights,
+    read_state,
+    save_weights,
+    write_state,
+)
 from whet.train.optim import Optim
 
 __all__ = ["ModelFiles", "separate_training_state"]
@@ -67,7 +73,7 @@ class ModelFiles:
             config.save_pretrained(folder)
             if self.loaded.module.can_generate():  # as it is: transformers' save_pretrained refuses some that run
                 self.loaded.module.generation_config.to_json_file(folder / "generation_config.json")  # pyright: ignore
-        state: dict[str, Any] = {"format": STATE_FORMAT, "version": version}
+        state: dict[str, Any] = {"format": CHECKPOINT_FORMAT, "version": version}
         if self.optim is not None:
             state["optim"] = self.optim.save(folder / "optimizer.safetensors")
         write_state(state, folder / "state.pt")
@@ -87,7 +93,7 @@ class ModelFiles:
         self.check(folder)
         path = _rest(folder) / "state.pt"
         state = read_state(path, needs=("version",) if self.optim is None else ("version", "optim"))
-        check_format(path, state.get("format", 1), STATE_FORMAT, weights=folder)
+        check_format(path, state.get("format"), weights=folder)
         masters = None if self.optim is None else self.optim.masters_by_name()
         if self.adapted:
             learned = prompted(self.loaded.module)

@@ -110,7 +110,7 @@ class ModelWorker:
                 "4 bits; set lora to train an adapter on it, or leave out quantization"
             )
         self.placement = placement or Placement()
-        self.placement.materialise(loaded.module, dtype)
+        self.placement.prepare(loaded.module, dtype)
         self.optim = None if optim is None else Optim(loaded.module, optim, dtype=dtype, norm=self._norm)
         if dtype is not None and not loaded.is_view:
             cast(loaded.module, dtype)
@@ -118,11 +118,11 @@ class ModelWorker:
         """Of training, since the last optimizer step: with it, the address of a dropout's draws."""
         self.fast_layers: FastLayers | None = FastLayers(loaded.module) if self.placement.fast_layers else None
         """Other forwards for layers that have one; None = the module's own alone."""
-        self.placement.hold(loaded.module, self.optim)
+        self.placement.attach(loaded.module, self.optim)
 
     def _norm(self, grads: Sequence[Tensor]) -> float:
         """The norm of the whole gradient, of which this process may have a part."""
-        return self.placement.norm(grads, total_norm)
+        return self.placement.grad_norm(grads, total_norm)
 
     @property
     def module(self) -> nn.Module:
@@ -209,7 +209,7 @@ class ModelWorker:
         out: dict[str, Tensor] = {}
         apart = batch.replace(unit_of=None, unit_weights=None)  # what is read of a sequence needs no other
         want = {*names} - {"entropy"}
-        for micro, counts in self.placement.share(self.micro_batches(apart, max_sequences, "scores" in names)):
+        for micro, counts in self.placement.split_passes(self.micro_batches(apart, max_sequences, "scores" in names)):
             stats = self._stats(micro, support, entropy="entropy" in names, want=want)
             for name in names:
                 column = getattr(stats, name)
@@ -221,7 +221,7 @@ class ModelWorker:
                 whole = out.setdefault(name, column.new_zeros(size))
                 if counts:
                     whole.index_copy_(0, at, column)
-        return TokenStats(**{name: whole.cpu() for name, whole in self.placement.gather(out).items()})
+        return TokenStats(**{name: whole.cpu() for name, whole in self.placement.gather_columns(out).items()})
 
     def _stats(
         self,
@@ -346,9 +346,9 @@ class ModelWorker:
         carried = {name: c for name, c in batch.token_columns.items() if name != "tokens"}  # a micro-batch has these
         token_columns = {name: c.to(self.device) for name, c in carried.items()}
         sequence_columns = {name: c.to(self.device) for name, c in batch.sequence_columns.items()}
-        shared = self.placement.share(self.micro_batches(batch, self.max_sequences, scores))
+        shared = self.placement.split_passes(self.micro_batches(batch, self.max_sequences, scores))
         for i, (micro, counts) in enumerate(shared):
-            self.placement.sync(i == len(shared) - 1)
+            self.placement.set_gradient_sync(i == len(shared) - 1)
             with self._dropout(backward):
                 toward = self._toward(micro, divergence)
                 stats = self._stats(micro, self.support, entropy=entropy, constants=constants, toward=toward)
@@ -372,7 +372,7 @@ class ModelWorker:
             labels.append(named)
             numbers.append(torch.stack([total.detach().double(), *sums]))
         read = torch.cat(numbers).tolist() if numbers else []
-        return merge({"loss": Sum(0.0)}, *self.placement.in_order(list(unpack_metrics(labels, read))))
+        return merge({"loss": Sum(0.0)}, *self.placement.gather_results(list(unpack_metrics(labels, read))))
 
     def _dropout(self, training: bool) -> AbstractContextManager[None]:
         """Around a pass: in training the dropout of an adapter is on, with draws of this pass alone."""

@@ -10,7 +10,7 @@ import os
 from typing import Any
 
 from whet.errors import ConfigError
-from whet.parallel.comm import world_size
+from whet.parallel.torchrun_env import world_size
 
 __all__ = ["apply_launcher"]
 
