@@ -228,14 +228,15 @@ def cluster(
     rollout=None,
     tokenizer=None,
     lr=1e-2,
+    front=whet,
     **training,
 ):
     """A cluster of tiny models; `training` are fields of RLTrainingConfig, `rollout` those of RolloutConfig, or one
-    for each Mode."""
+    for each Mode; `front` has the classes: whet or whet.tunix."""
     options = {"actor_optimizer": OptimConfig(lr=lr), "pbar_description": None, **training}
     if not any(isinstance(k, Mode) for k in rollout or {}):
-        rollout = RolloutConfig(**{"max_tokens_to_generate": 8, "temperature": 1.0, **(rollout or {})})
-    return RLCluster(
+        rollout = front.RolloutConfig(**{"max_tokens_to_generate": 8, "temperature": 1.0, **(rollout or {})})
+    return front.RLCluster(
         actor=tiny_model() if actor is None else actor,
         reference=reference,
         critic=critic,
@@ -243,10 +244,13 @@ def cluster(
         reward_tokenizer=reward_tokenizer,
         teacher=teacher,
         tokenizer=tokenizer or byte_tokenizer(),
-        cluster_config=ClusterConfig(
-            rollout_engine=engine, rollout_config=rollout, training_config=RLTrainingConfig(**options)
+        cluster_config=front.ClusterConfig(
+            rollout_engine=engine, rollout_config=rollout, training_config=front.RLTrainingConfig(**options)
         ),
     )
+
+
+tunix_cluster = functools.partial(cluster, front=whet.tunix)
 
 
 def length_reward(completions, **_):

@@ -160,9 +160,6 @@ class RolloutConfig:
     eos_tokens: tuple[Int, ...] | None = None
     """Ids that end a completion and are part of it; None = the model's and the tokenizer's."""
 
-    return_logprobs: Bool = False
-    """Fill RolloutOutput.logprobs. The engine records them and training uses them either way."""
-
     min_p: Float = 0.0
     """Drop tokens less likely than this share of the likeliest. 0.0 = off."""
     repetition_penalty: Float = 1.0

@@ -13,7 +13,6 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from torch import Tensor
 
-from whet.config.length_aliases import one_length
 from whet.errors import EngineError, lookup_error
 from whet.ops.support import Support
 from whet.types import FinishReason
@@ -99,8 +98,6 @@ class Sampling:
     return_logits: bool = False
     """Keep the raw logits of each drawn token (float32 [C, V]): for inspection, not for training."""
 
-
-Sampling.__init__ = one_length("max_tokens")(Sampling.__init__)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def support_of(sampling: Sampling) -> Support:

@@ -69,7 +69,6 @@ def make_engine(
     config: RolloutConfig,
     decode: Callable[[Sequence[int]], str],
     tokenizer: Any,
-    mesh: Any = None,
     samplings: Sequence[Sampling] = (),
     generation_kwargs: Iterable[str] = (),
     grammars: Grammars | None = None,
@@ -78,8 +77,7 @@ def make_engine(
 
     Args:
         spec: a name from ENGINES, "package.module:Class", a class or a partial. A class with `submit` and `step` is
-            called as cls(loaded, decode=...), "vllm" and "sglang" with config=; one with Tunix's `generate` as
-            cls(rollout_actor=..., tokenizer=..., mesh=..., rollout_config=...).
+            called as cls(loaded, decode=...), "vllm" and "sglang" with config=.
         loaded: the policy. config: the rollout's. decode: ids to text.
         samplings: of each mode, what the engine will be asked for; those of other packages check it now.
         generation_kwargs: names of transformers' options that it will be asked for besides.
@@ -113,7 +111,10 @@ def make_engine(
         )
     kind = made.func if isinstance(made, functools.partial) else made
     if inspect.isclass(kind) and not callable(inspect.getattr_static(kind, "submit", None)):
-        return _of_tunix(made, loaded, tokenizer, mesh, config)
+        raise ConfigError(
+            f"the engine {kind.__name__} has no submit; derive it from SimpleEngine, where you write complete alone; "
+            "whet.tunix.RLCluster takes a class with Tunix's generate"
+        )
     engine = made(loaded, **options)
     if missing := [n for n in dir(RolloutEngine) if n[0] != "_" and not hasattr(engine, n)]:
         raise ConfigError(
@@ -121,16 +122,6 @@ def make_engine(
             "write complete alone, or from QueueEngine, where you write step alone (whet.rollout.queue_engine)"
         )
     return engine
-
-
-def _of_tunix(made: Any, loaded: LoadedModel, tokenizer: Any, mesh: Any, config: RolloutConfig) -> RolloutEngine:
-    """A rollout class of Tunix's form, called with Tunix's arguments, as an engine."""
-    from whet.rollout.compat import BaseRolloutAdapter, TokenizerAdapter, prompt_text
-
-    module = loaded.module
-    inner = made(rollout_actor=module, tokenizer=TokenizerAdapter(tokenizer), mesh=mesh, rollout_config=config)
-    decode = functools.partial(prompt_text, tokenizer)
-    return BaseRolloutAdapter(inner, decode=decode, module=module, rollout_config=config)
 
 
 def _warn_unused(spec: Any, config: RolloutConfig) -> None:

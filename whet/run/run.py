@@ -70,7 +70,6 @@ class Run(Giving):
         roles: the models; the run makes that of the first trained one.
         config: where it is written (run_dir, loggers), when it is evaluated and saved, when it ends.
         observers: told of each event, after the task.
-        perf_config: PerfMetricsOptions; None = no timeline.
 
     Raises: ConfigError: an observer that is not an Observer.
     """
@@ -83,9 +82,8 @@ class Run(Giving):
         config: TrainingConfig,
         *,
         observers: Iterable[Observer] = (),
-        perf_config: Any = None,
     ) -> None:
-        self.task, self.roles, self.config, self.perf_config = task, roles, config, perf_config
+        self.task, self.roles, self.config = task, roles, config
         self.checkpoints = roles.checkpoints
         self.control = TrainerControl()
         self.step = 0
@@ -202,7 +200,7 @@ class Run(Giving):
             self.rows = self.folder.rows()
         log_run_length(c, self.stream, self.step)
         self._begun_at, total, size = self.step, self.total_steps, self.stream.batch_size
-        self.timeline = trace_folder(self.perf_config, c.run_dir)
+        self.timeline = trace_folder(c.perf_metrics_options, c.run_dir)
         self.profiler.expect(None if total is None else total - self.step)
         for role, trainer in self.roles.trainers.items():
             trainer.worker.plan(None if total is None else self.task.total_updates(role, total, size))
