@@ -11,8 +11,9 @@ import pytest
 import torch
 from transformers import PhiConfig, PhiForCausalLM, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
-from whet.cluster import RLCluster
-from whet.config import ClusterConfig, Mode, OptimConfig, RLTrainingConfig, RolloutConfig
+import whet
+import whet.tunix
+from whet.config import Mode, OptimConfig
 from whet.data.tokenizer import byte_tokenizer
 from whet.ops import AdvantageInputs, Objective, clipped_surrogate, reference_kl, sampler_importance
 from whet.types import Completion, Group, Prompt, TokenBatch
@@ -251,6 +252,13 @@ def cluster(
 
 
 tunix_cluster = functools.partial(cluster, front=whet.tunix)
+
+
+def drawn(c, texts, *, mode=Mode.TRAIN, **options):
+    """The token ids that a cluster draws for texts: a list for each."""
+    encode = c.encoder(mode)
+    prompts = [encode({"prompt": text}, i) for i, text in enumerate(texts)]
+    return [g.completions[0].tokens.tolist() for g in c.sample(prompts, mode=mode, **options)]
 
 
 def length_reward(completions, **_):

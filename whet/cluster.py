@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from whet.config import ClusterConfig, Mode, RLTrainingConfig, Role, RoleConfig, RolloutConfig
-from whet.config.base import need
+from whet.config.base import check_instance
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
 from whet.errors import ConfigError, raise_all
@@ -79,7 +79,7 @@ class RLCluster(RoleWorkers):
         cluster_config: ClusterConfig,
         module_dtype: str | None = None,
     ) -> None:
-        need(cluster_config, ClusterConfig, "cluster_config")
+        check_instance(cluster_config, ClusterConfig, "cluster_config")
         super().__init__(
             cluster_config.training_config,
             role_to_mesh=cluster_config.role_to_mesh,
@@ -244,7 +244,7 @@ class RLCluster(RoleWorkers):
 
     def encoder(self, mode: Mode = Mode.TRAIN, **options: Any) -> PromptEncoder:
         """What turns data rows into Prompts under a mode's limits; `options` are PromptEncoder's."""
-        return PromptEncoder.of(self.tokenizer, self.rollout_for(mode), **options)
+        return PromptEncoder.from_config(self.tokenizer, self.rollout_for(mode), **options)
 
     # ---- sampling ------------------------------------------------------------------------------------------------
 

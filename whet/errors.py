@@ -9,7 +9,8 @@ WhetError
 ├── TrainingError    (RuntimeError)  a run whose numbers went wrong: gradients that are not finite
 └── CheckpointError  (RuntimeError)  saving, loading, resuming
 
-A message says the value, the rule and the fix.
+A message says the value, the rule and the fix. Some errors hold the fix apart, under the key of the configuration that
+it names: a front (whet.trl) finds its own words by that key.
 """
 
 from __future__ import annotations
@@ -35,7 +36,21 @@ __all__ = [
 
 
 class WhetError(Exception):
-    """Base of every error that whet raises on purpose."""
+    """Base of every error that whet raises on purpose.
+
+    Args:
+        message: the value and the rule.
+        fix: what to do; `str()` is "message; fix".
+        key: the key of the configuration that the fix names, where a front has a fix of its own for it.
+        values: what such a fix may quote, by name.
+
+    >>> str(WhetError("the row has 9 tokens", fix="raise data.max_length", key="data.max_length"))
+    'the row has 9 tokens; raise data.max_length'
+    """
+
+    def __init__(self, *message: object, fix: str = "", key: str = "", **values: object) -> None:
+        self.fix, self.key, self.values = fix, key, values
+        super().__init__(*([f"{message[0]}; {fix}"] if fix else message))
 
 
 class ConfigError(WhetError, ValueError):

@@ -96,7 +96,7 @@ def test_masks_equal_brute_force_at_every_text_within_reach(grammars, pattern, s
         matcher, text = waiting.pop()
         want = oracle(pattern, text, stops)
         assert ids_of(matcher.allowed) == want, text
-        assert matcher.ended == (None if want else "stop")
+        assert matcher.finish_reason == (None if want else "stop")
         for token in want - {*stops}:
             longer = text + WORDS[token]
             if len(longer) <= 4 and not {*longer} - {*LETTERS} and longer not in seen:

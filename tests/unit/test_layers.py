@@ -16,12 +16,12 @@ LAYERS = [
     {"rewards", "envs"},
     {"train"},
     {"hub"},
-    {"run", "tunix.metrics_buffer", "tunix.verbs"},
+    {"run"},
     {"evaluation"},
     {"cluster"},
     {"learners"},
     {"demo"},
-    {"cli", "__main__", "trl", "torchrl", "rl2", "tunix"},
+    {"cli", "__main__", "trl", "torchrl", "rl2", "tunix", "fronts"},
 ]
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 

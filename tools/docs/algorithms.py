@@ -12,7 +12,7 @@ from typing import Any
 from tools.docs.table import table
 from whet.config import GRPOConfig, PolicyConfig, PPOConfig, field_docs
 from whet.config.base import choices
-from whet.learners.objective import keywords_of
+from whet.learners.objective import keyword_arguments
 from whet.ops import (
     ADVANTAGE_ESTIMATORS,
     CORRECTIONS,
@@ -97,7 +97,7 @@ def _doc(fn: Callable[..., Any]) -> str:
 
 def _parameters(fn: Callable[..., Any]) -> str:
     """The fields that a function takes, with their defaults, and what its name fixes."""
-    taken = keywords_of(fn)
+    taken = keyword_arguments(fn)
     defaults = {f.name: f.default for cls in (PPOConfig, PolicyConfig) for f in fields(cls)}
     words = [f"`{name}={default}`" for name, default in defaults.items() if name in taken]
     fixed = fn.keywords if isinstance(fn, functools.partial) else {}
@@ -122,4 +122,3 @@ def page() -> str:
         if field in _OF_ALL:
             parts.append(f"Source: {source(_OF_ALL[field])}\n")
     return "\n".join(parts)
-

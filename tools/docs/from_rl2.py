@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from tools.docs.table import table
-from whet.rl2.keys import KEYS, Key, effect_of
+from whet.fronts.field import Field
+from whet.rl2.keys import KEYS, effect_of
 
 __all__ = ["page"]
 
@@ -178,7 +179,7 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def _place(key: Key) -> str:
-    if key.to:
-        return ", ".join(f"`{name.strip()}`" for name in key.to.split(","))
+def _place(key: Field) -> str:
+    if key.key:
+        return ", ".join(f"`{name.strip()}`" for name in key.key.split(","))
     return effect_of(key)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tools.docs.table import table
+from tools.docs.table import legend, table
+from whet.fronts.field import Table
 from whet.trl.config.dpo import DPO_FIELDS, OLD_DPO_FIELDS
-from whet.trl.config.field import STATES, Table
 from whet.trl.config.grpo import COMPAT, GRPO_FIELDS, OLD_GRPO_FIELDS
 from whet.trl.config.kto import KTO_FIELDS
 from whet.trl.config.reward import REWARD_FIELDS
@@ -195,7 +195,7 @@ def page() -> str:
     parts = [
         _INTRO,
         _SUPERVISED,
-        "## The fields\n\n" + "\n".join(f"- *{state}*: {words}." for state, words in STATES.items()) + "\n",
+        f"## The fields\n\n{legend(row for fields in PAGES.values() for row in fields.values())}\n",
     ]
     for heading, fields in PAGES.items():
         rows = [(f"`{name}`", f"`{row.default!r}`", row.state, row.note) for name, row in fields.items()]

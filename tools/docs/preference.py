@@ -11,7 +11,7 @@ from tools.docs.algorithms import equation, source
 from tools.docs.table import table
 from whet.config import PreferenceConfig, RewardModelConfig
 from whet.config.base import choices, field_docs
-from whet.learners.objective import keywords_of
+from whet.learners.objective import keyword_arguments
 from whet.ops.preference import F_DIVERGENCES, PREFERENCE_LOSSES, REWARD_LOSSES, needs_of
 
 __all__ = ["PREFERENCE_KNOWN", "page"]
@@ -72,7 +72,7 @@ columns (`StepColumns`), and with `policy_pass=True` the policy is read before t
 
 def _parameters(fn: Callable[..., Any], config: type) -> str:
     """The fields that a function takes, with their defaults, and what its name fixes."""
-    taken = keywords_of(fn)
+    taken = keyword_arguments(fn)
     words = [f"`{f.name}={f.default}`" for f in fields(config) if f.name in taken]
     fixed = fn.keywords if isinstance(fn, functools.partial) else {}
     return ", ".join([*words, *(f"{name} = {value}" for name, value in fixed.items())])
@@ -118,4 +118,3 @@ def page() -> str:
         _OWN,
     ]
     return "\n".join(parts)
-

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from whet.cli.generate import OutputError, open_sampler, sampling_keys, show
-from whet.config.base import check
-from whet.config.generate import ChatConfig, check_sampled, sampled_short
-from whet.config.loader import tree
+from whet.config.base import config_from_dict
+from whet.config.generate import ChatConfig, check_sampling, sampling_shorthands
+from whet.config.loader import parse_config_args
 from whet.errors import ConfigError, DataError, WhetError, format_exception, lookup_error
 from whet.rollout.base import Sampling
 from whet.rollout.sampler import Sampler
@@ -146,12 +146,14 @@ class Chat:
         own = {f.name: getattr(self.config, f.name) for f in dataclasses.fields(self.config)}
         live = sorted(own.keys() & {"max_tokens", "seed", *sampling_keys(self.config)})
         parts = _words(words)
-        given = tree(
-            ["=".join(parts)] if len(parts) == 2 and "=" not in words else parts, sampled_short(ChatConfig), ChatConfig
+        given = parse_config_args(
+            ["=".join(parts)] if len(parts) == 2 and "=" not in words else parts,
+            sampling_shorthands(ChatConfig),
+            ChatConfig,
         )
         if wrong := given.keys() - live:
             raise lookup_error("setting", min(wrong), live)
-        config = check(ChatConfig, {**own, **given})
+        config = config_from_dict(ChatConfig, {**own, **given})
         self.sampler.sampling(**sampling_keys(config))
         self.config = config
         return ", ".join(f"{name}={getattr(config, name)}" for name in live if getattr(config, name) != ())
@@ -162,7 +164,7 @@ def chat(config: ChatConfig) -> None:
 
     Raises: ConfigError: no model, no standard input. OutputError: an answer can't be printed.
     """
-    check_sampled(config)
+    check_sampling(config)
     with open_sampler(config, max_batch_size=1) as sampler:
         talk = Chat(sampler, config)
         if not talk.templated:

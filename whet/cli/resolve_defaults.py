@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from whet.config import Mode, RunConfig, SupervisedRunConfig
 from whet.config.run_sections import NEW_TOKENS
-from whet.data.lengths import Spread, check_prompt_lengths
-from whet.data.prompt_stream import encode_all, first_of, has_places, is_batch, unbatch
+from whet.data.lengths import LengthStats, check_prompt_lengths
+from whet.data.prompt_stream import encode_all, first_row, has_random_access, is_batch, unbatch
 from whet.data.prompts import PromptEncoder, find_prompt_column
-from whet.data.templates import DAY, goes_through, writes_date
+from whet.data.templates import DAY, uses_chat_template, writes_date
 from whet.data.tokenizer import load_tokenizer
 from whet.errors import ConfigError, DataError
 from whet.models.config_sizes import read_positions
@@ -63,7 +63,7 @@ def resolve_defaults(config: RunConfig, train: Any, evaluation: Any) -> Resolved
     encoders = {mode: make_encoder(config, tokenizer, mode) for mode in sets}
     ready = {mode: _encode(encoders[mode], rows) if are_rows[mode] else rows for mode, rows in sets.items()}
     if config.rollout.open_lengths:
-        spread = Spread()
+        spread = LengthStats()
         for mode, rows in ready.items():
             prompts = rows if are_rows[mode] else _prompts_of_batches(encoders[mode], rows, config)
             spread.extend(len(p.tokens) for p in prompts)
@@ -88,7 +88,7 @@ def _encode(encode: PromptEncoder, rows: Any) -> Sequence[Prompt]:
 
 def _are_rows(data: Any, prompt_column: str | None) -> bool:
     """Whether data are rows with a length, which are encoded at once."""
-    return has_places(data) and not is_batch(first_of(data), prompt_column)
+    return has_random_access(data) and not is_batch(first_row(data), prompt_column)
 
 
 def _prompts_of_batches(encode: PromptEncoder, data: Any, config: RunConfig) -> Sequence[Prompt]:
@@ -96,7 +96,7 @@ def _prompts_of_batches(encode: PromptEncoder, data: Any, config: RunConfig) -> 
 
     Raises: ConfigError: the limit of a stream is not set.
     """
-    if has_places(data):
+    if has_random_access(data):
         return _encode(encode, [row for batch in data for row in unbatch(batch, config.data.prompt_column)])
     if config.rollout.max_prompt_length is None:
         raise ConfigError(
@@ -112,7 +112,7 @@ def with_template(config: C, tokenizer: PreTrainedTokenizerBase, rows: Any) -> C
     options = (config.rollout if isinstance(config, RunConfig) else config.data).chat_template_kwargs
     applied = data.apply_chat_template
     if applied == "auto":
-        applied = goes_through(tokenizer, options)
+        applied = uses_chat_template(tokenizer, options)
         if applied and plain:
             log.info(
                 "chat template: each plain-text prompt is a user's turn in it (data.apply_chat_template=auto; false "
@@ -136,7 +136,7 @@ def _with_day(config: C) -> C:
 
 def _plain(config: RunConfig | SupervisedRunConfig, rows: Any) -> bool:
     """Whether the first row's prompt is a text."""
-    first = first_of(rows)
+    first = first_row(rows)
     if not isinstance(first, dict):
         return False
     try:
@@ -152,14 +152,14 @@ def make_encoder(config: RunConfig, tokenizer: PreTrainedTokenizerBase, mode: Mo
     """The encoder of a run's rows. Args: config: apply_chat_template is not "auto". mode: of the sampling."""
     rollout = config.rollout.for_mode(mode)
     if rollout.env_path is None:
-        return PromptEncoder.of(tokenizer, rollout, config.data)
+        return PromptEncoder.from_config(tokenizer, rollout, config.data)
     from whet.envs import load_script  # which imports torch: `whet data` seldom needs it
 
     script = load_script(rollout.env_path, turns=rollout.max_turns)
-    return PromptEncoder.of(tokenizer, rollout, config.data, tools=script.tools)
+    return PromptEncoder.from_config(tokenizer, rollout, config.data, tools=script.tools)
 
 
-def with_lengths(config: RunConfig, spread: Spread) -> RunConfig:
+def with_lengths(config: RunConfig, spread: LengthStats) -> RunConfig:
     """The configuration with both lengths.
 
     Args: config: of the run. spread: lengths of its prompts; empty = they are not known, and their limit is set.
@@ -189,7 +189,7 @@ def with_lengths(config: RunConfig, spread: Spread) -> RunConfig:
     return dataclasses.replace(config, rollout=dataclasses.replace(rollout, **lengths))
 
 
-def _log_lengths(config: RunConfig, spread: Spread, *, may_be_short: bool) -> None:
+def _log_lengths(config: RunConfig, spread: LengthStats, *, may_be_short: bool) -> None:
     """Logs the lengths. Args: may_be_short: whether a small context was allowed to lower max_tokens_to_generate."""
     rollout = config.rollout
     most: int | None = rollout.max_tokens_to_generate

@@ -13,9 +13,17 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from whet.data.lengths import Spread
-from whet.data.row_schema import options_of, refuse_images, text_of, turns
-from whet.data.template_check import Shown, changed_words
+from whet.data.lengths import LengthStats
+from whet.data.row_schema import (
+    EMPTY_PROMPT,
+    check_no_images,
+    check_text,
+    has_text,
+    message_text,
+    normalize_messages,
+    template_options,
+)
+from whet.data.template_check import RenderedText, find_changed_text
 from whet.data.templates import ChatTemplate
 from whet.errors import ConfigError, DataError, format_value, lookup_error, nearest
 from whet.types import Message, Prompt
@@ -25,7 +33,7 @@ if TYPE_CHECKING:
 
     from whet.config import DataConfig, RolloutConfig
 
-__all__ = ["Answered", "LongPrompt", "PromptEncoder", "find_prompt_column", "said_by"]
+__all__ = ["Answered", "LongPrompt", "PromptEncoder", "find_prompt_column"]
 
 log = logging.getLogger("whet")
 
@@ -33,13 +41,22 @@ LongPrompt = Literal["error", "truncate_left", "drop"]
 """How to treat a prompt over the limit."""
 Answered = Literal["error", "take_off", "continue"]
 """How to treat a conversation whose last turn is the assistant's."""
-OF_DATA = ("prompt_column", "apply_chat_template", "system_prompt", "on_template_change", "on_answered")
+DATA_FIELDS = ("prompt_column", "apply_chat_template", "system_prompt", "on_template_change", "on_answered")
 """Fields of the section data that an encoder takes."""
 ANSWER = "answer"
 """The column that an answer becomes which is taken off a conversation."""
 PROMPT_COLUMNS = ("prompt", "prompts", "messages", "question", "conversations")
 """Names of the prompt column, in the order of preference."""
-GIVEN = ("advantages", "completion_ids", "completions", "mode", "prompt_ids", "prompts", "rewards", "trajectory_ids")
+RESERVED_COLUMNS = (
+    "advantages",
+    "completion_ids",
+    "completions",
+    "mode",
+    "prompt_ids",
+    "prompts",
+    "rewards",
+    "trajectory_ids",
+)
 """Keywords that reward and metric functions are given besides the columns: no column may have such a name."""
 
 
@@ -65,18 +82,6 @@ def find_prompt_column(columns: Iterable[str], prompt_column: str | None = None,
         f"{'' if row is None else f'row {row}: '}no prompt column ({' or '.join(wanted)}) among the columns "
         f"{', '.join(columns)}{hint}{'' if hint.endswith('?') else ';'} {way}"
     )
-
-
-def said_by(message: Message) -> str:
-    """The text of a message, its parts joined.
-
-    >>> said_by({"role": "user", "content": [{"type": "text", "text": "2+2"}, "="]})
-    '2+2='
-    """
-    content = message.get("content")
-    if isinstance(content, str) or not content:
-        return content or ""
-    return "".join(part if isinstance(part, str) else str(part.get("text", "")) for part in content)
 
 
 class _Read(NamedTuple):
@@ -161,10 +166,10 @@ class PromptEncoder:
         self.reset_counts()
         self._all = False
         if apply_chat_template:
-            self.template.need()
+            self.template.require()
 
     @classmethod
-    def of(
+    def from_config(
         cls,
         tokenizer: PreTrainedTokenizerBase,
         rollout: RolloutConfig,
@@ -175,7 +180,7 @@ class PromptEncoder:
 
         Args: tokenizer: of transformers. rollout: of the mode. data: None = what options say. options: further ones.
         """
-        of_data = {} if data is None else {name: getattr(data, name) for name in OF_DATA}
+        of_data = {} if data is None else {name: getattr(data, name) for name in DATA_FIELDS}
         return cls(
             tokenizer,
             chat_template_kwargs=rollout.chat_template_kwargs,
@@ -187,7 +192,7 @@ class PromptEncoder:
     def reset_counts(self) -> None:
         """Starts to count anew, for another data set."""
         self.counts = {"encoded": 0, "dropped": 0, "truncated": 0, "changed": 0}
-        self.spread = Spread()
+        self.spread = LengthStats()
         """Tokens of each prompt, before any is cut or left out."""
         self._warned_of_empty = False
 
@@ -206,7 +211,7 @@ class PromptEncoder:
         read = self._read(row, number)
         return self._prompt(read, self._ids([read])[0])
 
-    def many(self, rows: Sequence[Any], first: int = 0) -> list[Prompt | None]:
+    def encode_batch(self, rows: Sequence[Any], first: int = 0) -> list[Prompt | None]:
         """Several rows as Prompts, as one after the other makes them; the tokenizer is called once for all of them.
 
         Args: rows: see `__call__`. first: the place of the first in the data set.
@@ -237,7 +242,7 @@ class PromptEncoder:
         columns = {column: value for column, value in row.items() if column != name}
         if not isinstance(source, str) and source[-1]["role"] == "assistant":
             source, columns = self._unanswered(source, columns, number)
-        return _Read(number, source, columns, self._text(source, options_of(row, number), number))
+        return _Read(number, source, columns, self._text(source, template_options(row, number), number))
 
     def _ids(self, read: Sequence[_Read]) -> list[list[int]]:
         """The ids that the model is given, of each; a template writes the special tokens itself."""
@@ -257,13 +262,9 @@ class PromptEncoder:
             raise DataError(
                 f"row {number}: the prompt {format_value(source)} has no tokens; leave the row out, or fill it"
             )
-        if not self._warned_of_empty and not any(said_by(m).strip() for m in self.messages(source)):
+        if not self._warned_of_empty and not has_text(self.messages(source)):
             self._warned_of_empty = True
-            log.warning(
-                "row %d: the prompt is empty, so the model is asked nothing; fill it, or leave such rows out (only the "
-                "first is named)",
-                number,
-            )
+            log.warning(EMPTY_PROMPT, number)
         ids = np.asarray(tokens, dtype=np.int32)
         ids.setflags(write=False)
         prompt = self._fit(Prompt(tokens=ids, source=source, columns=read.columns, row=number))
@@ -298,15 +299,15 @@ class PromptEncoder:
             yield
         finally:
             self._all = False
-        if self.on_long_prompt == "error" and (over := self.told_over()):
+        if self.on_long_prompt == "error" and (over := self.describe_over_limit()):
             raise DataError(f"{over}; {self._way_on(self.spread.longest)}")
 
-    def told_over(self) -> str:
+    def describe_over_limit(self) -> str:
         """How many prompts were over the limit, the longest, and what 95 % of all have; "" where none was."""
         limit = self.max_prompt_length
-        return "" if limit is None else self.spread.told_over(limit, f"{self._rollout}max_prompt_length")
+        return "" if limit is None else self.spread.describe_over(limit, f"{self._rollout}max_prompt_length")
 
-    def told_fate(self) -> str:
+    def describe_fate(self) -> str:
         """What was done with prompts over the limit."""
         return f"{self.counts['truncated']} cut on the left, {self.counts['dropped']} left out"
 
@@ -316,8 +317,8 @@ class PromptEncoder:
 
     def describe_counts(self) -> str:
         """How many prompts were over the limit or are changed by the chat template, for the log; "" if none was."""
-        over, changed = self.told_over(), self.counts["changed"]
-        found = [f"{over} ({self.told_fate()})"] if over else []
+        over, changed = self.describe_over_limit(), self.counts["changed"]
+        found = [f"{over} ({self.describe_fate()})"] if over else []
         return "; ".join([*found, *([f"the chat template changes what {changed} of them say"] if changed else [])])
 
     def _way_on(self, length: int) -> str:
@@ -334,19 +335,19 @@ class PromptEncoder:
             found.insert(0, {"role": "system", "content": self.system_prompt})
         return found
 
-    def rendered(self, messages: list[Message], row: int, columns: Mapping[str, Any] | None = None) -> Shown:
+    def render(self, messages: list[Message], row: int, columns: Mapping[str, Any] | None = None) -> RenderedText:
         """A conversation as the chat template writes it, the assistant's turn open; a last one of its own is continued.
 
         Args: messages: at least one. row: for the message of an error. columns: of the row, which may have tools and
             chat_template_kwargs.
         Raises: DataError: the template refuses it.
         """
-        return self._rendered(messages, {} if columns is None else options_of(columns, row), row)
+        return self._render(messages, {} if columns is None else template_options(columns, row), row)
 
-    def _rendered(self, messages: list[Message], own: Mapping[str, Any], row: int) -> Shown:
+    def _render(self, messages: list[Message], own: Mapping[str, Any], row: int) -> RenderedText:
         open_turn = messages[-1]["role"] == "assistant"
         options = {**own, "add_generation_prompt": not open_turn, "continue_final_message": open_turn}
-        return Shown(self.template.text(messages, row=row, **options), len(messages), options)
+        return RenderedText(self.template.text(messages, row=row, **options), len(messages), options)
 
     def _unanswered(
         self, source: list[Message], columns: dict[str, Any], number: int
@@ -354,7 +355,7 @@ class PromptEncoder:
         """A conversation to be continued, as a text; or without its last turn, the row's answer unless it has one."""
         *before, last = source
         if self.on_answered == "continue":
-            return [*before, {**last, "content": said_by(last)}], columns
+            return [*before, {**last, "content": message_text(last)}], columns
         if self.on_answered == "error":
             raise DataError(
                 f"row {number} ends with the assistant's turn {format_value(last.get('content'), 60)}: an answer, "
@@ -363,7 +364,7 @@ class PromptEncoder:
             )
         if not before:
             raise DataError(f"row {number} has no turn but the assistant's; leave it out, or give it a user's turn")
-        return before, {ANSWER: said_by(last), **columns}
+        return before, {ANSWER: message_text(last), **columns}
 
     def _text(self, source: str | list[Message], own: Mapping[str, Any], number: int) -> str:
         """The text that the tokens are made of. Args: own: the row's arguments of the template."""
@@ -381,8 +382,8 @@ class PromptEncoder:
                 )
             return str(source)
         messages = self.messages(source)
-        written = self._rendered(messages, own, number)
-        changed = changed_words(self.template, messages, [written], number)
+        written = self._render(messages, own, number)
+        changed = find_changed_text(self.template, messages, [written], number)
         if changed := changed or self._tools_left_out(messages, written, number):
             if self.on_template_change == "error":
                 raise DataError(
@@ -392,7 +393,7 @@ class PromptEncoder:
             self.counts["changed"] += 1
         return written.text
 
-    def _tools_left_out(self, messages: list[Message], written: Shown, number: int) -> str:
+    def _tools_left_out(self, messages: list[Message], written: RenderedText, number: int) -> str:
         """What is wrong where a row has tools that the template does not show; "" where it has none or shows them."""
         tools = written.options.get("tools")
         if not tools or self.template.text(messages, row=number, **{**written.options, "tools": None}) != written.text:
@@ -401,8 +402,8 @@ class PromptEncoder:
 
     def _refuse(self, row: Mapping[str, Any], name: str, number: int) -> None:
         """Raises DataError for columns that can't travel."""
-        refuse_images(row, number)
-        taken = [column for column in GIVEN if column in row and column != name]
+        check_no_images(row, number)
+        taken = [column for column in RESERVED_COLUMNS if column in row and column != name]
         if taken:
             raise DataError(
                 f"column {taken[0]!r} has the name of an argument that reward or metric functions are given; rename it"
@@ -414,10 +415,10 @@ def _source(value: Any, name: str, number: int) -> str | list[Message]:
     if isinstance(value, bytes):
         value = value.decode("utf-8", "surrogateescape")
     if isinstance(value, str):
-        return text_of(str(value), f"row {number}, column {name!r}")
+        return check_text(str(value), f"row {number}, column {name!r}")
     if not isinstance(value, list | tuple | np.ndarray) or len(value) == 0:
         raise DataError(
             f"row {number}: column {name!r} holds {type(value).__name__} {format_value(value)}; a prompt is a text or "
             "a list of messages"
         )
-    return turns(value, number)
+    return normalize_messages(value, number)

@@ -12,16 +12,16 @@ from typing import Any
 
 from whet.errors import DataError, WhetError, format_exception
 
-__all__ = ["each", "reading"]
+__all__ = ["convert_read_errors", "iterate_rows"]
 
 
 @contextmanager
-def reading(what: str, fix: str) -> Iterator[None]:
+def convert_read_errors(what: str, fix: str) -> Iterator[None]:
     """Turns what is raised inside into a DataError.
 
     Args: what: is read, for the message. fix: what to do about it.
 
-    >>> with reading("a.csv", "write it again"):
+    >>> with convert_read_errors("a.csv", "write it again"):
     ...     raise KeyError("x")
     Traceback (most recent call last):
     whet.errors.DataError: a.csv can't be read: KeyError: 'x'; write it again
@@ -34,12 +34,12 @@ def reading(what: str, fix: str) -> Iterator[None]:
         raise DataError(f"{what} can't be read: {format_exception(error)}; {fix}") from error
 
 
-def each(rows: Iterable[Any], what: str, fix: str = "fix what makes the rows") -> Iterator[Any]:
+def iterate_rows(rows: Iterable[Any], what: str, fix: str = "fix what makes the rows") -> Iterator[Any]:
     """The rows, one by one; what reading one raises is a DataError with the row's number.
 
     Args: rows: any iterable. what: holds them, for the message. fix: what to do about it.
 
-    >>> list(each(iter([1, 2]), "the data"))
+    >>> list(iterate_rows(iter([1, 2]), "the data"))
     [1, 2]
     """
     place = 0

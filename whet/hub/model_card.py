@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.config import read_yaml
-from whet.config.data import paths_of
+from whet.config.data import source_paths
 from whet.config.resume import command_of
 from whet.errors import ConfigError
 from whet.hub.base_model import find_base_model, find_licence, hub_name, read_card_metadata, trained_with_chat_template
@@ -116,7 +116,7 @@ def _section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _datasets(data: Mapping[str, Any]) -> tuple[str, ...]:
-    names = (*paths_of(data.get("path")), *paths_of(data.get("eval_path")))
+    names = (*source_paths(data.get("path")), *source_paths(data.get("eval_path")))
     return tuple(dict.fromkeys(name for path in names if (name := hub_name(path))))
 
 
@@ -209,7 +209,7 @@ def _results_for_hub(facts: CardFacts) -> list[Any]:
     from huggingface_hub import EvalResult
 
     def of(data: Mapping[str, Any], values: Mapping[str, Any], known: Sequence[str] | None = None) -> list[Any]:
-        path = next(iter(paths_of(data.get("eval_path") or data.get("path"))), "")
+        path = next(iter(source_paths(data.get("eval_path") or data.get("path"))), "")
         kind = hub_name(path)
         kind = kind if known is None or kind in known else None
         name = kind or Path(path).name or "the evaluation data of the run"
@@ -279,7 +279,7 @@ def _rate(facts: CardFacts, optim: Mapping[str, Any]) -> str:
 
 
 def _data(data: Mapping[str, Any], on_hub: Sequence[str]) -> str:
-    paths = paths_of(data.get("path"))
+    paths = source_paths(data.get("path"))
     if not paths:
         return "given from Python"
     link = lambda hub: f"[{hub}](https://huggingface.co/datasets/{hub})"
@@ -316,7 +316,7 @@ def _further(found: Mapping[str, Any]) -> str:
     """A table of `whet eval`."""
     by_source = _section(found, "by_source")
     columns = {"all": found["results"], **(by_source if len(by_source) > 1 else {})}
-    paths, sampling = paths_of(_section(found, "data").get("path")), _section(found, "sampling")
+    paths, sampling = source_paths(_section(found, "data").get("path")), _section(found, "sampling")
     named = ", ".join(hub_name(path) or Path(path).name for path in paths) or "data"
     drawn = f"{sampling.get('num_generations')} completions of each prompt at temperature {sampling.get('temperature')}"
     lines = [

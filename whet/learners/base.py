@@ -188,9 +188,13 @@ class RLLearner:
         own = type(self)
         if eval_ds is not None and own.sample is not RLLearner.sample and own.rollout is RLLearner.rollout:
             log.info("evaluation completes prompts by %s.rollout, not by its `sample`", own.__name__)
-        task = RLTask(self, eval_ds)
+        task = self.new_task(eval_ds)
         stream = None if train_ds is None else task.stream(train_ds)
         return Run(task, stream, self.cluster, self.config, observers=self.observers)
+
+    def new_task(self, eval_ds: Any = None) -> RLTask:
+        """The task of a run. Args: eval_ds: its evaluation data."""
+        return RLTask(self, eval_ds)
 
     def close(self) -> None:
         """Frees the engine and the optimizers, and ends the workers of rewards."""

@@ -13,12 +13,12 @@ import numpy as np
 
 from whet.cluster import RLCluster
 from whet.config import AlgorithmConfig, DataConfig, Mode, RLTrainingConfig, Role, dump_tree
-from whet.data.lengths import Spread, check_prompt_lengths
+from whet.data.lengths import LengthStats, check_prompt_lengths
 from whet.data.preview import prompt_lines
 from whet.data.prompt_stream import PromptStream, compute_checksums, unbatch
 from whet.data.prompts import PromptEncoder
 from whet.data.sources import load_rows
-from whet.data.text_parts import decoded
+from whet.data.text_parts import decode_ids
 from whet.envs import Script
 from whet.errors import DataError
 from whet.evaluation.estimators import pass_at_k, settled_ks
@@ -173,7 +173,7 @@ class RLTask(Task):
         """Raises DataError: a prompt leaves no room for its completion, or has an id that the model does not know."""
         config, module = self.cluster.rollout_for(mode), self.cluster.actor.module
         longest = max(prompts, key=lambda p: len(p.tokens)).row if prompts else None
-        lengths = Spread(len(p.tokens) for p in prompts)
+        lengths = LengthStats(len(p.tokens) for p in prompts)
         check_prompt_lengths(lengths, max_positions(module), config.max_tokens_to_generate, row=longest)
         vocabulary = int(module.get_input_embeddings().weight.shape[0])  # pyright: ignore
         for p in prompts:
@@ -287,7 +287,7 @@ class RLTask(Task):
 
     def _store(self, run: Observed, step: int, mode: Mode, rewarded: RewardBatch, batch: TokenBatch) -> None:
         """Keeps the completions of a step."""
-        decode = functools.partial(decoded, self.cluster.tokenizer)
+        decode = functools.partial(decode_ids, self.cluster.tokenizer)
         run.keep_completions(step, mode, *completion_columns(rewarded, batch, decode))
 
     # ---- evaluation ----------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from whet.config import Mode, OptimConfig, SupervisedConfig, SupervisedDataConfig, dump_tree
-from whet.data.lengths import Spread
+from whet.data.lengths import LengthStats
 from whet.data.preview import example_lines
 from whet.data.prompt_stream import PromptStream, compute_checksums
 from whet.data.sources import load_rows
@@ -165,10 +165,11 @@ class SupervisedTask(Task):
         """Refuses what the model can't read, and raises the token budget to what must stay together."""
         positions, ids = self.models.positions, self.models.trained.loaded.num_ids
         each = [[len(s.prefix) + len(s.tokens) for s in example.sequences] for example in examples]
-        spread, longest = Spread(map(max, each)), 0
-        if positions is not None and (over := spread.told_over(positions, "the model's max_position_embeddings")):
+        spread, longest = LengthStats(map(max, each)), 0
+        if positions is not None and (over := spread.describe_over(positions, "the model's max_position_embeddings")):
             row = examples[int(np.argmax(list(map(max, each))))].row
-            raise DataError(f"{over} (row {row}); set data.max_length={positions} with data.on_long=truncate or drop")
+            fix = f"set data.max_length={positions} with data.on_long=truncate or drop"
+            raise DataError(f"{over} (row {row})", fix=fix, key="data.max_length", limit=positions)
         for example, lengths in zip(examples, each, strict=True):
             highest = max(int(part.max()) for s in example.sequences for part in (s.prefix, s.tokens))
             if highest >= ids:

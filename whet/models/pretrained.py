@@ -99,9 +99,10 @@ def read_model(
     except Exception as error:  # each family's config checks itself, and raises what it likes
         if not trust_remote_code and "trust_remote_code" in str(error):
             raise ConfigError(
-                f"the model at {path!r} brings Python code of its own, which you have to allow; read it, and "
-                f"set {role}.trust_remote_code=true (from Python: "
-                "RoleConfig(model=..., trust_remote_code=True))"
+                f"the model at {path!r} brings Python code of its own, which you have to allow",
+                fix=f"read it, and set {role}.trust_remote_code=true (from Python: "
+                "RoleConfig(model=..., trust_remote_code=True))",
+                key="actor.trust_remote_code",
             ) from error
         raise ConfigError(
             f"can't read a model at {path!r}: {format_exception(error)}; give a folder with a whole config.json, or a "

@@ -24,7 +24,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from whet.config import MetricsLoggerOptions
-from whet.config.loader import flat
+from whet.config.loader import flatten
 from whet.errors import ConfigError, format_exception, lookup_error, raise_all
 from whet.storage.files import make_writable_folder, open_for_append, to_json, write_atomic
 from whet.util.install import install_hint
@@ -265,7 +265,7 @@ class MLflow:
         self.run_id = self._client.create_run(experiment, run_name=options.run_name or folder.name).info.run_id
         params = [
             self._entities.Param(_plain_name(name), str(value)[: self.MAX_VALUE])
-            for name, value in flat(config).items()
+            for name, value in flatten(config).items()
             if name and value is not None  # an empty configuration is one value without a name
         ]
         for start in range(0, len(params), self.MAX_PARAMS):

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 from whet.util.streams import Stderr
-from whet.util.text_lines import fitted, joined
+from whet.util.text_lines import join_fields, wrap_text
 
 __all__ = ["Progress", "setup_logging", "sparkline"]
 
@@ -92,7 +92,7 @@ class _AboveTheBar(logging.Handler):
 
         try:
             style = "yellow" if record.levelno >= logging.WARNING else ""
-            self.console.print(Text(fitted(self.format(record), self.console.width), style=style), soft_wrap=True)
+            self.console.print(Text(wrap_text(self.format(record), self.console.width), style=style), soft_wrap=True)
         except Exception:  # as every handler: what can't be logged ends nothing
             self.handleError(record)
 
@@ -163,7 +163,7 @@ class Progress:
         if self._bar is not None:
             self._bar.update(self._task, completed=step, text=self._beside(fields))
         elif self._shown:
-            self._line = joined([self._head(step), *fields, *self._left(step)])
+            self._line = join_fields([self._head(step), *fields, *self._left(step)])
             if time.monotonic() - self._said >= self.every_s:
                 self._say()
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from whet.data.prompts import GIVEN
+from whet.data.prompts import RESERVED_COLUMNS
 from whet.errors import ConfigError, RewardError, format_exception, nearest
 from whet.rewards.checked_values import Judged, OnError, checked_rewards, judged, raised, settled
 from whet.rewards.deadline import call_in_time, late, like_here
@@ -48,7 +48,7 @@ _GOES_ON = "continues in a thread that can't be ended"
 LOOP_GRACE_S = 0.5
 """How long after the deadline an event loop may take to report which functions were late."""
 EACH = ("prompts", "completions", "prompt_ids", "completion_ids", "trajectory_ids")
-"""What functions are offered of each trajectory besides the columns of the data; `GIVEN` is all besides those."""
+"""What functions are offered of each trajectory besides the columns of the data; RESERVED_COLUMNS has more."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -155,7 +155,9 @@ def keywords(
         if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
             raise ConfigError(f"{kind} {name} takes {parameter.name!r} as a positional-only argument; remove the '/'")
         if not known and parameter.default is parameter.empty:
-            always = [word for word in offered if word in GIVEN] + [word for word in extras if word not in GIVEN]
+            always = [word for word in offered if word in RESERVED_COLUMNS] + [
+                word for word in extras if word not in RESERVED_COLUMNS
+            ]
             columns = [word for word in offered if word not in always]
             alike = [word for word in always if word.startswith(parameter.name) or parameter.name.startswith(word)]
             near = nearest(parameter.name, dict.fromkeys([*columns, *by_name, *alike]))

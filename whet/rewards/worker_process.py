@@ -27,7 +27,7 @@ from typing import Any
 from whet.errors import WhetError, format_exception
 from whet.rewards.checked_values import Judged, judged, raised
 from whet.rewards.function_info import Named
-from whet.util.streams import open_descriptors, unfailing
+from whet.util.streams import ignore_write_errors, open_descriptors
 
 __all__ = ["main", "memory_bytes"]
 
@@ -46,7 +46,7 @@ def main(number: int, trainer: int) -> None:
     open_descriptors()
     faulthandler.enable()
     connection = Connection(number)
-    with unfailing("stdout", "stderr"):
+    with ignore_write_errors("stdout", "stderr"):
         with suppress(EOFError, OSError):  # the trainer has gone, or wants no more
             _serve(connection)
         _flush()

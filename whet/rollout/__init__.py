@@ -10,8 +10,7 @@ import importlib
 import importlib.util
 import sys
 
-from whet.errors import ConfigError, lookup_error
-from whet.util.references import resolve_callable
+from whet.util.references import resolve_name
 
 __all__ = ["ENGINES", "check_engine", "resolve_engine"]
 
@@ -43,14 +42,4 @@ def resolve_engine(name: str | type) -> type:
     >>> resolve_engine("mock").__name__
     'MockEngine'
     """
-    if not isinstance(name, str):
-        return name
-    if name not in ENGINES:
-        if ":" not in name:
-            raise lookup_error("rollout engine", name, ENGINES)
-        return resolve_callable(name, "rollout engine")
-    module, _, attribute = ENGINES[name].partition(":")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"rollout engine {name!r} can't be imported: {error}; give 'package.module:Class'") from error
+    return resolve_name(name, ENGINES, "rollout engine")

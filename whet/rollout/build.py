@@ -19,9 +19,6 @@ __all__ = ["describe_engine", "grammars_of", "make_engine", "sampling_of"]
 
 log = logging.getLogger("whet")
 
-OWN_WEIGHTS = ("sglang", "vllm")
-"""Adapters of other packages' engines; they read their options from the rollout configuration."""
-
 
 def sampling_of(config: RolloutConfig, eos_ids: Sequence[int], tokenizer: Any = None) -> Sampling:
     """The sampling parameters of a rollout configuration; `eos_tokens` comes before the tokenizer's own end ids.
@@ -76,14 +73,17 @@ def make_engine(
     """The engine of a cluster.
 
     Args:
-        spec: a name from ENGINES, "package.module:Class", a class or a partial. A class with `submit` and `step` is
-            called as cls(loaded, decode=...), "vllm" and "sglang" with config=.
-        loaded: the policy. config: the rollout's. decode: ids to text.
-        samplings: of each mode, what the engine will be asked for; those of other packages check it now.
-        generation_kwargs: names of transformers' options that it will be asked for besides.
-        grammars: those of the tokenizer, where the caller has them already.
-    Returns: the engine. "embedded" becomes "hf" where the model can't take whet's attention layout or transformers'
-        options are asked for, with the reason.
+        spec: a name from ENGINES, "package.module:Class", a class or a partial. A class with the classmethod
+            `from_config(config, model, *, decode, grammars, samplings)` is built by it, another engine class as
+            cls(model, decode=...).
+        loaded: the policy.
+        config: of the rollout.
+        decode: ids -> text.
+        samplings: the Sampling of each mode; vLLM's and SGLang's adapters check them now.
+        generation_kwargs: names of further options of transformers that requests will have.
+        grammars: of the tokenizer, where the caller has them already.
+    Returns: the engine. "embedded" becomes "hf" where the model can't take whet's attention layout, or where options of
+        transformers are asked for; the reason is logged.
     """
     from whet.rollout import resolve_engine
 
@@ -96,30 +96,26 @@ def make_engine(
             log.warning("generation_kwargs (%s) are transformers' own; using 'hf'", ", ".join(asked))
             spec = "hf"
     _warn_unused(spec, config)
-    made = resolve_engine(spec)
-    options: dict[str, Any] = {"decode": decode}
-    if spec == "embedded":
-        options |= {"max_batch": config.max_batch_size, "kv_cache_tokens": config.kv_cache_tokens}
-        options |= {"native": config.native_kernels, "grammars": grammars or grammars_of(loaded, tokenizer)}
-    elif spec == "hf":
-        options |= {"batch_size": config.max_batch_size, "grammars": grammars or grammars_of(loaded, tokenizer)}
-    elif spec in OWN_WEIGHTS:
-        options |= {"config": config, "samplings": samplings}
-    if spec not in ("embedded", *OWN_WEIGHTS) and config.kv_cache_tokens is not None:
-        log.warning(
-            "rollout.kv_cache_tokens=%d has no effect: this engine does not bound its cache", config.kv_cache_tokens
-        )
-    kind = made.func if isinstance(made, functools.partial) else made
-    if inspect.isclass(kind) and not callable(inspect.getattr_static(kind, "submit", None)):
+    engine_class: Any = resolve_engine(spec)
+    cls = engine_class.func if isinstance(engine_class, functools.partial) else engine_class
+    if inspect.isclass(cls) and not callable(inspect.getattr_static(cls, "submit", None)):
         raise ConfigError(
-            f"the engine {kind.__name__} has no submit; derive it from SimpleEngine, where you write complete alone; "
+            f"the engine {cls.__name__} has no submit; derive it from SimpleEngine, where you write complete alone; "
             "whet.tunix.RLCluster takes a class with Tunix's generate"
         )
-    engine = made(loaded, **options)
+    if hasattr(engine_class, "from_config"):
+        grammars = grammars or grammars_of(loaded, tokenizer)
+        engine = engine_class.from_config(config, loaded, decode=decode, grammars=grammars, samplings=samplings)
+    else:
+        engine = engine_class(loaded, decode=decode)
     if missing := [n for n in dir(RolloutEngine) if n[0] != "_" and not hasattr(engine, n)]:
         raise ConfigError(
             f"the engine {type(engine).__name__} has no {', '.join(missing)}; derive it from SimpleEngine, where you "
             "write complete alone, or from QueueEngine, where you write step alone (whet.rollout.queue_engine)"
+        )
+    if config.kv_cache_tokens is not None and engine.stats().kv_tokens_bound is None:
+        log.warning(
+            "rollout.kv_cache_tokens=%d has no effect: this engine does not bound its cache", config.kv_cache_tokens
         )
     return engine
 

@@ -13,7 +13,7 @@ import functools
 import itertools
 import json
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,19 +46,19 @@ class Matcher:
         self._made = 0
         self.allowed = rules.all
         """uint8 [W]: the tokens that may come now, once `Grammars.refresh` has looked."""
-        self.ended: FinishReason | None = None
-        """Set where no token may come: "stop" = the language ends here; "error" = every continuation is forbidden."""
+        self.finish_reason: FinishReason | None = None
+        """Set where no token may follow: "stop" = the language ends here; "error" = every continuation is forbidden."""
 
     def copy(self) -> Matcher:
         """Another one at the same place."""
         other = Matcher(self._inner.deep_copy(), self._rules)
-        other._made, other.allowed, other.ended = self._made, self.allowed, self.ended
+        other._made, other.allowed, other.finish_reason = self._made, self.allowed, self.finish_reason
         return other
 
     def advance(self, token: int) -> bool:
         """Consumes a token. Returns: whether the text may continue with it: not with a stop id, which ends it."""
         self._made += 1
-        return self.ended is None and token not in self._rules.stops and bool(self._inner.consume_token(token))
+        return self.finish_reason is None and token not in self._rules.stops and bool(self._inner.consume_token(token))
 
     def look(self, mask: np.ndarray) -> None:
         """Records what may come. Args: mask: uint8 [W], from llguidance; the stop ids are set in it here."""
@@ -68,11 +68,11 @@ class Matcher:
             mask |= rules.stop
         self.allowed = mask
         if mask.any():
-            self.ended = None
+            self.finish_reason = None
         elif accepts:
-            self.ended = "stop"
+            self.finish_reason = "stop"
         else:
-            self.ended = "error"
+            self.finish_reason = "error"
             reason = (self._inner.get_error() or "every continuation is forbidden").splitlines()[0]
             log.warning(
                 "constraint %s: no allowed next token after %d tokens (finish_reason 'error'): %s",
@@ -129,7 +129,7 @@ class Grammars:
         """A completion's place in the language.
 
         Args: sampling: with a constraint. tokens: its tokens so far.
-        Returns: the matcher, with `allowed` and `ended` looked up.
+        Returns: the matcher, with `allowed` and `finish_reason` looked up.
         Raises: DataError: the tokens leave the language.
         """
         matcher = self._root(sampling).copy()
@@ -152,12 +152,26 @@ class Grammars:
             matcher = self.matcher(request.sampling, before)
         except DataError as error:
             raise EngineError(f"request {request.id}: {error}") from None
-        if matcher.ended is not None:
+        if matcher.finish_reason is not None:
             raise EngineError(
                 f"request {request.id}: nothing may follow its {request.offset} completion tokens under "
                 f"{request.sampling.constraint}; it is complete, don't submit it again"
             )
         return matcher
+
+    def advance(
+        self, matchers: Mapping[int, Matcher], tokens: np.ndarray, *, first: int = 0
+    ) -> dict[int, FinishReason]:
+        """Advances constrained rows by one token.
+
+        Args: matchers: by row. tokens: int [n], what rows first.. have drawn.
+        Returns: the rows after which no token may follow, with their finish_reason.
+        """
+        for row, matcher in matchers.items():
+            matcher.advance(int(tokens[row - first]))
+        if matchers:
+            self.refresh(list(matchers.values()))
+        return {row: m.finish_reason for row, m in matchers.items() if m.finish_reason is not None}
 
     def refresh(self, matchers: Sequence[Matcher]) -> None:
         """Looks up what may come now, for each of some matchers."""
@@ -167,7 +181,7 @@ class Grammars:
     def rows(self, matchers: Sequence[Matcher | None]) -> torch.Tensor:
         """uint8 [n, W]: what may come now, a row per matcher; None and ended ones allow everything."""
         free = np.full(self._width, 255, np.uint8)
-        return torch.from_numpy(np.stack([free if m is None or m.ended else m.allowed for m in matchers]))
+        return torch.from_numpy(np.stack([free if m is None or m.finish_reason else m.allowed for m in matchers]))
 
     def replay(self, sampling: Sampling, tokens: np.ndarray, sequence: np.ndarray, sampled: np.ndarray) -> torch.Tensor:
         """The masks that tokens were drawn under.
@@ -264,7 +278,7 @@ class Grammars:
         table = np.zeros((1, self._width), np.uint8)
         inner.unsafe_compute_mask_ptr(table.ctypes.data, self._width)
         root.look(table[0])
-        if root.ended is not None:
+        if root.finish_reason is not None:
             raise ConfigError(
                 f"constraint {constraint}: no allowed first token: the forbidden ids rule out every way to start it, "
                 "and it can't be empty; change the constraint, the forbidden ids or min_tokens"

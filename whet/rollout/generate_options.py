@@ -18,12 +18,12 @@ from pydantic import Field, InstanceOf
 from torch import Tensor, nn
 from transformers import GenerationConfig, StoppingCriteriaList
 
-from whet.config.base import check, config
+from whet.config.base import config, config_from_dict
 from whet.config.fields import Bool, Count, Float, Int, Number
 from whet.config.rollout import OWN_FIELDS
 from whet.errors import ConfigError, EngineError
 from whet.rollout.base import Output, Request, Sampling
-from whet.rollout.requests import completed_string
+from whet.rollout.stopping import Decode, find_end, find_stop_string
 
 __all__ = [
     "beam_search",
@@ -35,7 +35,6 @@ __all__ = [
     "processors",
 ]
 
-Decode = Callable[[Sequence[int]], str]
 TokenIds = Annotated[list[Number], Field(min_length=1)]
 Share = Annotated[Float, Field(gt=0, lt=1)]
 
@@ -72,7 +71,7 @@ def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
     whet.errors.ConfigError: generation_kwargs: unknown key num_beans; did you mean num_beams?
     """
     try:
-        return vars(check(_Options, options, short=OWN_FIELDS))
+        return vars(config_from_dict(_Options, options, short=OWN_FIELDS))
     except ConfigError as error:
         raise ConfigError(f"generation_kwargs: {error}") from None
 
@@ -206,11 +205,8 @@ def _output(module: nn.Module, request: Request, row: Tensor, decode: Decode | N
     """What a request is given: its beam, cut where it ended, under the model's own logprobs."""
     sampling, prompt = request.sampling, len(request.tokens)
     made = row[prompt:].tolist()
-    end = next((i + 1 for i, t in enumerate(made) if t in sampling.stop_ids), None)
-    if sampling.stop and decode is not None:
-        length = end or len(made)
-        end = completed_string(decode, made[:length], sampling.stop, fresh=length) or end
-    tokens = made[:end]
+    length, reason = find_end(sampling, made, new=len(made), decode=decode) or (len(made), "length")
+    tokens = made[:length]
     ids = row[None, : prompt + len(tokens)]
     logits = module(input_ids=ids, use_cache=False).logits[0, prompt - 1 : -1].float()
     logprobs = logits.log_softmax(-1).gather(1, ids[0, prompt:, None]).squeeze(1)
@@ -219,7 +215,7 @@ def _output(module: nn.Module, request: Request, row: Tensor, decode: Decode | N
         tokens=np.array(tokens, np.int32),
         logprobs=logprobs.cpu().numpy(),
         versions=np.full(len(tokens), version, np.int32),
-        finish_reason="length" if end is None else "stop",
+        finish_reason=reason,
         logits=logits.cpu().numpy() if sampling.return_logits else None,
     )
 
@@ -230,7 +226,7 @@ def _stop_strings(decode: Decode, stop: Sequence[str], prompt: int) -> Any:
 
     def look(ids: Tensor, scores: Any, **_: Any) -> Tensor:
         rows = [tuple(row) for row in ids[:, prompt:].tolist()]
-        ended.update(row for row in rows if row[:-1] in ended or completed_string(decode, row, stop, fresh=1))
+        ended.update(row for row in rows if row[:-1] in ended or find_stop_string(decode, row, stop, new=1))
         return torch.tensor([row in ended for row in rows], device=ids.device)
 
     return look

@@ -1,14 +1,11 @@
-"""What every engine does with a request: the check, the distribution it asks for, and its end by a stop string.
+"""Checks that every engine makes of a request, and SamplingPlan: the distribution that a request asks for.
 
-Prompts that could never fit the model are found before the first rollout: a run would end at the step that meets one.
-
-Left out on purpose: draws (whet.rollout.engine.sampler), what one engine alone refuses, and prompts of a stream,
-which are not known before: the engine refuses those one by one.
+Left out on purpose: drawing (engine/sampler.py), and what only one engine refuses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,13 +13,8 @@ import numpy as np
 from whet.errors import ConfigError, EngineError, lookup_error
 from whet.ops.support import Support
 from whet.rollout.base import Request, Sampling, support_of
-from whet.rollout.text import INCOMPLETE
 
-__all__ = ["SamplingPlan", "check_request", "completed_string", "make_plan"]
-
-SLACK = 8
-"""Characters at the start of a decoded tail, and at its joint with new tokens, that may differ from the whole text's:
-a space that is taken off, a character begun before, an apostrophe that pulls a space out."""
+__all__ = ["SamplingPlan", "check_ids", "check_request", "make_plan"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,58 +45,13 @@ def make_plan(sampling: Sampling) -> SamplingPlan:
     return SamplingPlan(sampling=sampling, support=support, reported=replace(support, full=True) if full else support)
 
 
-def completed_string(
-    decode: Callable[[Sequence[int]], str], tokens: Sequence[int] | np.ndarray, stop: Sequence[str], *, fresh: int
-) -> int | None:
-    """Where a completion is to be cut because a stop string is complete.
-
-    Only a tail is decoded, so that a look costs the same at any length. It begins at a character's first byte, and far
-    enough back that the text in which a new string can lie is that of the whole. (A tokenizer that spells unknown
-    characters in bytes may show none of a long row of them because one is broken; a tail may begin behind that one.)
-
-    Args:
-        decode: ids -> text.
-        tokens: the completion so far.
-        stop: the strings.
-        fresh: tokens that have come since the last look; those before hold no stop string.
-    Returns: the tokens to keep, the last of which completes a string; None = none is complete.
-
-    >>> completed_string(lambda ids: "".join(map(chr, ids)), [97, 98, 99, 100], ["bc", "d"], fresh=3)
-    3
-    """
-    count = len(tokens)
-    first, start = _tail(decode, tokens, count - fresh, max(len(s) for s in stop))
-    ids = [int(t) for t in tokens[first:]]
-
-    def complete(kept: int) -> bool:
-        text = decode(ids[: kept - first])
-        return any(text.find(s, start) >= 0 for s in stop)
-
-    if not complete(count):
-        return None
-    return next((kept for kept in range(count - fresh + 1, count) if complete(kept)), count)
-
-
-def _tail(
-    decode: Callable[[Sequence[int]], str], tokens: Sequence[int] | np.ndarray, end: int, longest: int
-) -> tuple[int, int]:
-    """Where to decode from, for strings that the tokens from `end` on complete.
-
-    Args: longest: characters of the longest string.
-    Returns: the first token of the tail, and the first character of its text that such a string may stand at.
-    """
-    known = longest + SLACK
-    first = end - known - SLACK
-    while first > 0:
-        text = decode([int(t) for t in tokens[first:end]])
-        whole = len(text.rstrip(INCOMPLETE))
-        if whole < known + SLACK:
-            first -= end - first
-        elif text.startswith(INCOMPLETE):  # within a character
-            first -= 1
-        else:
-            return first, whole - known
-    return 0, 0
+def check_ids(requests: Iterable[Request], in_flight: Container[int]) -> None:
+    """Refuses requests whose id is taken. Raises EngineError: the id is in flight, or two of them have it."""
+    ids: set[int] = set()
+    for r in requests:
+        if r.id in in_flight or r.id in ids:
+            raise EngineError(f"request id {r.id} is in flight already; ids are unique until their output has come")
+        ids.add(r.id)
 
 
 def check_request(

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from whet.config import RolloutConfig
-from whet.config.length_aliases import COMPLETION, one_length
-from whet.config.synonyms import owner
+from whet.config.length_aliases import COMPLETION, accepts_length_aliases
+from whet.config.synonyms import find_owner
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
 from whet.errors import ConfigError, DataError, EngineError, lookup_error
@@ -174,7 +174,7 @@ class Sampler:
 
     # ---- the call ------------------------------------------------------------------------------------------------
 
-    @one_length("max_generation_steps")
+    @accepts_length_aliases("max_generation_steps")
     def __call__(
         self,
         input_strings: str | Sequence[str] | list[Message] | Sequence[list[Message]],
@@ -238,7 +238,7 @@ class Sampler:
 
     # ---- its parts -----------------------------------------------------------------------------------------------
 
-    @one_length("max_generation_steps")
+    @accepts_length_aliases("max_generation_steps")
     def sampling(
         self,
         *,
@@ -255,7 +255,7 @@ class Sampler:
         for name in options.keys() - own.keys():
             if name not in OPTIONS:
                 known = [*own, *OPTIONS, "max_generation_steps", "beam_size"]
-                if (meant := owner(name, {*known, *COMPLETION, "num_generations"})) is not None:
+                if (meant := find_owner(name, {*known, *COMPLETION, "num_generations"})) is not None:
                     raise ConfigError(f"unknown sampling option {name!r}; did you mean {meant}?")
                 raise lookup_error("sampling option", name, known)
         given = {**own, **options}

@@ -40,15 +40,16 @@ class Stopped(KeyboardInterrupt):
     """
 
     def __init__(self, step: int, checkpoint: Path | None) -> None:
-        where = "nothing is saved: trainer.run_dir is not set" if checkpoint is None else f"checkpoint: {checkpoint}"
-        self.what = f"stopped after step {step}; {where}"
         self.checkpoint = checkpoint
-        how = (
-            ""
-            if checkpoint is None
-            else '\ngo on with the same program and resume="latest" in its training configuration'
-        )
-        super().__init__(self.what + how)
+        if checkpoint is None:
+            self.key, self.fix = "trainer.run_dir", "nothing is saved: trainer.run_dir is not set"
+            self.what = f"stopped after step {step}; {self.fix}"
+            super().__init__(self.what)
+        else:
+            self.key = "trainer.resume"
+            self.fix = 'go on with the same program and resume="latest" in its training configuration'
+            self.what = f"stopped after step {step}; checkpoint: {checkpoint}"
+            super().__init__(f"{self.what}\n{self.fix}")
 
 
 class SignalHandler:

@@ -106,7 +106,7 @@ class BaseRolloutAdapter(QueueEngine):
         decode = functools.partial(prompt_text, tokenizer)
         return cls(own, decode=decode, module=module, rollout_config=rollout_config)
 
-    def _check(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
         """Raises EngineError for an offset, or a sampling field without a Tunix name."""
         if request.offset:
             raise EngineError(
@@ -127,12 +127,12 @@ class BaseRolloutAdapter(QueueEngine):
 
         Raises: EngineError: another number of completions than of prompts came back, an empty one, or no logprobs.
         """
-        self._awake()
-        if not self._queue:
+        self.check_awake()
+        if not self.queue:
             return []
-        sampling = self._queue[0].sampling
-        batch = [r for r in self._queue if r.sampling == sampling]
-        self._queue = deque(r for r in self._queue if r.sampling != sampling)
+        sampling = self.queue[0].sampling
+        batch = [r for r in self.queue if r.sampling == sampling]
+        self.queue = deque(r for r in self.queue if r.sampling != sampling)
         texts = [self._decode(r.tokens.tolist()) for r in batch]
         config = tunix_config(sampling, self._config, seed=address_key(*batch[0].address) % 2**31)
         with ExitStack() as lent:
@@ -144,7 +144,7 @@ class BaseRolloutAdapter(QueueEngine):
             raise EngineError(f"generate returned {len(out.tokens)} completions for {len(batch)} prompts")
         if self.caps.logprobs and out.logprobs is None:
             raise EngineError("generate returned logprobs None; return them, or set return_logprobs=False")
-        return self._count(batch, [self._output(r, i, out) for i, r in enumerate(batch)])
+        return self.finish(batch, [self._output(r, i, out) for i, r in enumerate(batch)])
 
     def _output(self, request: Request, i: int, out: Any) -> Output:
         """One completion, cut at its first stop token."""
@@ -166,7 +166,7 @@ class BaseRolloutAdapter(QueueEngine):
             finish_reason="stop" if len(stops) else "length",
         )
 
-    def _take(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Weights go to update_params."""
         self.rollout.update_params(weights)
 

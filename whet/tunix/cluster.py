@@ -15,8 +15,8 @@ from torch import Tensor
 
 from whet import cluster
 from whet.config import Mode, RLTrainingConfig, Role
-from whet.config.base import need
-from whet.config.length_aliases import one_length
+from whet.config.base import check_instance
+from whet.config.length_aliases import accepts_length_aliases
 from whet.errors import ConfigError
 from whet.observe.trace import Trace
 from whet.ops import Support, clipped_surrogate, clipped_value
@@ -52,7 +52,7 @@ class RLEngine(cluster.RLCluster):
     def __init__(
         self, *, tokenizer: Any, cluster_config: ClusterConfig, perf_config: Any = None, **models: Any
     ) -> None:
-        self.tunix_config = need(cluster_config, cluster.ClusterConfig, "cluster_config")
+        self.tunix_config = check_instance(cluster_config, cluster.ClusterConfig, "cluster_config")
         """The configuration with all of Tunix's fields; `cluster_config` has those that have an effect."""
         core: Any = core_config(cluster_config)
         if (options := perf_options(perf_config)) is not None:
@@ -140,7 +140,7 @@ class RLEngine(cluster.RLCluster):
         self._calls += 1
         return self._calls - 1
 
-    @one_length("max_generation_steps")
+    @accepts_length_aliases("max_generation_steps")
     def generate(
         self,
         prompts: Sequence[str] | Sequence[list[Message]],

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from whet.config import DataConfig, Mode
-from whet.config.base import need
+from whet.config.base import check_instance
 from whet.errors import ConfigError, DataError
 from whet.learners import grpo, ppo
 from whet.learners.base import RLLearner
@@ -82,7 +82,7 @@ class TunixLearner(RLLearner):
         self._input: tuple[Step, list[str]] | None = None
         self._rewards: RewardBatch | None = None
         config = _only_one(algo_config=algo_config, grpo_config=grpo_config, ppo_config=ppo_config)
-        cluster = need(_only_one(rl_cluster=rl_cluster, rl_engine=rl_engine), RLCluster, "rl_cluster")
+        cluster = check_instance(_only_one(rl_cluster=rl_cluster, rl_engine=rl_engine), RLCluster, "rl_cluster")
         options.setdefault("data", DataConfig(shuffle=False))
         super().__init__(cluster, core_config(config), reward_fns, metric_fns, data_shuffle_seed, **options)
 

@@ -150,7 +150,7 @@ class RolloutWorker:
         cluster, c = self._cluster, rollout_config
         if c is None:
             return cluster.generate(list(prompts), **options)
-        encoder = PromptEncoder.of(cluster.tokenizer, c, on_template_change="accept", on_answered="continue")
+        encoder = PromptEncoder.from_config(cluster.tokenizer, c, on_template_change="accept", on_answered="continue")
         groups = cluster.sample(
             encode_texts(encoder, one_or_many(list(prompts))),
             step=cluster.next_call() if c.seed is None else 0,

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from whet.errors import ConfigError, format_exception, format_value, nearest
+from whet.util.gguf import convert_gguf, gguf_file
 
 __all__ = ["check_hub", "folders_here", "hub_silence", "model_folder", "runs_in", "split_revision", "taken"]
 
@@ -63,8 +64,8 @@ def model_folder(source: str | Path) -> str:
             near = nearest(folder.name, _inside(here)) if above else f"; there is no {here}"
             raise ConfigError(f"there is no folder {named}, and no hub name looks like that{near}")
         return named
-    if folder.suffix == ".gguf" or (not _is_model(folder) and any(folder.glob("*.gguf"))):
-        raise ConfigError(f"{named} is a model in GGUF, which can't be trained; give the model that it was made of")
+    if (file := gguf_file(folder)) is not None:
+        return convert_gguf(file)
     for path in folder.glob("*.safetensors"):
         if path.stat().st_size < 1024 and path.read_bytes().startswith(b"version https://git-lfs"):
             raise ConfigError(f"{path} is a pointer of Git LFS, not the weights; run `git lfs pull` in {named}")

@@ -1,6 +1,6 @@
-"""References to the user's own code: "package.module:name" and "folder/file.py:name".
+"""Names of whet's own things, and references to the user's code: "package.module:name" and "folder/file.py:name".
 
-Left out on purpose: entry points and plugins. A reference names where the object lies.
+Left out on purpose: entry points and plugins. A reference says where the object is.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import inspect
 import pkgutil
 import sys
 import zlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from whet.errors import ConfigError, format_exception, format_value, nearest
+from whet.errors import ConfigError, format_exception, format_value, lookup_error, nearest
 
-__all__ = ["is_ref", "resolve_callable", "resolve_module", "resolve_ref"]
+__all__ = ["is_ref", "resolve_callable", "resolve_module", "resolve_name", "resolve_ref"]
 
 
 def is_ref(text: str) -> bool:
@@ -61,6 +62,38 @@ def resolve_ref(text: str, kind: str) -> Any:
         except Exception as error:  # a module's own __getattr__, a property
             raise _failed(text, kind, f"looking up {part!r} in {place}", error) from error
     return found
+
+
+def resolve_name(value: Any, known: Mapping[str, Any], kind: str, hint: Callable[[str], str] | None = None) -> Any:
+    """The function or class that a name or a reference stands for; a callable as it is.
+
+    Args:
+        value: a name in known, "package.module:name", "file.py:name", or a callable.
+        known: name -> a callable, or where it is in whet ("package.module:name"), which is imported here.
+        kind: what is looked for, for messages.
+        hint: the end of the message about an unknown name.
+    Raises: ConfigError: an unknown name (with the nearest), or what it refers to can't be found or called.
+
+    >>> resolve_name("last", {"last": len}, "reader")
+    <built-in function len>
+    """
+    if isinstance(value, str):
+        if value not in known:
+            if ":" in value:
+                return resolve_callable(value, kind)
+            unknown = lookup_error(kind, value, known)
+            raise ConfigError(f"{unknown}, package.module:name, file.py:name{hint(value) if hint else ''}")
+        found = known[value]
+        if isinstance(found, str):
+            module, _, name = found.partition(":")
+            try:
+                return getattr(importlib.import_module(module), name)
+            except ImportError as error:
+                raise _failed(value, kind, f"importing {module}", error) from error
+        return found
+    if not callable(value):
+        raise ConfigError(f"a {kind} is a callable or its name, got {type(value).__name__} {format_value(value)}")
+    return value
 
 
 def resolve_module(place: str, kind: str) -> ModuleType:

@@ -191,7 +191,8 @@ def test_conversations_train_in_process_and_one_that_is_stopped_says_the_command
     capsys.readouterr()
     assert main(["grpo", f"trainer.run_dir={folder}", "trainer.resume=latest", "trainer.max_steps=3"]) == 0
     said = capsys.readouterr().err
-    assert "resume: kept as the run has them, since not given: " in said and "trainer.seed=3 (default 0)" in said
+    assert "resume: settings of the run that the command does not set again: " in said
+    assert "trainer.seed=3 (default 0)" in said
     assert main(["grpo", f"trainer.run_dir={folder}", "trainer.resume=latest", "trainer.seed=4"]) == 2
     assert "trainer.seed: 3 -> 4" in capsys.readouterr().err
 
@@ -371,7 +372,7 @@ def test_a_reward_model_alone_is_a_reward_and_weights_count_it():
 
 @pytest.mark.parametrize("command", ["grpo", "rm", "eval"])
 def test_what_is_loaded_is_said_before_anything_heavy_is_imported(command, capsys, monkeypatch):
-    monkeypatch.setattr(cli, "_work", lambda *_: sys.stderr.write("work\n"))
+    monkeypatch.setattr(cli, "_run_command", lambda *_: sys.stderr.write("work\n"))
     reward = [] if command == "rm" else ["reward=exact_match"]
     assert main([command, "model=my/model", "data=rows.jsonl", *reward]) == 0
-    assert capsys.readouterr().err.splitlines() == ["loading my/model and rows.jsonl", "work"]
+    assert capsys.readouterr().err.splitlines() == ["loading the model my/model and the data rows.jsonl", "work"]

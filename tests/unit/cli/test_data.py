@@ -164,9 +164,7 @@ def test_what_was_given_stays_and_the_prompts_are_encoded_once(folder):
 
 
 def test_prompts_beyond_the_context_are_refused_or_as_was_said_left_out(folder):
-    with pytest.raises(
-        DataError, match=r"1 of 4 prompts can't fit.*: 39 prompt tokens .* = 139, .*_length=28 with"
-    ):
+    with pytest.raises(DataError, match=r"1 of 4 prompts can't fit.*: 39 prompt tokens .* = 139, .*_length=28 with"):
         settle("rollout.max_tokens_to_generate=100")
     said = r"1 of 5 prompts can't fit.* the longest: 219 prompt tokens .*; set rollout.max_prompt_length=64 with"
     with pytest.raises(DataError, match=said):

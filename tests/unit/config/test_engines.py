@@ -1,11 +1,11 @@
 import pytest
 
-from whet.config import RolloutConfig, RunConfig, VLLMOptions, check, dump, load
+from whet.config import RolloutConfig, RunConfig, VLLMOptions, config_from_dict, dump, load
 from whet.errors import ConfigError
 
 
 def test_the_sections_are_read_and_written():
-    config = check(RunConfig, {"rollout": {"vllm": {"hbm_utilization": 0.4, "async_scheduling": True}}})
+    config = config_from_dict(RunConfig, {"rollout": {"vllm": {"hbm_utilization": 0.4, "async_scheduling": True}}})
     assert config.rollout.vllm == VLLMOptions(hbm_utilization=0.4, async_scheduling=True)
     assert "async_scheduling: true" in dump(config)
     assert load(RunConfig, ["rollout.vllm.max_num_seqs=8"]).rollout.vllm == VLLMOptions(max_num_seqs=8)

@@ -4,11 +4,11 @@ import pytest
 from chat_templates import LLAMA, QWEN, QWEN3, TEMPLATES, said, tokenizer_with, user
 
 from whet.config import SupervisedDataConfig
-from whet.data.preference import LabelledEncoder, PreferenceEncoder
+from whet.data.preference import PreferenceEncoder, UnpairedEncoder
 from whet.data.preview import example_lines, prompt_lines, text_lines
 from whet.data.prompts import PromptEncoder
 from whet.data.supervised import SFTEncoder
-from whet.data.templates import goes_through
+from whet.data.templates import uses_chat_template
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import DataError
 
@@ -43,8 +43,8 @@ def shown(lines):
 @pytest.mark.parametrize("kind", WRITTEN)
 def test_plain_text_goes_through_each_kind_of_template_and_is_shown_as_it_is_given(kind):
     tokenizer = tokenizer_with(kind)
-    assert goes_through(tokenizer)
-    encode = PromptEncoder(tokenizer, apply_chat_template=goes_through(tokenizer), system_prompt="Be brief.")
+    assert uses_chat_template(tokenizer)
+    encode = PromptEncoder(tokenizer, apply_chat_template=uses_chat_template(tokenizer), system_prompt="Be brief.")
     made = encode({"prompt": "2+2?"})
     assert tokenizer.decode(made.tokens) == WRITTEN[kind]
     lines = prompt_lines(encode, made, width=200)
@@ -125,7 +125,7 @@ def test_the_sequences_of_a_row_have_names():
     talk = {"messages": [user("a"), said("<think>\nb\n</think>\n\nc"), user("d"), said("e")]}
     cases = [
         (PreferenceEncoder(byte_tokenizer()), pair, [", chosen", ", rejected"]),
-        (LabelledEncoder(byte_tokenizer()), labelled, [", bad"]),
+        (UnpairedEncoder(byte_tokenizer()), labelled, [", bad"]),
         (SFTEncoder(tokenizer_with(QWEN3)), talk, [", sequence 1 of 2", ", sequence 2 of 2"]),
     ]
     for encode, row, names in cases:
@@ -135,7 +135,16 @@ def test_the_sequences_of_a_row_have_names():
 
 def test_lines_are_wrapped_cut_in_the_middle_and_safe_for_a_terminal():
     assert text_lines([("abcd\n\n\x1b[31m\t", False), ("ef", True)], width=3) == [
-        "  | abc", "  | d\\n", "  | \\n", "  | \\x1", "  | b[3", "  | 1m\\", "  | t", "  + ef",
+        "  | abc", "  | d\\n", "  | \\n", "  | \\x1b", "  | [31", "  | m\\t", "  + ef",
     ]  # fmt: skip
     many = text_lines([("a\n" * 100, False)], most=9)
     assert len(many) == 10 and many[6] == "  ... 91 lines left out ..."
+
+
+def test_no_line_breaks_inside_a_special_token():
+    encode = PromptEncoder(byte_tokenizer(), apply_chat_template=True)
+    for length in range(20):
+        lines = prompt_lines(encode, encode({"prompt": "x" * length}), width=20)
+        text = "".join(line[4:] for line in lines if line.startswith("  | "))
+        marks = [mark for line in lines for mark in ("<|im_start|>", "<|im_end|>") if mark in line]
+        assert len(marks) == text.count("<|im_") == 3 and all(len(line) <= 24 for line in lines if line[2] == "|")

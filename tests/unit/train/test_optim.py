@@ -267,7 +267,7 @@ def test_an_unknown_optimizer_and_a_factory_of_something_else_are_refused():
             r"optim\.name='json:dumps' raised TypeError: .*'lr'; it is called as factory\(groups, lr=\.\.\.\)",
         ),
         ("torch.optim:LBFGS", r"optim\.name='torch\.optim:LBFGS' raised ValueError: .*parameter groups"),
-        ("math:pi", r"optim\.name='math:pi' is not a function but 3\.14"),
+        ("math:pi", r"optim\.name 'math:pi' is 3\.14\d* \(float\), and must be a function or a class"),
     ],
 )
 def test_what_is_no_optimizer_factory_is_an_error_in_words(name, said):

@@ -124,7 +124,7 @@ def test_adam_is_fused_on_a_device_that_has_the_kernel(name):
 
 
 def test_an_unknown_name_names_the_nearest_and_all_known():
-    known = r"Known: adam, adamw, adamw8bit, muon, package\.module:factory, sgd"
+    known = r"Known: adam, adamw, adamw8bit, muon, sgd, package\.module:name, file\.py:name"
     with pytest.raises(ConfigError, match=rf"unknown optim\.name 'adamw8'; did you mean adamw or adamw8bit.*{known}"):
         Optim(Toy(), OptimConfig(name="adamw8"))
 

@@ -23,11 +23,11 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from transformers.training_args import ParallelMode
 
 from whet.errors import ConfigError, lookup_error, nearest
-from whet.trl.config.field import Table, WrongArgument
-from whet.trl.config.launch import launched
+from whet.fronts.field import Table
+from whet.trl.config.launch import apply_launcher
 from whet.trl.config.training import OWN_FIELDS
 
-__all__ = ["Arguments", "dataclass_of"]
+__all__ = ["Arguments", "WrongArgument", "dataclass_of"]
 
 log = logging.getLogger("whet")
 
@@ -44,6 +44,10 @@ _RENAMED = {"evaluation_strategy": "eval_strategy", "no_cuda": "use_cpu", "warmu
 """Field of an earlier transformers -> the one that takes its value."""
 _ONLY = {"save_safetensors": True, "group_by_length": False, "tp_size": 1}
 """Field of an earlier transformers -> the one value that is taken."""
+
+
+class WrongArgument(ConfigError, TypeError):
+    """An unknown argument, or one of a wrong type: in TRL a TypeError of Python's own."""
 
 
 class Arguments:
@@ -80,17 +84,17 @@ class Arguments:
 
     def __post_init__(self) -> None:
         """Reads old names, fills in what follows from other fields, and checks."""
-        self._take_compat()
-        self._take_old()
+        self._apply_compat()
+        self._apply_old_names()
         for name, row in self.TABLE.items():
             value = getattr(self, name)
-            if row.state == "refused" and value != row.default and value not in row.harmless:
+            if row.refuses(value):
                 raise ConfigError(f"{name}={value!r} is not taken: {row.note}")
             if row.kind is dict and isinstance(value, str) and (row.state != "no effect" or value.startswith("{")):
                 setattr(self, name, _mapping(name, value))
-        self._settle()
+        self._fill_in()
 
-    def _take_compat(self) -> None:
+    def _apply_compat(self) -> None:
         """The defaults of an earlier release, where `compat` names one."""
         release = getattr(self, "compat", None)
         if release is None:
@@ -103,7 +107,7 @@ class Arguments:
             if name not in given and getattr(self, name) == default:
                 setattr(self, name, value)
 
-    def _take_old(self) -> None:
+    def _apply_old_names(self) -> None:
         """Fields of earlier releases."""
         for before, now in self.renamed().items():
             value = getattr(self, before, None)
@@ -120,16 +124,16 @@ class Arguments:
         """Field of an earlier release -> the one that takes its value."""
         return {before: now for before, now in _RENAMED.items() if before in cls.OLD}
 
-    def _settle(self) -> None:
+    def _fill_in(self) -> None:
         """What follows from other fields, as transformers has it."""
         if self.output_dir is None:
             self.output_dir = "trainer_output"
         self.output_dir = str(Path(self.output_dir).expanduser())
-        self.words()
+        self.parse_enums()
         self.accelerator_config = _accelerator(self.accelerator_config)
         reports = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or ())
         self.report_to = _available() if reports == ["all"] else [] if reports == ["none"] else reports
-        launched(self)
+        apply_launcher(self)
         if self.disable_tqdm is None:
             self.disable_tqdm = False
         if self.activation_checkpointing is None:
@@ -146,7 +150,7 @@ class Arguments:
             self.greater_is_better = not self.metric_for_best_model.endswith("loss")
         self._check()
 
-    def words(self) -> None:
+    def parse_enums(self) -> None:
         """Members of transformers' enumerations in place of their words. Raises: ConfigError: an unknown word."""
         for name, kind in (
             ("eval_strategy", IntervalStrategy),

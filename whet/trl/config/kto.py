@@ -6,9 +6,9 @@ from typing import ClassVar
 
 from whet.config import PreferenceConfig
 from whet.errors import ConfigError, lookup_error
+from whet.fronts.field import Table, inert, other, works
 from whet.trl.config.arguments import dataclass_of
 from whet.trl.config.dpo import OLD_DPO_FIELDS
-from whet.trl.config.field import Table, inert, other, works
 from whet.trl.config.supervised import MODEL_FIELDS, NO_DROPOUT, SUPERVISED_FIELDS, SupervisedArguments
 from whet.trl.config.training import OLD_TRAINING_FIELDS, TRAINING_FIELDS
 

@@ -12,7 +12,7 @@ from typing import Any
 from whet.errors import ConfigError
 from whet.parallel.comm import world_size
 
-__all__ = ["launched"]
+__all__ = ["apply_launcher"]
 
 log = logging.getLogger("whet")
 
@@ -21,7 +21,7 @@ _SHARDED = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_FSDP": "FSD
 """Variables by which accelerate says that a model lies in parts."""
 
 
-def launched(args: Any) -> None:
+def apply_launcher(args: Any) -> None:
     """Takes over what the launcher has said.
 
     Args: args: a configuration; use_cpu and bf16 may be set.

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 from whet.errors import ConfigError
 from whet.trl.config.arguments import Arguments
-from whet.trl.config.batches import Batches, batches_of
-from whet.trl.config.translate import beams
+from whet.trl.config.batches import Batches, compute_batches
+from whet.trl.config.translate import beam_options
 
 __all__ = ["RLArguments"]
 
@@ -43,7 +43,7 @@ class RLArguments(Arguments):
     @property
     def batches(self) -> Batches:
         """What a step is made of. Raises ConfigError: one of TRL's rules is broken."""
-        return batches_of({name: getattr(self, name) for name in _SIZES}, method=self.METHOD)
+        return compute_batches({name: getattr(self, name) for name in _SIZES}, method=self.METHOD)
 
     def _check(self) -> None:
         """TRL's rules, and what of its values is not there."""
@@ -79,7 +79,7 @@ class RLArguments(Arguments):
             self._check_vllm()
         if self.vllm_device not in (None, "auto"):
             log.warning("vllm_device=%r is not read: %s", self.vllm_device, self.OLD["vllm_device"].note)
-        if beams(self):
+        if beam_options(self):
             log.warning(
                 "generation_kwargs: num_beams=%s: what beams find is no sample of the policy, as in TRL; transformers' "
                 "own generate makes it, which is slower than whet's engine",

@@ -33,7 +33,7 @@ def eval_loader(front: Any, eval_dataset: Any = None) -> DataLoader[Any]:
 
     Raises: ConfigError: there are none, or several sets.
     """
-    front.take_eval_data()
+    front.read_eval_data()
     sets = front.eval_rows
     if isinstance(eval_dataset, str):
         sets, given = {"": sets.get(eval_dataset)}, front.eval_dataset[eval_dataset]

@@ -27,7 +27,7 @@ from whet.train.worker import ModelWorker
 from whet.trl.agents.agents import Agents, own_prompts
 from whet.types import Group
 
-__all__ = ["RewardLog", "TRLRewards", "reward_functions"]
+__all__ = ["RewardLog", "TRLRewards", "make_reward_functions"]
 
 log = logging.getLogger("whet")
 
@@ -86,9 +86,9 @@ class TRLRewards(RewardManager):
         self, groups: Sequence[Group], texts: Sequence[Sequence[Any]], *, mode: Any, extras: Mapping[str, Any]
     ) -> RewardInputs:
         """As RewardManager, with prompts as environments have made them, and the columns of rollouts."""
-        playing = self.agents.environments
-        if playing is not None:  # among the extras, since columns are copied for each function
-            extras = {**extras, "environments": playing.playing}
+        environments = self.agents.environments
+        if environments is not None:  # among the extras, since columns are copied for each function
+            extras = {**extras, "environments": environments.in_use}
         found = super().inputs(groups, texts, mode=mode, extras=extras)
         columns = {**found.columns, **self.agents.columns}
         return dataclasses.replace(found, prompts=own_prompts(groups), columns=columns)
@@ -114,7 +114,7 @@ def _is_lambda(fn: Any) -> bool:
     return isinstance(fn, FunctionType) and fn.__name__ == "<lambda>"
 
 
-def reward_functions(
+def make_reward_functions(
     given: Any, tokenizers: Any, policy_tokenizer: Any, args: Any, others: Sequence[Any] = ()
 ) -> list[Any]:
     """The functions, with models in place of their names; then those of environments.

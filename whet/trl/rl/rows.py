@@ -8,7 +8,7 @@ from typing import Any
 from whet.data.prompts import PromptEncoder
 from whet.errors import ConfigError, DataError
 
-__all__ = ["longest_prompt", "rows_of"]
+__all__ = ["longest_prompt", "prepare_rows"]
 
 _DROPPED = ("completion", "completion_ids")
 """Columns that reward functions are not given, since what was sampled has these names."""
@@ -26,7 +26,7 @@ class _Stream:
         return (self._keep(row) for row in self._source)
 
 
-def rows_of(data: Any, *, prompt_only: bool = False, without_prompt: bool = False) -> Any:
+def prepare_rows(data: Any, *, prompt_only: bool = False, without_prompt: bool = False) -> Any:
     """The rows of a data set, without the columns that nothing is given.
 
     Args: data: a datasets.Dataset or IterableDataset, a list of dicts, an iterable of them. prompt_only: keep no other

@@ -24,19 +24,19 @@ from whet.data.prompts import PromptEncoder
 from whet.errors import ConfigError
 from whet.models.modes import max_positions
 from whet.trl.agents.agents import Agents
-from whet.trl.config.translate import loop, rollout, template_options
+from whet.trl.config.translate import rl_training_config, rollout_config, template_options
 from whet.trl.rl.completions import Completions
 from whet.trl.rl.learner import TRLLearner
 from whet.trl.rl.loaders import eval_loader, train_loader
-from whet.trl.rl.reward_functions import RewardLog, reward_functions
-from whet.trl.rl.rows import longest_prompt, rows_of
-from whet.trl.trainer.data import check_evaluation, checked_set, named_sets
-from whet.trl.trainer.messages import in_trl_words
+from whet.trl.rl.reward_functions import RewardLog, make_reward_functions
+from whet.trl.rl.rows import longest_prompt, prepare_rows
+from whet.trl.trainer.data import check_dataset, check_evaluation, load_eval_sets
+from whet.trl.trainer.messages import VOCABULARY
 from whet.trl.trainer.metrics import trl_metrics
-from whet.trl.trainer.model import adapted, inner_model, module_dtype
-from whet.trl.trainer.task import TellingRLTask
+from whet.trl.trainer.model import module_dtype, prepare_model, unwrap_peft
+from whet.trl.trainer.not_provided import NOT_CALLED
+from whet.trl.trainer.task import RLCallbackTask
 from whet.trl.trainer.trainer import Trainer
-from whet.trl.trainer.unused_methods import NOT_CALLED
 from whet.types import TokenBatch
 
 __all__ = ["RLTrainer"]
@@ -64,31 +64,31 @@ class RLTrainer(Trainer):
 
     aux_loss_enabled = False
 
-    @in_trl_words()
+    @VOCABULARY.translating()
     def __init__(
         self,
         model: str | nn.Module,
-        reward_funcs: Any,
-        args: Any,
-        train_dataset: Any,
-        eval_dataset: Any,
-        processing_class: Any,
-        reward_processing_classes: Any,
-        callbacks: Sequence[Any] | None,
-        optimizers: tuple[Any, Any],
-        quantization_config: Any,
-        peft_config: Any,
+        reward_funcs: Any = None,
+        args: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
         tools: Any = None,
         rollout_func: Any = None,
         environment_factory: Any = None,
     ) -> None:
         super().__init__(model, args, processing_class, callbacks)
-        model = inner_model(model)
+        model = unwrap_peft(model)
         args = self.args
         self.agents = Agents(tools, environment_factory, rollout_func, self.processing_class, args)
         self.rollout_func, self.tools = rollout_func, self.agents.functions(tools or ())
         self.completions = Completions(args)
-        if args.sync_ref_model and (peft_config is not None or model is not self._given_model):
+        if args.sync_ref_model and (peft_config is not None or model is not self._original_model):
             raise ConfigError(
                 "You passed `sync_ref_model=True` while using a PEFT model: the reference is the base under the "
                 "adapter, and there is no second model to synchronize; set `sync_ref_model=False`, or train all weights"
@@ -97,11 +97,12 @@ class RLTrainer(Trainer):
         self._metrics: dict[str, dict[str, list[float]]] = {"train": defaultdict(list), "eval": defaultdict(list)}
         """Numbers that a script appends, which the next log or evaluation has as means."""
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        self._take_data()
-        functions = reward_functions(
+        self._read_data()
+        functions = make_reward_functions(
             reward_funcs, reward_processing_classes, self.processing_class, args, self.agents.rewards
         )
-        self.cluster = self.models = self._cluster(adapted(model, args, peft_config, quantization_config), optimizers)
+        prepared = prepare_model(model, args, peft_config, quantization_config)
+        self.cluster = self.models = self._cluster(prepared, optimizers)
         self.learner = self._learner(functions)
         self.reward_funcs, self._functions = functions, list(functions)
         own = functions[: len(functions) - len(self.agents.rewards)]
@@ -110,14 +111,14 @@ class RLTrainer(Trainer):
         self.get_train_dataloader = partial(train_loader, self)  # of the instance: one of a subclass is refused
         self.get_eval_dataloader = partial(eval_loader, self)
         self.cluster.actor_trainer.with_rl_metrics_to_log({"policy_loss": "weighted"})
-        self.ready()
+        self.finish_init()
 
     # ---- making --------------------------------------------------------------------------------------------------
 
     def _train_rows(self, data: Any) -> Any:
         """The rows of train_dataset; of an environment that has its own data, empty prompts."""
         if data is not None:
-            return self._rows_of(checked_set(data, "train_dataset"))
+            return self._rows_of(check_dataset(data, "train_dataset"))
         if self.agents.environments is None:
             raise ConfigError("`train_dataset` is required unless an `environment_factory` brings the prompts; give it")
         if isinstance(self.agents.environments.factory, Mapping):
@@ -129,11 +130,11 @@ class RLTrainer(Trainer):
             raise ConfigError(
                 "without `train_dataset` the environment brings the prompts, and the run has no length: set max_steps"
             )
-        return rows_of([{}] * self.args.batches.prompts, without_prompt=True)
+        return prepare_rows([{}] * self.args.batches.prompts, without_prompt=True)
 
     def _rows_of(self, data: Any) -> Any:
         """Rows, of which those for an environment may have no prompt."""
-        return rows_of(
+        return prepare_rows(
             data, prompt_only=self.args.remove_unused_columns, without_prompt=self.agents.environments is not None
         )
 
@@ -157,24 +158,24 @@ class RLTrainer(Trainer):
         )
         self.agents.attach(self.cluster, template_options(args))
         learner.batches, learner.agents, learner.front = args.batches, self.agents, self
-        learner.make_task = lambda learner: TellingRLTask(learner, self)
-        self._attach(learner)
+        learner.make_task = lambda learner: RLCallbackTask(learner, self)
+        self._connect_rewards(learner)
         return learner
 
-    def _attach(self, learner: TRLLearner) -> None:
+    def _connect_rewards(self, learner: TRLLearner) -> None:
         """Tells the reward manager what TRL's functions are given."""
         manager: Any = learner.reward_manager
         manager.log, manager.agents = self.reward_log, self.agents
 
-    def _take_data(self) -> None:
+    def _read_data(self) -> None:
         """The rows of the data sets, and how many steps the run has."""
-        if not self.has_read("train_dataset"):
+        if self.has_changed("train_dataset"):
             self._rows = self._train_rows(self.train_dataset)
             if not isinstance(self._rows, list):
                 self._check_stream()
-        self.take_eval_data()
+        self.read_eval_data()
         check_evaluation(self.args, self.eval_rows)
-        self._plan()
+        self._count_steps()
 
     def _check_stream(self) -> None:
         """What TRL asks of the arguments where train_dataset is a stream, and sets in them."""
@@ -193,22 +194,22 @@ class RLTrainer(Trainer):
             )
             args.dataloader_num_workers = 0
 
-    def take_up(self) -> None:
+    def read_changes(self) -> None:
         """Reads again what may have been set since."""
-        self._take_data()
+        self._read_data()
         learner, now = self.learner, list(self.reward_funcs)
         learner.data = dataclasses.replace(
             learner.data, shuffle=bool(self.args.shuffle_dataset) and isinstance(self._rows, list)
         )
         if now != self._functions:
             own = [fn for fn in now if fn not in self.agents.rewards]
-            self.reward_funcs = reward_functions(own, None, self.processing_class, self.args, self.agents.rewards)
+            self.reward_funcs = make_reward_functions(own, None, self.processing_class, self.args, self.agents.rewards)
             self._functions = list(self.reward_funcs)
             learner.take_rewards(self.reward_funcs)
-            self._attach(learner)
+            self._connect_rewards(learner)
             self.reward_func_names = list(learner.reward_manager.fns)
 
-    def _plan(self) -> None:
+    def _count_steps(self) -> None:
         """How many rollouts and optimizer steps the run has."""
         args, made = self.args, self.args.batches
         if isinstance(self._rows, list):
@@ -240,13 +241,13 @@ class RLTrainer(Trainer):
             cluster_config=ClusterConfig(
                 role_to_mesh={r: SimpleNamespace(device_type="cpu") for r in Role} if on_cpu else None,
                 rollout_engine="vllm" if args.use_vllm else "embedded",
-                rollout_config=rollout(args, self._longest(model)),
-                training_config=loop(args, self._steps or None, optim, self.resumable_root),
+                rollout_config=rollout_config(args, self._longest_prompt(model)),
+                training_config=rl_training_config(args, self._steps or None, optim, self.resumable_root),
             ),
             module_dtype=module_dtype(args, model, optimizers),
         )
 
-    def _longest(self, model: RoleConfig | nn.Module) -> int:
+    def _longest_prompt(self, model: RoleConfig | nn.Module) -> int:
         """Tokens of the longest prompt of all data."""
         args = self.args
         if args.max_prompt_length:
@@ -278,7 +279,7 @@ class RLTrainer(Trainer):
     @property
     def environments(self) -> list[Any]:
         """The environments of the last rollout, one for each completion; empty without environment_factory."""
-        return [] if self.agents.environments is None else self.agents.environments.playing
+        return [] if self.agents.environments is None else self.agents.environments.in_use
 
     @property
     def reward_weights(self) -> torch.Tensor:
@@ -313,9 +314,9 @@ class RLTrainer(Trainer):
 
     def eval_sets(self, data: Any) -> dict[str, list[dict[str, Any]]]:
         """Evaluation rows by name."""
-        return named_sets(data, lambda rows, _: self._rows_of(rows))
+        return load_eval_sets(data, lambda rows, _: self._rows_of(rows))
 
-    def measured(self, rows: list[dict[str, Any]]) -> dict[str, float]:
+    def measure(self, rows: list[dict[str, Any]]) -> dict[str, float]:
         """Samples and scores an evaluation set."""
         encode = self.learner.encoder(Mode.EVAL)
         prompts = [prompt for place, row in enumerate(rows) if (prompt := encode(row, place)) is not None]
@@ -335,7 +336,7 @@ class RLTrainer(Trainer):
         steps = self._steps or None
         self.learner.config = dataclasses.replace(self.cluster.training_config, resume=folder, max_steps=steps)
 
-    def note_step(self, row: Mapping[str, Any], step: Any) -> None:
+    def record_step(self, row: Mapping[str, Any], step: Any) -> None:
         """Takes the metrics of a rollout, those of the reward functions, and the completions."""
         extra, own = self.reward_log.take()
         own |= self.agents.take_metrics(step.batch.num_sequences)

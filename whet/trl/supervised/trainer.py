@@ -25,24 +25,25 @@ from whet.learners.step import ExampleStep
 from whet.learners.supervised import SupervisedLearner
 from whet.metrics import flat
 from whet.train.supervised_models import SupervisedModels
-from whet.trl.config.translate import loop_fields
-from whet.trl.supervised.examples import Examples, Pack, Ready, examples_of
-from whet.trl.supervised.predictions import computed_metrics
-from whet.trl.supervised.tokenizer import prepare_model, prepare_tokenizer
-from whet.trl.trainer.data import check_evaluation, checked_set, named_sets
-from whet.trl.trainer.messages import in_trl_words
+from whet.trl.config.translate import training_fields
+from whet.trl.supervised.examples import ExampleStream, IdentityEncoder, Pack, make_examples
+from whet.trl.supervised.predictions import compute_user_metrics
+from whet.trl.supervised.tokenizer import prepare_tokenizer, set_eos_token
+from whet.trl.trainer.data import check_dataset, check_evaluation, load_eval_sets
+from whet.trl.trainer.messages import VOCABULARY
 from whet.trl.trainer.metrics import supervised_metrics
-from whet.trl.trainer.model import adapted, inner_model, module_dtype
-from whet.trl.trainer.task import TellingSupervisedTask
+from whet.trl.trainer.model import module_dtype, prepare_model, unwrap_peft
+from whet.trl.trainer.not_provided import NOT_CALLED
+from whet.trl.trainer.task import SupervisedCallbackTask
 from whet.trl.trainer.trainer import Trainer
-from whet.trl.trainer.unused_methods import NOT_CALLED
 from whet.types import Example
 
-__all__ = ["SupervisedTrainer", "of_front"]
+__all__ = ["SupervisedTrainer", "learner_class"]
 
 _ROWS = "give the rows as they are to be trained on"
 _NOT_TAKEN = {
     "compute_loss_func": "write a loss of your own for whet's learner (whet docs supervised), or choose loss_type",
+    "compute_metrics": "write a callback with on_evaluate, which gets the metrics",
     "data_collator": "rows are packed, never padded; say what is trained by completion_only_loss and "
     "assistant_only_loss, or give rows of input_ids and labels",
 }
@@ -50,16 +51,15 @@ _NOT_TAKEN = {
 
 
 class SupervisedTrainer(Trainer):
-    """Trains on rows: see SFTTrainer for the arguments.
-
-    Args: refused: arguments of TRL's that are not taken, by name.
-    """
+    """Trains on rows: see SFTTrainer for the arguments."""
 
     models: SupervisedModels
     COLUMNS: ClassVar[Any]
     """How TRL holds the rows."""
     given_rows: Any
     """The data set to train on, as it was given or set since."""
+    REFUSED: ClassVar[tuple[str, ...]] = ("compute_loss_func", "data_collator")
+    """Arguments of TRL's that are not taken."""
     NOT_CALLED: ClassVar[Mapping[str, str]] = {
         **NOT_CALLED,
         "_compute_loss": "write a loss for whet's learner (whet docs supervised), or choose loss_type",
@@ -67,7 +67,7 @@ class SupervisedTrainer(Trainer):
         "compute_loss": "write a loss for whet's learner (whet docs supervised), or choose loss_type",
     }
 
-    @in_trl_words()
+    @VOCABULARY.translating()
     def __init__(
         self,
         model: str | nn.Module,
@@ -83,29 +83,35 @@ class SupervisedTrainer(Trainer):
         optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
         compute_metrics: Callable[..., dict[str, float]] | None = None,
         preprocess_logits_for_metrics: Callable[..., Any] | None = None,
-        refused: Mapping[str, Any],
+        data_collator: Any = None,
+        compute_loss_func: Any = None,
     ) -> None:
-        for name, value in refused.items():
-            if value is not None:
+        given = {
+            "compute_loss_func": compute_loss_func,
+            "compute_metrics": compute_metrics,
+            "data_collator": data_collator,
+        }
+        for name in self.REFUSED:
+            if given[name] is not None:
                 raise ConfigError(f"{name} is not taken: {_NOT_TAKEN[name]}")
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         if train_dataset is None:
             raise ConfigError("`train_dataset` is required: give the rows to train on")
         super().__init__(model, args, processing_class, callbacks)
-        model = inner_model(model)
+        model = unwrap_peft(model)
         prepare_tokenizer(self.processing_class, self.args)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        self._take_data()
-        given = adapted(
+        self._read_data()
+        given = prepare_model(
             model, self.args, peft_config, quantization_config, supervised=True, scored=self.METHOD == "Reward"
         )
         self._module_dtype = module_dtype(self.args, given, optimizers)
         self.models = self.make_models(given, self.optim(optimizers, optimizer_cls_and_kwargs))
-        prepare_model(self.worker.module, self.processing_class, self.args)
+        set_eos_token(self.worker.module, self.processing_class, self.args)
         self.learner = self.make_learner()
-        self.learner.make_task = lambda learner: TellingSupervisedTask(learner, self)
-        self.ready()
+        self.learner.make_task = lambda learner: SupervisedCallbackTask(learner, self)
+        self.finish_init()
 
     # ---- what a front says of itself -----------------------------------------------------------------------------
 
@@ -126,7 +132,7 @@ class SupervisedTrainer(Trainer):
         raise NotImplementedError
 
     def make_learner(self) -> Any:
-        """The learner, made by `of_front`."""
+        """The learner, made by `learner_class`."""
         raise NotImplementedError
 
     @property
@@ -180,10 +186,10 @@ class SupervisedTrainer(Trainer):
         args = self.args
         last = "drop" if args.dataloader_drop_last else "keep"
         return SupervisedTrainingConfig(
-            last_batch=last, **loop_fields(args, self.max_steps or None, self.resumable_root)
+            last_batch=last, **training_fields(args, self.max_steps or None, self.resumable_root)
         )
 
-    def models_of(self, optim: Any, **roles: Any) -> SupervisedModels:
+    def build_models(self, optim: Any, **roles: Any) -> SupervisedModels:
         """The models of a run. Args: optim: of the one that is trained. roles: the models by role."""
         on_cpu = self.args.use_cpu and torch.cuda.is_available()
         return SupervisedModels(
@@ -195,29 +201,30 @@ class SupervisedTrainer(Trainer):
             role_to_mesh={r: SimpleNamespace(device_type="cpu") for r in Role} if on_cpu else None,
         )
 
-    def _examples(self, data: Any, *, evaluation: str = "") -> list[Example] | Examples:
+    def _examples(self, data: Any, *, evaluation: str = "") -> list[Example] | ExampleStream:
         """The Examples of a data set. Args: evaluation: what one for evaluation is called."""
         args = self.args
         shuffle = args.seed if "shuffle_dataset" in args.TABLE and args.shuffle_dataset and not evaluation else None
         data = self.rows(data)
         pack = self.pack(evaluation=bool(evaluation))
-        return examples_of(data, self.encoder(data, packs=pack is not None), pack=pack, shuffle=shuffle, of=evaluation)
+        encoder = self.encoder(data, packs=pack is not None)
+        return make_examples(data, encoder, pack=pack, shuffle=shuffle, of=evaluation)
 
-    def _take_data(self) -> None:
+    def _read_data(self) -> None:
         """The rows of the data sets, and how many steps the run has."""
-        if not self.has_read("given_rows"):
+        if self.has_changed("given_rows"):
             rows = self.given_rows
-            self._rows = None if rows is None else self._examples(checked_set(rows, "train_dataset"))
-        self.take_eval_data()
+            self._rows = None if rows is None else self._examples(check_dataset(rows, "train_dataset"))
+        self.read_eval_data()
         check_evaluation(self.args, self.eval_rows)
-        self._plan()
+        self._count_steps()
 
-    def take_up(self) -> None:
+    def read_changes(self) -> None:
         """Reads again what may have been set since."""
-        self._take_data()
+        self._read_data()
         self.learner.data = dataclasses.replace(self.learner.data, shuffle=self.data_config().shuffle)
 
-    def _plan(self) -> None:
+    def _count_steps(self) -> None:
         """How many steps the run has."""
         args, steps = self.args, 0
         if isinstance(self._rows, list):
@@ -249,25 +256,25 @@ class SupervisedTrainer(Trainer):
 
     def eval_sets(self, data: Any) -> dict[str, list[Example]]:
         """Evaluation data as Examples, by name."""
-        return named_sets(data, lambda rows, name: self._examples(rows, evaluation=name))
+        return load_eval_sets(data, lambda rows, name: self._examples(rows, evaluation=name))
 
-    def may_log(self, metric: str) -> bool:
+    def can_log(self, metric: str) -> bool:
         """Whether it is one of supervised training."""
         return bool(supervised_metrics({metric: 0.0})) or metric == "num_tokens" or self.compute_metrics is not None
 
-    def measured(self, rows: list[Example]) -> dict[str, float]:
+    def measure(self, rows: list[Example]) -> dict[str, float]:
         """The loss and its metrics over an evaluation set, weighed as a whole."""
         learner = self.learner
         learner.new_task().check_fit(rows)
         found = learner.measure(ExampleStep(index=self.state.global_step, examples=rows, mode=Mode.EVAL))
         metrics = supervised_metrics(flat(found.metrics))
-        return metrics if self.compute_metrics is None else metrics | computed_metrics(self, rows)
+        return metrics if self.compute_metrics is None else metrics | compute_user_metrics(self, rows)
 
     def resume_from(self, folder: str | None) -> None:
         """Sets what the next run resumes from."""
         self.models.config = dataclasses.replace(self.models.config, resume=folder, max_steps=self.max_steps or None)
 
-    def note_step(self, row: Mapping[str, Any], step: Any) -> None:
+    def record_step(self, row: Mapping[str, Any], step: Any) -> None:
         """Takes the metrics of an update."""
         self.window.add({**supervised_metrics(row), "num_tokens": float(self.state.num_input_tokens_seen)})
 
@@ -281,7 +288,7 @@ class SupervisedTrainer(Trainer):
         self.state.epoch = epochs + min(updates * self.args.gradient_accumulation_steps, micro) / micro
 
 
-def of_front(kind: type[SupervisedLearner[Any]]) -> Callable[..., Any]:
+def learner_class(kind: type[SupervisedLearner[Any]]) -> Callable[..., Any]:
     """A learner of this kind whose rows are Examples, and whose runs tell a front's callbacks.
 
     Args: kind: the learner.
@@ -292,7 +299,7 @@ def of_front(kind: type[SupervisedLearner[Any]]) -> Callable[..., Any]:
         make_task: Any
 
         def encoder(self) -> Any:
-            return Ready()
+            return IdentityEncoder()
 
         def new_task(self, eval_ds: Any = None) -> Any:
             return self.make_task(self)

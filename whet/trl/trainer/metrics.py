@@ -10,7 +10,7 @@ from typing import Any
 from whet.errors import ConfigError
 from whet.learners.kl_controller import MEASURED_ENTROPY
 
-__all__ = ["Window", "best_metric", "supervised_metrics", "trl_metrics"]
+__all__ = ["MetricsWindow", "best_metric_name", "supervised_metrics", "trl_metrics"]
 
 _RENAMED = {
     MEASURED_ENTROPY: "entropy",
@@ -84,7 +84,7 @@ def _names_of_0_16(found: Mapping[str, float], row: Mapping[str, Any]) -> dict[s
     return old
 
 
-def best_metric(args: Any, sets: Iterable[str], known: Callable[[str], bool]) -> str | None:
+def best_metric_name(args: Any, sets: Iterable[str], known: Callable[[str], bool]) -> str | None:
     """The metric by which the best checkpoint is known, under the name that an evaluation gives it; None = none.
 
     Args: args: with metric_for_best_model. sets: names of the evaluation sets; "" is that of a single one. Of several,
@@ -106,10 +106,10 @@ def best_metric(args: Any, sets: Iterable[str], known: Callable[[str], bool]) ->
     return f"eval_{own}" if not sets else f"eval_{of or sets[-1]}_{own}"
 
 
-class Window:
+class MetricsWindow:
     """The means of metrics since the last log; NaN is left out, and None stands where there was nothing else: TRL's.
 
-    >>> w = Window()
+    >>> w = MetricsWindow()
     >>> w.add({"loss": 1.0, "kl": float("nan")}); w.add({"loss": 3.0}); w.take()
     {'loss': 2.0, 'kl': None}
     """

@@ -16,23 +16,23 @@ from whet.errors import ConfigError
 from whet.trl.config.translate import BY_EVALUATION
 
 __all__ = [
-    "Rates",
+    "LRView",
     "adafactor",
     "adagrad",
-    "begin",
-    "given",
-    "of_class",
-    "plain",
-    "restore",
+    "begin_schedule",
+    "existing_optimizer",
+    "optimizer_from_class",
+    "restore_schedule",
     "rmsprop",
-    "step_by",
+    "serializable_state",
+    "step_schedule",
 ]
 
 _BY_METRIC = (ReduceLROnPlateau, GreedyLR)
 """Schedules that a metric steps, not an update."""
 
 
-class Rates:
+class LRView:
     """What callbacks are given as lr_scheduler: the rates of now, and the state of whet's own schedule.
 
     Args: front: the trainer. Its optimizer makes the schedule at its first step, and steps it.
@@ -51,7 +51,7 @@ class Rates:
         return {} if schedule is None else schedule.state_dict()
 
 
-def given(optimizer: Any, scheduler: Any, max_grad_norm: float) -> Callable[[Any], torch.optim.Optimizer]:
+def existing_optimizer(optimizer: Any, scheduler: Any, max_grad_norm: float) -> Callable[[Any], torch.optim.Optimizer]:
     """A factory of an optimizer that is there already: it clips before each step, and the schedule moves after it.
 
     Args: optimizer: over the model's own parameters. scheduler: of it; None = a constant rate. max_grad_norm: 0 = off.
@@ -69,7 +69,7 @@ def given(optimizer: Any, scheduler: Any, max_grad_norm: float) -> Callable[[Any
     return make
 
 
-def of_class(
+def optimizer_from_class(
     kind: Callable[..., Any], kwargs: Mapping[str, Any], args: Any, total: int, take: Callable[[Any], None]
 ) -> Callable[[Any], torch.optim.Optimizer]:
     """A factory of an optimizer of a class, with the schedule of the arguments; its rate is the keyword's.
@@ -107,7 +107,7 @@ def _stepping(optimizer: Any, scheduler: Any, max_grad_norm: float) -> torch.opt
     return optimizer
 
 
-def begin(front: Any) -> None:
+def begin_schedule(front: Any) -> None:
     """Makes the schedule of a front's next run where it goes by an evaluation and the optimizer is whet's own, whose
     rate is constant but for it.
     """
@@ -118,18 +118,18 @@ def begin(front: Any) -> None:
     if front.args.lr_scheduler_type in BY_EVALUATION:
         own = front.args.lr_scheduler_kwargs
         front.scheduler = get_scheduler(front.args.lr_scheduler_type, optim.optimizer, scheduler_specific_kwargs=own)
-    front.callback_handler.lr_scheduler = front.scheduler or Rates(front)
+    front.callback_handler.lr_scheduler = front.scheduler or LRView(front)
 
 
-def step_by(front: Any, value: float) -> None:
+def step_schedule(front: Any, value: float) -> None:
     """Tells an evaluation's metric to the schedule, where it goes by one."""
     if isinstance(front.scheduler, _BY_METRIC):
         front.scheduler.step(value)
         _keep_rates(front.worker.optim)
 
 
-def restore(front: Any, state: Mapping[str, Any]) -> None:
-    """Restores a schedule from what `plain` has kept of it; the rest is as the schedule has it."""
+def restore_schedule(front: Any, state: Mapping[str, Any]) -> None:
+    """Restores a schedule from what `serializable_state` has kept of it; the rest is as the schedule has it."""
     front.scheduler.load_state_dict({**front.scheduler.state_dict(), **state})
     if isinstance(front.scheduler, _BY_METRIC):
         optim = front.worker.optim
@@ -144,7 +144,7 @@ def _keep_rates(optim: Any) -> None:
         optim.schedule.base_lrs = [group["lr"] for group in optim.optimizer.param_groups]
 
 
-def plain(state: Mapping[str, Any]) -> dict[str, Any]:
+def serializable_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """What of a schedule's state can be stored: numbers, texts and lists of them."""
 
     def simple(value: Any) -> bool:

@@ -13,18 +13,18 @@ from typing import Any
 
 from whet.models.prompt_tuning import prompted
 from whet.train.worker import ModelWorker
-from whet.trl.trainer.model import inner_model
+from whet.trl.trainer.model import unwrap_peft
 
-__all__ = ["peft_model"]
+__all__ = ["wrap_in_peft"]
 
 
-def peft_model(worker: ModelWorker, given: Any) -> Any:
+def wrap_in_peft(worker: ModelWorker, given: Any) -> Any:
     """The model as a user has it. Args: worker: of the model in training. given: the model that the trainer was given.
 
     Returns: the PeftModel that was given, or one around the model; without an adapter the model itself.
     """
     module: Any = worker.module
-    if given is not module and inner_model(given) is module:
+    if given is not module and unwrap_peft(given) is module:
         return given
     adapter = worker.loaded.adapter
     by_transformers = vars(module).get("_hf_peft_config_loaded")  # add_adapter, whose save_pretrained saves it
