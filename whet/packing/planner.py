@@ -94,7 +94,7 @@ def plan_micro_batches(
 
     >>> from whet.types import Example, TrainSequence
     >>> two = (TrainSequence(prefix=np.array([5, 6]), tokens=np.array([t, 2]), mask=np.ones(2, bool)) for t in (7, 8))
-    >>> batch = TokenBatch.from_examples([Example(sequences=tuple(two))], paired=True)
+    >>> batch = TokenBatch.from_examples([Example(sequences=tuple(two))])
     >>> [micro.input_ids.tolist() for micro in plan_micro_batches(batch, max_tokens=100)]
     [[[5, 6, 7, 8]]]
     >>> [micro.input_ids.tolist() for micro in plan_micro_batches(batch, max_tokens=3)]  # each part has the prefix
