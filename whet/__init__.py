@@ -171,12 +171,8 @@ _MODULES = {
         "evaluate",
     ),
     "whet.learners.base": ("RLLearner",),
-    "whet.learners.grpo": (
-        "GRPOLearner",
-    ),
-    "whet.learners.ppo": (
-        "PPOLearner",
-    ),
+    "whet.learners.grpo": ("GRPOLearner",),
+    "whet.learners.ppo": ("PPOLearner",),
     "whet.rollout.sampler": (
         "Sampler",
         "SamplerOutput",

@@ -259,10 +259,10 @@ class RLLearner:
             return called(own).with_greedy(called(alone)) if alone else called(own)
 
         with self.cluster.trace.span("rewards"):
-            return step.replace(rewards=RewardBatch.cat(self.cluster.ranks.shared(judged, step.groups)))
+            return step.replace(rewards=RewardBatch.cat(self.cluster.ranks.scatter_gather(judged, step.groups)))
 
     def fill(self, run: Run, step: Step) -> Step:
-        """Chooses the groups that are trained on: all of them here. `run.more()` gives a further batch of prompts."""
+        """Selects the groups that are trained on: here all of them. `run.next_batch()` gives more prompts."""
         return step
 
     def batch(self, step: Step) -> Step:

@@ -1,4 +1,4 @@
-"""From configuration to an engine and its sampling parameters."""
+"""make_engine and sampling_of: from a configuration to an engine and its sampling parameters."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ log = logging.getLogger("whet")
 
 
 def sampling_of(config: RolloutConfig, eos_ids: Sequence[int], tokenizer: Any = None) -> Sampling:
-    """The sampling parameters of a rollout configuration; `eos_tokens` comes before the tokenizer's own end ids.
+    """The sampling parameters of a rollout configuration.
 
-    Args: config: of a mode. eos_ids: end ids of tokenizer and model. tokenizer: to check stop strings with, or None.
+    Args:
+        config: of a mode; its `eos_tokens` replace eos_ids.
+        eos_ids: end ids of tokenizer and model.
+        tokenizer: checks the stop strings; None = they are not checked.
     Raises: ConfigError: a stop string with a special token in it.
     """
     stop_ids = tuple(config.eos_tokens or eos_ids)
     if tokenizer is not None:
-        _check_stop(config.stop, stop_ids, tokenizer)
+        _check_stop_strings(config.stop, stop_ids, tokenizer)
     return Sampling(
         max_tokens=config.max_tokens_to_generate,
         min_tokens=config.min_tokens,
@@ -46,8 +49,8 @@ def sampling_of(config: RolloutConfig, eos_ids: Sequence[int], tokenizer: Any = 
     )
 
 
-def _check_stop(strings: Sequence[str], stop_ids: Sequence[int], tokenizer: Any) -> None:
-    """Raises ConfigError for a stop string with a special token in it: the text that is searched has none."""
+def _check_stop_strings(strings: Sequence[str], stop_ids: Sequence[int], tokenizer: Any) -> None:
+    """Raises ConfigError for a stop string with a special token: the text that is searched has none."""
     for string in strings:
         for i in tokenizer(string, add_special_tokens=False).input_ids:
             token, shown = (str(tokenizer.decode([i], skip_special_tokens=skip)) for skip in (False, True))
@@ -90,10 +93,10 @@ def make_engine(
     if spec == "embedded" and not loaded.packable:
         log.warning("rollout_engine 'embedded' can't run this model (%s); using 'hf'", "; ".join(loaded.reasons))
         spec = "hf"
-    if asked := sorted({*generation_kwargs, *(name for s in samplings for name, _ in s.generation_kwargs)}):
-        checked_options(dict.fromkeys(asked))
+    if names := sorted({*generation_kwargs, *(name for s in samplings for name, _ in s.generation_kwargs)}):
+        checked_options(dict.fromkeys(names))
         if spec == "embedded":
-            log.warning("generation_kwargs (%s) are transformers' own; using 'hf'", ", ".join(asked))
+            log.warning("generation_kwargs (%s) are transformers' own; using 'hf'", ", ".join(names))
             spec = "hf"
     _warn_unused(spec, config)
     engine_class: Any = resolve_engine(spec)
@@ -121,23 +124,23 @@ def make_engine(
 
 
 def _warn_unused(spec: Any, config: RolloutConfig) -> None:
-    """Warns of fields that are set for another engine; a class of the user's own may read them all."""
+    """Warns about fields of another engine that are set; a user's own class may read all of them."""
     if not isinstance(spec, str) or ":" in spec:
         return
     unused = {}
     for section in {"vllm", "sglang"} - {spec}:
-        given, plain = vars(vars(config)[section]), vars(type(vars(config)[section])())
-        unused |= {f"{section}.{n}": v for n, v in given.items() if v != plain[n]}
+        values, defaults = vars(vars(config)[section]), vars(type(vars(config)[section])())
+        unused |= {f"{section}.{n}": v for n, v in values.items() if v != defaults[n]}
     if unused:
-        said = ", ".join(f"rollout.{name}={value!r}" for name, value in unused.items())
-        log.warning("%s: no effect with rollout_engine %r, they belong to another engine; leave them out", said, spec)
+        fields = ", ".join(f"rollout.{name}={value!r}" for name, value in unused.items())
+        log.warning("%s: no effect with rollout_engine %r, they belong to another engine; leave them out", fields, spec)
 
 
 def grammars_of(loaded: LoadedModel, tokenizer: Any) -> Grammars:
-    """The grammars of a model's tokenizer; nothing is made before the first constraint."""
+    """The grammars of a model's tokenizer; nothing is compiled before the first constraint."""
     return Grammars(tokenizer, vocabulary=int(loaded.module.get_input_embeddings().weight.shape[0]))  # pyright: ignore
 
 
 def describe_engine(engine: RolloutEngine) -> dict[str, str]:
-    """What runs the rollout, for a run's notes: the class, its backends and its version."""
+    """An engine's class and the implementation of its parts, for environment.json."""
     return {"engine": type(engine).__name__, **engine.backends}

@@ -1,7 +1,4 @@
-"""Between text and token ids: encoding the prompts and decoding the completions of an engine.
-
-Left out on purpose: drawing, which whet.rollout.driver does, on ids alone.
-"""
+"""Encoding of prompts before an engine, and decoding of completions after it."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from whet.types import Message, Prompt
 __all__ = ["TextStream", "encode_texts", "one_or_many", "pad_left"]
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""What decoding puts for a character whose bytes are not all there."""
+"""The decoded form of a character with missing bytes."""
 
 
 def one_or_many(inputs: Any) -> Sequence[str] | Sequence[list[Message]]:
@@ -26,12 +23,12 @@ def one_or_many(inputs: Any) -> Sequence[str] | Sequence[list[Message]]:
     >>> one_or_many("hi"), one_or_many([{"role": "user", "content": "hi"}])
     (['hi'], [[{'role': 'user', 'content': 'hi'}]])
     """
-    alone = isinstance(inputs, str) or (isinstance(inputs, Sequence) and inputs and isinstance(inputs[0], Mapping))
-    return [inputs] if alone else inputs
+    is_one = isinstance(inputs, str) or (isinstance(inputs, Sequence) and inputs and isinstance(inputs[0], Mapping))
+    return [inputs] if is_one else inputs
 
 
 def encode_texts(encoder: PromptEncoder, inputs: Sequence[str] | Sequence[list[Message]]) -> list[Prompt]:
-    """Prompts of texts and chats, in order, none left out.
+    """Prompts of texts and chats, in order.
 
     Args: encoder: template and limits. inputs: texts, or lists of messages.
     Raises: DataError: nothing was given, or a prompt is over the encoder's limit.
@@ -68,7 +65,7 @@ def pad_left(rows: Sequence[np.ndarray], pad_id: int) -> np.ndarray:
 class TextStream:
     """Text of tokens that come in pieces; a character that is not whole yet waits for its rest.
 
-    Args: decode: ids to text.
+    Args: decode: ids -> text.
 
     >>> stream = TextStream(lambda ids: bytes(ids).decode(errors="replace"))
     >>> stream.push([72, 195]), stream.push([169]), stream.push([195], last=True)
@@ -83,7 +80,7 @@ class TextStream:
     def push(self, ids: Iterable[int], *, last: bool = False) -> str:
         """The text that the next tokens add.
 
-        Args: ids: the next tokens. last: none follow, so that nothing waits.
+        Args: ids: the next tokens. last: no more tokens follow, so that nothing waits.
         """
         self._ids += [int(i) for i in ids]
         before = self._decode(self._ids[self._from : self._shown])

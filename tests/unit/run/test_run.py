@@ -146,7 +146,7 @@ def test_schedule_profiler_and_hooks_are_told_of_the_steps_to_come(make, model, 
     for done, total in ((0, rows(8)), (3, rows(8)), (0, iter(rows(8)))):
         run = Run(made, total)
         run.step = done
-        monkeypatch.setattr(run.profiler, "expect", lambda steps: told.update(steps=steps))
+        monkeypatch.setattr(run.profiler, "set_num_steps", lambda steps: told.update(steps=steps))
         with pytest.raises(ZeroDivisionError), run:
             assert told["started"] and run.progress is not None and run.loggers is not None
             raise ZeroDivisionError
@@ -168,7 +168,7 @@ def test_an_open_run_has_its_configuration_on_the_disk_its_loggers_and_what_a_st
     caplog.set_level(logging.INFO, "whet")
     with Run(make(run_dir=str(tmp_path), loggers=["jsonl"], metrics_prefix="mine", max_steps=1), rows(4)) as run:
         assert yaml.safe_load((tmp_path / "config.yaml").read_text())["trainer"]["metrics_prefix"] == "mine"
-        (left_out,) = (line for line in caplog.messages if line.startswith("not needed here: "))
+        (left_out,) = (line for line in caplog.messages if line.startswith("skipped, since not needed: "))
         for name, what in run.task.learner.planned_passes(2).items():
             assert name in left_out if what.startswith("skipped: ") else f"{name}: {what}" in caplog.messages
         step(run)
@@ -244,7 +244,7 @@ def test_a_run_that_cannot_open_closes_what_it_has_opened(make, tmp_path, monkey
     mine = Logger()
     run, closed = Run(make(run_dir=str(tmp_path), loggers=[mine]), rows(4)), []
     with pytest.raises(ZeroDivisionError), monkeypatch.context() as patch:
-        patch.setattr(run._stop, "listen", lambda: 1 / 0)
+        patch.setattr(run._signals, "install", lambda: 1 / 0)
         run.__enter__()
     assert mine.closed == 1 and not (tmp_path / ".lock").exists()
     broken = Run(make(run_dir=str(tmp_path / "new"), loggers=[lambda: 1 / 0, mine, type(mine.log)]), rows(4))
@@ -254,7 +254,7 @@ def test_a_run_that_cannot_open_closes_what_it_has_opened(make, tmp_path, monkey
     run = Run(run.task.learner, rows(4))
     with pytest.raises(RewardError), run:
         monkeypatch.setattr(run.progress, "__exit__", lambda *a: closed.append("bar"), raising=False)
-        monkeypatch.setattr(run._stop, "release", lambda: closed.append("signals"))
+        monkeypatch.setattr(run._signals, "uninstall", lambda: closed.append("signals"))
         raise RewardError
     assert closed == ["signals", "bar"]
 
@@ -287,7 +287,7 @@ def test_a_run_that_is_asked_to_stop_saves_its_step_and_says_where(make, tmp_pat
                        (None, "nothing is saved: trainer.run_dir is not set$")):  # fmt: skip
         run = Run(make(run_dir=root and str(root)), rows(8))
         with pytest.raises(KeyboardInterrupt, match=f"^stopped after step 1; {said}"), run:
-            run._stop.asked = True
+            run._signals.stop_requested = True
             step(run)
     assert saved(tmp_path) == ["step-000001"] and not (tmp_path / "final").exists()
 
@@ -372,11 +372,11 @@ def test_saves_by_time_are_due_when_the_time_has_passed_since_the_last(make, tmp
     due = []
     for seconds in (59.0, 60.0):
         now[0] = 1000.0 + seconds
-        due.append(run._save_due(1))
+        due.append(run._is_save_due(1))
     assert due == [False, True]
     run.step, run.settings = 1, run.task.settings()
     run.save()
-    assert run.saved_at == 1060.0 and not run._save_due(2)
+    assert run.saved_at == 1060.0 and not run._is_save_due(2)
 
 
 # ---- evaluation ------------------------------------------------------------------------------------------------------
@@ -411,7 +411,9 @@ def test_a_checkpoint_holds_where_the_run_stands(make, model, tmp_path):
     assert (state["stream"]["batch"], state["stream"]["used"]) == (2, 4)
     assert state["cluster"]["next_id"] == model.state()["next_id"]
     assert state["settings"]["algo"]["num_generations"] == 2
-    assert state["reads"]["models"].keys() == {"actor"} and torch.equal(state["random"]["torch"], torch.get_rng_state())
+    assert state["inputs"]["models"].keys() == {"actor"} and torch.equal(
+        state["random"]["torch"], torch.get_rng_state()
+    )
 
 
 def test_only_the_last_checkpoints_are_kept_and_none_without_a_folder(make, tmp_path):
@@ -421,7 +423,7 @@ def test_only_the_last_checkpoints_are_kept_and_none_without_a_folder(make, tmp_
     assert saved(tmp_path) == ["step-000003", "step-000004"]
     with Run(make(checkpointing_options=options), rows(8)) as run:
         step(run)
-    assert run.reads is None and saved(tmp_path) == ["step-000003", "step-000004"]
+    assert run.inputs is None and saved(tmp_path) == ["step-000003", "step-000004"]
 
 
 def test_a_resumed_run_stands_where_the_checkpoint_was_and_later_ones_go(make, model, tmp_path):
@@ -474,7 +476,7 @@ def test_latest_finds_nothing_in_a_new_folder_and_says_so(make, tmp_path, caplog
     run = Run(make(run_dir=str(tmp_path), resume="latest"), rows(8))
     assert run._resume() == -1 and "no checkpoint in" in caplog.text
     run.checkpoints.close()
-    half = tmp_path / "checkpoints" / ".tmp-000009-a"
+    half = tmp_path / "checkpoints" / ".tmp-0123456789abcdef-step-000009"
     half.mkdir(parents=True)
     run.checkpoints.open()
     run.checkpoints.close()
@@ -570,9 +572,9 @@ def test_settings_from_python_name_what_has_no_section(make):
     made.data_shuffle_seed = 9
     run = Run(made, rows(4))
     run.settings = run.task.settings()
-    found = run._compared()
+    found = run._compared_settings()
     assert found["from Python"] == {"data_shuffle_seed": 9, "rollout_config[Mode.EVAL]": {}}
     assert {"algo", "data", "rollout", "trainer"} <= found.keys() and found["rollout_engine"] == "mock"
     made.settings = {"trainer": {"seed": object}}
     run.settings = run.task.settings()
-    assert run._compared()["trainer"] == {"seed": "builtins:object"}  # what a checkpoint can hold
+    assert run._compared_settings()["trainer"] == {"seed": "builtins:object"}  # what a checkpoint can hold

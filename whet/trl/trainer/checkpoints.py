@@ -1,14 +1,14 @@
-"""Checkpoints where TRL's users look for them: output_dir/checkpoint-{optimizer step}, each a folder by itself.
+"""Checkpoints in TRL's layout: output_dir/checkpoint-{optimizer step}, each a self-contained folder.
 
     checkpoint-4/ model.safetensors, config.json, generation_config.json, the tokenizer      as transformers loads them
                   (or adapter_model.safetensors, adapter_config.json)                        as PEFT does
                   trainer_state.json                                                         transformers' TrainerState
-                  run.pt, run.json, sums.json, whet/{optimizer.safetensors, state.pt}        what a resume needs besides
-                  reference/                                                                 where it moves
+                  run.pt, run.json, sums.json, whet/{optimizer.safetensors, state.pt}        for a resume
+                  reference/                                                                 if it moves
 
-A folder is whole or absent, and leads to no other: it may be copied, packed, moved and removed. Several runs may share
-an output_dir; as in transformers a run replaces checkpoints of its own steps, and what lies there besides stays. Those
-of earlier versions, whose files are links into output_dir/.whet, are read.
+A folder is complete or absent, and holds no links: it may be copied, moved and removed. Several runs may share an
+output_dir; as in transformers, a run replaces checkpoints of its own steps and leaves the others. Checkpoints of
+earlier versions, with links into output_dir/.whet, can be read.
 """
 
 from __future__ import annotations
