@@ -35,7 +35,7 @@ def test_a_sampler_takes_fp32_on_a_gpu_that_only_emulates_bf16(monkeypatch):
     monkeypatch.setattr(sampler, "read_width", lambda *_: 128)
     monkeypatch.setattr(sampler, "model_folder", lambda folder: folder)
     monkeypatch.setattr(sampler, "load_model", lambda *_, dtype, **__: seen.append(dtype))
-    sampler._loaded("folder", None, "auto", "cuda", False)
+    sampler._load("folder", None, "auto", "cuda", False)
     assert seen == ["float32"]
 
 
