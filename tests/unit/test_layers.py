@@ -16,7 +16,7 @@ LAYERS = [
     {"rewards", "envs"},
     {"train"},
     {"hub"},
-    {"run", "tunix.metrics_buffer", "tunix.verbs"},
+    {"run"},
     {"evaluation"},
     {"cluster"},
     {"learners"},

@@ -264,7 +264,7 @@ class RLTask(Task):
     # ---- steps ---------------------------------------------------------------------------------------------------
 
     def on_step_begin(self, run: Run, index: int) -> None:
-        """Metrics that are buffered meanwhile are of this step."""
+        """Tells the cluster the number of the step."""
         self.cluster.global_steps = index
 
     def on_step_end(self, run: Run, step: Step) -> None:
@@ -308,7 +308,7 @@ class RLTask(Task):
         batch = TokenBatch.from_groups(rewarded.groups, rewarded.total)
         row = {
             **flat(_evaluation_metrics(rewarded, batch)),
-            **cluster.take_metrics(step, Mode.EVAL),
+            **learner.extra_metrics(found),
             "time/eval": time.monotonic() - started,
         }
         self._store(run, step, Mode.EVAL, rewarded, batch)

@@ -69,7 +69,6 @@ def make_engine(
     config: RolloutConfig,
     decode: Callable[[Sequence[int]], str],
     tokenizer: Any,
-    mesh: Any = None,
     samplings: Sequence[Sampling] = (),
     generation_kwargs: Iterable[str] = (),
     grammars: Grammars | None = None,
@@ -79,8 +78,7 @@ def make_engine(
     Args:
         spec: a name from ENGINES, "package.module:Class", a class or a partial. A class with the classmethod
             `from_config(config, model, *, decode, grammars, samplings)` is built by it, another engine class as
-            cls(model, decode=...). A class with Tunix's `generate` in place of `submit` is called as
-            cls(rollout_actor=..., tokenizer=..., mesh=..., rollout_config=...).
+            cls(model, decode=...).
         loaded: the policy.
         config: of the rollout.
         decode: ids -> text.
@@ -102,9 +100,13 @@ def make_engine(
             spec = "hf"
     _warn_unused(spec, config)
     engine_class: Any = resolve_engine(spec)
-    if _is_tunix(engine_class):
-        engine = _of_tunix(engine_class, loaded, tokenizer, mesh, config)
-    elif hasattr(engine_class, "from_config"):
+    cls = engine_class.func if isinstance(engine_class, functools.partial) else engine_class
+    if inspect.isclass(cls) and not callable(inspect.getattr_static(cls, "submit", None)):
+        raise ConfigError(
+            f"the engine {cls.__name__} has no submit; derive it from SimpleEngine, where you write complete alone; "
+            "whet.tunix.RLCluster takes a class with Tunix's generate"
+        )
+    if hasattr(engine_class, "from_config"):
         grammars = grammars or grammars_of(loaded, tokenizer)
         engine = engine_class.from_config(config, loaded, decode=decode, grammars=grammars, samplings=samplings)
     else:
@@ -119,22 +121,6 @@ def make_engine(
             "rollout.kv_cache_tokens=%d has no effect: this engine does not bound its cache", config.kv_cache_tokens
         )
     return engine
-
-
-def _is_tunix(engine_class: Any) -> bool:
-    """Whether a class, or the class of a partial, has no `submit`: its methods are Tunix's then."""
-    cls = engine_class.func if isinstance(engine_class, functools.partial) else engine_class
-    return inspect.isclass(cls) and not callable(inspect.getattr_static(cls, "submit", None))
-
-
-def _of_tunix(made: Any, loaded: LoadedModel, tokenizer: Any, mesh: Any, config: RolloutConfig) -> RolloutEngine:
-    """A rollout class of Tunix's form, called with Tunix's arguments, as an engine."""
-    from whet.rollout.compat import BaseRolloutAdapter, TokenizerAdapter, prompt_text
-
-    module = loaded.module
-    inner = made(rollout_actor=module, tokenizer=TokenizerAdapter(tokenizer), mesh=mesh, rollout_config=config)
-    decode = functools.partial(prompt_text, tokenizer)
-    return BaseRolloutAdapter(inner, decode=decode, module=module, rollout_config=config)
 
 
 def _warn_unused(spec: Any, config: RolloutConfig) -> None:

@@ -21,8 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from whet.config import RolloutConfig
-from whet.config.base import config
-from whet.config.fields import Count
 from whet.config.length_aliases import COMPLETION, accepts_length_aliases
 from whet.config.synonyms import find_owner
 from whet.data.prompts import PromptEncoder
@@ -38,11 +36,11 @@ from whet.rollout.base import PartialOutput, Request, RolloutEngine, Sampling
 from whet.rollout.build import make_engine, sampling_of
 from whet.rollout.driver import Rollouts, single_turns, stream
 from whet.rollout.generate_options import checked_options, num_beams
-from whet.rollout.text import encode_texts, one_or_many, rollout_output
+from whet.rollout.text import encode_texts, one_or_many, pad_left
 from whet.types import Group, Message, Prompt
 from whet.util.model_paths import model_folder
 
-__all__ = ["CacheConfig", "Sampler", "SamplerOutput"]
+__all__ = ["Sampler", "SamplerOutput"]
 
 log = logging.getLogger("whet")
 
@@ -57,25 +55,7 @@ OPTIONS = (
     "repetition_penalty",
     "stop",
 )
-"""Fields of RolloutConfig that a call may set besides Tunix's arguments."""
-
-
-@config
-class CacheConfig:
-    """The bound on a sequence, under Tunix's name.
-
-    >>> CacheConfig(cache_size=128).cache_size
-    128
-    """
-
-    cache_size: Count
-    """The most tokens of a prompt and its completion together."""
-    num_layers: Count | None = None
-    """No effect: the model has it."""
-    num_kv_heads: Count | None = None
-    """No effect: the model has it."""
-    head_dim: Count | None = None
-    """No effect: the model has it."""
+"""Fields of RolloutConfig that a call may set besides its named arguments."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -105,7 +85,7 @@ class Sampler:
         transformer: a module of transformers, a LoadedModel, a folder (of a model, a finished run, or a checkpoint), or
             a hub name.
         tokenizer: a tokenizer, a folder, a hub name; None = where the model lies.
-        cache_config: bounds a sequence; None = the model's positions.
+        max_length: most tokens of a prompt and its completion together; None = the model's positions.
         rollout_engine: "embedded", "hf" or what ClusterConfig takes.
         dtype: of a model that is read: "float32", "bfloat16", or "auto" = that of the run in whose folder it lies, else
             as RoleConfig.dtype has it.
@@ -130,7 +110,7 @@ class Sampler:
         self,
         transformer: nn.Module | LoadedModel | str | Path,
         tokenizer: Any = None,
-        cache_config: CacheConfig | None = None,
+        max_length: int | None = None,
         *,
         rollout_engine: Any = "embedded",
         dtype: str = "auto",
@@ -155,7 +135,7 @@ class Sampler:
         self.pad_id = pad_token_id(self.tokenizer, self.eos_ids)
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         positions = max_positions(module)
-        bounds = [b for b in (positions, cache_config and cache_config.cache_size) if b is not None]
+        bounds = [bound for bound in (positions, max_length) if bound is not None]
         self.longest = min(bounds) if bounds else None
         """The most tokens of a prompt and its completion together; None = no bound."""
         sizes = {"max_batch_size": max_batch_size, "kv_cache_tokens": kv_cache_tokens}
@@ -406,20 +386,19 @@ class Sampler:
         self, groups: Sequence[Group], seed: int, *, echo: bool, pad: bool, logprobs: bool, logits: bool
     ) -> SamplerOutput:
         """The result of a call."""
-        out = rollout_output(groups, self.decode, self.pad_id, logits=logits)
+        completions = [c for g in groups for c in g.completions]
         prompts = [g.prompt.tokens for g in groups for _ in g.completions]
-        tokens, text = out.tokens, out.text
+        tokens = [c.tokens for c in completions]
         if echo:
             tokens = [np.concatenate([p, c]) for p, c in zip(prompts, tokens, strict=True)]
-            text = [self.decode(t) for t in tokens]
-        fill: Any = lambda rows, value: _padded(rows, value) if pad and rows is not None else rows
+        fill: Any = lambda rows, value: _padded(rows, value) if pad else rows
         return SamplerOutput(
-            text=text,
+            text=[self.decode(t) for t in tokens],
             tokens=fill(tokens, self.pad_id),
-            logprobs=fill(out.logprobs, 0.0) if logprobs else None,
-            logits=fill(out.logits, 0.0),
-            padded_prompt_tokens=out.left_padded_prompt_tokens,
-            finish_reason=[c.finish_reason for g in groups for c in g.completions],
+            logprobs=fill([c.logprobs for c in completions], 0.0) if logprobs else None,
+            logits=fill([c.logits for c in completions], 0.0) if logits else None,
+            padded_prompt_tokens=pad_left(prompts, self.pad_id),
+            finish_reason=[c.finish_reason for c in completions],
             seed=seed,
         )
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from whet.data.prompts import PromptEncoder
 from whet.errors import DataError
-from whet.packing.padded import left_padded
-from whet.types import Group, Message, Prompt, RolloutOutput
+from whet.types import Message, Prompt
 
-__all__ = ["TextStream", "encode_texts", "one_or_many", "rollout_output"]
+__all__ = ["TextStream", "encode_texts", "one_or_many", "pad_left"]
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """The decoded form of a character with missing bytes."""
@@ -47,30 +48,18 @@ def encode_texts(encoder: PromptEncoder, inputs: Sequence[str] | Sequence[list[M
     return encoded
 
 
-def rollout_output(
-    groups: Sequence[Group],
-    decode: Callable[[Any], str],
-    pad_id: int,
-    *,
-    logprobs: bool = True,
-    logits: bool = False,
-) -> RolloutOutput:
-    """Completions as texts and arrays, prompt by prompt, generations of a prompt one after the other.
+def pad_left(rows: Sequence[np.ndarray], pad_id: int) -> np.ndarray:
+    """Rows of ids, padded on the left to the longest: int32 [B, P].
 
-    Args:
-        groups: completed.
-        decode: ids -> text.
-        pad_id: fills the prompts.
-        logprobs, logits: whether to give them.
+    >>> pad_left([np.array([5]), np.array([6, 7])], 0)
+    array([[0, 5],
+           [6, 7]], dtype=int32)
     """
-    done = [c for g in groups for c in g.completions]
-    return RolloutOutput(
-        text=[decode(c.tokens) for c in done],
-        logits=[c.logits for c in done] if logits else None,  # pyright: ignore[reportArgumentType]
-        tokens=[c.tokens for c in done],
-        left_padded_prompt_tokens=left_padded([g.prompt.tokens for g in groups for _ in g.completions], pad_id),
-        logprobs=[c.logprobs for c in done] if logprobs else None,
-    )
+    width = max(len(r) for r in rows)
+    out = np.full((len(rows), width), pad_id, dtype=np.int32)
+    for i, r in enumerate(rows):
+        out[i, width - len(r) :] = r
+    return out
 
 
 class TextStream:

@@ -73,7 +73,6 @@ class Run:
         roles: the models. The run produces the model of the first trained role.
         config: the run folder and loggers, when to evaluate and save, when to end.
         observers: notified of each event, after the task.
-        perf_config: PerfMetricsOptions; None = no timeline.
 
     Raises: ConfigError: an observer is not an Observer.
     """
@@ -86,9 +85,8 @@ class Run:
         config: TrainingConfig,
         *,
         observers: Iterable[Observer] = (),
-        perf_config: Any = None,
     ) -> None:
-        self.task, self.roles, self.config, self.perf_config = task, roles, config, perf_config
+        self.task, self.roles, self.config = task, roles, config
         self.checkpoints = roles.checkpoints
         self.control = TrainerControl()
         self.step = 0
@@ -216,7 +214,7 @@ class Run:
             self.rows = self.folder.rows()
         log_run_length(c, self.stream, self.step)
         self._begun_at, total, size = self.step, self.total_steps, self.stream.batch_size
-        self.timeline = trace_folder(self.perf_config, c.run_dir)
+        self.timeline = trace_folder(c.perf_metrics_options, c.run_dir)
         self.profiler.set_num_steps(None if total is None else total - self.step)
         for role, trainer in self.roles.trainers.items():
             trainer.worker.plan(None if total is None else self.task.total_updates(role, total, size))

@@ -136,7 +136,6 @@ _OPTIONAL: dict[str, tuple[str, Callable[[Any], bool]]] = {
 """Fields that only some kinds of run write."""
 _CLUSTER: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "next_id": ("a whole number from 0", _count),
-    "calls": ("a whole number from 0", _count),
     "dtypes": ("a mapping of names", _names),
     "lengths": ("a mapping of rows and lengths", lambda x: _mapping(x, _lengths)),
 }

@@ -83,7 +83,6 @@ class RoleWorkers:
         module_dtype: str | None = None,
     ) -> None:
         require_single_process()
-        super().__init__()  # of a mixin
         self._loop, self._offload, self._module_dtype = config, offload_to_cpu, module_dtype
         self._meshes = checked_meshes(role_to_mesh)
         self.trace = Trace()

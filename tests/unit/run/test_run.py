@@ -46,14 +46,13 @@ def make(model, monkeypatch):
     """A learner whose runs are configured by fields of RLTrainingConfig."""
     usual = model.training_config
 
-    def made(reward=length_reward, *, batch_size=2, perf=None, generations=2, **training):
+    def made(reward=length_reward, *, batch_size=2, generations=2, **training):
         config = dataclasses.replace(usual, **{"checkpointing_options": NEVER, **training})
         found = GRPOLearner(model, GRPOConfig(num_generations=generations, beta=0.0), reward)
         found.data = DataConfig(batch_size=batch_size, shuffle=False)
         found.config = config
         monkeypatch.setattr(model, "training_config", config)
         monkeypatch.setattr(model, "checkpoints", Checkpoints(config.checkpoint_root, model.trainers, model.workers))
-        monkeypatch.setattr(model, "perf_config", perf)
         model.actor_trainer.with_training_hooks(TrainingHooks())
         model.actor.optim.updates = 0
         return found
@@ -302,7 +301,7 @@ def test_a_row_counts_tokens_epochs_and_updates_of_the_whole_run(make, model):
             model.actor.optim.updates += 3
             made = run.task.learner
             step = made.reward(made.sample(Step(index=number, prompts=prompts)))
-            model.buffer_metrics({"mine": (number * 10, np.mean)})
+            made.metric_fns = [lambda number=number, **_: {"mine": (number * 10, np.mean)}]
             made.after_step(run, made.assign_advantages(made.batch(step)))
     first, second, third, _ = run.rows
     tokens = [row["completions/tokens"] for row in run.rows]
@@ -546,7 +545,7 @@ def test_a_run_without_a_single_step_is_an_error(make):
 @pytest.mark.parametrize("own", [True, False])
 def test_the_trace_goes_to_its_own_folder_or_the_runs(make, tmp_path, own):
     perf = PerfMetricsOptions(trace_dir=str(tmp_path / "traces" / "a") if own else None)
-    with Run(make(run_dir=str(tmp_path / "run"), max_steps=1, perf=perf), rows(4)) as run:
+    with Run(make(run_dir=str(tmp_path / "run"), max_steps=1, perf_metrics_options=perf), rows(4)) as run:
         step(run)
     places = [p.parent for p in tmp_path.rglob("trace.json")]
     assert places == [tmp_path / "traces" / "a" if own else tmp_path / "run"]
@@ -557,7 +556,7 @@ def test_no_trace_is_written_without_options_without_a_place_or_where_it_is_off(
     monkeypatch.chdir(tmp_path)
     off = PerfMetricsOptions(enable_trace_writer=False)
     for root, perf in ((tmp_path / "a", None), (None, PerfMetricsOptions()), (tmp_path / "b", off)):
-        with Run(make(run_dir=root and str(root), max_steps=1, perf=perf), rows(4)) as run:
+        with Run(make(run_dir=root and str(root), max_steps=1, perf_metrics_options=perf), rows(4)) as run:
             step(run)
     assert not list(tmp_path.rglob("trace.json"))
 

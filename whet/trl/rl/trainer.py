@@ -325,7 +325,6 @@ class RLTrainer(Trainer):
         own |= {name: sum(values) / len(values) for name, values in self._metrics["eval"].items()}
         self._metrics["eval"].clear()
         own |= self.agents.take_metrics(len(prompts) * self.learner.num_generations_of(Mode.EVAL))
-        self.cluster.take_metrics(self.state.global_step, Mode.EVAL)
         return {**self.own_metrics(made, batch), **own}
 
     def own_metrics(self, row: Mapping[str, Any], batch: TokenBatch) -> dict[str, float]:
