@@ -14,7 +14,7 @@ from whet.errors import ConfigError, EngineError
 from whet.models.self_check import probe_tokens
 from whet.rollout import resolve_engine
 from whet.rollout.base import Request, Sampling
-from whet.rollout.external_engine import Names, check_agreement, check_known, check_reported, seed_of
+from whet.rollout.external_engine import WeightNames, check_agreement, check_known, check_reported, seed_of
 from whet.rollout.in_flight import InFlightRequest
 from whet.rollout.sglang import engine_arguments
 from whet.rollout.sglang import sampling_arguments as sglang_arguments
@@ -35,9 +35,7 @@ def request(sampling=None, tokens=(5, 6, 7), **fields):
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "fix"), [("vllm", r"\[vllm\]"), ("sglang", "sglang==0.5")]
-)
+@pytest.mark.parametrize(("name", "fix"), [("vllm", r"\[vllm\]"), ("sglang", "sglang==0.5")])
 def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(name, fix):
     if importlib.util.find_spec(name.removesuffix("_jax")) is not None:
         pytest.skip(f"{name} is installed")
@@ -256,11 +254,12 @@ def test_a_token_without_a_logprob_is_an_error():
 @pytest.mark.parametrize("duplicates", [True, False])
 def test_a_tied_head_is_sent_under_its_own_name(duplicates):
     model = build(tie_word_embeddings=True)
-    sent = dict(Names(model).whole(model.named_parameters(remove_duplicate=not duplicates)))
+    sent = dict(WeightNames(model).complete(model.named_parameters(remove_duplicate=not duplicates)))
     assert sent["lm_head.weight"] is model.model.embed_tokens.weight
     assert len(sent) == len(dict(model.named_parameters())) + 1
     untied = build(tie_word_embeddings=False)
-    assert dict(Names(untied).whole(untied.named_parameters())).keys() == dict(untied.named_parameters()).keys()
+    sent = dict(WeightNames(untied).complete(untied.named_parameters()))
+    assert sent.keys() == dict(untied.named_parameters()).keys()
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gpt_oss", "gemma3"])
@@ -268,7 +267,7 @@ def test_weights_are_sent_under_the_names_and_in_the_shapes_of_a_checkpoint(fami
     model = build(family)
     model.save_pretrained(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
-    sent = dict(Names(model).whole(model.named_parameters()))
+    sent = dict(WeightNames(model).complete(model.named_parameters()))
     assert stored.keys() | {"lm_head.weight"} == sent.keys()
     assert all(torch.equal(sent[n], x) for n, x in stored.items())
 
@@ -277,7 +276,7 @@ def test_weights_that_leave_a_parameter_out_are_refused():
     model = build(tie_word_embeddings=False)
     some = [(n, p) for n, p in model.named_parameters() if "layers.1.mlp" not in n]
     with pytest.raises(EngineError, match=r"leave out 3 of \d+ parameters \(model.layers.1.mlp.down_proj.weight"):
-        list(Names(model).whole(iter(some)))
+        list(WeightNames(model).complete(iter(some)))
 
 
 def test_an_engine_that_computes_something_else_is_refused_when_it_is_built():

@@ -18,7 +18,7 @@ from whet.envs.tool_calls import ToolTemplate
 from whet.learners.kl_controller import KLController
 from whet.learners.objective import make_objective
 from whet.trl import GRPOConfig, GRPOTrainer
-from whet.trl.config.translate import grpo as algorithm
+from whet.trl.config.translate import grpo_algorithm as algorithm
 from whet.trl.rl.learner import TRLLearner
 from whet.types import LossInputs
 

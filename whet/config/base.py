@@ -1,8 +1,8 @@
-"""What makes a class a configuration: frozen, keyword-only, checked, and documented field by field.
+"""The machinery of configuration classes: frozen, keyword-only, checked, and documented field by field.
 
 A configuration is an ordinary frozen dataclass. pydantic's TypeAdapter checks it, from Python exactly as from YAML:
-a wrong keyword is a ConfigError with the nearest match, a wrong type one with the path to it. The types of fields, with
-their limits, lie in whet.config.fields.
+a wrong keyword raises ConfigError with the nearest match, and a wrong type raises it with the path. whet.config.fields
+has the types of fields with their limits.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
 
 T = TypeVar("T")
 CALLABLE_TYPES = (Fn,)
-"""Types that no word of a command line stands for itself: a reference to one is text."""
+"""Types of functions. On a command line a function is given by its name, as text."""
 
 _EXPECTED = {
     "dict_type": "expected keys with their values, {key: value}",
@@ -52,14 +52,14 @@ _EXPECTED = {
     "string_type": "expected text",
     "tuple_type": "expected a list, [a, b]",
 }
-"""What pydantic says of a type -> in whet's words."""
+"""Error type of pydantic -> whet's message."""
 _LIKELY_FIELDS = {True: ("preset", "model", "path", "name", "log_dir", "metric"), False: ("lr", "r", "temperature")}
-"""The field of a section that a lone value was meant for: of a text, and of anything else."""
+"""Whether a value is text -> the fields of a section that the user probably meant by it."""
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def config(cls: type[T]) -> type[T]:
-    """The decorator of every configuration class: a frozen keyword-only dataclass that checks what it is given.
+    """The decorator of every configuration class: makes it a frozen keyword-only dataclass that checks its fields.
 
     Args: cls: annotated fields, each with a docstring line under it; `__post_init__` may raise ConfigError.
         A class attribute REFUSED = {keyword: reason} explains keywords that peers have and whet does not.
@@ -70,9 +70,9 @@ def config(cls: type[T]) -> type[T]:
     Traceback (most recent call last):
     whet.errors.ConfigError: unknown keyword OptimConfig.lrr; did you mean lr?
     """
-    made = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-    made.__pydantic_config__ = {"extra": "forbid"}  # pyright: ignore
-    plain = made.__init__
+    checked = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    checked.__pydantic_config__ = {"extra": "forbid"}  # pyright: ignore
+    plain = checked.__init__
 
     @functools.wraps(plain)
     def __init__(self: Any, *args: Any, **given: Any) -> None:
@@ -83,13 +83,13 @@ def config(cls: type[T]) -> type[T]:
         except ValidationError as error:
             raise to_config_error(type(self), error, given, root=type(self).__name__) from None
 
-    made.__init__ = __init__  # pyright: ignore[reportAttributeAccessIssue]
-    return made
+    checked.__init__ = __init__  # pyright: ignore[reportAttributeAccessIssue]
+    return checked
 
 
 @functools.cache
 def adapter(cls: type) -> TypeAdapter[Any]:
-    """The TypeAdapter of a configuration class, made at first use: importing whet.config builds no schema."""
+    """The TypeAdapter of a configuration class. It is built at first use, so importing whet.config stays fast."""
     return TypeAdapter(cls)
 
 
@@ -109,9 +109,9 @@ def config_from_dict(cls: type[T], tree: Mapping[str, Any], *, short: Mapping[st
 
 
 def partial_config_from_dict(cls: type[T], tree: Mapping[str, Any]) -> tuple[T | None, frozenset[str]]:
-    """What of nested dicts can be taken, without the keys that `config_from_dict` refuses.
+    """A configuration from nested dicts, without the keys that `config_from_dict` refuses.
 
-    Returns: the instance, and which of the top's names something was left out of; None = the rest contradicts itself.
+    Returns: the instance, or None if the other keys contradict one another; and the top-level keys with a refused key.
 
     >>> from whet.config import RunConfig
     >>> config, lacks = partial_config_from_dict(RunConfig, {"actor": {"lrr": 1.0, "model": "a/b"}, "modle": "a/b"})
@@ -134,7 +134,7 @@ def partial_config_from_dict(cls: type[T], tree: Mapping[str, Any]) -> tuple[T |
 
 
 def _without(tree: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    """A tree without a key; without what it lies in, where that is no section or lacks it."""
+    """A tree without the key at a path. If there is no such key, the tree without the first part of the path."""
     inner = tree.get(path[0]) if path else None
     if len(path) > 1 and isinstance(inner, Mapping) and path[1] in inner:
         return {**tree, path[0]: _without(inner, path[1:])}
@@ -142,7 +142,7 @@ def _without(tree: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
 
 
 def check_instance(value: Any, cls: type[T], name: str) -> T:
-    """The value, of a class. Args: name: what it is given as. Raises: ConfigError: it is something else.
+    """The value, if it is an instance of a class. Args: name: in the message. Raises: ConfigError: it is not.
 
     >>> from whet.config import OptimConfig
     >>> check_instance([OptimConfig()], OptimConfig, "optim")
@@ -162,19 +162,19 @@ def check_instance(value: Any, cls: type[T], name: str) -> T:
 def to_config_error(
     cls: type, error: ValidationError, given: Any, *, root: str = "", short: Mapping[str, str] | None = None
 ) -> ConfigError:
-    """The findings of pydantic in whet's words: one line per path, the deepest of a union's complaints.
+    """A ConfigError from pydantic's ValidationError: one line per path, and of a union only the deepest error.
 
     Args:
-        cls: what was checked.
+        cls: the class that was checked.
         error: pydantic's.
-        given: what it was made from.
+        given: the value that was checked.
         root: class name, from Python.
         short: shorthands, named in suggestions.
 
     Returns: the ConfigError, to be raised by the caller.
 
     An example: actor_optimizer is a section, a name or a function, so a misspelt key of the section is found three
-    times, and pydantic's places name the members of the union, which no user has written:
+    times, and pydantic's locations contain the members of the union, which no user has written:
 
     >>> from whet.config import RLTrainingConfig
     >>> given = {"actor_optimizer": {"lrr": 1.0}}
@@ -188,8 +188,8 @@ def to_config_error(
     string_type ('actor_optimizer', 'function-after[as_name(), str]')
     callable_type ('actor_optimizer', 'callable')
 
-    `_path` leaves what was given, ("actor_optimizer", "lrr") and twice ("actor_optimizer",). The first lies below the
-    others and is the one that is told, by `_error_line`:
+    `_path` keeps the keys that the user wrote: ("actor_optimizer", "lrr"), and ("actor_optimizer",) twice. The first is
+    the deepest, and `_error_line` makes the message from it:
 
     >>> print(to_config_error(RLTrainingConfig, found, given))
     unknown key actor_optimizer.lrr; did you mean actor_optimizer.lr?
@@ -206,7 +206,7 @@ def to_config_error(
 
 
 def _path(cls: type, loc: tuple[Any, ...], given: Any) -> tuple[str, ...]:
-    """The parts of pydantic's location that the user knows, without its names for the members of a union."""
+    """The keys in pydantic's location that the user wrote, without the members of unions."""
     path: tuple[str, ...] = ()
     for part in loc:
         section = section_at(cls, path)
@@ -236,19 +236,21 @@ def _error_line(cls: type, path: tuple[str, ...], items: list[Any], root: str, s
         return f"{key} is required"
     if first["type"].startswith("dataclass") and len(items) == 1:
         return _not_a_section(section_at(cls, path), key, root, first["input"])
-    find_owner = section_at(cls, path[:-1])
-    if len(items) > 1 and find_owner and path[-1] in (f.name for f in dataclasses.fields(find_owner)):
-        return f"{key}: expected {type_text(find_owner, path[-1])}, got {format_value(first['input'])}"
-    if find_owner and first["type"] in ("missing", "too_long"):  # of a list that has a length of its own
-        length = len(typing.get_args(_hints(find_owner)[path[-1]]))
+    owner = section_at(cls, path[:-1])
+    if len(items) > 1 and owner and path[-1] in (f.name for f in dataclasses.fields(owner)):
+        return f"{key}: expected {type_text(owner, path[-1])}, got {format_value(first['input'])}"
+    if owner and first["type"] in ("missing", "too_long"):  # of a list that has a length of its own
+        length = len(typing.get_args(_hints(owner)[path[-1]]))
         return f"{key}: expected {length} values, got {len(first['input'])}: {format_value(first['input'])}"
-    said = dict.fromkeys(_EXPECTED.get(item["type"]) or f"{item['msg'][0].lower()}{item['msg'][1:]}" for item in items)
-    mended = _suggest_fix(first["input"], first["type"], key.split(".")[-1])
-    return f"{key}: {'; '.join(said)}, got {format_value(first['input'])}{mended}"
+    messages = dict.fromkeys(
+        _EXPECTED.get(item["type"]) or f"{item['msg'][0].lower()}{item['msg'][1:]}" for item in items
+    )
+    fix = _suggest_fix(first["input"], first["type"], key.split(".")[-1])
+    return f"{key}: {'; '.join(messages)}, got {format_value(first['input'])}{fix}"
 
 
 def _not_a_section(section: type, key: str, root: str, value: Any) -> str:
-    """What to say of a value where a section's keys are due."""
+    """The message about a value in place of a section."""
     names = [f.name for f in dataclasses.fields(section)]
     if not root and "preset" in _refused(section):
         names.append("preset")
@@ -264,7 +266,7 @@ def _not_a_section(section: type, key: str, root: str, value: Any) -> str:
 
 
 def _default_hint(section: Any, path: tuple[str, ...]) -> str:
-    """What to do about a None where a field takes none: its plain default; "" where it has none."""
+    """The hint for a None that a field does not accept: its default; "" if it has none."""
     field = next((f for f in dataclasses.fields(section) if path and f.name == path[-1]), None) if section else None
     if field is None or not isinstance(field.default, str | int | float):
         return ""
@@ -272,7 +274,7 @@ def _default_hint(section: Any, path: tuple[str, ...]) -> str:
 
 
 def _suggest_fix(value: Any, kind: str, name: str = "") -> str:
-    """What to write in place of a value that is nearly what was meant; "" = nothing is known. name: its field's."""
+    """The fix for a common mistake in a value; "" if it is none. Args: name: of its field."""
     if isinstance(value, str) and value == "None":  # an array is compared place by place
         return "; nothing is null in YAML"
     if kind == "string_type" and value is True and name == "resume":
@@ -288,14 +290,15 @@ def _suggest_fix(value: Any, kind: str, name: str = "") -> str:
 
 
 def _refused(section: type) -> dict[str, str]:
-    """Keywords that a section does not have, with the reason."""
+    """Keywords that a section refuses, with the reason."""
     return {k: v for c in reversed(section.__mro__) for k, v in vars(c).get("REFUSED", {}).items()}
 
 
 def _prefix_message(cls: type, path: tuple[str, ...], key: str, message: str, *, whole: bool) -> str:
-    """A section's own message under its key; one that begins with a field's name continues the path to it.
+    """A section's own message with the path of its key. If the message begins with a field, the path ends with it.
 
-    Args: whole: further fields that it names have the path too. Those of one word are left alone: they may be words.
+    Args: whole: add the path to the other fields that the message names, too. Fields of one word are left unchanged,
+        because they may be ordinary words.
     """
     section = section_at(cls, path)
     names = [f.name for f in dataclasses.fields(section)] if section else []
@@ -309,7 +312,7 @@ def _prefix_message(cls: type, path: tuple[str, ...], key: str, message: str, *,
 
 
 def _unknown(cls: type, path: tuple[str, ...], key: str, root: str, short: Mapping[str, str], value: Any) -> str:
-    """An unknown keyword, from Python, or key: with what it is called here, or else the nearest that there is."""
+    """The message about an unknown keyword (from Python) or key, with its name in whet or the nearest match."""
     section = section_at(cls, path[:-1])
     if section and path[-1] in (refused := _refused(section)):
         return f"{key}: {refused[path[-1]]}"
@@ -319,9 +322,9 @@ def _unknown(cls: type, path: tuple[str, ...], key: str, root: str, short: Mappi
         return f"unknown keyword {key}{f'; did you mean {own}?' if own else nearest(path[-1], inside)}"
     keys = _keys(cls)
     whole = dict.fromkeys(k.rsplit(".", n)[0] for k in keys for n in range(k.count(".") + 1))  # sections too
-    told = {leaf: _synonym_hint(leaf, {*whole, *short}) for leaf in leaf_paths(path, value)}
-    if any(told.values()):
-        return "\n".join(f"unknown key {'.'.join(leaf)}{said}" for leaf, said in told.items())
+    hints = {leaf: _synonym_hint(leaf, {*whole, *short}) for leaf in leaf_paths(path, value)}
+    if any(hints.values()):
+        return "\n".join(f"unknown key {'.'.join(leaf)}{hint}" for leaf, hint in hints.items())
     same = [k for k in whole if k.split(".")[-1] == path[-1]]
     near = nearest(path[-1], inside, prefix=".".join((*path[:-1], "")))
     near = near or (f"; did you mean {' or '.join(same[:3])}?" if same else nearest(key, [*keys, *short]))
@@ -329,7 +332,7 @@ def _unknown(cls: type, path: tuple[str, ...], key: str, root: str, short: Mappi
 
 
 def _synonym_hint(path: tuple[str, ...], known: Collection[str]) -> str:
-    """The end of a message about an unknown key that other libraries have; "" of one that is in no table."""
+    """The hint about a key of another library; "" if no table has it."""
     if (hint := find_synonym(path, known)) is not None:
         return f"; did you mean {hint}?"
     return f": {NOTES[path[-1]]}" if path[-1] in NOTES else ""
@@ -342,7 +345,7 @@ def _keys(cls: type) -> tuple[str, ...]:
 
 
 def section_at(cls: type, path: tuple[str, ...]) -> Any:
-    """The configuration class at a path of keys; None where there is none.
+    """The configuration class at a path of keys; None if there is none.
 
     >>> from whet.config import TrainingConfig
     >>> section_at(TrainingConfig, ("checkpointing_options",)).__name__
@@ -361,12 +364,12 @@ def section_at(cls: type, path: tuple[str, ...]) -> Any:
 NESTED_KEY_TYPES: dict[tuple[str, ...], tuple[Any, ...]] = {
     ("chat_template_kwargs", "chat_template"): (str, type(None))
 }
-"""Types of keys within mappings of arguments for someone else, by their last two names."""
+"""Types of keys inside mappings of arguments for other libraries, by the last two names of their path."""
 
 
 def types_at(cls: type, path: tuple[str, ...]) -> tuple[Any, ...]:
-    """The types that a key may be of, those of a list's entries included where a lone one counts as a list; () where
-    there is no such key.
+    """The types that a key accepts, with those of a list's items if a single item counts as a list; () if there is no
+    such key.
 
     >>> from whet.config import RunConfig
     >>> types_at(RunConfig, ("trainer", "run_dir"))
@@ -376,13 +379,13 @@ def types_at(cls: type, path: tuple[str, ...]) -> tuple[Any, ...]:
     """
     if path[-2:] in NESTED_KEY_TYPES:
         return NESTED_KEY_TYPES[path[-2:]]
-    for place in range(1, len(path) - 1):  # below a mapping of a section's own fields, a key is what it is beside it
+    for place in range(1, len(path) - 1):  # a mapping of a section's own fields has the types of the section
         if path[place] in getattr(section_at(cls, path[:place]), "OVERRIDES", ()):
             return types_at(cls, (*path[:place], *path[place + 1 :]))
-    find_owner = section_at(cls, path[:-1]) if path[1:] else cls
-    if find_owner is None or path[-1] not in _hints(find_owner):
+    owner = section_at(cls, path[:-1]) if path[1:] else cls
+    if owner is None or path[-1] not in _hints(owner):
         return ()
-    kinds = _members(_hints(find_owner)[path[-1]])
+    kinds = _members(_hints(owner)[path[-1]])
     if len(kinds) == 1 and typing.get_origin(kinds[0]) is tuple:
         kinds += _members(typing.get_args(kinds[0])[0])
     return kinds
@@ -398,7 +401,7 @@ def _members(kind: Any) -> tuple[Any, ...]:
 
 
 def type_text(cls: type, name: str) -> str:
-    """A field's type as help and messages say it.
+    """A field's type, as help and messages show it.
 
     >>> from whet.config import OptimConfig
     >>> type_text(OptimConfig, "total_steps")
@@ -417,7 +420,7 @@ def field_docs(cls: type) -> dict[str, str]:
     """The docstring under each field, inherited fields included.
 
     Args: cls: a configuration class.
-    Returns: field -> text, the nearest class's for a field that several define.
+    Returns: field -> text. If several classes define a field, the text of the most derived one.
 
     >>> from whet.config import OptimConfig
     >>> field_docs(OptimConfig)["warmup_steps"]
@@ -435,7 +438,7 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def choices(cls: type, name: str) -> Mapping[str, str]:
-    """What a field may be by name, and when: the class attribute CHOICES, {field: {name: when}}, of it or its bases.
+    """The names that a field accepts, with when to choose each: from CHOICES of the class or its bases.
 
     >>> from whet.config import GRPOConfig
     >>> choices(GRPOConfig, "advantage_estimator")["rloo"]

@@ -1,4 +1,4 @@
-"""How vLLM and SGLang are built, beyond the rollout's own fields: the sections rollout.vllm and rollout.sglang."""
+"""Options of vLLM and SGLang that RolloutConfig has no field for: the sections rollout.vllm and rollout.sglang."""
 
 from __future__ import annotations
 
@@ -12,60 +12,60 @@ __all__ = ["SGLangOptions", "VLLMOptions"]
 
 @config
 class VLLMOptions:
-    """How vLLM is built; read by rollout_engine "vllm" alone.
+    """Options of vLLM; only rollout_engine "vllm" reads them.
 
     >>> VLLMOptions(max_num_seqs=64).hbm_utilization
     0.2
     """
 
     model_version: Text = ""
-    """Folder or name whose config it takes; "" = the actor's. The weights are the actor's either way."""
+    """Folder or hub name of the model configuration; "" = the actor's. The weights always come from the actor."""
     hbm_utilization: Float = 0.2
-    """Share of the GPU's memory it may take; on a CPU, share of the host's that its KV may take."""
+    """Share of the GPU's memory for the engine; on a CPU, share of the host's memory for its KV cache."""
     async_scheduling: Bool = False
-    """Schedule the next step while one runs."""
+    """Schedule the next step while the current one runs."""
     logprobs_mode: Name = "processed_logprobs"
     """Its logprobs: processed_logprobs, or raw_logprobs, those before temperature and truncation, for
     logprob_support "full"."""
     hf_config_path: Name | None = None
     """Folder of another Hugging Face configuration."""
     additional_config: Tree | None = None
-    """Its additional_config."""
+    """vLLM's additional_config."""
     max_num_batched_tokens: Count | None = None
-    """Tokens of one step."""
+    """Most tokens of one step."""
     max_num_seqs: Size | None = None
-    """Completions decoded together; None = max_batch_size."""
+    """Most completions that are decoded at the same time; None = max_batch_size."""
     kwargs: Tree = field(default_factory=dict)
-    """Further arguments of its LLM; they override those that whet gives."""
+    """More arguments of vLLM's LLM; they override whet's."""
     sampling_kwargs: Tree = field(default_factory=dict)
-    """Further SamplingParams; those that change the distribution are refused."""
+    """More SamplingParams; those that change the distribution are refused."""
 
 
 @config
 class SGLangOptions:
-    """How SGLang is built; read by rollout_engine "sglang" alone.
+    """Options of SGLang; only rollout_engine "sglang" reads them.
 
     >>> SGLangOptions(page_size=16).mem_fraction_static
     0.2
     """
 
     model_version: Text = ""
-    """Folder or name whose config it takes; "" = the actor's. The weights are the actor's either way."""
+    """Folder or hub name of the model configuration; "" = the actor's. The weights always come from the actor."""
     context_length: Count | None = None
-    """Longest prompt and completion together."""
+    """Most tokens of prompt and completion together."""
     mem_fraction_static: Float = 0.2
-    """Share of the device's memory it may take."""
+    """Share of the device's memory for the engine."""
     disable_radix_cache: Bool = True
-    """Keep no prefixes from one call to the next."""
+    """Do not keep prefixes from one call to the next."""
     enable_deterministic_sampling: Bool = False
-    """Draw by the request's seed, so that a run can be repeated."""
+    """Sample with the request's seed, so that a run can be repeated."""
     chunked_prefill_size: Int | None = -1
-    """Tokens prefilled at a time; -1 = all."""
+    """Most tokens prefilled at a time; -1 = all."""
     page_size: Count = 128
-    """Tokens of a KV page."""
+    """Tokens of a KV cache page."""
     max_running_requests: Size | None = None
-    """Completions decoded together; None = max_batch_size."""
+    """Most completions that are decoded at the same time; None = max_batch_size."""
     log_level: Name | None = "info"
-    """Level of its log."""
+    """Level of SGLang's log."""
     kwargs: Tree = field(default_factory=dict)
-    """Further arguments of its Engine; they override those that whet gives."""
+    """More arguments of SGLang's Engine; they override whet's."""

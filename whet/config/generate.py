@@ -1,4 +1,4 @@
-"""What `whet generate` and `whet chat` take."""
+"""The configuration of `whet generate` and `whet chat`."""
 
 from __future__ import annotations
 
@@ -42,44 +42,46 @@ class SamplingConfig:
     tokenizer: Name | None = None
     """Folder or hub name of the tokenizer; None = the model's."""
     trust_remote_code: Bool = False
-    """Run the Python files that lie beside the weights and the tokenizer. Read them first: they run with your
+    """Run the Python files in the folders of the weights and the tokenizer. Read them first: they run with your
     permissions."""
     max_tokens: Count | None = None
-    """Longest completion in tokens, stop token included; None = 256, or the rest of the context length."""
+    """Length limit of a completion in tokens, stop token included; None = 256, or less if the context has less left."""
     temperature: Temperature | None = None
-    """Divides the logits; 0 = greedy. None = 0.7, or 0 for a beam search, which draws nothing."""
+    """Sampling temperature, by which the logits are divided; 0 = greedy. None = 0.7, or 0 for a beam search."""
     top_p: Float | None = None
-    """Nucleus sampling: keep the smallest set of tokens whose total probability reaches this; None = off."""
+    """Nucleus sampling: keep the smallest set of tokens with at least this total probability; None = off."""
     top_k: Int | None = None
     """Keep only the k most likely tokens; None = off."""
     min_p: Float = 0.0
-    """Drop tokens less likely than this share of the likeliest. 0.0 = off."""
+    """Drop tokens with less than this share of the most likely token's probability. 0.0 = off."""
     repetition_penalty: Float = 1.0
-    """Divides positive and multiplies negative logits of tokens already there. 1.0 = off."""
+    """Divide positive logits and multiply negative logits of tokens that prompt or completion already have. 1.0 =
+    off."""
     min_tokens: Number = 0
-    """No stop token is drawn before this many tokens."""
+    """Sample no stop token before this many tokens."""
     stop: Strings = ()
-    """Strings that end a completion; the text up to and with the string stays. Special tokens go by id: eos_tokens."""
+    """Strings that end a completion; the completion keeps the string. Give special tokens by id: eos_tokens."""
     eos_tokens: tuple[Int, ...] | None = None
-    """Ids that end a completion; None = the model's and the tokenizer's."""
+    """Token ids that end a completion; None = those of the model and the tokenizer."""
     forbidden_tokens: tuple[Int, ...] = ()
-    """Ids that are never drawn."""
+    """Token ids that are never sampled."""
     seed: Seed | None = None
-    """Seed of the draws: the same seed draws the same; None = another each time."""
+    """Seed of sampling: the same seed samples the same; None = another seed each time."""
     generation_kwargs: Tree = field(default_factory=dict)
-    """Options of transformers' generate without a key here, e.g. {no_repeat_ngram_size: 3}; through the hf engine."""
+    """Options of transformers' generate that have no key here, e.g. {no_repeat_ngram_size: 3}; they need the hf
+    engine."""
     constraint: ConstraintConfig | None = None
     """Constrained (structured) decoding: regex, json_schema or grammar, e.g. constraint.regex='[0-9]+'; None = any
     text. Needs the extra `grammar`."""
     system_prompt: Text = ""
-    """Put before every conversation. "" = none."""
+    """System prompt of every conversation. "" = none."""
     chat_template_kwargs: Tree = field(default_factory=dict)
-    """Further arguments of the chat template, e.g. {enable_thinking: true}."""
+    """More arguments of the chat template, e.g. {enable_thinking: true}."""
     rollout_engine: Name = "embedded"
     """"embedded" = whet's own, "hf" = transformers' generate, "vllm", "sglang", "mock" (for tests),
     or "package.module:Class"."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """What the model computes in; auto = as the run did in whose folder it lies, else as training would: see
+    """Compute dtype; auto = the dtype of the run if the model is in a run's folder, else as in training: see
     actor.dtype."""
     device: Name | None = None
     """cpu, cuda, cuda:1 ...; None = the GPU if there is one."""
@@ -87,17 +89,17 @@ class SamplingConfig:
     @model_validator(mode="before")
     @classmethod
     def _names(cls, given: Any) -> Any:
-        """Reads every name of the completions' length."""
+        """Accepts every name of the completion length."""
         return resolve_length_alias(given, "max_tokens")
 
     @property
     def uses_beams(self) -> bool:
-        """Whether beams search instead of drawing."""
+        """Whether a beam search replaces sampling."""
         return self.generation_kwargs.get("num_beams", 1) != 1
 
     @property
     def effective_temperature(self) -> float:
-        """What the logits are divided by.
+        """The temperature, with its default.
 
         >>> GenerateConfig().effective_temperature, GenerateConfig(beam_size=4).effective_temperature
         (0.7, 0.0)
@@ -116,35 +118,36 @@ class GenerateConfig(SamplingConfig):
     """
 
     prompt: Strings = ()
-    """A prompt, taken literally; may be given several times. "-" = what comes in on standard input."""
+    """A prompt, taken literally; may be given several times. "-" = read standard input."""
     prompts: Name | None = None
     """Data set of prompts: a json, jsonl, csv, parquet or arrow file, a folder, a hub name, "file.py:function"."""
     prompt_column: Name | None = None
-    """Column with the prompt; None = prompt, prompts, messages, question or conversations, whichever is there."""
+    """Column with the prompt; None = the one of prompt, prompts, messages, question, conversations that exists."""
     split: Name = "train"
     """Split of the data set."""
     limit: Count | None = None
     """Use only the first N prompts; None = all."""
     apply_chat_template: Bool | Literal["auto"] = "auto"
-    """Make each plain-text prompt a user's turn in the chat template; conversations always go through it. auto = as the
-    model was trained, where it lies in a run's folder, else where its tokenizer has a chat template."""
+    """Make each plain-text prompt a user's turn in the chat template; conversations always go through it. auto = as in
+    training if the model is in a run's folder, else if its tokenizer has a chat template."""
     max_prompt_length: Count | None = None
-    """Longest prompt in tokens; None = what the model takes."""
+    """Length limit of a prompt in tokens; None = the model's context length."""
     on_long_prompt: Literal["error", "truncate_left", "drop"] = "error"
-    """A prompt over max_prompt_length: refuse it, keep its last tokens, or leave it out."""
+    """A prompt over max_prompt_length: "error" = refuse it, "truncate_left" = keep its last tokens, "drop" = leave it
+    out."""
     num_generations: Size = 1
     """Completions of each prompt."""
     beam_size: Size | None = None
-    """Beams to search with instead of drawing; num_generations gives the best of them."""
+    """Number of beams of a beam search, which replaces sampling and returns the best num_generations; None = sample."""
     out: Name | None = None
     """A .jsonl file to write instead of printing: prompt, completion, finish_reason, tokens, logprobs."""
     overwrite: Bool = False
-    """Replace that file where it exists."""
+    """Replace the file `out` if it exists."""
     batch_size: Size = 64
-    """Completions generated at once. It does not change what is drawn."""
+    """Completions generated at once. It does not change the results."""
 
     def __post_init__(self) -> None:
-        """Checks what concerns several keys."""
+        """Checks rules that concern several keys."""
         if self.prompt and self.prompts is not None:
             raise ConfigError("prompt and prompts both give prompts; keep one")
         if self.uses_beams and self.temperature:
@@ -154,7 +157,7 @@ class GenerateConfig(SamplingConfig):
 
     @property
     def uses_beams(self) -> bool:
-        """Whether beams search instead of drawing."""
+        """Whether a beam search replaces sampling."""
         return (self.beam_size or 1) > 1 or super().uses_beams
 
 
@@ -163,9 +166,9 @@ class ChatConfig(SamplingConfig):
     """Everything that `whet chat` needs."""
 
     temperature: Temperature = 0.7
-    """Divides the logits; 0 = greedy."""
+    """Sampling temperature, by which the logits are divided; 0 = greedy."""
     apply_chat_template: Bool | None = None
-    """Whether turns go through the chat template; None = where there is one. false = plain text is continued."""
+    """Put turns through the chat template; false = continue plain text. None = true if the tokenizer has a template."""
 
 
 T = TypeVar("T", bound=SamplingConfig)
@@ -198,7 +201,7 @@ def sampling_shorthands(cls: type[SamplingConfig]) -> dict[str, str]:
 
 
 def check_sampling(config: SamplingConfig) -> None:
-    """Raises ConfigError where no model is given, or what is to be read from standard input has been closed.
+    """Raises ConfigError if no model is given, or if standard input is needed and closed.
 
     >>> check_sampling(ChatConfig())
     Traceback (most recent call last):

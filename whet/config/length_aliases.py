@@ -1,8 +1,8 @@
-"""The names that the length of a completion has in whet: each is accepted wherever the length is set.
+"""The names of the length limit of a completion. Each is accepted wherever the limit is set.
 
-Tunix calls it max_tokens_to_generate in a configuration, max_generation_steps in a call and max_response_length where
-overlong completions are punished; engines call it max_tokens. The length of a prompt has one name, max_prompt_length.
-Left out on purpose: what other libraries call it (whet.config.synonyms), and data.max_length and max_episode_tokens,
+Tunix calls it max_tokens_to_generate in a configuration, max_generation_steps in a call and max_response_length in the
+penalty of overlong completions; engines call it max_tokens. The limit of a prompt has one name, max_prompt_length.
+Left out on purpose: the names of other libraries (whet.config.synonyms), and data.max_length and max_episode_tokens,
 which are other lengths.
 """
 
@@ -27,7 +27,7 @@ PROMPT = "max_prompt_length"
 
 
 def resolve_length_alias(given: Any, own: str) -> Any:
-    """What a configuration or a call is given, with the length under the name that it has there.
+    """The arguments of a configuration or a call, with the length limit under its own name there.
 
     Args: given: a mapping, or pydantic's arguments; anything else stays as it is. own: one of COMPLETION.
     Raises: ConfigError: the length is given under two names.

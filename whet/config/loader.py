@@ -51,7 +51,8 @@ T = TypeVar("T")
 
 
 YAML_STARTS = ("[", "{", '"', "'")
-"""How a word begins that is YAML where text is one of several types: a list, a mapping, a quoted text."""
+"""The first characters of a value that is YAML and not text, for a key that accepts both: a list, a mapping, a
+quote."""
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -79,14 +80,14 @@ def parse_config_args(
     cls: type | None = None,
     texts: Callable[[Sequence[str], str], bool] | None = None,
 ) -> dict[str, Any]:
-    """The nested dict that command-line words stand for: files first, then key=value in order.
+    """The nested dict of command-line arguments: files first, then key=value in order.
 
-    A value is YAML, except where its key takes text: see `takes_text`.
+    A value is YAML, unless its key takes text: see `takes_text`.
 
     Args: argv: `--config FILE`, `FILE.yaml`, `key=value`, `--key=value`, `--key value`. short: shorthand -> full key; a
-        key that is also a section (`data`) is a shorthand only for a plain value. cls: whose keys they are; None = of
-        no class, where every value is YAML, unless texts(names of the key, its word) says that it is text.
-    Raises: ConfigError: a key without a value, a key given both short and in full, a value where a section is.
+        key that is also a section (`data`) is a shorthand only for a plain value. cls: the class of
+        the keys; None = every value is YAML, unless texts(names of the key, its value) is True, which means text.
+    Raises: ConfigError: a key without a value, a key given twice (by its shorthand too), a value in place of a section.
 
     >>> short = {"actor.lr": "actor.optim.lr", "data": "data.path"}
     >>> parse_config_args(["actor.lr=1e-6", "--data", "train.jsonl"], short)
@@ -132,9 +133,9 @@ def parse_config_args(
 
 
 def resolve_files(node: Any, folder: Path) -> Any:
-    """A tree whose Python files, alone or in references, are those beside the file that names them, if they are there.
+    """A tree in which Python files (alone or in references) are paths relative to a folder, if the folder has them.
 
-    Args: node: of the tree. folder: of the file that it was read from.
+    Args: node: of the tree. folder: of the YAML file that the tree comes from.
     """
     if isinstance(node, Mapping):
         return {resolve_files(key, folder): resolve_files(value, folder) for key, value in node.items()}
@@ -147,12 +148,12 @@ def resolve_files(node: Any, folder: Path) -> Any:
 
 
 def takes_text(cls: type, key: Sequence[str], text: str, short: Mapping[str, str] | None = None) -> bool:
-    """Whether the value of a word is text, taken as it was typed, and not YAML.
+    """Whether the value of an argument is text, taken literally, and not YAML.
 
-    A key that takes text alone takes every word so; one that may be absent takes `null` as nothing. Where it takes
-    something else besides text (a list, a mapping, a section), a word that begins with one of YAML_STARTS is YAML.
+    A key that takes only text takes every value literally; an optional key takes `null` as None. If a key takes text or
+    something else (a list, a mapping, a section), a value that begins with one of YAML_STARTS is YAML.
 
-    Args: cls: whose key it is. key: its names. text: of the word. short: shorthand -> full key.
+    Args: cls: the class of the key. key: the names of the key. text: the value. short: shorthand -> full key.
 
     >>> from whet.config import RunConfig
     >>> [takes_text(RunConfig, ["data", "system_prompt"], text) for text in ("be: brief # now", "[a]", "null")]
@@ -174,7 +175,7 @@ def takes_text(cls: type, key: Sequence[str], text: str, short: Mapping[str, str
 
 
 def _parse_value(key: str, text: str, after: Sequence[str]) -> Any:
-    """What the text of a word stands for. Args: after: the words behind it."""
+    """The value of an argument's text. Args: after: the arguments that follow."""
     try:
         return parse(text, key)
     except ConfigError as error:
@@ -182,7 +183,7 @@ def _parse_value(key: str, text: str, after: Sequence[str]) -> Any:
 
 
 def load(cls: type[T], argv: Sequence[str], short: Mapping[str, str] | None = None) -> T:
-    """A checked configuration from command-line words.
+    """A checked configuration from command-line arguments.
 
     Args: cls: a configuration class. argv, short: see `parse_config_args`.
     Returns: the instance.
@@ -192,7 +193,7 @@ def load(cls: type[T], argv: Sequence[str], short: Mapping[str, str] | None = No
 
 
 def merge(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
-    """Two nested mappings as one: key by key, the second over the first; neither is changed.
+    """Merges two nested mappings key by key into a new one; the second has precedence.
 
     >>> merge({"a": {"x": 1, "y": 2}}, {"a": {"y": 3}})
     {'a': {'x': 1, 'y': 3}}
@@ -202,7 +203,7 @@ def merge(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _expand(given: Mapping[str, Any], short: Mapping[str, str]) -> dict[str, Any]:
-    """Moves what stands under a shorthand to its full key."""
+    """Moves the values of shorthands to their full keys."""
     full = merge({}, _copied(given))
     for key, target in short.items():
         *parents, name = key.split(".")
@@ -261,7 +262,7 @@ def dump_tree(value: Any) -> Any:
 
 
 def _key(key: Any) -> Any:
-    """A key of a mapping, as it can be read back."""
+    """A key of a mapping, in a form that can be read back."""
     plain = dump_tree(key)
     return plain if plain is None or isinstance(plain, str | bool | int | float) else str(plain)
 
@@ -290,7 +291,7 @@ def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def diff(old: Any, new: Any) -> list[str]:
-    """What changed from one configuration to another.
+    """The differences between two configurations.
 
     Args: old, new: configurations, or the trees that `read_yaml` gives.
     Returns: "key: old -> new", a line per key; a key that one side lacks is "(none)" there.
@@ -315,7 +316,7 @@ def _one_line(value: Any) -> str:
 
 
 def default_text(cls: type, key: str, short: Mapping[str, str] | None = None) -> str:
-    """A key's default as it is written on the command line; "..." where it has none.
+    """A key's default, as it is written on the command line; "..." if it has none.
 
     Args: cls: a configuration class. key: dotted, or a shorthand. short: shorthand -> full key.
     Raises: ConfigError: there is no such key.
@@ -335,8 +336,8 @@ def default_text(cls: type, key: str, short: Mapping[str, str] | None = None) ->
 def help_text(cls: type, short: Mapping[str, str] | None = None, *, hidden: Sequence[str] = (), only: str = "") -> str:
     """Help: every key with its default, its type and its docstring; then the shorthands.
 
-    The keys of a section that is None by default follow it, with the defaults that they have once it is given; of a
-    section whose class was listed before, the place of that list.
+    The keys of a section that is None by default follow it, with the defaults of the section. For a class that was
+    listed before, help names the place of that list.
 
     Args: cls: a configuration class. short: shorthand -> full key. hidden: beginnings of names that are left out.
         only: a key or section: nothing else is shown.

@@ -1,4 +1,4 @@
-"""Device meshes, as scripts of Tunix pass them: what each role's may be in one process."""
+"""The check of the device meshes that scripts of Tunix pass: in one process each has one device."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ init_device_mesh('cuda', (1,)); leave role_to_mesh out: a GPU is taken if there 
 
 
 def _check(name: str, mesh: Any) -> None:
-    """Raises ConfigError for what is no mesh of one device."""
+    """Raises ConfigError for anything but a mesh of one device."""
     if mesh is None:
         return
     if not hasattr(mesh, "device_type"):

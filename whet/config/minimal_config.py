@@ -1,8 +1,8 @@
-"""What of a configuration says something: config.yaml of a run folder.
+"""The keys of a configuration that were set or have an effect: config.yaml of a run folder.
 
-A key is left out where it was not set, so that it has its class's default, and has no effect there: it is off (None,
-false, empty, a value that its docstring calls off), or nothing reads it, since what would is not chosen. So what is
-written reads back as the same configuration, and what has an effect is there in full, whatever was set.
+A key is left out if it has its class's default and that default has no effect: it is off (None, false, empty, or a
+value that its docstring calls off), or nothing that was chosen reads it. So the file reads back as the same
+configuration, and it contains every key that has an effect.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _OFF = {
     "warmup_steps": 0,
     "weight_decay": 0.0,
 }
-"""Values that turn something off."""
+"""Field -> the value that turns it off."""
 _STAYS = ("apply_chat_template", "seed")
-"""Fields that are always written: others read them in the file."""
+"""Fields that are always written, because other programs read them in the file."""
 
 
 def minimal_config(config: Any) -> Any:
-    """A configuration as plain containers, without what was not set and has no effect.
+    """A configuration as plain containers, with the keys that were set or have an effect.
 
     Args: config: a configuration, or sections of one by their names.
 
@@ -59,7 +59,7 @@ def minimal_config(config: Any) -> Any:
 
 
 def _engine(config: Any) -> Any:
-    """The name of the engine of a run; None of another configuration."""
+    """The name of a run's engine; None for other configurations."""
     return config.get("rollout_engine") if isinstance(config, Mapping) else getattr(config, "rollout_engine", None)
 
 
@@ -82,14 +82,14 @@ def _minimal(value: Any, engine: Any) -> Any:
 
 
 def _off(name: str, value: Any) -> bool:
-    """Whether a value turns something off."""
+    """Whether a value turns its field off."""
     return value is None or value is False or value in ((), [], {}, "") or (name in _OFF and value == _OFF[name])
 
 
 def fields_without_effect(config: Any, engine: Any = None) -> set[str]:
-    """The fields of a configuration that nothing reads, others being what they are.
+    """The fields of a configuration that have no effect with its other fields.
 
-    Args: config: a configuration. engine: of the run; None = another than vLLM and SGLang.
+    Args: config: a configuration. engine: of the run; None = neither vLLM nor SGLang.
 
     >>> sorted(fields_without_effect(OverlongBuffer()))
     ['max_response_length', 'overlong_buffer_length', 'overlong_buffer_penalty']

@@ -1,7 +1,7 @@
-"""A resumed run's configuration: what is not given now is as the run has it in its config_full.yaml.
+"""The configuration of a resumed run: keys that are not given now come from the run's config_full.yaml.
 
-So a run goes on under a release whose defaults have changed, and neither a forgotten key nor a new default changes what
-it computes. What is given is compared with the checkpoint, as ever: run/provenance.py.
+So neither a forgotten key nor a default that a new release has changed alters the run. run/provenance.py compares the
+keys that are given with the checkpoint.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ T = TypeVar("T")
 FULL_CONFIG_FILE = "config_full.yaml"
 """The file of a run folder with every key of its configuration."""
 MINIMAL_CONFIG_FILE = "config.yaml"
-"""The one with what was set and has an effect: read where the other is not there."""
+"""The file of a run folder with the keys that were set or have an effect. It is read if the other one is missing."""
 _RESUME_KEYS = ("trainer.allow_config_change", "trainer.resume", "trainer.run_dir")
-"""Keys that say how the run goes on, and not what it is."""
+"""Keys about the resume itself, which are never taken from the run."""
 
 
 def load_resumable(cls: type[T], argv: Sequence[str], short: Mapping[str, str]) -> T:
-    """A checked configuration from command-line words; with trainer.resume=latest, on top of what the run has.
+    """A checked configuration from command-line arguments; with trainer.resume=latest, over the run's configuration.
 
     Args: cls: of a run's configuration. argv, short: see `loader.parse_config_args`.
     Raises: ConfigError: every problem at once, a line each.
@@ -37,25 +37,25 @@ def load_resumable(cls: type[T], argv: Sequence[str], short: Mapping[str, str]) 
 
 
 def load_partial(cls: type[T], argv: Sequence[str], short: Mapping[str, str]) -> tuple[T | None, frozenset[str]]:
-    """What of the same can be taken, where some of its keys can't: see `base.partial_config_from_dict`."""
+    """As load_resumable, without the keys that are refused: see `base.partial_config_from_dict`."""
     return partial_config_from_dict(cls, _with_run(cls, argv, short))
 
 
 def kept_from_run(cls: type, argv: Sequence[str], short: Mapping[str, str]) -> dict[str, tuple[Any, Any]]:
-    """What `load_resumable` took from the run that is not this release's default: key -> (value, default)."""
+    """The values of a resumed run that differ from this release's defaults: key -> (value, default)."""
     given, kept = parse_config_args(argv, short, cls), {}
     _fill_from_run(cls, given, _run_settings(cls, given), "", kept)
     return kept
 
 
 def _with_run(cls: type, argv: Sequence[str], short: Mapping[str, str]) -> dict[str, Any]:
-    """What is given, on top of what the run has."""
+    """The given keys, over those of the run."""
     given = parse_config_args(argv, short, cls)
     return _fill_from_run(cls, given, _run_settings(cls, given), "", {})
 
 
 def command_of(settings: Mapping[str, Any]) -> str:
-    """The command whose configuration it is, by the keys of its algorithm; "" where they don't tell.
+    """The command of a configuration, by the keys of its algorithm; "" if they do not show it.
 
     >>> command_of({"actor": {}, "algo": {"loss_type": "nll"}}), command_of({})
     ('sft', '')
@@ -72,9 +72,7 @@ def command_of(settings: Mapping[str, Any]) -> str:
 
 
 def _run_settings(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The whole configuration of the run that is to go on; {} where there is none. Raises ConfigError where another
-    command began it.
-    """
+    """The configuration of the run to resume; {} if there is none. Raises ConfigError: another command started it."""
     trainer = given.get("trainer")
     if not isinstance(trainer, Mapping) or trainer.get("resume") != "latest":
         return {}
@@ -94,12 +92,12 @@ def _run_settings(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_unedited(brief: Mapping[str, Any], whole: Mapping[str, Any], given: Mapping[str, Any], folder: str) -> None:
-    """Raises ConfigError for an edit of config.yaml, which a resume would pass over and write over."""
+    """Raises ConfigError for an edit of config.yaml, which a resume would ignore and overwrite."""
     run, now = flatten(whole), flatten(given)
     edited = [
-        f"{key} is {said!r} in {folder}/{MINIMAL_CONFIG_FILE}, and {run.get(key)!r} in the run"
-        for key, said in flatten(brief).items()
-        if key and key not in _RESUME_KEYS and said not in (run.get(key), now.get(key))
+        f"{key} is {value!r} in {folder}/{MINIMAL_CONFIG_FILE}, and {run.get(key)!r} in the run"
+        for key, value in flatten(brief).items()
+        if key and key not in _RESUME_KEYS and value not in (run.get(key), now.get(key))
     ]
     if edited:
         raise ConfigError(
@@ -112,9 +110,10 @@ def _check_unedited(brief: Mapping[str, Any], whole: Mapping[str, Any], given: M
 def _fill_from_run(
     cls: type, given: Mapping[str, Any], run: Mapping[str, Any], prefix: str, kept: dict[str, tuple[Any, Any]]
 ) -> dict[str, Any]:
-    """What is given of a section, and the rest as the run has it. A key that this release has not is left out.
+    """The given keys of a section, and the other keys from the run. A key that this release does not have is left out.
 
-    Args: cls: of the section. given: of it now. run: of it in the run. prefix: of its keys. kept: is added to.
+    Args: cls: of the section. given: its keys now. run: its keys in the run. prefix: of its keys. kept: receives the
+        values that were taken from the run and differ from the defaults.
     """
     found = dict(given)
     for field in dataclasses.fields(cls):  # pyright: ignore[reportArgumentType]

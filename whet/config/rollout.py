@@ -1,7 +1,7 @@
 """The configuration of sampling: the section rollout.
 
-The subsections vllm and sglang (config/engines.py) configure the rollout_engine of that name; another engine warns that
-it does not read them. An engine refuses a setting that it cannot carry out.
+The subsections vllm and sglang (config/engines.py) configure the rollout_engine of that name; other engines warn that
+they do not read them. An engine refuses a setting that it does not support.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ OWN_FIELDS = {
     "stop_strings": "stop",
     "suppress_tokens": "forbidden_tokens",
 }
-"""Options of transformers' generate -> the field that stands for it here."""
+"""Option of transformers' generate -> the field of RolloutConfig that does the same."""
 
 _WORDS = """
 $anchor $comment $defs $dynamicAnchor $dynamicRef $id $recursiveAnchor $recursiveRef $ref $schema $vocabulary
@@ -65,12 +65,12 @@ SCHEMA_WORDS = frozenset(_WORDS.split())
 """Keywords of JSON schema, of all its drafts, and OpenAPI's annotations."""
 
 LENGTH = "max_tokens_to_generate"
-"""The name of the longest completion here; its others are read too."""
+"""RolloutConfig's name of the completion length; its aliases are read too."""
 
 
 @config
 class ConstraintConfig:
-    """The language that completions lie in: give one of the fields.
+    """Constrained decoding: give one of the fields.
 
     >>> ConstraintConfig(regex="[0-9]+").kind, ConstraintConfig(json_schema={"type": "integer"}).text
     ('regex', '{"type": "integer"}')
@@ -80,11 +80,11 @@ class ConstraintConfig:
     """
 
     regex: Text | None = None
-    """Regular expression (Rust's syntax) that the whole completion matches."""
+    """Regular expression (Rust's syntax) that the whole completion must match."""
     json_schema: Tree | Text | None = None
-    """JSON schema that the completion obeys; as a tree, or as JSON text."""
+    """JSON schema that the completion must obey; as a mapping, or as JSON text."""
     grammar: Text | None = None
-    """Lark grammar that the completion follows; its first rule is `start`."""
+    """Lark grammar that the completion must follow; its first rule is `start`."""
 
     def __post_init__(self) -> None:
         """Checks that exactly one field is given."""
@@ -102,7 +102,7 @@ class ConstraintConfig:
 
     @property
     def text(self) -> str:
-        """What it holds; a schema as JSON, its keys in the order given."""
+        """The text of the constraint; a schema as JSON with its keys in the given order."""
         value = vars(self)[self.kind]
         return value if isinstance(value, str) else json.dumps(value)
 
@@ -136,7 +136,7 @@ def _check_schema(schema: Any) -> None:
 
 @config
 class RolloutConfig:
-    """How completions are drawn.
+    """How completions are sampled.
 
     >>> RolloutConfig(top_p=0.0)
     Traceback (most recent call last):
@@ -146,75 +146,76 @@ class RolloutConfig:
     """
 
     max_tokens_to_generate: Count = 64
-    """Longest completion in tokens, stop token included."""
+    """Length limit of a completion in tokens, stop token included."""
     temperature: Temperature = 0.9
-    """Divides the logits; 0.0 = greedy."""
+    """Sampling temperature, by which the logits are divided; 0.0 = greedy."""
     top_p: Float | None = 1.0
-    """Nucleus sampling: keep the smallest set of tokens whose total probability reaches this; 1.0 or None = off."""
+    """Nucleus sampling: keep the smallest set of tokens with at least this total probability; 1.0 or None = off."""
     top_k: Int | None = None
     """Keep only the k most likely tokens; None or -1 = off."""
     seed: Seed | None = None
-    """Seed of the draws; None = the run's (trainer.seed)."""
+    """Seed of sampling; None = trainer.seed."""
     max_prompt_length: Count = 64
-    """Longest prompt in tokens; on_long_prompt decides about a longer one."""
+    """Length limit of a prompt in tokens; on_long_prompt decides about longer ones."""
     eos_tokens: tuple[Int, ...] | None = None
-    """Ids that end a completion and are part of it; None = the model's and the tokenizer's."""
-
-    return_logprobs: Bool = False
-    """Fill RolloutOutput.logprobs. The engine records them and training uses them either way."""
+    """Token ids that end a completion and stay part of it; None = those of the model and the tokenizer."""
 
     min_p: Float = 0.0
-    """Drop tokens less likely than this share of the likeliest. 0.0 = off."""
+    """Drop tokens with less than this share of the most likely token's probability. 0.0 = off."""
     repetition_penalty: Float = 1.0
-    """Divides positive and multiplies negative logits of tokens already there, the prompt's included. 1.0 = off."""
+    """Divide positive logits and multiply negative logits of tokens that prompt or completion already have. 1.0 =
+    off."""
     min_tokens: Number = 0
-    """No stop token is drawn before this many tokens."""
+    """Sample no stop token before this many tokens."""
     stop: Strings = ()
-    """Strings that end a completion; the text up to and with the string stays. Special tokens go by id: eos_tokens."""
+    """Strings that end a completion; the completion keeps the string. Give special tokens by id: eos_tokens."""
     forbidden_tokens: tuple[Int, ...] = ()
-    """Ids that are never drawn."""
+    """Token ids that are never sampled."""
     constraint: ConstraintConfig | None = None
     """Constrained (structured) decoding: regex, json_schema or grammar, e.g. {regex: "[0-9]+"}; None = any text. Needs
     the extra `grammar`."""
     logprob_support: Literal["sampling", "full"] = "sampling"
-    """Distribution of all logprobs: "sampling" = the penalised, truncated one drawn from; "full" = temperature only."""
+    """Distribution of all logprobs: "sampling" = the one sampled from, with penalties and truncation; "full" = only the
+    temperature."""
     on_long_prompt: Literal["error", "truncate_left", "drop"] = "error"
-    """A prompt over max_prompt_length: refuse it, keep its last tokens, or leave the row out (counted, logged)."""
+    """A prompt over max_prompt_length: "error" = refuse it, "truncate_left" = keep its last tokens, "drop" = leave the
+    row out and log the number."""
     max_batch_size: Size = 256
-    """Completions decoded together."""
+    """Most completions that are decoded at the same time."""
     kv_cache_tokens: Count | None = None
-    """Tokens that the KV cache holds over all completions; None = what max_batch_size of the longest need."""
+    """Size of the KV cache in tokens of all completions; None = enough for max_batch_size of the longest."""
     native_kernels: Bool = True
-    """On a CPU, the embedded engine runs on kernels that this machine's C++ compiler builds once; false = on torch's.
-    It does not affect the kernels of training: WHET_NATIVE=0 in the environment turns all off."""
+    """On a CPU, run the embedded engine with kernels that this machine's C++ compiler builds once; false = with torch's
+    operators. WHET_NATIVE=0 in the environment also turns the kernels of training off."""
     num_generations_eval: Size | None = None
-    """Completions of each evaluation prompt; None = algo.num_generations, or 1 where evaluation is greedy."""
+    """Completions of each evaluation prompt; None = algo.num_generations, or 1 if evaluation is greedy."""
     generation_kwargs: Tree = field(default_factory=dict)
     """Options of transformers' generate that whet has no field for, e.g. {no_repeat_ngram_size: 3} or {num_beams: 4}.
-    With any of them the "hf" engine runs the rollout; training supports them under logprob_support "full" only, and
-    never beams."""
+    With any of them the "hf" engine runs the rollout. Training supports them only with logprob_support "full", and
+    does not support beams."""
     chat_template_kwargs: Tree = field(default_factory=dict)
-    """Further arguments of the chat template, e.g. {enable_thinking: false}."""
+    """More arguments of the chat template, e.g. {enable_thinking: false}."""
     env_path: Name | Fn | None = None
-    """What answers a turn: a file ("env.py") or module with interact(messages), reward_fn(messages, answer) and TOOL,
-    the tools that the chat template tells of; from Python also the function interact itself. Its reward_fn is the
-    reward where none is given. None = nothing answers. See whet docs environments."""
+    """The environment, which answers the model's turns: a file ("env.py") or module with interact(messages),
+    reward_fn(messages, answer) and TOOL (the tools that the chat template lists); from Python also the function
+    interact itself. Its reward_fn is the reward if `reward` is not set. None = no environment. See whet docs
+    environments."""
     max_turns: Count = 1
-    """Turns of the model in an episode; between two of them interact is called. 1 = it never is."""
+    """Most turns of the model in an episode. The environment answers between two turns; 1 = it never answers."""
     max_episode_tokens: Count | None = None
-    """With max_turns above 1: the most tokens after the prompt, those of tools included. An episode ends there, at the
-    model's positions, and in training where it fills trainer.max_tokens_per_microbatch; None = max_turns times
+    """With max_turns above 1: the most tokens after the prompt, those of tools included. An episode also ends at the
+    model's context length, and in training at trainer.max_tokens_per_microbatch. None = max_turns times
     max_tokens_to_generate."""
     eval: Tree = field(default_factory=dict)
-    """Fields of this section that differ in evaluation, e.g. {temperature: 0.0}."""
+    """Other values of these fields for evaluation, e.g. {temperature: 0.0}."""
 
     vllm: VLLMOptions = field(default_factory=VLLMOptions)
-    """How vLLM is built; read by rollout_engine "vllm" alone."""
+    """Options of vLLM; only rollout_engine "vllm" reads them."""
     sglang: SGLangOptions = field(default_factory=SGLangOptions)
-    """How SGLang is built; read by rollout_engine "sglang" alone."""
+    """Options of SGLang; only rollout_engine "sglang" reads them."""
 
     OVERRIDES: ClassVar[tuple[str, ...]] = ("eval",)
-    """Mappings whose keys are this section's own fields."""
+    """Fields that hold a mapping of fields of this section."""
 
     REFUSED: ClassVar[dict[str, str]] = {
         "tensor_parallel_size": "this release runs an engine on one device",

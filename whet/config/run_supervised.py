@@ -1,4 +1,4 @@
-"""The whole configuration of a supervised run: what a recipe of `whet sft`, `rm` or `dpo` holds, and its shorthands."""
+"""The whole configuration of a supervised run (`whet sft`, `rm`, `dpo`), and its shorthands."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ R = TypeVar("R", bound="SupervisedRunConfig")
 
 @config
 class SupervisedRunConfig:
-    """What every supervised run has."""
+    """The fields of every supervised run."""
 
     COMMAND: ClassVar[str] = "sft"
-    """The command that trains it."""
+    """The command of this configuration."""
     TRAINED: ClassVar[str] = "actor"
     """The section of the model that is trained."""
 
@@ -47,15 +47,15 @@ class SupervisedRunConfig:
     trainer: SupervisedTrainingConfig = field(default_factory=SupervisedTrainingConfig)
     """The loop."""
     offload_to_cpu: Bool = False
-    """Keep on a GPU what the phase needs: the reference while it scores, masters and moments during an update; they lie
-    in pinned host memory otherwise. Nothing to do on a CPU."""
+    """Keep models on the GPU only while they are needed: the reference while it scores, master weights and moments
+    during an update. Otherwise they are in pinned host memory. No effect on a CPU."""
     tokenizer: Name | None = None
     """Hub name or folder of the tokenizer; None = the model's."""
 
     @model_validator(mode="before")
     @classmethod
     def _sections(cls, given: Any) -> Any:
-        """Takes plain sections too."""
+        """Accepts objects of the base sections."""
         return take_base_sections(cls, given)
 
     @property
@@ -108,8 +108,8 @@ class DPORunConfig(SupervisedRunConfig):
     actor: RoleConfig = field(default_factory=RoleConfig)
     """The model."""
     reference: RoleConfig | None = None
-    """What the policy is compared with; None = the actor's model, before training. Only where algo.loss_type reads
-    one."""
+    """The reference model; None = the actor's model before training. Only for an algo.loss_type that reads a
+    reference."""
     algo: PreferenceConfig = field(default_factory=PreferenceConfig)
     """The objective."""
 
@@ -135,9 +135,9 @@ def load_supervised(argv: Sequence[str], kind: type[R]) -> R:
 
 
 def check_supervised(config: SupervisedRunConfig, unread: Collection[str] = ()) -> None:
-    """Raises ConfigError, all at once, where a run lacks what has no default.
+    """Raises ConfigError, with all problems, if a required key of a run is missing.
 
-    Args: as of check_complete.
+    Args: as check_complete.
 
     >>> check_supervised(SFTRunConfig())
     Traceback (most recent call last):

@@ -1,7 +1,7 @@
 """Tasks of reasoning-gym as a data set: `data=reasoning_gym:chain_sum?min_terms=2&max_terms=2&size=2000&seed=1`.
 
 A name after the colon is one of reasoning-gym's; options after "?" are those of its configuration, and `size` (rows of
-the split) and `seed`. The split "test" is drawn with the next seed, without the questions of "train".
+the split) and `seed`. The split "test" has another seed and none of the questions of "train".
 Columns: prompt, answer, task (the name with its options) and index (the row's number there), from which the reward
 function `reasoning_gym` (whet/rewards/reasoning_gym.py) makes the entry again that reasoning-gym scores.
 Left out on purpose: reasoning-gym's composite data sets and curricula; a list of sources with weights is a mixture.
@@ -26,6 +26,8 @@ logger = logging.getLogger("whet")
 PREFIX = "reasoning_gym:"
 SIZE = 1000
 """Rows of a split where the options give no size."""
+TEST_SEED = 1_000_000_007
+"""Added to the seed for the test split. Item i has the seed `seed + i`, so a near seed would repeat the rows."""
 
 
 def is_task(source: str) -> bool:
@@ -45,11 +47,11 @@ def task_rows(source: str, split: str | None) -> list[dict[str, Any]]:
     """
     if split not in ("train", "test", None):
         raise DataError(f"{source!r} has no split {split!r}; give train or test")
-    rows = _rows(source, 0)
+    rows = _rows(source)
     if split == "train":
         return rows
     known = {row["prompt"] for row in rows}
-    found = [row for row in _rows(source, 1) if row["prompt"] not in known]
+    found = [row for row in _rows(source, TEST_SEED) if row["prompt"] not in known]
     if not found:
         raise DataError(
             f"every question of the test split of {source!r} is in its train split too; make the task larger or give "
@@ -76,7 +78,7 @@ def make_task(task: str) -> Any:
         raise ConfigError(f"reasoning_gym can't make {task!r}: {format_exception(error)}; change an option") from error
 
 
-def _rows(source: str, more: int) -> list[dict[str, Any]]:
+def _rows(source: str, more: int = 0) -> list[dict[str, Any]]:
     """All rows of a source whose seed is raised by `more`."""
     name, options = _parse(source.removeprefix(PREFIX))
     options["seed"] += more

@@ -182,7 +182,7 @@ class PolicyLearner(RLLearner):
 
     def fill(self, run: Run, step: Step) -> Step:
         """Where dynamic_sampling is set, replaces groups that teach nothing by groups of further prompts."""
-        return filled(self, self.algo_config, step, run.more) if self.algo_config.dynamic_sampling else step
+        return filled(self, self.algo_config, step, run.next_batch) if self.algo_config.dynamic_sampling else step
 
     def batch(self, step: Step) -> Step:
         """The groups end to end, truncated completions masked where mask_truncated_completions is set."""

@@ -90,9 +90,7 @@ class SupervisedLearner(Generic[C]):
         """The run that `train` goes through, not yet open: see there for the arguments. train_ds: None = no steps."""
         task = self.new_task(eval_ds)
         stream = None if train_ds is None else task.stream(train_ds)
-        config = self.models.config
-        perf = config.perf_metrics_options
-        return Run(task, stream, self.models, config, observers=self.observers, perf_config=perf)
+        return Run(task, stream, self.models, self.models.config, observers=self.observers)
 
     def new_task(self, eval_ds: Any = None) -> SupervisedTask:
         """What a run asks of this learner: see `train` for the argument."""

@@ -25,6 +25,7 @@ from whet.errors import ConfigError, nearest
 __all__ = [
     "FLAT_NAMES",
     "AlgorithmConfig",
+    "CacheConfig",
     "CheckpointingOptions",
     "ClusterConfig",
     "DAPOConfig",
@@ -214,6 +215,8 @@ class RolloutConfig(core.RolloutConfig):
     """Copies of the model: must be -1 or 1 with vLLM and SGLang. No effect with others."""
     expert_parallel_size: Int = 1
     """Devices that share the experts: must be 1 with vLLM and SGLang. No effect with others."""
+    return_logprobs: Bool = False
+    """Fill RolloutOutput.logprobs. Training uses the sampler's logprobs either way."""
     rollout_vllm_server_mode: Bool = False
     """No effect: vLLM takes requests while it decodes in any case."""
     rollout_vllm_server_mode_submission_threshold: Number = 0
@@ -310,6 +313,24 @@ class RolloutConfig(core.RolloutConfig):
                 f"{name}={getattr(self, name)!r} can't be done with rollout_engine {engine!r}: "
                 f"{flags.get(name) or 'it runs on one device'}; leave it out"
             )
+
+
+@config
+class CacheConfig:
+    """The bound on a sequence.
+
+    >>> CacheConfig(cache_size=128).cache_size
+    128
+    """
+
+    cache_size: Count
+    """Most tokens of a prompt and its completion together."""
+    num_layers: Count | None = None
+    """No effect: the model has a number of layers."""
+    num_kv_heads: Count | None = None
+    """No effect: the model has a number of heads."""
+    head_dim: Count | None = None
+    """No effect: the model's heads have a size."""
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------

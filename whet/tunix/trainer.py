@@ -13,6 +13,8 @@ from whet.metrics import merge
 from whet.train import role_trainer
 from whet.train.metric_reduction import REDUCTIONS, Metrics
 from whet.train.role_trainer import RoleTrainer
+from whet.tunix.padded import example_to_batch
+from whet.types import TokenBatch
 
 __all__ = ["DataHooks", "Trainer", "TrainingHooks"]
 
@@ -116,6 +118,7 @@ class Trainer(RoleTrainer):
         """The data hooks as they were given."""
         self.is_managed_externally = False
         self._restored = restored
+        self._input_fn: Callable[[Any], Any] = lambda item: item
 
     # ---- hooks and metrics ---------------------------------------------------------------------------------------
 
@@ -125,10 +128,22 @@ class Trainer(RoleTrainer):
         super().with_training_hooks(hooks if isinstance(hooks, role_trainer.TrainingHooks) else _Told(hooks))
         return self
 
-    def with_data_hooks(self, hooks: Any) -> Trainer:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def with_data_hooks(self, hooks: Any) -> Trainer:
         """Sets what gives `train` its batches."""
         self.data_hooks = hooks
         return self
+
+    def with_gen_model_input_fn(self, fn: Callable[[Any], Any]) -> Trainer:
+        """Sets what turns an item of a data set into a TrainExample or TokenBatch."""
+        self._input_fn = fn
+        return self
+
+    def _checked(self, item: Any) -> TokenBatch:
+        """Returns an item of a data set as a batch. Raises DataError: its arrays don't fit."""
+        item = self._input_fn(item)
+        return super()._checked(
+            item if isinstance(item, TokenBatch) else example_to_batch(item, version=self.worker.version)
+        )
 
     def with_rl_metrics_to_log(
         self,

@@ -8,10 +8,13 @@ Left out on purpose: training in a GGUF file's own quantisation, and writing GGU
 from __future__ import annotations
 
 import hashlib
+import io
 import logging
 import os
 import shutil
+import sys
 import tempfile
+from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -93,15 +96,17 @@ def _convert(file: Path, folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     place: dict[str, Any] = {"gguf_file": file.name}
-    config = AutoConfig.from_pretrained(file.parent, **place)
-    model = AutoModelForCausalLM.from_pretrained(file.parent, config=config, dtype=torch.float32, **place)
-    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    plain.load_state_dict(model.state_dict())
     reader = GGUFReader(file)
     kinds = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
     dtype = {"F32": torch.float32, "F16": torch.float16}.get(kinds.pop()) if len(kinds) == 1 else None
-    plain.to(dtype or torch.bfloat16).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(file.parent, **place).save_pretrained(folder)
+    bars = nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
+    with bars:  # progress bars of transformers, which fill a log
+        config = AutoConfig.from_pretrained(file.parent, **place)
+        model = AutoModelForCausalLM.from_pretrained(file.parent, config=config, dtype=torch.float32, **place)
+        plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        plain.load_state_dict(model.state_dict())
+        plain.to(dtype or torch.bfloat16).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(file.parent, **place).save_pretrained(folder)
     text = lambda key: str(reader.fields[key].contents()) if key in reader.fields else ""
     named = {"license": text("general.license"), "base_model": text("general.base_model.0.repo_url")}
     named["base_model"] = named["base_model"].removeprefix("https://huggingface.co/")

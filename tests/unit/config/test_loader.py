@@ -138,7 +138,7 @@ def test_a_section_is_no_shorthand():
         ("trainer.max_steps=1000000001", "trainer.max_steps must be at most 1000000000, got 1000000001"),
         ("trainer.seed=-1", "trainer.seed must be an integer between 0 and 2**63 - 1, got -1"),
         ("rollout.top_k=9223372036854775808", "rollout.top_k must be an integer of 64 bits, -2**63 to 2**63 - 1, got"),
-        ("actor.eps=1e39", "actor.optim.eps must be between -3.4e+38 and 3.4e+38, what fp32 holds, got 1e+39"),
+        ("actor.eps=1e39", "actor.optim.eps must be between -3.4e+38 and 3.4e+38, the range of fp32, got 1e+39"),
         (
             "actor.eps=1e-39",
             "actor.optim.eps must be 0 or at least 1.2e-38 in magnitude, which fp32 can hold, got 1e-39",
@@ -230,7 +230,7 @@ def test_help_lists_the_keys_of_every_nested_section_or_says_where_they_are():
     nested = [(k, f, c) for k, f, c in leaves(RunConfig, True) if not k.startswith(again)]
     assert [k for k, *_ in nested if f"\n  {k}=" not in f"\n{text}"] == []
     assert [k for k, f, c in nested if field_docs(c)[f.name].splitlines()[0] not in text] == []
-    assert "  trainer.checkpointing_options.max_to_keep=3  (positive int | None)\n      Older ones are removed" in text
+    assert "  trainer.checkpointing_options.max_to_keep=3  (positive int | None)\n      Number of checkpoints" in text
     for role in ("critic", "reference", "teacher"):
         assert f"  Keys: {role}.* as actor.* above." in text
     assert "critic_optimizer.*" not in text  # refused in a run's configuration

@@ -2,7 +2,8 @@
 
 import pytest
 
-from whet import cli, config
+from whet import config
+from whet.cli.registry import config_class
 from whet.config import monitoring
 from whet.config.base import config_from_dict, leaves
 from whet.config.synonyms import NOTES, SECTIONS, SYNONYMS, find_owner
@@ -13,14 +14,14 @@ COMMANDS = ("grpo", "ppo", "sft", "rm", "dpo", "eval", "generate", "chat")
 
 def keys_of(command):
     """Every key, section and shorthand of a command."""
-    kind, short = cli._kind(command)
+    kind, short = config_class(command)
     keys = [key for key, *_ in leaves(kind, True)]
     return {*short, *(key.rsplit(".", n)[0] for key in keys for n in range(key.count(".") + 1))}
 
 
 def answer(command, word):
     """What a command says of an unknown key."""
-    kind, short = cli._kind(command)
+    kind, short = config_class(command)
     tree = 1
     for part in reversed(word.split(".")):
         tree = {part: tree}

@@ -188,7 +188,7 @@ def test_whet_sft_trains_a_folder_that_transformers_loads(tmp_path, model_folder
     assert summary["eval_loss_after"] < summary["eval_loss_before"]
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
     assert main(["sft", *words, "trainer.gradient_accumulation_steps=2"]) == 2
-    assert "a step is one update on data.batch_size rows" in capsys.readouterr().err
+    assert "an update covers all of its rows, however many fit into memory at once" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("lr", "warned"), [(0.0, True), (1e-2, False)])

@@ -1,8 +1,8 @@
-"""The algorithm: the section algo. One class for each choice that an objective is made of, and one for each algorithm.
+"""The algorithm: the section algo. One class for each choice of an objective, and one for each algorithm.
 
-Names and defaults are Tunix's where Tunix has the field. An algorithm's class is a sum of choices: a new field stands
-with the choice that it belongs to, and a function that asks for a keyword of its name is given it. What published
-methods choose: presets.
+Names and defaults are Tunix's where Tunix has the field. An algorithm's class inherits from the classes of its choices.
+A new field belongs in the class of its choice; every function with a keyword-only argument of that name receives it.
+presets has the choices of published methods.
 """
 
 from whet.config.algo import presets

@@ -1,4 +1,4 @@
-"""The choice of the groups that a step trains on."""
+"""The fields of dynamic sampling, which chooses the groups that a step trains on."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ __all__ = ["SelectionFields"]
 
 @config
 class SelectionFields(AlgorithmConfig):
-    """Dynamic sampling: groups that teach nothing are replaced by groups of further prompts."""
+    """Dynamic sampling: groups without a learning signal are replaced by groups of other prompts."""
 
     dynamic_sampling: Bool = False
-    """Leave out groups whose rewards are all equal, and sample further batches of prompts until the step has as many
-    groups as a batch has prompts. Needs trainer.max_steps."""
+    """Leave out groups in which all rewards are equal, and sample more prompts until the step has as many groups as a
+    batch has prompts. Needs trainer.max_steps."""
     max_num_gen_batches: Count = 10
-    """Batches of prompts that such a step samples at most; a step that is not full by then trains on what it has."""
+    """With dynamic_sampling: the most batches of prompts that a step samples. A step that is still not full trains on
+    the groups that it has."""
     group_reward_bounds: tuple[Float, Float] | None = None
-    """(low, high): leave out groups whose mean reward does not lie between, bounds excluded, instead of those whose
-    rewards are all equal; None = those."""
+    """(low, high): with dynamic_sampling, leave out groups with a mean reward outside the open interval low to high.
+    None = leave out groups in which all rewards are equal."""
 
     def __post_init__(self) -> None:
         """Checks the bounds."""

@@ -116,7 +116,7 @@ class Agents:
         """
         assert self.rollout_func is not None
         copies = [copy.deepcopy(p.source) for p in prompts for _ in range(number)]
-        with trainer.lending.lent():
+        with trainer.attention.native():
             found = self.rollout_func(copies, trainer)
         missing = [name for name in _REQUIRED_KEYS if name not in found]
         if missing:

@@ -1,13 +1,13 @@
-"""GRPOTrainer: TRL's, over GRPOLearner. It chooses configurations and hands data on; the algorithm is the learner's.
+"""GRPOTrainer: TRL's, over whet's GRPOLearner, which has the algorithm.
 
     GRPOTrainer(model, reward_funcs, args, train_dataset=rows).train()
 
-What it has in common with RLOOTrainer is in rl/trainer.py, what every trainer has in trainer/trainer.py.
+rl/trainer.py is the base that it shares with RLOOTrainer; trainer/trainer.py is the base of all trainers.
 """
 
 from __future__ import annotations
 
-from whet.trl.config.grpo import GRPOConfig, warn
+from whet.trl.config.grpo import GRPOConfig, warn_of_differences
 from whet.trl.rl.trainer import RLTrainer
 
 __all__ = ["GRPOTrainer"]
@@ -40,10 +40,10 @@ class GRPOTrainer(RLTrainer):
     METHOD = "GRPO"
     CONFIG = GRPOConfig
 
-    def ready(self) -> None:
+    def finish_init(self) -> None:
         """Tells the callbacks that the trainer is there, and warns of TRL's defects that are followed."""
-        super().ready()
-        warn(self.args)
+        super().finish_init()
+        warn_of_differences(self.args)
 
     @property
     def entropy_coef(self) -> float:

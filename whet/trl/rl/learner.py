@@ -1,4 +1,4 @@
-"""GRPOLearner as the front runs it: mini-batches counted in completions, and TRL's mean of the entropy bonus."""
+"""TRL's variant of GRPOLearner: mini-batches counted in completions, and TRL's mean of the entropy bonus."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from whet.ops import high_entropy_mask, off_policy_mask
 from whet.rollout.driver import Episode, single_turns
 from whet.trl.agents.agents import Agents
 from whet.trl.config.batches import Batches
-from whet.trl.config.translate import beams
-from whet.trl.rl.custom_generate import generated, replaced
+from whet.trl.config.translate import beam_options
+from whet.trl.rl.custom_generate import find_custom_generate, generate_groups
 from whet.types import Group, LossInputs, Prompt, TokenBatch
 
 __all__ = ["TRLLearner"]
 
 _SHARE = "entropy_share"
-"""Column: what the entropy of a token counts in its mean, over the weight that the loss of the token has."""
+"""Column: the share of a token in the mean entropy, divided by the weight of its loss."""
 
 
 class TRLLearner(GRPOLearner):
@@ -50,7 +50,7 @@ class TRLLearner(GRPOLearner):
     # ---- rollouts ------------------------------------------------------------------------------------------------
 
     def encoder(self, mode: Mode) -> PromptEncoder:
-        """What turns rows into prompts, which tell of the tools."""
+        """The encoder of prompts, with the schemas of the tools."""
         return self.encoder_with(mode, self.agents.schemas)
 
     def encoder_with(self, mode: Mode, schemas: Sequence[Any]) -> PromptEncoder:
@@ -61,18 +61,18 @@ class TRLLearner(GRPOLearner):
         """Completes prompts: by rollout_func, by the model's own `generate` where that was replaced, by the engine."""
         number = self.num_generations_of(mode)
         if self.agents.rollout_func is not None:
-            return self.parsed(self.agents.call_rollout_func(self.front, prompts, number, self.cluster.eos_ids))
+            return self.parse_messages(self.agents.call_rollout_func(self.front, prompts, number, self.cluster.eos_ids))
         prompts, play = self.agents.start_episodes(self, prompts, number, mode, first)
         if (own := self._own_generate()) is not None:
-            return self.parsed(self._generated(own, prompts, number, play, (step, first), mode))
-        return self.parsed(
+            return self.parse_messages(self._generated(own, prompts, number, play, (step, first), mode))
+        return self.parse_messages(
             self.cluster.sample(prompts, num_generations=number, step=step, first=first, mode=mode, play=play)
         )
 
     def _own_generate(self) -> nn.Module | None:
         """The model whose `generate` makes completions: a user has replaced it, or asks for beams."""
-        own = replaced(self.front.model, self.cluster.actor.module)
-        return self.cluster.actor.module if own is None and beams(self.front.args) else own
+        own = find_custom_generate(self.front.model, self.cluster.actor.module)
+        return self.cluster.actor.module if own is None and beam_options(self.front.args) else own
 
     def _generated(
         self, model: nn.Module, prompts: Sequence[Prompt], number: int, play: Any, place: tuple[int, int], mode: Mode
@@ -89,19 +89,24 @@ class TRLLearner(GRPOLearner):
         else:
             episodes = [Episode(prompt, (0, step, first + i, g), play(sampling))
                         for i, prompt in enumerate(prompts) for g in range(number)]  # fmt: skip
-        with self.front.lending.lent():
-            return generated(
+        with self.front.attention.native():
+            return generate_groups(
                 model,
                 episodes,
                 number,
                 end_ids=self.cluster.eos_ids,
                 pad_id=self.cluster.pad_id,
-                options={**names, "top_k": config.top_k or 0, **config.generation_kwargs, **beams(self.front.args)},
+                options={
+                    **names,
+                    "top_k": config.top_k or 0,
+                    **config.generation_kwargs,
+                    **beam_options(self.front.args),
+                },
                 version=self.cluster.actor.version,
             )
 
-    def parsed(self, groups: Sequence[Group]) -> Sequence[Group]:
-        """The same, what was said in a chat as the tokenizer's response template reads it, where it has one."""
+    def parse_messages(self, groups: Sequence[Group]) -> Sequence[Group]:
+        """The groups, with messages parsed by the tokenizer's response template, where it has one."""
         tokenizer: Any = self.cluster.tokenizer
         if tokenizer.response_template is None:
             return groups
