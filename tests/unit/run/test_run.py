@@ -254,7 +254,8 @@ def test_a_run_that_cannot_open_closes_what_it_has_opened(make, tmp_path, monkey
     run = Run(run.task.learner, rows(4))
     with pytest.raises(RewardError), run:
         monkeypatch.setattr(run.progress, "__exit__", lambda *a: closed.append("bar"), raising=False)
-        monkeypatch.setattr(run._signals, "uninstall", lambda: closed.append("signals"))
+        uninstall = run._signals.uninstall
+        monkeypatch.setattr(run._signals, "uninstall", lambda: (closed.append("signals"), uninstall()))
         raise RewardError
     assert closed == ["signals", "bar"]
 
