@@ -87,7 +87,7 @@ def test_data_that_end_before_max_steps_are_said_at_the_start_where_that_is_know
         (
             rows(4),
             1,
-            ["the data end after 2 steps, before trainer.max_steps=3: 2 steps an epoch, trainer.num_epochs=1"],
+            ["the data end after 2 steps, before trainer.max_steps=3: 2 steps per epoch, trainer.num_epochs=1"],
         ),
         (iter(rows(4)), None, ["the data ended after 2 steps, before trainer.max_steps=3"]),
         (rows(4), None, []),
