@@ -43,7 +43,7 @@ def prompt_lines(encode: PromptEncoder, prompt: Prompt, *, width: int = WIDTH, m
       | <|im_start|>user\n
       | 2+2?<|im_end|>\n
       | <|im_start|>assistant\n
-      chat template: the tokenizer's
+      chat template: from the tokenizer
       system prompt: none
     """
     head = f"row {prompt.row}: {len(prompt.tokens)} tokens"
@@ -161,7 +161,7 @@ def _origins(
         arguments of the template. key: of those of all rows.
     """
     place = "a column of the row" if "chat_template" in options else key
-    origin = place if "chat_template" in {**template.options, **options} else "the tokenizer's"
+    origin = place if "chat_template" in {**template.options, **options} else "the tokenizer"
     asks = messages[-1]["role"] != "assistant"
 
     def written(**changed: Any) -> str:
@@ -173,12 +173,12 @@ def _origins(
     start = written()
     said = next((text for m in messages if (text := message_text(m))), "")
     if messages[0]["role"] == "system":
-        system = "the row's own" if own else "data.system_prompt"
+        system = "from the row" if own else "from data.system_prompt"
     else:
-        system = "the template's own" if "system" in start[: max(0, start.find(said))] else "none"
-    lines = [f"  chat template: {origin}", f"  system prompt: {system}"]
+        system = "from the template" if "system" in start[: max(0, start.find(said))] else "none"
+    lines = [f"  chat template: from {origin}", f"  system prompt: {system}"]
     if tools := options.get("tools", template.options.get("tools")):
-        lines.append(f"  tools: {len(tools)}, {'the row' if 'tools' in options else 'the environment'}'s")
+        lines.append(f"  tools: {len(tools)}, from {'the row' if 'tools' in options else 'the environment'}")
     thinking = {**template.options, **options}["enable_thinking"]
     if written(enable_thinking=not thinking) != start:
         lines.append(f"  thinking: {'on' if thinking else 'off'} (enable_thinking of {key})")

@@ -68,7 +68,7 @@ class SupervisedLearner(Generic[C]):
         self.settings = settings
         self.observers = list(observers)
         if (optim := models.trained.optim) is not None and optim.take_usual_rate(self.usual_lr):
-            log.info("%s: learning rate %g, the usual one here", models.role.section, self.usual_lr)
+            log.info("%s: learning rate %g, the default here", models.role.section, self.usual_lr)
 
     def train(self, train_ds: Any, eval_ds: Any = None) -> Run:
         """Trains until max_steps or the data's end.

@@ -81,7 +81,7 @@ def test_a_stream_that_is_to_be_shuffled_says_that_it_keeps_its_order(words, cap
 
 def test_a_run_that_began_elsewhere_has_no_evaluation_before_it():
     evaluations = [{"step": 4, "reward": 0.5, "accuracy": 0.5}, {"step": 6, "reward": 0.25, "accuracy": 0.25}]
-    task = SimpleNamespace(headline="reward", evaluated="prompts")
+    task = SimpleNamespace(main_metric="reward", eval_unit="prompts")
     run = SimpleNamespace(evaluations=evaluations, rows=[], step=6, task=task)
     found = commands.summarise(run, load_run(["model=m"]), 1.0)
     assert found["eval_reward_before"] is None and found["eval_reward_after"] == 0.25
