@@ -456,7 +456,7 @@ class ClusterConfig(core.ClusterConfig):
     """Must be None: parameters are sharded by mesh axis, there are no logical axes."""
     training_config: RLTrainingConfig = field(default_factory=RLTrainingConfig)
     """The loop."""
-    rollout_config: InstanceOf[core.RolloutConfig] | dict[core.Mode, RolloutConfig] = field(
+    rollout_config: InstanceOf[core.RolloutConfig] | dict[core.Mode, RolloutConfig] = field(  # pyright: ignore
         default_factory=RolloutConfig
     )
     """Sampling: one for both modes (with its `eval`), or one for each."""
@@ -470,7 +470,9 @@ class ClusterConfig(core.ClusterConfig):
     def _engine_name(cls, given: Any) -> Any:
         """Reads Tunix's names of the engines."""
         values = given.kwargs if isinstance(given, ArgsKwargs) else given
-        engine = values.get("rollout_engine") if isinstance(values, Mapping) else None
+        if not isinstance(values, Mapping):
+            return given
+        engine = values.get("rollout_engine")
         if not isinstance(engine, str) or engine not in ENGINE_NAMES:
             return given
         values = {**values, "rollout_engine": ENGINE_NAMES[engine]}

@@ -18,7 +18,7 @@ __all__ = ["PPOConfig"]
 
 
 def _or_zero(value: Any) -> Any:
-    """0.0 for None, which Tunix's field may be."""
+    """0.0 for None."""
     return 0.0 if value is None else value
 
 
