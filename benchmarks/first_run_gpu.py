@@ -70,7 +70,7 @@ def captures(device: Any) -> dict[str, Any]:
             (out,) = graphs.step("a", epoch, body)
             agree(out, want(), f"epoch {epoch}, step {step}")
         held.append(out)
-    need(graphs.refusal is None, graphs.path)
+    need(graphs.failure is None, graphs.path)
     return {"path": graphs.path}
 
 
@@ -85,7 +85,7 @@ def engines(device: Any) -> dict[str, Any]:
             feed(step)
             (out,) = graphs.step("a", step // 4 if graphs is first else 0, body)
             agree(out, want(), f"step {step}")
-    need(first.refusal is None and second.refusal is None, f"{first.path}; {second.path}")
+    need(first.failure is None and second.failure is None, f"{first.path}; {second.path}")
     return {"path": second.path}
 
 
@@ -109,7 +109,7 @@ def fallback(device: Any) -> dict[str, Any]:
     for _ in range(3):
         (out,) = graphs.step("a", 0, lambda: (x * x.sum().item(),))
         need(out.tolist() == [36.0] * 4, f"a step that can't be captured gives {out.tolist()}")
-    need(device.type != "cuda" or graphs.refusal, "a step that waits for the device was captured")
+    need(device.type != "cuda" or graphs.failure, "a step that waits for the device was captured")
     return {"said": graphs.path, **captures(device)}
 
 
@@ -137,7 +137,7 @@ def threads(device: Any) -> dict[str, Any]:
     finally:
         stop.set()
         thread.join()
-    need(graphs.refusal is None, graphs.path)
+    need(graphs.failure is None, graphs.path)
     return {"allocations": len(held)}
 
 
@@ -176,7 +176,7 @@ def tokens(device: Any) -> dict[str, Any]:
             assert engine._runner.graphs is not None
             engine._runner.graphs._captures &= not eagerly
             drawn.append(_drawn(engine))
-            need(engine._runner.graphs.refusal is None, engine.backends["steps"])
+            need(engine._runner.graphs.failure is None, engine.backends["steps"])
         equal = sum(a == b for a, b in zip(*drawn))
         found[family] = f"{equal} of {len(drawn[0])} completions are equal"
         need(equal == len(drawn[0]), f"{family}: {found[family]}")

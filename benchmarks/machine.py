@@ -117,7 +117,7 @@ def native(weights: list[Any]) -> list[Callable[[Any], Any]] | None:
 
     from whet.native.build import Unavailable
     from whet.native.decode import load_kernels
-    from whet.rollout.engine.packed_linear import Product
+    from whet.rollout.engine.packed_linear import PackedLinear
 
     loaded = load_kernels()
     if isinstance(loaded, Unavailable):
@@ -126,7 +126,7 @@ def native(weights: list[Any]) -> list[Callable[[Any], Any]] | None:
     for w in weights:
         layer = nn.Linear(w.shape[1], w.shape[0], bias=False, device="meta")
         layer.weight = nn.Parameter(w, requires_grad=False)
-        products.append(Product([layer], kernels=loaded))
+        products.append(PackedLinear([layer], kernels=loaded))
     return products
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from whet.config import PreferenceConfig
-from whet.learners.objective import keywords_of
+from whet.learners.objective import keyword_arguments
 from whet.learners.preference_objective import make_preference_objective
 from whet.ops.preference import PREFERENCE_LOSSES, StepPasses, mismatched, needs_of
 from whet.types import Example, LossInputs, TokenBatch, TrainSequence
@@ -15,7 +15,7 @@ NEEDED = {"exo_pair": {"label_smoothing": 0.05}, "simpo": {"beta": 2.0}, "alphap
 """What a loss can't do without, or is not itself without."""
 PAIRS = sorted(name for name, fn in PREFERENCE_LOSSES.items() if needs_of(fn).rows == "pairs")
 LABELS = sorted(set(PREFERENCE_LOSSES) - set(PAIRS))
-ALL_PARAMETERS = set().union(*map(keywords_of, PREFERENCE_LOSSES.values()))
+ALL_PARAMETERS = set().union(*map(keyword_arguments, PREFERENCE_LOSSES.values()))
 """Fields that some loss takes."""
 
 

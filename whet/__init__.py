@@ -15,19 +15,15 @@ if TYPE_CHECKING:
         AlgorithmConfig,
         CheckpointingOptions,
         ClusterConfig,
-        DAPOConfig,
         DataConfig,
         DPORunConfig,
-        DrGRPOConfig,
         GRPOConfig,
-        GrpoConfig,
         LoraConfig,
         MetricsLoggerOptions,
         Mode,
         OptimConfig,
         PerfMetricsOptions,
         PPOConfig,
-        PpoConfig,
         PreferenceConfig,
         ProfilerOptions,
         RewardModelConfig,
@@ -49,40 +45,34 @@ if TYPE_CHECKING:
     from whet.evaluation.evaluator import Evaluation, evaluate
     from whet.hub.push import push_to_hub
     from whet.learners.base import RLLearner
-    from whet.learners.grpo import GRPOLearner, GrpoLearner
-    from whet.learners.ppo import PPOLearner, PpoLearner
+    from whet.learners.grpo import GRPOLearner
+    from whet.learners.ppo import PPOLearner
     from whet.learners.preference import PreferenceLearner, RewardModelLearner
     from whet.learners.sft import SFTLearner
     from whet.learners.supervised import SupervisedLearner
-    from whet.rollout.sampler import CacheConfig, Sampler, SamplerOutput
+    from whet.rollout.sampler import Sampler, SamplerOutput
     from whet.run.observer import Observer, TrainerControl
     from whet.train.supervised_models import SupervisedModels
-    from whet.tunix.metrics_buffer import MetricsBuffer
     from whet.types import (
         Completion,
         Example,
         Group,
         LossInputs,
         Prompt,
-        RolloutOutput,
         TokenBatch,
-        TrainExample,
         TrainSequence,
     )
 
 __all__ = [
     "AlgorithmConfig",
-    "CacheConfig",
     "CheckpointError",
     "CheckpointingOptions",
     "ClusterConfig",
     "Completion",
     "ConfigError",
-    "DAPOConfig",
     "DPORunConfig",
     "DataConfig",
     "DataError",
-    "DrGRPOConfig",
     "EngineError",
     "EvalRunConfig",
     "Evaluation",
@@ -90,11 +80,8 @@ __all__ = [
     "GRPOConfig",
     "GRPOLearner",
     "Group",
-    "GrpoConfig",
-    "GrpoLearner",
     "LoraConfig",
     "LossInputs",
-    "MetricsBuffer",
     "MetricsLoggerOptions",
     "Mode",
     "Observer",
@@ -102,8 +89,6 @@ __all__ = [
     "PPOConfig",
     "PPOLearner",
     "PerfMetricsOptions",
-    "PpoConfig",
-    "PpoLearner",
     "PreferenceConfig",
     "PreferenceLearner",
     "ProfilerOptions",
@@ -118,7 +103,6 @@ __all__ = [
     "Role",
     "RoleConfig",
     "RolloutConfig",
-    "RolloutOutput",
     "RunConfig",
     "SFTConfig",
     "SFTLearner",
@@ -130,7 +114,6 @@ __all__ = [
     "SupervisedModels",
     "SupervisedTrainingConfig",
     "TokenBatch",
-    "TrainExample",
     "TrainSequence",
     "TrainerControl",
     "TrainingConfig",
@@ -148,19 +131,15 @@ _MODULES = {
         "AlgorithmConfig",
         "CheckpointingOptions",
         "ClusterConfig",
-        "DAPOConfig",
         "DPORunConfig",
         "DataConfig",
-        "DrGRPOConfig",
         "GRPOConfig",
-        "GrpoConfig",
         "LoraConfig",
         "MetricsLoggerOptions",
         "Mode",
         "OptimConfig",
         "PPOConfig",
         "PerfMetricsOptions",
-        "PpoConfig",
         "PreferenceConfig",
         "ProfilerOptions",
         "RLTrainingConfig",
@@ -192,17 +171,9 @@ _MODULES = {
         "evaluate",
     ),
     "whet.learners.base": ("RLLearner",),
-    "whet.learners.grpo": (
-        "GRPOLearner",
-        "GrpoLearner",
-    ),
-    "whet.learners.ppo": (
-        "PPOLearner",
-        "PpoLearner",
-    ),
-    "whet.tunix.metrics_buffer": ("MetricsBuffer",),
+    "whet.learners.grpo": ("GRPOLearner",),
+    "whet.learners.ppo": ("PPOLearner",),
     "whet.rollout.sampler": (
-        "CacheConfig",
         "Sampler",
         "SamplerOutput",
     ),
@@ -217,9 +188,7 @@ _MODULES = {
         "Group",
         "LossInputs",
         "Prompt",
-        "RolloutOutput",
         "TokenBatch",
-        "TrainExample",
         "TrainSequence",
     ),
     "whet.learners.preference": (

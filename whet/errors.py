@@ -9,7 +9,8 @@ WhetError
 ├── TrainingError    (RuntimeError)  a run whose numbers went wrong: gradients that are not finite
 └── CheckpointError  (RuntimeError)  saving, loading, resuming
 
-A message says the value, the rule and the fix.
+A message says the value, the rule and the fix. Some errors hold the fix apart, under the key of the configuration that
+it names: a front (whet.trl) finds its own words by that key.
 """
 
 from __future__ import annotations
@@ -26,15 +27,30 @@ __all__ = [
     "RewardValueError",
     "TrainingError",
     "WhetError",
+    "format_exception",
+    "format_value",
     "lookup_error",
     "nearest",
     "raise_all",
-    "shown",
 ]
 
 
 class WhetError(Exception):
-    """Base of every error that whet raises on purpose."""
+    """Base of every error that whet raises on purpose.
+
+    Args:
+        message: the value and the rule.
+        fix: what to do; `str()` is "message; fix".
+        key: the key of the configuration that the fix names, where a front has a fix of its own for it.
+        values: what such a fix may quote, by name.
+
+    >>> str(WhetError("the row has 9 tokens", fix="raise data.max_length", key="data.max_length"))
+    'the row has 9 tokens; raise data.max_length'
+    """
+
+    def __init__(self, *message: object, fix: str = "", key: str = "", **values: object) -> None:
+        self.fix, self.key, self.values = fix, key, values
+        super().__init__(*([f"{message[0]}; {fix}"] if fix else message))
 
 
 class ConfigError(WhetError, ValueError):
@@ -112,16 +128,37 @@ def raise_all(checks: Iterable[Callable[[], object]]) -> None:
         raise ConfigError("\n".join(found)) from errors[0]
 
 
-def shown(value: object, most: int = 200) -> str:
-    """A value as messages show it: its repr, cut where it is long; its type where it has none.
+def format_value(value: object, limit: int = 200) -> str:
+    """A value for a message: its repr, shortened where it is long; its type where it has no repr.
 
-    Args: value: anything. most: characters that are kept.
+    Args: value: anything. limit: characters that are kept.
 
-    >>> shown("a" * 9, most=5), shown(10**5000)
+    >>> format_value("a" * 9, limit=5), format_value(10**5000)
     ("'aaaa...", '<int>')
     """
     try:
         text = repr(value)
     except Exception:  # of a number with thousands of digits, of what is nested deeply, of a class of the user's own
         text = f"<{type(value).__name__}>"
-    return text if len(text) <= most else f"{text[:most]}..."
+    return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+def format_exception(error: BaseException, limit: int = 500) -> str:
+    r"""An exception for a message, in one line: its class and what it says; of a group, its first member too.
+
+    Args: error: any. limit: characters of its text that are kept.
+
+    >>> format_exception(ValueError("a\n  b")), format_exception(KeyError())
+    ('ValueError: a b', 'KeyError')
+    >>> format_exception(ExceptionGroup("two failed", [KeyError("a"), ValueError("b")]))
+    "ExceptionGroup: two failed (2 sub-exceptions), the first KeyError: 'a'"
+    """
+    try:
+        text = " ".join(str(error).split())
+    except BaseException as other:  # its own __str__ fails; an interrupt here too, since the error is on its way
+        text = f"<no text: {type(other).__name__}>"
+    if len(text) > limit:
+        text = f"{text[:limit]}..."
+    if isinstance(error, BaseExceptionGroup):
+        text += f", the first {format_exception(error.exceptions[0], limit)}"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

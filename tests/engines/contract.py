@@ -24,16 +24,16 @@ ENGINES = {
     "mock": {"vocabulary": 64, "length_distribution": "uniform", "per_step": 3},
     "hf": {},
     "hf-float64": {},
-    "vanilla": {},
-    "vanilla-module": {"fast": False},
-    "vanilla-torch": {"native": False},
-    "vanilla-own": {"own_weights": True},
-    "vanilla-small": {"max_batch": 3, "prefill_tokens": 8, "kv_cache_tokens": 192},
-    "vanilla-float64": {},
-    "vanilla-bfloat16": {},
+    "embedded": {},
+    "embedded-module": {"fast": False},
+    "embedded-torch": {"native": False},
+    "embedded-own": {"own_weights": True},
+    "embedded-small": {"max_batch": 3, "prefill_tokens": 8, "kv_cache_tokens": 192},
+    "embedded-float64": {},
+    "embedded-bfloat16": {},
 }
 """Engine, dtype if it is not fp32, and options."""
-REPEATS = ("hf-float64", "vanilla-torch", "vanilla-float64")
+REPEATS = ("hf-float64", "embedded-torch", "embedded-float64")
 """They run the code of others; `make check-full` alone has them."""
 PLAIN = Sampling(max_tokens=6)
 STOPS = tuple(range(0, 64, 4))

@@ -17,7 +17,7 @@ from whet.native.decode import load_kernels
 from whet.rollout.base import Sampling
 from whet.rollout.driver import Rollouts, single_turns
 from whet.rollout.engine import EmbeddedEngine, packed_linear
-from whet.rollout.engine.packed_linear import Product
+from whet.rollout.engine.packed_linear import PackedLinear
 from whet.rollout.hf import HFEngine
 from whet.train.worker import ModelWorker
 from whet.types import Prompt, TokenBatch
@@ -161,7 +161,7 @@ def test_products_in_bf16_add_what_an_adapter_adds_though_a_merged_weight_would_
     config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["a", "c"], init_lora_weights=False, use_rslora=rslora)
     peft.inject_adapter_in_model(config, layers)
     layers.to(torch.bfloat16)
-    product = Product(list(layers.values()), kernels=load_kernels() if native else None)
+    product = PackedLinear(list(layers.values()), kernels=load_kernels() if native else None)
     for version in range(2):
         for rows in (1, 7, 30):
             x = torch.randn(rows, 48, dtype=torch.bfloat16)

@@ -50,12 +50,12 @@ def model():
     return build(gain=3.0)
 
 
-@pytest.fixture(params=["vanilla", "vanilla, module", "hf"])
+@pytest.fixture(params=["embedded", "embedded, module", "hf"])
 def engine(request, model, grammars):
     if request.param == "hf":
         made = HFEngine(model, decode=spell, grammars=grammars)
     else:
-        made = EmbeddedEngine(model, decode=spell, grammars=grammars, fast=request.param == "vanilla")
+        made = EmbeddedEngine(model, decode=spell, grammars=grammars, fast=request.param == "embedded")
     yield made
     made.close()
 
@@ -96,7 +96,7 @@ def test_masks_equal_brute_force_at_every_text_within_reach(grammars, pattern, s
         matcher, text = waiting.pop()
         want = oracle(pattern, text, stops)
         assert ids_of(matcher.allowed) == want, text
-        assert matcher.ended == (None if want else "stop")
+        assert matcher.finish_reason == (None if want else "stop")
         for token in want - {*stops}:
             longer = text + WORDS[token]
             if len(longer) <= 4 and not {*longer} - {*LETTERS} and longer not in seen:
@@ -398,7 +398,7 @@ def completions(seed=0, count=12):
 
 @pytest.mark.parametrize("most", [0, 100, 2**20])
 def test_kept_masks_are_those_of_a_replay_in_any_order_of_any_passes_and_with_any_room(grammars, most):
-    s, masks = sampling("(ab)+0?"), Masks(grammars, most_bytes=most)
+    s, masks = sampling("(ab)+0?"), Masks(grammars, max_bytes=most)
     tokens, sequence, sampled = completions()
     sampled[5] = False
     for seed in range(6):

@@ -13,7 +13,7 @@ from whet.ops.counter_rng import address_key
 from whet.rollout.base import Request, Sampling
 from whet.rollout.engine import EmbeddedEngine, runner
 from whet.rollout.hf import HFEngine
-from whet.rollout.requests import completed_string
+from whet.rollout.stopping import find_stop_string
 
 FUSED = {"qwen3", "qwen2", "llama", "mistral_window"}
 EACH = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
@@ -311,7 +311,7 @@ def test_stop_strings_cut_at_the_token_that_completes_them(model):
 
 def test_the_cut_is_at_the_first_fresh_token_that_completes_a_string():
     decode = lambda ids: "".join(map(chr, ids))
-    places = {stop: completed_string(decode, list(b"abcd"), [stop], fresh=3) for stop in ("b", "ab", "c", "d", "x")}
+    places = {stop: find_stop_string(decode, list(b"abcd"), [stop], new=3) for stop in ("b", "ab", "c", "d", "x")}
     assert places == {"b": 2, "ab": 2, "c": 3, "d": 4, "x": None}
 
 

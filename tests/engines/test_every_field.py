@@ -17,13 +17,13 @@ from whet.errors import ConfigError, EngineError
 from whet.ops.support import Support, support_logits
 from whet.rollout import sglang, vllm
 from whet.rollout.base import Constraint, Sampling, check_caps, support_of
-from whet.rollout.compat import BaseRolloutAdapter
 from whet.rollout.constrained_decoding import Grammars
 from whet.rollout.engine import EmbeddedEngine
-from whet.rollout.external_engine import InFlightRequest
 from whet.rollout.generate_options import check_trainable
 from whet.rollout.hf import HFEngine
+from whet.rollout.in_flight import InFlightRequest
 from whet.rollout.mock import MockEngine
+from whet.tunix.base_rollout import BaseRolloutAdapter
 
 BASE = Sampling(max_tokens=12, stop_ids=tuple(range(0, VOCABULARY, 4)))
 CHANGES = {
@@ -100,7 +100,7 @@ def made(name):
         return functools.partial(drawn, MockEngine(vocabulary=VOCABULARY, length_distribution="uniform"))
     if name == "hf":
         return functools.partial(drawn, HFEngine(model(), decode=letters, grammars=grammars))
-    return functools.partial(drawn, EmbeddedEngine(model(), decode=letters, grammars=grammars, fast=name == "vanilla"))
+    return functools.partial(drawn, EmbeddedEngine(model(), decode=letters, grammars=grammars, fast=name == "embedded"))
 
 
 @functools.cache
@@ -114,7 +114,7 @@ def outcome(name, sampling):
 
 @pytest.mark.parametrize("field", CHANGES)
 @pytest.mark.parametrize(
-    "name", ["vanilla", "vanilla, module", "hf", "mock", "vllm", "sglang", "a class of Tunix's kind"]
+    "name", ["embedded", "embedded, module", "hf", "mock", "vllm", "sglang", "a class of Tunix's kind"]
 )
 def test_an_engine_does_something_with_a_field_or_refuses_it(name, field):
     base, value = CHANGES[field]
@@ -125,7 +125,7 @@ def test_an_engine_does_something_with_a_field_or_refuses_it(name, field):
             assert any(word in error for word in words)
             found[i] = "refused"
     assert (found[0] != found[1]) != (name == "mock" and field in NO_MODEL)
-    if name in ("vanilla", "vanilla, module", "hf"):
+    if name in ("embedded", "embedded, module", "hf"):
         assert found[0] != "refused" and (found[1] != "refused" or field == "generation_kwargs")
 
 

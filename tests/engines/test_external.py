@@ -9,19 +9,13 @@ import torch
 from safetensors.torch import load_file
 from tiny import build
 
-from whet.config import RolloutConfig
+from whet.config import RolloutConfig, SGLangOptions, VLLMOptions
 from whet.errors import ConfigError, EngineError
 from whet.models.self_check import probe_tokens
 from whet.rollout import resolve_engine
 from whet.rollout.base import Request, Sampling
-from whet.rollout.external_engine import (
-    InFlightRequest,
-    Names,
-    check_agreement,
-    check_known,
-    check_reported,
-    seed_of,
-)
+from whet.rollout.external_engine import WeightNames, check_agreement, check_known, check_reported, seed_of
+from whet.rollout.in_flight import InFlightRequest
 from whet.rollout.sglang import engine_arguments
 from whet.rollout.sglang import sampling_arguments as sglang_arguments
 from whet.rollout.vllm import llm_arguments
@@ -41,9 +35,7 @@ def request(sampling=None, tokens=(5, 6, 7), **fields):
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "fix"), [("vllm", r"\[vllm\]"), ("sglang", "sglang==0.5"), ("sglang_jax", "sglang==0.5")]
-)
+@pytest.mark.parametrize(("name", "fix"), [("vllm", r"\[vllm\]"), ("sglang", "sglang==0.5")])
 def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(name, fix):
     if importlib.util.find_spec(name.removesuffix("_jax")) is not None:
         pytest.skip(f"{name} is installed")
@@ -115,12 +107,14 @@ def test_vllm_is_built_from_the_rollout_configuration():
     config = RolloutConfig(
         max_batch_size=7,
         kv_cache_tokens=300,
-        rollout_vllm_hbm_utilization=0.5,
-        rollout_vllm_max_num_batched_tokens=64,
-        rollout_vllm_async_scheduling=True,
-        rollout_vllm_kwargs={"block_size": 32},
-        rollout_vllm_additional_config={"x": 1},
-        rollout_vllm_hf_config_path="there",
+        vllm=VLLMOptions(
+            hbm_utilization=0.5,
+            max_num_batched_tokens=64,
+            async_scheduling=True,
+            kwargs={"block_size": 32},
+            additional_config={"x": 1},
+            hf_config_path="there",
+        ),
     )
     found = llm_arguments(config, device="cuda", dtype=torch.bfloat16, kv_bytes=9)
     expected = {
@@ -137,9 +131,9 @@ def test_vllm_is_built_from_the_rollout_configuration():
         "logprobs_mode": "processed_logprobs",
     }
     assert {n: found[n] for n in expected} == expected
-    cpu = llm_arguments(RolloutConfig(rollout_vllm_max_num_seqs=3), device="cpu", dtype=torch.float32, kv_bytes=1000)
+    cpu = llm_arguments(RolloutConfig(vllm={"max_num_seqs": 3}), device="cpu", dtype=torch.float32, kv_bytes=1000)
     assert cpu["max_num_seqs"] == 3 and cpu["enforce_eager"] and cpu["kv_cache_memory_bytes"] == 4 * 128 * 1000
-    little = RolloutConfig(rollout_vllm_hbm_utilization=1e-6)
+    little = RolloutConfig(vllm={"hbm_utilization": 1e-6})
     bound = llm_arguments(little, device="cpu", dtype=torch.float32, kv_bytes=10**9)["kv_cache_memory_bytes"]
     assert 0 < bound < 1e-3 * 10**9 * 256 * 128
     assert "gpu_memory_utilization" not in cpu
@@ -148,15 +142,17 @@ def test_vllm_is_built_from_the_rollout_configuration():
 def test_sglang_is_built_from_the_rollout_configuration():
     config = RolloutConfig(
         kv_cache_tokens=300,
-        rollout_sglang_jax_context_length=99,
-        rollout_sglang_jax_mem_fraction_static=0.5,
-        rollout_sglang_jax_disable_radix_cache=False,
-        rollout_sglang_jax_enable_deterministic_sampling=True,
-        rollout_sglang_jax_chunked_prefill_size=32,
-        rollout_sglang_jax_page_size=16,
-        rollout_sglang_jax_max_running_requests=5,
-        rollout_sglang_jax_log_level=None,
-        rollout_sglang_jax_kwargs={"attention_backend": "triton"},
+        sglang=SGLangOptions(
+            context_length=99,
+            mem_fraction_static=0.5,
+            disable_radix_cache=False,
+            enable_deterministic_sampling=True,
+            chunked_prefill_size=32,
+            page_size=16,
+            max_running_requests=5,
+            log_level=None,
+            kwargs={"attention_backend": "triton"},
+        ),
     )
     found = engine_arguments(config, dtype=torch.float16)
     assert found == {
@@ -241,9 +237,9 @@ def test_a_completion_ends_at_its_limit_and_a_stop_string_may_begin_before_the_o
 
 def test_what_is_left_of_a_request_begins_with_what_it_has_made():
     flight = InFlightRequest(request=request(Sampling(max_tokens=9)))
-    assert flight.rest() is flight.request
+    assert flight.resumed() is flight.request
     flight.add([1, 2], [0.0, 0.0], version=0, decode=None)
-    rest = flight.rest()
+    rest = flight.resumed()
     assert rest.tokens.tolist() == [5, 6, 7, 1, 2] and (rest.offset, rest.sampling.max_tokens) == (2, 7)
 
 
@@ -258,11 +254,12 @@ def test_a_token_without_a_logprob_is_an_error():
 @pytest.mark.parametrize("duplicates", [True, False])
 def test_a_tied_head_is_sent_under_its_own_name(duplicates):
     model = build(tie_word_embeddings=True)
-    sent = dict(Names(model).whole(model.named_parameters(remove_duplicate=not duplicates)))
+    sent = dict(WeightNames(model).complete(model.named_parameters(remove_duplicate=not duplicates)))
     assert sent["lm_head.weight"] is model.model.embed_tokens.weight
     assert len(sent) == len(dict(model.named_parameters())) + 1
     untied = build(tie_word_embeddings=False)
-    assert dict(Names(untied).whole(untied.named_parameters())).keys() == dict(untied.named_parameters()).keys()
+    sent = dict(WeightNames(untied).complete(untied.named_parameters()))
+    assert sent.keys() == dict(untied.named_parameters()).keys()
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gpt_oss", "gemma3"])
@@ -270,7 +267,7 @@ def test_weights_are_sent_under_the_names_and_in_the_shapes_of_a_checkpoint(fami
     model = build(family)
     model.save_pretrained(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
-    sent = dict(Names(model).whole(model.named_parameters()))
+    sent = dict(WeightNames(model).complete(model.named_parameters()))
     assert stored.keys() | {"lm_head.weight"} == sent.keys()
     assert all(torch.equal(sent[n], x) for n, x in stored.items())
 
@@ -279,7 +276,7 @@ def test_weights_that_leave_a_parameter_out_are_refused():
     model = build(tie_word_embeddings=False)
     some = [(n, p) for n, p in model.named_parameters() if "layers.1.mlp" not in n]
     with pytest.raises(EngineError, match=r"leave out 3 of \d+ parameters \(model.layers.1.mlp.down_proj.weight"):
-        list(Names(model).whole(iter(some)))
+        list(WeightNames(model).complete(iter(some)))
 
 
 def test_an_engine_that_computes_something_else_is_refused_when_it_is_built():

@@ -64,7 +64,8 @@ def captured(engine):
         tables = [t for asks, back in layout._head_tables.values() for t in (*asks, back)]
         for b in layout._buckets:
             tables += [b.row_index, b.lengths, b.hidden, *b.store.layer(1, None, None)]
-        return [t.data_ptr() for t in (*tables, *runner.own.layer(1, None, None), trunk._cos, trunk._sin, runner.state)]
+        drawn = runner.completion_store.layer(1, None, None)
+        return [t.data_ptr() for t in (*tables, *drawn, trunk._cos, trunk._sin, runner.state)]
 
     def capture(body):
         made.append(Replay(body, addresses))
@@ -203,7 +204,7 @@ def test_a_capture_that_fails_leaves_eager_steps_and_says_so_once(machine, caplo
     assert machine.captured == 0 and machine.stream is None  # not the capture's, which torch leaves behind
     assert machine.pools == 0
     assert caplog.text.count("are no longer captured") == 1
-    assert "RuntimeError: operation not permitted when stream is capturing (runner.py:" in caplog.text
+    assert "RuntimeError: operation not permitted when stream is capturing more (runner.py:" in caplog.text
     assert engine.backends["steps"].startswith("eager (") and "not permitted" in engine.backends["steps"]
 
 
@@ -216,7 +217,7 @@ def test_the_error_of_a_capture_is_its_own_and_not_one_that_was_being_handled(ma
         raise KeyError("unrelated")
     except KeyError:
         assert graphs.step("a", 0, body)[0].tolist() == [1.0]
-    assert "RuntimeError: bad operator" in graphs.refusal
+    assert "RuntimeError: bad operator" in graphs.failure
 
 
 def test_an_interrupt_in_a_capture_is_no_failure_of_it(machine):

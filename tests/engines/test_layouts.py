@@ -9,7 +9,8 @@ from whet.rollout.engine import layouts
 from whet.rollout.engine.kv_cache import KVStore, padded_length
 from whet.rollout.engine.layouts import DecodeLayout
 from whet.rollout.engine.prefill import PrefillLayout, PrefillSpan
-from whet.rollout.engine.scheduler import Scheduler, SequenceState
+from whet.rollout.engine.scheduler import Scheduler
+from whet.rollout.in_flight import InFlightRequest
 
 CASES = {
     "plain": {},
@@ -136,9 +137,7 @@ def test_a_store_that_makes_room_never_loses_places():
 
 def test_sequences_that_had_been_admitted_wait_in_front_and_in_their_order():
     first, second, third = (
-        SequenceState(
-            request=Request(id=i, tokens=np.ones(1), sampling=Sampling(), group=i, address=(0, 0, i, 0)), plan=0
-        )
+        InFlightRequest(request=Request(id=i, tokens=np.ones(1), sampling=Sampling(), group=i, address=(0, 0, i, 0)))
         for i in range(3)
     )
     scheduler = Scheduler(max_batch=2, kv_cache_tokens=None)
@@ -157,7 +156,7 @@ def test_the_operator_for_many_scores_equals_the_plain_product(monkeypatch):
     for held in (layouts.MAX_SCORES, 0):
         monkeypatch.setattr(layouts, "MAX_SCORES", held)
         keys, values = (torch.randn(3, 2, 40, 8, generator=torch.Generator().manual_seed(i)) for i in (1, 2))
-        layout.own._layers[0] = (keys, values)
+        layout.completion_store._layers[0] = (keys, values)
         layout.begin(torch.tensor([7, 3, 20]), torch.tensor([7, 3, 20]), longest=20, furthest=20, equal=False)
         q, k, v = torch.ones(3, 4, 1, 8), torch.ones(3, 2, 1, 8), torch.ones(3, 2, 1, 8)
         outs.append(layout.attend(0, q, k, v, scale=0.3, window=None, softcap=None, sinks=None))

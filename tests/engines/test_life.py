@@ -443,9 +443,9 @@ def test_what_was_drawn_before_changes_no_bit_in_half_precision(form):
     work = requests(prompts((70, 9)), Sampling(max_tokens=24), group=3)
     used, fresh = EmbeddedEngine(half, **form), EmbeddedEngine(half, **form)
     run(used, requests(prompts((70, 5)), Sampling(max_tokens=150), group=2))
-    long = used._runner.own.length
+    long = used._runner.completion_store.length
     got, want = run(used, work), run(fresh, work)
-    assert used._runner.own.length == fresh._runner.own.length < long
+    assert used._runner.completion_store.length == fresh._runner.completion_store.length < long
     for i, o in want.items():
         assert got[i].tokens.tolist() == o.tokens.tolist() and got[i].logprobs.tolist() == o.logprobs.tolist()
 

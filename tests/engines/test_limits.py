@@ -17,7 +17,7 @@ def model():
 
 
 @pytest.mark.parametrize(
-    ("kind", "size"), [(EmbeddedEngine, "max_batch"), (HFEngine, "batch_size")], ids=["vanilla", "hf"]
+    ("kind", "size"), [(EmbeddedEngine, "max_batch"), (HFEngine, "batch_size")], ids=["embedded", "hf"]
 )
 def test_room_is_made_for_what_is_there_and_not_for_what_may_come(model, kind, size):
     sampling = Sampling(max_tokens=40, stop_ids=STOPS, repetition_penalty=1.3)

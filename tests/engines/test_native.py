@@ -18,7 +18,7 @@ from whet.rollout.base import Sampling
 from whet.rollout.engine import EmbeddedEngine, fused_trunk
 from whet.rollout.engine.kv_cache import KVStore
 from whet.rollout.engine.native_step import NativeLayer, NativeLayout
-from whet.rollout.engine.packed_linear import Product
+from whet.rollout.engine.packed_linear import PackedLinear
 
 KERNELS = load_kernels()
 needs_kernels = pytest.mark.skipif(isinstance(KERNELS, native_build.Unavailable), reason=str(KERNELS))
@@ -87,7 +87,7 @@ class Case:
         layout.regroup(self.stores, self.buckets[at], self.slots[at], self.lengths[at])
         made = self.made[at]
         layout.begin(made + torch.from_numpy(self.lengths[at]), made, longest=0, furthest=0, equal=False)
-        layout.turn(self.cos, self.sin, (self.heads, self.kv))
+        layout.set_rotary(self.cos, self.sin, (self.heads, self.kv))
         layer = NativeLayer(
             norm=self.norm, epsilons=(1e-6, 1e-6), scale=self.size**-0.5, window=self.window,
             before=None, after=None, outer_epsilons=(0.0, 0.0), products=(),
@@ -179,7 +179,7 @@ def test_a_product_is_the_formula_and_a_row_has_the_same_bits_in_any_number_of_r
 ):
     torch.manual_seed(0)
     layer = torch.nn.Linear(inputs, outputs, bias=bias, dtype=dtype)
-    product = Product([layer], kernels=kernels)
+    product = PackedLinear([layer], kernels=kernels)
     x = torch.randn(300, inputs).to(dtype)
     with torch.no_grad():
         want = torch.nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double() if bias else None)
@@ -200,7 +200,7 @@ def test_a_product_is_the_formula_and_a_row_has_the_same_bits_in_any_number_of_r
 @needs_kernels
 def test_a_product_of_another_dtype_is_refused_and_a_packed_weight_of_another_size_is_packed_anew():
     layer = torch.nn.Linear(32, 32)
-    product = Product([layer], kernels=KERNELS)
+    product = PackedLinear([layer], kernels=KERNELS)
     with pytest.raises(TypeError, match="float32 weights got"):
         product(torch.ones(1, 32, dtype=torch.bfloat16))
     with torch.no_grad():
@@ -309,7 +309,7 @@ def test_sleep_frees_the_keys_and_values_of_prompts_too():
     engine.submit(requests(prompts(), Sampling(max_tokens=30)))
     while not engine.stats().live:
         engine.step(timeout_s=0.0)
-    stores = list(engine._runner.stores.values())
+    stores = list(engine._runner.prompt_stores.values())
     assert stores and all(s.bytes for s in stores)
     engine.sleep()
     assert not any(s.bytes for s in stores)
@@ -340,7 +340,7 @@ def test_no_keys_are_held_by_the_tables_of_an_engine_that_sleeps():
     engine.submit(requests(prompts(), Sampling(max_tokens=40), group=2))
     engine.step(timeout_s=0.0)
     assert engine.backends["kernels"].startswith("native")
-    keys = weakref.ref(engine._runner.own._layers[0][0])
+    keys = weakref.ref(engine._runner.completion_store._layers[0][0])
     engine.sleep()
     assert keys() is None
 

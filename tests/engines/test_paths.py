@@ -18,7 +18,7 @@ from whet.rollout.base import Sampling
 from whet.rollout.driver import Rollouts, single_turns
 from whet.rollout.engine import EmbeddedEngine
 from whet.rollout.engine.model_forward import FusedForward, ModuleForward, make_forward
-from whet.rollout.engine.packed_linear import Product
+from whet.rollout.engine.packed_linear import PackedLinear
 from whet.rollout.hf import HFEngine
 from whet.train.worker import ModelWorker
 from whet.types import Prompt, TokenBatch
@@ -42,7 +42,7 @@ WAYS = pytest.mark.parametrize("kernels", [None, pytest.param(KERNELS, marks=nat
 def test_a_product_equals_the_layers_one_by_one(rows, bias, kernels):
     torch.manual_seed(0)
     layers = [nn.Linear(48, 40, bias=bias), nn.Linear(48, 8, bias=False)]
-    product = Product(layers, kernels=kernels)
+    product = PackedLinear(layers, kernels=kernels)
     x = torch.randn(rows, 48)
     want = torch.cat([layer(x) for layer in layers], -1)
     with torch.no_grad():
@@ -57,7 +57,7 @@ def test_a_packed_product_takes_the_norm_before_it_in_where_it_rounds_no_worse(d
     torch.manual_seed(0)
     layer, norm = nn.Linear(48, 40, dtype=dtype), nn.RMSNorm(48, dtype=dtype)
     nn.init.normal_(norm.weight)
-    product, x = Product([layer], kernels=KERNELS, norm=norm), torch.randn(3, 48, dtype=dtype)
+    product, x = PackedLinear([layer], kernels=KERNELS, norm=norm), torch.randn(3, 48, dtype=dtype)
     with torch.no_grad():
         want = layer(x * norm.weight)
         assert (product.gain is None) == (dtype == torch.bfloat16)

@@ -10,13 +10,14 @@ import pytest
 from tiny import prompts, requests, run
 
 import whet.rollout
+import whet.tunix
 from whet.config import RolloutConfig
 from whet.errors import ConfigError, EngineError
 from whet.rollout import ENGINES, resolve_engine
 from whet.rollout.base import RolloutEngine, Sampling
 from whet.rollout.build import _warn_unused, describe_engine
-from whet.rollout.compat import BaseRolloutAdapter
 from whet.rollout.mock import MockEngine
+from whet.tunix.base_rollout import BaseRolloutAdapter
 
 MODULES = [m.name for m in pkgutil.walk_packages(whet.rollout.__path__, "whet.rollout.")]
 
@@ -35,8 +36,8 @@ def test_every_name_resolves_to_an_engine_class(name):
 
 
 def test_unknown_names_are_refused_with_the_nearest():
-    with pytest.raises(ConfigError, match="did you mean vanilla"):
-        resolve_engine("vanila")
+    with pytest.raises(ConfigError, match="did you mean embedded"):
+        resolve_engine("embeded")
     with pytest.raises(ConfigError, match="has no 'Nothing'"):
         resolve_engine("whet.rollout.mock:Nothing")
 
@@ -104,7 +105,7 @@ def test_a_base_rollout_becomes_an_engine(made):
 def test_a_base_rollout_gets_the_samplings_values_in_its_config():
     inner = Echo(logprobs=-0.5)
     engine = BaseRolloutAdapter(
-        inner, decode=decode, rollout_config=RolloutConfig(return_logprobs=True, temperature=0.9)
+        inner, decode=decode, rollout_config=whet.tunix.RolloutConfig(return_logprobs=True, temperature=0.9)
     )
     done = run(engine, requests(prompts((2,)), Sampling(max_tokens=2, temperature=0.3, min_p=0.1)))
     config = inner.calls[0][1]
@@ -114,7 +115,7 @@ def test_a_base_rollout_gets_the_samplings_values_in_its_config():
 
 
 def test_a_base_rollout_that_breaks_its_word_is_an_error():
-    engine = BaseRolloutAdapter(Echo(), decode=decode, rollout_config=RolloutConfig(return_logprobs=True))
+    engine = BaseRolloutAdapter(Echo(), decode=decode, rollout_config=whet.tunix.RolloutConfig(return_logprobs=True))
     with pytest.raises(EngineError, match="return_logprobs=False"):
         run(engine, requests(prompts((2,)), Sampling()))
     with pytest.raises(EngineError, match=r"min_p=0\.1"):
@@ -136,14 +137,12 @@ def test_the_mock_takes_the_vocabulary_of_a_model(model):
 @pytest.mark.parametrize(
     ("spec", "fields", "said"),
     [
-        ("vanilla", {"rollout_vllm_hbm_utilization": 1.0}, "rollout.vllm.hbm_utilization=1.0: no effect"),
-        ("hf", {"rollout_vllm_server_mode": True}, "rollout.vllm.server_mode=True: no effect"),
-        ("vanilla", {"rollout_sglang_jax_page_size": 1}, "rollout.sglang.page_size=1: no effect"),
-        ("vanilla", {"tensor_parallel_size": 2}, "rollout.tensor_parallel_size=2: no effect"),
-        ("vanilla", {"tensor_parallel_size": 1}, ""),
-        ("vllm", {"rollout_vllm_hbm_utilization": 0.5, "tensor_parallel_size": 2}, ""),
-        ("sglang", {"rollout_vllm_hbm_utilization": 0.5}, "vllm.hbm_utilization=0.5: no effect"),
-        (MockEngine, {"rollout_vllm_hbm_utilization": 0.5}, ""),
+        ("embedded", {"vllm": {"hbm_utilization": 1.0}}, "rollout.vllm.hbm_utilization=1.0: no effect"),
+        ("hf", {"vllm": {"async_scheduling": True}}, "rollout.vllm.async_scheduling=True: no effect"),
+        ("embedded", {"sglang": {"page_size": 1}}, "rollout.sglang.page_size=1: no effect"),
+        ("vllm", {"vllm": {"hbm_utilization": 0.5}}, ""),
+        ("sglang", {"vllm": {"hbm_utilization": 0.5}}, "vllm.hbm_utilization=0.5: no effect"),
+        (MockEngine, {"vllm": {"hbm_utilization": 0.5}}, ""),
     ],
 )
 def test_fields_of_another_engine_are_not_dropped_in_silence(spec, fields, said, caplog):

@@ -21,7 +21,7 @@ from whet.rollout.base import Sampling
 from whet.rollout.sglang import SGLangEngine
 from whet.util.experimental import warn_experimental
 
-SEEDED = RolloutConfig(rollout_sglang_jax_enable_deterministic_sampling=True)
+SEEDED = RolloutConfig(sglang={"enable_deterministic_sampling": True})
 
 
 class Tokenizers:
@@ -175,7 +175,7 @@ def test_it_is_experimental_and_this_is_logged_once(policy, caplog):
 def test_a_config_that_is_not_the_actors_is_refused(policy, tmp_path):
     build(rope_parameters={"rope_type": "default", "rope_theta": 50.0}).config.save_pretrained(tmp_path)
     with pytest.raises(EngineError, match="sglang does not compute this model"):
-        make(policy, rollout_sglang_jax_model_version=str(tmp_path))
+        make(policy, sglang={"model_version": str(tmp_path)})
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -264,9 +264,7 @@ def test_refused_weights_and_failed_requests_are_errors(engine, monkeypatch):
 @pytest.mark.parametrize(
     ("fields", "word"),
     [
-        ({"tensor_parallel_size": 2}, "one copy on one device"),
-        ({"rollout_sglang_jax_enable_static_lora": True}, "whole weights"),
-        ({"rollout_sglang_jax_kwargs": {"model_path": "x"}}, "whet sets it"),
+        ({"sglang": {"kwargs": {"model_path": "x"}}}, "whet sets it"),
         ({"top_k": 5}, "before top_k"),
         ({"top_k": 5, "top_p": 0.9, "logprob_support": "full"}, "of the whole distribution"),
         ({"repetition_penalty": 1.1}, "of the completion alone"),

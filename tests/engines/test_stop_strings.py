@@ -5,7 +5,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from whet.data.tokenizer import byte_tokenizer
-from whet.rollout.requests import completed_string
+from whet.rollout.stopping import find_stop_string
 
 
 def oracle(decode, tokens, stop, fresh):
@@ -57,7 +57,7 @@ def test_the_cut_from_a_tail_is_the_cut_from_the_whole(kind, seed):
         fresh = min(int(rng.integers(1, 9)), len(ids) - made)
         made += fresh
         expected = oracle(decode, ids[:made], stop, fresh)
-        assert completed_string(decode, ids[:made], stop, fresh=fresh) == expected
+        assert find_stop_string(decode, ids[:made], stop, new=fresh) == expected
         if expected is not None:
             break
 
@@ -67,9 +67,9 @@ def test_a_string_that_begins_far_before_the_new_tokens_is_found_at_its_last(kin
     decode, shift = kind(), 0 if kind is byte_level else len(WORDS)
     ids = [WORDS.index("▁") if shift and b == 32 else b + shift for b in ("x" * 300 + "日本語 stop 👧").encode()]
     for kept in range(290, len(ids)):
-        assert completed_string(decode, ids[:kept], ["日本語 stop 👧"], fresh=1) is None
-    assert completed_string(decode, ids, ["日本語 stop 👧"], fresh=1) == len(ids)
-    assert completed_string(decode, ids, ["x日本"], fresh=19) == 306
+        assert find_stop_string(decode, ids[:kept], ["日本語 stop 👧"], new=1) is None
+    assert find_stop_string(decode, ids, ["日本語 stop 👧"], new=1) == len(ids)
+    assert find_stop_string(decode, ids, ["x日本"], new=19) == 306
 
 
 def test_a_look_costs_the_same_at_any_length():
@@ -82,5 +82,5 @@ def test_a_look_costs_the_same_at_any_length():
 
     for count in (100, 1000, 10_000):
         decoded.clear()
-        assert completed_string(decode, np.full(count, 97), ["</answer>"], fresh=4) is None
+        assert find_stop_string(decode, np.full(count, 97), ["</answer>"], new=4) is None
         assert sum(decoded) < 100

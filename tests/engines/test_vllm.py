@@ -273,16 +273,14 @@ def test_a_second_vllm_in_the_process_is_refused(engine, policy):
 @pytest.mark.parametrize(
     ("fields", "word"),
     [
-        ({"tensor_parallel_size": 2}, "on one device"),
-        ({"rollout_vllm_lora_config": {"rank": 4}}, "whole weights"),
-        ({"rollout_vllm_logprobs_mode": "raw_logits"}, "training takes logprobs"),
-        ({"rollout_vllm_sampling_kwargs": {"frequency_penalty": 1.0}}, "another distribution"),
-        ({"rollout_vllm_sampling_kwargs": {"seed": 1}}, "from the rollout's own fields"),
-        ({"rollout_vllm_kwargs": {"model": "x"}}, "whet sets it"),
+        ({"vllm": {"logprobs_mode": "raw_logits"}}, "training takes logprobs"),
+        ({"vllm": {"sampling_kwargs": {"frequency_penalty": 1.0}}}, "another distribution"),
+        ({"vllm": {"sampling_kwargs": {"seed": 1}}}, "from the rollout's own fields"),
+        ({"vllm": {"kwargs": {"model": "x"}}}, "whet sets it"),
         ({"top_p": 0.9, "min_p": 0.1}, "before top_p"),
         ({"temperature": 2.5}, "0.01..2, not 2.5"),
         ({"top_k": 5, "logprob_support": "full"}, "set it to 'sampling'"),
-        ({"temperature": 0.7, "rollout_vllm_logprobs_mode": "raw_logprobs"}, "raw logits"),
+        ({"temperature": 0.7, "vllm": {"logprobs_mode": "raw_logprobs"}}, "raw logits"),
         ({"eval": {"temperature": 0.001}}, "0.01..2"),
     ],
 )
@@ -292,7 +290,7 @@ def test_what_vllm_can_not_do_is_refused_before_it_is_built(policy, fields, word
 
 
 def test_a_config_that_is_not_the_actors_is_refused(make, policy, tmp_path):
-    config = {"rollout_vllm_model_version": str(tmp_path)}
+    config = {"vllm": {"model_version": str(tmp_path)}}
     policy.save_pretrained(tmp_path)
     agree(make(policy, **config), policy, requests(prompts(), GREEDY))
     sharp(rope_parameters={"rope_type": "default", "rope_theta": 50.0}, tie_word_embeddings=True).save_pretrained(
@@ -315,12 +313,12 @@ def test_a_small_cache_serves_one_after_the_other(make, policy, fields):
 def test_a_configuration_that_vllm_fails_on_leaves_room_for_the_next(make, policy):
     for wrong in ({"no_such_argument": 1}, {"kv_cache_memory_bytes": 1}):
         with pytest.raises(EngineError, match="vLLM can't be built for this model and configuration"):
-            make(policy, rollout_vllm_kwargs=wrong)
+            make(policy, vllm={"kwargs": wrong})
     agree(make(policy), policy, requests(prompts((3,)), GREEDY))
 
 
 def test_full_logprobs_of_truncated_draws_come_in_raw_mode(make, policy):
-    made = make(policy, temperature=1.0, rollout_vllm_logprobs_mode="raw_logprobs")
+    made = make(policy, temperature=1.0, vllm={"logprobs_mode": "raw_logprobs"})
     sampling = Sampling(max_tokens=8, top_k=5, logprob_support="full")
     work = requests(prompts(), sampling)
     done = run(made, work)

@@ -53,7 +53,7 @@ def test_a_changed_configuration_is_refused_with_the_differences_and_can_be_allo
 
 
 def test_what_a_run_from_python_has_beside_its_sections_may_not_change_either(tmp_path, model_folder):
-    def train(seed=1, temperature=0.5, engine="vanilla", lr=1e-3, **training):
+    def train(seed=1, temperature=0.5, engine="embedded", lr=1e-3, **training):
         modes = {Mode.TRAIN: 1.0, Mode.EVAL: temperature}
         c = cluster(
             RoleConfig(model=model_folder, dtype="float32", optim=OptimConfig(lr=lr)),
@@ -69,7 +69,7 @@ def test_what_a_run_from_python_has_beside_its_sections_may_not_change_either(tm
         ({"seed": 2}, "data_shuffle_seed: 1 -> 2"),
         ({"temperature": 0.0}, "temperature: 0.5 -> 0.0"),
         ({"temperature": 1.0}, r"temperature: 0.5 -> \(none\)"),  # as in training
-        ({"engine": "hf"}, "rollout_engine: 'vanilla' -> 'hf'"),
+        ({"engine": "hf"}, "rollout_engine: 'embedded' -> 'hf'"),
         ({"lr": 2e-3}, "actor.optim.lr: 0.001 -> 0.002"),
     ):
         with pytest.raises(CheckpointError, match=said):
@@ -77,7 +77,7 @@ def test_what_a_run_from_python_has_beside_its_sections_may_not_change_either(tm
     assert train(resume="latest", max_steps=2).step == 2
     folder = tmp_path / "checkpoints" / "step-000002"
     state = Checkpoints.state(folder)
-    for name in ("actor", "rollout_engine", "from Python"):  # an earlier version noted none of them
+    for name in ("actor", "rollout_engine", "from Python"):  # sections that one side lacks are not compared
         del state["settings"][name]
     torch.save(state, folder / "run.pt")
     (folder / "sums.json").unlink()
@@ -401,7 +401,7 @@ def test_a_run_goes_on_under_its_own_name_and_leaves_later_steps_of_others(tmp_p
     shutil.rmtree(ours / "step-000002")
     learner(tmp_path / "a", max_steps=2, resume=one).train(rows(8))
     assert checkpoint.read_run_id(ours / "step-000002") == checkpoint.read_run_id(ours / "step-000001") is not None
-    for step in (1, 2):  # as an earlier version has written them
+    for step in (1, 2):  # whoever removed these has a checkpoint of no known run
         (ours / f"step-{step:06d}" / "run.json").unlink()
         (ours / f"step-{step:06d}" / "sums.json").unlink()
     keep = CheckpointingOptions(save_interval_steps=1, max_to_keep=2)
@@ -430,8 +430,19 @@ def test_a_state_of_another_step_than_its_folders_is_refused_and_nothing_is_remo
     for n in (2, 3):
         torch.save({"step": n}, _made(root / f"step-{n:06d}") / "run.pt")
     folder = _made(root / "step-000001")
-    needs = ("cluster", "random", "settings", "stream", "tokens", "updates")
-    torch.save({**dict.fromkeys(needs), "step": step}, folder / "run.pt")
+    needs = (
+        "cluster",
+        "health",
+        "inputs",
+        "learner",
+        "observers",
+        "random",
+        "replaced",
+        "settings",
+        "skipped",
+        "stream",
+    )
+    torch.save({**dict.fromkeys((*needs, "tokens", "updates")), "format": 1, "step": step}, folder / "run.pt")
     with pytest.raises(CheckpointError, match=r"is of step .*, but its folder is named step-000001"):
         learner(tmp_path, resume=str(folder)).train(rows(8))
     assert len(checkpoint.step_folders(root)) == 3
@@ -506,7 +517,7 @@ def test_an_update_that_is_not_finite_is_skipped_and_the_run_goes_on(tmp_path):
     assert not same(before, after) and all(w.isfinite().all() for w in after.values())
 
 
-@pytest.mark.parametrize("engine", ["vanilla", "hf"])
+@pytest.mark.parametrize("engine", ["embedded", "hf"])
 def test_a_model_whose_logits_are_not_finite_ends_the_run_with_what_to_do(tmp_path, engine):
     def breaks(completions, **_):
         with torch.no_grad():

@@ -29,7 +29,7 @@ from whet.storage import checkpoint
 from whet.train.supervised_models import SupervisedModels
 
 IMPORTED = (datasets, pyarrow.parquet, transformers.models.qwen3.modeling_qwen3)  # before a fork, not after it
-ENGINE = resolve_engine("vanilla")
+ENGINE = resolve_engine("embedded")
 STEPS = 12
 
 

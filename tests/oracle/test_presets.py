@@ -15,7 +15,7 @@ from peer_code import function, run, source, statements_from, trl_trainer
 
 from whet import presets
 from whet.learners.kl_controller import KLController
-from whet.learners.objective import advantage_inputs, make_estimator, make_objective, with_fields
+from whet.learners.objective import advantage_inputs, bind_fields, make_estimator, make_objective
 from whet.ops import VALUE_LOSSES, advantages_and_returns, estimate, token_weights
 from whet.types import Group, LossInputs, TokenBatch
 
@@ -328,7 +328,7 @@ def test_what_the_critic_learns_by_a_preset(name, lam, beta, clip):
     config = presets.PRESETS[name]()
     e = Example(3, size=4)
     given = advantage_inputs(KLController(config).in_reward(batch_of(e)), rewards_of(e))
-    returns = with_fields(advantages_and_returns, config)(given)[1]
+    returns = bind_fields(advantages_and_returns, config)(given)[1]
     expected = torch.cat(gae(e, outcomes(e, beta), lam)[1])
     torch.testing.assert_close(returns, expected, rtol=1e-9, atol=1e-9)
     old = torch.cat(e.values)
@@ -340,7 +340,7 @@ def test_what_the_critic_learns_by_a_preset(name, lam, beta, clip):
         new_values=new,
         token_columns={"values": old, "returns": expected},
     )
-    with_fields(VALUE_LOSSES["ppo"], config)(x)[0].mean().backward()
+    bind_fields(VALUE_LOSSES["ppo"], config)(x)[0].mean().backward()
     ours, new.grad = new.grad, None
     held = old + (new - old).clamp(-clip, clip)
     torch.maximum((new - expected) ** 2, (held - expected) ** 2).mean().backward()

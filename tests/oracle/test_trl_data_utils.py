@@ -79,7 +79,7 @@ def test_pairs_become_the_rows_that_trl_makes_of_them(form):
     for mine, wanted in (both("unpair_preference_dataset", given[form]), both("maybe_unpair_preference_dataset", made)):
         splits = [x["train"] if isinstance(x, datasets.DatasetDict) else x for x in (mine, wanted)]
         assert [*splits[0]] == [*splits[1]]
-    assert [*own.unpaired(PAIRS)] == [*both("unpair_preference_dataset", made)[1]]
+    assert [*own.unpair_rows(PAIRS)] == [*both("unpair_preference_dataset", made)[1]]
     texts = datasets.Dataset.from_list([{"text": "a"}])
     assert own.maybe_unpair_preference_dataset(texts) is texts
 

@@ -9,7 +9,7 @@ from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 import whet.trl
 from whet.data.tokenizer import byte_tokenizer
-from whet.trl.supervised.packs import packed
+from whet.trl.supervised.packs import pack_best_fit
 from whet.types import Example, TrainSequence
 
 trl = pytest.importorskip("trl")
@@ -195,7 +195,7 @@ def test_packs_are_trl_s(strategy):
     expected = trl.pack_dataset(data, 10, strategy)["seq_lengths"]
     ids = [np.full(n, i) for i, n in enumerate(lengths)]
     rows = [TrainSequence(prefix=row[:1], tokens=row[1:], mask=np.ones(len(row) - 1, bool)) for row in ids]
-    packs = packed([Example(sequences=(row,)) for row in rows], 10, split=strategy == "bfd_split")
+    packs = pack_best_fit([Example(sequences=(row,)) for row in rows], 10, split=strategy == "bfd_split")
     found = [[1 + len(s.tokens) for s in pack.sequences] for pack in packs]
     if strategy == "bfd":
         assert found == expected

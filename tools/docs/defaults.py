@@ -69,14 +69,14 @@ NOTES = """
 """
 INTRO = """# Defaults
 
-What is used where nothing is set. The command line (`whet grpo`, `whet ppo` and every recipe; `RunConfig` in Python)
-has defaults that train. whet's classes in Python have Tunix's wherever Tunix has the field, so that a program written
-for it means the same. `-` is a field that a library does not have.
+The values that are used where nothing is set. The command line (`whet grpo`, `whet ppo` and every recipe; `RunConfig`
+in Python) has defaults that train. whet's classes in Python have Tunix's wherever Tunix has the field, so that a
+program written for it means the same. `-` marks a field that a library lacks.
 """
 
 
 def differing(kind: type) -> Iterator[tuple[str, Any, Any]]:
-    """What a command has otherwise than the classes of its sections: (key, of the command, from Python).
+    """The defaults of a command that differ from the classes of its sections: (key, of the command, from Python).
 
     Args: kind: RunConfig or another configuration of a run.
 
@@ -125,8 +125,9 @@ def _of_python(owner: type, name: str) -> Any:
 
 
 def _tunix(owner: type, name: str) -> str:
-    """A field's default in Tunix."""
-    found = next((TUNIX_FIELDS[c][name] for c in owner.__mro__ if c in TUNIX_FIELDS and name in TUNIX_FIELDS[c]), None)
+    """A field's default in Tunix's class of the same name."""
+    known = {kind.__name__: fields for kind, fields in TUNIX_FIELDS.items()}
+    found = next((known[c.__name__][name] for c in owner.__mro__ if name in known.get(c.__name__, {})), None)
     return ABSENT if found is None else _text(found.default)
 
 

@@ -1,27 +1,14 @@
-"""docs/from-torchrl.md: every option of TorchRL's objectives, and what whet.torchrl does with it.
-
-A state is "same" (name, default and meaning), "other" (see the note), "refused" (raises ConfigError with the reason) or
-"absent".
-"""
+"""docs/from-torchrl.md: every option of TorchRL's objectives, and what whet.torchrl does with it."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from tools.docs.table import legend, table
+from whet.fronts.field import Field
 
-from tools.docs.table import table
-
-__all__ = ["DEFECTS", "REQUIRED", "TORCHRL", "Field", "page"]
+__all__ = ["DEFECTS", "REQUIRED", "TORCHRL", "page"]
 
 REQUIRED = "(required)"
 """The default of an option that has none."""
-
-
-class Field(NamedTuple):
-    """An option, key, field or name of TorchRL's: its default there, its state here, and a note."""
-
-    default: Any = None
-    state: str = "same"
-    note: str = ""
 
 
 _MEAN = "the mean over trained tokens; there over all places, prompt and padding included, or 0 at those"
@@ -248,15 +235,12 @@ out.loss.backward()  # loss_objective + loss_entropy + loss_kl_to_inference
 print(out.ESS, out.clip_fraction)
 ```
 
-- *same*: name, default and meaning.
-- *other*: the default or the meaning differs, as the note says.
-- *refused*: raises ConfigError with the reason.
-- *absent*: not here.
+{legend}
 
 The total loss is `out.loss`, the sum of the fields that begin with `loss_`. `out.sum(reduce=True)` and
-`out.mean(reduce=True)` are it too, whatever else is logged. `loss_objective`, `loss_entropy`, `ESS` and their gradients
-equal TorchRL 0.14.1's to 1e-6, and so do all fields where every place of the batch is trained. Log-ratios are held in
-±20, an advantage is in fp32.
+`out.mean(reduce=True)` are it too, whatever else is logged. `loss_objective`, `loss_entropy`, `ESS` and their
+gradients equal TorchRL 0.14.1's to 1e-6, and so do all fields where every place of the batch is trained. Log-ratios
+are clamped to ±20; advantages are in fp32.
 
 `mc_advantage` does what MCAdvantage does, without TensorDicts:
 
@@ -297,7 +281,8 @@ A whet run logs the same diagnostics: [the run folder](run-folder.md) has `sampl
 
 def page() -> str:
     """The text of docs/from-torchrl.md."""
-    parts = [_INTRO]
+    rows = [field for fields in TORCHRL.values() for field in fields.values()]
+    parts = [_INTRO.replace("{legend}", legend(rows))]
     for title, fields in TORCHRL.items():
         if all(field.default == REQUIRED for field in fields.values()):
             heads = ["name", "here", "note"]

@@ -1,40 +1,33 @@
-"""docs/from-tunix.md: every field of Tunix's configurations, and what whet.tunix does with it.
-
-A state is "same" (name, default and meaning), "other" (a different default or a narrower meaning, see the note),
-"no effect" (accepted, because whet does not need it) or "refused" (raises ConfigError with the reason).
-"""
+"""docs/from-tunix.md: every field of Tunix's configurations, and what whet.tunix does with it."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
-from tools.docs.table import table
-from whet.config.algo import AlgorithmConfig, DAPOConfig, DrGRPOConfig, GRPOConfig, PPOConfig
-from whet.config.rollout import RolloutConfig
-from whet.config.training import (
+from tools.docs.table import legend, table
+from whet.fronts.field import Field, State
+from whet.tunix import ABSENT
+from whet.tunix.configs import (
+    AlgorithmConfig,
     CheckpointingOptions,
     ClusterConfig,
+    DAPOConfig,
+    DrGRPOConfig,
+    GRPOConfig,
     MetricsLoggerOptions,
     PerfMetricsOptions,
+    PPOConfig,
     ProfilerOptions,
     RLTrainingConfig,
+    RolloutConfig,
     TrainingConfig,
 )
-from whet.tunix import ABSENT
 
-__all__ = ["PROGRAMS", "REQUIRED", "TUNIX_FIELDS", "Field", "page"]
+__all__ = ["PROGRAMS", "REQUIRED", "TUNIX_FIELDS", "page"]
 
 REQUIRED = "(required)"
 """The default of a field that has none."""
-
-
-class Field(NamedTuple):
-    """A field of Tunix's: its default there, its state here, and a note where they differ."""
-
-    default: Any = None
-    state: str = "same"
-    note: str = ""
 
 
 _VLLM: dict[str, Any] = {
@@ -117,7 +110,7 @@ def _external(engine: str, defaults: dict[str, Any]) -> dict[str, Field]:
     found = {}
     for name, default in defaults.items():
         key = f"{engine}_{name}"
-        state = "no effect" if key in _DONE else "other" if key in _NARROWER else "same"
+        state: State = "no effect" if key in _DONE else "other" if key in _NARROWER else "works"
         found[f"rollout_{key}"] = Field(default, state, _DONE.get(key) or _NARROWER.get(key, ""))
     return found
 
@@ -148,9 +141,7 @@ TUNIX_FIELDS: dict[type, dict[str, Field]] = {
         "num_generations": Field(2),
         "num_iterations": Field(1),
         "beta": Field(0.04),
-        "kl_loss_mode": Field(
-            "kl", "other", "low_var_kl by default: the gradient of k1 (kl) does not pull towards the reference"
-        ),
+        "kl_loss_mode": Field("kl", note="its gradient does not pull towards the reference; that of low_var_kl does"),
         "epsilon": Field(0.2),
         "epsilon_high": Field(None, note="a real field; there it is read where it happens to be set"),
         "epsilon_c": Field(None, note="a real field; there it is read where it happens to be set"),
@@ -301,25 +292,25 @@ TUNIX_FIELDS: dict[type, dict[str, Field]] = {
 PROGRAMS: tuple[tuple[str, str, str], ...] = (
     (
         "`RLCluster`, `RLEngine`",
-        "same",
+        "works",
         "`generate`, the per-token logps, `update_actor`, `update_critic`, `train(role, ...)`, `eval_actor`, "
         "`get_values` ([B, C], at completion tokens), `get_rewards` ([B], at the last token)",
     ),
     (
         "`with_external_metrics_logger`",
-        "same",
+        "works",
         "a MetricsBuffer of each step and each evaluation: `rewards/*`, `completions/*`, prompts, completions, "
         "trajectory_ids, metric_fns (of steps) and buffer_metrics; steps count from 1, 0 is the evaluation before them",
     ),
     (
         "`GRPOLearner`, `PPOLearner`",
-        "same",
+        "works",
         "`rl_engine=` or `rl_cluster=`; trains on rows or batches in their order, once; goes on from the newest "
         "checkpoint of checkpoint_root_directory",
     ),
     (
         "`_generate_and_compute_advantage`",
-        "same",
+        "works",
         "may be replaced, with `super()` and without: what it returns is trained on; `_compute_rewards` calls the "
         "reward functions. Not with dynamic_sampling",
     ),
@@ -328,17 +319,17 @@ PROGRAMS: tuple[tuple[str, str, str], ...] = (
         "refused",
         "never called: a step's prompts are completed together, and there is no queue",
     ),
-    ("`RewardFn`, `MetricFn`", "same", ""),
+    ("`RewardFn`, `MetricFn`", "works", ""),
     (
         "`TrainingHooks`",
-        "same",
+        "works",
         "losses are numbers; on_train_start and on_train_end once a run, not once an update; in reinforcement learning "
         "the evaluation hooks once an evaluation, with the loss of what it sampled",
     ),
     ("`DataHooks`", "other", "give `actor_trainer.train()` its batches; a learner refuses a trainer that has them"),
     (
         "`Trainer`: `train`, `train_steps`, `iter_steps`, `restored_global_step`, `model`",
-        "same",
+        "works",
         "`cluster.actor_trainer` and `critic_trainer`; `with_loss_fn` takes a loss of whet's form (docs/extending.md)",
     ),
     (
@@ -346,23 +337,23 @@ PROGRAMS: tuple[tuple[str, str, str], ...] = (
         "other",
         "np.mean, np.max, np.min, their names, or another of whet's reductions; other functions are refused",
     ),
-    ("`with_tqdm_metrics_to_display`", "same", "functions are called once, when they are given"),
+    ("`with_tqdm_metrics_to_display`", "works", "functions are called once, when they are given"),
     (
         "`cluster.rollout`",
-        "same",
+        "works",
         "`generate(prompts, rollout_config)`, `get_per_token_logps`, `pad_id()`, `eos_id()`, `model()`; "
         "`update_params` is refused: the engine reads the actor's weights",
     ),
-    ("`VanillaRollout`", "same", "samples from a model of its own; `update_params` takes weights by name"),
+    ("`VanillaRollout`", "works", "samples from a model of its own; `update_params` takes weights by name"),
     (
         "`InferenceWorker`",
-        "same",
+        "works",
         "`get_rewards`, `get_values` (also compute_...: [B, T]), `get_ref_per_token_logps`, `get_model`; models are "
         "modules of transformers",
     ),
     (
         "`rl.common`",
-        "same",
+        "works",
         "`from whet.tunix import common`: masks, positions, per-token logps (the model in place of graphdef and "
         "state), scores, KLs, `aggregate_loss` (divided); rows packed by hand (segment_ids) are refused",
     ),
@@ -374,7 +365,7 @@ PROGRAMS: tuple[tuple[str, str, str], ...] = (
     ),
     ("`PPOConfig.mini_batch_size`", "refused", "it is RLTrainingConfig's"),
     ("`TokenizerAdapter`, `Tokenizer`", "other", "around a tokenizer of transformers, from a folder or a hub name"),
-    ("`Sampler`, `CacheConfig`", "same", "[generating](generating.md)"),
+    ("`Sampler`, `CacheConfig`", "works", "[generating](generating.md)"),
     ("data queues, resharding, `rl.agentic`", "refused", "one process: nothing is queued, resharded or awaited"),
 )
 """What Tunix's programs call besides configurations: the name, its state here, a note."""
@@ -455,7 +446,7 @@ print([row["reward"] for row in run.rows])
   `reference="actor"` is its state at the start.
 - **An adapter**: there LoRA by qwix, before the cluster is made; here
   `actor=RoleConfig(model=FOLDER, lora=LoraConfig(r=16))`, and the reference is the base under it.
-- **KL**: there `kl_loss_mode="kl"` by default; here `"low_var_kl"`, which pulls towards the reference.
+- **KL**: `kl_loss_mode="kl"` by default, as there; `"low_var_kl"` pulls towards the reference.
 - **The data**: in their order, once, as there; `data=DataConfig(shuffle=True)` and `num_epochs` say otherwise.
 - **A second start**: where `checkpoint_root_directory` holds checkpoints, `train` goes on from the newest, as there.
 - **What comes out**: there checkpoints of Orbax; here, where `run_dir` is given, a Hugging Face folder in `final/` and
@@ -474,10 +465,7 @@ configuration are kept where whet has the thing. First a script, then every fiel
 {_SCRIPT}
 ## Every field
 
-- *same*: name, default and meaning.
-- *other*: the default or the meaning differs, as the note says.
-- *no effect*: accepted, because whet does without.
-- *refused*: anything but the default raises ConfigError with the reason.
+{{legend}}
 
 Configurations are frozen: `dataclasses.replace(config, beta=0.0)` makes another. A wrong keyword or type is an error
 when the object is made, with the nearest name. `GrpoConfig` and `GrpoLearner` are the same as `GRPOConfig` and
@@ -487,7 +475,8 @@ when the object is made, with the nearest name. `GrpoConfig` and `GrpoLearner` a
 
 def page() -> str:
     """The text of docs/from-tunix.md."""
-    parts = [_INTRO]
+    rows = [field for fields in TUNIX_FIELDS.values() for field in fields.values()]
+    parts = [_INTRO.replace("{legend}", legend(rows))]
     for cls, fields in TUNIX_FIELDS.items():
         theirs = {name for known in TUNIX_FIELDS.values() for name in known}
         bases = [base for base in TUNIX_FIELDS if base is not cls and issubclass(cls, base)]

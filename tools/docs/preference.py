@@ -11,7 +11,7 @@ from tools.docs.algorithms import equation, source
 from tools.docs.table import table
 from whet.config import PreferenceConfig, RewardModelConfig
 from whet.config.base import choices, field_docs
-from whet.learners.objective import keywords_of
+from whet.learners.objective import keyword_arguments
 from whet.ops.preference import F_DIVERGENCES, PREFERENCE_LOSSES, REWARD_LOSSES, needs_of
 
 __all__ = ["PREFERENCE_KNOWN", "page"]
@@ -71,15 +71,15 @@ columns (`StepColumns`), and with `policy_pass=True` the policy is read before t
 
 
 def _parameters(fn: Callable[..., Any], config: type) -> str:
-    """The fields that a function takes, with their defaults, and what its name fixes."""
-    taken = keywords_of(fn)
+    """The fields that a function takes, with their defaults, and the values that its name fixes."""
+    taken = keyword_arguments(fn)
     words = [f"`{f.name}={f.default}`" for f in fields(config) if f.name in taken]
     fixed = fn.keywords if isinstance(fn, functools.partial) else {}
     return ", ".join([*words, *(f"{name} = {value}" for name, value in fixed.items())])
 
 
 def _reads(fn: Callable[..., Any]) -> str:
-    """What a loss declares that a step costs, and of what rows it is."""
+    """The rows of a loss, and the passes that it declares."""
     need = needs_of(fn)
     passes = {"reference": need.reference, "batch": need.policy_pass, "mismatched": need.mismatched_pass}
     return ", ".join([need.rows, *(name for name, asked in passes.items() if asked)])
@@ -108,7 +108,7 @@ def page() -> str:
     parts = [
         _INTRO,
         f"## Losses\n\n{_table(PreferenceConfig, 'loss_type', PREFERENCE_LOSSES, True)}\n",
-        f"## What goes with them\n\n{_options(_OPTIONS)}\n",
+        f"## Options\n\n{_options(_OPTIONS)}\n",
         "## The divergence from the reference\n\n`algo.f_divergence_type`: which function of the log-ratio the reward "
         "is, for the losses that are made of δ.\n",
         _table(PreferenceConfig, "f_divergence_type", F_DIVERGENCES, False) + "\n",
@@ -118,4 +118,3 @@ def page() -> str:
         _OWN,
     ]
     return "\n".join(parts)
-

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["row", "table"]
+from whet.fronts.field import STATES, Field
+
+__all__ = ["legend", "row", "table"]
 
 
 def row(*cells: str) -> str:
@@ -26,3 +28,9 @@ def table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """
     heads = list(heads)
     return "\n".join([row(*heads), "|" + "---|" * len(heads), *(row(*cells) for cells in rows)])
+
+
+def legend(fields: Iterable[Field]) -> str:
+    """A list of the states that a page's fields have, with their meanings."""
+    states = {field.state for field in fields}
+    return "\n".join(f"- *{state}*: {meaning}." for state, meaning in STATES.items() if state in states)

@@ -1,7 +1,7 @@
-"""The command line: `whet <command> key=value ...`. Imports the standard library alone until a command is known.
+"""The command line: `whet <command> key=value ...`. It imports only the standard library until the command is known.
 
-A ConfigError, DataError or another error of whet is one message and exit status 2; WHET_DEBUG=1 shows where it came
-from. Under torchrun only rank 0 prints.
+An error of whet (ConfigError, DataError, ...) is printed as one message, with exit status 2; WHET_DEBUG=1 prints its
+traceback. Under torchrun only rank 0 prints.
 """
 
 from __future__ import annotations
@@ -15,88 +15,54 @@ from typing import Any
 
 from whet.cli.help import command_help, topic_of
 from whet.cli.output import print_text, rank
-from whet.util.streams import bury, open_descriptors, unfailing, unread
-from whet.util.text_lines import columned, fitted
+from whet.cli.registry import (
+    COMMANDS,
+    FLAGS,
+    INFO_COMMANDS,
+    OTHER_NAMES,
+    RUN_COMMANDS,
+    SUPERVISED_COMMANDS,
+    TRAINING_COMMANDS,
+    config_class,
+)
+from whet.util.streams import flush_or_discard, has_no_reader, ignore_write_errors, open_descriptors
+from whet.util.text_lines import wrap_columns, wrap_text
 
-__all__ = ["explained", "main"]
-
-COMMANDS = {
-    "demo": "a small model learns by GRPO before your eyes: no GPU, no network, a minute or two",
-    "grpo": "train a policy by GRPO: --config run.yaml, key=value",
-    "ppo": "train a policy by PPO, and a critic with it: --config run.yaml, key=value",
-    "sft": "teach a model what the assistant says in conversations: --config run.yaml, key=value",
-    "rm": "train a reward model on pairs of answers: --config run.yaml, key=value",
-    "dpo": "train a policy on preferences (DPO, SimPO, KTO, ...): --config run.yaml, key=value",
-    "data": "look at rows as a model is given them: whet data [sft] key=value",
-    "generate": "complete prompts: model=FOLDER prompt=TEXT",
-    "chat": "talk with a model: model=FOLDER",
-    "eval": "measure a model on a data set: model=FOLDER data=FILE reward=NAME",
-    "push": "give a run's model away on the Hugging Face hub: whet push RUN repo=NAME",
-    "recipes": "list the recipes; whet recipes copy NAME puts one into this folder",
-    "docs": "list the pages of the documentation; whet docs NAME prints one",
-    "schema": "print the JSON schema of a YAML file, for editors: whet schema grpo",
-    "completion": "print a shell's completion: whet completion bash, zsh or fish",
-    "env": "print what a bug report needs",
-    "version": "print the version",
-}
-
-_MEANT = {
-    "evaluate": "whet eval",
-    "finetune": "whet sft",
-    "infer": "whet generate",
-    "reward": "whet rm",
-    "rl": "whet grpo",
-    "train": "whet grpo, ppo, sft, rm or dpo",
-}
-"""Names that commands have elsewhere."""
-_SUPERVISED = ("sft", "rm", "dpo")
-"""The commands that train on rows alone."""
-_RUNS = ("grpo", "ppo", *_SUPERVISED)
-"""The commands that train what a configuration says."""
-_SHOWN = {
-    "recipes": "[copy NAME [FOLDER]]",
-    "docs": "[NAME]",
-    "schema": "[COMMAND]",
-    "completion": "bash|zsh|fish",
-    "env": "",
-    "version": "",
-}
-"""The commands that print what is known, and the words that they take."""
-_TRAIN = ("demo", *_RUNS)
-"""The commands that train."""
-_FLAGS = {"print_config": ("chat", "eval", "generate", "push", *_RUNS), "profile": _TRAIN}
-"""Flags (words without a value), besides --help, and the commands that take them."""
+__all__ = ["main", "run_and_report"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Args: argv: the words after the program's name; None = the process's own.
-    Returns: the exit status: 0, 2 for an error that whet explains, 130 for Ctrl-C and a run
-        that a signal has stopped.
+    Returns: the exit status: 0; 2 after an error of whet; 130 after Ctrl-C, or a run that a signal has stopped.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     command = words.pop(0) if words else "--help"
-    return explained(f"whet {command}" if command in COMMANDS else "whet", lambda: _dispatch(command, words))
+    return run_and_report(f"whet {command}" if command in COMMANDS else "whet", lambda: _dispatch(command, words))
 
 
-def explained(who: str, work: Callable[[], Any]) -> int:
-    """Does the work of a command; an error of whet's is one message. Args: who: says it. Returns: the exit status."""
+def run_and_report(program: str, work: Callable[[], Any]) -> int:
+    """Runs a command, and prints an error of whet as one message.
+
+    Args: program: the name that the message begins with. work: runs the command.
+    Returns: the exit status.
+    """
     open_descriptors()
-    with unfailing("stderr"):
+    with ignore_write_errors("stderr"):
         try:
             work()
         except KeyboardInterrupt as stop:
-            _say(f"\n{stop}" if str(stop) else "\nstopped")
+            _print_error(f"\n{stop}" if str(stop) else "\nstopped")
             return 130
         except Exception as error:
-            if isinstance(error, BrokenPipeError) and unread(sys.stdout):
+            if isinstance(error, BrokenPipeError) and has_no_reader(sys.stdout):
                 return 0  # the reader of a pipe has seen enough
-            if not _told(who, error):
+            if not _report_error(program, error):
                 raise
             return 2
         finally:
-            bury(sys.stdout)
+            flush_or_discard(sys.stdout)
     return 0
 
 
@@ -108,28 +74,29 @@ def _dispatch(command: str, words: list[str]) -> None:
     elif command not in COMMANDS:
         from whet.errors import ConfigError, lookup_error
 
-        if command in _MEANT:
-            mean = _MEANT[command]
-            raise ConfigError(f"unknown command {command!r}; did you mean {mean}? `whet --help` lists them all")
+        if command in OTHER_NAMES:
+            mean = OTHER_NAMES[command]
+            raise ConfigError(f"unknown command {command!r}; did you mean {mean}? `whet --help` lists all commands")
         if "=" in command or command.endswith((".yaml", ".yml")):
             whole = " ".join(["whet grpo", command, *words])
-            raise ConfigError(f"{command!r} is no command; name one first, e.g. {whole}")
+            raise ConfigError(f"{command!r} is not a command; write the command first, e.g. {whole}")
         raise lookup_error("command", command, COMMANDS)
     elif (topic := topic_of(words)) is not None:
         _print_help(_command_help(command, words, topic))
-    elif command in _SHOWN:
-        from whet.cli.info import shown_by
+    elif command in INFO_COMMANDS:
+        from whet.cli.info import info_text
 
-        print_text(shown_by(command, words))
+        print_text(info_text(command, words))
     elif command == "data":
         _data(words)
     else:
         _run(command, words)
 
 
-def _told(who: str, error: Exception) -> bool:
-    """Prints an error of whet, or that this user may not do something with a file, in one message; False for any other,
-    which is a bug.
+def _report_error(program: str, error: Exception) -> bool:
+    """Prints an error of whet, or of missing rights on a file, as one message.
+
+    Returns: false for any other error, which is a bug.
     """
     from whet.errors import ConfigError, WhetError
 
@@ -142,10 +109,10 @@ def _told(who: str, error: Exception) -> bool:
         text = str(error).replace("\n", "\n  ")
     else:
         return False
-    text = f"{who}:\n  {text}" if "\n" in text else f"{who}: {text}"
+    text = f"{program}:\n  {text}" if "\n" in text else f"{program}: {text}"
     if sys.stderr.isatty():
-        text = fitted(text, shutil.get_terminal_size().columns)
-    _say(text, every_rank=not isinstance(error, ConfigError))
+        text = wrap_text(text, shutil.get_terminal_size().columns)
+    _print_error(text, every_rank=not isinstance(error, ConfigError))
     return True
 
 
@@ -153,15 +120,15 @@ def _run(command: str, words: list[str]) -> None:
     from whet.errors import ConfigError
 
     _check_flags(command, words)
-    if command in _TRAIN:
+    if command in TRAINING_COMMANDS:
         words = ["trainer.profile=true" if w == "--profile" else w for w in words]
     printing = [w for w in words if w in ("--print_config", "--print-config")]
     given = [w for w in words if w not in printing]
     try:
         config = _config(command, given)
     except ConfigError as error:
-        if command in _RUNS and not printing:
-            _check_rest(command, given, error)
+        if command in RUN_COMMANDS and not printing:
+            _check_all(command, given, error)
         raise
     if printing and command != "demo":
         from whet.config import dump
@@ -172,18 +139,18 @@ def _run(command: str, words: list[str]) -> None:
     from whet.observe.progress import setup_logging
 
     with (
-        unfailing("stdout") if command in _TRAIN else nullcontext()
+        ignore_write_errors("stdout") if command in TRAINING_COMMANDS else nullcontext()
     ):  # a run continues, whether or not its output can be written
         setup_logging()
-        _say_what_loads(command, config, words)
-        _work(command, words, config)
+        _log_inputs(command, config, words)
+        _run_command(command, words, config)
 
 
 def _data(words: list[str]) -> None:
-    """`whet data [COMMAND] [rows=N] key=value ...`, with the keys of the command that would train on the rows."""
+    """`whet data [COMMAND] [rows=N] key=value ...`; its keys are those of the command that would train on the rows."""
     from whet.errors import ConfigError
 
-    kind, words = (words[0], words[1:]) if words and words[0] in _RUNS else ("grpo", words)
+    kind, words = (words[0], words[1:]) if words and words[0] in RUN_COMMANDS else ("grpo", words)
     given = [w.removeprefix("--").removeprefix("rows=") for w in words if w.removeprefix("--").startswith("rows=")]
     words = [w for w in words if not w.removeprefix("--").startswith("rows=")]
     _check_flags(kind, words)
@@ -193,37 +160,35 @@ def _data(words: list[str]) -> None:
     from whet.observe.progress import setup_logging
 
     setup_logging()
-    _say_what_loads("data", config, words)
+    _log_inputs("data", config, words)
     from whet.cli.data import show_data
 
     show_data(config, rows=int(given[-1]) if given else 3, say=print_text)
 
 
-def _say_what_loads(command: str, config: Any, words: list[str]) -> None:
-    """A line before torch is imported and models are read, which takes seconds to minutes; and what a resumed run has
-    that was not given again.
-    """
+def _log_inputs(command: str, config: Any, words: list[str]) -> None:
+    """Logs which model and data are loaded, which takes seconds to minutes, and what a resumed run keeps."""
     import logging
 
-    from whet.config.data import paths_of
+    from whet.config.data import source_paths
 
     log = logging.getLogger("whet")
     if command == "data":
-        if config.data.path is not None:  # else it is about to be said
-            log.info("reading %s", ", ".join(paths_of(config.data.path)))
-    elif command in _RUNS or command == "eval":
+        if config.data.path is not None:  # else an error follows
+            log.info("reading the data %s", ", ".join(source_paths(config.data.path)))
+    elif command in RUN_COMMANDS or command == "eval":
         model = config.model if command == "eval" else getattr(config, config.TRAINED).model
-        log.info("loading %s and %s", model, ", ".join(paths_of(config.data.path)) or None)
-    if command in _RUNS:
-        from whet.config.resume import kept_of_run
+        log.info("loading the model %s and the data %s", model, ", ".join(source_paths(config.data.path)) or None)
+    if command in RUN_COMMANDS:
+        from whet.config.resume import kept_from_run
 
-        kind, short = _kind(command)
-        if kept := kept_of_run(kind, words, short):
+        kind, short = config_class(command)
+        if kept := kept_from_run(kind, words, short):
             told = ", ".join(f"{key}={value!r} (default {usual!r})" for key, (value, usual) in kept.items())
-            log.info("resume: kept as the run has them, since not given: %s", told)
+            log.info("resume: settings of the run that the command does not set again: %s", told)
 
 
-def _work(command: str, words: list[str], config: Any) -> None:
+def _run_command(command: str, words: list[str], config: Any) -> None:
     if command == "generate":
         from whet.cli.generate import generate
 
@@ -244,7 +209,7 @@ def _work(command: str, words: list[str], config: Any) -> None:
         from whet.cli.commands import demo
 
         demo(words)
-    elif command in _SUPERVISED:
+    elif command in SUPERVISED_COMMANDS:
         from whet.cli import supervised
 
         getattr(supervised, command)(config)
@@ -254,31 +219,8 @@ def _work(command: str, words: list[str], config: Any) -> None:
         getattr(commands, command)(config)
 
 
-def _kind(command: str) -> tuple[Any, Any]:
-    """The configuration class of a command, and its shorthands."""
-    from whet import config
-
-    if command == "eval":
-        from whet.config.evaluate import EVAL_SHORT, EvalRunConfig
-
-        return EvalRunConfig, EVAL_SHORT
-    if command == "push":
-        from whet.config.push import PushConfig
-
-        return PushConfig, {}
-    if command in ("chat", "generate"):
-        from whet.config.generate import ChatConfig, GenerateConfig, sampled_short
-
-        kind = GenerateConfig if command == "generate" else ChatConfig
-        return kind, sampled_short(kind)
-    if command in _SUPERVISED:
-        kind = {"sft": config.SFTRunConfig, "rm": config.RMRunConfig, "dpo": config.DPORunConfig}[command]
-        return kind, config.shorthands(kind)
-    return (config.PPORunConfig if command == "ppo" else config.RunConfig), config.SHORT
-
-
 def _check_flags(command: str, words: list[str]) -> None:
-    """Raises ConfigError for a flag misspelt, or another command's: it would take the next word as its value."""
+    """Raises ConfigError for an unknown flag, or that of another command: it would take the next word as its value."""
     import difflib
 
     from whet.errors import ConfigError
@@ -287,12 +229,12 @@ def _check_flags(command: str, words: list[str]) -> None:
         name = word.removeprefix("--").replace("-", "_")
         if not word.startswith("--") or "=" in word or "." in word or name == "config":
             continue
-        if name in _FLAGS:
-            if command not in _FLAGS[name]:
-                theirs = ", whet ".join(_FLAGS[name])
-                raise ConfigError(f"{word} is not an option of whet {command}; only of whet {theirs}")
+        if name in FLAGS:
+            if command not in FLAGS[name]:
+                theirs = ", whet ".join(FLAGS[name])
+                raise ConfigError(f"{word} is not a flag of whet {command}, only of whet {theirs}")
             continue
-        own = [flag for flag, commands in _FLAGS.items() if command in commands]
+        own = [flag for flag, commands in FLAGS.items() if command in commands]
         flags, keys = ["config", "help", *own], _keys(command)
         near = difflib.get_close_matches(name, [*flags, *keys], 1)
         if name not in keys and near and near[0] in flags:
@@ -303,16 +245,16 @@ def _keys(command: str) -> list[str]:
     """The keys of a command that have no dot."""
     import dataclasses
 
-    kind, short = _kind(command)
-    return [*(f.name for f in dataclasses.fields(kind)), *short, *(["seed"] if command in _TRAIN else [])]
+    kind, short = config_class(command)
+    return [*(f.name for f in dataclasses.fields(kind)), *short, *(["seed"] if command in TRAINING_COMMANDS else [])]
 
 
 def _config(command: str, words: list[str]) -> Any:
-    """The configuration of a command; None where it takes words."""
+    """The configuration of a command; None for `whet demo`, which reads its words later."""
     if command == "demo":
         return None
-    kind, short = _kind(command)
-    if command in _TRAIN:
+    kind, short = config_class(command)
+    if command in TRAINING_COMMANDS:
         from whet.config.resume import load_resumable
 
         return load_resumable(kind, words, short)
@@ -324,19 +266,21 @@ def _config(command: str, words: list[str]) -> Any:
         from whet.config.push import load_push
 
         return load_push(words)
-    from whet.config.generate import load_sampled
+    from whet.config.generate import load_sampling
 
-    return load_sampled(kind, words)
+    return load_sampling(kind, words)
 
 
 def _check(command: str, config: Any) -> None:
-    """Raises ConfigError for what is missing before anything heavy is imported; of a run for all else that is wrong."""
-    if command in _RUNS:
+    """Raises ConfigError for missing settings before anything large is imported; for a run, with everything else that
+    is wrong.
+    """
+    if command in RUN_COMMANDS:
         from whet.config import check_complete, check_supervised
         from whet.errors import ConfigError
 
         try:
-            (check_supervised if command in _SUPERVISED else check_complete)(config)
+            (check_supervised if command in SUPERVISED_COMMANDS else check_complete)(config)
         except ConfigError:
             from whet.cli.preflight import check_run
 
@@ -351,22 +295,22 @@ def _check(command: str, config: Any) -> None:
 
         check_push(config)
     elif command != "demo":
-        from whet.config.generate import check_sampled
+        from whet.config.generate import check_sampling
 
-        check_sampled(config)
+        check_sampling(config)
 
 
-def _check_rest(command: str, words: list[str], error: Exception) -> None:
-    """Raises ConfigError for what is wrong with the keys of a run together with what else is, if that can be told."""
+def _check_all(command: str, words: list[str], error: Exception) -> None:
+    """Raises ConfigError with all that is wrong with a run, where some of its keys can't be read."""
     from functools import partial
 
-    from whet.config.resume import load_part
+    from whet.config.resume import load_partial
     from whet.errors import ConfigError, raise_all
 
-    kind, short = _kind(command)
+    kind, short = config_class(command)
     try:
-        config, unread = load_part(kind, words, short)
-    except ConfigError:  # of the words, before any key is looked at
+        config, unread_sections = load_partial(kind, words, short)
+    except ConfigError:  # the words themselves are wrong
         return
     if config is None:
         return
@@ -375,30 +319,30 @@ def _check_rest(command: str, words: list[str], error: Exception) -> None:
     def keys() -> None:
         raise error
 
-    raise_all([keys, partial(check_run, config, unread)])
+    raise_all([keys, partial(check_run, config, unread_sections)])
 
 
 def _help() -> str:
     commands = "\n".join(f"  {command:12}{text}" for command, text in COMMANDS.items())
-    keys = "`whet grpo --help` and so on show the keys that are set first, `whet grpo --help all` every one."
+    keys = "`whet grpo --help` prints the keys that are set most often, `whet grpo --help all` every key."
     return f"usage: whet COMMAND [--config FILE] [key=value ...]\n\n{commands}\n\n{keys}"
 
 
 def _command_help(command: str, words: list[str], topic: str) -> str:
-    if command in _SHOWN:
-        return f"usage: {f'whet {command} {_SHOWN[command]}'.rstrip()}\n\n{COMMANDS[command]}"
-    of = {"data": words[0] if words[0] in _RUNS else "grpo", "demo": "grpo"}.get(command, command)
-    flags = "".join(f"[--{name}] " for name, takers in _FLAGS.items() if command in takers)
-    return command_help(command, COMMANDS[command], topic, *_kind(of), flags)
+    if command in INFO_COMMANDS:
+        return f"usage: {f'whet {command} {INFO_COMMANDS[command]}'.rstrip()}\n\n{COMMANDS[command]}"
+    of = {"data": words[0] if words[0] in RUN_COMMANDS else "grpo", "demo": "grpo"}.get(command, command)
+    flags = "".join(f"[--{name}] " for name, takers in FLAGS.items() if command in takers)
+    return command_help(command, COMMANDS[command], topic, *config_class(of), flags)
 
 
 def _print_help(text: str) -> None:
-    """Writes a page of help, broken to a terminal's width."""
-    print_text(columned(text, shutil.get_terminal_size().columns) if sys.stdout.isatty() else text)
+    """Prints a page of help, wrapped to the width of the terminal."""
+    print_text(wrap_columns(text, shutil.get_terminal_size().columns) if sys.stdout.isatty() else text)
 
 
-def _say(text: str, every_rank: bool = False) -> None:
-    """Writes to stderr; a configuration is wrong on every rank alike, other errors may be one rank's own."""
+def _print_error(text: str, every_rank: bool = False) -> None:
+    """Writes to stderr. A wrong configuration is printed by rank 0 only; other errors may be those of one rank."""
     own = rank()
     if own == 0:
         sys.stderr.write(text + "\n")

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from whet.cli.generate import OutputError, open_sampler, sampling_keys, show
-from whet.config.base import check
-from whet.config.generate import ChatConfig, check_sampled, sampled_short
-from whet.config.loader import tree
-from whet.errors import ConfigError, DataError, WhetError, lookup_error
+from whet.config.base import config_from_dict
+from whet.config.generate import ChatConfig, check_sampling, sampling_shorthands
+from whet.config.loader import parse_config_args
+from whet.errors import ConfigError, DataError, WhetError, format_exception, lookup_error
 from whet.rollout.base import Sampling
 from whet.rollout.sampler import Sampler
 from whet.rollout.text import TextStream
@@ -108,7 +108,8 @@ class Chat:
         """The ids of the conversation so far, and as many tokens for the answer as the model has left."""
         prompt = self._encoded()
         try:
-            return prompt, self.sampler.fitted(self._sampling(), [prompt], given=self.config.max_tokens is not None)[0]
+            given = self.config.max_tokens is not None
+            return prompt, self.sampler.limit_lengths(self._sampling(), [prompt], given=given)[0]
         except DataError as error:
             hint = "; /reset forgets what was said before" if len(self.messages) > 2 else ""
             raise DataError(f"{error}{hint}") from error
@@ -121,7 +122,7 @@ class Chat:
             try:
                 whole = str(tokenizer.apply_chat_template(self.messages, tokenize=False, **options))
             except Exception as error:  # a template is a program: it may raise anything
-                raise DataError(f"the chat template refused this: {type(error).__name__}: {error}") from error
+                raise DataError(f"the chat template refused this: {format_exception(error)}") from error
             if not whole.startswith(self._text):  # the template has rewritten an answer
                 self._held, self._text = self._held[:0], ""
             rest, self._text = whole[len(self._text) :], whole
@@ -146,12 +147,14 @@ class Chat:
         own = {f.name: getattr(self.config, f.name) for f in dataclasses.fields(self.config)}
         live = sorted(own.keys() & {"max_tokens", "seed", *sampling_keys(self.config)})
         parts = _words(words)
-        given = tree(
-            ["=".join(parts)] if len(parts) == 2 and "=" not in words else parts, sampled_short(ChatConfig), ChatConfig
+        given = parse_config_args(
+            ["=".join(parts)] if len(parts) == 2 and "=" not in words else parts,
+            sampling_shorthands(ChatConfig),
+            ChatConfig,
         )
         if wrong := given.keys() - live:
             raise lookup_error("setting", min(wrong), live)
-        config = check(ChatConfig, {**own, **given})
+        config = config_from_dict(ChatConfig, {**own, **given})
         self.sampler.sampling(**sampling_keys(config))
         self.config = config
         return ", ".join(f"{name}={getattr(config, name)}" for name in live if getattr(config, name) != ())
@@ -162,7 +165,7 @@ def chat(config: ChatConfig) -> None:
 
     Raises: ConfigError: no model, no standard input. OutputError: an answer can't be printed.
     """
-    check_sampled(config)
+    check_sampling(config)
     with open_sampler(config, max_batch_size=1) as sampler:
         talk = Chat(sampler, config)
         if not talk.templated:

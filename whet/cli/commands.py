@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from whet.cli.preflight import check_rewards, check_run, check_teacher_used
-from whet.cli.resolve_defaults import settled
+from whet.cli.resolve_defaults import resolve_defaults
 from whet.cli.rows import data
 from whet.cluster import RLCluster
 from whet.config import (
@@ -33,7 +33,7 @@ from whet.config import (
     load_run,
 )
 from whet.config.lora import LORA_LR
-from whet.errors import ConfigError
+from whet.errors import ConfigError, format_exception
 from whet.hub.model_card import write_model_card
 from whet.learners.base import RLLearner
 from whet.learners.grpo import GRPOLearner
@@ -41,9 +41,9 @@ from whet.learners.ppo import PPOLearner
 from whet.models.model_factory import made_model
 from whet.observe.environment import read_environment
 from whet.observe.plots import plot_curves
-from whet.parallel.comm import require_single_process
-from whet.run.interrupts import Stopped
+from whet.parallel.torchrun_env import require_single_process
 from whet.run.run import Run
+from whet.run.signals import Stopped
 from whet.storage.files import finite_or_none, to_json, write_atomic
 from whet.train.role_checkpoints import Checkpoints
 from whet.train.role_workers import ACTOR
@@ -111,12 +111,12 @@ def train(config: R, build: Callable[[R], tuple[Any, Any, Any]]) -> dict[str, An
         if plot_curves(run.rows, folder / "curves.png") is not None:
             write_model_card(folder)  # with them
     except Exception as error:  # the model is trained and saved: nothing that only shows it may fail the run
-        log.warning("summary.json or curves.png could not be written: %s: %s", type(error).__name__, error)
+        log.warning("summary.json or curves.png could not be written: %s", format_exception(error))
     done = f"{run.step} step{'s' * (run.step != 1)}"
     log.info("%s in %.0f s; final model: %s", done, summary["train_seconds"], folder / "final")
-    before, after = (summary.get(f"eval_{run.task.headline}_{when}") for when in ("before", "after"))
+    before, after = (summary.get(f"eval_{run.task.main_metric}_{when}") for when in ("before", "after"))
     if before is not None and after is not None:
-        log.info("evaluation %s: %.3f -> %.3f", run.task.headline, before, after)
+        log.info("evaluation %s: %.3f -> %.3f", run.task.main_metric, before, after)
     return summary
 
 
@@ -157,7 +157,7 @@ def demo(argv: Sequence[str] = ()) -> dict[str, Any]:
 def build(config: RunConfig) -> tuple[RLLearner, Any, Any]:
     """The cluster and learner of a configuration, and its training and evaluation data."""
     check_complete(config)
-    found = settled(config, *data(config))
+    found = resolve_defaults(config, *data(config))
     config = found.config
     check_rewards(config, found.train, found.evaluation)
     algo = dataclasses.replace(config.algo, reward_weights=config.reward_weights)
@@ -182,6 +182,7 @@ def build(config: RunConfig) -> tuple[RLLearner, Any, Any]:
     rows_as = rows_given(config.data)
     make = PPOLearner if isinstance(config, PPORunConfig) else GRPOLearner
     learner = make(cluster, algo, list(config.reward_names), data=rows_as, settings=config)  # pyright: ignore
+    learner.encoders.update(found.encoders)
     return learner, found.train, found.evaluation
 
 
@@ -206,7 +207,7 @@ def _critic(config: PPORunConfig) -> RoleConfig:
 def _going_on(stop: KeyboardInterrupt, config: AnyRun) -> str:
     """What a run that was stopped says: how far it came, and the whole command that goes on from there."""
     trainer = config.trainer
-    what = stop.what if isinstance(stop, Stopped) else "stopped at once"
+    what = stop.message if isinstance(stop, Stopped) else "stopped at once"
     newest = Checkpoints(trainer.checkpoint_root, {}).find("latest")
     if newest is None:
         return f"{what}; there is no checkpoint to go on from"
@@ -274,7 +275,7 @@ def summarise(run: Run, config: AnyRun, seconds: float) -> dict[str, Any]:
     """The results of a run, from its rows of metrics."""
     evals = run.evaluations
     train = [row for row in run.rows if row["mode"] == Mode.TRAIN.value]
-    name = run.task.headline
+    name = run.task.main_metric
     found: dict[str, Any] = {
         "steps": run.step,
         "seed": config.trainer.seed,
@@ -289,7 +290,7 @@ def summarise(run: Run, config: AnyRun, seconds: float) -> dict[str, Any]:
             f"eval_{name}_before": finite_or_none(first.get(name)),
             f"eval_{name}_after": finite_or_none(evals[-1].get(name)),
         }
-        items = run.task.evaluated
+        items = run.task.eval_unit
         found[f"eval_{items}"] = int(finite_or_none(evals[-1].get(f"{items}/count")) or 0)
         if "accuracy" in first and "accuracy" in evals[-1]:
             found |= {"accuracy_before": first["accuracy"], "accuracy_after": evals[-1]["accuracy"]}

@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
-from whet.cli.resolve_defaults import encoder_of, with_lengths, with_template
+from whet.cli.resolve_defaults import make_encoder, with_lengths, with_template
 from whet.cli.rows import data
 from whet.config import DPORunConfig, Mode, RoleConfig, RunConfig, SFTRunConfig, SupervisedRunConfig
-from whet.config.run import lacking
-from whet.data.lengths import Spread
-from whet.data.preference import LabelledEncoder, PreferenceEncoder, ScoredPairEncoder
+from whet.config.run import missing_inputs
+from whet.data.lengths import LengthStats
+from whet.data.preference import PreferenceEncoder, ScoredPairEncoder, UnpairedEncoder
 from whet.data.preview import example_lines, prompt_lines
-from whet.data.prompt_stream import has_places, is_batch, unbatch
+from whet.data.prompt_stream import has_random_access, is_batch, unbatch
 from whet.data.prompts import PromptEncoder
-from whet.data.read_errors import each
+from whet.data.read_errors import iterate_rows
 from whet.data.supervised import RowEncoder, SFTEncoder
 from whet.data.tokenizer import load_tokenizer
 from whet.errors import ConfigError
@@ -60,7 +60,7 @@ def show_data(config: RunConfig | SupervisedRunConfig, *, rows: int = 3, say: Ca
 def _checked(config: RunConfig | SupervisedRunConfig) -> str | None:
     """The model's name. Raises ConfigError where there are no data or no tokenizer."""
     role: RoleConfig = getattr(config, config.TRAINED)
-    missing = lacking("", config.data.path)  # of the model only the tokenizer is needed
+    missing = missing_inputs("", config.data.path)  # of the model only the tokenizer is needed
     if config.tokenizer is None and role.model is None:
         missing.append("no tokenizer; write model=<hub name or folder>, of which only the tokenizer is loaded")
     elif config.tokenizer is None and is_ref(role.model or ""):
@@ -74,12 +74,12 @@ def _show_prompts(
     config: RunConfig, tokenizer: Any, sets: dict[Mode, Any], rows: int, say: Callable[[str], None]
 ) -> None:
     """Prompts of `whet grpo` and `whet ppo`."""
-    whole = Spread()
+    whole = LengthStats()
     for mode, given in sets.items():
         if given is None:
             continue
         rollout = dataclasses.replace(config.rollout, max_prompt_length=None, on_long_prompt="error")
-        encode = encoder_of(dataclasses.replace(config, rollout=rollout), tokenizer, mode)
+        encode = make_encoder(dataclasses.replace(config, rollout=rollout), tokenizer, mode)
         for place, row in _looked_at(given, encode):
             prompt = encode(row, place)
             whole.add(len(prompt.tokens) if prompt else 0)
@@ -122,7 +122,7 @@ def _show_examples(
             _show_over(spread, limit, "data.max_length", config.data.on_long, say)
         if positions is not None:
             _show_over(spread, positions, "the model's max_position_embeddings", "error", say)
-        if told := encode.told():
+        if told := encode.describe_counts():
             say(_filled(told))
 
 
@@ -135,13 +135,13 @@ def _row_encoder(config: SupervisedRunConfig) -> type[RowEncoder]:
     from whet.learners.preference_objective import make_preference_objective
 
     paired = make_preference_objective(config.algo).needs.rows == "pairs"
-    return PreferenceEncoder if paired else LabelledEncoder
+    return PreferenceEncoder if paired else UnpairedEncoder
 
 
 def _looked_at(given: Any, encode: PromptEncoder | RowEncoder) -> Iterator[tuple[int, Any]]:
     """The rows that are looked at, with their places: all, or the first of a stream."""
-    rows: Iterable[Any] = each(given, "the data")
-    if not has_places(given):
+    rows: Iterable[Any] = iterate_rows(given, "the data")
+    if not has_random_access(given):
         rows = islice(rows, OF_A_STREAM)
     place = 0
     for item in rows:
@@ -155,19 +155,19 @@ def _looked_at(given: Any, encode: PromptEncoder | RowEncoder) -> Iterator[tuple
 def _name(mode: Mode, given: Any) -> str:
     """What a set is called."""
     name = "training" if mode is Mode.TRAIN else "evaluation"
-    return name if has_places(given) else f"{name}, the first {OF_A_STREAM} rows of a stream"
+    return name if has_random_access(given) else f"{name}, the first {OF_A_STREAM} rows of a stream"
 
 
-def _show_lengths(name: str, what: str, spread: Spread, say: Callable[[str], None]) -> None:
+def _show_lengths(name: str, what: str, spread: LengthStats, say: Callable[[str], None]) -> None:
     """Writes how long the rows of a set are."""
     say(f"{name}, tokens of {what}:\n  {spread}")
     for line in spread.histogram():
         say(f"  {line}")
 
 
-def _show_over(spread: Spread, limit: int, name: str, fate: str, say: Callable[[str], None]) -> None:
+def _show_over(spread: LengthStats, limit: int, name: str, fate: str, say: Callable[[str], None]) -> None:
     """Writes how many rows are over a limit, and what becomes of them."""
-    over = spread.told_over(limit, name)
+    over = spread.describe_over(limit, name)
     say(_filled(f"{over}; {FATES[fate]}" if over else f"none is over {name} {limit}"))
 
 

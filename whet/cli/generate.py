@@ -12,11 +12,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from whet.config.generate import GenerateConfig, SampledConfig, check_sampled
+from whet.config.generate import GenerateConfig, SamplingConfig, check_sampling
 from whet.data.prompts import find_prompt_column
-from whet.data.read_errors import each
+from whet.data.read_errors import iterate_rows
 from whet.data.sources import load_rows
-from whet.data.templates import goes_through
+from whet.data.templates import uses_chat_template
 from whet.errors import ConfigError, DataError
 from whet.hub.base_model import trained_with_chat_template
 from whet.rollout.base import Sampling
@@ -24,7 +24,7 @@ from whet.rollout.sampler import Sampler
 from whet.rollout.text import TextStream
 from whet.storage.files import temporary_path
 from whet.types import Group, Prompt
-from whet.util.text_lines import visible
+from whet.util.text_lines import escape_control_characters
 
 __all__ = ["OutputError", "generate", "open_sampler", "sampling_keys", "show"]
 
@@ -43,7 +43,7 @@ def generate(config: GenerateConfig) -> int:
     Raises: ConfigError: no model or no prompts, an output file that exists. DataError: a prompt that is too long.
         KeyboardInterrupt: it was stopped; with what lies in the output file.
     """
-    check_sampled(config)
+    check_sampling(config)
     inputs = _inputs(config)
     out = _out_path(config)
     sampler = open_sampler(config, max_batch_size=config.batch_size)
@@ -51,15 +51,15 @@ def generate(config: GenerateConfig) -> int:
         stack.callback(sampler.close)
         prompts = _encoded(config, sampler, inputs)
         sampling = sampler.sampling(beam_size=config.beam_size, **sampling_keys(config))
-        each = sampler.fitted(sampling, prompts, given=config.max_tokens is not None)
+        samplings = sampler.limit_lengths(sampling, prompts, given=config.max_tokens is not None)
         seed = secrets.randbits(31) if config.seed is None else config.seed
         start = time.monotonic()
         if out is None and sys.stdout.isatty() and len(prompts) == config.num_generations == 1:
-            count, tokens = 1, _show_live(sampler, prompts[0], each[0], seed)
+            count, tokens = 1, _show_live(sampler, prompts[0], samplings[0], seed)
         else:
             file = None if out is None else stack.enter_context(_opened(out, config.overwrite))
             count = tokens = 0
-            for group in _groups(config, sampler, prompts, each, seed):
+            for group in _groups(config, sampler, prompts, samplings, seed):
                 try:
                     show_group(group, sampler, alone=len(prompts) == config.num_generations == 1, file=file)
                 except OSError as error:
@@ -75,7 +75,7 @@ def generate(config: GenerateConfig) -> int:
     return count
 
 
-def open_sampler(config: SampledConfig, *, max_batch_size: int) -> Sampler:
+def open_sampler(config: SamplingConfig, *, max_batch_size: int) -> Sampler:
     """The Sampler of a configuration; transformers' own progress bars stay silent."""
     from transformers.utils import logging as transformers_logging
 
@@ -93,11 +93,11 @@ def open_sampler(config: SampledConfig, *, max_batch_size: int) -> Sampler:
     )
 
 
-def sampling_keys(config: SampledConfig) -> dict[str, Any]:
+def sampling_keys(config: SamplingConfig) -> dict[str, Any]:
     """The keys of a configuration that say how to draw, under the names of `Sampler.sampling`."""
     return {
         "max_generation_steps": config.max_tokens,
-        "temperature": config.settled_temperature,
+        "temperature": config.effective_temperature,
         "top_p": config.top_p,
         "top_k": config.top_k,
         "min_p": config.min_p,
@@ -112,9 +112,9 @@ def sampling_keys(config: SampledConfig) -> dict[str, Any]:
 
 
 def show(text: str) -> None:
-    """Writes text that appears at once, `visible` in a terminal. Raises OutputError where that is not possible."""
+    """Writes text and flushes it, without control characters in a terminal. Raises OutputError: it can't be written."""
     try:
-        sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
+        sys.stdout.write(escape_control_characters(text) if sys.stdout.isatty() else text)
         sys.stdout.flush()
     except BrokenPipeError:
         raise
@@ -125,7 +125,7 @@ def show(text: str) -> None:
 def _inputs(config: GenerateConfig) -> list[Any]:
     """The prompts as they were given: texts, or lists of messages."""
     if config.prompts is not None:
-        rows = each(load_rows(config.prompts, split=config.split, limit=config.limit), config.prompts)
+        rows = iterate_rows(load_rows(config.prompts, split=config.split, limit=config.limit), config.prompts)
         return [row[find_prompt_column(row, config.prompt_column, i)] for i, row in enumerate(rows)]
     if not config.prompt:
         raise ConfigError('no prompt; write prompt="..." or prompts=<json, jsonl, csv, parquet or arrow file>')
@@ -200,7 +200,7 @@ def _encoded(config: GenerateConfig, sampler: Sampler, inputs: Sequence[Any]) ->
     applied = config.apply_chat_template
     if applied == "auto":
         noted = trained_with_chat_template(config.model)
-        applied = goes_through(sampler.tokenizer, config.chat_template_kwargs) if noted is None else noted
+        applied = uses_chat_template(sampler.tokenizer, config.chat_template_kwargs) if noted is None else noted
         if applied and any(isinstance(text, str) for text in inputs):
             log.info("chat template: applied to plain-text prompts (apply_chat_template=auto; false: not)")
     encoder = sampler.encoder(
@@ -211,22 +211,22 @@ def _encoded(config: GenerateConfig, sampler: Sampler, inputs: Sequence[Any]) ->
     )
     with encoder.all_rows():
         prompts = [p for i, text in enumerate(inputs) if (p := encoder({"prompt": text}, i)) is not None]
-    if over := encoder.told_over():
-        log.warning("%s; %s", over, encoder.told_fate())
+    if told := encoder.describe_counts():
+        log.warning("%s", told)
     if not prompts:
         raise ConfigError(f"all {len(inputs)} prompts are over max_prompt_length={config.max_prompt_length}; raise it")
     return prompts
 
 
 def _groups(
-    config: GenerateConfig, sampler: Sampler, prompts: Sequence[Prompt], each: Sequence[Sampling], seed: int
+    config: GenerateConfig, sampler: Sampler, prompts: Sequence[Prompt], samplings: Sequence[Sampling], seed: int
 ) -> Iterator[Group]:
     """The groups of all prompts, a batch at a time, so that the first are seen before the last are made."""
     size = max(1, config.batch_size // config.num_generations)
     for first in range(0, len(prompts), size):
         part = slice(first, first + size)
         yield from sampler.sample(
-            prompts[part], each[part], num_generations=config.num_generations, seed=seed, first=first
+            prompts[part], samplings[part], num_generations=config.num_generations, seed=seed, first=first
         )
 
 
@@ -267,9 +267,9 @@ def _show_rich(group: Group, generation: int, text: str, note: str) -> None:
         source = group.prompt.source
         said = source if isinstance(source, str) else "\n".join(f"{m['role']}: {m['content']}" for m in source)
         console.rule(f"prompt {group.prompt.row}", style="dim", align="left")
-        console.print(Text(visible(said), style="dim"))
+        console.print(Text(escape_control_characters(said), style="dim"))
     title = note if len(group.completions) == 1 else f"{generation}: {note}"
-    console.print(Text(f"[{title}] ", style="cyan"), Text(visible(text)), sep="")
+    console.print(Text(f"[{title}] ", style="cyan"), Text(escape_control_characters(text)), sep="")
 
 
 def _show_live(sampler: Sampler, prompt: Prompt, sampling: Sampling, seed: int) -> int:

@@ -1,6 +1,6 @@
-"""What `--help` prints: the keys that a person sets first; `--help all` every key, `--help SECTION` those of one.
+"""The text of `--help`: the keys that are set most often; `--help all` every key, `--help SECTION` those of a section.
 
-Imports whet.config once a command is known, and nothing of what computes.
+It imports whet.config, and no torch.
 """
 
 from __future__ import annotations
@@ -12,98 +12,104 @@ from typing import Any
 __all__ = ["command_help", "first_keys", "topic_of"]
 
 Group = tuple[str, Mapping[str, str]]
-"""A title, and its keys with a line each."""
+"""A title, and a line for each key."""
 
-_MODEL: Group = ("Model", {"model": "the model to train: a folder or hub name"})
+_MODEL: Group = ("Model", {"model": "model to train: a folder or a hub name"})
 _ADAPTER = {
-    "actor.lora.rank": "16, say: train an adapter in place of all weights",
+    "actor.lora.rank": "rank of a LoRA adapter, e.g. 16; default: no adapter",
 }
 _OPTIM = {
-    "actor.schedule": "constant, linear, cosine ...",
-    "actor.warmup_steps": "steps over which the learning rate rises from 0",
+    "actor.schedule": "of the learning rate: constant, linear, cosine, ...",
+    "actor.warmup_steps": "steps in which the learning rate rises from 0",
 }
 _DATA = {
-    "data": "rows: a json, jsonl, csv or parquet file, folder, hub name",
-    "data.batch_size": "rows of a step",
-    "data.eval_path": "rows to evaluate on",
-    "data.eval_fraction": "or the share of `data` that is kept for that",
-    "data.system_prompt": "put before every conversation",
+    "data": "rows: json, jsonl, csv or parquet file, folder or hub name",
+    "data.batch_size": "rows per step",
+    "data.eval_path": "rows for evaluation",
+    "data.eval_fraction": "or the share of `data` that is held out for evaluation",
+    "data.system_prompt": "system prompt of conversations that have none",
 }
 _REWARD: Group = (
     "Reward",
     {
-        "reward": "file.py:function, or a built-in: exact_match ...; or [a, b]",
-        "reward_model.model": "a reward model, whose score is one more reward",
+        "reward": "file.py:function, a built-in (exact_match), or a list [a, b]",
+        "reward_model.model": "reward model; its score is added to the rewards",
     },
 )
 _LENGTHS = {
-    "rollout.max_tokens_to_generate": "longest completion; 512, or what the context leaves",
-    "rollout.max_prompt_length": "longest prompt; the longest in the data",
+    "rollout.max_tokens_to_generate": "longest completion in tokens; default: 512, or what fits",
+    "rollout.max_prompt_length": "longest prompt in tokens; default: the longest of the data",
 }
 _SAMPLING = {
     **_LENGTHS,
-    "rollout.temperature": "1.0 samples from the policy as it is",
-    "rollout.env_path": "env.py: tools and turns (whet docs environments)",
+    "rollout.temperature": "1.0: samples from the policy itself",
+    "rollout.env_path": "env.py: tools and several turns (whet docs environments)",
 }
 _RUN = {
-    "trainer.run_dir": "output folder; runs/<date>-<time>",
-    "trainer.max_steps": "steps of the run; as many as the data have",
-    "trainer.eval_every_n_steps": "0: before the first step and after the last alone",
-    "trainer.keep_best": "accuracy, say: keep the checkpoint with the best evaluation",
+    "trainer.run_dir": "output folder; default: runs/<date>-<time>",
+    "trainer.max_steps": "number of steps; default: as many as the data have",
+    "trainer.eval_every_n_steps": "0: only before the first step and after the last",
+    "trainer.keep_best": "metric, e.g. accuracy: keep the best evaluation's checkpoint",
     "trainer.loggers": "tensorboard, wandb, trackio",
-    "trainer.resume": "latest: go on in run_dir where it stopped",
-    "trainer.seed": "of all draws and of the order of the data",
+    "trainer.resume": "latest: continue the run in run_dir",
+    "trainer.seed": "of the sampling and of the order of the data",
 }
 _RL_RUN: Group = (
     "Run",
     {
-        "trainer.mini_batch_size": "prompts of an update; all of the step's: one update",
-        "trainer.show_samples": "n: every n steps a prompt with its best and worst completion",
+        "trainer.mini_batch_size": "prompts per optimizer step; default: all prompts of the step",
+        "trainer.show_samples": "n: every n steps, print a prompt's best and worst completion",
         **_RUN,
     },
 )
-_LR = {"actor.lr": "learning rate; 1e-6, of an adapter 1e-4"}
-_SFT_LR = {"actor.lr": "learning rate; 2e-5, of an adapter 1e-4"}
-_SFT_RUN: Group = ("Run", {"trainer.num_epochs": "passes over the data; 1", **_RUN})
-_SFT_DATA = {**_DATA, "data.max_length": "longest row in tokens; the model's positions"}
+_LR = {"actor.lr": "learning rate; default: 1e-6, or 1e-4 for an adapter"}
+_SFT_LR = {"actor.lr": "learning rate; default: 2e-5, or 1e-4 for an adapter"}
+_SFT_RUN: Group = ("Run", {"trainer.num_epochs": "passes over the data; default: 1", **_RUN})
+_SFT_DATA = {**_DATA, "data.max_length": "longest row in tokens; default: as many as the model reads"}
 
 FIRST: Mapping[str, Sequence[Group]] = {
     "grpo": (
         (_MODEL[0], {**_MODEL[1], **_LR, **_OPTIM, **_ADAPTER}),
         ("Data", _DATA),
         _REWARD,
-        ("Sampling", {"algo.num_generations": "completions of each prompt", **_SAMPLING}),
+        ("Sampling", {"algo.num_generations": "completions per prompt", **_SAMPLING}),
         (
             "Algorithm",
             {
-                "algo.preset": "a published method: dapo, dr_grpo, gspo ...; whet docs papers",
-                "algo.advantage_estimator": "drgrpo, rloo, scalerl ...: whet docs algorithms",
-                "algo.policy_loss_fn": "gspo-token, cispo, sapo, gmpo ...",
-                "algo.beta": "weight of the KL to the reference; 0.0 = none is loaded",
-                "algo.num_iterations": "passes over each rollout",
+                "algo.preset": "a published method: dapo, dr_grpo, gspo (whet docs papers)",
+                "algo.advantage_estimator": "drgrpo, rloo, scalerl, ... (whet docs algorithms)",
+                "algo.policy_loss_fn": "gspo-token, cispo, sapo, gmpo, ...",
+                "algo.beta": "weight of the KL penalty; 0.0: no reference model is loaded",
+                "algo.num_iterations": "optimizer passes over each rollout",
             },
         ),
         _RL_RUN,
     ),
     "ppo": (
-        (_MODEL[0], {**_MODEL[1], **_LR, "critic.lr": "the critic's learning rate; 1e-6", **_OPTIM, **_ADAPTER}),
+        (
+            _MODEL[0],
+            {**_MODEL[1], **_LR, "critic.lr": "learning rate of the critic; default: 1e-6", **_OPTIM, **_ADAPTER},
+        ),
         ("Data", _DATA),
         _REWARD,
-        ("Sampling", {"algo.num_generations": "completions of each prompt", **_SAMPLING}),
+        ("Sampling", {"algo.num_generations": "completions per prompt", **_SAMPLING}),
         (
             "Algorithm",
             {
-                "algo.gae_lambda": "1 trusts the rewards alone, 0 the critic",
-                "algo.beta": "weight of the KL to the reference; 0.0 = none is loaded",
-                "algo.num_iterations": "passes over each rollout",
-                "algo.critic_warmup_steps": "steps at the start that train the critic alone",
+                "algo.gae_lambda": "1: trust the rewards alone; 0: trust the critic",
+                "algo.beta": "weight of the KL penalty; 0.0: no reference model is loaded",
+                "algo.num_iterations": "optimizer passes over each rollout",
+                "algo.critic_warmup_steps": "first steps, in which only the critic is trained",
             },
         ),
         _RL_RUN,
     ),
     "sft": (
         (_MODEL[0], {**_MODEL[1], **_SFT_LR, **_OPTIM, **_ADAPTER}),
-        ("Data", {**_SFT_DATA, "data.train_on": "assistant, last (its last turn) or all"}),
+        (
+            "Data",
+            {**_SFT_DATA, "data.train_on": "assistant (its turns), last (its last turn), all (every token)"},
+        ),
         _SFT_RUN,
     ),
     "rm": (
@@ -111,90 +117,108 @@ FIRST: Mapping[str, Sequence[Group]] = {
             _MODEL[0],
             {
                 **_MODEL[1],
-                "reward_model.lr": "learning rate; 1e-4",
+                "reward_model.lr": "learning rate; default: 1e-4",
                 "reward_model.schedule": _OPTIM["actor.schedule"],
                 "reward_model.warmup_steps": _OPTIM["actor.warmup_steps"],
                 "reward_model.lora.rank": _ADAPTER["actor.lora.rank"],
             },
         ),
-        ("Data", {**_SFT_DATA, "data.chosen_column": "column of the better answer; chosen"}),
-        ("Objective", {"algo.center_rewards_coefficient": "keeps scores around 0; 0.01 where it is wanted"}),
+        ("Data", {**_SFT_DATA, "data.chosen_column": "column of the better answer; default: chosen"}),
+        ("Objective", {"algo.center_rewards_coefficient": "weight of a penalty that keeps scores near 0, e.g. 0.01"}),
         _SFT_RUN,
     ),
     "dpo": (
-        (_MODEL[0], {**_MODEL[1], **_LR, **_OPTIM, **_ADAPTER, "reference.model": "compared with; the same model"}),
-        ("Data", {**_SFT_DATA, "data.chosen_column": "column of the better answer; chosen"}),
+        (
+            _MODEL[0],
+            {
+                **_MODEL[1],
+                **_LR,
+                **_OPTIM,
+                **_ADAPTER,
+                "reference.model": "reference model; default: the model before training",
+            },
+        ),
+        ("Data", {**_SFT_DATA, "data.chosen_column": "column of the better answer; default: chosen"}),
         (
             "Objective",
             {
-                "algo.loss_type": "ipo, simpo, orpo, kto ...: whet docs preference",
-                "algo.beta": "larger stays nearer to the reference",
-                "algo.label_smoothing": "the probability that a preference is the wrong way round",
+                "algo.loss_type": "ipo, simpo, orpo, kto, ... (whet docs preference)",
+                "algo.beta": "larger values keep the policy closer to the reference",
+                "algo.label_smoothing": "probability that a preference is labelled the wrong way round",
             },
         ),
         _SFT_RUN,
     ),
     "eval": (
-        ("Model", {"model": "folder of a model or of a run, or a hub name", "dtype": "what it computes in"}),
+        ("Model", {"model": "folder of a model or of a run, or a hub name", "dtype": "data type of the weights"}),
         (
             "Data",
             {
                 "data": _DATA["data"],
-                "data.split": "of a data set on the hub; test, where there is one",
+                "data.split": "split of a hub data set; default: test, if there is one",
                 "data.limit": "only the first N rows",
-                "data.system_prompt": "put before every conversation",
-                "data.batch_size": "prompts that are completed at a time",
+                "data.system_prompt": "system prompt of conversations that have none",
+                "data.batch_size": "prompts per batch",
             },
         ),
-        ("Reward", {**_REWARD[1], "pass_threshold": "a completion passes from this reward on"}),
+        ("Reward", {**_REWARD[1], "pass_threshold": "a completion passes if its reward is at least this"}),
         (
             "Sampling",
             {
-                "num_generations": "completions of each prompt, for pass@k; 1",
-                "temperature": "0.0 = greedy",
-                "max_tokens": "longest completion",
-                "seed": "of the draws",
+                "num_generations": "completions per prompt, for pass@k; default: 1",
+                "temperature": "0.0: greedy",
+                "max_tokens": "longest completion in tokens",
+                "seed": "of the sampling",
             },
         ),
-        ("Results", {"out": "folder; evals/<date>-<time>", "resume": "go on in `out`"}),
+        (
+            "Results",
+            {"out": "output folder; default: evals/<date>-<time>", "resume": "continue the evaluation in `out`"},
+        ),
     ),
     "generate": (
-        ("Model", {"model": "folder of a model or of a run, or a hub name", "dtype": "what it computes in"}),
+        ("Model", {"model": "folder of a model or of a run, or a hub name", "dtype": "data type of the weights"}),
         (
             "Prompts",
             {
-                "prompt": "a text, taken literally; several times; - = standard input",
-                "prompts": "or a file of rows, a folder, a hub name",
+                "prompt": "a text, may be given several times; -: read standard input",
+                "prompts": "or a file of rows, a folder or a hub name",
                 "limit": "only the first N prompts",
-                "system_prompt": "put before every conversation",
-                "apply_chat_template": "whether a plain text is a user's turn",
+                "system_prompt": "system prompt of conversations that have none",
+                "apply_chat_template": "plain text becomes a user turn; auto: if there is a template",
             },
         ),
         (
             "Sampling",
             {
-                "num_generations": "completions of each prompt",
-                "max_tokens": "longest completion; 256",
-                "temperature": "0.7; 0 = greedy",
+                "num_generations": "completions per prompt",
+                "max_tokens": "longest completion in tokens; default: 256",
+                "temperature": "0: greedy; default: 0.7",
                 "top_p": "nucleus sampling",
                 "stop": "strings that end a completion",
-                "constraint.regex": "completions of this form; also constraint.json_schema",
-                "seed": "the same seed draws the same",
+                "constraint.regex": "form of the completions; also constraint.json_schema",
+                "seed": "the same seed samples the same completions",
             },
         ),
-        ("Output", {"out": "a .jsonl file instead of the screen", "overwrite": "replace it where it exists"}),
+        (
+            "Output",
+            {
+                "out": ".jsonl file to write; default: the completions are printed",
+                "overwrite": "replace the file if it exists",
+            },
+        ),
     ),
     "chat": (
-        ("Model", {"model": "folder of a model or of a run, or a hub name", "dtype": "what it computes in"}),
+        ("Model", {"model": "folder of a model or of a run, or a hub name", "dtype": "data type of the weights"}),
         (
             "Sampling",
             {
-                "system_prompt": "put before the conversation",
-                "max_tokens": "longest answer; 256",
-                "temperature": "0 = greedy",
+                "system_prompt": "system prompt of the conversation",
+                "max_tokens": "longest answer in tokens; default: 256",
+                "temperature": "0: greedy",
                 "top_p": "nucleus sampling",
-                "chat_template_kwargs": "of the chat template: {enable_thinking: false}",
-                "seed": "the same seed draws the same",
+                "chat_template_kwargs": "arguments of the chat template, e.g. {enable_thinking: true}",
+                "seed": "the same seed samples the same completions",
             },
         ),
     ),
@@ -202,14 +226,14 @@ FIRST: Mapping[str, Sequence[Group]] = {
         (
             "Keys",
             {
-                "run": "folder of the run; may be the first word alone",
-                "repo": "user/name on the hub; the folder's name",
-                "which": "final, best, before_stop, or a checkpoint: step-000100",
-                "private": "false = for everybody to see",
-                "dry_run": "show what would be sent, and send nothing",
-                "merged": "merge an adapter into its base first",
-                "license": "for the card; the base model's",
-                "evals": "folders of `whet eval`, whose results the card shows",
+                "run": "folder of the run; `whet push FOLDER` is short for it",
+                "repo": "user/name on the hub; default: the name of the folder",
+                "which": "final, best, before_stop, or a checkpoint such as step-000100",
+                "private": "false: everybody can see it",
+                "dry_run": "print what would be uploaded, and upload nothing",
+                "merged": "merge an adapter into its base model first",
+                "license": "license on the model card; default: that of the base model",
+                "evals": "folders of `whet eval` with results for the model card",
             },
         ),
     ),
@@ -217,11 +241,11 @@ FIRST: Mapping[str, Sequence[Group]] = {
         (
             "Keys",
             {
-                "rows=3": "how many rows are shown",
-                "model": "its tokenizer and chat template; nothing else is loaded",
+                "rows=3": "number of rows to print",
+                "model": "model that has the tokenizer; no weights are loaded",
                 "data": _DATA["data"],
-                "data.prompt_column": "else prompt, prompts, messages, question or conversations",
-                "data.apply_chat_template": "auto = where the tokenizer has a template",
+                "data.prompt_column": "default: prompt, prompts, messages, question or conversations",
+                "data.apply_chat_template": "auto: if the tokenizer has a template",
                 "data.system_prompt": _DATA["data.system_prompt"],
                 "data.limit": "only the first N rows",
                 **_LENGTHS,
@@ -230,20 +254,20 @@ FIRST: Mapping[str, Sequence[Group]] = {
     ),
     "demo": (
         (
-            "Keys, as the recipe has them",
+            "Keys, with the values of the recipe",
             {
-                "seed=0": "of all draws and of the order of the data",
-                "trainer.run_dir=runs/demo": "output folder; runs/<date>-<time> where none is given",
-                "trainer.max_steps=150": "steps",
-                "data.batch_size=32": "prompts of a step",
-                "algo.num_generations=8": "completions of each prompt",
+                "seed=0": "of the sampling and of the order of the data",
+                "trainer.run_dir=runs/demo": "output folder",
+                "trainer.max_steps=150": "number of steps",
+                "data.batch_size=32": "prompts per step",
+                "algo.num_generations=8": "completions per prompt",
                 "actor.lr=2.0e-4": "learning rate",
-                "algo.preset=dapo": "a published method: whet docs papers",
+                "algo.preset=dapo": "a published method (whet docs papers)",
             },
         ),
     ),
 }
-"""Command -> what a person sets first."""
+"""Command -> the keys that are set most often."""
 
 _EXAMPLES: Mapping[str, Sequence[str]] = {
     "grpo": ("whet grpo model=Qwen/Qwen3-0.6B data=train.jsonl reward=rewards.py:exact trainer.run_dir=runs/a",),
@@ -268,19 +292,19 @@ _EXAMPLES: Mapping[str, Sequence[str]] = {
     "demo": ("whet demo seed=1",),
 }
 _NOTES: Mapping[str, str] = {
-    "eval": "--config runs/a/config.yaml stands for that run's evaluation: its data, sampling and rewards.",
+    "eval": "--config runs/a/config.yaml takes the evaluation data, sampling and rewards of that run.",
     "chat": "In the chat: /reset, /set temperature=0.7, /quit; Ctrl-C stops an answer.",
-    "data": "Takes the keys of the command that would train on the rows, `whet grpo` unless another is named.",
-    "demo": "Takes every key of `whet grpo`: `whet grpo --help all`.",
+    "data": "Its keys are those of the command that trains on the rows: `whet grpo`, or the one that is named.",
+    "demo": "It takes every key of `whet grpo`: `whet grpo --help all`.",
 }
 _NO_FIELD = "algo.preset"
-"""A key that stands for many."""
+"""A key that sets other keys."""
 _OTHERS = ("rollout.vllm.", "rollout.sglang.")
-"""Beginnings of keys that `--help all` leaves out, and `--help rollout.vllm` shows."""
+"""Keys that begin so are printed by `--help rollout.vllm`, and not by `--help all`."""
 
 
 def topic_of(words: Sequence[str]) -> str | None:
-    """What help is asked for; None = it is not asked for.
+    """The word after --help; "" = none; None = there is no --help.
 
     >>> topic_of(["--help"]), topic_of(["--help", "all"]), topic_of(["--help=rollout"]), topic_of(["model=m"])
     ('', 'all', 'rollout', None)
@@ -294,9 +318,9 @@ def topic_of(words: Sequence[str]) -> str | None:
 
 
 def first_keys(command: str, kind: type, short: Mapping[str, str]) -> list[str]:
-    """The lines of what a person sets first, with the defaults that the class of the configuration has.
+    """The lines of the keys that are set most often, with the defaults of the configuration class.
 
-    Args: command: of whet. kind: its configuration class. short: its shorthands.
+    Args: command: of whet. kind: its configuration class. short: its short keys.
     """
     shown = [
         (title, {key if "=" in key else f"{key}={_default(kind, key, short)}": text for key, text in keys.items()})
@@ -310,7 +334,7 @@ def first_keys(command: str, kind: type, short: Mapping[str, str]) -> list[str]:
 
 
 def _default(kind: type, key: str, short: Mapping[str, str]) -> str:
-    """A key's default; of what is given in words, none where the key turns a section on."""
+    """The default of a key; "..." for keys whose default says nothing."""
     from whet.config.loader import default_text
 
     return "..." if key.endswith(".lora.rank") or key == _NO_FIELD else default_text(kind, key, short)
@@ -319,19 +343,26 @@ def _default(kind: type, key: str, short: Mapping[str, str]) -> str:
 def command_help(command: str, about: str, topic: str, kind: type, short: Mapping[str, str], flags: str = "") -> str:
     """The help of a command.
 
-    Args: command: of whet. about: what it does, in a line. topic: "" = what is set first, "all" = every key, else a
-        section or key. kind: its configuration class. short: its shorthands. flags: that it takes.
+    Args:
+        command: of whet.
+        about: a line that says what it does.
+        topic: "" = the keys that are set most often, "all" = every key, else a section or key.
+        kind: its configuration class.
+        short: its short keys.
+        flags: its flags.
     Raises: ConfigError: it has no such section or key.
     """
-    from whet.config import show
+    from whet.config import help_text
     from whet.errors import ConfigError, nearest
 
     if topic and topic != "all":
-        keys = show(kind, only=short.get(topic, topic))
+        keys = help_text(kind, only=short.get(topic, topic))
         if not keys:
             known = [f.name for f in dataclasses.fields(kind)]
             near = nearest(topic, _sections(kind, short))
-            raise ConfigError(f"--help {topic}: no such section or key{near}; there are {', '.join(known)}")
+            raise ConfigError(
+                f"--help {topic}: there is no such section or key{near}; the sections are {', '.join(known)}"
+            )
         return keys
     words = {"push": "[RUN] ", "data": "[grpo|ppo|sft|rm|dpo] [rows=N] ", "demo": ""}.get(command, "")
     files = "" if command == "demo" else "[--config FILE ...] "
@@ -339,22 +370,24 @@ def command_help(command: str, about: str, topic: str, kind: type, short: Mappin
     note = [_NOTES[command]] if command in _NOTES else []
     examples = ["Examples:" if len(_EXAMPLES[command]) > 1 else "Example:", *(f"  {e}" for e in _EXAMPLES[command])]
     if topic == "all" and command != "demo":
-        keys = show(kind, short, hidden=_OTHERS, only="data" if command == "data" else "")
-        rest = ["", "Files are read first, in order; then key=value, with or without leading dashes."]
+        keys = help_text(kind, short, hidden=_OTHERS, only="data" if command == "data" else "")
+        rest = ["", "Files are read first, in their order; then key=value, with or without leading dashes."]
         if "rollout" in _sections(kind, {}):
             rest += ["Keys of vLLM and SGLang: `--help rollout.vllm`, `--help rollout.sglang`; whet docs engines."]
         return "\n".join([*usage, *note, "", "Keys:", keys, *rest, *examples])
     more = []
     if command != "demo":
-        more = [f"After = stands the default. `whet {command} --help all`: every key"]
+        more = [f"`...`: no default. `whet {command} --help all` prints every key"]
     if command in ("grpo", "ppo", "sft", "rm", "dpo"):
-        more[0] += "; `--help trainer`: those of a section"
+        more[0] += ", `--help trainer` those of a section"
         more += ["--print_config prints the configuration and exits; --profile profiles the second step."]
+    if more:
+        more[0] += "."
     return "\n".join([*usage, *note, "", *first_keys(command, kind, short), *examples, *more])
 
 
 def _sections(kind: type, short: Mapping[str, str]) -> list[str]:
-    """What help can be asked for: keys, and every beginning of one."""
+    """The words that --help takes: keys, and the sections that they are in."""
     from whet.config.base import leaves
 
     keys: list[Any] = [key for key, *_ in leaves(kind, optional=True)]

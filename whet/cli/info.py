@@ -7,31 +7,30 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from whet._version import __version__
+from whet.cli.registry import COMMANDS, INFO_COMMANDS, config_class
 from whet.errors import ConfigError, lookup_error
 
-__all__ = ["shown_by"]
+__all__ = ["info_text"]
 
 
-def shown_by(command: str, words: Sequence[str]) -> str:
+def info_text(command: str, words: Sequence[str]) -> str:
     """What a command prints. Args: words: behind its name. Raises: ConfigError: a word that it does not take."""
     import inspect
 
-    from whet.cli import _SHOWN
-
     try:
-        inspect.signature(_MADE[command]).bind(*words)
+        inspect.signature(_PRINTERS[command]).bind(*words)
     except TypeError:
-        usage = f"whet {command} {_SHOWN[command]}".rstrip()
+        usage = f"whet {command} {INFO_COMMANDS[command]}".rstrip()
         raise ConfigError(f"{' '.join(words) or 'no word'}: expected {usage}") from None
-    return _MADE[command](*words)
+    return _PRINTERS[command](*words)
 
 
 def _recipes(word: str = "", name: str = "", folder: str = ".") -> str:
     from whet.util.package_files import copy_recipe, recipe_path, recipes
 
     if not word:
-        lines = _listed(recipes())
-        return f"{lines}\n\nwhet recipes NAME shows one, whet recipes copy NAME puts it into this folder."
+        lines = _format_list(recipes())
+        return f"{lines}\n\nwhet recipes NAME prints one, whet recipes copy NAME copies it to this folder."
     if word != "copy":
         return recipe_path(word).read_text().rstrip()
     if not name:
@@ -45,42 +44,40 @@ def _recipes(word: str = "", name: str = "", folder: str = ".") -> str:
 def _docs(name: str = "") -> str:
     from whet.util.package_files import page, pages
 
-    return page(name).rstrip() if name else f"{_listed(pages())}\n\nwhet docs NAME prints one."
+    if not name:
+        return f"{_format_list(pages())}\n\nwhet docs NAME prints one."
+    return re.sub(r"\]\(([\w-]+)\.md(?:#[^)]*)?\)", r"](whet docs \1)", page(name).rstrip())
 
 
-def _listed(found: Mapping[str, str]) -> str:
+def _format_list(found: Mapping[str, str]) -> str:
     width = max(map(len, found), default=0)
     return "\n".join(f"{name:{width}}  {text}" for name, text in found.items())
 
 
 def _schema(command: str = "grpo") -> str:
-    from whet.cli import _kind
     from whet.cli.schema import schema_text
 
-    if command not in (known := _configured()):
+    if command not in (known := _config_commands()):
         raise lookup_error("command with a configuration", command, known)
-    return schema_text(*_kind(command))
+    return schema_text(*config_class(command))
 
 
-def _configured() -> list[str]:
+def _config_commands() -> list[str]:
     """The commands that take keys."""
-    from whet.cli import _SHOWN, COMMANDS
-
-    return [name for name in COMMANDS if name not in (*_SHOWN, "data", "demo")]
+    return [name for name in COMMANDS if name not in (*INFO_COMMANDS, "data", "demo")]
 
 
 def _completion(shell: str) -> str:
     """A script for a shell: the commands, and the keys of each."""
-    from whet.cli import _SHOWN, COMMANDS, _kind
     from whet.config.base import leaves
 
     if shell not in _SCRIPTS:
         raise lookup_error("shell", shell, _SCRIPTS)
-    keys: dict[str, list[str]] = {name: [] for name in _SHOWN}
-    for name in _configured():
-        kind, short = _kind(name)
+    keys: dict[str, list[str]] = {name: [] for name in INFO_COMMANDS}
+    for name in _config_commands():
+        kind, short = config_class(name)
         keys[name] = [f"{key}=" for key in sorted({*(key for key, *_ in leaves(kind, optional=True)), *short})]
-    keys |= {"demo": keys["grpo"], "data": keys["grpo"], "schema": _configured(), "completion": list(_SCRIPTS)}
+    keys |= {"demo": keys["grpo"], "data": keys["grpo"], "schema": _config_commands(), "completion": list(_SCRIPTS)}
     return _SCRIPTS[shell](COMMANDS, keys)
 
 
@@ -188,7 +185,7 @@ def _commit(package: Any) -> str | None:
 _OPTIONAL = ("accelerate", "bitsandbytes", "llguidance", "math-verify", "matplotlib", "peft", "sglang", "tensorboard",
              "tensordict", "torchao", "torchrl", "trackio", "trl", "vllm", "wandb")  # fmt: skip
 _SCRIPTS: Mapping[str, Callable[..., str]] = {"bash": _bash, "zsh": _zsh, "fish": _fish}
-_MADE: Mapping[str, Callable[..., str]] = {
+_PRINTERS: Mapping[str, Callable[..., str]] = {
     "recipes": _recipes,
     "docs": _docs,
     "schema": _schema,

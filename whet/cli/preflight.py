@@ -27,15 +27,15 @@ from whet.config import (
     check_complete,
     check_supervised,
 )
-from whet.config.data import paths_of
+from whet.config.data import source_paths
 from whet.config.rewards import REWARD_MODEL
-from whet.data.prompt_stream import first_of, has_places, is_batch
+from whet.data.prompt_stream import first_row, has_random_access, is_batch
 from whet.data.prompts import ANSWER, find_prompt_column
 from whet.data.sources import check_source
 from whet.envs import load_script
 from whet.errors import ConfigError, raise_all
 from whet.learners.grpo import check_drawn
-from whet.learners.objective import objective_checks, policy_loss, resolve_name
+from whet.learners.objective import objective_checks, other_field, policy_loss
 from whet.learners.preference_objective import make_preference_objective, make_reward_loss
 from whet.models.lora import check_lora
 from whet.observe.loggers import check_loggers
@@ -44,7 +44,7 @@ from whet.rewards.columns import check_answers, check_columns
 from whet.rewards.manager import RewardManager, resolve_reward_manager
 from whet.rewards.resolve import by_name, resolve_reward
 from whet.rollout import check_engine
-from whet.run.push_observer import check_push
+from whet.run.builtin_observers import check_push
 from whet.storage.files import check_writable
 from whet.storage.folder_lock import check_unlocked
 from whet.storage.run_folder import check_no_run
@@ -53,7 +53,7 @@ from whet.train.optimizers import check_optimizer
 from whet.train.role_checkpoints import Checkpoints
 from whet.train.role_workers import check_model_exists
 from whet.types import Prompt
-from whet.util.references import is_ref, resolve_callable
+from whet.util.references import is_ref, resolve_callable, resolve_name
 
 __all__ = ["check_rewards", "check_run", "check_teacher_used"]
 
@@ -64,17 +64,19 @@ Check = tuple[str, Callable[[], Any]]
 def check_run(config: RunConfig | SupervisedRunConfig, unread: Collection[str] = ()) -> None:
     """Looks at a run before anything is loaded.
 
-    Args: config: of the run. unread: sections that keys were left out of, since they can't be read (base.check_part):
-        what is wrong with values is said, and with sections that are whole. What is no section may stand for any.
+    Args: config: of the run. unread: sections that keys were left out of, since they can't be read
+        (partial_config_from_dict). Wrong values are
+        reported, and so is what is wrong with whole sections. A name that is no section may stand for any section.
     Raises: ConfigError: with every finding, a line each; a single one as the error that it is.
 
     >>> from whet.config import load_run
-    >>> check_run(load_run(["reward=exact_match", "actor.optim.name=sdg", "trainer.mini_batch_size=3"]))
+    >>> words = ["reward=exact_match", "actor.optim.name=sdg", "trainer.mini_batch_size=3"]
+    >>> check_run(load_run(words))  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     whet.errors.ConfigError: no model; write model=<hub name or folder>
     no data; write data=<hub name, folder, json, jsonl, csv, parquet or arrow file>
     batch_size=8 must be a multiple of mini_batch_size=3; use mini_batch_size=2 or 4
-    unknown optim.name 'sdg'; did you mean sgd? Known: adam, adamw, adamw8bit, muon, package.module:factory, sgd
+    unknown optim.name 'sdg'; did you mean sgd? Known: adam, adamw, adamw8bit, muon, sgd, package.module:name, ...
     """
     sections = {field.name for field in dataclasses.fields(config)}
     doubtful = set(unread) if sections.issuperset(unread) else sections
@@ -115,8 +117,8 @@ def _supervised(config: SupervisedRunConfig, unread: Collection[str]) -> Iterato
     elif isinstance(algo, RewardModelConfig):
         yield "algo", partial(make_reward_loss, algo)
     elif isinstance(algo, SFTConfig):
-        yield "", partial(resolve_name, algo.loss_type, SFT_LOSSES, "SFT loss")
-        yield "", partial(resolve_name, algo.loss_agg_mode, LOSS_AGG_MODES, "loss_agg_mode")
+        yield "", partial(resolve_name, algo.loss_type, SFT_LOSSES, "SFT loss", other_field)
+        yield "", partial(resolve_name, algo.loss_agg_mode, LOSS_AGG_MODES, "loss_agg_mode", other_field)
     yield from _role(config.TRAINED, config.trained, trained=True)
     if isinstance(config, DPORunConfig):
         yield from _role("reference", config.reference, trained=False)
@@ -126,7 +128,7 @@ def _shared(config: RunConfig | SupervisedRunConfig) -> Iterator[Check]:
     """The checks of any run: data, tokenizer, loggers, folders, what is watched."""
     data, trainer = config.data, config.trainer
     part = None if data.eval_path is not None or data.eval_split == data.split else data.eval_split
-    paths = (*paths_of(data.path), *paths_of(data.eval_path))
+    paths = (*source_paths(data.path), *source_paths(data.eval_path))
     yield from (("", partial(check_source, path, part)) for path in paths)
     if config.tokenizer not in (None, "byte"):
         yield "", partial(check_model_exists, config.tokenizer)
@@ -186,7 +188,7 @@ def check_rewards(config: RunConfig, train: Any, evaluation: Any) -> None:
     fns = by_name([name for name in config.reward_names if name != REWARD_MODEL])
     fields = {f.name: getattr(config.algo, f.name) for f in dataclasses.fields(config.algo)}
     checks: list[Callable[[], Any]] = []
-    first = first_of(train)
+    first = first_row(train)
     if isinstance(first, Prompt):
         checks.append(partial(check_columns, fns, first.columns, fields))
     elif isinstance(first, Mapping):
@@ -195,7 +197,7 @@ def check_rewards(config: RunConfig, train: Any, evaluation: Any) -> None:
         checks.append(partial(check_columns, fns, [*(name for name in first if name != prompt), *taken_off], fields))
     if config.trainer.on_reward_error == "raise":  # else a warning of the run's
         for rows, what in ((train, "rows"), (evaluation, "evaluation rows")):
-            if has_places(rows) and not is_batch(first_of(rows), config.data.prompt_column):
+            if has_random_access(rows) and not is_batch(first_row(rows), config.data.prompt_column):
                 columns = ((p.row, p.columns) if isinstance(p, Prompt) else (n, p) for n, p in enumerate(rows))
                 checks.append(partial(check_answers, fns, columns, what))
     raise_all(checks)

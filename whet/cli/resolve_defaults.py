@@ -1,24 +1,24 @@
-"""What a run leaves to its model and data, settled before a model is loaded: the chat template, the date that it
-writes, and the lengths.
+"""Fills in what a run's configuration leaves to its model and data, before a model is loaded: the chat template, the
+date that it writes, and the lengths of prompts and completions.
 
-The rows are encoded here, once; a learner takes the prompts as they are.
+Rows with a length are encoded here, once; the learner takes the prompts as they are, with the encoders that made them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from whet.config import Mode, RunConfig, SupervisedRunConfig
 from whet.config.run_sections import NEW_TOKENS
-from whet.data.lengths import Spread
-from whet.data.prompt_stream import encode_all, first_of, has_places, is_batch, unbatch
+from whet.data.lengths import LengthStats, check_prompt_lengths
+from whet.data.prompt_stream import encode_all, first_row, has_random_access, is_batch, unbatch
 from whet.data.prompts import PromptEncoder, find_prompt_column
-from whet.data.templates import DAY, goes_through, writes_date
+from whet.data.templates import DAY, uses_chat_template, writes_date
 from whet.data.tokenizer import load_tokenizer
 from whet.errors import ConfigError, DataError
 from whet.models.config_sizes import read_positions
@@ -28,7 +28,7 @@ from whet.util.references import is_ref
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Settled", "encoder_of", "settled", "with_lengths", "with_template"]
+__all__ = ["ResolvedRun", "make_encoder", "resolve_defaults", "with_lengths", "with_template"]
 
 log = logging.getLogger("whet")
 
@@ -36,18 +36,21 @@ C = TypeVar("C", bound=RunConfig | SupervisedRunConfig)
 
 
 @dataclass(frozen=True)
-class Settled:
-    """A run's configuration with numbers for what was left open, and its data."""
+class ResolvedRun:
+    """A configuration without open values, and the data that are ready to train on."""
 
     config: RunConfig
     tokenizer: PreTrainedTokenizerBase
     train: Any
-    """Prompts; rows or batches as they were read where nothing was to be settled by them."""
+    """Prompts; ready-made batches and streams as they were read."""
     evaluation: Any
+    """The same; None = there are none."""
+    encoders: Mapping[Mode, PromptEncoder]
+    """The encoder of the prompts of each mode that has data."""
 
 
-def settled(config: RunConfig, train: Any, evaluation: Any) -> Settled:
-    """Settles apply_chat_template, max_tokens_to_generate and max_prompt_length.
+def resolve_defaults(config: RunConfig, train: Any, evaluation: Any) -> ResolvedRun:
+    """Encodes the rows, and sets apply_chat_template, max_tokens_to_generate and max_prompt_length where they are open.
 
     Args: config: of the run. train, evaluation: its rows; None = none.
     Raises: DataError: prompts over the limit, or over the model's context: how many, the longest, what 95 % have.
@@ -55,20 +58,52 @@ def settled(config: RunConfig, train: Any, evaluation: Any) -> Settled:
     """
     tokenizer = load_tokenizer(config.tokenizer or config.actor.model, trust_remote_code=config.actor.trust_remote_code)
     config = with_template(config, tokenizer, train)
-    rollout = config.rollout
-    if not rollout.open_lengths:
-        return Settled(config, tokenizer, train, evaluation)
-    sets = {Mode.TRAIN: train, Mode.EVAL: evaluation}
-    given = {mode: rows for mode, rows in sets.items() if rows is not None}
-    prompts = {mode: _prompts(encoder_of(config, tokenizer, mode), rows, config) for mode, rows in given.items()}
-    spread = Spread(len(p.tokens) for known in prompts.values() for p in known or ())
-    given_new, config = config.rollout.max_tokens_to_generate, with_lengths(config, spread)
-    _tell_lengths(config, spread, cut=given_new is None)
-    assert config.rollout.max_prompt_length is not None
-    if spread.longest > config.rollout.max_prompt_length:  # over the model's context: cut or left out
-        prompts = {mode: _prompts(encoder_of(config, tokenizer, mode), rows, config) for mode, rows in given.items()}
-    rows = {mode: prompts[mode] if _are_rows(data) else data for mode, data in given.items()}
-    return Settled(config, tokenizer, rows[Mode.TRAIN], rows.get(Mode.EVAL))
+    sets = {mode: rows for mode, rows in ((Mode.TRAIN, train), (Mode.EVAL, evaluation)) if rows is not None}
+    are_rows = {mode: _are_rows(rows, config.data.prompt_column) for mode, rows in sets.items()}
+    encoders = {mode: make_encoder(config, tokenizer, mode) for mode in sets}
+    ready = {mode: _encode(encoders[mode], rows) if are_rows[mode] else rows for mode, rows in sets.items()}
+    if config.rollout.open_lengths:
+        spread = LengthStats()
+        for mode, rows in ready.items():
+            prompts = rows if are_rows[mode] else _prompts_of_batches(encoders[mode], rows, config)
+            spread.extend(len(p.tokens) for p in prompts)
+        is_open, config = config.rollout.max_tokens_to_generate is None, with_lengths(config, spread)
+        _log_lengths(config, spread, may_be_short=is_open)
+        for mode, encode in encoders.items():
+            encode.max_prompt_length = config.rollout.for_mode(mode).max_prompt_length
+            if are_rows[mode]:  # prompts over the model's context are cut or left out
+                ready[mode] = _encode(encode, ready[mode])
+    return ResolvedRun(config, tokenizer, ready.get(Mode.TRAIN), ready.get(Mode.EVAL), encoders)
+
+
+def _encode(encode: PromptEncoder, rows: Any) -> Sequence[Prompt]:
+    """All rows as prompts; a warning says how many were over the limit."""
+    prompts = encode_all(rows, encode, "prompts")
+    if not len(prompts):
+        raise DataError(f"all {len(rows)} prompts are over {encode.describe_limit()}; raise it")
+    if told := encode.describe_counts():
+        log.warning("%s", told)
+    return prompts
+
+
+def _are_rows(data: Any, prompt_column: str | None) -> bool:
+    """Whether data are rows with a length, which are encoded at once."""
+    return has_random_access(data) and not is_batch(first_row(data), prompt_column)
+
+
+def _prompts_of_batches(encode: PromptEncoder, data: Any, config: RunConfig) -> Sequence[Prompt]:
+    """The prompts of ready-made batches, to be measured; none of a stream, whose limit is set.
+
+    Raises: ConfigError: the limit of a stream is not set.
+    """
+    if has_random_access(data):
+        return _encode(encode, [row for batch in data for row in unbatch(batch, config.data.prompt_column)])
+    if config.rollout.max_prompt_length is None:
+        raise ConfigError(
+            "rollout.max_prompt_length is needed: the data are a stream, whose longest prompt is not known before it "
+            "is read; set it"
+        )
+    return ()
 
 
 def with_template(config: C, tokenizer: PreTrainedTokenizerBase, rows: Any) -> C:
@@ -77,7 +112,7 @@ def with_template(config: C, tokenizer: PreTrainedTokenizerBase, rows: Any) -> C
     options = (config.rollout if isinstance(config, RunConfig) else config.data).chat_template_kwargs
     applied = data.apply_chat_template
     if applied == "auto":
-        applied = goes_through(tokenizer, options)
+        applied = uses_chat_template(tokenizer, options)
         if applied and plain:
             log.info(
                 "chat template: each plain-text prompt is a user's turn in it (data.apply_chat_template=auto; false "
@@ -101,7 +136,7 @@ def _with_day(config: C) -> C:
 
 def _plain(config: RunConfig | SupervisedRunConfig, rows: Any) -> bool:
     """Whether the first row's prompt is a text."""
-    first = first_of(rows)
+    first = first_row(rows)
     if not isinstance(first, dict):
         return False
     try:
@@ -113,44 +148,18 @@ def _plain(config: RunConfig | SupervisedRunConfig, rows: Any) -> bool:
     return isinstance(value, str)
 
 
-def encoder_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase, mode: Mode) -> PromptEncoder:
-    """What turns a run's rows into prompts. Args: config: with its template settled. mode: whose sampling."""
+def make_encoder(config: RunConfig, tokenizer: PreTrainedTokenizerBase, mode: Mode) -> PromptEncoder:
+    """The encoder of a run's rows. Args: config: apply_chat_template is not "auto". mode: of the sampling."""
     rollout = config.rollout.for_mode(mode)
     if rollout.env_path is None:
-        return PromptEncoder.of(tokenizer, rollout, config.data)
+        return PromptEncoder.from_config(tokenizer, rollout, config.data)
     from whet.envs import load_script  # which imports torch: `whet data` seldom needs it
 
     script = load_script(rollout.env_path, turns=rollout.max_turns)
-    return PromptEncoder.of(tokenizer, rollout, config.data, tools=script.tools)
+    return PromptEncoder.from_config(tokenizer, rollout, config.data, tools=script.tools)
 
 
-def _are_rows(data: Any) -> bool:
-    """Whether data are rows with a length, which are encoded once."""
-    return has_places(data) and not is_batch(first_of(data))
-
-
-def _prompts(encode: PromptEncoder, data: Any, config: RunConfig) -> Sequence[Prompt] | None:
-    """The prompts of rows or ready-made batches; None where they are a stream, whose limit is set.
-
-    Raises: ConfigError: its limit is not set.
-    """
-    if not has_places(data):
-        if config.rollout.max_prompt_length is None:
-            raise ConfigError(
-                "rollout.max_prompt_length is needed: the data are a stream, whose longest prompt is not known before "
-                "it is read; set it"
-            )
-        return None
-    rows: Iterable[Any] = data
-    if not _are_rows(data):
-        rows = [row for batch in data for row in unbatch(batch, config.data.prompt_column)]
-    made = encode_all(rows, encode, "prompts")
-    if over := encode.told_over():
-        log.warning("%s; %s", over, encode.told_fate())
-    return made
-
-
-def with_lengths(config: RunConfig, spread: Spread) -> RunConfig:
+def with_lengths(config: RunConfig, spread: LengthStats) -> RunConfig:
     """The configuration with both lengths.
 
     Args: config: of the run. spread: lengths of its prompts; empty = they are not known, and their limit is set.
@@ -172,20 +181,16 @@ def with_lengths(config: RunConfig, spread: Spread) -> RunConfig:
     room = known if positions is None else positions - new
     if room < 1:
         raise ConfigError(f"rollout.max_tokens_to_generate={new} leaves no room in {positions} positions; lower it")
-    what = f"what {positions} positions leave beside {new} new token{'s' * (new != 1)},"
-    if keeps_all and (over := spread.told_over(room, what)):
-        fewer = "lower rollout.max_tokens_to_generate, or " if new > 1 else ""
-        most = room if rollout.max_tokens_to_generate is not None else max(1, room - min(NEW_TOKENS, room // 2))
-        raise DataError(
-            f"{over}; {fewer}set rollout.max_prompt_length={most} with rollout.on_long_prompt=drop or truncate_left"
-        )
+    if keeps_all:
+        best = room if rollout.max_tokens_to_generate is not None else max(1, room - min(NEW_TOKENS, room // 2))
+        check_prompt_lengths(spread, positions, new, best_limit=best)
     limit = rollout.max_prompt_length or min(known, room)
     lengths = {"max_prompt_length": limit, "max_tokens_to_generate": new}
     return dataclasses.replace(config, rollout=dataclasses.replace(rollout, **lengths))
 
 
-def _tell_lengths(config: RunConfig, spread: Spread, *, cut: bool) -> None:
-    """Logs the lengths. Args: cut: whether completions may be shorter than usual for want of positions."""
+def _log_lengths(config: RunConfig, spread: LengthStats, *, may_be_short: bool) -> None:
+    """Logs the lengths. Args: may_be_short: whether a small context was allowed to lower max_tokens_to_generate."""
     rollout = config.rollout
     most: int | None = rollout.max_tokens_to_generate
     assert most is not None
@@ -195,7 +200,7 @@ def _tell_lengths(config: RunConfig, spread: Spread, *, cut: bool) -> None:
         spread,
         most,
     )
-    if cut and most < NEW_TOKENS:
+    if may_be_short and most < NEW_TOKENS:
         log.warning(
             "completions are cut at %d tokens: the model's context has no room for %d after the longest prompt; "
             "shorter prompts (rollout.max_prompt_length, rollout.on_long_prompt=drop) leave more",

@@ -6,9 +6,9 @@ import logging
 from typing import Any
 
 from whet.config import RunConfig, SupervisedRunConfig
-from whet.config.data import paths_of
+from whet.config.data import source_paths
 from whet.data.prompt_stream import hold_out
-from whet.data.sources import load_rows, same_rows
+from whet.data.sources import have_same_rows, load_rows
 
 __all__ = ["data"]
 
@@ -26,11 +26,11 @@ def data(config: RunConfig | SupervisedRunConfig) -> tuple[Any, Any]:
     rows = load_rows(c.path, split=c.split, subset=c.subset, streaming=c.streaming, limit=c.limit)
     evaluated: Any = c.eval_path or c.path
     if c.eval_path is not None or c.eval_split is not None:
-        if same_rows(c.path or (), c.split, evaluated, c.eval_split):
+        if have_same_rows(c.path or (), c.split, evaluated, c.eval_split):
             log.warning(
                 "evaluations are of the training data, %s: they measure what was learnt by heart; give data.eval_path "
                 "other rows, or set data.eval_fraction=0.1",
-                ", ".join(paths_of(evaluated)),
+                ", ".join(source_paths(evaluated)),
             )
         is_part = c.eval_path is None and c.eval_split != c.split
         return rows, load_rows(evaluated, split=c.eval_split, subset=c.subset, is_part=is_part)

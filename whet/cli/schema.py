@@ -52,8 +52,8 @@ def schema(kind: type, short: Mapping[str, str]) -> dict[str, Any]:
 
     Args: kind: a configuration class. short: its shorthands.
 
-    >>> from whet.config import SHORT, RunConfig
-    >>> found = schema(RunConfig, SHORT)
+    >>> from whet.config import SHORTHANDS, RunConfig
+    >>> found = schema(RunConfig, SHORTHANDS)
     >>> found["$defs"]["OptimConfig"]["properties"]["lr"]["description"][:13]
     'Learning rate'
     """

@@ -10,8 +10,8 @@ from whet.cli.commands import data, rows_given, train
 from whet.cli.resolve_defaults import with_template
 from whet.config import DPORunConfig, RMRunConfig, RoleConfig, SFTRunConfig
 from whet.config.run_supervised import SupervisedRunConfig, check_supervised
-from whet.data.preference import LabelledEncoder, PreferenceEncoder, ScoredPairEncoder
-from whet.data.prompt_stream import first_of, is_batch
+from whet.data.preference import PreferenceEncoder, ScoredPairEncoder, UnpairedEncoder
+from whet.data.prompt_stream import first_row, is_batch
 from whet.data.supervised import SFTEncoder
 from whet.data.tokenizer import load_tokenizer
 from whet.learners.preference import PreferenceLearner, RewardModelLearner
@@ -64,7 +64,7 @@ def _dpo(config: DPORunConfig) -> tuple[PreferenceLearner, Any, Any]:
     """The learner of a configuration, and its training and evaluation data."""
     needs = make_preference_objective(config.algo).needs
     reads = needs.reference
-    encoder = PreferenceEncoder if needs.rows == "pairs" else LabelledEncoder
+    encoder = PreferenceEncoder if needs.rows == "pairs" else UnpairedEncoder
     config, rows, tokenizer = _settled(config, encoder)
     reference: RoleConfig | str | None = config.reference
     if config.reference is not None:
@@ -87,9 +87,10 @@ def _settled(config: C, encoder: Callable[..., Encoder]) -> tuple[C, tuple[Any, 
         config.tokenizer or config.trained.model, trust_remote_code=config.trained.trust_remote_code
     )
     config = with_template(config, tokenizer, rows[0])
+    encode = encoder(tokenizer, rows_given(config.data))
     for part in rows:
-        if isinstance(first := first_of(part), Mapping) and not is_batch(first, None):
-            encoder(tokenizer, rows_given(config.data))(first)
+        if isinstance(first := first_row(part), Mapping) and not is_batch(first, None):
+            encode(first)
     return config, rows, tokenizer
 
 

@@ -2,27 +2,23 @@
 
 from whet.config.algo import (
     AlgorithmConfig,
-    DAPOConfig,
-    DrGRPOConfig,
     GRPOConfig,
-    GrpoConfig,
     OverlongBuffer,
     PolicyConfig,
     PPOConfig,
-    PpoConfig,
     PreferenceConfig,
     RewardModelConfig,
 )
 from whet.config.algo.sft import SFTConfig, SupervisedConfig
-from whet.config.base import check, config, field_docs
+from whet.config.base import config, config_from_dict, field_docs
 from whet.config.data import DataConfig, SourceConfig, SupervisedDataConfig
 from whet.config.engines import SGLangOptions, VLLMOptions
 from whet.config.enums import Mode, Role
-from whet.config.loader import diff, dump, dump_tree, load, read_yaml, show, tree
-from whet.config.lora import LoraConfig, lora_short
+from whet.config.loader import diff, dump, dump_tree, help_text, load, parse_config_args, read_yaml
+from whet.config.lora import LoraConfig, lora_shorthands
 from whet.config.model import OptimConfig, RoleConfig
 from whet.config.rollout import ConstraintConfig, RolloutConfig
-from whet.config.run import SHORT, PPORunConfig, RunConfig, check_complete, load_run
+from whet.config.run import SHORTHANDS, PPORunConfig, RunConfig, check_complete, load_run
 from whet.config.run_supervised import (
     DPORunConfig,
     RMRunConfig,
@@ -45,18 +41,15 @@ from whet.config.training import (
 )
 
 __all__ = [
-    "SHORT",
+    "SHORTHANDS",
     "AlgorithmConfig",
     "BatchSizes",
     "CheckpointingOptions",
     "ClusterConfig",
     "ConstraintConfig",
-    "DAPOConfig",
     "DPORunConfig",
     "DataConfig",
-    "DrGRPOConfig",
     "GRPOConfig",
-    "GrpoConfig",
     "LoraConfig",
     "MetricsLoggerOptions",
     "Mode",
@@ -66,7 +59,6 @@ __all__ = [
     "PPORunConfig",
     "PerfMetricsOptions",
     "PolicyConfig",
-    "PpoConfig",
     "PreferenceConfig",
     "ProfilerOptions",
     "RLTrainingConfig",
@@ -86,20 +78,20 @@ __all__ = [
     "SupervisedTrainingConfig",
     "TrainingConfig",
     "VLLMOptions",
-    "check",
     "check_complete",
     "check_supervised",
     "config",
+    "config_from_dict",
     "diff",
     "dump",
     "dump_tree",
     "field_docs",
+    "help_text",
     "load",
     "load_run",
     "load_supervised",
-    "lora_short",
+    "lora_shorthands",
+    "parse_config_args",
     "read_yaml",
     "shorthands",
-    "show",
-    "tree",
 ]

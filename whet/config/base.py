@@ -1,8 +1,8 @@
-"""What makes a class a configuration: frozen, keyword-only, checked, and documented field by field.
+"""The machinery of configuration classes: frozen, keyword-only, checked, and documented field by field.
 
 A configuration is an ordinary frozen dataclass. pydantic's TypeAdapter checks it, from Python exactly as from YAML:
-a wrong keyword is a ConfigError with the nearest match, a wrong type one with the path to it. The types of fields, with
-their limits, lie in whet.config.fields.
+a wrong keyword raises ConfigError with the nearest match, and a wrong type raises it with the path. whet.config.fields
+has the types of fields with their limits.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from typing import Any, TypeVar, dataclass_transform
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs
 
-from whet.config.fields import SPOKEN, Fn
-from whet.config.synonyms import NOTES, leaves_of, meant, owner
-from whet.errors import ConfigError, nearest, shown
+from whet.config.fields import TYPE_NAMES, Fn
+from whet.config.synonyms import NOTES, find_owner, find_synonym, leaf_paths
+from whet.errors import ConfigError, format_value, nearest
 
 __all__ = [
-    "CALLED",
+    "CALLABLE_TYPES",
     "adapter",
-    "check",
-    "check_part",
+    "check_instance",
     "choices",
     "config",
-    "explain",
+    "config_from_dict",
     "field_docs",
-    "kinds_at",
     "leaves",
-    "need",
+    "partial_config_from_dict",
     "section_at",
+    "to_config_error",
     "type_text",
+    "types_at",
 ]
 
 T = TypeVar("T")
-CALLED = (Fn,)
-"""Types that no word of a command line stands for itself: a reference to one is text."""
+CALLABLE_TYPES = (Fn,)
+"""Types of functions. On a command line a function is given by its name, as text."""
 
 _EXPECTED = {
     "dict_type": "expected keys with their values, {key: value}",
@@ -52,14 +52,14 @@ _EXPECTED = {
     "string_type": "expected text",
     "tuple_type": "expected a list, [a, b]",
 }
-"""What pydantic says of a type -> in whet's words."""
-_USUAL = {True: ("preset", "model", "path", "name", "log_dir", "metric"), False: ("lr", "r", "temperature")}
-"""The field of a section that a lone value was meant for: of a text, and of anything else."""
+"""Error type of pydantic -> whet's message."""
+_LIKELY_FIELDS = {True: ("preset", "model", "path", "name", "log_dir", "metric"), False: ("lr", "r", "temperature")}
+"""Whether a value is text -> the fields of a section that the user probably meant by it."""
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def config(cls: type[T]) -> type[T]:
-    """The decorator of every configuration class: a frozen keyword-only dataclass that checks what it is given.
+    """The decorator of every configuration class: makes it a frozen keyword-only dataclass that checks its fields.
 
     Args: cls: annotated fields, each with a docstring line under it; `__post_init__` may raise ConfigError.
         A class attribute REFUSED = {keyword: reason} explains keywords that peers have and whet does not.
@@ -70,9 +70,9 @@ def config(cls: type[T]) -> type[T]:
     Traceback (most recent call last):
     whet.errors.ConfigError: unknown keyword OptimConfig.lrr; did you mean lr?
     """
-    made = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-    made.__pydantic_config__ = {"extra": "forbid"}  # pyright: ignore
-    plain = made.__init__
+    checked = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    checked.__pydantic_config__ = {"extra": "forbid"}  # pyright: ignore
+    plain = checked.__init__
 
     @functools.wraps(plain)
     def __init__(self: Any, *args: Any, **given: Any) -> None:
@@ -81,19 +81,19 @@ def config(cls: type[T]) -> type[T]:
         try:
             adapter(type(self)).validator.validate_python(ArgsKwargs((), given), self_instance=self)
         except ValidationError as error:
-            raise explain(type(self), error, given, root=type(self).__name__) from None
+            raise to_config_error(type(self), error, given, root=type(self).__name__) from None
 
-    made.__init__ = __init__  # pyright: ignore[reportAttributeAccessIssue]
-    return made
+    checked.__init__ = __init__  # pyright: ignore[reportAttributeAccessIssue]
+    return checked
 
 
 @functools.cache
 def adapter(cls: type) -> TypeAdapter[Any]:
-    """The TypeAdapter of a configuration class, made at first use: importing whet.config builds no schema."""
+    """The TypeAdapter of a configuration class. It is built at first use, so importing whet.config stays fast."""
     return TypeAdapter(cls)
 
 
-def check(cls: type[T], tree: Mapping[str, Any], *, short: Mapping[str, str] | None = None) -> T:
+def config_from_dict(cls: type[T], tree: Mapping[str, Any], *, short: Mapping[str, str] | None = None) -> T:
     """A configuration from plain nested dicts.
 
     Args: cls: a configuration class. tree: as from YAML. short: shorthands, named in suggestions.
@@ -101,20 +101,20 @@ def check(cls: type[T], tree: Mapping[str, Any], *, short: Mapping[str, str] | N
     Raises: ConfigError: every unknown key, missing key and wrong value at once, a line each.
     """
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"a configuration is a mapping of keys, got {shown(tree, 80)} ({type(tree).__name__})")
+        raise ConfigError(f"a configuration is a mapping of keys, got {format_value(tree, 80)} ({type(tree).__name__})")
     try:
         return adapter(cls).validate_python(dict(tree))
     except ValidationError as error:
-        raise explain(cls, error, tree, short=short) from None
+        raise to_config_error(cls, error, tree, short=short) from None
 
 
-def check_part(cls: type[T], tree: Mapping[str, Any]) -> tuple[T | None, frozenset[str]]:
-    """What of nested dicts can be taken, without the keys that `check` refuses.
+def partial_config_from_dict(cls: type[T], tree: Mapping[str, Any]) -> tuple[T | None, frozenset[str]]:
+    """A configuration from nested dicts, without the keys that `config_from_dict` refuses.
 
-    Returns: the instance, and which of the top's names something was left out of; None = the rest contradicts itself.
+    Returns: the instance, or None if the other keys contradict one another; and the top-level keys with a refused key.
 
     >>> from whet.config import RunConfig
-    >>> config, lacks = check_part(RunConfig, {"actor": {"lrr": 1.0, "model": "a/b"}, "modle": "a/b"})
+    >>> config, lacks = partial_config_from_dict(RunConfig, {"actor": {"lrr": 1.0, "model": "a/b"}, "modle": "a/b"})
     >>> config.actor.model, sorted(lacks)
     ('a/b', ['actor', 'modle'])
     """
@@ -134,18 +134,18 @@ def check_part(cls: type[T], tree: Mapping[str, Any]) -> tuple[T | None, frozens
 
 
 def _without(tree: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    """A tree without a key; without what it lies in, where that is no section or lacks it."""
+    """A tree without the key at a path. If there is no such key, the tree without the first part of the path."""
     inner = tree.get(path[0]) if path else None
     if len(path) > 1 and isinstance(inner, Mapping) and path[1] in inner:
         return {**tree, path[0]: _without(inner, path[1:])}
     return {key: value for key, value in tree.items() if path[:1] != (str(key),)}
 
 
-def need(value: Any, cls: type[T], name: str) -> T:
-    """The value, of a class. Args: name: what it is given as. Raises: ConfigError: it is something else.
+def check_instance(value: Any, cls: type[T], name: str) -> T:
+    """The value, if it is an instance of a class. Args: name: in the message. Raises: ConfigError: it is not.
 
     >>> from whet.config import OptimConfig
-    >>> need([OptimConfig()], OptimConfig, "optim")
+    >>> check_instance([OptimConfig()], OptimConfig, "optim")
     Traceback (most recent call last):
     whet.errors.ConfigError: optim is of class list, and must be of OptimConfig; give the object without the brackets
     """
@@ -159,22 +159,22 @@ def need(value: Any, cls: type[T], name: str) -> T:
     raise ConfigError(f"{name} is of class {type(value).__name__}, and must be of {cls.__name__}; {fix}")
 
 
-def explain(
+def to_config_error(
     cls: type, error: ValidationError, given: Any, *, root: str = "", short: Mapping[str, str] | None = None
 ) -> ConfigError:
-    """The findings of pydantic in whet's words: one line per path, the deepest of a union's complaints.
+    """A ConfigError from pydantic's ValidationError: one line per path, and of a union only the deepest error.
 
     Args:
-        cls: what was checked.
+        cls: the class that was checked.
         error: pydantic's.
-        given: what it was made from.
+        given: the value that was checked.
         root: class name, from Python.
         short: shorthands, named in suggestions.
 
     Returns: the ConfigError, to be raised by the caller.
 
     An example: actor_optimizer is a section, a name or a function, so a misspelt key of the section is found three
-    times, and pydantic's places name the members of the union, which no user has written:
+    times, and pydantic's locations contain the members of the union, which no user has written:
 
     >>> from whet.config import RLTrainingConfig
     >>> given = {"actor_optimizer": {"lrr": 1.0}}
@@ -188,17 +188,17 @@ def explain(
     string_type ('actor_optimizer', 'function-after[as_name(), str]')
     callable_type ('actor_optimizer', 'callable')
 
-    `_path` leaves what was given, ("actor_optimizer", "lrr") and twice ("actor_optimizer",). The first lies below the
-    others and is the one that is told, by `_line`:
+    `_path` keeps the keys that the user wrote: ("actor_optimizer", "lrr"), and ("actor_optimizer",) twice. The first is
+    the deepest, and `_error_line` makes the message from it:
 
-    >>> print(explain(RLTrainingConfig, found, given))
+    >>> print(to_config_error(RLTrainingConfig, found, given))
     unknown key actor_optimizer.lrr; did you mean actor_optimizer.lr?
     """
     found: dict[tuple[str, ...], list[Any]] = {}
     for item in error.errors(include_url=False):
         found.setdefault(_path(cls, item["loc"], given), []).append(item)
     lines = [
-        _line(cls, path, items, root, short or {})
+        _error_line(cls, path, items, root, short or {})
         for path, items in found.items()
         if not any(len(other) > len(path) and other[: len(path)] == path for other in found)
     ]
@@ -206,7 +206,7 @@ def explain(
 
 
 def _path(cls: type, loc: tuple[Any, ...], given: Any) -> tuple[str, ...]:
-    """The parts of pydantic's location that the user knows, without its names for the members of a union."""
+    """The keys in pydantic's location that the user wrote, without the members of unions."""
     path: tuple[str, ...] = ()
     for part in loc:
         section = section_at(cls, path)
@@ -220,13 +220,15 @@ def _path(cls: type, loc: tuple[Any, ...], given: Any) -> tuple[str, ...]:
     return path
 
 
-def _line(cls: type, path: tuple[str, ...], items: list[Any], root: str, short: Mapping[str, str]) -> str:
+def _error_line(cls: type, path: tuple[str, ...], items: list[Any], root: str, short: Mapping[str, str]) -> str:
     key = ".".join([root, *path] if root else path) or "the configuration"
     first = items[0]
     if "error" in (first.get("ctx") or {}) and len(items) == 1:
-        usual = _default_said(section_at(cls, path[:-1]), path) if first["input"] is None else ""
-        message = f"{first['ctx']['error']}{usual}{_mended(first['input'], first['type'])}"
-        lines = [_under(cls, path, key, line, whole=not root) if path else line for line in message.splitlines()]
+        usual = _default_hint(section_at(cls, path[:-1]), path) if first["input"] is None else ""
+        message = f"{first['ctx']['error']}{usual}{_suggest_fix(first['input'], first['type'])}"
+        lines = [
+            _prefix_message(cls, path, key, line, whole=not root) if path else line for line in message.splitlines()
+        ]
         return "\n".join(lines)
     if first["type"] == "unexpected_keyword_argument":
         return _unknown(cls, path, key, root, short, first["input"])
@@ -236,45 +238,49 @@ def _line(cls: type, path: tuple[str, ...], items: list[Any], root: str, short: 
         return _not_a_section(section_at(cls, path), key, root, first["input"])
     owner = section_at(cls, path[:-1])
     if len(items) > 1 and owner and path[-1] in (f.name for f in dataclasses.fields(owner)):
-        return f"{key}: expected {type_text(owner, path[-1])}, got {shown(first['input'])}"
+        return f"{key}: expected {type_text(owner, path[-1])}, got {format_value(first['input'])}"
     if owner and first["type"] in ("missing", "too_long"):  # of a list that has a length of its own
         length = len(typing.get_args(_hints(owner)[path[-1]]))
-        return f"{key}: expected {length} values, got {len(first['input'])}: {shown(first['input'])}"
-    said = dict.fromkeys(_EXPECTED.get(item["type"]) or f"{item['msg'][0].lower()}{item['msg'][1:]}" for item in items)
-    mended = _mended(first["input"], first["type"], key.split(".")[-1])
-    return f"{key}: {'; '.join(said)}, got {shown(first['input'])}{mended}"
+        return f"{key}: expected {length} values, got {len(first['input'])}: {format_value(first['input'])}"
+    messages = dict.fromkeys(
+        _EXPECTED.get(item["type"]) or f"{item['msg'][0].lower()}{item['msg'][1:]}" for item in items
+    )
+    fix = _suggest_fix(first["input"], first["type"], key.split(".")[-1])
+    return f"{key}: {'; '.join(messages)}, got {format_value(first['input'])}{fix}"
 
 
 def _not_a_section(section: type, key: str, root: str, value: Any) -> str:
-    """What to say of a value where a section's keys are due."""
+    """The message about a value in place of a section."""
     names = [f.name for f in dataclasses.fields(section)]
     if not root and "preset" in _refused(section):
         names.append("preset")
-    usual = _USUAL[isinstance(value, str)]
+    usual = _LIKELY_FIELDS[isinstance(value, str)]
     some = next((name for name in usual if name in names), names[0])
     if not root:
-        return f"{key} is a section: give its keys, e.g. {key}.{some}, got {shown(value)}{_mended(value, '')}"
+        return (
+            f"{key} is a section: give its keys, e.g. {key}.{some}, got {format_value(value)}{_suggest_fix(value, '')}"
+        )
     name = section.__name__
     fix = f"give the {name} without the brackets" if isinstance(value, list | tuple) else f"write {name}({some}=...)"
-    return f"{key} takes the class {name}, or a dict of its fields, got {shown(value, 80)}; {fix}"
+    return f"{key} takes the class {name}, or a dict of its fields, got {format_value(value, 80)}; {fix}"
 
 
-def _default_said(section: Any, path: tuple[str, ...]) -> str:
-    """What to do about a None where a field takes none: its plain default; "" where it has none."""
+def _default_hint(section: Any, path: tuple[str, ...]) -> str:
+    """The hint for a None that a field does not accept: its default; "" if it has none."""
     field = next((f for f in dataclasses.fields(section) if path and f.name == path[-1]), None) if section else None
     if field is None or not isinstance(field.default, str | int | float):
         return ""
     return f"; leave it out for its default, {field.default!r}"
 
 
-def _mended(value: Any, kind: str, name: str = "") -> str:
-    """What to write in place of a value that is nearly what was meant; "" = nothing is known. name: its field's."""
+def _suggest_fix(value: Any, kind: str, name: str = "") -> str:
+    """The fix for a common mistake in a value; "" if it is none. Args: name: of its field."""
     if isinstance(value, str) and value == "None":  # an array is compared place by place
         return "; nothing is null in YAML"
     if kind == "string_type" and value is True and name == "resume":
         return "; write latest, for the newest checkpoint of trainer.run_dir, or a checkpoint's folder"
     if kind == "string_type" and isinstance(value, bool | int | float):
-        text = f'"{shown(value, 40)}"'
+        text = f'"{format_value(value, 40)}"'
         return f"; quote it: '{text}' on a command line, {text} in a file"
     if kind in ("", "dict_type") and isinstance(value, str) and re.match(r"\w+:\S", value):
         return f"; a colon that ends a key has a blank behind it: {value.replace(':', ': ', 1)}"
@@ -284,14 +290,15 @@ def _mended(value: Any, kind: str, name: str = "") -> str:
 
 
 def _refused(section: type) -> dict[str, str]:
-    """Keywords that a section does not have, with the reason."""
+    """Keywords that a section refuses, with the reason."""
     return {k: v for c in reversed(section.__mro__) for k, v in vars(c).get("REFUSED", {}).items()}
 
 
-def _under(cls: type, path: tuple[str, ...], key: str, message: str, *, whole: bool) -> str:
-    """A section's own message under its key; one that begins with a field's name continues the path to it.
+def _prefix_message(cls: type, path: tuple[str, ...], key: str, message: str, *, whole: bool) -> str:
+    """A section's own message with the path of its key. If the message begins with a field, the path ends with it.
 
-    Args: whole: further fields that it names have the path too. Those of one word are left alone: they may be words.
+    Args: whole: add the path to the other fields that the message names, too. Fields of one word are left unchanged,
+        because they may be ordinary words.
     """
     section = section_at(cls, path)
     names = [f.name for f in dataclasses.fields(section)] if section else []
@@ -305,28 +312,28 @@ def _under(cls: type, path: tuple[str, ...], key: str, message: str, *, whole: b
 
 
 def _unknown(cls: type, path: tuple[str, ...], key: str, root: str, short: Mapping[str, str], value: Any) -> str:
-    """An unknown keyword, from Python, or key: with what it is called here, or else the nearest that there is."""
+    """The message about an unknown keyword (from Python) or key, with its name in whet or the nearest match."""
     section = section_at(cls, path[:-1])
     if section and path[-1] in (refused := _refused(section)):
         return f"{key}: {refused[path[-1]]}"
     inside = [f.name for f in dataclasses.fields(section)] if section else []
     if root:
-        own = owner(path[-1], inside)
+        own = find_owner(path[-1], inside)
         return f"unknown keyword {key}{f'; did you mean {own}?' if own else nearest(path[-1], inside)}"
     keys = _keys(cls)
     whole = dict.fromkeys(k.rsplit(".", n)[0] for k in keys for n in range(k.count(".") + 1))  # sections too
-    told = {leaf: _told(leaf, {*whole, *short}) for leaf in leaves_of(path, value)}
-    if any(told.values()):
-        return "\n".join(f"unknown key {'.'.join(leaf)}{said}" for leaf, said in told.items())
+    hints = {leaf: _synonym_hint(leaf, {*whole, *short}) for leaf in leaf_paths(path, value)}
+    if any(hints.values()):
+        return "\n".join(f"unknown key {'.'.join(leaf)}{hint}" for leaf, hint in hints.items())
     same = [k for k in whole if k.split(".")[-1] == path[-1]]
     near = nearest(path[-1], inside, prefix=".".join((*path[:-1], "")))
     near = near or (f"; did you mean {' or '.join(same[:3])}?" if same else nearest(key, [*keys, *short]))
     return f"unknown key {key}{near}"
 
 
-def _told(path: tuple[str, ...], known: Collection[str]) -> str:
-    """The end of a message about an unknown key that other libraries have; "" of one that is in no table."""
-    if (hint := meant(path, known)) is not None:
+def _synonym_hint(path: tuple[str, ...], known: Collection[str]) -> str:
+    """The hint about a key of another library; "" if no table has it."""
+    if (hint := find_synonym(path, known)) is not None:
         return f"; did you mean {hint}?"
     return f": {NOTES[path[-1]]}" if path[-1] in NOTES else ""
 
@@ -338,7 +345,7 @@ def _keys(cls: type) -> tuple[str, ...]:
 
 
 def section_at(cls: type, path: tuple[str, ...]) -> Any:
-    """The configuration class at a path of keys; None where there is none.
+    """The configuration class at a path of keys; None if there is none.
 
     >>> from whet.config import TrainingConfig
     >>> section_at(TrainingConfig, ("checkpointing_options",)).__name__
@@ -354,25 +361,27 @@ def section_at(cls: type, path: tuple[str, ...]) -> Any:
     return kind if dataclasses.is_dataclass(kind) else None
 
 
-INSIDE: dict[tuple[str, ...], tuple[Any, ...]] = {("chat_template_kwargs", "chat_template"): (str, type(None))}
-"""Types of keys within mappings of arguments for someone else, by their last two names."""
+NESTED_KEY_TYPES: dict[tuple[str, ...], tuple[Any, ...]] = {
+    ("chat_template_kwargs", "chat_template"): (str, type(None))
+}
+"""Types of keys inside mappings of arguments for other libraries, by the last two names of their path."""
 
 
-def kinds_at(cls: type, path: tuple[str, ...]) -> tuple[Any, ...]:
-    """The types that a key may be of, those of a list's entries included where a lone one counts as a list; () where
-    there is no such key.
+def types_at(cls: type, path: tuple[str, ...]) -> tuple[Any, ...]:
+    """The types that a key accepts, with those of a list's items if a single item counts as a list; () if there is no
+    such key.
 
     >>> from whet.config import RunConfig
-    >>> kinds_at(RunConfig, ("trainer", "run_dir"))
+    >>> types_at(RunConfig, ("trainer", "run_dir"))
     (<class 'str'>, <class 'NoneType'>)
-    >>> str in kinds_at(RunConfig, ("rollout", "stop")), str in kinds_at(RunConfig, ("rollout", "eval", "stop"))
+    >>> str in types_at(RunConfig, ("rollout", "stop")), str in types_at(RunConfig, ("rollout", "eval", "stop"))
     (True, True)
     """
-    if path[-2:] in INSIDE:
-        return INSIDE[path[-2:]]
-    for place in range(1, len(path) - 1):  # below a mapping of a section's own fields, a key is what it is beside it
+    if path[-2:] in NESTED_KEY_TYPES:
+        return NESTED_KEY_TYPES[path[-2:]]
+    for place in range(1, len(path) - 1):  # a mapping of a section's own fields has the types of the section
         if path[place] in getattr(section_at(cls, path[:place]), "OVERRIDES", ()):
-            return kinds_at(cls, (*path[:place], *path[place + 1 :]))
+            return types_at(cls, (*path[:place], *path[place + 1 :]))
     owner = section_at(cls, path[:-1]) if path[1:] else cls
     if owner is None or path[-1] not in _hints(owner):
         return ()
@@ -392,7 +401,7 @@ def _members(kind: Any) -> tuple[Any, ...]:
 
 
 def type_text(cls: type, name: str) -> str:
-    """A field's type as help and messages say it.
+    """A field's type, as help and messages show it.
 
     >>> from whet.config import OptimConfig
     >>> type_text(OptimConfig, "total_steps")
@@ -402,7 +411,7 @@ def type_text(cls: type, name: str) -> str:
     tree = ast.parse(str(text), mode="eval")
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
-            node.id = SPOKEN.get(node.id, node.id)
+            node.id = TYPE_NAMES.get(node.id, node.id)
     return re.sub(r"InstanceOf\[(\w+)\]", r"\1", ast.unparse(tree))
 
 
@@ -411,7 +420,7 @@ def field_docs(cls: type) -> dict[str, str]:
     """The docstring under each field, inherited fields included.
 
     Args: cls: a configuration class.
-    Returns: field -> text, the nearest class's for a field that several define.
+    Returns: field -> text. If several classes define a field, the text of the most derived one.
 
     >>> from whet.config import OptimConfig
     >>> field_docs(OptimConfig)["warmup_steps"]
@@ -429,7 +438,7 @@ def field_docs(cls: type) -> dict[str, str]:
 
 
 def choices(cls: type, name: str) -> Mapping[str, str]:
-    """What a field may be by name, and when: the class attribute CHOICES, {field: {name: when}}, of it or its bases.
+    """The names that a field accepts, with when to choose each: from CHOICES of the class or its bases.
 
     >>> from whet.config import GRPOConfig
     >>> choices(GRPOConfig, "advantage_estimator")["rloo"]

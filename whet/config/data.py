@@ -11,32 +11,32 @@ from pydantic import BeforeValidator
 
 from whet.config.base import config
 from whet.config.fields import Bool, Count, Float, Name, Number, Size, Text, Tree, as_name
-from whet.errors import ConfigError, nearest, shown
+from whet.errors import ConfigError, format_value, nearest
 
-__all__ = ["DataConfig", "SourceConfig", "Sources", "SupervisedDataConfig", "paths_of"]
+__all__ = ["DataConfig", "SourceConfig", "Sources", "SupervisedDataConfig", "source_paths"]
 
-OF_A_SOURCE = ("path", "weight", "split", "subset", "limit")
-"""Keys of a data set in a list of them."""
+SOURCE_KEYS = ("path", "weight", "split", "subset", "limit")
+"""Keys of a data set in a list of data sets."""
 
 
-def _sources(value: Any) -> str | tuple[Any, ...]:
-    """A data set's name, or a list of data sets: each a name, or a mapping with its path."""
+def _check_sources(value: Any) -> str | tuple[Any, ...]:
+    """Checks a data set's name, or a list of names and mappings with a path."""
     if isinstance(value, str):
         return as_name(value)
     if not isinstance(value, list | tuple) or not value:
         raise ValueError(
             "expected the name of a data set, or a list: [a.jsonl, b.jsonl] or [{path: a.jsonl, weight: 0.7}, ...], "
-            f"got {shown(value)}"
+            f"got {format_value(value)}"
         )
     for item in value:
         path = item.get("path") if isinstance(item, Mapping) else item
         if not isinstance(path, str) or not path.strip():
-            raise ValueError(f"each data set of a list is a name, or has a path; got {shown(item)}")
+            raise ValueError(f"each data set of a list is a name, or has a path; got {format_value(item)}")
         for key in item if isinstance(item, Mapping) else ():
-            if key not in OF_A_SOURCE:
+            if key not in SOURCE_KEYS:
                 raise ValueError(
-                    f"data set {path!r} has an unknown key {key!r} (its keys are {', '.join(OF_A_SOURCE)})"
-                    f"{nearest(str(key), OF_A_SOURCE)}"
+                    f"data set {path!r} has an unknown key {key!r} (its keys are {', '.join(SOURCE_KEYS)})"
+                    f"{nearest(str(key), SOURCE_KEYS)}"
                 )
     weights = [item.get("weight") if isinstance(item, Mapping) else None for item in value]
     if any(weight is not None for weight in weights):
@@ -50,14 +50,14 @@ def _sources(value: Any) -> str | tuple[Any, ...]:
     return tuple(dict(item) if isinstance(item, Mapping) else item for item in value)
 
 
-Sources = Annotated[str | tuple[Any, ...], BeforeValidator(_sources)]
+Sources = Annotated[str | tuple[Any, ...], BeforeValidator(_check_sources)]
 """A data set by its name, or a list of them."""
 
 
-def paths_of(source: Sources | None) -> tuple[str, ...]:
+def source_paths(source: Sources | None) -> tuple[str, ...]:
     """The paths that data.path or data.eval_path names.
 
-    >>> paths_of("a.jsonl"), paths_of(("a.jsonl", {"path": "b.jsonl"})), paths_of(None)
+    >>> source_paths("a.jsonl"), source_paths(("a.jsonl", {"path": "b.jsonl"})), source_paths(None)
     (('a.jsonl',), ('a.jsonl', 'b.jsonl'), ())
     """
     if source is None or isinstance(source, str):
@@ -67,7 +67,7 @@ def paths_of(source: Sources | None) -> tuple[str, ...]:
 
 @config
 class SourceConfig:
-    """Where rows come from, and how many make a step."""
+    """The source of the rows, and the number of rows of a step."""
 
     READ_BY: ClassVar[tuple[str, ...]] = (
         "path",
@@ -78,29 +78,30 @@ class SourceConfig:
         "streaming",
         "limit",
     )
-    """Fields that say where rows are read; from Python train() is given the rows themselves."""
+    """Fields that say where to read rows. From Python, train() receives the rows themselves."""
 
     path: Sources | None = None
     """Hub name (name@revision pins it), folder, a json, jsonl, csv, parquet or arrow file (also .gz, .bz2, .zst,
     .lz4), a glob or URL of such files, "file.py:function" or "package.module:function" that returns the rows; or a
-    list of these: [{path, weight, split, subset, limit}, ...], whose weights are their shares of an epoch; without
-    weights all rows are taken. None = given from Python."""
+    list of data sets: [{path, weight, split, subset, limit}, ...]. The weights are their shares of an epoch; without
+    weights every row is used once. None = the rows come from Python."""
     subset: Name | None = None
-    """Configuration of a hub data set, e.g. main, of eval_path too; None = its only one."""
+    """Configuration of a hub data set, e.g. main; for eval_path too. None = its only one."""
     eval_path: Sources | None = None
-    """The same, without weights, for evaluation; None = path with eval_split, or a part cut off by eval_fraction."""
+    """Data set for evaluation, as path but without weights; None = path with eval_split or eval_fraction."""
     split: Name = "train"
-    """Split to train on, where there are several."""
+    """Split to train on, if the data set has several."""
     eval_split: Name | None = None
-    """Split to evaluate on; None = eval_path's only one, or the only one named test, validation, dev or the like."""
+    """Split to evaluate on; None = the only split of eval_path, or the only one named test, validation, dev or
+    similar."""
     eval_fraction: Float = 0.0
-    """Share of the rows kept for evaluation and not trained on. 0.0 = off."""
+    """Share of the rows to hold out for evaluation. 0.0 = off."""
     batch_size: Size = 8
     """Rows of one step: prompts, conversations or pairs."""
     shuffle: Bool = True
-    """A new order in each epoch, from the run's seed. A stream is shuffled within its shuffle_buffer."""
+    """Shuffle the rows in each epoch by the run's seed. A stream is shuffled within its shuffle_buffer."""
     shuffle_buffer: Number = 0
-    """Rows of a stream that are held and shuffled at a time. 0 = a stream keeps its own order."""
+    """Rows of a stream that are kept in memory and shuffled. 0 = a stream keeps its own order."""
     streaming: Bool = False
     """Read the data set during the run, without downloading it first."""
     limit: Count | None = None
@@ -118,59 +119,59 @@ class SourceConfig:
 
 @config
 class DataConfig(SourceConfig):
-    """Where prompts come from."""
+    """The source of the prompts."""
 
     prompt_column: Name | None = None
-    """Column with the prompt; None = prompt, prompts, messages, question or conversations, whichever is there."""
+    """Column with the prompt; None = the one of prompt, prompts, messages, question, conversations that exists."""
     apply_chat_template: Bool = False
     """Make each plain-text prompt a user's turn in the chat template; conversations always go through it."""
     system_prompt: Text = ""
-    """Put before every conversation. "" = off."""
+    """System prompt of every conversation. "" = none."""
     on_template_change: Literal["error", "accept"] = "error"
-    """What to do where the chat template changes or leaves out what a prompt says, e.g. blanks at its end: "error", or
-    "accept" what the template makes of it."""
+    """If the chat template changes the text of a prompt, e.g. removes blanks at its end: "error" = refuse it, "accept"
+    = use the changed text."""
     on_answered: Literal["error", "take_off", "continue"] = "error"
-    """What to do with a conversation that ends with the assistant's turn: "error"; "take_off" = it is the row's answer:
-    the column answer, unless there is one; "continue" = the model goes on with it."""
+    """A conversation that ends with the assistant's turn: "error" = refuse it; "take_off" = remove that turn and use it
+    as the column answer, unless the row has one; "continue" = let the model continue it."""
 
 
 @config
 class SupervisedDataConfig(SourceConfig):
-    """Where rows of supervised training come from, and what of them is trained."""
+    """The source of the rows of supervised training, and the tokens that are trained."""
 
     messages_column: Name | None = None
-    """Column with a conversation; None = messages or conversations, whichever is there."""
+    """Column with a conversation; None = the one of messages, conversations that exists."""
     prompt_column: Name | None = None
-    """Column with the prompt; None = prompt or question, whichever is there."""
+    """Column with the prompt; None = the one of prompt, question that exists."""
     response_column: Name | None = None
-    """Column with what follows the prompt; None = response or completion, whichever is there."""
+    """Column with the text after the prompt; None = the one of response, completion that exists."""
     text_column: Name | None = None
-    """Column with plain text, trained whole; None = text."""
+    """Column with plain text, all of which is trained; None = text."""
     chosen_column: Name | None = None
     """Column with the better answer of a pair; None = chosen."""
     rejected_column: Name | None = None
     """Column with the worse answer of a pair; None = rejected."""
     margin_column: Name | None = None
-    """Column with how much better the chosen answer is, a number; None = margin, where there is one."""
+    """Column with a number, the margin of the chosen answer over the rejected one; None = margin, if it exists."""
     label_column: Name | None = None
-    """Column that says whether a single answer is good (true, 1) or bad (false, 0); None = label."""
+    """Column with the label of a single answer: good (true, 1) or bad (false, 0); None = label."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
-    """Tokens that are trained: "assistant" = every turn of the assistant's, "last" = its last turn only, "all" = every
-    token but the first. No effect on pairs and labelled answers: what follows the prompt is trained."""
+    """Tokens to train: "assistant" = every turn of the assistant, "last" = only its last turn, "all" = every token but
+    the first. No effect on pairs and labelled answers, which train every token after the prompt."""
     apply_chat_template: Bool = False
     """Make a plain-text prompt a user's turn and its response the assistant's; conversations always go through it."""
     chat_template_kwargs: Tree = field(default_factory=dict)
-    """Further arguments of the chat template, e.g. {enable_thinking: true}; false is the default."""
+    """More arguments of the chat template, e.g. {enable_thinking: true}; its default here is false."""
     system_prompt: Text = ""
-    """Put before every conversation that has no system turn. "" = off."""
+    """System prompt of every conversation without a system turn. "" = none."""
     on_template_change: Literal["error", "accept"] = "error"
-    """What to do where the chat template changes or leaves out what a row says, e.g. thinking, or blanks at the end:
-    "error", or "accept" what the template makes of it."""
+    """If the chat template changes the text of a row, e.g. removes thinking or blanks at the end: "error" = refuse it,
+    "accept" = use the changed text."""
     max_length: Count | None = None
     """Most tokens of a sequence, prompt and template included. None = no limit."""
     on_long: Literal["error", "truncate", "truncate_left", "drop"] = "error"
-    """What to do with a row over max_length: "error"; "truncate" = cut it at its end, "truncate_left" at its beginning,
-    and drop it where nothing trained is left; "drop". Dropped and cut rows are counted."""
+    """A row over max_length: "error" = refuse it, "truncate" = cut its end, "truncate_left" = cut its beginning, "drop"
+    = leave it out. A cut row without a trained token is left out. The number of cut and dropped rows is logged."""
     on_empty: Literal["error", "drop"] = "error"
-    """What to do with a row that has nothing to train (no turn of the assistant's that says something, a pair of equal
-    answers): "error", or "drop" and count it."""
+    """A row without anything to train (every turn of the assistant is empty, or both answers of a pair are equal):
+    "error" = refuse it, "drop" = leave it out and log the number."""

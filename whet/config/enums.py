@@ -8,7 +8,7 @@ __all__ = ["Mode", "Role"]
 
 
 class Mode(str, Enum):  # noqa: UP042 - str(Mode.TRAIN) is "Mode.TRAIN", which StrEnum would change
-    """Whether prompts are rolled out to train on or to evaluate.
+    """The purpose of a rollout: training or evaluation.
 
     >>> Mode("eval"), Mode.TRAIN == "train", str(Mode.TRAIN)
     (<Mode.EVAL: 'eval'>, True, 'Mode.TRAIN')
@@ -19,7 +19,7 @@ class Mode(str, Enum):  # noqa: UP042 - str(Mode.TRAIN) is "Mode.TRAIN", which S
 
 
 class Role(str, Enum):  # noqa: UP042
-    """What a model is for.
+    """The role of a model.
 
     >>> Role("actor"), Role.ROLLOUT.value
     (<Role.ACTOR: 'actor'>, 'rollout')

@@ -1,4 +1,4 @@
-"""What `whet eval` takes. A run's configuration file stands for its evaluation: the same data, sampling, rewards."""
+"""The configuration of `whet eval`. Given a run's configuration file, it uses that run's data, sampling and rewards."""
 
 from __future__ import annotations
 
@@ -8,41 +8,42 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Any, Literal
 
-from whet.config.base import check, config
+from whet.config.base import config, config_from_dict
 from whet.config.enums import Mode
 from whet.config.fields import Bool, Count, Float, Fn, Name, Number, Seconds, Seed, Size, Temperature, Text
-from whet.config.length_aliases import length_short
-from whet.config.loader import dump_tree, merged, tree
+from whet.config.length_aliases import length_shorthands
+from whet.config.loader import dump_tree, merge, parse_config_args
 from whet.config.model import RoleConfig
-from whet.config.positional_words import is_file
-from whet.config.rewards import ListedRewards, check_workers
+from whet.config.positional_words import is_config_file
+from whet.config.rewards import RewardFields, check_workers
 from whet.config.rollout import RolloutConfig
-from whet.config.run import SHORT, lacking
+from whet.config.run import SHORTHANDS, missing_inputs
 from whet.config.run_sections import NEW_TOKENS, RunDataConfig, RunGRPOConfig, RunRolloutConfig
 from whet.errors import ConfigError
 
-__all__ = ["EVAL_SHORT", "EvalDataConfig", "EvalRolloutConfig", "EvalRunConfig", "check_eval", "load_eval"]
+__all__ = ["EVAL_SHORTHANDS", "EvalDataConfig", "EvalRolloutConfig", "EvalRunConfig", "check_eval", "load_eval"]
 
-OF_TRAINING = ("actor", "algo", "critic", "offload_to_cpu", "reference", "teacher", "trainer")
-"""Sections that a run's configuration has and an evaluation's has not: a file with one of them is a run's."""
+TRAINING_SECTIONS = ("actor", "algo", "critic", "offload_to_cpu", "reference", "teacher", "trainer")
+"""Sections that only a run's configuration has: a file with one of them is a run's."""
 
 
 @config
 class EvalRolloutConfig(RolloutConfig):
-    """How completions are drawn: as in a run, with the defaults of an evaluation.
+    """How completions are sampled: as in a run, with the defaults of an evaluation.
 
     >>> EvalRolloutConfig(temperature=0.6, num_generations_eval=8).max_tokens_to_generate
     1024
     """
 
     max_tokens_to_generate: Count = 1024
-    """Longest completion in tokens, stop token included; less where a prompt leaves less room in the context."""
+    """Length limit of a completion in tokens, stop token included; less if the prompt leaves less of the context."""
     temperature: Temperature = 0.0
-    """Divides the logits; 0.0 = greedy."""
+    """Sampling temperature, by which the logits are divided; 0.0 = greedy."""
     max_prompt_length: Count | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Longest prompt in tokens; on_long_prompt decides about a longer one. None = what the model takes."""
+    """Length limit of a prompt in tokens; on_long_prompt decides about longer ones. None = the model's context
+    length."""
     seed: Seed | None = None
-    """Seed of the draws; None = the key `seed`."""
+    """Seed of sampling; None = the key `seed`."""
     num_generations_eval: Size | None = None
     """Completions of each prompt; None = 1."""
 
@@ -53,32 +54,31 @@ class EvalDataConfig:
 
     path: Name | None = None
     """Hub name, folder, a json, jsonl, csv, parquet or arrow file, "file.py:function" or "package.module:function" that
-    returns the rows; None = given from Python."""
+    returns the rows; None = the rows come from Python."""
     subset: Name | None = None
     """Configuration of a hub data set, e.g. main; None = its only one."""
     split: Name | None = None
-    """Split to evaluate on; None = the only one, or the only one named test, validation, dev or the like."""
+    """Split to evaluate on; None = the only one, or the only one named test, validation, dev or similar."""
     eval_fraction: Float = 0.0
-    """Evaluate on the rows that a run with this data.eval_fraction keeps from training. 0.0 = on all."""
+    """Evaluate on the rows that a run with this data.eval_fraction holds out. 0.0 = all rows."""
     eval_fraction_seed: Seed = 0
-    """By which they are chosen: that run's trainer.seed."""
+    """Seed that chose the rows of eval_fraction: that run's trainer.seed."""
     batch_size: Size = 64
-    """Prompts that are completed and judged at a time, then kept in the folder. It changes no number."""
+    """Prompts that are completed and scored at a time, then saved in the folder. It does not change the results."""
     prompt_column: Name | None = None
-    """Column with the prompt; None = prompt, prompts, messages, question or conversations, whichever is there."""
+    """Column with the prompt; None = the one of prompt, prompts, messages, question, conversations that exists."""
     source_column: Name | None = None
-    """Column by whose values the results are also given; None = source or data_source, where there is one."""
+    """Column to group the results by; None = the one of source, data_source that exists."""
     apply_chat_template: Bool | Literal["auto"] = "auto"
-    """Make each plain-text prompt a user's turn in the chat template; conversations always go through it. auto = as the
-    model was trained, where it lies in a run's folder, else where its tokenizer has a chat template."""
+    """Make each plain-text prompt a user's turn in the chat template; conversations always go through it. auto = as in
+    training if the model is in a run's folder, else if its tokenizer has a chat template."""
     system_prompt: Text = ""
-    """Put before every conversation. "" = off."""
+    """System prompt of every conversation. "" = none."""
     on_template_change: Literal["error", "accept"] = "error"
-    """What to do where the chat template changes or leaves out what a prompt says: "error", or "accept" what it makes
-    of it."""
+    """If the chat template changes the text of a prompt: "error" = refuse it, "accept" = use the changed text."""
     on_answered: Literal["error", "take_off", "continue"] = "error"
-    """What to do with a conversation that ends with the assistant's turn: "error"; "take_off" = it is the row's answer:
-    the column answer, unless there is one; "continue" = the model goes on with it."""
+    """A conversation that ends with the assistant's turn: "error" = refuse it; "take_off" = remove that turn and use it
+    as the column answer, unless the row has one; "continue" = let the model continue it."""
     limit: Count | None = None
     """Use only the first N rows; None = all."""
 
@@ -89,7 +89,7 @@ class EvalDataConfig:
 
 
 @config
-class EvalRunConfig(ListedRewards):
+class EvalRunConfig(RewardFields):
     """Everything that `whet eval` needs.
 
     >>> load_eval(["model=runs/a", "data=test.jsonl", "reward=boxed", "num_generations=8", "temperature=0.6"]).k
@@ -100,10 +100,10 @@ class EvalRunConfig(ListedRewards):
     tokenizer: Name | None = None
     """Folder or hub name of the tokenizer; None = the model's."""
     trust_remote_code: Bool = False
-    """Run the Python files that lie beside the weights and the tokenizer. Read them first: they run with your
+    """Run the Python files in the folders of the weights and the tokenizer. Read them first: they run with your
     permissions."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """What the model computes in; auto = as the run did in whose folder it lies, else as training would: see
+    """Compute dtype; auto = the dtype of the run if the model is in a run's folder, else as in training: see
     actor.dtype."""
     device: Name | None = None
     """cpu, cuda, cuda:1 ...; None = the GPU if there is one."""
@@ -113,43 +113,42 @@ class EvalRunConfig(ListedRewards):
     """The data set."""
     reward: Name | list[Name] | dict[Name, Float] | None = None
     """Reward functions: a built-in name, "file.py:function" or "package.module:function"; a list; or name -> weight.
-    The word reward_model among them stands for the model of that section."""
+    The name reward_model means the model of that section."""
     reward_model: RoleConfig | None = None
-    """A reward model (transformers' sequence classifier of one label), whose score is one more reward; of weight 1.0
-    unless `reward` names it. None = none."""
+    """A reward model (transformers' sequence classifier with one label). Its score is another reward, with the weight
+    1.0 unless `reward` has one for it. None = no reward model."""
     rollout_engine: Name = "embedded"
-    """"embedded" = whet's own (Tunix's "vanilla"), "hf" = transformers' generate, "vllm", "sglang", "mock" (for tests),
+    """"embedded" = whet's own, "hf" = transformers' generate, "vllm", "sglang", "mock" (for tests),
     or "package.module:Class"."""
     seed: Seed = 0
-    """Seed of the draws: with it a prompt's place and the generation make every random number."""
+    """Seed of sampling. Random numbers depend on it, on the prompt's place and on the number of the generation."""
     k: tuple[Count, ...] | None = None
-    """The k of pass@k and majority@k; None = 1, 2, 4 ... up to the completions of a prompt, and their number."""
+    """The values of k in pass@k and majority@k; None = 1, 2, 4 ... and the number of completions of a prompt."""
     pass_reward: Name | None = None
-    """The reward function that says whether a completion passes, by its name in the results; None = the weighted total.
-    """
+    """Name of the reward function that decides if a completion passes; None = the weighted total."""
     pass_threshold: Float | None = None
-    """A completion passes where its reward is at least this; None = 1.0 where all rewards are 0 or 1, else there is no
-    pass@k."""
+    """A completion passes if its reward is at least this; None = 1.0 if all rewards are 0 or 1, else pass@k is left
+    out."""
     answer_fn: Name | Fn | None = None
-    """What majority@k votes on: boxed, last_number, number_match, whole (the text without white space around it),
-    "file.py:function" or "package.module:function", from a completion's text to its answer, None where there is none.
-    None = the answer that the reward function reads (its attribute `answer_fn`; boxed, exact_match, last_number and
-    number_match have one), else whole."""
+    """The answer that majority@k votes on: boxed, last_number, number_match, whole (the text without white space
+    around it), "file.py:function" or "package.module:function". A function returns the answer of a completion's text,
+    or None. None = the attribute `answer_fn` of the reward function (boxed, exact_match, last_number and number_match
+    have one), else whole."""
     on_reward_error: Literal["raise", "none"] = "raise"
-    """A reward function that fails: end the evaluation, or count as not applicable (None) for that batch, with a
-    warning."""
+    """If a reward function fails: "raise" = end the evaluation; "none" = warn, and count it as not applicable for that
+    batch."""
     reward_timeout_s: Seconds | None = 60.0
     """Longest time of one call of a reward function, in seconds; None = no limit."""
     reward_workers: Number = 0
-    """Processes that call the reward functions, and that are killed where one takes too long or crashes; 0 = they are
-    called in this process, which can end none."""
+    """Processes that call the reward functions. A process is killed if its call takes too long or crashes. 0 = call
+    them in this process, which can't end a call."""
     out: Name | None = None
     """Folder of the results; None = evals/<date>-<time> for `whet eval`, and none from Python."""
     resume: Bool = False
-    """Continue the evaluation that lies in `out`: what is completed there is not drawn again."""
+    """Continue the evaluation in the folder `out`; completions that it has are not sampled again."""
 
     def __post_init__(self) -> None:
-        """Checks what concerns several sections."""
+        """Checks rules that concern several sections."""
         self.check_rewards()
         if self.resume and self.out is None:
             raise ConfigError("resume=true needs out=<the folder of the evaluation>; set it")
@@ -176,7 +175,7 @@ class EvalRunConfig(ListedRewards):
         return self.rollout.for_mode(Mode.EVAL)  # pyright: ignore[reportReturnType]
 
 
-EVAL_SHORT: dict[str, str] = {
+EVAL_SHORTHANDS: dict[str, str] = {
     "data": "data.path",
     "limit": "data.limit",
     "split": "data.split",
@@ -186,7 +185,7 @@ EVAL_SHORT: dict[str, str] = {
     "top_p": "rollout.top_p",
     "top_k": "rollout.top_k",
     "num_generations": "rollout.num_generations_eval",
-    **length_short("rollout.max_tokens_to_generate", "rollout.max_prompt_length"),
+    **length_shorthands("rollout.max_tokens_to_generate", "rollout.max_prompt_length"),
 }
 """Shorthand -> full key of an EvalRunConfig."""
 
@@ -194,8 +193,8 @@ EVAL_SHORT: dict[str, str] = {
 def load_eval(argv: Sequence[str]) -> EvalRunConfig:
     """An EvalRunConfig from `--config FILE key=value ...`.
 
-    Args: argv: arguments of the command line after the command. A file that is a run's configuration (a recipe, or
-        config.yaml of a run folder) stands for that run's evaluation.
+    Args: argv: arguments of the command line after the command. A run's configuration file (a recipe, or config.yaml
+        of a run folder) means that run's evaluation.
     Raises: ConfigError: every problem at once, a line each.
     """
     files: list[str] = []
@@ -204,7 +203,7 @@ def load_eval(argv: Sequence[str]) -> EvalRunConfig:
     for word in rest:
         if word == "--config":
             files += [word, next(rest, "")]
-        elif is_file(word):
+        elif is_config_file(word):
             files += ["--config", word]
         elif word.startswith("--") and "=" not in word:
             words += [word, *itertools.islice(rest, 1)]
@@ -212,17 +211,23 @@ def load_eval(argv: Sequence[str]) -> EvalRunConfig:
             files.append(word)
         else:
             words.append(word)
-    given = tree(files) if files else {}
-    given = _of_run(tree(files, SHORT)) if given.keys() & {*OF_TRAINING} else tree(files, EVAL_SHORT)
-    own = tree(words, EVAL_SHORT, EvalRunConfig)
-    return check(EvalRunConfig, merged(given, own), short=EVAL_SHORT)
+    given = parse_config_args(files) if files else {}
+    given = (
+        _settings_of_run(parse_config_args(files, SHORTHANDS))
+        if given.keys() & {*TRAINING_SECTIONS}
+        else parse_config_args(files, EVAL_SHORTHANDS)
+    )
+    own = parse_config_args(words, EVAL_SHORTHANDS, EvalRunConfig)
+    return config_from_dict(EvalRunConfig, merge(given, own), short=EVAL_SHORTHANDS)
 
 
-def _of_run(run: Mapping[str, Any]) -> dict[str, Any]:
+def _settings_of_run(run: Mapping[str, Any]) -> dict[str, Any]:
     """The evaluation that a run of this configuration makes, as a tree: its data, sampling and rewards."""
-    known = {f.name for f in dataclasses.fields(RunDataConfig)}  # of supervised training it has other keys besides
-    data = check(RunDataConfig, {name: value for name, value in (run.get("data") or {}).items() if name in known})
-    rollout = check(RunRolloutConfig, run.get("rollout") or {})
+    known = {f.name for f in dataclasses.fields(RunDataConfig)}  # data of a supervised run has other keys too
+    data = config_from_dict(
+        RunDataConfig, {name: value for name, value in (run.get("data") or {}).items() if name in known}
+    )
+    rollout = config_from_dict(RunRolloutConfig, run.get("rollout") or {})
     actor, algo, trainer = (run.get(name) or {} for name in ("actor", "algo", "trainer"))
     sampling = rollout.for_mode(Mode.EVAL)
     generations = 1 if sampling.temperature == 0 else algo.get("num_generations", RunGRPOConfig().num_generations)
@@ -245,7 +250,7 @@ def _of_run(run: Mapping[str, Any]) -> dict[str, Any]:
         },
         "data": rows,
         "seed": seed,
-        "reward": _weighted(run.get("reward"), algo.get("reward_weights")) or _of_environment(run, rollout),
+        "reward": _with_weights(run.get("reward"), algo.get("reward_weights")) or _env_path_of_run(run, rollout),
     }
     kept = ("tokenizer", "reward_model", "rollout_engine")
     limits = {
@@ -254,14 +259,14 @@ def _of_run(run: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, **{name: run[name] for name in kept if name in run}, **limits}
 
 
-def _of_environment(run: Mapping[str, Any], rollout: RolloutConfig) -> str | None:
-    """The reward of a run that names none: its environment's, if nothing else judges or teaches."""
+def _env_path_of_run(run: Mapping[str, Any], rollout: RolloutConfig) -> str | None:
+    """The environment's reward, for a run without a reward, a reward model and a teacher; else None."""
     alone = run.get("reward_model") is None and run.get("teacher") is None and isinstance(rollout.env_path, str)
     return f"{rollout.env_path}:reward_fn" if alone else None
 
 
-def _weighted(reward: Any, weights: Sequence[float] | None) -> Any:
-    """The rewards of a run with their weights, which may stand in `algo`."""
+def _with_weights(reward: Any, weights: Sequence[float] | None) -> Any:
+    """The rewards of a run with their weights, which `algo` may have."""
     names = [reward] if isinstance(reward, str) else reward
     if weights is None or not isinstance(names, list):
         return reward
@@ -271,7 +276,7 @@ def _weighted(reward: Any, weights: Sequence[float] | None) -> Any:
 
 
 def check_eval(config: EvalRunConfig) -> None:
-    """Raises ConfigError, all at once, where an evaluation lacks what has no default.
+    """Raises ConfigError, with all problems, if a required key of an evaluation is missing.
 
     >>> check_eval(EvalRunConfig(model="m", reward="boxed"))
     Traceback (most recent call last):
@@ -283,7 +288,7 @@ def check_eval(config: EvalRunConfig) -> None:
             f"rollout.max_turns={config.sampling.max_turns}: whet eval completes prompts in one turn, and episodes are "
             "evaluated by their run (trainer.eval_every_n_steps); set rollout.max_turns=1 for the first turn alone"
         )
-    missing += lacking(config.model, config.data.path, "<folder, run folder or hub name>")
+    missing += missing_inputs(config.model, config.data.path, "<folder, run folder or hub name>")
     if not config.reward_names:
         missing.append("no reward; write reward=file.py:function, or the name of one of whet's own")
     if config.reward_model is not None and config.reward_model.model is None:

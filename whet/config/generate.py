@@ -1,4 +1,4 @@
-"""What `whet generate` and `whet chat` take."""
+"""The configuration of `whet generate` and `whet chat`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import model_validator
 
-from whet.config.base import check, config
+from whet.config.base import config, config_from_dict
 from whet.config.fields import (
     Bool,
     Count,
@@ -24,16 +24,16 @@ from whet.config.fields import (
     Text,
     Tree,
 )
-from whet.config.length_aliases import length_short, with_own_name
-from whet.config.loader import tree
+from whet.config.length_aliases import length_shorthands, resolve_length_alias
+from whet.config.loader import parse_config_args
 from whet.config.rollout import ConstraintConfig
 from whet.errors import ConfigError
 
-__all__ = ["ChatConfig", "GenerateConfig", "SampledConfig", "check_sampled", "load_sampled", "sampled_short"]
+__all__ = ["ChatConfig", "GenerateConfig", "SamplingConfig", "check_sampling", "load_sampling", "sampling_shorthands"]
 
 
 @config
-class SampledConfig:
+class SamplingConfig:
     """A model, and how to sample from it."""
 
     model: Name | None = None
@@ -42,44 +42,46 @@ class SampledConfig:
     tokenizer: Name | None = None
     """Folder or hub name of the tokenizer; None = the model's."""
     trust_remote_code: Bool = False
-    """Run the Python files that lie beside the weights and the tokenizer. Read them first: they run with your
+    """Run the Python files in the folders of the weights and the tokenizer. Read them first: they run with your
     permissions."""
     max_tokens: Count | None = None
-    """Longest completion in tokens, stop token included; None = 256, or the rest of the context length."""
+    """Length limit of a completion in tokens, stop token included; None = 256, or less if the context has less left."""
     temperature: Temperature | None = None
-    """Divides the logits; 0 = greedy. None = 0.7, or 0 for a beam search, which draws nothing."""
+    """Sampling temperature, by which the logits are divided; 0 = greedy. None = 0.7, or 0 for a beam search."""
     top_p: Float | None = None
-    """Nucleus sampling: keep the smallest set of tokens whose total probability reaches this; None = off."""
+    """Nucleus sampling: keep the smallest set of tokens with at least this total probability; None = off."""
     top_k: Int | None = None
     """Keep only the k most likely tokens; None = off."""
     min_p: Float = 0.0
-    """Drop tokens less likely than this share of the likeliest. 0.0 = off."""
+    """Drop tokens with less than this share of the most likely token's probability. 0.0 = off."""
     repetition_penalty: Float = 1.0
-    """Divides positive and multiplies negative logits of tokens already there. 1.0 = off."""
+    """Divide positive logits and multiply negative logits of tokens that prompt or completion already have. 1.0 =
+    off."""
     min_tokens: Number = 0
-    """No stop token is drawn before this many tokens."""
+    """Sample no stop token before this many tokens."""
     stop: Strings = ()
-    """Strings that end a completion; the text up to and with the string stays. Special tokens go by id: eos_tokens."""
+    """Strings that end a completion; the completion keeps the string. Give special tokens by id: eos_tokens."""
     eos_tokens: tuple[Int, ...] | None = None
-    """Ids that end a completion; None = the model's and the tokenizer's."""
+    """Token ids that end a completion; None = those of the model and the tokenizer."""
     forbidden_tokens: tuple[Int, ...] = ()
-    """Ids that are never drawn."""
+    """Token ids that are never sampled."""
     seed: Seed | None = None
-    """Seed of the draws: the same seed draws the same; None = another each time."""
+    """Seed of sampling: the same seed samples the same; None = another seed each time."""
     generation_kwargs: Tree = field(default_factory=dict)
-    """Options of transformers' generate without a key here, e.g. {no_repeat_ngram_size: 3}; through the hf engine."""
+    """Options of transformers' generate that have no key here, e.g. {no_repeat_ngram_size: 3}; they need the hf
+    engine."""
     constraint: ConstraintConfig | None = None
     """Constrained (structured) decoding: regex, json_schema or grammar, e.g. constraint.regex='[0-9]+'; None = any
     text. Needs the extra `grammar`."""
     system_prompt: Text = ""
-    """Put before every conversation. "" = none."""
+    """System prompt of every conversation. "" = none."""
     chat_template_kwargs: Tree = field(default_factory=dict)
-    """Further arguments of the chat template, e.g. {enable_thinking: true}."""
+    """More arguments of the chat template, e.g. {enable_thinking: true}."""
     rollout_engine: Name = "embedded"
-    """"embedded" = whet's own (Tunix's "vanilla"), "hf" = transformers' generate, "vllm", "sglang", "mock" (for tests),
+    """"embedded" = whet's own, "hf" = transformers' generate, "vllm", "sglang", "mock" (for tests),
     or "package.module:Class"."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """What the model computes in; auto = as the run did in whose folder it lies, else as training would: see
+    """Compute dtype; auto = the dtype of the run if the model is in a run's folder, else as in training: see
     actor.dtype."""
     device: Name | None = None
     """cpu, cuda, cuda:1 ...; None = the GPU if there is one."""
@@ -87,91 +89,92 @@ class SampledConfig:
     @model_validator(mode="before")
     @classmethod
     def _names(cls, given: Any) -> Any:
-        """Reads every name of the completions' length."""
-        return with_own_name(given, "max_tokens")
+        """Accepts every name of the completion length."""
+        return resolve_length_alias(given, "max_tokens")
 
     @property
-    def searches(self) -> bool:
-        """Whether beams search instead of drawing."""
+    def uses_beams(self) -> bool:
+        """Whether a beam search replaces sampling."""
         return self.generation_kwargs.get("num_beams", 1) != 1
 
     @property
-    def settled_temperature(self) -> float:
-        """What the logits are divided by.
+    def effective_temperature(self) -> float:
+        """The temperature, with its default.
 
-        >>> GenerateConfig().settled_temperature, GenerateConfig(beam_size=4).settled_temperature
+        >>> GenerateConfig().effective_temperature, GenerateConfig(beam_size=4).effective_temperature
         (0.7, 0.0)
         """
         if self.temperature is not None:
             return self.temperature
-        return 0.0 if self.searches else 0.7
+        return 0.0 if self.uses_beams else 0.7
 
 
 @config
-class GenerateConfig(SampledConfig):
+class GenerateConfig(SamplingConfig):
     """Everything that `whet generate` needs.
 
-    >>> load_sampled(GenerateConfig, ["model=m", "prompt=Add: 2+2="]).prompt
+    >>> load_sampling(GenerateConfig, ["model=m", "prompt=Add: 2+2="]).prompt
     ('Add: 2+2=',)
     """
 
     prompt: Strings = ()
-    """A prompt, taken literally; may be given several times. "-" = what comes in on standard input."""
+    """A prompt, taken literally; may be given several times. "-" = read standard input."""
     prompts: Name | None = None
     """Data set of prompts: a json, jsonl, csv, parquet or arrow file, a folder, a hub name, "file.py:function"."""
     prompt_column: Name | None = None
-    """Column with the prompt; None = prompt, prompts, messages, question or conversations, whichever is there."""
+    """Column with the prompt; None = the one of prompt, prompts, messages, question, conversations that exists."""
     split: Name = "train"
     """Split of the data set."""
     limit: Count | None = None
     """Use only the first N prompts; None = all."""
     apply_chat_template: Bool | Literal["auto"] = "auto"
-    """Make each plain-text prompt a user's turn in the chat template; conversations always go through it. auto = as the
-    model was trained, where it lies in a run's folder, else where its tokenizer has a chat template."""
+    """Make each plain-text prompt a user's turn in the chat template; conversations always go through it. auto = as in
+    training if the model is in a run's folder, else if its tokenizer has a chat template."""
     max_prompt_length: Count | None = None
-    """Longest prompt in tokens; None = what the model takes."""
+    """Length limit of a prompt in tokens; None = the model's context length."""
     on_long_prompt: Literal["error", "truncate_left", "drop"] = "error"
-    """A prompt over max_prompt_length: refuse it, keep its last tokens, or leave it out."""
+    """A prompt over max_prompt_length: "error" = refuse it, "truncate_left" = keep its last tokens, "drop" = leave it
+    out."""
     num_generations: Size = 1
     """Completions of each prompt."""
     beam_size: Size | None = None
-    """Beams to search with instead of drawing; num_generations gives the best of them."""
+    """Number of beams of a beam search, which replaces sampling and returns the best num_generations; None = sample."""
     out: Name | None = None
     """A .jsonl file to write instead of printing: prompt, completion, finish_reason, tokens, logprobs."""
     overwrite: Bool = False
-    """Replace that file where it exists."""
+    """Replace the file `out` if it exists."""
     batch_size: Size = 64
-    """Completions generated at once. It does not change what is drawn."""
+    """Completions generated at once. It does not change the results."""
 
     def __post_init__(self) -> None:
-        """Checks what concerns several keys."""
+        """Checks rules that concern several keys."""
         if self.prompt and self.prompts is not None:
             raise ConfigError("prompt and prompts both give prompts; keep one")
-        if self.searches and self.temperature:
+        if self.uses_beams and self.temperature:
             raise ConfigError(
                 f"temperature={self.temperature:g} has no meaning for a beam search, which draws nothing; leave it out"
             )
 
     @property
-    def searches(self) -> bool:
-        """Whether beams search instead of drawing."""
-        return (self.beam_size or 1) > 1 or super().searches
+    def uses_beams(self) -> bool:
+        """Whether a beam search replaces sampling."""
+        return (self.beam_size or 1) > 1 or super().uses_beams
 
 
 @config
-class ChatConfig(SampledConfig):
+class ChatConfig(SamplingConfig):
     """Everything that `whet chat` needs."""
 
     temperature: Temperature = 0.7
-    """Divides the logits; 0 = greedy."""
+    """Sampling temperature, by which the logits are divided; 0 = greedy."""
     apply_chat_template: Bool | None = None
-    """Whether turns go through the chat template; None = where there is one. false = plain text is continued."""
+    """Put turns through the chat template; false = continue plain text. None = true if the tokenizer has a template."""
 
 
-T = TypeVar("T", bound=SampledConfig)
+T = TypeVar("T", bound=SamplingConfig)
 
 
-def load_sampled(cls: type[T], argv: Sequence[str]) -> T:
+def load_sampling(cls: type[T], argv: Sequence[str]) -> T:
     """The configuration of `whet generate` or `whet chat` from its arguments.
 
     Args: cls: GenerateConfig or ChatConfig. argv: `--config FILE`, `key=value`; a prompt= is taken as it stands, and
@@ -179,28 +182,28 @@ def load_sampled(cls: type[T], argv: Sequence[str]) -> T:
     Raises: ConfigError: every problem at once, a line each.
     """
     prompts = tuple(word.removeprefix("--").partition("=")[2] for word in argv if _is_prompt(word))
-    short = sampled_short(cls)
-    given = tree([word for word in argv if not _is_prompt(word)], short, cls)
-    return check(cls, {**given, **({"prompt": prompts} if prompts else {})}, short=short)
+    short = sampling_shorthands(cls)
+    given = parse_config_args([word for word in argv if not _is_prompt(word)], short, cls)
+    return config_from_dict(cls, {**given, **({"prompt": prompts} if prompts else {})}, short=short)
 
 
 def _is_prompt(word: str) -> bool:
     return word.removeprefix("--").startswith("prompt=")
 
 
-def sampled_short(cls: type[SampledConfig]) -> dict[str, str]:
+def sampling_shorthands(cls: type[SamplingConfig]) -> dict[str, str]:
     """Shorthand -> full key of `whet generate` or `whet chat`.
 
-    >>> sampled_short(ChatConfig)["max_tokens_to_generate"]
+    >>> sampling_shorthands(ChatConfig)["max_tokens_to_generate"]
     'max_tokens'
     """
-    return length_short("max_tokens", "max_prompt_length" if issubclass(cls, GenerateConfig) else "")
+    return length_shorthands("max_tokens", "max_prompt_length" if issubclass(cls, GenerateConfig) else "")
 
 
-def check_sampled(config: SampledConfig) -> None:
-    """Raises ConfigError where no model is given, or what is to be read from standard input has been closed.
+def check_sampling(config: SamplingConfig) -> None:
+    """Raises ConfigError if no model is given, or if standard input is needed and closed.
 
-    >>> check_sampled(ChatConfig())
+    >>> check_sampling(ChatConfig())
     Traceback (most recent call last):
     whet.errors.ConfigError: no model; write model=<folder, run folder or hub name>
     """

@@ -1,8 +1,8 @@
-"""The names that the length of a completion has in whet: each is accepted wherever the length is set.
+"""The names of the length limit of a completion. Each is accepted wherever the limit is set.
 
-Tunix calls it max_tokens_to_generate in a configuration, max_generation_steps in a call and max_response_length where
-overlong completions are punished; engines call it max_tokens. The length of a prompt has one name, max_prompt_length.
-Left out on purpose: what other libraries call it (whet.config.synonyms), and data.max_length and max_episode_tokens,
+Tunix calls it max_tokens_to_generate in a configuration, max_generation_steps in a call and max_response_length in the
+penalty of overlong completions; engines call it max_tokens. The limit of a prompt has one name, max_prompt_length.
+Left out on purpose: the names of other libraries (whet.config.synonyms), and data.max_length and max_episode_tokens,
 which are other lengths.
 """
 
@@ -16,7 +16,7 @@ from pydantic_core import ArgsKwargs
 
 from whet.errors import ConfigError
 
-__all__ = ["COMPLETION", "length_short", "one_length", "with_own_name"]
+__all__ = ["COMPLETION", "accepts_length_aliases", "length_shorthands", "resolve_length_alias"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -26,13 +26,13 @@ COMPLETION = ("max_tokens_to_generate", "max_tokens", "max_generation_steps", "m
 PROMPT = "max_prompt_length"
 
 
-def with_own_name(given: Any, own: str) -> Any:
-    """What a configuration or a call is given, with the length under the name that it has there.
+def resolve_length_alias(given: Any, own: str) -> Any:
+    """The arguments of a configuration or a call, with the length limit under its own name there.
 
     Args: given: a mapping, or pydantic's arguments; anything else stays as it is. own: one of COMPLETION.
     Raises: ConfigError: the length is given under two names.
 
-    >>> with_own_name({"max_tokens": 8, "top_k": 1}, "max_tokens_to_generate")
+    >>> resolve_length_alias({"max_tokens": 8, "top_k": 1}, "max_tokens_to_generate")
     {'max_tokens_to_generate': 8, 'top_k': 1}
     """
     words = given.kwargs if isinstance(given, ArgsKwargs) else given
@@ -47,29 +47,29 @@ def with_own_name(given: Any, own: str) -> Any:
     return ArgsKwargs((), found) if isinstance(given, ArgsKwargs) else found
 
 
-def one_length(own: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def accepts_length_aliases(own: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Makes a function take the length under any of its names. Args: own: its name there.
 
-    >>> one_length("max_tokens")(lambda max_tokens: max_tokens)(max_generation_steps=3)  # pyright: ignore
+    >>> accepts_length_aliases("max_tokens")(lambda max_tokens: max_tokens)(max_generation_steps=3)  # pyright: ignore
     3
     """
 
     def wrap(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            return function(*args, **with_own_name(kwargs, own))  # pyright: ignore[reportCallIssue]
+            return function(*args, **resolve_length_alias(kwargs, own))  # pyright: ignore[reportCallIssue]
 
         return call
 
     return wrap
 
 
-def length_short(own: str, prompt: str = PROMPT) -> dict[str, str]:
+def length_shorthands(own: str, prompt: str = PROMPT) -> dict[str, str]:
     """The shorthands of a command for its lengths: every name, with and without the section rollout.
 
     Args: own, prompt: the full keys of the longest completion and the longest prompt; prompt "" = none.
 
-    >>> made = length_short("max_tokens")
+    >>> made = length_shorthands("max_tokens")
     >>> made["rollout.max_tokens_to_generate"], made["rollout.max_prompt_length"]
     ('max_tokens', 'max_prompt_length')
     """

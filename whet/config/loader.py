@@ -17,11 +17,20 @@ from typing import Any, Literal, TypeVar, get_origin
 
 import yaml
 
-from whet.config.base import CALLED, check, choices, field_docs, kinds_at, leaves, section_at, type_text
+from whet.config.base import (
+    CALLABLE_TYPES,
+    choices,
+    config_from_dict,
+    field_docs,
+    leaves,
+    section_at,
+    type_text,
+    types_at,
+)
 from whet.config.fields import MAX_DEPTH
-from whet.config.positional_words import is_file, meant_by, rest_of_value
+from whet.config.positional_words import is_config_file, rest_of_value, suggest_key
 from whet.config.yaml12 import Dumper, parse, read_text
-from whet.errors import ConfigError, shown
+from whet.errors import ConfigError, format_value
 from whet.util.references import is_ref
 
 __all__ = [
@@ -29,20 +38,21 @@ __all__ = [
     "diff",
     "dump",
     "dump_tree",
-    "flat",
-    "is_text",
+    "flatten",
+    "help_text",
     "load",
-    "merged",
+    "merge",
+    "parse_config_args",
     "read_yaml",
-    "show",
-    "tree",
+    "takes_text",
 ]
 
 T = TypeVar("T")
 
 
-LISTED = ("[", "{", '"', "'")
-"""How a word begins that is YAML where text is one of several types: a list, a mapping, a quoted text."""
+YAML_STARTS = ("[", "{", '"', "'")
+"""The first characters of a value that is YAML and not text, for a key that accepts both: a list, a mapping, a
+quote."""
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -59,42 +69,45 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         if isinstance(found, list):
             fix = "take the dashes away: `key: value` lines, sections indented below their name"
         elif isinstance(found, str) and ":" in found:
-            fix = f"a colon that ends a key has a blank behind it, in {shown(found, 60)}"
+            fix = f"a colon that ends a key has a blank behind it, in {format_value(found, 60)}"
         raise ConfigError(f"{path}: a configuration is a mapping of keys, got {type(found).__name__}; {fix}")
     return found
 
 
-def tree(
+def parse_config_args(
     argv: Sequence[str],
     short: Mapping[str, str] | None = None,
     cls: type | None = None,
     texts: Callable[[Sequence[str], str], bool] | None = None,
 ) -> dict[str, Any]:
-    """The nested dict that command-line words stand for: files first, then key=value in order.
+    """The nested dict of command-line arguments: files first, then key=value in order.
 
-    A value is YAML, except where its key takes text: see `is_text`.
+    A value is YAML, unless its key takes text: see `takes_text`.
 
     Args: argv: `--config FILE`, `FILE.yaml`, `key=value`, `--key=value`, `--key value`. short: shorthand -> full key; a
-        key that is also a section (`data`) is a shorthand only for a plain value. cls: whose keys they are; None = of
-        no class, where every value is YAML, unless texts(names of the key, its word) says that it is text.
-    Raises: ConfigError: a key without a value, a key given both short and in full, a value where a section is.
+        key that is also a section (`data`) is a shorthand only for a plain value. cls: the class of
+        the keys; None = every value is YAML, unless texts(names of the key, its value) is True, which means text.
+    Raises: ConfigError: a key without a value, a key given twice (by its shorthand too), a value in place of a section.
 
-    >>> tree(["actor.lr=1e-6", "--data", "train.jsonl"], {"actor.lr": "actor.optim.lr", "data": "data.path"})
+    >>> short = {"actor.lr": "actor.optim.lr", "data": "data.path"}
+    >>> parse_config_args(["actor.lr=1e-6", "--data", "train.jsonl"], short)
     {'actor': {'optim': {'lr': 1e-06}}, 'data': {'path': 'train.jsonl'}}
     """
     if isinstance(argv, str | Mapping):
-        raise ConfigError(f"expected a list of words, e.g. ['model=a/b', 'data=rows.jsonl'], got {shown(argv, 80)}")
+        raise ConfigError(
+            f"expected a list of words, e.g. ['model=a/b', 'data=rows.jsonl'], got {format_value(argv, 80)}"
+        )
     short = short or {}
     files: dict[str, Any] = {}
     pairs: dict[str, Any] = {}
     words = iter(enumerate(argv))
     for place, word in words:
         key, equals, text = word.removeprefix("--").partition("=")
-        if is_file(word):
+        if is_config_file(word):
             key, text = "config", word
         elif not equals:
             if not word.startswith("--"):
-                raise ConfigError(f"{word!r}: expected key=value or --config FILE{meant_by(argv, place, short)}")
+                raise ConfigError(f"{word!r}: expected key=value or --config FILE{suggest_key(argv, place, short)}")
             _, text = next(words, (0, ""))
             if not text or text.startswith("--"):
                 fix = "--config FILE" if key == "config" else f"{key}=VALUE"
@@ -102,65 +115,67 @@ def tree(
         if key == "config":
             if not text:
                 raise ConfigError("config: no file; write --config FILE")
-            files = merged(files, _expand(beside(read_yaml(text), Path(text).parent), short))
+            files = merge(files, _expand(resolve_files(read_yaml(text), Path(text).parent), short))
             continue
         parts = key.replace("-", "_").split(".")
         if "" in parts or len(parts) > MAX_DEPTH:
-            raise ConfigError(f"{shown(word, 60)}: expected key=value, where a key is names joined by single dots")
+            raise ConfigError(
+                f"{format_value(word, 60)}: expected key=value, where a key is names joined by single dots"
+            )
         if cls is not None:
-            texts = partial(is_text, cls, short=short)
+            texts = partial(takes_text, cls, short=short)
         typed = not text or (texts is not None and texts(parts, text))
-        node: Any = text if typed else _value(key, text, argv[place + 1 :])
+        node: Any = text if typed else _parse_value(key, text, argv[place + 1 :])
         for part in reversed(parts):
             node = {part: node}
-        pairs = merged(pairs, _expand(node, short))
-    return merged(files, pairs)
+        pairs = merge(pairs, _expand(node, short))
+    return merge(files, pairs)
 
 
-def beside(node: Any, folder: Path) -> Any:
-    """A tree whose Python files, alone or in references, are those beside the file that names them, if they are there.
+def resolve_files(node: Any, folder: Path) -> Any:
+    """A tree in which Python files (alone or in references) are paths relative to a folder, if the folder has them.
 
-    Args: node: of the tree. folder: of the file that it was read from.
+    Args: node: of the tree. folder: of the YAML file that the tree comes from.
     """
     if isinstance(node, Mapping):
-        return {beside(key, folder): beside(value, folder) for key, value in node.items()}
+        return {resolve_files(key, folder): resolve_files(value, folder) for key, value in node.items()}
     if isinstance(node, list):
-        return [beside(value, folder) for value in node]
+        return [resolve_files(value, folder) for value in node]
     place = node.rpartition(":")[0] if isinstance(node, str) and is_ref(node) else node
     if not isinstance(place, str) or not place.endswith(".py") or not (folder / place).is_file():
         return node
     return f"{folder / place}{node[len(place) :]}"
 
 
-def is_text(cls: type, key: Sequence[str], text: str, short: Mapping[str, str] | None = None) -> bool:
-    """Whether the value of a word is text, taken as it was typed, and not YAML.
+def takes_text(cls: type, key: Sequence[str], text: str, short: Mapping[str, str] | None = None) -> bool:
+    """Whether the value of an argument is text, taken literally, and not YAML.
 
-    A key that takes text alone takes every word so; one that may be absent takes `null` as nothing. Where it takes
-    something else besides text (a list, a mapping, a section), a word that begins as LISTED has it is YAML.
+    A key that takes only text takes every value literally; an optional key takes `null` as None. If a key takes text or
+    something else (a list, a mapping, a section), a value that begins with one of YAML_STARTS is YAML.
 
-    Args: cls: whose key it is. key: its names. text: of the word. short: shorthand -> full key.
+    Args: cls: the class of the key. key: the names of the key. text: the value. short: shorthand -> full key.
 
     >>> from whet.config import RunConfig
-    >>> [is_text(RunConfig, ["data", "system_prompt"], text) for text in ("be: brief # now", "[a]", "null")]
+    >>> [takes_text(RunConfig, ["data", "system_prompt"], text) for text in ("be: brief # now", "[a]", "null")]
     [True, True, True]
-    >>> [is_text(RunConfig, ["trainer", "run_dir"], text) for text in ("runs/a #1", "null")]
+    >>> [takes_text(RunConfig, ["trainer", "run_dir"], text) for text in ("runs/a #1", "null")]
     [True, False]
-    >>> [is_text(RunConfig, ["rollout", "stop"], text) for text in ("# end", '["# end"]')]
+    >>> [takes_text(RunConfig, ["rollout", "stop"], text) for text in ("# end", '["# end"]')]
     [True, False]
     """
     full = (short or {}).get(".".join(key))
-    kinds = kinds_at(cls, tuple(key if full is None else full.split(".")))
+    kinds = types_at(cls, tuple(key if full is None else full.split(".")))
     if str not in kinds:
         return False
     if text == "null" and type(None) in kinds:
         return False
-    alone = {*kinds} <= {str, type(None), *CALLED, *(kind for kind in kinds if get_origin(kind) is Literal)}
+    alone = {*kinds} <= {str, type(None), *CALLABLE_TYPES, *(kind for kind in kinds if get_origin(kind) is Literal)}
     section = full is not None and section_at(cls, tuple(key)) is not None  # data={path: ...}, where data=FILE is short
-    return not text.startswith("{" if alone and section else () if alone else LISTED)
+    return not text.startswith("{" if alone and section else () if alone else YAML_STARTS)
 
 
-def _value(key: str, text: str, after: Sequence[str]) -> Any:
-    """What the text of a word stands for. Args: after: the words behind it."""
+def _parse_value(key: str, text: str, after: Sequence[str]) -> Any:
+    """The value of an argument's text. Args: after: the arguments that follow."""
     try:
         return parse(text, key)
     except ConfigError as error:
@@ -168,28 +183,28 @@ def _value(key: str, text: str, after: Sequence[str]) -> Any:
 
 
 def load(cls: type[T], argv: Sequence[str], short: Mapping[str, str] | None = None) -> T:
-    """A checked configuration from command-line words.
+    """A checked configuration from command-line arguments.
 
-    Args: cls: a configuration class. argv, short: see `tree`.
+    Args: cls: a configuration class. argv, short: see `parse_config_args`.
     Returns: the instance.
     Raises: ConfigError: every problem at once, a line each, with its path and the nearest key.
     """
-    return check(cls, tree(argv, short, cls), short=short)
+    return config_from_dict(cls, parse_config_args(argv, short, cls), short=short)
 
 
-def merged(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
-    """Two nested mappings as one: key by key, the second over the first; neither is changed.
+def merge(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
+    """Merges two nested mappings key by key into a new one; the second has precedence.
 
-    >>> merged({"a": {"x": 1, "y": 2}}, {"a": {"y": 3}})
+    >>> merge({"a": {"x": 1, "y": 2}}, {"a": {"y": 3}})
     {'a': {'x': 1, 'y': 3}}
     """
-    both = {k: merged(a[k], v) if isinstance(v, Mapping) and isinstance(a.get(k), Mapping) else v for k, v in b.items()}
+    both = {k: merge(a[k], v) if isinstance(v, Mapping) and isinstance(a.get(k), Mapping) else v for k, v in b.items()}
     return {**a, **both}
 
 
 def _expand(given: Mapping[str, Any], short: Mapping[str, str]) -> dict[str, Any]:
-    """Moves what stands under a shorthand to its full key."""
-    full = merged({}, _copied(given))
+    """Moves the values of shorthands to their full keys."""
+    full = merge({}, _copied(given))
     for key, target in short.items():
         *parents, name = key.split(".")
         node = _at(full, parents)
@@ -208,7 +223,7 @@ def _expand(given: Mapping[str, Any], short: Mapping[str, str]) -> dict[str, Any
             raise ConfigError(f"{key} and {target} are the same key; give it once")
         for part in reversed([*parents, name]):
             value = {part: value}
-        full = merged(full, value)
+        full = merge(full, value)
     return full
 
 
@@ -247,7 +262,7 @@ def dump_tree(value: Any) -> Any:
 
 
 def _key(key: Any) -> Any:
-    """A key of a mapping, as it can be read back."""
+    """A key of a mapping, in a form that can be read back."""
     plain = dump_tree(key)
     return plain if plain is None or isinstance(plain, str | bool | int | float) else str(plain)
 
@@ -260,25 +275,23 @@ def dump(config: Any) -> str:
     save_interval_steps: null
     save_interval_s: 180.0
     max_to_keep: 2
-    timeout_secs: 1200
-    enable_async_checkpointing: false
     """
     return yaml.dump(dump_tree(config), Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
 
-def flat(node: Any, prefix: str = "") -> dict[str, Any]:
+def flatten(node: Any, prefix: str = "") -> dict[str, Any]:
     """The values of a tree by their dotted keys. Args: node: of the tree. prefix: of its keys, with the dot.
 
-    >>> flat({"actor": {"lr": 1.0}, "data": {}})
+    >>> flatten({"actor": {"lr": 1.0}, "data": {}})
     {'actor.lr': 1.0, 'data': {}}
     """
     if not isinstance(node, Mapping) or not node:
         return {prefix[:-1]: node}
-    return {k: v for key, value in node.items() for k, v in flat(value, f"{prefix}{key}.").items()}
+    return {k: v for key, value in node.items() for k, v in flatten(value, f"{prefix}{key}.").items()}
 
 
 def diff(old: Any, new: Any) -> list[str]:
-    """What changed from one configuration to another.
+    """The differences between two configurations.
 
     Args: old, new: configurations, or the trees that `read_yaml` gives.
     Returns: "key: old -> new", a line per key; a key that one side lacks is "(none)" there.
@@ -287,7 +300,7 @@ def diff(old: Any, new: Any) -> list[str]:
     >>> diff(OptimConfig(), OptimConfig(lr=3e-6))
     ['lr: None -> 3e-06']
     """
-    a, b = flat(dump_tree(old)), flat(dump_tree(new))
+    a, b = flatten(dump_tree(old)), flatten(dump_tree(new))
     absent = object()
     say = lambda v: "(none)" if v is absent else repr(v)
     keys = [*a, *(k for k in b if k not in a)]
@@ -303,7 +316,7 @@ def _one_line(value: Any) -> str:
 
 
 def default_text(cls: type, key: str, short: Mapping[str, str] | None = None) -> str:
-    """A key's default as it is written on the command line; "..." where it has none.
+    """A key's default, as it is written on the command line; "..." if it has none.
 
     Args: cls: a configuration class. key: dotted, or a shorthand. short: shorthand -> full key.
     Raises: ConfigError: there is no such key.
@@ -320,11 +333,11 @@ def default_text(cls: type, key: str, short: Mapping[str, str] | None = None) ->
     raise ConfigError(f"{cls.__name__} has no key {key!r}")
 
 
-def show(cls: type, short: Mapping[str, str] | None = None, *, hidden: Sequence[str] = (), only: str = "") -> str:
+def help_text(cls: type, short: Mapping[str, str] | None = None, *, hidden: Sequence[str] = (), only: str = "") -> str:
     """Help: every key with its default, its type and its docstring; then the shorthands.
 
-    The keys of a section that is None by default follow it, with the defaults that they have once it is given; of a
-    section whose class was listed before, the place of that list.
+    The keys of a section that is None by default follow it, with the defaults of the section. For a class that was
+    listed before, help names the place of that list.
 
     Args: cls: a configuration class. short: shorthand -> full key. hidden: beginnings of names that are left out.
         only: a key or section: nothing else is shown.

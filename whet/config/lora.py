@@ -9,15 +9,15 @@ from whet.config.base import config
 from whet.config.fields import Bool, Count, Float, Name, Strings
 from whet.errors import ConfigError
 
-__all__ = ["LORA_LR", "LoraConfig", "lora_short"]
+__all__ = ["LORA_LR", "LoraConfig", "lora_shorthands"]
 
 LORA_LR = 1e-4
-"""Learning rate of adapters where none is given: ten times a whole model's serves them, and 1e-6 teaches nothing."""
+"""Default learning rate of adapters: they need about ten times that of a whole model, and 1e-6 trains nothing."""
 
 
 @config
 class LoraConfig:
-    """A low-rank adapter: y = W x + s B A x, of which A and B are trained and W is not.
+    """A low-rank adapter: y = W x + s B A x. A and B are trained, W is frozen.
 
     >>> LoraConfig(r=8).lora_alpha
     32
@@ -31,15 +31,16 @@ class LoraConfig:
     """Layers that get an adapter: "all-linear" = all linear layers but the heads; a list of names or of their ends
     ([q_proj, v_proj]); another string is a regular expression of whole names."""
     lora_dropout: Float = 0.0
-    """Share of the adapter's input that is dropped in training, by draws that a resumed run repeats. 0.0 = off; must be
-    0.0 in the actor of RL, whose sampler would draw from another policy than the one that is trained."""
+    """Dropout of the adapter's input in training; a resumed run repeats its random numbers. 0.0 = off. The actor of RL
+    must have 0.0, because the sampler would otherwise use another policy than the trainer."""
     use_rslora: Bool = False
-    """Scale by α / √r, so that a higher rank learns no slower (arXiv:2312.03732)."""
+    """Scale by α / √r, so that a higher rank learns as fast (arXiv:2312.03732)."""
     modules_to_save: Strings = ()
-    """Further modules that are trained whole and saved with the adapter, by name or its end: lm_head, embed_tokens,
-    norm. The score head of a critic or reward model is trained without being named."""
+    """More modules that are trained in full and saved with the adapter, by name or the end of it: lm_head,
+    embed_tokens, norm. The score head of a critic or reward model is always trained."""
     init_lora_weights: Literal["default", "gaussian"] = "default"
-    """How A begins: "default" (Kaiming uniform) or "gaussian". B begins at 0, so the adapter adds nothing at first."""
+    """Initial values of A: "default" (Kaiming uniform) or "gaussian". B starts at 0, so the adapter adds nothing at
+    first."""
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
@@ -49,10 +50,10 @@ class LoraConfig:
             raise ConfigError('target_modules names no layer; leave it at "all-linear", or leave out the section lora')
 
 
-def lora_short(roles: Iterable[str]) -> dict[str, str]:
+def lora_shorthands(roles: Iterable[str]) -> dict[str, str]:
     """Shorthand -> full key for the sections of these roles, as RL2 and others name the fields.
 
-    >>> lora_short(["actor"])["actor.lora.rank"]
+    >>> lora_shorthands(["actor"])["actor.lora.rank"]
     'actor.lora.r'
     """
     names = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}

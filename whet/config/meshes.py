@@ -1,4 +1,4 @@
-"""Device meshes, as scripts of Tunix pass them: what each role's may be in one process."""
+"""The check of the device meshes that scripts of Tunix pass: in one process each has one device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 
 from whet.config.enums import Role
-from whet.errors import ConfigError, lookup_error, shown
+from whet.errors import ConfigError, format_value, lookup_error
 
 __all__ = ["Meshes", "checked_meshes"]
 
@@ -34,7 +34,8 @@ init_device_mesh('cuda', (1,)); leave role_to_mesh out: a GPU is taken if there 
     if not isinstance(role_to_mesh, Mapping):
         kind = type(role_to_mesh).__name__
         raise ConfigError(
-            f"the meshes are {shown(role_to_mesh, 80)} ({kind}), and must be a dict of Role to mesh; {_RULE}; {_FIX}"
+            f"the meshes are {format_value(role_to_mesh, 80)} ({kind}), and must be a dict of Role to mesh; {_RULE}; "
+            f"{_FIX}"
         )
     roles = [role.value for role in Role]
     if unknown := [key for key in role_to_mesh if key not in roles]:
@@ -45,12 +46,12 @@ init_device_mesh('cuda', (1,)); leave role_to_mesh out: a GPU is taken if there 
 
 
 def _check(name: str, mesh: Any) -> None:
-    """Raises ConfigError for what is no mesh of one device."""
+    """Raises ConfigError for anything but a mesh of one device."""
     if mesh is None:
         return
     if not hasattr(mesh, "device_type"):
         kind = f"{type(mesh).__module__}.{type(mesh).__name__}".removeprefix("builtins.")
-        raise ConfigError(f"{name} is {shown(mesh, 80)} ({kind}); {_RULE}; {_FIX}")
+        raise ConfigError(f"{name} is {format_value(mesh, 80)} ({kind}); {_RULE}; {_FIX}")
     if callable(vars(type(mesh)).get("size")) and mesh.size() != 1:
         raise ConfigError(f"{name} has {mesh.size()} devices, and one process trains on one; {_RULE}; {_FIX}")
 

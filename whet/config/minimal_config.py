@@ -1,36 +1,26 @@
-"""What of a configuration says something: config.yaml of a run folder.
+"""The keys of a configuration that were set or have an effect: config.yaml of a run folder.
 
-A key is left out where it was not set, so that it has its class's default, and has no effect there: it is off (None,
-false, empty, a value that its docstring calls off), or nothing reads it, since what would is not chosen. So what is
-written reads back as the same configuration, and what has an effect is there in full, whatever was set.
+A key is left out if it has its class's default and that default has no effect: it is off (None, false, empty, or a
+value that its docstring calls off), or nothing that was chosen reads it. So the file reads back as the same
+configuration, and it contains every key that has an effect.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from whet.config.algo.base import AlgorithmConfig, OverlongBuffer
-from whet.config.algo.correction import OF_MASK
+from whet.config.algo.base import OverlongBuffer
 from whet.config.algo.policy import PolicyConfig
 from whet.config.algo.preference import PreferenceConfig
-from whet.config.algo.surrogate import AGG_WITH_NORM, AGG_WITH_UNITS
-from whet.config.algo.unused_fields import own_functions
+from whet.config.algo.unused_fields import unread_fields, user_functions
 from whet.config.engines import SGLangOptions, VLLMOptions
 from whet.config.loader import dump_tree
 from whet.config.model import OptimConfig
-from whet.config.rollout import RolloutConfig
-from whet.config.training import (
-    CheckpointingOptions,
-    MetricsLoggerOptions,
-    PerfMetricsOptions,
-    ProfilerOptions,
-    RLTrainingConfig,
-    TrainingConfig,
-)
+from whet.config.training import CheckpointingOptions
 
-__all__ = ["brief", "unread"]
+__all__ = ["fields_without_effect", "minimal_config"]
 
 _OFF = {
     "beta": 0.0,
@@ -51,148 +41,69 @@ _OFF = {
     "warmup_steps": 0,
     "weight_decay": 0.0,
 }
-"""Values that turn something off."""
+"""Field -> the value that turns it off."""
 _STAYS = ("apply_chat_template", "seed")
-"""Fields that are always written: others read them in the file."""
-_TUNIX: Mapping[type, Collection[str]] = {
-    AlgorithmConfig: ("algo_variant",),
-    CheckpointingOptions: ("timeout_secs", "enable_async_checkpointing"),
-    MetricsLoggerOptions: ("enable_opentelemetry",),
-    PerfMetricsOptions: ("enable_perf_v1", "enable_perf_v2"),
-    ProfilerOptions: ("set_profile_options", "host_tracer_level", "python_tracer_level", "max_num_hosts"),
-    RolloutConfig: ("kv_cache_size", "return_logprobs", "data_parallel_size", "expert_parallel_size"),
-    RLTrainingConfig: ("compute_logps_chunk_size",),
-    TrainingConfig: ("data_sharding_axis", "max_inflight_computations"),
-}
-"""Fields of Tunix that have no effect here."""
-
-_LOSS = {
-    "cispo_epsilon_low": ("cispo",),
-    "gkd_beta": ("gkd",),
-    "sapo_temperature_neg": ("sapo",),
-    "sapo_temperature_pos": ("sapo",),
-    "teacher_coef": ("distillation",),
-    **{f"vespo_{letter}_{side}": ("vespo",) for letter in ("k", "lambda") for side in ("pos", "neg")},
-}
-"""Parameters of policy losses, and which read them."""
-_ESTIMATOR = {
-    "gamma": ("gae", "reinforce_plus_plus"),
-    "global_norm": ("reinforce",),
-    "norm_var": ("reinforce",),
-    "normalize_advantages": ("rloo",),
-    "scale_rewards": ("grpo", "grpo_passk"),
-}
-"""Parameters of advantage estimators, and which read them."""
-_PREFERENCE = {
-    "discopop_tau": ("discopop",),
-    "simpo_gamma": ("simpo",),
-    "cpo_alpha": ("cpo", "cpo_hinge", "simpo", "alphapo"),
-}
-"""Parameters of preference losses, and which read them."""
+"""Fields that are always written, because other programs read them in the file."""
 
 
-def brief(config: Any) -> Any:
-    """A configuration as plain containers, without what was not set and has no effect.
+def minimal_config(config: Any) -> Any:
+    """A configuration as plain containers, with the keys that were set or have an effect.
 
     Args: config: a configuration, or sections of one by their names.
 
     >>> from whet.config import OptimConfig
-    >>> brief(OptimConfig(lr=1e-5))
+    >>> minimal_config(OptimConfig(lr=1e-5))
     {'name': 'adamw', 'lr': 1e-05, 'betas': [0.9, 0.999], 'eps': 1e-08, 'schedule': 'constant', 'max_grad_norm': 1.0}
     """
-    return _brief(config, _engine(config))
+    return _minimal(config, _engine(config))
 
 
 def _engine(config: Any) -> Any:
-    """The name of the engine of a run; None of another configuration."""
+    """The name of a run's engine; None for other configurations."""
     return config.get("rollout_engine") if isinstance(config, Mapping) else getattr(config, "rollout_engine", None)
 
 
-def _brief(value: Any, engine: Any) -> Any:
+def _minimal(value: Any, engine: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: _brief(part, engine) for name, part in value.items()}
+        return {name: _minimal(part, engine) for name, part in value.items()}
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return dump_tree(value)
-    idle = unread(value, engine)
+    idle = fields_without_effect(value, engine)
     found: dict[str, Any] = {}
     for field in dataclasses.fields(value):
         part = getattr(value, field.name)
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         if dataclasses.is_dataclass(default):
-            if inner := _brief(part, engine):
+            if inner := _minimal(part, engine):
                 found[field.name] = inner
         elif field.name in _STAYS or part != default or not (_off(field.name, part) or field.name in idle):
-            found[field.name] = _brief(part, engine)
+            found[field.name] = _minimal(part, engine)
     return found
 
 
 def _off(name: str, value: Any) -> bool:
-    """Whether a value turns something off."""
+    """Whether a value turns its field off."""
     return value is None or value is False or value in ((), [], {}, "") or (name in _OFF and value == _OFF[name])
 
 
-def unread(config: Any, engine: Any = None) -> set[str]:
-    """The fields of a configuration that nothing reads, others being what they are.
+def fields_without_effect(config: Any, engine: Any = None) -> set[str]:
+    """The fields of a configuration that have no effect with its other fields.
 
-    Args: config: a configuration. engine: of the run; None = another than vLLM and SGLang.
+    Args: config: a configuration. engine: of the run; None = neither vLLM nor SGLang.
 
-    >>> sorted(unread(OverlongBuffer()))
+    >>> sorted(fields_without_effect(OverlongBuffer()))
     ['max_response_length', 'overlong_buffer_length', 'overlong_buffer_penalty']
     """
-    found = {name for kind, names in _TUNIX.items() if isinstance(config, kind) for name in names}
+    found: set[str] = set()
     if isinstance(config, VLLMOptions | SGLangOptions):
         own = "vllm" if isinstance(config, VLLMOptions) else "sglang"
         return set() if engine == own or ":" in str(engine) else {f.name for f in dataclasses.fields(config)}
-    if isinstance(config, RolloutConfig) and engine not in ("vllm", "sglang"):
-        found.add("tensor_parallel_size")
     if isinstance(config, OverlongBuffer) and not config.enable:
         found |= {"overlong_buffer_length", "overlong_buffer_penalty", "max_response_length"}
     if isinstance(config, CheckpointingOptions) and config.save_interval_steps is not None:
         found.add("save_interval_s")
     if isinstance(config, OptimConfig) and config.name == "sgd":
         found |= {"betas", "eps"}
-    if isinstance(config, PreferenceConfig):
-        found |= set(_of_preference(config))
-    if isinstance(config, PolicyConfig) and not any(own_functions(config)):
-        found |= set(_of_policy(config))
+    if isinstance(config, PolicyConfig | PreferenceConfig) and not any(user_functions(config)):
+        found |= unread_fields(config).keys()
     return found
-
-
-def _of_policy(c: PolicyConfig) -> Iterator[str]:
-    """The fields of an algorithm that nothing reads: what was not chosen, with its parameters."""
-    yield from _not_chosen(_LOSS, (c.loss_name,))
-    critic = ("gae",) if hasattr(c, "gae_lambda") else ()
-    yield from _not_chosen(_ESTIMATOR, (c.advantage_estimator, *critic))
-    yield from _not_chosen(OF_MASK, c.loss_masks)
-    switches: dict[str, tuple[Any, tuple[str, ...]]] = {
-        "kl": (c.beta or c.force_compute_kl, ("kl_loss_mode", "kl_method", "kl_clamp_value")),
-        "kl_type": (c.beta, ("kl_type",)),
-        "target_kl": (c.target_kl, ("kl_horizon",)),
-        "sync_ref_model": (c.sync_ref_model, _REFERENCE),
-        "sampler_is": (c.sampler_is, ("sampler_is_mode", "sampler_is_threshold")),
-        "dynamic_sampling": (c.dynamic_sampling, ("max_num_gen_batches",)),
-        "use_adaptive_entropy": (
-            c.use_adaptive_entropy,
-            ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
-        ),
-        "loss_agg_mode": (c.loss_agg_mode in AGG_WITH_UNITS, ("loss_agg_units",)),
-        "loss_agg_norm": (c.loss_agg_mode in AGG_WITH_NORM, ("loss_agg_norm",)),
-    }
-    for on, names in switches.values():
-        yield from () if on else names
-
-
-def _of_preference(c: PreferenceConfig) -> Iterator[str]:
-    """The same of preference training."""
-    if not any(own_functions(c)):
-        yield from _not_chosen(_PREFERENCE, c.loss_type)
-    yield from () if c.sync_ref_model else _REFERENCE
-    yield from () if c.f_divergence_type == "alpha_divergence" else ("f_alpha_divergence_coef",)
-
-
-_REFERENCE = ("ref_model_mixup_alpha", "ref_model_sync_steps")
-
-
-def _not_chosen(read_by: Mapping[str, Collection[Any]], chosen: Collection[Any]) -> Iterator[str]:
-    """The fields that none of what is chosen reads. Args: read_by: field -> names of what reads it."""
-    return (field for field, readers in read_by.items() if not {*readers} & {*chosen})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator
 
@@ -15,11 +15,11 @@ from whet.errors import ConfigError
 __all__ = ["REWARD_LR", "SFT_LR", "USUAL_LR", "OptimConfig", "RoleConfig"]
 
 USUAL_LR, SFT_LR, REWARD_LR = 1e-6, 2e-5, 1e-4
-"""Learning rates where none is given: of policies and critics (RL, preferences), of SFT, of reward models; as TRL's."""
+"""Default learning rates, as TRL's: of policies and critics (RL, preferences), of SFT, of reward models."""
 
 
 def _recompute(value: Any) -> Any:
-    """A bool as the mode that it stands for."""
+    """The mode that a bool means; other values unchanged."""
     return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
 
 
@@ -40,29 +40,29 @@ class OptimConfig:
     each; the extra `quant`), "muon" (matrices of layers; adamw takes embeddings, heads and vectors), or
     "package.module:factory", called with (parameter groups, lr=...)."""
     lr: Float | None = None
-    """Learning rate, at its peak where there is a schedule. None = 2e-5 in `whet sft`, 1e-4 in `whet rm` and of
-    adapters, 1e-6 elsewhere."""
+    """Learning rate; with a schedule, its peak. None = 2e-5 in `whet sft`, 1e-4 in `whet rm` and for adapters, 1e-6
+    elsewhere."""
     betas: tuple[Float, Float] = (0.9, 0.999)
-    """Decay of the first and second moment; for adamw, adam, adamw8bit, and what muon leaves to adamw."""
+    """Decay of the first and second moment, in adamw, adam and adamw8bit, and in the adamw part of muon."""
     eps: Float = 1e-8
-    """ε, added to the root of the second moment; as betas."""
+    """ε, added to the root of the second moment; in the same optimizers as betas."""
     momentum: Float | None = None
-    """Share of the last step that is kept; for sgd and muon. None = 0.0 (off) in sgd, 0.95 in muon."""
+    """Momentum of sgd and muon: the share of the last step that is kept. None = 0.0 (off) in sgd, 0.95 in muon."""
     weight_decay: Float = 0.0
-    """Decay of matrices; vectors (norms, biases) never decay. Decoupled, but in adam and sgd part of the gradient.
-    0.0 = off."""
+    """Weight decay of matrices; vectors (norms, biases) never decay. adam and sgd add it to the gradient, the others
+    decouple it. 0.0 = off."""
     schedule: Name = "constant"
     """A schedule of transformers.get_scheduler: constant, constant_with_warmup, linear, cosine ..."""
     schedule_kwargs: Tree = field(default_factory=dict)
-    """Further arguments of the schedule, e.g. {min_lr: 1.0e-7} for cosine_with_min_lr."""
+    """More arguments of the schedule, e.g. {min_lr: 1.0e-7} for cosine_with_min_lr."""
     warmup_steps: Number = 0
     """Updates over which the rate rises from 0. 0 = off."""
     warmup_ratio: Float = 0.0
-    """The same as a share of all updates, rounded down; instead of warmup_steps. 0.0 = off."""
+    """The warmup as a share of all updates, rounded down; set this or warmup_steps. 0.0 = off."""
     total_steps: Count | None = None
-    """Updates that the schedule spans; None = as many as the run makes."""
+    """Length of the schedule in updates; None = all updates of the run."""
     max_grad_norm: Float = 1.0
-    """Norm of the whole gradient above which it is scaled down. 0.0 = off."""
+    """Gradient clipping: scale the gradient down to this norm if it is larger. 0.0 = off."""
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
@@ -86,45 +86,43 @@ class OptimConfig:
 
     @property
     def rate(self) -> float:
-        """The learning rate; the usual one where none is given."""
+        """The learning rate, or its default if lr is None."""
         return USUAL_LR if self.lr is None else self.lr
 
 
 @config
 class RoleConfig:
-    """One model: what to load, how to compute it, and how to train it."""
+    """One model: where it is loaded from, how it is computed, and how it is trained."""
 
     model: Name | None = None
-    """Hub name (name@revision pins a branch, tag or commit) or folder of a Hugging Face model; the actor's may be
-    "file.py:function" or "package.module:function", which makes the model in a folder. None = given from Python, or
-    (critic, reference) the actor's. A critic's may be "actor": a score head on the actor's own trunk, trained with
-    it. A folder or hub name of an adapter in PEFT's format stands for its base model with that adapter, which is
-    trained on."""
+    """Hub name (name@revision pins a branch, tag or commit), folder of a Hugging Face model, or a GGUF file (the
+    extra `gguf`). The actor also accepts "file.py:function" or "package.module:function", which makes the model in a
+    folder. The critic also accepts "actor": a score head on the actor's own trunk, trained with it. A folder or hub
+    name of an adapter in PEFT's format loads its base model with that adapter and trains the adapter further. None =
+    from Python, or (critic, reference) the actor's model."""
     lora: LoraConfig | None = None
-    """Train a low-rank adapter in place of all weights; None = all weights. Where optim.lr is not given it is 1e-4."""
+    """Train a low-rank adapter instead of all weights; optim.lr is then 1e-4 by default. None = train all weights."""
     quantization: Literal["nf4", "fp4"] | None = None
-    """Hold the linear layers of the base in 4 bits (bitsandbytes; the extra `qlora`): for a model that is only
-    read, or trained through lora. None = off."""
+    """Store the linear layers of the base in 4 bits (bitsandbytes; the extra `qlora`), for a model that is only read or
+    trained with lora. None = off."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Compute dtype; the master weights are always fp32. "auto" = bfloat16 on a GPU that has it in hardware, and on a
-    CPU with instructions for it (AVX-512 BF16, AMX) for a model of width 128 or more; else float32. A resumed run
-    keeps what was chosen."""
+    """Compute dtype; the master weights are always fp32. "auto" = bfloat16 on a GPU that supports it in hardware, and
+    for models of width 128 or more on a CPU with instructions for it (AVX-512 BF16, AMX); else float32. A resumed run
+    keeps its dtype."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The optimizer; no effect on a model that is only read."""
     gradient_checkpointing: Recompute = "none"
     """Recompute activations in the backward pass: "full" = whole layers (least memory, a fifth to a third more time),
-    "selective" = all but matrix products and attention, "none". true is "full", false is "none"."""
+    "selective" = all but matrix products and attention, "none" = nothing. true means "full", false means "none"."""
     attention: Literal["auto", "flex", "plain"] = "auto"
-    """What computes attention over packed sequences: "flex" = FlexAttention (CUDA), "plain" = torch's operator, "auto"
-    = whet's own kernels on a CPU, and flex on a GPU for shared prefixes, sliding windows, logit soft-capping or
-    attention sinks, each checked first; else plain."""
+    """Attention over packed sequences: "flex" = FlexAttention (CUDA), "plain" = torch's operator, "auto" = whet's own
+    kernels on a CPU, flex on a GPU for shared prefixes, sliding windows, logit soft-capping or attention sinks (after
+    a check of each), and plain otherwise."""
     trust_remote_code: Bool = False
-    """Run the Python files that lie beside the weights, and beside the tokenizer, for architectures that transformers
-    does not have. Read them first: they run with your permissions."""
-    dropout: Bool = False
-    """Must be false in this release: dropout is off while training, so that sampler and trainer see the same policy."""
+    """Run the Python files in the folders of the weights and the tokenizer, for architectures that transformers does
+    not have. Read them first: they run with your permissions."""
 
-    def __post_init__(self) -> None:
-        """Refuses what is not there."""
-        if self.dropout:
-            raise ConfigError("dropout must be false: it is off while training in this release")
+    REFUSED: ClassVar[dict[str, str]] = {
+        "dropout": "a model's own dropout is off in training, so that sampler and trainer see the same policy; leave "
+        "it out, or set lora.lora_dropout of an adapter in supervised training",
+    }

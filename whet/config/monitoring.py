@@ -1,4 +1,4 @@
-"""What a run watches of its own metrics: which checkpoint is the best, and when to stop."""
+"""Rules on a run's own metrics: which checkpoint is the best, and when to stop."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from whet.errors import ConfigError
 __all__ = ["BEFORE_STOP", "BEST", "Band", "KeepBestOptions"]
 
 BEST, BEFORE_STOP = "best", "before_stop"
-"""Names of the checkpoints that are set aside."""
+"""Names of the checkpoints that are kept apart."""
 
 
 @config
 class KeepBestOptions:
-    """The checkpoint that is kept as the best.
+    """The rule for the best checkpoint.
 
     >>> KeepBestOptions(metric="accuracy").mode
     'max'
@@ -25,12 +25,12 @@ class KeepBestOptions:
     metric: Name
     """A metric of the evaluation rows: reward, accuracy, loss, ..."""
     mode: Literal["max", "min"] = "max"
-    """Whether the greatest value is the best, or the least."""
+    """"max" = the largest value is the best, "min" = the smallest."""
 
 
 @config
 class Band:
-    """The values that a metric may have, and for how long it may leave them.
+    """The values that a metric may have, and how long it may be outside of them.
 
     >>> Band(below=0.5, above=0.1)
     Traceback (most recent call last):
@@ -38,11 +38,11 @@ class Band:
     """
 
     below: Float | None = None
-    """Stop where the metric is less than this; None = no bound."""
+    """Lower end: the metric is outside if it is less than this; None = no bound."""
     above: Float | None = None
-    """Stop where the metric is greater than this; None = no bound."""
+    """Upper end: the metric is outside if it is greater than this; None = no bound."""
     steps: Count = 1
-    """Only after so many rows in a row outside the band: steps, or evaluations where the metric is of those."""
+    """Consecutive steps outside the band before the rule acts; for a metric of evaluations, consecutive evaluations."""
 
     def __post_init__(self) -> None:
         """Checks that there is a band."""

@@ -1,6 +1,6 @@
-"""Words of the command line that are not key=value: what they are, or what was meant.
+"""Command-line arguments that are not key=value: configuration files, and suggestions for mistakes.
 
-A word that ends in .yaml or .yml is a file of settings, as after --config: it could be nothing else.
+An argument that ends in .yaml or .yml is a configuration file, as after --config.
 """
 
 from __future__ import annotations
@@ -9,28 +9,28 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["is_file", "meant_by", "rest_of_value"]
+__all__ = ["is_config_file", "rest_of_value", "suggest_key"]
 
 _ROWS = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 _KEY = re.compile(r"(?:--)?[A-Za-z_]\w*(?:[.-]\w+)*")
 _CLOSING = {"[": "]", "{": "}"}
 
 
-def is_file(word: str) -> bool:
-    """Whether a word of the command line is a file of settings.
+def is_config_file(word: str) -> bool:
+    """Whether a command-line argument is a configuration file.
 
-    >>> is_file("run.yaml"), is_file("a=run.yaml"), is_file("--run.yaml")
+    >>> is_config_file("run.yaml"), is_config_file("a=run.yaml"), is_config_file("--run.yaml")
     (True, False, False)
     """
     return word.endswith((".yaml", ".yml")) and "=" not in word and not word.startswith("-")
 
 
-def meant_by(words: Sequence[str], place: int, short: Mapping[str, str]) -> str:
-    """The end of a message about a word that is neither key=value nor a flag: what to write in its place.
+def suggest_key(words: Sequence[str], place: int, short: Mapping[str, str]) -> str:
+    """The end of the message about an argument that is neither key=value nor a flag: the fix.
 
-    Args: words: all of them. place: of that one. short: the command's shorthands.
+    Args: words: all arguments. place: of the wrong one. short: the command's shorthands.
 
-    >>> meant_by(["model", "=", "a/b"], 0, {}), meant_by(["a.jsonl"], 0, {"data": "data.path"})
+    >>> suggest_key(["model", "=", "a/b"], 0, {}), suggest_key(["a.jsonl"], 0, {"data": "data.path"})
     ('; write model=a/b, without blanks', '; did you mean data=a.jsonl?')
     """
     word, after = words[place], [*words[place + 1 :], "", ""]
@@ -40,7 +40,7 @@ def meant_by(words: Sequence[str], place: int, short: Mapping[str, str]) -> str:
     if after[0] == "=" and after[1]:
         return f"; write {word}={after[1]}, without blanks"
     if word.startswith("-"):
-        return f"; write --config {after[0] or 'FILE'}" if is_file(after[0]) else "; options have two dashes"
+        return f"; write --config {after[0] or 'FILE'}" if is_config_file(after[0]) else "; options have two dashes"
     key, colon, value = word.partition(":")
     if colon and value and _KEY.fullmatch(key) and not key.endswith(".py"):
         return f"; write {key}={value}"
@@ -55,9 +55,9 @@ def meant_by(words: Sequence[str], place: int, short: Mapping[str, str]) -> str:
 
 
 def rest_of_value(key: str, text: str, words: Sequence[str]) -> str:
-    """The end of a message about a value that the shell has cut at its blanks; "" where it is not.
+    """The end of the message about a value that the shell has split at its blanks; "" if it is not split.
 
-    Args: key, text: of the word. words: those that follow.
+    Args: key, text: of the argument. words: the arguments that follow.
 
     >>> rest_of_value("rollout.eval", "{temperature:", ["0.0}", "a=1"])
     "; a value with blanks is quoted: 'rollout.eval={temperature: 0.0}'"

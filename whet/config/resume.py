@@ -1,7 +1,7 @@
-"""A resumed run's configuration: what is not given now is as the run has it in its config_full.yaml.
+"""The configuration of a resumed run: keys that are not given now come from the run's config_full.yaml.
 
-So a run goes on under a release whose defaults have changed, and neither a forgotten key nor a new default changes what
-it computes. What is given is compared with the checkpoint, as ever: run/provenance.py.
+So neither a forgotten key nor a default that a new release has changed alters the run. run/provenance.py compares the
+keys that are given with the checkpoint.
 """
 
 from __future__ import annotations
@@ -11,52 +11,51 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from whet.config.base import check, check_part, section_at
-from whet.config.engines import nested
-from whet.config.loader import dump_tree, flat, read_yaml, tree
+from whet.config.base import config_from_dict, partial_config_from_dict, section_at
+from whet.config.loader import dump_tree, flatten, parse_config_args, read_yaml
 from whet.errors import ConfigError
 
-__all__ = ["FULL", "command_of", "kept_of_run", "load_part", "load_resumable"]
+__all__ = ["FULL_CONFIG_FILE", "command_of", "kept_from_run", "load_partial", "load_resumable"]
 
 T = TypeVar("T")
 
-FULL = "config_full.yaml"
+FULL_CONFIG_FILE = "config_full.yaml"
 """The file of a run folder with every key of its configuration."""
-BRIEF = "config.yaml"
-"""The one with what was set and has an effect: read where the other is not there."""
-_OF_NOW = ("trainer.allow_config_change", "trainer.resume", "trainer.run_dir")
-"""Keys that say how the run goes on, and not what it is."""
+MINIMAL_CONFIG_FILE = "config.yaml"
+"""The file of a run folder with the keys that were set or have an effect. It is read if the other one is missing."""
+_RESUME_KEYS = ("trainer.allow_config_change", "trainer.resume", "trainer.run_dir")
+"""Keys about the resume itself, which are never taken from the run."""
 
 
 def load_resumable(cls: type[T], argv: Sequence[str], short: Mapping[str, str]) -> T:
-    """A checked configuration from command-line words; with trainer.resume=latest, on top of what the run has.
+    """A checked configuration from command-line arguments; with trainer.resume=latest, over the run's configuration.
 
-    Args: cls: of a run's configuration. argv, short: see `loader.tree`.
+    Args: cls: of a run's configuration. argv, short: see `loader.parse_config_args`.
     Raises: ConfigError: every problem at once, a line each.
     """
-    return check(cls, _on_top(cls, argv, short), short=short)
+    return config_from_dict(cls, _with_run(cls, argv, short), short=short)
 
 
-def load_part(cls: type[T], argv: Sequence[str], short: Mapping[str, str]) -> tuple[T | None, frozenset[str]]:
-    """What of the same can be taken, where some of its keys can't: see `base.check_part`."""
-    return check_part(cls, _on_top(cls, argv, short))
+def load_partial(cls: type[T], argv: Sequence[str], short: Mapping[str, str]) -> tuple[T | None, frozenset[str]]:
+    """As load_resumable, without the keys that are refused: see `base.partial_config_from_dict`."""
+    return partial_config_from_dict(cls, _with_run(cls, argv, short))
 
 
-def kept_of_run(cls: type, argv: Sequence[str], short: Mapping[str, str]) -> dict[str, tuple[Any, Any]]:
-    """What `load_resumable` took from the run that is not this release's default: key -> (value, default)."""
-    given, kept = tree(argv, short, cls), {}
-    _filled(cls, given, _of_run(cls, given), "", kept)
+def kept_from_run(cls: type, argv: Sequence[str], short: Mapping[str, str]) -> dict[str, tuple[Any, Any]]:
+    """The values of a resumed run that differ from this release's defaults: key -> (value, default)."""
+    given, kept = parse_config_args(argv, short, cls), {}
+    _fill_from_run(cls, given, _run_settings(cls, given), "", kept)
     return kept
 
 
-def _on_top(cls: type, argv: Sequence[str], short: Mapping[str, str]) -> dict[str, Any]:
-    """What is given, on top of what the run has."""
-    given = tree(argv, short, cls)
-    return _filled(cls, given, _of_run(cls, given), "", {})
+def _with_run(cls: type, argv: Sequence[str], short: Mapping[str, str]) -> dict[str, Any]:
+    """The given keys, over those of the run."""
+    given = parse_config_args(argv, short, cls)
+    return _fill_from_run(cls, given, _run_settings(cls, given), "", {})
 
 
 def command_of(settings: Mapping[str, Any]) -> str:
-    """The command whose configuration it is, by the keys of its algorithm; "" where they don't tell.
+    """The command of a configuration, by the keys of its algorithm; "" if they do not show it.
 
     >>> command_of({"actor": {}, "algo": {"loss_type": "nll"}}), command_of({})
     ('sft', '')
@@ -72,17 +71,17 @@ def command_of(settings: Mapping[str, Any]) -> str:
     return "dpo" if "beta" in algo else "sft"
 
 
-def _of_run(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The whole configuration of the run that is to go on; {} where there is none. Raises ConfigError where another
-    command began it.
-    """
+def _run_settings(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of the run to resume; {} if there is none. Raises ConfigError: another command started it."""
     trainer = given.get("trainer")
     if not isinstance(trainer, Mapping) or trainer.get("resume") != "latest":
         return {}
     folder = trainer.get("run_dir")
     if not isinstance(folder, str):
         return {}
-    whole, brief = (read_yaml(f) if (f := Path(folder) / name).is_file() else {} for name in (FULL, BRIEF))
+    whole, brief = (
+        read_yaml(f) if (f := Path(folder) / name).is_file() else {} for name in (FULL_CONFIG_FILE, MINIMAL_CONFIG_FILE)
+    )
     if (theirs := command_of(whole)) not in ("", own := cls.COMMAND):
         raise ConfigError(
             f"{folder} is a run of whet {theirs}; resume it by that, or give whet {own} another trainer.run_dir"
@@ -93,44 +92,41 @@ def _of_run(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_unedited(brief: Mapping[str, Any], whole: Mapping[str, Any], given: Mapping[str, Any], folder: str) -> None:
-    """Raises ConfigError for an edit of config.yaml, which a resume would pass over and write over."""
-    run, now = flat(whole), flat(given)
+    """Raises ConfigError for an edit of config.yaml, which a resume would ignore and overwrite."""
+    run, now = flatten(whole), flatten(given)
     edited = [
-        f"{key} is {said!r} in {folder}/{BRIEF}, and {run.get(key)!r} in the run"
-        for key, said in flat(brief).items()
-        if key and key not in _OF_NOW and said not in (run.get(key), now.get(key))
+        f"{key} is {value!r} in {folder}/{MINIMAL_CONFIG_FILE}, and {run.get(key)!r} in the run"
+        for key, value in flatten(brief).items()
+        if key and key not in _RESUME_KEYS and value not in (run.get(key), now.get(key))
     ]
     if edited:
         raise ConfigError(
-            f"{'; '.join(edited)}: a resume takes a run's keys from {FULL} and writes {BRIEF} again; undo the edit, or "
-            "give what is to change as key=value, with trainer.allow_config_change=true"
+            f"{'; '.join(edited)}: a resume takes a run's keys from {FULL_CONFIG_FILE} and writes "
+            f"{MINIMAL_CONFIG_FILE} again; undo the edit, or give what is to change as key=value, with "
+            "trainer.allow_config_change=true"
         )
 
 
-def _filled(
+def _fill_from_run(
     cls: type, given: Mapping[str, Any], run: Mapping[str, Any], prefix: str, kept: dict[str, tuple[Any, Any]]
 ) -> dict[str, Any]:
-    """What is given of a section, and the rest as the run has it. A key that this release has not is left out.
+    """The given keys of a section, and the other keys from the run. A key that this release does not have is left out.
 
-    Args: cls: of the section. given: of it now. run: of it in the run. prefix: of its keys. kept: is added to.
+    Args: cls: of the section. given: its keys now. run: its keys in the run. prefix: of its keys. kept: receives the
+        values that were taken from the run and differ from the defaults.
     """
-    found = nested(given) if prefix == "rollout." else dict(given)
+    found = dict(given)
     for field in dataclasses.fields(cls):  # pyright: ignore[reportArgumentType]
         name, key = field.name, prefix + field.name
-        if name not in run or key in _OF_NOW or name in _other_names(found):
+        if name not in run or key in _RESUME_KEYS:
             continue
         section, own = section_at(cls, (name,)), found.get(name, {})
         if section is not None and isinstance(run[name], Mapping) and isinstance(own, Mapping):
             if "preset" not in own:  # which gives every key of its section
-                found[name] = _filled(section, own, run[name], f"{key}.", kept)
+                found[name] = _fill_from_run(section, own, run[name], f"{key}.", kept)
         elif name not in found:
             found[name] = run[name]
             default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
             if (usual := dump_tree(default)) != run[name]:
                 kept[key] = (run[name], usual)
     return found
-
-
-def _other_names(given: Mapping[str, Any]) -> tuple[str, ...]:
-    """Fields that are given by another name."""
-    return ("max_tokens_per_microbatch",) if "max_seq_token_per_tpu" in given else ()

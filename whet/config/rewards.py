@@ -1,4 +1,4 @@
-"""What the sections reward and reward_model say together, of a run and of an evaluation."""
+"""RewardFields: the sections reward and reward_model together, of a run or an evaluation."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from whet.errors import ConfigError
 if TYPE_CHECKING:
     from whet.config.model import RoleConfig
 
-__all__ = ["MAX_WORKERS", "REWARD_MODEL", "ListedRewards", "check_workers"]
+__all__ = ["MAX_WORKERS", "REWARD_MODEL", "RewardFields", "check_workers"]
 
 REWARD_MODEL = "reward_model"
-"""The place of the reward model among the rewards: its section's own name."""
+"""The name of the reward model among the rewards, which is the name of its section."""
 MAX_WORKERS = 1024
-"""Processes of reward functions."""
+"""Most processes of reward functions."""
 
 
-class ListedRewards:
-    """The rewards of a configuration in their order, with their weights; a base of those that have the two sections."""
+class RewardFields:
+    """A base class of configurations with rewards: the rewards in order, with their weights."""
 
-    if TYPE_CHECKING:  # what the configuration has
+    if TYPE_CHECKING:  # fields of the configuration
         reward: str | list[str] | dict[str, float] | None
         reward_model: RoleConfig | None
 
     def check_rewards(self) -> None:
-        """Raises ConfigError where the reward model is named and there is none."""
+        """Raises ConfigError if `reward` names the reward model and there is none."""
         if self.reward_model is None and REWARD_MODEL in self._listed:
             raise ConfigError("reward names reward_model, and there is none; set reward_model.model")
 
@@ -41,14 +41,14 @@ class ListedRewards:
 
     @property
     def reward_weights(self) -> tuple[float, ...] | None:
-        """Their weights; None = 1.0 each."""
+        """The weights of reward_names; None = 1.0 each."""
         if not isinstance(self.reward, dict):
             return None
         return tuple(self.reward.get(name, 1.0) for name in self.reward_names)
 
 
 def check_workers(count: int) -> None:
-    """Raises ConfigError where reward_workers is not a possible number of processes.
+    """Raises ConfigError if reward_workers is out of range.
 
     >>> check_workers(-1)
     Traceback (most recent call last):

@@ -1,7 +1,7 @@
-"""Sampling: the section rollout.
+"""The configuration of sampling: the section rollout.
 
-The names and defaults are Tunix's where Tunix has the field. The sections vllm and sglang (config/engines.py) are for
-the rollout_engine of that name and have no effect on another, which warns; an engine refuses what it can't do.
+The subsections vllm and sglang (config/engines.py) configure the rollout_engine of that name; other engines warn that
+they do not read them. An engine refuses a setting that it does not support.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import model_validator
 from pydantic_core import ArgsKwargs
 
-from whet.config.base import check, config
-from whet.config.engines import FLAT, SGLangOptions, VLLMOptions, nested
+from whet.config.base import config, config_from_dict
+from whet.config.engines import SGLangOptions, VLLMOptions
 from whet.config.enums import Mode
 from whet.config.fields import (
     Bool,
@@ -34,8 +34,8 @@ from whet.config.fields import (
     Text,
     Tree,
 )
-from whet.config.length_aliases import with_own_name
-from whet.config.synonyms import owner
+from whet.config.length_aliases import resolve_length_alias
+from whet.config.synonyms import find_owner
 from whet.errors import ConfigError, nearest
 
 __all__ = ["OWN_FIELDS", "ConstraintConfig", "RolloutConfig"]
@@ -50,7 +50,7 @@ OWN_FIELDS = {
     "stop_strings": "stop",
     "suppress_tokens": "forbidden_tokens",
 }
-"""Options of transformers' generate -> the field that stands for it here."""
+"""Option of transformers' generate -> the field of RolloutConfig that does the same."""
 
 _WORDS = """
 $anchor $comment $defs $dynamicAnchor $dynamicRef $id $recursiveAnchor $recursiveRef $ref $schema $vocabulary
@@ -65,13 +65,12 @@ SCHEMA_WORDS = frozenset(_WORDS.split())
 """Keywords of JSON schema, of all its drafts, and OpenAPI's annotations."""
 
 LENGTH = "max_tokens_to_generate"
-"""The name of the longest completion here; its others are read too."""
-_SHARED = "the rollout reads the trainer's own weights; choose their dtype with actor.dtype"
+"""RolloutConfig's name of the completion length; its aliases are read too."""
 
 
 @config
 class ConstraintConfig:
-    """The language that completions lie in: give one of the fields.
+    """Constrained decoding: give one of the fields.
 
     >>> ConstraintConfig(regex="[0-9]+").kind, ConstraintConfig(json_schema={"type": "integer"}).text
     ('regex', '{"type": "integer"}')
@@ -81,11 +80,11 @@ class ConstraintConfig:
     """
 
     regex: Text | None = None
-    """Regular expression (Rust's syntax) that the whole completion matches."""
+    """Regular expression (Rust's syntax) that the whole completion must match."""
     json_schema: Tree | Text | None = None
-    """JSON schema that the completion obeys; as a tree, or as JSON text."""
+    """JSON schema that the completion must obey; as a mapping, or as JSON text."""
     grammar: Text | None = None
-    """Lark grammar that the completion follows; its first rule is `start`."""
+    """Lark grammar that the completion must follow; its first rule is `start`."""
 
     def __post_init__(self) -> None:
         """Checks that exactly one field is given."""
@@ -103,7 +102,7 @@ class ConstraintConfig:
 
     @property
     def text(self) -> str:
-        """What it holds; a schema as JSON, its keys in the order given."""
+        """The text of the constraint; a schema as JSON with its keys in the given order."""
         value = vars(self)[self.kind]
         return value if isinstance(value, str) else json.dumps(value)
 
@@ -137,7 +136,7 @@ def _check_schema(schema: Any) -> None:
 
 @config
 class RolloutConfig:
-    """How completions are drawn.
+    """How completions are sampled.
 
     >>> RolloutConfig(top_p=0.0)
     Traceback (most recent call last):
@@ -147,130 +146,100 @@ class RolloutConfig:
     """
 
     max_tokens_to_generate: Count = 64
-    """Longest completion in tokens, stop token included."""
+    """Length limit of a completion in tokens, stop token included."""
     temperature: Temperature = 0.9
-    """Divides the logits; 0.0 = greedy."""
+    """Sampling temperature, by which the logits are divided; 0.0 = greedy."""
     top_p: Float | None = 1.0
-    """Nucleus sampling: keep the smallest set of tokens whose total probability reaches this; 1.0 or None = off."""
+    """Nucleus sampling: keep the smallest set of tokens with at least this total probability; 1.0 or None = off."""
     top_k: Int | None = None
     """Keep only the k most likely tokens; None or -1 = off."""
     seed: Seed | None = None
-    """Seed of the draws; None = the run's (trainer.seed)."""
+    """Seed of sampling; None = trainer.seed."""
     max_prompt_length: Count = 64
-    """Longest prompt in tokens; on_long_prompt decides about a longer one."""
-    kv_cache_size: Count = 1024
-    """Tunix's cache length of a row. No effect: a row takes the cache it needs, kv_cache_tokens bounds them all."""
-    data_type: Name | None = None
-    """Must be None: the rollout reads the trainer's own weights, whose dtype is actor.dtype."""
+    """Length limit of a prompt in tokens; on_long_prompt decides about longer ones."""
     eos_tokens: tuple[Int, ...] | None = None
-    """Ids that end a completion and are part of it; None = the model's and the tokenizer's."""
-    rollout_mapping_config: Any = None
-    """Must be None: both sides use Hugging Face's parameter names, there is nothing to map."""
-    tensor_parallel_size: Int = -1
-    """Devices that share one copy of the model in vLLM or SGLang: -1 or 1, more is refused. No effect elsewhere."""
-    data_parallel_size: Int = -1
-    """Copies of the model in vLLM or SGLang: -1 or 1, more is refused. No effect elsewhere."""
-    expert_parallel_size: Int = 1
-    """Devices that share the experts in vLLM or SGLang: 1, more is refused. No effect elsewhere."""
-    return_logprobs: Bool = False
-    """Fill RolloutOutput.logprobs. The engine records them and training uses them either way."""
+    """Token ids that end a completion and stay part of it; None = those of the model and the tokenizer."""
 
     min_p: Float = 0.0
-    """Drop tokens less likely than this share of the likeliest. 0.0 = off."""
+    """Drop tokens with less than this share of the most likely token's probability. 0.0 = off."""
     repetition_penalty: Float = 1.0
-    """Divides positive and multiplies negative logits of tokens already there, the prompt's included. 1.0 = off."""
+    """Divide positive logits and multiply negative logits of tokens that prompt or completion already have. 1.0 =
+    off."""
     min_tokens: Number = 0
-    """No stop token is drawn before this many tokens."""
+    """Sample no stop token before this many tokens."""
     stop: Strings = ()
-    """Strings that end a completion; the text up to and with the string stays. Special tokens go by id: eos_tokens."""
+    """Strings that end a completion; the completion keeps the string. Give special tokens by id: eos_tokens."""
     forbidden_tokens: tuple[Int, ...] = ()
-    """Ids that are never drawn."""
+    """Token ids that are never sampled."""
     constraint: ConstraintConfig | None = None
     """Constrained (structured) decoding: regex, json_schema or grammar, e.g. {regex: "[0-9]+"}; None = any text. Needs
     the extra `grammar`."""
     logprob_support: Literal["sampling", "full"] = "sampling"
-    """Distribution of all logprobs: "sampling" = the penalised, truncated one drawn from; "full" = temperature only."""
+    """Distribution of all logprobs: "sampling" = the one sampled from, with penalties and truncation; "full" = only the
+    temperature."""
     on_long_prompt: Literal["error", "truncate_left", "drop"] = "error"
-    """A prompt over max_prompt_length: refuse it, keep its last tokens, or leave the row out (counted, logged)."""
+    """A prompt over max_prompt_length: "error" = refuse it, "truncate_left" = keep its last tokens, "drop" = leave the
+    row out and log the number."""
     max_batch_size: Size = 256
-    """Completions decoded together."""
+    """Most completions that are decoded at the same time."""
     kv_cache_tokens: Count | None = None
-    """Tokens that the KV cache holds over all completions; None = what max_batch_size of the longest need."""
+    """Size of the KV cache in tokens of all completions; None = enough for max_batch_size of the longest."""
     native_kernels: Bool = True
-    """On a CPU, the embedded engine runs on kernels that this machine's C++ compiler builds once; false = on torch's.
-    It does not affect the kernels of training: WHET_NATIVE=0 in the environment turns all off."""
+    """On a CPU, run the embedded engine with kernels that this machine's C++ compiler builds once; false = with torch's
+    operators. WHET_NATIVE=0 in the environment also turns the kernels of training off."""
     num_generations_eval: Size | None = None
-    """Completions of each evaluation prompt; None = algo.num_generations, or 1 where evaluation is greedy."""
+    """Completions of each evaluation prompt; None = algo.num_generations, or 1 if evaluation is greedy."""
     generation_kwargs: Tree = field(default_factory=dict)
     """Options of transformers' generate that whet has no field for, e.g. {no_repeat_ngram_size: 3} or {num_beams: 4}.
-    With any of them the "hf" engine runs the rollout; training supports them under logprob_support "full" only, and
-    never beams."""
+    With any of them the "hf" engine runs the rollout. Training supports them only with logprob_support "full", and
+    does not support beams."""
     chat_template_kwargs: Tree = field(default_factory=dict)
-    """Further arguments of the chat template, e.g. {enable_thinking: false}."""
+    """More arguments of the chat template, e.g. {enable_thinking: false}."""
     env_path: Name | Fn | None = None
-    """What answers a turn: a file ("env.py") or module with interact(messages), reward_fn(messages, answer) and TOOL,
-    the tools that the chat template tells of; from Python also the function interact itself. Its reward_fn is the
-    reward where none is given. None = nothing answers. See whet docs environments."""
+    """The environment, which answers the model's turns: a file ("env.py") or module with interact(messages),
+    reward_fn(messages, answer) and TOOL (the tools that the chat template lists); from Python also the function
+    interact itself. Its reward_fn is the reward if `reward` is not set. None = no environment. See whet docs
+    environments."""
     max_turns: Count = 1
-    """Turns of the model in an episode; between two of them interact is called. 1 = it never is."""
+    """Most turns of the model in an episode. The environment answers between two turns; 1 = it never answers."""
     max_episode_tokens: Count | None = None
-    """With max_turns above 1: the most tokens after the prompt, those of tools included. An episode ends there, at the
-    model's positions, and in training where it fills trainer.max_tokens_per_microbatch; None = max_turns times
+    """With max_turns above 1: the most tokens after the prompt, those of tools included. An episode also ends at the
+    model's context length, and in training at trainer.max_tokens_per_microbatch. None = max_turns times
     max_tokens_to_generate."""
     eval: Tree = field(default_factory=dict)
-    """Fields of this section that differ in evaluation, e.g. {temperature: 0.0}."""
+    """Other values of these fields for evaluation, e.g. {temperature: 0.0}."""
 
     vllm: VLLMOptions = field(default_factory=VLLMOptions)
-    """How vLLM is built; Tunix's rollout_vllm_* are read too. No effect with another engine."""
+    """Options of vLLM; only rollout_engine "vllm" reads them."""
     sglang: SGLangOptions = field(default_factory=SGLangOptions)
-    """How SGLang is built; Tunix's rollout_sglang_jax_* are read too. No effect with another engine."""
+    """Options of SGLang; only rollout_engine "sglang" reads them."""
 
     OVERRIDES: ClassVar[tuple[str, ...]] = ("eval",)
-    """Mappings whose keys are this section's own fields."""
+    """Fields that hold a mapping of fields of this section."""
 
     REFUSED: ClassVar[dict[str, str]] = {
-        "return_routed_experts": "routed experts are not replayed in training",
-        "rollout_vllm_free_kv_cache_during_weight_sync": "the KV cache is kept through a sync",
-        "rollout_vllm_overlap_postprocessing": "outputs are handed over as they finish",
-        "rollout_vllm_swap_space_size_gb": "vLLM has no swap space any more; leave it out",
+        "tensor_parallel_size": "this release runs an engine on one device",
     }
 
     @model_validator(mode="before")
     @classmethod
-    def _flat_names(cls, given: Any) -> Any:
-        """Reads Tunix's names of the engines' fields, and every name of the completions' length."""
-        given = with_own_name(given, LENGTH)
-        words = given.kwargs if isinstance(given, ArgsKwargs) else given
-        if not isinstance(words, Mapping):
+    def _length_names(cls, given: Any) -> Any:
+        """Reads every name of the completions' length, in `eval` too."""
+        given = resolve_length_alias(given, LENGTH)
+        values = given.kwargs if isinstance(given, ArgsKwargs) else given
+        if not isinstance(values, Mapping) or "eval" not in values:
             return given
-        found = nested(words) if FLAT.keys() & words.keys() else dict(words)
-        if "eval" in found:
-            found["eval"] = with_own_name(found["eval"], LENGTH)
-        return ArgsKwargs((), found) if isinstance(given, ArgsKwargs) else found
-
-    def __getattr__(self, name: str) -> Any:
-        """An engine's field by the name that Tunix has for it."""
-        if name not in FLAT:
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{nearest(name, vars(self))}")
-        section, own = FLAT[name]
-        return vars(vars(self)[section])[own]
+        values = {**values, "eval": resolve_length_alias(values["eval"], LENGTH)}
+        return ArgsKwargs((), values) if isinstance(given, ArgsKwargs) else values
 
     def __post_init__(self) -> None:
         """Checks the ranges and the overrides of evaluation."""
         self._check_ranges()
-        if self.data_type is not None:
-            raise ConfigError(f"data_type must be None, got {self.data_type!r}: {_SHARED}")
-        if self.rollout_mapping_config is not None:
-            raise ConfigError("rollout_mapping_config must be None: both sides use Hugging Face's parameter names")
         if self.eval:
             known = {f.name for f in dataclasses.fields(self)} - {"eval"}
             for name in self.eval:
-                if name in FLAT:
-                    section, own = FLAT[name]
-                    where = f"{section}.{own}"
-                    raise ConfigError(f"eval.{name} belongs to the engine, which evaluation shares; set {where}")
                 if name not in known:
-                    own = owner(name, known)
+                    own = find_owner(name, known)
                     near = f"; did you mean eval.{own}?" if own in known else nearest(name, known, "eval.")
                     raise ConfigError(f"eval.{name}: unknown key{near}")
                 if name in ("kv_cache_tokens", "max_batch_size", "sglang", "vllm"):
@@ -329,4 +298,4 @@ class RolloutConfig:
         if Mode(mode) is Mode.TRAIN or not self.eval:
             return self
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return check(type(self), {**fields, **self.eval, "eval": {}})
+        return config_from_dict(type(self), {**fields, **self.eval, "eval": {}})

@@ -1,4 +1,4 @@
-"""The whole configuration of a run: what a recipe holds, and the shorthands of the command line."""
+"""The whole configuration of an RL run, as recipes have it, and the shorthands of the command line."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from whet.config.algo.presets import preset
 from whet.config.base import config, section_at
 from whet.config.data import Sources
 from whet.config.fields import Bool, Float, Name
-from whet.config.length_aliases import length_short
-from whet.config.loader import dump_tree, load, merged
-from whet.config.lora import lora_short
+from whet.config.length_aliases import length_shorthands
+from whet.config.loader import dump_tree, load, merge
+from whet.config.lora import lora_shorthands
 from whet.config.model import OptimConfig, RoleConfig
-from whet.config.rewards import ListedRewards
-from whet.config.run_sections import RunDataConfig, RunGRPOConfig, RunPPOConfig, RunRolloutConfig, with_own_sections
+from whet.config.rewards import RewardFields
+from whet.config.run_sections import RunDataConfig, RunGRPOConfig, RunPPOConfig, RunRolloutConfig, take_base_sections
 from whet.config.training import RLTrainingConfig
 from whet.errors import ConfigError
 
-__all__ = ["SHORT", "PPORunConfig", "RunConfig", "check_complete", "lacking", "load_run"]
+__all__ = ["SHORTHANDS", "PPORunConfig", "RunConfig", "check_complete", "load_run", "missing_inputs"]
 
 R = TypeVar("R", bound="RunConfig")
 
 
 @config
-class RunConfig(ListedRewards):
+class RunConfig(RewardFields):
     """Everything that `whet grpo` needs.
 
     >>> load_run(["model=my/model", "actor.lr=2e-6", "data=train.jsonl"]).actor.optim.lr
@@ -37,46 +37,46 @@ class RunConfig(ListedRewards):
     """
 
     COMMAND: ClassVar[str] = "grpo"
-    """The command that trains it."""
+    """The command of this configuration."""
     TRAINED: ClassVar[str] = "actor"
-    """The section of the model that the run makes."""
+    """The section of the model that is trained."""
 
     actor: RoleConfig = field(default_factory=RoleConfig)
     """The policy."""
     critic: RoleConfig | None = None
-    """The value model of `whet ppo`; None = the actor's, with a fresh score head. `whet grpo` has none."""
+    """The value model of `whet ppo`; None = the actor's model with a new score head. `whet grpo` has no critic."""
     reference: RoleConfig | None = None
-    """The model that the KL is measured against; None = the actor as it was at the start."""
+    """The reference model of the KL; None = the actor as it was at the start."""
     teacher: RoleConfig | None = None
-    """The model that policy_loss_fn=distillation and gkd learn from, of the actor's tokenizer; None = none."""
+    """The teacher of policy_loss_fn=distillation and gkd, which must have the actor's tokenizer; None = no teacher."""
     rollout: RunRolloutConfig = field(default_factory=RunRolloutConfig)
     """Sampling."""
     algo: RunGRPOConfig = field(default_factory=RunGRPOConfig)
-    """The algorithm; algo.preset names a published method, which the other keys change."""
+    """The algorithm. algo.preset names a published method; the other keys change it."""
     data: RunDataConfig = field(default_factory=RunDataConfig)
     """The data set."""
     trainer: RLTrainingConfig = field(default_factory=RLTrainingConfig)
     """The loop."""
     reward: Name | list[Name] | dict[Name, Float] | None = None
     """Reward functions: a built-in name, "file.py:function" or "package.module:function"; a list; or name -> weight.
-    The word reward_model among them stands for the model of that section."""
+    The name reward_model means the model of that section."""
     reward_model: RoleConfig | None = None
-    """A reward model (transformers' sequence classifier of one label), whose score is one more reward; of weight 1.0
-    unless `reward` names it. None = none."""
+    """A reward model (transformers' sequence classifier with one label). Its score is another reward, with the weight
+    1.0 unless `reward` has one for it. None = no reward model."""
     rollout_engine: Name = "embedded"
-    """"embedded" = whet's own (Tunix's "vanilla"), "hf" = transformers' generate, "vllm", "sglang", "mock" (for tests),
+    """"embedded" = whet's own, "hf" = transformers' generate, "vllm", "sglang", "mock" (for tests),
     or "package.module:Class"."""
     offload_to_cpu: Bool = False
-    """Keep on a GPU what the phase needs: the reference while it scores, masters and moments during an update; they lie
-    in pinned host memory otherwise. Nothing to do on a CPU."""
+    """Keep models on the GPU only while they are needed: the reference while it scores, master weights and moments
+    during an update. Otherwise they are in pinned host memory. No effect on a CPU."""
     tokenizer: Name | None = None
     """Hub name or folder of the tokenizer; None = the actor's."""
 
     @model_validator(mode="before")
     @classmethod
     def _sections(cls, given: Any) -> Any:
-        """Puts the fields of algo.preset, a published method, under the other keys of algo; takes plain sections."""
-        given = with_own_sections(cls, given)
+        """Fills algo with the fields of algo.preset, except keys that are set. Accepts objects of base sections."""
+        given = take_base_sections(cls, given)
         words = given.kwargs if isinstance(given, ArgsKwargs) else given
         if not isinstance(words, Mapping):
             return given
@@ -85,11 +85,11 @@ class RunConfig(ListedRewards):
             return given
         name, own = algo["preset"], {key: value for key, value in algo.items() if key != "preset"}
         fields = {} if name is None else dump_tree(preset(name, section_at(cls, ("algo",))))
-        words = {**words, "algo": merged(fields, own)}
+        words = {**words, "algo": merge(fields, own)}
         return ArgsKwargs((), words) if isinstance(given, ArgsKwargs) else words
 
     def __post_init__(self) -> None:
-        """Checks what concerns several sections."""
+        """Checks rules that concern several sections."""
         for role in ("actor", "critic"):
             if getattr(self.trainer, f"{role}_optimizer") is not None:
                 raise ConfigError(f"trainer.{role}_optimizer is for Python; in a run's configuration set {role}.optim")
@@ -104,8 +104,8 @@ class RunConfig(ListedRewards):
 
     @property
     def reward_names(self) -> tuple[str, ...]:
-        """The reward functions in their order; a reward model that is not listed is the last. Where there is neither,
-        the reward_fn of rollout.env_path, if nothing else teaches.
+        """The reward functions in order; a reward model that is not listed comes last. Without any reward and without a
+        teacher it is the reward_fn of rollout.env_path.
         """
         named = super().reward_names
         if not named and self.teacher is None and isinstance(self.rollout.env_path, str):
@@ -114,7 +114,7 @@ class RunConfig(ListedRewards):
 
     @property
     def reward_weights(self) -> tuple[float, ...] | None:
-        """Their weights, from `reward` or from `algo`; None = 1.0 each."""
+        """The weights of reward_names, from `reward` or `algo`; None = 1.0 each."""
         return super().reward_weights if isinstance(self.reward, dict) else self.algo.reward_weights
 
 
@@ -132,10 +132,12 @@ class PPORunConfig(RunConfig):
     """The algorithm."""
 
 
-def lacking(model: str | None, path: Sources | None, of: str = "<hub name or folder>") -> list[str]:
-    """What a command lacks of model and data, a line each. Args: model, path: as given. of: what a model may be.
+def missing_inputs(model: str | None, path: Sources | None, of: str = "<hub name or folder>") -> list[str]:
+    """The messages about a missing model and missing data, a line each.
 
-    >>> lacking("my/model", None)
+    Args: model, path: as given. of: the kinds of model that the message names.
+
+    >>> missing_inputs("my/model", None)
     ['no data; write data=<hub name, folder, json, jsonl, csv, parquet or arrow file>']
     """
     data = "no data; write data=<hub name, folder, json, jsonl, csv, parquet or arrow file>"
@@ -143,23 +145,25 @@ def lacking(model: str | None, path: Sources | None, of: str = "<hub name or fol
 
 
 def check_complete(config: RunConfig, unread: Collection[str] = ()) -> None:
-    """Raises ConfigError, all at once, where a run lacks what has no default.
+    """Raises ConfigError, with all problems, if a required key of a run is missing.
 
-    Args: config: of the run. unread: sections of which nothing is said, since not all that was given is in them.
+    Args: config: of the run. unread: sections with keys that could not be read; they are not checked.
 
     >>> check_complete(RunConfig(reward="exact_match"))
     Traceback (most recent call last):
     whet.errors.ConfigError: no model; write model=<hub name or folder>
     no data; write data=<hub name, folder, json, jsonl, csv, parquet or arrow file>
     """
-    said = lambda *sections: not {*sections} & {*unread}
-    missing = lacking(config.actor.model if said("actor") else "", config.data.path if said("data") else "")
+    readable = lambda *sections: not {*sections} & {*unread}
+    missing = missing_inputs(
+        config.actor.model if readable("actor") else "", config.data.path if readable("data") else ""
+    )
     learns = config.reward_names or (config.teacher is not None and not isinstance(config, PPORunConfig))
-    if not learns and said("reward", "rollout", "teacher"):
+    if not learns and readable("reward", "rollout", "teacher"):
         missing.append("no reward; write reward=file.py:function, or the name of one of whet's own")
-    if config.teacher is not None and config.teacher.model is None and said("teacher"):
+    if config.teacher is not None and config.teacher.model is None and readable("teacher"):
         missing.append("teacher has no model; write teacher.model=<hub name or folder>")
-    if config.reward_model is not None and config.reward_model.model is None and said("reward_model"):
+    if config.reward_model is not None and config.reward_model.model is None and readable("reward_model"):
         missing.append("reward_model has no model; write reward_model.model=<hub name or folder>")
     if config.critic is not None and not isinstance(config, PPORunConfig):
         missing.append("critic: GRPO has no critic; leave it out, or train with whet ppo")
@@ -167,7 +171,7 @@ def check_complete(config: RunConfig, unread: Collection[str] = ()) -> None:
         raise ConfigError("\n".join(missing))
 
 
-SHORT: dict[str, str] = {
+SHORTHANDS: dict[str, str] = {
     "model": "actor.model",
     "data": "data.path",
     "reward_workers": "trainer.reward_workers",
@@ -177,8 +181,8 @@ SHORT: dict[str, str] = {
         for role in ("actor", "critic")
         for f in dataclasses.fields(OptimConfig)
     },
-    **lora_short(("actor", "critic")),
-    **length_short("rollout.max_tokens_to_generate", "rollout.max_prompt_length"),
+    **lora_shorthands(("actor", "critic")),
+    **length_shorthands("rollout.max_tokens_to_generate", "rollout.max_prompt_length"),
 }
 """Shorthand -> full key of a RunConfig."""
 
@@ -189,4 +193,4 @@ def load_run(argv: Sequence[str], kind: type[R] = RunConfig) -> R:
     Args: argv: arguments of the command line after the command. kind: RunConfig, or PPORunConfig for `whet ppo`.
     Raises: ConfigError: every problem at once, a line each.
     """
-    return load(kind, argv, SHORT)
+    return load(kind, argv, SHORTHANDS)

@@ -1,7 +1,8 @@
-"""The sections of a run as the command line has them: with defaults that train.
+"""The sections of a run with the defaults of the command line.
 
-Each is the section's class with other defaults. From Python RolloutConfig, GRPOConfig and PPOConfig keep those of
-Tunix; a RunConfig, and with it every recipe and command, has these. docs/defaults.md has both beside TRL's.
+Each is a section's class with other defaults. From Python, RolloutConfig, GRPOConfig and PPOConfig have Tunix's
+defaults. RunConfig, every recipe and every command have the defaults of this module. docs/defaults.md compares both
+with TRL's.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ __all__ = [
     "RunPPOConfig",
     "RunRolloutConfig",
     "RunSupervisedDataConfig",
-    "with_own_sections",
+    "take_base_sections",
 ]
 
 NEW_TOKENS = 512
-"""Longest completion of a run that sets none, where the model's context allows it."""
+"""Default length limit of a completion in tokens, if the model's context allows it."""
 LENGTHS = ("max_tokens_to_generate", "max_prompt_length")
-"""Of a rollout, in tokens: what a run may leave to model and data."""
+"""Lengths in tokens that a run may leave to model and data."""
 
 
 @config
 class RunRolloutConfig(RolloutConfig):
-    """How completions are drawn in a run. Lengths that are None are settled once the data are read.
+    """How completions are sampled in a run. The command sets lengths that are None after it has read the data.
 
     >>> RunRolloutConfig().most_tokens
     Traceback (most recent call last):
@@ -46,16 +47,16 @@ first; from Python give a number
     """
 
     max_tokens_to_generate: Count | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Longest completion in tokens, stop token included; None = 512, or what the model's context leaves after the
-    longest prompt."""
+    """Length limit of a completion in tokens, stop token included; None = 512, or less if the longest prompt leaves
+    less of the model's context."""
     temperature: Temperature = 1.0
-    """Divides the logits; 0.0 = greedy."""
+    """Sampling temperature, by which the logits are divided; 0.0 = greedy."""
     max_prompt_length: Count | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Longest prompt in tokens; on_long_prompt decides about a longer one. None = the data's own longest, which has to
-    fit the model's context."""
+    """Length limit of a prompt in tokens; on_long_prompt decides about longer ones. None = the longest prompt of the
+    data, which must fit into the model's context."""
 
     def __post_init__(self) -> None:
-        """Checks that lengths that evaluation sets are numbers."""
+        """Checks that the lengths in `eval` are numbers."""
         super().__post_init__()
         for name in LENGTHS:
             if name in self.eval and self.eval[name] is None:
@@ -63,7 +64,7 @@ first; from Python give a number
 
     @property
     def most_tokens(self) -> int:
-        """The most tokens that can follow a prompt, once it is settled: see RolloutConfig."""
+        """The most tokens that can follow a prompt: see RolloutConfig. Raises ConfigError: a length is still None."""
         for name in self.open_lengths:
             raise ConfigError(
                 f"rollout.{name}=None is settled by a command, which reads model and data first; from Python give "
@@ -73,7 +74,7 @@ first; from Python give a number
 
     @property
     def open_lengths(self) -> tuple[str, ...]:
-        """The lengths that are left to model and data.
+        """The lengths that are still None.
 
         >>> RunRolloutConfig(max_prompt_length=64).open_lengths
         ('max_tokens_to_generate',)
@@ -90,7 +91,7 @@ class RunGRPOConfig(GRPOConfig):
     """
 
     num_generations: Size = 8
-    """G: completions of each prompt; 1 for an advantage_estimator that compares with something other than the group."""
+    """G, the completions of each prompt. 1 needs an advantage_estimator that does not compare within the group."""
     beta: Float = 0.0
     """Weight of the KL to the reference model; 0.0 = off, and no reference is loaded."""
 
@@ -109,25 +110,25 @@ class RunPPOConfig(PPOConfig):
 
 @config
 class RunDataConfig(DataConfig):
-    """Where a run's prompts come from."""
+    """The source of a run's prompts."""
 
     apply_chat_template: Bool | Literal["auto"] = "auto"  # pyright: ignore[reportIncompatibleVariableOverride]
-    """Make each plain-text prompt a user's turn in the chat template; conversations always go through it. auto = where
-    the tokenizer has a chat template; false = plain text stays as it is."""
+    """Make each plain-text prompt a user's turn in the chat template; conversations always go through it. auto = if
+    the tokenizer has a chat template; false = plain text stays unchanged."""
 
 
 @config
 class RunSupervisedDataConfig(SupervisedDataConfig):
-    """Where a supervised run's rows come from, and what of them is trained."""
+    """The source of a supervised run's rows, and the tokens that are trained."""
 
     apply_chat_template: Bool | Literal["auto"] = "auto"  # pyright: ignore[reportIncompatibleVariableOverride]
     """Make a plain-text prompt a user's turn and its response the assistant's; conversations always go through it. auto
-    = where the tokenizer has a chat template; false = plain text stays as it is. No effect on rows without a prompt."""
+    = if the tokenizer has a chat template; false = plain text stays unchanged. No effect on rows without a prompt."""
 
 
-def with_own_sections(cls: type, given: Any) -> Any:
-    """What a run's configuration is made from, each section that is an object of the section's plain class (from
-    Python) as one of the run's, with the same values. Anything else is as it was.
+def take_base_sections(cls: type, given: Any) -> Any:
+    """The arguments of a run's configuration, with objects of a base section (e.g. GRPOConfig) as objects of the run's
+    own section (RunGRPOConfig) with the same values.
 
     >>> from whet.config import RunConfig
     >>> RunConfig(algo=GRPOConfig()).algo.num_generations

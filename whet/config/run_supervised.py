@@ -1,4 +1,4 @@
-"""The whole configuration of a supervised run: what a recipe of `whet sft`, `rm` or `dpo` holds, and its shorthands."""
+"""The whole configuration of a supervised run (`whet sft`, `rm`, `dpo`), and its shorthands."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from whet.config.algo.sft import SFTConfig
 from whet.config.base import config
 from whet.config.fields import Bool, Name
 from whet.config.loader import load
-from whet.config.lora import lora_short
+from whet.config.lora import lora_shorthands
 from whet.config.model import OptimConfig, RoleConfig
-from whet.config.run import lacking
-from whet.config.run_sections import RunSupervisedDataConfig, with_own_sections
+from whet.config.run import missing_inputs
+from whet.config.run_sections import RunSupervisedDataConfig, take_base_sections
 from whet.config.training import SupervisedTrainingConfig
 from whet.errors import ConfigError
 
@@ -35,10 +35,10 @@ R = TypeVar("R", bound="SupervisedRunConfig")
 
 @config
 class SupervisedRunConfig:
-    """What every supervised run has."""
+    """The fields of every supervised run."""
 
     COMMAND: ClassVar[str] = "sft"
-    """The command that trains it."""
+    """The command of this configuration."""
     TRAINED: ClassVar[str] = "actor"
     """The section of the model that is trained."""
 
@@ -47,16 +47,16 @@ class SupervisedRunConfig:
     trainer: SupervisedTrainingConfig = field(default_factory=SupervisedTrainingConfig)
     """The loop."""
     offload_to_cpu: Bool = False
-    """Keep on a GPU what the phase needs: the reference while it scores, masters and moments during an update; they lie
-    in pinned host memory otherwise. Nothing to do on a CPU."""
+    """Keep models on the GPU only while they are needed: the reference while it scores, master weights and moments
+    during an update. Otherwise they are in pinned host memory. No effect on a CPU."""
     tokenizer: Name | None = None
     """Hub name or folder of the tokenizer; None = the model's."""
 
     @model_validator(mode="before")
     @classmethod
     def _sections(cls, given: Any) -> Any:
-        """Takes plain sections too."""
-        return with_own_sections(cls, given)
+        """Accepts objects of the base sections."""
+        return take_base_sections(cls, given)
 
     @property
     def trained(self) -> RoleConfig:
@@ -108,8 +108,8 @@ class DPORunConfig(SupervisedRunConfig):
     actor: RoleConfig = field(default_factory=RoleConfig)
     """The model."""
     reference: RoleConfig | None = None
-    """What the policy is compared with; None = the actor's model, before training. Only where algo.loss_type reads
-    one."""
+    """The reference model; None = the actor's model before training. Only for an algo.loss_type that reads a
+    reference."""
     algo: PreferenceConfig = field(default_factory=PreferenceConfig)
     """The objective."""
 
@@ -122,7 +122,7 @@ def shorthands(kind: type[SupervisedRunConfig]) -> Mapping[str, str]:
     """
     role = kind.TRAINED
     optim = {f"{role}.{f.name}": f"{role}.optim.{f.name}" for f in fields(OptimConfig)}
-    return {"model": f"{role}.model", "data": "data.path", **optim, **lora_short((role,))}
+    return {"model": f"{role}.model", "data": "data.path", **optim, **lora_shorthands((role,))}
 
 
 def load_supervised(argv: Sequence[str], kind: type[R]) -> R:
@@ -135,9 +135,9 @@ def load_supervised(argv: Sequence[str], kind: type[R]) -> R:
 
 
 def check_supervised(config: SupervisedRunConfig, unread: Collection[str] = ()) -> None:
-    """Raises ConfigError, all at once, where a run lacks what has no default.
+    """Raises ConfigError, with all problems, if a required key of a run is missing.
 
-    Args: as of check_complete.
+    Args: as check_complete.
 
     >>> check_supervised(SFTRunConfig())
     Traceback (most recent call last):
@@ -145,5 +145,5 @@ def check_supervised(config: SupervisedRunConfig, unread: Collection[str] = ()) 
     no data; write data=<hub name, folder, json, jsonl, csv, parquet or arrow file>
     """
     model = "" if config.TRAINED in unread else config.trained.model
-    if missing := lacking(model, "" if "data" in unread else config.data.path):
+    if missing := missing_inputs(model, "" if "data" in unread else config.data.path):
         raise ConfigError("\n".join(missing))

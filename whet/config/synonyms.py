@@ -1,14 +1,14 @@
-"""What TRL, transformers, verl, RL2, Tunix and engines call what whet has a key for: said before spelling is compared.
+"""Names of TRL, transformers, verl, RL2, Tunix and engines, with whet's keys for them, for messages on unknown keys.
 
-Left out on purpose: accepting these names. A key has one name, and a configuration is read by others than who wrote it;
-where whet itself has several for a length, each is taken (whet.config.length_aliases).
+Left out on purpose: accepting these names. A key has one name, so that everybody can read a configuration. Only the
+length limit of a completion has several (whet.config.length_aliases).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-__all__ = ["NOTES", "SECTIONS", "SYNONYMS", "leaves_of", "meant", "owner"]
+__all__ = ["NOTES", "SECTIONS", "SYNONYMS", "find_owner", "find_synonym", "leaf_paths"]
 
 _GENERATED = ("rollout.max_tokens_to_generate", "max_tokens", "data.max_length")
 _COMPLETIONS = ("algo.num_generations", "num_generations")
@@ -111,7 +111,7 @@ _ALL: dict[tuple[str, ...], str] = {
 
 
 def _places(section: str, word: str) -> tuple[str, ...]:
-    """The keys of a word: whet generate has those of rollout and data without their section."""
+    """The keys for a name. whet generate has the keys of rollout and data without their section."""
     return (f"{section}.{word}", word) if section in ("rollout", "data") else (f"{section}.{word}",)
 
 
@@ -124,13 +124,13 @@ _OWN = {
     "rollout": "temperature top_p top_k min_p repetition_penalty min_tokens eos_tokens chat_template_kwargs",
     "trainer": "max_steps num_epochs seed run_dir loggers eval_every_n_steps mini_batch_size",
 }
-"""Keys of whet's that are often given outside of their section, or to another class."""
+"""whet's keys that users often give outside of their section, or to another class."""
 SYNONYMS: dict[str, tuple[str, ...]] = {
     **{word: _places(section, word) for section, words in _OWN.items() for word in words.split()},
     **{word: keys for keys, words in _ALL.items() for word in words.split()},
 }
-"""A name -> whet's keys for it; the first that a command has is the one that it is told. actor stands for the section
-of the model that is trained, whatever its name."""
+"""A name -> whet's keys for it. The message names the first key that the command has. actor means the section of the
+trained model, also where it has another name."""
 SECTIONS: dict[str, tuple[str, ...]] = {
     "actor": ("reward_model",),
     "critic": ("reward_model",),
@@ -156,6 +156,7 @@ NOTES: dict[str, str] = {
     "nnodes": _ONE_PROCESS,
     "push_to_hub": "trainer.hub_model_id=NAME sends the model when it is trained, whet push RUN repo=NAME later",
     "tensor_model_parallel_size": _ONE_PROCESS,
+    "tensor_parallel_size": _ONE_PROCESS,
     "use_kl_loss": "a KL is in the loss where algo.beta is above 0",
     "logging_steps": "every step is logged",
     "packing": "rows are always packed, without padding",
@@ -165,7 +166,7 @@ NOTES: dict[str, str] = {
     "val_before_train": "an evaluation before the first step is always made, where there are rows for it",
     "remove_unused_columns": "columns that nothing reads stay where they are; reward functions are given them by name",
 }
-"""Names that stand for nothing here, with the reason."""
+"""Names without a key in whet, with the reason."""
 _WHOLE: dict[str, tuple[str, ...]] = {
     "actor.kl.coef": ("algo.beta",),
     "actor.kl.type": ("algo.kl_type",),
@@ -182,7 +183,7 @@ _WHOLE: dict[str, tuple[str, ...]] = {
     "test_data.path": ("data.eval_path",),
     "train_data.path": ("data.path",),
 }
-"""Keys that only their whole path tells."""
+"""Keys that are known by their whole path."""
 _CLASSES = {
     "actor": "RoleConfig",
     "actor.lora": "LoraConfig",
@@ -196,17 +197,17 @@ _CLASSES = {
     "trainer.keep_best": "KeepBestOptions",
     "trainer.metrics_logging_options": "MetricsLoggerOptions",
 }
-"""A section -> the class that it is from Python."""
+"""A section -> its class in Python."""
 
 
-def meant(path: Sequence[str], known: Collection[str]) -> str | None:
-    """The key that an unknown one stands for elsewhere; None where it is in no table, or nothing like it is known.
+def find_synonym(path: Sequence[str], known: Collection[str]) -> str | None:
+    """The key of whet for an unknown key; None if no table has it, or if the command does not have the key.
 
     Args: path: the parts of the unknown key. known: the keys, sections and shorthands of the command.
 
-    >>> meant(("critic", "learning_rate"), {"actor.optim.lr", "critic.optim.lr"})
+    >>> find_synonym(("critic", "learning_rate"), {"actor.optim.lr", "critic.optim.lr"})
     'critic.optim.lr'
-    >>> meant(("actor", "optim", "lr"), {"reward_model.optim.lr", "reward_model.lr"})
+    >>> find_synonym(("actor", "optim", "lr"), {"reward_model.optim.lr", "reward_model.lr"})
     'reward_model.lr'
     """
     if found := next((key for key in _WHOLE.get(".".join(path), ()) if key in known), None):
@@ -218,15 +219,15 @@ def meant(path: Sequence[str], known: Collection[str]) -> str | None:
         places = [f"{role}.{inner}" for role in roles] if section == "actor" and dot else [target]
         if place := next((place for place in places if place in known), None):
             shorter = place.replace(".optim.", ".")
-            return shorter if shorter in known and inner != "optim.name" else place  # actor.name tells nobody of what
+            return shorter if shorter in known and inner != "optim.name" else place  # actor.name would not say of what
     renamed = (".".join([section, *rest]) for section in SECTIONS.get(first, ()))
     return next((key for key in renamed if key in known), None)
 
 
-def owner(word: str, fields: Collection[str]) -> str | None:
-    """What a keyword is called from Python: a field of the class itself, or Class.field; None where it is in no table.
+def find_owner(word: str, fields: Collection[str]) -> str | None:
+    """The name of a keyword in Python: a field of the class itself, or Class.field; None if no table has it.
 
-    >>> owner("learning_rate", {"lr"}), owner("learning_rate", {"beta"})
+    >>> find_owner("learning_rate", {"lr"}), find_owner("learning_rate", {"beta"})
     ('lr', 'OptimConfig.lr')
     """
     targets = [target.rpartition(".") for target in SYNONYMS.get(word, ())]
@@ -234,12 +235,12 @@ def owner(word: str, fields: Collection[str]) -> str | None:
     return own or next((f"{_CLASSES[section]}.{name}" for section, _, name in targets if section in _CLASSES), None)
 
 
-def leaves_of(path: Sequence[str], value: object) -> list[tuple[str, ...]]:
-    """What was given below a path, key by key; a name of NOTES is told as a whole.
+def leaf_paths(path: Sequence[str], value: object) -> list[tuple[str, ...]]:
+    """The paths of the keys below a path. A name of NOTES counts as one key.
 
-    >>> leaves_of(("actor",), {"lr": 1, "lora": {"r": 2}})
+    >>> leaf_paths(("actor",), {"lr": 1, "lora": {"r": 2}})
     [('actor', 'lr'), ('actor', 'lora', 'r')]
     """
     if path[-1] in NOTES or not isinstance(value, Mapping) or not value:
         return [tuple(path)]
-    return [leaf for key, inner in value.items() for leaf in leaves_of((*path, str(key)), inner)]
+    return [leaf for key, inner in value.items() for leaf in leaf_paths((*path, str(key)), inner)]

@@ -1,7 +1,6 @@
-"""The loop: the section trainer, and what a cluster is made of.
+"""The configuration of the training loop (the section trainer) and of a cluster.
 
-The names and defaults are Tunix's where Tunix has the field. Sizes count prompts; the completions of a prompt stay
-together.
+Batch sizes count prompts. The completions of one prompt stay together.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pydantic import InstanceOf, field_validator, model_validator
 from pydantic_core import ArgsKwargs
 
 from whet.config.base import config
-from whet.config.enums import Mode, Role
+from whet.config.enums import Mode
 from whet.config.fields import (
     Bool,
     Count,
@@ -54,24 +53,19 @@ class CheckpointingOptions:
     """When checkpoints are saved and how many are kept."""
 
     save_interval_steps: Count | None = None
-    """Save every so many steps; None = by time."""
+    """Steps between two saves; None = save by time."""
     save_interval_s: Seconds = 180.0
-    """Save when this many seconds have passed since the last one; only where save_interval_steps is None."""
+    """Seconds between two saves; read only if save_interval_steps is None."""
     max_to_keep: Count | None = 3
-    """Older ones are removed; None = keep all."""
-    timeout_secs: Count = 1200
-    """Tunix's limit of one save in seconds. No effect: a save is synchronous and ends or raises."""
-    enable_async_checkpointing: Bool = False
-    """Accepted either way. Saves are synchronous: a checkpoint is whole before the next step begins."""
+    """Number of checkpoints to keep, the newest; None = keep all."""
 
 
 @config
 class MetricsLoggerOptions:
-    """Where metrics go besides the run folder."""
+    """Loggers that receive the metrics in addition to the run folder."""
 
     log_dir: Name | None = None
-    """Folder of the loggers' files; None = the run folder. Given without trainer.loggers it turns TensorBoard on, as in
-    Tunix."""
+    """Folder of the loggers' files; None = the run folder. Setting it without trainer.loggers turns TensorBoard on."""
     project_name: Name = "whet"
     """Project in Weights & Biases, trackio or SwanLab; experiment in MLflow."""
     run_name: Text = ""
@@ -79,153 +73,118 @@ class MetricsLoggerOptions:
     flush_every_n_steps: Count = 100
     """Steps between two flushes of a logger that buffers."""
     completions_every_n_steps: Number = 10
-    """Steps between two tables of completions, for a logger that takes them (all by name but jsonl); every
-    evaluation has one besides. 0 = none."""
+    """Steps between two tables of completions, for loggers that take them (all by name but jsonl). Every evaluation
+    sends one too. 0 = none."""
     backend_kwargs: Tree = field(default_factory=dict)
-    """Further arguments by logger: {wandb: {mode: offline}, mlflow: {tracking_uri: ...}, trackio: {...}}."""
-    enable_opentelemetry: Bool = False
-    """Must be false: there is no OpenTelemetry exporter."""
-
-    def __post_init__(self) -> None:
-        """Refuses what is not there."""
-        if self.enable_opentelemetry:
-            raise ConfigError("enable_opentelemetry must be false: there is no exporter; give loggers an object")
+    """More arguments for each logger: {wandb: {mode: offline}, mlflow: {tracking_uri: ...}, trackio: {...}}."""
 
 
 @config
 class PerfMetricsOptions:
-    """Where the time of a step went."""
+    """Timing of the phases of a step."""
 
-    enable_perf_v1: Bool = True
-    """Tunix's switch of its first tracer. No effect: time/ metrics are always there."""
-    enable_perf_v2: Bool = False
-    """Tunix's switch of its second tracer. No effect."""
     enable_trace_writer: Bool = True
-    """Write trace.json, to be opened in Perfetto or chrome://tracing."""
+    """Write trace.json, which Perfetto or chrome://tracing opens."""
     trace_dir: Name | None = None
     """Folder of trace.json; None = the run folder."""
-
-    REFUSED: ClassVar[dict[str, str]] = {
-        "custom_export_fn_path": "not offered; time/ metrics go to every logger, give trainer.loggers an object",
-        "custom_export_fn_path_v2": "not offered; time/ metrics go to every logger, give trainer.loggers an object",
-    }
 
 
 @config
 class ProfilerOptions:
-    """Which steps are profiled, and where the profile goes; see whet docs performance."""
+    """The steps to profile, and the folder of the profile; see whet docs performance."""
 
     log_dir: Name | None = None
     """Folder of profile-step-000002.json.gz (a timeline) and .txt (a table); None = the run folder."""
     skip_first_n_steps: Number = 1
-    """Steps before the first one that is profiled, counted from where this process begins, a resumed run included."""
+    """Steps to skip before the first profiled step, counted from the start of this process, also in a resumed run."""
     profiler_steps: Count = 1
-    """Steps that are profiled, one pair of files each."""
-    set_profile_options: Bool = True
-    """Tunix's switch of the three fields below. No effect."""
-    host_tracer_level: Number = 2
-    """Tunix's detail of host events. No effect: every operation of torch is traced."""
-    python_tracer_level: Number = 1
-    """Tunix's detail of Python events. No effect: Python shows as one line of each phase."""
-    max_num_hosts: Count | None = None
-    """Tunix's number of hosts traced. No effect: the first process alone is."""
+    """Steps to profile; each writes a pair of files."""
 
 
 @config
 class TrainingConfig:
-    """A training loop of any kind.
+    """The fields of every training loop.
 
-    >>> TrainingConfig(max_seq_token_per_tpu=4096).max_tokens_per_microbatch
-    4096
+    >>> TrainingConfig(keep_best="accuracy").keep_best.metric
+    'accuracy'
     """
 
     eval_every_n_steps: Number = 0
-    """Steps between two evaluations, besides those before the first step and after the last. 0 = those two alone."""
+    """Steps between two evaluations. The run also evaluates before the first step and after the last; 0 = only then."""
     max_steps: Count | None = None
     """Steps of the run, one rollout each; None = until the data ends."""
-    gradient_accumulation_steps: Count | None = None
-    """Micro-batches of an update, outside RL."""
     checkpoint_root_directory: Name | None = None
     """Folder of the checkpoints; None = the run folder's checkpoints/."""
     checkpointing_options: CheckpointingOptions | None = None
-    """When to save; None = the defaults."""
+    """When to save checkpoints; None = the defaults."""
     metrics_logging_options: MetricsLoggerOptions | None = None
     """Where metrics go; None = the defaults."""
     profile: Bool = False
-    """Profile a step: a timeline and a table of what cost most, by phase. `--profile` is short for it."""
+    """Profile a step: write a timeline and a table of the most expensive operations by phase. `--profile` does the
+    same."""
     profiler_options: ProfilerOptions | None = None
-    """Which steps are profiled; None = the second alone where profile is true, else none."""
+    """Which steps to profile; None = the second step if profile is true, else none."""
     perf_metrics_options: PerfMetricsOptions | None = None
-    """Where the time went; None = the defaults without trace.json."""
-    data_sharding_axis: tuple[Name, ...] = ("fsdp",)
-    """Mesh axes over which a batch is split. No effect in this release: one process holds the whole batch."""
-    max_inflight_computations: Count = 2
-    """Tunix's bound on steps queued on the device. No effect: a step ends before the next begins."""
+    """Timing of the phases; None = the defaults without trace.json."""
     metrics_prefix: Text = ""
-    """Put before every metric's name in the loggers, with a slash. "" = none."""
+    """Prefix of every metric in the loggers, joined with a slash. "" = none."""
     pbar_description: Text | None = "Training"
-    """Words before the progress bar, "" = none; None = no bar."""
+    """Text before the progress bar, "" = none; None = no progress bar."""
     max_tokens_per_microbatch: Count | None = None
-    """Tokens of one forward and backward pass, prompts and completions; None = 16384 on a GPU, on a CPU about 1536
-    and up to 2048 where that keeps groups whole, or more where the longest sequence of the rollout has more."""
+    """Most tokens of one forward and backward pass, prompts and completions together. None = 16384 on a GPU; on a CPU
+    about 1536, and up to 2048 to keep groups whole; more if the longest sequence of the rollout is longer."""
     max_segments_per_packed_row: Size | None = None
-    """Sequences of one micro-batch; None = as many as the tokens allow."""
+    """Most sequences of one micro-batch; None = as many as the token budget allows."""
 
     num_epochs: Count | None = None
-    """Epochs, passes over the data; None = one, or as many as max_steps needs."""
+    """Epochs (passes over the data); None = one, or as many as max_steps needs."""
     seed: Seed = 0
-    """Seed of the run: every draw's address begins with it."""
+    """Seed of the run. Every random draw depends on it."""
     data_shuffle_seed: Seed | None = None
-    """Seed of the order of the data; None = seed."""
+    """Seed of the order of the data; None = the field seed."""
     run_dir: Name | None = None
     """Run folder. None: `whet grpo` makes runs/<date>-<time>; from Python none is written."""
     loggers: Items = ()
     """Names (tensorboard, wandb, trackio, mlflow, swanlab, package.module:name) or objects with log(step, values) and
     close()."""
     hub_model_id: Name | None = None
-    """Name of the hub repository to which the model is sent, e.g. me/my-model; None = it is not. `whet push` sends a
-    finished run too."""
+    """Hub repository to which the run sends the model, e.g. me/my-model; None = do not send it. `whet push` sends a
+    finished run."""
     hub_strategy: Literal["end", "every_save"] = "end"
-    """What is sent there: "end" = the final model, "every_save" = each checkpoint's too, while the run trains."""
+    """What to send to hub_model_id: "end" = the final model, "every_save" = also the model of each checkpoint."""
     hub_private_repo: Bool = True
-    """Make that repository private."""
+    """Make the repository of hub_model_id private."""
     merge_adapter: Bool = False
-    """Write final/ as a whole model, its adapter merged into the base, in place of the adapter in PEFT's format. No
-    effect without one."""
+    """Merge the adapter into the base and write final/ as a whole model, instead of an adapter in PEFT's format. No
+    effect without an adapter."""
     final_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of the weights in final/; auto = the dtype that the model was saved in before, for an adapter alone float32. What
-    is trained, and what a resume reads, is float32 in any case."""
+    """Dtype of the weights in final/; auto = the dtype of the files that the model was loaded from, and float32 for an
+    adapter. The trained weights and the checkpoints are float32 in any case."""
     resume: Name | None = None
     """"latest" = resume in run_dir where it stopped, a path = from that checkpoint; None = start a new run."""
     allow_config_change: Bool = False
     """Let a resumed run differ in its configuration; the differences are logged."""
     keep_best: KeepBestOptions | None = None
-    """Keep the checkpoint with the best value of an evaluation metric, whatever max_to_keep says: keep_best=accuracy,
+    """Keep the checkpoint with the best value of an evaluation metric, in addition to max_to_keep: keep_best=accuracy,
     or keep_best.metric=loss keep_best.mode=min. None = off."""
     stop_when: dict[Name, Band] | None = None
-    """Stop when a metric leaves a band, and keep the checkpoint before it: stop_when.entropy.below=0.05
+    """Stop when a metric leaves a band, and keep the checkpoint before that: stop_when.entropy.below=0.05
     stop_when.entropy.steps=3. eval/<name> is a metric of evaluations. None = off."""
 
     REFUSED: ClassVar[dict[str, str]] = {
-        "max_logp_positions_per_packed_row": "not needed: logprobs are computed at completion tokens alone",
+        "gradient_accumulation_steps": "an update covers all of its rows, however many fit into memory at once; set "
+        "the batch size to all of them, and max_tokens_per_microbatch where memory is short",
     }
 
     @model_validator(mode="before")
     @classmethod
-    def _aliases(cls, given: Any) -> Any:
-        """Reads Tunix's name of the token budget, and keep_best as the name of a metric."""
-        words = given.kwargs if isinstance(given, ArgsKwargs) else given
-        if not isinstance(words, Mapping):
+    def _keep_best_by_name(cls, given: Any) -> Any:
+        """Reads a text in keep_best as the name of a metric."""
+        values = given.kwargs if isinstance(given, ArgsKwargs) else given
+        if not isinstance(values, Mapping) or not isinstance(values.get("keep_best"), str):
             return given
-        words = dict(words)
-        if isinstance(words.get("keep_best"), str):
-            words["keep_best"] = {"metric": words["keep_best"]}
-        if "max_seq_token_per_tpu" in words:
-            budget = words.pop("max_seq_token_per_tpu")
-            if words.get("max_tokens_per_microbatch") is not None:
-                raise ConfigError("max_seq_token_per_tpu and max_tokens_per_microbatch are the same key; give it once")
-            words["max_tokens_per_microbatch"] = budget
-        return ArgsKwargs((), words) if isinstance(given, ArgsKwargs) else words
+        values = {**values, "keep_best": {"metric": values["keep_best"]}}
+        return ArgsKwargs((), values) if isinstance(given, ArgsKwargs) else values
 
     def __post_init__(self) -> None:
         """Refuses a resume without a folder."""
@@ -236,23 +195,18 @@ class TrainingConfig:
 
     @property
     def profiling(self) -> ProfilerOptions | None:
-        """What is profiled: profiler_options, the defaults where `profile` asks without them, or None: nothing."""
+        """The profiler's options: profiler_options, or the defaults if only `profile` is set; None = no profile."""
         return self.profiler_options or (ProfilerOptions() if self.profile else None)
 
     @property
     def chosen_loggers(self) -> Sequence[Any]:
-        """The loggers: those given, or where a log_dir alone is, TensorBoard, as Tunix has it.
+        """The loggers that were set, or TensorBoard where only a log_dir was set.
 
         >>> TrainingConfig(metrics_logging_options=MetricsLoggerOptions(log_dir="logs")).chosen_loggers
         ('tensorboard',)
         """
         options = self.metrics_logging_options
         return self.loggers or (("tensorboard",) if options is not None and options.log_dir is not None else ())
-
-    @property
-    def max_seq_token_per_tpu(self) -> int | None:
-        """Tunix's name of max_tokens_per_microbatch."""
-        return self.max_tokens_per_microbatch
 
     @property
     def checkpoint_root(self) -> Name | None:
@@ -262,7 +216,7 @@ class TrainingConfig:
         return None if self.run_dir is None else f"{self.run_dir}/checkpoints"
 
     def token_budget(self, device: str, longest: int = 0) -> int:
-        """Tokens of one micro-batch on a kind of device: max_tokens_per_microbatch, or what keeps the device busy.
+        """Tokens of one micro-batch on a kind of device: max_tokens_per_microbatch, or a default for the device.
 
         Args: device: "cpu" or another. longest: tokens of the longest sequence to come, prompt and completion; a
             default below it grows to it, rounded up to a multiple of 128.
@@ -287,7 +241,7 @@ class TrainingConfig:
         return given
 
     def saturating_tokens(self, device: str) -> int | None:
-        """Tokens from which on a larger micro-batch is no faster on a kind of device; None = unknown, or the user's.
+        """The number of tokens above which a larger micro-batch is no faster; None = unknown, or set by the user.
 
         >>> TrainingConfig().saturating_tokens("cpu")
         1536
@@ -324,22 +278,14 @@ class SupervisedTrainingConfig(TrainingConfig):
 
     >>> SupervisedTrainingConfig(gradient_accumulation_steps=4)
     Traceback (most recent call last):
-    whet.errors.ConfigError: gradient_accumulation_steps=4: a step is one update on data.batch_size rows, however many \
-fit into memory at once; set data.batch_size to all of them, and max_tokens_per_microbatch where memory is short
+    whet.errors.ConfigError: SupervisedTrainingConfig.gradient_accumulation_steps: an update covers all of its rows, \
+however many fit into memory at once; set the batch size to all of them, and max_tokens_per_microbatch where memory is \
+short
     """
 
     last_batch: Literal["drop", "keep"] = "keep"
-    """Rows left over at the end of an epoch that fill no step: a smaller step, or dropped, their number logged."""
-
-    def __post_init__(self) -> None:
-        """Refuses what a batch of whole rows makes needless."""
-        super().__post_init__()
-        if self.gradient_accumulation_steps is not None:
-            raise ConfigError(
-                f"gradient_accumulation_steps={self.gradient_accumulation_steps}: a step is one update on "
-                "data.batch_size rows, however many fit into memory at once; set data.batch_size to all of them, and "
-                "max_tokens_per_microbatch where memory is short"
-            )
+    """Rows at the end of an epoch that fill no step: "keep" = make a smaller step, "drop" = leave them out and log
+    their number."""
 
 
 @config
@@ -358,36 +304,31 @@ class RLTrainingConfig(TrainingConfig):
     mini_batch_size: Size | None = None
     """Prompts of one update; None = all of the step."""
     train_micro_batch_size: Size | None = None
-    """Most prompts of one forward and backward pass, besides the token budget; None = the token budget alone."""
+    """Most prompts of one forward and backward pass, within the token budget; None = only the token budget."""
     rollout_micro_batch_size: Size | None = None
     """Prompts rolled out at a time; None = all of the step."""
     compute_logps_micro_batch_size: Size | None = None
-    """Most prompts of one scoring pass; None = the token budget alone."""
-    compute_logps_chunk_size: Number = 0
-    """Tunix's positions per chunk of logits. No effect: logits are always made a chunk at a time."""
+    """Most prompts of one scoring pass; None = only the token budget."""
     on_reward_error: Literal["raise", "none"] = "raise"
-    """A reward function that fails: end the run, or count as not applicable (None) for that batch, with a warning."""
+    """If a reward function fails: "raise" = end the run; "none" = warn, and count it as not applicable for that
+    batch."""
     reward_timeout_s: Seconds | None = 60.0
     """Longest time of one call of a reward function, in seconds; None = no limit."""
     reward_workers: Number = 0
-    """Processes that call the reward functions, and that are killed where one takes too long or crashes; 0 = they are
-    called in this process, which can end none."""
+    """Processes that call the reward functions. A process is killed if its call takes too long or crashes. 0 = call
+    them in this process, which can't end a call."""
     warn_when: dict[Name, Band] | None = None
-    """Warn, once and again where it got worse, when a metric leaves a band, in place of the usual bands of those
-    metrics: warn_when.kl.above=2.0. The usual ones: whet docs troubleshooting."""
+    """Warn when a metric leaves a band, and again when it gets worse: warn_when.kl.above=2.0. It replaces the default
+    band of that metric; `whet docs troubleshooting` lists the defaults."""
     show_samples: Number = 0
-    """Show, every so many steps, one prompt with its best and its worst completion; 0 = never."""
+    """Steps between two displays of a prompt with its best and its worst completion; 0 = never."""
     last_batch: Literal["drop", "keep"] = "drop"
-    """Prompts left over at the end of an epoch that fill no step: dropped, their number logged, or a smaller step."""
+    """Prompts at the end of an epoch that fill no step: "drop" = leave them out and log their number, "keep" = make a
+    smaller step."""
 
     def __post_init__(self) -> None:
-        """Checks the hierarchy of batches as far as it is known without the data."""
+        """Checks the batch sizes, as far as possible without the data."""
         super().__post_init__()
-        if self.gradient_accumulation_steps is not None:
-            raise ConfigError(
-                "gradient_accumulation_steps should be None. For RL training it is automatically derived from: "
-                "`mini_batch_size // train_micro_batch_size`."
-            )
         if self.reward_timeout_s is not None and self.reward_timeout_s <= 0:
             raise ConfigError(f"reward_timeout_s must be positive, got {self.reward_timeout_s!r}; None = no limit")
         check_workers(self.reward_workers)
@@ -397,7 +338,9 @@ class RLTrainingConfig(TrainingConfig):
                     "train_micro_batch_size: For RL training, `mini_batch_size` must be set when "
                     "`train_micro_batch_size` is set."
                 )
-            _divides("train_micro_batch_size", self.train_micro_batch_size, "mini_batch_size", self.mini_batch_size)
+            _check_divides(
+                "train_micro_batch_size", self.train_micro_batch_size, "mini_batch_size", self.mini_batch_size
+            )
 
     def resolve_batch_sizes(self, full: int) -> BatchSizes:
         """The hierarchy of batches for steps of so many prompts.
@@ -417,10 +360,10 @@ class RLTrainingConfig(TrainingConfig):
         train = self.train_micro_batch_size or mini
         rollout = self.rollout_micro_batch_size or full
         logps = self.compute_logps_micro_batch_size or train
-        _divides("mini_batch_size", mini, "batch_size", full)
-        _divides("train_micro_batch_size", train, "mini_batch_size", mini)
-        _divides("rollout_micro_batch_size", rollout, "batch_size", full)
-        _divides("compute_logps_micro_batch_size", logps, "batch_size", full)
+        _check_divides("mini_batch_size", mini, "batch_size", full)
+        _check_divides("train_micro_batch_size", train, "mini_batch_size", mini)
+        _check_divides("rollout_micro_batch_size", rollout, "batch_size", full)
+        _check_divides("compute_logps_micro_batch_size", logps, "batch_size", full)
         return BatchSizes(
             full=full,
             mini=mini,
@@ -430,7 +373,7 @@ class RLTrainingConfig(TrainingConfig):
         )
 
 
-def _divides(small_name: str, small: int, big_name: str, big: int) -> None:
+def _check_divides(small_name: str, small: int, big_name: str, big: int) -> None:
     if big % small:
         below = next((n for n in range(min(small - 1, big), 0, -1) if big % n == 0), None)
         above = next((n for n in range(small + 1, big + 1) if big % n == 0), None)
@@ -449,10 +392,8 @@ class ClusterConfig:
 
     role_to_mesh: Meshes | None = None
     """Torch's DeviceMesh of each role, of one device; None or {} = all on this process's device."""
-    role_to_logical_axis_rule: dict[Role, Any] | None = None
-    """Must be None: parameters are sharded by mesh axis, there are no logical axes."""
     rollout_engine: Name | Fn = "embedded"
-    """"embedded" (Tunix's "vanilla"), another known name, "package.module:name", or an engine's class or partial."""
+    """"embedded", "hf", "vllm", "sglang", "mock", "package.module:name", or an engine's class or partial."""
     offload_to_cpu: Bool = False
     """Keep on a GPU what the phase needs: the reference while it scores, masters and moments during an update; they lie
     in pinned host memory otherwise. Nothing to do on a CPU."""
@@ -472,16 +413,10 @@ class ClusterConfig:
             raise ConfigError("is a dict of modes to RolloutConfigs; for both modes write RolloutConfig(**it)")
         return given
 
-    REFUSED: ClassVar[dict[str, str]] = {
-        "gc_collect_after_weight_sync": "weights are written in place, nothing is left to collect; leave it out",
-    }
-
     def __post_init__(self) -> None:
         """Checks that training has a rollout configuration, and that the token budget holds its sequences."""
         if isinstance(self.rollout_config, dict) and Mode.TRAIN not in self.rollout_config:
             raise ConfigError("rollout_config is a dict without Mode.TRAIN; give it an entry for training")
-        if self.role_to_logical_axis_rule:
-            raise ConfigError("role_to_logical_axis_rule must be None: parameters are sharded by mesh axis")
         self.token_budget("cpu")  # refused here, before a model is loaded
 
     def token_budget(self, device: str, positions: int | None = None) -> int:

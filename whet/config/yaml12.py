@@ -1,7 +1,7 @@
-"""YAML by the rules of YAML 1.2's core: 1e-6 is a number, `yes` and `12:30` are strings.
+"""YAML by the core rules of YAML 1.2: 1e-6 is a number, `yes` and `12:30` are strings.
 
-What is silent, slow or worse in YAML at large is an error here: a key given twice, an alias that stands inside its own
-anchor, aliases that stand for more and more values, nesting without end, tags, another encoding than UTF-8.
+Some things that YAML allows are errors here: a key given twice, an alias inside its own anchor, aliases that expand to
+very many values, very deep nesting, tags, and encodings other than UTF-8.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from whet.errors import ConfigError
 __all__ = ["Dumper", "parse", "read_text"]
 
 MAX_DEPTH = 100
-"""Levels of nesting that are read."""
+"""Largest nesting depth."""
 MAX_REPEATED = 100_000
-"""Values that all aliases of a text may stand for together."""
+"""Most values that all aliases of a text may expand to together."""
 _TAG = "tag:yaml.org,2002:"
 _SCALARS = {
     "null": (re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
@@ -33,14 +33,14 @@ _SCALARS = {
         list("-+.0123456789"),
     ),
 }
-"""Tag -> what it looks like, and the characters that it begins with."""
+"""Tag -> its pattern, and its possible first characters."""
 
 
 _FIXES = {
     "cannot start any token": "; indent with blanks, not with tabs",
     "mapping values are not allowed here": "; is a blank missing behind a colon above, or an indent wrong?",
 }
-"""What the library says -> what to do."""
+"""Part of the library's message -> the fix."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -58,7 +58,7 @@ class _Loader(yaml.SafeLoader):
         return ConfigError(f"{place}: {message}")
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """A node, counted: its depth, and the values that it stands for with every alias written out."""
+        """Composes a node, and counts its depth and its values with every alias expanded."""
         event: Any = self.peek_event()
         if isinstance(event, yaml.AliasEvent):
             if event.anchor in self.open_anchors:
@@ -80,7 +80,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def compose_mapping_node(self, anchor: Any) -> Any:
-        """A mapping whose keys are all different."""
+        """Composes a mapping. Raises ConfigError: a key is given twice."""
         node = super().compose_mapping_node(anchor)
         first: dict[tuple[str, str], Any] = {}
         for key, value in node.value:
@@ -96,7 +96,7 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def scalar(self, node: Any) -> Any:
-        """A null, bool, int or float, as its tag says."""
+        """A null, bool, int or float, by its tag."""
         text, kind = self.construct_scalar(node), node.tag.removeprefix(_TAG)
         if not _SCALARS[kind][0].match(text):
             raise self.refuse(node.start_mark, f"{text[:40]!r} is not a valid {kind}; leave the tag out")
@@ -121,7 +121,7 @@ class _Loader(yaml.SafeLoader):
         raise self.refuse(node.start_mark, f"tag {tag} is not read; write plain values")
 
 
-_Base = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # libyaml's is five times as fast; not all have it
+_Base = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # libyaml's dumper is five times as fast, but optional
 
 
 class Dumper(_Base):  # pyright: ignore[reportGeneralTypeIssues]
@@ -151,10 +151,10 @@ for _kind, (_pattern, _first) in _SCALARS.items():
 
 
 def parse(text: str, where: str, *, lines: bool = False) -> Any:
-    """What a text of YAML holds.
+    """The value of a YAML text.
 
-    Args: text: one document. where: the file or key that it comes from, for messages. lines: they also say the line.
-    Raises: ConfigError: not YAML, or YAML that no configuration needs.
+    Args: text: one document. where: the file or key that it comes from, for messages. lines: messages show the line.
+    Raises: ConfigError: the text is not YAML, or is one of the errors above.
 
     >>> parse("[1e-6, yes, 12:30]", "k")
     [1e-06, 'yes', '12:30']
@@ -166,19 +166,19 @@ def parse(text: str, where: str, *, lines: bool = False) -> Any:
         finally:
             loader.dispose()
     except yaml.YAMLError as error:
-        said = " ".join(str(error).split())
-        fix = next((fix for words, fix in _FIXES.items() if words in said), "")
-        raise ConfigError(f"{where}: not YAML: {said}{fix}") from None
+        message = " ".join(str(error).split())
+        fix = next((fix for words, fix in _FIXES.items() if words in message), "")
+        raise ConfigError(f"{where}: not YAML: {message}{fix}") from None
 
 
 def _has_swallowed(key: Any, value: Any) -> bool:
-    """Whether a key of a mapping in braces holds its value too, since no blank stands between them."""
+    """Whether a key of a mapping in braces contains its value, because there is no blank between them."""
     plain = isinstance(value, yaml.ScalarNode) and (value.value, value.style) == ("", None)
     return plain and key.style is None and ":" in key.value
 
 
 def _without_blank(pairs: list[tuple[Any, Any]], where: str | None) -> str:
-    """What to say of keys that hold their values. Args: where: the key on a command line; None = in a file."""
+    """The message about keys that contain their values. Args: where: the key on a command line; None = in a file."""
     keys = [key.value for key, value in pairs if isinstance(key, yaml.ScalarNode) and _has_swallowed(key, value)]
     parts = [key.rpartition(":") for key in keys]
     right = ", ".join(

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from whet.data.template_check import Shown
-from whet.data.templates import ChatTemplate, alike
-from whet.data.text_parts import part_ids
-from whet.errors import DataError, shown
+from whet.data.template_check import RenderedText
+from whet.data.templates import ChatTemplate, common_prefix
+from whet.data.text_parts import encode_parts
+from whet.errors import DataError, format_value
 from whet.types import Message, TrainSequence
 
-__all__ = ["Part", "Rendering", "encode_rendering", "render_turns", "render_whole", "sequence_of"]
+__all__ = ["Part", "Rendering", "encode_rendering", "make_sequence", "render_as_one", "render_turns"]
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class Rendering:
     """A sequence before it is encoded: the parts of its text, and the messages that they show."""
 
     parts: tuple[Part, ...]
-    shown: Shown
+    rendered: RenderedText
     changed: str = ""
     """Where a turn does not begin with the header that the template asks with: both, for a message."""
 
-    def and_then(self, *parts: Part, shown: Shown, changed: str) -> Rendering:
+    def extend(self, *parts: Part, rendered: RenderedText, changed: str) -> Rendering:
         """The sequence with further parts."""
-        return replace(self, parts=(*self.parts, *parts), shown=shown, changed=self.changed or changed)
+        return replace(self, parts=(*self.parts, *parts), rendered=rendered, changed=self.changed or changed)
 
 
 def render_turns(
@@ -86,29 +86,31 @@ def render_turns(
         )
         changed = ""
         if not after.startswith(before):
-            common = alike(before, after)
+            common = common_prefix(before, after)
             changed = (
                 f"message {place} is asked for with {before[len(common) :]!r}, and its turn begins with "
                 f"{after[len(common) :][:80]!r}"
             )
             before = common
-        shows = Shown(after, place + 1, options)
+        rendered = RenderedText(after, place + 1, options)
         said = Part(after[len(before) :], trained=True)
         if made and before.startswith(text):
-            made[-1] = made[-1].and_then(Part(before[len(text) :], False, others), said, shown=shows, changed=changed)
+            made[-1] = made[-1].extend(
+                Part(before[len(text) :], False, others), said, rendered=rendered, changed=changed
+            )
         else:
             others = others or bool(made)
-            made.append(Rendering((Part(before, False, others), said), shows, changed))
+            made.append(Rendering((Part(before, False, others), said), rendered, changed))
         text, others = after, False
     return made
 
 
-def render_whole(
+def render_as_one(
     template: ChatTemplate, messages: Sequence[Message], *, row: int = 0, **options: Any
 ) -> list[Rendering]:
     """A conversation as one sequence that is trained from end to end. Args and Returns as for `render_turns`."""
     text = template.text(messages, row=row, **options)
-    return [Rendering((Part(text, trained=True),), Shown(text, len(messages), options))]
+    return [Rendering((Part(text, trained=True),), RenderedText(text, len(messages), options))]
 
 
 def encode_rendering(
@@ -122,22 +124,22 @@ def encode_rendering(
     Raises: DataError: the marks and the turns contradict each other.
     """
     parts = rendering.parts
-    ids = part_ids(template.tokenizer, [p.text for p in parts], row)
+    ids = encode_parts(template.tokenizer, [p.text for p in parts], row)
     masks = [np.full(len(i), p.trained) for i, p in zip(ids, parts, strict=True)]
     if template.has_marks and len(parts) > 1:
-        shows = rendering.shown
-        whole, marks = template.marked(messages[: shows.messages], row, **shows.options)
+        rendered = rendering.rendered
+        whole, marks = template.marked(messages[: rendered.messages], row, **rendered.options)
         if whole == [one for part in ids for one in part]:
             masks = _agreed(template, parts, ids, masks, marks, row)
-    return sequence_of(list(zip(ids, masks, strict=True)))
+    return make_sequence(list(zip(ids, masks, strict=True)))
 
 
-def sequence_of(parts: Sequence[tuple[Sequence[int] | np.ndarray, Any]]) -> TrainSequence:
+def make_sequence(parts: Sequence[tuple[Sequence[int] | np.ndarray, Any]]) -> TrainSequence:
     """A sequence from its parts: (token ids, which are trained: one truth value, or one for each).
 
     The prefix goes as far as the first trained token, and has one token at least.
 
-    >>> s = sequence_of([([5, 6], False), ([7, 2], True)])
+    >>> s = make_sequence([([5, 6], False), ([7, 2], True)])
     >>> s.prefix.tolist(), s.tokens.tolist(), s.mask.tolist()
     ([5, 6], [7, 2], [True, True])
     """
@@ -172,10 +174,10 @@ def _agreed(
         start += len(its)
         runs = [is_marked for is_marked, _ in groupby(marked.tolist())]
         if part.trained and not marked.any():
-            where = f"nothing of the turn {shown(part.text, 80)}"
+            where = f"nothing of the turn {format_value(part.text, 80)}"
         elif not part.trained and not part.others and True in runs[:-1]:
             there = [i for i, is_marked in zip(its, marked, strict=True) if is_marked]
-            where = f"{shown(str(template.tokenizer.decode(there)), 80)}, which no assistant says"
+            where = f"{format_value(str(template.tokenizer.decode(there)), 80)}, which no assistant says"
         else:
             made.append(mask & marked)
             continue

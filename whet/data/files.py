@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from whet.data.read_errors import reading, said
-from whet.errors import DataError, WhetError
+from whet.data.read_errors import convert_read_errors
+from whet.errors import DataError, WhetError, format_exception
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["FORMATS", "StreamedFiles", "file_format", "read_files", "sound", "stream_files"]
+__all__ = ["FORMATS", "StreamedFiles", "file_format", "read_files", "stream_files", "validate_table"]
 
 FORMATS = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 """Suffixes of data files."""
@@ -64,7 +64,7 @@ def read_files(paths: Sequence[Path]) -> Any:
     if len(tables) == 1:
         return tables[0]
     _check_types({path: _types(table.data.schema) for path, table in zip(paths, tables, strict=True)})
-    with reading(" and ".join(map(str, paths[:4])), "write the files with the same columns"):
+    with convert_read_errors(" and ".join(map(str, paths[:4])), "write the files with the same columns"):
         return datasets.concatenate_datasets(tables)
 
 
@@ -147,7 +147,9 @@ def _readable(path: Path) -> Iterator[None]:
         if file_format(path) in TEXT and not isinstance(error, OSError):
             for _ in _text_lines(path):
                 pass
-        raise DataError(f"{path} can't be read as {file_format(path)[1:]}: {said(error)}; {REPAIR}") from error
+        raise DataError(
+            f"{path} can't be read as {file_format(path)[1:]}: {format_exception(error)}; {REPAIR}"
+        ) from error
 
 
 def _opened(path: Path) -> io.BufferedIOBase:
@@ -349,10 +351,10 @@ def _checked(table: pa.Table, path: Path, before: int = 0) -> pa.Table:
                 f"{path}, row {before + beyond[0]}: column {field.name!r} holds a number beyond floating point; write "
                 "it as a text in a .jsonl file"
             )
-    return sound(table)
+    return validate_table(table)
 
 
-def sound(table: pa.Table) -> pa.Table:
+def validate_table(table: pa.Table) -> pa.Table:
     """The table, every byte of it looked at. Raises pyarrow's error where its buffers or texts are broken."""
     table.validate(full=True)
     return table

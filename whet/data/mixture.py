@@ -13,13 +13,13 @@ import numpy as np
 
 from whet.errors import DataError
 
-__all__ = ["MixedRows", "MixedStream", "permutation", "shares"]
+__all__ = ["MixedRows", "MixedStream", "normalize_weights", "permutation"]
 
 
-def shares(weights: Sequence[float]) -> np.ndarray:
+def normalize_weights(weights: Sequence[float]) -> np.ndarray:
     """The weights over their sum.
 
-    >>> shares([3.0, 1.0]).tolist()
+    >>> normalize_weights([3.0, 1.0]).tolist()
     [0.75, 0.25]
     """
     found = np.asarray(weights, dtype=np.float64)
@@ -60,7 +60,7 @@ class MixedRows(Sequence[Any]):
         for part in self.parts:
             yield from part
 
-    def changed(self, parts: Sequence[Sequence[Any]]) -> MixedRows:
+    def with_parts(self, parts: Sequence[Sequence[Any]]) -> MixedRows:
         """The same mixture of other rows, e.g. encoded ones. Args: parts: as many as there are."""
         return MixedRows(parts, self.weights)
 
@@ -72,11 +72,11 @@ class MixedRows(Sequence[Any]):
         """
         if self.weights is None:
             return f"{len(self.parts)} data sets"
-        parts = zip(shares(self.weights), self.parts, strict=True)
+        parts = zip(normalize_weights(self.weights), self.parts, strict=True)
         told = ", ".join(f"{100 * share:.3g} % of {len(part)} row(s)" for share, part in parts)
         return f"{len(self.parts)} data sets: {told}"
 
-    def digest(self) -> int:
+    def checksum(self) -> int:
         """A checksum of the lengths and weights, by which a resumed run knows its mixture again."""
         return zlib.crc32(repr((self._ends.tolist(), self.weights)).encode())
 
@@ -89,7 +89,7 @@ class MixedRows(Sequence[Any]):
         assert self.weights is not None
         ordered = permutation if shuffle else lambda rows, *_: np.arange(rows)
         total = len(self)
-        turns = _evenly(shares(self.weights), total)
+        turns = _evenly(normalize_weights(self.weights), total)
         counts = np.bincount(turns, minlength=len(self.parts))
         places = np.empty(total, dtype=np.int64)
         for number, (part, count) in enumerate(zip(self.parts, counts.tolist(), strict=True)):
@@ -110,7 +110,7 @@ class MixedStream:
 
     def __init__(self, streams: Sequence[Iterable[Any]], weights: Sequence[float]) -> None:
         """Args: streams: each can be read again and again. weights: of each."""
-        self.streams, self.shares = tuple(streams), shares(weights)
+        self.streams, self.shares = tuple(streams), normalize_weights(weights)
         self.taken = np.zeros(len(streams), dtype=np.int64)
         self._start: Mapping[str, Any] | None = None
         if all(hasattr(stream, "state_dict") for stream in streams):

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from whet.data.conversations import sequence_of
-from whet.data.row_schema import said_in
-from whet.data.supervised import EQUAL, RESPONSES, Answer, Read, RowEncoder, answer_to, begins_with
-from whet.errors import DataError, shown
+from whet.data.conversations import make_sequence
+from whet.data.row_schema import read_text_or_messages
+from whet.data.supervised import EQUAL, RESPONSES, Answer, RowAnswers, RowEncoder, make_answer, starts_with_prompt
+from whet.errors import DataError, format_value
 from whet.types import Message, TrainSequence
 
-__all__ = ["LabelledEncoder", "PreferenceEncoder", "ScoredPairEncoder"]
+__all__ = ["PreferenceEncoder", "ScoredPairEncoder", "UnpairedEncoder"]
 
 
 class PreferenceEncoder(RowEncoder):
@@ -35,7 +35,7 @@ class PreferenceEncoder(RowEncoder):
     scored = False
     """Whether answers are compared by a score, which reads the tokens before what is trained too."""
 
-    def _read(self, row: Mapping[str, Any], number: int) -> Read:
+    def _read(self, row: Mapping[str, Any], number: int) -> RowAnswers:
         answers = self._pair(row, number)
         if answers is None:
             raise self._no_form(row, number)
@@ -43,7 +43,7 @@ class PreferenceEncoder(RowEncoder):
         columns: dict[str, tuple[float, ...]] = {"chosen": (1.0, 0.0)}
         if self._column(row, ("margin",), "margin_column", number) or name in row:
             columns["margin"] = (_number(row[name], name, number),) * 2
-        return Read(answers, columns, EQUAL if not answers else "")
+        return RowAnswers(answers, columns, EQUAL if not answers else "")
 
     def _pair(self, row: Mapping[str, Any], number: int) -> list[Answer] | None:
         """The chosen and the rejected answer; none where they are the same, None where the row has no such columns."""
@@ -51,12 +51,12 @@ class PreferenceEncoder(RowEncoder):
         rejected = self._column(row, ("rejected",), "rejected_column", number)
         if chosen is None or rejected is None:
             return None
-        a, b = said_in(row, chosen, number), said_in(row, rejected, number)
+        a, b = read_text_or_messages(row, chosen, number), read_text_or_messages(row, rejected, number)
         if a == b:
             return []
         prompt = self._prompt(row, number)
         if isinstance(a, list) and isinstance(b, list):
-            repeated = [prompt is not None and begins_with(x, prompt) for x in (a, b)]
+            repeated = [prompt is not None and starts_with_prompt(x, prompt) for x in (a, b)]
             if prompt is None or all(repeated):
                 first = _alike(a, b, number)
                 return [Answer(None, a, first=first), Answer(None, b, first=first)]
@@ -65,7 +65,9 @@ class PreferenceEncoder(RowEncoder):
                     what = (
                         "repeats the row's prompt, and the other answer does not"
                         if repeats
-                        else (f"begins with a turn of {role!r}, but not with the row's prompt {shown(prompt, 80)}")
+                        else (
+                            f"begins with a turn of {role!r}, but not with the row's prompt {format_value(prompt, 80)}"
+                        )
                     )
                     raise DataError(
                         f"row {number}: {column!r} {what}; answers are what follows the prompt, or both the whole "
@@ -78,7 +80,7 @@ class PreferenceEncoder(RowEncoder):
             )
         return [Answer(prompt, a), Answer(prompt, b)]
 
-    def _sequences(self, read: Read, options: Mapping[str, Any], number: int) -> list[list[TrainSequence]]:
+    def _sequences(self, read: RowAnswers, options: Mapping[str, Any], number: int) -> list[list[TrainSequence]]:
         made = super()._sequences(read, options, number)
         texts = all(answer.prompt is None and isinstance(answer.said, str) for answer in read.answers)
         if texts:
@@ -103,26 +105,26 @@ class ScoredPairEncoder(PreferenceEncoder):
     scored = True
 
 
-class LabelledEncoder(PreferenceEncoder):
+class UnpairedEncoder(PreferenceEncoder):
     """Single answers that are good or bad, for KTO: a sequence with the column label, 1 for good.
 
     A pair is taken too, as a good and a bad answer.
 
     >>> from whet.data.tokenizer import byte_tokenizer
-    >>> x = LabelledEncoder(byte_tokenizer())({"prompt": "2+2=", "completion": "5", "label": False})
+    >>> x = UnpairedEncoder(byte_tokenizer())({"prompt": "2+2=", "completion": "5", "label": False})
     >>> [s.tokens.tolist() for s in x.sequences], dict(x.columns)
     ([[53, 256]], {'label': (0.0,)})
     """
 
     takes = "prompt (or messages) with completion (or response) and label; prompt with chosen and rejected"
 
-    def _read(self, row: Mapping[str, Any], number: int) -> Read:
+    def _read(self, row: Mapping[str, Any], number: int) -> RowAnswers:
         label = self._column(row, ("label",), "label_column", number)
         if label is None:
             answers = self._pair(row, number)
             if answers is None:
                 raise self._no_form(row, number)
-            return Read(answers, {"label": (1.0, 0.0)}, EQUAL if not answers else "")
+            return RowAnswers(answers, {"label": (1.0, 0.0)}, EQUAL if not answers else "")
         prompt = self._prompt(row, number)
         response = self._column(row, RESPONSES, "response_column", number)
         if prompt is None or response is None:
@@ -130,9 +132,11 @@ class LabelledEncoder(PreferenceEncoder):
         value = row[label]
         if not isinstance(value, bool | int | float | np.bool_ | np.number) or value not in (0, 1):
             raise DataError(
-                f"row {number}: column {label!r} holds {shown(value, 40)}; a label is true or false, 1 or 0"
+                f"row {number}: column {label!r} holds {format_value(value, 40)}; a label is true or false, 1 or 0"
             )
-        return Read([answer_to(prompt, said_in(row, response, number))], {"label": (float(value),)})
+        return RowAnswers(
+            [make_answer(prompt, read_text_or_messages(row, response, number))], {"label": (float(value),)}
+        )
 
 
 def _alike(a: list[Message], b: list[Message], number: int) -> int:
@@ -157,7 +161,7 @@ def _split_where_they_differ(a: TrainSequence, b: TrainSequence) -> list[TrainSe
     most = min(map(len, ids)) - 1
     differ = np.flatnonzero(ids[0][:most] != ids[1][:most])
     same = max(1, int(differ[0]) if len(differ) else most)
-    return [sequence_of([(i[:same], False), (i[same:], True)]) for i in ids]
+    return [make_sequence([(i[:same], False), (i[same:], True)]) for i in ids]
 
 
 def _with_prefix(sequence: TrainSequence, prefix: np.ndarray | None) -> TrainSequence:
@@ -169,6 +173,6 @@ def _with_prefix(sequence: TrainSequence, prefix: np.ndarray | None) -> TrainSeq
 def _number(value: Any, column: str, row: int) -> float:
     if not isinstance(value, int | float | np.number) or isinstance(value, bool) or not np.isfinite(value):
         raise DataError(
-            f"row {row}: column {column!r} holds {shown(value, 40)}; expected a number, in every row or none"
+            f"row {row}: column {column!r} holds {format_value(value, 40)}; expected a number, in every row or none"
         )
     return float(value)

@@ -7,14 +7,15 @@ without one goes on in the next.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from whet.data.prompts import PromptEncoder, said_by
-from whet.data.row_schema import options_of
+from whet.data.prompts import PromptEncoder
+from whet.data.row_schema import message_text, template_options
 from whet.data.supervised import RowEncoder
 from whet.data.templates import ChatTemplate
-from whet.data.text_parts import decoded
+from whet.data.text_parts import decode_ids
 from whet.errors import DataError
 from whet.types import Example, Message, Prompt, TrainSequence
 
@@ -42,15 +43,15 @@ def prompt_lines(encode: PromptEncoder, prompt: Prompt, *, width: int = WIDTH, m
       | <|im_start|>user\n
       | 2+2?<|im_end|>\n
       | <|im_start|>assistant\n
-      chat template: the tokenizer's
+      chat template: from the tokenizer
       system prompt: none
     """
     head = f"row {prompt.row}: {len(prompt.tokens)} tokens"
-    text = [(decoded(encode.tokenizer, prompt.tokens), False)]
-    lines = text_lines(text, width=width, most=most)
+    text = [(decode_ids(encode.tokenizer, prompt.tokens), False)]
+    lines = text_lines(text, width=width, most=most, tokens=_special_tokens(encode.tokenizer))
     if encode.is_plain(prompt.source):
         return [head, *lines, "  plain text, without a chat template"]
-    options = options_of(prompt.columns, prompt.row)
+    options = template_options(prompt.columns, prompt.row)
     messages = encode.messages(prompt.source)
     own = not isinstance(prompt.source, str) and prompt.source[0]["role"] == "system"
     return [
@@ -82,29 +83,45 @@ def example_lines(
         count = len(sequence.prefix) + len(sequence.tokens)
         trained = int(sequence.mask.sum())
         lines.append(f"row {example.row}{name}: {count} tokens, {trained} trained (lines with +)")
-        lines += text_lines(_parts(encode.tokenizer, sequence), width=width, most=most)
+        tokens = _special_tokens(encode.tokenizer)
+        lines += text_lines(_parts(encode.tokenizer, sequence), width=width, most=most, tokens=tokens)
     messages = encode.conversation(row, example.row)
     if messages is None:
         return [*lines, "  plain text, without a chat template"]
     own = messages[0]["role"] == "system"
-    options = options_of(row, example.row)
+    options = template_options(row, example.row)
     if encode.data.system_prompt and not own:
         messages = [{"role": "system", "content": encode.data.system_prompt}, *messages]
     return [*lines, *_origins(encode.template, messages, own, options, "data.chat_template_kwargs", example.row)]
 
 
-def text_lines(parts: Sequence[tuple[str, bool]], *, width: int = WIDTH, most: int = MAX_LINES) -> list[str]:
-    r"""Lines of a text. Args: parts: (text, whether it is trained). width: characters of a line. most: lines, at most;
-    those in the middle are left out.
+def text_lines(
+    parts: Sequence[tuple[str, bool]], *, width: int = WIDTH, most: int = MAX_LINES, tokens: Collection[str] = ()
+) -> list[str]:
+    r"""Lines of a text.
+
+    Args:
+        parts: (text, whether it is trained).
+        width: characters of a line.
+        most: lines, at most; those in the middle are left out.
+        tokens: special tokens, which stay on one line.
 
     >>> text_lines([("a\nb\t", False), ("c", True)])
     ['  | a\\n', '  | b\\t', '  + c']
+    >>> text_lines([("abc<end>", False)], width=6, tokens=["<end>"])
+    ['  | abc', '  | <end>']
     """
+    special = "|".join(re.escape(token) for token in sorted(tokens, key=len, reverse=True))
+    units = re.compile(f"{special}|." if special else ".", re.DOTALL)
     lines = []
     for text, trained in parts:
         for line in text.splitlines(keepends=True):
-            shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
-            pieces = [shown[at : at + width] for at in range(0, len(shown), width)]
+            pieces = [""]
+            for unit in units.findall(line):
+                shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in unit)
+                if pieces[-1] and len(pieces[-1]) + len(shown) > width:
+                    pieces.append("")
+                pieces[-1] += shown
             lines += [f"  {'+' if trained else '|'} {piece}" for piece in pieces]
     if len(lines) <= most:
         return lines
@@ -119,10 +136,15 @@ def _parts(tokenizer: PreTrainedTokenizerBase, sequence: TrainSequence) -> list[
     ends = [place for place in range(1, len(ids)) if mask[place] != mask[place - 1]] + [len(ids)]
     parts, before = [], ""
     for end in ends:  # decoded from the start, since a tokenizer may write the first token of a text differently
-        text = decoded(tokenizer, ids[:end])
+        text = decode_ids(tokenizer, ids[:end])
         parts.append((text[len(before) :], mask[end - 1]))
         before = text
     return parts
+
+
+def _special_tokens(tokenizer: Any) -> list[str]:
+    """The tokens that were added to the vocabulary, special ones among them."""
+    return list(tokenizer.get_added_vocab())
 
 
 def _names(example: Example) -> list[str]:
@@ -144,7 +166,7 @@ def _origins(
         arguments of the template. key: of those of all rows.
     """
     place = "a column of the row" if "chat_template" in options else key
-    origin = place if "chat_template" in {**template.options, **options} else "the tokenizer's"
+    origin = place if "chat_template" in {**template.options, **options} else "the tokenizer"
     asks = messages[-1]["role"] != "assistant"
 
     def written(**changed: Any) -> str:
@@ -154,14 +176,14 @@ def _origins(
             return ""
 
     start = written()
-    said = next((text for m in messages if (text := said_by(m))), "")
+    said = next((text for m in messages if (text := message_text(m))), "")
     if messages[0]["role"] == "system":
-        system = "the row's own" if own else "data.system_prompt"
+        system = "from the row" if own else "from data.system_prompt"
     else:
-        system = "the template's own" if "system" in start[: max(0, start.find(said))] else "none"
-    lines = [f"  chat template: {origin}", f"  system prompt: {system}"]
+        system = "from the template" if "system" in start[: max(0, start.find(said))] else "none"
+    lines = [f"  chat template: from {origin}", f"  system prompt: {system}"]
     if tools := options.get("tools", template.options.get("tools")):
-        lines.append(f"  tools: {len(tools)}, {'the row' if 'tools' in options else 'the environment'}'s")
+        lines.append(f"  tools: {len(tools)}, from {'the row' if 'tools' in options else 'the environment'}")
     thinking = {**template.options, **options}["enable_thinking"]
     if written(enable_thinking=not thinking) != start:
         lines.append(f"  thinking: {'on' if thinking else 'off'} (enable_thinking of {key})")

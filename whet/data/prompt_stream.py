@@ -22,9 +22,9 @@ import numpy as np
 
 from whet.data.mixture import MixedRows, permutation
 from whet.data.prompts import PROMPT_COLUMNS, PromptEncoder, find_prompt_column
-from whet.data.read_errors import each, reading, said
+from whet.data.read_errors import convert_read_errors, iterate_rows
 from whet.data.supervised import RowEncoder
-from whet.errors import CheckpointError, ConfigError, DataError, lookup_error
+from whet.errors import CheckpointError, ConfigError, DataError, format_exception, lookup_error
 from whet.storage.checksums import chain_checksum, compute_checksums
 
 __all__ = [
@@ -32,8 +32,8 @@ __all__ = [
     "compute_checksums",
     "encode_all",
     "epoch_order",
-    "first_of",
-    "has_places",
+    "first_row",
+    "has_random_access",
     "hold_out",
     "is_batch",
     "unbatch",
@@ -77,11 +77,11 @@ def hold_out(rows: Any, fraction: float, seed: int) -> tuple[Any, list[Any]]:
     """
     if not 0 < fraction < 1:
         raise ConfigError(f"a held-out share of {fraction} is out of range; give more than 0 and less than 1")
-    if not has_places(rows):
+    if not has_random_access(rows):
         raise ConfigError("rows without a length can't be held out; give evaluation data of their own")
     if isinstance(rows, MixedRows):
         pairs = [hold_out(part, fraction, seed) for part in rows.parts]
-        return rows.changed([train for train, _ in pairs]), [row for _, held in pairs for row in held]
+        return rows.with_parts([train for train, _ in pairs]), [row for _, held in pairs for row in held]
     count = max(1, round(fraction * len(rows)))
     if count >= len(rows):
         raise DataError(
@@ -164,7 +164,7 @@ class PromptStream:
                 raise ConfigError(f"{name} {value} is out of range; give {least} or more")
         self.seed, self.num_epochs, self.last_batch = seed, num_epochs, last_batch
         self.encode, self.prompt_column = encode, prompt_column
-        with reading("the data", "fix what makes the rows"):
+        with convert_read_errors("the data", "fix what makes the rows"):
             self.once = iter(source) is source
         has_state = not self.once and hasattr(source, "load_state_dict")
         self._begin: dict[str, Any] | None = source.state_dict() if has_state else None  # pyright: ignore
@@ -174,7 +174,7 @@ class PromptStream:
         self.kind: Literal["rows", "batches", "stream"] = "stream"
         if not isinstance(encode, RowEncoder) and is_batch(self.first, prompt_column):
             self.kind = "batches"
-        elif has_places(source):
+        elif has_random_access(source):
             self.kind = "rows"
         self.source: Any = source
         self.what = "rows" if isinstance(encode, RowEncoder) else "prompts"
@@ -250,12 +250,12 @@ class PromptStream:
             return f"ready-made batches of {self.batch_size} prompts in their own order; a resume reads and skips them"
         rest = len(self.source) % self.batch_size
         fate = "dropped" if self.last_batch == "drop" else "in a smaller batch"
-        tail = f"; {rest} rows an epoch {fate}" if rest else ""
+        tail = f"; {rest} rows per epoch {fate}" if rest else ""
         order = f"shuffled with seed {self.seed}" if self.shuffle else "in data-set order"
         if isinstance(self.source, MixedRows):
             order += f", of {self.source.describe()}"
         batches = f"{self.batches_per_epoch} batches of {self.batch_size}"
-        return f"{len(self.source)} {self.what} {order}, {batches} an epoch{tail}"
+        return f"{len(self.source)} {self.what} {order}, {batches} per epoch{tail}"
 
     def state(self) -> dict[str, Any]:
         """Where the stream stands: after the last batch handed out. Plain ints, but for the source's own state."""
@@ -273,7 +273,7 @@ class PromptStream:
             "columns_digest": self.columns_digest,
             "read_digest": self.read_digest,
             "shuffle_buffer": self.shuffle_buffer,
-            "mixture": self.source.digest() if isinstance(self.source, MixedRows) else 0,
+            "mixture": self.source.checksum() if isinstance(self.source, MixedRows) else 0,
             **(
                 {}
                 if source is None
@@ -364,12 +364,12 @@ class PromptStream:
             self.source.load_state_dict(state["source"])
         except Exception as error:  # of any library
             raise CheckpointError(
-                f"the data can't go on at the checkpoint's place: {said(error)}; resume with the same data, or start a "
-                "new run in another trainer.run_dir"
+                f"the data can't go on at the checkpoint's place: {format_exception(error)}; resume with the same "
+                "data, or start a new run in another trainer.run_dir"
             ) from error
         self.read_digest, block = state.get("read_digest", 0), state["block"]
         self._block = (block, state["source"])
-        return islice(self._shuffled(each(self.source, "the data"), block), self.used - block, None)
+        return islice(self._shuffled(iterate_rows(self.source, "the data"), block), self.used - block, None)
 
     def _shuffled(self, items: Iterator[Any], used: int = 0) -> Iterator[Any]:
         """The items of a stream, shuffled a block of `shuffle_buffer` at a time.
@@ -397,7 +397,7 @@ class PromptStream:
 
         Raises: CheckpointError: they are fewer, or others.
         """
-        items, told = self._shuffled(each(self.source, "the data")), time.monotonic()
+        items, told = self._shuffled(iterate_rows(self.source, "the data")), time.monotonic()
         what = "batches" if self.kind == "batches" else "rows"
         self.read_digest = count = 0
         for count, item in enumerate(islice(items, used), 1):
@@ -433,8 +433,8 @@ class PromptStream:
                     "data.batch_size, trainer.last_batch='keep', or data that can be read again"
                 )
             self.epoch, self.batch, self.used, self.read_digest = self.epoch + 1, 0, 0, 0
-            if self.kind != "rows" and isinstance(self.encode, RowEncoder) and (told := self.encode.told()):
-                log.warning("%s", told)
+            if self.kind != "rows" and isinstance(self.encode, RowEncoder) and (found := self.encode.describe_counts()):
+                log.warning("%s", found)
             if self.once:
                 return
 
@@ -460,7 +460,7 @@ class PromptStream:
             if self._begin is not None:
                 self.source.load_state_dict(self._begin)
                 self._block = None
-            items = islice(self._shuffled(each(self.source, "the data")), self.used, None)
+            items = islice(self._shuffled(iterate_rows(self.source, "the data")), self.used, None)
         return self._read_batches(items) if self.kind == "batches" else self._read_rows(items)
 
     def _read_batches(self, items: Iterator[Mapping[str, Any]]) -> Iterator[list[Any]]:
@@ -527,18 +527,18 @@ def encode_all(rows: Any, encode: Encode, what: str) -> Sequence[Any]:
             if time.monotonic() - told > LOG_INTERVAL_S:
                 told = time.monotonic()
                 log.info("encoded %d of %d %s", place + 1, len(rows), what)
-    return rows.changed(parts) if isinstance(rows, MixedRows) else out
+    return rows.with_parts(parts) if isinstance(rows, MixedRows) else out
 
 
 def _encoded(rows: Any, encode: Encode) -> Iterator[Any]:
     """What is made of each row; prompts in stretches, for which the tokenizer is called once."""
-    given = each(rows, "the data")
+    given = iterate_rows(rows, "the data")
     if not isinstance(encode, PromptEncoder):
         yield from (encode(row, place) for place, row in enumerate(given))
         return
     place = 0
     while stretch := list(islice(given, STRETCH)):
-        yield from encode.many(stretch, place)
+        yield from encode.encode_batch(stretch, place)
         place += len(stretch)
 
 
@@ -546,7 +546,7 @@ def _peek(source: Iterable[Any], once: bool) -> tuple[Any, Iterable[Any]]:
     """The first item, and a source that still has it."""
     if isinstance(source, Mapping | str):
         raise DataError(f"data of type {type(source).__name__}; give a list of rows, a Dataset or an iterable of them")
-    items = each(source, "the data")
+    items = iterate_rows(source, "the data")
     try:
         first = next(items)
     except StopIteration:
@@ -567,13 +567,13 @@ def is_batch(item: Any, prompt_column: str | None = None) -> bool:
     return len(value) == 0 or not isinstance(value[0], Mapping)
 
 
-def first_of(rows: Any) -> Any:
+def first_row(rows: Any) -> Any:
     """The first row, or ready-made batch; None where it can't be looked at without taking it."""
-    if has_places(rows):
+    if has_random_access(rows):
         return rows[0] if len(rows) else None
     return None if rows is None or iter(rows) is rows else next(iter(rows), None)
 
 
-def has_places(source: Any) -> bool:
+def has_random_access(source: Any) -> bool:
     """Whether rows can be counted and taken by place."""
     return isinstance(source, Sequence) or (isinstance(source, Sized) and hasattr(source, "__getitem__"))

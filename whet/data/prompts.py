@@ -8,15 +8,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from whet.data.lengths import Spread
-from whet.data.row_schema import options_of, refuse_images, text_of, turns
-from whet.data.template_check import Shown, changed_words
+from whet.data.lengths import LengthStats
+from whet.data.row_schema import (
+    EMPTY_PROMPT,
+    check_no_images,
+    check_text,
+    has_text,
+    message_text,
+    normalize_messages,
+    template_options,
+)
+from whet.data.template_check import RenderedText, find_changed_text
 from whet.data.templates import ChatTemplate
-from whet.errors import ConfigError, DataError, lookup_error, nearest, shown
+from whet.errors import ConfigError, DataError, format_value, lookup_error, nearest
 from whet.types import Message, Prompt
 
 if TYPE_CHECKING:
@@ -24,7 +33,7 @@ if TYPE_CHECKING:
 
     from whet.config import DataConfig, RolloutConfig
 
-__all__ = ["Answered", "LongPrompt", "PromptEncoder", "find_prompt_column", "said_by"]
+__all__ = ["Answered", "LongPrompt", "PromptEncoder", "find_prompt_column"]
 
 log = logging.getLogger("whet")
 
@@ -32,13 +41,22 @@ LongPrompt = Literal["error", "truncate_left", "drop"]
 """How to treat a prompt over the limit."""
 Answered = Literal["error", "take_off", "continue"]
 """How to treat a conversation whose last turn is the assistant's."""
-OF_DATA = ("prompt_column", "apply_chat_template", "system_prompt", "on_template_change", "on_answered")
+DATA_FIELDS = ("prompt_column", "apply_chat_template", "system_prompt", "on_template_change", "on_answered")
 """Fields of the section data that an encoder takes."""
 ANSWER = "answer"
 """The column that an answer becomes which is taken off a conversation."""
 PROMPT_COLUMNS = ("prompt", "prompts", "messages", "question", "conversations")
 """Names of the prompt column, in the order of preference."""
-GIVEN = ("advantages", "completion_ids", "completions", "mode", "prompt_ids", "prompts", "rewards", "trajectory_ids")
+RESERVED_COLUMNS = (
+    "advantages",
+    "completion_ids",
+    "completions",
+    "mode",
+    "prompt_ids",
+    "prompts",
+    "rewards",
+    "trajectory_ids",
+)
 """Keywords that reward and metric functions are given besides the columns: no column may have such a name."""
 
 
@@ -64,18 +82,6 @@ def find_prompt_column(columns: Iterable[str], prompt_column: str | None = None,
         f"{'' if row is None else f'row {row}: '}no prompt column ({' or '.join(wanted)}) among the columns "
         f"{', '.join(columns)}{hint}{'' if hint.endswith('?') else ';'} {way}"
     )
-
-
-def said_by(message: Message) -> str:
-    """The text of a message, its parts joined.
-
-    >>> said_by({"role": "user", "content": [{"type": "text", "text": "2+2"}, "="]})
-    '2+2='
-    """
-    content = message.get("content")
-    if isinstance(content, str) or not content:
-        return content or ""
-    return "".join(part if isinstance(part, str) else str(part.get("text", "")) for part in content)
 
 
 class _Read(NamedTuple):
@@ -157,15 +163,13 @@ class PromptEncoder:
         self.on_long_prompt = on_long_prompt
         self.on_template_change = on_template_change
         self.on_answered = on_answered
-        self.counts = {"encoded": 0, "dropped": 0, "truncated": 0, "changed": 0}
-        self.spread = Spread()
-        """Tokens of each prompt, before any is cut or left out."""
-        self._all = self._empty = False
+        self.reset_counts()
+        self._all = False
         if apply_chat_template:
-            self.template.need()
+            self.template.require()
 
     @classmethod
-    def of(
+    def from_config(
         cls,
         tokenizer: PreTrainedTokenizerBase,
         rollout: RolloutConfig,
@@ -176,7 +180,7 @@ class PromptEncoder:
 
         Args: tokenizer: of transformers. rollout: of the mode. data: None = what options say. options: further ones.
         """
-        of_data = {} if data is None else {name: getattr(data, name) for name in OF_DATA}
+        of_data = {} if data is None else {name: getattr(data, name) for name in DATA_FIELDS}
         return cls(
             tokenizer,
             chat_template_kwargs=rollout.chat_template_kwargs,
@@ -185,20 +189,29 @@ class PromptEncoder:
             **{"sections": True, **of_data, **options},
         )
 
-    def __call__(self, row: Mapping[str, Any], number: int = 0) -> Prompt | None:
+    def reset_counts(self) -> None:
+        """Starts to count anew, for another data set."""
+        self.counts = {"encoded": 0, "dropped": 0, "truncated": 0, "changed": 0}
+        self.spread = LengthStats()
+        """Tokens of each prompt, before any is cut or left out."""
+        self._warned_of_empty = False
+
+    def __call__(self, row: Mapping[str, Any] | Prompt, number: int = 0) -> Prompt | None:
         """One row as a Prompt.
 
-        Args: row: column -> value, or what this has made of one. number: the row's place in the data set.
+        Args:
+            row: column -> value; or a Prompt that was encoded before, of which only the length is checked again.
+            number: the row's place in the data set.
         Returns: the Prompt; None where it is too long and on_long_prompt is "drop".
         Raises: DataError: no prompt column, no text, images, too long, no tokens, a template that changes what is said
             or leaves tools out, an answer where a prompt is expected. ConfigError: no chat template.
         """
         if isinstance(row, Prompt):
-            return row
+            return self._fit(row)
         read = self._read(row, number)
         return self._prompt(read, self._ids([read])[0])
 
-    def many(self, rows: Sequence[Any], first: int = 0) -> list[Prompt | None]:
+    def encode_batch(self, rows: Sequence[Any], first: int = 0) -> list[Prompt | None]:
         """Several rows as Prompts, as one after the other makes them; the tokenizer is called once for all of them.
 
         Args: rows: see `__call__`. first: the place of the first in the data set.
@@ -217,7 +230,7 @@ class PromptEncoder:
         made = {one.number: self._prompt(one, ids) for one, ids in zip(read, self._ids(read), strict=True)}
         if wrong is not None:
             raise wrong
-        return [row if isinstance(row, Prompt) else made[number] for number, row in enumerate(rows, first)]
+        return [self._fit(row) if isinstance(row, Prompt) else made[number] for number, row in enumerate(rows, first)]
 
     def _read(self, row: Any, number: int) -> _Read:
         """What a row says, and the text that its tokens are made of."""
@@ -229,7 +242,7 @@ class PromptEncoder:
         columns = {column: value for column, value in row.items() if column != name}
         if not isinstance(source, str) and source[-1]["role"] == "assistant":
             source, columns = self._unanswered(source, columns, number)
-        return _Read(number, source, columns, self._text(source, options_of(row, number), number))
+        return _Read(number, source, columns, self._text(source, template_options(row, number), number))
 
     def _ids(self, read: Sequence[_Read]) -> list[list[int]]:
         """The ids that the model is given, of each; a template writes the special tokens itself."""
@@ -246,56 +259,70 @@ class PromptEncoder:
         """The prompt of a row; None where it is left out."""
         number, source = read.number, read.source
         if not tokens:
-            raise DataError(f"row {number}: the prompt {shown(source)} has no tokens; leave the row out, or fill it")
-        if not self._empty and not any(said_by(m).strip() for m in self.messages(source)):
-            self._empty = True
-            log.warning(
-                "row %d: the prompt is empty, so the model is asked nothing; fill it, or leave such rows out (only the "
-                "first is named)",
-                number,
+            raise DataError(
+                f"row {number}: the prompt {format_value(source)} has no tokens; leave the row out, or fill it"
             )
-        self.spread.add(len(tokens))
-        limit = self.max_prompt_length
-        if limit is not None and len(tokens) > limit:
-            if self.on_long_prompt == "error" and not self._all:
-                raise DataError(
-                    f"row {number}: the prompt has {len(tokens)} tokens, over {self._rollout}max_prompt_length "
-                    f"{limit}; {self._way_on(len(tokens))}"
-                )
-            if self.on_long_prompt != "truncate_left":
-                self.counts["dropped"] += 1
-                return None
-            self.counts["truncated"] += 1
-            tokens = tokens[-limit:]
-        self.counts["encoded"] += 1
+        if not self._warned_of_empty and not has_text(self.messages(source)):
+            self._warned_of_empty = True
+            log.warning(EMPTY_PROMPT, number)
         ids = np.asarray(tokens, dtype=np.int32)
         ids.setflags(write=False)
-        return Prompt(tokens=ids, source=source, columns=read.columns, row=number)
+        prompt = self._fit(Prompt(tokens=ids, source=source, columns=read.columns, row=number))
+        self.counts["encoded"] += prompt is not None
+        return prompt
+
+    def _fit(self, prompt: Prompt) -> Prompt | None:
+        """The prompt if it is within the limit; else it is cut, left out (None), or an error."""
+        length, limit = len(prompt.tokens), self.max_prompt_length
+        self.spread.add(length)
+        if limit is None or length <= limit:
+            return prompt
+        if self.on_long_prompt == "error" and not self._all:
+            raise DataError(
+                f"row {prompt.row}: the prompt has {length} tokens, over {self._rollout}max_prompt_length {limit}; "
+                f"{self._way_on(length)}"
+            )
+        if self.on_long_prompt == "truncate_left":
+            self.counts["truncated"] += 1
+            return replace(prompt, tokens=prompt.tokens[-limit:])
+        self.counts["dropped"] += 1
+        return None
 
     @contextmanager
     def all_rows(self) -> Iterator[None]:
-        """While all rows of a data set are encoded: prompts over the limit are one error after the last, which says how
-        many there are and how long.
+        """While all rows of a data set are encoded, the counts are of these rows, and prompts over the limit are one
+        error after the last row, with their number and their lengths.
         """
+        self.reset_counts()
         self._all = True
         try:
             yield
         finally:
             self._all = False
-        if self.on_long_prompt == "error" and (over := self.told_over()):
+        if self.on_long_prompt == "error" and (over := self.describe_over_limit()):
             raise DataError(f"{over}; {self._way_on(self.spread.longest)}")
 
-    def told_over(self) -> str:
+    def describe_over_limit(self) -> str:
         """How many prompts were over the limit, the longest, and what 95 % of all have; "" where none was."""
         limit = self.max_prompt_length
-        return "" if limit is None else self.spread.told_over(limit, f"{self._rollout}max_prompt_length")
+        return "" if limit is None else self.spread.describe_over(limit, f"{self._rollout}max_prompt_length")
+
+    def describe_fate(self) -> str:
+        """What was done with prompts over the limit."""
+        return f"{self.counts['truncated']} cut on the left, {self.counts['dropped']} left out"
+
+    def describe_limit(self) -> str:
+        """The limit as the configuration has it, e.g. "rollout.max_prompt_length=64"."""
+        return f"{self._rollout}max_prompt_length={self.max_prompt_length}"
+
+    def describe_counts(self) -> str:
+        """How many prompts were over the limit or are changed by the chat template, for the log; "" if none was."""
+        over, changed = self.describe_over_limit(), self.counts["changed"]
+        found = [f"{over} ({self.describe_fate()})"] if over else []
+        return "; ".join([*found, *([f"the chat template changes what {changed} of them say"] if changed else [])])
 
     def _way_on(self, length: int) -> str:
         return f"raise it to {length}, or set {self._rollout}on_long_prompt to truncate_left or drop"
-
-    def told_fate(self) -> str:
-        """What was done with prompts over the limit."""
-        return f"{self.counts['truncated']} cut on the left, {self.counts['dropped']} left out"
 
     def is_plain(self, source: str | list[Message]) -> bool:
         """Whether a prompt is encoded as the text that it is, without a chat template."""
@@ -308,19 +335,19 @@ class PromptEncoder:
             found.insert(0, {"role": "system", "content": self.system_prompt})
         return found
 
-    def rendered(self, messages: list[Message], row: int, columns: Mapping[str, Any] | None = None) -> Shown:
+    def render(self, messages: list[Message], row: int, columns: Mapping[str, Any] | None = None) -> RenderedText:
         """A conversation as the chat template writes it, the assistant's turn open; a last one of its own is continued.
 
         Args: messages: at least one. row: for the message of an error. columns: of the row, which may have tools and
             chat_template_kwargs.
         Raises: DataError: the template refuses it.
         """
-        return self._rendered(messages, {} if columns is None else options_of(columns, row), row)
+        return self._render(messages, {} if columns is None else template_options(columns, row), row)
 
-    def _rendered(self, messages: list[Message], own: Mapping[str, Any], row: int) -> Shown:
+    def _render(self, messages: list[Message], own: Mapping[str, Any], row: int) -> RenderedText:
         open_turn = messages[-1]["role"] == "assistant"
         options = {**own, "add_generation_prompt": not open_turn, "continue_final_message": open_turn}
-        return Shown(self.template.text(messages, row=row, **options), len(messages), options)
+        return RenderedText(self.template.text(messages, row=row, **options), len(messages), options)
 
     def _unanswered(
         self, source: list[Message], columns: dict[str, Any], number: int
@@ -328,16 +355,16 @@ class PromptEncoder:
         """A conversation to be continued, as a text; or without its last turn, the row's answer unless it has one."""
         *before, last = source
         if self.on_answered == "continue":
-            return [*before, {**last, "content": said_by(last)}], columns
+            return [*before, {**last, "content": message_text(last)}], columns
         if self.on_answered == "error":
             raise DataError(
-                f"row {number} ends with the assistant's turn {shown(last.get('content'), 60)}: an answer, where a "
-                f"prompt is expected; data.on_answered=take_off makes it the column {ANSWER}, "
+                f"row {number} ends with the assistant's turn {format_value(last.get('content'), 60)}: an answer, "
+                f"where a prompt is expected; data.on_answered=take_off makes it the column {ANSWER}, "
                 "data.on_answered=continue lets the model go on with it"
             )
         if not before:
             raise DataError(f"row {number} has no turn but the assistant's; leave it out, or give it a user's turn")
-        return before, {ANSWER: said_by(last), **columns}
+        return before, {ANSWER: message_text(last), **columns}
 
     def _text(self, source: str | list[Message], own: Mapping[str, Any], number: int) -> str:
         """The text that the tokens are made of. Args: own: the row's arguments of the template."""
@@ -355,8 +382,8 @@ class PromptEncoder:
                 )
             return str(source)
         messages = self.messages(source)
-        written = self._rendered(messages, own, number)
-        changed = changed_words(self.template, messages, [written], number)
+        written = self._render(messages, own, number)
+        changed = find_changed_text(self.template, messages, [written], number)
         if changed := changed or self._tools_left_out(messages, written, number):
             if self.on_template_change == "error":
                 raise DataError(
@@ -366,17 +393,17 @@ class PromptEncoder:
             self.counts["changed"] += 1
         return written.text
 
-    def _tools_left_out(self, messages: list[Message], written: Shown, number: int) -> str:
+    def _tools_left_out(self, messages: list[Message], written: RenderedText, number: int) -> str:
         """What is wrong where a row has tools that the template does not show; "" where it has none or shows them."""
         tools = written.options.get("tools")
         if not tools or self.template.text(messages, row=number, **{**written.options, "tools": None}) != written.text:
             return ""
-        return f"it has the tools {shown(tools, 80)}, and the chat template shows none"
+        return f"it has the tools {format_value(tools, 80)}, and the chat template shows none"
 
     def _refuse(self, row: Mapping[str, Any], name: str, number: int) -> None:
         """Raises DataError for columns that can't travel."""
-        refuse_images(row, number)
-        taken = [column for column in GIVEN if column in row and column != name]
+        check_no_images(row, number)
+        taken = [column for column in RESERVED_COLUMNS if column in row and column != name]
         if taken:
             raise DataError(
                 f"column {taken[0]!r} has the name of an argument that reward or metric functions are given; rename it"
@@ -388,10 +415,10 @@ def _source(value: Any, name: str, number: int) -> str | list[Message]:
     if isinstance(value, bytes):
         value = value.decode("utf-8", "surrogateescape")
     if isinstance(value, str):
-        return text_of(str(value), f"row {number}, column {name!r}")
+        return check_text(str(value), f"row {number}, column {name!r}")
     if not isinstance(value, list | tuple | np.ndarray) or len(value) == 0:
         raise DataError(
-            f"row {number}: column {name!r} holds {type(value).__name__} {shown(value)}; a prompt is a text or a list "
-            "of messages"
+            f"row {number}: column {name!r} holds {type(value).__name__} {format_value(value)}; a prompt is a text or "
+            "a list of messages"
         )
-    return turns(value, number)
+    return normalize_messages(value, number)

@@ -10,18 +10,18 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from whet.errors import DataError, WhetError
+from whet.errors import DataError, WhetError, format_exception
 
-__all__ = ["each", "reading", "said"]
+__all__ = ["convert_read_errors", "iterate_rows"]
 
 
 @contextmanager
-def reading(what: str, fix: str) -> Iterator[None]:
+def convert_read_errors(what: str, fix: str) -> Iterator[None]:
     """Turns what is raised inside into a DataError.
 
     Args: what: is read, for the message. fix: what to do about it.
 
-    >>> with reading("a.csv", "write it again"):
+    >>> with convert_read_errors("a.csv", "write it again"):
     ...     raise KeyError("x")
     Traceback (most recent call last):
     whet.errors.DataError: a.csv can't be read: KeyError: 'x'; write it again
@@ -31,15 +31,15 @@ def reading(what: str, fix: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:  # a user's function that calls sys.exit would end the run without a word
         if isinstance(error, WhetError | MemoryError):
             raise
-        raise DataError(f"{what} can't be read: {said(error)}; {fix}") from error
+        raise DataError(f"{what} can't be read: {format_exception(error)}; {fix}") from error
 
 
-def each(rows: Iterable[Any], what: str, fix: str = "fix what makes the rows") -> Iterator[Any]:
+def iterate_rows(rows: Iterable[Any], what: str, fix: str = "fix what makes the rows") -> Iterator[Any]:
     """The rows, one by one; what reading one raises is a DataError with the row's number.
 
     Args: rows: any iterable. what: holds them, for the message. fix: what to do about it.
 
-    >>> list(each(iter([1, 2]), "the data"))
+    >>> list(iterate_rows(iter([1, 2]), "the data"))
     [1, 2]
     """
     place = 0
@@ -50,17 +50,4 @@ def each(rows: Iterable[Any], what: str, fix: str = "fix what makes the rows") -
     except (Exception, SystemExit) as error:
         if isinstance(error, WhetError | MemoryError):  # asked here: what closes it as Python ends finds no such name
             raise
-        raise DataError(f"{what} can't be read from row {place} on: {said(error)}; {fix}") from error
-
-
-def said(error: BaseException) -> str:
-    r"""The class and message of an error, in one line.
-
-    >>> said(ValueError("a\n  b"))
-    'ValueError: a b'
-    """
-    try:
-        text = " ".join(str(error).split())
-    except Exception:  # it says what it can't write down
-        text = ""
-    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+        raise DataError(f"{what} can't be read from row {place} on: {format_exception(error)}; {fix}") from error

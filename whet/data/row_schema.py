@@ -13,10 +13,22 @@ from typing import Any
 
 import numpy as np
 
-from whet.errors import DataError, nearest, shown
+from whet.errors import DataError, format_value, nearest
 from whet.types import Message
 
-__all__ = ["conversation", "find_column", "message_of", "options_of", "refuse_images", "said_in", "text_of", "turns"]
+__all__ = [
+    "EMPTY_PROMPT",
+    "check_no_images",
+    "check_text",
+    "find_column",
+    "has_text",
+    "message_text",
+    "normalize_message",
+    "normalize_messages",
+    "read_messages",
+    "read_text_or_messages",
+    "template_options",
+]
 
 IMAGE_COLUMNS = ("image", "images")
 ROLES = {
@@ -33,8 +45,13 @@ ROLES = {
 }
 """ShareGPT's names of roles."""
 
-Said = str | list[Message]
+TextOrMessages = str | list[Message]
 """A text, or a conversation."""
+EMPTY_PROMPT = (
+    "row %d: the prompt is empty, so the model is asked nothing; fill it, or leave such rows out (only the first is "
+    "named)"
+)
+"""The warning about a prompt that has no text."""
 
 
 def find_column(row: Mapping[str, Any], names: Sequence[str], given: str | None, number: int, what: str) -> str | None:
@@ -57,12 +74,12 @@ def find_column(row: Mapping[str, Any], names: Sequence[str], given: str | None,
     return next((n for n in ((given,) if given else names) if row.get(n) is not None), None)
 
 
-def said_in(row: Mapping[str, Any], column: str, number: int) -> Said:
+def read_text_or_messages(row: Mapping[str, Any], column: str, number: int) -> TextOrMessages:
     """What a column says: a text, or a conversation; the JSON of a list of messages is a conversation.
 
     Raises: DataError: it holds neither.
 
-    >>> said_in({"prompt": '[{"from": "human", "value": "hi"}]'}, "prompt", 0)
+    >>> read_text_or_messages({"prompt": '[{"from": "human", "value": "hi"}]'}, "prompt", 0)
     [{'role': 'user', 'content': 'hi'}]
     """
     value = row[column]
@@ -70,33 +87,39 @@ def said_in(row: Mapping[str, Any], column: str, number: int) -> Said:
         value = value.decode("utf-8", "surrogateescape")
     if isinstance(value, str):
         listed = _json_list(value)
-        return text_of(str(value), f"row {number}, column {column!r}") if listed is None else turns(listed, number)
+        return (
+            check_text(str(value), f"row {number}, column {column!r}")
+            if listed is None
+            else normalize_messages(listed, number)
+        )
     if not isinstance(value, list | tuple | np.ndarray) or len(value) == 0:
         number_of_csv = "; a csv file's numbers are read as numbers: keep texts such as '42' in a .jsonl file"
         raise DataError(
-            f"row {number}: column {column!r} holds {type(value).__name__} {shown(value)}; expected a text or a list "
-            f"of messages{number_of_csv if isinstance(value, int | float) else ''}"
+            f"row {number}: column {column!r} holds {type(value).__name__} {format_value(value)}; expected a text or a "
+            f"list of messages{number_of_csv if isinstance(value, int | float) else ''}"
         )
-    return turns(value, number)
+    return normalize_messages(value, number)
 
 
-def conversation(row: Mapping[str, Any], column: str, number: int) -> list[Message]:
+def read_messages(row: Mapping[str, Any], column: str, number: int) -> list[Message]:
     """A column's conversation. Raises DataError where it holds something else."""
-    said = said_in(row, column, number)
+    said = read_text_or_messages(row, column, number)
     if isinstance(said, str):
         raise DataError(
-            f"row {number}: column {column!r} holds the text {shown(said, 60)}; expected a list of messages, or its "
-            "JSON; name a column of plain text in text_column, or in prompt_column and response_column"
+            f"row {number}: column {column!r} holds the text {format_value(said, 60)}; expected a list of messages, or "
+            "its JSON",
+            fix="name a column of plain text in text_column, or in prompt_column and response_column",
+            key="data.text_column",
         )
     return said
 
 
-def options_of(row: Mapping[str, Any], number: int) -> dict[str, Any]:
+def template_options(row: Mapping[str, Any], number: int) -> dict[str, Any]:
     """A row's own arguments of the template: its columns tools and chat_template_kwargs, as they are or as JSON.
 
     Raises: DataError: they are something else.
 
-    >>> options_of({"tools": '[{"name": "add"}]', "chat_template_kwargs": None}, 0)
+    >>> template_options({"tools": '[{"name": "add"}]', "chat_template_kwargs": None}, 0)
     {'tools': [{'name': 'add'}]}
     """
     made: dict[str, Any] = {}
@@ -106,26 +129,28 @@ def options_of(row: Mapping[str, Any], number: int) -> dict[str, Any]:
             try:
                 value = json.loads(value)
             except ValueError as error:
-                raise DataError(f"row {number}: column {column!r} is not JSON: {error}: {shown(value, 60)}") from error
+                raise DataError(
+                    f"row {number}: column {column!r} is not JSON: {error}: {format_value(value, 60)}"
+                ) from error
         value = value.tolist() if isinstance(value, np.ndarray) else value
         if value is not None and not isinstance(value, kind):
             raise DataError(
-                f"row {number}: column {column!r} holds {shown(value, 60)}; expected "
+                f"row {number}: column {column!r} holds {format_value(value, 60)}; expected "
                 f"{'a list of functions as JSON schemas' if kind is list else 'a mapping'}, or its JSON"
             )
         if value:
-            made |= {"tools": without_none(value)} if kind is list else value
+            made |= {"tools": drop_none(value)} if kind is list else value
     return made
 
 
-def refuse_images(row: Mapping[str, Any], number: int) -> None:
+def check_no_images(row: Mapping[str, Any], number: int) -> None:
     """Raises DataError for columns of images."""
     for column in IMAGE_COLUMNS:
         if column in row and row[column] is not None:
             raise DataError(f"row {number} has an {column!r} column; whet trains on text alone, remove the column")
 
 
-def text_of(text: str, where: str) -> str:
+def check_text(text: str, where: str) -> str:
     """The text, if UTF-8 can hold it. Raises DataError where it can't."""
     try:
         text.encode()
@@ -134,7 +159,7 @@ def text_of(text: str, where: str) -> str:
     return text
 
 
-def message_of(message: Any, place: int, number: int) -> Message:
+def normalize_message(message: Any, place: int, number: int) -> Message:
     """One message, checked; keys that a table filled with None are left out.
 
     Args: message: with a role, and a content or tool_calls. place: its, in the conversation. number: of the row.
@@ -143,42 +168,63 @@ def message_of(message: Any, place: int, number: int) -> Message:
     if isinstance(message, Mapping) and "content" not in message and message.get("tool_calls"):
         message = {**message, "content": ""}
     if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-        raise DataError(f"row {number}, message {place}: {shown(message)}; a message has a role and a content")
+        raise DataError(f"row {number}, message {place}: {format_value(message)}; a message has a role and a content")
     role, content = message["role"], message["content"]
     if not isinstance(role, str) or not (isinstance(content, str | list | tuple) or "tool_calls" in message):
         raise DataError(
-            f"row {number}, message {place}: role {shown(role)} with content {shown(content, 60)}; both are texts: "
-            "leave the message out, or give it a text"
+            f"row {number}, message {place}: role {format_value(role)} with content {format_value(content, 60)}; both "
+            "are texts: leave the message out, or give it a text"
         )
     parts = content if isinstance(content, list | tuple) else ()
     for text in (content, *(p["text"] for p in parts if isinstance(p, Mapping) and isinstance(p.get("text"), str))):
         if isinstance(text, str):
-            text_of(text, f"row {number}, message {place}")
+            check_text(text, f"row {number}, message {place}")
     kinds = {part["type"] for part in parts if isinstance(part, Mapping) and "type" in part}
     if kinds - {"text"}:
         raise DataError(
             f"row {number}, message {place} has parts {', '.join(sorted(kinds))}; whet trains on text alone"
         )
     if wrong := [part for part in parts if not isinstance(part, str | Mapping)]:
-        raise DataError(f"row {number}, message {place} has the part {shown(wrong[0], 60)}; a part is a text")
+        raise DataError(f"row {number}, message {place} has the part {format_value(wrong[0], 60)}; a part is a text")
     made = {key: value for key, value in message.items() if value is not None or key == "content"}
-    return {**made, "tool_calls": without_none(made["tool_calls"])} if "tool_calls" in made else made
+    return {**made, "tool_calls": drop_none(made["tool_calls"])} if "tool_calls" in made else made
 
 
-def without_none(value: Any) -> Any:
+def message_text(message: Message) -> str:
+    """The text of a message, its parts joined.
+
+    >>> message_text({"role": "user", "content": [{"type": "text", "text": "2+2"}, "="]})
+    '2+2='
+    """
+    content = message.get("content")
+    if isinstance(content, str) or not content:
+        return content or ""
+    return "".join(part if isinstance(part, str) else str(part.get("text", "")) for part in content)
+
+
+def has_text(messages: Iterable[Message]) -> bool:
+    """Whether a message of these has text besides white space.
+
+    >>> has_text([{"role": "system", "content": ""}, {"role": "user", "content": " "}])
+    False
+    """
+    return any(message_text(message).strip() for message in messages)
+
+
+def drop_none(value: Any) -> Any:
     """A value without the keys that a table filled with None, since all its rows have the same.
 
-    >>> without_none([{"name": "add", "arguments": {"a": 1, "city": None}}])
+    >>> drop_none([{"name": "add", "arguments": {"a": 1, "city": None}}])
     [{'name': 'add', 'arguments': {'a': 1}}]
     """
     if isinstance(value, Mapping):
-        return {key: without_none(inner) for key, inner in value.items() if inner is not None}
-    return [without_none(inner) for inner in value] if isinstance(value, list | tuple | np.ndarray) else value
+        return {key: drop_none(inner) for key, inner in value.items() if inner is not None}
+    return [drop_none(inner) for inner in value] if isinstance(value, list | tuple | np.ndarray) else value
 
 
-def turns(messages: Iterable[Any], number: int) -> list[Message]:
+def normalize_messages(messages: Iterable[Any], number: int) -> list[Message]:
     """The messages of a row, checked, those of ShareGPT's form in the usual one. Raises DataError for what is none."""
-    return [message_of(_renamed(m, place, number), place, number) for place, m in enumerate(messages)]
+    return [normalize_message(_renamed(m, place, number), place, number) for place, m in enumerate(messages)]
 
 
 def _renamed(message: Any, place: int, number: int) -> Any:
@@ -187,7 +233,7 @@ def _renamed(message: Any, place: int, number: int) -> Any:
         return message
     if message["from"] not in ROLES:
         raise DataError(
-            f"row {number}, message {place}: from {shown(message['from'], 40)} is no known role"
+            f"row {number}, message {place}: from {format_value(message['from'], 40)} is no known role"
             f"{nearest(str(message['from']), ROLES)}; known: {', '.join(sorted(ROLES))}"
         )
     rest = {key: value for key, value in message.items() if key not in ("from", "value")}

@@ -18,15 +18,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from whet.config.data import OF_A_SOURCE, Sources, paths_of
-from whet.data.files import FORMATS, file_format, read_files, sound, stream_files
+from whet.config.data import SOURCE_KEYS, Sources, source_paths
+from whet.data.files import FORMATS, file_format, read_files, stream_files, validate_table
 from whet.data.mixture import MixedRows, MixedStream
-from whet.data.read_errors import reading, said
-from whet.errors import ConfigError, DataError, WhetError, nearest, shown
+from whet.data.read_errors import convert_read_errors
+from whet.data.reasoning_gym import check_tasks, is_task, task_rows
+from whet.errors import ConfigError, DataError, WhetError, format_exception, format_value, nearest
 from whet.util.model_paths import hub_silence, split_revision
 from whet.util.references import is_ref, resolve_ref
 
-__all__ = ["check_source", "load_rows", "same_rows"]
+__all__ = ["check_source", "have_same_rows", "load_rows"]
 
 log = logging.getLogger("whet")
 
@@ -53,7 +54,8 @@ def load_rows(
         source: a hub name, with "@revision" behind it for a branch, tag or commit; a folder (saved by save_to_disk, or
             holding data files, then those named for the split, or all where no name says a split); a .json, .jsonl,
             .csv, .parquet or .arrow file (it is the split, whatever its name), the first three compressed too; a glob
-            of such files; a URL of one; "package.module:function" or "file.py:function", called without arguments; a
+            of such files; a URL of one; tasks of reasoning-gym, "reasoning_gym:chain_sum?min_terms=2&size=1000&seed=0",
+            with the splits train and test; "package.module:function" or "file.py:function", called without arguments; a
             list of these, and of mappings {path, weight, subset, split, limit}; or the rows themselves, as a list of
             mappings with other keys, a datasets.Dataset or any iterable, returned as they are.
         split: which part of a hub data set, a folder or a DatasetDict; None = the part to evaluate on: the only one,
@@ -86,7 +88,7 @@ def load_rows(
     rows = _cut(_of_split(rows, split, source), limit)
     if not isinstance(rows, Iterable):
         kind = type(rows).__name__
-        raise DataError(f"{shown(source)} gave {kind}; rows are a list of dicts, a Dataset or an iterable")
+        raise DataError(f"{format_value(source)} gave {kind}; rows are a list of dicts, a Dataset or an iterable")
     if isinstance(rows, Sized) and len(rows) == 0:
         raise DataError(f"{_called(source)} has no rows; a data set needs at least one")
     return rows
@@ -95,7 +97,7 @@ def load_rows(
 def _names_several(source: Any) -> bool:
     """Whether a source is a list of sources, not of rows."""
     first = next(iter(source), None) if isinstance(source, list | tuple) else None
-    named = isinstance(first, Mapping) and "path" in first and set(first) <= set(OF_A_SOURCE)
+    named = isinstance(first, Mapping) and "path" in first and set(first) <= set(SOURCE_KEYS)
     return named or isinstance(first, str | Path)
 
 
@@ -121,13 +123,15 @@ def _split_at(text: str, split: str | None) -> tuple[str | None, str]:
     named, at, source = text.partition("@")
     if not (at and source and re.fullmatch(r"[\w.-]+(\[[\w%:]+\])?", named)):
         return split, text
-    with reading(shown(text), "check the path and its permissions"):
+    with convert_read_errors(format_value(text), "check the path and its permissions"):
         return (split, text) if Path(text).expanduser().exists() else (named, source)
 
 
 def _named(text: str, split: str | None, subset: str | None, streaming: bool, is_part: bool) -> Any:
-    """The rows of a file, a folder, a function or a hub name."""
-    with reading(shown(text), "check the path and its permissions"):
+    """The rows of a file, a folder, a function, tasks of reasoning-gym or a hub name."""
+    if is_task(text):
+        return task_rows(text, split)
+    with convert_read_errors(format_value(text), "check the path and its permissions"):
         path = Path(text).expanduser()
         if is_part and (path.is_file() or (path / "state.json").is_file()):
             raise _no_parts(text, split)
@@ -141,7 +145,7 @@ def _named(text: str, split: str | None, subset: str | None, streaming: bool, is
         return _url(text, streaming)
     if is_ref(text):
         made = resolve_ref(text, "data set")
-        with reading(f"data set {text!r}", "fix the function, which is called without arguments"):
+        with convert_read_errors(f"data set {text!r}", "fix the function, which is called without arguments"):
             rows = made() if callable(made) else made
         if is_part and not isinstance(rows, Mapping):
             raise _no_parts(text, split)
@@ -159,8 +163,8 @@ def _matched(text: str) -> list[Path]:
     path = Path(text).expanduser()
     files = sorted(found for found in Path(path.anchor).glob(str(path.relative_to(path.anchor))) if found.is_file())
     if not files:
-        raise DataError(f"no file matches {shown(text)}; check the path (** stands for any folders)")
-    _same_format(files, shown(text))
+        raise DataError(f"no file matches {format_value(text)}; check the path (** stands for any folders)")
+    _same_format(files, format_value(text))
     return files
 
 
@@ -182,7 +186,7 @@ def _url(text: str, streaming: bool) -> Any:
     suffix = file_format(Path(text.split("?")[0]))
     if suffix not in FORMATS:
         raise DataError(f"{text!r} has an unknown format {suffix!r}; known: {', '.join(FORMATS)}")
-    with reading(text, "check the address and the network"), _telling(text):
+    with convert_read_errors(text, "check the address and the network"), _telling(text):
         if text.startswith(("http://", "https://")):
             return _files([_downloaded(text)], streaming)  # an error names the file, which ends in the URL's own name
         kind = {".jsonl": "json"}.get(suffix, suffix[1:])
@@ -214,23 +218,23 @@ def _check_name(text: str, path: Path) -> None:
     text, _ = split_revision(text)
     looks_local = path.suffix in (*FORMATS, ".py") or path.is_absolute() or text.startswith((".", "~"))
     if looks_local or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", text):
-        raise DataError(f"no file or folder {shown(text)}{_beside(path) or '; check the path'}")
+        raise DataError(f"no file or folder {format_value(text)}{_beside(path) or '; check the path'}")
 
 
 def _no_parts(text: str, split: str | None) -> ConfigError:
     return ConfigError(
-        f"data.eval_split={split}: {shown(text)} has no splits, so its training rows would be evaluated; give "
+        f"data.eval_split={split}: {format_value(text)} has no splits, so its training rows would be evaluated; give "
         "data.eval_path the rows to evaluate on, or set data.eval_fraction=0.1"
     )
 
 
-def same_rows(path: Sources, split: str | None, eval_path: Sources, eval_split: str | None) -> bool:
+def have_same_rows(path: Sources, split: str | None, eval_path: Sources, eval_split: str | None) -> bool:
     """Whether two sources have one data set's same part in common, as far as the names tell.
 
-    >>> same_rows("a.jsonl", "train", "./a.jsonl", None), same_rows("a/b", "train", "a/b", "test")
+    >>> have_same_rows("a.jsonl", "train", "./a.jsonl", None), have_same_rows("a/b", "train", "a/b", "test")
     (True, False)
     """
-    parts = lambda source, usual: {_part(text, usual) for text in paths_of(source)}
+    parts = lambda source, usual: {_part(text, usual) for text in source_paths(source)}
     return not parts(path, split).isdisjoint(parts(eval_path, eval_split))
 
 
@@ -249,7 +253,10 @@ def check_source(source: str, part: str | None = None) -> None:
         asked for.
     """
     _, text = _split_at(source, None)
-    with reading(shown(text), "check the path and its permissions"):
+    if is_task(text):
+        check_tasks(text)
+        return
+    with convert_read_errors(format_value(text), "check the path and its permissions"):
         path = Path(text).expanduser()
         if part is not None and path.is_file():
             raise _no_parts(text, part)
@@ -313,7 +320,9 @@ def _asked(name: str, what: str, call: Callable[..., Any], *args: Any, **options
     except (WhetError, MemoryError):
         raise
     except Exception as error:
-        raise DataError(f"{_no_path(name)}; and as a hub data set, {what}: {said(error)}; {_OFFLINE}") from error
+        raise DataError(
+            f"{_no_path(name)}; and as a hub data set, {what}: {format_exception(error)}; {_OFFLINE}"
+        ) from error
 
 
 _OFFLINE = "check the name and the network; HF_HUB_OFFLINE=1 uses only the cache"
@@ -362,9 +371,9 @@ def _saved(path: Path, split: str | None, streaming: bool) -> Any:
     """The rows of a data set that was written by save_to_disk."""
     import datasets
 
-    with reading(f"{path}, which save_to_disk wrote,", "save the data set again"):
+    with convert_read_errors(f"{path}, which save_to_disk wrote,", "save the data set again"):
         rows = _of_split(datasets.load_from_disk(str(path)), split, path)
-        sound(rows.data.table)
+        validate_table(rows.data.table)
         return rows.to_iterable_dataset() if streaming else rows
 
 

@@ -15,19 +15,37 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from whet.config.data import SupervisedDataConfig
-from whet.data.conversations import Rendering, encode_rendering, render_turns, render_whole, sequence_of
-from whet.data.lengths import Lengths
-from whet.data.row_schema import Said, conversation, find_column, options_of, refuse_images, said_in
-from whet.data.template_check import changed_words
+from whet.data.conversations import Rendering, encode_rendering, make_sequence, render_as_one, render_turns
+from whet.data.lengths import LengthPolicy
+from whet.data.row_schema import (
+    EMPTY_PROMPT,
+    TextOrMessages,
+    check_no_images,
+    find_column,
+    has_text,
+    read_messages,
+    read_text_or_messages,
+    template_options,
+)
+from whet.data.template_check import find_changed_text
 from whet.data.templates import ChatTemplate
-from whet.data.text_parts import leading_ids, part_ids
-from whet.errors import ConfigError, DataError, nearest, shown
+from whet.data.text_parts import encode_parts, leading_special_ids
+from whet.errors import ConfigError, DataError, format_value, nearest
 from whet.types import Example, Message, TrainSequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["EQUAL", "RESPONSES", "Answer", "Read", "RowEncoder", "SFTEncoder", "answer_to", "begins_with"]
+__all__ = [
+    "EQUAL",
+    "RESPONSES",
+    "Answer",
+    "RowAnswers",
+    "RowEncoder",
+    "SFTEncoder",
+    "make_answer",
+    "starts_with_prompt",
+]
 
 log = logging.getLogger("whet")
 
@@ -41,15 +59,15 @@ EQUAL = "chosen and rejected say the same"
 class Answer:
     """What is trained of a row, and what stands before it."""
 
-    prompt: Said | None
+    prompt: TextOrMessages | None
     """None = the answer is the whole."""
-    said: Said
+    said: TextOrMessages
     first: int | None = None
     """Messages of `said` that are context, where it is the whole."""
 
 
 @dataclass(frozen=True)
-class Read:
+class RowAnswers:
     """What a row says: its answers, and a number for each under a name."""
 
     answers: Sequence[Answer]
@@ -79,10 +97,15 @@ class RowEncoder:
         self.tokenizer = tokenizer
         self.data = data or SupervisedDataConfig()
         self.template = ChatTemplate(tokenizer, self.data.chat_template_kwargs)
-        self.lengths = Lengths(self.data)
-        self.counts = dict.fromkeys(("encoded", "forked", "truncated", "changed", "repeating", "dropped", "empty"), 0)
+        self.reset_counts()
         if self.data.apply_chat_template:
-            self.template.need()
+            self.template.require()
+
+    def reset_counts(self) -> None:
+        """Starts to count anew, for another data set."""
+        self.lengths = LengthPolicy(self.data)
+        self.counts = dict.fromkeys(("encoded", "forked", "truncated", "changed", "repeating", "dropped", "empty"), 0)
+        self._warned_of_empty = False
 
     def __call__(self, row: Mapping[str, Any], number: int = 0) -> Example | None:
         """One row as an Example.
@@ -94,8 +117,8 @@ class RowEncoder:
         """
         if not isinstance(row, Mapping):
             raise DataError(f"row {number} is {type(row).__name__}; a row is a mapping from column to value")
-        refuse_images(row, number)
-        read, options = self._read(row, number), options_of(row, number)
+        check_no_images(row, number)
+        read, options = self._read(row, number), template_options(row, number)
         made = [] if read.empty else self._sequences(read, options, number)
         sequences = [s for answer in made for s in answer]
         if not sequences or not all(made):
@@ -115,22 +138,23 @@ class RowEncoder:
 
     @contextmanager
     def all_rows(self) -> Iterator[None]:
-        """While all rows of a data set are encoded: rows over max_length are one error after the last, or one line of
-        the log, which says how many there are and how long.
+        """While all rows of a data set are encoded, the counts are of these rows, and rows over max_length are one
+        error after the last row, or one line of the log, with their number and their lengths.
         """
+        self.reset_counts()
         self.lengths.deferred = True
         try:
             yield
         finally:
             self.lengths.deferred = False
         self.lengths.check_all()
-        if told := self.told():
+        if told := self.describe_counts():
             log.warning("%s", told)
 
-    def told(self) -> str:
+    def describe_counts(self) -> str:
         """What became of rows that were not taken as they are; "" where there are none."""
         c = self.counts
-        over, cut = self.lengths.told(), f"{c['truncated']} cut at the end, {c['dropped']} left out"
+        over, cut = self.lengths.describe(), f"{c['truncated']} cut at the end, {c['dropped']} left out"
         found = [f"{over} ({cut})"] if over else []
         if c["empty"]:
             found.append(f"rows with nothing to train, left out: {c['empty']}")
@@ -143,10 +167,10 @@ class RowEncoder:
             )
         return "; ".join(found)
 
-    def _read(self, row: Mapping[str, Any], number: int) -> Read:
+    def _read(self, row: Mapping[str, Any], number: int) -> RowAnswers:
         raise NotImplementedError
 
-    def _empty(self, read: Read, number: int) -> None:
+    def _empty(self, read: RowAnswers, number: int) -> None:
         """Counts a row that has nothing to train, or raises DataError."""
         if self.data.on_empty == "error":
             roles = {str(m["role"]) for a in read.answers if not isinstance(a.said, str) for m in a.said}
@@ -164,13 +188,13 @@ class RowEncoder:
         given: str | None = getattr(self.data, field_name)
         return find_column(row, names, given, number, field_name)
 
-    def _prompt(self, row: Mapping[str, Any], number: int) -> Said | None:
+    def _prompt(self, row: Mapping[str, Any], number: int) -> TextOrMessages | None:
         """The prompt of a row with an answer: a text or a conversation; None where there is none."""
         alone = self.data.messages_column and not self.data.prompt_column  # a column named alone is the one meant
         if not alone and (column := self._column(row, PROMPTS, "prompt_column", number)):
-            return said_in(row, column, number)
+            return read_text_or_messages(row, column, number)
         if column := self._column(row, MESSAGES, "messages_column", number):
-            return conversation(row, column, number)
+            return read_messages(row, column, number)
         return None
 
     def _no_form(self, row: Mapping[str, Any], number: int) -> DataError:
@@ -181,13 +205,14 @@ class RowEncoder:
         known = (*MESSAGES, *PROMPTS, *RESPONSES, "text", "chosen", "rejected", "label")
         near = next((hint for name in names if name not in known and (hint := nearest(name, known))), "")
         return DataError(
-            f"row {number} has the columns {', '.join(names)}{near or ';'} taken are {self.takes}; name columns by "
-            "data.*_column"
+            f"row {number} has the columns {', '.join(names)}{near or ';'} taken are {self.takes}",
+            fix="name columns by data.*_column",
+            key="data.*_column",
         )
 
     # ---- encoding ------------------------------------------------------------------------------------------------
 
-    def _sequences(self, read: Read, options: Mapping[str, Any], number: int) -> list[list[TrainSequence]]:
+    def _sequences(self, read: RowAnswers, options: Mapping[str, Any], number: int) -> list[list[TrainSequence]]:
         """The sequences of each answer."""
         return [self._encode(answer, options, number) for answer in read.answers]
 
@@ -206,7 +231,15 @@ class RowEncoder:
         messages = [*before, *after]
         if self.data.system_prompt and messages[0]["role"] != "system":
             messages, first = [{"role": "system", "content": self.data.system_prompt}, *messages], first + 1
+        answered = next((i for i, m in enumerate(messages) if i >= first and m["role"] == "assistant"), 0)
+        self._warn_of_empty_prompt(messages[:answered], number)
         return self._conversation(messages, first, options, number)
+
+    def _warn_of_empty_prompt(self, prompt: Sequence[Message], number: int) -> None:
+        """Warns of the first prompt that has messages and no text."""
+        if prompt and not self._warned_of_empty and not has_text(prompt):
+            self._warned_of_empty = True
+            log.warning(EMPTY_PROMPT, number)
 
     def _is_plain(self, answer: Answer) -> bool:
         """Whether an answer and what stands before it are texts that are encoded as they are."""
@@ -252,19 +285,19 @@ class RowEncoder:
     def _changed(self, made: list[Rendering], messages: list[Message], number: int) -> str:
         """What the template changes or leaves out of a row; "" where it shows all."""
         header = next((one.changed for one in made if one.changed), "")
-        said = changed_words(self.template, messages, [one.shown for one in made], number)
+        said = find_changed_text(self.template, messages, [one.rendered for one in made], number)
         tools = self._tools_left_out(made[0], messages, number)
         return said or tools or header
 
     def _tools_left_out(self, made: Rendering, messages: list[Message], number: int) -> str:
-        options = dict(made.shown.options)
+        options = dict(made.rendered.options)
         if (
             "tools" not in options
-            or self.template.text(messages[: made.shown.messages], row=number, **{**options, "tools": None})
-            != made.shown.text
+            or self.template.text(messages[: made.rendered.messages], row=number, **{**options, "tools": None})
+            != made.rendered.text
         ):
             return ""
-        return f"the row has the tools {shown(options['tools'], 80)}, and the chat template shows none"
+        return f"the row has the tools {format_value(options['tools'], 80)}, and the chat template shows none"
 
     def _raw(self, prompt: str | None, said: str, number: int) -> list[TrainSequence]:
         """A text as it is, with the tokenizer's own special tokens before it and its eos after it."""
@@ -279,14 +312,17 @@ class RowEncoder:
         if not said.strip() and not self.silent:
             return []
         parts = [part for part in (prompt, said) if part is not None]
-        ids = part_ids(self.tokenizer, parts, number)
-        lead = leading_ids(self.tokenizer, parts[0])
+        ids = encode_parts(self.tokenizer, parts, number)
+        lead = leading_special_ids(self.tokenizer, parts[0])
         tail = [] if ids[-1][-1:] == [end] else [end]
         before = [*lead, *ids[0]] if prompt is not None else lead
         if prompt is not None and not before:
-            raise DataError(f"row {number}: the prompt {shown(prompt)} has no tokens; leave the row out, or fill it")
+            raise DataError(
+                f"row {number}: the prompt {format_value(prompt)} has no tokens; leave the row out, or fill it"
+            )
+        self._warn_of_empty_prompt([] if prompt is None else _messages(prompt, "user"), number)
         everything = self.trains_all
-        return [sequence_of([(before, everything), ([*ids[-1], *tail], True)])]
+        return [make_sequence([(before, everything), ([*ids[-1], *tail], True)])]
 
     @property
     def trains_all(self) -> bool:
@@ -315,7 +351,7 @@ class SFTEncoder(RowEncoder):
         """Whether prompts are trained too."""
         return self.data.train_on == "all"
 
-    def _read(self, row: Mapping[str, Any], number: int) -> Read:
+    def _read(self, row: Mapping[str, Any], number: int) -> RowAnswers:
         data = self.data
         alone = not (
             data.prompt_column or data.response_column
@@ -326,25 +362,31 @@ class SFTEncoder(RowEncoder):
             if prompt is None and response is not None:
                 prompt = self._column(row, MESSAGES, "messages_column", number)
             if prompt and response:
-                return Read([answer_to(said_in(row, prompt, number), said_in(row, response, number))])
+                return RowAnswers(
+                    [
+                        make_answer(
+                            read_text_or_messages(row, prompt, number), read_text_or_messages(row, response, number)
+                        )
+                    ]
+                )
         messages = self._column(row, MESSAGES, "messages_column", number)
         if messages and (data.messages_column or not data.text_column):
-            return Read([Answer(None, conversation(row, messages, number), first=0)])
+            return RowAnswers([Answer(None, read_messages(row, messages, number), first=0)])
         if text := self._column(row, ("text",), "text_column", number):
-            return Read([Answer(None, said_in(row, text, number), first=0)])
+            return RowAnswers([Answer(None, read_text_or_messages(row, text, number), first=0)])
         raise self._no_form(row, number)
 
     def _renderings(
         self, messages: list[Message], first: int, options: Mapping[str, Any], number: int
     ) -> list[Rendering]:
         if self.trains_all:
-            return render_whole(self.template, messages, row=number, **options)
+            return render_as_one(self.template, messages, row=number, **options)
         if self.data.train_on == "last":
             first = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=first)
         return super()._renderings(messages, first, options, number)
 
 
-def _messages(said: Said | None, role: str) -> list[Message]:
+def _messages(said: TextOrMessages | None, role: str) -> list[Message]:
     """What was said as messages: a text is a turn of the role."""
     if isinstance(said, str):
         return [{"role": role, "content": said}]
@@ -357,7 +399,7 @@ def _equal(sequences: Sequence[TrainSequence]) -> bool:
     return np.array_equal(a, b)
 
 
-def begins_with(said: list[Message], prompt: Said) -> bool:
+def starts_with_prompt(said: list[Message], prompt: TextOrMessages) -> bool:
     """Whether a conversation begins with a prompt: its messages, or as the first turn after a system turn its text."""
     if isinstance(prompt, list):
         return said[: len(prompt)] == prompt
@@ -365,9 +407,9 @@ def begins_with(said: list[Message], prompt: Said) -> bool:
     return len(said) > start and said[start]["role"] == "user" and said[start]["content"] == prompt
 
 
-def answer_to(prompt: Said | None, said: Said) -> Answer:
+def make_answer(prompt: TextOrMessages | None, said: TextOrMessages) -> Answer:
     """An answer to a prompt; a conversation that begins with the prompt is the whole, which does not say it twice."""
-    if prompt is None or isinstance(said, str) or not begins_with(said, prompt):
+    if prompt is None or isinstance(said, str) or not starts_with_prompt(said, prompt):
         return Answer(prompt, said)
     return Answer(None, said, first=len(prompt) if isinstance(prompt, list) else 1 + (said[0]["role"] == "system"))
 

@@ -18,7 +18,7 @@ from whet.data.templates import ChatTemplate
 from whet.errors import DataError
 from whet.types import Message
 
-__all__ = ["Shown", "changed_words"]
+__all__ = ["RenderedText", "find_changed_text"]
 
 WORDS = ("content", "reasoning_content", "reasoning", "thinking")
 """Keys of a message that hold what is said."""
@@ -29,7 +29,7 @@ MAX_SHOWN = 160
 
 
 @dataclass(frozen=True)
-class Shown:
+class RenderedText:
     """What a template made of the first messages. Example: Shown("<user>hi<end>", 1, {})."""
 
     text: str
@@ -123,7 +123,9 @@ class _StandIns:
         return f"(?:{'|'.join(re.escape(way) for way in known)})"
 
 
-def changed_words(template: ChatTemplate, messages: Sequence[Message], shown: Sequence[Shown], row: int = 0) -> str:
+def find_changed_text(
+    template: ChatTemplate, messages: Sequence[Message], shown: Sequence[RenderedText], row: int = 0
+) -> str:
     """What is wrong where a template changes or leaves out what messages say: both texts; "" where it does not.
 
     Args:
@@ -136,7 +138,7 @@ def changed_words(template: ChatTemplate, messages: Sequence[Message], shown: Se
     stands = _StandIns()
     most = max(s.messages for s in shown)
     said = [stands.message(m) for m in messages[:most]]
-    stood = [template.of_stand_ins(said[: s.messages], row, s.options) for s in shown]
+    stood = [template.text_of_stand_ins(said[: s.messages], row, s.options) for s in shown]
     missing = dict(enumerate(_said_texts(m) for m in said))
     for one, text in zip(shown, stood, strict=True):
         _refuse_python(messages[: one.messages], one, row)
@@ -172,7 +174,7 @@ def _said_texts(message: Message) -> list[str]:
     return [text for text in found if STAND_IN.search(text)]
 
 
-def _says_all(template: ChatTemplate, messages: Sequence[Message], shown: Shown, row: int) -> bool:
+def _says_all(template: ChatTemplate, messages: Sequence[Message], shown: RenderedText, row: int) -> bool:
     """Whether all that is said stands in a text, where the template writes other things for other words.
 
     White space at the ends counts as said if it makes a difference.
@@ -224,7 +226,7 @@ def _cut(text: str, other: str) -> str:
     return ("..." if start else "") + text[start : start + MAX_SHOWN] + ("..." if start + MAX_SHOWN < len(text) else "")
 
 
-def _refuse_python(messages: Sequence[Message], shown: Shown, row: int) -> None:
+def _refuse_python(messages: Sequence[Message], shown: RenderedText, row: int) -> None:
     """Raises DataError where a list or a mapping stands in the text as Python prints it."""
     values: list[Any] = [m.get(key) for m in messages for key in (*WORDS, "tool_calls")]
     for value in (node for v in (*values, shown.options.get("tools")) for node in _nodes(v)):

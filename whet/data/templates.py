@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
-from whet.errors import ConfigError, DataError, shown
+from whet.errors import ConfigError, DataError, format_exception, format_value
 from whet.types import Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["DAY", "ChatTemplate", "alike", "goes_through", "writes_date"]
+__all__ = ["DAY", "ChatTemplate", "common_prefix", "uses_chat_template", "writes_date"]
 
 DAY = "strftime_now"
 """transformers' function by which a template writes the date; as an argument of the template, the day that it is to
@@ -80,7 +80,7 @@ class ChatTemplate:
         text = self.tokenizer.chat_template
         return isinstance(text, str) and re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", text) is not None
 
-    def need(self) -> None:
+    def require(self) -> None:
         """Raises ConfigError where the tokenizer has no chat template."""
         if self.tokenizer.chat_template is None and "chat_template" not in self.options:
             raise ConfigError(
@@ -100,7 +100,7 @@ class ChatTemplate:
         """
         return self._apply(messages, row, {"tokenize": False, "add_generation_prompt": asks, **options})
 
-    def of_stand_ins(self, messages: Sequence[Message], row: int, options: Mapping[str, Any]) -> str:
+    def text_of_stand_ins(self, messages: Sequence[Message], row: int, options: Mapping[str, Any]) -> str:
         """`text`, kept for messages that come again: rows of one build share stand-ins (data/template_check.py)."""
         key = repr((messages, options))
         if key not in self._kept:
@@ -127,7 +127,7 @@ class ChatTemplate:
         so it is what two different first turns begin with.
         """
         others = ({"role": turn["role"], "content": letter} for letter in "\ue002\ue003")
-        return alike(*(self.text([other], row=row, **options) for other in others))
+        return common_prefix(*(self.text([other], row=row, **options) for other in others))
 
     def marked(self, messages: Sequence[Message], row: int = 0, **options: Any) -> tuple[list[int], list[bool]]:
         """The ids of the messages, and whether {% generation %} marks each."""
@@ -136,7 +136,7 @@ class ChatTemplate:
         return list(made["input_ids"]), [bool(one) for one in made["assistant_masks"]]
 
     def _apply(self, messages: Sequence[Message], row: int, asked: Mapping[str, Any]) -> Any:
-        self.need()
+        self.require()
         given = {**self.options, **asked}
         try:
             if (day := given.pop(DAY, None)) is not None:
@@ -146,14 +146,14 @@ class ChatTemplate:
         except _Endless as error:
             text = given.get("chat_template", self.tokenizer.chat_template)
             raise ConfigError(
-                f"row {row}: the chat template {shown(str(text), 60)} has not ended within {LIMIT_S:g} s, so it loops "
-                "for ever or nearly so; repair the tokenizer's chat_template, or give another by "
+                f"row {row}: the chat template {format_value(str(text), 60)} has not ended within {LIMIT_S:g} s, so it "
+                "loops for ever or nearly so; repair the tokenizer's chat_template, or give another by "
                 "rollout.chat_template_kwargs.chat_template"
             ) from error
         except Exception as error:  # a template is a program: it may raise anything
             roles = ", ".join(str(m["role"]) for m in messages)
             raise DataError(
-                f"row {row}: the chat template refused turns of {roles}: {type(error).__name__}: {error}; change "
+                f"row {row}: the chat template refused turns of {roles}: {format_exception(error)}; change "
                 f"{_cause(messages)}, or the tokenizer's chat_template"
             ) from error
 
@@ -174,12 +174,12 @@ def _cause(messages: Sequence[Message]) -> str:
     return "the row (or data.system_prompt)" if messages[0]["role"] == "system" else "the row"
 
 
-def goes_through(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None) -> bool:
+def uses_chat_template(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None) -> bool:
     """Whether plain text goes through a chat template where that is left open (apply_chat_template=auto): where there
     is one, the tokenizer's or among the template's arguments.
 
     >>> from whet.data.tokenizer import byte_tokenizer
-    >>> goes_through(byte_tokenizer())
+    >>> uses_chat_template(byte_tokenizer())
     True
     """
     return tokenizer.chat_template is not None or "chat_template" in (options or {})
@@ -190,10 +190,10 @@ def writes_date(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] |
     return _WRITTEN.search(str((options or {}).get("chat_template", tokenizer.chat_template))) is not None
 
 
-def alike(a: str, b: str) -> str:
+def common_prefix(a: str, b: str) -> str:
     """What two texts begin with alike.
 
-    >>> alike("now", "never")
+    >>> common_prefix("now", "never")
     'n'
     """
     differ = (place for place, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)

@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any
 
-from whet.errors import DataError, shown
+from whet.errors import DataError, format_value
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["decoded", "leading_ids", "part_ids"]
+__all__ = ["decode_ids", "encode_parts", "leading_special_ids"]
 
 
-def part_ids(tokenizer: PreTrainedTokenizerBase, parts: Sequence[str], row: int = 0) -> list[list[int]]:
+def encode_parts(tokenizer: PreTrainedTokenizerBase, parts: Sequence[str], row: int = 0) -> list[list[int]]:
     """The ids of each part; together they are the whole text's.
 
     Where a token of the whole text would span two parts, each is encoded alone. Tokenizers that put a blank before
@@ -27,7 +27,7 @@ def part_ids(tokenizer: PreTrainedTokenizerBase, parts: Sequence[str], row: int 
     Raises: DataError: the parts' ids together are another text.
 
     >>> from whet.data.tokenizer import byte_tokenizer
-    >>> part_ids(byte_tokenizer(), ["2+2=", "4"])
+    >>> encode_parts(byte_tokenizer(), ["2+2=", "4"])
     [[50, 43, 50, 61], [52]]
     """
     whole, *each = _encode(tokenizer, ["".join(parts), *parts])
@@ -38,18 +38,18 @@ def part_ids(tokenizer: PreTrainedTokenizerBase, parts: Sequence[str], row: int 
         ends = [0, *map(len, begins), len(whole)]
         return [whole[start:end] for start, end in pairwise(ends)]
     alone = [each[0], *(_without_blank(tokenizer, part) for part in parts[1:])]
-    text = decoded(tokenizer, whole)
+    text = decode_ids(tokenizer, whole)
     for ids in (each, alone):
-        if decoded(tokenizer, chain.from_iterable(ids)) == text:
+        if decode_ids(tokenizer, chain.from_iterable(ids)) == text:
             return ids
     raise DataError(
         f"row {row}: the tokenizer joins what stands before an answer with the answer, and gives another text where "
-        f"they are apart: {shown(decoded(tokenizer, chain.from_iterable(alone)), 400)} instead of {shown(text, 400)}; "
-        "begin the answer with a line feed or end the prompt without a blank"
+        f"they are apart: {format_value(decode_ids(tokenizer, chain.from_iterable(alone)), 400)} instead of "
+        f"{format_value(text, 400)}; begin the answer with a line feed or end the prompt without a blank"
     )
 
 
-def leading_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def leading_special_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """The special tokens that the tokenizer puts before a text, e.g. its bos."""
     ids = list(tokenizer(text, verbose=False).input_ids)
     (plain,) = _encode(tokenizer, [text])
@@ -70,6 +70,6 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[i
     return [list(ids) for ids in made]
 
 
-def decoded(tokenizer: PreTrainedTokenizerBase, ids: Any) -> str:
+def decode_ids(tokenizer: PreTrainedTokenizerBase, ids: Any) -> str:
     """The text of ids, special tokens visible."""
     return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from whet.errors import ConfigError
+from whet.errors import ConfigError, format_exception
 from whet.util.model_paths import check_hub, model_folder
 
 if TYPE_CHECKING:
@@ -54,9 +54,8 @@ def load_tokenizer(source: Any, **kwargs: Any) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(place, **{"trust_remote_code": False, **kwargs})
     except Exception as error:  # each class reads its own files, and raises what it likes
         _tell_cause(str(source), Path(place))
-        said = " ".join(str(error).split())
         raise ConfigError(
-            f"no tokenizer at {str(source)!r} ({type(error).__name__}: {said[:300]}); set tokenizer to a folder that "
+            f"no tokenizer at {str(source)!r} ({format_exception(error)}); set tokenizer to a folder that "
             "holds tokenizer.json, a hub name, or 'byte'"
         ) from error
     if _is_empty(tokenizer):
@@ -78,7 +77,7 @@ def _tell_cause(named: str, folder: Path) -> None:
             found[name] = json.loads((folder / name).read_bytes())
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(
-                f"{folder / name} can't be read: {type(error).__name__}: {error}; copy it again from where the model "
+                f"{folder / name} can't be read: {format_exception(error)}; copy it again from where the model "
                 "comes from"
             ) from error
     adapter = found.get("adapter_config.json")

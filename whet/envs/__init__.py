@@ -1,13 +1,17 @@
 """Environments: what answers a turn of the model.
 
-An environment is, today, a function interact(messages) -> messages of a user's file; `Conversation` plays an episode of
-several turns with it, in the form that whet.rollout.driver plays (a generator). Another kind of environment is another
-class with `play(sampling)`. Left out on purpose: environments that are waited for (async, tools that run at once), and
-rewards of single turns.
+multi_turn.py       the loop of an episode with several turns, one generator for all environments
+conversation.py     a user's function interact(messages) answers; script.py loads it, transcript.py has the token ids
+tool_episodes.py    tools answer the calls of a turn; tool_calls.py parses the calls, tools.py runs the functions
+
+An environment has a method `play(sampling)`, which gives the generator that whet.rollout.driver plays. Left out on
+purpose: environments that are awaited (async, tools that run at once), and rewards of single turns.
 """
 
 from whet.envs.conversation import Conversation
 from whet.envs.script import Script, load_script
-from whet.envs.transcript import Transcript
+from whet.envs.tool_episodes import ToolEpisodes
+from whet.envs.tools import Tools
+from whet.envs.transcript import ChatTranscript
 
-__all__ = ["Conversation", "Script", "Transcript", "load_script"]
+__all__ = ["ChatTranscript", "Conversation", "Script", "ToolEpisodes", "Tools", "load_script"]

@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 
 from whet._version import __version__
-from whet.config import Mode, check, dump_tree
-from whet.config.evaluate import EVAL_SHORT, EvalRunConfig
-from whet.config.loader import merged
+from whet.config import Mode, config_from_dict, dump_tree
+from whet.config.evaluate import EVAL_SHORTHANDS, EvalRunConfig
+from whet.config.loader import merge
 from whet.data.prompt_stream import compute_checksums, hold_out
-from whet.data.read_errors import each
+from whet.data.read_errors import iterate_rows
 from whet.data.sources import load_rows
-from whet.data.templates import goes_through
-from whet.data.text_parts import decoded
+from whet.data.templates import uses_chat_template
+from whet.data.text_parts import decode_ids
 from whet.envs import load_script
 from whet.errors import ConfigError, DataError, lookup_error, nearest
 from whet.evaluation.columns import columns_of
@@ -40,7 +40,7 @@ from whet.evaluation.table import rows_of, text_table
 from whet.hub.base_model import trained_with_chat_template
 from whet.observe.notebook import table_html
 from whet.observe.progress import Progress
-from whet.parallel.comm import require_single_process
+from whet.parallel.torchrun_env import require_single_process
 from whet.rewards.reward_batch import RewardBatch
 from whet.rollout.build import sampling_of
 from whet.rollout.sampler import Sampler
@@ -56,7 +56,7 @@ SOURCES = ("source", "data_source")
 """Columns by which results are broken down where no other is named."""
 MAX_SOURCES = 64
 """Such a column with more values than this is no source, but a name of each row."""
-_OF_ENGINE = ("eval", "kv_cache_size", "kv_cache_tokens", "max_batch_size", "native_kernels", "sglang", "vllm")
+_OF_ENGINE = ("eval", "kv_cache_tokens", "max_batch_size", "native_kernels", "sglang", "vllm")
 """Fields of the rollout section that may differ in a resumed evaluation."""
 
 
@@ -136,11 +136,11 @@ def evaluate(
     usual = {"data": {"apply_chat_template": False}}
     for key, value in keys.items():
         node = value
-        for part in reversed(EVAL_SHORT.get(key, key).split(".")):
+        for part in reversed(EVAL_SHORTHANDS.get(key, key).split(".")):
             node = {part: node}
         if twice := _twice(tree, node):
             raise ConfigError(f"{twice} is given twice, the second time as {key}; give it once")
-        tree = merged(tree, node)
+        tree = merge(tree, node)
     named = {"model": model, "tokenizer": tokenizer, "data": data, "reward": reward}
     for name, value in named.items():
         plain = isinstance(value, str | Path) or (name == "reward" and _is_named(value))
@@ -150,7 +150,7 @@ def evaluate(
             tree["data"] = {**tree.get("data", {}), "path": str(value)}
         elif value is not None:
             tree[name] = str(value) if isinstance(value, Path) else value
-    return Evaluator(check(EvalRunConfig, merged(usual, tree), short=EVAL_SHORT), **objects).run()
+    return Evaluator(config_from_dict(EvalRunConfig, merge(usual, tree), short=EVAL_SHORTHANDS), **objects).run()
 
 
 def _twice(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
@@ -234,7 +234,7 @@ class Evaluator:
         if c.data.apply_chat_template != "auto":
             return c
         noted = trained_with_chat_template(self.model)
-        applied = goes_through(sampler.tokenizer, c.sampling.chat_template_kwargs) if noted is None else noted
+        applied = uses_chat_template(sampler.tokenizer, c.sampling.chat_template_kwargs) if noted is None else noted
         if applied:
             log.info("chat template: it is applied to prompts that are plain text (data.apply_chat_template=auto)")
         return dataclasses.replace(c, data=dataclasses.replace(c.data, apply_chat_template=applied))
@@ -275,7 +275,7 @@ class _Work:
         self.seed = self.config.seed if c.seed is None else c.seed
         log.info("%s: %d prompts, %d completion(s) of each", self.name, len(self.prompts), self.generations)
         sampling = sampling_of(c, sampler.eos_ids, sampler.tokenizer)
-        self.sampling = sampler.fitted(sampling, self.prompts, given=False)
+        self.sampling = sampler.limit_lengths(sampling, self.prompts, given=False)
         if short := sum(s.max_tokens < c.max_tokens_to_generate for s in self.sampling):
             log.warning(
                 "%d of %d prompts leave less than rollout.max_tokens_to_generate=%d of the %s tokens of the context; "
@@ -306,14 +306,14 @@ class _Work:
         )
         named = data if isinstance(data, str | Path) else "the data"
         with encode.all_rows():
-            prompts = [p for i, row in enumerate(each(rows, str(named))) if (p := encode(row, i)) is not None]
+            prompts = [p for i, row in enumerate(iterate_rows(rows, str(named))) if (p := encode(row, i)) is not None]
         dropped = encode.counts["dropped"]
         if not prompts:
             raise DataError(
                 f"all {dropped} prompts are over rollout.max_prompt_length={rollout.max_prompt_length}; raise it"
             )
-        if over := encode.told_over():
-            log.warning("%s; %s", over, encode.told_fate())
+        if told := encode.describe_counts():
+            log.warning("%s", told)
         return prompts, dropped
 
     def _source_column(self) -> str | None:
@@ -375,7 +375,7 @@ class _Work:
             return
         count = sum(len(g.completions) for g in part.groups)
         totals = [None] * count if rewarded is None else rewarded.total.tolist()
-        columns = columns_of(part.groups, texts, totals, functools.partial(decoded, self.sampler.tokenizer))
+        columns = columns_of(part.groups, texts, totals, functools.partial(decode_ids, self.sampler.tokenizer))
         self.folder.write(part.first, columns, {} if rewarded is None else dict(sorted(rewarded.table.items())))
 
     def _identity(self) -> tuple[dict[str, Any], str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from whet.errors import ConfigError, RewardError, lookup_error
+from whet.errors import ConfigError, RewardError, format_exception, lookup_error
 from whet.evaluation.estimators import Estimate, estimate, majority_at_k, pass_at_k
 from whet.rewards.call import function_name
 from whet.rewards.library import ANSWERS, READ_BY
@@ -82,7 +82,7 @@ def _read(read: AnswerFn, text: str, row: int) -> Hashable | None:
         hash(answer)
     except Exception as error:
         raise RewardError(
-            f"answer_fn {function_name(read)} failed on a completion of row {row}: {type(error).__name__}: {error}; it "
+            f"answer_fn {function_name(read)} failed on a completion of row {row}: {format_exception(error)}; it "
             "takes a text and gives its answer, a string or a number, or None"
         ) from error
     return answer

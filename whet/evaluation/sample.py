@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from whet.types import Completion, Prompt
-from whet.util.text_lines import clipped, visible
+from whet.util.text_lines import escape_control_characters, shorten_middle
 
 if TYPE_CHECKING:
     from whet.rewards.reward_batch import RewardBatch
@@ -38,7 +38,7 @@ def shown_text(source: Any) -> str:
         messages = list(source)
         parts = [f"{m.get('role', '')}: {m.get('content')}" for m in messages]
         source = str(messages[0].get("content")) if len(messages) == 1 else "\n".join(parts)
-    return visible(clipped(source, MAX_CHARACTERS)).replace("\n", "\n    ")
+    return escape_control_characters(shorten_middle(source, MAX_CHARACTERS)).replace("\n", "\n    ")
 
 
 @dataclass(frozen=True)

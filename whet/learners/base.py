@@ -35,7 +35,7 @@ from whet.learners.step import Step
 from whet.learners.step_metrics import completion_metrics, engine_metrics, total_metrics
 from whet.metrics import flat
 from whet.rewards.manager import RewardManager, resolve_reward_manager
-from whet.rewards.metric_fns import call_metric_fns
+from whet.rewards.metric_fns import call_metric_fns, reduce_metrics
 from whet.rewards.resolve import listed, with_reward_model
 from whet.rewards.reward_batch import RewardBatch
 from whet.rollout.generate_options import check_trainable
@@ -127,6 +127,8 @@ class RLLearner:
         self.settings = settings
         self.observers = list(observers)
         self.environment = environment_of(rl_cluster)
+        self.encoders: dict[Mode, PromptEncoder] = {}
+        """The encoder of each mode, once it is made; one that encoded the rows before may be put here."""
         if not reward_fns and self.environment is not None and Role.REWARD not in rl_cluster.workers:
             reward_fns = self.environment.reward_fn
         self.take_rewards(reward_fns)
@@ -187,10 +189,13 @@ class RLLearner:
         own = type(self)
         if eval_ds is not None and own.sample is not RLLearner.sample and own.rollout is RLLearner.rollout:
             log.info("evaluation completes prompts by %s.rollout, not by its `sample`", own.__name__)
-        task = RLTask(self, eval_ds)
+        task = self.new_task(eval_ds)
         stream = None if train_ds is None else task.stream(train_ds)
-        perf = self.cluster.perf_config
-        return Run(task, stream, self.cluster, self.config, observers=self.observers, perf_config=perf)
+        return Run(task, stream, self.cluster, self.config, observers=self.observers)
+
+    def new_task(self, eval_ds: Any = None) -> RLTask:
+        """The task of a run. Args: eval_ds: its evaluation data."""
+        return RLTask(self, eval_ds)
 
     def close(self) -> None:
         """Frees the engine and the optimizers, and ends the workers of rewards."""
@@ -231,9 +236,11 @@ class RLLearner:
         )
 
     def encoder(self, mode: Mode) -> PromptEncoder:
-        """What turns rows into prompts, and an environment's messages into tokens."""
-        tools = None if self.environment is None else self.environment.tools
-        return self.cluster.encoder(mode, data=self.data, tools=tools)
+        """The encoder of a mode: it turns rows into prompts, and an environment's messages into tokens."""
+        if mode not in self.encoders:
+            tools = None if self.environment is None else self.environment.tools
+            self.encoders[mode] = self.cluster.encoder(mode, data=self.data, tools=tools)
+        return self.encoders[mode]
 
     def reward(self, step: Step) -> Step:
         """Calls the reward functions: `rewarded` has each group's rewards, the weighted sums [J], metrics.
@@ -255,10 +262,10 @@ class RLLearner:
             return rewards.with_greedy(compute_rewards(greedy)) if greedy else rewards
 
         with self.cluster.trace.span("rewards"):
-            return step.replace(rewards=RewardBatch.cat(self.cluster.ranks.shared(compute_all, step.groups)))
+            return step.replace(rewards=RewardBatch.cat(self.cluster.ranks.scatter_gather(compute_all, step.groups)))
 
     def fill(self, run: Run, step: Step) -> Step:
-        """Chooses the groups that are trained on: all of them here. `run.more()` gives a further batch of prompts."""
+        """Selects the groups that are trained on: here all of them. `run.next_batch()` gives more prompts."""
         return step
 
     def batch(self, step: Step) -> Step:
@@ -279,10 +286,8 @@ class RLLearner:
 
     def after_step(self, run: Run, step: Step) -> None:
         """Logs the step, evaluates and saves where they are due."""
-        if self.metric_fns:
-            self._call_metric_fns(step)
         metrics = {**step.metrics, **total_metrics(step.rewards)}
-        row = {**flat(metrics), **self.cluster.take_metrics(step.index, Mode.TRAIN)}
+        row = {**flat(metrics), **self.extra_metrics(step)}
         run.end_step(step, row, num_tokens=step.batch.num_tokens)
 
     # ---- state ---------------------------------------------------------------------------------------------------
@@ -358,14 +363,20 @@ class RLLearner:
         """Passes over the samples of a step (mu)."""
         return 1
 
-    def _call_metric_fns(self, step: Step) -> None:
-        found = call_metric_fns(
+    def extra_metrics(self, step: Step) -> dict[str, float]:
+        """The metrics of a row that no stage logs: of a step of training, those of the metric functions."""
+        return reduce_metrics(self.call_metric_fns(step)) if step.mode is Mode.TRAIN else {}
+
+    def call_metric_fns(self, step: Step) -> dict[str, tuple[Any, Callable[..., Any] | None]]:
+        """Calls the metric functions on a step: name -> (value, aggregation)."""
+        if not self.metric_fns:
+            return {}
+        return call_metric_fns(
             self.metric_fns,
             step.rewards.inputs,
             advantages=step.batch.trajectory_advantages.tolist(),
             rewards=step.rewards.total.tolist(),
         )
-        self.cluster.buffer_metrics(found, Mode.TRAIN)
 
     def evaluate(self, eval_ds: Iterable[Any], step: int = 0) -> dict[str, float]:
         """Rewards over a whole data set with the evaluation's rollout configuration.

@@ -5,18 +5,17 @@ from __future__ import annotations
 import logging
 
 from whet.config import PolicyConfig
-from whet.config.algo.unused_fields import changed
+from whet.config.algo.unused_fields import changed_fields, unread_fields
 
-__all__ = ["advise"]
+__all__ = ["warn_about_config"]
 
 log = logging.getLogger("whet")
 
-_OF_TOKENS = ("dppo-kl", "dppo-tv", "sampler-kl", "top-entropy")
+_TOKEN_MASKS = ("dppo-kl", "dppo-tv", "sampler-kl", "top-entropy")
 """The loss_masks that are of single tokens, whatever else is set."""
-_OF_KL = ("kl_type", "kl_loss_mode", "kl_method", "kl_clamp_value", "use_bias_correction_kl")
 
 
-def advise(config: PolicyConfig, longest: int | None = None) -> None:
+def warn_about_config(config: PolicyConfig, longest: int | None = None) -> None:
     """Warns of choices that don't go together, where beta or a level is often the only thing that was changed.
 
     Args: config: an algorithm's. longest: tokens that a completion may have; None = not known.
@@ -40,8 +39,8 @@ def advise(config: PolicyConfig, longest: int | None = None) -> None:
             longest,
             longest,
         )
-    idle = changed(c, *_OF_KL)
-    if idle and not c.beta and not c.force_compute_kl:
+    idle = changed_fields(c, *(name for name, choice in unread_fields(c).items() if choice == "beta"))
+    if idle:
         named = ", ".join(f"{name}={value!r}" for name, value in idle.items())
         log.warning("%s: no effect while beta is 0.0", named)
     of_sequences = c.importance_sampling_level in ("sequence", "sequence-sum") or c.loss_name == "gmpo"
@@ -50,7 +49,7 @@ def advise(config: PolicyConfig, longest: int | None = None) -> None:
             "algo.loss_agg_mode='token-mean' with a ratio of whole sequences: longer completions count more; the "
             "papers mean sequence-mean-token-mean"
         )
-    if of_sequences and (named := _of_single_tokens(c)):
+    if of_sequences and (named := _token_factors(c)):
         log.warning(
             "%s with a ratio of whole sequences keeps no token out: every token has the gradient of its sequence, and "
             "a token's factor only scales that; algo.importance_sampling_level='sequence-token'%s gives each its own",
@@ -59,8 +58,8 @@ def advise(config: PolicyConfig, longest: int | None = None) -> None:
         )
 
 
-def _of_single_tokens(c: PolicyConfig) -> list[str]:
+def _token_factors(c: PolicyConfig) -> list[str]:
     """Those of whet's factors of the policy loss that tell the tokens of a sequence apart, as they are written."""
-    of_tokens = (*_OF_TOKENS, "sampler-rejection") if c.rejection_level == "token" else _OF_TOKENS
+    of_tokens = (*_TOKEN_MASKS, "sampler-rejection") if c.rejection_level == "token" else _TOKEN_MASKS
     found = [f"algo.loss_masks=[{name}]" for name in c.loss_masks if name in of_tokens]
     return [*found, "algo.sampler_is='token'"] if c.sampler_is == "token" else found

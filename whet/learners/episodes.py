@@ -35,9 +35,9 @@ def turns_of(cluster: RLCluster, mode: Mode, encode: PromptEncoder) -> Play | No
     return Conversation(
         load_script(config.env_path, turns=config.max_turns),
         encode,
-        turns=config.max_turns,
-        tokens=config.most_tokens,
-        positions=min((bound for bound in bounds if bound is not None), default=None),
+        max_turns=config.max_turns,
+        max_tokens=config.most_tokens,
+        max_length=min((bound for bound in bounds if bound is not None), default=None),
         timeout_s=training.reward_timeout_s,
         on_error=training.on_reward_error,
     ).play

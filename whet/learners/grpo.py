@@ -16,7 +16,7 @@ from whet.config import GRPOConfig, RolloutConfig
 from whet.errors import ConfigError
 from whet.learners.policy import PolicyLearner
 
-__all__ = ["GRPOLearner", "GrpoLearner", "check_drawn"]
+__all__ = ["GRPOLearner", "check_drawn"]
 
 
 class GRPOLearner(PolicyLearner):
@@ -43,7 +43,3 @@ def check_drawn(rollout: RolloutConfig) -> None:
             "rollout.temperature=0 draws the same completion algo.num_generations times: all completions of a group "
             "are equal, and nothing is learned; set one above 0 (1.0), and eval: {temperature: 0.0} for evaluation"
         )
-
-
-GrpoLearner = GRPOLearner
-"""Tunix's other spelling."""

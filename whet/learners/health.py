@@ -23,7 +23,7 @@ from torch import nn
 from whet.cluster import RLCluster
 from whet.config import Mode, Role
 from whet.config.monitoring import Band
-from whet.data.templates import goes_through
+from whet.data.templates import uses_chat_template
 from whet.errors import nearest
 from whet.learners.symptoms import FULL, RAISE, apart, symptoms, truncated
 from whet.models.modes import max_positions
@@ -122,7 +122,7 @@ class Health:
                 told = apart(row, **self._runs())
             count = self._over(name) if told is None else self._lasts(name, step)
             if told and count >= symptom.steps and told.badness >= symptom.worse * self._said.get(name, 0.0):
-                self._say(name, told.badness, told.message)
+                self._say(name, told.badness, told.message, told.fix)
         self._unseen -= row.keys()
         for name in sorted(self._unseen):
             if self._lasts(f"no {name}", step) == MISSING:
@@ -139,11 +139,11 @@ class Health:
         self._since.pop(name, None)
         return 0
 
-    def _say(self, name: str, badness: float, message: str) -> None:
+    def _say(self, name: str, badness: float, message: str, fix: str = "") -> None:
         self._said[name] = badness
         first, count = self._since[name]
         when = f"step {first}" if count == 1 else f"for {count} steps, since step {first}"
-        log.warning("%s: %s", when, message)
+        log.warning("%s: %s%s", when, message, fix and f"; {fix}", extra={"fix": fix, "key": "trainer.warn_when"})
 
     def _what(self, name: str, seen: Seen) -> str:
         """What is wrong, what it means, and what to look at."""
@@ -185,7 +185,7 @@ class Health:
         plain = isinstance(prompts[0].source, str) and not self.templated
         return {
             "longer": FULL if full else RAISE,
-            "template": plain and goes_through(self.cluster.tokenizer, rollout.chat_template_kwargs),
+            "template": plain and uses_chat_template(self.cluster.tokenizer, rollout.chat_template_kwargs),
             "end": not rollout.eos_tokens,
         }
 

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whet.config import AlgorithmConfig, PolicyConfig, PPOConfig, SupervisedConfig
+from whet.config import AlgorithmConfig, PolicyConfig, SupervisedConfig
 from whet.config.algo import presets
-from whet.config.algo.unused_fields import changed, own_functions
-from whet.errors import ConfigError, lookup_error
+from whet.config.algo.unused_fields import check_fields_read, user_functions
+from whet.errors import ConfigError
 from whet.ops import (
     ADVANTAGE_ESTIMATORS,
     CORRECTIONS,
@@ -29,7 +29,6 @@ from whet.ops import (
     TOKEN_MASKS,
     AdvantageInputs,
     Objective,
-    advantages_and_returns,
     reference_kl,
     teacher_column,
 )
@@ -38,26 +37,27 @@ from whet.rewards.length import overlong
 from whet.rewards.reward_batch import RewardBatch
 from whet.rewards.text import unrewarded
 from whet.types import TokenBatch
-from whet.util.references import is_ref, resolve_callable
+from whet.util.references import resolve_name
 
 __all__ = [
     "advantage_inputs",
+    "bind_fields",
+    "check_all_read",
     "check_call",
-    "check_of_tokens",
-    "check_used",
-    "composed",
-    "keywords_of",
+    "check_token_level",
+    "describe_objective",
+    "fields_read",
+    "keyword_arguments",
     "kl_estimate",
     "make_estimator",
     "make_objective",
     "objective_checks",
+    "other_field",
     "policy_loss",
-    "resolve_name",
     "reward_functions",
-    "with_fields",
 ]
 
-_NAMED: Mapping[str, Mapping[str, Any]] = {
+_NAMES_OF_FIELDS: Mapping[str, Mapping[str, Any]] = {
     "advantage_estimator": ADVANTAGE_ESTIMATORS,
     "policy_loss_fn": POLICY_LOSSES,
     "loss_agg_mode": LOSS_AGG_MODES,
@@ -68,33 +68,24 @@ _NAMED: Mapping[str, Mapping[str, Any]] = {
 """Fields whose names are sometimes given to another."""
 
 
-def resolve_name(value: Any, known: Mapping[str, Any], kind: str) -> Any:
-    """What a name stands for: a callable as it is, "package.module:function" resolved, or a name that whet knows."""
-    if callable(value):
-        return value
-    if is_ref(value):
-        return resolve_callable(value, kind)
-    if value in known:
-        return known[value]
-    error = lookup_error(kind, value, known)
-    raise ConfigError(f"{error}{_elsewhere(value)}")
+def other_field(value: str) -> str:
+    """The end of a message about an unknown name: the field that has this name; "" if none has.
 
-
-def _elsewhere(value: str) -> str:
-    """The end of a message about an unknown name: what of the configuration has it; "" where nothing has.
-
-    >>> _elsewhere("dapo"), _elsewhere("token-mean"), _elsewhere("gpro")
+    >>> other_field("dapo"), other_field("token-mean"), other_field("gpro")
     ('. dapo is a whole method: algo.preset=dapo', '. token-mean is a loss_agg_mode', '')
     """
     if value in presets.PRESETS:
         return f". {value} is a whole method: algo.preset={value}"
-    field = next((field for field, names in _NAMED.items() if value in names), None)
+    field = next((field for field, names in _NAMES_OF_FIELDS.items() if value in names), None)
     return f". {value} is {'an' if field[0] in 'aeiou' else 'a'} {field}" if field else ""
 
 
-def _piece(value: Any, known: Mapping[str, Any], kind: str, config: AlgorithmConfig) -> Callable[..., Any]:
+_resolve = functools.partial(resolve_name, hint=other_field)
+
+
+def _bound_function(value: Any, known: Mapping[str, Any], kind: str, config: AlgorithmConfig) -> Callable[..., Any]:
     """A piece of the objective, fn(x), with the configuration's fields bound."""
-    fn = with_fields(resolve_name(value, known, kind), config)
+    fn = bind_fields(_resolve(value, known, kind), config)
     check_call(fn, kind, ("x",))
     return fn
 
@@ -118,22 +109,22 @@ def check_call(fn: Callable[..., Any], kind: str, *forms: Sequence[str]) -> None
     )
 
 
-def with_fields(fn: Callable[..., Any], config: AlgorithmConfig | SupervisedConfig) -> Callable[..., Any]:
+def bind_fields(fn: Callable[..., Any], config: AlgorithmConfig | SupervisedConfig) -> Callable[..., Any]:
     """A function with the keyword-only arguments bound that the configuration has as fields.
 
     What a functools.partial has bound already stays, and so does what a function does not ask for by keyword.
 
     >>> def loss(x, *, epsilon=0.5, other=1):
     ...     return epsilon, other
-    >>> with_fields(loss, PolicyConfig(epsilon=0.1))(None)
+    >>> bind_fields(loss, PolicyConfig(epsilon=0.1))(None)
     (0.1, 1)
     """
-    asked = keywords_of(fn)
+    asked = keyword_arguments(fn)
     bound = {name: value for name, value in config.keywords.items() if name in asked}
     return functools.partial(fn, **bound) if bound else fn
 
 
-def keywords_of(fn: Callable[..., Any]) -> set[str]:
+def keyword_arguments(fn: Callable[..., Any]) -> set[str]:
     """The keyword-only arguments of a function that nothing has bound yet."""
     try:
         parameters = inspect.signature(fn).parameters.values()
@@ -143,31 +134,32 @@ def keywords_of(fn: Callable[..., Any]) -> set[str]:
     return {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name not in given}
 
 
-def check_used(config: PolicyConfig) -> None:
-    """Raises ConfigError: a parameter of policy losses or estimators was set that the chosen one does not take.
+def fields_read(fn: Callable[..., Any]) -> set[str]:
+    """The fields of a configuration that a function reads: its keyword-only arguments, by the names of the fields.
 
-    That is so where the chosen one is whet's; what a function of the user's own takes, or PPO's critic, may be set.
+    >>> from whet.ops import LOSS_AGG_MODES
+    >>> sorted(fields_read(LOSS_AGG_MODES["sequence-mean-token-scale"]))
+    ['loss_agg_norm', 'loss_agg_units']
     """
-    defaults = {f.name: f.default for f in fields(config)}
-    others = [resolve_name(fn, {}, name) for name, fn in own_functions(config) if callable(fn) or is_ref(fn)]
-    others += [advantages_and_returns] if isinstance(config, PPOConfig) else []
-    read = {name for fn in others for name in keywords_of(fn)}
-    for kind, chosen, known in (
-        ("policy loss", config.loss_name, POLICY_LOSSES),
-        ("advantage estimator", config.advantage_estimator, ADVANTAGE_ESTIMATORS),
-    ):
-        if not isinstance(chosen, str) or chosen not in known:
-            continue
-        taken = keywords_of(known[chosen])
-        parameters = {name for fn in known.values() for name in keywords_of(fn)} & config.keywords.keys()
-        for name, value in changed(config, *(parameters - taken - read)).items():
-            raise ConfigError(
-                f"{name}={value!r} has no effect: {kind} {chosen!r} takes "
-                f"{', '.join(sorted(taken & parameters)) or 'no parameters'}; leave it at {defaults[name]!r}"
-            )
+    try:
+        arguments = inspect.signature(fn).parameters
+    except (TypeError, ValueError):
+        arguments = {}
+    names = keyword_arguments(fn) | (arguments.keys() & _FIELD_OF_ARGUMENT.keys())
+    return {_FIELD_OF_ARGUMENT.get(name, name) for name in names}
 
 
-def check_of_tokens(config: PolicyConfig) -> None:
+_FIELD_OF_ARGUMENT = {"norm": "loss_agg_norm", "num_units": "loss_agg_units"}
+"""Arguments that a field of another name stands for."""
+
+
+def check_all_read(config: PolicyConfig) -> None:
+    """Raises ConfigError for a field that was set and that neither whet's chosen functions nor the user's own read."""
+    own = [_resolve(fn, {}, name) for name, fn in user_functions(config)]
+    check_fields_read(config, {name for fn in own for name in fields_read(fn)})
+
+
+def check_token_level(config: PolicyConfig) -> None:
     """Raises ConfigError: sampler_is weighs whole sequences, for a loss that multiplies the weights of their tokens."""
     if isinstance(config.sampler_is, str) and config.sampler_is in CORRECTIONS and config.sampler_is != "token":
         raise ConfigError(
@@ -176,10 +168,10 @@ def check_of_tokens(config: PolicyConfig) -> None:
         )
 
 
-def composed(config: PolicyConfig) -> dict[str, str]:
+def describe_objective(config: PolicyConfig) -> dict[str, str]:
     """Which pieces a configuration composes, with their parameters, for the log and environment.json.
 
-    >>> made = composed(PolicyConfig(beta=0.1, loss_masks=("off-policy",), policy_loss_fn="reinforce"))
+    >>> made = describe_objective(PolicyConfig(beta=0.1, loss_masks=("off-policy",), policy_loss_fn="reinforce"))
     >>> made["loss"]
     'reinforce * off-policy(off_policy_mask_threshold=0.5) + 0.1 * low_var_kl'
     >>> made["aggregation"]
@@ -188,7 +180,7 @@ def composed(config: PolicyConfig) -> dict[str, str]:
     factors = [] if config.sampler_is is None else [_with_parameters(config, config.sampler_is, CORRECTIONS)]
     factors += [_with_parameters(config, name, TOKEN_MASKS) for name in config.loss_masks]
     loss = " * ".join([_with_parameters(config, config.loss_name, POLICY_LOSSES), *factors])
-    kl = f"{config.beta} * {_named(config.kl_loss_mode)}"
+    kl = f"{config.beta} * {_display_name(config.kl_loss_mode)}"
     if config.beta and config.kl_type == "loss":
         loss += f" + {kl}" + (f" * {factors[0]}" if config.sampler_is_kl else "")
     if config.entropy_coef or config.use_adaptive_entropy:
@@ -196,19 +188,19 @@ def composed(config: PolicyConfig) -> dict[str, str]:
     advantages = _with_parameters(config, config.advantage_estimator, ADVANTAGE_ESTIMATORS)
     if config.beta and config.kl_type != "loss":
         advantages += f" - {kl} (in the {config.kl_type})"
-    aggregation = f"{_named(config.loss_agg_mode)} over {config.loss_agg_units} sequences"
+    aggregation = f"{_display_name(config.loss_agg_mode)} over {config.loss_agg_units} sequences"
     return {"advantages": advantages, "loss": loss, "aggregation": aggregation}
 
 
 def _with_parameters(config: PolicyConfig, value: Any, known: Mapping[str, Any]) -> str:
     """A piece's name, with the fields that it takes and that are set."""
-    fn = resolve_name(value, known, "piece")
-    taken = {f.name: getattr(config, f.name) for f in fields(config) if f.name in keywords_of(fn)}
-    words = ", ".join(f"{name}={_named(value)}" for name, value in taken.items() if value is not None)
-    return f"{_named(value)}({words})" if words else _named(value)
+    fn = _resolve(value, known, "piece")
+    taken = {f.name: getattr(config, f.name) for f in fields(config) if f.name in keyword_arguments(fn)}
+    words = ", ".join(f"{name}={_display_name(value)}" for name, value in taken.items() if value is not None)
+    return f"{_display_name(value)}({words})" if words else _display_name(value)
 
 
-def _named(value: Any) -> str:
+def _display_name(value: Any) -> str:
     """A value, or what a function is called."""
     return function_name(value) if callable(value) else str(value)
 
@@ -232,7 +224,7 @@ def reward_functions(given: Any, config: AlgorithmConfig) -> tuple[list[Any], tu
 def make_estimator(config: AlgorithmConfig) -> Callable[..., Tensor]:
     """The advantage estimator of a configuration."""
     kind = "advantage estimator"
-    fn = with_fields(resolve_name(config.advantage_estimator, ADVANTAGE_ESTIMATORS, kind), config)
+    fn = bind_fields(_resolve(config.advantage_estimator, ADVANTAGE_ESTIMATORS, kind), config)
     check_call(fn, kind, ("x",), ("rewards", "group_ids"))
     return fn
 
@@ -257,12 +249,12 @@ def advantage_inputs(
 
 def policy_loss(config: PolicyConfig) -> Callable[..., Any]:
     """The policy loss of a configuration. Raises ConfigError: nothing has this name."""
-    return resolve_name(config.loss_name, POLICY_LOSSES, "policy loss")
+    return _resolve(config.loss_name, POLICY_LOSSES, "policy loss")
 
 
 def kl_estimate(config: PolicyConfig) -> Callable[[Tensor], Tensor]:
     """The KL estimate of a configuration, a function of d. Raises ConfigError: nothing has this name."""
-    return resolve_name(config.keywords["kl_loss_mode"], KL_MODES, "KL mode")
+    return _resolve(config.keywords["kl_loss_mode"], KL_MODES, "KL mode")
 
 
 def objective_checks(config: AlgorithmConfig) -> list[Callable[[], Any]]:
@@ -275,25 +267,25 @@ def objective_checks(config: AlgorithmConfig) -> list[Callable[[], Any]]:
     named = [(config.loss_agg_mode, LOSS_AGG_MODES, "loss_agg_mode")]
     named += [] if config.sampler_is is None else [(config.sampler_is, CORRECTIONS, "sampler_is")]
     named += [(name, TOKEN_MASKS, "loss mask") for name in config.loss_masks]
-    resolved = [functools.partial(resolve_name, *words) for words in named]
+    resolved = [functools.partial(_resolve, *words) for words in named]
     return [*checks, *resolved, *(functools.partial(fn, config) for fn in (policy_loss, kl_estimate, make_objective))]
 
 
 def make_objective(config: PolicyConfig) -> Objective:
     """The objective of a configuration: surrogate, corrections and masks, KL, entropy bonus."""
-    check_used(config)
+    check_all_read(config)
     names = [] if config.sampler_is is None else [config.sampler_is]
-    corrections = [_piece(name, CORRECTIONS, "sampler_is", config) for name in names]
+    corrections = [_bound_function(name, CORRECTIONS, "sampler_is", config) for name in names]
     kl_factors = tuple(corrections) if config.sampler_is_kl else ()
-    surrogate = _piece(config.loss_name, POLICY_LOSSES, "policy loss", config)
-    if corrections and "correction" in keywords_of(surrogate):  # it has the correction in its own weight
-        check_of_tokens(config)
+    surrogate = _bound_function(config.loss_name, POLICY_LOSSES, "policy loss", config)
+    if corrections and "correction" in keyword_arguments(surrogate):  # it has the correction in its own weight
+        check_token_level(config)
         surrogate, corrections = functools.partial(surrogate, correction=corrections[0]), []
-    masks = [_piece(name, TOKEN_MASKS, "loss mask", config) for name in config.loss_masks]
+    masks = [_bound_function(name, TOKEN_MASKS, "loss mask", config) for name in config.loss_masks]
     return Objective(
         surrogate=surrogate,
         factors=(*corrections, *masks),
-        kl=with_fields(functools.partial(reference_kl, kl_loss_mode=kl_estimate(config)), config),
+        kl=bind_fields(functools.partial(reference_kl, kl_loss_mode=kl_estimate(config)), config),
         beta=config.beta,
         kl_factors=kl_factors,
         entropy_coef=config.entropy_coef,

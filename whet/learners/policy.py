@@ -19,15 +19,15 @@ from torch import Tensor
 
 from whet.cluster import RLCluster
 from whet.config import DataConfig, PolicyConfig, Role
-from whet.config.base import need
+from whet.config.base import check_instance
 from whet.errors import ConfigError, EngineError, raise_all
 from whet.learners.base import RLLearner
-from whet.learners.config_warnings import advise
+from whet.learners.config_warnings import warn_about_config
 from whet.learners.dynamic_sampling import check_dynamic_sampling, refill_groups
 from whet.learners.kl_controller import MEASURED_ENTROPY, KLController, move_reference
 from whet.learners.objective import (
     advantage_inputs,
-    composed,
+    describe_objective,
     make_estimator,
     make_objective,
     objective_checks,
@@ -109,7 +109,7 @@ class PolicyLearner(RLLearner):
         settings: Any = None,
         observers: Sequence[Observer] = (),
     ) -> None:
-        need(algo_config, self.CONFIG, "algo_config")
+        check_instance(algo_config, self.CONFIG, "algo_config")
         raise_all(objective_checks(algo_config))
         super().__init__(
             rl_cluster,
@@ -172,7 +172,7 @@ class PolicyLearner(RLLearner):
                 "logprobs to compare with; set algo.sampler_is=None and leave out off-policy, sampler-kl and "
                 "sampler-rejection"
             )
-        advise(c, rl_cluster.rollout_for().max_tokens_to_generate)
+        warn_about_config(c, rl_cluster.rollout_for().max_tokens_to_generate)
 
     def _sequences(self, prompts: int | None) -> int | None:
         """Sequences of a micro-batch of so many prompts."""
@@ -184,7 +184,7 @@ class PolicyLearner(RLLearner):
         """Where dynamic_sampling is set, replaces groups that teach nothing by groups of further prompts."""
         if not self.algo_config.dynamic_sampling:
             return step
-        return refill_groups(self, self.algo_config, step, run.more)
+        return refill_groups(self, self.algo_config, step, run.next_batch)
 
     def batch(self, step: Step) -> Step:
         """The groups end to end, truncated completions masked where mask_truncated_completions is set."""
@@ -256,7 +256,7 @@ class PolicyLearner(RLLearner):
             "nowhere": "skipped: one update follows each rollout, so the ratio is 1 (unless a token is stale)",
         }
         found = {
-            **composed(self.algo_config),
+            **describe_objective(self.algo_config),
             "old_logprobs": old[self.old_logprobs_from(num_groups)],
             "ref_logprobs": "runs: beta or force_compute_kl asks for it"
             if self.needs_reference

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from whet.cluster import RLCluster
 from whet.config import DataConfig, PPOConfig, Role
-from whet.config.base import need
+from whet.config.base import check_instance
 from whet.errors import ConfigError
-from whet.learners.objective import advantage_inputs, resolve_name, with_fields
+from whet.learners.objective import advantage_inputs, bind_fields, other_field
 from whet.learners.policy import PolicyLearner, trained
 from whet.learners.step import Step
 from whet.learners.step_metrics import of_known, value_metrics
@@ -40,8 +40,9 @@ from whet.rewards.reward_batch import RewardBatch
 from whet.run.observer import Observer
 from whet.train.metric_reduction import Metrics
 from whet.types import LossInputs, TokenBatch
+from whet.util.references import resolve_name
 
-__all__ = ["PPOLearner", "PpoLearner", "with_has_reward"]
+__all__ = ["PPOLearner", "with_has_reward"]
 
 _METRICS = {
     "return": {"return_mean": "mean"},
@@ -83,7 +84,7 @@ class PPOLearner(PolicyLearner):
         given = [c for c in (ppo_config, algo_config) if c is not None]
         if len(given) != 1:
             raise ConfigError("PPOLearner takes ppo_config= or algo_config=, which are the same: give one of them")
-        config = need(given[0], PPOConfig, "ppo_config" if algo_config is None else "algo_config")
+        config = check_instance(given[0], PPOConfig, "ppo_config" if algo_config is None else "algo_config")
         self.shares_trunk = Role.CRITIC not in rl_cluster.workers
         if self.shares_trunk and rl_cluster.actor.loaded.score_head is None:
             raise ConfigError(
@@ -116,14 +117,15 @@ class PPOLearner(PolicyLearner):
             settings=settings,
             observers=observers,
         )
-        self.value_loss = with_fields(resolve_name(config.value_loss_fn, VALUE_LOSSES, "value loss"), config)
+        value_loss = resolve_name(config.value_loss_fn, VALUE_LOSSES, "value loss", hint=other_field)
+        self.value_loss = bind_fields(value_loss, config)
         if self.shares_trunk:
             self.skips = False  # a sequence without an advantage has values to learn
             named = {f"critic/{name}": _under_critic(name, how) for name, how in _METRICS.items()}
             rl_cluster.actor_trainer.with_rl_metrics_to_log({**named, **rl_cluster.actor_trainer.reductions})
             return
         self.critic_trainer = rl_cluster.critic_trainer
-        mode = resolve_name(config.value_loss_agg_mode, LOSS_AGG_MODES, "value_loss_agg_mode")
+        mode = resolve_name(config.value_loss_agg_mode, LOSS_AGG_MODES, "value_loss_agg_mode", hint=other_field)
         self.critic_trainer.with_loss_fn(self._critic_loss, loss_agg_mode=mode, loss_agg_units=config.loss_agg_units)
         self.critic_trainer.with_rl_metrics_to_log({**_METRICS, **self.critic_trainer.reductions})
 
@@ -140,7 +142,7 @@ class PPOLearner(PolicyLearner):
         """The estimator's advantages, and the returns that the critic learns."""
         step = super().assign_advantages(step)
         x = advantage_inputs(step.batch, step.rewards, clip=self.algo_config.reward_clip_range)
-        _, returns = with_fields(advantages_and_returns, self.algo_config)(x)  # whatever the estimator is
+        _, returns = bind_fields(advantages_and_returns, self.algo_config)(x)  # whatever the estimator is
         batch = with_has_reward(step.batch.replace(returns=returns.float()), step.rewards)
         if self.algo_config.beta and self.algo_config.kl_type == "reward":
             penalty = self.kl_controller.sampled_kl(batch, -self.kl_controller.beta)[batch.mask].double()
@@ -229,7 +231,3 @@ def _under_critic(name: str, how: str | Mapping[str, str]) -> dict[str, str]:
     """How a metric of the value loss is named and reduced where the actor's trainer reports it."""
     labels = {name: how} if isinstance(how, str) else how
     return {f"critic/{label}": reduction for label, reduction in labels.items()}
-
-
-PpoLearner = PPOLearner
-"""Tunix's other spelling."""

@@ -19,11 +19,15 @@ import torch
 from torch import Tensor
 
 from whet.config import Mode, PreferenceConfig, RewardModelConfig, Role
-from whet.config.base import need
+from whet.config.base import check_instance
 from whet.config.model import REWARD_LR
-from whet.data.preference import LabelledEncoder, PreferenceEncoder, ScoredPairEncoder
+from whet.data.preference import PreferenceEncoder, ScoredPairEncoder, UnpairedEncoder
 from whet.errors import ConfigError, DataError
-from whet.learners.preference_objective import composed_preference, make_preference_objective, make_reward_loss
+from whet.learners.preference_objective import (
+    describe_preference_objective,
+    make_preference_objective,
+    make_reward_loss,
+)
 from whet.learners.step import ExampleStep
 from whet.learners.supervised import ROWS_AT_ONCE, SupervisedLearner
 from whet.learners.supervised_task import Encoder, SupervisedTask
@@ -52,7 +56,7 @@ class RewardModelLearner(SupervisedLearner[RewardModelConfig]):
     usual_lr = REWARD_LR
 
     def __init__(self, models: SupervisedModels, algo_config: RewardModelConfig | None = None, **options: Any) -> None:
-        c = need(algo_config or RewardModelConfig(), RewardModelConfig, "algo_config")
+        c = check_instance(algo_config or RewardModelConfig(), RewardModelConfig, "algo_config")
         super().__init__(models, c, **options)
         if models.role is not Role.REWARD:
             raise ConfigError("training a reward model needs one; give SupervisedModels(reward_model=...), not actor=")
@@ -83,7 +87,7 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
     """
 
     def __init__(self, models: SupervisedModels, algo_config: PreferenceConfig | None = None, **options: Any) -> None:
-        c = need(algo_config or PreferenceConfig(), PreferenceConfig, "algo_config")
+        c = check_instance(algo_config or PreferenceConfig(), PreferenceConfig, "algo_config")
         super().__init__(models, c, **options)
         self.objective = make_preference_objective(c)
         self.needs = self.objective.needs
@@ -135,7 +139,7 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
 
     def encoder(self) -> Encoder:
         """Pairs, or answers with a label."""
-        kind = PreferenceEncoder if self.paired else LabelledEncoder
+        kind = PreferenceEncoder if self.paired else UnpairedEncoder
         return kind(self.models.tokenizer, self.data)
 
     def new_run(self, train_ds: Any, eval_ds: Any = None) -> Run:
@@ -226,8 +230,9 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
         if reference.loaded.is_view:  # the base of an adapter, which stays in memory
             return _needed(reference.logprobs(batch).logprobs)
         raise ConfigError(
-            "these rows were not there when the reference was read, and its memory has been freed since; give them "
-            "to train() as eval_ds, or leave algo.precompute_ref_log_probs out"
+            "these rows were not there when the reference was read, and its memory has been freed since",
+            fix="give them to train() as eval_ds, or leave algo.precompute_ref_log_probs out",
+            key="algo.precompute_ref_log_probs",
         )
 
     def _read_ahead(self) -> dict[bytes, list[Tensor]]:
@@ -281,14 +286,17 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
 
     def planned_passes(self, batch_size: int) -> dict[str, str]:
         """What a step of so many rows runs besides its update."""
-        c, need = self.algo_config, self.needs
-        found = {"loss": composed_preference(c), "ref_logprobs": "skipped: the loss compares with no reference"}
-        if need.reference:
+        c, check_instance = self.algo_config, self.needs
+        found = {
+            "loss": describe_preference_objective(c),
+            "ref_logprobs": "skipped: the loss compares with no reference",
+        }
+        if check_instance.reference:
             ahead = c.precompute_ref_log_probs
             found["ref_logprobs"] = "read once, before the first step" if ahead else "runs: the loss compares with them"
-        if need.policy_pass:
+        if check_instance.policy_pass:
             found["policy before the update"] = "runs: the loss looks across the whole batch"
-        if need.mismatched_pass:
+        if check_instance.mismatched_pass:
             found["mismatched rows"] = "run: the loss compares with the KL that is measured on them"
         return found
 

@@ -6,41 +6,32 @@ arguments that the configuration has as fields, and a field that none of them ta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import fields
+from collections.abc import Callable
 from typing import Any
 
 from whet.config import PreferenceConfig, RewardModelConfig
-from whet.config.algo.unused_fields import changed
-from whet.errors import ConfigError
-from whet.learners.objective import check_call, keywords_of, resolve_name, with_fields
+from whet.config.algo.unused_fields import check_fields_read
+from whet.learners.objective import bind_fields, check_call, fields_read, keyword_arguments, other_field
 from whet.ops.preference import F_DIVERGENCES, PREFERENCE_LOSSES, REWARD_LOSSES, PreferenceObjective, needs_of
 from whet.rewards.call import function_name
 from whet.train.worker import Loss
+from whet.util.references import resolve_name
 
-__all__ = ["check_taken", "composed_preference", "make_preference_objective", "make_reward_loss"]
+__all__ = ["describe_preference_objective", "fields_read_by_loss", "make_preference_objective", "make_reward_loss"]
 
 
 def _losses(config: PreferenceConfig) -> dict[str, Callable[..., Any]]:
     """The losses of a configuration by name, before their parameters are bound."""
     named = {function_name(loss) if callable(loss) else str(loss): loss for loss in config.loss_type}
-    return {name: resolve_name(loss, PREFERENCE_LOSSES, "loss_type") for name, loss in named.items()}
+    return {name: resolve_name(loss, PREFERENCE_LOSSES, "loss_type", hint=other_field) for name, loss in named.items()}
 
 
-def check_taken(config: PreferenceConfig | RewardModelConfig, chosen: Mapping[str, Callable[..., Any]]) -> None:
-    """Raises ConfigError: a parameter of losses was set that none of the chosen ones takes.
+def fields_read_by_loss(loss: Callable[..., Any]) -> set[str]:
+    """The fields of a PreferenceConfig that a loss reads: its arguments, and those of the reference if it needs one."""
+    return fields_read(loss) | ({*_REFERENCE} if needs_of(loss).reference else set())
 
-    Args: config: with the parameters. chosen: the losses and divergence of it.
-    """
-    known = {**PREFERENCE_LOSSES, **F_DIVERGENCES} if isinstance(config, PreferenceConfig) else REWARD_LOSSES
-    parameters = {name for fn in known.values() for name in keywords_of(fn)} & config.keywords.keys()
-    taken = {name for fn in chosen.values() for name in keywords_of(fn)}
-    defaults = {f.name: f.default for f in fields(config)}
-    for name, value in changed(config, *(parameters - taken)).items():
-        raise ConfigError(
-            f"{name}={value!r} has no effect: {', '.join(chosen)} takes {', '.join(sorted(taken & parameters))}; leave "
-            f"it at {defaults[name]!r}"
-        )
+
+_REFERENCE = ("precompute_ref_log_probs", "reference_free", "sync_ref_model")
 
 
 def make_preference_objective(config: PreferenceConfig) -> PreferenceObjective:
@@ -52,24 +43,20 @@ def make_preference_objective(config: PreferenceConfig) -> PreferenceObjective:
     False
     """
     losses = _losses(config)
-    divergence = resolve_name(config.f_divergence_type, F_DIVERGENCES, "f_divergence_type")
-    check_taken(config, {**losses, function_name(divergence): divergence})
+    divergence = resolve_name(config.f_divergence_type, F_DIVERGENCES, "f_divergence_type", hint=other_field)
+    read = {name for loss in losses.values() for name in fields_read_by_loss(loss)} | fields_read(divergence)
+    check_fields_read(config, read)
     for loss in losses.values():
-        check_call(with_fields(loss, config), "loss_type", ("p",))
-    objective = PreferenceObjective(
-        losses={name: with_fields(loss, config) for name, loss in losses.items()},
+        check_call(bind_fields(loss, config), "loss_type", ("p",))
+    return PreferenceObjective(
+        losses={name: bind_fields(loss, config) for name, loss in losses.items()},
         loss_weights=config.loss_weights,
         beta=config.beta,
         reference_free=config.reference_free,
         ld_alpha=config.ld_alpha,
-        generator=None if config.f_divergence_type == "reverse_kl" else with_fields(divergence, config),
+        generator=None if config.f_divergence_type == "reverse_kl" else bind_fields(divergence, config),
         use_weighting=config.use_weighting,
     )
-    if not any(needs_of(loss).reference for loss in losses.values()):
-        for name in ("precompute_ref_log_probs", "sync_ref_model", "reference_free"):
-            if getattr(config, name):
-                raise ConfigError(f"{name}=True has no effect: {', '.join(losses)} reads no reference; leave it out")
-    return objective
 
 
 def make_reward_loss(config: RewardModelConfig) -> Loss:
@@ -77,22 +64,22 @@ def make_reward_loss(config: RewardModelConfig) -> Loss:
 
     Raises: ConfigError: nothing has this name, or a parameter that it does not take was set.
     """
-    loss = resolve_name(config.loss_type, REWARD_LOSSES, "loss_type")
-    check_taken(config, {function_name(loss): loss})
-    bound = with_fields(loss, config)
+    loss = resolve_name(config.loss_type, REWARD_LOSSES, "loss_type", hint=other_field)
+    check_fields_read(config, fields_read(loss))
+    bound = bind_fields(loss, config)
     check_call(bound, "loss_type", ("x",))
     return bound
 
 
-def composed_preference(config: PreferenceConfig) -> str:
+def describe_preference_objective(config: PreferenceConfig) -> str:
     """Which losses a configuration composes, with their parameters, for the log and environment.json.
 
-    >>> composed_preference(PreferenceConfig(loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.1]))
+    >>> describe_preference_objective(PreferenceConfig(loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.1]))
     '1.0 * sigmoid(beta=0.1, label_smoothing=0.0) + 0.1 * sft'
     """
     parts = []
     for (name, loss), weight in zip(_losses(config).items(), config.loss_weights or (None,) * len(config.loss_type)):
-        taken = {n: v for n, v in config.keywords.items() if n in keywords_of(loss)}
+        taken = {n: v for n, v in config.keywords.items() if n in keyword_arguments(loss)}
         words = ", ".join(f"{n}={v}" for n, v in taken.items())
         parts.append(("" if weight is None else f"{weight} * ") + (f"{name}({words})" if words else name))
     divergence = config.f_divergence_type

@@ -6,88 +6,40 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from whet.cluster import RLCluster
-from whet.config import AlgorithmConfig, DataConfig, Mode, RLTrainingConfig, Role, dump_tree
+from whet.config import Mode, Role, dump_tree
+from whet.data.lengths import LengthStats, check_prompt_lengths
 from whet.data.preview import prompt_lines
 from whet.data.prompt_stream import PromptStream, compute_checksums, unbatch
 from whet.data.prompts import PromptEncoder
 from whet.data.sources import load_rows
-from whet.data.text_parts import decoded
-from whet.envs import Script
+from whet.data.text_parts import decode_ids
+from whet.errors import DataError
 from whet.evaluation.estimators import pass_at_k, settled_ks
 from whet.learners.health import Health
 from whet.learners.show_samples import describe_sample
 from whet.learners.step import Step
 from whet.learners.step_metrics import completion_columns, completion_metrics, known_totals, spread, total_metrics
 from whet.metrics import Mean, Metric, flat, merge
+from whet.models.modes import max_positions
 from whet.rewards.manager import RewardManager
 from whet.rewards.reward_batch import RewardBatch
-from whet.rollout.requests import check_prompt_lengths
-from whet.run.observer import Observed
 from whet.run.provenance import record_inputs
+from whet.run.run import Run
 from whet.run.task import Task
-from whet.types import Group, Prompt
+from whet.types import Prompt
 from whet.util.references import is_ref
+
+if TYPE_CHECKING:
+    from whet.learners.base import RLLearner
 
 __all__ = ["RLTask"]
 
 log = logging.getLogger("whet")
-
-
-class Learner(Protocol):
-    """What a run asks of a reinforcement learner, an RLLearner."""
-
-    cluster: RLCluster
-    config: RLTrainingConfig
-    algo_config: AlgorithmConfig
-    data: DataConfig
-    data_shuffle_seed: int | None
-    settings: dict[str, Any] | None
-    metric_fns: list[Callable[..., Any]]
-    reward_manager: Any
-    environment: Script | None
-
-    def encoder(self, mode: Mode) -> PromptEncoder:
-        """What turns rows into prompts."""
-        ...
-
-    def rollout(self, prompts: Sequence[Prompt], *, step: int, mode: Mode) -> Sequence[Group]:
-        """Completes prompts."""
-        ...
-
-    def reward(self, step: Step) -> Step:
-        """Calls the reward functions."""
-        ...
-
-    def num_updates(self, num_groups: int) -> int:
-        """Optimizer steps of a step of so many groups."""
-        ...
-
-    def total_updates(self, role: Role, steps: int, num_groups: int) -> int:
-        """Optimizer steps of a role in so many steps."""
-        ...
-
-    def planned_passes(self, num_groups: int) -> dict[str, str]:
-        """What such a step runs and what it leaves out."""
-        ...
-
-    @property
-    def learns_from_rewards(self) -> bool:
-        """Whether nothing is learned where no token has an advantage."""
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """What it keeps from step to step."""
-        ...
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores it."""
-        ...
 
 
 class RLTask(Task):
@@ -96,9 +48,9 @@ class RLTask(Task):
     Args: learner: whose run it is. eval_ds: rows, batches or a reference to them, evaluated whole; None = none.
     """
 
-    needs = ("cluster",)
+    required_state = ("cluster", "health", "learner")
 
-    def __init__(self, learner: Learner, eval_ds: Any = None) -> None:
+    def __init__(self, learner: RLLearner, eval_ds: Any = None) -> None:
         self.learner, self.cluster = learner, learner.cluster
         self.eval_ds = eval_ds
         self.has_evaluation = eval_ds is not None
@@ -128,10 +80,10 @@ class RLTask(Task):
             num_epochs=epochs,
             last_batch=c.last_batch,
             shuffle_buffer=learner.data.shuffle_buffer,
-            encode=(encode := self.learner.encoder(Mode.TRAIN)),
+            encode=(encode := learner.encoder(Mode.TRAIN)),
             prompt_column=learner.data.prompt_column,
         )
-        log.info("data: %s%s", stream.describe(), _counted(encode))
+        log.info("data: %s", "; ".join(filter(None, (stream.describe(), encode.describe_counts()))))
         self._show_first(stream, encode)
         if stream.kind == "rows":
             self._check_fit(stream.source, Mode.TRAIN)
@@ -145,11 +97,11 @@ class RLTask(Task):
         """Logs the first prompt as the model is given it."""
         if stream.kind == "rows":
             prompt = stream.source[0]
-        else:  # one that counts nothing: the row is read again
+        else:
             first = unbatch(stream.first, encode.prompt_column)[0] if stream.kind == "batches" else stream.first
-            encode = self.learner.encoder(Mode.TRAIN)
             prompt = encode(first)
-        if prompt is not None and isinstance(encode, PromptEncoder):
+            encode.reset_counts()  # the row is encoded again when it is read
+        if prompt is not None:
             log.info("first prompt, %s", "\n".join(prompt_lines(encode, prompt)))
 
     def prepare(self) -> None:
@@ -165,12 +117,22 @@ class RLTask(Task):
         self._check_fit(prompts, Mode.EVAL)
         if isinstance(manager := self.learner.reward_manager, RewardManager):
             manager.check_answers(((p.row, p.columns) for p in prompts), "evaluation rows")
-        log.info("evaluation data: %d prompts%s", len(prompts), _counted(encode))
+        log.info("evaluation data: %s", "; ".join(filter(None, (f"{len(prompts)} prompts", encode.describe_counts()))))
         return prompts
 
     def _check_fit(self, prompts: Sequence[Prompt], mode: Mode) -> None:
-        config = self.cluster.rollout_for(mode)
-        check_prompt_lengths(prompts, self.cluster.actor.module, config.max_tokens_to_generate)
+        """Raises DataError: a prompt leaves no room for its completion, or has an id that the model does not know."""
+        config, module = self.cluster.rollout_for(mode), self.cluster.actor.module
+        longest = max(prompts, key=lambda p: len(p.tokens)).row if prompts else None
+        lengths = LengthStats(len(p.tokens) for p in prompts)
+        check_prompt_lengths(lengths, max_positions(module), config.max_tokens_to_generate, row=longest)
+        vocabulary = int(module.get_input_embeddings().weight.shape[0])  # pyright: ignore
+        for p in prompts:
+            if (highest := int(p.tokens.max())) >= vocabulary:
+                raise DataError(
+                    f"row {p.row}: token {highest} is outside the model's vocabulary of {vocabulary}; the tokenizer is "
+                    "another model's: set tokenizer to this one's"
+                )
 
     # ---- what is written and compared ----------------------------------------------------------------------------
 
@@ -193,7 +155,7 @@ class RLTask(Task):
             "trainer": learner.config,
         }
 
-    def compared(self) -> dict[str, Any]:
+    def extra_settings(self) -> dict[str, Any]:
         """What was given from Python and has no key in the settings."""
         rollout, evaluation = self.cluster.cluster_config.rollout_config, {}
         if isinstance(rollout, dict):  # else the section's own `eval` says how evaluation differs
@@ -202,7 +164,7 @@ class RLTask(Task):
         given = {"data_shuffle_seed": self.learner.data_shuffle_seed, "rollout_config[Mode.EVAL]": evaluation}
         return {"from Python": given}
 
-    def reads(self) -> dict[str, Any]:
+    def inputs(self) -> dict[str, Any]:
         """Models, tokenizer, evaluation prompts and the user's functions."""
         prompts, cluster = self._eval_prompts, self.cluster
         return record_inputs(
@@ -252,11 +214,11 @@ class RLTask(Task):
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
-    def on_step_begin(self, run: Observed, index: int) -> None:
-        """Metrics that are buffered meanwhile are of this step."""
+    def on_step_begin(self, run: Run, index: int) -> None:
+        """Tells the cluster the number of the step."""
         self.cluster.global_steps = index
 
-    def on_step_end(self, run: Observed, step: Step) -> None:
+    def on_step_end(self, run: Run, step: Step) -> None:
         """Keeps the completions, shows some where that is asked for, and warns of what goes wrong."""
         self._store(run, step)
         every = self.learner.config.show_samples
@@ -264,7 +226,7 @@ class RLTask(Task):
             log.info("%s", describe_sample(step.index, step.rewards))
         self.health.watch(step.index, run.rows[-1], step.rewards, step.batch)
 
-    def shown(self, row: Mapping[str, float]) -> dict[str, str]:
+    def progress_fields(self, row: Mapping[str, float]) -> dict[str, str]:
         """Mean length, the share that was truncated, and the KL where one is measured."""
         known = {
             "len": ("completions/mean_length", ".0f"),
@@ -273,15 +235,15 @@ class RLTask(Task):
         }
         return {name: f"{row[metric]:{form}}" for name, (metric, form) in known.items() if metric in row}
 
-    def _store(self, run: Observed, step: Step) -> None:
+    def _store(self, run: Run, step: Step) -> None:
         """Keeps the completions of a step."""
-        decode = functools.partial(decoded, self.cluster.tokenizer)
+        decode = functools.partial(decode_ids, self.cluster.tokenizer)
         batch = step.batch if step.has("batch") else None
-        run.keep_completions(step.index, step.mode, *completion_columns(step.rewards, batch, decode))
+        run.log_completions(step.index, step.mode, *completion_columns(step.rewards, batch, decode))
 
     # ---- evaluation ----------------------------------------------------------------------------------------------
 
-    def evaluate(self, run: Observed, step: int) -> dict[str, float]:
+    def evaluate(self, run: Run, step: int) -> dict[str, float]:
         """Rolls out the whole evaluation set as the learner does, and rewards it.
 
         Returns: the row that is logged: rewards/score/{mean,max,min}, each function's, lengths.
@@ -295,7 +257,7 @@ class RLTask(Task):
             found = learner.reward(Step(index=step, prompts=prompts, groups=groups, mode=Mode.EVAL))
         row = {
             **flat(_evaluation_metrics(found.rewards)),
-            **cluster.take_metrics(step, Mode.EVAL),
+            **learner.extra_metrics(found),
             "time/eval": time.monotonic() - started,
         }
         self._store(run, found)
@@ -313,16 +275,10 @@ class RLTask(Task):
         }
 
     def restore(self, state: Mapping[str, Any], step: int) -> None:
-        """Restores them; what an earlier version did not save starts as in a new run."""
+        """Restores what `state` gave."""
         self.cluster.restore(state["cluster"], step)
-        self.health.restore(state.get("health", {}))
-        if "learner" in state:
-            self.learner.restore(state["learner"])
-        elif self.learner.state():
-            log.warning(
-                "the checkpoint is of an earlier version, which saved no state of %s; that starts as in a new run",
-                type(self.learner).__name__,
-            )
+        self.health.restore(state["health"])
+        self.learner.restore(state["learner"])
 
 
 def _evaluation_metrics(rewards: RewardBatch) -> dict[str, Metric]:
@@ -342,11 +298,3 @@ def _evaluation_metrics(rewards: RewardBatch) -> dict[str, Metric]:
             chances = [pass_at_k(len(known), int(known.sum()), k) for known in groups if len(known) >= k]
             metrics[f"pass@{k}"] = Mean(float(sum(chances)), len(chances))
     return metrics
-
-
-def _counted(encode: PromptEncoder) -> str:
-    """How prompts over the limit, or that the template changes, were treated, for the log; "" where there were none."""
-    over = encode.told_over()
-    over = f"; {over} ({encode.told_fate()})" if over else ""
-    changed = encode.counts["changed"]
-    return over + (f"; the chat template changes what {changed} of them say" if changed else "")

@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor
 
 from whet.config import PolicyConfig
-from whet.learners.objective import with_fields
+from whet.learners.objective import bind_fields
 from whet.metrics import Max, Mean, Metric
 from whet.ops import (
     CORRECTIONS,
@@ -43,7 +43,7 @@ def compare_sampler(batch: TokenBatch, config: PolicyConfig) -> tuple[TokenBatch
             num_sequences=batch.num_sequences,
         )
         weigh = partial(CORRECTIONS[config.sampler_is], sampler_is_normalize=False)
-        weights = with_fields(weigh, config)(x)
+        weights = bind_fields(weigh, config)(x)
         bounds = {"threshold": config.sampler_is_threshold, "lower": config.sampler_is_lower}
         ratio = sampler_log_ratio(x, config.sampler_is)
         mean = _mean_weight(weights, batch, config.sampler_is)

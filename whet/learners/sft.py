@@ -8,15 +8,16 @@ from typing import Any
 from torch import Tensor
 
 from whet.config import SFTConfig
-from whet.config.base import need
+from whet.config.base import check_instance
 from whet.config.model import SFT_LR
 from whet.data.supervised import SFTEncoder
-from whet.learners.objective import check_call, resolve_name, with_fields
+from whet.learners.objective import bind_fields, check_call, other_field
 from whet.learners.supervised import SupervisedLearner
 from whet.learners.supervised_task import Encoder
 from whet.ops import LOSS_AGG_MODES, SFT_LOSSES
 from whet.train.supervised_models import SupervisedModels
 from whet.types import LossInputs
+from whet.util.references import resolve_name
 
 __all__ = ["SFTLearner"]
 
@@ -33,13 +34,13 @@ class SFTLearner(SupervisedLearner[SFTConfig]):
     usual_lr = SFT_LR
 
     def __init__(self, models: SupervisedModels, algo_config: SFTConfig | None = None, **options: Any) -> None:
-        c = need(algo_config or SFTConfig(), SFTConfig, "algo_config")
+        c = check_instance(algo_config or SFTConfig(), SFTConfig, "algo_config")
         super().__init__(models, c, **options)
-        self._loss = with_fields(resolve_name(c.loss_type, SFT_LOSSES, "SFT loss"), c)
+        self._loss = bind_fields(resolve_name(c.loss_type, SFT_LOSSES, "SFT loss", hint=other_field), c)
         check_call(self._loss, "loss_type", ("x",))
         models.trainer.with_loss_fn(
             self.loss,
-            loss_agg_mode=resolve_name(c.loss_agg_mode, LOSS_AGG_MODES, "loss_agg_mode"),
+            loss_agg_mode=resolve_name(c.loss_agg_mode, LOSS_AGG_MODES, "loss_agg_mode", hint=other_field),
             loss_agg_norm=c.loss_agg_norm,
             entropy=c.log_entropy,
             constants=("correct",),

@@ -68,7 +68,7 @@ class SupervisedLearner(Generic[C]):
         self.settings = settings
         self.observers = list(observers)
         if (optim := models.trained.optim) is not None and optim.take_usual_rate(self.usual_lr):
-            log.info("%s: learning rate %g, the usual one here", models.role.section, self.usual_lr)
+            log.info("%s: learning rate %g, the default here", models.role.section, self.usual_lr)
 
     def train(self, train_ds: Any, eval_ds: Any = None) -> Run:
         """Trains until max_steps or the data's end.
@@ -90,9 +90,7 @@ class SupervisedLearner(Generic[C]):
         """The run that `train` goes through, not yet open: see there for the arguments. train_ds: None = no steps."""
         task = self.new_task(eval_ds)
         stream = None if train_ds is None else task.stream(train_ds)
-        config = self.models.config
-        perf = config.perf_metrics_options
-        return Run(task, stream, self.models, config, observers=self.observers, perf_config=perf)
+        return Run(task, stream, self.models, self.models.config, observers=self.observers)
 
     def new_task(self, eval_ds: Any = None) -> SupervisedTask:
         """What a run asks of this learner: see `train` for the argument."""

@@ -6,12 +6,12 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from whet.config import Mode, OptimConfig, SupervisedConfig, SupervisedDataConfig, dump_tree
-from whet.data.lengths import Spread
+from whet.config import Mode, OptimConfig, dump_tree
+from whet.data.lengths import LengthStats
 from whet.data.preview import example_lines
 from whet.data.prompt_stream import PromptStream, compute_checksums
 from whet.data.sources import load_rows
@@ -19,12 +19,14 @@ from whet.data.supervised import RowEncoder
 from whet.errors import DataError
 from whet.learners.step import ExampleStep
 from whet.metrics import flat
-from whet.run.observer import Observed
 from whet.run.provenance import record_inputs
+from whet.run.run import Run
 from whet.run.task import Task
-from whet.train.supervised_models import SupervisedModels
 from whet.types import Example
 from whet.util.references import is_ref
+
+if TYPE_CHECKING:
+    from whet.learners.supervised import SupervisedLearner
 
 __all__ = ["SupervisedTask"]
 
@@ -49,54 +51,16 @@ class Encoder(Protocol):
         ...
 
 
-class Learner(Protocol):
-    """What a run asks of a supervised learner."""
-
-    models: SupervisedModels
-    data: SupervisedDataConfig
-    settings: dict[str, Any] | None
-
-    @property
-    def chance(self) -> float | None:
-        """The mean loss of a model that guesses; None where the loss has no such value."""
-        ...
-
-    @property
-    def algo_config(self) -> SupervisedConfig:
-        """What it is trained by."""
-        ...
-
-    def encoder(self) -> Encoder:
-        """What makes examples of rows."""
-        ...
-
-    def measure(self, step: ExampleStep) -> ExampleStep:
-        """The metrics of examples that are not trained on."""
-        ...
-
-    def planned_passes(self, batch_size: int) -> dict[str, str]:
-        """What a step runs and what it leaves out."""
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """What it keeps from step to step."""
-        ...
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores it."""
-        ...
-
-
 class SupervisedTask(Task):
     """A supervised learner's part of its run.
 
     Args: learner: whose run it is. eval_ds: rows or a reference to them, evaluated whole; None = none.
     """
 
-    needs = ("models",)
-    headline, evaluated = "loss", "rows"
+    required_state = ("models",)
+    main_metric, eval_unit = "loss", "rows"
 
-    def __init__(self, learner: Learner, eval_ds: Any = None) -> None:
+    def __init__(self, learner: SupervisedLearner[Any], eval_ds: Any = None) -> None:
         self.learner, self.models = learner, learner.models
         self.eval_ds = eval_ds
         self.has_evaluation = eval_ds is not None
@@ -133,10 +97,12 @@ class SupervisedTask(Task):
 
     def _show_first(self, stream: PromptStream, rows: Any) -> None:
         """Logs the first row as the model is given it, and what of it is trained."""
-        encode = self.learner.encoder()  # one that counts nothing
+        encode = stream.encode
         if not isinstance(encode, RowEncoder):
             return
         example = stream.source[0] if stream.kind == "rows" else encode(stream.first)
+        if stream.kind != "rows":
+            encode.reset_counts()  # the row is encoded again when it is read
         if example is not None:
             row = rows[example.row] if stream.kind == "rows" else stream.first
             log.info("first example, %s", "\n".join(example_lines(encode, example, row)))
@@ -163,10 +129,11 @@ class SupervisedTask(Task):
         """Refuses what the model can't read, and raises the token budget to what must stay together."""
         positions, ids = self.models.positions, self.models.trained.loaded.num_ids
         each = [[len(s.prefix) + len(s.tokens) for s in example.sequences] for example in examples]
-        spread, longest = Spread(map(max, each)), 0
-        if positions is not None and (over := spread.told_over(positions, "the model's max_position_embeddings")):
+        spread, longest = LengthStats(map(max, each)), 0
+        if positions is not None and (over := spread.describe_over(positions, "the model's max_position_embeddings")):
             row = examples[int(np.argmax(list(map(max, each))))].row
-            raise DataError(f"{over} (row {row}); set data.max_length={positions} with data.on_long=truncate or drop")
+            fix = f"set data.max_length={positions} with data.on_long=truncate or drop"
+            raise DataError(f"{over} (row {row})", fix=fix, key="data.max_length", limit=positions)
         for example, lengths in zip(examples, each, strict=True):
             highest = max(int(part.max()) for s in example.sequences for part in (s.prefix, s.tokens))
             if highest >= ids:
@@ -196,12 +163,12 @@ class SupervisedTask(Task):
             "trainer": models.config,
         }
 
-    def compared(self) -> dict[str, Any]:
+    def extra_settings(self) -> dict[str, Any]:
         """What was given from Python and has no key in the settings."""
         own = self.models.optimizer
         return {"from Python": {"optimizer": dump_tree(own) if isinstance(own, OptimConfig) else own}}
 
-    def reads(self) -> dict[str, Any]:
+    def inputs(self) -> dict[str, Any]:
         """Models, tokenizer, evaluation rows and the user's functions."""
         rows = self._evaluated
         return record_inputs(
@@ -229,7 +196,7 @@ class SupervisedTask(Task):
         """The learner's."""
         return self.learner.planned_passes(batch_size)
 
-    def on_run_end(self, run: Observed, error: BaseException | None) -> None:
+    def on_run_end(self, run: Run, error: BaseException | None) -> None:
         """Says where a run has ended with the loss of a model that guesses."""
         chance = self.learner.chance
         losses = [row["loss"] for row in run.rows if row["mode"] == Mode.TRAIN.value][-LAST:]
@@ -251,7 +218,7 @@ class SupervisedTask(Task):
 
     # ---- evaluation ----------------------------------------------------------------------------------------------
 
-    def evaluate(self, run: Observed, step: int) -> dict[str, float]:
+    def evaluate(self, run: Run, step: int) -> dict[str, float]:
         """The loss and its metrics over the whole evaluation data. Returns: the row that is logged."""
         self.prepare()
         examples, started = self._evaluated or [], time.monotonic()

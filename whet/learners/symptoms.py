@@ -38,9 +38,11 @@ class Finding(NamedTuple):
     """What a row says of a symptom."""
 
     message: str
-    """What is wrong, and which key to set."""
+    """What is wrong, and what to do."""
     badness: float
     """How bad it is: the greater the worse, above 0."""
+    fix: str = ""
+    """What to set, where a front may have other words for it."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def beyond(row: Mapping[str, float], *, metric: str, band: Band) -> Finding | No
     >>> beyond({"kl": 0.2}, metric="kl", band=Band(above=0.5)) is None
     True
     >>> beyond({"x": 3.0}, metric="x", band=Band(above=2.0)).message
-    'x is 3, above 2; trainer.stop_when.x.above=2 ends a run there, trainer.warn_when.x.above sets the bound'
+    'x is 3, above 2'
     """
     value = row.get(metric, math.nan)
     low, high = band.below, band.above
@@ -124,9 +126,12 @@ def beyond(row: Mapping[str, float], *, metric: str, band: Band) -> Finding | No
     else:
         return None
     key = f"{metric}.{side}"
-    end = f"trainer.stop_when.{key}={bound:g} ends a run there, trainer.warn_when.{key} sets the bound"
     advice = _ADVICE.get((metric, side), "")
-    return Finding(f"{metric} is {value:.3g}, {side} {bound:g}; {advice and advice + '; '}{end}", badness)
+    return Finding(
+        f"{metric} is {value:.3g}, {side} {bound:g}{advice and '; ' + advice}",
+        badness,
+        fix=f"trainer.stop_when.{key}={bound:g} ends a run there, trainer.warn_when.{key} sets the bound",
+    )
 
 
 _ADVICE = {
@@ -151,7 +156,7 @@ def symptoms(bands: Mapping[str, Band] | None) -> dict[str, Symptom]:
     """The symptoms that a run looks for. Args: bands: trainer.warn_when, in place of BANDS by their metrics.
 
     >>> sorted(symptoms({"kl": Band(above=2.0), "grad_norm": Band(above=50.0)}))
-    ['apart', 'truncated', 'entropy/token_mean', 'grad_norm', 'kl']
+    ['apart', 'entropy/token_mean', 'grad_norm', 'kl', 'truncated']
     """
     given = {**BANDS, **(bands or {})}
     watched = {name: Symptom(partial(beyond, metric=name, band=band), band.steps, 3.0) for name, band in given.items()}

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from whet.errors import ConfigError
+from whet.errors import ConfigError, format_exception
 from whet.models.self_check import probe_tokens
 
 __all__ = ["check_causal"]
@@ -47,12 +47,11 @@ def check_causal(module: PreTrainedModel, name: str) -> None:
     try:
         size = _gradient(module, probe_tokens(module.config.vocab_size, sizes.get("max_position_embeddings"))[:TOKENS])
     except Exception as error:  # a model's own code may raise anything
-        said = str(error).strip().splitlines() or ["without a word"]
         dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in module.parameters()})
         several = f"its parameters are {' and '.join(dtypes)}: bring them to one, model.to(dtype)"
         sizes_of = "the sizes in its config.json must fit each other, and its forward must give logits for input_ids"
         raise ConfigError(
-            f"{name!r} ({module.config.model_type}) can't run {TOKENS} tokens: {type(error).__name__}: {said[0]:.200}; "
+            f"{name!r} ({module.config.model_type}) can't run {TOKENS} tokens: {format_exception(error, 200)}; "
             f"{several if len(dtypes) > 1 else sizes_of}"
         ) from error
     half = len(size) // 2

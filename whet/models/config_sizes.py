@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from whet.errors import format_exception
 from whet.util.model_paths import check_hub, model_folder
 
 __all__ = ["ABSENT", "config_positions", "of_config", "read_positions", "read_width"]
@@ -58,5 +59,5 @@ def of_config(path: str, trust_remote_code: bool, ask: Callable[[Any], T]) -> T 
             place = model_folder(json.loads(Path(base).read_bytes())["base_model_name_or_path"])
         return ask(AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code))
     except Exception as error:  # of any of the libraries that read it
-        logger.debug("the config of %s can't be read: %s", path, f"{type(error).__name__}: {error}")
+        logger.debug("the config of %s can't be read: %s", path, format_exception(error))
         return None

@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from whet.errors import format_exception
 from whet.models.buckets import BucketRow, segment_positions
 from whet.ops.masked import fp32_or_wider
 from whet.util.device import on_device
@@ -270,7 +271,7 @@ def _words(case: FlexCase) -> str:
 
 
 def _uncompiled(error: Exception) -> str:
-    return f"it does not compile: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return f"it does not compile: {format_exception(error, 200)}"
 
 
 def _probe(case: FlexCase) -> str | None:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
-from whet.errors import ConfigError
+from whet.errors import ConfigError, format_exception
 from whet.models.adapters import BASE_LAYER, Adapter
 from whet.models.attention import ATTENTION, SegmentLayout
 from whet.models.causality_check import check_causal
@@ -254,7 +254,7 @@ def _probe(module: PreTrainedModel) -> tuple[str, ...]:
         module.set_attn_implementation("eager")
         alone = torch.cat([module(input_ids=x[None], use_cache=False).logits[0].double() for x in (ids[:13], ids[13:])])
     except Exception as error:  # a model's own code may raise anything; whatever it is, it can't take a layout
-        return (f"{type(error).__name__}: {error}".splitlines()[0],)
+        return (format_exception(error),)
     finally:
         module.set_attn_implementation(before)
     if not alone.isfinite().all():

@@ -9,7 +9,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from whet.errors import ConfigError, WhetError
+from whet.errors import ConfigError, WhetError, format_exception
 from whet.util.references import resolve_callable
 
 __all__ = ["made_model"]
@@ -34,7 +34,7 @@ def made_model(reference: str, folder: str, seed: int) -> str:
     except WhetError:
         raise
     except (Exception, SystemExit) as error:  # the user's own code
-        raise ConfigError(f"model {reference!r} raised {type(error).__name__}: {error}; {CALL}") from error
+        raise ConfigError(f"model {reference!r} raised {format_exception(error)}; {CALL}") from error
     if not isinstance(made, str | Path) or not str(made):
         what = "an empty name" if made == "" else f"a {type(made).__name__}"
         hint = " (save it: model.save_pretrained(folder))" if hasattr(made, "save_pretrained") else ""

@@ -28,7 +28,7 @@ from transformers import (
 )
 from transformers.utils.hub import cached_file
 
-from whet.errors import ConfigError, nearest
+from whet.errors import ConfigError, format_exception, nearest
 from whet.models.causality_check import check_causal
 from whet.models.config_sizes import ABSENT, of_config
 from whet.models.heads import has_score_head
@@ -99,13 +99,14 @@ def read_model(
     except Exception as error:  # each family's config checks itself, and raises what it likes
         if not trust_remote_code and "trust_remote_code" in str(error):
             raise ConfigError(
-                f"the model at {path!r} brings Python code of its own, which you have to allow; read it, and "
-                f"set {role}.trust_remote_code=true (from Python: "
-                "RoleConfig(model=..., trust_remote_code=True))"
+                f"the model at {path!r} brings Python code of its own, which you have to allow",
+                fix=f"read it, and set {role}.trust_remote_code=true (from Python: "
+                "RoleConfig(model=..., trust_remote_code=True))",
+                key="actor.trust_remote_code",
             ) from error
         raise ConfigError(
-            f"can't read a model at {path!r}: {_said(error)}; give a folder with a whole config.json, or a hub name"
-            + nearest(path, [name for name in folders_here() if name != path])
+            f"can't read a model at {path!r}: {format_exception(error)}; give a folder with a whole config.json, or a "
+            "hub name" + nearest(path, [name for name in folders_here() if name != path])
         ) from error
     check_config(config, path)
     _check_held(path, config)
@@ -197,7 +198,7 @@ def _check_files(path: str) -> None:
             found = json.loads(file.read_bytes())
             why = None if isinstance(found, dict) else "holds no object"
         except (OSError, ValueError, RecursionError) as error:  # not JSON, not UTF-8, nested without end
-            found, why = {}, _said(error)
+            found, why = {}, format_exception(error)
         if why is not None:
             raise ConfigError(
                 f"can't read a model at {path!r}: {name} is not the JSON it must be ({why}); copy it again from where "
@@ -229,7 +230,7 @@ def _check_held(path: str, config: PretrainedConfig) -> None:
     except ConfigError:
         raise
     except Exception as error:  # a broken file or index, of which loading says more
-        logger.debug("the header of the weights of %s can't be read: %s", path, _said(error))
+        logger.debug("the header of the weights of %s can't be read: %s", path, format_exception(error))
 
 
 def _weights(
@@ -254,8 +255,8 @@ def _weights(
         ) from error
     except Exception as error:  # transformers, safetensors and each family's code raise what they like
         raise ConfigError(
-            f"can't load {path!r} as a causal language model: {_said(error)}; its weights must be whole and of the "
-            "shapes that its config.json says, in model.safetensors or in torch's pytorch_model.bin"
+            f"can't load {path!r} as a causal language model: {format_exception(error)}; its weights must be whole and "
+            "of the shapes that its config.json says, in model.safetensors or in torch's pytorch_model.bin"
         ) from error
 
 
@@ -313,14 +314,9 @@ def _score_weight(path: str, name: str, width: int) -> Tensor:
                 keys = [key for key in f.keys() if f.get_slice(key).get_shape() == [1, width]]  # noqa: SIM118
                 named |= {key: f.get_tensor(key) for key in keys}
     except Exception as error:  # safetensors' own class, OSError, what json and a wrong index raise
-        raise ConfigError(f"can't read the score head of {path!r}: {_said(error)}; save the critic again") from error
+        raise ConfigError(
+            f"can't read the score head of {path!r}: {format_exception(error)}; save the critic again"
+        ) from error
     if name not in named and len(named) != 1:  # transformers saves some heads under an older name
         raise ConfigError(f"{path!r} has no score head {name} of shape [1, {width}]; save the critic again")
     return named[name] if name in named else next(iter(named.values()))
-
-
-def _said(error: BaseException) -> str:
-    """An error, shortened: transformers lists every model it supports."""
-    lines = str(error).strip().splitlines()
-    said = " ".join(line.strip() for line in lines[:2])
-    return f"{type(error).__name__}: {said[:300]}" if said else type(error).__name__

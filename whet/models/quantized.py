@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from whet.errors import ConfigError
+from whet.errors import ConfigError, format_exception
 from whet.util.install import install_hint
 
 __all__ = ["cast", "dequantized", "quantization_config", "quantized_layer", "quantized_parts"]
@@ -30,7 +30,7 @@ def quantization_config(kind: str, device: torch.device) -> Any:
         import bitsandbytes  # noqa: F401  # pyright: ignore[reportMissingImports, reportUnusedImport]
     except Exception as error:  # its import loads a library of its own, which raises what it likes
         raise ConfigError(
-            f"quantization={kind} needs bitsandbytes ({type(error).__name__}: {str(error).splitlines()[0][:200]}); "
+            f"quantization={kind} needs bitsandbytes ({format_exception(error, 200)}); "
             f"{install_hint('qlora')}, or leave quantization out: lora alone trains an adapter on the whole weights"
         ) from error
     if device.type not in ("cuda", "cpu", "xpu"):

@@ -76,6 +76,7 @@ from whet.ops.policy_losses import (
     zero_without_advantage,
 )
 from whet.ops.sft_losses import SFT_LOSSES, dynamic_fine_tuning
+from whet.ops.shapes import check_shapes
 from whet.ops.support import Support, allowed_tokens, draw, greedy, support_logits
 from whet.ops.token_masks import (
     TOKEN_MASKS,
@@ -113,6 +114,7 @@ __all__ = [
     "best_alone",
     "binary_kl_mask",
     "check_beta",
+    "check_shapes",
     "cispo",
     "cispo_trl",
     "clipped_ratio",

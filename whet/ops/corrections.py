@@ -17,6 +17,7 @@ from whet.errors import ConfigError, lookup_error
 from whet.ops.kl import kl_divergence
 from whet.ops.masked import masked_column, masked_mean, segment_mean, segment_sum
 from whet.ops.policy_losses.ratios import rollout_logprobs
+from whet.ops.shapes import check_shapes
 from whet.types import LossInputs
 
 __all__ = [
@@ -187,6 +188,7 @@ def mismatch_metrics(old_logprobs: Tensor, sampler_logprobs: Tensor, *, mask: Te
     >>> found["sampler_trainer/logp_diff_max"], found["sampler_trainer/logp_diff_mean"]
     (2.0, 1.0)
     """
+    check_shapes("[S]", old_logprobs=old_logprobs, sampler_logprobs=sampler_logprobs, mask=mask)
     mask = mask & ~sampler_logprobs.isnan()
     old, sampler = masked_column(old_logprobs.detach(), mask), masked_column(sampler_logprobs.detach(), mask)
     gap, p, q = (old - sampler).abs(), old.exp(), sampler.exp()
@@ -250,6 +252,7 @@ def weight_metrics(
     ...                lower=None)["sampler_is/frac_clipped_at_threshold"]
     0.5
     """
+    check_shapes("[S]", weights=weights, log_ratio=log_ratio, mask=mask)
     ratio = log_ratio.exp()
     above = torch.zeros_like(ratio) if threshold is None else (ratio > threshold).float()
     below = torch.zeros_like(ratio) if lower is None else (ratio < lower).float()

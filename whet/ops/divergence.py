@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from whet.errors import ConfigError
+from whet.ops.shapes import check_shapes
 
 __all__ = ["check_beta", "generalized_jsd", "log_mixture"]
 
@@ -37,6 +38,7 @@ def generalized_jsd(logprobs: Tensor, teacher_logprobs: Tensor, *, gkd_beta: flo
     >>> generalized_jsd(p, q, gkd_beta=1.0)  # (log 2 + log 2/3) / 2
     tensor([0.1438])
     """
+    check_shapes("[..., V]", logprobs=logprobs, teacher_logprobs=teacher_logprobs)
     if gkd_beta == 0:
         return _kl(teacher_logprobs, logprobs)
     if gkd_beta == 1:
@@ -63,6 +65,7 @@ def log_mixture(logprobs: Tensor, teacher_logprobs: Tensor, gkd_beta: float) -> 
     >>> log_mixture(torch.tensor([0.5, 0.5]).log(), torch.tensor([0.0, 1.0]).log(), 0.5).exp()
     tensor([0.2500, 0.7500])
     """
+    check_shapes("[..., V]", logprobs=logprobs, teacher_logprobs=teacher_logprobs)
     if gkd_beta in (0.0, 1.0):
         return teacher_logprobs if gkd_beta else logprobs
     check_beta(gkd_beta)

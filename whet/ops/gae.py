@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from whet.errors import ConfigError, DataError
+from whet.ops.shapes import check_shapes
 
 __all__ = ["generalized_advantages"]
 
@@ -99,11 +100,7 @@ def _from_the_end(known: Tensor, trajectory: Tensor, num: int) -> tuple[Tensor, 
 
 def _check(rewards: Tensor, values: Tensor, mask: Tensor, trajectory: Tensor, token_rewards: Tensor | None) -> None:
     """Raises DataError for columns of other lengths, and for an infinite reward."""
-    columns = {"values": values, "mask": mask, "trajectory": trajectory}
-    columns |= {} if token_rewards is None else {"token_rewards": token_rewards}
-    if len({tuple(c.shape) for c in columns.values()}) > 1 or mask.dim() != 1:
-        shapes = ", ".join(f"{name} {list(c.shape)}" for name, c in columns.items())
-        raise DataError(f"{shapes}; give one of each per token: [S]")
+    check_shapes("[S]", values=values, mask=mask, trajectory=trajectory, token_rewards=token_rewards)
     if rewards.isinf().any():
         at = int(rewards.isinf().nonzero()[0])
         raise DataError(f"reward {at} is {rewards[at].item()}; rewards must be finite, or NaN for not applicable")

@@ -15,6 +15,7 @@ from torch import Tensor
 from whet.errors import ConfigError, lookup_error
 from whet.ops.masked import masked_column, segment_count, segment_mean, to_fp32
 from whet.ops.policy_losses.ratios import log_ratios
+from whet.ops.shapes import check_shapes
 from whet.types import LossInputs
 
 __all__ = ["KL_MODES", "adapted_beta", "kl_divergence", "kl_rewards", "reference_kl", "sequence_mean_kl"]
@@ -80,7 +81,7 @@ def kl_divergence(
     Args: logprobs, ref_logprobs [...], in nats. mode: a name of KL_MODES, or a function of d. clamp: if given, results
         are held in ±clamp, without a gradient beyond.
     Returns: [...], fp32 or wider.
-    Raises: ConfigError: an unknown mode, or a clamp that is not positive.
+    Raises: ConfigError: an unknown mode, or a clamp that is not positive. DataError: different shapes.
     Source: Schulman, "Approximating KL divergence" (2020); Tunix's compute_kl_divergence, from which k3 differs where
         |d| > 20: the exponent is held there, so that it can't overflow (below d = −4·10⁸ it is negative then); its
         gradient is that at the bound. The modes with "+" are verl's, which clamps k3 to ±10 always.
@@ -92,6 +93,7 @@ def kl_divergence(
         raise lookup_error("KL mode", mode, KL_MODES)
     if clamp is not None and not clamp > 0:
         raise ConfigError(f"the KL clamp {clamp!r} must be positive; None = no clamp")
+    check_shapes("[...]", logprobs=logprobs, ref_logprobs=ref_logprobs)
     estimate = mode if callable(mode) else KL_MODES[mode]
     kl = estimate(to_fp32(logprobs) - to_fp32(ref_logprobs))
     return kl if clamp is None else kl.clamp(-clamp, clamp)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from whet.ops.masked import to_fp32
+from whet.ops.shapes import check_shapes
 
 __all__ = ["entropy", "is_likeliest", "log_sum_sq_probs", "selective_log_softmax"]
 
@@ -25,6 +26,7 @@ def selective_log_softmax(logits: Tensor, ids: Tensor) -> Tensor:
     >>> selective_log_softmax(torch.tensor([[0., 0.]]), torch.tensor([1]))  # log 1/2
     tensor([-0.6931])
     """
+    check_shapes("[...]", ids=ids, rows_of_logits=logits.shape[:-1])
     logits = to_fp32(logits)
     # Centred first: the difference of two large numbers would keep few digits.
     logits = logits - logits.detach().amax(-1, keepdim=True)
@@ -73,4 +75,5 @@ def is_likeliest(logits: Tensor, ids: Tensor) -> Tensor:
     >>> is_likeliest(torch.tensor([[0., 1.], [0., 0.]]), torch.tensor([1, 1]))
     tensor([ True, False])
     """
+    check_shapes("[...]", ids=ids, rows_of_logits=logits.shape[:-1])
     return logits.argmax(-1) == ids

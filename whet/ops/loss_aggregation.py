@@ -17,28 +17,31 @@ from torch import Tensor
 
 from whet.errors import ConfigError, DataError, lookup_error
 from whet.ops.masked import segment_count, to_fp32
+from whet.ops.shapes import check_shapes
 
 __all__ = ["LOSS_AGG_MODES", "aggregate", "token_weights", "unit_weights"]
 
 Weighting = Callable[..., Tensor]
-"""fn(mask Bool [S], trajectory Long [S], norm, num_units) -> the weight of each token, [S] or 0-d.
+"""fn(mask Bool [S], trajectory Long [S], **asked) -> the weight of each token, [S] or 0-d.
 
-One that has a keyword-only argument `prompt` is given Long [S], the prompt of each token.
+It is given those of norm, num_units and prompt (Long [S], the prompt of each token) that it has as arguments.
 """
 
 
-def _token_mean(mask: Tensor, trajectory: Tensor, norm: float | None, num_units: float | None) -> Tensor:
+def _token_mean(mask: Tensor, trajectory: Tensor) -> Tensor:
     """1/M, M the trained tokens."""
     return 1 / mask.sum().clamp(min=1).double()
 
 
-def _sequence_mean_token_mean(mask: Tensor, trajectory: Tensor, norm: float | None, num_units: float | None) -> Tensor:
+def _sequence_mean_token_mean(mask: Tensor, trajectory: Tensor, *, num_units: float | None) -> Tensor:
     """1/(n·U), n the trained tokens of the sequence, U the sequences."""
     lengths = _unit_lengths(mask, trajectory).clamp(min=1).index_select(0, trajectory)
     return 1 / (lengths * _units(mask, trajectory, num_units))
 
 
-def _sequence_mean_token_scale(mask: Tensor, trajectory: Tensor, norm: float | None, num_units: float | None) -> Tensor:
+def _sequence_mean_token_scale(
+    mask: Tensor, trajectory: Tensor, *, norm: float | None, num_units: float | None
+) -> Tensor:
     """1/(norm·U), norm a constant: by default the longest completion allowed."""
     if norm is None:
         raise ConfigError(
@@ -47,25 +50,23 @@ def _sequence_mean_token_scale(mask: Tensor, trajectory: Tensor, norm: float | N
     return 1 / (norm * _units(mask, trajectory, num_units))
 
 
-def _seq_mean_token_sum(mask: Tensor, trajectory: Tensor, norm: float | None, num_units: float | None) -> Tensor:
+def _seq_mean_token_sum(mask: Tensor, trajectory: Tensor, *, num_units: float | None) -> Tensor:
     """1/U, U the sequences."""
     return 1 / _units(mask, trajectory, num_units)
 
 
 def _sequence_mean_token_sum_norm(
-    mask: Tensor, trajectory: Tensor, norm: float | None, num_units: float | None
+    mask: Tensor, trajectory: Tensor, *, norm: float | None, num_units: float | None
 ) -> Tensor:
     """1/norm; 1/U without one."""
     units = _units(mask, trajectory, num_units)
     return 1 / (units if norm is None else torch.full_like(units, norm))
 
 
-def _prompt_mean_token_mean(
-    mask: Tensor, trajectory: Tensor, norm: float | None, num_units: float | None, *, prompt: Tensor
-) -> Tensor:
+def _prompt_mean_token_mean(mask: Tensor, trajectory: Tensor, *, num_units: float | None, prompt: Tensor) -> Tensor:
     """1/(m·P), m the trained tokens of all completions of the prompt, P the prompts."""
     prompts = None if num_units is None else float(len(prompt.unique()))
-    return _sequence_mean_token_mean(mask, prompt, norm, prompts)
+    return _sequence_mean_token_mean(mask, prompt, num_units=prompts)
 
 
 LOSS_AGG_MODES: dict[str, Weighting] = {
@@ -134,8 +135,12 @@ def token_weights(
             raise lookup_error("loss_agg_mode", mode, LOSS_AGG_MODES)
         mode = LOSS_AGG_MODES[mode]
     mask = mask.bool()
-    asked = {} if not _asks_for_prompt(mode) else {"prompt": _there(prompt, trajectory)}
-    return torch.where(mask, mode(mask, trajectory, norm, num_units, **asked).double(), 0.0)
+    arguments = inspect.signature(mode).parameters
+    if "prompt" in arguments:
+        _check_prompt(prompt, trajectory)
+    given = {"norm": norm, "num_units": num_units, "prompt": prompt}
+    asked = {name: value for name, value in given.items() if name in arguments}
+    return torch.where(mask, mode(mask, trajectory, **asked).double(), 0.0)
 
 
 def unit_weights(mask: Tensor, unit: Tensor, *, num_units: float | None = None) -> Tensor:
@@ -162,39 +167,28 @@ def aggregate(loss: Tensor, weights: Tensor) -> Tensor:
     L = Σ w·l over the tokens (units) with w ≠ 0: a loss of NaN at a masked-out token is ignored.
     Args: loss [S]. weights [S], from token_weights. Of units: [U] both, from unit_weights.
     Returns: 0-d, in the loss's dtype; fp32 for half precision.
+    Raises: DataError: loss and weights of different shapes.
 
     >>> aggregate(torch.tensor([1., 3., torch.nan]), torch.tensor([0.5, 0.5, 0.]))
     tensor(2.)
     """
+    check_shapes("[S]", loss=loss, weights=weights)
     loss = to_fp32(loss)
     return (torch.where(weights != 0, loss, 0.0) * weights.to(loss.dtype)).sum()
 
 
-def _asks_for_prompt(mode: Weighting) -> bool:
-    """Whether a weighting has the keyword-only argument prompt."""
-    try:
-        found = inspect.signature(mode).parameters.get("prompt")
-    except (TypeError, ValueError):  # a builtin: it has no keywords to give
-        return False
-    return found is not None and found.kind is inspect.Parameter.KEYWORD_ONLY
-
-
-def _there(prompt: Tensor | None, trajectory: Tensor) -> Tensor:
-    """The prompt of each token. Raises DataError: none was given, or not one for each token."""
+def _check_prompt(prompt: Tensor | None, trajectory: Tensor) -> None:
+    """Raises DataError: there is no prompt, or not one for each token."""
     if prompt is None or prompt.shape != trajectory.shape:
         given = "none was given" if prompt is None else f"it has the shape {list(prompt.shape)}"
         raise DataError(
             f"this loss_agg_mode needs prompt=, the prompt of each token, {list(trajectory.shape)}; {given}"
         )
-    return prompt
 
 
 def _check(mask: Tensor, unit: Tensor, **numbers: float | None) -> None:
     """Raises where shapes differ, or a number is not positive."""
-    if mask.dim() != 1 or mask.shape != unit.shape:
-        raise DataError(
-            f"mask and the unit of each token have shapes {list(mask.shape)} and {list(unit.shape)}; both must be [S]"
-        )
+    check_shapes("[S]", mask=mask, unit=unit)
     for name, value in numbers.items():
         if value is not None and not _positive(value):
             raise ConfigError(f"Invalid '{name}' value {value!r}: it must be a positive number, or None")

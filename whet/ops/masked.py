@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from whet.ops.shapes import check_shapes
+
 __all__ = [
     "fp32_or_wider",
     "masked_column",
@@ -49,10 +51,12 @@ def masked_column(x: Tensor, mask: Tensor) -> Tensor:
 
     Args: x [S]. mask: Bool [S].
     Returns: [S], fp32 or wider.
+    Raises: DataError: x and mask are not both [S].
 
     >>> masked_column(torch.tensor([1., torch.nan]), torch.tensor([True, False]))
     tensor([1., 0.])
     """
+    check_shapes("[S]", x=x, mask=mask)
     return torch.where(mask.bool(), to_fp32(x), 0.0)
 
 
@@ -124,6 +128,7 @@ def segment_sum(x: Tensor, segments: Tensor, num: int) -> Tensor:
     >>> segment_sum(torch.tensor([1., 2., 4.]), torch.tensor([0, 0, 1]), 3)
     tensor([3., 4., 0.])
     """
+    check_shapes("[S]", x=x, segments=segments)
     x = _summable(x)
     return x.new_zeros(num).index_add(0, segments, x)
 
@@ -149,6 +154,7 @@ def segment_mean(x: Tensor, mask: Tensor, segments: Tensor, num: int) -> Tensor:
     >>> segment_mean(torch.tensor([1., 3., 9.]), torch.tensor([True, True, False]), torch.tensor([0, 0, 1]), 2)
     tensor([2., 0.])
     """
+    check_shapes("[S]", x=x, mask=mask, segments=segments)
     kept = torch.where(mask.bool(), _summable(x), 0.0)
     return segment_sum(kept, segments, num) / segment_count(mask, segments, num).clamp(min=1)
 

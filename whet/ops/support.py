@@ -14,6 +14,7 @@ from torch import Tensor
 
 from whet.errors import ConfigError
 from whet.ops.masked import to_fp32
+from whet.ops.shapes import check_shapes
 
 __all__ = ["Support", "allowed_tokens", "draw", "greedy", "support_logits"]
 
@@ -116,6 +117,7 @@ def support_logits(
     >>> support_logits(torch.tensor([[1., 3., 2.]]), Support(top_k=2), position=torch.tensor([0]))
     tensor([[-inf, 3., 2.]])
     """
+    check_shapes("[n]", position=position, keep=keep, rows_of_logits=logits.shape[:1])
     logits = to_fp32(logits)
     if support.penalises:
         if seen is None:
@@ -142,6 +144,7 @@ def draw(logits: Tensor, u: Tensor) -> Tensor:
     >>> draw(torch.tensor([[0., -torch.inf, 0.]] * 3), torch.tensor([0., 0.49, 0.51], dtype=torch.float64))
     tensor([0, 0, 2])
     """
+    check_shapes("[n]", u=u, rows_of_logits=logits.shape[:1])
     top, likeliest = logits.max(1, keepdim=True)
     p = (logits - top).exp()
     cdf = p.cumsum(1, dtype=torch.float64)

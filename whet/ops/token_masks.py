@@ -18,6 +18,7 @@ from whet.errors import ConfigError
 from whet.ops.corrections import sampler_rejection
 from whet.ops.masked import masked_column, segment_mean, to_fp32
 from whet.ops.policy_losses.ratios import rollout_logprobs
+from whet.ops.shapes import check_shapes
 from whet.types import LossInputs
 
 __all__ = [
@@ -138,6 +139,7 @@ def entropy_rank(entropy: Tensor, mask: Tensor) -> Tensor:
     >>> entropy_rank(torch.tensor([3., 1., 2., 9.]), torch.tensor([True, True, True, False]))
     tensor([1.0000, 0.0000, 0.5000, 0.0000], dtype=torch.float64)
     """
+    check_shapes("[S]", entropy=entropy, mask=mask)
     kept = entropy[mask]
     ranks = torch.zeros(len(entropy), dtype=torch.float64, device=entropy.device)
     if len(kept) == 1:

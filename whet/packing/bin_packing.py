@@ -1,10 +1,11 @@
-"""What a pass costs, and how items of work are put into few passes of like cost.
+"""Bin packing: the cost of a forward pass, and packing of sequences into few passes of similar cost.
 
-Both ways of packing cut twice: into as few micro-batches as the token budget allows, then again under the smallest cap
-on cost that needs no more of them (MULTIFIT: Coffman, Garey, Johnson 1978). A cap that is too low changes nothing, so
-the result never has more micro-batches than first fit, and of equally many never a more expensive one.
-All numbers are integers made of lengths: the same batch gives the same cut on any machine.
-Left out on purpose: sliding windows, which see fewer pairs; any look at the clock.
+Packed and padded micro-batches are both made in two rounds. The first uses as few micro-batches as the token budget
+allows. The second repeats this under the smallest cost cap that needs no more of them (MULTIFIT: Coffman, Garey,
+Johnson 1978). A cap that is too low changes nothing. So the result never has more micro-batches than first fit has, and
+its most expensive one never costs more.
+All numbers are integers that depend on lengths alone: a batch is cut in the same way on every machine.
+Left out on purpose: sliding windows, which see fewer pairs; measured times.
 """
 
 from __future__ import annotations
@@ -19,12 +20,22 @@ from transformers import PreTrainedModel
 
 from whet.models.heads import score_layer
 
-__all__ = ["NO_CAP", "PackItem", "PassCost", "Split", "first_fit", "level", "model_cost", "pack", "pad"]
+__all__ = [
+    "NO_CAP",
+    "PackItem",
+    "PassCost",
+    "Split",
+    "balance_bins",
+    "first_fit",
+    "model_cost",
+    "pack_balanced",
+    "pack_padded_rows",
+]
 
-ROUNDS = 12
-"""Halvings of the range in which the smallest cap lies."""
+BISECTION_STEPS = 12
+"""Bisection steps in the search for the smallest cap."""
 NO_CAP = int(np.iinfo(np.int64).max)
-"""Above every count in a batch."""
+"""No limit: larger than every count in a batch."""
 
 T = TypeVar("T")
 
@@ -38,16 +49,17 @@ class PassCost:
     """
 
     token: int = 1
-    """Of all layers' linear maps, for one token."""
+    """Multiply-adds of all layers' linear maps for one token."""
     pair: int = 0
-    """Of all layers' attention, for one query and one key."""
+    """Multiply-adds of all layers' attention for one query and one key."""
     target: int = 0
-    """Of the head, for one target."""
+    """Multiply-adds of the head for one target."""
 
     def of(self, tokens: int, *, above: int = 0, targets: int = 0) -> int:
-        """Cost of a causal segment.
+        """The cost of a causal segment.
 
-        Args: tokens: its own. above: tokens before it that it sees, counted elsewhere. targets: its targets.
+        Args: tokens: of the segment. above: earlier tokens that it attends to and that are counted elsewhere.
+            targets: of the segment.
         """
         pairs = tokens * above + tokens * (tokens + 1) // 2
         return self.token * tokens + self.pair * pairs + self.target * targets
@@ -55,29 +67,29 @@ class PassCost:
 
 @dataclass(frozen=True)
 class PackItem:
-    """Sequences that stay together, with what they take: places of input_ids, and cost as PassCost counts it.
+    """Sequences that stay together, with their places in input_ids and their cost (PassCost).
 
-    In a packed row they are one prefix with its completions, or a tree, or several of these (`parts`). As padded rows
-    `tokens` and `cost` are those of one row, the widest.
+    In a packed row they are one prefix with its completions, or a tree, or several of these (`parts`). In padded rows
+    `tokens` and `cost` are those of the widest row.
     """
 
     sequences: tuple[int, ...]
     tokens: int
     cost: int
     tree: bool = False
-    """They share whatever they begin with alike, not a prefix alone."""
+    """Whether the sequences share every common beginning, not only their prompt."""
     parts: tuple[PackItem, ...] = ()
-    """What lies end to end; () = the item itself."""
+    """Items that lie end to end; () = the item itself."""
 
 
 Split = Callable[[Sequence[PackItem], int, int], list[list[PackItem]]]
-"""Units, tokens and sequences of a bin at most -> bins: first_fit or pack."""
+"""(items, max_tokens, max_sequences) -> bins: first_fit or pack_balanced."""
 
 
 def model_cost(module: PreTrainedModel) -> PassCost:
-    """What a pass of a model costs: its matrices' entries per token, 2 · layers · heads · head size per pair.
+    """The cost of a model's forward pass: its matrices' entries per token, 2 · layers · heads · head size per pair.
 
-    Args: module: a causal language model or critic. Of experts, those that a token meets count.
+    Args: module: a causal language model or critic. Of its experts, only as many count as a token is routed to.
     Returns: the PassCost; pair is 0 where the config names no attention heads.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -108,30 +120,32 @@ def model_cost(module: PreTrainedModel) -> PassCost:
 def first_fit(
     items: Sequence[PackItem], max_tokens: int, max_sequences: int, cap: int = NO_CAP
 ) -> list[list[PackItem]]:
-    """First fit decreasing: each item, largest first, into the first bin with room.
+    """First fit decreasing: puts each item, largest first, into the first bin that has room.
 
     Args:
         items: each within the limits.
-        max_tokens, max_sequences: of a bin.
-        cap: most cost of a bin; with one the most expensive item comes first, and an item over it has a bin of its own.
-    Returns: the bins in the order in which they were begun.
+        max_tokens, max_sequences: limits of a bin.
+        cap: the highest cost of a bin. With a cap the items are sorted by cost, and an item over it has its own bin.
+    Returns: the bins, in the order in which they were opened.
     """
     size = (lambda u: (-u.tokens, u.sequences)) if cap == NO_CAP else _by_cost
-    return _filled(sorted(items, key=size), max_tokens, max_sequences, cap)
+    return _first_fit_in_order(sorted(items, key=size), max_tokens, max_sequences, cap)
 
 
 def _by_cost(item: PackItem) -> tuple[int, tuple[int, ...]]:
-    """Sorts the most expensive item first."""
+    """Sort key: the most expensive item first."""
     return -item.cost, item.sequences
 
 
-def _filled(items: Sequence[PackItem], max_tokens: int, max_sequences: int, cap: int) -> list[list[PackItem]]:
-    """First fit in the order given."""
+def _first_fit_in_order(
+    items: Sequence[PackItem], max_tokens: int, max_sequences: int, cap: int
+) -> list[list[PackItem]]:
+    """First fit, in the order of `items`."""
     needs = np.array([(u.tokens, len(u.sequences), u.cost) for u in items], dtype=np.int64)
     left = np.tile(np.array([[max_tokens], [max_sequences], [cap]], dtype=np.int64), len(items))
     bins: list[list[PackItem]] = []
     for item, need in zip(items, needs):
-        fits = np.logical_and.reduce(left[:, : len(bins) + 1] >= need[:, None])  # the last one is still empty
+        fits = np.logical_and.reduce(left[:, : len(bins) + 1] >= need[:, None])  # the last of them is still empty
         b = int(fits.argmax())
         b = b if fits[b] else len(bins)
         if b == len(bins):
@@ -141,10 +155,11 @@ def _filled(items: Sequence[PackItem], max_tokens: int, max_sequences: int, cap:
     return bins
 
 
-def pack(items: Sequence[PackItem], max_tokens: int, max_sequences: int) -> list[list[PackItem]]:
-    """Bins of items, as few as first fit makes, of like cost; most expensive bin first.
+def pack_balanced(items: Sequence[PackItem], max_tokens: int, max_sequences: int) -> list[list[PackItem]]:
+    """Packs items into as few bins as first fit makes, of similar cost; the most expensive bin comes first.
 
-    >>> bins = pack([PackItem((i,), n, n) for i, n in enumerate((5, 4, 3, 2, 2))], 10, 9)     # first fit: 5+4, 3+2+2
+    >>> items = [PackItem((i,), n, n) for i, n in enumerate((5, 4, 3, 2, 2))]
+    >>> bins = pack_balanced(items, 10, 9)                 # first fit makes 5 + 4, 3 + 2 + 2
     >>> [[u.tokens for u in b] for b in bins]
     [[5, 3], [4, 2, 2]]
     """
@@ -152,14 +167,18 @@ def pack(items: Sequence[PackItem], max_tokens: int, max_sequences: int) -> list
         return []
     cost = lambda b: sum(u.cost for u in b)
     whole, ordered = first_fit(items, max_tokens, max_sequences), sorted(items, key=_by_cost)
-    return level(lambda cap: whole if cap == NO_CAP else _filled(ordered, max_tokens, max_sequences, cap), cost)
+    return balance_bins(
+        lambda cap: whole if cap == NO_CAP else _first_fit_in_order(ordered, max_tokens, max_sequences, cap), cost
+    )
 
 
-def pad(items: Sequence[PackItem], max_tokens: int, max_sequences: int) -> list[list[PackItem]]:
-    """Bins of rows of like length, as few as rows times the longest allow, of like cost; most expensive bin first.
+def pack_padded_rows(items: Sequence[PackItem], max_tokens: int, max_sequences: int) -> list[list[PackItem]]:
+    """Packs padded rows of similar length into few bins of similar cost; the most expensive bin comes first.
 
-    Args: items: each within the limits; a row for each of its sequences. `tokens` and `cost` are those of its widest
-        row, without its neighbours' padding.
+    A bin takes its number of rows times its longest row.
+
+    Args: items: each within the limits, with one row for each of its sequences. `tokens` and `cost` are those of the
+        item's widest row, before it is padded to its neighbours.
     """
     ordered = sorted(items, key=lambda u: (-u.tokens, u.sequences))
     rows = lambda b: sum(len(u.sequences) for u in b)
@@ -174,17 +193,18 @@ def pad(items: Sequence[PackItem], max_tokens: int, max_sequences: int) -> list[
                 bins.append([u])
         return bins
 
-    return level(fit, lambda b: rows(b) * b[0].cost) if items else []
+    return balance_bins(fit, lambda b: rows(b) * b[0].cost) if items else []
 
 
-def level(fit: Callable[[int], list[list[T]]], cost: Callable[[list[T]], int]) -> list[list[T]]:
-    """The cut under the smallest cap that needs no more bins than no cap does; most expensive bin first.
+def balance_bins(fit: Callable[[int], list[list[T]]], cost: Callable[[list[T]], int]) -> list[list[T]]:
+    """Finds the smallest cost cap under which no more bins are needed than without one.
 
     Args: fit: cap -> bins, at least one. cost: of a bin.
+    Returns: the bins under that cap, the most expensive first.
     """
     best = fit(NO_CAP)
     low, high = 0, max(cost(b) for b in best)
-    for _ in range(ROUNDS if len(best) > 1 else 0):
+    for _ in range(BISECTION_STEPS if len(best) > 1 else 0):
         middle = (low + high) // 2
         found = fit(middle)
         highest = max(cost(b) for b in found)

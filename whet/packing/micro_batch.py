@@ -1,4 +1,4 @@
-"""MicroBatch: one forward pass, as packing/planner.py plans it and the model call runs it."""
+"""MicroBatch: the input of one forward pass. packing/planner.py makes it, models/forward.py runs it."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ __all__ = ["MicroBatch"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MicroBatch:
-    """One forward pass: what goes in, and where each target is. Integers only; places count over input_ids flattened.
+    """The input of one forward pass and the place of each target. Integers only; places index the flattened input_ids.
 
     Dim legend: B rows, T tokens of a row, s completion tokens, n sequences, u units.
     Example: prompt [5, 6], completions [7, 2] and [8, 2], packed: input_ids [[5, 6, 7, 8]], hidden_index [1, 2, 1, 3],
     targets [7, 2, 8, 2], token_index [0, 1, 2, 3], sequence [0, 0, 1, 1], position [0, 1, 0, 1], sequences [0, 1],
-    units [0, 1], unit_of [0, 1]. With the state at the end: input_ids [[5, 6, 7, 2, 8, 2]], hidden_index [1, 2, 1, 4],
+    units [0, 1], unit_of [0, 1]. With at_end: input_ids [[5, 6, 7, 2, 8, 2]], hidden_index [1, 2, 1, 4],
     last_index [3, 5].
     """
 
     input_ids: Tensor
     """Long [B T]."""
     layout: SegmentLayout | None
-    """Who sees whom, where the model takes it (then B = 1)."""
+    """Which token attends to which, for a model that takes layouts (B = 1)."""
     attention_mask: Tensor | None
     """Long [B T], 1 = token, for a model with its own attention."""
     hidden_index: Tensor
-    """Long [s]: the place of the hidden state that predicts each target; one that sequences share once for each."""
+    """Long [s]: the place of the hidden state that predicts each target; repeated where sequences share it."""
     targets: Tensor
-    """Long [s]."""
+    """Long [s]: token ids."""
     token_index: Tensor
     """Long [s]: place on the token axis of the TokenBatch."""
     sequence: Tensor
@@ -42,26 +42,26 @@ class MicroBatch:
     position: Tensor
     """Long [s]: completion tokens before the target."""
     sequences: Tensor
-    """Long [n]: which sequences of the TokenBatch these are."""
+    """Long [n]: the indices of these sequences in the TokenBatch."""
     units: Tensor
-    """Long [u]: which units of the TokenBatch these are, in the order in which their first sequences come."""
+    """Long [u]: the indices of these units in the TokenBatch, in order of their first sequences."""
     unit_of: Tensor
     """Long [n]: 0, 1, ... as `units`, the unit of each sequence in this micro-batch."""
     last_index: Tensor | None = None
     """Long [n]: the place of the hidden state at each sequence's last token, where that token is run."""
     batch: TokenBatch
-    """What `token_index`, `sequences` and `units` count in; on the CPU."""
+    """The batch that `token_index`, `sequences` and `units` index; on the CPU."""
     host: MicroBatch | None = None
-    """Of one that was moved to a device: as it was on the CPU."""
+    """The CPU copy of a micro-batch that was moved to a device."""
 
     @property
     def num_tokens(self) -> int:
-        """Places of input_ids, padding included: what the forward pass costs."""
+        """Places of input_ids, padding included."""
         return self.input_ids.numel()
 
     @property
     def on_host(self) -> MicroBatch:
-        """The same on the CPU: reading integers there waits for no device."""
+        """The same on the CPU, where integers are read without waiting for a device."""
         return self.host or self
 
     def to(self, device: torch.device | str) -> MicroBatch:

@@ -1,8 +1,8 @@
-"""Plans: the micro-batches of a batch, planned once for the passes that go over it.
+"""PlanCache: plans the micro-batches of a batch once for all passes over it.
 
-Scoring by the actor, by the reference and the update run the same sequences, most often within the same limits; the
-columns that they add change no plan. So a plan is known by what it is made from: the integers of the batch, and the
-limits. It is kept until another batch comes.
+Scoring by the actor, scoring by the reference and the update run the same sequences, most often within the same limits.
+The columns that these passes add do not change the plan. The cache's key is therefore a digest of the batch's integers
+and the limits. A plan is kept until another batch comes.
 """
 
 from __future__ import annotations
@@ -17,41 +17,43 @@ from whet.packing.micro_batch import MicroBatch
 from whet.packing.planner import plan_micro_batches
 from whet.types import TokenBatch
 
-__all__ = ["Plans"]
+__all__ = ["PlanCache"]
 
 
-class Plans:
-    """The plans of the last batch, one for each set of limits that it was run within. Workers of a cluster share one.
+class PlanCache:
+    """The plans of the last batch, one for each set of limits. All workers of a cluster share one cache.
 
-    >>> from whet.packing.padded import padded_batch
-    >>> batch, _ = padded_batch([[5, 6], [5, 6]], [[7, 2], [8, 2]], 0, [2])
-    >>> plans = Plans()
-    >>> [micro.input_ids.tolist() for micro in plans.of(batch, max_tokens=100)]
+    >>> import numpy as np
+    >>> from whet.types import Example, TrainSequence
+    >>> two = (TrainSequence(prefix=np.array([5, 6]), tokens=np.array([t, 2]), mask=np.ones(2, bool)) for t in (7, 8))
+    >>> batch = TokenBatch.from_examples([Example(sequences=tuple(two))])
+    >>> cache = PlanCache()
+    >>> [micro.input_ids.tolist() for micro in cache.get(batch, max_tokens=100)]
     [[[5, 6, 7, 8]]]
     """
 
     def __init__(self) -> None:
-        self.drop()
+        self.clear()
 
-    def drop(self) -> None:
-        """Forgets all: the next batch is another."""
+    def clear(self) -> None:
+        """Forgets all plans."""
         self._digest = b""
         self._kept: dict[frozenset[tuple[str, Any]], list[MicroBatch]] = {}
 
-    def of(self, batch: TokenBatch, **limits: Any) -> list[MicroBatch]:
-        """What `plan_micro_batches(batch, **limits)` gives, made once for equal sequences under equal limits.
+    def get(self, batch: TokenBatch, **limits: Any) -> list[MicroBatch]:
+        """Returns `plan_micro_batches(batch, **limits)`, planned once for equal sequences and equal limits.
 
-        Args: batch: what to run. limits: as plan_micro_batches has them; all but `device`.
-        Returns: the micro-batches, on the CPU, of this batch and with layouts of their own: what attention makes of a
-            layout (masks, tables) is freed with the pass.
+        Args: batch: the sequences to run. limits: arguments of plan_micro_batches, except `device`.
+        Returns: the micro-batches on the CPU. Each has a new layout, so masks and tables that attention caches in a
+            layout are freed with the pass.
         """
         digest = _digest(batch)
         if digest != self._digest:
-            self.drop()
+            self.clear()
             self._digest = digest
         key = frozenset(limits.items())
         if key not in self._kept:
-            with torch.inference_mode(False):  # they outlive this pass, and the next one may need a gradient
+            with torch.inference_mode(False):  # they outlive this pass, and the next may need gradients
                 self._kept[key] = plan_micro_batches(batch, **limits)
         return [
             dataclasses.replace(micro, batch=batch, layout=micro.layout and micro.layout.to("cpu"))
@@ -60,7 +62,7 @@ class Plans:
 
 
 def _digest(batch: TokenBatch) -> bytes:
-    """Of all that a plan is made from: which tokens follow which prefix, and what stays together."""
+    """Digest of the integers that determine a plan: prefixes, completions and units."""
     digest = hashlib.blake2b(digest_size=16)
     for x in (batch.prefixes, batch.prefix_ends, batch.prefix_of, batch.tokens, batch.ends, batch.unit_of):
         digest.update(f"{x.dtype} {len(x)} ".encode())

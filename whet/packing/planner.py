@@ -1,11 +1,12 @@
-"""From a TokenBatch to micro-batches that a model can run: shared prefixes, packed rows, or padded ones.
+"""Cuts a TokenBatch into micro-batches that a model can run: packed rows with shared prefixes, or padded rows.
 
 Dim legend: B rows, T tokens of a row, s completion tokens of a micro-batch, n its sequences.
-A sequence stays whole, and so does a unit (`TokenBatch.unit_of`). A group's sequences share one copy of their prefix,
-and where it pays all that sequences begin with alike is run once (see tree.py); what is over the token budget is split,
-and each part repeats what it needs. A completion's last token predicts nothing, so it is run only where the state at
-the end is asked for. Micro-batches are few, then of like cost (see balance.py), the largest first. The plan depends on
-the batch alone, never on the clock.
+- A sequence is never split, and neither is a unit (`TokenBatch.unit_of`).
+- The sequences of a group share one copy of their prefix. Where it saves enough, every common beginning of sequences is
+  run once (prefix_tree.py). What exceeds the token budget is split, and each part repeats the prefix that it needs.
+- The last token of a completion predicts nothing. It is run only where its hidden state is asked for.
+- There are as few micro-batches as fit, then they are made similar in cost (bin_packing.py); the largest comes first.
+- The plan depends on the batch alone, not on measured times.
 Left out on purpose: columns such as advantages; `MicroBatch.token_index` says where a token's columns are.
 """
 
@@ -23,22 +24,22 @@ from torch import Tensor
 
 from whet.errors import ConfigError, DataError
 from whet.models.attention import SegmentLayout
-from whet.packing.bin_packing import NO_CAP, PackItem, PassCost, Split, first_fit, pack, pad
+from whet.packing.bin_packing import NO_CAP, PackItem, PassCost, Split, first_fit, pack_balanced, pack_padded_rows
 from whet.packing.micro_batch import MicroBatch
 from whet.packing.prefix_tree import PrefixTree, build_tree, prefix_trees
 from whet.types import TokenBatch
 
 __all__ = ["MicroBatch", "plan_micro_batches"]
 
-TOKENS = PassCost()
-"""Every token costs the same."""
-REPEATS = 0.01
-"""Share of the work by which repeated prefixes may exceed that of a larger token budget."""
+TOKEN_COST = PassCost()
+"""A cost that counts tokens alone."""
+MAX_REPEATED_SHARE = 0.01
+"""How much more work repeated prefixes may cause before a larger token budget is taken, as a share."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Work:
-    """A batch, and how it is to be run."""
+    """A batch with the limits of its micro-batches."""
 
     batch: TokenBatch
     max_tokens: int
@@ -49,12 +50,12 @@ class _Work:
     prefix_lengths: np.ndarray
     """[N]."""
     starts: np.ndarray
-    """[N]: where each completion begins on the token axis."""
+    """[N]: start of each completion on the token axis."""
     lengths: np.ndarray
-    """[N]: completion tokens that are run, all but the last or all."""
+    """[N]: completion tokens that are run: all, or all but the last."""
 
     def run(self, i: int) -> tuple[np.ndarray, np.ndarray]:
-        """What sequence i puts into the model: its prefix, and its completion."""
+        """The ids of sequence i that are run: its prefix, and its completion."""
         start = int(self.starts[i])
         return self.batch.prefix(i).numpy(), self.batch.tokens.numpy()[start : start + int(self.lengths[i])]
 
@@ -67,7 +68,7 @@ def plan_micro_batches(
     packable: bool = True,
     shared_prefix: bool = True,
     at_end: bool = False,
-    cost: PassCost = TOKENS,
+    cost: PassCost = TOKEN_COST,
     device: torch.device | str = "cpu",
     attention: str = "auto",
     saturating_tokens: int | None = None,
@@ -76,25 +77,24 @@ def plan_micro_batches(
     """Cuts a batch into micro-batches within a token budget; every completion token is a target of exactly one.
 
     Args:
-        batch: what to run.
-        max_tokens: places of input_ids in a micro-batch.
-        max_sequences: most sequences of a micro-batch; None = no limit.
-        packable: the model takes layouts; False = right-padded rows of like length.
-        shared_prefix: common beginnings are run once; False = once per sequence.
-        at_end: completions are run to their last token, whose hidden state is at `MicroBatch.last_index`.
-        cost: by which micro-batches are made alike.
-        device, attention: of the tensors; what serves the layouts there, one of models.attention.KERNELS.
-        saturating_tokens: from which on a larger micro-batch is no faster; None = unknown, so they are as few as fit.
-        multiple: of the layouts' buckets, see SegmentLayout.
-    Returns: the micro-batches, the one of most tokens first: what one takes fits where those before it lay.
+        batch: the sequences to run.
+        max_tokens: the token budget: the most places of input_ids in a micro-batch.
+        max_sequences: the most sequences of a micro-batch; None = no limit.
+        packable: whether the model takes layouts; False makes right-padded rows of similar length.
+        shared_prefix: whether common beginnings are run once; False runs them once per sequence.
+        at_end: run completions to their last token; its hidden state is at `MicroBatch.last_index`.
+        cost: the cost by which micro-batches are balanced.
+        device: of the tensors.
+        attention: the kernel of the layouts, one of models.attention.KERNELS.
+        saturating_tokens: the size above which a larger micro-batch is no faster; None = unknown, as few as fit.
+        multiple: the size of a layout's buckets is a multiple of it (SegmentLayout).
+    Returns: the micro-batches, the one with most tokens first, so that the memory of one fits those after it.
     Raises: ConfigError: a budget below 1. DataError: a sequence or unit over max_tokens, a unit over max_sequences, or
         an empty prefix: nothing predicts a first token.
 
-    >>> from whet.types import TrainExample
-    >>> two = torch.ones(2, 2, dtype=torch.bool)
-    >>> batch = TokenBatch.from_padded(TrainExample(
-    ...     prompt_ids=torch.tensor([[5, 6], [5, 6]]), prompt_mask=two,
-    ...     completion_ids=torch.tensor([[7, 2], [8, 2]]), completion_mask=two, advantages=torch.ones(2)))
+    >>> from whet.types import Example, TrainSequence
+    >>> two = (TrainSequence(prefix=np.array([5, 6]), tokens=np.array([t, 2]), mask=np.ones(2, bool)) for t in (7, 8))
+    >>> batch = TokenBatch.from_examples([Example(sequences=tuple(two))])
     >>> [micro.input_ids.tolist() for micro in plan_micro_batches(batch, max_tokens=100)]
     [[[5, 6, 7, 8]]]
     >>> [micro.input_ids.tolist() for micro in plan_micro_batches(batch, max_tokens=3)]  # each part has the prefix
@@ -117,7 +117,9 @@ def plan_micro_batches(
         cut = _unit_bins if batch.num_units < batch.num_sequences else _sequence_bins
         micros = [_packed(work, items, multiple, attention) for items in cut(work, saturating_tokens)]
     else:
-        micros = [_padded(work, items) for items in pad(_rows(work), work.max_tokens, work.max_sequences)]
+        micros = [
+            _padded(work, items) for items in pack_padded_rows(_padded_rows(work), work.max_tokens, work.max_sequences)
+        ]
     return [micro.to(device) for micro in sorted(micros, key=lambda micro: -micro.num_tokens)]
 
 
@@ -125,8 +127,8 @@ def plan_micro_batches(
 
 
 def _sequence_bins(work: _Work, saturating_tokens: int | None) -> list[list[PackItem]]:
-    """Groups, or parts of them, as micro-batches: few, then of like cost. Every sequence may go anywhere."""
-    ids, trees = _groups(work, range(len(work.lengths)))
+    """Packs groups, or parts of them, into few micro-batches of similar cost, where every unit is one sequence."""
+    ids, trees = _shared_prefix_groups(work, range(len(work.lengths)))
     groups = [_group(work, group) for group in ids]
 
     @functools.cache
@@ -137,23 +139,28 @@ def _sequence_bins(work: _Work, saturating_tokens: int | None) -> list[list[Pack
     unsplit = max([*(group.tokens for group in groups), *(int(tree.lengths.sum()) for tree in trees)], default=1)
     longest = int((work.prefix_lengths + work.lengths).max(initial=1))
     budgets = _budgets(longest, unsplit, saturating_tokens, work.max_tokens)
-    budget = _least(budgets, lambda n: sum(item.cost for item in items(first_fit, n)))
-    ways = [items(first_fit, budget), items(pack, budget)]  # full parts leave a small one for a gap; like parts none
-    plans = [pack(found, budget, work.max_sequences) for found in ways[: 1 if ways[0] == ways[1] else 2]]
+    budget = _smallest_budget(budgets, lambda n: sum(item.cost for item in items(first_fit, n)))
+    ways = [
+        items(first_fit, budget),
+        items(pack_balanced, budget),
+    ]  # full parts leave a small one for a gap; like parts none
+    plans = [pack_balanced(found, budget, work.max_sequences) for found in ways[: 1 if ways[0] == ways[1] else 2]]
     return min(plans, key=lambda bins: (len(bins), max((sum(u.cost for u in b) for b in bins), default=0)))
 
 
 def _unit_bins(work: _Work, saturating_tokens: int | None) -> list[list[PackItem]]:
-    """Whole units as micro-batches. Units that share a beginning are one item where that fits, else halves of them."""
-    groups, trees = _groups(work, range(len(work.lengths)))
-    families = _families([*groups, *(tree.sequences.tolist() for tree in trees)], work.batch.unit_of.tolist())
+    """Packs whole units into micro-batches. Units that share a prefix are one item where that fits, else halves."""
+    groups, trees = _shared_prefix_groups(work, range(len(work.lengths)))
+    families = _units_with_shared_prefixes(
+        [*groups, *(tree.sequences.tolist() for tree in trees)], work.batch.unit_of.tolist()
+    )
     units = [unit for family in families for unit in family]
     ends = np.cumsum([len(family) for family in families]).tolist()
     spans = list(zip([0, *ends], ends))
 
     @functools.cache
     def laid(a: int, b: int) -> PackItem:
-        return _laid(work, sorted(i for unit in units[a:b] for i in unit))
+        return _as_one_item(work, sorted(i for unit in units[a:b] for i in unit))
 
     def items(token_budget: int) -> list[PackItem]:
         found, open_ = [], list(reversed(spans))
@@ -171,14 +178,17 @@ def _unit_bins(work: _Work, saturating_tokens: int | None) -> list[list[PackItem
         _check_unit(work, item, item.tokens)
     unsplit, longest = max(laid(*span).tokens for span in spans), max(item.tokens for item in singles)
     budgets = _budgets(longest, unsplit, saturating_tokens, work.max_tokens)
-    budget = _least(budgets, lambda n: sum(item.cost for item in items(n)))
-    return pack(items(budget), budget, work.max_sequences)
+    budget = _smallest_budget(budgets, lambda n: sum(item.cost for item in items(n)))
+    return pack_balanced(items(budget), budget, work.max_sequences)
 
 
-def _families(blocks: Sequence[Sequence[int]], unit_of: Sequence[int]) -> list[list[list[int]]]:
-    """The units, those together that share a block (sequences that begin alike), directly or by way of others.
+def _units_with_shared_prefixes(blocks: Sequence[Sequence[int]], unit_of: Sequence[int]) -> list[list[list[int]]]:
+    """Collects the units that are connected by shared prefixes, directly or through other units.
 
-    >>> _families([[0, 1], [2], [3]], [0, 1, 1, 2])         # 0 and 1 begin alike, 1 and 2 are a pair
+    Args: blocks: sequences that share a prefix, by block. unit_of: the unit of each sequence.
+    Returns: families of units, each unit a list of its sequences.
+
+    >>> _units_with_shared_prefixes([[0, 1], [2], [3]], [0, 1, 1, 2])  # 0 and 1 share a prefix, 1 and 2 a unit
     [[[0], [1, 2]], [[3]]]
     """
     block_of = {i: b for b, ids in enumerate(blocks) for i in ids}
@@ -199,17 +209,17 @@ def _families(blocks: Sequence[Sequence[int]], unit_of: Sequence[int]) -> list[l
     return list(found.values())
 
 
-def _laid(work: _Work, ids: Sequence[int]) -> PackItem:
-    """Sequences as one item, whatever it takes: each group and each tree whole, end to end."""
-    groups, trees = _groups(work, ids)
+def _as_one_item(work: _Work, ids: Sequence[int]) -> PackItem:
+    """Makes one item of sequences, without a limit: each group and each tree whole, end to end."""
+    groups, trees = _shared_prefix_groups(work, ids)
     parts = [item for tree in trees for item in tree.items(first_fit, NO_CAP, NO_CAP, work.cost)]
     parts += [item for group in groups for item in _group(work, group).items(first_fit, NO_CAP, NO_CAP)]
     members = tuple(i for item in parts for i in item.sequences)
     return PackItem(members, sum(u.tokens for u in parts), sum(u.cost for u in parts), parts=tuple(parts))
 
 
-def _rows(work: _Work) -> list[PackItem]:
-    """The units as padded rows."""
+def _padded_rows(work: _Work) -> list[PackItem]:
+    """Makes an item of padded rows of each unit."""
     units: dict[int, list[int]] = {}
     for i, u in enumerate(work.batch.unit_of.tolist()):
         units.setdefault(u, []).append(i)
@@ -223,14 +233,14 @@ def _rows(work: _Work) -> list[PackItem]:
 
 
 def _budgets(longest: int, unsplit: int, saturating_tokens: int | None, max_tokens: int) -> list[int]:
-    """Candidate token budgets: max_tokens, and from `saturating_tokens` on those below it by eighths.
+    """Candidate token budgets, from `saturating_tokens` to `max_tokens` in steps of an eighth of the former.
 
     Args:
-        longest: tokens of the longest sequence or unit; none below it.
-        unsplit: from which on no group and no tree is split for its tokens; none beyond the first that reaches it, so
-            that a limit which the batch is far from costs nothing.
+        longest: tokens of the longest sequence or unit; no candidate is smaller.
+        unsplit: tokens at which no group and no tree is split. Candidates end at the first that reaches it, so a
+            large max_tokens costs no time.
         saturating_tokens: as in plan_micro_batches.
-        max_tokens: the largest.
+        max_tokens: the largest candidate.
     """
     if saturating_tokens is None or saturating_tokens >= max_tokens:
         return [max_tokens]
@@ -239,28 +249,28 @@ def _budgets(longest: int, unsplit: int, saturating_tokens: int | None, max_toke
     return [n for n in range(saturating_tokens, end, step) if n >= longest] + [max_tokens] * (end == max_tokens)
 
 
-def _least(budgets: Sequence[int], cost: Callable[[int], int]) -> int:
-    """The smallest token budget at which the prefixes that split groups repeat are not worth a larger one."""
+def _smallest_budget(budgets: Sequence[int], cost: Callable[[int], int]) -> int:
+    """The smallest token budget whose cost is at most MAX_REPEATED_SHARE above that of the cheapest budget."""
     if len(budgets) == 1:
         return budgets[0]
     costs = [cost(budget) for budget in budgets]
-    return next(budget for budget, c in zip(budgets, costs) if c <= min(costs) * (1 + REPEATS))
+    return next(budget for budget, c in zip(budgets, costs) if c <= min(costs) * (1 + MAX_REPEATED_SHARE))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Group:
-    """Sequences of one prefix; what no budget changes."""
+    """Sequences of one prefix, before they are split to a budget."""
 
     prefix: int
     """Tokens."""
     prefix_cost: int
     own: list[PackItem]
-    """What each sequence adds to the prefix."""
+    """The tokens and cost that each sequence adds to the prefix."""
     tokens: int
-    """Of all, the prefix once."""
+    """Tokens of all sequences, with the prefix counted once."""
 
     def items(self, split: Split, token_budget: int, max_sequences: int) -> list[PackItem]:
-        """The sequences as one item, or as several that each repeat the prefix."""
+        """Makes one item of the sequences, or several that each repeat the prefix."""
         whole = self.tokens <= token_budget and len(self.own) <= max_sequences  # then any split makes one part
         items = []
         for part in [self.own] if whole else split(self.own, token_budget - self.prefix, max_sequences):
@@ -271,7 +281,7 @@ class _Group:
 
 
 def _group(work: _Work, ids: Sequence[int]) -> _Group:
-    """The sequences `ids`, which have one prefix."""
+    """Makes a group of the sequences `ids`, which share a prefix."""
     cost, prefix = work.cost, int(work.prefix_lengths[ids[0]])
     lengths = work.lengths[ids].tolist()
     own = [PackItem((i,), n, cost.of(n, above=prefix, targets=n + 1)) for i, n in zip(ids, lengths)]
@@ -279,14 +289,14 @@ def _group(work: _Work, ids: Sequence[int]) -> _Group:
 
 
 def _check_limits(**limits: int | None) -> None:
-    """Raises ConfigError where a limit is below 1; there is no upper limit."""
+    """Raises ConfigError where a limit is below 1."""
     for name, value in limits.items():
         if value is not None and value < 1:
             raise ConfigError(f"{name} {value} must be at least 1")
 
 
 def _check_lengths(work: _Work, max_tokens: int) -> None:
-    """Raises DataError where a prefix is empty or, naming the longest, a sequence is over the budget."""
+    """Raises DataError where a prefix is empty or a sequence is over the budget; it names the longest."""
     if not work.prefix_lengths.all():
         raise DataError(
             f"sequence {int(np.argmin(work.prefix_lengths))} has an empty prefix; a prompt needs at least one token"
@@ -316,8 +326,8 @@ def _check_unit(work: _Work, item: PackItem, tokens: int) -> None:
     )
 
 
-def _groups(work: _Work, ids: Sequence[int]) -> tuple[list[list[int]], list[PrefixTree]]:
-    """Of these sequences, those of one prefix together, except those that are run as trees; or each on its own."""
+def _shared_prefix_groups(work: _Work, ids: Sequence[int]) -> tuple[list[list[int]], list[PrefixTree]]:
+    """Splits sequences into groups of one prefix and trees; without shared prefixes each is a group of its own."""
     if not work.shared_prefix:
         return [[i] for i in ids], []
     at = np.asarray(ids, dtype=np.int64)
@@ -336,7 +346,7 @@ def _groups(work: _Work, ids: Sequence[int]) -> tuple[list[list[int]], list[Pref
 
 
 class _Part(NamedTuple):
-    """An item by itself: token ids, its segments, and of each sequence what `_micro` calls its states."""
+    """One item of a row: token ids, segments, and the places of each sequence's states (see `_make_micro_batch`)."""
 
     ids: np.ndarray
     lengths: list[int]
@@ -345,7 +355,7 @@ class _Part(NamedTuple):
 
 
 def _packed(work: _Work, items: Sequence[PackItem], multiple: int, attention: str) -> MicroBatch:
-    """One row: the items end to end."""
+    """Makes a micro-batch of one row: the items end to end."""
     items = [part for whole in items for part in whole.parts or (whole,)]
     lengths: list[int] = []
     parents: list[int] = []
@@ -360,18 +370,18 @@ def _packed(work: _Work, items: Sequence[PackItem], multiple: int, attention: st
         place += len(part.ids)
     layout = SegmentLayout(lengths, parents, attention=attention, multiple=multiple)
     sequences = [i for item in items for i in item.sequences]
-    return _micro(work, np.concatenate(ids)[None], sequences, states, layout=layout)
+    return _make_micro_batch(work, np.concatenate(ids)[None], sequences, states, layout=layout)
 
 
 def _tree_part(runs: Sequence[tuple[np.ndarray, np.ndarray]]) -> _Part:
-    """Sequences as a tree."""
+    """Lays sequences out as a tree."""
     tree = build_tree([np.concatenate(run) for run in runs])
     states = [places[len(prefix) - 1 :] for places, (prefix, _) in zip(tree.places, runs)]
     return _Part(tree.ids, tree.lengths, tree.parents, states)
 
 
 def _group_part(runs: Sequence[tuple[np.ndarray, np.ndarray]]) -> _Part:
-    """A prefix followed by the completions that it has; a lone sequence is a single segment."""
+    """Lays out a prefix followed by its completions; a single sequence is one segment."""
     prefix, completions = runs[0][0], [c for _, c in runs]
     ids = np.concatenate([prefix, *completions])
     states, place = [], len(prefix)
@@ -385,7 +395,7 @@ def _group_part(runs: Sequence[tuple[np.ndarray, np.ndarray]]) -> _Part:
 
 
 def _padded(work: _Work, items: Sequence[PackItem]) -> MicroBatch:
-    """Right-padded rows of prompt and completion."""
+    """Makes a micro-batch of right-padded rows of prompt and completion."""
     sequences = [i for item in items for i in item.sequences]
     runs = [work.run(i) for i in sequences]
     width = max(len(p) + len(c) for p, c in runs)
@@ -395,10 +405,10 @@ def _padded(work: _Work, items: Sequence[PackItem]) -> MicroBatch:
         ids[b, : len(p) + len(c)] = np.concatenate([p, c])
         mask[b, : len(p) + len(c)] = 1
         states.append(np.arange(len(p) - 1, len(p) + len(c)) + b * width)
-    return _micro(work, ids, sequences, states, mask=torch.from_numpy(mask))
+    return _make_micro_batch(work, ids, sequences, states, mask=torch.from_numpy(mask))
 
 
-def _micro(
+def _make_micro_batch(
     work: _Work,
     ids: np.ndarray,
     sequences: Sequence[int],
@@ -407,9 +417,10 @@ def _micro(
     layout: SegmentLayout | None = None,
     mask: Tensor | None = None,
 ) -> MicroBatch:
-    """The targets of these sequences, from the places of the states that they are read from.
+    """Makes a MicroBatch of sequences that have their places in it.
 
-    Args: states: of each sequence, that of the prefix's last token and those of the completion's tokens that are run.
+    Args: states: for each sequence the places of its hidden states: of the prefix's last token, then of the completion
+        tokens that are run. Each predicts the token after it.
     """
     batch, at = work.batch, np.asarray(sequences)
     lengths = batch.lengths.numpy()[at]

@@ -1,12 +1,12 @@
-"""Sequences that begin alike: which of them are run as one tree, how it is cut to a budget, and how it lies in a row.
+"""Prefix trees: which sequences with common prefixes run as one tree, and how it is split and laid out in a row.
 
-A run is what a sequence puts into the model: its prefix, and its completion except the last token. Among sorted runs
-none shares more with a run than its neighbours do, so run i adds lengths[i] - shared[i] tokens to a tree, where
-shared[i] counts the tokens that it begins with as the run before it does. Turns of a conversation, forks of a turn,
-prompts under one system prompt and completions that begin alike are all the same case.
+A run is the part of a sequence that the model sees: its prefix, and its completion without the last token. Among sorted
+runs a run shares most with its neighbours. So run i adds lengths[i] - shared[i] tokens to a tree, where shared[i] is
+the number of tokens that it has in common with the run before it. Turns of a conversation, forks of a turn, prompts
+under one system prompt and completions with a common beginning are all the same case.
 Dim legend: n runs, T tokens of a row.
 
-Left out on purpose: stretches that are equal but don't begin their sequences, since their tokens see other tokens.
+Left out on purpose: equal spans that do not begin their sequences, since their tokens attend to different tokens.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from whet.packing.bin_packing import PackItem, PassCost, Split
 __all__ = ["PrefixTree", "TreeRow", "build_tree", "prefix_trees"]
 
 MIN_SHARED = 32
-"""Tokens that prefixes must have in common to be joined, and that a tree must save."""
+"""Tokens that prefixes must share to be joined, and that a tree must save."""
 MIN_SAVED_SHARE = 0.05
-"""Share of its tokens that a tree must save, in addition to what a shared prefix does."""
+"""Share of its tokens that a tree must save, beyond those that a shared prefix saves."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TreeRow:
-    """Runs in one row, each distinct beginning once."""
+    """Runs in one row, with each common prefix stored once."""
 
     ids: np.ndarray
     """Integer [T]."""
     lengths: list[int]
-    """Of the segments, in row order."""
+    """Lengths of the segments, in row order."""
     parents: list[int]
-    """-1 = root, else an earlier segment."""
+    """The parent of each segment: -1 = root, else the index of an earlier segment."""
     places: list[np.ndarray]
-    """int64 [length of the run] for each run: where its tokens lie."""
+    """For each run, int64 [length of the run]: the places of its tokens."""
 
 
 def build_tree(runs: Sequence[np.ndarray]) -> TreeRow:
-    """Lays runs into a row; a new segment begins only where they part.
+    """Lays runs out in a row; a new segment begins only where runs diverge.
 
     Args: runs: token ids, at least one run, none of them empty.
     Returns: the TreeRow; its places are in the order of `runs`.
@@ -76,7 +76,7 @@ def build_tree(runs: Sequence[np.ndarray]) -> TreeRow:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PrefixTree:
-    """Sequences that are run as one tree, or as several where that is over a budget.
+    """Sequences that are run as one tree, or as several where one would exceed the budget.
 
     Example: the runs [5, 6, 7, 8], [5, 6, 7, 9, 9] and [5, 6, 4] are, as a tree,
 
@@ -84,11 +84,11 @@ class PrefixTree:
             +-- 7 +-- 8           shared: 0, 2, 3, 0, each with the one before it
                   +-- 9 9
 
-    Leaves are met in sorted order. 4 hangs at depth 2, where it parts from the next run; 8 and 9 9 hang at depth 3.
-    After 9 9 nothing more can come below depth 3, so 8 and 9 9 are split to the budget less the 3 tokens above
-    them, and each part gets its 7. The same at depth 2 and, with its 5 6, at depth 0. All together take 7 tokens.
-    Under a budget of 6 the part (7 8 | 9 9) takes 4 besides the 5 6 and fills it, so [5 6 4] becomes an item of its
-    own, with a 5 6 of its own:
+    Leaves are visited in sorted order. 4 is a leaf at depth 2, where it diverges from the next run; 8 and 9 9 are
+    leaves at depth 3. After 9 9 nothing more can come below depth 3, so 8 and 9 9 are split to the budget minus the 3
+    tokens above them, and each part gets its own 7. The same is done at depth 2 and, with 5 6, at depth 0. All take 7
+    tokens. Under a budget of 6 the part (7 8 | 9 9) takes 4 tokens in addition to 5 6 and fills the budget. So [5 6 4]
+    becomes an item of its own, with its own copy of 5 6:
 
     >>> from whet.packing.bin_packing import first_fit
     >>> tree = PrefixTree(sequences=np.array([2, 0, 1]), lengths=np.array([3, 4, 5]), shared=np.array([0, 2, 3, 0]),
@@ -101,26 +101,26 @@ class PrefixTree:
     """
 
     sequences: np.ndarray
-    """[n]: which, in the sorted order of their runs."""
+    """[n]: indices of the sequences, in the sorted order of their runs."""
     lengths: np.ndarray
-    """[n]: of their runs."""
+    """[n]: lengths of their runs."""
     shared: np.ndarray
-    """[n + 1]: tokens that each run has in common with the one before; 0 at both ends."""
+    """[n + 1]: tokens that each run shares with the run before it; 0 at both ends."""
     targets: np.ndarray
     """[n]."""
 
     def items(self, split: Split, token_budget: int, max_sequences: int, cost: PassCost) -> list[PackItem]:
-        """One item where the tree fits; else parts, each with the beginnings that its sequences need.
+        """Makes one item where the tree fits; else several, each with the prefixes that its sequences need.
 
-        From the leaves up, what meets at a fork is put together as far as it fits below the tokens above.
+        From the leaves upwards, the items that meet at a fork are joined as far as they fit beneath the tokens above.
 
         Args:
-            split: one of balance.first_fit, balance.pack.
+            split: bin_packing.first_fit or bin_packing.pack_balanced.
             token_budget: tokens of an item at most.
             max_sequences: sequences of an item at most.
             cost: as in PassCost.
         """
-        forks: list[tuple[int, list[PackItem]]] = [(0, [])]  # open ones: tokens down to it, and what lies below
+        forks: list[tuple[int, list[PackItem]]] = [(0, [])]  # open forks: depth in tokens, and the items below
         edges = zip(self.shared[:-1].tolist(), self.shared[1:].tolist())
         leaves = zip(self.sequences.tolist(), self.lengths.tolist(), self.targets.tolist())
         for (i, n, targets), (left, right) in zip(leaves, edges):
@@ -142,13 +142,14 @@ class PrefixTree:
 
 
 def prefix_trees(runs: Sequence[np.ndarray], prefix_of: np.ndarray, prefix_lengths: np.ndarray) -> list[PrefixTree]:
-    """The sequences for which a tree pays; for the others a prefix shared by its group is all there is to share.
+    """Finds the sequences that are worth running as a tree; the others share their group's prefix at most.
 
-    Sequences of different prefixes are joined where they begin with the same MIN_SHARED tokens or more. A tree pays
-    where it saves MIN_SHARED tokens, and MIN_SAVED_SHARE of those that are run when each group has its prefix once. Of
-    trees in one another the largest that pays is taken.
-    Args: runs: of the n sequences. prefix_of: [n], which prefix each has. prefix_lengths: [n], its tokens.
-    Returns: trees, no sequence in two of them.
+    Sequences of different prefixes are joined where they begin with the same MIN_SHARED tokens or more. A tree is worth
+    it where it saves at least MIN_SHARED tokens, and at least MIN_SAVED_SHARE of the tokens that run when each group
+    has its prefix once. Of nested trees the largest that is worth it is taken.
+
+    Args: runs: of the n sequences. prefix_of: [n], the prefix of each. prefix_lengths: [n], its tokens.
+    Returns: trees; no sequence is in two of them.
     """
     order, shared = _sorted(runs)
     n, never = len(order), np.iinfo(np.int64).max
@@ -156,7 +157,7 @@ def prefix_trees(runs: Sequence[np.ndarray], prefix_of: np.ndarray, prefix_lengt
     own, prefixes = lengths - prefix_lengths[order], prefix_of[order]
     first = np.unique(prefixes, return_index=True)[1]
     last = n - 1 - np.unique(prefixes[::-1], return_index=True)[1]
-    separate = own.copy()  # what each adds where its group has the prefix once
+    separate = own.copy()  # tokens that each adds where its group has the prefix once
     separate[first] += prefix_lengths[order][first]
     inside = np.bincount(first + 1, minlength=n + 2) - np.bincount(last + 1, minlength=n + 2)
     forks = np.where(inside.cumsum()[: n + 1] > 0, never, shared)  # a group stays in one tree
@@ -177,7 +178,7 @@ def prefix_trees(runs: Sequence[np.ndarray], prefix_of: np.ndarray, prefix_lengt
 
 
 def _sorted(runs: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """[n]: the runs in lexicographic order; [n + 1]: tokens that neighbours have in common, 0 at both ends."""
+    """[n]: the runs in lexicographic order; [n + 1]: tokens that neighbours share, 0 at both ends."""
     keys = [run.astype(">u4").tobytes() for run in runs]  # bytes compare as their ids do, the shorter one first
     order = sorted(range(len(runs)), key=keys.__getitem__)
     shared = np.zeros(len(runs) + 1, dtype=np.int64)

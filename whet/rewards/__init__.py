@@ -4,6 +4,7 @@ from whet.rewards.function_info import per_completion
 from whet.rewards.length import overlong, within_length
 from whet.rewards.maths import math_match
 from whet.rewards.numbers import number_match
+from whet.rewards.reasoning_gym import reasoning_gym, reasoning_gym_number
 from whet.rewards.text import boxed, exact_match, format_match, fuzzy_match, last_number, text_of
 
 __all__ = [
@@ -16,6 +17,8 @@ __all__ = [
     "number_match",
     "overlong",
     "per_completion",
+    "reasoning_gym",
+    "reasoning_gym_number",
     "text_of",
     "within_length",
 ]

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from whet.data.prompts import GIVEN
-from whet.errors import ConfigError, RewardError, nearest
-from whet.rewards.checked_values import Judged, OnError, checked_rewards, judged, raised, said, settled
+from whet.data.prompts import RESERVED_COLUMNS
+from whet.errors import ConfigError, RewardError, format_exception, nearest
+from whet.rewards.checked_values import Judged, OnError, checked_rewards, judged, raised, settled
 from whet.rewards.deadline import call_in_time, late, like_here
 from whet.rewards.function_info import is_per_completion
 from whet.rewards.model import RewardModel
@@ -48,7 +48,7 @@ _GOES_ON = "continues in a thread that can't be ended"
 LOOP_GRACE_S = 0.5
 """How long after the deadline an event loop may take to report which functions were late."""
 EACH = ("prompts", "completions", "prompt_ids", "completion_ids", "trajectory_ids")
-"""What functions are offered of each trajectory besides the columns of the data; `GIVEN` is all besides those."""
+"""What functions are offered of each trajectory besides the columns of the data; RESERVED_COLUMNS has more."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -155,7 +155,9 @@ def keywords(
         if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
             raise ConfigError(f"{kind} {name} takes {parameter.name!r} as a positional-only argument; remove the '/'")
         if not known and parameter.default is parameter.empty:
-            always = [word for word in offered if word in GIVEN] + [word for word in extras if word not in GIVEN]
+            always = [word for word in offered if word in RESERVED_COLUMNS] + [
+                word for word in extras if word not in RESERVED_COLUMNS
+            ]
             columns = [word for word in offered if word not in always]
             alike = [word for word in always if word.startswith(parameter.name) or parameter.name.startswith(word)]
             near = nearest(parameter.name, dict.fromkeys([*columns, *by_name, *alike]))
@@ -355,7 +357,7 @@ class _Loop:
         lost = name not in self.box or (isinstance(value, RewardError) and _cancelled(value.__cause__))
         if self.ended is None or not lost:
             return value if name in self.box else late(f"reward function {name}", self.timeout_s, _GOES_ON)
-        text = f"the event loop of {', '.join(self.calls)} was ended by {type(self.ended).__name__}: {said(self.ended)}"
+        text = f"the event loop of {', '.join(self.calls)} was ended by {format_exception(self.ended)}"
         failed = RewardError(
             f"reward function {name} returned nothing: {text}; let no task of an async function raise SystemExit or "
             "KeyboardInterrupt, nor stop its loop"
@@ -367,7 +369,7 @@ class _Loop:
 def _note_lost(loop: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:
     """Logs what went wrong in a task that was not awaited: no reward depends on it."""
     error = context.get("exception")
-    what = "" if error is None else f": {type(error).__name__}: {said(error)}"
+    what = "" if error is None else f": {format_exception(error)}"
     LOG.warning("async reward functions: %s%s", context["message"], what)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import reprlib
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
@@ -19,9 +18,9 @@ from typing import Any, Literal, TypeGuard
 
 import numpy as np
 
-from whet.errors import RewardError, RewardValueError
+from whet.errors import RewardError, RewardValueError, format_exception, format_value
 
-__all__ = ["Judged", "OnError", "checked_rewards", "judged", "raised", "said", "settled", "shown"]
+__all__ = ["Judged", "OnError", "checked_rewards", "judged", "raised", "settled"]
 
 LOG = logging.getLogger(__name__)
 MAX_REWARD = 1e15
@@ -136,8 +135,9 @@ def judged(value: Any, ids: Sequence[str], *, name: str, nan_is_none: bool = Fal
         row, _, generation = ids[i].rpartition("_")
         if problem is None:
             problem = (
-                f"reward function {name} returned {shown(item)} for row {row}, generation {generation} (entry {i}), "
-                f"{_kind(item)}; return a finite number up to {MAX_REWARD:g} in size, or None where it does not apply"
+                f"reward function {name} returned {format_value(item)} for row {row}, generation {generation} (entry "
+                f"{i}), {_kind(item)}; return a finite number up to {MAX_REWARD:g} in size, or None where it does not "
+                "apply"
             )
         wrong += 1
     return Judged(rewards=rewards, wrong=wrong, problem=problem)
@@ -151,8 +151,8 @@ def raised(what: str, error: BaseException, own: str) -> RewardError:
     >>> print(raised("reward function f", ValueError("no"), __file__))
     reward function f raised ValueError: no
     """
-    words = said(error)
-    text = f"{what} raised {type(error).__name__}: {words}"
+    words = format_exception(error)
+    text = f"{what} raised {words}"
     frames = traceback.extract_tb(error.__traceback__)
     if frames and frames[-1].filename != own:
         text += f" ({Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line})"
@@ -166,35 +166,6 @@ def raised(what: str, error: BaseException, own: str) -> RewardError:
     failed = RewardError(text)
     failed.__cause__ = error
     return failed
-
-
-def said(error: BaseException) -> str:
-    """What an exception says, whatever its own methods do; of a group also what its first member says.
-
-    >>> said(ValueError("no")), said(ExceptionGroup("two failed", [KeyError("a"), ValueError("b")]))
-    ('no', "two failed (2 sub-exceptions), the first KeyError: 'a'")
-    """
-    try:
-        text = str(error)
-    except BaseException as other:  # an interrupt here too: the exception itself is on its way
-        text = f"<no text: {type(other).__name__}>"
-    if isinstance(error, BaseExceptionGroup):
-        first = error.exceptions[0]
-        text += f", the first {type(first).__name__}: {said(first)}"
-    return text
-
-
-def shown(value: Any) -> str:
-    """A value in a few words, whatever its own methods do.
-
-    >>> shown([1, "a" * 99]), shown(10**5000)
-    ("[1, 'aaaaaaaaaaaa...aaaaaaaaaaaaa']", '<an int without words: ValueError>')
-    """
-    try:
-        return reprlib.repr(value)
-    except BaseException as error:
-        name = type(value).__name__
-        return f"<{'an' if name[:1].lower() in 'aeiou' else 'a'} {name} without words: {type(error).__name__}>"
 
 
 def _entry(count: int) -> str:
@@ -236,7 +207,7 @@ def _shape_problem(value: Any, count: int) -> str | None:
     try:
         length = len(value)
     except Exception as error:
-        return f"{type(value).__name__} {_text(value)!r}, whose length raised {type(error).__name__}: {said(error)}"
+        return f"{type(value).__name__} {_text(value)!r}, whose length raised {format_exception(error)}"
     return None if length == count else f"{length} reward{'s' * (length != 1)}"
 
 
@@ -245,7 +216,7 @@ def _text(value: Any) -> str:
     try:
         return str(value)[:60]
     except Exception:
-        return shown(value)
+        return format_value(value)
 
 
 def _entries(value: Any, count: int) -> tuple[list[Any], str | None]:
@@ -259,7 +230,7 @@ def _entries(value: Any, count: int) -> tuple[list[Any], str | None]:
             return value.tolist(), None
         items = list(itertools.islice(value, count + 1))  # its length may be a lie
     except Exception as error:
-        return [], f"{what} that can't be read ({type(error).__name__}: {said(error)})"
+        return [], f"{what} that can't be read ({format_exception(error)})"
     if len(items) == count:
         return items, None
     how = "more" if len(items) > count else "fewer"

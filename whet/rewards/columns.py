@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from whet.errors import DataError, raise_all, shown
+from whet.errors import DataError, format_value, raise_all
 from whet.rewards.call import RewardFn, RewardInputs, keywords
 from whet.rewards.numbers import number_match, read_value
 from whet.rewards.text import boxed, gold_boxed, gold_number, golds_of, last_number
@@ -60,7 +60,7 @@ def check_answers(fns: Mapping[str, RewardFn], rows: Iterable[tuple[int, Mapping
     for name, gold in reads.items():
         unread = [(row, golds[0]) for row, golds in answers if golds and all(gold(one) is None for one in golds)]
         if unread:
-            some = ", ".join(f"row {row}: {shown(said, 40)}" for row, said in unread[:3])
+            some = ", ".join(f"row {row}: {format_value(said, 40)}" for row, said in unread[:3])
             more = ", ..." * (len(unread) > 3)
             found.append(
                 f"{name} can't read the answer of {len(unread)} of {len(answers)} {what} ({some}{more}), which would "

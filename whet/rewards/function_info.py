@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from whet.errors import ConfigError
+from whet.errors import ConfigError, format_exception
 from whet.rewards.conversation import is_of_conversation, of_conversation
 from whet.util.references import is_ref, resolve_ref
 
@@ -77,7 +77,7 @@ class Named:
         except Exception as error:  # of a class of the user's own
             raise ConfigError(
                 f"reward function {self.ref!r}: what is bound to it can't be read in a worker process "
-                f"({type(error).__name__}: {error}); {REMEDY}"
+                f"({format_exception(error)}); {REMEDY}"
             ) from error
         return functools.partial(fn, *args, **words)
 
@@ -107,7 +107,7 @@ one; or set reward_workers=0
         except Exception as error:  # pickling is the values' own business
             raise ConfigError(
                 f"reward function {name}: what is bound to it can't be sent to a worker process "
-                f"({type(error).__name__}: {error}); bind plain values, or set reward_workers=0"
+                f"({format_exception(error)}); bind plain values, or set reward_workers=0"
             ) from error
     if (why := _unreachable(fn)) is not None:
         raise ConfigError(f"reward function {name} is {why}; {REMEDY}")

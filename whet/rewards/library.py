@@ -8,6 +8,7 @@ from typing import Any
 from whet.rewards.length import within_length
 from whet.rewards.maths import math_match
 from whet.rewards.numbers import number_match, read_value
+from whet.rewards.reasoning_gym import reasoning_gym, reasoning_gym_number
 from whet.rewards.text import (
     boxed,
     exact_match,
@@ -29,6 +30,8 @@ REWARDS: dict[str, Callable[..., list[Any]]] = {
     "last_number": last_number,
     "math_match": math_match,
     "number_match": number_match,
+    "reasoning_gym": reasoning_gym,
+    "reasoning_gym_number": reasoning_gym_number,
     "within_length": within_length,
 }
 """Reward functions by name."""

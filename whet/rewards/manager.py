@@ -22,10 +22,11 @@ from whet.rewards.function_info import named
 from whet.rewards.library import REWARDS
 from whet.rewards.maths import math_match
 from whet.rewards.model import RewardModel
-from whet.rewards.resolve import RESERVED, by_name, listed, resolved
+from whet.rewards.resolve import RESERVED, by_name, listed
 from whet.rewards.reward_batch import RewardBatch
 from whet.rewards.workers import RewardWorkers
 from whet.types import Group
+from whet.util.references import resolve_name
 
 __all__ = ["REWARD_MANAGERS", "RewardManager", "resolve_reward_manager"]
 
@@ -240,7 +241,7 @@ def resolve_reward_manager(ref: Any) -> Callable[..., RewardManager]:
     >>> resolve_reward_manager("sequence-level").__name__
     'RewardManager'
     """
-    return resolved(ref, "reward manager", REWARD_MANAGERS)
+    return resolve_name(ref, REWARD_MANAGERS, "reward manager")
 
 
 def _weights(weights: Sequence[float] | None, names: Sequence[str]) -> dict[str, float]:

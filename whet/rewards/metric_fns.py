@@ -1,4 +1,4 @@
-"""The user's own metrics of a batch (Tunix's metric_fns).
+"""The user's own metrics of a batch.
 
     fn(prompts=, completions=, advantages=, rewards=, **columns) -> {name: (value, aggregation)}
 
@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from whet.errors import RewardError
+from whet.errors import RewardError, format_exception, format_value
 from whet.rewards.call import RewardInputs, copied, function_name, keywords
-from whet.rewards.checked_values import said, shown
 
-__all__ = ["call_metric_fns"]
+__all__ = ["call_metric_fns", "reduce_metrics"]
 
 
 def call_metric_fns(
@@ -50,7 +49,7 @@ def call_metric_fns(
         except KeyboardInterrupt:  # on the caller's thread it is the user's
             raise
         except BaseException as error:
-            raise RewardError(f"metric function {name} raised {type(error).__name__}: {said(error)}") from error
+            raise RewardError(f"metric function {name} raised {format_exception(error)}") from error
         if not isinstance(made, Mapping):
             raise RewardError(
                 f"metric function {name} returned {type(made).__name__}; return {{name: (value, np.mean)}}"
@@ -64,25 +63,38 @@ def call_metric_fns(
     return metrics
 
 
+def reduce_metrics(metrics: Mapping[str, tuple[Any, Callable[..., Any] | None]]) -> dict[str, float]:
+    """Reduces metrics, name -> (value, aggregation), to numbers; those without an aggregation are left out.
+
+    >>> reduce_metrics({"reward": ([1.0, 0.0], np.mean), "note": ("hi", None)})
+    {'reward': 0.5}
+    """
+    return {
+        name: float(how(np.ravel(np.asarray(value, dtype=np.float64)).tolist()))
+        for name, (value, how) in metrics.items()
+        if how is not None
+    }
+
+
 def _problem(key: Any, pair: Any) -> str | None:
     """What is wrong with a metric; None = nothing."""
     if not isinstance(key, str):
-        return f"the name {shown(key)}; names are texts"
+        return f"the name {format_value(key)}; names are texts"
     if not isinstance(pair, tuple) or len(pair) != 2 or not (pair[1] is None or callable(pair[1])):
         return (
-            f"{shown(pair)} for {key!r}; give (value, aggregation), the aggregation a function such as numpy.mean, or "
-            "None"
+            f"{format_value(pair)} for {key!r}; give (value, aggregation), the aggregation a function such as "
+            "numpy.mean, or None"
         )
     if pair[1] is not None and not _numeric(pair[0]):
         return (
-            f"{shown(pair[0])} for {key!r}, which an aggregation can't join; give a number or a list of numbers, or "
-            "None instead of the aggregation"
+            f"{format_value(pair[0])} for {key!r}, which an aggregation can't join; give a number or a list of "
+            "numbers, or None instead of the aggregation"
         )
     return None
 
 
 def _numeric(value: Any) -> bool:
-    """Whether the log can make numbers of a value, as MetricsBuffer does when the step ends."""
+    """Whether reduce_metrics can make numbers of a value."""
     try:
         np.asarray(value, dtype=np.float64)
     except Exception:  # a value's own methods may raise anything

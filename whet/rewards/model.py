@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from whet.data.prompts import said_by
+from whet.data.row_schema import message_text
 from whet.errors import ConfigError
 from whet.types import Example, Message, TokenBatch, TrainSequence
 
@@ -109,7 +109,7 @@ class RewardModel:
                 "chat_template, or train on plain text prompts"
             )
         turns: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        turns = [{**m, "content": said_by(m)} if isinstance(m.get("content"), list | tuple) else m for m in turns]
+        turns = [{**m, "content": message_text(m)} if isinstance(m.get("content"), list | tuple) else m for m in turns]
         if self.system_prompt is not None and turns[0]["role"] != "system":
             turns = [{"role": "system", "content": self.system_prompt}, *turns]
         said = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else list(completion)

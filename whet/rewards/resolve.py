@@ -5,19 +5,19 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from whet.config.rewards import REWARD_MODEL
-from whet.errors import ConfigError, lookup_error, nearest
+from whet.errors import ConfigError, nearest
 from whet.rewards.call import RewardFn, function_name
 from whet.rewards.conversation import is_of_conversation, of_conversation
 from whet.rewards.library import REWARDS
 from whet.rewards.maths import math_match, need_math_verify
-from whet.util.references import is_ref, resolve_ref
+from whet.util.references import is_ref, resolve_name
 
-__all__ = ["RESERVED", "by_name", "listed", "resolve_reward", "resolved", "with_reward_model"]
+__all__ = ["RESERVED", "by_name", "listed", "resolve_reward", "with_reward_model"]
 
 RESERVED = frozenset({"max", "mean", "min", "sum"})
 """Names that no reward may have: rewards/<name> is a metric over all functions."""
@@ -52,33 +52,15 @@ def resolve_reward(ref: Any) -> RewardFn:
     >>> resolve_reward("exact_match").__name__
     'exact_match'
     """
-    found = resolved(ref, "reward function", REWARDS)
+    if isinstance(ref, str) and ref not in REWARDS and not is_ref(ref) and ("/" in ref or Path(ref).is_dir()):
+        raise ConfigError(
+            f"unknown reward function {ref!r}; if it is a reward model, give it as reward_model.model={ref}"
+        )
+    found = resolve_name(ref, REWARDS, "reward function")
     _check_bound(found)
     if found is math_match:
         need_math_verify()
     return of_conversation(found) if is_of_conversation(found) else found
-
-
-def resolved(ref: Any, kind: str, known: Mapping[str, Any]) -> Any:
-    """What a name, a reference or a callable stands for.
-
-    Args: ref: as resolve_reward. kind: what is looked for, for messages. known: things by name.
-    Raises: ConfigError: an unknown name (with the nearest), or what is referred to can't be called.
-
-    >>> resolved("last", "reader", {"last": len})
-    <built-in function len>
-    """
-    if isinstance(ref, str):
-        if not is_ref(ref) and ref not in known:
-            if kind == "reward function" and ("/" in ref or Path(ref).is_dir()):
-                raise ConfigError(
-                    f"unknown reward function {ref!r}; if it is a reward model, give it as reward_model.model={ref}"
-                )
-            raise lookup_error(kind, ref, [*known, "package.module:name", "file.py:name"])
-        ref = known[ref] if ref in known else resolve_ref(ref, kind)
-    if not callable(ref):
-        raise ConfigError(f"a {kind} is a callable or its name, got {type(ref).__name__} {ref!r}")
-    return ref
 
 
 def by_name(given: Sequence[Any]) -> dict[str, RewardFn]:

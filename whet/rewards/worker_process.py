@@ -24,10 +24,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from whet.errors import WhetError
+from whet.errors import WhetError, format_exception
 from whet.rewards.checked_values import Judged, judged, raised
 from whet.rewards.function_info import Named
-from whet.util.streams import open_descriptors, unfailing
+from whet.util.streams import ignore_write_errors, open_descriptors
 
 __all__ = ["main", "memory_bytes"]
 
@@ -46,7 +46,7 @@ def main(number: int, trainer: int) -> None:
     open_descriptors()
     faulthandler.enable()
     connection = Connection(number)
-    with unfailing("stdout", "stderr"):
+    with ignore_write_errors("stdout", "stderr"):
         with suppress(EOFError, OSError):  # the trainer has gone, or wants no more
             _serve(connection)
         _flush()
@@ -129,7 +129,7 @@ def _read(word: str, held: bytes) -> Any:
         return pickle.loads(held)
     except Exception as error:
         raise ValueError(
-            f"its argument {word!r} can't be read in a worker process ({type(error).__name__}: {error}); its class has "
+            f"its argument {word!r} can't be read in a worker process ({format_exception(error)}); its class has "
             "to be importable, or set trainer.reward_workers=0"
         ) from error
 

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from whet.errors import ConfigError, RewardError, RewardValueError
+from whet.errors import ConfigError, RewardError, RewardValueError, format_exception
 from whet.rewards.checked_values import Judged
 from whet.rewards.function_info import Named
 
@@ -386,8 +386,8 @@ def _pickled(name: str, word: str, value: Any) -> bytes:
         return pickle.dumps(value)
     except Exception as error:  # pickling is the values' own business
         raise RewardError(
-            f"reward function {name}: its argument {word!r} can't be sent to a worker process ({type(error).__name__}: "
-            f"{error}); leave it out of the function's arguments, or set trainer.reward_workers=0"
+            f"reward function {name}: its argument {word!r} can't be sent to a worker process "
+            f"({format_exception(error)}); leave it out of the function's arguments, or set trainer.reward_workers=0"
         ) from error
 
 

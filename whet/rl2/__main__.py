@@ -2,7 +2,7 @@
 
 import sys
 
-from whet.rl2 import main
+from whet.rl2.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""Runs a translated configuration by whet's own command, once what needs the data or the machine is known."""
+"""Trains by whet's own command, after the choices that depend on the data, the folder or the installed loggers."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from typing import Any
 
 from whet.cli import commands, supervised
 from whet.config import PPORunConfig, RunConfig
-from whet.data.prompt_stream import first_of
+from whet.data.prompt_stream import first_row
 from whet.data.sources import load_rows
 from whet.envs import load_script
 from whet.errors import ConfigError
-from whet.rl2.parsed_args import Given
+from whet.rl2.parsed_args import ParsedArgs
 from whet.storage.checkpoint import list_checkpoints
 
-__all__ = ["carried_out", "with_columns", "with_folder", "with_steps"]
+__all__ = ["train", "with_columns", "with_folder", "with_steps"]
 
 log = logging.getLogger("whet")
 
 
-def carried_out(given: Given, config: Any) -> dict[str, Any]:
-    """Trains. Args: given: the command. config: what it is translated to. Returns: the summary."""
-    if given.verb == "ppo" and config.rollout.env_path is not None:
-        load_script(config.rollout.env_path, turns=config.rollout.max_turns)  # refused before anything else is said
-    config = with_columns(with_folder(_with_loggers(config), given), given)
-    if given.verb != "ppo":
-        return {"sft": supervised.sft, "rm": supervised.rm, "dpo": supervised.dpo}[given.verb](config)
+def train(args: ParsedArgs, config: Any) -> dict[str, Any]:
+    """Trains. Args: args: the command. config: its translation. Returns: the run's summary."""
+    if args.trainer == "ppo" and config.rollout.env_path is not None:
+        load_script(config.rollout.env_path, turns=config.rollout.max_turns)  # raises before the first line of the log
+    config = with_columns(with_folder(_with_loggers(config), args), args)
+    if args.trainer != "ppo":
+        return {"sft": supervised.sft, "rm": supervised.rm, "dpo": supervised.dpo}[args.trainer](config)
     config = with_steps(config)
     return commands.ppo(config) if isinstance(config, PPORunConfig) else commands.grpo(config)
 
 
 def with_steps(config: RunConfig) -> RunConfig:
-    """The configuration with trainer.max_steps, where groups are filtered and the length is given in epochs.
+    """The configuration with trainer.max_steps, where groups are filtered and the length is a number of epochs.
 
-    As many steps as the epochs have without filtering: further prompts come from the next epoch.
+    The run has as many steps as the epochs have without filtering; further prompts come from the next epoch.
     Raises: ConfigError: the data have no length.
     """
     trainer = config.trainer
@@ -46,21 +46,23 @@ def with_steps(config: RunConfig) -> RunConfig:
         return config
     rows, size = commands.data(config)[0], config.data.batch_size
     if not hasattr(rows, "__len__"):
-        raise ConfigError("the data have no length, so epochs say nothing of the steps; write trainer.total_steps=...")
+        raise ConfigError(
+            "the data have no length, so the number of epochs gives no number of steps; write trainer.total_steps=..."
+        )
     steps = (trainer.num_epochs or 1) * (len(rows) // size)
     if steps < 1:
         raise ConfigError(f"the data have {len(rows)} rows, fewer than the {size} prompts of a rollout; lower that")
     return dataclasses.replace(config, trainer=dataclasses.replace(trainer, max_steps=steps, num_epochs=None))
 
 
-def with_folder(config: Any, given: Given) -> Any:
+def with_folder(config: Any, args: ParsedArgs) -> Any:
     """The configuration with a run folder that holds no other run, unless whet.trainer.run_dir names one.
 
-    Several runs may have the name of one experiment: the folder of the second ends in _2. With trainer.load_ckpt_from
-    "latest" the last of them goes on.
+    Several runs may have the name of one experiment: the folder of the second ends in _2. trainer.load_ckpt_from=latest
+    resumes the last of them.
     """
     own, resume = config.trainer.run_dir, config.trainer.resume
-    if own is None or "run_dir" in given.own.get("trainer", {}) or resume not in (None, "latest"):
+    if own is None or "run_dir" in args.whet_keys.get("trainer", {}) or resume not in (None, "latest"):
         return config
     places = itertools.chain([own], (f"{own}_{n}" for n in itertools.count(2)))
     taken = list(itertools.takewhile(_holds_run, places))
@@ -75,15 +77,14 @@ def _holds_run(folder: str) -> bool:
     return (rows.is_file() and rows.stat().st_size > 0) or bool(list_checkpoints(Path(folder) / "checkpoints"))
 
 
-def with_columns(config: Any, given: Given) -> Any:
+def with_columns(config: Any, args: ParsedArgs) -> Any:
     """The configuration with columns that the first row has.
 
-    RL2 reads messages with the chat template and a prompt without it, whatever else a row has. Where a row has both, a
-    line says which is read. Where it has not the one that RL2 would read, and no key names it, whet's own rule finds
-    another.
+    RL2 reads messages with the chat template and a prompt without it, whatever else a row has. A row with both gets a
+    line in the log. Where the column that RL2 would read is missing and no key names it, whet's own rule finds another.
     """
     c = config.data
-    first = first_of(load_rows(c.path, split=c.split, subset=c.subset, streaming=c.streaming, limit=1))
+    first = first_row(load_rows(c.path, split=c.split, subset=c.subset, streaming=c.streaming, limit=1))
     if not isinstance(first, Mapping):
         return config
     columns = {name: getattr(c, f"{name}_column", None) for name in ("messages", "prompt", "response")}
@@ -91,22 +92,22 @@ def with_columns(config: Any, given: Given) -> Any:
     if {"messages", "prompt"} <= first.keys() and len({"messages", "prompt"} & {*read}) == 1:
         template = "with" if "messages" in read else "without"
         log.info("rows have messages and a prompt: %s is read, as RL2 reads it %s the chat template", read[0], template)
-    keys = [*(key for key in given.values if key.endswith("_key")), *given.own.get("data", {})]
-    gone = {
+    keys = [*(key for key in args.values if key.endswith("_key")), *args.whet_keys.get("data", {})]
+    missing = {
         name: column
         for name, column in columns.items()
         if column in ("messages", "prompt", "response")
         and column not in first
         and not any(key.endswith((f"{column}_key", f"{name}_column")) for key in keys)
     }
-    if not gone:
+    if not missing:
         return config
-    log.info("rows have no column %s, which RL2 reads here: another is looked for", " or ".join(gone.values()))
-    return dataclasses.replace(config, data=dataclasses.replace(c, **{f"{name}_column": None for name in gone}))
+    log.info("rows have no column %s, which RL2 reads here: another is looked for", " or ".join(missing.values()))
+    return dataclasses.replace(config, data=dataclasses.replace(c, **{f"{name}_column": None for name in missing}))
 
 
 def _with_loggers(config: Any) -> Any:
-    """The configuration without Weights & Biases where that is not installed: RL2 logs there by default."""
+    """The configuration without Weights & Biases where that is not installed; RL2 logs there by default."""
     if "wandb" not in config.trainer.loggers:
         return config
     if importlib.util.find_spec("wandb") is not None:

@@ -1,4 +1,4 @@
-"""What a command of RL2's says: its words, as RL2's keys with values, and the defaults of its generation."""
+"""Parses the words of a command of RL2's to keys and values, and tells for which generation of RL2 it is written."""
 
 from __future__ import annotations
 
@@ -7,28 +7,29 @@ from functools import partial
 from typing import Any
 
 from whet.config import DPORunConfig, PPORunConfig, RMRunConfig, SFTRunConfig
-from whet.config.loader import is_text, merged, tree
-from whet.errors import ConfigError, lookup_error, nearest, shown
-from whet.rl2.keys import KEYS, Key
-from whet.rl2.references import resolved
+from whet.config.loader import merge, parse_config_args, takes_text
+from whet.errors import ConfigError, format_value, lookup_error, nearest
+from whet.fronts.field import Field, Table
+from whet.rl2.keys import KEYS
+from whet.rl2.references import resolve
 
-__all__ = ["Given", "copied", "key_of", "read"]
+__all__ = ["CONFIGS", "ParsedArgs", "copied_values", "find_field", "parse_args"]
 
 OWN = "whet"
-"""What stands before keys of whet's own."""
-KINDS = {"ppo": PPORunConfig, "sft": SFTRunConfig, "rm": RMRunConfig, "dpo": DPORunConfig}
-"""The configuration of whet's with all keys of a trainer of RL2's."""
+"""The prefix of keys of whet's own."""
+CONFIGS = {"ppo": PPORunConfig, "sft": SFTRunConfig, "rm": RMRunConfig, "dpo": DPORunConfig}
+"""Trainer of RL2's -> the configuration of whet's that has all of its keys."""
 TEXTS = ("data.path", "data.eval_path", "tokenizer", "trainer.run_dir")
-"""Keys of whet's that take text, of RL2's that are more than another name for them."""
+"""Keys of whet's that take text and are computed from a key of RL2's, not copied."""
 GROUPS = {"actor": ("fsdp",), "ref_actor": ("fsdp",), "critic": ("fsdp",)}
-"""Groups of hydra's, and what of them is here."""
-SEPTEMBER = ("train_data.", "test_data.")
-"""Beginnings of keys that September 2025 alone has."""
-SEPTEMBER_ENDS = (".use_wandb", ".ddp_size", ".scheduler")
-"""Ends of keys that September 2025 has and July has not."""
-LATER = ("rollout.train.", "rollout.test.", "rollout.server_args.", "data.train.", "data.test.")
-"""Beginnings of keys that the later generations have and July 2025 has not."""
-LATER_ENDS = (
+"""Hydra's configuration groups and the supported choices of each."""
+PREFIXES_SEPTEMBER_2025 = ("train_data.", "test_data.")
+"""Prefixes of keys that only September 2025 has."""
+SUFFIXES_SEPTEMBER_2025 = (".use_wandb", ".ddp_size", ".scheduler")
+"""Suffixes of keys that September 2025 has and July 2025 lacks."""
+PREFIXES_2026 = ("rollout.train.", "rollout.test.", "rollout.server_args.", "data.train.", "data.test.")
+"""Prefixes of keys that 2026 has and July 2025 lacks."""
+SUFFIXES_2026 = (
     ".scheduler.name",
     ".scheduler.min_lr",
     ".scheduler.warmup_ratio",
@@ -37,40 +38,41 @@ LATER_ENDS = (
     ".cp_size",
     ".total_steps",
 )
+"""Suffixes of such keys."""
 
 
-class Given:
-    """The keys of a command.
+class ParsedArgs:
+    """The keys of a command, and the problems found so far.
 
-    Args: verb: RL2's trainer. values: key -> value. own: whet's keys as a tree, which stand over the translation.
+    Args: trainer: RL2's. values: key -> value. whet_keys: a tree of whet's own keys, which override the translation.
 
-    >>> read("ppo", ["actor.rollout.max_turns=4", "whet.trainer.seed=3"]).values
+    >>> parse_args("ppo", ["actor.rollout.max_turns=4", "whet.trainer.seed=3"]).values
     {'rollout.max_turns': 4}
     """
 
-    def __init__(self, verb: str, values: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        self.verb, self.values, self.own = verb, dict(values), dict(own)
+    def __init__(self, trainer: str, values: Mapping[str, Any], whet_keys: Mapping[str, Any]) -> None:
+        self.trainer, self.values, self.whet_keys = trainer, dict(values), dict(whet_keys)
         self.problems: list[str] = []
 
     @property
-    def is_september(self) -> bool:
+    def is_september_2025(self) -> bool:
         """Whether it is written for the release of September 2025, which PyPI has."""
-        if self.is_later or self.verb == "ppo":
-            return not self.is_later and any(k.startswith(SEPTEMBER) for k in self.values)
-        return any(k.endswith(SEPTEMBER_ENDS) for k in self.values)
+        if self.is_2026 or self.trainer == "ppo":
+            return not self.is_2026 and any(k.startswith(PREFIXES_SEPTEMBER_2025) for k in self.values)
+        return any(k.endswith(SUFFIXES_SEPTEMBER_2025) for k in self.values)
 
     @property
-    def is_later(self) -> bool:
-        """Whether it is written for a generation after that of July 2025."""
-        return any(k.startswith(LATER) or k.endswith(LATER_ENDS) for k in self.values)
+    def is_2026(self) -> bool:
+        """Whether it is written for the configuration of 2026."""
+        return any(k.startswith(PREFIXES_2026) or k.endswith(SUFFIXES_2026) for k in self.values)
 
     @property
-    def is_july(self) -> bool:
-        """Whether nothing says that it is written for another generation than that of July 2025."""
-        return not (self.is_september or self.is_later)
+    def is_july_2025(self) -> bool:
+        """Whether no key belongs to another generation than July 2025."""
+        return not (self.is_september_2025 or self.is_2026)
 
     def get(self, *keys: str, default: Any = None) -> Any:
-        """The value of a key that several generations name differently; two that differ are a problem."""
+        """The value of a key that has several names; two different values are a problem."""
         found = {k: self.values[k] for k in keys if self.values.get(k) is not None}
         if len({repr(v) for v in found.values()}) > 1:
             self.problems.append(
@@ -78,8 +80,8 @@ class Given:
             )
         return next(iter(found.values()), default)
 
-    def count(self, *keys: str, default: int = 1) -> int:
-        """A whole number above 0, or the default; another value is a problem."""
+    def get_count(self, *keys: str, default: int = 1) -> int:
+        """A positive whole number, or the default; another value is a problem."""
         value = self.get(*keys, default=default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             self.problems.append(
@@ -88,48 +90,49 @@ class Given:
             return default
         return value
 
-    def need(self, what: str, *keys: str) -> Any:
-        """A value that has no default; without it there is a problem. Args: what: it is."""
+    def require(self, what: str, *keys: str) -> Any:
+        """A value without a default; a missing one is a problem. Args: what: its meaning, for the message."""
         value = self.get(*keys)
         if value is None:
             self.problems.append(f"{what} is not given; write {keys[0]}=...")
         return value
 
-    def one_of(self, key: str, value: Any, known: Sequence[str]) -> Any:
-        """The value; another than the known ones is a problem."""
+    def require_choice(self, key: str, value: Any, known: Sequence[str]) -> Any:
+        """The value; one that is not known is a problem."""
         if value not in known:
             self.problems.append(str(lookup_error(key, value, known)))
         return value
 
-    def same(self, what: Any, *keys: str) -> None:
-        """Notes keys that say something else than what they must repeat."""
+    def require_equal(self, expected: Any, *keys: str) -> None:
+        """Notes keys with another value than the expected one."""
         for key in keys:
             value = self.values.get(key)
-            if value is not None and value != what:
-                self.problems.append(f"{key}={value!r} is refused: it is {what!r} for the others; leave it out")
+            if value is not None and value != expected:
+                self.problems.append(f"{key}={value!r} is refused: it is {expected!r} for the others; leave it out")
 
-    def below(self, prefix: str) -> dict[str, Any]:
-        """The values below a key, by the rest of their keys."""
+    def under(self, prefix: str) -> dict[str, Any]:
+        """The values below a prefix, by the rest of their keys."""
         return {k.removeprefix(f"{prefix}."): v for k, v in self.values.items() if k.startswith(f"{prefix}.")}
 
-    def refuse(self) -> None:
-        """Notes every key whose value can't be carried out."""
+    def check_refused(self) -> None:
+        """Notes every key with a refused value."""
         for key, value in self.values.items():
-            row = key_of(key, KEYS[self.verb])
-            if row is not None and row.how in ("one", "refused") and not _harmless(value, row):
-                self.problems.append(f"{key}={shown(value, 60)} is refused: {row.note}")
+            row = find_field(key, KEYS[self.trainer])
+            if row is not None and row.refuses(value):
+                self.problems.append(f"{key}={format_value(value, 60)} is refused: {row.note}")
 
-    def check(self) -> None:
-        """Raises ConfigError: every problem so far, a line each."""
+    def raise_problems(self) -> None:
+        """Raises ConfigError with every problem so far, a line each."""
         if self.problems:
             raise ConfigError("\n".join(dict.fromkeys(self.problems)))
 
 
-def read(verb: str, words: Sequence[str]) -> Given:
-    """The keys of a command.
+def parse_args(trainer: str, words: Sequence[str]) -> ParsedArgs:
+    """Parses a command.
 
-    Args: verb: of VERBS. words: key=value as hydra takes them (a + before a key is dropped), and --config FILE.
-    Raises: ConfigError: what is not written so. Unknown keys are among the problems.
+    Args: trainer: a key of KEYS. words: key=value as hydra takes them (a + before a key is dropped), and --config FILE.
+    Returns: the keys; unknown keys are among the problems.
+    Raises: ConfigError: a word of another form.
     """
     plain = []
     for word in words:
@@ -143,46 +146,46 @@ def read(verb: str, words: Sequence[str]) -> Given:
         if key.startswith(("~", "hydra.", "--config-")):
             raise ConfigError(f"{word}: hydra's own options are not here; write key=value, or --config FILE")
         plain.append(word.lstrip("+"))
-    nested = tree(plain, texts=partial(_is_text, verb))
-    nested.pop("defaults", None)  # of hydra: what a configuration of RL2's builds on
+    nested = parse_config_args(plain, texts=partial(_is_text, trainer))
+    nested.pop("defaults", None)  # hydra's list of base configurations
     actor = nested.get("actor")
     if isinstance(actor, dict) and "rollout" in actor:
         actor = dict(actor)
-        nested = merged(nested, {"rollout": actor.pop("rollout")}) | {"actor": actor}
-    nested, problems = resolved(nested)
-    own = nested.pop(OWN, None) or {}
-    if not isinstance(own, Mapping):
-        raise ConfigError(f"{OWN}={own!r}: write {OWN}.<key of whet's>=value")
-    made = Given(verb, dict(_flat(nested, KEYS[verb])), own)
-    made.problems += [*problems, *(text for key in made.values if (text := _unknown(key, KEYS[verb])))]
-    return made
+        nested = merge(nested, {"rollout": actor.pop("rollout")}) | {"actor": actor}
+    nested, problems = resolve(nested)
+    whet_keys = nested.pop(OWN, None) or {}
+    if not isinstance(whet_keys, Mapping):
+        raise ConfigError(f"{OWN}={whet_keys!r}: write {OWN}.<key of whet's>=value")
+    args = ParsedArgs(trainer, dict(_flat(nested, KEYS[trainer])), whet_keys)
+    args.problems += [*problems, *(text for key in args.values if (text := _unknown(key, KEYS[trainer])))]
+    return args
 
 
-def _is_text(verb: str, names: Sequence[str], text: str) -> bool:
-    """Whether a word is text, taken as it was typed: where whet's key takes that.
+def _is_text(trainer: str, names: Sequence[str], text: str) -> bool:
+    """Whether the value of a key is text, as it was typed, because whet's key takes text.
 
-    As hydra has it, a quoted word is without its quotes, and null is nothing.
+    As in hydra, a quoted word loses its quotes, and null is None.
     """
     if names[0] == OWN:
-        return names[1:] != [] and is_text(KINDS[verb], names[1:], text)
+        return names[1:] != [] and takes_text(CONFIGS[trainer], names[1:], text)
     if names[:2] == ["actor", "rollout"]:
         names = names[1:]
-    row = key_of(".".join(names), KEYS[verb])
-    target = "" if row is None else row.to.partition(",")[0]
-    if row is None or not (row.how == "same" or target in TEXTS or target.endswith("_column")):
+    row = find_field(".".join(names), KEYS[trainer])
+    target = "" if row is None else row.key.partition(",")[0]
+    if row is None or not (row.state == "works" or target in TEXTS or target.endswith("_column")):
         return False
     quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"
-    return text != "null" and not quoted and is_text(KINDS[verb], target.split("."), text)
+    return text != "null" and not quoted and takes_text(CONFIGS[trainer], target.split("."), text)
 
 
-def key_of(key: str, known: Mapping[str, Key]) -> Key | None:
-    """The row of a key: its own, or that of all that begin like it; None = there is none."""
+def find_field(key: str, known: Table) -> Field | None:
+    """The row of a key, or the row with a * that covers it; None = there is none."""
     parts = key.split(".")
     starred = [".".join([*parts[:n], "*"]) for n in range(len(parts) - 1, 0, -1)]
     return next((known[name] for name in (key, *starred) if name in known), None)
 
 
-def _flat(node: Mapping[str, Any], known: Mapping[str, Key], prefix: str = "") -> Iterable[tuple[str, Any]]:
+def _flat(node: Mapping[str, Any], known: Table, prefix: str = "") -> Iterable[tuple[str, Any]]:
     """Dotted keys with their values; a mapping is a value where a key of that name is known, and none below it."""
     for name, value in node.items():
         key = f"{prefix}{name}"
@@ -192,28 +195,25 @@ def _flat(node: Mapping[str, Any], known: Mapping[str, Key], prefix: str = "") -
             yield key, value
 
 
-def _unknown(key: str, known: Mapping[str, Key]) -> str | None:
-    """What to say of a key that RL2 has not; None = it has it."""
-    if key_of(key, known) is not None:
+def _unknown(key: str, known: Table) -> str | None:
+    """The message for a key that RL2 lacks; None = RL2 has it."""
+    if find_field(key, known) is not None:
         return None
     keys = [k.removesuffix(".*") for k in known]
     same = [k for k in keys if k.rpartition(".")[2] == key.rpartition(".")[2]]
     near = nearest(key, keys) or (f"; did you mean {' or '.join(same[:3])}?" if same else "")
-    return f"unknown key {shown(key, 60)[1:-1]}{near or '; docs/from-rl2.md lists them; whet.<key> is a key of whet'}"
+    other = "; docs/from-rl2.md lists them; whet.<key> is a key of whet"
+    return f"unknown key {format_value(key, 60)[1:-1]}{near or other}"
 
 
-def copied(given: Given) -> dict[str, Any]:
-    """The values of keys that are a key of whet's under another name, by that."""
+def copied_values(args: ParsedArgs) -> dict[str, Any]:
+    """The values that are copied, by whet's keys."""
     flat: dict[str, Any] = {}
-    for key, value in given.values.items():
-        row = key_of(key, KEYS[given.verb])
-        if row is None or row.how != "same" or value is None:
+    for key, value in args.values.items():
+        row = find_field(key, KEYS[args.trainer])
+        if row is None or row.state != "works" or value is None:
             continue
-        if row.to in flat and flat[row.to] != value:
-            given.problems.append(f"{key}={value!r}: {row.to} is {flat[row.to]!r} by another key; give one of them")
-        flat[row.to] = value
+        if row.key in flat and flat[row.key] != value:
+            args.problems.append(f"{key}={value!r}: {row.key} is {flat[row.key]!r} by another key; give one of them")
+        flat[row.key] = value
     return flat
-
-
-def _harmless(value: Any, row: Key) -> bool:
-    return any(type(value) is type(other) and value == other for other in row.harmless)

@@ -10,29 +10,29 @@ from typing import Any
 from whet.config.yaml12 import parse
 from whet.errors import ConfigError
 
-__all__ = ["resolved"]
+__all__ = ["resolve"]
 
 ALIKE = (
     *("model_name", "dtype", "use_liger_kernel", "ddp_size", "tp_size", "cp_size", "sp_size"),
     *("max_length_per_device", "offload_model", "offload_optimizer"),
 )
-"""Ends of keys that all roles have alike by default, so that one that is not given needs no value."""
+"""Suffixes of keys that have the same default in all roles: a reference to one that is not given needs no value."""
 REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 
 
-def resolved(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A tree of keys with values in the place of the references to them, and a line for each that has none.
+def resolve(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Replaces references by the values that they name. Returns the tree, and a line for each problem.
 
-    A reference that is a whole value keeps its type; one inside a text is written into it. actor.rollout.* is
-    rollout.*. One to a key of ALIKE that is not given leaves its own key as if it were not given either.
+    A reference that is the whole value keeps the type; one inside a text is written into it. actor.rollout.* is
+    rollout.*. A reference to a key of ALIKE that is not given leaves its own key unset too.
 
-    >>> resolved({"a": {"b": 3}, "c": "${a.b}", "d": "x-${c}", "e": "${a}"})[0]
+    >>> resolve({"a": {"b": 3}, "c": "${a.b}", "d": "x-${c}", "e": "${a}"})[0]
     {'a': {'b': 3}, 'c': 3, 'd': 'x-3', 'e': {'b': 3}}
-    >>> resolved({"a": "${b.c}"})[1]
+    >>> resolve({"a": "${b.c}"})[1]
     ['a=${b.c}: b.c is not given; give it too, or write its value']
     """
-    found = _Resolver(given)
-    return found.node(given, ()), found.problems
+    resolver = _Resolver(tree)
+    return resolver.node(tree, ()), resolver.problems
 
 
 class _Resolver:
@@ -40,29 +40,29 @@ class _Resolver:
         self.root = root
         self.problems: list[str] = []
 
-    def node(self, value: Any, place: tuple[str, ...], open_: tuple[str, ...] = ()) -> Any:
-        """A value without references. Args: place: its key. open_: the references that led to it."""
+    def node(self, value: Any, place: tuple[str, ...], seen: tuple[str, ...] = ()) -> Any:
+        """A value without references. Args: place: its key. seen: the references on the way to it."""
         if isinstance(value, Mapping):
-            return {k: self.node(v, (*place, str(k)), open_) for k, v in value.items()}
+            return {k: self.node(v, (*place, str(k)), seen) for k, v in value.items()}
         if isinstance(value, list):
-            return [self.node(v, place, open_) for v in value]
+            return [self.node(v, place, seen) for v in value]
         if not isinstance(value, str) or "${" not in value:
             return value
         if whole := REFERENCE.fullmatch(value):
-            return self._found(whole[1], value, place, open_)
-        made = REFERENCE.sub(lambda one: str(self._found(one[1], value, place, open_)), value)
-        if "${" in made and not self.problems:  # one inside another
-            return self.node(made, place, open_)
-        return made
+            return self._found(whole[1], value, place, seen)
+        text = REFERENCE.sub(lambda one: str(self._found(one[1], value, place, seen)), value)
+        if "${" in text and not self.problems:  # one inside another
+            return self.node(text, place, seen)
+        return text
 
-    def _found(self, name: str, value: str, place: tuple[str, ...], open_: tuple[str, ...]) -> Any:
-        """What one reference stands for; None, and a problem, where it stands for nothing."""
+    def _found(self, name: str, value: str, place: tuple[str, ...], seen: tuple[str, ...]) -> Any:
+        """The value of one reference; None and a problem where it has none."""
         try:
             kind, colon, rest = name.strip().partition(":")
             if colon:
                 return _of_environment(kind, rest)
             key = self._key(name.strip(), place)
-            if key in open_:
+            if key in seen:
                 raise ConfigError(f"{key} refers to itself; write its value")
             node: Any = self.root
             for part in key.split("."):
@@ -74,10 +74,10 @@ class _Resolver:
         except ConfigError as error:
             self.problems.append(f"{'.'.join(place)}={value}: {error}")
             return None
-        return self.node(node, tuple(key.split(".")), (*open_, key))
+        return self.node(node, tuple(key.split(".")), (*seen, key))
 
     def _key(self, name: str, place: tuple[str, ...]) -> str:
-        """The key that a reference names: from the root, or with dots before it from where it stands."""
+        """The key that a reference names: from the root, or with leading dots relative to its own place."""
         up = len(name) - len(name.lstrip("."))
         key = ".".join([*place[: max(0, len(place) - up)], name.lstrip(".")]) if up else name
         return key.removeprefix("actor.") if key.startswith("actor.rollout.") else key
@@ -86,7 +86,7 @@ class _Resolver:
 def _of_environment(kind: str, rest: str) -> Any:
     """The value of ${oc.env:NAME} or ${oc.env:NAME,default}. Raises ConfigError: another resolver, no such variable."""
     if kind != "oc.env":
-        raise ConfigError(f"the resolver {kind} is not here, oc.env alone is; write the value")
+        raise ConfigError(f"the resolver {kind} is not supported, only oc.env; write the value")
     name, comma, default = (part.strip() for part in rest.partition(","))
     if name in os.environ:
         return os.environ[name]

@@ -1,8 +1,7 @@
-"""From a command of RL2's to the configuration of whet's that does the same.
+"""Translates a command of RL2's to the configuration of whet's that does the same.
 
-Values that have a place go there as they are; ppo.py and supervised.py make what several keys say together.
-What RL2 does by default is set there too, as July 2025 has it, or 2026 where a command is written so.
-docs/from-rl2.md is the table.
+A key with a counterpart is copied (keys.py). common.py, ppo.py and supervised.py compute the rest, RL2's own defaults
+included: those of July 2025, or of the later generation that the command is written for.
 """
 
 from __future__ import annotations
@@ -10,58 +9,58 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from whet.config.base import check
-from whet.config.loader import merged
+from whet.config import RunConfig
+from whet.config.base import config_from_dict
+from whet.config.loader import merge
 from whet.rl2 import ppo, supervised
-from whet.rl2.common import Part
-from whet.rl2.parsed_args import Given, copied, read
+from whet.rl2.common import WhetKeys, translate_models, translate_trainer
+from whet.rl2.parsed_args import CONFIGS, ParsedArgs, copied_values, parse_args
 
-__all__ = ["RULES", "of_given", "translated", "tree_of"]
+__all__ = ["translate_args", "translate_command", "translated_tree"]
 
 
-def translated(verb: str, words: Sequence[str]) -> Any:
+def translate_command(trainer: str, words: Sequence[str]) -> Any:
     """The checked configuration of a command.
 
-    Args: verb: of RULES. words: as RL2 takes them; whet.<key> is a key of whet's own, over the translation.
+    Args: trainer: ppo, sft, rm or dpo. words: as RL2 takes them; whet.<key> sets a key of whet's and wins.
     Raises: ConfigError: all problems at once, a line each.
 
-    >>> made = translated("ppo", ["actor.model_name=m", "data.path=d.jsonl", "data.prompts_per_rollout=8",
+    >>> config = translate_command("ppo", ["actor.model_name=m", "data.path=d.jsonl", "data.prompts_per_rollout=8",
     ...     "rollout.env_path=env.py", "rollout.train_sampling_params.max_new_tokens=16"])
-    >>> made.algo.advantage_estimator, made.rollout.eval["temperature"], made.reward_names
+    >>> config.algo.advantage_estimator, config.rollout.eval["temperature"], config.reward_names
     ('reinforce', 0.0, ('env.py:reward_fn',))
     """
-    return of_given(read(verb, words))
+    return translate_args(parse_args(trainer, words))
 
 
-def of_given(given: Given) -> Any:
-    """The checked configuration of a command that is read. Raises ConfigError: as `translated` does."""
-    kind, found = tree_of(given)
-    return check(kind, merged(found, given.own))
+def translate_args(args: ParsedArgs) -> Any:
+    """The checked configuration of parsed arguments. Raises ConfigError: as `translate_command` does."""
+    kind, tree = translated_tree(args)
+    return config_from_dict(kind, merge(tree, args.whet_keys))
 
 
-def tree_of(given: Given) -> tuple[type, dict[str, Any]]:
-    """The class of the configuration, and its tree, without keys of whet's own."""
-    given.refuse()
-    given.check()
-    flat = copied(given)
-    rules, kind = RULES[given.verb]
-    for rule in rules:
-        flat |= rule(given)
-    given.check()
-    found: dict[str, Any] = {}
+def translated_tree(args: ParsedArgs) -> tuple[type, dict[str, Any]]:
+    """The class of the configuration and its tree, without the keys given as whet.<key>."""
+    args.check_refused()
+    args.raise_problems()
+    flat = copied_values(args)
+    for translate in _TRANSLATIONS[args.trainer]:
+        flat |= translate(args)
+    args.raise_problems()
+    tree: dict[str, Any] = {}
     for key, value in flat.items():
         node: Any = value
         for part in reversed(key.split(".")):
             node = {part: node}
-        found = merged(found, node)
-    return kind(given), found
+        tree = merge(tree, node)
+    without_critic = args.trainer == "ppo" and args.get("adv.estimator") != "gae"
+    return RunConfig if without_critic else CONFIGS[args.trainer], tree
 
 
-Rule = Callable[[Given], Part]
-RULES: Mapping[str, tuple[Sequence[Rule], Callable[[Given], type]]] = {
-    "ppo": (ppo.RULES, ppo.kind),
-    "sft": supervised.SFT,
-    "rm": supervised.RM,
-    "dpo": supervised.DPO,
+_TRANSLATIONS: Mapping[str, Sequence[Callable[[ParsedArgs], WhetKeys]]] = {
+    "ppo": (translate_models, *ppo.TRANSLATIONS, translate_trainer),
+    "sft": (translate_models, supervised.translate_data, supervised.translate_averaging, translate_trainer),
+    "rm": (translate_models, supervised.translate_data, translate_trainer),
+    "dpo": (translate_models, supervised.translate_data, translate_trainer),
 }
-"""Trainer -> what makes its configuration, and the class of it."""
+"""Trainer -> the functions that compute the keys of its configuration."""

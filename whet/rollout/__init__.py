@@ -9,24 +9,19 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from typing import Any
 
-from whet.errors import ConfigError, lookup_error
-from whet.util.references import resolve_callable
+from whet.util.references import resolve_name
 
-__all__ = ["ALIASES", "ENGINES", "check_engine", "engine_name", "resolve_engine"]
+__all__ = ["ENGINES", "check_engine", "resolve_engine"]
 
 ENGINES = {
     "embedded": "whet.rollout.engine.engine:EmbeddedEngine",
     "hf": "whet.rollout.hf:HFEngine",
     "mock": "whet.rollout.mock:MockEngine",
     "sglang": "whet.rollout.sglang:SGLangEngine",
-    "sglang_jax": "whet.rollout.sglang:SGLangEngine",
     "vllm": "whet.rollout.vllm:VLLMEngine",
 }
 """Engine names and where their classes lie; imported when asked for."""
-ALIASES = {"vanilla": "embedded"}
-"""Tunix's names of them."""
 
 
 def check_engine(name: str | type) -> None:
@@ -37,34 +32,14 @@ def check_engine(name: str | type) -> None:
         module.imported()
 
 
-def engine_name(spec: Any) -> Any:
-    """An engine's own name for one of Tunix's; anything else as it is.
-
-    >>> engine_name("vanilla"), engine_name("hf")
-    ('embedded', 'hf')
-    """
-    return ALIASES.get(spec, spec) if isinstance(spec, str) else spec
-
-
 def resolve_engine(name: str | type) -> type:
     """The class of an engine.
 
-    Args: name: a name from ENGINES or ALIASES, a class (returned as it is), "package.module:Class" or "file.py:Class".
+    Args: name: a name from ENGINES, a class (returned as it is), "package.module:Class" or "file.py:Class".
     Returns: the class; nothing is built.
     Raises: ConfigError: an unknown name, a path that can't be imported.
 
     >>> resolve_engine("mock").__name__
     'MockEngine'
     """
-    name = engine_name(name)
-    if not isinstance(name, str):
-        return name
-    if name not in ENGINES:
-        if ":" not in name:
-            raise lookup_error("rollout engine", name, [*ENGINES, *ALIASES])
-        return resolve_callable(name, "rollout engine")
-    module, _, attribute = ENGINES[name].partition(":")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"rollout engine {name!r} can't be imported: {error}; give 'package.module:Class'") from error
+    return resolve_name(name, ENGINES, "rollout engine")

@@ -1,7 +1,7 @@
 """The engine protocol: requests in, finished completions out, token ids on both sides.
 
-An engine is pull-driven: it computes only inside `step`, so it is deterministic without threads, and pausing it is
-not calling it. Left out on purpose: text. An engine decodes only to look for stop strings.
+An engine computes only inside `step`. So it is deterministic without threads, and is paused while nobody calls it.
+Left out on purpose: text. An engine decodes only to find stop strings.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from torch import Tensor
 
-from whet.config.length_aliases import one_length
 from whet.errors import EngineError, lookup_error
 from whet.ops.support import Support
 from whet.types import FinishReason
@@ -27,21 +26,20 @@ __all__ = [
     "Request",
     "RolloutEngine",
     "Sampling",
-    "aborted",
     "check_caps",
     "support_of",
 ]
 
 
 CONSTRAINTS = ("grammar", "json_schema", "regex")
-"""Kinds of languages."""
+"""Kinds of constraints."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Constraint:
-    """The language that a completion's text lies in.
+    """A language that a completion's text has to be in.
 
-    Raises: ConfigError: an unknown kind. Errors inside the text are found by Grammars.check.
+    Raises: ConfigError: an unknown kind. Grammars.check finds errors inside the text.
 
     >>> Constraint(kind="regex", text="[0-9]+")
     Constraint(kind='regex', text='[0-9]+')
@@ -63,14 +61,14 @@ class Constraint:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How to draw the tokens of one request; ids and numbers only.
+    """How to draw the tokens of one request, in ids and numbers.
 
-    The order is that of transformers: repetition penalty, forbidden ids, constraint and minimum length (stop ids
-    forbidden until then), temperature, top-k, top-p, min-p.
+    The processors run in the order of transformers: repetition penalty, forbidden ids, constraint and minimum length
+    (stop ids are forbidden until then), temperature, top-k, top-p, min-p.
     """
 
     max_tokens: int = 64
-    """Longest completion, stop token included."""
+    """The most tokens of a completion, stop token included."""
     min_tokens: int = 0
     """Stop ids can't be drawn before this many tokens."""
     temperature: float = 1.0
@@ -84,23 +82,21 @@ class Sampling:
     repetition_penalty: float = 1.0
     """1.0 = off."""
     stop_ids: tuple[int, ...] = ()
-    """Any of these ends a completion, and is part of it."""
+    """Each of these ends a completion, and is part of it."""
     stop: tuple[str, ...] = ()
-    """Any of these in the decoded completion ends it; the text up to it, and the stop string, stay. Special tokens are
-    not in that text: give their ids in stop_ids."""
+    """Each of these in the decoded completion ends it, and is part of it. The decoded text has no special tokens: give
+    their ids in stop_ids."""
     forbidden_ids: tuple[int, ...] = ()
     """Never drawn."""
     constraint: Constraint | None = None
-    """The language that the completion's text lies in; stop ids are drawn only where it may end."""
+    """The language of the completion's text; stop ids are drawn only where it may end."""
     logprob_support: str = "sampling"
     """"sampling": of the exact distribution drawn from; "full": temperature alone."""
     generation_kwargs: tuple[tuple[str, Any], ...] = ()
-    """Options of transformers' generate, (name, value) with tuples for lists: for the hf engine alone."""
+    """Options of transformers' generate, (name, value) with tuples for lists: only for the hf engine."""
     return_logits: bool = False
     """Keep the raw logits of each drawn token (float32 [C, V]): for inspection, not for training."""
 
-
-Sampling.__init__ = one_length("max_tokens")(Sampling.__init__)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def support_of(sampling: Sampling) -> Support:
@@ -125,35 +121,35 @@ def support_of(sampling: Sampling) -> Support:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
-    """One completion to make.
+    """One completion to draw.
 
     Example: Request(id=3, tokens=array([5, 6]), sampling=Sampling(max_tokens=8), group=1, address=(0, 12, 1, 0)).
     """
 
     id: int
     tokens: np.ndarray
-    """int32 [P]: what stands before the completion, then `offset` tokens of it that were made earlier."""
+    """int32 [P]: the prompt, then the `offset` tokens of the completion that were drawn earlier."""
     sampling: Sampling
     group: int
-    """Requests of one group are admitted together where they can be; those with equal prompts share its KV."""
+    """Requests of one group are admitted together where they fit; equal prompts share their KV."""
     address: tuple[int, int, int, int]
-    """(seed, step, prompt, generation): with the position, the address of every random draw."""
+    """(seed, step, prompt, generation): with the number of the draw, it determines every random number."""
     offset: int = 0
-    """Completion tokens already in `tokens`, of a resumed request: min_tokens counts them, a stop string may begin
-    in them, a constraint has consumed them. Earlier turns, and what a tool has answered, are not among them."""
+    """Of a resumed request: how many completion tokens `tokens` ends with. min_tokens counts them, a stop string may
+    begin in them, a constraint has consumed them. Earlier turns and tools' answers are not among them."""
     draw: int = 0
-    """Number of the completion's first draw under its address: token t of the completion, those of `offset` counted,
-    uses u(address, draw + t). A later turn begins after the draws of those before it; a resumed request keeps
-    its number."""
+    """Number of the completion's first draw under its address: token t of the completion, those of `offset` included,
+    uses u(address, draw + t). A later turn starts after the draws of earlier turns; a resumed request keeps its
+    number."""
     conversation: int | None = None
-    """Requests of one conversation come one after the other, each beginning with what the one before it held: an engine
-    with caps.conversations encodes only what is new. None = on its own. It changes no token."""
+    """Requests of one conversation come one after the other, and each begins with the tokens of the one before it: an
+    engine with caps.conversations runs only the new tokens. None = no conversation. It changes no token."""
     expected: int | None = None
-    """Tokens that its completion is expected to have, where the caller has a guess: long ones start first. None =
-    max_tokens. It changes no token, except as batching does (docs/exactness.md)."""
+    """Expected tokens of its completion, where the caller has a guess: long ones start first. None = max_tokens. It
+    changes no token, except as batching does (docs/exactness.md)."""
 
     def after(self, tokens: np.ndarray) -> Request:
-        """The request that resumes from here. Args: tokens: int [C], the completion tokens made since.
+        """The request that resumes this one. Args: tokens: int [C], the completion tokens drawn for it.
 
         >>> r = Request(id=3, tokens=np.array([5]), sampling=Sampling(max_tokens=8), group=0, address=(0, 0, 0, 0))
         >>> r.after(np.array([7, 2])).offset, r.after(np.array([7, 2])).sampling.max_tokens
@@ -169,7 +165,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PartialOutput:
-    """Tokens of a request in flight: all so far (`peek`), or those since the last look (`stream`)."""
+    """Tokens of a request in flight: all so far (`peek`), or those since the last PartialOutput (`stream`)."""
 
     id: int
     tokens: np.ndarray
@@ -177,16 +173,16 @@ class PartialOutput:
     logprobs: np.ndarray
     """float32 [C]."""
     versions: np.ndarray
-    """int32 [C]: the policy version that made each token."""
+    """int32 [C]: the policy version that drew each token."""
     finish_reason: FinishReason | None = None
-    """None = more is to come."""
+    """Why it ended; None = it continues. rollout/stopping.py has the rule."""
 
     def after(self, count: int) -> PartialOutput:
         """The same without its first tokens."""
         return replace(self, tokens=self.tokens[count:], logprobs=self.logprobs[count:], versions=self.versions[count:])
 
     def finished(self, reason: FinishReason, logits: np.ndarray | None = None) -> Output:
-        """The result of the request, if these are all of its tokens."""
+        """The result of the request, whose tokens these are."""
         return Output(**{**vars(self), "finish_reason": reason}, logits=logits)
 
 
@@ -199,51 +195,40 @@ class Output(PartialOutput):
     """float32 [C, V], where the request asked for them."""
 
 
-def aborted(request: Request) -> Output:
-    """The output of a request that was aborted before it made a token.
-
-    >>> r = Request(id=3, tokens=np.array([5]), sampling=Sampling(), group=0, address=(0, 0, 0, 0))
-    >>> aborted(r).id, aborted(r).finish_reason, len(aborted(r).tokens)
-    (3, 'abort', 0)
-    """
-    none = np.zeros(0, np.int32)
-    return Output(id=request.id, tokens=none, logprobs=none.astype(np.float32), versions=none, finish_reason="abort")
-
-
 @dataclass(frozen=True, kw_only=True)
 class EngineCaps:
-    """What an engine can do; asked, never guessed with hasattr."""
+    """The capabilities of an engine."""
 
     logprobs: bool = True
     """Reports the sampler's logprobs."""
     shared_weights: bool = False
     """Reads the trainer's own parameters: `update(version)` needs no weights."""
     adapters: bool = False
-    """Its copy of an adapted model has the adapter apart: `update` takes the tensors that are trained and no others."""
+    """Its copy of a model with an adapter keeps the adapter separate: `update` takes only the trained tensors."""
     addressed: bool = False
-    """Draws follow Request.address, whatever else is in the batch."""
+    """Draws depend only on Request.address, not on other requests of the batch."""
     stop_strings: bool = True
     abort: bool = False
-    """Requests can be ended before their time."""
+    """`abort` ends requests early."""
     sleep: bool = False
     logits: bool = False
     generation_kwargs: bool = False
     """Supports transformers' own options (Sampling.generation_kwargs)."""
     peek: bool = False
-    """Tokens can be seen as they are made."""
+    """`peek` shows tokens as they are drawn."""
     updates_in_flight: bool = False
-    """New weights are taken between two tokens of a completion; without it, between two completions."""
+    """`update` may come between two tokens of a completion; without it, only between two completions."""
     conversations: bool = False
-    """Keeps the KV of a conversation, so that its next turn encodes only what is new."""
+    """Keeps the KV of a conversation, so that its next turn runs only the new tokens."""
     constraints: bool = False
     """Draws under Sampling.constraint."""
     experimental: bool = False
-    """Has never run on the hardware where it is now; a warning was logged when it was built."""
+    """It has never been run on this kind of hardware; a warning was logged when it was built."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """Where an engine stands, and what it has done since it was built. An engine leaves at 0 what it can't tell.
+    """The state of an engine, and its counts since it was built. Numbers that an engine does not know are 0.
 
     >>> now = EngineStats(live=6, max_batch=8, steps=10, row_steps=70, prefilled=32)
     >>> now.occupancy, now.mean_rows, now.since(EngineStats(prefilled=30)).prefilled
@@ -255,19 +240,19 @@ class EngineStats:
     waiting: int = 0
     """Requests that wait to be admitted."""
     held: int = 0
-    """Finished sequences whose KV is held for the next turn of their conversation."""
+    """Conversations whose KV is held for their next turn."""
     max_batch: int = 0
-    """Sequences that the batch can have."""
+    """The most sequences of the batch."""
     kv_tokens: int = 0
     """KV memory in tokens, padding included."""
     kv_tokens_bound: int | None = None
-    """Most of them; None = no bound."""
+    """The bound of kv_tokens; None = no bound."""
     kv_bytes: int = 0
     """KV memory in bytes."""
     prefilled: int = 0
-    """Prompt tokens that were run through the model, since construction."""
+    """Prompt tokens run through the model, since construction."""
     reused: int = 0
-    """Prompt tokens whose KV was there already: shared by requests with equal prompts, or held, since construction."""
+    """Prompt tokens whose KV existed already (of an equal prompt, or of an earlier turn), since construction."""
     generated: int = 0
     """Completion tokens, since construction."""
     steps: int = 0
@@ -277,46 +262,50 @@ class EngineStats:
 
     @property
     def in_flight(self) -> int:
-        """Requests whose output has not come."""
+        """Requests without an output yet."""
         return self.live + self.waiting
 
     @property
     def occupancy(self) -> float:
-        """Share of the batch that is live now."""
+        """Share of the batch in use now."""
         return self.live / self.max_batch if self.max_batch else 0.0
 
     @property
     def kv_occupancy(self) -> float:
-        """Share of the KV bound that is held now; 0 without a bound."""
+        """Share of the KV bound in use now; 0 without a bound."""
         return self.kv_tokens / self.kv_tokens_bound if self.kv_tokens_bound else 0.0
 
     @property
     def kv_bytes_bound(self) -> int | None:
-        """The KV bound in bytes; None without one, or before the first KV shows what a token takes."""
+        """The KV bound in bytes; None without a bound, or before the first KV shows the size of a token."""
         if self.kv_tokens_bound is None or not self.kv_bytes:
             return None
         return self.kv_bytes // self.kv_tokens * self.kv_tokens_bound
 
     @property
     def mean_rows(self) -> float:
-        """Sequences of a decode step, on average."""
+        """Mean number of sequences of a decode step."""
         return self.row_steps / self.steps if self.steps else 0.0
 
+    def plus(self, **counts: int) -> EngineStats:
+        """The same with these counts added, such as steps=4."""
+        return replace(self, **{name: vars(self)[name] + n for name, n in counts.items()})
+
     def since(self, earlier: EngineStats) -> EngineStats:
-        """The same with what was done since an earlier look instead of since construction."""
-        done = ("prefilled", "reused", "generated", "steps", "row_steps")
-        return replace(self, **{name: vars(self)[name] - vars(earlier)[name] for name in done})
+        """The same, with counts since an earlier state in place of those since construction."""
+        counts = ("prefilled", "reused", "generated", "steps", "row_steps")
+        return replace(self, **{name: vars(self)[name] - vars(earlier)[name] for name in counts})
 
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """What the cluster asks of an engine."""
+    """The methods of an engine."""
 
     caps: EngineCaps
 
     @property
     def backends(self) -> Mapping[str, str]:
-        """Which implementation runs each part, and why, for environment.json; {} = nothing to report."""
+        """The implementation of each part, and why, for environment.json; {} = nothing to report."""
         ...
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -324,30 +313,30 @@ class RolloutEngine(Protocol):
         ...
 
     def step(self, timeout_s: float | None = None) -> list[Output]:
-        """Computes until something finishes (or the time is up) and returns it; [] = nothing in flight.
+        """Computes until requests finish (or the time is up) and returns their outputs; [] = nothing in flight.
 
-        timeout_s=0.0 computes as little as the engine can: to look at tokens as they are made.
+        timeout_s=0.0 computes as little as the engine can, so that `peek` shows tokens as they are drawn.
         """
         ...
 
     def peek(self, ids: Iterable[int]) -> dict[int, PartialOutput]:
-        """All tokens made so far of requests that are in flight, without computing; {} without caps.peek."""
+        """All tokens so far of requests in flight, without computing; {} without caps.peek."""
         ...
 
     def stats(self) -> EngineStats:
-        """Where it stands, and what it has done since it was built."""
+        """Its state now, and its counts since construction."""
         ...
 
     def abort(self, ids: Iterable[int]) -> list[Output]:
-        """Ends requests now; what they had made comes back with finish_reason "abort"."""
+        """Ends requests now. Returns: their tokens so far, with finish_reason "abort"."""
         ...
 
     def update(self, version: int, weights: Iterator[tuple[str, Tensor]] | None = None) -> None:
-        """Takes a new policy version; weights=None = shared parameters. Drops caches, refreshes derived weights."""
+        """Takes a new policy version, and new weights where it has its own; drops the KV of the old ones."""
         ...
 
     def sleep(self) -> None:
-        """Frees KV memory (and weights, where the engine holds its own)."""
+        """Frees KV memory (and weights, where the engine has its own)."""
         ...
 
     def wake(self) -> None:
@@ -360,9 +349,9 @@ class RolloutEngine(Protocol):
 
 
 def check_caps(engine: RolloutEngine, sampling: Sampling) -> None:
-    """Refuses a Sampling that asks for what an engine does not support.
+    """Refuses a Sampling with a field that an engine does not support.
 
-    Raises: EngineError: with the field and the engine that does.
+    Raises: EngineError: names the field, and an engine that supports it.
     """
     name, caps = f"the engine {type(engine).__name__}", engine.caps
     if sampling.stop and not caps.stop_strings:

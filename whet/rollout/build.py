@@ -1,4 +1,4 @@
-"""From configuration to an engine and its sampling parameters."""
+"""make_engine and sampling_of: from a configuration to an engine and its sampling parameters."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ __all__ = ["describe_engine", "grammars_of", "make_engine", "sampling_of"]
 
 log = logging.getLogger("whet")
 
-OWN_WEIGHTS = ("sglang", "sglang_jax", "vllm")
-"""Adapters of other packages' engines; they read their options from the rollout configuration."""
-
 
 def sampling_of(config: RolloutConfig, eos_ids: Sequence[int], tokenizer: Any = None) -> Sampling:
-    """The sampling parameters of a rollout configuration; `eos_tokens` comes before the tokenizer's own end ids.
+    """The sampling parameters of a rollout configuration.
 
-    Args: config: of a mode. eos_ids: end ids of tokenizer and model. tokenizer: to check stop strings with, or None.
+    Args:
+        config: of a mode; its `eos_tokens` replace eos_ids.
+        eos_ids: end ids of tokenizer and model.
+        tokenizer: checks the stop strings; None = they are not checked.
     Raises: ConfigError: a stop string with a special token in it.
     """
     stop_ids = tuple(config.eos_tokens or eos_ids)
     if tokenizer is not None:
-        _check_stop(config.stop, stop_ids, tokenizer)
+        _check_stop_strings(config.stop, stop_ids, tokenizer)
     return Sampling(
         max_tokens=config.max_tokens_to_generate,
         min_tokens=config.min_tokens,
@@ -49,8 +49,8 @@ def sampling_of(config: RolloutConfig, eos_ids: Sequence[int], tokenizer: Any = 
     )
 
 
-def _check_stop(strings: Sequence[str], stop_ids: Sequence[int], tokenizer: Any) -> None:
-    """Raises ConfigError for a stop string with a special token in it: the text that is searched has none."""
+def _check_stop_strings(strings: Sequence[str], stop_ids: Sequence[int], tokenizer: Any) -> None:
+    """Raises ConfigError for a stop string with a special token: the text that is searched has none."""
     for string in strings:
         for i in tokenizer(string, add_special_tokens=False).input_ids:
             token, shown = (str(tokenizer.decode([i], skip_special_tokens=skip)) for skip in (False, True))
@@ -69,7 +69,6 @@ def make_engine(
     config: RolloutConfig,
     decode: Callable[[Sequence[int]], str],
     tokenizer: Any,
-    mesh: Any = None,
     samplings: Sequence[Sampling] = (),
     generation_kwargs: Iterable[str] = (),
     grammars: Grammars | None = None,
@@ -77,85 +76,71 @@ def make_engine(
     """The engine of a cluster.
 
     Args:
-        spec: a name from ENGINES, "package.module:Class", a class or a partial. A class with `submit` and `step` is
-            called as cls(loaded, decode=...), "vllm" and "sglang" with config=; one with Tunix's `generate` as
-            cls(rollout_actor=..., tokenizer=..., mesh=..., rollout_config=...).
-        loaded: the policy. config: the rollout's. decode: ids to text.
-        samplings: of each mode, what the engine will be asked for; those of other packages check it now.
-        generation_kwargs: names of transformers' options that it will be asked for besides.
-        grammars: those of the tokenizer, where the caller has them already.
-    Returns: the engine. "embedded" becomes "hf" where the model can't take whet's attention layout or transformers'
-        options are asked for, with the reason.
+        spec: a name from ENGINES, "package.module:Class", a class or a partial. A class with the classmethod
+            `from_config(config, model, *, decode, grammars, samplings)` is built by it, another engine class as
+            cls(model, decode=...).
+        loaded: the policy.
+        config: of the rollout.
+        decode: ids -> text.
+        samplings: the Sampling of each mode; vLLM's and SGLang's adapters check them now.
+        generation_kwargs: names of further options of transformers that requests will have.
+        grammars: of the tokenizer, where the caller has them already.
+    Returns: the engine. "embedded" becomes "hf" where the model can't take whet's attention layout, or where options of
+        transformers are asked for; the reason is logged.
     """
-    from whet.rollout import engine_name, resolve_engine
+    from whet.rollout import resolve_engine
 
-    spec = engine_name(spec)
     if spec == "embedded" and not loaded.packable:
         log.warning("rollout_engine 'embedded' can't run this model (%s); using 'hf'", "; ".join(loaded.reasons))
         spec = "hf"
-    if asked := sorted({*generation_kwargs, *(name for s in samplings for name, _ in s.generation_kwargs)}):
-        checked_options(dict.fromkeys(asked))
+    if names := sorted({*generation_kwargs, *(name for s in samplings for name, _ in s.generation_kwargs)}):
+        checked_options(dict.fromkeys(names))
         if spec == "embedded":
-            log.warning("generation_kwargs (%s) are transformers' own; using 'hf'", ", ".join(asked))
+            log.warning("generation_kwargs (%s) are transformers' own; using 'hf'", ", ".join(names))
             spec = "hf"
     _warn_unused(spec, config)
-    made = resolve_engine(spec)
-    options: dict[str, Any] = {"decode": decode}
-    if spec == "embedded":
-        options |= {"max_batch": config.max_batch_size, "kv_cache_tokens": config.kv_cache_tokens}
-        options |= {"native": config.native_kernels, "grammars": grammars or grammars_of(loaded, tokenizer)}
-    elif spec == "hf":
-        options |= {"batch_size": config.max_batch_size, "grammars": grammars or grammars_of(loaded, tokenizer)}
-    elif spec in OWN_WEIGHTS:
-        options |= {"config": config, "samplings": samplings}
-    if spec not in ("embedded", *OWN_WEIGHTS) and config.kv_cache_tokens is not None:
-        log.warning(
-            "rollout.kv_cache_tokens=%d has no effect: this engine does not bound its cache", config.kv_cache_tokens
+    engine_class: Any = resolve_engine(spec)
+    cls = engine_class.func if isinstance(engine_class, functools.partial) else engine_class
+    if inspect.isclass(cls) and not callable(inspect.getattr_static(cls, "submit", None)):
+        raise ConfigError(
+            f"the engine {cls.__name__} has no submit; derive it from SimpleEngine, where you write complete alone; "
+            "whet.tunix.RLCluster takes a class with Tunix's generate"
         )
-    kind = made.func if isinstance(made, functools.partial) else made
-    if inspect.isclass(kind) and not callable(inspect.getattr_static(kind, "submit", None)):
-        return _of_tunix(made, loaded, tokenizer, mesh, config)
-    engine = made(loaded, **options)
+    if hasattr(engine_class, "from_config"):
+        grammars = grammars or grammars_of(loaded, tokenizer)
+        engine = engine_class.from_config(config, loaded, decode=decode, grammars=grammars, samplings=samplings)
+    else:
+        engine = engine_class(loaded, decode=decode)
     if missing := [n for n in dir(RolloutEngine) if n[0] != "_" and not hasattr(engine, n)]:
         raise ConfigError(
             f"the engine {type(engine).__name__} has no {', '.join(missing)}; derive it from SimpleEngine, where you "
             "write complete alone, or from QueueEngine, where you write step alone (whet.rollout.queue_engine)"
         )
+    if config.kv_cache_tokens is not None and engine.stats().kv_tokens_bound is None:
+        log.warning(
+            "rollout.kv_cache_tokens=%d has no effect: this engine does not bound its cache", config.kv_cache_tokens
+        )
     return engine
 
 
-def _of_tunix(made: Any, loaded: LoadedModel, tokenizer: Any, mesh: Any, config: RolloutConfig) -> RolloutEngine:
-    """A rollout class of Tunix's form, called with Tunix's arguments, as an engine."""
-    from whet.rollout.compat import BaseRolloutAdapter, TokenizerAdapter, prompt_text
-
-    module = loaded.module
-    inner = made(rollout_actor=module, tokenizer=TokenizerAdapter(tokenizer), mesh=mesh, rollout_config=config)
-    decode = functools.partial(prompt_text, tokenizer)
-    return BaseRolloutAdapter(inner, decode=decode, module=module, rollout_config=config)
-
-
 def _warn_unused(spec: Any, config: RolloutConfig) -> None:
-    """Warns of fields that are set for another engine; a class of the user's own may read them all."""
+    """Warns about fields of another engine that are set; a user's own class may read all of them."""
     if not isinstance(spec, str) or ":" in spec:
         return
-    own = {"vllm": "vllm", "sglang": "sglang", "sglang_jax": "sglang"}.get(spec)
     unused = {}
-    for section in {"vllm", "sglang"} - {own}:
-        given, plain = vars(vars(config)[section]), vars(type(vars(config)[section])())
-        unused |= {f"{section}.{n}": v for n, v in given.items() if v != plain[n]}
-    if own is None:
-        devices = ("tensor_parallel_size", "data_parallel_size", "expert_parallel_size")
-        unused |= {n: vars(config)[n] for n in devices if vars(config)[n] not in (-1, 1)}
+    for section in {"vllm", "sglang"} - {spec}:
+        values, defaults = vars(vars(config)[section]), vars(type(vars(config)[section])())
+        unused |= {f"{section}.{n}": v for n, v in values.items() if v != defaults[n]}
     if unused:
-        said = ", ".join(f"rollout.{name}={value!r}" for name, value in unused.items())
-        log.warning("%s: no effect with rollout_engine %r, they belong to another engine; leave them out", said, spec)
+        fields = ", ".join(f"rollout.{name}={value!r}" for name, value in unused.items())
+        log.warning("%s: no effect with rollout_engine %r, they belong to another engine; leave them out", fields, spec)
 
 
 def grammars_of(loaded: LoadedModel, tokenizer: Any) -> Grammars:
-    """The grammars of a model's tokenizer; nothing is made before the first constraint."""
+    """The grammars of a model's tokenizer; nothing is compiled before the first constraint."""
     return Grammars(tokenizer, vocabulary=int(loaded.module.get_input_embeddings().weight.shape[0]))  # pyright: ignore
 
 
 def describe_engine(engine: RolloutEngine) -> dict[str, str]:
-    """What runs the rollout, for a run's notes: the class, its backends and its version."""
+    """An engine's class and the implementation of its parts, for environment.json."""
     return {"engine": type(engine).__name__, **engine.backends}

@@ -1,16 +1,16 @@
-"""Rollouts: episodes in, groups of completions out, each group as soon as its last completion has ended.
+"""Rollouts: runs episodes in an engine, and returns each group of completions as soon as its last episode has ended.
 
-`Rollouts` is the only caller of an engine's submit and step (except `stream`, for a person who watches). An episode is
-a generator: it yields requests and is given their outputs, as often as it likes, and returns its completions. So
-many episodes interleave in one engine, deterministically, without threads; a completion to a prompt (`single_turn`) is
-the shortest of them, and an environment with ten turns is one of ten yields.
+An episode is a generator: it yields requests, is sent their outputs, and returns its completions. So many episodes
+interleave in one engine, deterministically and without threads. A completion to a prompt (`single_turn`) yields once;
+an environment with ten turns yields ten times. Only `Rollouts` calls an engine's submit and step (besides `stream`,
+which shows tokens to a person).
 
     rollouts = Rollouts(engine)
     rollouts.start(episodes)
     while groups := rollouts.ready():       # as they end; more may be started at any time
         ...
 
-Left out on purpose: waiting for anything but the engine (a tool that takes its time), and rewards.
+Left out on purpose: waiting for anything but the engine (a slow tool), and rewards.
 Dim legend: C completion.
 """
 
@@ -31,20 +31,20 @@ from whet.types import Completion, Group, Prompt
 __all__ = ["Episode", "GroupKey", "Rollouts", "Turns", "completion", "single_turn", "single_turns", "stream"]
 
 GroupKey = tuple[int, int, int]
-"""(seed, step, prompt): the address of a group's draws, by which it is known while it is running."""
+"""(seed, step, prompt): the address of a group's draws, which identifies it while it is running."""
 Turns = Generator[Any, Any, Completion | Sequence[Completion]]
-"""Yields a Request and is given its Output, or yields several and is given a list; returns one Completion, or the forks
+"""Yields a Request and is sent its Output, or yields several and is sent a list; returns one Completion, or the forks
 of one episode."""
 
 
 class Episode:
-    """One trajectory to play.
+    """One trajectory.
 
     Args:
         prompt: of its group.
-        address: (seed, step, prompt, generation): the first three say which group it belongs to, and all four with the
-            number of the draw make every random number.
-        play: the generator function, given the episode.
+        address: (seed, step, prompt, generation). The first three identify its group; all four, with the number of the
+            draw, determine every random number.
+        play: the generator function; its argument is the episode.
 
     >>> from whet.rollout.mock import MockEngine
     >>> def twice(episode):  # the model speaks, the world answers with two tokens, the model speaks again
@@ -65,7 +65,7 @@ class Episode:
 
     @property
     def generation(self) -> int:
-        """Its place in the group."""
+        """Its index in the group."""
         return self.address[3]
 
     @property
@@ -81,12 +81,12 @@ class Episode:
         conversation: int | None = None,
         expected: int | None = None,
     ) -> Request:
-        """A request of its next turn, whose draws no other turn repeats: max_tokens numbers are set aside for each.
+        """A request of its next turn. max_tokens random numbers are reserved for it, and no other turn repeats them.
 
         Args:
-            tokens: int32 [P], the prompt and all that has been said since.
+            tokens: int32 [P], the prompt and everything after it.
             sampling, conversation, expected: as in Request.
-        Returns: the request, to be yielded; Rollouts numbers it.
+        Returns: the request, to be yielded; Rollouts sets its id.
         """
         draw, self._draws = self._draws, self._draws + sampling.max_tokens
         return Request(
@@ -102,11 +102,14 @@ class Episode:
 
 
 def completion(*parts: Output | np.ndarray, generation: int, info: Mapping[str, Any] | None = None) -> Completion:
-    """One training sequence from what was drawn and what the model was given in between.
+    """One training sequence from the outputs of an episode and the tokens between them.
 
-    Args: parts: in order: outputs, whose tokens are trained, and int arrays [C] of tokens that were not drawn, which
-            are not (version -1). At least one output. generation: the episode's. info: for the store.
-    Returns: the completion, ended as its last output did.
+    Args:
+        parts: in order: outputs, whose tokens are trained, and int arrays [C] of tokens that were not drawn and are not
+            trained (version -1). At least one output.
+        generation: of the episode.
+        info: for the store.
+    Returns: the completion, with the finish_reason of its last output.
 
     >>> columns = {"tokens": np.array([4]), "logprobs": np.array([-1.0]), "versions": np.array([3])}
     >>> out = Output(id=0, **columns, finish_reason="stop")
@@ -137,7 +140,7 @@ def completion(*parts: Output | np.ndarray, generation: int, info: Mapping[str, 
 def single_turn(
     prompt: Prompt, sampling: Sampling, *, address: tuple[int, int, int, int], expected: int | None = None
 ) -> Episode:
-    """The shortest episode: one completion to a prompt. Args: as in Request."""
+    """An episode of one turn: a completion to a prompt. Args: as in Request."""
 
     def play(episode: Episode) -> Turns:
         output = yield episode.request(prompt.tokens, sampling, expected=expected)
@@ -154,13 +157,13 @@ def single_turns(
     address: GroupKey = (0, 0, 0),
     expected: Sequence[int | None] | None = None,
 ) -> list[Episode]:
-    """Single turns of some prompts, a group for each.
+    """Episodes of one turn for some prompts, a group for each prompt.
 
     Args:
         prompts: encoded.
-        sampling: of all prompts, or of each.
+        sampling: one for all prompts, or one for each.
         num_generations: completions of each prompt.
-        address: (seed, step, place of the first prompt).
+        address: (seed, step, index of the first prompt).
         expected: expected length of each prompt's completions in tokens; None = no guess.
     """
     each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
@@ -173,66 +176,67 @@ def single_turns(
 
 
 @dataclass(eq=False)
-class _Play:
+class _RunningEpisode:
     """A running episode."""
 
     episode: Episode
     turns: Turns
     single: bool = True
-    """It yielded one request, not a list of them."""
+    """Whether it yielded one request, not a list of them."""
     outputs: list[Output | None] = field(default_factory=list)
-    """The outputs of the requests that it waits for, None = not yet."""
-    made: tuple[Completion, ...] | None = None
+    """The outputs of the requests that it waits for; None = not finished yet."""
+    completions: tuple[Completion, ...] | None = None
     """None = it is still running."""
 
 
 @dataclass(eq=False)
 class _GroupInFlight:
-    """The episodes of one prompt."""
+    """The episodes of one group."""
 
-    plays: list[_Play] = field(default_factory=list)
+    running: list[_RunningEpisode] = field(default_factory=list)
     number: int | None = None
-    """Of the group in the engine: the id of its first request."""
+    """Request.group in the engine: the id of its first request."""
 
     def finished(self) -> Group | None:
         """The group, once all its episodes have ended."""
-        ordered = sorted(self.plays, key=lambda p: p.episode.generation)
-        if any(p.made is None for p in ordered):
+        ordered = sorted(self.running, key=lambda r: r.episode.generation)
+        if any(r.completions is None for r in ordered):
             return None
-        return Group(prompt=ordered[0].episode.prompt, completions=tuple(c for p in ordered for c in p.made or ()))
+        completions = tuple(c for r in ordered for c in r.completions or ())
+        return Group(prompt=ordered[0].episode.prompt, completions=completions)
 
 
 class Rollouts:
-    """Episodes running in an engine. Whatever goes wrong, none of their requests stays in it.
+    """Runs episodes in an engine. After an error none of their requests stays in it.
 
     Args:
-        engine: no other code calls submit or step.
-        next_id: number of the first request; `next_id` counts on from it.
-        vocab_size: ids from here on are refused; None = unknown.
+        engine: no other code calls its submit and step.
+        next_id: id of the first request; the attribute `next_id` counts up from it.
+        vocab_size: token ids from here on are refused; None = unknown.
     """
 
     def __init__(self, engine: RolloutEngine, *, next_id: int = 0, vocab_size: int | None = None) -> None:
         self.engine, self.next_id, self.vocab_size = engine, next_id, vocab_size
         self._groups: dict[GroupKey, _GroupInFlight] = {}
         self._finished: dict[GroupKey, Group] = {}
-        self._waiting: dict[int, tuple[_Play, int, Request]] = {}
+        self._waiting: dict[int, tuple[_RunningEpisode, int, Request]] = {}
         self._cancelled: set[int] = set()
-        self._asked = 0  # since the engine was last idle
+        self._num_submitted = 0  # since the engine was last idle
 
     @property
     def in_flight(self) -> tuple[GroupKey, ...]:
-        """The groups that have not ended."""
+        """The groups that are running."""
         return tuple(self._groups)
 
     def start(self, episodes: Iterable[Episode]) -> list[GroupKey]:
         """Starts episodes; all of a group start together. Others may be running.
 
         Returns: their groups, in order.
-        Raises: EngineError: the engine refuses a request; a group of that address is already running. What an episode
-            raises. None of these episodes is running then; earlier ones continue.
+        Raises: EngineError: the engine refuses a request; a group of that address is already running. Any error of an
+            episode. None of these episodes is running then; earlier ones continue.
         """
         if not self._groups:
-            self._asked = 0
+            self._num_submitted = 0
         new: dict[GroupKey, _GroupInFlight] = {}
         for e in episodes:
             if e.group in self._groups or e.group in self._finished:
@@ -240,35 +244,35 @@ class Rollouts:
                     f"a group at (seed, step, prompt) {e.group} is already running; a second one would use the same "
                     "random numbers"
                 )
-            plays = new.setdefault(e.group, _GroupInFlight()).plays
-            if any(p.episode.generation == e.generation for p in plays):
+            running = new.setdefault(e.group, _GroupInFlight()).running
+            if any(r.episode.generation == e.generation for r in running):
                 raise EngineError(
                     f"two episodes have the same address (seed, step, prompt, generation) {e.address}; they would use "
                     "the same random numbers"
                 )
-            plays.append(_Play(e, e.play(e)))
+            running.append(_RunningEpisode(e, e.play(e)))
         self._groups |= new
         try:
-            self._advance([(p, None) for g in new.values() for p in g.plays])
+            self._advance([(r, None) for g in new.values() for r in g.running])
         except BaseException:
             self.cancel(new)
             raise
         return list(new)
 
     def ready(self, timeout_s: float | None = None) -> list[Group]:
-        """Computes until a group has ended, and gives all that have.
+        """Computes until a group has ended, and returns all that have ended.
 
         Args: timeout_s: of waiting; None = no limit.
         Returns: groups in the order in which they ended; [] = nothing is running, or the time is up.
-        Raises: EngineError: the engine lost a request, failed, or drew from logits that are not finite. What an episode
-            raises. Nothing is running then; groups that had ended are still given.
+        Raises: EngineError: the engine lost a request, failed, or drew from logits that are not finite. Any error of an
+            episode. Nothing is running then; the next call still returns groups that had ended.
         """
         self._compute(lambda: bool(self._finished), timeout_s)
-        done, self._finished = self._finished, {}
-        return list(done.values())
+        finished, self._finished = self._finished, {}
+        return list(finished.values())
 
     def run(self, episodes: Iterable[Episode]) -> list[Group]:
-        """Plays episodes to their end, whatever else is running. Returns: a group for each prompt, in order."""
+        """Runs episodes to their end; others may be running. Returns: a group for each prompt, in order."""
         keys = self.start(episodes)
         try:
             self._compute(lambda: not any(k in self._groups for k in keys), None)
@@ -278,46 +282,46 @@ class Rollouts:
         return [self._finished.pop(k) for k in keys]
 
     def cancel(self, groups: Iterable[GroupKey] | None = None) -> None:
-        """Ends groups now, without a result. Args: groups: as `start` gave them; None = all that are running."""
+        """Ends groups now, without a result. Args: groups: as `start` returned them; None = all that are running."""
         keys = set(self._groups if groups is None else groups)
         for key in keys:
             self._finished.pop(key, None)
-        plays = [p for key in keys & self._groups.keys() for p in self._groups.pop(key).plays]
-        gone = set(map(id, plays))
-        ids = [i for i, (p, *_) in self._waiting.items() if id(p) in gone]
+        cancelled = [r for key in keys & self._groups.keys() for r in self._groups.pop(key).running]
+        objects = set(map(id, cancelled))
+        ids = [i for i, (r, *_) in self._waiting.items() if id(r) in objects]
         for i in ids:
             del self._waiting[i]
         try:
             if ids:
-                self._cancelled |= set(ids)  # an engine that can't abort gives them back later
+                self._cancelled |= set(ids)  # an engine that can't abort returns them later
                 self._cancelled -= {o.id for o in self.engine.abort(ids)}
         finally:
-            for p in plays:
-                p.turns.close()
+            for r in cancelled:
+                r.turns.close()
 
-    def _compute(self, done: Callable[[], bool], timeout_s: float | None) -> None:
-        """Calls step until done, or nothing is running, or the time is up."""
-        began = time.monotonic()
+    def _compute(self, is_done: Callable[[], bool], timeout_s: float | None) -> None:
+        """Calls step until `is_done`, or nothing is running, or the time is up."""
+        start = time.monotonic()
         try:
-            while self._groups and not done():
+            while self._groups and not is_done():
                 if timeout_s is None:
-                    outputs, at_rest = self.engine.step(), True
+                    outputs, is_idle = self.engine.step(), True
                 else:
-                    outputs = self.engine.step(timeout_s=max(0.0, timeout_s - (time.monotonic() - began)))
-                    at_rest = not self.engine.stats().in_flight
-                if not outputs and at_rest:
-                    lost = f"{len(self._waiting)} of {self._asked}"
+                    outputs = self.engine.step(timeout_s=max(0.0, timeout_s - (time.monotonic() - start)))
+                    is_idle = not self.engine.stats().in_flight
+                if not outputs and is_idle:
+                    lost = f"{len(self._waiting)} of {self._num_submitted}"
                     raise EngineError(f"the engine is idle, but {lost} requests never finished")
                 self._receive(outputs)
-                if timeout_s is not None and time.monotonic() - began >= timeout_s:
+                if timeout_s is not None and time.monotonic() - start >= timeout_s:
                     break
         except BaseException:  # Ctrl-C in a notebook: the next call must not find these
             self.cancel()
             raise
 
     def _receive(self, outputs: Iterable[Output]) -> None:
-        """Hands outputs to the episodes that wait for them."""
-        whole: list[tuple[_Play, Any]] = []
+        """Gives outputs to the episodes that wait for them."""
+        ready: list[tuple[_RunningEpisode, Any]] = []
         for o in outputs:
             if o.id in self._cancelled:
                 self._cancelled.discard(o.id)
@@ -327,51 +331,55 @@ class Rollouts:
                     f"the engine returned request {o.id}, which this driver did not submit or has already received; "
                     "don't call engine.step() yourself"
                 )
-            play, place, request = self._waiting.pop(o.id)
+            running, index, request = self._waiting.pop(o.id)
             check_output(o, request, self.engine, vocab_size=self.vocab_size)
-            play.outputs[place] = o
-            if None not in play.outputs:
-                whole.append((play, o if play.single else list(play.outputs)))
-        self._advance(whole)
+            running.outputs[index] = o
+            if None not in running.outputs:
+                ready.append((running, o if running.single else list(running.outputs)))
+        self._advance(ready)
 
-    def _advance(self, plays: Iterable[tuple[_Play, Any]]) -> None:
-        """Takes episodes on to their next requests, which are submitted together, or to their end."""
+    def _advance(self, episodes: Iterable[tuple[_RunningEpisode, Any]]) -> None:
+        """Resumes episodes until their next requests, which are submitted together, or their end.
+
+        Args: episodes: each with the value that it is sent.
+        """
         requests: list[Request] = []
-        for play, value in plays:
+        for running, value in episodes:
             try:
-                requests += self._numbered(play, play.turns.send(value))
+                requests += self._numbered(running, running.turns.send(value))
             except StopIteration as end:
-                play.made = _checked(play.episode, end.value)
-                if group := self._groups[play.episode.group].finished():
-                    del self._groups[play.episode.group]
-                    self._finished[play.episode.group] = group
+                episode = running.episode
+                running.completions = _checked_completions(episode, end.value)
+                if group := self._groups[episode.group].finished():
+                    del self._groups[episode.group]
+                    self._finished[episode.group] = group
         for sampling in {id(r.sampling): r.sampling for r in requests}.values():
             check_caps(self.engine, sampling)
         if requests:
-            self._asked += len(requests)
+            self._num_submitted += len(requests)
             self.engine.submit(requests)
 
-    def _numbered(self, play: _Play, asked: Request | Sequence[Request]) -> list[Request]:
-        """The requests that an episode has yielded, under numbers of the engine's."""
-        play.single = isinstance(asked, Request)
-        requests = [asked] if isinstance(asked, Request) else list(asked)
+    def _numbered(self, running: _RunningEpisode, yielded: Request | Sequence[Request]) -> list[Request]:
+        """The requests that an episode has yielded, with ids and the number of its group."""
+        running.single = isinstance(yielded, Request)
+        requests = [yielded] if isinstance(yielded, Request) else list(yielded)
         if not requests:
             raise DataError("an episode yielded no request; yield one or more, or return its completions")
-        group = self._groups[play.episode.group]
+        group = self._groups[running.episode.group]
         group.number = self.next_id if group.number is None else group.number
-        play.outputs = [None] * len(requests)
+        running.outputs = [None] * len(requests)
         numbered = [replace(r, id=self.next_id + i, group=group.number) for i, r in enumerate(requests)]
-        for place, request in enumerate(numbered):
-            self._waiting[request.id] = play, place, request
+        for index, request in enumerate(numbered):
+            self._waiting[request.id] = running, index, request
         self.next_id += len(requests)
         return numbered
 
 
-def _checked(episode: Episode, made: Any) -> tuple[Completion, ...]:
-    """What an episode has returned, as a tuple. Raises DataError where that is not its own completions."""
-    found = (made,) if isinstance(made, Completion) else tuple(made or ())
+def _checked_completions(episode: Episode, returned: Any) -> tuple[Completion, ...]:
+    """The completions that an episode has returned. Raises DataError: they are missing, or not its own."""
+    found = (returned,) if isinstance(returned, Completion) else tuple(returned or ())
     if not found or any(c.generation != episode.generation for c in found):
-        shown = [c.generation for c in found] or made
+        shown = [c.generation for c in found] or returned
         raise DataError(
             f"the episode at {episode.address} returned {shown!r}; return its Completion, or several, with generation "
             f"{episode.generation}"
@@ -380,13 +388,14 @@ def _checked(episode: Episode, made: Any) -> tuple[Completion, ...]:
 
 
 def stream(engine: RolloutEngine, requests: Sequence[Request]) -> Iterator[PartialOutput]:
-    """Runs requests and gives their tokens as they are made; an engine without caps.peek gives them at their end.
+    """Runs requests and yields their tokens as they are drawn; an engine without caps.peek yields them at the end.
 
-    Leaving the loop early aborts what is running.
+    Leaving the loop early aborts the requests.
+
     Args: engine: idle. requests: to submit.
-    Returns: PartialOutputs with the new tokens of a request; its last one has the finish_reason, and may be empty.
-    Raises: EngineError: the engine has other requests in flight, whose outputs would be lost; it can't do what a
-        Sampling asks for; the model's logits are not finite.
+    Returns: PartialOutputs with the new tokens of a request; the last one has the finish_reason, and may be empty.
+    Raises: EngineError: other requests are in flight, whose outputs would be lost; the engine does not support a field
+        of a Sampling; the model's logits are not finite.
 
     >>> from whet.rollout.mock import MockEngine
     >>> r = Request(id=3, tokens=np.array([5]), sampling=Sampling(max_tokens=4), group=0, address=(0, 0, 0, 0))
@@ -403,18 +412,18 @@ def stream(engine: RolloutEngine, requests: Sequence[Request]) -> Iterator[Parti
         while shown:
             for output in engine.step(timeout_s=0.0):
                 yield _finite(output.after(shown.pop(output.id)))
-            for i, piece in engine.peek(shown).items():
-                if len(piece.tokens) > shown[i]:
-                    count, shown[i] = shown[i], len(piece.tokens)
-                    yield _finite(piece.after(count))
+            for i, partial in engine.peek(shown).items():
+                if len(partial.tokens) > shown[i]:
+                    count, shown[i] = shown[i], len(partial.tokens)
+                    yield _finite(partial.after(count))
             if shown and not engine.stats().in_flight:
                 raise EngineError(f"the engine is idle, but {len(shown)} requests never finished")
     finally:
         engine.abort(shown)
 
 
-def _finite(piece: PartialOutput) -> PartialOutput:
-    """The same. Raises EngineError where its logprobs are not finite."""
-    if not np.isfinite(piece.logprobs).all():
+def _finite(partial: PartialOutput) -> PartialOutput:
+    """The same output. Raises EngineError: its logprobs are not finite."""
+    if not np.isfinite(partial.logprobs).all():
         raise EngineError("the model's logits are not finite; its weights are broken, or its dtype is too narrow")
-    return piece
+    return partial

@@ -1,9 +1,9 @@
-"""What the adapters of other packages' engines (vLLM, SGLang) share: seeds, bookkeeping of requests, checks of weights.
+"""Shared code of the adapters of other packages' engines (vLLM, SGLang): seeds, and checks of samplings and weights.
 
-Such an engine holds its own copy of the weights and draws with its own generator. So a request gets a seed derived
-from its address, what comes back is stamped with the policy version here, and when the engine is built its
-log-probabilities of one prompt are compared with those of the trainer's module: a head that stayed behind or a name
-that was skipped shows at once.
+Such an engine has its own copy of the weights and its own random numbers. So a request gets a seed derived from its
+address, and its tokens are stamped with the policy version by the adapter. When the engine is built, its logprobs of a
+prompt are compared with those of the trainer's module, which shows a weight that was not updated or a name that was
+skipped.
 Left out on purpose: servers in other processes, and several devices.
 Dim legend: T tokens, V vocabulary.
 """
@@ -11,12 +11,11 @@ Dim legend: T tokens, V vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
@@ -28,13 +27,10 @@ from whet.models.quantized import dequantized
 from whet.models.self_check import limit_for
 from whet.ops.counter_rng import address_key
 from whet.ops.logprobs import selective_log_softmax
-from whet.rollout.base import Output, PartialOutput, Request, Sampling, support_of
-from whet.rollout.requests import completed_string
-from whet.types import FinishReason
+from whet.rollout.base import Request, Sampling, support_of
 
 __all__ = [
-    "InFlightRequest",
-    "Names",
+    "WeightNames",
     "check_agreement",
     "check_known",
     "check_options",
@@ -56,86 +52,9 @@ KNOWN = (
     "top_k",
     "top_p",
 )
-"""Fields of Sampling that both engines support."""
+"""Fields of Sampling that vLLM and SGLang support."""
 TOLERANCE = {"wide": 1e-3, "half": 0.25}
 """Largest mean difference of their logprobs; vLLM's were 3e-6 (fp32) and 0.03 (bf16), stale weights some 10."""
-
-
-@dataclass(kw_only=True, eq=False)
-class InFlightRequest:
-    """A request in flight, and what it has made so far.
-
-    >>> flight = InFlightRequest(request=Request(id=1, tokens=np.array([5]), sampling=Sampling(stop_ids=(2,)), group=0,
-    ...     address=(0, 0, 0, 0)))
-    >>> flight.add([7, 2], [-1.0, -0.5], version=3, decode=None)
-    'stop'
-    >>> flight.output("stop").versions.tolist()
-    [3, 3]
-    """
-
-    request: Request
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-
-    def add(
-        self,
-        tokens: Sequence[int],
-        logprobs: Sequence[float],
-        *,
-        version: int,
-        decode: Callable[[Sequence[int]], str] | None,
-    ) -> FinishReason | None:
-        """Records new tokens, and cuts them where the completion ends.
-
-        Args:
-            tokens, logprobs: as they came.
-            version: of the policy that made them.
-            decode: for stop strings.
-        Returns: why it ends here: a stop id, a stop string, its length; None = it continues.
-        Raises: EngineError: another number of logprobs than of tokens.
-        """
-        if len(tokens) != len(logprobs):
-            raise EngineError(f"request {self.request.id}: {len(logprobs)} logprobs came for {len(tokens)} tokens")
-        s, before = self.request.sampling, len(self.tokens)
-        self.tokens += tokens
-        self.logprobs += logprobs
-        self.versions += [version] * len(tokens)
-        ends = [i + 1 for i in range(before, len(self.tokens)) if self.tokens[i] in s.stop_ids]
-        if s.stop and decode is not None and tokens:
-            offset = self.request.offset
-            earlier = self.request.tokens[len(self.request.tokens) - offset :].tolist() if offset else []
-            whole = [*earlier, *self.tokens] if offset else self.tokens
-            place = completed_string(decode, whole, s.stop, fresh=len(tokens))
-            ends += [] if place is None else [place - offset]
-        if ends:
-            self._cut(min(ends))
-            return "stop"
-        if len(self.tokens) >= s.max_tokens:
-            self._cut(s.max_tokens)
-            return "length"
-        return None
-
-    def _cut(self, length: int) -> None:
-        """Drops what came after the end."""
-        del self.tokens[length:], self.logprobs[length:], self.versions[length:]
-
-    def rest(self) -> Request:
-        """The request that resumes after what has been made."""
-        return self.request.after(np.array(self.tokens, np.int32)) if self.tokens else self.request
-
-    def output(self, reason: FinishReason) -> Output:
-        """Its result."""
-        return self.piece().finished(reason)
-
-    def piece(self) -> PartialOutput:
-        """What has been made so far."""
-        return PartialOutput(
-            id=self.request.id,
-            tokens=np.array(self.tokens, np.int32),
-            logprobs=np.array(self.logprobs, np.float32),
-            versions=np.array(self.versions, np.int32),
-        )
 
 
 def seed_of(request: Request, bits: int = 63) -> int:
@@ -145,6 +64,7 @@ def seed_of(request: Request, bits: int = 63) -> int:
     Returns: equal for equal addresses. A later turn has another seed, and so has a resumed request: neither must
         repeat the first draws.
 
+    >>> import numpy as np
     >>> r = Request(id=0, tokens=np.array([5, 6]), sampling=Sampling(), group=0, address=(0, 0, 0, 0))
     >>> seed_of(r) == seed_of(replace(r, id=4)), seed_of(r) == seed_of(replace(r, offset=1)), seed_of(r, 31) < 2**31
     (True, False, True)
@@ -158,10 +78,10 @@ def seed_of(request: Request, bits: int = 63) -> int:
 
 
 def check_known(sampling: Sampling, *, engine: str) -> None:
-    """Refuses a Sampling that asks for what only whet's own engines support.
+    """Refuses a Sampling with a field that only whet's own engines support.
 
     Args: sampling: of a request. engine: its name.
-    Raises: ConfigError: a field that such an engine does not support is not at its default.
+    Raises: ConfigError: names the field, which is not at its default.
 
     >>> check_known(Sampling(return_logits=True), engine="vllm")
     Traceback (most recent call last):
@@ -176,10 +96,13 @@ def check_known(sampling: Sampling, *, engine: str) -> None:
 
 
 def check_reported(sampling: Sampling, *, engine: str, reports: Literal["drawn", "untruncated", "raw"]) -> None:
-    """Refuses a Sampling whose logprobs an engine can't report: they would not be those that the trainer computes.
+    """Refuses a Sampling for which an engine would report other logprobs than the trainer computes.
 
-    Args: sampling: of a request. engine: its name. reports: what its logprobs are of: the distribution "drawn" from;
-        that one without top-k, top-p and min-p ("untruncated"); the logits as they are ("raw").
+    Args:
+        sampling: of a request.
+        engine: its name.
+        reports: the distribution of the logprobs: "drawn", the one that is drawn from; "untruncated", the same without
+            top-k, top-p and min-p; "raw", the softmax of the logits.
     Raises: ConfigError: that is not the distribution which logprob_support names.
 
     >>> check_reported(Sampling(top_k=5), engine="vllm", reports="drawn")
@@ -189,26 +112,26 @@ def check_reported(sampling: Sampling, *, engine: str, reports: Literal["drawn",
 set it to 'full', or leave them out
     """
     drawn = replace(support_of(sampling), full=False)
-    held = drawn.penalises or drawn.forbids
+    is_changed = drawn.penalises or drawn.forbids
     if reports == "raw" and drawn.temperature not in (0.0, 1.0):
         raise ConfigError(
             f"{engine} would report logprobs of the raw logits, not at temperature {drawn.temperature}; set the "
             "temperature to 1.0, or let it report processed logprobs"
         )
     if sampling.logprob_support == "full":
-        if (held and reports != "raw") or (drawn.truncates and reports == "drawn"):
-            cut = "top_k, top_p, min_p, " if reports == "drawn" else ""
+        if (is_changed and reports != "raw") or (drawn.truncates and reports == "drawn"):
+            truncations = "top_k, top_p, min_p, " if reports == "drawn" else ""
             raise ConfigError(
                 f"{engine} reports logprobs after penalties and truncation, and logprob_support 'full' asks for "
-                f"temperature alone; set it to 'sampling', or leave out {cut}min_tokens, repetition_penalty and "
-                "forbidden_tokens"
+                f"temperature alone; set it to 'sampling', or leave out {truncations}min_tokens, repetition_penalty "
+                "and forbidden_tokens"
             )
     elif drawn.truncates and reports != "drawn":
         raise ConfigError(
             f"{engine} reports logprobs before top_k, top_p and min_p, and logprob_support is 'sampling'; set it to "
             "'full', or leave them out"
         )
-    elif held and reports == "raw":
+    elif is_changed and reports == "raw":
         raise ConfigError(
             f"{engine} would report logprobs of the raw logits, without penalties and forbidden tokens; set "
             "logprob_support to 'full', or let it report processed logprobs"
@@ -216,58 +139,59 @@ set it to 'full', or leave them out
 
 
 def check_options(engine: str, refused: Mapping[str, tuple[object, str]]) -> None:
-    """Refuses fields of the rollout configuration that an engine can't carry out.
+    """Refuses fields of the rollout configuration that an engine does not support.
 
-    Args: engine: its name. refused: field -> (its value, why not); a false value is left out by the caller's dict.
-    Raises: ConfigError: for the first of them.
+    Args: engine: its name. refused: field -> (its value, the reason).
+    Raises: ConfigError: names the first field.
 
-    >>> check_options("vllm", {"data_parallel_size": (2, "it runs one copy")})
+    >>> check_options("vllm", {"vllm.kwargs": ("model", "whet sets it")})
     Traceback (most recent call last):
-    whet.errors.ConfigError: rollout.data_parallel_size 2 can't be done with rollout_engine 'vllm': it runs one copy
+    whet.errors.ConfigError: rollout.vllm.kwargs 'model' can't be done with rollout_engine 'vllm': whet sets it
     """
     for name, (value, why) in refused.items():
         raise ConfigError(f"rollout.{name} {value!r} can't be done with rollout_engine {engine!r}: {why}")
 
 
-class Names:
-    """The names that a policy's weights come under, for the engine that takes them.
+class WeightNames:
+    """The names of a policy's weights, as the engine's loader expects them.
 
     Args: module: the policy.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        every = {n: p for n, (p, _) in base_parameters(module).items()}
+        parameters = {n: p for n, (p, _) in base_parameters(module).items()}
         first: dict[int, str] = {}
-        for name, p in every.items():
+        for name, p in parameters.items():
             first.setdefault(id(p), name)
-        self.expected = frozenset(every)
-        self.tied = {n: first[id(p)] for n, p in every.items() if first[id(p)] != n}
-        """A further name of a shared tensor -> the name it is known by: a tied head -> the embedding."""
-        shapes = {n: torch.empty_like(dequantized(every[n]), device="meta") for n in first.values()}
+        self.expected = frozenset(parameters)
+        self.tied = {n: first[id(p)] for n, p in parameters.items() if first[id(p)] != n}
+        """Further names of shared tensors -> their first names: a tied head -> the embedding."""
+        shapes = {n: torch.empty_like(dequantized(parameters[n]), device="meta") for n in first.values()}
         stored = revert_weight_conversion(module, shapes)  # pyright: ignore
-        alike = shapes.keys() == stored.keys() and all(stored[n].shape == x.shape for n, x in shapes.items())
-        self._fused = None if alike else module
+        is_same = shapes.keys() == stored.keys() and all(stored[n].shape == x.shape for n, x in shapes.items())
+        self._fused = None if is_same else module
 
-    def whole(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same weights as a checkpoint has them, each shared tensor under each of its names.
+    def complete(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The weights as a checkpoint has them, each shared tensor under each of its names.
 
-        A tied head is sent explicitly: vLLM keeps a packed copy of it on a CPU, which it renews for no other name.
-        What transformers fuses when it loads (the experts of a layer) is taken apart again, one parameter at a time.
+        A tied head is sent explicitly: on a CPU vLLM has a packed copy of it, which no other name updates. Parameters
+        that transformers fuses when it loads (the experts of a layer) are split again, one at a time.
+
         Args: weights: (name, tensor) of the module, each once.
-        Raises: EngineError: a parameter was left out, at the end of the stream; the engine would keep the old one.
+        Raises: EngineError: at the end, if a parameter is missing; the engine would keep the old one.
         """
-        came: set[str] = set()
+        received: set[str] = set()
         shared: dict[str, Tensor] = {}
         for name, tensor in weights:
-            came.add(name)
+            received.add(name)
             if name in self.tied.values():
                 shared[name] = tensor
             yield from self._stored(name, tensor)
         for name, source in self.tied.items():
-            if name not in came and source in shared:
-                came.add(name)
+            if name not in received and source in shared:
+                received.add(name)
                 yield from self._stored(name, shared[source])
-        if missing := sorted(self.expected - came):
+        if missing := sorted(self.expected - received):
             raise EngineError(
                 f"the weights leave out {len(missing)} of {len(self.expected)} parameters ({', '.join(missing[:3])}); "
                 "the engine would keep its old ones: send all, as ModelWorker.named_weights does"
@@ -281,7 +205,7 @@ class Names:
 
 
 def write_config(module: nn.Module, folder: Path) -> None:
-    """Writes a model's config.json, as an engine reads it that gets the weights by itself.
+    """Writes a model's config.json, for an engine that gets the weights separately.
 
     Args: module: a model of transformers. folder: exists.
     """
@@ -297,20 +221,20 @@ def check_agreement(module: nn.Module, tokens: Sequence[int], found: Sequence[fl
     Args:
         module: the policy.
         tokens: T of the prompt.
-        found: T - 1, of tokens 1..T-1, at temperature 1.
+        found: T - 1 logprobs, of tokens 1..T-1, at temperature 1.
         engine: its name.
     Returns: the mean difference.
-    Raises: EngineError: it is too large for rounding.
+    Raises: EngineError: the difference is too large for rounding.
     """
     device = next(module.parameters()).device
     ids = torch.tensor([list(tokens)], device=device)
     with native_attention(module), evaluating(module):
         logits = module(input_ids=ids, use_cache=False).logits[0, :-1].float()
-    own = selective_log_softmax(logits, ids[0, 1:]).cpu()
-    apart = float((own - torch.tensor(list(found))).abs().mean())
-    if not apart <= (limit := limit_for(next(module.parameters()).dtype, TOLERANCE)):
+    logprobs = selective_log_softmax(logits, ids[0, 1:]).cpu()
+    difference = float((logprobs - torch.tensor(list(found))).abs().mean())
+    if not difference <= (limit := limit_for(next(module.parameters()).dtype, TOLERANCE)):
         raise EngineError(
             f"{engine} does not compute this model as transformers does: logprobs of a prompt of {len(tokens)} differ "
-            f"by {apart:.1e} in the mean (rounding: below {limit}); use rollout_engine 'embedded' or 'hf'"
+            f"by {difference:.1e} in the mean (rounding: below {limit}); use rollout_engine 'embedded' or 'hf'"
         )
-    return apart
+    return difference

@@ -1,9 +1,8 @@
-"""The naive engine: the model's own forward and cache, one batch of equal lengths at a time.
+"""HFEngine: the model's own forward and cache, one batch of equal prompt lengths at a time.
 
-It takes any causal language model of transformers, also those that whet's attention does not fit, and it is what
-every other engine is tested against. Only requests of equal lengths and one Sampling run together, so there is no
-padding that a stateful model could take in.
-Options of transformers' generate that whet has no field for (Sampling.generation_kwargs) work here, and here alone.
+It runs any causal language model of transformers, also those that whet's attention does not fit, and all other engines
+are tested against it. Only requests of equal lengths and one Sampling run together, so a stateful model meets no
+padding. Options of transformers' generate without a field of whet (Sampling.generation_kwargs) work only here.
 Left out on purpose: continuous batching, shared prompts.
 Dim legend: n rows, V vocabulary.
 """
@@ -12,37 +11,43 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from whet.config import RolloutConfig
 from whet.errors import ConfigError, EngineError
 from whet.models.loaded_model import LoadedModel
 from whet.models.modes import evaluating, max_positions, native_attention
 from whet.ops.counter_rng import address_key, uniform
 from whet.rollout.base import EngineCaps, Output, Request
-from whet.rollout.constrained_decoding import Grammars, Matcher
+from whet.rollout.constrained_decoding import Grammars
 from whet.rollout.engine.sampler import sample_rows, seen_tokens
 from whet.rollout.generate_options import beam_search, check_options, num_beams, processors
+from whet.rollout.in_flight import InFlightRequest
 from whet.rollout.queue_engine import QueueEngine
-from whet.rollout.requests import SamplingPlan, check_request, completed_string, make_plan
+from whet.rollout.requests import SamplingPlan, check_request, make_plan
+from whet.rollout.stopping import Decode
+from whet.types import FinishReason
 
 __all__ = ["HFEngine"]
 
 CACHES = ("past_key_values", "cache_params")
-"""What models call their cache, in their outputs and as an argument: most of them, and Mamba's relatives. RWKV's
-`state` is left out: with it transformers 5.23 mixes up the rows of a batch."""
+"""Names of the cache in models' outputs and arguments: most models', and those of Mamba's relatives. RWKV's `state` is
+left out: with it transformers 5.23 mixes up the rows of a batch."""
 
 
 class HFEngine(QueueEngine):
     """transformers' forward in a loop.
 
-    Args: model: a causal language model, or a LoadedModel. decode: ids -> text, needed for stop strings only.
-        batch_size: requests run together where their lengths and Sampling are equal. grammars: the tokenizer's, needed
-        for constraints only.
+    Args:
+        model: a causal language model, or a LoadedModel.
+        decode: ids -> text, needed for stop strings only.
+        batch_size: the most requests run together; their lengths and Sampling are equal.
+        grammars: of the tokenizer, needed for constraints only.
     Raises: ConfigError: batch_size below 1.
 
     Example: `engine.submit([Request(...)]); outputs = engine.step()`, until step gives [].
@@ -62,7 +67,7 @@ class HFEngine(QueueEngine):
         self,
         model: nn.Module | LoadedModel,
         *,
-        decode: Callable[[Sequence[int]], str] | None = None,
+        decode: Decode | None = None,
         batch_size: int = 64,
         grammars: Grammars | None = None,
     ) -> None:
@@ -73,11 +78,18 @@ class HFEngine(QueueEngine):
         self._vocabulary = int(self._module.get_input_embeddings().weight.shape[0])  # pyright: ignore
         self._positions = max_positions(self._module)
         self._decode, self._batch_size, self._grammars = decode, batch_size, grammars
-        takes = inspect.signature(self._module.forward).parameters
-        self._options = {"use_cache": True} | ({"logits_to_keep": 1} if "logits_to_keep" in takes else {})
-        """Of a forward pass; the logits of all tokens of a prompt would be the largest thing in memory."""
+        parameters = inspect.signature(self._module.forward).parameters
+        self._options = {"use_cache": True} | ({"logits_to_keep": 1} if "logits_to_keep" in parameters else {})
+        """Options of a forward pass. Logits of all tokens of a prompt would be the largest tensor in memory."""
 
-    def _check(self, request: Request) -> None:
+    @classmethod
+    def from_config(
+        cls, config: RolloutConfig, model: LoadedModel, *, decode: Decode, grammars: Grammars | None = None, **_: Any
+    ) -> Self:
+        """The engine of a rollout configuration. Args: as make_engine's."""
+        return cls(model, decode=decode, batch_size=config.max_batch_size, grammars=grammars)
+
+    def check(self, request: Request) -> None:
         """Raises EngineError or ConfigError for a request that could never be served."""
         check_request(
             request,
@@ -94,26 +106,26 @@ class HFEngine(QueueEngine):
     def step(self, timeout_s: float | None = None) -> list[Output]:
         """Runs one batch to its end and returns it; [] = nothing in flight. Raises EngineError: the engine sleeps.
 
-        Args: timeout_s: not looked at inside a batch.
+        Args: timeout_s: not used, since a batch runs to its end.
         """
-        self._awake()
-        if not self._queue:
+        self.check_awake()
+        if not self.queue:
             return []
-        first = self._queue[0]
+        first = self.queue[0]
         beams = num_beams(first.sampling)
-        alike = [r for r in self._queue if len(r.tokens) == len(first.tokens) and r.sampling == first.sampling]
+        alike = [r for r in self.queue if len(r.tokens) == len(first.tokens) and r.sampling == first.sampling]
         if first.sampling.generation_kwargs:  # some of them count the completion's tokens
             alike = [r for r in alike if r.offset == first.offset]
         batch = alike[: max(1, self._batch_size // beams)]
         taken = {r.id for r in batch}
-        self._queue = deque(r for r in self._queue if r.id not in taken)
+        self.queue = deque(r for r in self.queue if r.id not in taken)
         with torch.no_grad(), native_attention(self._module), evaluating(self._module):
             if beams > 1:
-                return self._count(batch, beam_search(self._module, batch, decode=self._decode, version=self.version))
-            return self._count(batch, self._generate(batch, make_plan(first.sampling)))
+                return self.finish(batch, beam_search(self._module, batch, decode=self._decode, version=self.version))
+            return self.finish(batch, self._generate(batch, make_plan(first.sampling)))
 
     def _generate(self, batch: list[Request], plan: SamplingPlan) -> list[Output]:
-        """All tokens of requests of equal lengths."""
+        """Completes requests of equal lengths, token by token."""
         device = next(self._module.parameters()).device
         ids = torch.from_numpy(np.stack([r.tokens for r in batch]).astype(np.int64)).to(device)
         keys = torch.tensor([address_key(*r.address) for r in batch], device=device)
@@ -121,10 +133,8 @@ class HFEngine(QueueEngine):
         draws = torch.tensor([r.draw + r.offset for r in batch], device=device)
         seen = seen_tokens(list(ids), self._vocabulary) if plan.support.penalises else None
         process = processors(self._module, ids, batch[0]) if plan.sampling.generation_kwargs else None
-        matchers = [self._grammars.start(r) if self._grammars else None for r in batch]
-        tokens, logprobs = np.zeros((0, len(batch)), np.int64), np.zeros((0, len(batch)), np.float32)
-        raw: list[np.ndarray] = []
-        ended: dict[int, tuple[int, str]] = {}
+        flights = [InFlightRequest(request=r, matcher=self._grammars and self._grammars.start(r)) for r in batch]
+        finished: dict[int, FinishReason] = {}
         cache: dict[str, Any] = {}
         fresh = ids
         for step in range(plan.sampling.max_tokens):
@@ -133,74 +143,47 @@ class HFEngine(QueueEngine):
             if scores is not None and not bool((scores > -torch.inf).any(1).all()):
                 raise EngineError("generation_kwargs leave no token to draw; loosen bad_words_ids and the like")
             where: dict[str, Any] = {"u": uniform(keys, draws + step), "position": place + step, "seen": seen}
+            matchers = [None if row in finished else f.matcher for row, f in enumerate(flights)]
             allowed = self._grammars.rows(matchers).to(device) if self._grammars and any(matchers) else None
             token, logprob = sample_rows(logits, plan, **where, allowed=allowed, scores=scores)
             if seen is not None:
                 seen.scatter_(1, token.unsqueeze(1), True)
             fresh = token.unsqueeze(1)
             ids = torch.cat([ids, fresh], 1)
-            tokens = np.concatenate([tokens, token.cpu().numpy()[None]])
-            logprobs = np.concatenate([logprobs, logprob.cpu().numpy()[None]])
-            if plan.sampling.return_logits:
-                raw.append(logits.float().cpu().numpy())
-            self._look(batch, tokens, ended)
-            self._follow(matchers, tokens[step], step + 1, ended)
-            if len(ended) == len(batch):
+            drawn, logprobs = token.cpu().numpy(), logprob.tolist()
+            raw = logits.float().cpu().numpy()[:, None] if plan.sampling.return_logits else None
+            finished |= self._record(flights, finished, drawn, logprobs, raw)
+            if len(finished) == len(batch):
                 break
-        whole = (len(tokens), "length")
-        return [self._output(r, i, ended.get(i, whole), tokens, logprobs, raw) for i, r in enumerate(batch)]
+        return [f.output(finished[row]) for row, f in enumerate(flights)]
+
+    def _record(
+        self,
+        flights: list[InFlightRequest],
+        finished: Mapping[int, FinishReason],
+        drawn: np.ndarray,
+        logprobs: list[float],
+        logits: np.ndarray | None,
+    ) -> dict[int, FinishReason]:
+        """Adds what one step drew to the requests that continue. Returns: those that it ends, with the reason."""
+        ended: dict[int, FinishReason] = {}
+        live = {row: f for row, f in enumerate(flights) if row not in finished}
+        for row, flight in live.items():
+            if logits is not None:
+                flight.logits.append(logits[row])
+            token = [int(drawn[row])]
+            if reason := flight.add(token, [logprobs[row]], version=self.version, decode=self._decode):
+                ended[row] = reason
+        if self._grammars is not None:
+            matchers = {row: f.matcher for row, f in live.items() if f.matcher and ended.get(row) != "stop"}
+            ended |= self._grammars.advance(matchers, drawn)
+        return ended
 
     def _forward(self, ids: Tensor, cache: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-        """Logits [n V] behind the last token, and the model's cache by its name; {} where it keeps none.
+        """Logits [n V] after the last token, and the model's cache under its name; {} where it has none.
 
-        Args: ids: Long [n T], what the cache does not hold.
+        Args: ids: Long [n T], tokens that the cache does not hold.
         """
         out = self._module(input_ids=ids, **self._options, **cache)
         name = next((name for name in CACHES if name in out), None)
         return out.logits[:, -1], {} if name is None else {name: out[name]}
-
-    def _look(self, batch: list[Request], tokens: np.ndarray, ended: dict[int, tuple[int, str]]) -> None:
-        """Notes the rows that the last token has ended."""
-        for i, r in enumerate(batch):
-            if i in ended:
-                continue
-            stop = int(tokens[-1, i]) in r.sampling.stop_ids
-            if r.sampling.stop and not stop and self._decode is not None:
-                whole = np.concatenate([r.tokens[len(r.tokens) - r.offset :], tokens[:, i]])
-                stop = completed_string(self._decode, whole, r.sampling.stop, fresh=1) is not None
-            if stop:
-                ended[i] = len(tokens), "stop"
-
-    def _follow(
-        self, matchers: list[Matcher | None], drawn: np.ndarray, made: int, ended: dict[int, tuple[int, str]]
-    ) -> None:
-        """Takes constrained rows one token on in their languages, and ends those where no token may come."""
-        matchers[:] = [None if row in ended else m for row, m in enumerate(matchers)]
-        live = {row: m for row, m in enumerate(matchers) if m is not None}
-        for row, matcher in live.items():
-            matcher.advance(int(drawn[row]))
-        if self._grammars is not None and live:
-            self._grammars.refresh(list(live.values()))
-        for row, matcher in live.items():
-            if matcher.ended:
-                ended[row], matchers[row] = (made, matcher.ended), None
-
-    def _output(
-        self,
-        request: Request,
-        row: int,
-        end: tuple[int, str],
-        tokens: np.ndarray,
-        logprobs: np.ndarray,
-        raw: list[np.ndarray],
-    ) -> Output:
-        """One row, cut where it ended."""
-        length, reason = end
-        return Output(
-            id=request.id,
-            tokens=tokens[:length, row].astype(np.int32),
-            logprobs=logprobs[:length, row].astype(np.float32),
-            versions=np.full(length, self.version, np.int32),
-            finish_reason=reason,  # pyright: ignore[reportArgumentType]
-            logits=np.stack([x[row] for x in raw[:length]]) if raw else None,
-        )

@@ -1,6 +1,6 @@
-"""How long a prompt's completions were the last time it was drawn, so that long ones start first the next time.
+"""LengthHistory: the length of each prompt's completions the last time, so that long ones start first the next time.
 
-Left out on purpose: guesses for prompts that are drawn for the first time; they count with their maximum length.
+Left out on purpose: guesses for new prompts; for these the maximum length counts.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from whet.types import Group, Prompt
 __all__ = ["LengthHistory"]
 
 MAX_ROWS = 1_000_000
-"""Rows remembered of each kind; the oldest are forgotten."""
+"""Rows remembered of each kind; the oldest are dropped."""
 
 
 class LengthHistory:
-    """What Request.expected is filled with, by kind of rollout and row of the data.
+    """The values of Request.expected, by kind of rollout and row of the data.
 
-    The longest completion of a prompt is kept: a group is finished when that one is.
+    A prompt's longest completion counts: its group is finished when that one is.
 
     >>> import numpy as np
     >>> lengths = LengthHistory()
@@ -33,17 +33,17 @@ class LengthHistory:
         self._known: dict[str, dict[int, int]] = {}
 
     def of(self, kind: str, prompts: Sequence[Prompt]) -> list[int | None]:
-        """Tokens of the longest completion that each prompt had the last time; None = it had none yet."""
+        """Tokens of each prompt's longest completion the last time; None = it had none yet."""
         known = self._known.get(kind, {})
         return [known.get(p.row) for p in prompts]
 
-    def note(self, kind: str, groups: Sequence[Group]) -> None:
-        """Records what was drawn; of direct calls nothing: their rows are not the data's."""
+    def record(self, kind: str, groups: Sequence[Group]) -> None:
+        """Records lengths. Calls of kind "generate" are ignored: their rows are not those of the data."""
         if kind == "generate":
             return
         known = self._known.setdefault(kind, {})
         for g in groups:
-            known.pop(g.prompt.row, None)  # the newest stand last
+            known.pop(g.prompt.row, None)  # the newest come last
             known[g.prompt.row] = max(len(c.tokens) for c in g.completions)
         while len(known) > MAX_ROWS:
             del known[next(iter(known))]

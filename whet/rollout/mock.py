@@ -1,7 +1,7 @@
-"""An engine without a model, for tests and load tests: random tokens, lengths by a chosen distribution.
+"""MockEngine: random tokens without a model, for tests and load tests.
 
-Tokens and lengths follow the request's address alone. Logprobs are those of the uniform distribution that the tokens
-are drawn from. Left out on purpose: everything that asks for a distribution (top-p, penalties) and stop strings.
+Tokens and lengths depend only on the request's address. Logprobs are those of the uniform distribution that the tokens
+are drawn from. Left out on purpose: what changes a distribution (top-p, penalties), and stop strings.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class MockEngine(QueueEngine):
     """Random completions of random lengths, a few finished at each step.
 
     Args:
-        model: whose vocabulary is taken where `vocabulary` is None; nothing else of it is used.
-        decode: not used; other engines take it.
+        model: gives the vocabulary where `vocabulary` is None; nothing else of it is used.
+        decode: not used; other engines need it.
         vocabulary: V, 256 without a model; tokens are drawn from 0..V-1, stop ids left out until the end.
         length_distribution: of the completions: "fixed" (max_tokens), "uniform" (1..max_tokens), "normal" (mean half of
             it, deviation an eighth), "skewed" (log-normal, a few very long).
-        per_step: most outputs of one step.
+        per_step: the most outputs of one step.
     Raises: ConfigError: an unknown distribution, or a size below 1.
 
     >>> from whet.rollout.base import Sampling
@@ -69,7 +69,7 @@ class MockEngine(QueueEngine):
         super().__init__("mock", max_batch=per_step)
         self._vocabulary, self._lengths, self._per_step = vocabulary, length_distribution, per_step
 
-    def _check(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
         """Raises EngineError for a request that could never be served."""
         check_request(request, vocabulary=self._vocabulary, positions=None, decodes=False)
         if len(set(request.sampling.stop_ids) | set(request.sampling.forbidden_ids)) >= self._vocabulary:
@@ -77,18 +77,18 @@ class MockEngine(QueueEngine):
 
     def step(self, timeout_s: float | None = None) -> list[Output]:
         """The next few completions; [] = nothing in flight. Raises EngineError: the engine is asleep."""
-        self._awake()
-        taken = [self._queue.popleft() for _ in range(min(self._per_step, len(self._queue)))]
-        return self._count(taken, [self._output(r) for r in taken])
+        self.check_awake()
+        taken = [self.queue.popleft() for _ in range(min(self._per_step, len(self.queue)))]
+        return self.finish(taken, [self._output(r) for r in taken])
 
     def _output(self, request: Request) -> Output:
-        """One completion, whole."""
+        """One completion, from start to end."""
         s, key = request.sampling, address_key(*request.address)
         turn = address_key(key % 2**64, request.draw, 0, 0) if request.draw else key  # each has a length of its own
         length = max(s.min_tokens, self._length(turn, s.max_tokens + request.offset))
         count = max(1, min(s.max_tokens, length - request.offset))
-        barred = set(s.stop_ids) | set(s.forbidden_ids)
-        allowed = np.array([i for i in range(self._vocabulary) if i not in barred], np.int32)
+        excluded = set(s.stop_ids) | set(s.forbidden_ids)
+        allowed = np.array([i for i in range(self._vocabulary) if i not in excluded], np.int32)
         draws = torch.arange(count) + request.draw + request.offset
         u = uniform(torch.full((count,), key), draws).numpy()
         tokens = allowed[(u * len(allowed)).astype(np.int64)]
@@ -104,18 +104,18 @@ class MockEngine(QueueEngine):
             finish_reason="stop" if stopped else "length",
         )
 
-    def _length(self, key: int, most: int) -> int:
-        """Tokens of a completion of at most `most`."""
+    def _length(self, key: int, longest: int) -> int:
+        """Tokens of a completion. Args: key: of its draws. longest: the most tokens it may have."""
         if self._lengths == "fixed":
-            return most
+            return longest
         u, w = uniform(torch.tensor([key, key]), torch.tensor([LENGTH, SPREAD])).tolist()
         if self._lengths == "uniform":
-            return 1 + int(u * most)
+            return 1 + int(u * longest)
         z = math.sqrt(-2 * math.log(1 - u)) * math.cos(2 * math.pi * w)
-        mean = most / 2 + z * most / 8 if self._lengths == "normal" else most / 8 * math.exp(z)
-        return max(1, min(most, round(mean)))
+        mean = longest / 2 + z * longest / 8 if self._lengths == "normal" else longest / 8 * math.exp(z)
+        return max(1, min(longest, round(mean)))
 
-    def _take(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Weights are read and dropped."""
         for _ in weights:
             pass

@@ -1,10 +1,10 @@
-"""PolicyRollouts: the engine of a policy that is trained, and what is sampled from it.
+"""PolicyRollouts: the engine of a policy in training, and the samples drawn from it.
 
-The engine is built when it is first asked for, so that training without sampling never has one. Between two
-rollouts it gives its memory to the update: the KV, what graphs work in and what is derived from weights. An update
-drops all of it anyway, so an engine that reads the trainer's own weights is released wherever it can be. One that has
-weights of its own is released next to a trainer on a GPU, where its `sleep` makes room; on a CPU that would be copies.
-Left out on purpose: engines on a device of their own, whose memory no update could take.
+The engine is built at its first use, so that training without sampling never has one. Between two rollouts it frees
+memory for the update: the KV, the graphs' memory and what is derived from weights. An update drops all of it anyway, so
+an engine that reads the trainer's own weights is released whenever it can sleep. An engine with its own weights is
+released only on a GPU, where `sleep` makes room for the trainer; on a CPU it would only copy.
+Left out on purpose: engines on a device of their own, which have no memory that an update could use.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ __all__ = ["Play", "Policy", "PolicyRollouts"]
 
 
 class Policy(Protocol):
-    """What the engine has to know of the model: a ModelWorker."""
+    """The part of a ModelWorker that is used here; its module is of a higher layer."""
 
     version: int
 
     @property
     def device(self) -> torch.device:
-        """Where it is trained."""
+        """The device of its training."""
         ...
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor), one at a time."""
+        """(name, tensor) of all parameters, one at a time."""
         ...
 
     def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of what training changes."""
+        """(name, tensor) of the trained parameters."""
         ...
 
 
 Play = Callable[[Sampling], Callable[[Episode], Turns]]
-"""What an episode plays, from its sampling parameters."""
+"""Sampling parameters -> the generator function of an episode."""
 
 
 class PolicyRollouts:
     """A policy's engine, and the driver of its episodes.
 
-    Args: build: makes the engine. policy: whose weights and version it has. vocab_size: of its ids; None = unknown.
+    Args: build: makes the engine. policy: gives it weights and version. vocab_size: of the model; None = unknown.
     """
 
     def __init__(self, build: Callable[[], RolloutEngine], policy: Policy, *, vocab_size: int | None = None) -> None:
@@ -61,11 +61,11 @@ class PolicyRollouts:
         self._lengths = LengthHistory()
         self._next_id = 0
         self.engine_released = False
-        """The engine is asleep and has to be woken before it samples."""
+        """Whether the engine is asleep, and has to be woken before it samples."""
 
     @property
     def driver(self) -> Rollouts:
-        """What plays episodes in the engine, which is built here if it was not yet; it may be released."""
+        """Runs episodes in the engine, which is built here at the first use; it may be released."""
         if self._driver is None:
             self._driver = Rollouts(self._build(), next_id=self._next_id, vocab_size=self._vocab_size)
             if self._policy.version:
@@ -74,7 +74,7 @@ class PolicyRollouts:
 
     @property
     def engine(self) -> RolloutEngine:
-        """The engine, built if it was not yet."""
+        """The engine, built at the first use."""
         return self.driver.engine
 
     def sample(
@@ -92,38 +92,38 @@ class PolicyRollouts:
         """Completes prompts.
 
         Args:
-            kind: of rollout, under which lengths are remembered.
+            kind: of rollout, such as "train": lengths are remembered for each kind.
             prompts: encoded.
             sampling: of all of them.
             num_generations: completions of each.
-            address: (seed, step, place of the first prompt in the step) of the draws; the generation is added.
-            at_once: prompts given to the engine at once.
-            greedy: one completion of each prompt more, at temperature 0: Group.greedy.
-            play: what an episode plays under its sampling parameters; None = one completion.
+            address: (seed, step, index of the first prompt in the step) of the draws; the generation is added.
+            at_once: prompts that are in the engine at once.
+            greedy: also draw a completion of each prompt at temperature 0: Group.greedy.
+            play: gives an episode's generator for sampling parameters; None = one completion.
         Returns: a group for each prompt, in order.
         """
         self.resume()
         seed, step, first = address
         expected = self._lengths.of(kind, prompts) if play is None else [None] * len(prompts)
-        likeliest = replace(sampling, temperature=0.0)
+        greedy_sampling = replace(sampling, temperature=0.0)
         groups: list[Group] = []
         for start in range(0, len(prompts), at_once):
             episodes = []
             for place, prompt in enumerate(prompts[start : start + at_once], start):
                 make = functools.partial(_episode, prompt, (seed, step, first + place), play, expected[place])
                 episodes += [make(g, sampling) for g in range(num_generations)]
-                if greedy:  # an address of its own, so no other draw changes
-                    episodes.append(make(num_generations, likeliest))
+                if greedy:  # it has its own address, so no other draw changes
+                    episodes.append(make(num_generations, greedy_sampling))
             found = self.driver.run(episodes)
             groups += [_without_greedy(g, num_generations) for g in found] if greedy else found
         if play is None:
-            self._lengths.note(kind, groups)
+            self._lengths.record(kind, groups)
         return groups
 
     # ---- the engine's memory and weights -------------------------------------------------------------------------
 
     def release(self) -> bool:
-        """Puts the engine to sleep. Returns: whether it did: not if there is none, or it is asleep, or never sleeps."""
+        """Puts the engine to sleep, if it exists, is awake and can sleep. Returns: whether it did."""
         if self._driver is None or self.engine_released:
             return False
         caps = self.engine.caps
@@ -136,7 +136,7 @@ class PolicyRollouts:
     def resume(self) -> None:
         """Wakes a released engine for a rollout between two updates.
 
-        It draws from the weights that it has: where they are the trainer's own, from those of now.
+        An engine with its own weights keeps them; one that shares the trainer's reads the current ones.
         """
         if self.engine_released and self.engine.caps.shared_weights:
             self.sync()
@@ -145,9 +145,9 @@ class PolicyRollouts:
             self.engine.wake()
 
     def sync(self) -> None:
-        """Wakes the engine, whatever put it to sleep, and gives it the policy's weights and version."""
+        """Wakes the engine, and gives it the policy's weights and version."""
         if self._driver is None:
-            return  # it will be built with them
+            return  # it will be built with these weights
         caps = self.engine.caps
         if caps.sleep and (self.engine_released or caps.shared_weights):
             self.engine.wake()
@@ -162,7 +162,7 @@ class PolicyRollouts:
     # ---- state and end -------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint: the number of the next request, and the lengths that prompts had."""
+        """For a checkpoint: the id of the next request, and the length history."""
         return {
             "next_id": self._next_id if self._driver is None else self._driver.next_id,
             "lengths": self._lengths.state(),
@@ -171,13 +171,13 @@ class PolicyRollouts:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores `state`, after the policy was loaded."""
         self._next_id = state["next_id"]
-        self._lengths.restore(state.get("lengths", {}))  # those of earlier versions have none
+        self._lengths.restore(state["lengths"])
         if self._driver is not None:
             self._driver.next_id = self._next_id
         self.sync()
 
     def describe(self) -> dict[str, str] | None:
-        """What runs the rollout; None = nothing was asked of it yet."""
+        """The implementation of the engine's parts; None = no engine was built."""
         return None if self._driver is None else describe_engine(self.engine)
 
     def close(self) -> None:
@@ -197,6 +197,6 @@ def _episode(
 
 
 def _without_greedy(group: Group, num_generations: int) -> Group:
-    """The group with its last trajectory, the greedy one, beside it; of its forks the last."""
+    """The group with its greedy trajectory (of its forks the last) in Group.greedy."""
     drawn = tuple(c for c in group.completions if c.generation < num_generations)
     return replace(group, completions=drawn, greedy=group.completions[-1])

@@ -1,12 +1,12 @@
-"""What engines share that have a queue and no batch of their own: all of the protocol but step, or all but the draws.
+"""Base classes of engines: QueueEngine has the whole protocol except `step`, SimpleEngine all except the sampling.
 
-Left out on purpose: requests in flight between two steps; an engine with those has bookkeeping of its own.
+Left out on purpose: requests that stay in flight between two steps; an engine with those keeps its own records.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,27 +17,33 @@ from whet.errors import EngineError
 from whet.models.loaded_model import LoadedModel
 from whet.models.modes import evaluating, max_positions, native_attention
 from whet.ops.counter_rng import address_key, uniform
-from whet.rollout.base import EngineCaps, EngineStats, Output, PartialOutput, Request, Sampling, aborted
-from whet.rollout.requests import check_request
+from whet.rollout.base import EngineCaps, EngineStats, Output, PartialOutput, Request, Sampling
+from whet.rollout.in_flight import InFlightRequest
+from whet.rollout.requests import check_ids, check_request
+from whet.rollout.stopping import Decode, find_end
 
 __all__ = ["QueueEngine", "SimpleEngine"]
 
 
 class QueueEngine:
-    """A queue of requests with its bookkeeping; a subclass writes `step`, and `_check` and `_take` where it needs them.
+    """An engine with a queue of requests, which a subclass runs in `step`.
 
-    Args: kind: the engine's name in messages. max_batch: requests that one step runs at most; 0 = unknown.
+    A subclass may also write `check`, which refuses requests, and `load_weights`, where it has weights of its own. Its
+    `step` calls `check_awake`, takes requests from `self.queue`, and returns what `finish` returns.
+
+    Args: kind: the engine's name in messages. max_batch: the most requests that one step runs; 0 = unknown.
     """
 
     caps: EngineCaps = EngineCaps()
 
     def __init__(self, kind: str, *, max_batch: int = 0) -> None:
         self._kind, self._max_batch = kind, max_batch
-        self._queue: deque[Request] = deque()
+        self.queue: deque[Request] = deque()
+        """Requests that wait, the oldest first."""
         self._asleep = self._closed = False
         self._prefilled = self._generated = 0
         self.backends: Mapping[str, str] = {}
-        """Which implementation runs each part, for environment.json."""
+        """The implementation of each part, for environment.json."""
         self.version = 0
         """The policy version stamped on what is drawn now."""
 
@@ -45,43 +51,40 @@ class QueueEngine:
         """Queues requests. Raises EngineError: one could never be served, or its id is in flight; none is queued."""
         if self._closed:
             raise EngineError(f"the {self._kind} engine is closed; make another")
-        ids = {r.id for r in self._queue}
+        check_ids(requests, {r.id for r in self.queue})
         for r in requests:
-            if r.id in ids:
-                raise EngineError(f"request id {r.id} is in flight already; ids are unique until their output has come")
-            ids.add(r.id)
-            self._check(r)
-        self._queue.extend(requests)
+            self.check(r)
+        self.queue.extend(requests)
 
-    def _check(self, request: Request) -> None:
+    def check(self, request: Request) -> None:
         """Raises EngineError for a request that could never be served."""
 
-    def _awake(self) -> None:
+    def check_awake(self) -> None:
         """Raises EngineError while the engine is asleep."""
         if self._asleep:
             raise EngineError("the engine is asleep; call wake() first")
 
-    def _count(self, requests: Sequence[Request], outputs: list[Output]) -> list[Output]:
-        """Records what was done. Returns: the outputs."""
+    def finish(self, requests: Sequence[Request], outputs: list[Output]) -> list[Output]:
+        """Counts the tokens of finished requests. Returns: the outputs."""
         self._prefilled += sum(len(r.tokens) for r in requests)
         self._generated += sum(len(o.tokens) for o in outputs)
         return outputs
 
     def abort(self, ids: Iterable[int]) -> list[Output]:
-        """Takes requests out of the queue, with nothing made. Returns: an Output for each, finish_reason "abort"."""
+        """Takes requests out of the queue. Returns: an Output without tokens for each, finish_reason "abort"."""
         gone = set(ids)
-        out = [r for r in self._queue if r.id in gone]
-        self._queue = deque(r for r in self._queue if r.id not in gone)
-        return [aborted(r) for r in out]
+        out = [r for r in self.queue if r.id in gone]
+        self.queue = deque(r for r in self.queue if r.id not in gone)
+        return [InFlightRequest(request=r).output("abort") for r in out]
 
     def peek(self, ids: Iterable[int]) -> dict[int, PartialOutput]:
-        """Nothing: a step runs what it begins to its end."""
+        """{}: a step runs each request to its end."""
         return {}
 
     def stats(self) -> EngineStats:
-        """What waits, and what was done since construction."""
+        """The number of waiting requests, and the tokens since construction."""
         return EngineStats(
-            waiting=len(self._queue),
+            waiting=len(self.queue),
             max_batch=self._max_batch,
             prefilled=self._prefilled,
             generated=self._generated,
@@ -90,14 +93,14 @@ class QueueEngine:
     def update(self, version: int, weights: Iterator[tuple[str, Tensor]] | None = None) -> None:
         """Takes a new policy version. Raises EngineError: weights were given to an engine that shares the trainer's."""
         if weights is not None:
-            self._take(weights)
+            self.load_weights(weights)
         self.version = version
 
-    def _take(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Takes new weights."""
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Takes new weights. Args: weights: (name, tensor), each parameter once."""
         raise EngineError(
             f"the {self._kind} engine reads the trainer's own parameters; call update(version) without weights (a "
-            "class of your own sets caps = EngineCaps(shared_weights=True), or takes weights in _take)"
+            "class of your own sets caps = EngineCaps(shared_weights=True), or takes weights in load_weights)"
         )
 
     def sleep(self) -> None:
@@ -109,18 +112,18 @@ class QueueEngine:
         self._asleep = False
 
     def close(self) -> None:
-        """Forgets what waits; the engine can't be used again."""
-        self._queue.clear()
+        """Drops the requests that wait; the engine can't be used again."""
+        self.queue.clear()
         self._closed = True
 
 
 class SimpleEngine(QueueEngine):
-    """An engine of which a subclass writes the sampling alone: `complete`, from a request's prompt to its end.
+    """An engine whose subclass writes only the sampling: `complete`, from a request's prompt to its end.
 
-    It reads the policy's own module, `self.module`, which is as it was loaded while `complete` runs: without whet's
-    attention, gradients and dropout. Requests come one after the other; what makes a batch of them writes `step`.
+    It reads the policy's own module, `self.module`. While `complete` runs, the module is as it was loaded: without
+    whet's attention, gradients and dropout. Requests run one after the other; to run several at once, write `step`.
 
-    Args: model: the policy. decode: not used; other engines take it.
+    Args: model: the policy. decode: not used; other engines need it.
 
     >>> class Ends(SimpleEngine):
     ...     def complete(self, request):
@@ -134,10 +137,10 @@ class SimpleEngine(QueueEngine):
 
     caps = EngineCaps(shared_weights=True, addressed=True, stop_strings=False, abort=True, sleep=True)
     samples: ClassVar[tuple[str, ...]] = ("temperature",)
-    """The fields of Sampling that `complete` goes by, besides max_tokens and stop_ids: any other that is set is
-    refused, since the trainer would take the draws for those of another distribution."""
+    """The fields of Sampling that `complete` follows, besides max_tokens and stop_ids. A request that sets another one
+    is refused, since the trainer would compute logprobs of another distribution than the one drawn from."""
 
-    def __init__(self, model: LoadedModel | nn.Module, *, decode: Callable[[Sequence[int]], str] | None = None) -> None:
+    def __init__(self, model: LoadedModel | nn.Module, *, decode: Decode | None = None) -> None:
         super().__init__(type(self).__name__, max_batch=1)
         self.module = model.module if isinstance(model, LoadedModel) else model
         self._vocabulary = int(self.module.get_input_embeddings().weight.shape[0])  # pyright: ignore
@@ -148,18 +151,18 @@ class SimpleEngine(QueueEngine):
         raise NotImplementedError(f"{type(self).__name__} must write complete(self, request)")
 
     def draws(self, request: Request) -> Tensor:
-        """The uniform numbers in [0, 1) of a request's tokens, float64 [max_tokens]: the same in any order and run."""
+        """Uniform numbers in [0, 1) for a request's tokens, float64 [max_tokens]: the same in any order and run."""
         count = request.sampling.max_tokens
         return uniform(
             torch.full((count,), address_key(*request.address)), torch.arange(count) + request.draw + request.offset
         )
 
-    def _check(self, request: Request) -> None:
-        """Raises EngineError for a request that could never be served, or asks for what `complete` does not do."""
+    def check(self, request: Request) -> None:
+        """Raises EngineError for a request that could never be served, or that needs more than `complete` does."""
         check_request(request, vocabulary=self._vocabulary, positions=self._positions, decodes=False)
-        own = {"max_tokens", "stop_ids", "logprob_support", *self.samples}
+        followed = {"max_tokens", "stop_ids", "logprob_support", *self.samples}
         for name, value in vars(request.sampling).items():
-            if name not in own and value != vars(Sampling())[name]:
+            if name not in followed and value != vars(Sampling())[name]:
                 raise EngineError(
                     f"request {request.id}: {name}={value!r}, and {self._kind} samples by {', '.join(self.samples)}; "
                     f"leave it out, or let complete() follow it and add {name!r} to {self._kind}.samples"
@@ -167,50 +170,52 @@ class SimpleEngine(QueueEngine):
 
     def step(self, timeout_s: float | None = None) -> list[Output]:
         """The next request, completed; [] = nothing in flight. Raises EngineError: `complete` broke a rule."""
-        self._awake()
-        if not self._queue:
+        self.check_awake()
+        if not self.queue:
             return []
-        request = self._queue.popleft()
+        request = self.queue.popleft()
         with torch.no_grad(), native_attention(self.module), evaluating(self.module):
-            done = self.complete(request)
-        return self._count([request], [self._output(request, done)])
+            completed = self.complete(request)
+        return self.finish([request], [self._output(request, completed)])
 
-    def _output(self, request: Request, done: Any) -> Output:
-        """What complete() made, checked."""
+    def _output(self, request: Request, completed: Any) -> Output:
+        """The Output of a request. Args: completed: what complete() returned. Raises EngineError: it broke a rule."""
         sampling, name = request.sampling, f"{self._kind}.complete() of request {request.id}"
-        if not isinstance(done, tuple | list) or len(done) != 2:
-            raise EngineError(f"{name} must return (tokens, logprobs), got {done!r:.60}")
-        ids, made = (_numbers(part, name) for part in done)
+        if not isinstance(completed, tuple | list) or len(completed) != 2:
+            raise EngineError(f"{name} must return (tokens, logprobs), got {completed!r:.60}")
+        ids, logprobs = (_numbers(column, name) for column in completed)
         if ids.size and not (ids == ids.round()).all():
             raise EngineError(f"{name} gave the token {ids[ids != ids.round()][0]}; tokens are whole numbers")
         ids = ids.astype(np.int32)
-        if ids.ndim != 1 or ids.shape != made.shape:
-            raise EngineError(f"{name}: tokens {list(ids.shape)} and logprobs {list(made.shape)}; give one for each")
+        if ids.ndim != 1 or ids.shape != logprobs.shape:
+            raise EngineError(
+                f"{name}: tokens {list(ids.shape)} and logprobs {list(logprobs.shape)}; give one for each"
+            )
         if not 1 <= len(ids) <= sampling.max_tokens:
             raise EngineError(f"{name} made {len(ids)} tokens; make 1 to max_tokens={sampling.max_tokens}")
-        possible = (made <= 0) & np.isfinite(made)  # NaN is neither
+        possible = (logprobs <= 0) & np.isfinite(logprobs)  # NaN is neither
         if not possible.all():
             raise EngineError(
-                f"{name} gave the logprob {made[~possible][0]}; it is the log of the probability of what was drawn: "
+                f"{name} gave the logprob {logprobs[~possible][0]}; it is the log of the probability of the token: "
                 "finite and at most 0"
             )
-        stops = np.flatnonzero(np.isin(ids, sampling.stop_ids))
-        if len(stops) and stops[0] < len(ids) - 1:
-            raise EngineError(f"{name} continues after the stop id {ids[stops[0]]}; end with it")
-        if not len(stops) and len(ids) < sampling.max_tokens:
+        end = find_end(sampling, ids, new=len(ids))
+        if end is None:
             raise EngineError(f"{name} ended after {len(ids)} of {sampling.max_tokens} tokens without a stop id")
+        if end[0] < len(ids):
+            raise EngineError(f"{name} continues after the stop id {ids[end[0] - 1]}; end with it")
         return Output(
             id=request.id,
             tokens=ids,
-            logprobs=made.astype(np.float32),
+            logprobs=logprobs.astype(np.float32),
             versions=np.full(len(ids), self.version, np.int32),
-            finish_reason="stop" if len(stops) else "length",
+            finish_reason=end[1],
         )
 
 
-def _numbers(given: Any, name: str) -> np.ndarray:
-    """An array of what complete() returned. Raises EngineError: it is none of numbers."""
+def _numbers(values: Any, name: str) -> np.ndarray:
+    """A list of numbers as an array. Raises EngineError: it is something else."""
     try:
-        return np.asarray(given, np.float64)
+        return np.asarray(values, np.float64)
     except (TypeError, ValueError) as error:
-        raise EngineError(f"{name} must return two lists of numbers, got {given!r:.60}: {error}") from error
+        raise EngineError(f"{name} must return two lists of numbers, got {values!r:.60}: {error}") from error

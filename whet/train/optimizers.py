@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from whet.config import OptimConfig
-from whet.errors import ConfigError, lookup_error
+from whet.errors import ConfigError, format_exception
 from whet.util.install import install_hint
-from whet.util.references import resolve_ref
+from whet.util.references import resolve_callable, resolve_name
 
 __all__ = ["OPTIMIZERS", "check_optimizer", "group_settings", "make_optimizer", "set_setting"]
 
@@ -58,7 +58,7 @@ def make_optimizer(masters: Mapping[str, Tensor], config: OptimConfig | Callable
     groups = [g for g in groups if g["params"]]
     check_optimizer(config)
     if ":" in config.name:
-        return _made(resolve_ref(config.name, "optimizer"), f"optim.name={config.name!r}", groups, lr=config.rate)
+        return _made(resolve_callable(config.name, "optim.name"), f"optim.name={config.name!r}", groups, lr=config.rate)
     return OPTIMIZERS[config.name](groups, config)
 
 
@@ -69,11 +69,8 @@ def check_optimizer(config: Any) -> None:
     name = config.name if isinstance(config, OptimConfig) else config
     if not isinstance(name, str):
         return
-    if ":" in name:
-        resolve_ref(name, "optimizer")
-    elif name not in (*OPTIMIZERS, "muon"):
-        raise lookup_error("optim.name", name, [*OPTIMIZERS, "muon", "package.module:factory"])
-    elif name == "adamw8bit":
+    resolve_name(name, {**OPTIMIZERS, "muon": _muon}, "optim.name")
+    if name == "adamw8bit":
         _adamw8bit_class()
 
 
@@ -159,12 +156,10 @@ def _fused(groups: Groups) -> bool:
 def _made(factory: Any, name: str, tensors: Any, **rate: float) -> torch.optim.Optimizer:
     """What a factory makes. Raises ConfigError where it is not callable, fails, or makes something else."""
     call = f"factory({'groups, lr=...' if rate else 'parameters'}) -> torch.optim.Optimizer"
-    if not callable(factory):
-        raise ConfigError(f"{name} is not a function but {factory!r:.80}; give one that is called as {call}")
     try:
         made = factory(tensors, **rate)
     except Exception as error:  # a factory is the user's own code
-        raise ConfigError(f"{name} raised {type(error).__name__}: {error}; it is called as {call}") from error
+        raise ConfigError(f"{name} raised {format_exception(error)}; it is called as {call}") from error
     if not isinstance(made, torch.optim.Optimizer):
         raise ConfigError(
             f"{name} must return a torch.optim.Optimizer, got {type(made).__name__}; it is called as {call}"

@@ -1,4 +1,4 @@
-"""RoleTrainer: one role's update, its loss, hooks and the metrics it reports. Learners and Tunix's verbs share it."""
+"""RoleTrainer: the update of one role, with its loss, its hooks and the metrics that it reports."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from whet.errors import DataError, TrainingError, lookup_error
 from whet.metrics import Mean, Sum, merge
 from whet.ops import token_weights, unit_weights
 from whet.ops.loss_aggregation import Weighting
-from whet.packing.padded import check_ids
 from whet.train.metric_reduction import Reductions
 from whet.train.worker import REDUCTIONS, Divergence, Loss, Metrics, ModelWorker
-from whet.types import TokenBatch, TrainExample
+from whet.types import TokenBatch
 
-__all__ = ["DataHooks", "Keep", "Report", "RoleTrainer", "TrainingHooks", "lower_lr_advice"]
+__all__ = ["Keep", "Report", "RoleTrainer", "TrainingHooks", "check_ids", "lower_lr_advice"]
 
 log = logging.getLogger("whet")
 
@@ -55,16 +54,6 @@ class TrainingHooks:
 
     def on_eval_step_end(self, trainer: RoleTrainer, metrics: Metrics) -> None:
         """After each evaluation batch."""
-
-
-class DataHooks:
-    """Give batches in place of the data set's; return None to take the data set's."""
-
-    def load_next_train_batch(self, trainer: RoleTrainer) -> TrainExample | TokenBatch | None:
-        """The batch of the next update."""
-
-    def load_next_eval_batch(self, trainer: RoleTrainer) -> TrainExample | TokenBatch | None:
-        """The next evaluation batch."""
 
 
 class RoleTrainer:
@@ -112,8 +101,6 @@ class RoleTrainer:
         """Told of each update and its metrics, after the hooks."""
         self._updated_version: int | None = None
         self._hooks = TrainingHooks()
-        self._data_hooks = DataHooks()
-        self._input_fn: Callable[[Any], Any] = lambda x: x
 
     def with_loss_fn(
         self,
@@ -156,11 +143,6 @@ class RoleTrainer:
         self.divergence = divergence or self.divergence
         return self
 
-    def with_gen_model_input_fn(self, fn: Callable[[Any], TrainExample | TokenBatch]) -> RoleTrainer:
-        """Sets what turns an item of a data set into a TrainExample or TokenBatch."""
-        self._input_fn = fn
-        return self
-
     def with_rl_metrics_to_log(
         self, metrics: Mapping[str, str | Sequence[str] | Mapping[str, str]], *, on_policy: Collection[str] = ()
     ) -> RoleTrainer:
@@ -191,11 +173,6 @@ class RoleTrainer:
     def with_training_hooks(self, hooks: TrainingHooks) -> RoleTrainer:
         """Sets the training hooks."""
         self._hooks = hooks
-        return self
-
-    def with_data_hooks(self, hooks: DataHooks) -> RoleTrainer:
-        """Sets the data hooks."""
-        self._data_hooks = hooks
         return self
 
     @property
@@ -316,7 +293,7 @@ class RoleTrainer:
         metrics: Metrics = {}
         held: list[TokenBatch] = []
         for item in _listed(batches):
-            held.append(self._batch(self._data_hooks.load_next_train_batch(self) or item))
+            held.append(self._checked(item))
             if len(held) == self.accumulate:
                 metrics = merge(metrics, self.update(TokenBatch.cat(held)))
                 held = []
@@ -331,7 +308,7 @@ class RoleTrainer:
         metrics: Metrics = {}
         for item in _listed(batches):
             self._hooks.on_eval_step_start(self)
-            found = self.measure(self._batch(self._data_hooks.load_next_eval_batch(self) or item))
+            found = self.measure(self._checked(item))
             self._hooks.on_eval_step_end(self, found)
             metrics = merge(metrics, _per_update(found))
         return metrics
@@ -345,19 +322,27 @@ class RoleTrainer:
         found = self.worker.evaluate(batch, self.loss, **self._asked, reductions=self._reductions(batch))
         return self._prefixed(found)
 
-    def _batch(self, item: Any) -> TokenBatch:
-        item, loaded = self._input_fn(item), self.worker.loaded
+    def _checked(self, item: Any) -> TokenBatch:
+        """Returns an item of a data set as a batch. Raises DataError: it is none, or its ids are not the model's."""
         if not isinstance(item, TokenBatch):
-            item = TokenBatch.from_padded(item, version=self.worker.version)
+            raise DataError(f"expected a TokenBatch, got {type(item).__name__}; make one by TokenBatch.from_groups")
+        loaded = self.worker.loaded
         return check_ids(item, loaded.num_ids, loaded.name)
 
 
+def check_ids(batch: TokenBatch, num_ids: int, name: str) -> TokenBatch:
+    """Returns the batch. Raises DataError for a token id that a model does not know. Args: name: of the model."""
+    highest = max(int(x.max()) for x in (batch.prefixes, batch.tokens))
+    if highest >= num_ids:
+        raise DataError(f"token id {highest} is outside the {num_ids} ids that {name} knows; take its own tokenizer")
+    return batch
+
+
 def _listed(batches: Any) -> Iterable[Any]:
-    """A data set of batches. Raises DataError for a single one, or for its arrays by name."""
-    if isinstance(batches, Mapping | TrainExample | TokenBatch) or not isinstance(batches, Iterable):
+    """Returns a data set of batches. Raises DataError for a single batch, or for its arrays by name."""
+    if isinstance(batches, Mapping | TokenBatch) or not isinstance(batches, Iterable):
         raise DataError(
-            f"expected TrainExamples or TokenBatches, one for each mini-batch, got {type(batches).__name__}; give a "
-            "list, e.g. [TrainExample(...)]"
+            f"expected batches, one for each mini-batch, got {type(batches).__name__}; give a list, e.g. [batch]"
         )
     return batches
 

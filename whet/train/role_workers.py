@@ -21,7 +21,7 @@ from whet.config import OptimConfig, Role, RoleConfig, TrainingConfig
 from whet.config.lora import LORA_LR
 from whet.config.meshes import checked_meshes
 from whet.data.tokenizer import check_same_ids, load_tokenizer
-from whet.errors import ConfigError, shown
+from whet.errors import ConfigError, format_value
 from whet.models.activation_checkpointing import checkpoint_activations
 from whet.models.load import load_model
 from whet.models.loaded_model import LoadedModel
@@ -29,10 +29,10 @@ from whet.models.precision import compute_dtype
 from whet.observe.loggers import check_loggers
 from whet.observe.trace import Trace
 from whet.ops import Support
-from whet.packing.plan_cache import Plans
-from whet.parallel.comm import require_single_process
+from whet.packing.plan_cache import PlanCache
 from whet.parallel.placement import Placement
 from whet.parallel.ranks import Ranks
+from whet.parallel.torchrun_env import require_single_process
 from whet.train.offload import OffloadPlacement
 from whet.train.optimizers import check_optimizer
 from whet.train.role_checkpoints import Checkpoints
@@ -83,14 +83,13 @@ class RoleWorkers:
         module_dtype: str | None = None,
     ) -> None:
         require_single_process()
-        super().__init__()  # of a mixin
         self._loop, self._offload, self._module_dtype = config, offload_to_cpu, module_dtype
         self._meshes = checked_meshes(role_to_mesh)
         self.trace = Trace()
         found = None if config.resume is None else Checkpoints(config.checkpoint_root, {}).find(config.resume)
         noted = None if found is None else Checkpoints.state(found, needs=(self.ENTRY,))
         self._noted_dtypes = {} if noted is None else noted[self.ENTRY]["dtypes"]
-        self._plans = Plans()
+        self._plan_cache = PlanCache()
         self._workers: dict[Role, ModelWorker] = {}
         self._trainers: dict[Role, RoleTrainer] = {}
 
@@ -185,7 +184,7 @@ class RoleWorkers:
         wanted = given.dtype if isinstance(given, RoleConfig) else self._module_dtype
         if wanted is not None and not loaded.is_view:  # a view is as its owner is
             noted = None if wanted != "auto" else self._noted_dtypes.get(role.value)
-            dtype = placement.ranks.agree(compute_dtype(noted or wanted, loaded))  # processors may differ
+            dtype = placement.ranks.broadcast(compute_dtype(noted or wanted, loaded))  # processors may differ
         if isinstance(given, RoleConfig) and not loaded.is_view:
             checkpoint_activations(loaded.module, given.gradient_checkpointing)
         own = given.optim if isinstance(given, RoleConfig) else OptimConfig()
@@ -209,7 +208,7 @@ class RoleWorkers:
             max_sequences=self._loop.max_segments_per_packed_row,
             given=given if isinstance(given, RoleConfig) else None,
             placement=placement,
-            plans=None if role is Role.REWARD else self._plans,  # it runs other batches, maybe of other tokens
+            plan_cache=None if role is Role.REWARD else self._plan_cache,  # it runs other batches
             seed=self._loop.seed,
         )
         empty_cache(worker.device)  # an engine with an allocator of its own looks at what is free
@@ -285,7 +284,7 @@ class RoleWorkers:
     def advance(self, worker: ModelWorker) -> None:
         """Ends a step of a model that is trained: its weights have another version."""
         worker.version += 1
-        self._plans.drop()
+        self._plan_cache.clear()
         self.give_back(worker)
 
     def free(self, role: Role) -> None:
@@ -364,8 +363,8 @@ def model_checks(config: TrainingConfig, models: Iterable[Any], optimizers: Iter
     for model in models:
         if not isinstance(model, nn.Module | str | RoleConfig | None):
             raise ConfigError(
-                f"a model is a {type(model).__name__}, {shown(model, 80)}; give a module, a folder or a hub name as "
-                "text, or a RoleConfig"
+                f"a model is a {type(model).__name__}, {format_value(model, 80)}; give a module, a folder or a hub "
+                "name as text, or a RoleConfig"
             )
     named = [m.model if isinstance(m, RoleConfig) else m for m in models]
     optims = [m.optim for m in models if isinstance(m, RoleConfig)]

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from whet.config import OptimConfig, Role, RoleConfig, SupervisedTrainingConfig
-from whet.config.base import need
+from whet.config.base import check_instance
 from whet.data.tokenizer import load_tokenizer, stop_token_ids
 from whet.errors import ConfigError, raise_all
 from whet.models.modes import max_positions
@@ -54,7 +54,7 @@ class SupervisedModels(RoleWorkers):
         module_dtype: str | None = None,
         offload_to_cpu: bool = False,
     ) -> None:
-        self.config = need(config or SupervisedTrainingConfig(), SupervisedTrainingConfig, "config")
+        self.config = check_instance(config or SupervisedTrainingConfig(), SupervisedTrainingConfig, "config")
         super().__init__(
             self.config, role_to_mesh=role_to_mesh, offload_to_cpu=offload_to_cpu, module_dtype=module_dtype
         )

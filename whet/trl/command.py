@@ -1,16 +1,18 @@
 """TRL's command line, with one word changed: `python -m whet.trl grpo --config config.yaml --learning_rate 1e-6`.
 
-The flags, the keys of the file and the data sets are those of `trl grpo`; what trains is whet.trl's trainers.
+The flags, the keys of the file and the data sets are those of `trl grpo`; whet.trl's trainers train.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from whet.fronts.command import run_command, run_main
 
 __all__ = ["main", "run"]
 
@@ -25,30 +27,24 @@ _LAUNCHED = {"--accelerate_config": ("single_gpu",), "--num_processes": ("1",), 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command of TRL's.
 
-    Args: argv: grpo and its words; None = the process's own.
+    Args: argv: the command and its words; None = those of the process.
     Returns: the exit status, as of whet.cli.main.
     """
-    from whet.cli import explained
-
-    words = list(sys.argv[1:] if argv is None else argv)
-    verb = words.pop(0) if words else "--help"
-    return explained(f"whet.trl {verb}".removesuffix(" --help"), lambda: run(verb, words))
+    return run_main("whet.trl", run, argv)
 
 
 def run(verb: str, words: Sequence[str]) -> Any:
     """Trains as a command says, and saves the model in output_dir.
 
-    Returns: the trainer; None where only something was printed.
+    Returns: the trainer; None after the usage.
     Raises: ConfigError: an unknown command, flag or key of the file; no data set, or two.
     """
-    from whet.cli import print_text
-    from whet.errors import lookup_error
+    return run_command("TRL", verb, COMMANDS, _usage, partial(_train, verb, words))
 
-    if verb in ("-h", "--help", "help"):
-        print_text(_usage())
-        return None
-    if verb not in COMMANDS:
-        raise lookup_error("command of TRL's", verb, COMMANDS)
+
+def _train(verb: str, words: Sequence[str]) -> Any:
+    """Trains, saves the model, and pushes it where that was asked for. Returns: the trainer."""
+    from whet.cli.output import print_text
     from whet.trl.scripts import get_peft_config, get_quantization_config
 
     script, args, model, mixture = _parsed(verb, words)
@@ -76,7 +72,7 @@ def run(verb: str, words: Sequence[str]) -> Any:
 
 
 def _usage() -> str:
-    """What `--help` prints."""
+    """The text of `--help`."""
     return (
         "python -m whet.trl COMMAND --config config.yaml --flag value ...: TRL's command line on whet's learners.\n\n"
         f"COMMAND is one of {', '.join(COMMANDS)}; python -m whet.trl COMMAND --help lists its flags.\n"

@@ -1,7 +1,6 @@
-"""What scripts do with rows before they train on them, by TRL's names: chat templates, prompts, pairs, packs.
+"""TRL's helpers for the rows of a data set: chat templates, prompts, pairs, packs.
 
-The trainers need none of it: they take conversations and pairs as they are. `extract_prompt` and `unpaired` are what
-KTOTrainer reads pairs by.
+The trainers take conversations and pairs as they are. KTOTrainer reads pairs by `extract_prompt` and `unpair_rows`.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ __all__ = [
     "pack_dataset",
     "truncate_dataset",
     "unpair_preference_dataset",
-    "unpaired",
+    "unpair_rows",
 ]
 
 Row = Mapping[str, Any]
@@ -207,7 +206,7 @@ def _both(batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
     return {**found, "completion": batch["chosen"] + batch["rejected"], "label": labels}
 
 
-def unpaired(rows: Iterable[Row]) -> Iterator[dict[str, Any]]:
+def unpair_rows(rows: Iterable[Row]) -> Iterator[dict[str, Any]]:
     """Pairs of any iterable as `unpair_preference_dataset` has them, prompts extracted where there are none."""
     rows = iter(rows)
     while part := list(islice(rows, _AT_ONCE)):

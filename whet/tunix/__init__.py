@@ -6,38 +6,34 @@ What each is here, and what is not there: docs/from-tunix.md. The names are impo
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from whet.config import (
+    from whet.config import LoraConfig, Mode, OptimConfig, Role, RoleConfig
+    from whet.tunix import common
+    from whet.tunix.base_rollout import BaseRollout, TokenizerAdapter
+    from whet.tunix.cluster import RLCluster, RLEngine
+    from whet.tunix.configs import (
         AlgorithmConfig,
+        CacheConfig,
         CheckpointingOptions,
         ClusterConfig,
         DAPOConfig,
         DrGRPOConfig,
         GRPOConfig,
         GrpoConfig,
-        LoraConfig,
         MetricsLoggerOptions,
-        Mode,
-        OptimConfig,
         PerfMetricsOptions,
         PPOConfig,
         PpoConfig,
         ProfilerOptions,
         RLTrainingConfig,
-        Role,
-        RoleConfig,
         RolloutConfig,
         TrainingConfig,
     )
-    from whet.rollout.compat import BaseRollout, TokenizerAdapter
-    from whet.rollout.sampler import CacheConfig, Sampler
-    from whet.tunix import common
-    from whet.tunix.engine import RLCluster, RLEngine
     from whet.tunix.learners import GRPOLearner, GrpoLearner, MetricFn, PPOLearner, PpoLearner, RewardFn
     from whet.tunix.metrics_buffer import MetricsBuffer
+    from whet.tunix.padded import RolloutOutput, TrainExample
     from whet.tunix.perf import PerfMetricsConfig, PerfMetricsExport
     from whet.tunix.trainer import DataHooks, Trainer, TrainingHooks
-    from whet.tunix.workers import InferenceWorker, Tokenizer, VanillaRollout
-    from whet.types import RolloutOutput, TrainExample
+    from whet.tunix.workers import InferenceWorker, Sampler, Tokenizer, VanillaRollout
 
 __all__ = [
     "AlgorithmConfig",
@@ -87,37 +83,33 @@ __all__ = [
 ]
 
 _MODULES = {
-    "whet.config": (
+    "whet.config": ("LoraConfig", "Mode", "OptimConfig", "Role", "RoleConfig"),
+    "whet.tunix.base_rollout": ("BaseRollout", "TokenizerAdapter"),
+    "whet.tunix.cluster": ("RLCluster", "RLEngine"),
+    "whet.tunix.configs": (
         "AlgorithmConfig",
+        "CacheConfig",
         "CheckpointingOptions",
         "ClusterConfig",
         "DAPOConfig",
         "DrGRPOConfig",
         "GRPOConfig",
         "GrpoConfig",
-        "LoraConfig",
         "MetricsLoggerOptions",
-        "Mode",
-        "OptimConfig",
         "PPOConfig",
         "PerfMetricsOptions",
         "PpoConfig",
         "ProfilerOptions",
         "RLTrainingConfig",
-        "Role",
-        "RoleConfig",
         "RolloutConfig",
         "TrainingConfig",
     ),
-    "whet.rollout.compat": ("BaseRollout", "TokenizerAdapter"),
-    "whet.rollout.sampler": ("CacheConfig", "Sampler"),
-    "whet.tunix.engine": ("RLCluster", "RLEngine"),
     "whet.tunix.learners": ("GRPOLearner", "GrpoLearner", "MetricFn", "PPOLearner", "PpoLearner", "RewardFn"),
     "whet.tunix.metrics_buffer": ("MetricsBuffer",),
+    "whet.tunix.padded": ("RolloutOutput", "TrainExample"),
     "whet.tunix.perf": ("PerfMetricsConfig", "PerfMetricsExport"),
     "whet.tunix.trainer": ("DataHooks", "Trainer", "TrainingHooks"),
-    "whet.tunix.workers": ("InferenceWorker", "Tokenizer", "VanillaRollout"),
-    "whet.types": ("RolloutOutput", "TrainExample"),
+    "whet.tunix.workers": ("InferenceWorker", "Sampler", "Tokenizer", "VanillaRollout"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -17,6 +17,16 @@ from whet.types.columns import Columns
 
 __all__ = ["CONSTANTS", "LossInputs", "TokenStats"]
 
+_PER_TOKEN = (
+    "correct",
+    "divergence",
+    "entropy",
+    "log_sum_sq_probs",
+    "logprobs",
+    "mean_logits",
+    "new_values",
+    "sequence",
+)
 CONSTANTS = ("correct", "log_sum_sq_probs", "mean_logits")
 """What a model says of each token, besides, where it is asked for; without a gradient."""
 
@@ -82,7 +92,7 @@ class LossInputs(Columns):
     ) -> None:
         """`columns` are well-known ones (advantages, ...); others are given in `token_columns` or `sequence_columns`.
 
-        Raises: DataError: a name that is not well known.
+        Raises: DataError: a name that is not well known, or a column of another length than tokens or sequences.
         """
         known = self.well_known()
         if wrong := [name for name in columns if name not in known]:
@@ -116,6 +126,17 @@ class LossInputs(Columns):
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
+        self._check_lengths()
+
+    def _check_lengths(self) -> None:
+        """Raises DataError where a column has not one row for each token, or for each sequence."""
+        per_token = {**{name: getattr(self, name) for name in _PER_TOKEN}, **self.token_columns}
+        per_sequence = {"unit_of": self.unit_of, "scores": self.scores, **self.sequence_columns}
+        kinds = ((per_token, len(self.mask), "tokens"), (per_sequence, self.num_sequences, "sequences"))
+        for columns, size, kind in kinds:
+            for name, column in columns.items():
+                if column is not None and column.shape[:1] != (size,):
+                    raise DataError(f"{name} has the shape {list(column.shape)}, and there are {size} {kind}")
 
     @property
     def unit(self) -> Tensor:

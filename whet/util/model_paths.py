@@ -9,7 +9,8 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from whet.errors import ConfigError, nearest, shown
+from whet.errors import ConfigError, format_exception, format_value, nearest
+from whet.util.gguf import convert_gguf, gguf_file
 
 __all__ = ["check_hub", "folders_here", "hub_silence", "model_folder", "runs_in", "split_revision", "taken"]
 
@@ -54,7 +55,7 @@ def model_folder(source: str | Path) -> str:
         folder = folder.expanduser()
         there, above = folder.exists(), folder.parent.is_dir()
     except (OSError, RuntimeError) as error:  # a name too long, a folder that may not be read, no such user
-        raise ConfigError(f"can't look for {shown(named)}: {error}; give a folder or a hub name") from error
+        raise ConfigError(f"can't look for {format_value(named)}: {error}; give a folder or a hub name") from error
     if not there:
         if split_revision(named)[1] is not None:
             return _snapshot(*split_revision(named))
@@ -63,8 +64,8 @@ def model_folder(source: str | Path) -> str:
             near = nearest(folder.name, _inside(here)) if above else f"; there is no {here}"
             raise ConfigError(f"there is no folder {named}, and no hub name looks like that{near}")
         return named
-    if folder.suffix == ".gguf" or (not _is_model(folder) and any(folder.glob("*.gguf"))):
-        raise ConfigError(f"{named} is a model in GGUF, which can't be trained; give the model that it was made of")
+    if (file := gguf_file(folder)) is not None:
+        return convert_gguf(file)
     for path in folder.glob("*.safetensors"):
         if path.stat().st_size < 1024 and path.read_bytes().startswith(b"version https://git-lfs"):
             raise ConfigError(f"{path} is a pointer of Git LFS, not the weights; run `git lfs pull` in {named}")
@@ -100,7 +101,7 @@ def _snapshot(name: str, revision: str | None) -> str:
             skip += ["*.bin"] if any(file.endswith(".safetensors") for file in files) else []
         return str(snapshot_download(name, revision=revision, ignore_patterns=skip))
     except Exception as error:  # the client lets through what its HTTP library raises
-        why = hub_silence(error) or f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        why = hub_silence(error) or format_exception(error, 200)
         raise ConfigError(
             f"{name!r} at revision {revision!r} can't be had from the hub ({why}); check the name, the branch, tag or "
             "commit behind the @, and the network"

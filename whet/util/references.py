@@ -1,6 +1,6 @@
-"""References to the user's own code: "package.module:name" and "folder/file.py:name".
+"""Names of whet's own things, and references to the user's code: "package.module:name" and "folder/file.py:name".
 
-Left out on purpose: entry points and plugins. A reference names where the object lies.
+Left out on purpose: entry points and plugins. A reference says where the object is.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ import inspect
 import pkgutil
 import sys
 import zlib
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from whet.errors import ConfigError, nearest, shown
+from whet.errors import ConfigError, format_exception, format_value, lookup_error, nearest
 
-__all__ = ["is_ref", "resolve_callable", "resolve_module", "resolve_ref"]
+__all__ = ["is_ref", "resolve_callable", "resolve_module", "resolve_name", "resolve_ref"]
 
 
 def is_ref(text: str) -> bool:
@@ -46,7 +47,9 @@ def resolve_ref(text: str, kind: str) -> Any:
     3.0
     """
     if not is_ref(text):
-        raise ConfigError(f"{kind} {shown(text)} is not a reference; write package.module:name or path/to/file.py:name")
+        raise ConfigError(
+            f"{kind} {format_value(text)} is not a reference; write package.module:name or path/to/file.py:name"
+        )
     place, _, name = text.rpartition(":")
     found: Any = _module(place, text, kind)
     for part in name.split("."):
@@ -61,6 +64,38 @@ def resolve_ref(text: str, kind: str) -> Any:
     return found
 
 
+def resolve_name(value: Any, known: Mapping[str, Any], kind: str, hint: Callable[[str], str] | None = None) -> Any:
+    """The function or class that a name or a reference stands for; a callable as it is.
+
+    Args:
+        value: a name in known, "package.module:name", "file.py:name", or a callable.
+        known: name -> a callable, or where it is in whet ("package.module:name"), which is imported here.
+        kind: what is looked for, for messages.
+        hint: the end of the message about an unknown name.
+    Raises: ConfigError: an unknown name (with the nearest), or what it refers to can't be found or called.
+
+    >>> resolve_name("last", {"last": len}, "reader")
+    <built-in function len>
+    """
+    if isinstance(value, str):
+        if value not in known:
+            if ":" in value:
+                return resolve_callable(value, kind)
+            unknown = lookup_error(kind, value, known)
+            raise ConfigError(f"{unknown}, package.module:name, file.py:name{hint(value) if hint else ''}")
+        found = known[value]
+        if isinstance(found, str):
+            module, _, name = found.partition(":")
+            try:
+                return getattr(importlib.import_module(module), name)
+            except ImportError as error:
+                raise _failed(value, kind, f"importing {module}", error) from error
+        return found
+    if not callable(value):
+        raise ConfigError(f"a {kind} is a callable or its name, got {type(value).__name__} {format_value(value)}")
+    return value
+
+
 def resolve_module(place: str, kind: str) -> ModuleType:
     """The module of a file ("folder/file.py") or of a name ("package.module"), found as resolve_ref finds it.
 
@@ -71,7 +106,7 @@ def resolve_module(place: str, kind: str) -> ModuleType:
     'math'
     """
     if not place.endswith(".py") and not all(part.isidentifier() for part in place.split(".")):
-        raise ConfigError(f"{kind} {shown(place)} is no module; write path/to/file.py or package.module")
+        raise ConfigError(f"{kind} {format_value(place)} is no module; write path/to/file.py or package.module")
     return _module(place, place, kind)
 
 
@@ -90,7 +125,7 @@ def resolve_callable(text: str, kind: str) -> Any:
     """
     found = resolve_ref(text, kind)
     if not callable(found):
-        value = f"{shown(found, most=80)} ({type(found).__name__})"
+        value = f"{format_value(found, limit=80)} ({type(found).__name__})"
         raise ConfigError(f"{kind} {text!r} is {value}, and must be a function or a class; check the name")
     return found
 
@@ -102,8 +137,10 @@ def _from_file(path: Path, text: str, kind: str) -> ModuleType:
         there = path.is_file()
         others = [p.name for p in path.parent.glob("*.py")] if not there and path.parent.is_dir() else []
     except (OSError, RuntimeError) as error:  # a name too long, a folder that may not be read, no such user
-        why = shown(str(error))
-        raise ConfigError(f"{kind} {shown(text)}: can't look for {shown(str(path))}: {why}; check the path") from error
+        why = format_value(str(error))
+        raise ConfigError(
+            f"{kind} {format_value(text)}: can't look for {format_value(str(path))}: {why}; check the path"
+        ) from error
     if not there:
         raise ConfigError(f"{kind} {text!r}: no file {path}{nearest(path.name, others) or '; check the path'}")
     path = path.resolve()
@@ -152,4 +189,4 @@ def _reach(folder: Path) -> None:
 
 
 def _failed(text: str, kind: str, what: str, error: BaseException) -> ConfigError:
-    return ConfigError(f"{kind} {text!r}: {what} raised {type(error).__name__}: {error}; fix that first")
+    return ConfigError(f"{kind} {text!r}: {what} raised {format_exception(error)}; fix that first")

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-__all__ = ["Stderr", "bury", "open_descriptors", "unfailing", "unread"]
+__all__ = ["Stderr", "flush_or_discard", "has_no_reader", "ignore_write_errors", "open_descriptors"]
 
 
 class _Unfailing(io.FileIO):
@@ -43,7 +43,7 @@ class _Open(io.TextIOWrapper):
 
 
 @contextmanager
-def unfailing(*names: str) -> Iterator[None]:
+def ignore_write_errors(*names: str) -> Iterator[None]:
     """Inside, standard streams take all that is written to them, by whoever.
 
     Args: names: "stdout", "stderr". One that is not a file (a test's, a notebook's) stays as it is.
@@ -74,7 +74,7 @@ def _replaced(name: str) -> Iterator[None]:
         yield
     finally:
         new.close()
-        if unread(new):
+        if has_no_reader(new):
             _to_nowhere(raw.fileno())  # else Python, too, fails with it as it ends
         if vars(sys)[name] is new:
             setattr(sys, name, old)
@@ -128,7 +128,7 @@ def open_descriptors() -> None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115  (for as long as the process lives)
 
 
-def unread(stream: Any) -> bool:
+def has_no_reader(stream: Any) -> bool:
     """Whether a stream is a pipe whose reader has gone."""
     try:
         number = stream.fileno()
@@ -139,7 +139,7 @@ def unread(stream: Any) -> bool:
     return any(what & (select.POLLERR | select.POLLHUP) for _, what in poll.poll(0))
 
 
-def bury(stream: Any) -> None:
+def flush_or_discard(stream: Any) -> None:
     """Flushes a stream; where that fails, what it holds is dropped, lest Python fails with it as it ends."""
     try:
         stream.flush()

@@ -6,27 +6,27 @@ import re
 import textwrap
 from functools import partial
 
-__all__ = ["clipped", "columned", "fitted", "joined", "visible"]
+__all__ = ["escape_control_characters", "join_fields", "shorten_middle", "wrap_columns", "wrap_text"]
 
 _WRAPPER = partial(textwrap.TextWrapper, break_long_words=False, break_on_hyphens=False, replace_whitespace=False)
 WIDTH = 80
 """Columns that a line has where nobody says another number."""
 
 
-def visible(text: str) -> str:
+def escape_control_characters(text: str) -> str:
     r"""Text for a terminal: control characters, which could move its cursor or change its title, as pictures.
 
-    >>> visible("a\x1b[31m b\n")
+    >>> escape_control_characters("a\x1b[31m b\n")
     'a␛[31m b\n'
     """
     shown = lambda c: chr(0x2400 + ord(c)) if ord(c) < 32 else "\N{REPLACEMENT CHARACTER}"
     return "".join(c if c in "\n\t" or (c.isprintable() or ord(c) > 159) else shown(c) for c in text)
 
 
-def fitted(text: str, width: int = WIDTH, indent: str = "  ") -> str:
+def wrap_text(text: str, width: int = WIDTH, indent: str = "  ") -> str:
     """Text broken at blanks to a width; what continues a line is indented, a word longer than it stays whole.
 
-    >>> print(fitted("a: long words, and more of them", 16))
+    >>> print(wrap_text("a: long words, and more of them", 16))
     a: long words,
       and more of
       them
@@ -38,10 +38,10 @@ def fitted(text: str, width: int = WIDTH, indent: str = "  ") -> str:
     return "\n".join(lines)
 
 
-def columned(text: str, width: int = WIDTH) -> str:
+def wrap_columns(text: str, width: int = WIDTH) -> str:
     """Text in two columns, two blanks or more between them, broken to a width: the second column stays one.
 
-    >>> print(columned("  data=...  rows: a file, or a folder", 26))
+    >>> print(wrap_columns("  data=...  rows: a file, or a folder", 26))
       data=...  rows: a file,
                 or a folder
     """
@@ -53,10 +53,10 @@ def columned(text: str, width: int = WIDTH) -> str:
     return "\n".join(lines)
 
 
-def joined(fields: list[str], width: int = WIDTH) -> str:
+def join_fields(fields: list[str], width: int = WIDTH) -> str:
     r"""Fields on one line with two blanks between them, or on several where they are too many; none is broken.
 
-    >>> joined(["step 3", "reward 0.5", "kl 0.01"], 20)
+    >>> join_fields(["step 3", "reward 0.5", "kl 0.01"], 20)
     'step 3  reward 0.5\n  kl 0.01'
     """
     lines = [fields[0]]
@@ -67,10 +67,10 @@ def joined(fields: list[str], width: int = WIDTH) -> str:
     return "\n".join(lines)
 
 
-def clipped(text: str, most: int) -> str:
+def shorten_middle(text: str, most: int) -> str:
     """A long text as its beginning and its end.
 
-    >>> clipped("abcdefghij", 6), clipped("abc", 6)
+    >>> shorten_middle("abcdefghij", 6), shorten_middle("abc", 6)
     ('abc [4 characters] hij', 'abc')
     """
     half = most // 2

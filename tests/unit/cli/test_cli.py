@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from whet._version import __version__
-from whet.cli import _SHOWN, COMMANDS, _kind, main
+from whet.cli import main
 from whet.cli.help import FIRST
-from whet.config import SHORT, RunConfig, dump_tree, load_run
+from whet.cli.registry import COMMANDS, INFO_COMMANDS, config_class
+from whet.config import SHORTHANDS, RunConfig, dump_tree, load_run
 from whet.config.base import leaves
 from whet.errors import ConfigError, DataError
 
@@ -74,9 +75,9 @@ def test_the_help_of_a_command_is_one_screen_of_keys_that_there_are(command, cap
     assert main([command, "--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert 0 < len(lines) <= 45 and max(map(len, lines)) <= 100
-    if command in _SHOWN:
+    if command in INFO_COMMANDS:
         return
-    kind, short = _kind({"data": "grpo", "demo": "grpo"}.get(command, command))
+    kind, short = config_class({"data": "grpo", "demo": "grpo"}.get(command, command))
     known = {key for key, *_ in leaves(kind)} | {key for key, *_ in leaves(kind, optional=True)} | {*short}
     known |= {"algo.preset"} | ({"rows=3"} if command == "data" else {"seed"})
     keys = [key for _, keys in FIRST[command] for key in keys]
@@ -87,7 +88,7 @@ def test_the_help_of_a_command_is_one_screen_of_keys_that_there_are(command, cap
 def test_the_help_of_the_demo_has_the_values_of_its_recipe():
     config = dump_tree(load_run(["--config", str(Path(__file__).parents[3] / "recipes" / "demo.yaml")]))
     for key, _, value in (key.partition("=") for key in FIRST["demo"][0][1]):
-        path = {"seed": "trainer.seed"}.get(key, SHORT.get(key, key)).split(".")
+        path = {"seed": "trainer.seed"}.get(key, SHORTHANDS.get(key, key)).split(".")
         if path[-1] not in ("run_dir", "preset"):
             assert functools.reduce(dict.__getitem__, path, config) == float(value), key
 
@@ -118,7 +119,7 @@ def test_help_of_a_section_or_key_shows_it_alone(capsys):
     main(["grpo", "--help", "actor.lr"])
     assert capsys.readouterr().out.startswith("  actor.optim.lr=null")
     assert main(["grpo", "--help", "rolout"]) == 2
-    assert "--help rolout: no such section or key; did you mean rollout" in capsys.readouterr().err
+    assert "--help rolout: there is no such section or key; did you mean rollout" in capsys.readouterr().err
 
 
 def test_help_keeps_its_columns_in_a_narrow_terminal(capsys, monkeypatch):
@@ -162,7 +163,7 @@ def test_whet_debug_shows_where_an_error_came_from(called, monkeypatch):
 
 
 def test_errors_of_whet_are_messages_and_bugs_are_tracebacks(called, monkeypatch, capsys):
-    monkeypatch.setattr("whet.cli._say_what_loads", lambda *_: None)
+    monkeypatch.setattr("whet.cli._log_inputs", lambda *_: None)
     failing(monkeypatch, DataError("no column 'prompt'"))
     assert main(["grpo", *WHOLE]) == 2 and capsys.readouterr().err == "whet grpo: no column 'prompt'\n"
     failing(monkeypatch, ZeroDivisionError())
@@ -176,7 +177,7 @@ def test_ctrl_c_is_status_130(called, monkeypatch, capsys):
 
 
 def test_only_rank_0_speaks_but_any_rank_can_name_an_error_of_its_own(called, monkeypatch, capsys):
-    monkeypatch.setattr("whet.cli._say_what_loads", lambda *_: None)
+    monkeypatch.setattr("whet.cli._log_inputs", lambda *_: None)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["version"]) == 0 and main(["grpo", "x=1"]) == 2
@@ -218,12 +219,12 @@ def test_the_package_runs_as_a_program():
         (["grpo", "--confg", "run.yaml"], "unknown flag --confg; did you mean --config?"),
         (
             ["generate", "--profile", "model=m"],
-            "--profile is not an option of whet generate; only of whet demo, whet grpo, whet ppo, whet sft, whet rm, "
+            "--profile is not a flag of whet generate, only of whet demo, whet grpo, whet ppo, whet sft, whet rm, "
             "whet dpo",
         ),
         (
             ["demo", "--print-config"],
-            "--print-config is not an option of whet demo; only of whet chat, whet eval, whet generate, whet push, "
+            "--print-config is not a flag of whet demo, only of whet chat, whet eval, whet generate, whet push, "
             "whet grpo, whet ppo, whet sft, whet rm, whet dpo",
         ),
     ],
@@ -234,9 +235,9 @@ def test_a_flag_that_is_misspelt_or_another_commands_is_named_and_takes_no_value
 
 
 def test_keys_whose_names_are_near_a_flags_are_keys(called, capsys):
-    from whet.config.generate import GenerateConfig, load_sampled
+    from whet.config.generate import GenerateConfig, load_sampling
 
-    assert load_sampled(GenerateConfig, ["--prompts", "a.jsonl"]).prompts == "a.jsonl"
+    assert load_sampling(GenerateConfig, ["--prompts", "a.jsonl"]).prompts == "a.jsonl"
     assert main(["generate", "--prompts", "nowhere.jsonl"]) == 2
     assert capsys.readouterr().err == "whet generate: no model; write model=<folder, run folder or hub name>\n"
 

@@ -11,16 +11,16 @@ import pytest
 from whet.cli import main
 from whet.cli.generate import generate
 from whet.config import load_run
-from whet.config.generate import GenerateConfig, load_sampled
+from whet.config.generate import GenerateConfig, load_sampling
 from whet.errors import CheckpointError, ConfigError, DataError
 from whet.storage.checkpoint import verify_checkpoint
 
 
 @pytest.mark.parametrize("text", ["[0-9]+", "[0-9]{1,4}", "#[0-9]+", "yes: [0-9]", "12", r"\d+"])
 def test_an_expression_is_taken_as_it_stands(text):
-    assert load_sampled(GenerateConfig, [f"constraint.regex={text}"]).constraint.regex == text
+    assert load_sampling(GenerateConfig, [f"constraint.regex={text}"]).constraint.regex == text
     assert load_run([f"rollout.constraint.regex={text}"]).rollout.constraint.regex == text
-    assert load_sampled(GenerateConfig, [f"constraint.regex='{text}'"]).constraint.regex == f"'{text}'"
+    assert load_sampling(GenerateConfig, [f"constraint.regex='{text}'"]).constraint.regex == f"'{text}'"
 
 
 def test_words_of_set_keep_backslashes_and_say_what_is_open():

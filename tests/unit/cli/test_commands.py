@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from whet import cli
 from whet.cli import commands, main
 from whet.config import load_run
+from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import ConfigError
 from whet.models.load import load_model, save_model
@@ -80,11 +81,23 @@ def test_a_stream_that_is_to_be_shuffled_says_that_it_keeps_its_order(words, cap
 
 def test_a_run_that_began_elsewhere_has_no_evaluation_before_it():
     evaluations = [{"step": 4, "reward": 0.5, "accuracy": 0.5}, {"step": 6, "reward": 0.25, "accuracy": 0.25}]
-    task = SimpleNamespace(headline="reward", evaluated="prompts")
+    task = SimpleNamespace(main_metric="reward", eval_unit="prompts")
     run = SimpleNamespace(evaluations=evaluations, rows=[], step=6, task=task)
     found = commands.summarise(run, load_run(["model=m"]), 1.0)
     assert found["eval_reward_before"] is None and found["eval_reward_after"] == 0.25
     assert "accuracy_before" not in found
+
+
+@pytest.mark.parametrize("lengths", [[], ["rollout.max_prompt_length=4"]])
+def test_each_row_is_encoded_once_and_each_mode_has_one_encoder(words, lengths, monkeypatch):
+    made, read = [], []
+    for name, calls in (("__init__", made), ("_read", read)):
+        own = getattr(PromptEncoder, name)
+        counted = lambda *args, own=own, calls=calls, **options: calls.append(args[-1]) or own(*args, **options)
+        monkeypatch.setattr(PromptEncoder, name, counted)
+    run = [*words, *lengths, "data.eval_fraction=0.2", "data.batch_size=4", "trainer.max_steps=1"]
+    assert commands.grpo(load_run(run))["steps"] == 1
+    assert len(made) == 2 and sorted(read) == sorted([*range(8), *range(2)])
 
 
 def test_the_command_trains_from_a_shell_and_leaves_a_complete_folder(tmp_path, words):
@@ -178,7 +191,8 @@ def test_conversations_train_in_process_and_one_that_is_stopped_says_the_command
     capsys.readouterr()
     assert main(["grpo", f"trainer.run_dir={folder}", "trainer.resume=latest", "trainer.max_steps=3"]) == 0
     said = capsys.readouterr().err
-    assert "resume: kept as the run has them, since not given: " in said and "trainer.seed=3 (default 0)" in said
+    assert "resume: settings of the run that the command does not set again: " in said
+    assert "trainer.seed=3 (default 0)" in said
     assert main(["grpo", f"trainer.run_dir={folder}", "trainer.resume=latest", "trainer.seed=4"]) == 2
     assert "trainer.seed: 3 -> 4" in capsys.readouterr().err
 
@@ -358,7 +372,7 @@ def test_a_reward_model_alone_is_a_reward_and_weights_count_it():
 
 @pytest.mark.parametrize("command", ["grpo", "rm", "eval"])
 def test_what_is_loaded_is_said_before_anything_heavy_is_imported(command, capsys, monkeypatch):
-    monkeypatch.setattr(cli, "_work", lambda *_: sys.stderr.write("work\n"))
+    monkeypatch.setattr(cli, "_run_command", lambda *_: sys.stderr.write("work\n"))
     reward = [] if command == "rm" else ["reward=exact_match"]
     assert main([command, "model=my/model", "data=rows.jsonl", *reward]) == 0
-    assert capsys.readouterr().err.splitlines() == ["loading my/model and rows.jsonl", "work"]
+    assert capsys.readouterr().err.splitlines() == ["loading the model my/model and the data rows.jsonl", "work"]

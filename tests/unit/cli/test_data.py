@@ -8,7 +8,7 @@ import pytest
 from helpers import tiny_model
 
 from whet.cli import main
-from whet.cli.resolve_defaults import settled
+from whet.cli.resolve_defaults import resolve_defaults
 from whet.config import PPORunConfig, RunConfig, load_run
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import ConfigError, DataError
@@ -52,14 +52,14 @@ row 0: 22 tokens
   | <|im_start|>user\\n
   | xxx<|im_end|>\\n
   | <|im_start|>assistant\\n
-  chat template: the tokenizer's
+  chat template: from the tokenizer
   system prompt: none
 
 row 1: 28 tokens
   | <|im_start|>user\\n
   | xxxxxxxxx<|im_end|>\\n
   | <|im_start|>assistant\\n
-  chat template: the tokenizer's
+  chat template: from the tokenizer
   system prompt: none
 
 training, tokens of prompts:
@@ -135,7 +135,7 @@ def test_help(capsys):
 
 
 def settle(*words, train=PLAIN, evaluation=None, kind=RunConfig):
-    return settled(load_run(["model=m", *words], kind), train, evaluation)
+    return resolve_defaults(load_run(["model=m", *words], kind), train, evaluation)
 
 
 def test_defaults_of_the_command_line_and_what_the_models_context_leaves_of_them(folder):
@@ -152,7 +152,7 @@ def test_defaults_of_the_command_line_and_what_the_models_context_leaves_of_them
 def test_what_was_given_stays_and_the_prompts_are_encoded_once(folder):
     given = ("rollout.max_prompt_length=40", "rollout.max_tokens_to_generate=7")
     found = settle(*given)
-    assert found.train is PLAIN and found.config.rollout.max_prompt_length == 40
+    assert all(isinstance(p, Prompt) for p in found.train) and found.config.rollout.max_prompt_length == 40
     found = settle(given[1])
     assert all(isinstance(p, Prompt) for p in found.train) and [p.columns["answer"] for p in found.train] == [
         3,
@@ -164,9 +164,9 @@ def test_what_was_given_stays_and_the_prompts_are_encoded_once(folder):
 
 
 def test_prompts_beyond_the_context_are_refused_or_as_was_said_left_out(folder):
-    with pytest.raises(DataError, match=r"1 of 4 rows is over what 128 positions leave beside 100 new tokens, 28: the"):
+    with pytest.raises(DataError, match=r"1 of 4 prompts can't fit.*: 39 prompt tokens .* = 139, .*_length=28 with"):
         settle("rollout.max_tokens_to_generate=100")
-    said = r"1 of 5 rows .* beside 1 new token, 127: the longest has 219.*; set rollout.max_prompt_length=64 with"
+    said = r"1 of 5 prompts can't fit.* the longest: 219 prompt tokens .*; set rollout.max_prompt_length=64 with"
     with pytest.raises(DataError, match=said):
         settle(train=[*PLAIN, {"prompt": "x" * 200}])
     with pytest.raises(ConfigError, match="max_tokens_to_generate=128 leaves no room in 128 positions"):

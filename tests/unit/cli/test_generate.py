@@ -12,8 +12,8 @@ from helpers import tiny_model
 
 from whet import Sampler
 from whet.cli import main
-from whet.cli.generate import generate, visible
-from whet.config.generate import ChatConfig, GenerateConfig, load_sampled
+from whet.cli.generate import escape_control_characters, generate
+from whet.config.generate import ChatConfig, GenerateConfig, load_sampling
 from whet.errors import ConfigError, DataError
 
 
@@ -22,7 +22,7 @@ def words(model_folder, *more):
 
 
 def config(model_folder, *more):
-    return load_sampled(GenerateConfig, words(model_folder, *more))
+    return load_sampling(GenerateConfig, words(model_folder, *more))
 
 
 def jsonl(path):
@@ -49,7 +49,7 @@ def test_plain_text_goes_through_the_template_unless_the_run_that_made_the_model
         (tmp_path / "run" / "config.yaml").write_text(json.dumps({"trainer": {}, "data": run}))
         out = tmp_path / "o.jsonl"
         given = [f"model={folder}", "max_tokens=6", "prompt=2+2=", "temperature=0", f"out={out}", "overwrite=true"]
-        generate(load_sampled(GenerateConfig, given))
+        generate(load_sampling(GenerateConfig, given))
         assert jsonl(out)[0]["completion"] == said and ("chat template: applied" in caplog.text) == (said == templated)
         caplog.clear()
 
@@ -61,9 +61,11 @@ def test_several_completions_have_headings(model_folder, capsys):
 
 
 def test_texts_are_taken_as_they_stand_and_the_rest_is_yaml():
-    c = load_sampled(GenerateConfig, ["prompt=Q: [1, #2", "--prompt={x: 1}=", "system_prompt=a: b", "temperature=1e-1"])
+    c = load_sampling(
+        GenerateConfig, ["prompt=Q: [1, #2", "--prompt={x: 1}=", "system_prompt=a: b", "temperature=1e-1"]
+    )
     assert c.prompt == ("Q: [1, #2", "{x: 1}=") and c.system_prompt == "a: b" and c.temperature == 0.1
-    assert load_sampled(ChatConfig, ["system-prompt=yes: no"]).system_prompt == "yes: no"
+    assert load_sampling(ChatConfig, ["system-prompt=yes: no"]).system_prompt == "yes: no"
 
 
 def test_standard_input_is_a_prompt(model_folder, monkeypatch, capsys):
@@ -175,7 +177,7 @@ def test_what_is_wrong_is_one_message_before_a_model_is_loaded(given, message, c
 def test_settled_configurations_are_printed_and_read_back(tmp_path, capsys):
     assert main(["generate", "--print_config", "model=m", "prompt=a: b", "top_k=3"]) == 0
     (tmp_path / "g.yaml").write_text(capsys.readouterr().out)
-    c = load_sampled(GenerateConfig, ["--config", str(tmp_path / "g.yaml"), "top_k=4"])
+    c = load_sampling(GenerateConfig, ["--config", str(tmp_path / "g.yaml"), "top_k=4"])
     assert (c.model, c.prompt, c.top_k) == ("m", ("a: b",), 4)
 
 
@@ -191,13 +193,13 @@ def test_help_lists_keys_and_loads_no_torch():
 
 
 def test_control_characters_do_not_reach_a_terminal():
-    assert visible("a\x1b[2Jb\x00\tc\nü\x9b\x7f") == "a␛[2Jb␀\tc\nü\ufffd\ufffd"
+    assert escape_control_characters("a\x1b[2Jb\x00\tc\nü\x9b\x7f") == "a␛[2Jb␀\tc\nü\ufffd\ufffd"
 
 
 def test_a_terminal_is_shown_a_completion_as_it_is_made(model_folder, monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     generate(config(model_folder, "prompt=ab", "temperature=0"))
-    assert capsys.readouterr().out == visible(Sampler(model_folder)("ab", 6).text[0]) + "\n"
+    assert capsys.readouterr().out == escape_control_characters(Sampler(model_folder)("ab", 6).text[0]) + "\n"
     generate(config(model_folder, "prompt=ab", "prompt=cd", "temperature=0.5", "num_generations=2"))
     out = capsys.readouterr().out
     assert "prompt 0" in out and "prompt 1" in out and out.count("6 tokens, length") + out.count("stop") == 4
@@ -215,8 +217,8 @@ def test_beams_need_no_temperature_and_refuse_one(model_folder, tmp_path):
     for beams in ("beam_size=3", "generation_kwargs={num_beams: 3}"):
         with pytest.raises(ConfigError, match=r"temperature=0\.7 has no meaning for a beam search"):
             config(model_folder, "prompt=ab", beams, "temperature=0.7")
-        assert config(model_folder, beams).settled_temperature == 0.0
-    assert config(model_folder, "beam_size=1").settled_temperature == 0.7
+        assert config(model_folder, beams).effective_temperature == 0.0
+    assert config(model_folder, "beam_size=1").effective_temperature == 0.7
 
 
 def test_standard_input_that_is_no_text_is_an_error_in_words(model_folder, monkeypatch):

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from whet._version import __version__
-from whet.cli import COMMANDS, _kind, main
+from whet.cli import main
+from whet.cli.registry import COMMANDS, config_class
 from whet.cli.schema import schema
 from whet.config import load_run, read_yaml
 
@@ -61,6 +62,15 @@ def test_pages_are_printed_by_name(capsys):
     assert main(["docs", "a", "b"]) == 2 and "expected whet docs [NAME]" in capsys.readouterr().err
 
 
+def test_a_link_to_another_page_is_the_command_that_prints_it(capsys):
+    for name in sorted(path.stem for path in (ROOT / "docs").glob("*.md")):
+        assert main(["docs", name]) == 0
+        text = capsys.readouterr().out
+        assert not re.search(r"\]\([\w-]+\.md", text)
+        assert all((ROOT / "docs" / f"{other}.md").is_file() for other in re.findall(r"\]\(whet docs ([\w-]+)\)", text))
+    assert main(["docs", "supervised"]) == 0 and "](whet docs lora)" in capsys.readouterr().out
+
+
 def test_every_page_that_a_message_names_can_be_printed():
     texts = [path.read_text() for path in (ROOT / "whet").rglob("*.py")]
     named = {name for text in texts for name in re.findall(r"whet docs ([a-z0-9-]+)", text)}
@@ -84,7 +94,7 @@ def _unknown(node, tree, whole, path=""):
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda p: p.stem)
 def test_the_schema_has_every_key_of_a_recipe_and_none_that_is_misspelt(path):
     command = next(word for word in ("ppo", "sft", "rm", "dpo", "grpo") if f"whet {word} --config" in path.read_text())
-    found = schema(*_kind(command))
+    found = schema(*config_class(command))
     tree = read_yaml(path)
     assert _unknown(found, tree, found) == []
     tree |= {"trainr": {}, "trainer": {"max_stps": 1}}

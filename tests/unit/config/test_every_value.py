@@ -7,7 +7,7 @@ import typing
 import pytest
 from helpers import examples
 
-from whet.config import ClusterConfig, RunConfig, check, dump, load_run
+from whet.config import ClusterConfig, RunConfig, config_from_dict, dump, load_run
 from whet.config.base import field_docs, leaves, section_at, type_text
 from whet.config.evaluate import EvalDataConfig, EvalRunConfig
 from whet.config.fields import Name
@@ -62,12 +62,12 @@ def test_any_value_of_any_field_makes_a_configuration_or_a_config_error_that_nam
     for i, field in enumerate(dataclasses.fields(cls)):
         for what, value in some(list(VALUES.items()), i):
             given = {field.name: value}
-            made = outcome(lambda given=given: check(cls, given), field.name, what)
+            made = outcome(lambda given=given: config_from_dict(cls, given), field.name, what)
             assert outcome(lambda given=given: cls(**given), field.name, what) == made, (field.name, what)
             if made is None or cls is ClusterConfig or what in ("object", "bytes", "set", "complex"):
                 continue  # objects are for Python alone
             again = parse(dump({field.name: vars(made)[field.name]}), "dump")
-            assert check(cls, again) == made, f"{field.name} given {what} changes in a file"
+            assert config_from_dict(cls, again) == made, f"{field.name} given {what} changes in a file"
 
 
 def test_any_word_for_any_key_makes_a_configuration_or_a_config_error_that_names_it():

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from whet.config import (
-    SHORT,
+    SHORTHANDS,
     CheckpointingOptions,
     DPORunConfig,
     GRPOConfig,
@@ -19,12 +19,10 @@ from whet.config import (
     dump_tree,
 )
 from whet.config.algo.presets import PRESETS
-from whet.config.base import check
-from whet.config.minimal_config import _ESTIMATOR, _LOSS, brief, unread
-from whet.config.resume import FULL, kept_of_run, load_resumable
+from whet.config.base import config_from_dict
+from whet.config.minimal_config import fields_without_effect, minimal_config
+from whet.config.resume import FULL_CONFIG_FILE, kept_from_run, load_resumable
 from whet.errors import ConfigError
-from whet.learners.objective import keywords_of
-from whet.ops import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, advantages_and_returns
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))
 OF_RECIPE = {"demo_ppo": PPORunConfig, "demo_sft": SFTRunConfig, "demo_rm": RMRunConfig, "demo_dpo": DPORunConfig}
@@ -40,7 +38,7 @@ GIVEN = [
 
 
 def read_back(kind, config):
-    return check(kind, yaml.safe_load(yaml.safe_dump(brief(config))))
+    return config_from_dict(kind, yaml.safe_load(yaml.safe_dump(minimal_config(config))))
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
@@ -52,7 +50,7 @@ def test_what_is_written_of_a_recipe_reads_back_as_it_was(recipe):
 
 @pytest.mark.parametrize(("kind", "given"), GIVEN)
 def test_what_is_written_reads_back_as_it_was(kind, given):
-    config = check(kind, given)
+    config = config_from_dict(kind, given)
     assert read_back(kind, config) == config
 
 
@@ -60,14 +58,14 @@ def test_what_is_written_of_a_preset_reads_back_as_it_was():
     for name in PRESETS:
         for kind in (RunConfig, PPORunConfig):
             try:
-                config = check(kind, {"algo": {"preset": name}})
+                config = config_from_dict(kind, {"algo": {"preset": name}})
             except ConfigError:  # of the other command
                 continue
             assert read_back(kind, config) == config, name
 
 
 def test_what_was_not_set_and_has_no_effect_is_left_out():
-    found = brief(RunConfig(actor={"model": "m"}, data={"path": "d"}, reward="exact_match"))
+    found = minimal_config(RunConfig(actor={"model": "m"}, data={"path": "d"}, reward="exact_match"))
     assert found.keys() == {"actor", "rollout", "algo", "data", "trainer", "reward", "rollout_engine"}
     assert found["rollout"].keys() >= {"temperature", "on_long_prompt", "max_batch_size"}
     assert not found["rollout"].keys() & {"vllm", "sglang", "top_k", "kv_cache_size", "min_p", "constraint", "eval"}
@@ -79,23 +77,14 @@ def test_what_was_not_set_and_has_no_effect_is_left_out():
 
 def test_what_was_set_or_has_an_effect_stays():
     config = RunConfig(rollout={"vllm": {"max_num_seqs": 8}}, algo={"beta": 0.04, "use_rollout_logps": False})
-    found = brief(config)
+    found = minimal_config(config)
     assert found["rollout"]["vllm"] == {"max_num_seqs": 8}  # without effect, but set
     assert found["algo"]["kl_loss_mode"] == "low_var_kl" and found["algo"]["use_rollout_logps"] is False
-    engine = brief(RunConfig(rollout_engine="vllm"))["rollout"]
+    engine = minimal_config(RunConfig(rollout_engine="vllm"))["rollout"]
     assert "hbm_utilization" in engine["vllm"] and "sglang" not in engine
-    own = brief(GRPOConfig(policy_loss_fn="mine.py:loss"))
+    own = minimal_config(GRPOConfig(policy_loss_fn="mine.py:loss"))
     assert own["sapo_temperature_pos"] == 1.0  # a function of the user's own may read it
-    assert brief(CheckpointingOptions(save_interval_steps=5)) == {"save_interval_steps": 5, "max_to_keep": 3}
-
-
-def test_the_parameters_of_losses_and_estimators_are_read_by_those_that_ask_for_them():
-    for table, known in ((_LOSS, POLICY_LOSSES), (_ESTIMATOR, ADVANTAGE_ESTIMATORS)):
-        for field, readers in table.items():
-            asking = {name for name, fn in known.items() if field in keywords_of(fn)}
-            if table is _ESTIMATOR and field in keywords_of(advantages_and_returns):
-                asking.add("gae")  # of the critic
-            assert asking == {*readers}, field
+    assert minimal_config(CheckpointingOptions(save_interval_steps=5)) == {"save_interval_steps": 5, "max_to_keep": 3}
 
 
 def test_fields_that_nothing_reads_are_fields():
@@ -106,14 +95,14 @@ def test_fields_that_nothing_reads_are_fields():
         RunConfig().trainer,
         RunConfig().rollout,
     ):
-        assert unread(section) <= {f.name for f in dataclasses.fields(section)} | {"kl_method"}  # of PPO alone
+        assert fields_without_effect(section) <= {f.name for f in dataclasses.fields(section)}
 
 
 # ---- resumed ---------------------------------------------------------------------------------------------------------
 
 
 def resumed(folder, *words, kind=RunConfig):
-    return load_resumable(kind, [*words, f"trainer.run_dir={folder}", "trainer.resume=latest"], SHORT)
+    return load_resumable(kind, [*words, f"trainer.run_dir={folder}", "trainer.resume=latest"], SHORTHANDS)
 
 
 def test_a_resumed_run_keeps_what_is_not_given_and_takes_what_is(tmp_path):
@@ -124,7 +113,7 @@ def test_a_resumed_run_keeps_what_is_not_given_and_takes_what_is(tmp_path):
         trainer={"run_dir": "elsewhere", "allow_config_change": True, "max_steps": 9},
         critic={"dtype": "float32"},
     )
-    (tmp_path / FULL).write_text(dump(run))
+    (tmp_path / FULL_CONFIG_FILE).write_text(dump(run))
     found = resumed(tmp_path, "actor.lr=2e-3", "trainer.max_steps=20", "reward={b.py:g: 0.5}")
     trainer = dataclasses.replace(run.trainer, run_dir=str(tmp_path), resume="latest", allow_config_change=False)
     assert found.algo == run.algo and found.critic == run.critic and found.actor.model == "m"
@@ -135,7 +124,7 @@ def test_a_resumed_run_keeps_what_is_not_given_and_takes_what_is(tmp_path):
     with pytest.raises(ConfigError, match="is a run of whet grpo; resume it by that, or give whet dpo another"):
         resumed(tmp_path, kind=DPORunConfig)
     for kind in (PPORunConfig, SFTRunConfig, RMRunConfig, DPORunConfig):
-        (tmp_path / FULL).write_text(dump(kind()))
+        (tmp_path / FULL_CONFIG_FILE).write_text(dump(kind()))
         assert isinstance(resumed(tmp_path, kind=kind), kind)
 
 
@@ -143,22 +132,24 @@ def test_a_resumed_run_goes_on_under_other_defaults_and_says_which(tmp_path):
     before = dump_tree(RunConfig(actor={"model": "m"}, trainer={"run_dir": str(tmp_path)}))
     before["rollout"]["top_k"] = 50  # a default that was another, and has been left out of config.yaml
     before["algo"]["forgotten"] = 1  # a key that there was
-    (tmp_path / FULL).write_text(yaml.safe_dump(before))
-    (tmp_path / "config.yaml").write_text(dump(brief(RunConfig(actor={"model": "m"}))))
+    (tmp_path / FULL_CONFIG_FILE).write_text(yaml.safe_dump(before))
+    (tmp_path / "config.yaml").write_text(dump(minimal_config(RunConfig(actor={"model": "m"}))))
     words = ["--config", str(tmp_path / "config.yaml"), f"trainer.run_dir={tmp_path}", "trainer.resume=latest"]
-    assert load_resumable(RunConfig, words, SHORT).rollout.top_k == 50
-    assert kept_of_run(RunConfig, words, SHORT) == {"rollout.top_k": (50, None)}
+    assert load_resumable(RunConfig, words, SHORTHANDS).rollout.top_k == 50
+    assert kept_from_run(RunConfig, words, SHORTHANDS) == {"rollout.top_k": (50, None)}
 
 
 def test_an_edit_of_the_file_that_a_resume_does_not_read_is_refused_and_a_lost_file_is_no_loss(tmp_path):
     run = RunConfig(actor={"model": "m"}, reward={"a.py:f": 1.0}, algo={"num_generations": 4})
-    (tmp_path / FULL).write_text(dump(run))
-    (tmp_path / "config.yaml").write_text(dump(brief(run)).replace("num_generations: 4", "num_generations: 16"))
+    (tmp_path / FULL_CONFIG_FILE).write_text(dump(run))
+    (tmp_path / "config.yaml").write_text(
+        dump(minimal_config(run)).replace("num_generations: 4", "num_generations: 16")
+    )
     said = r"algo.num_generations is 16 in .*config.yaml, and 4 in the run: a resume takes .*allow_config_change=true"
     with pytest.raises(ConfigError, match=said):
         resumed(tmp_path, "trainer.max_steps=3")
     assert resumed(tmp_path, "algo.num_generations=16").algo.num_generations == 16  # given: compared later, as ever
-    (tmp_path / "config.yaml").write_text(dump(brief(run)))
+    (tmp_path / "config.yaml").write_text(dump(minimal_config(run)))
     for text in ("", None):
-        (tmp_path / FULL).unlink() if text is None else (tmp_path / FULL).write_text(text)
+        (tmp_path / FULL_CONFIG_FILE).unlink() if text is None else (tmp_path / FULL_CONFIG_FILE).write_text(text)
         assert resumed(tmp_path).algo == run.algo and resumed(tmp_path).reward == {"a.py:f": 1.0}

@@ -97,7 +97,8 @@ def test_generate_has_prompts_where_others_have_data():
 
 def test_a_command_that_was_forgotten(capsys):
     assert cli.main(["run.yaml", "model=m"]) == 2
-    assert "'run.yaml' is no command; name one first, e.g. whet grpo run.yaml model=m" in capsys.readouterr().err
+    said = "'run.yaml' is not a command; write the command first, e.g. whet grpo run.yaml model=m"
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

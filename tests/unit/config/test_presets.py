@@ -10,8 +10,6 @@ import yaml
 
 from whet import presets
 from whet.config import (
-    DAPOConfig,
-    DrGRPOConfig,
     GRPOConfig,
     OverlongBuffer,
     PPORunConfig,
@@ -124,29 +122,3 @@ def test_a_class_of_one_s_own_takes_the_presets_of_its_base():
         """A configuration with a field more."""
 
     assert preset("gspo", Own) == presets.gspo()
-
-
-# ---- Tunix's classes -------------------------------------------------------------------------------------------------
-
-
-def test_tunix_s_dapo_and_dr_grpo_are_the_presets_with_its_defaults():
-    made = DAPOConfig(beta=None, epsilon=0.1)  # pyright: ignore
-    assert made.beta == 0.0 and made.clip_range == (0.1, 0.28) and made.overlong_buffer.enable
-    own = ("algo_variant", "num_generations", "beta", "kl_loss_mode")
-    for theirs, ours in ((DAPOConfig(), presets.dapo()), (DrGRPOConfig(), presets.dr_grpo())):
-        for field in dataclasses.fields(ours):
-            assert field.name in own or getattr(theirs, field.name) == getattr(ours, field.name), field.name
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"beta": 0.1}, "DAPO does not support KL penalty, so beta must be None."),
-        ({"epsilon": 0.3}, "epsilon_high must be greater than or equal to epsilon."),
-        ({"overlong_buffer": {"overlong_buffer_penalty": -1.0}}, "overlong_buffer_penalty must be non-negative"),
-        ({"num_generations": 1}, "num_generations must be greater than 1"),
-    ],
-)
-def test_tunix_s_dapo_refuses_what_it_does_there(given, message):
-    with pytest.raises(ConfigError, match=message):
-        DAPOConfig(**given)

@@ -2,10 +2,11 @@
 
 import pytest
 
-from whet import cli, config
+from whet import config
+from whet.cli.registry import config_class
 from whet.config import monitoring
-from whet.config.base import check, leaves
-from whet.config.synonyms import NOTES, SECTIONS, SYNONYMS, owner
+from whet.config.base import config_from_dict, leaves
+from whet.config.synonyms import NOTES, SECTIONS, SYNONYMS, find_owner
 from whet.errors import ConfigError
 
 COMMANDS = ("grpo", "ppo", "sft", "rm", "dpo", "eval", "generate", "chat")
@@ -13,19 +14,19 @@ COMMANDS = ("grpo", "ppo", "sft", "rm", "dpo", "eval", "generate", "chat")
 
 def keys_of(command):
     """Every key, section and shorthand of a command."""
-    kind, short = cli._kind(command)
+    kind, short = config_class(command)
     keys = [key for key, *_ in leaves(kind, True)]
     return {*short, *(key.rsplit(".", n)[0] for key in keys for n in range(key.count(".") + 1))}
 
 
 def answer(command, word):
     """What a command says of an unknown key."""
-    kind, short = cli._kind(command)
+    kind, short = config_class(command)
     tree = 1
     for part in reversed(word.split(".")):
         tree = {part: tree}
     with pytest.raises(ConfigError) as error:
-        check(kind, tree, short=short)
+        config_from_dict(kind, tree, short=short)
     return str(error.value)
 
 
@@ -45,7 +46,7 @@ def test_every_entry_of_the_tables_is_of_use():
     everywhere = set().union(*map(keys_of, COMMANDS))
     assert [key for targets in SYNONYMS.values() for key in targets if key not in everywhere] == []
     assert [name for names in SECTIONS.values() for name in names if name not in everywhere] == []
-    classes = {section.split(".")[0] for section in (owner(word, ()) or "" for word in SYNONYMS) if section}
+    classes = {section.split(".")[0] for section in (find_owner(word, ()) or "" for word in SYNONYMS) if section}
     assert classes and all(hasattr(config, name) or hasattr(monitoring, name) for name in classes)
     assert not NOTES.keys() & SYNONYMS.keys()
 

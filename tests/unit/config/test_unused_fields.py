@@ -21,10 +21,13 @@ NO_EFFECT = [
     ({"max_num_gen_batches": 3}, "max_num_gen_batches=3 has no effect without dynamic_sampling=True"),
     ({"loss_agg_mode": "token-mean", "loss_agg_norm": 9.0}, "loss_agg_norm=9.0 .* without loss_agg_mode=.*-sum-norm"),
     ({"loss_agg_norm": 9.0}, "loss_agg_norm=9.0 has no effect without loss_agg_mode=sequence-mean-token-scale or"),
-    ({"loss_agg_mode": "token-mean", "loss_agg_units": "all"}, "loss_agg_units='all' has no effect without a"),
+    (
+        {"loss_agg_mode": "token-mean", "loss_agg_units": "all"},
+        "loss_agg_units='all' has no effect without loss_agg_mode=sequence-mean-token-mean or",
+    ),
     (
         {"loss_agg_mode": "sequence-mean-token-sum-norm", "loss_agg_norm": 9.0, "loss_agg_units": "all"},
-        "loss_agg_units='all' has no effect without a loss_agg_mode that divides by sequences",
+        "loss_agg_units='all' has no effect without loss_agg_mode=sequence-mean-token-mean or sequence-mean",
     ),
 ]
 

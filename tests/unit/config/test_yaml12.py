@@ -1,6 +1,6 @@
 import pytest
 
-from whet.config import RolloutConfig, check, dump, load_run, read_yaml
+from whet.config import RolloutConfig, config_from_dict, dump, load_run, read_yaml
 from whet.config.yaml12 import parse
 from whet.errors import ConfigError
 
@@ -97,4 +97,4 @@ def test_texts_of_every_kind_come_back_from_a_file(tmp_path):
     ]
     made = RolloutConfig(stop=odd, generation_kwargs={text: text for text in odd})
     (tmp_path / "run.yaml").write_text(dump(made), encoding="utf-8")
-    assert check(RolloutConfig, read_yaml(tmp_path / "run.yaml")) == made
+    assert config_from_dict(RolloutConfig, read_yaml(tmp_path / "run.yaml")) == made

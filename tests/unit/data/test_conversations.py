@@ -10,7 +10,7 @@ from whet.config import SupervisedDataConfig
 from whet.data.conversations import render_turns
 from whet.data.supervised import SFTEncoder
 from whet.data.templates import ChatTemplate
-from whet.data.text_parts import leading_ids, part_ids
+from whet.data.text_parts import encode_parts, leading_special_ids
 from whet.errors import DataError
 
 PLAIN = ("qwen", "llama", "gemma", "mistral")
@@ -236,7 +236,7 @@ def text_of(tokenizer, ids):
 
 def test_a_token_never_spans_what_is_given_and_what_is_said():
     tokenizer = merging_tokenizer(("\n", "\n"), ("a", "b"))
-    before, after = part_ids(tokenizer, ["x\n", "\nab"])
+    before, after = encode_parts(tokenizer, ["x\n", "\nab"])
     assert [*before, *after] != tokenizer("x\n\nab").input_ids
     assert (text_of(tokenizer, before), text_of(tokenizer, after)) == ("x\n", "\nab")
     assert before == tokenizer("x\n").input_ids  # what the model is given when it is asked
@@ -245,7 +245,7 @@ def test_a_token_never_spans_what_is_given_and_what_is_said():
 @pytest.mark.parametrize("parts", [["Q: hi\nA:", " hello"], ["Q: hi\nA: ", "hello"], ["2+2=", "4", "\nso"]])
 def test_a_tokenizer_that_begins_texts_with_a_blank_adds_none_between_parts(parts):
     tokenizer = merging_tokenizer(("▁", "h"), ("▁h", "e"), ("▁", "4"), blank=True)
-    ids = part_ids(tokenizer, parts)
+    ids = encode_parts(tokenizer, parts)
     assert text_of(tokenizer, [i for part in ids for i in part]) == "".join(parts)
     assert ids[0] == tokenizer(parts[0]).input_ids
 
@@ -254,7 +254,7 @@ def test_a_tokenizer_that_begins_texts_with_a_blank_adds_none_between_parts(part
 @given(st.lists(st.text("ab \n4", min_size=1, max_size=5), min_size=1, max_size=4))
 def test_parts_together_are_the_whole_text(parts):
     for tokenizer in (merging_tokenizer(("a", "b"), ("\n", "\n"), ("ab", "a")), tokenizer_with("qwen")):
-        ids = part_ids(tokenizer, parts)
+        ids = encode_parts(tokenizer, parts)
         assert [text_of(tokenizer, i) for i in ids] == parts
 
 
@@ -262,12 +262,12 @@ def test_special_tokens_before_a_text_are_found():
     from tokenizers import processors
 
     tokenizer = merging_tokenizer()
-    assert leading_ids(tokenizer, "ab") == []
+    assert leading_special_ids(tokenizer, "ab") == []
     eos = tokenizer.eos_token_id
     tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
         single="</s> $A", special_tokens=[("</s>", eos)]
     )
-    assert leading_ids(tokenizer, "ab") == [eos]
+    assert leading_special_ids(tokenizer, "ab") == [eos]
     assert SFTEncoder(tokenizer)({"text": "ab"}).sequences[0].prefix.tolist() == [eos]
     lead, *prompt = SFTEncoder(tokenizer)({"prompt": "a", "response": "b"}).sequences[0].prefix.tolist()
     assert lead == eos and prompt == tokenizer("a", add_special_tokens=False).input_ids

@@ -157,7 +157,11 @@ def test_all_rows_are_looked_at_before_those_over_the_limit_are_one_error(tokeni
     )
     dropping = PromptEncoder(tokenizer, max_prompt_length=8, on_long_prompt="drop")
     made = encode_all(rows, dropping, "prompts")
-    assert len(made) == 18 and dropping.told_over().startswith("2 of 20 rows") and "2 left out" in dropping.told_fate()
+    assert (
+        len(made) == 18
+        and dropping.describe_over_limit().startswith("2 of 20 rows")
+        and "2 left out" in dropping.describe_fate()
+    )
     assert encode_all(made, PromptEncoder(tokenizer), "prompts") == made  # what is encoded is taken as it is
 
 
@@ -168,7 +172,7 @@ def test_rows_encoded_together_are_those_encoded_one_by_one(tokenizer, template)
     options = {"apply_chat_template": template, "max_prompt_length": 90, "on_long_prompt": "drop"}
     alone, together = (PromptEncoder(tokenizer, **options) for _ in range(2))
     wanted = [alone(row, place) for place, row in enumerate(rows, 7)]
-    found = together.many([*rows, wanted[0]], 7)
+    found = together.encode_batch([*rows, wanted[0]], 7)
     assert found[-1] is wanted[0] and wanted[-1] is None and together.counts == alone.counts
     for a, b in zip(wanted, found[:-1], strict=True):
         told = [None if p is None else (p.tokens.tolist(), p.source, p.columns, p.row) for p in (a, b)]
@@ -184,7 +188,7 @@ def test_the_tokenizer_is_called_once_for_a_stretch_of_rows(tokenizer, monkeypat
 
 def test_of_rows_encoded_together_the_first_that_is_wrong_is_the_error(tokenizer):
     with pytest.raises(DataError, match=r"row 1: .* no tokens"):
-        PromptEncoder(tokenizer).many([{"prompt": "a"}, {"prompt": ""}, {"question": 1}])
+        PromptEncoder(tokenizer).encode_batch([{"prompt": "a"}, {"prompt": ""}, {"question": 1}])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from chat_templates import QWEN, QWEN3, bracketed, said, tokenizer_with, user
 
 from whet.config import SupervisedDataConfig
-from whet.data.preference import LabelledEncoder, PreferenceEncoder, ScoredPairEncoder
+from whet.data.preference import PreferenceEncoder, ScoredPairEncoder, UnpairedEncoder
 from whet.data.supervised import SFTEncoder
 from whet.errors import ConfigError, DataError
 from whet.types import TokenBatch
@@ -226,7 +226,7 @@ def test_one_conversation_that_goes_on_where_the_other_ends_still_leaves_each_an
 
 def test_texts_that_differ_in_their_first_token_alone_can_be_scored_and_not_foretold(tokenizer):
     row = {"chosen": "x", "rejected": "y"}
-    for encoder in (PreferenceEncoder, LabelledEncoder):
+    for encoder in (PreferenceEncoder, UnpairedEncoder):
         with pytest.raises(DataError, match="row 4: chosen and rejected differ in their first token alone"):
             encoder(tokenizer)(row, 4)
     assert texts(tokenizer, ScoredPairEncoder(tokenizer)(row)) == ["x[[<|im_end|>]]", "y[[<|im_end|>]]"]
@@ -237,7 +237,7 @@ def test_an_answer_that_begins_with_the_text_of_its_prompt_is_taken_and_counted(
     made = encode({"prompt": "hi", "chosen": "hi a", "rejected": "b"})
     assert texts(tokenizer, made) == ["hi[[hi a<|im_end|>]]", "hi[[b<|im_end|>]]"]
     assert encode({"prompt": "hi", "chosen": "a", "rejected": "b"}) and encode.counts["repeating"] == 1
-    assert "begins with its prompt's own text, which it follows: 1 (if answers are whole" in encode.told()
+    assert "begins with its prompt's own text, which it follows: 1 (if answers are whole" in encode.describe_counts()
 
 
 @pytest.mark.parametrize("margin", [0, 0.5, np.float32(2)])
@@ -298,7 +298,7 @@ def test_an_empty_answer_of_a_pair_is_its_end_mark(tokenizer):
 @pytest.mark.parametrize("label", [True, 1, 1.0, np.bool_(True)])
 @pytest.mark.parametrize("prompt", ["hi", [user("hi")]])
 def test_a_labelled_answer_is_a_sequence_with_its_label(tokenizer, label, prompt):
-    encode = LabelledEncoder(tokenizer, SupervisedDataConfig(apply_chat_template=True))
+    encode = UnpairedEncoder(tokenizer, SupervisedDataConfig(apply_chat_template=True))
     made = encode({"prompt": prompt, "completion": "yo", "label": label})
     assert texts(tokenizer, made) == [HEAD + "[[yo<|im_end|>\n]]"] and made.columns == {"label": (1.0,)}
     made = encode({"prompt": prompt, "completion": TALK, "label": label})  # the whole conversation
@@ -308,7 +308,7 @@ def test_a_labelled_answer_is_a_sequence_with_its_label(tokenizer, label, prompt
 
 
 def test_a_pair_is_a_good_and_a_bad_answer(tokenizer):
-    made = LabelledEncoder(tokenizer)({"prompt": "x", "chosen": "a", "rejected": "b"})
+    made = UnpairedEncoder(tokenizer)({"prompt": "x", "chosen": "a", "rejected": "b"})
     assert texts(tokenizer, made) == ["x[[a<|im_end|>]]", "x[[b<|im_end|>]]"] and made.columns == {"label": (1.0, 0.0)}
 
 
@@ -323,7 +323,7 @@ def test_a_pair_is_a_good_and_a_bad_answer(tokenizer):
 )
 def test_labelled_answers_that_can_t_be_trained_on_say_why(tokenizer, row, says):
     with pytest.raises(DataError) as error:
-        LabelledEncoder(tokenizer)(row)
+        UnpairedEncoder(tokenizer)(row)
     assert says in str(error.value)
 
 
@@ -352,7 +352,7 @@ def test_drop_leaves_long_rows_out_and_counts_them(tokenizer):
         "dropped": 1,
         "empty": 0,
     }
-    assert encode.told() == (
+    assert encode.describe_counts() == (
         "1 of 2 rows is over data.max_length 8: the longest has 9 tokens, 95 % of all rows have 9 or fewer "
         "(0 cut at the end, 1 left out)"
     )
@@ -381,7 +381,9 @@ def test_all_rows_together_give_one_message_with_how_many_the_longest_and_the_95
     with encode.all_rows():
         made = [encode(row) for row in rows]
     assert max(len(x.sequences[0].tokens) for x in made) == 80
-    assert [r.message for r in caplog.records] == [encode.told()] and "20 cut at the end, 0 left out" in encode.told()
+    assert [r.message for r in caplog.records] == [
+        encode.describe_counts()
+    ] and "20 cut at the end, 0 left out" in encode.describe_counts()
 
 
 @pytest.mark.parametrize("on_long", ["truncate", "drop"])
@@ -416,4 +418,33 @@ def test_forks_over_the_limit_are_cut_one_by_one():
 def test_rows_with_nothing_to_train_are_dropped_and_counted_where_that_is_asked_for(tokenizer, encoder, row):
     encode = encoder(tokenizer, SupervisedDataConfig(on_empty="drop"))
     assert encode(row) is None and encode.counts["empty"] == 1
-    assert encode.told() == "rows with nothing to train, left out: 1"
+    assert encode.describe_counts() == "rows with nothing to train, left out: 1"
+
+
+EMPTY = user("")
+
+
+@pytest.mark.parametrize(
+    ("encoder", "row"),
+    [
+        (SFTEncoder, {"messages": [EMPTY, said("yo")]}),
+        (SFTEncoder, {"messages": [user(" \n"), said("yo"), user("hi"), said("ho")]}),
+        (SFTEncoder, {"prompt": " ", "response": "yo"}),
+        (PreferenceEncoder, {"prompt": [EMPTY], "chosen": [said("a")], "rejected": [said("b")]}),
+        (PreferenceEncoder, {"chosen": [EMPTY, said("a")], "rejected": [EMPTY, said("b")]}),
+        (PreferenceEncoder, {"prompt": " ", "chosen": "a", "rejected": "b"}),
+        (UnpairedEncoder, {"prompt": [EMPTY], "completion": "a", "label": True}),
+    ],
+)
+def test_the_first_row_with_an_empty_prompt_is_named(tokenizer, encoder, row, caplog):
+    encode = encoder(tokenizer)
+    assert all(encode(row, number) is not None for number in (3, 4))
+    assert [r.message.partition(",")[0] for r in caplog.records] == ["row 3: the prompt is empty"]
+
+
+def test_a_prompt_with_any_text_and_a_row_without_a_prompt_are_not_called_empty(tokenizer, caplog):
+    for row in ({"messages": TALK}, {"messages": [said("yo")]}, {"text": "yo"}, {"prompt": "hi", "response": "yo"}):
+        assert SFTEncoder(tokenizer)(row) is not None
+    data = SupervisedDataConfig(system_prompt="Say a number.")
+    assert SFTEncoder(tokenizer, data)({"messages": [EMPTY, said("4")]}) is not None
+    assert not caplog.records

@@ -10,7 +10,7 @@ from chat_templates import bracketed, said, tokenizer_with, user
 from pyarrow import parquet
 
 from whet.config import SupervisedDataConfig
-from whet.data.preference import LabelledEncoder, PreferenceEncoder
+from whet.data.preference import PreferenceEncoder, UnpairedEncoder
 from whet.data.prompt_stream import PromptStream, compute_checksums
 from whet.data.sources import load_rows
 from whet.data.supervised import SFTEncoder
@@ -73,7 +73,7 @@ def texts(tokenizer, examples):
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("suffix", FORMATS)
 @pytest.mark.parametrize(
-    ("rows", "encoder"), [(TALKS, SFTEncoder), (PAIRS, PreferenceEncoder), (LABELLED, LabelledEncoder)]
+    ("rows", "encoder"), [(TALKS, SFTEncoder), (PAIRS, PreferenceEncoder), (LABELLED, UnpairedEncoder)]
 )
 def test_every_format_gives_the_same_examples(folder, tokenizer, suffix, rows, encoder, streaming):
     path = write(folder / f"rows.{suffix}", rows)
@@ -188,8 +188,8 @@ def test_rows_that_were_left_out_do_not_count_and_long_ones_are_told_of_together
     rows = [{"text": "x" * n} for n in (1, 9, 2, 9)]
     kept = stream(tokenizer, rows, data=SupervisedDataConfig(max_length=5, on_long="drop"), num_epochs=1, shuffle=False)
     assert [x.row for batch in kept for x in batch] == [0, 2]
-    assert kept.describe() == "2 rows in data-set order, 1 batches of 2 an epoch"
-    assert [r.message for r in caplog.records] == [kept.encode.told()]
+    assert kept.describe() == "2 rows in data-set order, 1 batches of 2 per epoch"
+    assert [r.message for r in caplog.records] == [kept.encode.describe_counts()]
     with pytest.raises(DataError, match=r"^2 of 4 rows are over data.max_length 5: the longest has 10 tokens"):
         stream(tokenizer, rows, data=SupervisedDataConfig(max_length=5))
     with pytest.raises(DataError, match=r"^row 1 has 10 tokens"):  # of a stream there is no last row
@@ -198,6 +198,6 @@ def test_rows_that_were_left_out_do_not_count_and_long_ones_are_told_of_together
     dropping = SupervisedDataConfig(max_length=5, on_long="drop")
     left = stream(tokenizer, iter(rows), data=dropping, num_epochs=1)
     assert [x.row for batch in left for x in batch] == [0, 2]
-    assert [r.message for r in caplog.records] == [left.encode.told()]
+    assert [r.message for r in caplog.records] == [left.encode.describe_counts()]
     with pytest.raises(DataError, match=r"2 rows don't fill one batch of 3; .* or give more rows"):
         stream(tokenizer, rows, data=SupervisedDataConfig(max_length=5, on_long="drop"), batch_size=3)

@@ -70,7 +70,7 @@ def test_what_the_template_changes_is_an_error_that_shows_both_and_can_be_accept
     assert text.endswith("on_template_change=accept") and "or accept it by" in text
     made, encode = sft(template, messages, on_template_change="accept")
     assert made.sequences and encode.counts["changed"] == 1
-    assert encode.told() == "rows that the chat template changes: 1"
+    assert encode.describe_counts() == "rows that the chat template changes: 1"
 
 
 @pytest.mark.parametrize(("template", "messages"), SHOWN)

@@ -14,7 +14,7 @@ from whet.config import DataConfig, GRPOConfig, Mode, PPOConfig
 from whet.config.evaluate import check_eval, load_eval
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import byte_tokenizer
-from whet.envs import Conversation, Script, Transcript, load_script
+from whet.envs import ChatTranscript, Conversation, Script, load_script
 from whet.errors import ConfigError, RewardError
 from whet.learners.grpo import GRPOLearner
 from whet.learners.ppo import PPOLearner
@@ -38,7 +38,7 @@ def encoder(template=None, **options):
 
 def played(said, interact, encode, *, row=SUM, turns=5, tokens=10_000, each=100, ends="stop", **options):
     """An episode in which the model says these texts; its completions, and what the model was given each time."""
-    talk = Conversation(Script(name="world", interact=interact), encode, turns=turns, tokens=tokens, **options)
+    talk = Conversation(Script(name="world", interact=interact), encode, max_turns=turns, max_tokens=tokens, **options)
     play = talk.play(Sampling(max_tokens=each))
     turns_of_it, contexts, said = play(Episode(encode(row, 7), (0, 1, 2, 3), play)), [], iter(said)
     try:
@@ -86,7 +86,8 @@ def test_a_turn_that_the_engine_gave_up_is_not_answered(ends):
 
 def test_each_episode_is_a_conversation_of_its_own_and_its_turns_are_one():
     encode = encoder()
-    play = Conversation(Script(name="world", interact=twice), encode, turns=2, tokens=100).play(Sampling(max_tokens=9))
+    script = Script(name="world", interact=twice)
+    play = Conversation(script, encode, max_turns=2, max_tokens=100).play(Sampling(max_tokens=9))
     requests = []
     for generation in (0, 1):
         turns_of_it = play(Episode(encode(SUM, 7), (0, 1, 2, generation), play))
@@ -121,9 +122,9 @@ def test_a_fork_begins_with_what_the_template_writes_alone():
     encode.tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
         single="<|im_end|> $A", special_tokens=[("<|im_end|>", 256)]
     )
-    talk, ids = Transcript(encode(SUM, 0), encode), np.array([*b"think|calc", 256], np.int32)
-    talk.say(Output(id=0, tokens=ids, logprobs=np.zeros(11), versions=np.zeros(11, int), finish_reason="stop"))
-    talk.hear([{"role": "tool", "content": "5"}])
+    talk, ids = ChatTranscript(encode(SUM, 0), encode), np.array([*b"think|calc", 256], np.int32)
+    talk.add_turn(Output(id=0, tokens=ids, logprobs=np.zeros(11), versions=np.zeros(11, int), finish_reason="stop"))
+    talk.add_answer([{"role": "tool", "content": "5"}])
     assert talk.context.tolist() == [*b"[u]2+3=", 256, *b"[a]calc", 256, *b"[t]5", 256, *b"[a]"]
 
 
@@ -158,7 +159,7 @@ def test_an_episode_ends_after_its_last_turn_without_asking_the_world():
 @pytest.mark.parametrize(("limit", "lengths"), [("tokens", [5, 4]), ("positions", [5, 4]), ("none", [5, 5])])
 def test_a_turn_has_no_more_tokens_than_are_left_in_all(limit, lengths):
     encode = PromptEncoder(byte_tokenizer())
-    most = {"tokens": {"tokens": 10}, "positions": {"positions": 14}, "none": {}}[limit]
+    most = {"tokens": {"tokens": 10}, "positions": {"max_length": 14}, "none": {}}[limit]
     (made,), contexts = played(["abcde", "fghij"], twice, encode, each=5, ends="length", **most)
     assert [c[1] for c in contexts] == lengths
     assert len(made.tokens) == sum(lengths) + 1 and made.finish_reason == "length"

@@ -4,10 +4,10 @@ import pytest
 from helpers import cluster, length_reward, rows
 
 from tools.docs.algorithms import KNOWN, equation, source
-from whet.config import DataConfig, GRPOConfig, PolicyConfig, RunConfig, show
+from whet.config import DataConfig, GRPOConfig, PolicyConfig, RunConfig, help_text
 from whet.config.base import choices
 from whet.learners.grpo import GRPOLearner
-from whet.learners.objective import composed
+from whet.learners.objective import describe_objective
 
 PUBLIC = [(field, name) for field, known in KNOWN.items() for name in known]
 
@@ -27,7 +27,7 @@ def test_every_name_states_its_equation_and_what_is_public_its_source(field, nam
 
 
 def test_help_shows_the_names_under_their_field():
-    lines = show(RunConfig).splitlines()
+    lines = help_text(RunConfig).splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith("  algo.loss_masks"))
     shown = [line.split()[0] for line in lines[at + 2 :][: len(KNOWN["loss_masks"])]]
     assert sorted(shown) == sorted(KNOWN["loss_masks"])
@@ -53,7 +53,7 @@ def test_a_function_of_ones_own_and_a_kl_elsewhere_are_named_too():
         return x.logprobs
 
     config = PolicyConfig(policy_loss_fn=mine, beta=0.5, kl_type="reward", kl_loss_mode="kl", epsilon=0.3)
-    assert composed(config) == {
+    assert describe_objective(config) == {
         "advantages": "grpo(scale_rewards=group, advantage_eps=1e-06, advantage_ddof=1) - 0.5 * kl (in the reward)",
         "loss": "mine(epsilon=0.3)",
         "aggregation": "sequence-mean-token-mean over trained sequences",

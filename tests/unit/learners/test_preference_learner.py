@@ -317,6 +317,6 @@ def test_whet_dpo_and_whet_rm_train_folders_that_transformers_loads(folder, tmp_
     AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm" / "final", num_labels=1)
     capsys.readouterr()
     assert main(["dpo", *words, "algo.loss_type=simpo", "algo.discopop_tau=0.2"]) == 2
-    assert "discopop_tau=0.2 has no effect: simpo" in capsys.readouterr().err
+    assert "algo.discopop_tau=0.2 has no effect without algo.loss_type=discopop" in capsys.readouterr().err
     assert main(["dpo", *words, "algo.loss_type=simpo", f"reference.model={folder}"]) == 2
     assert "would be loaded and never read" in capsys.readouterr().err

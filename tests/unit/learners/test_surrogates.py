@@ -88,9 +88,9 @@ def test_vespo_takes_a_correction_of_tokens_alone(monkeypatch):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"policy_loss_fn": "sapo", "epsilon_c": 3.0}, r"epsilon_c=3\.0 has no effect: policy loss 'sapo' takes"),
-        ({"policy_loss_fn": "reinforce", "epsilon": 0.1}, r"epsilon=0\.1 has no effect.*takes no parameters"),
-        ({"sapo_temperature_neg": 2.0}, r"sapo_temperature_neg=2\.0 has no effect: policy loss 'grpo' takes delta, "),
+        ({"policy_loss_fn": "sapo", "epsilon_c": 3.0}, "effect without policy_loss_fn=grpo or ppo or gspo-token;"),
+        ({"policy_loss_fn": "reinforce", "epsilon": 0.1}, r"epsilon=0\.1 has no effect .*leave epsilon at 0\.2"),
+        ({"sapo_temperature_neg": 2.0}, r"neg=2\.0 has no effect without policy_loss_fn=sapo; set that"),
         (
             {"loss_algo": "gspo-token", "importance_sampling_level": "sequence"},
             "_level='sequence' has no effect",

@@ -78,7 +78,8 @@ def test_the_distance_of_sampler_and_trainer_names_what_runs_and_no_key_that_is_
     ],
 )
 def test_kl_and_entropy_that_leave_their_bands(metric, value, said):
-    assert re.search(said, beyond({metric: value}, metric=metric, band=BANDS[metric]).message)
+    found = beyond({metric: value}, metric=metric, band=BANDS[metric])
+    assert re.search(said, f"{found.message}; {found.fix}")
     inside = {"kl": 0.5, "entropy/token_mean": 0.02}[metric]
     for fine in ({}, {metric: math.nan}, {metric: inside}):
         assert beyond(fine, metric=metric, band=BANDS[metric]) is None

@@ -8,7 +8,7 @@ from helpers import cluster, length_reward, rows, tiny_model
 
 from whet import evaluate
 from whet.config import CheckpointingOptions, DataConfig, GRPOConfig, OptimConfig, RoleConfig
-from whet.config.evaluate import _of_run
+from whet.config.evaluate import _settings_of_run
 from whet.errors import ConfigError
 from whet.learners.grpo import GRPOLearner
 from whet.models import precision
@@ -105,8 +105,8 @@ def test_a_sampler_reads_a_runs_model_in_the_runs_dtype_and_another_as_training_
 
 def test_an_evaluation_computes_as_the_run_of_its_configuration_did_and_says_so(model_folder):
     run = {"actor": {"model": model_folder, "dtype": "bfloat16"}, "data": {"path": "x.jsonl"}, "reward": "exact_match"}
-    assert _of_run(run)["dtype"] == "bfloat16"
-    assert _of_run({**run, "actor": {"model": model_folder}})["dtype"] == "auto"
+    assert _settings_of_run(run)["dtype"] == "bfloat16"
+    assert _settings_of_run({**run, "actor": {"model": model_folder}})["dtype"] == "auto"
     keys = {"tokenizer": "byte", "max_tokens": 2}
     rows = [{"prompt": "1+1=", "answer": "2"}]
     for dtype in ("bfloat16", "float32"):

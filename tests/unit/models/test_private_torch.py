@@ -24,9 +24,9 @@ def test_gradients_are_scaled_alike_without_the_call_for_many_tensors(monkeypatc
 def test_attention_in_the_engine_does_without_torchs_fused_operator(monkeypatch):
     q, k, v = (torch.randn(1, 2, 3, 8) for _ in range(3))
     monkeypatch.setattr(layouts, "MAX_SCORES", 0)
-    with_it = layouts.attention_part(q, k, v, None, scale=1.0, softcap=None)
+    with_it = layouts.partial_attention(q, k, v, None, scale=1.0, softcap=None)
     monkeypatch.setattr(layouts, "FLASH", "_no_such_operator")
-    torch.testing.assert_close(layouts.attention_part(q, k, v, None, scale=1.0, softcap=None), with_it)
+    torch.testing.assert_close(layouts.partial_attention(q, k, v, None, scale=1.0, softcap=None), with_it)
 
 
 def test_a_tensor_that_wraps_others_is_known_as_torch_knows_it():

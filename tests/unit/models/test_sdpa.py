@@ -81,7 +81,7 @@ def prefilled(start, length, window, counts=(2,), **how):
 def test_prompts_on_a_gpu_repeat_no_keys_and_equal_those_of_a_cpu(as_gpu, monkeypatch, start, length, window, how):
     want, _, _ = prefilled(start, length, window, **how)
     as_gpu()
-    monkeypatch.setattr(prefill, "MAX_PIECE_SCORES", 1000)
+    monkeypatch.setattr(prefill, "MAX_BLOCK_SCORES", 1000)
     got, calls, largest = prefilled(start, length, window, **how)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
     assert all(calls) and bool(calls) == (not how)
@@ -91,10 +91,11 @@ def test_prompts_on_a_gpu_repeat_no_keys_and_equal_those_of_a_cpu(as_gpu, monkey
 
 def test_scores_that_are_held_on_a_gpu_are_held_piece_by_piece(as_gpu, monkeypatch):
     as_gpu()
-    monkeypatch.setattr(prefill, "MAX_PIECE_SCORES", 500)
+    monkeypatch.setattr(prefill, "MAX_BLOCK_SCORES", 500)
     seen = []
-    part = prefill.attention_part
-    monkeypatch.setattr(prefill, "attention_part", lambda q, k, *a, **o: (seen.append((q, k)), part(q, k, *a, **o))[1])
+    part = prefill.partial_attention
+    record = lambda q, k, *a, **o: (seen.append((q, k)), part(q, k, *a, **o))[1]
+    monkeypatch.setattr(prefill, "partial_attention", record)
     prefilled(60, 40, None, softcap=0.7)
     assert max(q.shape[:3].numel() * k.shape[2] for q, k in seen) <= 500 and len(seen) > HEADS // KV
     assert {k.shape[1] for _, k in seen} == {KV}

@@ -180,7 +180,7 @@ def test_infinite_rewards_are_refused(name):
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_wrong_shapes_are_refused(name):
-    with pytest.raises(DataError, match=r"\[2\] and \[1\]"):
+    with pytest.raises(DataError, match=r"rewards is \[2\] and group_ids is \[1\]"):
         ADVANTAGE_ESTIMATORS[name](tensor([0.0, 1.0]), tensor([0]))
 
 

@@ -181,5 +181,5 @@ def test_what_is_missing_or_out_of_range_is_refused():
         gae_advantages(AdvantageInputs(rewards=x.rewards, group_of=x.group_of, trajectory=x.trajectory, mask=x.mask))
     with pytest.raises(DataError, match="reward 0 is inf"):
         gae_advantages(inputs([math.inf], [0.0], [True], [0]))
-    with pytest.raises(DataError, match=r"values \[2\], mask \[1\]"):
+    with pytest.raises(DataError, match=r"values is \[2\] and mask is \[1\]"):
         generalized_advantages(x.rewards, torch.zeros(2), x.mask, x.trajectory)

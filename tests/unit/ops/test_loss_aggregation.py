@@ -116,7 +116,7 @@ def test_token_scale_asks_for_norm_and_unknown_modes_list_the_known():
         token_weights(MASK, UNIT, "sequence-mean-token-scale")
     with pytest.raises(ConfigError, match="unknown loss_agg_mode 'token_mean'; did you mean token-mean"):
         token_weights(MASK, UNIT, "token_mean")
-    with pytest.raises(DataError, match=r"\[6\] and \[1\]"):
+    with pytest.raises(DataError, match=r"mask is \[6\] and unit is \[1\]"):
         token_weights(MASK, tensor([0]), "token-mean")
 
 

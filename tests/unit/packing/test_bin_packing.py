@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from whet.packing import planner
-from whet.packing.bin_packing import PackItem, PassCost, first_fit, model_cost, pack, pad
+from whet.packing.bin_packing import PackItem, PassCost, first_fit, model_cost, pack_balanced, pack_padded_rows
 from whet.packing.planner import plan_micro_batches
 
 DEAR = PassCost(token=20, pair=3, target=7)
@@ -61,7 +61,7 @@ sizes = st.lists(st.integers(1, 30), min_size=1, max_size=7)
 @given(sizes, st.integers(0, 60))
 def test_packed_bins_are_as_few_as_first_fits_and_near_the_best_of_all_cuts(tokens, room):
     units, budget = [PackItem((i,), n, n) for i, n in enumerate(tokens)], max(tokens) + room
-    bins = pack(units, budget, len(units))
+    bins = pack_balanced(units, budget, len(units))
     assert sorted(u.sequences for b in bins for u in b) == [u.sequences for u in units]
     loads = [sum(u.tokens for u in b) for b in bins]
     assert max(loads) <= budget and loads == sorted(loads, reverse=True)
@@ -76,7 +76,7 @@ def test_packed_bins_are_as_few_as_first_fits_and_near_the_best_of_all_cuts(toke
 def test_padded_bins_are_the_best_of_all_cuts(tokens, room, most):
     square = lambda n: n * n + 5 * n
     units, budget = [PackItem((i,), n, square(n)) for i, n in enumerate(tokens)], max(tokens) + room
-    bins = pad(units, budget, most)
+    bins = pack_padded_rows(units, budget, most)
     assert sorted(u.sequences for b in bins for u in b) == [u.sequences for u in units]
     assert all(len(b) <= most and len(b) * max(u.tokens for u in b) <= budget for b in bins)
     fits = [cut for cut in cuts(tokens) if all(len(b) <= most and len(b) * max(b) <= budget for b in cut)]

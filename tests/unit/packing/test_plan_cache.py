@@ -3,7 +3,7 @@ import torch
 from helpers import random_batch
 
 from whet.packing import plan_cache as module
-from whet.packing.plan_cache import Plans
+from whet.packing.plan_cache import PlanCache
 from whet.packing.planner import plan_micro_batches
 
 SHAPES = ((5, [3, 9, 1, 14]), (12, [8, 4]), (2, [7]))
@@ -21,11 +21,11 @@ def planned(monkeypatch):
 
 
 def test_equal_sequences_under_equal_limits_are_planned_once_and_come_with_their_own_batch(planned):
-    batch, plans = random_batch(*SHAPES), Plans()
+    batch, cache = random_batch(*SHAPES), PlanCache()
     scored = batch.replace(old_logprobs=torch.zeros(batch.num_tokens), versions=batch.versions + 1)
     copied = batch.select(torch.arange(batch.num_sequences).flip(0)).select(torch.arange(batch.num_sequences).flip(0))
     assert copied.tokens is not batch.tokens
-    first, *others = [(b, plans.of(b, **LIMITS)) for b in (batch, scored, copied)]
+    first, *others = [(b, cache.get(b, **LIMITS)) for b in (batch, scored, copied)]
     assert planned == [LIMITS] and len(first[1]) > 1
     for b, micros in (first, *others):
         want = plan_micro_batches(b, **LIMITS)
@@ -37,9 +37,9 @@ def test_equal_sequences_under_equal_limits_are_planned_once_and_come_with_their
 
 
 def test_another_token_unit_or_limit_is_another_plan(planned):
-    batch, plans = random_batch(*SHAPES), Plans()
+    batch, cache = random_batch(*SHAPES), PlanCache()
     tokens = batch.tokens.clone()
-    run = lambda b, **limits: plans.of(b, **{**LIMITS, **limits})
+    run = lambda b, **limits: cache.get(b, **{**LIMITS, **limits})
     run(batch.replace(tokens=tokens))
     tokens[3] += 1  # in place: what was planned is not what is there
     found = run(batch.replace(tokens=tokens))
@@ -50,20 +50,20 @@ def test_another_token_unit_or_limit_is_another_plan(planned):
     assert len(planned) == 5
     run(batch, at_end=True)
     assert len(planned) == 5  # the limits of one batch are kept side by side
-    plans.drop()
+    cache.clear()
     run(batch)
     assert len(planned) == 6
 
 
 def test_a_batch_without_sequences_has_no_micro_batches():
     batch = random_batch(*SHAPES)
-    assert Plans().of(batch.select(torch.arange(0)), **LIMITS) == []
+    assert PlanCache().get(batch.select(torch.arange(0)), **LIMITS) == []
 
 
 def test_the_same_completions_after_other_prompts_are_another_plan():
-    batch, plans = random_batch((5, [4, 4]), (5, [4, 4])), Plans()
+    batch, cache = random_batch((5, [4, 4]), (5, [4, 4])), PlanCache()
     swapped = batch.replace(prefix_of=batch.prefix_of[torch.tensor([2, 1, 0, 3])])
     assert not torch.equal(swapped.prefix_of, batch.prefix_of)
     for b in (batch, swapped):
-        found, want = plans.of(b, **LIMITS), plan_micro_batches(b, **LIMITS)
+        found, want = cache.get(b, **LIMITS), plan_micro_batches(b, **LIMITS)
         assert [m.input_ids.tolist() for m in found] == [m.input_ids.tolist() for m in want]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from whet.models.attention import SegmentLayout
 from whet.packing import planner
-from whet.packing.bin_packing import PassCost, first_fit, pack
+from whet.packing.bin_packing import PassCost, first_fit, pack_balanced
 from whet.packing.planner import plan_micro_batches
 from whet.packing.prefix_tree import build_tree, prefix_trees
 from whet.types import Group, TokenBatch
@@ -85,7 +85,7 @@ def test_every_token_is_a_target_once_after_its_own_sequence_within_the_budget(s
 
 
 @settings(max_examples=examples(15), deadline=None)
-@given(st.integers(0, 10**6), st.integers(1, 14), st.sampled_from([first_fit, pack]))
+@given(st.integers(0, 10**6), st.integers(1, 14), st.sampled_from([first_fit, pack_balanced]))
 def test_a_family_fits_whole_or_in_parts_whose_tokens_and_cost_are_counted(seed, n, split):
     b = forest(seed, n)
     runs = [np.array(run_of(b, i)) for i in range(n)]

@@ -222,7 +222,7 @@ def test_functions_and_managers_resolve_by_name_reference_or_as_they_are(tmp_pat
     (tmp_path / "mine.py").write_text("def score(completions):\n    return [1.0] * len(completions)\nX = 3\n")
     assert resolve_reward(f"{tmp_path}/mine.py:score")(["a"]) == [1.0]
     assert resolve_reward("whet.rewards.text:exact_match") is resolve_reward("exact_match")
-    with pytest.raises(ConfigError, match="a reward function is a callable"):
+    with pytest.raises(ConfigError, match=r"reward function .*:X' is 3 \(int\), and must be a function or a class"):
         resolve_reward(f"{tmp_path}/mine.py:X")
     assert resolve_reward_manager("sequence-level") is REWARD_MANAGERS["sequence-level"] is RewardManager
     assert resolve_reward_manager("whet.rewards.manager:RewardManager") is RewardManager

@@ -6,9 +6,9 @@ import pytest
 from helpers import END, tiny_model
 
 from whet.data.tokenizer import byte_tokenizer
-from whet.rl2 import main
+from whet.rl2.command import main
 from whet.rl2.execute import with_steps
-from whet.rl2.translate import translated
+from whet.rl2.translate import translate_command
 
 CALCULATOR = '''
 def interact(messages):
@@ -213,7 +213,7 @@ def test_pairs_train(place, verb, tmp_path):
 
 
 def test_filtered_groups_do_not_change_how_many_steps_the_epochs_have(place):
-    config = translated("ppo", words(place, "trainer.n_epochs=2")[1:])
+    config = translate_command("ppo", words(place, "trainer.n_epochs=2")[1:])
     assert with_steps(config).trainer.max_steps == 6 and with_steps(config).trainer.num_epochs is None
-    plain = translated("ppo", words(place, "trainer.n_epochs=2", "rollout.dynamic_filtering=false")[1:])
+    plain = translate_command("ppo", words(place, "trainer.n_epochs=2", "rollout.dynamic_filtering=false")[1:])
     assert with_steps(plain) is plain and plain.trainer.num_epochs == 2

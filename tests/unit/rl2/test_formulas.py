@@ -10,10 +10,10 @@ from helpers import cluster, completion, length_reward, prompt, reward_batch, ro
 
 from whet.config import DataConfig, OptimConfig, PPOConfig, Role
 from whet.learners.kl_controller import KLController
-from whet.learners.objective import advantage_inputs, make_estimator, make_objective, with_fields
+from whet.learners.objective import advantage_inputs, bind_fields, make_estimator, make_objective
 from whet.learners.ppo import PPOLearner, _parts
 from whet.ops import LOSS_AGG_MODES, VALUE_LOSSES, advantages_and_returns, aggregate, estimate, token_weights
-from whet.rl2.translate import translated
+from whet.rl2.translate import translate_command
 from whet.train.optim import Optim
 from whet.types import Group, LossInputs, TokenBatch
 
@@ -30,7 +30,7 @@ EPS = float(np.finfo(np.float32).eps)
 
 
 def algo(*words):
-    return translated("ppo", [*COMMAND, *words]).algo
+    return translate_command("ppo", [*COMMAND, *words]).algo
 
 
 def rolled_out(groups=3, each=3, *, seed=0):
@@ -133,7 +133,7 @@ def test_the_critics_loss_is_rl2s(level):
     want = each[mask].mean() if level == "token" else sum(p.sum() / (len(p) + EPS) for p in parts) / 3
     columns = {"new_values": new, "values": old, "returns": returns}
     x = LossInputs(sequence=sequence, mask=mask, logprobs=torch.zeros(12), **columns)
-    loss, _ = with_fields(VALUE_LOSSES[config.value_loss_fn], config)(x)
+    loss, _ = bind_fields(VALUE_LOSSES[config.value_loss_fn], config)(x)
     weights = token_weights(mask, sequence, config.value_loss_agg_mode)
     assert config.value_loss_agg_mode in LOSS_AGG_MODES
     torch.testing.assert_close(aggregate(loss, weights), want, rtol=1e-6, atol=0)
@@ -216,7 +216,7 @@ def test_gae_joins_the_turns_and_forks_of_a_trajectory_as_rl2(kl, words):
         want = torch.where(batch.mask, want - kl["coef"] * penalty, 0.0)
     scored = whets(config, batch, outcomes)
     torch.testing.assert_close(scored.advantages.double(), want, rtol=1e-5, atol=1e-5)
-    _, learned = with_fields(advantages_and_returns, config)(advantage_inputs(scored, outcomes))
+    _, learned = bind_fields(advantages_and_returns, config)(advantage_inputs(scored, outcomes))
     torch.testing.assert_close(learned[batch.mask], returns[batch.mask], rtol=1e-6, atol=1e-6)
 
 
@@ -249,7 +249,7 @@ def test_the_critic_makes_its_own_updates_and_its_schedule_spans_them(actor, cri
 
 
 def test_updates_are_contiguous_slices_of_a_rollout():
-    run = translated(
+    run = translate_command(
         "ppo", [*COMMAND, "actor.update_per_rollout=3", "critic.update_per_rollout=6", "adv.estimator=gae"]
     )
     assert run.trainer.mini_batch_size == 4 and run.algo.critic_updates == 2

@@ -5,11 +5,11 @@ import pytest
 from whet.config import DPORunConfig, PPORunConfig, RMRunConfig, RunConfig, SFTRunConfig
 from whet.config.base import leaves
 from whet.errors import ConfigError
-from whet.rl2 import main, usage
+from whet.rl2.command import main, usage
 from whet.rl2.keys import KEYS
-from whet.rl2.parsed_args import key_of
+from whet.rl2.parsed_args import find_field
 from whet.rl2.ppo import CONTENTS_ALONE
-from whet.rl2.translate import translated
+from whet.rl2.translate import translate_command
 
 LEAST = {
     "ppo": [
@@ -248,7 +248,7 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_command_is_this_configuration(name):
     words, want = PUBLISHED[name]
-    made = translated("ppo", words)
+    made = translate_command("ppo", words)
     assert type(made) is (PPORunConfig if "adv.estimator=gae" in words else RunConfig)
     for key, value in want.items():
         if key != "rollout.for_mode":
@@ -267,7 +267,7 @@ def test_a_published_command_is_this_configuration(name):
     ids=["July 2025", "September 2025", "2026"],
 )
 def test_a_command_has_the_defaults_of_its_generation(words, averaged, rate, schedule, kept):
-    made = translated("sft", ["actor.model_name=m", *words])
+    made = translate_command("sft", ["actor.model_name=m", *words])
     assert made.algo.loss_agg_mode == f"{averaged}token-mean"
     assert made.actor.optim.lr == rate and made.actor.optim.schedule.startswith(schedule)
     assert made.data.eval_fraction == kept
@@ -310,7 +310,7 @@ def test_a_command_has_the_defaults_of_its_generation(words, averaged, rate, sch
 )
 def test_each_trainer_has_the_defaults_of_its_own(verb, words, want):
     length = [] if verb == "ppo" else [f"{words[1].rpartition('path')[0]}max_length=8"]
-    made = translated(verb, [*words, *length])
+    made = translate_command(verb, [*words, *length])
     assert {key: at(made, key) for key in want} == want
 
 
@@ -330,16 +330,16 @@ TRAINED = {"ppo": "actor", "sft": "actor", "rm": "reward_model", "dpo": "actor"}
 def test_a_scheduler_is_given_by_name_least_rate_and_warmup(verb):
     role = "critic" if verb == "rm" else "actor"
     words = [f"{role}.scheduler.name=cosine_with_min_lr", f"{role}.scheduler.min_lr=1e-8"]
-    made = translated(verb, [*LATER[verb], *words, f"{role}.scheduler.warmup_ratio=0.25"])
+    made = translate_command(verb, [*LATER[verb], *words, f"{role}.scheduler.warmup_ratio=0.25"])
     optim = at(made, f"{TRAINED[verb]}.optim")
     assert (optim.schedule, optim.warmup_ratio, optim.schedule_kwargs) == ("cosine_with_min_lr", 0.25, {"min_lr": 1e-8})
-    constant = at(translated(verb, [*LATER[verb], f"{role}.scheduler.name=constant"]), f"{TRAINED[verb]}.optim")
+    constant = at(translate_command(verb, [*LATER[verb], f"{role}.scheduler.name=constant"]), f"{TRAINED[verb]}.optim")
     assert (constant.schedule, constant.schedule_kwargs) == ("constant", {})
 
 
 def test_the_critic_of_ppo_has_a_scheduler_of_its_own():
     words = ["adv.estimator=gae", "critic.scheduler.name=linear", "critic.scheduler.warmup_ratio=0.5"]
-    made = translated("ppo", [*LATER["ppo"], *words])
+    made = translate_command("ppo", [*LATER["ppo"], *words])
     assert (made.critic.optim.schedule, made.critic.optim.warmup_ratio) == ("linear", 0.5)
     assert (made.actor.optim.schedule, made.actor.optim.warmup_ratio) == ("cosine_with_min_lr", 0.03)
 
@@ -350,13 +350,13 @@ def test_max_length_counts_what_the_model_reads(word):
     longest = {}
     for verb in ("sft", "rm", "dpo"):
         role = "critic" if verb == "rm" else "actor"
-        longest[verb] = translated(verb, [f"{role}.model_name=m", data, word]).data.max_length
-        assert translated(verb, [f"{role}.model_name=m", data]).data.max_length is None
+        longest[verb] = translate_command(verb, [f"{role}.model_name=m", data, word]).data.max_length
+        assert translate_command(verb, [f"{role}.model_name=m", data]).data.max_length is None
     assert longest == {"sft": 9, "rm": 8, "dpo": 9}
 
 
 def test_a_budget_of_max_length_holds_the_longest_sequence():
-    made = translated("sft", [*LATER["sft"], "data.train.max_length=8", "actor.max_length_per_device=8"])
+    made = translate_command("sft", [*LATER["sft"], "data.train.max_length=8", "actor.max_length_per_device=8"])
     assert made.trainer.max_tokens_per_microbatch == made.data.max_length == 9
 
 
@@ -365,7 +365,7 @@ KEYED = ["rollout.train.prompt_key=question", "rollout.train.messages_key=chat"]
 
 def test_the_chat_template_decides_which_column_is_read():
     plain = "rollout.train.apply_chat_template=false"
-    column = lambda *words: translated("ppo", [*LATER["ppo"], *words]).data.prompt_column
+    column = lambda *words: translate_command("ppo", [*LATER["ppo"], *words]).data.prompt_column
     assert [column(), column(plain), column(*KEYED), column(*KEYED, plain)] == [
         "messages",
         "prompt",
@@ -377,21 +377,21 @@ def test_the_chat_template_decides_which_column_is_read():
     with pytest.raises(ConfigError, match=r"rollout.test.messages_key='other' is refused"):
         column("rollout.test.messages_key=other")
     plain, keys = "data.train.apply_chat_template=false", ("data.train.prompt_key=q", "data.train.messages_key=chat")
-    data = translated("sft", [*LATER["sft"], *keys]).data
+    data = translate_command("sft", [*LATER["sft"], *keys]).data
     assert (data.messages_column, data.prompt_column, data.response_column) == ("chat", None, None)
-    data = translated("sft", [*LATER["sft"], *keys, plain]).data
+    data = translate_command("sft", [*LATER["sft"], *keys, plain]).data
     assert (data.messages_column, data.prompt_column, data.response_column) == (None, "q", "response")
-    data = translated("dpo", [*LATER["dpo"], "data.train.chosen_key=good", plain]).data
+    data = translate_command("dpo", [*LATER["dpo"], "data.train.chosen_key=good", plain]).data
     assert (data.prompt_column, data.chosen_column, data.rejected_column) == ("prompt", "good", "rejected")
 
 
 def test_a_prompt_of_several_turns_may_fill_the_budget_but_for_one_turn():
-    made = translated("ppo", [*LEAST["ppo"], "actor.max_length_per_device=100", "rollout.max_turns=3"])
+    made = translate_command("ppo", [*LEAST["ppo"], "actor.max_length_per_device=100", "rollout.max_turns=3"])
     assert (made.rollout.max_prompt_length, made.trainer.max_tokens_per_microbatch) == (84, 100)
 
 
 def test_an_adapter_has_the_alpha_of_rl2_by_default():
-    assert translated("ppo", [*LEAST["ppo"], "actor.lora.rank=8"]).actor.lora.lora_alpha == 16
+    assert translate_command("ppo", [*LEAST["ppo"], "actor.lora.rank=8"]).actor.lora.lora_alpha == 16
 
 
 @pytest.mark.parametrize(
@@ -405,11 +405,12 @@ def test_an_adapter_has_the_alpha_of_rl2_by_default():
     ],
 )
 def test_offloading_is_off_where_a_key_says_so_and_none_asks_for_it(words, on):
-    assert translated("ppo", [*LEAST["ppo"], *words]).offload_to_cpu is on
+    assert translate_command("ppo", [*LEAST["ppo"], *words]).offload_to_cpu is on
 
 
 def test_a_reward_model_is_saved_where_and_when_the_critics_keys_say():
-    made = translated("rm", ["critic.model_name=m", "data.path=d", "critic.save_dir=out/critic", "critic.save_freq=4"])
+    words = ["critic.model_name=m", "data.path=d", "critic.save_dir=out/critic", "critic.save_freq=4"]
+    made = translate_command("rm", words)
     assert made.trainer.run_dir == "out"
     assert made.trainer.checkpointing_options.save_interval_steps == 4
 
@@ -427,7 +428,7 @@ def test_references_stand_for_the_values_of_other_keys(tmp_path, monkeypatch):
         "trainer: {save_dir: '${oc.env:RL2_OUT}/${trainer.experiment_name}', experiment_name: 'x${actor.clip}'}\n"
     )
     words = ["adv.estimator=gae", "actor.optimizer.lr=3e-6", "actor.clip=0.1", "critic.dtype=${actor.dtype}"]
-    made = translated("ppo", [*LATER["ppo"], f"--config={tmp_path}/rl2.yaml", *words])
+    made = translate_command("ppo", [*LATER["ppo"], f"--config={tmp_path}/rl2.yaml", *words])
     assert (made.critic.optim.lr, made.critic.optim.max_grad_norm, made.critic.model) == (3e-6, 0.4, "m")
     assert made.trainer.run_dir == "place/x0.1" and made.trainer.metrics_logging_options.run_name == "x0.1"
 
@@ -437,13 +438,13 @@ def test_references_stand_for_the_values_of_other_keys(tmp_path, monkeypatch):
     [
         ("actor.clip=${critic.clip}", r"actor.clip=\$\{critic.clip\}: critic.clip is not given; give it too"),
         ("actor.clip=${actor.clip}", "actor.clip refers to itself"),
-        ("trainer.save_dir=out-${now:%Y}", "the resolver now is not here, oc.env alone is"),
+        ("trainer.save_dir=out-${now:%Y}", "the resolver now is not supported, only oc.env"),
         ("trainer.save_dir=${oc.env:RL2_NOWHERE}", "the environment has no variable RL2_NOWHERE"),
     ],
 )
 def test_a_reference_without_a_value_is_refused(word, told):
     with pytest.raises(ConfigError, match=told):
-        translated("ppo", [*LEAST["ppo"], word])
+        translate_command("ppo", [*LEAST["ppo"], word])
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
@@ -483,16 +484,16 @@ REFUSED = [
 @pytest.mark.parametrize(("word", "words"), REFUSED)
 def test_what_can_not_be_carried_out_is_refused_with_the_reason(word, words):
     with pytest.raises(ConfigError) as told:
-        translated("ppo", [*LEAST["ppo"], word])
+        translate_command("ppo", [*LEAST["ppo"], word])
     assert words in str(told.value)
 
 
 def test_all_problems_are_told_at_once():
     with pytest.raises(ConfigError) as told:
-        translated("ppo", ["actor.tp_size=2", "actor.clipp=1"])
+        translate_command("ppo", ["actor.tp_size=2", "actor.clipp=1"])
     assert str(told.value).count("\n") == 1
     with pytest.raises(ConfigError) as told:
-        translated("ppo", ["actor.clip=0.1"])
+        translate_command("ppo", ["actor.clip=0.1"])
     for what in ("the model", "the data", "the prompts of a step", "the longest completion", "the file with reward_fn"):
         assert f"{what} is not given" in str(told.value)
 
@@ -511,14 +512,14 @@ def test_all_problems_are_told_at_once():
     ],
 )
 def test_values_that_ask_for_nothing_are_taken(word):
-    assert translated("ppo", [*LEAST["ppo"], word]) == translated("ppo", LEAST["ppo"])
+    assert translate_command("ppo", [*LEAST["ppo"], word]) == translate_command("ppo", LEAST["ppo"])
 
 
 def test_an_adapter_is_that_of_its_role():
     words = ["actor.lora.rank=8", "actor.lora.alpha=16", "actor.lora.target_modules=all-linear"]
-    made = translated("ppo", [*LEAST["ppo"], *words])
+    made = translate_command("ppo", [*LEAST["ppo"], *words])
     assert (made.actor.lora.r, made.actor.lora.lora_alpha, made.actor.lora.target_modules) == (8, 16, "all-linear")
-    assert translated("ppo", LEAST["ppo"]).actor.lora is None
+    assert translate_command("ppo", LEAST["ppo"]).actor.lora is None
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
@@ -576,20 +577,20 @@ LISTED = [
 ]
 
 
-def test_the_table_has_every_key_of_rl2():
-    assert [k for k in LISTED if key_of(k, KEYS["ppo"]) is None] == []
+def test_the_table_has_every_find_field_rl2():
+    assert [k for k in LISTED if find_field(k, KEYS["ppo"]) is None] == []
 
 
 @pytest.mark.parametrize("verb", KEYS)
-def test_every_place_in_the_table_is_a_key_of_whets(verb):
+def test_every_place_in_the_table_is_a_find_field_whets(verb):
     known = {k for c in (RunConfig, PPORunConfig, SFTRunConfig, RMRunConfig, DPORunConfig) for k, *_ in leaves(c, True)}
     known |= {f"{s}.{k}" for s in ("rollout.eval",) for k in ("constraint.regex", "constraint.json_schema")}
     known |= {k.replace("rollout.", "rollout.eval.") for k in known if k.startswith("rollout.")}
-    places = {place.strip() for key in KEYS[verb].values() for place in key.to.split(",") if place.strip()}
+    places = {place.strip() for key in KEYS[verb].values() for place in key.key.split(",") if place.strip()}
     assert sorted(places - known) == []
     for name, key in KEYS[verb].items():
-        assert key.how in ("same", "made") or (key.note and not key.to), name
-        assert key.how != "same" or key.to, name
+        assert key.state in ("works", "other") or (key.note and not key.key), name
+        assert key.state != "works" or key.key, name
 
 
 def test_help_and_unknown_trainers(capsys):
@@ -608,11 +609,11 @@ def test_words_of_keys_that_take_text_are_taken_as_they_are_typed_and_quoted_one
         "trainer.experiment_name=a: b #2",
         "whet.data.system_prompt=Be: brief # now",
     ]
-    config = translated("ppo", [w for w in LEAST["ppo"] if not w.startswith("data.path")] + words)
+    config = translate_command("ppo", [w for w in LEAST["ppo"] if not w.startswith("data.path")] + words)
     assert (config.data.path, config.data.system_prompt) == ("rows #1: new.jsonl", "Be: brief # now")
     assert config.trainer.metrics_logging_options.run_name == "a: b #2"
-    config = translated("ppo", [*LEAST["ppo"], "actor.model_name='my model'"])
+    config = translate_command("ppo", [*LEAST["ppo"], "actor.model_name='my model'"])
     assert config.actor.model == "my model"
     tested = ["rollout.test_sampling_params.stop=# end", "whet.trainer.resume=null"]
-    config = translated("ppo", [*LEAST["ppo"], *tested])
+    config = translate_command("ppo", [*LEAST["ppo"], *tested])
     assert config.rollout.eval["stop"] in ("# end", ("# end",)) and config.trainer.resume is None

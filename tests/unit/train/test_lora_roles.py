@@ -18,7 +18,7 @@ from whet.config import (
     RLTrainingConfig,
     Role,
     RoleConfig,
-    check,
+    config_from_dict,
     dump_tree,
     load_run,
 )
@@ -191,7 +191,9 @@ def test_a_reward_model_is_trained_by_an_adapter(base):
 
 def test_an_adapter_has_a_learning_rate_of_its_own(base, caplog):
     given = load_run(["model=m", "actor.lora.rank=8", "actor.betas=[0.9,0.95]"]).actor
-    assert (given.lora.r, given.optim.betas) == (8, (0.9, 0.95)) and check(RoleConfig, dump_tree(given)) == given
+    assert (given.lora.r, given.optim.betas) == (8, (0.9, 0.95)) and config_from_dict(
+        RoleConfig, dump_tree(given)
+    ) == given
     rate = lambda made: made.workers[Role.ACTOR].optim.optimizer.param_groups[0]["lr"]
     assert rate(adapted(base, actor_optimizer=OptimConfig(betas=(0.9, 0.95)))) == 1e-4
     with caplog.at_level(logging.WARNING, "whet"):

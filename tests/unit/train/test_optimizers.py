@@ -9,9 +9,10 @@ from torch import nn
 
 from whet.config import OptimConfig
 from whet.errors import CheckpointError, ConfigError
-from whet.train import optimizer_state, optimizers
+from whet.storage import optimizer_state
+from whet.storage.optimizer_state import flatten_state, unflatten_state
+from whet.train import optimizers
 from whet.train.optim import Optim
-from whet.train.optimizer_state import flatten_state, unflatten_state
 
 
 class Toy(nn.Module):
@@ -124,7 +125,7 @@ def test_adam_is_fused_on_a_device_that_has_the_kernel(name):
 
 
 def test_an_unknown_name_names_the_nearest_and_all_known():
-    known = r"Known: adam, adamw, adamw8bit, muon, package\.module:factory, sgd"
+    known = r"Known: adam, adamw, adamw8bit, muon, sgd, package\.module:name, file\.py:name"
     with pytest.raises(ConfigError, match=rf"unknown optim\.name 'adamw8'; did you mean adamw or adamw8bit.*{known}"):
         Optim(Toy(), OptimConfig(name="adamw8"))
 

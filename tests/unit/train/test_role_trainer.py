@@ -7,10 +7,9 @@ from whet.errors import ConfigError, TrainingError
 from whet.metrics import Mean
 from whet.models.load import load_model
 from whet.ops import clipped_surrogate, nll, token_weights
-from whet.packing.padded import left_padded
-from whet.train.role_trainer import DataHooks, RoleTrainer, TrainingHooks
+from whet.train.role_trainer import RoleTrainer, TrainingHooks
 from whet.train.worker import ModelWorker
-from whet.types import Group, TokenBatch, TrainExample
+from whet.types import Group, TokenBatch
 
 
 def trainer(**options):
@@ -216,27 +215,6 @@ def test_hooks_are_called_around_each_update_and_evaluation():
     ]
 
 
-def test_data_hooks_give_batches_in_place_of_the_data_sets():
-    other = random_batch((2, [3]), seed=9)
-
-    class Mine(DataHooks):
-        def __init__(self):
-            self.left = [other, None]
-
-        def load_next_train_batch(self, trainer):
-            return self.left.pop(0)
-
-        def load_next_eval_batch(self, trainer):
-            return other
-
-    t, plain = trainer().with_data_hooks(Mine()), trainer()
-    parts = batches(2)
-    t.update_all(parts)
-    plain.update_all([other, parts[1]])
-    assert same(weights_of(t.worker.module), weights_of(plain.worker.module))
-    assert t.evaluate(parts)["loss"].value == pytest.approx(plain.evaluate([other])["loss"].value)
-
-
 def test_evaluation_is_a_mean_over_batches_and_trains_nothing():
     t = trainer()
     before = weights_of(t.worker.module)
@@ -244,24 +222,6 @@ def test_evaluation_is_a_mean_over_batches_and_trains_nothing():
     found = t.evaluate(parts)["loss"].value
     assert found == pytest.approx(sum(t.evaluate([p])["loss"].value for p in parts) / 2)
     assert same(weights_of(t.worker.module), before) and t.train_steps == 0
-
-
-def test_padded_examples_train_as_the_batches_they_are():
-    batch = random_batch((3, [4, 2]))
-    ids = left_padded([batch.prefix(i).numpy() for i in range(2)], 0)
-    completions = torch.zeros(2, 4, dtype=torch.long)
-    completions[0], completions[1, :2] = batch.tokens[:4], batch.tokens[4:]
-    example = TrainExample(
-        prompt_ids=torch.from_numpy(ids),
-        prompt_mask=torch.ones(2, 3),
-        completion_ids=completions,
-        completion_mask=torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]),
-        advantages=batch.advantages[[0, 4]],
-    )
-    t, other = trainer(), trainer()
-    t.with_gen_model_input_fn(lambda item: item["example"]).update_all([{"example": example}])
-    other.update(batch)
-    assert same(weights_of(t.worker.module), weights_of(other.worker.module))
 
 
 def test_what_is_left_out_of_an_update_has_been_weighed_and_is_reported_of_the_whole():

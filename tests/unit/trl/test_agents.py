@@ -13,9 +13,9 @@ from chat_templates import TOOLS
 from helpers import END, PAD, length_reward, rows, tiny_model
 
 from whet.data.tokenizer import byte_tokenizer
+from whet.envs.tool_calls import ToolTemplate
 from whet.errors import ConfigError, DataError
 from whet.trl import GRPOConfig, GRPOTrainer
-from whet.trl.agents.chat import Chat
 
 SMALL = {"per_device_train_batch_size": 3, "num_generations": 3, "max_completion_length": 300, "learning_rate": 1e-2,
          "logging_steps": 1, "bf16": False, "disable_tqdm": True, "save_strategy": "no", "max_steps": 1,
@@ -148,13 +148,13 @@ def test_rounds_end_at_their_limit_and_an_answer_without_room_is_taken_back(tmp_
 def test_the_engine_plays_turns_with_its_own_logprobs(tmp_path, monkeypatch):
     seen = Seen()
     made = trainer(tmp_path, seen, tools=[multiply], max_completion_length=160, num_iterations=2, max_steps=2)
-    chat = made.agents.episodes.chat
+    template = made.agents.episodes.template
     call = {"type": "function", "function": {"name": "multiply", "arguments": {"a": 2, "b": 3}}}
     first = lambda context: not context.tobytes().count(np.array(list(b"tool_response"), np.int32).tobytes())
-    monkeypatch.setattr(chat, "read", lambda tokens, context, tools: {
+    monkeypatch.setattr(template, "parse", lambda tokens, context, tools: {
         "role": "assistant", "content": "", **({"tool_calls": [call]} if first(context) else {})})  # fmt: skip
     episodes = made.agents.episodes
-    episodes.tokens, play = 160, episodes.play
+    episodes.max_tokens, play = 160, episodes.play
     monkeypatch.setattr(episodes, "play", lambda begun, s: play(begun, replace(s, max_tokens=20)))
     made.train()
     assert all([m["role"] for m in c] == ["assistant", "tool", "assistant"] for c in seen.calls[0][1])
@@ -371,9 +371,9 @@ def test_a_template_that_writes_calls_otherwise_needs_a_response_template():
     other = tokenizer()
     other.chat_template = TOOLS.replace("<tool_call>", "").replace("</tool_call>", "")
     with pytest.raises(ConfigError, match=r"set tokenizer\.response_template"):
-        Chat(other, {}, [END])
-    other.response_template = Chat(tokenizer(), {}, [END]).template
-    assert Chat(other, {}, [END]).template["fields"]["tool_calls"]["open"] == "<tool_call>"
+        ToolTemplate(other, {}, [END])
+    other.response_template = ToolTemplate(tokenizer(), {}, [END]).response_template
+    assert ToolTemplate(other, {}, [END]).response_template["fields"]["tool_calls"]["open"] == "<tool_call>"
 
 
 @pytest.mark.parametrize("last", ["", "<think>\n\n</think>\n\n"], ids=["appends", "writes its last turn otherwise"])
@@ -382,7 +382,7 @@ def test_what_follows_a_turn_is_what_the_template_puts_after_its_end(last):
     made.chat_template = TOOLS.replace(
         "<|im_start|>{{ m.role }}\n", "<|im_start|>{{ m.role }}\n{% if loop.last %}" + last + "{% endif %}"
     )
-    chat = Chat(made, {}, [END])
-    answer = chat.answer([{"role": "tool", "name": "f", "content": "8"}])
+    template = ToolTemplate(made, {}, [END])
+    answer = template.encode_answer([{"role": "tool", "name": "f", "content": "8"}])
     expected = "\n<|im_start|>user\n<tool_response>\n8\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     assert made.decode(answer) == expected

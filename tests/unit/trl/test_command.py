@@ -38,7 +38,7 @@ def test_a_file_of_trl_s_and_flags_over_it_train(place, capsys):
 @pytest.mark.parametrize(
     ("verb", "words", "message"),
     [
-        ("grbo", [], "unknown command of TRL's 'grbo'; did you mean grpo"),
+        ("grbo", [], "unknown command of TRL 'grbo'; did you mean grpo"),
         ("sft", ["--model_name_or_path", "model"], "there is no data set: give --dataset_name"),
         ("sft", ["--dataset_name", "rows.jsonl"], "there is no model: give --model_name_or_path"),
         ("sft", ["--config", "run.yaml", "--learningrate", "1"], "unknown argument '--learningrate'; .*learning_rate"),

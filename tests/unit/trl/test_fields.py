@@ -8,8 +8,8 @@ from transformers import HfArgumentParser
 
 from tools.docs.from_trl import PAGES
 from whet.errors import ConfigError
+from whet.fronts.field import STATES
 from whet.trl import DPOConfig, GRPOConfig, KTOConfig, RewardConfig, RLOOConfig, SFTConfig
-from whet.trl.config.field import STATES
 
 CONFIGS = (GRPOConfig, RLOOConfig, SFTConfig, DPOConfig, KTOConfig, RewardConfig)
 ROWS = {**GRPOConfig.TABLE, **GRPOConfig.OLD}

@@ -1,5 +1,6 @@
 """What the layers below say reaches a user of the fronts in TRL's words."""
 
+import logging
 import re
 
 import pytest
@@ -9,10 +10,10 @@ from transformers import TrainerCallback
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import WhetError
 from whet.learners.symptoms import symptoms
-from whet.run.interrupts import Stopped
+from whet.run.signals import Stopped
 from whet.train.role_trainer import lower_lr_advice
 from whet.trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
-from whet.trl.trainer.messages import in_trl_words, translated
+from whet.trl.trainer.messages import VOCABULARY
 
 SMALL = {"bf16": False, "disable_tqdm": True, "gradient_checkpointing": False, "logging_steps": 1, "max_steps": 2,
          "per_device_train_batch_size": 2, "save_strategy": "no"}  # fmt: skip
@@ -30,7 +31,7 @@ class Sends(TrainerCallback):
     """Asks the run to stop, as a signal does."""
 
     def on_step_end(self, args, state, control, **_):
-        self.front.run._stop.asked = True
+        self.front.run._signals.stop_requested = True
 
 
 def grpo(folder, data=None, reward=length_reward, **kwargs):
@@ -87,11 +88,11 @@ def test_what_the_layers_below_say_is_said_in_the_words_of_trl(case, tmp_path):
 
 def test_an_error_stays_what_it_is():
     error = WhetError("set trainer.max_steps; resume with trainer.resume=latest, or set another trainer.run_dir")
-    with pytest.raises(WhetError) as caught, in_trl_words():
+    with pytest.raises(WhetError) as caught, VOCABULARY.translating():
         raise error
     assert caught.value is error
     assert str(error) == "set max_steps; resume with train(resume_from_checkpoint=True), or set another output_dir"
-    assert translated("mytrainer.max_steps and max_tokens_to_generate_x") == (
+    assert VOCABULARY.translate("mytrainer.max_steps and max_tokens_to_generate_x") == (
         "mytrainer.max_steps and max_tokens_to_generate_x"
     )
 
@@ -109,5 +110,9 @@ def test_what_is_warned_of_is_in_them_too(tmp_path, caplog):
     ]
     found = [told.message for row in rows_of_metrics for s in symptoms(None).values() if (told := s.find(row))]
     assert len(found) == 5
-    for message in [*found, lower_lr_advice()]:
-        assert not FOREIGN.search(translated(message)) and not re.search(r"(actor|algo)\.|_when", translated(message))
+    for text in map(VOCABULARY.translate, [*found, lower_lr_advice()]):
+        assert not FOREIGN.search(text) and not re.search(r"(actor|algo)\.|_when", text)
+    fix = "trainer.stop_when.kl.above=5 ends a run there"
+    row = logging.LogRecord("whet", logging.WARNING, "", 0, f"kl is 9; {fix}", (), None)
+    row.fix, row.key = fix, "trainer.warn_when"
+    assert VOCABULARY._translate_record(row) and row.getMessage() == "kl is 9"

@@ -21,7 +21,7 @@ from whet.trl import (
     get_quantization_config,
 )
 from whet.trl import rewards as own
-from whet.trl.trainer.hub import card
+from whet.trl.trainer.hub import model_card
 
 
 @pytest.mark.parametrize("cls", [ModelConfig, ScriptArguments, DatasetMixtureConfig])
@@ -136,8 +136,8 @@ def test_what_needs_math_verify_says_so(monkeypatch):
 
 
 def test_a_card_names_what_the_hub_knows_and_no_folder(tmp_path):
-    text = card("mine", "GRPO", "org/base", "org/data", ["sums"])
+    text = model_card("mine", "GRPO", "org/base", "org/data", ["sums"])
     assert "base_model: org/base" in text
     assert "datasets:\n- org/data" in text
     assert "- grpo\n- sums" in text
-    assert str(tmp_path) not in card("mine", "GRPO", str(tmp_path), None, [])
+    assert str(tmp_path) not in model_card("mine", "GRPO", str(tmp_path), None, [])

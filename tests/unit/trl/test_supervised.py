@@ -133,7 +133,7 @@ def test_a_file_s_chat_template_and_a_function_that_makes_texts(tmp_path):
             "DPO",
             {"eval_dataset": PAIRS, "metric_for_best_model": "eval_acuracy"},
             ConfigError,
-            "is no metric of an eval",
+            "no evaluation has this metric",
         ),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else str(value),
@@ -474,7 +474,7 @@ def own_code(tmp_path, monkeypatch):
 
 def test_code_beside_the_weights_of_policy_and_reference_runs_only_where_it_is_trusted(tmp_path, monkeypatch):
     folder = own_code(tmp_path, monkeypatch)
-    with pytest.raises(ConfigError, match=r"brings custom code.* set trust_remote_code=True$"):
+    with pytest.raises(ConfigError, match=r"brings Python code of its own.* set trust_remote_code=True$"):
         trainer(tmp_path, "DPO", model=str(folder))
     made = trainer(tmp_path, "DPO", model=str(folder), trust_remote_code=True)
     assert {type(made.model).__name__, type(made.ref_model).__name__} == {"OwnModel"}

@@ -32,9 +32,9 @@ from transformers import (
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import CheckpointError, ConfigError, DataError, RewardError
 from whet.trl import GRPOConfig, GRPOTrainer
-from whet.trl.config.grpo import warn
+from whet.trl.config.grpo import warn_of_differences
 from whet.trl.rl.completions import Completions
-from whet.trl.rl.reward_functions import reward_functions
+from whet.trl.rl.reward_functions import make_reward_functions
 
 SMALL = {"per_device_train_batch_size": 3, "num_generations": 3, "max_completion_length": 6, "learning_rate": 0.1,
          "logging_steps": 1, "bf16": False, "disable_tqdm": True, "save_strategy": "no", "max_steps": 2,
@@ -167,7 +167,7 @@ def test_nothing_but_model_rewards_and_rows_is_needed(tmp_path, monkeypatch):
     ],
 )
 def test_what_is_followed_though_it_may_not_be_meant_is_told(loss, level, more, said, caplog):
-    warn(GRPOConfig(loss_type=loss, importance_sampling_level=level, **more))
+    warn_of_differences(GRPOConfig(loss_type=loss, importance_sampling_level=level, **more))
     assert said in caplog.text
     assert bool(caplog.text) == bool(said)
 
@@ -283,7 +283,7 @@ def test_reward_models_by_name_and_as_modules(by, tmp_path):
     tokenizer.chat_template = "{{ messages }}"
     tokenizer.save_pretrained(tmp_path / "judge")
     given = AutoModelForSequenceClassification.from_pretrained(tmp_path / "judge")
-    (loaded,) = reward_functions([given], None, byte_tokenizer(), made.args)
+    (loaded,) = make_reward_functions([given], None, byte_tokenizer(), made.args)
     assert loaded.tokenizer.chat_template == tokenizer.chat_template  # its own, not the policy's
     inputs = byte_tokenizer()("0+1=ab", return_tensors="pt")
     expected = again(**inputs).logits.item()
@@ -326,7 +326,7 @@ def test_reward_models_by_name_and_as_modules(by, tmp_path):
             "eval_strategy='steps' asks for evaluations, and there is no eval_da",
         ),
         ({"eval_on_start": True}, ConfigError, "eval_on_start=True asks for evaluations"),
-        ({"model": "meta"}, ConfigError, "lies on the meta device"),
+        ({"model": "meta"}, ConfigError, "is on the meta device"),
         ({"data": iter(rows(3)), "max_steps": -1}, ConfigError, "set max_steps"),
         ({"model_init_kwargs": {"rope_scaling": 1}, "model": "folder"}, ConfigError, "rope_scaling"),
         ({"optimizers": (None, 1)}, ConfigError, "give both"),

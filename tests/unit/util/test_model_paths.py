@@ -157,14 +157,9 @@ def test_a_revision_of_a_hub_name_is_the_snapshot_of_that_revision(tmp_path, mod
         model_folder_of("my/model@v2")
 
 
-def test_a_gguf_and_a_pointer_of_git_lfs_are_named_for_what_they_are(tmp_path):
-    (tmp_path / "q4").mkdir()
-    (tmp_path / "q4" / "model.gguf").write_bytes(b"GGUF")
+def test_a_pointer_of_git_lfs_is_named_for_what_it_is(tmp_path):
     (tmp_path / "lfs").mkdir()
     (tmp_path / "lfs" / "config.json").write_text("{}")
     (tmp_path / "lfs" / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\n")
-    for name in ("q4", "q4/model.gguf"):
-        with pytest.raises(ConfigError, match="is a model in GGUF, which can't be trained"):
-            model_folder_of(tmp_path / name)
     with pytest.raises(ConfigError, match=r"model\.safetensors is a pointer of Git LFS, .*git lfs pull"):
         model_folder_of(tmp_path / "lfs")

@@ -1,10 +1,11 @@
+import math
 import sys
 
 import pytest
 
 from whet.errors import ConfigError
 from whet.rollout import resolve_engine
-from whet.util.references import is_ref, resolve_callable, resolve_ref
+from whet.util.references import is_ref, resolve_callable, resolve_name, resolve_ref
 
 
 @pytest.fixture
@@ -81,3 +82,15 @@ def test_what_is_to_be_called_must_be_a_function_or_a_class(folder, resolve):
     assert callable(resolve("things.py:f"))
     with pytest.raises(ConfigError, match=r"'things.py:NUMBER' is 3 \(int\), and must be a function or a class"):
         resolve("things.py:NUMBER")
+
+
+def test_a_name_a_reference_or_a_callable_is_resolved_and_anything_else_named():
+    known = {"length": len, "square root": "math:sqrt"}
+    assert [resolve_name(value, known, "reader") for value in ("length", "math:pow", max)] == [len, math.pow, max]
+    assert resolve_name("square root", known, "reader") is math.sqrt
+    with pytest.raises(ConfigError, match=r"'lenght'; did you mean length\? Known: length, square root, "):
+        resolve_name("lenght", known, "reader")
+    with pytest.raises(ConfigError, match=r"package\.module:name, file\.py:name: no\?"):
+        resolve_name("x", known, "reader", hint=lambda word: ": no?")
+    with pytest.raises(ConfigError, match="a reader is a callable or its name, got int 3"):
+        resolve_name(3, known, "reader")

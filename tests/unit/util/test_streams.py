@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from whet.util.streams import Stderr, bury, unfailing, unread
+from whet.util.streams import Stderr, flush_or_discard, has_no_reader, ignore_write_errors
 
 
 def dead_pipe():
@@ -27,12 +27,12 @@ def full_disk():
 def test_what_is_written_to_a_dead_stream_is_lost_and_no_error(monkeypatch, make, name):
     stream = make()
     monkeypatch.setattr(sys, name, stream)
-    with unfailing("stdout", "stderr"):
+    with ignore_write_errors("stdout", "stderr"):
         new = getattr(sys, name)
         for _ in range(3):
             print("ünseen \udcff" * 10_000, file=new, flush=True)
         assert new is not stream and new.fileno() == stream.fileno() and new.name == f"<{name}>"
-    assert getattr(sys, name) is stream and not unread(stream)
+    assert getattr(sys, name) is stream and not has_no_reader(stream)
     stream.close()  # nothing is left in it that could fail now
 
 
@@ -42,7 +42,7 @@ def test_a_stream_that_is_read_gets_all_of_it_in_order(monkeypatch, tmp_path):
         stream = io.TextIOWrapper(raw, "utf-8", line_buffering=True, write_through=write_through)
         monkeypatch.setattr(sys, "stdout", stream)
         print("before")
-        with unfailing("stdout"):
+        with ignore_write_errors("stdout"):
             print("insïde")
             os.write(sys.stdout.fileno(), b"below\n")
         print("after")
@@ -52,14 +52,14 @@ def test_a_stream_that_is_read_gets_all_of_it_in_order(monkeypatch, tmp_path):
 
 def test_a_stream_that_is_no_file_stays_as_it_is(monkeypatch):
     monkeypatch.setattr(sys, "stdout", stream := io.StringIO())
-    with unfailing("stdout"):
-        assert sys.stdout is stream and not unread(stream)
+    with ignore_write_errors("stdout"):
+        assert sys.stdout is stream and not has_no_reader(stream)
 
 
 @pytest.mark.parametrize("name", ["stdout", "stderr"])
 def test_a_stream_that_somebody_closes_takes_what_is_written_all_the_same(monkeypatch, tmp_path, name):
     monkeypatch.setattr(sys, name, stream := open(tmp_path / "out", "w"))
-    with unfailing("stdout", "stderr"):
+    with ignore_write_errors("stdout", "stderr"):
         getattr(sys, name).close()
         print("heard", file=getattr(sys, name))
     assert getattr(sys, name) is stream and (tmp_path / "out").read_text() == "heard\n"
@@ -68,7 +68,7 @@ def test_a_stream_that_somebody_closes_takes_what_is_written_all_the_same(monkey
 @pytest.mark.parametrize("take", ["buffer.close", "buffer.raw.close", "detach"])
 def test_a_stream_whose_parts_are_taken_away_ends_without_an_error(monkeypatch, tmp_path, take):
     monkeypatch.setattr(sys, "stdout", stream := open(tmp_path / "out", "w"))
-    with unfailing("stdout"):
+    with ignore_write_errors("stdout"):
         part = operator.attrgetter(take)(sys.stdout)()  # held: what is detached closes when it goes
     assert sys.stdout is stream and (part is None) == (take != "detach")
 
@@ -76,18 +76,18 @@ def test_a_stream_whose_parts_are_taken_away_ends_without_an_error(monkeypatch, 
 def test_a_stream_that_was_closed_before_stays_as_it_is(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "stdout", stream := open(tmp_path / "out", "w"))
     stream.close()
-    with unfailing("stdout"):
+    with ignore_write_errors("stdout"):
         assert sys.stdout is stream
-    bury(stream)
-    bury(None)
+    flush_or_discard(stream)
+    flush_or_discard(None)
 
 
 @pytest.mark.parametrize("make", [dead_pipe, full_disk])
 def test_a_dead_stream_is_buried_so_that_python_ends_without_an_error(make):
     stream = make()
-    assert unread(stream) == (make is dead_pipe)
+    assert has_no_reader(stream) == (make is dead_pipe)
     stream.write("x")
-    bury(stream)
+    flush_or_discard(stream)
     stream.close()
 
 

@@ -1,8 +1,8 @@
-"""The algorithm: the section algo. One class for each choice that an objective is made of, and one for each algorithm.
+"""The algorithm: the section algo. One class for each choice of an objective, and one for each algorithm.
 
-Names and defaults are Tunix's where Tunix has the field. An algorithm's class is a sum of choices: a new field stands
-with the choice that it belongs to, and a function that asks for a keyword of its name is given it. What published
-methods choose: presets.
+An algorithm's class inherits from the classes of its choices.
+A new field belongs in the class of its choice; every function with a keyword-only argument of that name receives it.
+presets has the choices of published methods.
 """
 
 from whet.config.algo import presets
@@ -10,30 +10,25 @@ from whet.config.algo.advantage import NEED_GROUPS, AdvantageFields
 from whet.config.algo.base import AlgorithmConfig, OverlongBuffer
 from whet.config.algo.correction import CorrectionFields
 from whet.config.algo.entropy import EntropyFields
-from whet.config.algo.grpo import GRPOConfig, GrpoConfig
+from whet.config.algo.grpo import GRPOConfig
 from whet.config.algo.kl import KLFields
 from whet.config.algo.policy import PolicyConfig
-from whet.config.algo.ppo import PPOConfig, PpoConfig
+from whet.config.algo.ppo import PPOConfig
 from whet.config.algo.preference import PreferenceConfig, RewardModelConfig
 from whet.config.algo.selection import SelectionFields
 from whet.config.algo.surrogate import SurrogateFields
-from whet.config.algo.variants import DAPOConfig, DrGRPOConfig
 
 __all__ = [
     "NEED_GROUPS",
     "AdvantageFields",
     "AlgorithmConfig",
     "CorrectionFields",
-    "DAPOConfig",
-    "DrGRPOConfig",
     "EntropyFields",
     "GRPOConfig",
-    "GrpoConfig",
     "KLFields",
     "OverlongBuffer",
     "PPOConfig",
     "PolicyConfig",
-    "PpoConfig",
     "PreferenceConfig",
     "RewardModelConfig",
     "SelectionFields",

@@ -1,4 +1,4 @@
-"""The choice of the advantage: what the estimators take, and which of them compare a completion with its group."""
+"""The fields of the advantage estimators, and the list of those that compare a completion with its group."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ NEED_GROUPS = (
     "rloo",
     "scalerl",
 )
-"""The estimators that give a group of one nothing, since it is compared with itself."""
+"""The estimators that need groups of two or more: a completion alone is compared with itself and teaches nothing."""
 
 
 @config
 class AdvantageFields(AlgorithmConfig):
-    """Parameters of the advantage estimators, by the names of their keywords."""
+    """Parameters of the advantage estimators, named as their keyword arguments."""
 
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """grpo, grpo_passk: divide by the standard deviation of the rewards of the group, of the batch, or by nothing."""
     advantage_eps: Float = 1e-6
-    """Added to a deviation (or mean) that is divided by: 1e-6 as Tunix and verl, 1e-4 as TRL."""
+    """ε, added to the standard deviation (or mean) in the denominator. Tunix and verl have 1e-6, TRL has 1e-4."""
     advantage_ddof: Literal[0, 1] = 1
-    """1: standard deviations of a sample (n - 1); 0: of a population (n)."""
+    """1 = the standard deviation divides by n - 1; 0 = it divides by n."""
     normalize_advantages: Bool = False
-    """rloo: less the mean of all advantages of the batch, divided by their standard deviation."""
+    """rloo: subtract the mean of all advantages of the batch, then divide by their standard deviation."""
     gamma: Float = 1.0
-    """γ: what a reward is worth one token earlier. For estimators per token: reinforce_plus_plus."""
+    """γ, the discount of a reward per token. gae and reinforce_plus_plus read it; 1.0 = no discount."""
     global_norm: Bool = False
-    """reinforce: mean and deviation of the whole batch, not of each group."""
+    """reinforce: take mean and standard deviation over the whole batch instead of each group."""
     norm_var: Bool = False
     """reinforce: divide by the standard deviation."""
 

@@ -1,4 +1,4 @@
-"""What every algorithm has, and the check that each choice adds to."""
+"""AlgorithmConfig: the fields of every algorithm, and the checks that each choice extends."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 from pydantic import model_validator
 
 from whet.config.algo.choices import CHOICES
+from whet.config.algo.fields_read import POLICY_READS, Readers
 from whet.config.base import config
 from whet.config.fields import Bool, Count, Float, Fn, Name, Size
-from whet.config.length_aliases import with_own_name
+from whet.config.length_aliases import resolve_length_alias
 from whet.errors import ConfigError
 
 __all__ = ["AlgorithmConfig", "OverlongBuffer"]
@@ -20,7 +21,7 @@ __all__ = ["AlgorithmConfig", "OverlongBuffer"]
 
 @config
 class OverlongBuffer:
-    """Soft punishment of completions that come near the limit of length, as a reward function of weight 1.
+    """A penalty for completions that come near the length limit, as a reward function of weight 1.
 
     R(y) = -penalty · clip((|y| - (max_response_length - overlong_buffer_length)) / overlong_buffer_length, 0, 1), |y|
     in tokens.
@@ -31,19 +32,19 @@ class OverlongBuffer:
     """
 
     enable: Bool = False
-    """Add the punishment to the reward functions."""
+    """Add the penalty to the reward functions."""
     overlong_buffer_length: Size = 4096
-    """The last tokens before max_response_length, over which the punishment grows from 0 to its most."""
+    """The number of tokens before max_response_length over which the penalty grows from 0 to its maximum."""
     overlong_buffer_penalty: Float = 1.0
-    """The most that is taken off."""
+    """The largest penalty."""
     max_response_length: Size = 20480
-    """Where it is reached, in tokens; usually rollout.max_tokens_to_generate."""
+    """The length in tokens at which the penalty is largest; usually rollout.max_tokens_to_generate."""
 
     @model_validator(mode="before")
     @classmethod
     def _names(cls, given: Any) -> Any:
         """Reads every name of the completions' length."""
-        return with_own_name(given, "max_response_length")
+        return resolve_length_alias(given, "max_response_length")
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
@@ -52,13 +53,13 @@ class OverlongBuffer:
         if self.overlong_buffer_length > self.max_response_length:
             raise ConfigError(
                 f"overlong_buffer_length must be at most max_response_length, {self.max_response_length}, got "
-                f"{self.overlong_buffer_length}: else an empty completion would be punished"
+                f"{self.overlong_buffer_length}: otherwise an empty completion would have a penalty"
             )
 
 
 @config
 class AlgorithmConfig:
-    """What every algorithm is made of: functions by name, as objects, or as "package.module:function".
+    """The fields of every algorithm. A function is given by name, as an object, or as "package.module:function".
 
     >>> AlgorithmConfig(preset="dapo")
     Traceback (most recent call last):
@@ -66,32 +67,31 @@ class AlgorithmConfig:
     """
 
     CHOICES: ClassVar[Mapping[str, Mapping[str, str]]] = CHOICES
+    READS: ClassVar[Readers] = POLICY_READS
     REFUSED: ClassVar[dict[str, str]] = {
         "preset": "a preset is a function: from whet import presets; presets.dapo(...)",
     }
 
-    algo_variant: Name = "grpo"
-    """Tunix's name of the algorithm. No effect: the fields below define the algorithm."""
     advantage_estimator: Name | Fn = "grpo"
-    """Rewards -> advantages: a name, a function or "package.module:function"."""
+    """How rewards become advantages: a name, a function or "package.module:function"."""
     policy_loss_fn: Name | Fn = "grpo"
-    """Logprobs and advantages -> a loss per token: a name, a function or "package.module:function"."""
+    """The loss of each token, from logprobs and advantages: a name, a function or "package.module:function"."""
     reward_manager: Name | Fn = "sequence-level"
-    """How the rewards of several functions become one."""
+    """How the rewards of several functions become one reward."""
     reward_weights: tuple[Float, ...] | None = None
     """Weight of each reward function, in their order; None = 1.0 each."""
     reward_clip_range: tuple[Float, Float] | None = None
-    """Bounds of the weighted sum of the rewards that advantages are made of, before a KL in the reward; None = off. The
-    logged rewards stay as they are. Refused with gdpo, which has no such sum."""
+    """(low, high): clip the weighted sum of the rewards before advantages are computed and before a KL in the reward;
+    None = off. The logged rewards are not clipped. gdpo refuses it, because it has no such sum."""
     overlong_buffer: OverlongBuffer = field(default_factory=OverlongBuffer)
-    """Soft punishment of completions that come near the limit of length (DAPO)."""
+    """A penalty for completions that come near the length limit (DAPO)."""
     num_iterations: Count = 1
-    """μ: passes over each rollout."""
+    """μ, the number of passes over each rollout."""
     kl_clamp_value: Float | None = None
-    """Bound of the KL estimate at each token, both ways; None = off."""
+    """Clip the KL estimate of each token to plus and minus this; None = off."""
 
     def __post_init__(self) -> None:
-        """Checks the ranges; each choice adds its own check, and calls this one first."""
+        """Checks the ranges. Each choice calls this check first and adds its own."""
         if self.kl_clamp_value is not None and self.kl_clamp_value <= 0:
             raise ConfigError(f"kl_clamp_value must be positive, got {self.kl_clamp_value!r}; None turns it off")
         clip = self.reward_clip_range
@@ -106,5 +106,5 @@ class AlgorithmConfig:
 
     @property
     def keywords(self) -> Mapping[str, Any]:
-        """What the functions of an algorithm are given where they ask for it by name: the fields."""
+        """The fields by name: each function receives those that it has as keyword-only arguments."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}

@@ -1,6 +1,6 @@
-"""What can be chosen by name, and when: shown by help, by docs/algorithms.md and, as names, by errors.
+"""The names that each field accepts, and when to choose each. Help, docs/algorithms.md and error messages show them.
 
-The functions themselves are in whet.ops, which needs torch; a test holds both to the same names.
+The functions themselves are in whet.ops, which needs torch; a test compares the names.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ CHOICES: Mapping[str, Mapping[str, str]] = {
         "opo": "against the mean by length, the baseline of least variance on policy",
         "scalerl": "in units of the batch's deviation: large runs, prompts of unequal difficulty",
         "gdpo": "several reward functions of unlike size or spread, each normalised by itself",
-        "grpo_passk": "to raise pass@k rather than pass@1: the best of a group alone is rewarded",
+        "grpo_passk": "to raise pass@k rather than pass@1: only the best of a group is rewarded",
         "maxrl": "rewards of 0 and 1: prompts that are seldom solved weigh more",
-        "reinforce": "RL2's: less a mean of the group or, with global_norm, of the batch",
+        "reinforce": "RL2's: subtract the mean of the group or, with global_norm, of the batch",
         "reinforce_plus_plus": "groups of one: returns of tokens, whitened over the batch; with kl_type=reward",
         "reinforce_plus_plus_baseline": "groups, whitened over the batch and not in each",
-        "remax": "groups of one: against the greedy completion, which is sampled besides",
+        "remax": "groups of one: against the greedy completion, which is sampled in addition",
         "gae": "a critic: PPO",
     },
     "policy_loss_fn": {
@@ -31,13 +31,13 @@ CHOICES: Mapping[str, Mapping[str, str]] = {
         "gspo-token": "the ratio of the sequence with each token's own gradient; mixtures of experts",
         "gmpo": "outliers among the ratios of tokens: their geometric mean",
         "cispo": "long answers: no token loses its gradient to the clip, only weight",
-        "cispo-trl": "to repeat a run of TRL's loss_type=cispo, whose cap is ε_high itself",
+        "cispo-trl": "to repeat a run of TRL's loss_type=cispo, which caps the ratio at ε_high itself",
         "cispo-torchrl": "to repeat a run of TorchRL's CISPOLoss",
-        "sapo": "in place of a clip a gate that closes softly; several updates of each rollout",
-        "vespo": "samples of an older policy, weighted as whole sequences without a clip",
+        "sapo": "a gate that closes softly instead of a clip; several updates of each rollout",
+        "vespo": "samples of an older policy, weighted by whole sequences without a clip",
         "reinforce": "one update of each rollout, or a correction that does what a ratio would",
-        "distillation": "a stronger teacher of the same vocabulary; rewards may come besides",
-        "gkd": "such a teacher alone: more to learn from each token, a pass of it in every update",
+        "distillation": "a stronger teacher of the same vocabulary; rewards may be added",
+        "gkd": "only such a teacher: more to learn from each token, a teacher pass in every update",
     },
     "value_loss_fn": {
         "ppo": "the usual one: squared error, held near the value at rollout",
@@ -79,7 +79,7 @@ CHOICES: Mapping[str, Mapping[str, str]] = {
     "loss_masks": {
         "off-policy": "several updates of each rollout: bad completions the policy has left behind",
         "top-entropy": "long reasoning: the tokens at which the model decides",
-        "dppo-tv": "in place of a clip: tokens that moved too far in probability",
+        "dppo-tv": "instead of a clip: tokens that moved too far in probability",
         "dppo-kl": "the same by their KL",
         "sampler-kl": "tokens on which sampler and policy disagree",
         "sampler-rejection": "whole completions on which sampler and trainer disagree",

@@ -1,16 +1,15 @@
-"""The choice of corrections: for a sampler that differs from the trainer, and for tokens that are not trained on."""
+"""The fields of corrections: weights for a sampler that differs from the trainer, and masks of tokens."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from whet.config.algo.base import AlgorithmConfig
-from whet.config.algo.unused_fields import check_effect
 from whet.config.base import config
 from whet.config.fields import Bool, Float, Fn, Name, Text
 from whet.errors import ConfigError, nearest
 
-__all__ = ["OF_MASK", "CorrectionFields"]
+__all__ = ["CorrectionFields"]
 
 _LEVELS = ("token", "sequence", "geometric")
 _POSITIVE = (
@@ -20,71 +19,58 @@ _POSITIVE = (
     "rejection_threshold",
     "sampler_is_threshold",
 )
-OF_MASK = {
-    "dppo_threshold": ("dppo-tv", "dppo-kl"),
-    "dppo_threshold_high": ("dppo-tv", "dppo-kl"),
-    "kl_mask_threshold": ("sampler-kl",),
-    "off_policy_mask_threshold": ("off-policy",),
-    "rejection_level": ("sampler-rejection",),
-    "rejection_lower": ("sampler-rejection",),
-    "rejection_threshold": ("sampler-rejection",),
-    "top_entropy_quantile": ("top-entropy",),
-}
-"""Fields that nothing but these loss_masks reads."""
 
 
 @config
 class CorrectionFields(AlgorithmConfig):
-    """Factors of the policy loss: weights and masks.
-
-    >>> CorrectionFields(sampler_is_lower=0.5)
-    Traceback (most recent call last):
-    whet.errors.ConfigError: sampler_is_lower=0.5 has no effect without sampler_is; else leave it at None
-    """
+    """Factors of the policy loss: weights and masks."""
 
     use_rollout_logps: Bool = True
-    """Old logprobs are the sampler's; off, the trainer computes them from the weights at the start of the step."""
+    """Take the sampler's logprobs as the old logprobs; false = the trainer computes them from the weights at the start
+    of the step."""
     sampler_is: Text | Fn | None = None
-    """Correction for a sampler that differs from the trainer, by the ratio trainer / sampler of each token or of whole
-    sequences; a function or "package.module:function" of LossInputs gives each token its weight; None = off."""
+    """Correct for a sampler that differs from the trainer: weigh tokens by the ratio trainer / sampler, of each token
+    or of whole sequences. A function of LossInputs or "package.module:function" computes the weights itself; None =
+    off."""
     sampler_is_mode: Literal["truncate", "mask"] = "truncate"
-    """What becomes of a weight outside its bounds: it is held at the bound, or the token is not learned from."""
+    """Treatment of a weight outside its bounds: "truncate" = clip it to the bound, "mask" = do not train on the
+    token."""
     sampler_is_threshold: Float | None = 2.0
-    """Upper bound of that weight; None = none."""
+    """Upper bound of the weight of sampler_is; None = no bound."""
     sampler_is_lower: Float | None = None
-    """Lower bound of that weight; None = none. With sampler_is_mode=mask, 0.5 and a sampler_is_threshold of 5.0 are
-    IcePop."""
+    """Lower bound of the weight of sampler_is; None = no bound. IcePop is sampler_is_mode=mask with 0.5 here and a
+    sampler_is_threshold of 5.0."""
     sampler_is_normalize: Bool = False
-    """Divide that weight by its mean over the trained tokens of the step."""
+    """Divide the weight of sampler_is by its mean over the trained tokens of the step."""
     sampler_is_current: Bool = False
-    """That weight is of the policy as it is now, not of the one at the start of the step (RL2's TIS)."""
+    """Compute the weight from the current policy instead of the policy at the start of the step (RL2's TIS)."""
     sampler_is_kl: Bool = False
-    """Multiply the KL in the loss by that weight as well, not the surrogate alone (RL2's TIS)."""
+    """Multiply the KL in the loss by the weight of sampler_is too (RL2's TIS)."""
     loss_masks: tuple[Name | Fn, ...] = ()
-    """Multiply the policy loss by 0 or 1: names, functions of LossInputs, "package.module:function"."""
+    """Masks that multiply the policy loss by 0 or 1: names, functions of LossInputs, "package.module:function"."""
     off_policy_mask_threshold: Float = 0.5
-    """Threshold of loss_masks=[off-policy]: completions with a negative advantage whose mean log(sampler / policy) is
-    above it are masked out."""
+    """Threshold of loss_masks=[off-policy], in nats per token: it masks out completions that have a negative advantage
+    and a mean log(sampler / policy) above this."""
     top_entropy_quantile: Float = 1.0
-    """Share of the tokens of an optimizer step that loss_masks=[top-entropy] keeps, those with the highest entropy."""
+    """Share of the tokens of an optimizer step, those with the highest entropy, that loss_masks=[top-entropy] keeps."""
     dppo_threshold: Float = 0.2
-    """Threshold of loss_masks=[dppo-tv] (in probability) and [dppo-kl] (in nats): tokens that have moved further, the
-    way that their advantage pushes, are masked out."""
+    """Threshold of loss_masks=[dppo-tv] (in probability) and [dppo-kl] (in nats): they mask out tokens that have moved
+    further than this in the direction of their advantage."""
     dppo_threshold_high: Float | None = None
-    """The same for tokens with a positive advantage; None = dppo_threshold."""
+    """Threshold of dppo-tv and dppo-kl for tokens with a positive advantage; None = dppo_threshold."""
     kl_mask_threshold: Float | None = None
-    """Threshold of loss_masks=[sampler-kl]: tokens with a larger log(policy / sampler)² / 2 are masked out."""
+    """Threshold of loss_masks=[sampler-kl], in nats: it masks out tokens with a larger log(policy / sampler)² / 2."""
     rejection_level: Literal["geometric", "sequence", "token"] = "geometric"
-    """Whose ratio trainer / sampler loss_masks=[sampler-rejection] looks at."""
+    """Level of the ratio trainer / sampler that loss_masks=[sampler-rejection] compares with its bounds."""
     rejection_threshold: Float | None = 1.001
-    """Upper bound of that ratio; beyond it the sequence is masked out. None = none."""
+    """Upper bound of the ratio of sampler-rejection: it masks out what lies above; None = no bound."""
     rejection_lower: Float | None = 0.999
-    """Lower bound of that ratio. None = none."""
+    """Lower bound of the ratio of sampler-rejection: it masks out what lies below; None = no bound."""
     mask_truncated_completions: Bool = False
     """Mask out completions that were truncated at the length limit."""
 
     def __post_init__(self) -> None:
-        """Checks the ranges, and that nothing is set that would have no effect."""
+        """Checks the ranges, and that each mask would leave something out."""
         super().__post_init__()
         if isinstance(self.sampler_is, str) and self.sampler_is not in _LEVELS and ":" not in self.sampler_is:
             near = nearest(self.sampler_is, _LEVELS)
@@ -105,7 +91,7 @@ class CorrectionFields(AlgorithmConfig):
         if self.sampler_is in _LEVELS and self.sampler_is_mode == "mask" and not (lower or 0) <= 1 <= (upper or 1):
             raise ConfigError(
                 f"sampler_is_mode='mask' with sampler_is_lower={lower!r} and sampler_is_threshold={upper!r} masks out "
-                "tokens on which sampler and trainer agree, of ratio 1: the bounds must lie around 1"
+                "tokens on which sampler and trainer agree (ratio 1): the bounds must include 1"
             )
         if self.off_policy_mask_threshold < 0:
             raise ConfigError(f"off_policy_mask_threshold must not be negative, got {self.off_policy_mask_threshold!r}")
@@ -113,21 +99,11 @@ class CorrectionFields(AlgorithmConfig):
             raise ConfigError(
                 f"top_entropy_quantile must be above 0 and at most 1, got {self.top_entropy_quantile!r}; 1.0 keeps all"
             )
-        self._check_used()
-
-    def _check_used(self) -> None:
-        """Refuses parameters of a mask or a correction that is not chosen, and masks that would leave out nothing."""
-        if self.sampler_is is None:
-            names = ("mode", "threshold", "lower", "normalize", "current", "kl")
-            check_effect(self, *(f"sampler_is_{name}" for name in names), needs="sampler_is")
         if self.sampler_is_normalize and self.sampler_is_current:
             raise ConfigError(
-                "sampler_is_normalize=True divides by a mean of the whole step, which weights of the current policy "
-                "have not: leave it off, or sampler_is_current"
+                "sampler_is_normalize=True divides by a mean over the whole step, and sampler_is_current=True has no "
+                "such mean: turn one of the two off"
             )
-        for field, masks in OF_MASK.items():
-            if not set(masks) & set(self.loss_masks):
-                check_effect(self, field, needs=f"loss_masks=[{' or '.join(masks)}]")
         if "top-entropy" in self.loss_masks and self.top_entropy_quantile == 1:
             raise ConfigError(
                 "loss_masks=[top-entropy] keeps all tokens at top_entropy_quantile=1.0, and costs a pass; set it below "

@@ -1,9 +1,8 @@
-"""The choice of the entropy bonus: a fixed coefficient, or one that follows the entropy."""
+"""The fields of the entropy bonus: a fixed coefficient, or one that adapts to the entropy."""
 
 from __future__ import annotations
 
 from whet.config.algo.base import AlgorithmConfig
-from whet.config.algo.unused_fields import check_effect
 from whet.config.base import config
 from whet.config.fields import Bool, Float
 from whet.errors import ConfigError
@@ -13,24 +12,24 @@ __all__ = ["EntropyFields"]
 
 @config
 class EntropyFields(AlgorithmConfig):
-    """What keeps the policy from becoming too certain."""
+    """The entropy bonus, which keeps the policy from becoming too certain."""
 
     entropy_coef: Float = 0.0
-    """c: weight of the entropy bonus at each token; 0.0 = none."""
+    """c, the weight of the entropy bonus of each token; 0.0 = no bonus."""
     use_adaptive_entropy: Bool = False
     """Adapt c after each update: raised by entropy_coef_delta where the mean entropy of its trained tokens was at most
     entropy_target, else lowered; the bonus acts only while the entropy of the update before was at most the target."""
     entropy_coef_min: Float = 0.0
-    """Least c of use_adaptive_entropy."""
+    """Smallest c of use_adaptive_entropy."""
     entropy_coef_max: Float = 1.0
-    """Greatest c of use_adaptive_entropy."""
+    """Largest c of use_adaptive_entropy."""
     entropy_coef_delta: Float = 0.005
-    """By how much c moves after each update with use_adaptive_entropy."""
+    """The change of c after each update with use_adaptive_entropy."""
     entropy_target: Float = 0.2
-    """The entropy that use_adaptive_entropy holds up, in nats per token."""
+    """The entropy that use_adaptive_entropy aims at, in nats per token."""
 
     def __post_init__(self) -> None:
-        """Checks the ranges, and that nothing is set that would have no effect."""
+        """Checks the ranges."""
         super().__post_init__()
         for name in ("entropy_coef_min", "entropy_coef_max", "entropy_target"):
             if getattr(self, name) < 0:
@@ -41,10 +40,7 @@ class EntropyFields(AlgorithmConfig):
             )
         if not self.entropy_coef_delta > 0:
             raise ConfigError(f"entropy_coef_delta must be positive, got {self.entropy_coef_delta!r}; 0.005 is usual")
-        if not self.use_adaptive_entropy:
-            names = ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")
-            check_effect(self, *names, needs="use_adaptive_entropy=True")
-        elif not self.entropy_coef_min <= self.entropy_coef <= self.entropy_coef_max:
+        if self.use_adaptive_entropy and not self.entropy_coef_min <= self.entropy_coef <= self.entropy_coef_max:
             raise ConfigError(
                 f"entropy_coef={self.entropy_coef!r}, where use_adaptive_entropy starts, must be between "
                 f"entropy_coef_min={self.entropy_coef_min!r} and entropy_coef_max={self.entropy_coef_max!r}"

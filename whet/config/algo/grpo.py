@@ -1,4 +1,4 @@
-"""GRPOConfig: the choices of group-relative policy optimisation."""
+"""GRPOConfig: group-relative policy optimisation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from whet.config.base import config
 from whet.config.fields import Size, Text
 from whet.errors import ConfigError
 
-__all__ = ["GRPOConfig", "GrpoConfig"]
+__all__ = ["GRPOConfig"]
 
 
 @config
@@ -22,9 +22,9 @@ class GRPOConfig(PolicyConfig):
     """
 
     num_generations: Size = 2
-    """G: completions of each prompt; 1 for an advantage_estimator that compares with something other than the group."""
+    """G, the completions of each prompt. 1 needs an advantage_estimator that does not compare within the group."""
     loss_algo: Literal["grpo", "gspo-token"] | Text = "grpo"
-    """Ratio of each token (grpo) or of the whole sequence (gspo-token)."""
+    """The importance ratio: of each token (grpo) or of the whole sequence (gspo-token)."""
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
@@ -40,9 +40,5 @@ class GRPOConfig(PolicyConfig):
 
     @property
     def loss_name(self) -> Any:
-        """What chooses the policy loss: loss_algo, Tunix's field, or policy_loss_fn."""
+        """The name of the policy loss, from loss_algo (Tunix's field) or policy_loss_fn."""
         return self.loss_algo if self.policy_loss_fn == "grpo" else self.policy_loss_fn
-
-
-GrpoConfig = GRPOConfig
-"""Tunix's other spelling."""

@@ -1,11 +1,10 @@
-"""The choice of the KL to the reference: its estimate, where it acts, its coefficient, and a reference that moves."""
+"""The fields of the KL to the reference: its estimate, where it acts, its coefficient, and a moving reference."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from whet.config.algo.base import AlgorithmConfig
-from whet.config.algo.unused_fields import check_effect
 from whet.config.base import config
 from whet.config.fields import Bool, Count, Float, Fn, Name
 from whet.errors import ConfigError
@@ -13,39 +12,39 @@ from whet.errors import ConfigError
 __all__ = ["KLFields"]
 
 _CORRECTED = ("k1", "k3", "kl", "low_var_kl")
-"""The estimates whose gradient use_bias_correction_kl makes that of the KL."""
+"""The estimates that use_bias_correction_kl gives the gradient of the KL."""
 
 
 @config
 class KLFields(AlgorithmConfig):
-    """How far the policy may move from the reference, and what that costs."""
+    """The penalty for moving away from the reference model."""
 
     beta: Float = 0.04
-    """Weight of the KL to the reference. 0.0 = off; no reference is loaded then unless force_compute_kl is set."""
+    """Weight of the KL to the reference. 0.0 = off, and no reference is loaded unless force_compute_kl is set."""
     kl_loss_mode: Name | Fn = "low_var_kl"
-    """KL estimate: a name, or a function of log(policy / reference). In the loss, the gradient of k1 does not depend on
-    the reference."""
+    """The KL estimate: a name, or a function of log(policy / reference). In the loss, the gradient of k1 does not
+    depend on the reference."""
     kl_type: Literal["loss", "reward", "advantage"] = "loss"
-    """Where the KL acts: a term of the loss; taken from each token's reward before the advantage estimator; or taken
-    from the advantage after it."""
+    """Where the KL acts: "loss" = a term of the loss, "reward" = subtracted from each token's reward before the
+    advantage estimator, "advantage" = subtracted from the advantage after it."""
     use_bias_correction_kl: Bool = False
-    """Multiply the KL in the loss, k1 or k3, by the importance ratio policy / old policy, with its gradient."""
+    """Multiply the KL in the loss (k1 or k3) by the importance ratio policy / old policy, with its gradient."""
     target_kl: Float | None = None
     """Adapt beta after each step so that the KL of the sampled completions stays near this; None = beta is fixed."""
     kl_horizon: Float = 10_000.0
-    """With target_kl: the number of completions over which beta may change by a fifth, the most that a step
-    changes it."""
+    """With target_kl: the number of completions over which beta changes by a fifth at most; a step never changes it by
+    more."""
     force_compute_kl: Bool = False
     """Compute the KL to the reference as a metric also when beta is 0.0."""
     sync_ref_model: Bool = False
     """Move the reference towards the policy every ref_model_sync_steps steps."""
     ref_model_mixup_alpha: Float = 0.6
-    """α of sync_ref_model: reference = α * policy + (1 - α) * reference; 1.0 = a copy."""
+    """α of sync_ref_model: reference = α * policy + (1 - α) * reference; 1.0 = copy the policy."""
     ref_model_sync_steps: Count = 512
-    """Steps (rollouts) between two moves of the reference."""
+    """Steps (rollouts) between two moves of the reference with sync_ref_model."""
 
     def __post_init__(self) -> None:
-        """Checks the ranges, and that nothing is set that would have no effect."""
+        """Checks the ranges, and that the fields go together."""
         super().__post_init__()
         if self.beta < 0:
             raise ConfigError(f"beta must not be negative, got {self.beta!r}")
@@ -77,7 +76,3 @@ class KLFields(AlgorithmConfig):
             raise ConfigError(
                 f"ref_model_mixup_alpha must be above 0 and at most 1, got {self.ref_model_mixup_alpha!r}; 1.0 = a copy"
             )
-        if self.target_kl is None:
-            check_effect(self, "kl_horizon", needs="target_kl")
-        if not self.sync_ref_model:
-            check_effect(self, "ref_model_mixup_alpha", "ref_model_sync_steps", needs="sync_ref_model=True")

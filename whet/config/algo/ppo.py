@@ -1,4 +1,4 @@
-"""PPOConfig: the choices of proximal policy optimisation with a critic."""
+"""PPOConfig: proximal policy optimisation with a critic."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from whet.config.fields import Bool, Count, Float, Fn, Name, Number
 from whet.errors import ConfigError, lookup_error
 from whet.util.references import is_ref
 
-__all__ = ["PPOConfig", "PpoConfig"]
+__all__ = ["PPOConfig"]
 
 
 def _or_zero(value: Any) -> Any:
-    """0.0 for None, which Tunix's field may be."""
+    """0.0 for None."""
     return 0.0 if value is None else value
 
 
@@ -30,41 +30,39 @@ class PPOConfig(PolicyConfig):
     ((0.0, 0.2), (0.1, 0.3))
     """
 
-    algo_variant: Name = "ppo"
-    """Tunix's name of the algorithm. No effect: the fields below define the algorithm."""
     advantage_estimator: Name | Fn = "gae"
-    """Rewards and values -> advantages: a name, a function or "package.module:function". The critic learns all the
-    same."""
+    """How rewards and values become advantages: a name, a function or "package.module:function". The critic is trained
+    with every choice."""
     policy_loss_fn: Name | Fn = "ppo"
-    """Logprobs and advantages -> a loss per token: a name, a function or "package.module:function"."""
+    """The loss of each token, from logprobs and advantages: a name, a function or "package.module:function"."""
     value_loss_fn: Name | Fn = "ppo"
-    """Values and returns -> a loss per token of the critic: a name, a function or "package.module:function"."""
+    """The critic's loss of each token, from values and returns: a name, a function or "package.module:function"."""
     gae_lambda: Float = 0.95
-    """λ of the generalised advantages and of the critic's returns: 1 trusts the rewards alone, 0 the critic."""
+    """λ of the generalised advantages and of the critic's returns: 1 = rewards only, 0 = the critic only."""
     whiten_advantages: Bool = True
-    """Shift and scale the advantages of a step to mean 0 and variance 1 over its trained tokens."""
+    """Normalise the advantages of a step to mean 0 and variance 1 over its trained tokens."""
     kl_type: Literal["loss", "reward", "advantage"] = "reward"
-    """Where the KL acts: taken from each token's reward before the advantage estimator; a term of the loss; or taken
-    from the advantage after it."""
+    """Where the KL acts: "reward" = subtracted from each token's reward before the advantage estimator, "loss" = a term
+    of the loss, "advantage" = subtracted from the advantage after the estimator."""
     kl_method: Name | Fn = "low_var_kl"
-    """KL estimate: Tunix's name of kl_loss_mode; set one of the two."""
+    """The KL estimate, by Tunix's name of kl_loss_mode; set one of the two."""
     epsilon_low: Float | None = None
     """The ratio is clipped below 1 - ε_low; None = epsilon."""
     entropy_coef: Annotated[Float, BeforeValidator(_or_zero)] = 0.0
-    """c: weight of the entropy bonus at each token; 0.0, or null, = none."""
+    """c, the weight of the entropy bonus of each token; 0.0 or null = no bonus."""
     clip_range_value: Float = 0.2
-    """How far a value may move from the one at rollout before its loss is that of the clipped one."""
+    """The range around the value at rollout to which the value loss clips the new value."""
     loss_agg_mode: Name | Fn = "token-mean"
-    """How the losses of tokens become one: a name, or a function that gives every token its weight."""
+    """How the losses of tokens become one loss: a name, or a function that computes the weight of every token."""
     value_loss_agg_mode: Name | Fn = "token-mean"
-    """The same for the critic's losses."""
+    """How the critic's losses of tokens become one loss: as loss_agg_mode."""
     critic_updates: Count = 1
-    """Updates of the critic for each of the actor's: its mini-batch in so many parts, in order."""
+    """Updates of the critic per update of the actor: the mini-batch is split into this many parts."""
     vf_coef: Float = 0.5
-    """Weight of the value loss next to the policy's, of a critic that shares the actor's trunk (critic.model=actor);
-    one with a model of its own has its own optimizer."""
+    """Weight of the value loss in the sum with the policy loss, for a critic that shares the actor's trunk
+    (critic.model=actor). No effect on a critic with a model of its own, which has its own optimizer."""
     critic_warmup_steps: Number = 0
-    """Steps at the start in which the critic alone is trained and the policy stays as it is (RL2's freeze_steps)."""
+    """Steps at the start that train only the critic and leave the policy unchanged (RL2's freeze_steps)."""
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
@@ -95,11 +93,7 @@ class PPOConfig(PolicyConfig):
 
     @property
     def keywords(self) -> Mapping[str, Any]:
-        """The fields, with epsilon and kl_loss_mode as what stands for them here."""
+        """The fields by name; epsilon_low replaces epsilon, and kl_method replaces kl_loss_mode."""
         low, high = self.clip_range
         mode = self.kl_loss_mode if self.kl_method == "low_var_kl" else self.kl_method
         return {**super().keywords, "epsilon": low, "epsilon_high": high, "kl_loss_mode": mode}
-
-
-PpoConfig = PPOConfig
-"""Tunix's other spelling."""

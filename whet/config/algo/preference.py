@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
+from whet.config.algo.fields_read import PREFERENCE_READS, REWARD_MODEL_READS, Readers
 from whet.config.algo.preference_choices import PREFERENCE_CHOICES
 from whet.config.algo.sft import SupervisedConfig
-from whet.config.algo.unused_fields import check_effect
+from whet.config.algo.unused_fields import check_fields_read
 from whet.config.base import config
-from whet.config.fields import Bool, Count, Float, Fn, Name, Pieces
+from whet.config.fields import Bool, Count, Float, Fn, Functions, Name
 from whet.errors import ConfigError
 
 __all__ = ["PreferenceConfig", "RewardModelConfig"]
@@ -20,7 +21,7 @@ __all__ = ["PreferenceConfig", "RewardModelConfig"]
 
 @config
 class RewardModelConfig(SupervisedConfig):
-    """Training of a reward model on pairs: the preference model of Bradley and Terry on the scores of last tokens.
+    """Training of a reward model on pairs, by the preference model of Bradley and Terry on the scores of last tokens.
 
     >>> RewardModelConfig(center_rewards_coefficient=-1.0)
     Traceback (most recent call last):
@@ -30,11 +31,12 @@ class RewardModelConfig(SupervisedConfig):
     CHOICES: ClassVar[Mapping[str, Mapping[str, str]]] = {
         "loss_type": {"bradley_terry": "the usual one; margins where the rows have them"}
     }
+    READS: ClassVar[Readers] = REWARD_MODEL_READS
 
     loss_type: Name | Fn = "bradley_terry"
-    """Scores of a pair -> a loss per pair: a name, a function or "package.module:function"."""
+    """The loss of a pair, from its two scores: a name, a function or "package.module:function"."""
     center_rewards_coefficient: Float | None = None
-    """c of c·(s_w + s_l)², which keeps rewards around 0; None = off, 0.01 where it is wanted."""
+    """c of the term c·(s_w + s_l)², which keeps rewards around 0; 0.01 is usual, None = off."""
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
@@ -45,7 +47,7 @@ class RewardModelConfig(SupervisedConfig):
 
 @config
 class PreferenceConfig(SupervisedConfig):
-    """Preference training: DPO and its relatives, of pairs or of rows with a label.
+    """Preference training: DPO and its relatives, on pairs or on rows with a label.
 
     >>> PreferenceConfig(loss_type="simpo", cpo_alpha=0.0, beta=2.0).loss_type
     ('simpo',)
@@ -55,55 +57,59 @@ class PreferenceConfig(SupervisedConfig):
     """
 
     CHOICES: ClassVar[Mapping[str, Mapping[str, str]]] = PREFERENCE_CHOICES
+    READS: ClassVar[Readers] = PREFERENCE_READS
     REFUSED: ClassVar[dict[str, str]] = {
-        "max_length": "the length of rows is the data's: data.max_length",
+        "max_length": "set the length of rows in the section data: data.max_length",
         "padding_free": "rows are packed wherever the model takes it",
         "precompute_ref_batch_size": "passes follow the reference's token budget: reference.max_tokens_per_micro_batch",
-        "truncation_mode": "what becomes of rows that are too long is the data's: data.on_long",
+        "truncation_mode": "set the treatment of rows that are too long in the section data: data.on_long",
     }
 
-    loss_type: Pieces = ("sigmoid",)
-    """Sums of a unit's sides -> a loss per unit: a name, a function or "package.module:function"; or several, added up
+    loss_type: Functions = ("sigmoid",)
+    """The loss of a pair or labelled row: a name, a function or "package.module:function"; or a list of them, added up
     with loss_weights."""
     loss_weights: tuple[Float, ...] | None = None
     """Weight of each loss_type, in their order; None = 1.0 each. MPO: loss_type=[sigmoid, bco_pair, sft] with
     [0.8, 0.2, 1.0]."""
     beta: Float = 0.1
-    """β: how much a log-ratio is worth as a reward; larger stays nearer to the reference. ipo's τ, orpo's λ."""
+    """β, the factor from log-ratio to reward; a larger one keeps the policy nearer to the reference. It is ipo's τ and
+    orpo's λ."""
     label_smoothing: Float = 0.0
-    """ε: the probability that a preference is the wrong way round."""
+    """ε, the probability that a preference has the wrong direction."""
     reference_free: Bool = False
-    """Take the reference's log-probabilities as 0 everywhere: no reference is loaded."""
+    """Take the reference's log-probabilities as 0 everywhere and load no reference."""
     ld_alpha: Float | None = None
-    """α of LD-DPO: what a token beyond the shorter answer's length counts, 0.0 to 1.0; None = as much as the others."""
+    """α of LD-DPO, 0.0 to 1.0: the weight of tokens beyond the length of the shorter answer; None = 1.0."""
     f_divergence_type: Name | Fn = "reverse_kl"
-    """The divergence from the reference that rewards are derived from, for losses of the difference of two rewards."""
+    """The divergence from the reference that defines the rewards; for losses of the difference of two rewards."""
     f_alpha_divergence_coef: Float = 0.5
     """α of f_divergence_type=alpha_divergence."""
     use_weighting: Bool = False
-    """Weigh pairs as WPO does, by how likely the policy itself would give both answers."""
+    """Weigh each pair as WPO does, by the policy's own probability of both answers."""
     discopop_tau: Float = 0.05
-    """discopop: τ, how sharply it changes from the logistic to the exponential loss."""
+    """discopop: τ, the temperature of the change from the logistic to the exponential loss."""
     simpo_gamma: Float = 0.5
-    """simpo: γ, the margin to reach."""
+    """simpo and alphapo: γ, the margin between the two rewards."""
     cpo_alpha: Float = 1.0
-    """cpo and simpo: λ, the weight of the chosen answers' likelihood; 0.0 = SimPO as its paper has it."""
+    """cpo, cpo_hinge, cpo_ipo and simpo: λ, the weight of the chosen answers' likelihood; 0.0 = SimPO as in its
+    paper."""
     alpha: Float = 0.0
-    """cpo, simpo and alphapo: α of AlphaPO's reward (1 - p^-α) / α; 0.0 = log p."""
+    """cpo, cpo_hinge, cpo_ipo, simpo and alphapo: α of AlphaPO's reward (1 - p^-α) / α; 0.0 = log p."""
     desirable_weight: Float = 1.0
-    """Rows with a label: λ_D, the weight of desirable ones."""
+    """Rows with a label: λ_D, the weight of desirable rows."""
     undesirable_weight: Float = 1.0
-    """Rows with a label: λ_U, the weight of the others; the weighted numbers of both should be near each other."""
+    """Rows with a label: λ_U, the weight of undesirable rows. Choose both weights so that the weighted numbers of rows
+    are similar."""
     log_entropy: Bool = False
-    """Log the mean entropy of the distributions before the trained tokens, which costs some time."""
+    """Log the mean entropy of the distributions of the trained tokens, in nats. It costs some time."""
     precompute_ref_log_probs: Bool = False
-    """Read the reference over the whole data set before the first step, and free its memory."""
+    """Score the whole data set with the reference before the first step, then free its memory."""
     sync_ref_model: Bool = False
-    """Move the reference towards the policy every ref_model_sync_steps (TR-DPO)."""
+    """Move the reference towards the policy every ref_model_sync_steps steps (TR-DPO)."""
     ref_model_mixup_alpha: Float = 0.6
-    """reference <- α·policy + (1 - α)·reference; 1.0 copies."""
+    """α of sync_ref_model: reference = α * policy + (1 - α) * reference; 1.0 = copy the policy."""
     ref_model_sync_steps: Count = 512
-    """Steps between such moves."""
+    """Steps between two moves of the reference with sync_ref_model."""
 
     def __post_init__(self) -> None:
         """Checks the ranges, and that nothing is set that would have no effect."""
@@ -126,8 +132,8 @@ class PreferenceConfig(SupervisedConfig):
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)!r}")
         if not 0 <= self.label_smoothing < 0.5:
             raise ConfigError(
-                f"label_smoothing must be at least 0 and less than 0.5, got {self.label_smoothing!r}: from there on "
-                "preferences would say the opposite"
+                f"label_smoothing must be at least 0 and less than 0.5, got {self.label_smoothing!r}: from 0.5 on "
+                "preferences would mean the opposite"
             )
         if "exo_pair" in self.loss_type and self.label_smoothing == 0:
             raise ConfigError("loss_type=exo_pair divides by label_smoothing, got 0.0; its paper has 1e-3")
@@ -138,11 +144,8 @@ class PreferenceConfig(SupervisedConfig):
         self._check_reference()
 
     def _check_reference(self) -> None:
-        """What is said of the reference goes together."""
-        if self.f_divergence_type in {*self.CHOICES["f_divergence_type"]} - {"alpha_divergence"}:
-            check_effect(self, "f_alpha_divergence_coef", needs="f_divergence_type=alpha_divergence")
-        if not self.sync_ref_model:
-            check_effect(self, "ref_model_mixup_alpha", "ref_model_sync_steps", needs="sync_ref_model=True")
+        """Raises ConfigError for fields about the reference that contradict one another, or have no effect."""
+        check_fields_read(self)
         if self.sync_ref_model and self.precompute_ref_log_probs:
             raise ConfigError(
                 "precompute_ref_log_probs reads the reference once, and sync_ref_model moves it; choose one"

@@ -1,6 +1,6 @@
-"""What preference training can choose by name, and when: shown by help, by docs/preference.md and, as names, by errors.
+"""The names of preference losses, and when to choose each. Help, docs/preference.md and error messages show them.
 
-The functions themselves are in whet.ops.preference, which needs torch; a test holds both to the same names.
+The functions themselves are in whet.ops.preference, which needs torch; a test compares the names.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PREFERENCE_CHOICES: Mapping[str, Mapping[str, str]] = {
         "cpo_hinge": "the same, to stop at a margin",
         "cpo_ipo": "the same, for labels that are almost certain",
         "simpo": "no reference, reward per token; cpo_alpha=0, beta=2, simpo_gamma=1 as in its paper",
-        "alphapo": "the same with a reward whose shape alpha sets, and cpo_alpha=0",
+        "alphapo": "the same with cpo_alpha=0 and a reward that alpha shapes",
         "orpo": "no reference and no SFT before: both in one stage",
         "kto": "rows with a label in place of pairs",
         "apo_zero_unpaired": "the same without a KL: no further passes",

@@ -15,11 +15,11 @@ __all__ = ["SFTConfig", "SupervisedConfig"]
 
 @config
 class SupervisedConfig:
-    """What every supervised objective has."""
+    """The base class of supervised objectives."""
 
     @property
     def keywords(self) -> Mapping[str, Any]:
-        """What the functions of an objective are given where they ask for it by name: the fields."""
+        """The fields by name: each function receives those that it has as keyword-only arguments."""
         return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
 
@@ -32,15 +32,16 @@ class SFTConfig(SupervisedConfig):
     """
 
     loss_type: Name | Fn = "nll"
-    """Logprobs -> a loss per token: "nll", "dft" (weighted by the token's own probability, arXiv:2508.05629), a
-    function or "package.module:function"."""
+    """The loss of each token, from its logprob: "nll", "dft" (weighted by the token's own probability,
+    arXiv:2508.05629), a function or "package.module:function"."""
     loss_agg_mode: Name | Fn = "token-mean"
-    """How token losses become one number: "token-mean" over the whole batch, "sequence-mean-token-mean" ..., as in
-    reinforcement learning. Rows without a trained token are left out before, so no mean over sequences counts them."""
+    """How the losses of tokens become one loss: "token-mean" over the whole batch, "sequence-mean-token-mean" ..., as
+    in reinforcement learning. Rows without a trained token are left out first, so no mean over sequences counts
+    them."""
     loss_agg_norm: Float | None = None
-    """The constant of loss_agg_mode=sequence-mean-token-scale and -sum-norm."""
+    """The constant of sequence-mean-token-scale and sequence-mean-token-sum-norm; None = their default."""
     log_entropy: Bool = False
-    """Log the mean entropy of the distributions before the trained tokens, which costs some time."""
+    """Log the mean entropy of the distributions of the trained tokens, in nats. It costs some time."""
 
     def __post_init__(self) -> None:
         """Checks the ranges."""

@@ -1,27 +1,15 @@
-"""The choice of the surrogate, and of how the losses of tokens become one."""
+"""The fields of the policy losses and of the loss aggregation."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 from whet.config.algo.base import AlgorithmConfig
-from whet.config.algo.unused_fields import check_effect
 from whet.config.base import config
 from whet.config.fields import Float, Fn, Name
 from whet.errors import ConfigError
 
-__all__ = ["AGG_WITH_NORM", "AGG_WITH_UNITS", "SurrogateFields"]
-
-AGG_WITH_NORM = ("sequence-mean-token-scale", "sequence-mean-token-sum-norm")
-"""The modes of loss_agg_mode that read loss_agg_norm."""
-AGG_WITH_UNITS = (
-    "prompt-mean-token-mean",
-    "seq-mean-token-sum",
-    "sequence-mean-token-mean",
-    "sequence-mean-token-scale",
-    "sequence-mean-token-sum-norm",
-)
-"""Those that read loss_agg_units; the last of them only without a norm."""
+__all__ = ["SurrogateFields"]
 
 _POSITIVE = (
     "sapo_temperature_pos",
@@ -35,48 +23,48 @@ _POSITIVE = (
 
 @config
 class SurrogateFields(AlgorithmConfig):
-    """Parameters of the policy losses, by the names of their keywords, and the aggregation."""
+    """Parameters of the policy losses, named as their keyword arguments, and the aggregation."""
 
     importance_sampling_level: Literal["token", "sequence", "sequence-token", "sequence-sum"] = "token"
-    """What the importance ratio is of."""
+    """Level of the importance ratio: of each token, or of its sequence."""
     epsilon: Float = 0.2
-    """The ratio is clipped below 1 - ε; with gmpo, its log below -ε."""
+    """ε: the ratio is clipped from below at 1 - ε; gmpo clips its log at -ε."""
     epsilon_high: Float | None = None
-    """The ratio is clipped above 1 + ε_high (with gmpo, its log above ε_high; with cispo-trl, at ε_high itself);
-    None = epsilon."""
+    """ε_high: the ratio is clipped from above at 1 + ε_high; gmpo clips its log at ε_high, cispo-trl the ratio at
+    ε_high itself. None = epsilon."""
     epsilon_c: Float | None = None
-    """Dual clip: with a negative advantage the loss stays below -ε_c·A; None = off, else greater than 1."""
+    """ε_c of the dual clip: with a negative advantage A the loss is at most -ε_c·A. Greater than 1; None = off."""
     delta: Float | None = None
-    """The largest ratio of the arm that is not clipped; None = off. From 1 + ε_high on the same as epsilon_c."""
+    """δ, the largest ratio in the unclipped term; None = off. From 1 + ε_high on it does the same as epsilon_c."""
     cispo_epsilon_low: Float | None = None
-    """cispo: weights are at least 1 - ε_low; None = no lower bound."""
+    """cispo: ε_low; weights are at least 1 - ε_low. None = no lower bound."""
     sapo_temperature_pos: Float = 1.0
-    """sapo: with a positive advantage, how soon the gradient fades."""
+    """sapo: τ for a positive advantage; the gradient fades sooner with a larger τ."""
     sapo_temperature_neg: Float = 1.05
-    """sapo: the same with an advantage that is not positive."""
+    """sapo: τ for an advantage of 0 or below."""
     vespo_k_pos: Float = 2.0
-    """vespo: k of w^k·exp(-λw), the weight of a sequence of ratio w, with an advantage that is not negative."""
+    """vespo: k of w^k·exp(-λw), the weight of a sequence with the ratio w, for an advantage of 0 or above."""
     vespo_lambda_pos: Float = 3.0
-    """vespo: λ of the same."""
+    """vespo: λ for an advantage of 0 or above."""
     vespo_k_neg: Float = 3.0
-    """vespo: k with a negative advantage."""
+    """vespo: k for a negative advantage."""
     vespo_lambda_neg: Float = 2.0
-    """vespo: λ with a negative advantage."""
+    """vespo: λ for a negative advantage."""
     teacher_coef: Float = 1.0
-    """distillation: weight of log(teacher / policy), which the advantage of each token is raised by."""
+    """distillation: weight of log(teacher / policy), which is added to the advantage of each token."""
     gkd_beta: Float = 0.5
-    """gkd: 0.0 = the forward KL (cover all that the teacher does), 1.0 = the reverse (seek what it finds likely),
-    between them the Jensen-Shannon divergence; TRL's beta."""
+    """gkd: 0.0 = the forward KL (the policy covers all that the teacher does), 1.0 = the reverse KL (it seeks what the
+    teacher finds likely), between them the Jensen-Shannon divergence. TRL calls it beta."""
     loss_agg_mode: Name | Fn = "sequence-mean-token-mean"
-    """How the losses of tokens become one: a name, or a function that gives every token its weight."""
+    """How the losses of tokens become one loss: a name, or a function that computes the weight of every token."""
     loss_agg_norm: Float | None = None
-    """The constant of the modes that divide by one; None = their default."""
+    """The constant of sequence-mean-token-scale and sequence-mean-token-sum-norm; None = their default."""
     loss_agg_units: Literal["trained", "all"] = "trained"
-    """What a loss_agg_mode with a mean over sequences (prompts) divides by: those with a trained token, or all, as TRL
-    does."""
+    """The sequences (or prompts) that a mean over them counts: "trained" = those with a trained token, "all" = every
+    one, as TRL does."""
 
     def __post_init__(self) -> None:
-        """Checks the ranges, and that nothing is set that would have no effect."""
+        """Checks the ranges."""
         super().__post_init__()
         for name in ("epsilon", "epsilon_high", "cispo_epsilon_low"):
             value = getattr(self, name)
@@ -97,12 +85,6 @@ class SurrogateFields(AlgorithmConfig):
             raise ConfigError(f"epsilon_c must be greater than 1, got {self.epsilon_c!r}; None turns the dual clip off")
         if self.loss_agg_norm is not None and self.loss_agg_norm <= 0:
             raise ConfigError(f"loss_agg_norm: Invalid 'norm' value: must be positive, got {self.loss_agg_norm!r}")
-        mode = self.loss_agg_mode
-        if mode in self.CHOICES["loss_agg_mode"] and mode not in AGG_WITH_NORM:
-            check_effect(self, "loss_agg_norm", needs=f"loss_agg_mode={' or '.join(AGG_WITH_NORM)}")
-        divided = mode == "sequence-mean-token-sum-norm" and self.loss_agg_norm is not None
-        if mode in self.CHOICES["loss_agg_mode"] and (mode not in AGG_WITH_UNITS or divided):
-            check_effect(self, "loss_agg_units", needs="a loss_agg_mode that divides by sequences or prompts")
 
     @property
     def clip_range(self) -> tuple[float, float]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from whet.errors import DataError, lookup_error
 from whet.ops.masked import segment_count, segment_sum
+from whet.ops.shapes import check_shapes
 
 __all__ = ["Grouped", "group_spread"]
 
@@ -44,7 +45,7 @@ class Grouped:
         Args: rewards [N], NaN = not applicable. group_ids: Long [N], any ids in any order.
         Raises: DataError: an infinite reward, or shapes that differ.
         """
-        check_shapes(rewards, group_ids)
+        check_shapes("[N]", rewards=rewards, group_ids=group_ids)
         r = rewards.detach().double()
         if r.isinf().any():
             at = int(r.isinf().nonzero()[0])
@@ -136,15 +137,8 @@ def group_spread(rewards: Tensor, group_ids: Tensor) -> Tensor:
     >>> group_spread(tensor([1., 0., 5., 5.]), tensor([0, 0, 1, 1]))
     tensor([ True, False])
     """
-    check_shapes(rewards, group_ids)
+    check_shapes("[N]", rewards=rewards, group_ids=group_ids)
     r = rewards.detach().double()
     num = int(group_ids.max()) + 1 if len(group_ids) else 0
     g = Grouped(r, ~r.isnan(), group_ids, num)
     return g.differs
-
-
-def check_shapes(rewards: Tensor, group_ids: Tensor) -> None:
-    """Raises DataError: not one of each per completion."""
-    if rewards.dim() != 1 or rewards.shape != group_ids.shape:
-        shapes = f"{list(rewards.shape)} and {list(group_ids.shape)}"
-        raise DataError(f"rewards and group_ids have shapes {shapes}; give one of each per completion: [N] and [N]")

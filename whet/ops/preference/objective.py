@@ -201,7 +201,7 @@ class PreferenceObjective:
         self, batch: TokenBatch, seen: StepInputs, *, passes: bool
     ) -> tuple[TokenBatch, dict[str, float]]:
         """The columns of the losses that need a pass, or of those that don't."""
-        x = _whole(batch, torch.zeros(0))
+        x = _whole(batch, torch.zeros(batch.num_tokens))
         place = batch.unit_of, (x.need(self._side(x)) < 0.5).long()
         kept = dict(seen.running)
         for loss in self.losses.values():

@@ -1,9 +1,9 @@
-"""The KV of finished sequences, held for the next turn of their conversation.
+"""ConversationCache: the KV of finished requests, held for the next turn of their conversation.
 
-A turn's prompt begins with what the turn before it held: prompt and completion, except the last token, whose KV was
-never made. The engine copies that part into the new prompt's row and encodes the rest.
-Left out on purpose: a search among all prompts. What is reused follows from the conversation a request names, so what
-else has gone through the engine changes no bit of it.
+A turn's prompt begins with the previous turn's prompt and completion. Their KV exists, except that of the last token,
+which was never run. The engine copies it into the new prompt's row and runs the rest.
+Left out on purpose: a search among all prompts. Only the conversation that a request names decides what is reused, so
+other requests of the engine change no bit of it.
 Dim legend: K KV heads, T tokens, D head size.
 """
 
@@ -19,7 +19,7 @@ __all__ = ["CachedSequence", "ConversationCache", "common_length"]
 
 
 def common_length(a: np.ndarray, b: np.ndarray) -> int:
-    """Tokens that two sequences begin with in common.
+    """How many first tokens two sequences have in common.
 
     >>> common_length(np.array([5, 6, 7]), np.array([5, 6, 8, 9]))
     2
@@ -31,12 +31,12 @@ def common_length(a: np.ndarray, b: np.ndarray) -> int:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CachedSequence:
-    """A finished sequence."""
+    """A finished request's tokens and KV."""
 
     tokens: np.ndarray
     """int32 [T]."""
     layers: dict[int, tuple[Tensor, Tensor]]
-    """By layer: keys and values [K T D]."""
+    """Keys and values [K T D] of each layer."""
 
     @property
     def bytes(self) -> int:
@@ -45,63 +45,63 @@ class CachedSequence:
 
 
 class ConversationCache:
-    """What is held, by conversation, the oldest first; one sequence for each.
+    """The last sequence of each conversation, the oldest first.
 
-    Args: most: conversations held at once, the oldest goes first; None = as many as there is room for.
+    Args: max_conversations: held at once; the oldest is dropped first. None = as many as there is room for.
     """
 
-    def __init__(self, most: int | None) -> None:
-        self._most = most
-        self._held: dict[int, CachedSequence] = {}
+    def __init__(self, max_conversations: int | None) -> None:
+        self._max_conversations = max_conversations
+        self._cached: dict[int, CachedSequence] = {}
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._cached)
 
     def get(self, conversation: int | None) -> CachedSequence | None:
-        """What is held of a conversation."""
-        return None if conversation is None else self._held.get(conversation)
+        """The cached sequence of a conversation; None = there is none."""
+        return None if conversation is None else self._cached.get(conversation)
 
-    def put(self, conversation: int, held: CachedSequence, room: int | None) -> None:
-        """Holds a sequence instead of the conversation's earlier one, if it fits.
+    def put(self, conversation: int, cached: CachedSequence, room: int | None) -> None:
+        """Replaces the conversation's earlier sequence, if the new one fits.
 
-        Args: room: tokens that may be held in all, older ones leave for it; None = no bound.
+        Args: room: tokens that may be held in all, older conversations are dropped for it; None = no bound.
         """
         self.drop(conversation)
-        size = len(held.tokens)
+        size = len(cached.tokens)
         if room is not None and size > room:
             return
-        self._held[conversation] = held
+        self._cached[conversation] = cached
         if room is not None:
             self.shrink(room, ())
-        if self._most is not None and len(self) > self._most:
-            self.drop(next(iter(self._held)))
+        if self._max_conversations is not None and len(self) > self._max_conversations:
+            self.drop(next(iter(self._cached)))
 
     def shrink(self, room: int, last: Collection[int | None]) -> None:
-        """Drops what is oldest until no more tokens are held than fit.
+        """Drops the oldest conversations until the others fit.
 
-        Args: room: tokens that may be held. last: conversations that go only when nothing else is left, in this order.
+        Args: room: tokens that may be held. last: conversations that are dropped last, in this order.
         """
-        order = [c for c in self._held if c not in last] + [c for c in last if c is not None and c in self._held]
+        order = [c for c in self._cached if c not in last] + [c for c in last if c is not None and c in self._cached]
         for conversation in order:
             if self.tokens <= room:
                 return
             self.drop(conversation)
 
     def drop(self, conversation: int | None) -> None:
-        """Forgets a conversation, if it is held."""
+        """Drops a conversation, if it is cached."""
         if conversation is not None:
-            self._held.pop(conversation, None)
+            self._cached.pop(conversation, None)
 
     def clear(self) -> None:
-        """Forgets all."""
-        self._held.clear()
+        """Drops all conversations."""
+        self._cached.clear()
 
     @property
     def tokens(self) -> int:
-        """Tokens whose KV is held."""
-        return sum(len(h.tokens) for h in self._held.values())
+        """Tokens with cached KV."""
+        return sum(len(c.tokens) for c in self._cached.values())
 
     @property
     def bytes(self) -> int:
-        """Memory of what is held."""
-        return sum(h.bytes for h in self._held.values())
+        """Memory of the cached KV."""
+        return sum(c.bytes for c in self._cached.values())

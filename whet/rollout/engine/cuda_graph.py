@@ -1,12 +1,12 @@
-"""Decode steps of fixed shape, so that a CUDA graph of one can be replayed: launches cost nothing then.
+"""Decode steps of fixed shape, captured as CUDA graphs and replayed, so that launches cost nothing.
 
 A step is captured per bucket of rows; rows beyond the live ones are padding: their state is zero and their draws are
-not read. Whatever a step reads lies at a fixed address; where an address changes (a store has grown), a new graph is
-captured and the old ones are forgotten. On a CPU nothing is captured, and the same steps run one by one.
+not read. Everything that a step reads lies at a fixed address. Where an address changes (a store has grown), the
+old graphs are dropped and new ones captured. On a CPU the same steps run one by one, without capture.
 
-Graphs of one StepGraphs share the memory that they work in, a pool, and the stream that they are captured on; nothing
-else uses either. The pool lives from the first capture until the graphs are forgotten, which happens to all at once: a
-pool without graphs is dead, and to destroy a graph may free what others of its stream still use.
+The graphs of one StepGraphs share a pool of memory and the stream of their capture; nothing else uses either. The pool
+lives from the first capture until the graphs are dropped, all at once: a pool without graphs is dead, and destroying a
+single graph may free what others of its stream still use.
 Left out on purpose: capture over several plans, with penalties or truncation: those steps run eagerly.
 """
 
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from whet.errors import format_exception
 from whet.util.device import on_device
 from whet.util.experimental import warn_experimental
 
@@ -31,27 +32,27 @@ __all__ = ["FixedTensors", "StepGraphs", "padded_rows"]
 log = logging.getLogger("whet")
 
 MAX_GRAPHS = 32
-"""Graphs kept at most."""
+"""The most graphs that are kept."""
 PACKAGE = Path(__file__).parents[2]
-"""Whose lines say where a capture failed: whet's own."""
+"""The folder of whet: a failed capture is reported at a line of its files."""
 ONE_CAPTURE = threading.Lock()
 """Held while something is captured: torch allows one capture at a time in a process."""
 
 
-def padded_rows(count: int, most: int) -> int:
-    """Rows that a step of `count` live rows is run with: a power of two up to 16, then a multiple of 16.
+def padded_rows(count: int, max_rows: int) -> int:
+    """Rows of a step with `count` live rows: a power of two up to 16, then a multiple of 16.
 
-    Args: count: live rows. most: never more than these.
+    Args: count: live rows. max_rows: the result is never above it.
     Returns: count or a little more.
 
     >>> padded_rows(3, 256), padded_rows(17, 256), padded_rows(17, 20)
     (4, 32, 20)
     """
-    return min(most, 1 << (count - 1).bit_length() if count <= 16 else -(-count // 16) * 16)
+    return min(max_rows, 1 << (count - 1).bit_length() if count <= 16 else -(-count // 16) * 16)
 
 
 class FixedTensors:
-    """Tensors that change their content and keep their address, as long as they keep their shape.
+    """Tensors that get new content at the same address, as long as their shape stays.
 
     >>> fixed = FixedTensors()
     >>> a = fixed.keep("x", torch.tensor([1, 2]))
@@ -63,7 +64,7 @@ class FixedTensors:
     def __init__(self) -> None:
         self._kept: dict[Hashable, Tensor] = {}
         self.epoch = 0
-        """Rises when an address changes."""
+        """Counts the changes of addresses."""
 
     def keep(self, key: Hashable, value: Tensor) -> Tensor:
         """The tensor of this key, with this content."""
@@ -76,15 +77,15 @@ class FixedTensors:
 
 
 class StepGraphs:
-    """Steps by key: the first of a key runs eagerly and warms up, the second is captured, the others are replayed.
+    """Runs steps by key: the first of a key runs eagerly to warm up, the second is captured, the others are replayed.
 
-    A capture that fails is the last: it is logged, and every step from then on runs eagerly.
-    Args: device: CUDA, or any other, where every step runs eagerly.
+    After a capture that fails, which is logged, every step runs eagerly.
+    Args: device: CUDA; on any other every step runs eagerly.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.refusal: str | None = None
+        self.failure: str | None = None
         """Why nothing is captured any more; None = no capture has failed."""
         self._captures = device.type == "cuda"
         if self._captures:
@@ -96,16 +97,18 @@ class StepGraphs:
 
     @property
     def path(self) -> str:
-        """Which implementation runs the steps, and why."""
-        if self.refusal:
-            return f"eager ({self.refusal})"
+        """How steps run, and why, for `backends`."""
+        if self.failure:
+            return f"eager ({self.failure})"
         mark = ", experimental" if self.device.type == "cuda" else ""
         return f"fixed shapes, graphs on {self.device.type}{mark}"
 
     def step(self, key: Hashable, epoch: Hashable, body: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Runs a step.
 
-        Args: key: of its shapes and choices. epoch: of the addresses it reads; a new one forgets all graphs.
+        Args:
+            key: of its shapes and choices.
+            epoch: of the addresses it reads; a new one drops all graphs.
             body: the step; it must do the same work at the same addresses whenever key and epoch are the same.
         Returns: what the body returned; overwritten by the next replay of this key, so take a copy.
         """
@@ -117,17 +120,17 @@ class StepGraphs:
         if key not in self._graphs:
             self._graphs[key] = None
             return body()
-        made = self._graphs[key]
-        if made is None:
+        captured = self._graphs[key]
+        if captured is None:
             handled = sys.exception()
             try:
-                made = self._capture(body)
+                captured = self._capture(body)
             except Exception as error:
                 self._give_up(_first(error, handled))
                 return body()  # a capture runs nothing, so the step is still to be done
-            self._graphs[key] = made
-        made[0].replay()
-        return made[1]
+            self._graphs[key] = captured
+        captured[0].replay()
+        return captured[1]
 
     def _capture(self, body: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
         """Captures a step without running it."""
@@ -144,19 +147,19 @@ class StepGraphs:
         return graph, out
 
     def _give_up(self, error: BaseException) -> None:
-        """Logs why nothing is captured any more. Raises: what was not a failure of the capture: Ctrl-C."""
+        """Logs why nothing is captured any more. Raises: an error that is not the capture's own: Ctrl-C."""
         if not isinstance(error, Exception):
             raise error
-        what = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        what = format_exception(error)
         frames = traceback.extract_tb(error.__traceback__)
         if own := [f for f in frames if Path(f.filename).is_relative_to(PACKAGE)] or frames:
             what += f" ({Path(own[-1].filename).name}:{own[-1].lineno}: {own[-1].line})"
-        self.refusal, self._captures = f"a capture failed: {what}", False
+        self.failure, self._captures = f"a capture failed: {what}", False
         self.clear()
         log.warning("decode steps are no longer captured, which makes a rollout several times slower: %s", what)
 
     def clear(self) -> None:
-        """Forgets all graphs; their memory is free as soon as nothing holds what they returned."""
+        """Drops all graphs; their memory is free as soon as nothing holds what they returned."""
         if self.device.type == "cuda" and any(self._graphs.values()):
             torch.cuda.synchronize(self.device)  # after an interrupt a replay may still run
         self._graphs.clear()
@@ -164,7 +167,7 @@ class StepGraphs:
 
 
 def _first(error: BaseException, handled: BaseException | None) -> BaseException:
-    """The error that led to this one, which torch raises when it ends a capture. Args: handled: by a caller, before."""
+    """The first error behind this one, raised by torch when a capture ends. Args: handled: before, by a caller."""
     while error.__context__ is not None and error.__context__ is not handled:
         error = error.__context__
     return error

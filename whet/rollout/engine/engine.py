@@ -1,8 +1,9 @@
-"""The embedded engine: the protocol, and the order of its work.
+"""EmbeddedEngine: continuous batching in this process, on the module that is trained.
 
-It runs the module it is given with the parameters of the moment: after an optimizer step nothing is sent (with
-own_weights, a copy is run). All work happens inside `step`: admit what fits, decode a few steps, read what was drawn,
-retire what is finished. A sequence that ends leaves at once, and the last row moves into its place.
+It reads the parameters as they are now, so nothing is sent after an optimizer step (with own_weights it runs a copy).
+All work happens inside `step`, which repeats three parts: `_schedule` admits what fits, `_run_prefill` and
+`_run_decode` draw tokens, `_postprocess` records them and removes what has ended. A row that ends leaves at once, and
+the last row moves into its place.
 Left out on purpose: threads, and preemption by memory (memory is reserved when a request is admitted).
 Dim legend: n live rows.
 """
@@ -11,12 +12,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any, Self
 
 import numpy as np
 from torch import Tensor, nn
 
+from whet.config import RolloutConfig
 from whet.errors import ConfigError, EngineError
 from whet.models.loaded_model import LoadedModel
 from whet.models.modes import max_positions
@@ -26,27 +29,34 @@ from whet.rollout.engine.conversation_cache import CachedSequence, ConversationC
 from whet.rollout.engine.engine_model import EngineModel
 from whet.rollout.engine.live_rows import LiveRows
 from whet.rollout.engine.runner import Runner, StepOutput
-from whet.rollout.engine.scheduler import Prefix, Scheduler, SequenceState
-from whet.rollout.requests import SamplingPlan, check_request, completed_string, make_plan
+from whet.rollout.engine.scheduler import Prefix, Scheduler
+from whet.rollout.in_flight import InFlightRequest
+from whet.rollout.requests import SamplingPlan, check_ids, check_request, make_plan
+from whet.rollout.stopping import Decode
 from whet.types import FinishReason
 
 __all__ = ["EmbeddedEngine"]
 
 STEPS_PER_READ = 4
-"""Decode steps between two looks at what was drawn."""
+"""Decode steps before the host reads what was drawn."""
 
 
 class EmbeddedEngine:
     """Continuous batching with shared prompts, on the trainer's own module.
 
     Requests with equal prompts share one prefill and its KV. Draws follow Request.address, so a request gives the same
-    tokens alone and in a crowd (without native kernels, but for ties broken by the last bit of a logit).
-    Args: model: a LoadedModel, or a module to load. decode: ids -> text, needed for stop strings only.
-        max_batch: sequences decoded together. kv_cache_tokens: bound on the KV held, in tokens, padding included;
-            None = as much as max_batch sequences ask for. prefill_tokens: prompt tokens run at once; longer prompts run
-            in chunks. fast: False = always run the module itself, never the fused trunk. native: False = on a CPU,
-            torch's kernels alone. grammars: the tokenizer's, needed for constraints only. own_weights:
-            True = sample from a copy of the model, which takes its weights in `update` alone.
+    tokens alone and in a batch (without native kernels, except for ties broken by the last bit of a logit).
+
+    Args:
+        model: a LoadedModel, or a module to load.
+        decode: ids -> text, needed for stop strings only.
+        max_batch: sequences decoded together.
+        kv_cache_tokens: bound on the KV held, in tokens, padding included; None = as much as max_batch sequences need.
+        prefill_tokens: prompt tokens run at once; longer prompts run in chunks.
+        fast: False = always run the module itself, never the fused trunk.
+        native: False = on a CPU, only torch's kernels.
+        grammars: of the tokenizer, needed for constraints only.
+        own_weights: True = sample from a copy of the model, which takes new weights only in `update`.
     Raises: ConfigError: a model that whet's attention does not fit, or a size below 1.
 
     Example: `engine.submit([Request(...)]); outputs = engine.step()`, until step gives [].
@@ -68,7 +78,7 @@ class EmbeddedEngine:
         self,
         model: LoadedModel | nn.Module,
         *,
-        decode: Callable[[Sequence[int]], str] | None = None,
+        decode: Decode | None = None,
         max_batch: int = 256,
         kv_cache_tokens: int | None = None,
         prefill_tokens: int = 8192,
@@ -95,7 +105,7 @@ class EmbeddedEngine:
         self._plan_of: dict[Sampling, int] = {}
         self._in_flight: set[int] = set()
         self._rows = LiveRows()
-        self._admitted: list[tuple[SequenceState, Prefix]] = []  # by the scheduler; not rows yet
+        self._admitted: list[tuple[InFlightRequest, Prefix]] = []  # by the scheduler; not rows yet
         self._prefixes: dict[bytes, Prefix] = {}
         self._conversations = ConversationCache(max_batch if kv_cache_tokens is None else None)
         self._finished: list[Output] = []
@@ -105,16 +115,29 @@ class EmbeddedEngine:
         self.version = 0
         """The policy version stamped on what is drawn now."""
 
+    @classmethod
+    def from_config(
+        cls, config: RolloutConfig, model: LoadedModel, *, decode: Decode, grammars: Grammars | None = None, **_: Any
+    ) -> Self:
+        """The engine of a rollout configuration. Args: as make_engine's."""
+        return cls(
+            model,
+            decode=decode,
+            max_batch=config.max_batch_size,
+            kv_cache_tokens=config.kv_cache_tokens,
+            native=config.native_kernels,
+            grammars=grammars,
+        )
+
+    # ---- requests ------------------------------------------------------------------------------------------------
+
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues requests.
 
         Raises: EngineError: one of them could never fit, or its id is in flight; none is queued then.
         """
-        ids: set[int] = set()
+        check_ids(requests, self._in_flight)
         for r in requests:
-            if r.id in self._in_flight or r.id in ids:
-                raise EngineError(f"request id {r.id} is in flight already; ids are unique until their output has come")
-            ids.add(r.id)
             check_request(
                 r,
                 vocabulary=self._runner.vocabulary,
@@ -124,257 +147,31 @@ class EmbeddedEngine:
                 closed=self._closed,
             )
             self._scheduler.check(r)
-        matchers = [self._grammars.start(r) if self._grammars else None for r in requests]
+        matchers = [self._grammars and self._grammars.start(r) for r in requests]
         plans = [self._plan(r.sampling) for r in requests]
-        self._in_flight |= ids
+        self._in_flight |= {r.id for r in requests}
         self._scheduler.add(
-            [SequenceState(request=r, plan=p, matcher=m) for r, p, m in zip(requests, plans, matchers, strict=True)]
+            [InFlightRequest(request=r, plan=p, matcher=m) for r, p, m in zip(requests, plans, matchers, strict=True)]
         )
 
     def _plan(self, sampling: Sampling) -> int:
-        """The index of a Sampling's plan; Samplings that differ in max_tokens alone draw together."""
+        """The index of a Sampling's plan; Samplings that differ only in max_tokens are drawn together."""
         sampling = replace(sampling, max_tokens=1)
         if sampling not in self._plan_of:
             self._plans.append(make_plan(sampling))
             self._plan_of[sampling] = len(self._plans) - 1
         return self._plan_of[sampling]
 
-    def step(self, timeout_s: float | None = None) -> list[Output]:
-        """Computes until something finishes, or the time is up, and returns what has finished.
-
-        Args: timeout_s: looked at between blocks of steps; None = no limit.
-        Returns: finished requests; [] = nothing in flight (or the time is up).
-        Raises: EngineError: the engine sleeps. What else is raised (Ctrl-C, no memory) ends no request: all are queued
-            again with what they have made.
-        """
-        if self._asleep:
-            raise EngineError("the engine is asleep; call wake() first")
-        self._model.check_whole()
-        try:
-            with self._runner.forward.running():
-                self._runner.forward.refresh(force=self._weights_changed)
-                self._weights_changed = False
-                self._run_until_finished(timeout_s)
-        except BaseException:
-            self._requeue()
-            self._weights_changed = True
-            raise
-        done, self._finished = self._finished, []
-        return done
-
-    def _run_until_finished(self, timeout_s: float | None) -> None:
-        """Admits and decodes until something is finished."""
-        start = time.monotonic()
-        while not self._finished and (self._rows or self._scheduler.queue):
-            self._admit()
-            if self._rows and not self._finished:
-                self._advance()
-            if timeout_s is not None and time.monotonic() - start >= timeout_s:
-                break
-
-    def _admit(self) -> None:
-        """Admits what fits, prefills new prompts, draws first tokens."""
-        live, scheduler, runner = len(self._rows), self._scheduler, self._runner
-        if not scheduler.queue:
-            return
-        longest = self._rows.max_new
-        admitted = scheduler.admit(
-            live=live,
-            longest=longest,
-            prefixes=self._prefixes,
-            conversations=self._conversations,
-            idle=max(1, scheduler.max_batch // 8),
-        )
-        if not admitted:
-            return
-        self._admitted = admitted
-        if scheduler.kv_cache_tokens is not None:
-            runner.shrink(live, max(longest, *(seq.left for seq, _ in admitted)), self._slots_in_use())
-        for _, p in admitted:
-            p.live += 1
-        self._prefill(admitted)
-        live = len(self._rows)
-        runner.reserve_rows(live, len(admitted))
-        block = runner.add_rows(live, admitted, self._plans, self._allowed(admitted))
-        self._rows.add(admitted)
-        self._admitted = []
-        self._rows_changed = True
-        self._collect(block, live)
-
-    def _slots_in_use(self) -> dict[int, int]:
-        """Rows in use of the prompts' stores, by bucket."""
-        return Counter(p.bucket for p in self._prefixes.values())
-
-    def _prefill(self, admitted: Sequence[tuple[SequenceState, Prefix]]) -> None:
-        """Runs the new prompts, each once, from the first token that an earlier turn does not hold."""
-        new = {p.key: p for _, p in admitted if p.hidden is None}
-        fresh = sum(len(p.tokens) - p.filled for p in new.values())
-        self._add_stats(prefilled=fresh, reused=sum(len(p.tokens) for _, p in admitted) - fresh)
-        if new:
-            slots_in_use = self._slots_in_use()
-            self._prefixes |= new  # now, since rows that leave between two chunks move prompts
-            self._runner.prefill(list(new.values()), slots_in_use, self._decode_between_chunks)
-        for seq, prefix in admitted:
-            held = self._conversations.get(seq.request.conversation)
-            if held is not None and common_length(held.tokens, prefix.tokens) == len(held.tokens):
-                self._conversations.drop(seq.request.conversation)  # the prompt's own row has all of it
-
-    def _decode_between_chunks(self) -> None:
-        """Live rows decode between two chunks of new prompts; with a bound on the cache, all memory is spoken for."""
-        if self._rows and self._scheduler.kv_cache_tokens is None:
-            self._advance()
-
-    def _advance(self) -> None:
-        """Decodes a few steps, no more than the row nearest to its limit may make; one, where a row is constrained."""
-        runner, rows, allowed = self._runner, self._rows, self._allowed(self._rows.all)
-        steps = min(STEPS_PER_READ if allowed is None else 1, int(rows.left.min()))
-        runner.own.reserve(len(rows), int(rows.made.max()) - 1 + steps, longest=rows.max_new)
-        if self._rows_changed:
-            runner.regroup(rows.all, self._plans)
-            self._rows_changed = False
-        self._add_stats(steps=steps, row_steps=steps * len(rows))
-        self._collect(runner.decode(steps, rows.made.copy(), int(rows.lengths.max()), allowed), 0)
-
-    def _allowed(self, rows: Sequence[tuple[SequenceState, Prefix]]) -> Tensor | None:
-        """What constraints allow next, uint8 [n, W]; None where no row has one."""
-        matchers = [seq.matcher for seq, _ in rows] if self._grammars else []
-        return self._grammars.rows(matchers) if self._grammars and any(matchers) else None
-
-    def _add_stats(self, **counts: int) -> None:
-        """Adds to what was done since construction."""
-        done = self._totals
-        self._totals = replace(done, **{name: vars(done)[name] + n for name, n in counts.items()})
-
-    def _collect(self, block: StepOutput, first: int) -> None:
-        """Records what rows first.. to the last have drawn, and retires those that are finished."""
-        self._rows.append(first, block.tokens, block.logprobs)
-        if block.logits is not None:
-            for row in range(first, len(self._rows)):
-                seq, _ = self._rows[row]
-                if seq.request.sampling.return_logits:
-                    seq.logits.append(block.logits[:, row - first])
-        ended = self._ended(block, first)
-        if ended:
-            self._finish(ended)
-
-    def _ended(self, block: StepOutput, first: int) -> dict[int, FinishReason]:
-        """Rows that are finished, and why; what a row that stopped has made is cut to its stop token."""
-        steps, rows = len(block.tokens), self._rows
-        ended: dict[int, FinishReason] = {first + int(i): "length" for i in np.flatnonzero(rows.left[first:] <= 0)}
-        plans = rows.plans[first:]
-        for plan in np.unique(plans):
-            sampling = self._plans[plan].sampling
-            mine = np.flatnonzero(plans == plan)
-            stops = np.isin(block.tokens[:, mine], sampling.stop_ids)
-            for i in np.flatnonzero(stops.any(0)):
-                row = first + int(mine[i])
-                rows.made[row] += int(stops[:, i].argmax()) + 1 - steps
-                ended[row] = "stop"
-            for row in mine + first if sampling.stop else ():
-                if self._cut(int(row), steps):
-                    ended[int(row)] = "stop"
-        self._advance_grammars(block.tokens[-1], first, ended)
-        return ended
-
-    def _advance_grammars(self, drawn: np.ndarray, first: int, ended: dict[int, FinishReason]) -> None:
-        """Tells the grammars of constrained rows what was drawn, and ends rows where no token may come."""
-        rows = enumerate(self._rows.all[first:], first)
-        matchers = {row: seq.matcher for row, (seq, _) in rows if seq.matcher and ended.get(row) != "stop"}
-        for row, matcher in matchers.items():
-            matcher.advance(int(drawn[row - first]))
-        if self._grammars and matchers:
-            self._grammars.refresh(list(matchers.values()))
-        ended |= {row: m.ended for row, m in matchers.items() if m.ended}
-
-    def _cut(self, row: int, steps: int) -> bool:
-        """Cuts a row at the token that completes a stop string, if one of its last `steps` does."""
-        seq, _ = self._rows[row]
-        r, made = seq.request, self._rows.tokens(row)
-        whole = np.concatenate([r.tokens[len(r.tokens) - r.offset :], *(s.tokens for s in seq.spans), made])
-        assert self._decode is not None
-        place = completed_string(self._decode, whole, r.sampling.stop, fresh=min(steps, len(made)))
-        if place is None:
-            return False
-        self._rows.made[row] = place - (len(whole) - len(made))
-        return True
-
-    def _finish(self, ended: dict[int, FinishReason]) -> None:
-        """Retires finished rows."""
-        for row in sorted(ended):
-            seq, _ = self._rows[row]
-            self._save_span(row)
-            self._in_flight.discard(seq.request.id)
-            self._finished.append(seq.output(ended[row]))
-        self._remove_rows(set(ended))
-
-    def _remove_rows(self, gone: set[int]) -> None:
-        """Takes rows out; what they held stays for the next turn of their conversation, if it has one and fits."""
-        turns: list[tuple[int, CachedSequence]] = []
-        for row in sorted(gone):
-            seq, prefix = self._rows[row]
-            if seq.request.conversation is not None:
-                own = self._rows.tokens(row)[:-1]  # the last token has no KV yet
-                tokens = np.concatenate([prefix.tokens, own]).astype(np.int32)
-                held = CachedSequence(tokens=tokens, layers=self._runner.copy_kv(row, prefix, len(own)))
-                turns.append((seq.request.conversation, held))
-        self._compact(gone)
-        room = self._conversation_budget(sum(len(h.tokens) for _, h in turns)) if turns else None
-        for conversation, held in turns:
-            self._conversations.put(conversation, held, room)
-
-    def _conversation_budget(self, tokens: int) -> int | None:
-        """Tokens that may be held of earlier turns, new ones included; None = no bound. Frees what is not in use."""
-        bound, longest = self._scheduler.kv_cache_tokens, self._rows.max_new
-        if bound is None:
-            return None
-        own = self._runner.own  # the rows that have left would take places too when the others grow
-        unused = own.rows * max(0, longest - own.length)
-        if self._runner.kv_tokens + unused + self._conversations.tokens + tokens > bound:
-            self._runner.shrink(len(self._rows), longest, self._slots_in_use())
-        return bound - sum(p.bucket for p in self._prefixes.values()) - len(self._rows) * longest
-
-    def _save_span(self, row: int) -> None:
-        """Adds what a row has drawn since it was admitted to its sequence."""
-        seq, span = self._rows[row][0], self._rows.span(row, self.version)
-        logits = np.concatenate(seq.logits)[: len(span.tokens)] if seq.logits else None
-        seq.logits = []
-        seq.spans.append(replace(span, logits=logits))
-        self._add_stats(generated=len(span.tokens))
-
-    def _compact(self, gone: set[int]) -> None:
-        """Moves the last rows into the freed slots; drops prompts that no row reads."""
-        for row in gone:
-            self._rows[row][1].live -= 1
-        source, target = self._rows.compact(gone)
-        if len(target):
-            self._runner.move_rows(source, target, int(self._rows.made[target].max()))
-        self._rows_changed = True
-        queue = self._scheduler.queue
-        waiting = queue[0].context.tobytes() if queue else None
-        for p in [p for p in self._prefixes.values() if not p.live and p.key != waiting]:
-            self._forget(p)
-
-    def _forget(self, prefix: Prefix) -> None:
-        """Drops a prompt; the last one of its store moves into its place."""
-        del self._prefixes[prefix.key]
-        same = [p for p in self._prefixes.values() if p.bucket == prefix.bucket]
-        last = max(same, key=lambda p: p.slot, default=None)
-        if last is not None and last.slot > prefix.slot:
-            self._runner.move_prefix(prefix.bucket, last.slot, prefix.slot)
-            last.slot = prefix.slot
-
     def abort(self, ids: Iterable[int]) -> list[Output]:
-        """Ends requests now; ids that are not in flight are passed over.
+        """Ends requests now; ids that are not in flight are ignored.
 
         Args: ids: of requests.
-        Returns: what they had made, finish_reason "abort"; submit again with an offset to go on.
+        Returns: their tokens so far, finish_reason "abort"; submit again with an offset to resume.
         """
         gone = set(ids)
-        out = [seq.output("abort") for seq in self._scheduler.remove(gone)]
-        rows = {i for i, (seq, _) in enumerate(self._rows) if seq.request.id in gone}
-        for row in sorted(rows):
-            self._save_span(row)
-            out.append(self._rows[row][0].output("abort"))
+        out = [flight.output("abort") for flight in self._scheduler.remove(gone)]
+        rows = {row for row, (flight, _) in enumerate(self._rows) if flight.request.id in gone}
+        out += [self._record(row).output("abort") for row in sorted(rows)]
         if rows:
             with self._runner.forward.running():
                 self._remove_rows(rows)
@@ -383,12 +180,208 @@ class EmbeddedEngine:
         self._in_flight -= {o.id for o in out}
         return out
 
-    def update(self, version: int, weights: Iterator[tuple[str, Tensor]] | None = None) -> None:
-        """Takes a new policy version. Sequences under way go on under it, with their KV made again.
+    def peek(self, ids: Iterable[int]) -> dict[int, PartialOutput]:
+        """All tokens drawn so far, without computing.
 
-        Args: version: stamped on tokens from now on. weights: all of them by name, for an engine with weights of its
-            own; else None, since the parameters are the trainer's.
-        Raises: EngineError: weights were given to the one, or none to the other, or they don't fit.
+        Args: ids: of requests; those that are not in flight are ignored.
+        Returns: partial outputs by id; `step(timeout_s=0.0)` draws a few more tokens.
+        """
+        wanted, rows = set(ids), self._rows
+        found = {f.request.id: f.partial() for f in self._scheduler.queue if f.request.id in wanted}
+        for row, (flight, _) in enumerate(rows):
+            if flight.request.id in wanted:
+                found[flight.request.id] = flight.partial(rows.tokens(row), rows.logprobs(row), self.version)
+        return found
+
+    # ---- a step: schedule, run, postprocess ----------------------------------------------------------------------
+
+    def step(self, timeout_s: float | None = None) -> list[Output]:
+        """Admits, prefills and decodes until a request finishes, or the time is up.
+
+        Args: timeout_s: looked at between blocks of decode steps; None = no limit.
+        Returns: finished requests; [] = nothing in flight (or the time is up).
+        Raises: EngineError: the engine sleeps. Any other error (Ctrl-C, no memory) loses no request: all are queued
+            again with the tokens drawn so far.
+        """
+        if self._asleep:
+            raise EngineError("the engine is asleep; call wake() first")
+        self._model.check_complete()
+        start = time.monotonic()
+        try:
+            with self._runner.forward.running():
+                self._runner.forward.refresh(force=self._weights_changed)
+                self._weights_changed = False
+                while not self._finished and (self._rows or self._scheduler.queue):
+                    if admitted := self._schedule():
+                        self._postprocess(*self._run_prefill(admitted))
+                    if self._rows and not self._finished:
+                        self._postprocess(self._run_decode())
+                    if timeout_s is not None and time.monotonic() - start >= timeout_s:
+                        break
+        except BaseException:
+            self._requeue()
+            self._weights_changed = True
+            raise
+        finished, self._finished = self._finished, []
+        return finished
+
+    def _schedule(self) -> list[tuple[InFlightRequest, Prefix]]:
+        """Admits what fits into the batch, and returns unused memory to make it fit. Returns: [] = nothing fits."""
+        scheduler, longest = self._scheduler, self._rows.max_new
+        self._admitted = scheduler.admit(
+            num_live=len(self._rows),
+            longest=longest,
+            prefixes=self._prefixes,
+            conversations=self._conversations,
+            min_free=max(1, scheduler.max_batch // 8),
+        )
+        if self._admitted and scheduler.kv_cache_tokens is not None:
+            longest = max(longest, *(flight.remaining for flight, _ in self._admitted))
+            self._runner.shrink(len(self._rows), longest, self._slots_in_use())
+        for _, prefix in self._admitted:
+            prefix.ref_count += 1
+        return self._admitted
+
+    def _run_prefill(self, admitted: list[tuple[InFlightRequest, Prefix]]) -> tuple[StepOutput, int]:
+        """Runs each new prompt once, and draws the first token of each admitted request.
+
+        Returns: what was drawn, and the row of the first of them.
+        """
+        new = {p.key: p for _, p in admitted if p.last_hidden is None}
+        computed = sum(len(p.tokens) - p.num_computed_tokens for p in new.values())
+        reused = sum(len(p.tokens) for _, p in admitted) - computed
+        self._totals = self._totals.plus(prefilled=computed, reused=reused)
+        if new:
+            slots_in_use = self._slots_in_use()
+            self._prefixes |= new  # now, since rows that leave between two chunks move prompts
+            self._runner.prefill(list(new.values()), slots_in_use, self._decode_between_chunks)
+        for flight, prefix in admitted:
+            cached = self._conversations.get(flight.request.conversation)
+            if cached is not None and common_length(cached.tokens, prefix.tokens) == len(cached.tokens):
+                self._conversations.drop(flight.request.conversation)  # the prompt's own row has all of it
+        first = len(self._rows)
+        self._runner.reserve_rows(first, len(admitted))
+        drawn = self._runner.add_rows(first, admitted, self._plans, self._allowed(admitted))
+        self._rows.add(admitted)
+        self._admitted, self._rows_changed = [], True
+        return drawn, first
+
+    def _decode_between_chunks(self) -> None:
+        """Live rows decode between two chunks of new prompts. With a bound on the cache all memory is reserved."""
+        if self._rows and self._scheduler.kv_cache_tokens is None:
+            self._postprocess(self._run_decode())
+
+    def _run_decode(self) -> StepOutput:
+        """Decodes a few steps, no more than the row nearest to its limit may draw; one, where a row is constrained."""
+        runner, rows, allowed = self._runner, self._rows, self._allowed(self._rows.all)
+        steps = min(STEPS_PER_READ if allowed is None else 1, int(rows.remaining.min()))
+        runner.completion_store.reserve(len(rows), int(rows.num_drawn.max()) - 1 + steps, longest=rows.max_new)
+        if self._rows_changed:
+            runner.regroup(rows.all, self._plans)
+            self._rows_changed = False
+        self._totals = self._totals.plus(steps=steps, row_steps=steps * len(rows))
+        return runner.decode(steps, rows.num_drawn.copy(), int(rows.lengths.max()), allowed)
+
+    def _allowed(self, rows: Sequence[tuple[InFlightRequest, Prefix]]) -> Tensor | None:
+        """Which tokens the constraints allow next, uint8 [n, W]; None where no row has a constraint."""
+        matchers = [flight.matcher for flight, _ in rows] if self._grammars else []
+        return self._grammars.rows(matchers) if self._grammars and any(matchers) else None
+
+    def _postprocess(self, drawn: StepOutput, first: int = 0) -> None:
+        """Records what rows first.. have drawn, and removes those that have ended (rollout/stopping.py says why)."""
+        steps, rows = len(drawn.tokens), self._rows
+        rows.append(first, drawn.tokens, drawn.logprobs)
+        if drawn.logits is not None:
+            for row in range(first, len(rows)):
+                flight, _ = rows[row]
+                if flight.request.sampling.return_logits:
+                    flight.logits.append(drawn.logits[:, row - first])
+        may_end = rows.remaining[first:] <= 0  # only these rows are looked at one by one
+        for plan in np.unique(rows.plans[first:]):
+            sampling, of_plan = self._plans[plan].sampling, np.flatnonzero(rows.plans[first:] == plan)
+            may_end[of_plan] |= bool(sampling.stop) or np.isin(drawn.tokens[:, of_plan], sampling.stop_ids).any(0)
+        ended: dict[int, FinishReason] = {}
+        for row in (first + np.flatnonzero(may_end)).tolist():
+            flight, _ = rows[row]
+            if end := flight.find_end(self._decode, new=steps, unrecorded=rows.tokens(row)):
+                rows.num_drawn[row] = end[0] - len(flight.tokens)
+                ended[row] = end[1]
+        if self._grammars is not None:
+            constrained = {row: rows[row][0].matcher for row in range(first, len(rows)) if ended.get(row) != "stop"}
+            matchers = {row: m for row, m in constrained.items() if m is not None}
+            ended |= self._grammars.advance(matchers, drawn.tokens[-1], first=first)
+        for row in sorted(ended):
+            flight = self._record(row)
+            self._in_flight.discard(flight.request.id)
+            self._finished.append(flight.output(ended[row]))
+        if ended:
+            self._remove_rows(set(ended))
+
+    def _record(self, row: int) -> InFlightRequest:
+        """Adds what a row has drawn since its admission to its request. Returns: the request."""
+        flight, tokens = self._rows[row][0], self._rows.tokens(row)
+        flight.extend(tokens.tolist(), self._rows.logprobs(row).tolist(), version=self.version)
+        if flight.logits:  # blocks of steps may reach past the end
+            flight.logits = [np.concatenate(flight.logits)[: len(flight.tokens)]]
+        self._totals = self._totals.plus(generated=len(tokens))
+        return flight
+
+    def _remove_rows(self, gone: set[int]) -> None:
+        """Removes rows from the batch; a conversation's KV is kept for its next turn, if it fits."""
+        turns: list[tuple[int, CachedSequence]] = []
+        for row in sorted(gone):
+            flight, prefix = self._rows[row]
+            prefix.ref_count -= 1
+            if flight.request.conversation is not None:
+                drawn = self._rows.tokens(row)[:-1]  # the last token has no KV yet
+                tokens = np.concatenate([prefix.tokens, drawn]).astype(np.int32)
+                cached = CachedSequence(tokens=tokens, layers=self._runner.copy_kv(row, prefix, len(drawn)))
+                turns.append((flight.request.conversation, cached))
+        source, target = self._rows.compact(gone)
+        if len(target):
+            self._runner.move_rows(source, target, int(self._rows.num_drawn[target].max()))
+        self._rows_changed = True
+        self._drop_unused_prefixes()
+        room = self._conversation_budget(sum(len(cached.tokens) for _, cached in turns)) if turns else None
+        for conversation, cached in turns:
+            self._conversations.put(conversation, cached, room)
+
+    def _drop_unused_prefixes(self) -> None:
+        """Drops prompts that no row reads, but not that of the next request; the last of a store fills the hole."""
+        queue = self._scheduler.queue
+        waiting = queue[0].context.tobytes() if queue else None
+        for prefix in [p for p in self._prefixes.values() if not p.ref_count and p.key != waiting]:
+            del self._prefixes[prefix.key]
+            same_store = [p for p in self._prefixes.values() if p.bucket == prefix.bucket]
+            last = max(same_store, key=lambda p: p.slot, default=None)
+            if last is not None and last.slot > prefix.slot:
+                self._runner.move_prefix(prefix.bucket, last.slot, prefix.slot)
+                last.slot = prefix.slot
+
+    # ---- memory --------------------------------------------------------------------------------------------------
+
+    def _slots_in_use(self) -> dict[int, int]:
+        """Rows in use of the prompts' stores, by bucket."""
+        return Counter(p.bucket for p in self._prefixes.values())
+
+    def _conversation_budget(self, tokens: int) -> int | None:
+        """Tokens of earlier turns that may be held, new ones included; None = no bound. Frees what is not in use."""
+        bound, longest = self._scheduler.kv_cache_tokens, self._rows.max_new
+        if bound is None:
+            return None
+        own = self._runner.completion_store  # the rows that have left would take places too when the others grow
+        unused = own.rows * max(0, longest - own.length)
+        if self._runner.kv_tokens + unused + self._conversations.tokens + tokens > bound:
+            self._runner.shrink(len(self._rows), longest, self._slots_in_use())
+        return bound - sum(p.bucket for p in self._prefixes.values()) - len(self._rows) * longest
+
+    def update(self, version: int, weights: Iterator[tuple[str, Tensor]] | None = None) -> None:
+        """Takes a new policy version. Requests in flight continue under it, with their KV recomputed.
+
+        Args: version: stamped on tokens from now on. weights: all of them by name, for an engine with its own weights;
+            None for an engine that reads the trainer's.
+        Raises: EngineError: weights came to an engine that shares the trainer's, none came to one that has its own, or
+            they don't fit.
         """
         self._model.check_given(weights)
         self._requeue()
@@ -396,11 +389,9 @@ class EmbeddedEngine:
         self._model.take(weights)
 
     def _requeue(self) -> None:
-        """Takes all rows out, keeping what they made, and drops all KV."""
-        for row in range(len(self._rows)):
-            self._save_span(row)
-        seqs = [seq for seq, _ in self._rows]
-        self._scheduler.resume([*seqs, *(seq for seq, _ in self._admitted if seq not in seqs)])
+        """Takes all requests out of the batch, keeping their tokens, and drops all KV."""
+        flights = [self._record(row) for row in range(len(self._rows))]
+        self._scheduler.resume([*flights, *(flight for flight, _ in self._admitted if flight not in flights)])
         self._rows.clear()
         self._admitted = []
         self._prefixes.clear()
@@ -408,7 +399,7 @@ class EmbeddedEngine:
         self._runner.drop()
 
     def sleep(self) -> None:
-        """Frees KV memory and derived weights; sequences under way are kept as tokens and go on after wake."""
+        """Frees KV memory and what is derived from weights; requests in flight keep their tokens until wake."""
         self._requeue()
         self._runner.forward.drop()
         self._asleep = True
@@ -418,28 +409,17 @@ class EmbeddedEngine:
         self._asleep = False
 
     def close(self) -> None:
-        """Frees everything; what was in flight is lost. The engine can't be used again."""
+        """Frees everything; requests in flight are lost. The engine can't be used again."""
         self.abort(set(self._in_flight))
         self._conversations.clear()
         self._runner.drop()
         self._runner.forward.drop()
         self._finished, self._closed = [], True
 
-    def peek(self, ids: Iterable[int]) -> dict[int, PartialOutput]:
-        """All tokens made so far, without computing.
-
-        Args: ids: of requests; those that are not in flight are passed over.
-        Returns: by id, what each has made; `step(timeout_s=0.0)` makes a few tokens more.
-        """
-        asked = set(ids)
-        found = {seq.request.id: seq.piece() for seq in self._scheduler.queue if seq.request.id in asked}
-        for row, (seq, _) in enumerate(self._rows):
-            if seq.request.id in asked:
-                found[seq.request.id] = seq.piece(self._rows.span(row, self.version))
-        return found
+    # ---- what it reports -----------------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        """Where it stands, and what it has done since it was built."""
+        """Its state now, and its counts since construction."""
         scheduler = self._scheduler
         return replace(
             self._totals,
@@ -450,7 +430,7 @@ class EmbeddedEngine:
             kv_tokens=self._runner.kv_tokens + self._conversations.tokens,
             kv_tokens_bound=scheduler.kv_cache_tokens,
             kv_bytes=self.kv_bytes,
-            generated=self._totals.generated + int(self._rows.made.sum()),
+            generated=self._totals.generated + int(self._rows.num_drawn.sum()),
         )
 
     @property
@@ -465,6 +445,6 @@ class EmbeddedEngine:
 
     @property
     def backends(self) -> dict[str, str]:
-        """What runs, in words, with the reason where something stepped aside; never chosen by the clock."""
+        """The implementation of each part, with the reason for a fallback; never chosen by timing."""
         steps = "eager" if self._runner.graphs is None else self._runner.graphs.path
         return {**self._runner.forward.backends, "steps": steps}

@@ -1,4 +1,4 @@
-"""The model that an embedded engine runs: the trainer's own, or a copy whose weights are given to it."""
+"""EngineModel: the model that an embedded engine runs, either the trainer's own or a copy that is sent new weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["EngineModel"]
 class EngineModel:
     """A model that the embedded engine can run, and the update of its weights.
 
-    Args: model: a LoadedModel, or a module to load. own_weights: run a copy of it, which no optimizer step moves.
+    Args: model: a LoadedModel, or a module to load. own_weights: run a copy, which no optimizer step changes.
     Raises: ConfigError: a critic, or a model that whet's attention does not fit.
     """
 
@@ -37,39 +37,39 @@ class EngineModel:
         self.shared = not own_weights
         """Whether the parameters are the trainer's."""
         self.adapted = own_weights and model.adapter is not None
-        """Whether it takes what is trained alone: its copy of the base is the trainer's for ever."""
-        moving = {n for n, p in model.module.named_parameters() if p.requires_grad}
-        self._moving = moving if self.adapted and moving else None
+        """Whether an update has only the trained parameters: the copy's base equals the trainer's for good."""
+        trained = {n for n, p in model.module.named_parameters() if p.requires_grad}
+        self._trained = trained if self.adapted and trained else None
         if own_weights:
             self.loaded.module.requires_grad_(False)
-        self._whole = True
+        self._is_complete = True
 
-    def check_whole(self) -> None:
-        """Raises EngineError where an update has failed half-way: nothing may be sampled from what is left."""
-        if not self._whole:
+    def check_complete(self) -> None:
+        """Raises EngineError after an update that failed half-way: nothing may be sampled from a mixture."""
+        if not self._is_complete:
             raise EngineError("the last update of the engine's weights failed half-way; give it all of them again")
 
     def check_given(self, weights: object | None) -> None:
-        """Raises EngineError where weights come to an engine that shares them, or none to one that has its own."""
+        """Raises EngineError: weights for an engine that shares the trainer's, or none for one that has its own."""
         if weights is not None and self.shared:
             raise EngineError("the engine reads the trainer's own parameters; call update(version) without weights")
         if weights is None and not self.shared:
-            given = "trained" if self.adapted else "named"
-            raise EngineError(f"the engine has weights of its own; call update(version, worker.{given}_weights())")
+            which = "trained" if self.adapted else "named"
+            raise EngineError(f"the engine has weights of its own; call update(version, worker.{which}_weights())")
 
     @torch.no_grad()
     def take(self, weights: Iterable[tuple[str, Tensor]] | None) -> None:
         """Copies weights into the parameters, one at a time, in their dtype and on their device.
 
-        Args: weights: (name, tensor); a shared tensor under one of its names, or under each. Of a model with an adapter
-            what is trained alone. None = they are there.
-        Raises: EngineError: an unknown name, another shape, or a parameter that was not given.
+        Args: weights: (name, tensor); a shared tensor comes under one of its names or under each. Of a model with an
+            adapter only the trained parameters. None = the parameters are the trainer's.
+        Raises: EngineError: an unknown name, another shape, or a missing parameter.
         """
         if weights is None:
             return
         own = dict(self.loaded.module.named_parameters(remove_duplicate=False))
-        missing = {id(p): name for name, p in own.items() if self._moving is None or name in self._moving}
-        self._whole = False
+        missing = {id(p): name for name, p in own.items() if self._trained is None or name in self._trained}
+        self._is_complete = False
         for name, tensor in weights:
             if name not in own:
                 raise EngineError(f"the engine's model has no parameter {name!r}; give the weights of that model")
@@ -80,4 +80,4 @@ class EngineModel:
         if missing:
             first, more = next(iter(missing.values())), len(missing) - 1
             raise EngineError(f"no weights were given for {first!r} and {more} others; an update takes all of them")
-        self._whole = True
+        self._is_complete = True

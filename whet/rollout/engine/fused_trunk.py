@@ -1,8 +1,8 @@
-"""The decoder blocks of the Llama family, written out: fewer products, fewer kernels, no module dispatch.
+"""FusedTrunk: the decoder blocks of the Llama family, written out with fewer products and without module dispatch.
 
-It reads the parameters of the Hugging Face module, and is compared with the module when the engine is built: where
-the parts don't fit, or the numbers differ, it steps aside and the module itself runs (`FusedTrunk.of` says why).
-Scale, window and soft-cap of each layer are not guessed: they are what the module hands to its attention.
+It reads the parameters of the Hugging Face module. When the engine is built, both run a prompt and are compared: where
+the parts don't fit, or the numbers differ, the module itself runs (`FusedTrunk.from_model` returns the reason).
+Scale, window and soft-cap of each layer are recorded from the module's own calls of attention.
 Dim legend: B rows, T tokens of a row, N = B T, d hidden size, H query heads, K KV heads, D head size.
 Left out on purpose: experts, blocks with further norms or multipliers, partial rotary: the module runs them.
 """
@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from whet.errors import format_exception
 from whet.models.adapters import Adapter, plain_linear
 from whet.models.attention import Layout
 from whet.models.loaded_model import LoadedModel
@@ -27,7 +28,7 @@ from whet.native.build import Unavailable
 from whet.native.decode import Kernels, load_kernels, unfit_sizes
 from whet.rollout.engine.kv_cache import KVStore
 from whet.rollout.engine.native_step import NativeLayer, NativeLayout
-from whet.rollout.engine.packed_linear import Product
+from whet.rollout.engine.packed_linear import PackedLinear
 from whet.rollout.engine.prefill import PrefillLayout, PrefillSpan
 
 __all__ = ["FusedTrunk"]
@@ -39,15 +40,15 @@ MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 TOLERANCE = {"wide": 2e-5, "half": 5e-2}
 """Largest difference from the module's hidden states, relative to the largest of them."""
 SILU = {"SiLU", "SiLUActivation"}
-"""Activations that the native kernels have."""
+"""Activations that the native kernels implement."""
 
 
 class _UnfitError(Exception):
-    """A part that this code does not know."""
+    """The model has a part that this code does not know."""
 
 
 class _Recorder(PrefillLayout):
-    """Records what the module hands to its attention."""
+    """Records the options with which the module calls its attention."""
 
     options: list[dict[str, Any]]
 
@@ -58,15 +59,17 @@ class _Recorder(PrefillLayout):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Block:
-    """One layer."""
+    """One decoder layer."""
 
     number: int
     before: _Norm
+    """The norm before attention."""
     after: _Norm
-    qkv: Product
-    out: Product
-    gate_up: Product
-    down: Product
+    """The norm before the MLP."""
+    qkv: PackedLinear
+    out: PackedLinear
+    gate_up: PackedLinear
+    down: PackedLinear
     act: Callable[[Tensor], Tensor]
     qk_norms: tuple[_Norm, _Norm] | None
     qk_weight: Tensor | None
@@ -94,7 +97,7 @@ class _Block:
         return self.down(self.act(gate).mul_(up)).add_(h)
 
     def native(self) -> NativeLayer:
-        """What the native kernels need to know, as it is now."""
+        """The layer's current parts for the native kernels."""
         norms = self.qk_norms
         folded = self.qkv.gain is not None
         return NativeLayer(
@@ -110,7 +113,7 @@ class _Block:
 
 
 class _Norm:
-    """An RMSNorm module, read at each call. Args: module: the norm, a plain one."""
+    """An RMSNorm module, read at each call. Args: module: a plain RMSNorm."""
 
     def __init__(self, module: nn.Module) -> None:
         if {n for n, _ in module.named_parameters()} != {"weight"} or "variance_epsilon" not in vars(module):
@@ -121,11 +124,11 @@ class _Norm:
 
     @property
     def weight(self) -> Tensor:
-        """The module's own."""
+        """The module's weight."""
         return self.module._parameters["weight"]  # pyright: ignore
 
     def __call__(self, x: Tensor, folded: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
-        """The norm over the last dim. Args: folded: what the next product multiplies by already. weight: another."""
+        """Normalises the last dim. Args: folded: the weight, if the next product contains it. weight: another one."""
         weight = self.weight if weight is None else weight
         if x.dtype != torch.float32:
             return F.rms_norm(x, x.shape[-1:], None, self.epsilon).mul_(weight)
@@ -135,7 +138,7 @@ class _Norm:
 
 
 class FusedTrunk:
-    """The decoder of a model, from token ids to the hidden states after the last norm."""
+    """A model's decoder, from token ids to the hidden states after the last norm."""
 
     def __init__(
         self, module: nn.Module, options: list[dict[str, Any]], *, without_kernels: Unavailable | None = None
@@ -147,25 +150,25 @@ class FusedTrunk:
         self._module, self._trunk = module, trunk
         self._norm = _Norm(trunk.norm)
         self.epoch = 0
-        """Rises when the rotary tables move."""
+        """Counts the moves of the rotary tables."""
         self._cos = self._sin = torch.empty(0)
-        self.reach(PROBE)
+        self.ensure_positions(PROBE)
         size = self._cos.shape[-1]
         layers = list(zip(trunk.layers, options, strict=True))
-        make = lambda kernels: [_block(i, y, o, size=size, kernels=kernels) for i, (y, o) in enumerate(layers)]
+        make = lambda kernels: [_make_block(i, y, o, size=size, kernels=kernels) for i, (y, o) in enumerate(layers)]
         self._blocks = make(None)
         self.kernels: Kernels | Unavailable = without_kernels or self._fitting_kernels()
-        """Those of a decode step, or why torch's serve."""
+        """The kernels of a decode step, or why torch's run."""
         if not isinstance(self.kernels, Unavailable):
             self._blocks = make(self.kernels)
-        self._renewed = 0
+        self._num_refreshes = 0
         self._fill_norms()
 
     @classmethod
-    def of(cls, loaded: LoadedModel, *, native: bool) -> FusedTrunk | Unavailable:
-        """The fused trunk of a model, compared with it; or the reason why the model itself has to run.
+    def from_model(cls, loaded: LoadedModel, *, native: bool) -> FusedTrunk | Unavailable:
+        """The fused trunk of a model, compared with the model; or the reason why the model itself has to run.
 
-        Args: loaded: a packable model. native: whether to decode with kernels of our own, and packed weights.
+        Args: loaded: a packable model. native: whether to decode with whet's own kernels and packed weights.
         Returns: the trunk, or the reason.
         """
         if not loaded.lm_head.linear:
@@ -188,15 +191,15 @@ class FusedTrunk:
             fused = cls(module, layout.options, without_kernels=None if native else Unavailable("switched off"))
             with torch.no_grad():
                 if not isinstance(fused.kernels, Unavailable):
-                    off = _apart(fused._stepped(ids, fused.kernels), want[-2:])
+                    off = _max_difference(fused._decode_probe(ids, fused.kernels), want[-2:])
                     if off > limit:
                         differs = Unavailable(f"a decode step differs by {off:.1e}")
                         fused = cls(module, layout.options, without_kernels=differs)
-                off = _apart(fused(ids, _probe_layout(PrefillLayout, device)), want)
+                off = _max_difference(fused(ids, _probe_layout(PrefillLayout, device)), want)
         except _UnfitError as error:
             return Unavailable(str(error))
         except (RuntimeError, TypeError, ValueError) as error:
-            return Unavailable(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+            return Unavailable(format_exception(error))
         return fused if off <= limit else Unavailable(f"its hidden states differ by {off:.1e}")
 
     def __call__(self, ids: Tensor, layout: Layout) -> Tensor:
@@ -215,12 +218,12 @@ class FusedTrunk:
         """Hidden states [n, d] of one token for each row, from their embeddings."""
         block = self._blocks[0]
         heads = (block.qkv.width // self._cos.shape[1] - 2 * block.kv, block.kv)
-        layout.turn(self._cos, self._sin, heads)
-        more = layout.run(h, self._renewed, lambda: [b.native() for b in self._blocks])
+        layout.set_rotary(self._cos, self._sin, heads)
+        more = layout.run(h, self._num_refreshes, lambda: [b.native() for b in self._blocks])
         return layout.kernels.norm(h, more, self._norm.weight, self._norm.epsilon)
 
-    def _stepped(self, ids: Tensor, kernels: Kernels) -> Tensor:
-        """Hidden states [2, d] of the last tokens of ids [1, T], decoded one by one behind the others as a prompt."""
+    def _decode_probe(self, ids: Tensor, kernels: Kernels) -> Tensor:
+        """Hidden states [2, d] of the last two of ids [1, T], decoded one by one after a prompt of the others."""
         count, prompt, own = ids.shape[1] - 2, KVStore(rows=1, length=PROBE), KVStore()
         own.reserve(1, 2)
         span = PrefillSpan(count=1, start=0, length=count, store=prompt, slot=0)
@@ -228,19 +231,20 @@ class FusedTrunk:
         layout, zero = NativeLayout(kernels, own), np.zeros(1, np.int64)
         layout.regroup({PROBE: prompt}, zero + PROBE, zero, zero + count)
         steps = []
-        for made in range(2):
-            position, before = torch.tensor([count + made]), torch.tensor([made])
-            layout.begin(position, before, longest=made, furthest=count + made, equal=True)
-            steps.append(self(ids[:, count + made :][:, :1], layout))
+        for i in range(2):
+            layout.begin(torch.tensor([count + i]), torch.tensor([i]), longest=i, furthest=count + i, equal=True)
+            steps.append(self(ids[:, count + i :][:, :1], layout))
         return torch.cat(steps)
 
     def _fitting_kernels(self) -> Kernels | Unavailable:
-        """The native kernels, or why they don't fit."""
+        """The native kernels, or why they can't run this model."""
         weight, first = self._trunk.embed_tokens.weight, self._blocks[0]
         if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
             return Unavailable(f"none for {weight.dtype} on {weight.device.type}")
         adapter = Adapter.of(self._module)
-        merged = set() if adapter is None else {id(p) for p in adapter.parameters()}  # into copies of their layers
+        merged = (
+            set() if adapter is None else {id(p) for p in adapter.parameters()}
+        )  # merged into copies of their layers
         read = [(n, p) for n, p in self._module.named_parameters() if id(p) not in merged]
         if wrong := sorted(n for n, p in read if p.dtype != weight.dtype or not p.is_contiguous()):
             return Unavailable(f"{', '.join(wrong[:3])}: of another dtype than the embedding, or not contiguous")
@@ -257,32 +261,32 @@ class FusedTrunk:
             return kernels
         return unfit_sizes(kernels, self._cos.shape[1], widths) or kernels
 
-    def reach(self, positions: int) -> None:
+    def ensure_positions(self, positions: int) -> None:
         """Makes the rotary tables long enough for this many positions."""
         weight = self._trunk.embed_tokens.weight
         if positions > len(self._cos):
-            most = max_positions(self._module)  # beyond it some kinds of rotary embedding change all their angles
+            longest = max_positions(self._module)  # beyond it some kinds of rotary embedding change all their angles
             count = 1 << (positions - 1).bit_length()
-            count = count if most is None else max(positions, min(count, most))
+            count = count if longest is None else max(positions, min(count, longest))
             cos, sin = self._trunk.rotary_emb(weight, torch.arange(count, device=weight.device).unsqueeze(0))
             low, high = sin[0].chunk(2, -1)
             self._cos, self._sin = cos[0].contiguous(), torch.cat([-low, high], -1)
             self.epoch += 1
 
-    def products(self) -> Iterator[Product]:
+    def products(self) -> Iterator[PackedLinear]:
         """All products."""
         for b in self._blocks:
             yield from (b.qkv, b.out, b.gate_up, b.down)
 
     def refresh(self) -> None:
-        """Renews what is derived from the parameters."""
+        """Computes again what is derived from the parameters."""
         for product in self.products():
             product.refresh()
-        self._renewed += 1
+        self._num_refreshes += 1
         self._fill_norms()
 
     def _fill_norms(self) -> None:
-        """Copies the weights of the norms of queries and keys, in place."""
+        """Copies the weights of the query and key norms, in place."""
         for b in self._blocks:
             if b.qk_weight is not None and b.qk_norms is not None:
                 with torch.no_grad():
@@ -290,8 +294,8 @@ class FusedTrunk:
                     b.qk_weight[-b.kv :] = b.qk_norms[1].weight
 
 
-def _parts(module: nn.Module, known: set[str], optional: set[str] = frozenset()) -> dict[str, Any]:  # pyright: ignore
-    """The children of a module, if they are exactly the known ones; linear ones must be plain, adapters aside."""
+def _known_children(module: nn.Module, known: set[str], optional: set[str] = frozenset()) -> dict[str, Any]:  # pyright: ignore
+    """The children of a module. Raises _UnfitError: others than the known ones, or a linear one that is not plain."""
     parts = dict(module.named_children())
     if wrong := (set(parts) - optional) ^ known:
         raise _UnfitError(f"its {type(module).__name__} differs in {', '.join(sorted(wrong))}")
@@ -301,11 +305,13 @@ def _parts(module: nn.Module, known: set[str], optional: set[str] = frozenset())
     return parts
 
 
-def _block(number: int, layer: nn.Module, options: dict[str, Any], *, size: int, kernels: Kernels | None) -> _Block:
-    """Takes one layer apart."""
-    parts = _parts(layer, BLOCK)
-    attention = _parts(parts["self_attn"], ATTENTION_PARTS, ATTENTION_NORMS)
-    mlp = _parts(parts["mlp"], MLP_PARTS)
+def _make_block(
+    number: int, layer: nn.Module, options: dict[str, Any], *, size: int, kernels: Kernels | None
+) -> _Block:
+    """The block of one layer. Raises _UnfitError: the layer has another structure."""
+    parts = _known_children(layer, BLOCK)
+    attention = _known_children(parts["self_attn"], ATTENTION_PARTS, ATTENTION_NORMS)
+    mlp = _known_children(parts["mlp"], MLP_PARTS)
     norms, weight, scale = None, None, 1.0
     before, after = _Norm(parts["input_layernorm"]), _Norm(parts["post_attention_layernorm"])
     if ATTENTION_NORMS & set(attention):
@@ -314,7 +320,7 @@ def _block(number: int, layer: nn.Module, options: dict[str, Any], *, size: int,
         weight = norms[0].weight.new_zeros(heads, size)
         if weight.dtype == torch.float32:  # half precision keeps the module's roundings
             scale, options = options["scale"], {**options, "scale": 1.0}
-    product = lambda *layers, norm=None: Product(layers, norm=norm and norm.module, kernels=kernels)
+    product = lambda *layers, norm=None: PackedLinear(layers, norm=norm and norm.module, kernels=kernels)
     return _Block(
         number=number,
         before=before,
@@ -332,13 +338,13 @@ def _block(number: int, layer: nn.Module, options: dict[str, Any], *, size: int,
     )
 
 
-def _apart(got: Tensor, want: Tensor) -> float:
-    """The largest difference; NaN counts as infinite, as does another shape."""
+def _max_difference(got: Tensor, want: Tensor) -> float:
+    """The largest difference; infinite for NaN and for different shapes."""
     off = (got.double() - want.double()).abs().max().item() if got.shape == want.shape else float("inf")
     return float("inf") if off != off else off
 
 
 def _probe_layout(kind: type, device: torch.device) -> Any:
-    """A layout of one short prompt with a store of its own."""
+    """A layout of one short prompt, with its own store."""
     store = KVStore(rows=1, length=PROBE)
     return kind([PrefillSpan(count=1, start=0, length=PROBE, store=store, slot=0)], device)

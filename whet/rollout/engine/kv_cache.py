@@ -1,10 +1,10 @@
-"""Where keys and values lie: rows of one store per layer, grown by a quarter, compacted by moving rows.
+"""KVStore: memory of keys and values, in rows that grow by a quarter and are compacted by moving rows.
 
 A store serves the prompts (one row per distinct prompt) or the completions (one row per live sequence). The rows in
-use are always 0..n-1, so attention reads views and never gathers. Shapes are learned at a layer's first write: layers
+use are always 0..n-1, so attention reads views and never gathers. A layer's shape is known from its first write: layers
 may differ in heads and head sizes, and keys from values.
 Left out on purpose: pages. Prompts of very different lengths lie in different stores (`padded_length`), and rows are
-as long as the longest live completion asks for.
+as long as the longest live completion needs.
 Dim legend: R rows, K KV heads, L places of a row, D head size, n rows in use.
 """
 
@@ -19,7 +19,7 @@ MIN_PLACES = 32
 
 
 def padded_length(length: int) -> int:
-    """The power of two, at least 32, that a row of this many tokens is kept in.
+    """Places of the row that holds this many tokens: a power of two, at least 32.
 
     Args: length: tokens.
     Returns: places.
@@ -45,7 +45,7 @@ def _resized(old: Tensor, rows: int, length: int) -> Tensor:
 
 
 class KVStore:
-    """Keys and values of R rows of L places, for every layer that has written."""
+    """Keys and values of R rows of L places, for each layer that has written."""
 
     def __init__(self, *, rows: int = 0, length: int = 0) -> None:
         self.rows = rows
@@ -54,10 +54,10 @@ class KVStore:
         """Places allocated in each row."""
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self.epoch = 0
-        """Rises when the buffers move."""
+        """Counts the times that the buffers moved."""
 
     def reserve(self, rows: int, length: int, *, longest: int | None = None) -> None:
-        """Makes room: rows as many as needed, places with a quarter to spare; what lies there stays.
+        """Makes room for rows and places, a quarter more places than needed; the content is kept.
 
         Args: rows, length: needed. longest: places that no row will ever exceed.
         """
@@ -69,12 +69,12 @@ class KVStore:
         self._resize(max(self.rows, rows), places)
 
     def shrink(self, rows: int, length: int) -> None:
-        """Gives back what lies beyond these rows and places."""
+        """Frees what lies beyond these rows and places."""
         if rows < self.rows or length < self.length:
             self._resize(min(self.rows, rows), min(self.length, length))
 
     def _resize(self, rows: int, length: int) -> None:
-        """New buffers with the old ones' content, as far as they overlap."""
+        """Makes new buffers, with the old ones' content where they overlap."""
         for layer, pair in self._layers.items():
             self._layers[layer] = tuple(_resized(x, rows, length) for x in pair)  # pyright: ignore[reportArgumentType]
         self.rows, self.length = rows, length
@@ -83,7 +83,7 @@ class KVStore:
     def layer(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The buffers [R K L D] of a layer, made to the shape of its first keys and values.
 
-        Args: layer: its index. k, v: [*, K, *, D], read for heads, head size, dtype and device alone.
+        Args: layer: its index. k, v: [*, K, *, D], read only for heads, head size, dtype and device.
         Returns: (keys, values).
         """
         pair = self._layers.get(layer)
@@ -94,7 +94,7 @@ class KVStore:
         return pair  # pyright: ignore[reportReturnType]
 
     def move(self, source: Tensor, target: Tensor, length: int) -> None:
-        """Copies rows over rows, to fill holes.
+        """Copies rows over other rows, to fill holes.
 
         Args: source, target: Long [m], without common rows. length: places in use.
         """
@@ -108,9 +108,9 @@ class KVStore:
         return {i: (k[row, :, :length], v[row, :, :length]) for i, (k, v) in self._layers.items()}
 
     def write(self, row: int, length: int, layers: dict[int, tuple[Tensor, Tensor]]) -> None:
-        """Puts keys and values at the beginning of a row.
+        """Writes keys and values at the start of a row.
 
-        Args: row: where. length: tokens to take. layers: by layer, [K T D] with T >= length.
+        Args: row: to write. length: tokens to take. layers: by layer, [K T D] with T >= length.
         """
         for layer, pair in layers.items():
             for buffer, x in zip(self.layer(layer, *(y.unsqueeze(0) for y in pair)), pair, strict=True):
@@ -124,7 +124,7 @@ class KVStore:
 
     @property
     def tokens(self) -> int:
-        """Places allocated."""
+        """Places allocated: rows times length."""
         return self.rows * self.length
 
     @property

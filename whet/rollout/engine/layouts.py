@@ -1,8 +1,8 @@
-"""How a decode step of the live rows reads and writes the KV stores; prefill.py has how prompts do.
+"""DecodeLayout: attention of a decode step, which writes and reads the KV stores; prefill.py has that of prompts.
 
-A decode step looks at the prompt (once per group: the rows of a group are the queries of one block) and at the row's
-own tokens, and merges both parts by their log-sum-exp. That is exact, but carries no gradient: inference only.
-Dim legend: n live rows, m prompts of a bucket, G most rows of one of its prompts, H query heads, K KV heads,
+A decode step attends to the prompt (once per group: the rows of a group are the queries of one block) and to the row's
+drawn tokens, and merges both parts by their log-sum-exp. That is exact, but has no gradient: inference only.
+Dim legend: n live rows, m prompts of a bucket, G the most rows of one of its prompts, H query heads, K KV heads,
 g = H / K, S places read, D head size, T packed tokens.
 Left out on purpose: paged reads, and a fused kernel for CUDA (the generic path runs there).
 """
@@ -20,33 +20,33 @@ from whet.ops.masked import to_fp32
 from whet.rollout.engine.cuda_graph import FixedTensors
 from whet.rollout.engine.kv_cache import KVStore
 
-__all__ = ["DecodeLayout", "attention_part", "hiding"]
+__all__ = ["DecodeLayout", "mask_bias", "partial_attention"]
 
 MASK_VALUE = -1e30
-"""Added to the score of a key that must not be seen: finite, so a part that sees nothing gets no weight, and no NaN."""
+"""Added to the score of a masked key: finite, so that a part without any visible key gets no weight, and no NaN."""
 
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
-"""torch's fused operator, which is private: where there is none, scores are held at once whatever their size."""
+"""torch's fused operator, which is private: without it, scores of any size are held at once."""
 MAX_SCORES = 1 << 24
-"""Scores held at once; beyond it torch's fused operator works on them piece by piece."""
+"""The most scores held at once; above it torch's fused operator computes them block by block."""
 
 
-def attention_part(
+def partial_attention(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over some of the keys, and the log-sum-exp to merge it with the rest.
+    """Attention over some of the keys, and the log-sum-exp that merges it with the rest.
 
     o = Σⱼ exp(sⱼ − lse) vⱼ, lse = log Σⱼ exp(sⱼ), s = cap(q·k·scale) + bias, cap(x) = c·tanh(x / c).
-    Args: q [B, K, T, D]. k, v: [B, K, S, D], where B and K have one stride, so that no copy is made of them.
-        bias: broadcastable to [B, K, T, S], 0 or MASK_VALUE; None = all seen.
+    Args: q [B, K, T, D]. k, v: [B, K, S, D], whose dims B and K have one stride, so that they are not copied.
+        bias: broadcastable to [B, K, T, S], 0 or MASK_VALUE; None = all visible.
     Returns: ([B, K, T, D], lse [B, K, T] in fp32). Without gradient.
 
     >>> one = torch.ones(1, 1, 1, 8)
-    >>> attention_part(one, one, one, None, scale=1.0, softcap=None)[1]
+    >>> partial_attention(one, one, one, None, scale=1.0, softcap=None)[1]
     tensor([[[8.]]])
     """
-    # Plain products, where they fit: faster for few queries, and a row's result does not depend on how many rows there
-    # are, which that of the piecewise operator does in half precision (at the price of scores rounded to it).
+    # Plain products, where they fit: faster for few queries, and a row's result does not depend on the number of rows.
+    # The fused operator's does in half precision. (The price: scores are rounded to that precision.)
     if (
         q.shape[:3].numel() * k.shape[2] > MAX_SCORES
         and q.device.type == "cpu"
@@ -55,12 +55,14 @@ def attention_part(
         and (flash := getattr(torch.ops.aten, FLASH, None)) is not None
     ):
         return flash(q, k, v, 0.0, False, attn_mask=bias, scale=scale)
-    s, p = _shares(q, k, bias, scale=scale, softcap=softcap)
+    s, p = _scores_and_softmax(q, k, bias, scale=scale, softcap=softcap)
     v = v.flatten(0, 1)
     return torch.bmm(p.to(v.dtype), v).view(*q.shape[:3], -1), _lse(s, p).view(q.shape[:3])
 
 
-def _shares(q: Tensor, k: Tensor, bias: Tensor | None, *, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+def _scores_and_softmax(
+    q: Tensor, k: Tensor, bias: Tensor | None, *, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
     """Scores and their softmax [B * K, T, S], in fp32 or wider, of q [B, K, T, D] and k [B, K, S, D]."""
     s = to_fp32(torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT))
     if scale != 1.0:
@@ -75,69 +77,69 @@ def _shares(q: Tensor, k: Tensor, bias: Tensor | None, *, scale: float, softcap:
 def _lse(s: Tensor, p: Tensor) -> Tensor:
     """The log-sum-exp of scores whose softmax is p.
 
-    The largest score and its share give it: two maxima are cheaper than another sum of exponentials.
+    It follows from the largest score and its softmax: two maxima are cheaper than another sum of exponentials.
     """
     return s.amax(-1) - p.amax(-1).log()
 
 
-def hiding(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to scores: 0 where a key is seen, MASK_VALUE (or the dtype's least) where it is hidden."""
-    far = max(MASK_VALUE, torch.finfo(dtype).min)
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, far)
+def mask_bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bias of scores: 0 where a key is visible, MASK_VALUE (or the dtype's minimum) where it is hidden."""
+    value = max(MASK_VALUE, torch.finfo(dtype).min)
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, value)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _PromptBucket:
-    """The prompts of one store, and which rows ask them."""
+    """The prompts of one store, and the rows that read them."""
 
     store: KVStore
     prompts: int
     """m."""
-    most: int
+    max_rows: int
     """G."""
-    places: int
+    length: int
     """S: the longest prompt."""
     rows: np.ndarray
-    """[m, G]: the row of each query; places without one repeat row 0."""
+    """[m, G]: the row of each query; unused places repeat row 0."""
     lengths: Tensor
     """Long [m]."""
     row_index: Tensor
     """Long [m * G]."""
     hidden: Tensor | None
-    """Bool [m, S]: places behind a prompt's end; None = none."""
+    """Bool [m, S]: places after a prompt's end; None = there are none."""
 
 
 class DecodeLayout(Layout):
     """One new token for each live row.
 
     An example: rows 0, 1 and 2 are live. Rows 0 and 2 have the same prompt of 5 tokens, in slot 0 of the store of
-    bucket 32; row 1 has one of 40, in slot 0 of bucket 64. They have made 3, 1 and 3 tokens:
+    bucket 32; row 1 has one of 40, in slot 0 of bucket 64. They have drawn 3, 1 and 3 tokens:
 
-    >>> own, stores = KVStore(rows=3, length=32), {n: KVStore(rows=1, length=n) for n in (32, 64)}
-    >>> layout = DecodeLayout(own, torch.device("cpu"))
+    >>> completion_store, stores = KVStore(rows=3, length=32), {n: KVStore(rows=1, length=n) for n in (32, 64)}
+    >>> layout = DecodeLayout(completion_store, torch.device("cpu"))
     >>> layout.regroup(stores, np.array([32, 64, 32]), np.array([0, 0, 0]), np.array([5, 40, 5]))
-    >>> [(b.prompts, b.most, b.rows.tolist(), b.places) for b in layout._buckets]
+    >>> [(b.prompts, b.max_rows, b.rows.tolist(), b.length) for b in layout._buckets]
     [(1, 2, [[0, 2]], 5), (1, 1, [[1]], 40)]
 
     So there are three products with keys in a step: the queries of rows 0 and 2 as one block with the 5 keys of their
-    prompt, those of row 1 with 40, and each row's with its own tokens:
+    prompt, those of row 1 with 40, and each row's with its drawn tokens:
 
-    >>> made, position = torch.tensor([3, 1, 3]), torch.tensor([8, 41, 8])
-    >>> layout.begin(position, made, longest=3, furthest=41, equal=False)
+    >>> drawn, position = torch.tensor([3, 1, 3]), torch.tensor([8, 41, 8])
+    >>> layout.begin(position, drawn, longest=3, furthest=41, equal=False)
     >>> q, kv = torch.zeros(3, 2, 1, 4), torch.ones(3, 1, 1, 4)  # 2 query heads over 1 KV head
     >>> layout.attend(0, q, kv, kv, scale=1.0, window=None, softcap=None, sinks=None).shape
     torch.Size([3, 2, 1, 4])
 
-    The new keys lie behind what each row had made, at its places 3, 1 and 3:
+    The new keys are written after those of each row's drawn tokens, at its places 3, 1 and 3:
 
-    >>> [row.nonzero().flatten().tolist() for row in own.layer(0, kv, kv)[0][:, 0, :, 0]]
+    >>> [row.nonzero().flatten().tolist() for row in completion_store.layer(0, kv, kv)[0][:, 0, :, 0]]
     [[3], [1], [3]]
 
-    Args: own: KV of the rows' own tokens. device: where they lie.
+    Args: completion_store: KV of the rows' drawn tokens. device: of the stores.
     """
 
-    def __init__(self, own: KVStore, device: torch.device) -> None:
-        self.own = own
+    def __init__(self, completion_store: KVStore, device: torch.device) -> None:
+        self.completion_store = completion_store
         self.device = device
         self.rows = 0
         self._buckets: list[_PromptBucket] = []
@@ -146,10 +148,10 @@ class DecodeLayout(Layout):
         self._range = torch.arange(0, device=device)
         self.fixed: FixedTensors | None = None
         """Set for steps of fixed shape: tables are padded to powers of two and keep their addresses."""
-        self.forget()
+        self.clear_step()
 
-    def forget(self) -> None:
-        """Drops what was made for the last step."""
+    def clear_step(self) -> None:
+        """Drops the tables of the last step."""
         self._own_bias: dict[int | None, Tensor | None] = {}
         self._prompt_bias: dict[tuple[int, int | None, int], Tensor] = {}
         self._write_at: dict[int, Tensor] = {}
@@ -162,11 +164,12 @@ class DecodeLayout(Layout):
         lengths: np.ndarray,
         rows: int | None = None,
     ) -> None:
-        """Works out who asks which prompt; to be called whenever the rows or the prompts' places have changed.
+        """Records which row reads which prompt. Call it whenever rows or prompts have moved.
 
-        Args: stores: by bucket. buckets, slots, lengths: int [n], each row's prompt: its bucket, its row there,
-                tokens.
-            rows: those of a step, with padding; a padding row looks at the first row's prompt. None = n.
+        Args:
+            stores: by bucket.
+            buckets, slots, lengths: int [n], of each row's prompt: its bucket, its row there, its tokens.
+            rows: of a step, padding included; a padding row reads the first row's prompt. None = n.
         """
         self.rows = len(buckets) if rows is None else rows
         known = list(self._head_tables)
@@ -174,29 +177,31 @@ class DecodeLayout(Layout):
         self._buckets = []
         self._place = np.zeros((self.rows, 3), np.int64)  # bucket number, prompt slot, rank among its rows
         for number, bucket in enumerate(np.unique(buckets)):
-            mine = np.flatnonzero(buckets == bucket)
-            mine = mine[np.argsort(slots[mine], kind="stable")]
-            at = slots[mine]
-            counts = np.bincount(at)
-            rank = np.arange(len(mine)) - (counts.cumsum() - counts)[at]
-            m, most = (x if self.fixed is None else 1 << (x - 1).bit_length() for x in (len(counts), int(counts.max())))
-            asking, plens = np.zeros((m, most), np.int64), np.ones(m, np.int64)
-            asking[at, rank] = mine
-            plens[at] = lengths[mine]
-            self._place[mine] = np.stack([np.full(len(mine), number), at, rank], 1)
-            self._buckets.append(self._bucket(number, int(bucket), stores[int(bucket)], asking, plens))
+            readers = np.flatnonzero(buckets == bucket)
+            readers = readers[np.argsort(slots[readers], kind="stable")]
+            slot = slots[readers]
+            counts = np.bincount(slot)
+            rank = np.arange(len(readers)) - (counts.cumsum() - counts)[slot]
+            m, max_rows = (
+                x if self.fixed is None else 1 << (x - 1).bit_length() for x in (len(counts), int(counts.max()))
+            )
+            rows_of, plens = np.zeros((m, max_rows), np.int64), np.ones(m, np.int64)
+            rows_of[slot, rank] = readers
+            plens[slot] = lengths[readers]
+            self._place[readers] = np.stack([np.full(len(readers), number), slot, rank], 1)
+            self._buckets.append(self._bucket(number, int(bucket), stores[int(bucket)], rows_of, plens))
         self._place[len(buckets) :] = self._place[0]
         if self.fixed is not None:  # a captured step can't make tables
             for heads, kv in known:
                 self._heads(heads, kv)
 
     @property
-    def asked(self) -> tuple[int, ...]:
-        """Places of the prompts of each bucket that is asked."""
-        return tuple(b.places for b in self._buckets)
+    def bucket_lengths(self) -> tuple[int, ...]:
+        """Places that are read of the prompts of each bucket."""
+        return tuple(b.length for b in self._buckets)
 
     def _bucket(self, number: int, bucket: int, store: KVStore, rows: np.ndarray, plens: np.ndarray) -> _PromptBucket:
-        """The tables of one store's prompts. Args: rows [m, G]: who asks. plens [m]: tokens of the prompts."""
+        """The tables of one store's prompts. Args: rows [m, G]: that read them. plens [m]: tokens of the prompts."""
         if self.fixed is not None:
             store.reserve(len(rows), bucket)
         longest = int(plens.max()) if self.fixed is None else bucket
@@ -205,8 +210,8 @@ class DecodeLayout(Layout):
         return _PromptBucket(
             store=store,
             prompts=len(rows),
-            most=rows.shape[1],
-            places=longest,
+            max_rows=rows.shape[1],
+            length=longest,
             rows=rows,
             lengths=lengths,
             row_index=self._keep(("rows", number), torch.from_numpy(rows.reshape(-1))),
@@ -214,22 +219,26 @@ class DecodeLayout(Layout):
         )
 
     def _keep(self, key: tuple[str, *tuple[int, ...]], value: Tensor) -> Tensor:
-        """The value on the device; at its fixed address, where there is one."""
+        """The value on the device; for steps of fixed shape at its fixed address."""
         value = value.to(self.device)
         return value if self.fixed is None else self.fixed.keep(key, value)
 
-    def begin(self, position: Tensor, made: Tensor, *, longest: int, furthest: int, equal: bool) -> None:
+    def begin(self, position: Tensor, drawn: Tensor, *, longest: int, furthest: int, equal: bool) -> None:
         """Sets one step.
 
-        Args: position: Long [n], of the new tokens. made: Long [n], own tokens before them. longest: its maximum.
-            furthest: the maximum of position. equal: all of `made` are the same.
+        Args:
+            position: Long [n], of the new tokens.
+            drawn: Long [n], drawn tokens before them.
+            longest: the maximum of `drawn`.
+            furthest: the maximum of `position`.
+            equal: all of `drawn` are the same.
         """
         self.position_ids = position.unsqueeze(1)
-        self._made = made
+        self._drawn = drawn
         self._longest, self._furthest, self._equal = longest + 1, furthest, equal
-        self.forget()
-        if len(self._range) < self.own.length:
-            self._range = torch.arange(2 * self.own.length, device=self.device)
+        self.clear_step()
+        if len(self._range) < self.completion_store.length:
+            self._range = torch.arange(2 * self.completion_store.length, device=self.device)
 
     def attend(
         self,
@@ -243,14 +252,14 @@ class DecodeLayout(Layout):
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Writes k and v behind each row's own tokens, and attends: [n, H, 1, D] -> [n, H, 1, D]."""
+        """Writes k and v after each row's drawn tokens, and attends: [n, H, 1, D] -> [n, H, 1, D]."""
         n, heads, _, size = q.shape
         kv = k.shape[1]
         if window is not None and window > self._furthest:
             window = None
         keys, values = self._write(layer, k, v)
         s = self._longest
-        own, own_lse = attention_part(
+        own, own_lse = partial_attention(
             q.reshape(n, kv, heads // kv, size), keys[:n, :, :s], values[:n, :, :s], self._own_mask(window, q.dtype),
             scale=scale, softcap=softcap,
         )  # fmt: skip
@@ -274,15 +283,15 @@ class DecodeLayout(Layout):
         scale: float,
         softcap: float | None,
     ) -> tuple[Tensor, Tensor]:
-        """The rows' prompts: [n * H, D] of q [n * H, D], and the lse [n * H]; k, v: a layer's, for their shapes."""
+        """Attention to prompts: [n * H, D] of q [n * H, D], and the lse [n * H]. Args: k, v: read for their shapes."""
         (heads, kv), outs, lses = (len(q) // self.rows, k.shape[1]), [], []
         tables, back = self._heads(heads, kv)
         for number, (bucket, table) in enumerate(zip(self._buckets, tables, strict=True)):
             pk, pv = bucket.store.layer(layer, k, v)
-            m, p = bucket.prompts, bucket.places
-            asked = q.index_select(0, table).view(m, kv, -1, q.shape[1])
+            m, p = bucket.prompts, bucket.length
+            queries = q.index_select(0, table).view(m, kv, -1, q.shape[1])
             bias = self._prompt_mask(number, window, heads // kv, q.dtype)
-            o, lse = attention_part(asked, pk[:m, :, :p], pv[:m, :, :p], bias, scale=scale, softcap=softcap)
+            o, lse = partial_attention(queries, pk[:m, :, :p], pv[:m, :, :p], bias, scale=scale, softcap=softcap)
             outs.append(o.reshape(-1, o.shape[-1]))
             lses.append(lse.reshape(-1))
         out = (outs[0] if len(outs) == 1 else torch.cat(outs)).index_select(0, back)
@@ -290,47 +299,47 @@ class DecodeLayout(Layout):
         return out, lse
 
     def _write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Puts the new keys and values behind each row's own tokens; the layer's whole buffers."""
-        keys, values = self.own.layer(layer, k, v)
+        """Writes the new keys and values after each row's drawn tokens. Returns: the layer's whole buffers."""
+        keys, values = self.completion_store.layer(layer, k, v)
         if self._equal:
             keys[: self.rows, :, self._longest - 1] = k[:, :, 0]
             values[: self.rows, :, self._longest - 1] = v[:, :, 0]
             return keys, values
         kv = k.shape[1]
         if kv not in self._write_at:
-            row = torch.arange(self.rows * kv, device=self.device).view(self.rows, kv) * self.own.length
-            self._write_at[kv] = (row + self._made.unsqueeze(1)).view(-1)
+            row = torch.arange(self.rows * kv, device=self.device).view(self.rows, kv) * self.completion_store.length
+            self._write_at[kv] = (row + self._drawn.unsqueeze(1)).view(-1)
         for buffer, x in ((keys, k), (values, v)):
             flat = buffer.view(-1, x.shape[-1])
             flat.index_copy_(0, self._write_at[kv], x.reshape(self.rows * kv, -1))
         return keys, values
 
     def _own_mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """[n, 1, 1, s] of 0 and MASK_VALUE over the places read of own tokens; None = all seen."""
+        """[n, 1, 1, s] of 0 and MASK_VALUE over the drawn tokens; None = all are visible."""
         if window is not None and window >= self._longest:
             window = None
         if window is None and self._equal:
             return None
         if window not in self._own_bias:
-            distance = self._made.unsqueeze(1) - self._range[: self._longest]
+            distance = self._drawn.unsqueeze(1) - self._range[: self._longest]
             hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
-            self._own_bias[window] = hiding(hidden, dtype)[:, None, None]
+            self._own_bias[window] = mask_bias(hidden, dtype)[:, None, None]
         return self._own_bias[window]
 
     def _prompt_mask(self, number: int, window: int | None, g: int, dtype: torch.dtype) -> Tensor | None:
-        """[m, 1, 1 or G * g, S] of 0 and MASK_VALUE over a bucket's prompts; None = all seen."""
+        """[m, 1, 1 or G * g, S] of 0 and MASK_VALUE over a bucket's prompts; None = all are visible."""
         bucket = self._buckets[number]
         key = (number, window, g)
         if window is None:
             if bucket.hidden is None:
                 return None
             if key not in self._prompt_bias:
-                self._prompt_bias[key] = hiding(bucket.hidden, dtype)[:, None, None]
+                self._prompt_bias[key] = mask_bias(bucket.hidden, dtype)[:, None, None]
         elif key not in self._prompt_bias:
             position = self.position_ids.view(-1).index_select(0, bucket.row_index).view(bucket.prompts, -1, 1)
-            place = torch.arange(bucket.places, device=self.device)
+            place = torch.arange(bucket.length, device=self.device)
             hidden = (place >= bucket.lengths.view(-1, 1, 1)) | (position - place >= window)
-            self._prompt_bias[key] = hiding(hidden, dtype).repeat_interleave(g, 1).unsqueeze(1)
+            self._prompt_bias[key] = mask_bias(hidden, dtype).repeat_interleave(g, 1).unsqueeze(1)
         return self._prompt_bias[key]
 
     def _heads(self, heads: int, kv: int) -> tuple[list[Tensor], Tensor]:
@@ -340,12 +349,12 @@ class DecodeLayout(Layout):
             head = np.arange(heads).reshape(kv, 1, g)
             for b in self._buckets:
                 index = b.rows[:, None, :, None] * heads + head  # [m K G g]
-                tables.append(self._keep(("ask", len(tables), heads, kv), torch.from_numpy(index.reshape(-1))))
+                tables.append(self._keep(("read", len(tables), heads, kv), torch.from_numpy(index.reshape(-1))))
                 bases.append(base)
                 base += index.size
             number, slot, rank = self._place.T[:, :, None, None]
-            most = np.array([b.most for b in self._buckets])[number]
+            max_rows = np.array([b.max_rows for b in self._buckets])[number]
             k, j = np.arange(kv)[:, None], np.arange(g)
-            back = np.array(bases)[number] + ((slot * kv + k) * most + rank) * g + j  # [n K g]
+            back = np.array(bases)[number] + ((slot * kv + k) * max_rows + rank) * g + j  # [n K g]
             self._head_tables[heads, kv] = tables, self._keep(("back", heads, kv), torch.from_numpy(back.reshape(-1)))
         return self._head_tables[heads, kv]

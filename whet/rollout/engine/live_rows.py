@@ -1,4 +1,4 @@
-"""The live rows on the host: what each of rows 0..n-1 is, and what it has drawn since it was admitted.
+"""LiveRows: the host's record of rows 0..n-1 of the batch: their requests, prompts, counts, and tokens drawn so far.
 
 The device's half of a row is in the Runner. Rows move when others leave, in both halves alike: `compact` says which.
 Dim legend: n live rows, C columns: the most tokens that a row has drawn.
@@ -10,24 +10,25 @@ from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
-from whet.rollout.engine.scheduler import Prefix, SequenceState, VersionSpan
+from whet.rollout.engine.scheduler import Prefix
+from whet.rollout.in_flight import InFlightRequest
 
 __all__ = ["LiveRows"]
 
-MADE, MAX_NEW, PROMPT, PLAN = range(4)
+NUM_DRAWN, MAX_NEW, PROMPT, PLAN = range(4)
 """Rows of the counts: tokens drawn since the row was admitted, tokens it may draw, prompt tokens, index of its plan."""
 
 
 class LiveRows:
-    """Sequences, the prompts that they read, counts and drawn tokens, which move together.
+    """Requests, the prompts that they read, counts, and tokens drawn since their admission, which move together.
 
     >>> from whet.rollout.base import Request, Sampling
     >>> request = Request(id=7, tokens=np.array([5, 6]), sampling=Sampling(max_tokens=3), group=0, address=(0, 0, 0, 0))
-    >>> seq = SequenceState(request=request, plan=0)
     >>> rows = LiveRows()
-    >>> rows.add([(seq, Prefix(tokens=request.tokens, bucket=32, group_prompt_length=2))])
+    >>> prefix = Prefix(tokens=request.tokens, bucket=32, group_prompt_length=2)
+    >>> rows.add([(InFlightRequest(request=request), prefix)])
     >>> rows.append(0, np.array([[8], [9]], np.int32), np.array([[-1.0], [-2.0]], np.float32))  # two steps
-    >>> rows.tokens(0).tolist(), rows.left.tolist(), rows.lengths.tolist()
+    >>> rows.tokens(0).tolist(), rows.remaining.tolist(), rows.lengths.tolist()
     ([8, 9], [1], [4])
     """
 
@@ -35,78 +36,79 @@ class LiveRows:
         self.clear()
 
     def clear(self) -> None:
-        """Forgets all rows."""
-        self._rows: list[tuple[SequenceState, Prefix]] = []
+        """Removes all rows."""
+        self._rows: list[tuple[InFlightRequest, Prefix]] = []
         self._counts = np.zeros((4, 0), np.int64)
         self._tokens, self._logprobs = np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32)
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __iter__(self) -> Iterator[tuple[SequenceState, Prefix]]:
+    def __iter__(self) -> Iterator[tuple[InFlightRequest, Prefix]]:
         return iter(self._rows)
 
-    def __getitem__(self, row: int) -> tuple[SequenceState, Prefix]:
+    def __getitem__(self, row: int) -> tuple[InFlightRequest, Prefix]:
         return self._rows[row]
 
     @property
-    def all(self) -> Sequence[tuple[SequenceState, Prefix]]:
-        """Each row's sequence and prompt, in order."""
+    def all(self) -> Sequence[tuple[InFlightRequest, Prefix]]:
+        """Each row's request and prompt, in order."""
         return self._rows
 
     @property
-    def made(self) -> np.ndarray:
-        """int64 [n], a view: tokens that each has drawn since it was admitted."""
-        return self._counts[MADE]
+    def num_drawn(self) -> np.ndarray:
+        """int64 [n], a view: tokens that each row has drawn since it was admitted."""
+        return self._counts[NUM_DRAWN]
 
     @property
-    def left(self) -> np.ndarray:
-        """int64 [n]: tokens that each may still draw."""
-        return self._counts[MAX_NEW] - self._counts[MADE]
+    def remaining(self) -> np.ndarray:
+        """int64 [n]: tokens that each row may still draw."""
+        return self._counts[MAX_NEW] - self._counts[NUM_DRAWN]
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 [n]: tokens of each, prompt included."""
-        return self._counts[PROMPT] + self._counts[MADE]
+        """int64 [n]: tokens of each row, prompt included."""
+        return self._counts[PROMPT] + self._counts[NUM_DRAWN]
 
     @property
     def plans(self) -> np.ndarray:
-        """int64 [n]: the index of each one's sampling plan."""
+        """int64 [n]: the index of each row's sampling plan."""
         return self._counts[PLAN]
 
     @property
     def max_new(self) -> int:
-        """The most tokens that one of them may draw in all since it was admitted; 0 = there are none."""
+        """The most tokens that one of the rows may draw in all since it was admitted; 0 = there are no rows."""
         return int(self._counts[MAX_NEW].max(initial=0))
 
-    def add(self, admitted: Sequence[tuple[SequenceState, Prefix]]) -> None:
-        """Appends rows that have drawn nothing."""
-        columns = [(0, seq.left, len(prefix.tokens), seq.plan) for seq, prefix in admitted]
+    def add(self, admitted: Sequence[tuple[InFlightRequest, Prefix]]) -> None:
+        """Appends rows that have drawn nothing yet."""
+        columns = [(0, flight.remaining, len(prefix.tokens), flight.plan) for flight, prefix in admitted]
         self._counts = np.concatenate([self._counts, np.array(columns, np.int64).T], 1)
         self._rows = [*self._rows, *admitted]
 
     def append(self, first: int, tokens: np.ndarray, logprobs: np.ndarray) -> None:
         """Records what rows first.. have drawn. Args: tokens, logprobs: [steps, rows]."""
         steps, count = tokens.shape
-        made = self._counts[MADE, first : first + count]
-        self._reserve(first + count, int(made.max()) + steps)
-        rows, columns = np.arange(first, first + count), made[:, None] + np.arange(steps)
+        drawn = self._counts[NUM_DRAWN, first : first + count]
+        needed, allocated = (first + count, int(drawn.max()) + steps), self._tokens.shape
+        if needed[0] > allocated[0] or needed[1] > allocated[1]:
+            pad = [(0, max(n - a, a, 64) if n > a else 0) for n, a in zip(needed, allocated, strict=True)]
+            self._tokens, self._logprobs = np.pad(self._tokens, pad), np.pad(self._logprobs, pad)
+        rows, columns = np.arange(first, first + count), drawn[:, None] + np.arange(steps)
         self._tokens[rows[:, None], columns] = tokens.T
         self._logprobs[rows[:, None], columns] = logprobs.T
-        made += steps
+        drawn += steps
 
     def tokens(self, row: int) -> np.ndarray:
         """int32: what a row has drawn since it was admitted."""
-        return self._tokens[row, : self._counts[MADE, row]]
+        return self._tokens[row, : self._counts[NUM_DRAWN, row]]
 
-    def span(self, row: int, version: int) -> VersionSpan:
-        """A copy of what a row has drawn since it was admitted."""
-        made = slice(int(self._counts[MADE, row]))
-        tokens, logprobs = self._tokens[row, made].copy(), self._logprobs[row, made].copy()
-        return VersionSpan(tokens=tokens, logprobs=logprobs, version=version)
+    def logprobs(self, row: int) -> np.ndarray:
+        """float32: the logprobs of `tokens`."""
+        return self._logprobs[row, : self._counts[NUM_DRAWN, row]]
 
     def compact(self, gone: Collection[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Takes rows out; the last ones move into the freed slots.
+        """Removes rows; the last ones move into the freed slots.
 
         Returns: int64 [m] each: the rows that have moved, and where to.
         """
@@ -120,9 +122,3 @@ class LiveRows:
             self._rows[t] = self._rows[s]
         self._rows, self._counts = self._rows[:n], self._counts[:, :n].copy()
         return source, target
-
-    def _reserve(self, rows: int, columns: int) -> None:
-        have = self._tokens.shape
-        if rows > have[0] or columns > have[1]:
-            pad = [(0, max(n - h, h, 64) if n > h else 0) for n, h in zip((rows, columns), have, strict=True)]
-            self._tokens, self._logprobs = np.pad(self._tokens, pad), np.pad(self._logprobs, pad)

@@ -1,7 +1,7 @@
-"""A decode step's tables for the native kernels: which row asks which prompt, and where everything lies.
+"""NativeLayout: a decode step's tables for the native kernels: which row reads which prompt, and all addresses.
 
 Dim legend: n live rows, H query heads, K KV heads, D head size, d hidden size.
-Left out on purpose: copies. The stores stay as they are; only addresses are written down, again when one has changed.
+Left out on purpose: copies. Tables hold only addresses into the stores, and are written again when one changes.
 """
 
 from __future__ import annotations
@@ -18,56 +18,56 @@ from torch import Tensor
 from whet.models.attention import Layout
 from whet.native.decode import Kernels, LayerTable, ProductTable, StepTable
 from whet.rollout.engine.kv_cache import KVStore
-from whet.rollout.engine.packed_linear import Product
+from whet.rollout.engine.packed_linear import PackedLinear
 
 __all__ = ["NativeLayer", "NativeLayout"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NativeLayer:
-    """What a layer is made of."""
+    """The parts of a decoder layer."""
 
     norm: Tensor | None
     """[H + K, D]: the weights of the norms of queries and keys, head by head; None = no norms."""
     epsilons: tuple[float, float]
-    """Of both norms."""
+    """Epsilons of both norms."""
     scale: float
     """Factor of the scores."""
     window: int | None
-    """Places back that are seen; None = all."""
+    """Attention window in tokens; None = all tokens are seen."""
     before: Tensor | None
-    """[d]: the weight of the norm before attention; None = the product behind it has it already."""
+    """[d]: the weight of the norm before attention; None = the next product contains it."""
     after: Tensor | None
     """[d]: the same before the MLP."""
     outer_epsilons: tuple[float, float]
-    """Of these norms."""
-    products: tuple[Product, ...]
-    """Queries, keys and values; what attention gives; gate and up; down."""
+    """Epsilons of these two norms."""
+    products: tuple[PackedLinear, ...]
+    """The projections: queries, keys and values; attention's output; gate and up; down."""
 
 
 class NativeLayout(Layout):
-    """One new token for each live row, as the native kernels want it told.
+    """One new token for each live row, for the native kernels.
 
-    It stands where DecodeLayout stands, and attends in `run` with all else that a layer does.
-    Args: kernels: the functions. own: KV of the rows' own tokens.
+    It replaces DecodeLayout: `run` does the attention together with everything else of a layer.
+    Args: kernels: the functions. completion_store: KV of the rows' completions.
     """
 
-    def __init__(self, kernels: Kernels, own: KVStore) -> None:
+    def __init__(self, kernels: Kernels, completion_store: KVStore) -> None:
         self.kernels = kernels
-        self.own = own
+        self.completion_store = completion_store
         self.step = StepTable()
-        """Of the step that `begin` has set."""
+        """The table of the step that `begin` has set."""
         self._kept: dict[str, Any] = {}
-        """Whatever a table points into, except the stores."""
+        """Tensors and arrays that a table points into, except the stores."""
         self._layers: ctypes.Array[LayerTable] | None = None
         self._prompts: list[tuple[KVStore, np.ndarray]] = []
-        """Stores asked, each with the slots of its groups."""
+        """The stores that rows read, each with the slots of its groups."""
         self._epoch: tuple[int, ...] = ()
-        self._renewed = self._width = 0
+        self._num_refreshes = self._width = 0
 
     @property
     def rows(self) -> int:
-        """Of a step."""
+        """Rows of a step."""
         return self.step.rows
 
     def regroup(
@@ -78,7 +78,7 @@ class NativeLayout(Layout):
         lengths: np.ndarray,
         rows: int | None = None,
     ) -> None:
-        """Works out who asks which prompt; to be called whenever the rows or the prompts' places have changed.
+        """Records which row reads which prompt. Call it whenever rows or prompts have moved.
 
         Args:
             stores: by bucket.
@@ -98,45 +98,47 @@ class NativeLayout(Layout):
         self._prompts = [(stores[int(x)], slots[first[buckets[first] == x]]) for x in np.unique(buckets)]
         self._epoch = ()
 
-    def begin(self, position: Tensor, made: Tensor, *, longest: int, furthest: int, equal: bool) -> None:
+    def begin(self, position: Tensor, drawn: Tensor, *, longest: int, furthest: int, equal: bool) -> None:
         """Sets one step.
 
         Args:
             position: Long [n], of the new tokens.
-            made: Long [n], own tokens before them.
-            longest, furthest, equal: what DecodeLayout asks about all rows; the kernels look at each row's own.
+            drawn: Long [n], drawn tokens before them.
+            longest, furthest, equal: not used: the kernels read each row's own numbers.
         """
         del longest, furthest, equal
         self.position_ids = position.unsqueeze(1)
-        self._made = made
-        epoch = (self.own.epoch, *(store.epoch for store, _ in self._prompts))
+        self._drawn = drawn
+        epoch = (self.completion_store.epoch, *(store.epoch for store, _ in self._prompts))
         if epoch != self._epoch:
             self._epoch, self._layers = epoch, None
             places = [np.full(len(slots), store.length, np.int64) for store, slots in self._prompts]
             self._kept["prompt_places"] = np.concatenate(places)
 
-    def turn(self, cos: Tensor, sin: Tensor, heads: tuple[int, int]) -> None:
-        """Tells how queries and keys are turned.
+    def set_rotary(self, cos: Tensor, sin: Tensor, heads: tuple[int, int]) -> None:
+        """Sets the rotary tables.
 
-        Args: cos, sin: [positions, D], the first half of sin with a minus. heads: of queries, and of keys.
+        Args: cos, sin: [positions, D], the first half of sin negated. heads: of queries, and of keys.
         """
         step, size = self.step, cos.shape[1]
         step.heads, step.kv, step.size, step.threads = *heads, size, torch.get_num_threads()
-        self._kept["step"] = tensors = (self.position_ids, self._made, cos, sin)
+        self._kept["step"] = tensors = (self.position_ids, self._drawn, cos, sin)
         step.position, step.made, step.cos, step.sin = (x.data_ptr() for x in tensors)
         step.room = self._room("room", self.rows * heads[0] * (2 * size + 2), torch.float32).data_ptr()
 
-    def run(self, h: Tensor, renewed: int, layers: Callable[[], list[NativeLayer]]) -> Tensor:
+    def run(self, h: Tensor, num_refreshes: int, layers: Callable[[], list[NativeLayer]]) -> Tensor:
         """Takes one token of each row through all layers.
 
-        Args: h: [n, d], changed in place. renewed: how often the weights have changed. layers: what they are made of
-            now, asked for only where something has moved.
+        Args:
+            h: [n, d], changed in place.
+            num_refreshes: how often the weights have changed.
+            layers: gives the layers' parts; called only where something has moved.
         Returns: [n, d], to be added to h; overwritten by the next step.
         """
-        if self._layers is None or renewed != self._renewed:
-            made, self._renewed = layers(), renewed
-            self._layers = (LayerTable * len(made))(*(self.table(i, layer, h) for i, layer in enumerate(made)))
-            widths = [(layer.products[0].width, layer.products[2].width, layer.products[3].inputs) for layer in made]
+        if self._layers is None or num_refreshes != self._num_refreshes:
+            parts, self._num_refreshes = layers(), num_refreshes
+            self._layers = (LayerTable * len(parts))(*(self.table(i, layer, h) for i, layer in enumerate(parts)))
+            widths = [(layer.products[0].width, layer.products[2].width, layer.products[3].inputs) for layer in parts]
             self._width = max(h.shape[1], *(x for width in widths for x in width))
         step = self.step
         more = self._room("more", h.numel(), h.dtype)
@@ -147,19 +149,19 @@ class NativeLayout(Layout):
         return more[: h.numel()].view_as(h)
 
     def _room(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
-        """Memory for so many numbers, kept from step to step."""
+        """Memory for `size` numbers, reused from step to step."""
         room = self._kept.get(name)
         if room is None or room.numel() < size or room.dtype != dtype:
             self._kept[name] = room = torch.empty(size, dtype=dtype)
         return room
 
     def table(self, number: int, layer: NativeLayer, like: Tensor) -> LayerTable:
-        """Where a layer's keys and values lie, and its weights.
+        """The addresses of a layer's keys, values and weights.
 
         Args: number: of the layer. layer: its parts. like: a tensor of the stores' dtype.
         """
         shape = like.new_empty(1, self.step.kv, 1, self.step.size)
-        keys, values = self.own.layer(number, shape, shape)
+        keys, values = self.completion_store.layer(number, shape, shape)
         prompts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
         for store, slots in self._prompts:
             for addresses, x in zip(prompts, store.layer(number, shape, shape), strict=True):
@@ -168,7 +170,7 @@ class NativeLayout(Layout):
         self._kept[f"layer {number}"] = where, layer  # the stores keep their own; a dropped one is to be free
         pointer = lambda x: None if x is None else x.data_ptr()
         return LayerTable(
-            keys.data_ptr(), values.data_ptr(), self.own.length,
+            keys.data_ptr(), values.data_ptr(), self.completion_store.length,
             where[0].ctypes.data, where[1].ctypes.data, self._kept["prompt_places"].ctypes.data,
             pointer(layer.norm), *layer.epsilons, layer.scale, layer.window or 0,
             pointer(layer.before), pointer(layer.after), *layer.outer_epsilons,

@@ -1,12 +1,12 @@
-"""Linear layers of one input as one product, with weights packed for the few rows of a decode step.
+"""PackedLinear: linear layers of one input as one product, with weights packed for the few rows of a decode step.
 
-On a CPU few rows are multiplied fastest by a weight in the native kernels' own order. Such a packed weight is derived
-data: a second copy, made once per version of the weights. Where there are no kernels the layers' own weights are
-multiplied, with no copy. In fp32 a layer with an adapter has its effective weight packed, or copied at an address that
-stays, so that graphs which were captured with it go on. In half precision rounding that weight would lose much of the
-adapter, so A and B are multiplied beside W, in the order and with the roundings of the layer itself.
+On a CPU, few rows are multiplied fastest by a weight in the native kernels' own order. The packed weight is a second
+copy, made once per version of the weights. Without kernels the layers' own weights are used, with no copy. In fp32 the
+effective weight of a layer with an adapter is packed, or copied to a fixed address so that captured graphs stay valid.
+In half precision, rounding that weight would lose much of the adapter, so A and B are multiplied separately from W, in
+the order and with the roundings of the layer itself.
 Dim legend: n rows, O out, R rank of all adapters of a product.
-Left out on purpose: quantised weights, and any choice by the clock: a path is taken where it is right.
+Left out on purpose: quantised weights, and any choice by timing.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from torch import Tensor, nn
 from whet.models.adapters import effective_weight, low_rank, plain_linear
 from whet.native.decode import Kernels, ProductTable
 
-__all__ = ["Product"]
+__all__ = ["PackedLinear"]
 
 
-class Product:
+class PackedLinear:
     """One or more linear layers of the same input: y = x [W₁; W₂; ...]ᵀ + [b₁; b₂; ...].
 
     Args:
-        layers: plain ones, adapters aside; their own parameters are read, and never changed.
-        norm: an RMSNorm before them; a copy in fp32 takes its weight in, and `gain` is that weight.
-        kernels: what packs a copy and multiplies by it; None = the layers themselves, with no copy.
+        layers: plain linear layers, with or without adapters; their parameters are read, and never changed.
+        norm: an RMSNorm before them; a copy in fp32 contains its weight, and `gain` is that weight.
+        kernels: pack a copy and multiply by it; None = the layers' own weights, with no copy.
 
     >>> layers = [nn.Linear(4, 2), nn.Linear(4, 3)]
-    >>> Product(layers)(torch.ones(1, 4)).shape
+    >>> PackedLinear(layers)(torch.ones(1, 4)).shape
     torch.Size([1, 5])
     """
 
@@ -42,28 +42,28 @@ class Product:
         self.layers = tuple(layers)
         self._linears = tuple(_linear(layer) for layer in layers)
         self.table: ProductTable | None = None
-        """Where the weight lies that the native kernels have packed."""
+        """The addresses of the packed weight."""
         self.gain: Tensor | None = None
-        """[in]: what the copy's columns were multiplied by, so that x need not be."""
+        """[in]: the factor that the copy's columns contain, so that x need not be multiplied by it."""
         self._kernels = kernels
         self._norm = norm if kernels is not None and self._linears[0].weight.dtype == torch.float32 else None
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
         self._merges = self._linears[0].weight.dtype.itemsize >= 4
-        """Whether adapters are in the weights, and not beside them."""
-        self._beside: list[Tensor] = []
-        """Adapters beside the weights: what `table` points to."""
+        """Whether adapters are merged into the weights."""
+        self._adapter_tensors: list[Tensor] = []
+        """Adapters that are not merged: `table` points to these tensors."""
         self._merged: dict[int, Tensor] = {}
-        """Where nothing is packed: the effective weights of layers with an adapter, by place."""
+        """Without kernels: the effective weights of layers with an adapter, by index."""
         self.refresh()
 
     def refresh(self) -> None:
-        """Copies the weights as they are now, each with what an adapter adds to it."""
+        """Copies the current weights, adapters merged where they are."""
         if self._kernels is None:
             for i, (layer, base) in enumerate(zip(self.layers, self._linears)):
                 if base is not layer and self._merges:
-                    made = effective_weight(layer)
-                    self._merged[i] = self._merged[i].copy_(made) if i in self._merged else made.clone()
+                    weight = effective_weight(layer)
+                    self._merged[i] = self._merged[i].copy_(weight) if i in self._merged else weight.clone()
             return
         self.gain = None if self._norm is None else self._norm._parameters["weight"]
         old = self._weight
@@ -71,14 +71,14 @@ class Product:
         outputs, inputs = weight.shape
         self._weight = self._kernels.pack(weight, old)
         bias = None if self._bias is None else self._bias.data_ptr()
-        rank, self._beside = (0, []) if self._merges else self._adapters(self._kernels, weight)
-        beside = (x.data_ptr() for x in self._beside)
-        self.table = ProductTable(self._weight.data_ptr(), bias, inputs, outputs, rank, *beside)
+        rank, self._adapter_tensors = (0, []) if self._merges else self._adapters(self._kernels, weight)
+        adapters = (x.data_ptr() for x in self._adapter_tensors)
+        self.table = ProductTable(self._weight.data_ptr(), bias, inputs, outputs, rank, *adapters)
 
     def drop(self) -> None:
-        """Frees the copy; `refresh` makes it again."""
+        """Frees the copy, until `refresh`."""
         self._weight = self._bias = self.gain = self.table = None
-        self._beside.clear()
+        self._adapter_tensors.clear()
         self._merged.clear()
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -87,11 +87,11 @@ class Product:
             if x.dtype != self._weight.dtype:
                 raise TypeError(f"a product of {self._weight.dtype} weights got {x.dtype}; give both one dtype")
             return self._kernels.multiply(self.table, x.contiguous())
-        parts = [self._part(i, x) for i in range(len(self.layers))]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        outputs = [self._multiply(i, x) for i in range(len(self.layers))]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
 
-    def _part(self, i: int, x: Tensor) -> Tensor:
-        """What one layer makes of x."""
+    def _multiply(self, i: int, x: Tensor) -> Tensor:
+        """The output of layer i."""
         layer, base = self.layers[i], self._linears[i]
         if base is not layer and i not in self._merged:  # half precision; or dropped, and not renewed yet
             return layer(x)
@@ -99,22 +99,22 @@ class Product:
 
     @property
     def width(self) -> int:
-        """Numbers of a row of the result."""
+        """Width of the output."""
         return sum(layer.out_features for layer in self._linears)
 
     @property
     def inputs(self) -> int:
-        """Numbers of a row of x."""
+        """Width of the input."""
         return self._linears[0].in_features
 
     @property
     def bytes(self) -> int:
         """Memory of the copy."""
-        packed = () if self._weight is None else (self._weight, *self._beside)
+        packed = () if self._weight is None else (self._weight, *self._adapter_tensors)
         return sum(x.nbytes for x in (*packed, *self._merged.values()))
 
     def _joined(self) -> tuple[Tensor, Tensor | None]:
-        """The weight, effective or of the base, its columns times the gain, and the bias of layers put together."""
+        """The joined weight (effective or of the base, its columns times the gain) and bias of the layers."""
         layers = self.layers if self._merges else self._linears
         weights = [effective_weight(layer) for layer in layers]
         weight = weights[0].contiguous() if len(weights) == 1 else torch.cat(weights)
@@ -125,7 +125,7 @@ class Product:
         return weight, torch.cat([w.new_zeros(len(w)) if b is None else b.detach() for b, w in zip(biases, weights)])
 
     def _adapters(self, kernels: Kernels, weight: Tensor) -> tuple[int, list[Tensor]]:
-        """What the table says of adapters: R; A and B of all layers, s of each output, the ranks of each panel."""
+        """The table's entries of adapters: R; then A and B of all layers, s of each output, the ranks of each panel."""
         parts = [low_rank(layer) for layer in self.layers]
         if all(part is None for part in parts):
             return 0, []
@@ -149,7 +149,7 @@ class Product:
 
 
 def _linear(layer: nn.Module) -> nn.Linear:
-    """Its linear layer, adapter aside."""
+    """The linear layer below an adapter, or the layer itself."""
     base = plain_linear(layer)
     if base is None:
         raise TypeError(f"a product of linear layers was given a {type(layer).__name__}")

@@ -1,7 +1,7 @@
-"""Prefill and decode: forwards through the model, with the state of the live rows on the device.
+"""Runner: prefill and decode steps of the model, with the state of the live rows on the device.
 
-Live rows are 0..n-1. A step does nothing per row in Python: token, position and draw number are tensors, and what was
-drawn is read by the host every few steps.
+Live rows are 0..n-1. A step does nothing per row in Python: token, position and draw number are tensors, and the host
+reads the drawn tokens every few steps.
 Dim legend: n live rows, V vocabulary, d hidden size.
 Left out on purpose: speculation, and products of half-precision weights accumulated in less than fp32.
 """
@@ -26,21 +26,22 @@ from whet.rollout.engine.model_forward import make_forward
 from whet.rollout.engine.native_step import NativeLayout
 from whet.rollout.engine.prefill import PrefillLayout, PrefillSpan
 from whet.rollout.engine.sampler import sample_rows, seen_tokens
-from whet.rollout.engine.scheduler import Prefix, SequenceState
+from whet.rollout.engine.scheduler import Prefix
+from whet.rollout.in_flight import InFlightRequest
 from whet.rollout.requests import SamplingPlan
 
 __all__ = ["Runner", "StepOutput"]
 
 INITIAL_ROWS = 256
-"""Rows that there is room for at first; more come when they are wanted, however many max_batch allows."""
-TOKEN, POSITION, OWN, PLACE, DRAW, KEY = range(6)
-"""Rows of the state: last token, its position, own tokens before it, completion tokens up to it, its draw number,
-address key."""
+"""Rows allocated at first; more are allocated when they are needed, up to max_batch."""
+TOKEN, POSITION, NUM_STORED, NUM_DRAWN, DRAW, KEY = range(6)
+"""Rows of the state: last token, its position, tokens in the completion store before it, completion tokens up to it,
+its draw number, address key."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepOutput:
-    """What some steps drew, on the host."""
+    """The tokens of some steps, on the host."""
 
     tokens: np.ndarray
     """int32 [steps, n]."""
@@ -51,7 +52,7 @@ class StepOutput:
 
 
 class Runner:
-    """The device's half of the engine."""
+    """The device's half of the engine: it runs what the engine has scheduled."""
 
     def __init__(
         self,
@@ -68,13 +69,17 @@ class Runner:
         self.forward = make_forward(loaded, fast=fast, native=native)
         self.vocabulary = int(module.get_output_embeddings().weight.shape[0])  # pyright: ignore
         self.max_batch, self.prefill_tokens = max_batch, prefill_tokens
-        self.own = KVStore()
-        self.stores: dict[int, KVStore] = {}
+        self.completion_store = KVStore()
+        self.prompt_stores: dict[int, KVStore] = {}
         kernels = self.forward.kernels
-        self.layout = DecodeLayout(self.own, self.device) if kernels is None else NativeLayout(kernels, self.own)
+        self.layout = (
+            DecodeLayout(self.completion_store, self.device)
+            if kernels is None
+            else NativeLayout(kernels, self.completion_store)
+        )
         half = any(p.dtype.itemsize == 2 for p in module.parameters())
-        self.renews = half and self.device.type == "cpu" and kernels is None
-        """Whether an empty batch begins with an empty store of its own tokens."""
+        self.drops_empty_store = half and self.device.type == "cpu" and kernels is None
+        """Whether an empty batch starts with a new completion store: see reserve_rows."""
         rows = min(max_batch, INITIAL_ROWS)
         self.state = torch.zeros(6, rows, dtype=torch.long, device=self.device)
         self.seen: Tensor | None = None
@@ -82,21 +87,22 @@ class Runner:
         self.graphs: StepGraphs | None = None
 
     def fix_shapes(self) -> None:
-        """From now on plain decode steps have fixed shapes, and are captured where the device can."""
-        self.layout = DecodeLayout(self.own, self.device)
+        """From now on plain decode steps have fixed shapes, and are captured where the device can do that."""
+        self.layout = DecodeLayout(self.completion_store, self.device)
         self.graphs, self.layout.fixed = StepGraphs(self.device), FixedTensors()
 
     def reserve_rows(self, live: int, count: int) -> None:
-        """Makes room for new rows. Args: live: rows there are. count: new ones.
+        """Allocates memory for new rows. Args: live: rows in the batch. count: new rows.
 
-        The last bits of oneDNN's half-precision products follow the places that the store has, read or not: so that
-        what was drawn before (an evaluation, which a resumed run does not repeat) changes none, it is made again.
+        The last bits of oneDNN's half-precision products depend on the length of the store, also where it is not read.
+        An empty batch therefore starts with a new store. Otherwise earlier requests (an evaluation, which a resumed run
+        does not repeat) could change later draws.
         """
         if not live:
             self.seen = None  # fixed steps are captured only where it is not needed
-            if self.renews:
-                self.own.drop()
-        self.own.reserve(live + count, self.own.length)
+            if self.drops_empty_store:
+                self.completion_store.drop()
+        self.completion_store.reserve(live + count, self.completion_store.length)
         rows = self.state.shape[1]
         if live + count > rows:
             more = min(1 << (live + count - 1).bit_length(), self.max_batch) - rows
@@ -106,47 +112,51 @@ class Runner:
     def prefill(
         self, prefixes: Sequence[Prefix], slots_in_use: dict[int, int], between: Callable[[], None] = lambda: None
     ) -> None:
-        """Runs new prompts, packed, each once; their KV goes to the stores, their last hidden state to the prefix.
+        """Runs new prompts, packed, each once. Their KV goes to the stores, their last hidden state to the prefix.
 
         Args:
-            prefixes: new ones.
-            slots_in_use: by bucket, the rows in use; the new prompts take the next ones.
-            between: called between two chunks; it may move prompts within their stores, if it tells the prefixes.
+            prefixes: the new prompts.
+            slots_in_use: rows in use of each bucket; the new prompts get the next ones.
+            between: called between two chunks; it may move prompts within their stores, and sets Prefix.slot then.
         """
         order = sorted(prefixes, key=lambda p: len(p.tokens))
-        behind = [p for p in order if isinstance(p.source, Prefix) and p.source.hidden is None]
-        ahead = [p for p in order if p not in behind]
-        for p in (*ahead, *behind):  # neighbours of one length lie side by side
+        dependent = [p for p in order if isinstance(p.source, Prefix) and p.source.last_hidden is None]
+        independent = [p for p in order if p not in dependent]
+        for p in (*independent, *dependent):  # prompts of one length get neighbouring slots
             p.slot = slots_in_use.get(p.bucket, 0)
             slots_in_use[p.bucket] = p.slot + 1
         for bucket, rows in slots_in_use.items():
-            self.stores.setdefault(bucket, KVStore()).reserve(rows, bucket, longest=bucket)
-        begun = False
-        for wave in (ahead, behind):
-            self._take_over(wave)
-            for chunk in self._chunks(wave):
-                if begun:
+            self.prompt_stores.setdefault(bucket, KVStore()).reserve(rows, bucket, longest=bucket)
+        is_first = True
+        for group in (independent, dependent):  # the dependent ones copy KV of the others
+            self._copy_computed(group)
+            for chunk in self._chunks(group):
+                if not is_first:
                     between()
                 self._prefill_chunk(chunk)
-                begun = True
+                is_first = False
 
-    def _take_over(self, prefixes: Sequence[Prefix]) -> None:
-        """Copies what is there already of prompts from their sources."""
+    def _copy_computed(self, prefixes: Sequence[Prefix]) -> None:
+        """Copies the KV that prompts share with their sources."""
         for p in prefixes:
             if (source := p.source) is not None:
-                held = isinstance(source, CachedSequence)
-                layers = source.layers if held else self.stores[source.bucket].read(source.slot, p.filled)
-                self.stores[p.bucket].write(p.slot, p.filled, layers)
+                is_cached = isinstance(source, CachedSequence)
+                layers = (
+                    source.layers
+                    if is_cached
+                    else self.prompt_stores[source.bucket].read(source.slot, p.num_computed_tokens)
+                )
+                self.prompt_stores[p.bucket].write(p.slot, p.num_computed_tokens, layers)
                 p.source = None
 
     def _chunks(self, prefixes: Sequence[Prefix]) -> Iterator[list[tuple[Prefix, int, int]]]:
-        """What to run at once, in order: prompts with the first and the end of their tokens."""
+        """Chunks of at most prefill_tokens tokens, in order: (prompt, first token, end) of each part."""
         chunk, room = [], self.prefill_tokens
         for p in prefixes:
-            if chunk and len(p.tokens) - p.filled > room:
+            if chunk and len(p.tokens) - p.num_computed_tokens > room:
                 yield chunk
                 chunk, room = [], self.prefill_tokens
-            first = p.filled
+            first = p.num_computed_tokens
             for start in range(first, len(p.tokens), self.prefill_tokens):
                 end = min(len(p.tokens), start + self.prefill_tokens)
                 if start > first:
@@ -158,101 +168,103 @@ class Runner:
             yield chunk
 
     def _prefill_chunk(self, chunk: list[tuple[Prefix, int, int]]) -> None:
-        """One forward over packed prompts, or over one chunk of a long one."""
-        runs: list[PrefillSpan] = []
+        """One forward over packed prompts, or over one piece of a long prompt."""
+        spans: list[PrefillSpan] = []
         for p, start, end in chunk:
-            store, last = self.stores[p.bucket], runs[-1] if runs else None
-            beside = last is not None and last.store is store and last.slot + last.count == p.slot
-            if last and beside and last.start == start == 0 and last.length == end:
-                runs[-1] = PrefillSpan(count=last.count + 1, start=0, length=end, store=store, slot=last.slot)
+            store, last = self.prompt_stores[p.bucket], spans[-1] if spans else None
+            is_neighbour = last is not None and last.store is store and last.slot + last.count == p.slot
+            if last and is_neighbour and last.start == start == 0 and last.length == end:
+                spans[-1] = PrefillSpan(count=last.count + 1, start=0, length=end, store=store, slot=last.slot)
             else:
-                runs.append(PrefillSpan(count=1, start=start, length=end - start, store=store, slot=p.slot))
+                spans.append(PrefillSpan(count=1, start=start, length=end - start, store=store, slot=p.slot))
         ids = np.concatenate([p.tokens[start:end] for p, start, end in chunk]).astype(np.int64)
-        self.forward.reach(max(end for _, _, end in chunk))
+        self.forward.ensure_positions(max(end for _, _, end in chunk))
         tokens = torch.from_numpy(ids).to(self.device).unsqueeze(0)
-        hidden = self.forward.features(tokens, PrefillLayout(runs, self.device))
+        hidden = self.forward.features(tokens, PrefillLayout(spans, self.device))
         ends = np.cumsum([end - start for _, start, end in chunk]) - 1
         last_hidden = hidden.index_select(0, torch.from_numpy(ends).to(self.device))
         for (p, _, end), h in zip(chunk, last_hidden, strict=True):
-            p.hidden, p.filled = h, end
+            p.last_hidden, p.num_computed_tokens = h, end
 
-    def copy_kv(self, row: int, prefix: Prefix, own: int) -> dict[int, tuple[Tensor, Tensor]]:
-        """A copy of what a row has held: by layer, keys and values [K T D] of its prompt, then of its own tokens.
+    def copy_kv(self, row: int, prefix: Prefix, drawn: int) -> dict[int, tuple[Tensor, Tensor]]:
+        """A copy of a row's KV: by layer, keys and values [K T D] of its prompt, then of its drawn tokens.
 
-        Args: row: a live one. prefix: its prompt. own: how many of its own tokens.
+        Args: row: a live row. prefix: its prompt. drawn: how many drawn tokens to copy.
         """
-        prompt = self.stores[prefix.bucket].read(prefix.slot, len(prefix.tokens))
-        if not own:
+        prompt = self.prompt_stores[prefix.bucket].read(prefix.slot, len(prefix.tokens))
+        if not drawn:
             return {i: (k.clone(), v.clone()) for i, (k, v) in prompt.items()}
-        mine = self.own.read(row, own)
-        return {i: (torch.cat([k, mine[i][0]], 1), torch.cat([v, mine[i][1]], 1)) for i, (k, v) in prompt.items()}
+        own = self.completion_store.read(row, drawn)
+        return {i: (torch.cat([k, own[i][0]], 1), torch.cat([v, own[i][1]], 1)) for i, (k, v) in prompt.items()}
 
     def add_rows(
         self,
         first: int,
-        admitted: Sequence[tuple[SequenceState, Prefix]],
+        admitted: Sequence[tuple[InFlightRequest, Prefix]],
         plans: Sequence[SamplingPlan],
         allowed: Tensor | None = None,
     ) -> StepOutput:
-        """Adds sequences as rows first.., and draws their first tokens.
+        """Adds requests as rows first.., and draws their first tokens.
 
         Args:
-            first: live rows before.
-            admitted: sequences with prefilled prefixes.
-            plans: all sampling plans, which the sequences name by index.
-            allowed: uint8 [new rows, W], what constraints allow, where there are any.
+            first: the number of live rows before.
+            admitted: requests with prefilled prefixes.
+            plans: all sampling plans; InFlightRequest.plan is an index of them.
+            allowed: uint8 [new rows, W], the tokens that constraints allow; None = no constraints.
 
         Returns: one step over the new rows.
         """
         rows = slice(first, first + len(admitted))
         state = np.zeros((6, len(admitted)), np.int64)
         state[POSITION] = [len(p.tokens) for _, p in admitted]
-        state[PLACE] = [seq.request.offset + seq.made for seq, _ in admitted]
-        state[DRAW] = [seq.request.draw + seq.request.offset + seq.made for seq, _ in admitted]
-        state[KEY] = [address_key(*seq.request.address) for seq, _ in admitted]
+        state[NUM_DRAWN] = [flight.request.offset + len(flight.tokens) for flight, _ in admitted]
+        state[DRAW] = [flight.request.draw + flight.request.offset + len(flight.tokens) for flight, _ in admitted]
+        state[KEY] = [address_key(*flight.request.address) for flight, _ in admitted]
         self.state[:, rows] = torch.from_numpy(state).to(self.device)
-        if any(plans[seq.plan].support.penalises for seq, _ in admitted):
+        if any(plans[flight.plan].support.penalises for flight, _ in admitted):
             if self.seen is None:
                 shape = (self.state.shape[1], self.vocabulary)
                 self.seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
             contexts = [torch.from_numpy(p.tokens.astype(np.int64)).to(self.device) for _, p in admitted]
             self.seen[rows] = seen_tokens(contexts, self.vocabulary)
-        logits = self.forward.logits(torch.stack([p.hidden for _, p in admitted if p.hidden is not None]))
-        groups = self._grouped([seq.plan for seq, _ in admitted], plans)
+        logits = self.forward.logits(torch.stack([p.last_hidden for _, p in admitted if p.last_hidden is not None]))
+        groups = self._grouped([flight.plan for flight, _ in admitted], plans)
         numbers = uniform(self.state[KEY, rows], self.state[DRAW, rows])
         tokens, logprobs = self._sample(logits, groups, rows, numbers, allowed)
         self.state[TOKEN, rows] = tokens
         keep = any(plan.sampling.return_logits for plan, _ in groups)
         return self._read([tokens], [logprobs], [logits] if keep else None)
 
-    def regroup(self, rows: Sequence[tuple[SequenceState, Prefix]], plans: Sequence[SamplingPlan]) -> None:
-        """Records which rows live and where their prompts lie. Args: rows: in order. plans: all sampling plans."""
+    def regroup(self, rows: Sequence[tuple[InFlightRequest, Prefix]], plans: Sequence[SamplingPlan]) -> None:
+        """Records the batch's rows and where their prompts lie. Args: rows: in order. plans: all sampling plans."""
         buckets = np.array([p.bucket for _, p in rows], np.int64)
         slots = np.array([p.slot for _, p in rows], np.int64)
         count = None
         if self.graphs is not None:
             count = padded_rows(len(rows), self.max_batch)
-            self.own.reserve(count, self.own.length)
+            self.completion_store.reserve(count, self.completion_store.length)
         lengths = np.array([len(p.tokens) for _, p in rows], np.int64)
-        self.layout.regroup(self.stores, buckets, slots, lengths, count)
-        self.groups = self._grouped([seq.plan for seq, _ in rows], plans)
+        self.layout.regroup(self.prompt_stores, buckets, slots, lengths, count)
+        self.groups = self._grouped([flight.plan for flight, _ in rows], plans)
 
-    def decode(self, steps: int, own: np.ndarray, furthest: int, allowed: Tensor | None = None) -> StepOutput:
+    def decode(self, steps: int, drawn: np.ndarray, furthest: int, allowed: Tensor | None = None) -> StepOutput:
         """Decodes some steps.
 
-        Args: steps: how many. own: int [n], tokens that each row has made (the last one is not in its KV yet).
-            furthest: the largest number of tokens, prompt included, of a row. allowed: uint8 [n, W], what constraints
-            allow at this one step, where there are any.
+        Args:
+            steps: how many.
+            drawn: int [n], tokens that each row has drawn (the last one is not in the KV yet).
+            furthest: the most tokens of a row, prompt included.
+            allowed: uint8 [n, W], the tokens that constraints allow at this one step; None = no constraints.
         Returns: what was drawn.
         """
-        n, rows = len(own), self.layout.rows
-        longest, equal = int(own.max()), bool((own == own[0]).all()) and rows == n
+        n, rows = len(drawn), self.layout.rows
+        longest, equal = int(drawn.max()), bool((drawn == drawn[0]).all()) and rows == n
         keep = any(plan.sampling.return_logits for plan, _ in self.groups)
         tokens, logprobs, kept = [], [], [] if keep else None
-        self.forward.reach(furthest + steps)
+        self.forward.ensure_positions(furthest + steps)
         self.state[:, n:rows] = 0
         plans = [plan for plan, _ in self.groups]
-        graphs = None if self.graphs is None or self.graphs.refusal else self.graphs
+        graphs = None if self.graphs is None or self.graphs.failure else self.graphs
         if graphs is not None and len(plans) == 1 and plans[0].support.plain and self.seen is None and not keep:
             for _ in range(steps):
                 step = graphs.step((rows, id(plans[0])), self._epoch(), lambda: self._fixed_step(rows))
@@ -264,26 +276,32 @@ class Runner:
         numbers = uniform(self.state[KEY, :n].repeat(steps), (state[DRAW, :n] + ahead).flatten()).view(steps, n)
         for step in range(steps):
             self.layout.begin(
-                state[POSITION], state[OWN], longest=longest - 1 + step, furthest=furthest - 1 + step, equal=equal
+                state[POSITION],
+                state[NUM_STORED],
+                longest=longest - 1 + step,
+                furthest=furthest - 1 + step,
+                equal=equal,
             )
             features = self.forward.features(state[TOKEN].unsqueeze(1), self.layout)
             logits = self.forward.logits(features[:n])
             state[POSITION : DRAW + 1] += 1
-            drawn, logprob = self._sample(logits, self.groups, slice(0, n), numbers[step], allowed)
-            state[TOKEN, :n] = drawn
-            tokens.append(drawn)
+            token, logprob = self._sample(logits, self.groups, slice(0, n), numbers[step], allowed)
+            state[TOKEN, :n] = token
+            tokens.append(token)
             logprobs.append(logprob)
             if kept is not None:
                 kept.append(logits)
         return self._read(tokens, logprobs, kept)
 
     def _fixed_step(self, rows: int) -> tuple[Tensor, Tensor]:
-        """One step of this many rows, padding included: the same work whatever the rows' lengths are.
+        """One step of this many rows, padding included: the same work for any lengths of the rows.
 
         Returns: (Long [rows] tokens, fp32 [rows] logprobs).
         """
         state, far = self.state[:, :rows], 1 << 40  # no window is wider than that
-        self.layout.begin(state[POSITION], state[OWN], longest=self.own.length - 1, furthest=far, equal=False)
+        self.layout.begin(
+            state[POSITION], state[NUM_STORED], longest=self.completion_store.length - 1, furthest=far, equal=False
+        )
         logits = self.forward.logits(self.forward.features(state[TOKEN].unsqueeze(1), self.layout))
         state[POSITION : DRAW + 1] += 1
         numbers = uniform(state[KEY], state[DRAW])
@@ -292,19 +310,19 @@ class Runner:
         return drawn, logprob
 
     def _epoch(self) -> tuple[int, ...]:
-        """Changes when anything that a fixed step reads has moved."""
+        """Changes when a tensor that a fixed step reads has moved."""
         assert isinstance(self.layout, DecodeLayout) and self.layout.fixed is not None
-        stores = (x for bucket, s in sorted(self.stores.items()) for x in (bucket, s.epoch))
-        own = (self.state.shape[1], self.own.epoch)
-        return (self.layout.fixed.epoch, self.forward.epoch, *own, *self.layout.asked, *stores)
+        stores = (x for bucket, s in sorted(self.prompt_stores.items()) for x in (bucket, s.epoch))
+        own = (self.state.shape[1], self.completion_store.epoch)
+        return (self.layout.fixed.epoch, self.forward.epoch, *own, *self.layout.bucket_lengths, *stores)
 
     def _grouped(self, indices: list[int], plans: Sequence[SamplingPlan]) -> list[tuple[SamplingPlan, Tensor | None]]:
-        """Rows by plan; None = all rows."""
+        """The rows of each plan; None = all rows. Args: indices: the plan of each row."""
         distinct = sorted(set(indices))
         if len(distinct) == 1:
             return [(plans[distinct[0]], None)]
-        at = np.array(indices)
-        return [(plans[i], torch.from_numpy(np.flatnonzero(at == i)).to(self.device)) for i in distinct]
+        array = np.array(indices)
+        return [(plans[i], torch.from_numpy(np.flatnonzero(array == i)).to(self.device)) for i in distinct]
 
     def _sample(
         self,
@@ -314,20 +332,20 @@ class Runner:
         u: Tensor,
         allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Draws for rows of the state whose logits are given, plan by plan, and marks the tokens as seen."""
-        place = self.state[PLACE, rows]
+        """Draws a token for each of some rows of the state, plan by plan, and marks the tokens as seen."""
+        position = self.state[NUM_DRAWN, rows]
         seen = None if self.seen is None else self.seen[rows]
         allowed = None if allowed is None else allowed.to(logits.device)
         if len(groups) == 1:
             plan = groups[0][0]
-            tokens, logprobs = sample_rows(logits, plan, u=u, position=place, seen=seen, allowed=allowed)
+            tokens, logprobs = sample_rows(logits, plan, u=u, position=position, seen=seen, allowed=allowed)
         else:
-            tokens, logprobs = torch.empty_like(place), torch.empty(len(place), device=logits.device)
+            tokens, logprobs = torch.empty_like(position), torch.empty(len(position), device=logits.device)
             for plan, index in groups:
                 assert index is not None
-                columns = {"u": u, "position": place, "seen": seen, "allowed": allowed}
-                part = {name: None if x is None else x.index_select(0, index) for name, x in columns.items()}
-                t, lp = sample_rows(logits.index_select(0, index), plan, **part)  # pyright: ignore[reportArgumentType]
+                columns = {"u": u, "position": position, "seen": seen, "allowed": allowed}
+                selected = {name: None if x is None else x.index_select(0, index) for name, x in columns.items()}
+                t, lp = sample_rows(logits.index_select(0, index), plan, **selected)  # pyright: ignore[reportArgumentType]
                 tokens.index_copy_(0, index, t)
                 logprobs.index_copy_(0, index, lp)
         if seen is not None:
@@ -343,9 +361,9 @@ class Runner:
         )
 
     def move_rows(self, source: np.ndarray, target: np.ndarray, length: int) -> None:
-        """Moves live rows into holes. Args: source, target: int [m]. length: most tokens that one of them has made."""
+        """Moves live rows into holes. Args: source, target: int [m]. length: the most tokens that one has drawn."""
         src, dst = (torch.from_numpy(x).to(self.device) for x in (source, target))
-        self.own.move(src, dst, length)
+        self.completion_store.move(src, dst, length)
         self.state.index_copy_(1, dst, self.state.index_select(1, src))
         if self.seen is not None:
             self.seen.index_copy_(0, dst, self.seen.index_select(0, src))
@@ -353,39 +371,39 @@ class Runner:
     def move_prefix(self, bucket: int, source: int, target: int) -> None:
         """Moves a prompt's KV into a hole of its store."""
         src, dst = (torch.tensor([x], device=self.device) for x in (source, target))
-        self.stores[bucket].move(src, dst, bucket)
+        self.prompt_stores[bucket].move(src, dst, bucket)
 
     def shrink(self, rows: int, length: int, slots_in_use: dict[int, int]) -> None:
-        """Gives memory back that is not in use.
+        """Frees memory that is not in use.
 
         Args: rows, length: of completions. slots_in_use: of prompts, by bucket.
         """
-        self.own.shrink(rows, length)
-        if self.graphs is not None and len(slots_in_use) < len(self.stores):
-            self.graphs.clear()  # they may read a store that goes
-        for bucket in sorted(self.stores):
+        self.completion_store.shrink(rows, length)
+        if self.graphs is not None and len(slots_in_use) < len(self.prompt_stores):
+            self.graphs.clear()  # they may read a store that is dropped
+        for bucket in sorted(self.prompt_stores):
             if bucket in slots_in_use:
-                self.stores[bucket].shrink(slots_in_use[bucket], bucket)
-            else:  # a layout may still name it: its memory goes now
-                self.stores.pop(bucket).drop()
+                self.prompt_stores[bucket].shrink(slots_in_use[bucket], bucket)
+            else:  # a layout may still refer to it, so its memory is freed here
+                self.prompt_stores.pop(bucket).drop()
 
     @property
     def kv_tokens(self) -> int:
         """Places allocated in all stores."""
-        return self.own.tokens + sum(s.tokens for s in self.stores.values())
+        return self.completion_store.tokens + sum(s.tokens for s in self.prompt_stores.values())
 
     @property
     def kv_bytes(self) -> int:
         """Memory of all stores."""
-        return self.own.bytes + sum(s.bytes for s in self.stores.values())
+        return self.completion_store.bytes + sum(s.bytes for s in self.prompt_stores.values())
 
     def drop(self) -> None:
-        """Frees KV and all that depends on it."""
+        """Frees all KV, and what depends on it."""
         if self.graphs is not None:
             assert isinstance(self.layout, DecodeLayout)
-            self.layout.forget()  # it may hold what a graph worked in
+            self.layout.clear_step()  # it may hold memory of a graph
             self.graphs.clear()
-        for store in (self.own, *self.stores.values()):
+        for store in (self.completion_store, *self.prompt_stores.values()):
             store.drop()
-        self.stores.clear()
+        self.prompt_stores.clear()
         self.seen = None

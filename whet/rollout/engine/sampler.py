@@ -1,11 +1,11 @@
-"""Logits -> token and logprob, by rows that share one Sampling.
+"""sample_rows: logits -> token and logprob, for rows that share one Sampling.
 
-Both of whet's own engines (embedded and hf) sample here, through the same operations (whet.ops.support) as the trainer,
-so that both sides mean the same distribution; whet.ops.support.draw is the oracle of the draw. Every draw is one
-uniform number with an address: what else is in the batch does not matter. Engines of other packages (vLLM, SGLang) draw
-by themselves: their adapters refuse what would mean another distribution there.
+The embedded engine and the hf engine sample here, with the same operations (whet.ops.support) as the trainer, so that
+both sides mean the same distribution; whet.ops.support.draw is the oracle. A draw uses one uniform number with an
+address, so other rows of the batch do not matter. vLLM and SGLang draw by themselves: their adapters refuse requests
+that would mean another distribution there.
 Dim legend: n rows, V vocabulary.
-Left out on purpose: state. Positions, numbers and tokens seen are the caller's.
+Left out on purpose: state. The caller holds positions, random numbers and seen tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from whet.rollout.requests import SamplingPlan
 __all__ = ["sample_rows", "seen_tokens"]
 
 BLOCK = 256
-"""Tokens summed together where the vocabulary is large."""
+"""Tokens of a block, where the vocabulary is large."""
 
 
 def sample_rows(
@@ -38,12 +38,12 @@ def sample_rows(
     Args:
         logits: [n, V].
         plan: shared by the rows.
-        u: float64 [n], the numbers of their draws.
+        u: float64 [n], the uniform numbers of their draws.
         position: Long [n], completion tokens before this place.
-        seen: Bool [n, V], tokens that stand before it; needed with a repetition penalty only.
-        allowed: uint8 [n, W], the tokens that a constraint allows, a bit each; needed with one only.
-        scores: fp32 [n, V], what is drawn from where transformers' processors made it of the logits; None = what the
-            plan's support makes of them.
+        seen: Bool [n, V], tokens before it; needed only with a repetition penalty.
+        allowed: uint8 [n, W], the tokens that a constraint allows, one bit each; needed only with a constraint.
+        scores: fp32 [n, V], drawn from in place of the logits, where transformers' processors have made them; None =
+            the plan's support is applied to the logits.
 
     Returns: (Long [n] tokens, fp32 [n] logprobs under the reported support). At temperature 0 the token is the
         likeliest one and its logprob is taken at temperature 1.
@@ -60,7 +60,7 @@ def sample_rows(
     if plan.support.temperature == 0:
         tokens = greedy(scores)
     else:
-        tokens, logprobs = _drawn(scores, u)
+        tokens, logprobs = _draw(scores, u)
         if plan.reported is plan.support:
             return tokens, logprobs
     if plan.reported is not plan.support:
@@ -68,8 +68,8 @@ def sample_rows(
     return tokens, selective_log_softmax(scores, tokens)
 
 
-def _drawn(scores: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """What whet.ops.support.draw gives, and its logprob from the same sum: one pass of exponentials for both.
+def _draw(scores: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """The draw of whet.ops.support.draw, and its logprob from the same sum: one pass of exponentials for both.
 
     A large vocabulary is summed in blocks of 256 and searched in two steps, so that only a block is summed up in order.
     Args: scores [n, V]. u: float64 [n].
@@ -109,7 +109,7 @@ def _drawn(scores: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def seen_tokens(contexts: list[Tensor], vocabulary: int) -> Tensor:
-    """The tokens that stand in each context, as the repetition penalty counts them.
+    """The tokens of each context, as the repetition penalty counts them.
 
     Args: contexts: Long [T] each: prompt and completion so far. vocabulary: V.
     Returns: Bool [n, V], on the contexts' device.

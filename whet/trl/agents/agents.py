@@ -1,6 +1,6 @@
-"""What makes completions in place of one turn of the model: tools, environments, a rollout_func; or nothing of these.
+"""Agents: GRPOTrainer's arguments that replace a single turn of the model.
 
-tools, environment_factory      episodes.py plays them on the engine
+tools, environment_factory      whet.envs.ToolEpisodes plays them on the engine
 rollout_func(prompts, trainer)  makes the completions itself
 """
 
@@ -15,27 +15,26 @@ from typing import Any
 import numpy as np
 
 from whet.config import Mode
+from whet.envs.tool_calls import ToolTemplate
+from whet.envs.tool_episodes import PROMPT, ToolEpisodes
+from whet.envs.tools import Tools
 from whet.errors import ConfigError, DataError
 from whet.models.modes import max_positions
 from whet.rollout.driver import Episode
 from whet.rollout.policy_rollouts import Play
-from whet.trl.agents.chat import Chat
 from whet.trl.agents.environments import Environments
-from whet.trl.agents.episodes import PROMPT, ToolEpisodes
-from whet.trl.agents.tools import Tools
 from whet.types import Completion, Group, Prompt
 
 __all__ = ["Agents", "own_prompts"]
 
-_RETURNED = ("completion_ids", "logprobs", "prompt_ids")
+_REQUIRED_KEYS = ("completion_ids", "logprobs", "prompt_ids")
 
 
 class Agents:
-    """What a trainer was given of the three.
+    """The tools, the environments, or the rollout_func of a trainer.
 
-    Args: tools, environment_factory, rollout_func: as in GRPOTrainer. tokenizer: whose template tells of tools. args:
-        the configuration. end_ids: that end a turn.
-    Raises: ConfigError: a rollout_func next to the others; a template that can't tell of tools.
+    Args: tools, environment_factory, rollout_func: as in GRPOTrainer. tokenizer: of the model. args: the configuration.
+    Raises: ConfigError: a rollout_func next to one of the others.
     """
 
     def __init__(
@@ -46,30 +45,30 @@ class Agents:
         tokenizer: Any,
         args: Any,
     ) -> None:
-        calls = bool(tools) or environment_factory is not None
-        if rollout_func is not None and calls:
+        has_tools = bool(tools) or environment_factory is not None
+        if rollout_func is not None and has_tools:
             raise ConfigError(
                 "rollout_func makes the completions itself, and tools and environment_factory need whet to; give one"
             )
         self.rollout_func, self.tokenizer, self.args = rollout_func, tokenizer, args
-        self.tools = Tools(tools or ()) if calls else None
+        self.tools = Tools(tools or ()) if has_tools else None
         self.environments = None if environment_factory is None else Environments(environment_factory, tools or ())
         self.episodes: ToolEpisodes | None = None
         self.columns: dict[str, list[Any]] = {}
-        """Further columns for the reward functions, of the last rollout_func: a value for each completion."""
+        """Further columns that the last rollout_func returned for the reward functions: a value for each completion."""
 
     @property
-    def plays(self) -> bool:
+    def has_tools(self) -> bool:
         """Whether completions are episodes with tools."""
         return self.tools is not None
 
     @property
     def schemas(self) -> tuple[Any, ...]:
-        """What the prompt of every row tells of tools; environments add theirs when they are reset."""
+        """The tools' schemas for the prompt of every row; environments add theirs when they are reset."""
         return () if self.tools is None or self.environments is not None else tuple(self.tools.schemas)
 
     def functions(self, tools: Sequence[Callable[..., Any]]) -> list[Callable[..., Any]]:
-        """What the model may call: tools, and the methods of an environment where there is one kind of it."""
+        """What the model may call: tools, and the methods of an environment where there is only one kind."""
         return list(tools) if self.environments is None else self.environments.functions or list(tools)
 
     @property
@@ -78,93 +77,96 @@ class Agents:
         return [] if self.environments is None else self.environments.rewards
 
     def attach(self, cluster: Any, options: Mapping[str, Any]) -> None:
-        """Says on what they play. Args: cluster: the models. options: of the chat template."""
-        if not self.plays:
-            return
-        self.episodes = ToolEpisodes(
-            Chat(self.tokenizer, options, cluster.eos_ids),
-            tokens=self.args.max_completion_length,
-            positions=max_positions(cluster.actor.module),
-            rounds=self.args.max_tool_calling_iterations,
-        )
+        """Prepares the episodes with tools. Args: cluster: the models. options: of the chat template.
+
+        Raises: ConfigError: the chat template leaves out tools.
+        """
+        if self.has_tools:
+            self.episodes = ToolEpisodes(
+                ToolTemplate(self.tokenizer, options, cluster.eos_ids),
+                max_tokens=self.args.max_completion_length,
+                max_length=max_positions(cluster.actor.module),
+                max_rounds=self.args.max_tool_calling_iterations,
+            )
 
     # ---- rollouts ------------------------------------------------------------------------------------------------
 
-    def begun(
+    def start_episodes(
         self, learner: Any, prompts: Sequence[Prompt], number: int, mode: Mode, first: int
     ) -> tuple[Sequence[Prompt], Play | None]:
-        """The prompts of a rollout, as environments have them, and what an episode plays; None = one completion."""
+        """Resets environments. Returns: the prompts, and what an episode plays; None = a single completion."""
         if self.episodes is None or self.tools is None:
             return prompts, None
         episodes, tools = self.episodes, self.tools
         if self.environments is None:
             return prompts, lambda sampling: episodes.play(lambda episode: (episode.prompt, tools), sampling)
-        own = self.environments.begin(prompts, number, lambda schemas: learner.encoder_with(mode, schemas))
+        started = self.environments.reset(prompts, number, lambda schemas: learner.encoder_with(mode, schemas))
 
-        def of(episode: Episode) -> tuple[Prompt, Tools]:
-            return own[(episode.address[2] - first) * number + episode.generation]
+        def start(episode: Episode) -> tuple[Prompt, Tools]:
+            return started[(episode.address[2] - first) * number + episode.generation]
 
-        return [own[i * number][0] for i in range(len(prompts))], lambda sampling: episodes.play(of, sampling)
+        return [started[i * number][0] for i in range(len(prompts))], lambda sampling: episodes.play(start, sampling)
 
-    def called(self, trainer: Any, prompts: Sequence[Prompt], number: int, end_ids: Sequence[int]) -> list[Group]:
-        """The groups that rollout_func makes: it is given each prompt once for each of its completions.
+    def call_rollout_func(
+        self, trainer: Any, prompts: Sequence[Prompt], number: int, end_ids: Sequence[int]
+    ) -> list[Group]:
+        """The groups that rollout_func makes; it receives each prompt once for each of its completions.
 
-        Raises: DataError: it returns something else than TRL asks for.
+        Raises: DataError: it returns another form than TRL's.
         """
         assert self.rollout_func is not None
         copies = [copy.deepcopy(p.source) for p in prompts for _ in range(number)]
-        with trainer.lending.lent():
+        with trainer.attention.native():
             found = self.rollout_func(copies, trainer)
-        missing = [name for name in _RETURNED if name not in found]
+        missing = [name for name in _REQUIRED_KEYS if name not in found]
         if missing:
             raise DataError(f"rollout_func must return keys {missing} in its output dict.")
         masks = found.get("env_mask")
-        rows = {name: found[name] for name in _RETURNED} | ({} if masks is None else {"env_mask": masks})
+        rows = {name: found[name] for name in _REQUIRED_KEYS} | ({} if masks is None else {"env_mask": masks})
         for name, values in rows.items():
             if len(values) != len(copies):
                 raise DataError(
                     f"rollout_func returned {len(values)} {name} for {len(copies)} prompts, each of which is there "
                     f"{number} times, once for each completion; return one for each"
                 )
-        self.columns = {
-            n: _each(v, len(copies)) for n, v in found.items() if n not in (*_RETURNED, "env_mask")
-        }  # fmt: skip
+        known = (*_REQUIRED_KEYS, "env_mask")
+        self.columns = {n: _column(v, len(copies)) for n, v in found.items() if n not in known}
         version = trainer.worker.version
-        made = [self._completion(rows, i, i % number, end_ids, version) for i in range(len(copies))]
-        return [self._group(p, made[i * number : (i + 1) * number]) for i, p in enumerate(prompts)]
+        done = [self._completion(rows, i, i % number, end_ids, version) for i in range(len(copies))]
+        return [self._group(p, done[i * number : (i + 1) * number]) for i, p in enumerate(prompts)]
 
     def _completion(
         self, rows: Mapping[str, Any], i: int, generation: int, end_ids: Sequence[int], version: int
     ) -> Completion:
         tokens = np.asarray(rows["completion_ids"][i], np.int32)
-        given = [math.nan if x is None else float(x) for x in rows["logprobs"][i]]  # not known
+        logprobs = [math.nan if x is None else float(x) for x in rows["logprobs"][i]]  # None = not known
         mask = np.ones(len(tokens), bool) if "env_mask" not in rows else np.asarray(rows["env_mask"][i], bool)
-        if not len(tokens) == len(given) == len(mask) or not mask.any():
+        if not len(tokens) == len(logprobs) == len(mask) or not mask.any():
             raise DataError(
-                f"rollout_func, completion {i}: {len(tokens)} completion_ids, {len(given)} logprobs, {len(mask)} of "
+                f"rollout_func, completion {i}: {len(tokens)} completion_ids, {len(logprobs)} logprobs, {len(mask)} of "
                 f"env_mask, {int(mask.sum())} of the model; give one for each token, and at least one of the model"
             )
         ends = {*end_ids, self.tokenizer.pad_token_id}
         return Completion(
             tokens=tokens,
-            logprobs=np.asarray(given, np.float32),
+            logprobs=np.asarray(logprobs, np.float32),
             versions=np.where(mask, version, -1).astype(np.int32),
             finish_reason="stop" if int(tokens[-1]) in ends else "length",
             generation=generation,
             prefix=np.asarray(rows["prompt_ids"][i], np.int32),
         )
 
-    def _group(self, prompt: Prompt, made: Sequence[Completion]) -> Group:
-        """A group whose prompt is that of its first completion; others may have one of their own."""
-        shared = made[0].prefix
+    def _group(self, prompt: Prompt, completions: Sequence[Completion]) -> Group:
+        """A group with the prompt of its first completion; the others may have prompts of their own."""
+        shared = completions[0].prefix
         assert shared is not None
-        done = [dataclasses.replace(c, prefix=None) if np.array_equal(c.prefix, shared) else c for c in made]  # pyright: ignore
+        done = [dataclasses.replace(c, prefix=None) if np.array_equal(c.prefix, shared) else c for c in completions]  # pyright: ignore
         return Group(prompt=dataclasses.replace(prompt, tokens=shared), completions=tuple(done))
 
-    # ---- what is logged ------------------------------------------------------------------------------------------
+    # ---- metrics ------------------------------------------------------------------------------------------
 
     def take_metrics(self, completions: int) -> dict[str, float]:
-        """Of the calls since the last time."""
+        """Metrics of the tool calls since the last time. Args: completions: their number."""
         return {} if self.episodes is None else self.episodes.counts.take(completions)
 
 
@@ -173,8 +175,8 @@ def own_prompts(groups: Sequence[Group]) -> list[Any]:
     return [c.info.get(PROMPT, g.prompt.source) for g in groups for c in g.completions]
 
 
-def _each(values: Any, count: int) -> list[Any]:
-    """A further column of rollout_func's: a value for each completion; one that is no list is that of all."""
+def _column(values: Any, count: int) -> list[Any]:
+    """A further column of rollout_func: a value for each completion; a value that is not a list is given to all."""
     if not isinstance(values, list):
         return [values] * count
     return [*values, *[None] * (count - len(values))][:count]

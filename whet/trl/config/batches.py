@@ -17,7 +17,7 @@ from typing import Any
 
 from whet.errors import ConfigError
 
-__all__ = ["Batches", "batches_of"]
+__all__ = ["Batches", "compute_batches"]
 
 _VARIED = (
     "num_generations",
@@ -56,7 +56,7 @@ class Batches:
         return f"{prompts} x {self.generations} completions a rollout, {updates} of {self.rows}"
 
 
-def batches_of(fields: Mapping[str, Any], *, method: str = "GRPO") -> Batches:
+def compute_batches(fields: Mapping[str, Any], *, method: str = "GRPO") -> Batches:
     """The batches of a configuration, by TRL's rules.
 
     Args: fields: num_generations, per_device_train_batch_size, gradient_accumulation_steps, num_iterations,
@@ -64,7 +64,7 @@ def batches_of(fields: Mapping[str, Any], *, method: str = "GRPO") -> Batches:
     Raises: ConfigError: a rule is broken; with the nearest settings that work and what each makes of a step.
 
     >>> given = dict(num_generations=8, per_device_train_batch_size=8, gradient_accumulation_steps=4, num_iterations=1)
-    >>> str(batches_of({**given, "generation_batch_size": None, "steps_per_generation": None}))
+    >>> str(compute_batches({**given, "generation_batch_size": None, "steps_per_generation": None}))
     '4 prompts x 8 completions a rollout, 1 update of 32'
     """
     found = _batches(fields)

@@ -1,4 +1,4 @@
-"""DPOConfig: TRL's, field by field, besides what the others have too (supervised.py, training.py)."""
+"""DPOConfig: the table of its own fields, and its class. supervised.py and training.py have the shared fields."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from whet.config import PreferenceConfig
-from whet.learners.objective import keywords_of, resolve_name
+from whet.fronts.field import Table, inert, old, works
+from whet.learners.objective import keyword_arguments
 from whet.learners.preference_objective import make_preference_objective
 from whet.ops.preference import PREFERENCE_LOSSES, PreferenceInputs, needs
 from whet.ops.preference import sigmoid as SMOOTHED
 from whet.trl.config.arguments import dataclass_of
-from whet.trl.config.field import Table, inert, old, works
 from whet.trl.config.supervised import MODEL_FIELDS, NO_DROPOUT, SUPERVISED_FIELDS, SupervisedArguments
 from whet.trl.config.training import OLD_TRAINING_FIELDS, TRAINING_FIELDS
+from whet.util.references import resolve_name
 
 __all__ = ["DPO_FIELDS", "OLD_DPO_FIELDS", "DPOConfig"]
 
@@ -92,7 +93,7 @@ class _DPO(SupervisedArguments):
         """The objective as whet's own configuration."""
         losses = tuple(sigmoid if name == "sigmoid" and self.label_smoothing else name for name in self.loss_type)
         fields: dict[str, Any] = {name: getattr(self, name) for name in _SAME}
-        taken = {n for loss in losses for n in keywords_of(resolve_name(loss, PREFERENCE_LOSSES, "loss_type"))}
+        taken = {n for loss in losses for n in keyword_arguments(resolve_name(loss, PREFERENCE_LOSSES, "loss_type"))}
         fields |= {name: getattr(self, name) for name in _OF_ONE if name in taken}
         if self.f_divergence_type == "alpha_divergence":
             fields["f_alpha_divergence_coef"] = self.f_alpha_divergence_coef

@@ -1,4 +1,4 @@
-"""GRPOConfig: TRL's, field by field, besides what it has from transformers (training.py)."""
+"""GRPOConfig: the table of its own fields, and its class. training.py has the fields from transformers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import logging
 from typing import Any, ClassVar
 
 from whet.errors import ConfigError
+from whet.fronts.field import Table, inert, old, other, refused, works
 from whet.trl.config.arguments import dataclass_of
-from whet.trl.config.field import Table, inert, old, other, refused, works
 from whet.trl.config.rl import RLArguments
 from whet.trl.config.training import OLD_TRAINING_FIELDS, TRAINING_FIELDS
-from whet.trl.config.translate import grpo
+from whet.trl.config.translate import grpo_algorithm
 
-__all__ = ["COMPAT", "GRPO_FIELDS", "OLD_GRPO_FIELDS", "GRPOConfig", "warn"]
+__all__ = ["COMPAT", "GRPO_FIELDS", "OLD_GRPO_FIELDS", "GRPOConfig", "warn_of_differences"]
 
 log = logging.getLogger("whet")
 
@@ -152,7 +152,7 @@ class _GRPO(RLArguments):
 
     def to_whet(self) -> Any:
         """The algorithm as whet's own configuration."""
-        return grpo(self)
+        return grpo_algorithm(self)
 
 
 GRPOConfig: type[_GRPO] = dataclass_of(
@@ -167,8 +167,8 @@ GRPOConfig: type[_GRPO] = dataclass_of(
 )
 
 
-def warn(args: Any) -> None:
-    """Logs what is followed because TRL does it so, and what to set where it is not meant."""
+def warn_of_differences(args: Any) -> None:
+    """Warns of defects of TRL's that are followed, and names the setting without the defect."""
     bound = args.epsilon if args.epsilon_high is None else args.epsilon_high
     if args.loss_type == "cispo" and bound < 1:
         log.warning(

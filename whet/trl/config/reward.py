@@ -1,12 +1,12 @@
-"""RewardConfig: TRL's, field by field, besides what the others have too (supervised.py, training.py)."""
+"""RewardConfig: the table of its own fields, and its class. supervised.py and training.py have the shared fields."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
 from whet.config import RewardModelConfig
+from whet.fronts.field import Table, works
 from whet.trl.config.arguments import dataclass_of
-from whet.trl.config.field import Table, works
 from whet.trl.config.supervised import MODEL_FIELDS, NO_DROPOUT, SUPERVISED_FIELDS, TEMPLATE_FIELDS, SupervisedArguments
 from whet.trl.config.training import OLD_TRAINING_FIELDS, TRAINING_FIELDS
 

@@ -1,15 +1,15 @@
-"""RLOOConfig: TRL's, field by field; GRPOConfig's rows where they are the same."""
+"""RLOOConfig: the table of its fields, shared with GRPOConfig where they are the same, and its class."""
 
 from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from whet.fronts.field import Table, other, works
 from whet.trl.config.arguments import dataclass_of
-from whet.trl.config.field import Table, other, works
 from whet.trl.config.grpo import GRPO_FIELDS, OLD_GRPO_FIELDS
 from whet.trl.config.rl import RLArguments
 from whet.trl.config.training import OLD_TRAINING_FIELDS, TRAINING_FIELDS
-from whet.trl.config.translate import rloo
+from whet.trl.config.translate import rloo_algorithm
 
 __all__ = ["OLD_RLOO_FIELDS", "RLOO_FIELDS", "RLOOConfig"]
 
@@ -49,7 +49,7 @@ class _RLOO(RLArguments):
 
     def to_whet(self) -> Any:
         """The algorithm as whet's own configuration."""
-        return rloo(self)
+        return rloo_algorithm(self)
 
 
 RLOOConfig: type[_RLOO] = dataclass_of(

@@ -1,4 +1,4 @@
-"""SFTConfig: TRL's, field by field, besides what the others have too (supervised.py, training.py)."""
+"""SFTConfig: the table of its own fields, and its class. supervised.py and training.py have the shared fields."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from transformers import TrainingArguments
 
 from whet.config import SFTConfig as Algorithm
 from whet.errors import ConfigError, lookup_error
-from whet.learners.objective import resolve_name
+from whet.fronts.field import Table, inert, old, other, works
 from whet.ops import SFT_LOSSES
 from whet.trl.config.arguments import dataclass_of
-from whet.trl.config.field import Table, inert, old, other, works
 from whet.trl.config.supervised import MODEL_FIELDS, SUPERVISED_FIELDS, TEMPLATE_FIELDS, SupervisedArguments
 from whet.trl.config.training import OLD_TRAINING_FIELDS, TRAINING_FIELDS
+from whet.util.references import resolve_name
 
-__all__ = ["OLD_SFT_FIELDS", "SFT_FIELDS", "SFTConfig", "of_training_arguments"]
+__all__ = ["OLD_SFT_FIELDS", "SFT_FIELDS", "SFTConfig", "from_training_arguments"]
 
 log = logging.getLogger("whet")
 
@@ -102,7 +102,7 @@ SFTConfig: type[_SFT] = dataclass_of(
 )
 
 
-def of_training_arguments(args: Any) -> Any:
+def from_training_arguments(args: Any) -> Any:
     """An SFTConfig of plain TrainingArguments, which TRL's SFTTrainer takes too; anything else as it is."""
     if not isinstance(args, TrainingArguments):
         return args

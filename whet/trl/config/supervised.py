@@ -1,10 +1,10 @@
-"""What SFTConfig, DPOConfig and RewardConfig have in common: fields, some of them transformers', and checks."""
+"""The fields and checks that SFTConfig, DPOConfig, KTOConfig and RewardConfig share."""
 
 from __future__ import annotations
 
 from whet.errors import ConfigError, lookup_error
+from whet.fronts.field import Table, inert, other, refused, works
 from whet.trl.config.arguments import Arguments
-from whet.trl.config.field import Table, inert, other, refused, works
 
 __all__ = ["MODEL_FIELDS", "NO_DROPOUT", "ON_LONG", "SUPERVISED_FIELDS", "TEMPLATE_FIELDS", "SupervisedArguments"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from whet.trl.config.field import Field, Table, inert, old, other, refused, works
+from whet.fronts.field import Field, Table, inert, old, other, refused, works
 
 __all__ = ["OLD_TRAINING_FIELDS", "OWN_FIELDS", "TRAINING_FIELDS"]
 

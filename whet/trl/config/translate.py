@@ -1,4 +1,4 @@
-"""From TRL's configurations to whet's sections: optimizer, loop, rollout, algorithm. Nothing is computed here.
+"""Translates TRL's configurations to whet's: optimizer, training, rollout, algorithm.
 
 loss_type    policy_loss_fn   loss_agg_mode, over all rows
 grpo         grpo             sequence-mean-token-mean
@@ -16,28 +16,26 @@ from typing import Any
 
 from whet.config import GRPOConfig as Algorithm
 from whet.config import OptimConfig, RLTrainingConfig, RolloutConfig
+from whet.config.algo.fields_read import POLICY_READS
 from whet.config.algo.presets import trl_rloo
-from whet.config.algo.surrogate import AGG_WITH_UNITS
 from whet.config.engines import VLLMOptions
 from whet.config.rollout import ConstraintConfig
 from whet.config.training import CheckpointingOptions
 from whet.errors import ConfigError, lookup_error
-from whet.learners.objective import keywords_of
-from whet.ops import POLICY_LOSSES
 
 __all__ = [
     "BY_EVALUATION",
     "LOSS_TYPES",
     "NEVER",
     "REWARD_MANAGER",
-    "beams",
-    "grpo",
-    "loop",
-    "loop_fields",
-    "optimizer",
-    "rloo",
-    "rollout",
+    "beam_options",
+    "grpo_algorithm",
+    "optimizer_config",
+    "rl_training_config",
+    "rloo_algorithm",
+    "rollout_config",
     "template_options",
+    "training_fields",
 ]
 
 _OPTIMIZERS = {
@@ -114,7 +112,7 @@ _BEAMS = ("diversity_penalty", "early_stopping", "length_penalty", "num_beam_gro
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-def optimizer(args: Any, total: int | None) -> OptimConfig:
+def optimizer_config(args: Any, total: int | None) -> OptimConfig:
     """The optimizer's section. Args: total: updates of the run; None = not known."""
     if args.optim not in _OPTIMIZERS:
         raise lookup_error("optim", str(args.optim), _OPTIMIZERS)
@@ -135,7 +133,7 @@ def optimizer(args: Any, total: int | None) -> OptimConfig:
     )
 
 
-def loop_fields(args: Any, steps: int | None, root: str | None) -> dict[str, Any]:
+def training_fields(args: Any, steps: int | None, root: str | None) -> dict[str, Any]:
     """What every loop's section has; when to save, evaluate and stop is the callbacks' to say.
 
     Args: steps: of the run. root: of the checkpoints; None = none.
@@ -152,20 +150,20 @@ def loop_fields(args: Any, steps: int | None, root: str | None) -> dict[str, Any
     }
 
 
-def loop(args: Any, steps: int | None, optim: Any, root: str | None) -> RLTrainingConfig:
+def rl_training_config(args: Any, steps: int | None, optim: Any, root: str | None) -> RLTrainingConfig:
     """The loop's section; when to save, evaluate and stop is the callbacks' to say.
 
     Args: steps: rollouts of the run. optim: an OptimConfig or a factory. root: of the checkpoints; None = none.
     """
-    return RLTrainingConfig(actor_optimizer=optim, reward_timeout_s=None, **loop_fields(args, steps, root))
+    return RLTrainingConfig(actor_optimizer=optim, reward_timeout_s=None, **training_fields(args, steps, root))
 
 
-def grpo(args: Any) -> Algorithm:
+def grpo_algorithm(args: Any) -> Algorithm:
     """The algorithm of a GRPOConfig of TRL's. Raises: ConfigError: an unknown word."""
     if args.loss_type not in LOSS_TYPES:
         raise lookup_error("loss_type", args.loss_type, LOSS_TYPES)
     loss, mode = LOSS_TYPES[args.loss_type]
-    taken = keywords_of(POLICY_LOSSES[loss])
+    taken = POLICY_READS["policy_loss_fn"][loss]
     fields: dict[str, Any] = {
         **_common(args),
         "policy_loss_fn": loss,
@@ -177,12 +175,12 @@ def grpo(args: Any) -> Algorithm:
         **_entropy(args),
         **_correction(args),
     }
-    if mode in AGG_WITH_UNITS:
+    if "loss_agg_units" in POLICY_READS["loss_agg_mode"][mode]:
         fields["loss_agg_units"] = "all"
     return Algorithm(**fields)
 
 
-def rloo(args: Any) -> Algorithm:
+def rloo_algorithm(args: Any) -> Algorithm:
     """The algorithm of an RLOOConfig of TRL's."""
     clip = args.reward_clip_range
     return trl_rloo(
@@ -266,7 +264,7 @@ def _correction(args: Any) -> dict[str, Any]:
     return {"sampler_is": level, "sampler_is_mode": how, **bounds}
 
 
-def rollout(args: Any, longest_prompt: int) -> RolloutConfig:
+def rollout_config(args: Any, longest_prompt: int) -> RolloutConfig:
     """The rollout's section. Args: longest_prompt: tokens of the longest prompt there is."""
     given = dict(args.generation_kwargs or {})
     if given.pop("do_sample", True) is False:
@@ -282,7 +280,7 @@ def rollout(args: Any, longest_prompt: int) -> RolloutConfig:
     if taken := sorted(given.keys() & _ELSEWHERE.keys()):
         raise ConfigError(f"generation_kwargs: {taken[0]} is not taken; {_ELSEWHERE[taken[0]]}")
     fields |= {"top_k": fields["top_k"] or None, "min_p": fields["min_p"] or 0.0}
-    given = {name: value for name, value in given.items() if name not in beams(args)}
+    given = {name: value for name, value in given.items() if name not in beam_options(args)}
     regex = args.vllm_structured_outputs_regex
     return RolloutConfig(
         **fields,
@@ -297,7 +295,7 @@ def rollout(args: Any, longest_prompt: int) -> RolloutConfig:
     )
 
 
-def beams(args: Any) -> dict[str, Any]:
+def beam_options(args: Any) -> dict[str, Any]:
     """Options of generation_kwargs that search by beams; empty = nothing is searched."""
     given = args.generation_kwargs or {}
     found = {name: given[name] for name in _BEAMS if name in given}

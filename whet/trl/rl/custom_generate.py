@@ -1,4 +1,4 @@
-"""A `generate` of the user's, on the model or in its class, or a search by beams: rollouts are its, as in TRL."""
+"""Rollouts by a `generate` that the user replaced, on the model or in its class, or by beam search, as in TRL."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from whet.rollout.base import Output, Request
 from whet.rollout.driver import Episode
 from whet.types import Completion, Group
 
-__all__ = ["generated", "replaced"]
+__all__ = ["find_custom_generate", "generate_groups"]
 
 
-def replaced(*modules: nn.Module) -> nn.Module | None:
+def find_custom_generate(*modules: nn.Module) -> nn.Module | None:
     """The first of a model's forms (PEFT's, its own) with a `generate` that is not transformers'; None = none has."""
     return next((module for module in modules if "generate" in vars(module) or _of_its_class(module)), None)
 
@@ -27,7 +27,7 @@ def _of_its_class(module: nn.Module) -> bool:
     return own is not None and getattr(own, "__module__", "").partition(".")[0] not in ("peft", "transformers")
 
 
-def generated(
+def generate_groups(
     module: nn.Module,
     episodes: Sequence[Episode],
     number: int,

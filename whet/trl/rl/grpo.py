@@ -1,17 +1,13 @@
-"""GRPOTrainer: TRL's, over GRPOLearner. It chooses configurations and hands data on; the algorithm is the learner's.
+"""GRPOTrainer: TRL's, over whet's GRPOLearner, which has the algorithm.
 
     GRPOTrainer(model, reward_funcs, args, train_dataset=rows).train()
 
-What it has in common with RLOOTrainer is in rl/trainer.py, what every trainer has in trainer/trainer.py.
+rl/trainer.py is the base that it shares with RLOOTrainer; trainer/trainer.py is the base of all trainers.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch import nn
-
-from whet.trl.config.grpo import GRPOConfig, warn
+from whet.trl.config.grpo import GRPOConfig, warn_of_differences
 from whet.trl.rl.trainer import RLTrainer
 
 __all__ = ["GRPOTrainer"]
@@ -44,40 +40,10 @@ class GRPOTrainer(RLTrainer):
     METHOD = "GRPO"
     CONFIG = GRPOConfig
 
-    def __init__(
-        self,
-        model: str | nn.Module,
-        reward_funcs: Any = None,
-        args: Any = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        reward_processing_classes: Any = None,
-        callbacks: list[Any] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        quantization_config: Any = None,
-        peft_config: Any = None,
-        tools: Any = None,
-        rollout_func: Any = None,
-        environment_factory: Any = None,
-    ) -> None:
-        super().__init__(
-            model,
-            reward_funcs,
-            args,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            reward_processing_classes,
-            callbacks,
-            optimizers,
-            quantization_config,
-            peft_config,
-            tools,
-            rollout_func,
-            environment_factory,
-        )
-        warn(self.args)
+    def finish_init(self) -> None:
+        """Tells the callbacks that the trainer is there, and warns of TRL's defects that are followed."""
+        super().finish_init()
+        warn_of_differences(self.args)
 
     @property
     def entropy_coef(self) -> float:

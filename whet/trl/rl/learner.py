@@ -1,4 +1,4 @@
-"""GRPOLearner as the front runs it: mini-batches counted in completions, and TRL's mean of the entropy bonus."""
+"""TRL's variant of GRPOLearner: mini-batches counted in completions, and TRL's mean of the entropy bonus."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from torch import Tensor, nn
 
 from whet.config import Mode
 from whet.data.prompts import PromptEncoder
+from whet.envs.tool_calls import parse_turn
 from whet.learners.grpo import GRPOLearner
+from whet.learners.rl_task import RLTask
 from whet.learners.step import Step
 from whet.learners.step_metrics import spread, total_metrics
 from whet.metrics import flat
 from whet.ops import high_entropy_mask, off_policy_mask
 from whet.rollout.driver import Episode, single_turns
-from whet.run.run import Run
 from whet.trl.agents.agents import Agents
-from whet.trl.agents.chat import read_turn
 from whet.trl.config.batches import Batches
-from whet.trl.config.translate import beams
-from whet.trl.rl.custom_generate import generated, replaced
+from whet.trl.config.translate import beam_options
+from whet.trl.rl.custom_generate import find_custom_generate, generate_groups
 from whet.types import Group, LossInputs, Prompt, TokenBatch
 
 __all__ = ["TRLLearner"]
 
 _SHARE = "entropy_share"
-"""Column: what the entropy of a token counts in its mean, over the weight that the loss of the token has."""
+"""Column: the share of a token in the mean entropy, divided by the weight of its loss."""
 
 
 class TRLLearner(GRPOLearner):
-    """Trains as TRL's GRPOTrainer does: see RLLearner for the arguments. the front sets its attributes."""
+    """Trains as TRL's GRPOTrainer does: see RLLearner for the arguments. The front sets the attributes below."""
 
     batches: Batches
     agents: Agents
@@ -43,17 +43,14 @@ class TRLLearner(GRPOLearner):
     make_task: Any
     """(learner) -> the RLTask of a run."""
 
-    def new_run(self, train_ds: Any, eval_ds: Any = None) -> Run:
-        """As RLLearner.new_run, with the front's task."""
-        super().new_run(None)  # its checks
-        task = self.make_task(self)
-        stream = task.stream(train_ds)
-        return Run(task, stream, self.cluster, self.config, observers=self.observers)
+    def new_task(self, eval_ds: Any = None) -> RLTask:
+        """The task that tells the front's callbacks; evaluations are the front's."""
+        return self.make_task(self)
 
     # ---- rollouts ------------------------------------------------------------------------------------------------
 
     def encoder(self, mode: Mode) -> PromptEncoder:
-        """What turns rows into prompts, which tell of the tools."""
+        """The encoder of prompts, with the schemas of the tools."""
         return self.encoder_with(mode, self.agents.schemas)
 
     def encoder_with(self, mode: Mode, schemas: Sequence[Any]) -> PromptEncoder:
@@ -64,18 +61,18 @@ class TRLLearner(GRPOLearner):
         """Completes prompts: by rollout_func, by the model's own `generate` where that was replaced, by the engine."""
         number = self.num_generations_of(mode)
         if self.agents.rollout_func is not None:
-            return self.parsed(self.agents.called(self.front, prompts, number, self.cluster.eos_ids))
-        prompts, play = self.agents.begun(self, prompts, number, mode, first)
+            return self.parse_messages(self.agents.call_rollout_func(self.front, prompts, number, self.cluster.eos_ids))
+        prompts, play = self.agents.start_episodes(self, prompts, number, mode, first)
         if (own := self._own_generate()) is not None:
-            return self.parsed(self._generated(own, prompts, number, play, (step, first), mode))
-        return self.parsed(
+            return self.parse_messages(self._generated(own, prompts, number, play, (step, first), mode))
+        return self.parse_messages(
             self.cluster.sample(prompts, num_generations=number, step=step, first=first, mode=mode, play=play)
         )
 
     def _own_generate(self) -> nn.Module | None:
         """The model whose `generate` makes completions: a user has replaced it, or asks for beams."""
-        own = replaced(self.front.model, self.cluster.actor.module)
-        return self.cluster.actor.module if own is None and beams(self.front.args) else own
+        own = find_custom_generate(self.front.model, self.cluster.actor.module)
+        return self.cluster.actor.module if own is None and beam_options(self.front.args) else own
 
     def _generated(
         self, model: nn.Module, prompts: Sequence[Prompt], number: int, play: Any, place: tuple[int, int], mode: Mode
@@ -92,23 +89,28 @@ class TRLLearner(GRPOLearner):
         else:
             episodes = [Episode(prompt, (0, step, first + i, g), play(sampling))
                         for i, prompt in enumerate(prompts) for g in range(number)]  # fmt: skip
-        with self.front.lending.lent():
-            return generated(
+        with self.front.attention.native():
+            return generate_groups(
                 model,
                 episodes,
                 number,
                 end_ids=self.cluster.eos_ids,
                 pad_id=self.cluster.pad_id,
-                options={**names, "top_k": config.top_k or 0, **config.generation_kwargs, **beams(self.front.args)},
+                options={
+                    **names,
+                    "top_k": config.top_k or 0,
+                    **config.generation_kwargs,
+                    **beam_options(self.front.args),
+                },
                 version=self.cluster.actor.version,
             )
 
-    def parsed(self, groups: Sequence[Group]) -> Sequence[Group]:
-        """The same, what was said in a chat as the tokenizer's response template reads it, where it has one."""
+    def parse_messages(self, groups: Sequence[Group]) -> Sequence[Group]:
+        """The groups, with messages parsed by the tokenizer's response template, where it has one."""
         tokenizer: Any = self.cluster.tokenizer
         if tokenizer.response_template is None:
             return groups
-        read = functools.partial(read_turn, tokenizer, tokenizer.response_template)
+        read = functools.partial(parse_turn, tokenizer, tokenizer.response_template)
         made = []
         for group in groups:
             context, chat = group.prompt.tokens, not isinstance(group.prompt.source, str)
@@ -124,7 +126,7 @@ class TRLLearner(GRPOLearner):
     def batch(self, step: Step) -> Step:
         """As RLLearner.batch; lengths of completions with tools are those of what the model said, as in TRL."""
         step = super().batch(step)
-        if not self.agents.plays and self.agents.rollout_func is None:
+        if not self.agents.has_tools and self.agents.rollout_func is None:
             return step
         done = [c for g in step.rewards.groups for c in g.completions]
         lengths = np.array([int((c.versions >= 0).sum()) for c in done])

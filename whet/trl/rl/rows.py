@@ -1,4 +1,4 @@
-"""Data sets as TRL takes them: rows with a column `prompt`, map-style or streamed."""
+"""Prepares data sets: rows with a column `prompt`, map-style or streamed."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from whet.data.prompts import PromptEncoder
 from whet.errors import ConfigError, DataError
 
-__all__ = ["longest_prompt", "rows_of"]
+__all__ = ["longest_prompt", "prepare_rows"]
 
 _DROPPED = ("completion", "completion_ids")
-"""Columns that reward functions are not given, since what was sampled has these names."""
+"""Columns with the names of sampled values; reward functions don't get them."""
 _STREAM_PROMPT = 4096
-"""Tokens of a prompt at most, where the data can't be looked through."""
+"""The assumed longest prompt of a stream, in tokens."""
 
 
 class _Stream:
@@ -26,7 +26,7 @@ class _Stream:
         return (self._keep(row) for row in self._source)
 
 
-def rows_of(data: Any, *, prompt_only: bool = False, without_prompt: bool = False) -> Any:
+def prepare_rows(data: Any, *, prompt_only: bool = False, without_prompt: bool = False) -> Any:
     """The rows of a data set, without the columns that nothing is given.
 
     Args: data: a datasets.Dataset or IterableDataset, a list of dicts, an iterable of them. prompt_only: keep no other

@@ -1,7 +1,7 @@
-"""RLTrainer: what GRPOTrainer and RLOOTrainer have in common: rewards, rollouts, completions that are logged.
+"""RLTrainer: the base of GRPOTrainer and RLOOTrainer: rewards, rollouts, logged completions.
 
-It makes the cluster and the learner from what TRL's constructors are given; the algorithm is `args.to_whet()`. Reading
-order: `__init__`, then learner.py for what of the learner differs, trainer/task.py for when callbacks are told.
+It makes the cluster and the learner from the arguments of TRL's constructors; the algorithm is `args.to_whet()`.
+Reading order: `__init__`, then learner.py, then trainer/task.py for the callbacks.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from whet.data.prompts import PromptEncoder
 from whet.errors import ConfigError
 from whet.models.modes import max_positions
 from whet.trl.agents.agents import Agents
-from whet.trl.config.translate import loop, rollout, template_options
+from whet.trl.config.translate import rl_training_config, rollout_config, template_options
 from whet.trl.rl.completions import Completions
 from whet.trl.rl.learner import TRLLearner
 from whet.trl.rl.loaders import eval_loader, train_loader
-from whet.trl.rl.reward_functions import RewardLog, reward_functions
-from whet.trl.rl.rows import longest_prompt, rows_of
-from whet.trl.trainer.data import check_evaluation, checked_set, named_sets
-from whet.trl.trainer.messages import in_trl_words
+from whet.trl.rl.reward_functions import RewardLog, make_reward_functions
+from whet.trl.rl.rows import longest_prompt, prepare_rows
+from whet.trl.trainer.data import check_dataset, check_evaluation, load_eval_sets
+from whet.trl.trainer.messages import VOCABULARY
 from whet.trl.trainer.metrics import trl_metrics
-from whet.trl.trainer.model import adapted, inner_model, module_dtype
-from whet.trl.trainer.task import TellingRLTask
+from whet.trl.trainer.model import module_dtype, prepare_model, unwrap_peft
+from whet.trl.trainer.not_provided import NOT_CALLED
+from whet.trl.trainer.task import RLCallbackTask
 from whet.trl.trainer.trainer import Trainer
-from whet.trl.trainer.unused_methods import NOT_CALLED
 from whet.types import TokenBatch
 
 __all__ = ["RLTrainer"]
@@ -64,44 +64,45 @@ class RLTrainer(Trainer):
 
     aux_loss_enabled = False
 
-    @in_trl_words()
+    @VOCABULARY.translating()
     def __init__(
         self,
         model: str | nn.Module,
-        reward_funcs: Any,
-        args: Any,
-        train_dataset: Any,
-        eval_dataset: Any,
-        processing_class: Any,
-        reward_processing_classes: Any,
-        callbacks: Sequence[Any] | None,
-        optimizers: tuple[Any, Any],
-        quantization_config: Any,
-        peft_config: Any,
+        reward_funcs: Any = None,
+        args: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
         tools: Any = None,
         rollout_func: Any = None,
         environment_factory: Any = None,
     ) -> None:
         super().__init__(model, args, processing_class, callbacks)
-        model = inner_model(model)
+        model = unwrap_peft(model)
         args = self.args
         self.agents = Agents(tools, environment_factory, rollout_func, self.processing_class, args)
         self.rollout_func, self.tools = rollout_func, self.agents.functions(tools or ())
         self.completions = Completions(args)
-        if args.sync_ref_model and (peft_config is not None or model is not self._given_model):
+        if args.sync_ref_model and (peft_config is not None or model is not self._original_model):
             raise ConfigError(
                 "You passed `sync_ref_model=True` while using a PEFT model: the reference is the base under the "
                 "adapter, and there is no second model to synchronize; set `sync_ref_model=False`, or train all weights"
             )
         self.reward_log = RewardLog(lambda: self.state)
         self._metrics: dict[str, dict[str, list[float]]] = {"train": defaultdict(list), "eval": defaultdict(list)}
-        """Numbers that a script appends, which the next log or evaluation has as means."""
+        """Numbers that a script appends; the next log or evaluation has their means."""
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        self._take_data()
-        functions = reward_functions(
+        self._read_data()
+        functions = make_reward_functions(
             reward_funcs, reward_processing_classes, self.processing_class, args, self.agents.rewards
         )
-        self.cluster = self.models = self._cluster(adapted(model, args, peft_config, quantization_config), optimizers)
+        prepared = prepare_model(model, args, peft_config, quantization_config)
+        self.cluster = self.models = self._cluster(prepared, optimizers)
         self.learner = self._learner(functions)
         self.reward_funcs, self._functions = functions, list(functions)
         own = functions[: len(functions) - len(self.agents.rewards)]
@@ -110,14 +111,14 @@ class RLTrainer(Trainer):
         self.get_train_dataloader = partial(train_loader, self)  # of the instance: one of a subclass is refused
         self.get_eval_dataloader = partial(eval_loader, self)
         self.cluster.actor_trainer.with_rl_metrics_to_log({"policy_loss": "weighted"})
-        self.ready()
+        self.finish_init()
 
-    # ---- making --------------------------------------------------------------------------------------------------
+    # ---- making -----------------------------------------------------------------------------------------------------
 
     def _train_rows(self, data: Any) -> Any:
-        """The rows of train_dataset; of an environment that has its own data, empty prompts."""
+        """The rows of train_dataset; empty prompts for an environment with its own data."""
         if data is not None:
-            return self._rows_of(checked_set(data, "train_dataset"))
+            return self._rows_of(check_dataset(data, "train_dataset"))
         if self.agents.environments is None:
             raise ConfigError("`train_dataset` is required unless an `environment_factory` brings the prompts; give it")
         if isinstance(self.agents.environments.factory, Mapping):
@@ -129,11 +130,11 @@ class RLTrainer(Trainer):
             raise ConfigError(
                 "without `train_dataset` the environment brings the prompts, and the run has no length: set max_steps"
             )
-        return rows_of([{}] * self.args.batches.prompts, without_prompt=True)
+        return prepare_rows([{}] * self.args.batches.prompts, without_prompt=True)
 
     def _rows_of(self, data: Any) -> Any:
-        """Rows, of which those for an environment may have no prompt."""
-        return rows_of(
+        """The prepared rows of a data set; with an environment, rows may lack a prompt."""
+        return prepare_rows(
             data, prompt_only=self.args.remove_unused_columns, without_prompt=self.agents.environments is not None
         )
 
@@ -157,27 +158,27 @@ class RLTrainer(Trainer):
         )
         self.agents.attach(self.cluster, template_options(args))
         learner.batches, learner.agents, learner.front = args.batches, self.agents, self
-        learner.make_task = lambda learner: TellingRLTask(learner, self)
-        self._attach(learner)
+        learner.make_task = lambda learner: RLCallbackTask(learner, self)
+        self._connect_rewards(learner)
         return learner
 
-    def _attach(self, learner: TRLLearner) -> None:
-        """Tells the reward manager what TRL's functions are given."""
+    def _connect_rewards(self, learner: TRLLearner) -> None:
+        """Gives the reward manager the log and the agents."""
         manager: Any = learner.reward_manager
         manager.log, manager.agents = self.reward_log, self.agents
 
-    def _take_data(self) -> None:
-        """The rows of the data sets, and how many steps the run has."""
-        if not self.has_read("train_dataset"):
+    def _read_data(self) -> None:
+        """Reads the data sets and counts the steps of the run."""
+        if self.has_changed("train_dataset"):
             self._rows = self._train_rows(self.train_dataset)
             if not isinstance(self._rows, list):
                 self._check_stream()
-        self.take_eval_data()
+        self.read_eval_data()
         check_evaluation(self.args, self.eval_rows)
-        self._plan()
+        self._count_steps()
 
     def _check_stream(self) -> None:
-        """What TRL asks of the arguments where train_dataset is a stream, and sets in them."""
+        """Checks the arguments for a stream as TRL does, and sets those that it sets."""
         args = self.args
         if args.accelerator_config.dispatch_batches:
             raise ConfigError(
@@ -193,23 +194,23 @@ class RLTrainer(Trainer):
             )
             args.dataloader_num_workers = 0
 
-    def take_up(self) -> None:
-        """Reads again what may have been set since."""
-        self._take_data()
+    def read_changes(self) -> None:
+        """Reads again the data and the reward functions, which may have been set since."""
+        self._read_data()
         learner, now = self.learner, list(self.reward_funcs)
         learner.data = dataclasses.replace(
             learner.data, shuffle=bool(self.args.shuffle_dataset) and isinstance(self._rows, list)
         )
         if now != self._functions:
             own = [fn for fn in now if fn not in self.agents.rewards]
-            self.reward_funcs = reward_functions(own, None, self.processing_class, self.args, self.agents.rewards)
+            self.reward_funcs = make_reward_functions(own, None, self.processing_class, self.args, self.agents.rewards)
             self._functions = list(self.reward_funcs)
             learner.take_rewards(self.reward_funcs)
-            self._attach(learner)
+            self._connect_rewards(learner)
             self.reward_func_names = list(learner.reward_manager.fns)
 
-    def _plan(self) -> None:
-        """How many rollouts and optimizer steps the run has."""
+    def _count_steps(self) -> None:
+        """Computes the rollouts and optimizer steps of the run."""
         args, made = self.args, self.args.batches
         if isinstance(self._rows, list):
             each = len(self._rows) // made.prompts
@@ -240,14 +241,14 @@ class RLTrainer(Trainer):
             cluster_config=ClusterConfig(
                 role_to_mesh={r: SimpleNamespace(device_type="cpu") for r in Role} if on_cpu else None,
                 rollout_engine="vllm" if args.use_vllm else "embedded",
-                rollout_config=rollout(args, self._longest(model)),
-                training_config=loop(args, self._steps or None, optim, self.resumable_root),
+                rollout_config=rollout_config(args, self._longest_prompt(model)),
+                training_config=rl_training_config(args, self._steps or None, optim, self.resumable_root),
             ),
             module_dtype=module_dtype(args, model, optimizers),
         )
 
-    def _longest(self, model: RoleConfig | nn.Module) -> int:
-        """Tokens of the longest prompt of all data."""
+    def _longest_prompt(self, model: RoleConfig | nn.Module) -> int:
+        """Tokens of the longest prompt in the data sets."""
         args = self.args
         if args.max_prompt_length:
             return args.max_prompt_length
@@ -259,7 +260,7 @@ class RLTrainer(Trainer):
             tools=self.agents.schemas or None,
         )
         positions = max_positions(model) if isinstance(model, nn.Module) else None
-        if self.agents.environments is not None:  # what they say at the beginning is not known yet
+        if self.agents.environments is not None:  # their first observations are not known yet
             return longest_prompt(encoder, [None], positions, args.max_completion_length)
         sets = [self._rows, *self.eval_rows.values()]
         return longest_prompt(encoder, sets, positions, args.max_completion_length)
@@ -268,7 +269,7 @@ class RLTrainer(Trainer):
         """The rows to train on."""
         return self._rows
 
-    # ---- what a user reads ---------------------------------------------------------------------------------------
+    # ---- attributes of TRL's trainers -------------------------------------------------------------------------------
 
     @property
     def _logs(self) -> dict[str, Any]:
@@ -278,7 +279,7 @@ class RLTrainer(Trainer):
     @property
     def environments(self) -> list[Any]:
         """The environments of the last rollout, one for each completion; empty without environment_factory."""
-        return [] if self.agents.environments is None else self.agents.environments.playing
+        return [] if self.agents.environments is None else self.agents.environments.in_use
 
     @property
     def reward_weights(self) -> torch.Tensor:
@@ -299,7 +300,7 @@ class RLTrainer(Trainer):
     def _manager(self) -> Any:
         return self.learner.reward_manager
 
-    # ---- what the base asks --------------------------------------------------------------------------------------
+    # ---- methods of the base ----------------------------------------------------------------------------------------
 
     @property
     def updates_per_step(self) -> int:
@@ -313,10 +314,10 @@ class RLTrainer(Trainer):
 
     def eval_sets(self, data: Any) -> dict[str, list[dict[str, Any]]]:
         """Evaluation rows by name."""
-        return named_sets(data, lambda rows, _: self._rows_of(rows))
+        return load_eval_sets(data, lambda rows, _: self._rows_of(rows))
 
-    def measured(self, rows: list[dict[str, Any]]) -> dict[str, float]:
-        """Samples and scores an evaluation set."""
+    def measure(self, rows: list[dict[str, Any]]) -> dict[str, float]:
+        """The metrics of an evaluation set: samples completions and scores them."""
         encode = self.learner.encoder(Mode.EVAL)
         prompts = [prompt for place, row in enumerate(rows) if (prompt := encode(row, place)) is not None]
         made, batch = self.learner.measure(prompts, self.state.global_step)
@@ -324,7 +325,6 @@ class RLTrainer(Trainer):
         own |= {name: sum(values) / len(values) for name, values in self._metrics["eval"].items()}
         self._metrics["eval"].clear()
         own |= self.agents.take_metrics(len(prompts) * self.learner.num_generations_of(Mode.EVAL))
-        self.cluster.take_metrics(self.state.global_step, Mode.EVAL)
         return {**self.own_metrics(made, batch), **own}
 
     def own_metrics(self, row: Mapping[str, Any], batch: TokenBatch) -> dict[str, float]:
@@ -336,8 +336,8 @@ class RLTrainer(Trainer):
         steps = self._steps or None
         self.learner.config = dataclasses.replace(self.cluster.training_config, resume=folder, max_steps=steps)
 
-    def note_step(self, row: Mapping[str, Any], step: Any) -> None:
-        """Takes the metrics of a rollout, those of the reward functions, and the completions."""
+    def record_step(self, row: Mapping[str, Any], step: Any) -> None:
+        """Records the metrics of a rollout and of the reward functions, and the completions."""
         extra, own = self.reward_log.take()
         own |= self.agents.take_metrics(step.batch.num_sequences)
         found = self.own_metrics(row, step.batch)
@@ -345,7 +345,7 @@ class RLTrainer(Trainer):
         self.completions.add(step, extra)
 
     def log_window(self, of_run: dict[str, float] | None = None) -> None:
-        """Logs the means since the last time, and the completions of the last rollout."""
+        """Logs the means since the last log, and the completions of the last rollout."""
         for name, values in self._metrics["train"].items():
             for value in values:
                 self.window.add({name: value})

@@ -1,4 +1,4 @@
-"""DPOTrainer: TRL's, over PreferenceLearner."""
+"""DPOTrainer: TRL's, over whet's PreferenceLearner."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from whet.learners.preference_objective import make_preference_objective
 from whet.train.supervised_models import SupervisedModels
 from whet.trl.config.dpo import DPOConfig
 from whet.trl.config.supervised import ON_LONG
-from whet.trl.supervised.examples import TextPairs, has_rows, pair_columns
-from whet.trl.supervised.trainer import SupervisedTrainer, of_front
-from whet.trl.trainer.model import inner_model, trusted
+from whet.trl.supervised.examples import TextPairEncoder, has_rows, pair_columns
+from whet.trl.supervised.trainer import SupervisedTrainer, learner_class
+from whet.trl.trainer.model import trusts_remote_code, unwrap_peft
 
 __all__ = ["DPOTrainer"]
 
@@ -67,7 +67,7 @@ class DPOTrainer(SupervisedTrainer):
                 "`model` and `ref_model` cannot be the same object: the reference would move with the policy; leave "
                 "ref_model out, and it is the model as it begins"
             )
-        self._given_reference = inner_model(ref_model)
+        self._given_reference = unwrap_peft(ref_model)
         super().__init__(
             model,
             args,
@@ -79,15 +79,15 @@ class DPOTrainer(SupervisedTrainer):
             quantization_config,
             peft_config,
             compute_metrics=compute_metrics,
-            refused={"data_collator": data_collator},
+            data_collator=data_collator,
         )
 
     def encoder(self, data: Any, *, packs: bool = False) -> RowEncoder:
-        """Pairs."""
-        return TextPairs(self.processing_class, self.encoding(on_long=ON_LONG[self.args.truncation_mode]))
+        """The encoder of pairs."""
+        return TextPairEncoder(self.processing_class, self.encoding(on_long=ON_LONG[self.args.truncation_mode]))
 
     def rows(self, data: Any) -> Any:
-        """The rows. Raises ConfigError: a stream is to be read ahead."""
+        """The rows. Raises ConfigError: precompute_ref_log_probs with a stream."""
         if self.args.precompute_ref_log_probs and not has_rows(data):
             raise ConfigError(
                 "`precompute_ref_log_probs=True` is not supported with IterableDataset: the reference is read over all "
@@ -100,9 +100,9 @@ class DPOTrainer(SupervisedTrainer):
         needed = make_preference_objective(self.args.to_whet()).needs.reference
         own = "actor" if self._given_reference is None else self._given_reference
         if isinstance(self._given_reference, str):
-            own = RoleConfig(model=self._given_reference, trust_remote_code=trusted(self.args))
-        return self.models_of(optim, actor=given, reference=own if needed else None)
+            own = RoleConfig(model=self._given_reference, trust_remote_code=trusts_remote_code(self.args))
+        return self.build_models(optim, actor=given, reference=own if needed else None)
 
     def make_learner(self) -> Any:
-        """Whet's, of the objective that the configuration says."""
-        return of_front(PreferenceLearner)(self.models, self.args.to_whet(), data=self.data_config())
+        """The learner with the objective of the configuration."""
+        return learner_class(PreferenceLearner)(self.models, self.args.to_whet(), data=self.data_config())

@@ -1,6 +1,6 @@
-"""Rows of supervised training as TRL takes them, made Examples: texts, conversations, pairs, and rows of token ids.
+"""Encodes rows in TRL's forms to Examples: texts, conversations, pairs, and rows of token ids.
 
-What of a row is trained follows docs/data.md, which says how whet reads rows; docs/from-trl.md says where that differs.
+docs/data.md says how whet reads rows and which tokens it trains; docs/from-trl.md lists the differences from TRL.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from typing import Any
 
 import numpy as np
 
-from whet.data.conversations import sequence_of
+from whet.data.conversations import make_sequence
 from whet.data.preference import PreferenceEncoder, ScoredPairEncoder
 from whet.data.prompt_stream import epoch_order
-from whet.data.supervised import Answer, Read, RowEncoder, SFTEncoder
+from whet.data.supervised import Answer, RowAnswers, RowEncoder, SFTEncoder
 from whet.errors import DataError
 from whet.types import Example, TrainSequence
 
 __all__ = [
-    "Examples",
-    "Formatted",
-    "IdsOrPairs",
-    "IdsOrRows",
-    "Ready",
-    "TextPairs",
-    "examples_of",
+    "ExampleStream",
+    "FormattedRows",
+    "IdentityEncoder",
+    "PairOrIdsEncoder",
+    "SFTOrIdsEncoder",
+    "TextPairEncoder",
     "first_row",
     "has_rows",
+    "make_examples",
     "pair_columns",
     "scored_columns",
     "sft_columns",
@@ -36,7 +36,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class _Ids(Answer):
-    """An answer that is token ids already, with what is trained of them."""
+    """An answer given as token ids, with the mask of the trained ones."""
 
     ids: tuple[int, ...] = ()
     mask: tuple[bool, ...] = ()
@@ -61,64 +61,64 @@ def _sequence(answer: _Ids, number: int) -> list[TrainSequence]:
     return [TrainSequence(prefix=ids[:given], tokens=ids[given:], mask=mask[given:])]
 
 
-class IdsOrRows(SFTEncoder):
+class SFTOrIdsEncoder(SFTEncoder):
     """Rows of SFT, or of `input_ids` with `labels` (-100 = not trained) or completion_mask and assistant_masks."""
 
-    def _read(self, row: Mapping[str, Any], number: int) -> Read:
+    def _read(self, row: Mapping[str, Any], number: int) -> RowAnswers:
         if "input_ids" not in row:
             return super()._read(row, number)
         if row.get("labels") is not None:
-            return Read([_of_ids(row["input_ids"], [label != -100 for label in row["labels"]])])
+            return RowAnswers([_of_ids(row["input_ids"], [label != -100 for label in row["labels"]])])
         names = ("assistant_masks",) if self.trains_all else ("completion_mask", "assistant_masks")
-        return Read([_of_ids(row["input_ids"], *(row[name] for name in names if row.get(name) is not None))])
+        return RowAnswers([_of_ids(row["input_ids"], *(row[name] for name in names if row.get(name) is not None))])
 
     def _encode(self, answer: Answer, options: Mapping[str, Any], number: int) -> list[TrainSequence]:
         return _sequence(answer, number) if isinstance(answer, _Ids) else super()._encode(answer, options, number)
 
 
-class IdsOrPairs(ScoredPairEncoder):
+class PairOrIdsEncoder(ScoredPairEncoder):
     """Pairs, or pairs of `chosen_ids` and `rejected_ids`, whose last tokens are scored."""
 
-    def _read(self, row: Mapping[str, Any], number: int) -> Read:
+    def _read(self, row: Mapping[str, Any], number: int) -> RowAnswers:
         end = next((end for end in ("ids", "input_ids") if f"chosen_{end}" in row), None)
         if end is None:
             return super()._read(row, number)
         margin = {"margin": (float(row["margin"]),) * 2} if row.get("margin") is not None else {}
         answers = [_of_ids(row[f"{side}_{end}"]) for side in ("chosen", "rejected")]
-        return Read(answers, {"chosen": (1.0, 0.0), **margin})
+        return RowAnswers(answers, {"chosen": (1.0, 0.0), **margin})
 
     def _encode(self, answer: Answer, options: Mapping[str, Any], number: int) -> list[TrainSequence]:
         return _sequence(answer, number) if isinstance(answer, _Ids) else super()._encode(answer, options, number)
 
 
-def _alike(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """How far two texts or lists are the same from their beginning."""
+def _common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """The length of the common prefix of two texts or lists."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-class TextPairs(PreferenceEncoder):
+class TextPairEncoder(PreferenceEncoder):
     """Pairs; of texts without a prompt it is what both begin with, character by character, as in TRL.
 
     A blank at its end is the answers'. Prompt and answer are encoded together there, and so they are here.
     """
 
-    def _sequences(self, read: Read, options: Mapping[str, Any], number: int) -> list[list[TrainSequence]]:
+    def _sequences(self, read: RowAnswers, options: Mapping[str, Any], number: int) -> list[list[TrainSequence]]:
         texts = [answer.said for answer in read.answers if answer.prompt is None and isinstance(answer.said, str)]
         if len(texts) != 2:
             return super()._sequences(read, options, number)
-        prompt = texts[0][: _alike(*texts)]
+        prompt = texts[0][: _common_prefix(*texts)]
         prompt = prompt[:-1] if prompt.endswith(" ") else prompt
         end = str(self.tokenizer.eos_token)
         both = [text if text.endswith(end) else text + end for text in texts]
         ids = [list(self.tokenizer(text, verbose=False).input_ids) for text in (prompt, *both)]
-        same = min(_alike(ids[0], made) for made in ids[1:])
+        same = min(_common_prefix(ids[0], made) for made in ids[1:])
         if not same:
             return super()._sequences(read, options, number)
-        return [[sequence_of([(made[:same], False), (made[same:], True)])] for made in ids[1:]]
+        return [[make_sequence([(made[:same], False), (made[same:], True)])] for made in ids[1:]]
 
 
-class Ready:
-    """What a learner is given as its encoder: the rows are Examples by now."""
+class IdentityEncoder:
+    """The encoder of a learner whose rows are Examples already."""
 
     counts: Mapping[Any, int] = {}
 
@@ -130,8 +130,8 @@ class Ready:
 Pack = Callable[[Iterable[Example]], Iterator[Example]]
 
 
-class Examples:
-    """The Examples of a stream, made as they are read, from its beginning whenever it is asked."""
+class ExampleStream:
+    """The Examples of a stream, encoded as they are read; each iteration begins at the first row."""
 
     def __init__(self, rows: Iterable[Any], encode: RowEncoder, pack: Pack | None) -> None:
         self._rows, self._encode, self._pack = rows, encode, pack
@@ -141,7 +141,7 @@ class Examples:
         return made if self._pack is None else self._pack(made)
 
 
-class Formatted:
+class FormattedRows:
     """Rows, each as the text that a function makes of it.
 
     Args: data: rows. fn: row -> text. column: that it is in.
@@ -166,9 +166,9 @@ def first_row(data: Any) -> Mapping[str, Any]:
     raise DataError("the data set has no rows; give at least one")
 
 
-def examples_of(
+def make_examples(
     data: Any, encode: RowEncoder, *, pack: Pack | None, shuffle: int | None, of: str = ""
-) -> list[Example] | Examples:
+) -> list[Example] | ExampleStream:
     """A data set as Examples: a list of them, or of a stream one at a time.
 
     Args: data: a datasets.Dataset or IterableDataset, a list of dicts, an iterable of them. encode: what makes them.
@@ -177,13 +177,15 @@ def examples_of(
     Raises: DataError: rows that can't be trained on.
     """
     if not has_rows(data):
-        return Examples(data, encode, pack)
+        return ExampleStream(data, encode, pack)
     order = range(len(data)) if shuffle is None else epoch_order(len(data), shuffle, 0).tolist()
     with encode.all_rows():
         made = [e for i in order if (e := encode(data[i], i)) is not None]
     made = made if pack is None else list(pack(made))
     if not made:
-        raise DataError(f"no row {f'of {of} is left' if of else 'is left to train on'}: {encode.told() or 'none came'}")
+        raise DataError(
+            f"no row {f'of {of} is left' if of else 'is left to train on'}: {encode.describe_counts() or 'none came'}"
+        )
     return made
 
 

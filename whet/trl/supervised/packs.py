@@ -1,7 +1,7 @@
-"""packing: which rows stand together in one row of TRL's, so that a step has the rows that it has there.
+"""packing: groups rows as TRL does, so that a step has the same rows as in TRL.
 
-A pack is an Example with several sequences. Each is trained for itself, and nothing is padded with or without packs: so
-all that the option changes is how many rows make up a step.
+A pack is an Example with several sequences. The sequences don't see each other, and nothing is padded with or without
+packs, so the option only changes how many rows make up a step.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from itertools import islice
 
 import numpy as np
 
-from whet.data.lengths import cut_at_end
+from whet.data.lengths import truncate_end
 from whet.types import Example, TrainSequence
 
-__all__ = ["best_fit", "packed", "wrapped"]
+__all__ = ["best_fit", "pack_best_fit", "pack_wrapped"]
 
 _AT_ONCE = 1000
 """Rows that are packed among themselves: a batch of datasets.map, as there."""
@@ -54,7 +54,7 @@ def best_fit(lengths: list[int], size: int) -> list[list[int]]:
     return packs
 
 
-def packed(examples: Iterable[Example], size: int, *, split: bool) -> Iterator[Example]:
+def pack_best_fit(examples: Iterable[Example], size: int, *, split: bool) -> Iterator[Example]:
     """Packs of examples, made of a thousand at a time.
 
     Args: examples: each of one sequence or more. size: tokens of a pack. split: sequences that are longer are cut into
@@ -63,13 +63,13 @@ def packed(examples: Iterable[Example], size: int, *, split: bool) -> Iterator[E
     examples = iter(examples)
     while part := list(islice(examples, _AT_ONCE)):
         whole = [s for e in part for s in e.sequences]
-        made = [p for s in whole for p in (_parts(s, size) if split else [cut_at_end(s, size)]) if p is not None]
+        made = [p for s in whole for p in (_parts(s, size) if split else [truncate_end(s, size)]) if p is not None]
         lengths = [len(s.prefix) + len(s.tokens) for s in made]
         for pack in best_fit(lengths, size):
             yield Example(sequences=tuple(made[i] for i in pack), row=part[0].row)
 
 
-def wrapped(examples: Iterable[Example], size: int) -> Iterator[Example]:
+def pack_wrapped(examples: Iterable[Example], size: int) -> Iterator[Example]:
     """Rows end to end, cut wherever a pack is full, of a thousand at a time: in a pack they see each other, as in TRL.
 
     Args: examples: each of one sequence or more. size: tokens of a pack.

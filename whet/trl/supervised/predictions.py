@@ -1,7 +1,7 @@
-"""What compute_metrics is given: the logits or scores of an evaluation set, made by the model's own forward, padded.
+"""compute_metrics: the logits or scores of an evaluation set, computed by the model's own forward on padded rows.
 
-whet's learners hold no logits, so this is a second pass, over batches of per_device_eval_batch_size rows, and only
-where a function asks for it. As in TRL all of them are held at once; preprocess_logits_for_metrics makes them smaller.
+whet's learners hold no logits, so this is a second pass, over batches of per_device_eval_batch_size rows. As in TRL,
+all logits are held at once; preprocess_logits_for_metrics reduces them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import EvalPrediction
 from whet.models.modes import evaluating
 from whet.types import Example, TokenBatch, TrainSequence
 
-__all__ = ["computed_metrics"]
+__all__ = ["compute_user_metrics"]
 
 _NONE = -100
 """What fills rows up, and labels what is not trained, as in transformers."""
@@ -25,7 +25,7 @@ Predicted = tuple[Tensor, Any]
 """Logits or scores, and labels."""
 
 
-def computed_metrics(front: Any, examples: Sequence[Example]) -> dict[str, float]:
+def compute_user_metrics(front: Any, examples: Sequence[Example]) -> dict[str, float]:
     """What a user's compute_metrics makes of an evaluation set.
 
     Args: front: the trainer, with compute_metrics and preprocess_logits_for_metrics. examples: the rows.
@@ -83,7 +83,7 @@ def _forward(front: Any, sequences: Sequence[TrainSequence]) -> tuple[Tensor, Te
     for i, row in enumerate(rows):
         ids[i, : len(row)], mask[i, : len(row)] = torch.from_numpy(row.astype(np.int64)), 1
     device, module = front.worker.device, front.worker.module
-    with front.lending.lent(), evaluating(module):
+    with front.attention.native(), evaluating(module):
         logits = module(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False).logits
     return ids, logits.cpu()
 

@@ -14,8 +14,8 @@ from whet.learners.preference import RewardModelLearner
 from whet.models.heads import has_score_head
 from whet.train.supervised_models import SupervisedModels
 from whet.trl.config.reward import RewardConfig
-from whet.trl.supervised.examples import IdsOrPairs, first_row, scored_columns
-from whet.trl.supervised.trainer import SupervisedTrainer, of_front
+from whet.trl.supervised.examples import PairOrIdsEncoder, first_row, scored_columns
+from whet.trl.supervised.trainer import SupervisedTrainer, learner_class
 
 __all__ = ["RewardTrainer"]
 
@@ -76,14 +76,12 @@ class RewardTrainer(SupervisedTrainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             compute_metrics=compute_metrics,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-            refused={
-                "data_collator": data_collator,
-            },
+            data_collator=data_collator,
         )
 
     def encoder(self, data: Any, *, packs: bool = False) -> RowEncoder:
         """Pairs; those over max_length are left out."""
-        return IdsOrPairs(self.processing_class, self.encoding(on_long="drop"))
+        return PairOrIdsEncoder(self.processing_class, self.encoding(on_long="drop"))
 
     def rows(self, data: Any) -> Any:
         """The rows; a warning where their columns have the names of earlier releases, as TRL's."""
@@ -104,8 +102,8 @@ class RewardTrainer(SupervisedTrainer):
                 f"reward models require `num_labels=1`, and this one has {labels}; load it by "
                 "AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)"
             )
-        return self.models_of(optim, reward_model=given)
+        return self.build_models(optim, reward_model=given)
 
     def make_learner(self) -> Any:
-        """Whet's, of the objective that the configuration says."""
-        return of_front(RewardModelLearner)(self.models, self.args.to_whet(), data=self.data_config())
+        """The learner with the objective of the configuration."""
+        return learner_class(RewardModelLearner)(self.models, self.args.to_whet(), data=self.data_config())

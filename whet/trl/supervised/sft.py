@@ -13,11 +13,11 @@ from whet.data.supervised import MESSAGES, RowEncoder
 from whet.errors import ConfigError
 from whet.learners.sft import SFTLearner
 from whet.train.supervised_models import SupervisedModels
-from whet.trl.config.sft import SFTConfig, of_training_arguments
+from whet.trl.config.sft import SFTConfig, from_training_arguments
 from whet.trl.config.supervised import ON_LONG
-from whet.trl.supervised.examples import Formatted, IdsOrRows, Pack, first_row, sft_columns
-from whet.trl.supervised.packs import packed, wrapped
-from whet.trl.supervised.trainer import SupervisedTrainer, of_front
+from whet.trl.supervised.examples import FormattedRows, Pack, SFTOrIdsEncoder, first_row, sft_columns
+from whet.trl.supervised.packs import pack_best_fit, pack_wrapped
+from whet.trl.supervised.trainer import SupervisedTrainer, learner_class
 
 __all__ = ["SFTTrainer"]
 
@@ -69,7 +69,7 @@ class SFTTrainer(SupervisedTrainer):
         self._formatting = formatting_func
         super().__init__(
             model,
-            of_training_arguments(args),
+            from_training_arguments(args),
             train_dataset,
             eval_dataset,
             processing_class,
@@ -80,10 +80,8 @@ class SFTTrainer(SupervisedTrainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             compute_metrics=compute_metrics,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-            refused={
-                "data_collator": data_collator,
-                "compute_loss_func": compute_loss_func,
-            },
+            data_collator=data_collator,
+            compute_loss_func=compute_loss_func,
         )
 
     def encoder(self, data: Any, *, packs: bool = False) -> RowEncoder:
@@ -123,7 +121,7 @@ class SFTTrainer(SupervisedTrainer):
             max_length=None if packs else args.max_length,
             on_long=ON_LONG[args.truncation_mode],
         )
-        return IdsOrRows(self.processing_class, section)
+        return SFTOrIdsEncoder(self.processing_class, section)
 
     @property
     def _prepared(self) -> bool:
@@ -156,7 +154,7 @@ class SFTTrainer(SupervisedTrainer):
                 "A formatting function was provided while `completion_only_loss=True`: it makes a text of the row, of "
                 "which no part is the completion; set completion_only_loss=False, or leave formatting_func out"
             )
-        made = Formatted(data, self._formatting, self.args.dataset_text_field)
+        made = FormattedRows(data, self._formatting, self.args.dataset_text_field)
         return list(made) if hasattr(data, "__len__") else made
 
     def pack(self, *, evaluation: bool) -> Pack | None:
@@ -165,13 +163,13 @@ class SFTTrainer(SupervisedTrainer):
         if not (args.packing if not evaluation or args.eval_packing is None else args.eval_packing):
             return None
         if args.packing_strategy == "wrapped":
-            return partial(wrapped, size=args.max_length)
-        return partial(packed, size=args.max_length, split=args.packing_strategy == "bfd_split")
+            return partial(pack_wrapped, size=args.max_length)
+        return partial(pack_best_fit, size=args.max_length, split=args.packing_strategy == "bfd_split")
 
     def make_models(self, given: RoleConfig | nn.Module, optim: Any) -> SupervisedModels:
         """A language model."""
-        return self.models_of(optim, actor=given)
+        return self.build_models(optim, actor=given)
 
     def make_learner(self) -> Any:
-        """Whet's, of the objective that the configuration says."""
-        return of_front(SFTLearner)(self.models, self.args.to_whet(), data=self.data_config())
+        """The learner with the objective of the configuration."""
+        return learner_class(SFTLearner)(self.models, self.args.to_whet(), data=self.data_config())

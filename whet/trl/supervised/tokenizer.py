@@ -1,4 +1,4 @@
-"""eos_token, pad_token and chat_template_path: what a configuration says of the tokenizer, and the model after it."""
+"""Applies eos_token, pad_token and chat_template_path to the tokenizer, and the end token to the model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from whet.data.tokenizer import load_tokenizer
 from whet.errors import ConfigError
 
-__all__ = ["prepare_model", "prepare_tokenizer"]
+__all__ = ["prepare_tokenizer", "set_eos_token"]
 
 
 def prepare_tokenizer(tokenizer: Any, args: Any) -> None:
@@ -43,7 +43,7 @@ def _take_template(tokenizer: Any, path: str) -> None:
     tokenizer.chat_template, tokenizer.eos_token = source.chat_template, source.eos_token
 
 
-def prepare_model(model: Any, tokenizer: Any, args: Any) -> None:
+def set_eos_token(model: Any, tokenizer: Any, args: Any) -> None:
     """Makes the model's configuration agree with the end token that was chosen, for what is made with it later."""
     chosen = [n for n in ("eos_token", "chat_template_path") if n in args.TABLE and getattr(args, n) is not None]
     if not chosen or tokenizer.eos_token_id is None:

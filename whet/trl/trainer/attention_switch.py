@@ -1,7 +1,8 @@
-"""Whose attention a model has: whet's while the trainer works, transformers' own wherever a user may call the model.
+"""Switches a model between whet's attention and the attention of transformers.
 
-`trainer.model.generate(...)` before and after training, in a callback and in a rollout_func is what scripts do. Whet's
-attention wants a layout of packed rows, which transformers' `generate` does not give.
+Whet's attention needs a layout of packed rows, which transformers' `generate` does not give. So the model has whet's
+attention while the trainer works, and the native one wherever a script may call it: `trainer.model.generate(...)`
+before and after training, in a callback or in a rollout_func.
 """
 
 from __future__ import annotations
@@ -13,44 +14,44 @@ from torch import nn
 
 from whet.models.modes import native_attention
 
-__all__ = ["Lending"]
+__all__ = ["AttentionSwitch"]
 
 
-class Lending:
-    """A model that is lent to its user, and taken back for work. Args: module: the model, ready to work."""
+class AttentionSwitch:
+    """The attention of one model. Args: module: the model, with whet's attention."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._lent: ExitStack | None = None
+        self._native: ExitStack | None = None
 
     @contextmanager
-    def working(self) -> Iterator[None]:
-        """The model is whet's for a while."""
-        with self._as(lent=False):
+    def whet(self) -> Iterator[None]:
+        """Whet's attention inside the block."""
+        with self._using(native=False):
             yield
 
     @contextmanager
-    def lent(self) -> Iterator[None]:
-        """The model is the user's for a while."""
-        with self._as(lent=True):
+    def native(self) -> Iterator[None]:
+        """Transformers' attention inside the block."""
+        with self._using(native=True):
             yield
 
-    def lend(self) -> None:
-        """Gives the model to its user until the next work."""
-        if self._lent is None:
-            self._lent = ExitStack()
-            self._lent.enter_context(native_attention(self._module))
+    def use_native(self) -> None:
+        """Transformers' attention from now on."""
+        if self._native is None:
+            self._native = ExitStack()
+            self._native.enter_context(native_attention(self._module))
 
-    def _take_back(self) -> None:
-        if self._lent is not None:
-            held, self._lent = self._lent, None
-            held.close()
+    def _use_whet(self) -> None:
+        if self._native is not None:
+            stack, self._native = self._native, None
+            stack.close()
 
     @contextmanager
-    def _as(self, *, lent: bool) -> Iterator[None]:
-        before = self._lent is not None
-        (self.lend if lent else self._take_back)()
+    def _using(self, *, native: bool) -> Iterator[None]:
+        before = self._native is not None
+        (self.use_native if native else self._use_whet)()
         try:
             yield
         finally:
-            (self.lend if before else self._take_back)()
+            (self.use_native if before else self._use_whet)()

@@ -1,14 +1,14 @@
-"""Checkpoints where TRL's users look for them: output_dir/checkpoint-{optimizer step}, each a folder by itself.
+"""Checkpoints in TRL's layout: output_dir/checkpoint-{optimizer step}, each a self-contained folder.
 
     checkpoint-4/ model.safetensors, config.json, generation_config.json, the tokenizer      as transformers loads them
                   (or adapter_model.safetensors, adapter_config.json)                        as PEFT does
                   trainer_state.json                                                         transformers' TrainerState
-                  run.pt, run.json, sums.json, whet/{optimizer.safetensors, state.pt}        what a resume needs besides
-                  reference/                                                                 where it moves
+                  run.pt, run.json, sums.json, whet/{optimizer.safetensors, state.pt}        for a resume
+                  reference/                                                                 if it moves
 
-A folder is whole or absent, and leads to no other: it may be copied, packed, moved and removed. Several runs may share
-an output_dir; as in transformers a run replaces checkpoints of its own steps, and what lies there besides stays. Those
-of earlier versions, whose files are links into output_dir/.whet, are read.
+A folder is complete or absent, and holds no links: it may be copied, moved and removed. Several runs may share an
+output_dir; as in transformers, a run replaces checkpoints of its own steps and leaves the others. Checkpoints of
+earlier versions, with links into output_dir/.whet, can be read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from whet.storage.folder_lock import FolderLock
 from whet.train.model_files import separate_training_state
 from whet.train.role_checkpoints import Checkpoints
 
-__all__ = ["FrontCheckpoints", "checkpoint_at", "rotated", "to_resume"]
+__all__ = ["TrainerCheckpoints", "checkpoint_path", "find_checkpoint", "rotate_checkpoints"]
 
 
 class NoCheckpoint(CheckpointError, ValueError):
@@ -38,7 +38,7 @@ _LINK = "whet"
 """In checkpoints of earlier versions: a link to the folder that a resume reads."""
 
 
-class FrontCheckpoints(Checkpoints):
+class TrainerCheckpoints(Checkpoints):
     """The checkpoints of a front. Args: front: the trainer. root: output_dir; None = none that a resume could read."""
 
     def __init__(self, front: Any, root: str | None) -> None:
@@ -72,7 +72,7 @@ class FrontCheckpoints(Checkpoints):
 
     def of_step(self, step: int) -> Path | None:
         """The checkpoint of now."""
-        return None if self.root is None else checkpoint_at(self.root, self._front.state.global_step)
+        return None if self.root is None else checkpoint_path(self.root, self._front.state.global_step)
 
     def place(self, folder: Path, role: str) -> Path:
         """The model in training is the checkpoint itself, so that others load it; in earlier versions it was not."""
@@ -86,13 +86,13 @@ class FrontCheckpoints(Checkpoints):
             return None
         if read_run_id(folder) == self.run:
             return folder
-        self._front.note_save()
-        state = {**state, "trl": self._front.held()}  # which knows now whether this one is the best
+        self._front.prepare_save()
+        state = {**state, "trl": self._front.resume_state()}  # which knows now whether this one is the best
 
         def fill(place: Path) -> None:
             self.fill(place, state=state, tokenizer=tokenizer)
             separate_training_state(place)
-            self._front.save_own(place)
+            self._front.save_user_files(place)
 
         def write(place: Path) -> None:
             write_with_checksums(place, fill, run=self.run, step=step)
@@ -110,7 +110,7 @@ class FrontCheckpoints(Checkpoints):
             raise CheckpointError(f"load_best_model_at_end can't load {folder}: {error}; leave it as it is") from error
 
 
-def checkpoint_at(output_dir: str | Path, step: int) -> Path:
+def checkpoint_path(output_dir: str | Path, step: int) -> Path:
     """The folder of an optimizer step."""
     return Path(output_dir) / f"checkpoint-{step}"
 
@@ -121,7 +121,7 @@ def _saved(output_dir: str) -> list[Path]:
     return sorted((p for p, m in found.items() if m), key=lambda p: int(p.name.rpartition("-")[2]))
 
 
-def rotated(output_dir: str, keep: int | None, never: Sequence[Path]) -> None:
+def rotate_checkpoints(output_dir: str, keep: int | None, never: Sequence[Path]) -> None:
     """Removes the oldest checkpoints. Args: keep: how many stay; None = all. never: not removed."""
     folders = _saved(output_dir)
     kept = {folder.absolute() for folder in never}
@@ -133,7 +133,7 @@ def rotated(output_dir: str, keep: int | None, never: Sequence[Path]) -> None:
         remove_checkpoint(folder)
 
 
-def to_resume(output_dir: str, asked: str | Literal[True]) -> Path:
+def find_checkpoint(output_dir: str, asked: str | Literal[True]) -> Path:
     """What a run resumes from. Args: asked: True = the newest checkpoint, or its folder.
 
     Raises: NoCheckpoint: there is none. CheckpointError: it has no state to go on from.

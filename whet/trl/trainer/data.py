@@ -1,4 +1,4 @@
-"""Data sets that a trainer is given: what they may be, and that there are some where an evaluation is asked for."""
+"""Checks the data sets of a trainer."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 from whet.errors import ConfigError, DataError
 
-__all__ = ["check_evaluation", "checked_set", "named_sets"]
+__all__ = ["check_dataset", "check_evaluation", "load_eval_sets"]
 
 
-def checked_set(data: Any, name: str) -> Any:
+def check_dataset(data: Any, name: str) -> Any:
     """A data set: a datasets.Dataset or IterableDataset, a list of dicts, an iterable of them.
 
     Args: name: train_dataset or eval_dataset, for the message.
     Raises: DataError: something else, with how it is made one; it has no rows.
 
-    >>> checked_set({"train": [{"prompt": "a"}]}, "train_dataset")
+    >>> check_dataset({"train": [{"prompt": "a"}]}, "train_dataset")
     Traceback (most recent call last):
     whet.errors.DataError: `train_dataset` must be a `Dataset` or `IterableDataset`, got `dict`; give one of its \
 splits: train_dataset=data['train']
@@ -39,7 +39,7 @@ splits: train_dataset=data['train']
     raise DataError(f"`{name}` must be a `Dataset` or `IterableDataset`, got `{type(data).__name__}`; {way}")
 
 
-def named_sets(data: Any, rows: Callable[[Any, str], Any]) -> dict[str, list[Any]]:
+def load_eval_sets(data: Any, rows: Callable[[Any, str], Any]) -> dict[str, list[Any]]:
     """The evaluation sets by name, each whole; "" is the name of a single one.
 
     Args: data: one, or several by name; None = none. rows: of a set that is checked, and what it is called.
@@ -48,7 +48,7 @@ def named_sets(data: Any, rows: Callable[[Any, str], Any]) -> dict[str, list[Any
         return {}
     named = data if isinstance(data, Mapping) else {"": data}
     called = {name: f"eval_dataset[{name!r}]" if name else "eval_dataset" for name in named}
-    return {name: list(rows(checked_set(one, called[name]), called[name])) for name, one in named.items()}
+    return {name: list(rows(check_dataset(one, called[name]), called[name])) for name, one in named.items()}
 
 
 def check_evaluation(args: Any, sets: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What a trainer writes besides checkpoints, and sends: the model, numbers, the model card."""
+"""Saves and pushes the model, its metrics and its model card."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import yaml
 from whet.hub.push import push_folder
 from whet.util.install import DISTRIBUTION, REPOSITORY
 
-__all__ = ["Hub", "card"]
+__all__ = ["HubMixin", "model_card"]
 
 _NAMED = ("whet", "torch", "transformers", "datasets")
 
 
-class Hub:
-    """What a trainer gives away: a part of Trainer."""
+class HubMixin:
+    """The methods of Trainer that save and push the model."""
 
     METHOD: ClassVar[str] = ""
     TRAINED_BY: ClassVar[str] = ""
@@ -37,9 +37,9 @@ class Hub:
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub("Model save")
 
-    def save_own(self, folder: Path) -> None:
-        """Calls save_model for a checkpoint where it is a user's own: what it adds lies beside what a resume needs."""
-        if getattr(self.save_model, "__func__", None) is not Hub.save_model:
+    def save_user_files(self, folder: Path) -> None:
+        """Calls a user's own save_model for a checkpoint, so that its files lie there too."""
+        if getattr(self.save_model, "__func__", None) is not HubMixin.save_model:
             self.save_model(str(folder), _internal_call=True)
 
     def save_state(self) -> None:
@@ -74,7 +74,7 @@ class Hub:
         base = self.model.name_or_path or None
         own = [tags] if isinstance(tags, str) else list(tags or ())
         name = model_name or self.args.hub_model_id or folder.resolve().name
-        (folder / "README.md").write_text(card(name, self.TRAINED_BY or self.METHOD, base, dataset_name, own))
+        (folder / "README.md").write_text(model_card(name, self.TRAINED_BY or self.METHOD, base, dataset_name, own))
 
     def push_to_hub(
         self,
@@ -108,7 +108,7 @@ class Hub:
         return str(made.url)
 
 
-def card(name: str, method: str, base: str | None, dataset: str | None, tags: Sequence[str]) -> str:
+def model_card(name: str, method: str, base: str | None, dataset: str | None, tags: Sequence[str]) -> str:
     """README.md of a model: what the hub reads, and how it was trained. A base that lies on this machine is not named.
 
     Args: name: of the model. method: GRPO, ... base, dataset: names on the hub. tags: for it.

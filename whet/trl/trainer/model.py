@@ -1,4 +1,4 @@
-"""The model that a trainer is given, as whet takes it: a name or a module, its adapter, quantised weights, dtype."""
+"""Prepares the given model for whet: a name or a module, its adapter, quantised weights, dtype."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from whet.models.heads import score_layer, with_score_head
 from whet.models.load import load_model
 from whet.models.lora import with_adapter
 from whet.models.prompt_tuning import prompted
-from whet.trl.config.field import WrongArgument
+from whet.trl.config.arguments import WrongArgument
 from whet.util.model_paths import model_folder
 
-__all__ = ["adapted", "inner_model", "module_dtype", "name_of", "pinned", "trusted"]
+__all__ = ["model_name", "module_dtype", "prepare_model", "trusts_remote_code", "unwrap_peft", "with_revision"]
 
 log = logging.getLogger("whet")
 
@@ -38,17 +38,17 @@ _OF_PEFT = {
     "target_parameters": (None, []),
     "use_dora": (False,),
 }
-"""Fields of PEFT's LoraConfig -> how an adapter is one W + s·B·A in every layer; else PEFT's own layers run."""
+"""Field of PEFT's LoraConfig -> its values for W + s·B·A in every layer; with others PEFT's own layers run."""
 _EXPERTS = {"gate_proj", "up_proj", "down_proj"}
 """Layers that are one tensor of all experts in a mixture of experts."""
 _HALF = ("float16", "torch.float16", "half", "fp16")
-"""What model_init_kwargs says of parameters that are to be float16."""
+"""Values of dtype in model_init_kwargs that mean float16."""
 _FROZEN_HEAD = "modules_to_save"
-"""What a reward model's adapter lacks to train its head."""
+"""The field that a reward model's adapter needs to train its head."""
 
 
 _PROMPT = "is_prompt_learning"
-"""What a configuration of a learned prompt has."""
+"""The attribute of a configuration of a learned prompt."""
 
 
 def _lora_of(given: Any, model: str | nn.Module, *, trust: bool, dropout: bool = False) -> LoraConfig:
@@ -179,7 +179,7 @@ def _quantization_of(given: Any) -> str:
     return str(given.bnb_4bit_quant_type)
 
 
-def inner_model(model: Any) -> Any:
+def unwrap_peft(model: Any) -> Any:
     """The model in PEFT's wrapper, its adapter in it; any other as it is, one whose prompt is learned among them."""
     if prompted(model):
         return model
@@ -187,7 +187,7 @@ def inner_model(model: Any) -> Any:
     return model.get_base_model() if wrapped else model
 
 
-def name_of(model: Any) -> str:
+def model_name(model: Any) -> str:
     """The hub name or folder of a model, or its class where it has neither."""
     return str(model if isinstance(model, str) else model.name_or_path or type(model).__name__)
 
@@ -208,7 +208,7 @@ def _check_peft(model: Any, peft_config: Any) -> None:
         )
 
 
-def adapted(
+def prepare_model(
     model: str | nn.Module,
     args: Any,
     peft_config: Any,
@@ -225,7 +225,7 @@ def adapted(
         scored: it is a reward model.
     """
     _check_peft(model, peft_config)
-    asked, model, trust = args.model_init_kwargs or {}, pinned(model, args), trusted(args)
+    asked, model, trust = args.model_init_kwargs or {}, with_revision(model, args), trusts_remote_code(args)
     bits = bool(quantization_config or asked.get("quantization_config"))  # whet reads these
     why = _by_peft(model, peft_config, scored, trust) if supervised and peft_config is not None and not bits else ""
     lora = None if peft_config is None or why else _lora_of(peft_config, model, trust=trust, dropout=supervised)
@@ -246,7 +246,7 @@ def adapted(
         quantization = None if given is None else _quantization_of(given)
         return dataclasses.replace(_role(args, model), lora=lora, quantization=quantization)
     if any(p.is_meta for p in model.parameters()):
-        raise ConfigError(f"{name_of(model)} lies on the meta device, and has no weights; load it by from_pretrained")
+        raise ConfigError(f"{model_name(model)} is on the meta device and has no weights; load it by from_pretrained")
     for name, value in (
         ("model_init_kwargs", None if by_name else args.model_init_kwargs),
         ("quantization_config", quantization_config),
@@ -261,7 +261,7 @@ def adapted(
     return model
 
 
-def pinned(model: Any, args: Any) -> Any:
+def with_revision(model: Any, args: Any) -> Any:
     """A hub name with the revision of model_init_kwargs behind it; any other model as it is."""
     revision = (args.model_init_kwargs or {}).get("revision")
     if revision in (None, "main") or not isinstance(model, str) or Path(model).expanduser().exists() or "@" in model:
@@ -269,7 +269,7 @@ def pinned(model: Any, args: Any) -> Any:
     return f"{model}@{revision}"
 
 
-def trusted(args: Any) -> bool:
+def trusts_remote_code(args: Any) -> bool:
     """Whether the Python files that lie beside a model's weights may run."""
     return bool((args.model_init_kwargs or {}).get("trust_remote_code", args.trust_remote_code))
 
@@ -285,7 +285,7 @@ def _role(args: Any, model: str) -> RoleConfig:
         )
     dtype: Any = {None: "auto", True: "bfloat16", False: "float32"}[args.bf16]
     return RoleConfig(
-        model=model, dtype=dtype, trust_remote_code=trusted(args), gradient_checkpointing=_recompute(args)
+        model=model, dtype=dtype, trust_remote_code=trusts_remote_code(args), gradient_checkpointing=_recompute(args)
     )
 
 

@@ -1,6 +1,6 @@
-"""Optimizers besides whet's own: those that transformers' `optim` names, a user's, made already or as a class.
+"""Optimizers other than whet's own: by a name of transformers' `optim`, as an object or as a class.
 
-And the schedules that go by the metric of an evaluation, which no step of an optimizer moves.
+Also schedules that follow the metric of an evaluation, such as ReduceLROnPlateau.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from whet.errors import ConfigError
 from whet.trl.config.translate import BY_EVALUATION
 
 __all__ = [
-    "Rates",
+    "LRView",
     "adafactor",
     "adagrad",
-    "begin",
-    "given",
-    "of_class",
-    "plain",
-    "restore",
+    "begin_schedule",
+    "existing_optimizer",
+    "optimizer_from_class",
+    "restore_schedule",
     "rmsprop",
-    "step_by",
+    "serializable_state",
+    "step_schedule",
 ]
 
 _BY_METRIC = (ReduceLROnPlateau, GreedyLR)
-"""Schedules that a metric steps, not an update."""
+"""Schedules that a metric steps."""
 
 
-class Rates:
-    """What callbacks are given as lr_scheduler: the rates of now, and the state of whet's own schedule.
+class LRView:
+    """The lr_scheduler of callbacks: the current rates, and the state of whet's own schedule.
 
     Args: front: the trainer. Its optimizer makes the schedule at its first step, and steps it.
     """
@@ -51,8 +51,8 @@ class Rates:
         return {} if schedule is None else schedule.state_dict()
 
 
-def given(optimizer: Any, scheduler: Any, max_grad_norm: float) -> Callable[[Any], torch.optim.Optimizer]:
-    """A factory of an optimizer that is there already: it clips before each step, and the schedule moves after it.
+def existing_optimizer(optimizer: Any, scheduler: Any, max_grad_norm: float) -> Callable[[Any], torch.optim.Optimizer]:
+    """A factory that returns a given optimizer, which clips before each step and steps its schedule after it.
 
     Args: optimizer: over the model's own parameters. scheduler: of it; None = a constant rate. max_grad_norm: 0 = off.
     """
@@ -69,7 +69,7 @@ def given(optimizer: Any, scheduler: Any, max_grad_norm: float) -> Callable[[Any
     return make
 
 
-def of_class(
+def optimizer_from_class(
     kind: Callable[..., Any], kwargs: Mapping[str, Any], args: Any, total: int, take: Callable[[Any], None]
 ) -> Callable[[Any], torch.optim.Optimizer]:
     """A factory of an optimizer of a class, with the schedule of the arguments; its rate is the keyword's.
@@ -107,7 +107,7 @@ def _stepping(optimizer: Any, scheduler: Any, max_grad_norm: float) -> torch.opt
     return optimizer
 
 
-def begin(front: Any) -> None:
+def begin_schedule(front: Any) -> None:
     """Makes the schedule of a front's next run where it goes by an evaluation and the optimizer is whet's own, whose
     rate is constant but for it.
     """
@@ -118,18 +118,18 @@ def begin(front: Any) -> None:
     if front.args.lr_scheduler_type in BY_EVALUATION:
         own = front.args.lr_scheduler_kwargs
         front.scheduler = get_scheduler(front.args.lr_scheduler_type, optim.optimizer, scheduler_specific_kwargs=own)
-    front.callback_handler.lr_scheduler = front.scheduler or Rates(front)
+    front.callback_handler.lr_scheduler = front.scheduler or LRView(front)
 
 
-def step_by(front: Any, value: float) -> None:
-    """Tells an evaluation's metric to the schedule, where it goes by one."""
+def step_schedule(front: Any, value: float) -> None:
+    """Steps a schedule that follows a metric. Args: value: of the evaluation."""
     if isinstance(front.scheduler, _BY_METRIC):
         front.scheduler.step(value)
         _keep_rates(front.worker.optim)
 
 
-def restore(front: Any, state: Mapping[str, Any]) -> None:
-    """Restores a schedule from what `plain` has kept of it; the rest is as the schedule has it."""
+def restore_schedule(front: Any, state: Mapping[str, Any]) -> None:
+    """Restores a schedule from what `serializable_state` has kept of it; the rest is as the schedule has it."""
     front.scheduler.load_state_dict({**front.scheduler.state_dict(), **state})
     if isinstance(front.scheduler, _BY_METRIC):
         optim = front.worker.optim
@@ -144,8 +144,8 @@ def _keep_rates(optim: Any) -> None:
         optim.schedule.base_lrs = [group["lr"] for group in optim.optimizer.param_groups]
 
 
-def plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a schedule's state can be stored: numbers, texts and lists of them."""
+def serializable_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a schedule's state that can be stored: numbers, texts and lists of them."""
 
     def simple(value: Any) -> bool:
         return value is None or isinstance(value, int | float | str)

@@ -1,8 +1,8 @@
-"""What a user sees of a model whose adapter is trained: PEFT's model around the very modules that are trained.
+"""PEFT's PeftModel around a model in training, for `trainer.model`.
 
 TRL's scripts call `trainer.model.save_pretrained`, `push_to_hub`, `merge_and_unload`, `print_trainable_parameters`: the
-model in training has PEFT's layers and none of these. PEFT's wrapper would put in layers of its own, so it is made with
-none, around those that are there: no weight lies twice.
+model in training has PEFT's layers and none of these methods. The wrapper is made without layers, around those that
+exist, so that no weight is stored twice.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any
 
 from whet.models.prompt_tuning import prompted
 from whet.train.worker import ModelWorker
-from whet.trl.trainer.model import inner_model
+from whet.trl.trainer.model import unwrap_peft
 
-__all__ = ["peft_model"]
+__all__ = ["wrap_in_peft"]
 
 
-def peft_model(worker: ModelWorker, given: Any) -> Any:
+def wrap_in_peft(worker: ModelWorker, given: Any) -> Any:
     """The model as a user has it. Args: worker: of the model in training. given: the model that the trainer was given.
 
     Returns: the PeftModel that was given, or one around the model; without an adapter the model itself.
     """
     module: Any = worker.module
-    if given is not module and inner_model(given) is module:
+    if given is not module and unwrap_peft(given) is module:
         return given
     adapter = worker.loaded.adapter
     by_transformers = vars(module).get("_hf_peft_config_loaded")  # add_adapter, whose save_pretrained saves it

@@ -1,10 +1,10 @@
-"""Trainer: what every front has of transformers' Trainer: callbacks, state, logs, evaluation, checkpoints, the end.
+"""Trainer: the interface of transformers' Trainer: callbacks, state, logs, evaluation and checkpoints.
 
-    Trainer -- RLTrainer -- GRPOTrainer, RLOOTrainer                            rl/
-            -- SupervisedTrainer -- SFTTrainer, DPOTrainer, RewardTrainer       supervised/
+    Trainer -- RLTrainer -- GRPOTrainer, RLOOTrainer                                        rl/
+            -- SupervisedTrainer -- SFTTrainer, RewardTrainer, DPOTrainer -- KTOTrainer     supervised/
 
-A front makes models and a learner from what it was given; `train` runs the learner, and a task (task.py) tells this of
-what happens.
+A subclass makes the models and a learner from its arguments. `train` runs the learner, and a task (task.py) reports the
+events of the run to the trainer.
 """
 
 from __future__ import annotations
@@ -42,29 +42,28 @@ from whet.learners.step import BaseStep
 from whet.train.role_checkpoints import Checkpoints
 from whet.train.worker import ModelWorker
 from whet.trl.config.arguments import Arguments
-from whet.trl.config.translate import optimizer
+from whet.trl.config.translate import optimizer_config
 from whet.trl.trainer import optimizers as factories
-from whet.trl.trainer.attention_switch import Lending
-from whet.trl.trainer.attribute_changes import Read, TakesUp
-from whet.trl.trainer.attributes import attribute
-from whet.trl.trainer.checkpoints import FrontCheckpoints, checkpoint_at, rotated, to_resume
-from whet.trl.trainer.hub import Hub
-from whet.trl.trainer.messages import in_trl_words
-from whet.trl.trainer.metrics import Window, best_metric
-from whet.trl.trainer.model import name_of, pinned, trusted
-from whet.trl.trainer.peft_model import peft_model
-from whet.trl.trainer.unused_methods import NOT_CALLED
+from whet.trl.trainer.argument_changes import ArgumentSnapshot, change_error
+from whet.trl.trainer.attention_switch import AttentionSwitch
+from whet.trl.trainer.checkpoints import TrainerCheckpoints, checkpoint_path, find_checkpoint, rotate_checkpoints
+from whet.trl.trainer.hub import HubMixin
+from whet.trl.trainer.messages import VOCABULARY
+from whet.trl.trainer.metrics import MetricsWindow, best_metric_name
+from whet.trl.trainer.model import model_name, trusts_remote_code, with_revision
+from whet.trl.trainer.not_provided import NOT_CALLED, missing_attribute
+from whet.trl.trainer.peft_model import wrap_in_peft
 
 __all__ = ["Trainer"]
 
 log = logging.getLogger("whet")
 
 _USUAL = {DefaultFlowCallback, PrinterCallback, ProgressCallback}
-"""Callbacks that don't call the model."""
+"""Callbacks of transformers, which don't call the model."""
 
 
-class Trainer(Hub, TakesUp):
-    """The base of the fronts.
+class Trainer(HubMixin):
+    """The base of whet.trl's trainers.
 
     Args:
         model: a hub name, a folder or a module.
@@ -74,19 +73,21 @@ class Trainer(Hub, TakesUp):
     """
 
     METHOD: ClassVar[str] = ""
-    """What trains, for the default folder."""
+    """The method's name, in the default folder."""
     TRAINED_BY: ClassVar[str] = ""
-    """The same for a model card; "" = METHOD."""
+    """The method's name in a model card; "" = METHOD."""
     TAG: ClassVar[str] = ""
-    """TRL's tag of a model that was trained so; "" = METHOD in small letters."""
+    """TRL's tag for a model trained by the method; "" = METHOD in lower case."""
     CONFIG: ClassVar[type[Arguments]] = Arguments
-    """Its configuration."""
+    """The class of its arguments."""
     NOT_CALLED: ClassVar[Mapping[str, str]] = NOT_CALLED
-    """Methods of TRL's trainer that nothing calls here, and what to use instead."""
+    """Methods of TRL's trainer that nothing calls here -> the alternative."""
     models: Any
-    """The RoleWorkers of the run: made by the front."""
+    """The RoleWorkers of the run; the subclass makes them."""
     learner: Any
-    """What trains them: made by the front."""
+    """What trains them; the subclass makes it."""
+    eval_dataset: Any
+    """As it was given, or set since."""
 
     is_deepspeed_enabled = is_fsdp_enabled = is_model_parallel = False
     aux_loss_enabled = False
@@ -95,11 +96,20 @@ class Trainer(Hub, TakesUp):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """An argument, as TRL's trainers have them as attributes, or an AttributeError with what to use instead."""
-            return attribute(self, name)
+            """An argument, which TRL's trainers have as an attribute, or an AttributeError with the alternative."""
+            return missing_attribute(self, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute. Raises ConfigError: it has the name of an argument, which was read earlier."""
+        held = vars(self)
+        is_new = name not in held and not hasattr(type(self), name)
+        if is_new and "_snapshot" in held and name in self.args.TABLE and getattr(self, name) != value:
+            problem = f"{type(self).__name__}.{name} = {value!r} would change nothing: the argument was read earlier"
+            raise change_error(problem, name, type(self.args))
+        super().__setattr__(name, value)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuses a subclass that overrides what nothing would call, itself or by another base."""
+        """Refuses a subclass with a method that nothing would call, its own or of another base."""
         super().__init_subclass__(**kwargs)
         for name, instead in cls.NOT_CALLED.items():
             if hasattr(cls, name):
@@ -110,17 +120,19 @@ class Trainer(Hub, TakesUp):
     def __init__(
         self, model: str | nn.Module, args: Any, processing_class: Any, callbacks: Sequence[Any] | None
     ) -> None:
-        self._given_model = model
-        self._seen: dict[str, Any] = {}
-        name = name_of(model)
+        self._original_model = model
+        self._data_read: dict[str, Any] = {}
+        """The data sets that were read last, by attribute."""
+        name = model_name(model)
         args = self.CONFIG(f"{name.rstrip('/').rpartition('/')[2]}-{self.METHOD}") if args is None else args
         if not isinstance(args, self.CONFIG):
             wanted = self.CONFIG.__name__
             raise ConfigError(f"args is a {type(args).__module__}.{type(args).__name__}; take whet.trl's {wanted}")
         inner = getattr(processing_class, "tokenizer", None)  # a processor has one for its texts
-        given = pinned(name, args) if processing_class is None else processing_class if inner is None else inner
+        given = with_revision(name, args) if processing_class is None else processing_class if inner is None else inner
         self.args: Any = args
-        self.processing_class = load_tokenizer(given, **({"trust_remote_code": True} if trusted(args) else {}))
+        trust = {"trust_remote_code": True} if trusts_remote_code(args) else {}
+        self.processing_class = load_tokenizer(given, **trust)
         (enable_full_determinism if args.full_determinism else set_seed)(args.seed)
         if args.push_to_hub:
             check_hub_token(args.hub_token)
@@ -139,7 +151,7 @@ class Trainer(Hub, TakesUp):
         self.callback_handler.add_callback(PrinterCallback if args.disable_tqdm else ProgressCallback)
         self.control = TrainerControl()
         self.state = TrainerState(stateful_callbacks=self._stateful())
-        self.window, self.losses = Window(), list[float]()
+        self.window, self.losses = MetricsWindow(), list[float]()
         self.run: Any = None
         self.scheduler: Any = None
         self.updates_per_epoch: int | None = None
@@ -156,42 +168,43 @@ class Trainer(Hub, TakesUp):
     def _stateful(self) -> list[Any]:
         return [c for c in [*self.callback_handler.callbacks, self.control] if isinstance(c, ExportableState)]
 
-    def ready(self) -> None:
-        """Tells the callbacks that the trainer is there; the front has made models and learner."""
-        self._model = peft_model(self.worker, self._given_model)
+    def finish_init(self) -> None:
+        """Connects callbacks and checkpoints to the model, and calls on_init_end; models and learner are made."""
+        self._model = wrap_in_peft(self.worker, self._original_model)
         self._model.add_model_tags(["whet", self.TAG or self.METHOD.lower()])
         self.callback_handler.model = self._model
         self.accelerator.device = self.worker.device
         optim = self.worker.optim
-        told: Any = self.callback_handler
-        told.optimizer = None if optim is None else optim.optimizer
-        told.lr_scheduler = factories.Rates(self) if self.scheduler is None else self.scheduler
+        handler: Any = self.callback_handler
+        handler.optimizer = None if optim is None else optim.optimizer
+        handler.lr_scheduler = factories.LRView(self) if self.scheduler is None else self.scheduler
         if coefficient := vars(self.worker.module.config).get("router_aux_loss_coef"):
             log.warning("router_aux_loss_coef=%s: the auxiliary loss of the experts is not added", coefficient)
-        best_metric(self.args, self.eval_rows, self.may_log)  # what it can't be is said here
-        self._read = Read(self.args)
-        self.models.checkpoints = FrontCheckpoints(self, self.resumable_root)
-        self.lending = Lending(self.worker.module)
-        self.lending.lend()
-        self.tell("on_init_end")
+        best_metric_name(self.args, self.eval_rows, self.can_log)  # raises for a metric that no evaluation can have
+        self._snapshot = ArgumentSnapshot(self.args)
+        self.models.checkpoints = TrainerCheckpoints(self, self.resumable_root)
+        self.attention = AttentionSwitch(self.worker.module)
+        self.attention.use_native()
+        self.call_event("on_init_end")
 
     def optim(self, optimizers: tuple[Any, Any], made_of: tuple[Any, Any] | None) -> OptimConfig | Callable[..., Any]:
-        """The optimizer: that of the arguments, or one that was given, with its schedule, or as a class.
+        """The optimizer of the arguments, a given one with its schedule, or one of a given class.
 
         Args: made_of: optimizer_cls_and_kwargs.
         Raises: ConfigError: both; a schedule without an optimizer.
         """
         own, self.scheduler = optimizers
-        self._of_class = made_of is not None
+        self._has_own_class = made_of is not None
         if made_of is not None:
             if own is not None or self.scheduler is not None:
                 raise ConfigError("optimizers and optimizer_cls_and_kwargs can't both be; give one of them")
-            return factories.of_class(*made_of, self.args, self.max_steps or 1, partial(setattr, self, "scheduler"))
+            keep = partial(setattr, self, "scheduler")
+            return factories.optimizer_from_class(*made_of, self.args, self.max_steps or 1, keep)
         if own is not None:
-            return factories.given(own, self.scheduler, self.args.max_grad_norm)
+            return factories.existing_optimizer(own, self.scheduler, self.args.max_grad_norm)
         if self.scheduler is not None:
             raise ConfigError("optimizers has a schedule and no optimizer; give both, or set lr_scheduler_type")
-        return optimizer(self.args, self.max_steps or None)
+        return optimizer_config(self.args, self.max_steps or None)
 
     # ---- what a user reads ---------------------------------------------------------------------------------------
 
@@ -202,12 +215,12 @@ class Trainer(Hub, TakesUp):
 
     @property
     def worker(self) -> ModelWorker:
-        """What holds the model in training."""
+        """The worker of the model in training."""
         return self.models.trainers[self.role].worker
 
     @property
     def model(self) -> Any:
-        """The model in training; with an adapter PEFT's PeftModel around it."""
+        """The model in training; with an adapter, PEFT's PeftModel around it."""
         return self._model
 
     @property
@@ -223,11 +236,11 @@ class Trainer(Hub, TakesUp):
 
     @property
     def lr_scheduler(self) -> Any:
-        """The schedule: one that was given, or what tells the rates of whet's own."""
+        """The schedule: a given one, or a view of whet's own."""
         return self.callback_handler.lr_scheduler
 
     def get_num_trainable_parameters(self) -> int:
-        """How many numbers are trained."""
+        """The number of trained parameters."""
         return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
     @property
@@ -247,10 +260,10 @@ class Trainer(Hub, TakesUp):
     is_local_process_zero = is_world_process_zero
 
     def end(self) -> None:
-        """What a script calls at its end; nothing to do: one process trains, and loggers end by themselves."""
+        """Does nothing: one process trains, and loggers end by themselves."""
 
     def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
-        """Adds a callback, the last to be told."""
+        """Adds a callback after the others."""
         self.callback_handler.add_callback(callback)
 
     def remove_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
@@ -270,7 +283,7 @@ class Trainer(Hub, TakesUp):
 
     @property
     def rows_per_update(self) -> int:
-        """Rows of an optimizer step, for samples per second."""
+        """Rows of an optimizer step."""
         raise NotImplementedError
 
     def train_rows(self) -> Any:
@@ -278,14 +291,14 @@ class Trainer(Hub, TakesUp):
         raise NotImplementedError
 
     def eval_sets(self, data: Any) -> Mapping[str, Any]:
-        """Evaluation data by name, as `measured` takes them; "" is the name of a single set."""
+        """Evaluation data by name, in the form that `measure` takes; "" is the name of a single set."""
         raise NotImplementedError
 
-    def may_log(self, metric: str) -> bool:
-        """Whether an evaluation may have a metric of this name, which reward functions add to."""
+    def can_log(self, metric: str) -> bool:
+        """Whether an evaluation can have a metric of this name; reward functions add metrics."""
         return True
 
-    def measured(self, rows: Any) -> dict[str, float]:
+    def measure(self, rows: Any) -> dict[str, float]:
         """The metrics of an evaluation set, under TRL's names."""
         raise NotImplementedError
 
@@ -293,13 +306,13 @@ class Trainer(Hub, TakesUp):
         """Sets what the next run resumes from; None = it begins anew."""
         raise NotImplementedError
 
-    def note_step(self, row: Mapping[str, Any], step: BaseStep) -> None:
-        """Takes a step of the learner that is done. Args: row: what whet logs of it. step: its record."""
+    def record_step(self, row: Mapping[str, Any], step: BaseStep) -> None:
+        """Records a finished step of the learner. Args: row: its metrics, under whet's names. step: its record."""
         raise NotImplementedError
 
     # ---- training ------------------------------------------------------------------------------------------------
 
-    @in_trl_words()
+    @VOCABULARY.translating()
     def train(self, resume_from_checkpoint: bool | str | None = None, **kwargs: Any) -> TrainOutput:
         """Trains to max_steps or the end of the last epoch.
 
@@ -309,17 +322,59 @@ class Trainer(Hub, TakesUp):
         """
         if kwargs:
             raise ConfigError(f"train() takes no {sorted(kwargs)[0]!r}; give resume_from_checkpoint alone")
-        self.begin_anew()
-        factories.begin(self)
-        resume = None if not resume_from_checkpoint else to_resume(self.args.output_dir, resume_from_checkpoint)
+        self._snapshot.check()
+        self.read_changes()
+        self._restart_optimizer()
+        factories.begin_schedule(self)
+        resume = None if not resume_from_checkpoint else find_checkpoint(self.args.output_dir, resume_from_checkpoint)
         self.resume_from(None if resume is None else str(resume))
         self.state = TrainerState(stateful_callbacks=self._stateful())
-        self.window, self.losses, started = Window(), [], time.monotonic()
-        with self.lending.working():
+        self.window, self.losses, started = MetricsWindow(), [], time.monotonic()
+        with self.attention.whet():
             self.learner.train(self.train_rows())
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
             self._load_best(Path(self.state.best_model_checkpoint))
         return self._finish(time.monotonic() - started)
+
+    @property
+    def resumable_root(self) -> str | None:
+        """The folder of checkpoints that a run can be resumed from; None = none are written."""
+        return None if self.args.save_strategy == "no" or self.args.save_only_model else self.args.output_dir
+
+    def read_changes(self) -> None:
+        """Reads again the data, the length of the run and the functions, which may have been set since."""
+        raise NotImplementedError
+
+    def _restart_optimizer(self) -> None:
+        """Makes the optimizer anew, its schedule at the beginning, and moves the checkpoints where args say."""
+        root = self.resumable_root
+        self.models.checkpoints.root = None if root is None else Path(root).absolute()
+        held = self.worker.optim
+        if held is not None and held.config is not None:
+            held.begin_anew(optimizer_config(self.args, self.max_steps or None))
+            handler: Any = self.callback_handler
+            handler.optimizer = held.optimizer
+        elif self._has_own_class and held is not None and held.updates:
+            raise ConfigError(
+                "optimizer_cls_and_kwargs: its schedule is at its end, and train() a second time would train nothing; "
+                "make another trainer of trainer.model, or give optimizers=(optimizer, scheduler)"
+            )
+
+    def has_changed(self, name: str) -> bool:
+        """Whether a data set is another object than at the last call. Args: name: its attribute."""
+        is_same = name in self._data_read and self._data_read[name] is getattr(self, name)
+        self._data_read[name] = getattr(self, name)
+        return not is_same
+
+    def read_eval_data(self) -> None:
+        """Reads the evaluation data where they have changed."""
+        if self.has_changed("given_eval"):
+            self.eval_rows = self.eval_sets(self.given_eval)
+
+    @property
+    def given_eval(self) -> Any:
+        """The evaluation data as they were given or set since."""
+        return self.eval_dataset
 
     def _finish(self, seconds: float) -> TrainOutput:
         steps = self.state.global_step
@@ -332,11 +387,11 @@ class Trainer(Hub, TakesUp):
             "train_loss": sum(self.losses) / max(len(self.losses), 1),
         }
         self.log_window(metrics)
-        self.tell("on_train_end")
+        self.call_event("on_train_end")
         return TrainOutput(steps, metrics["train_loss"], metrics)
 
     def begin(self, *, resumed: bool) -> None:
-        """The state of a run that is open now."""
+        """Fills in the state at the beginning of a run."""
         args, state = self.args, self.state
         state.max_steps, state.train_batch_size = self.max_steps, args.per_device_train_batch_size
         state.num_train_epochs = math.ceil(self.max_steps / self.updates_per_epoch) if self.updates_per_epoch else 1
@@ -346,37 +401,37 @@ class Trainer(Hub, TakesUp):
             log.info("resumed after %d optimizer steps", state.global_step)
 
     def set_epoch(self) -> None:
-        """The state's epoch, by its optimizer steps; of a stream the part of the run that is done."""
+        """Computes state.epoch from the optimizer steps; for a stream, the finished share of the run."""
         self.state.epoch = self.state.global_step / (self.updates_per_epoch or max(self.state.max_steps, 1))
 
     def at_epoch_end(self) -> bool:
-        """Whether an epoch is over; of a stream, the run."""
+        """Whether an epoch is over; for a stream, the run."""
         return self.state.global_step % (self.updates_per_epoch or self.state.max_steps) == 0
 
-    def tell(self, event: str, **kwargs: Any) -> None:
-        """Tells the callbacks of an event; those of the user's have the model as transformers has it."""
-        with self.lending.lent() if self._is_heard(event) else nullcontext():
+    def call_event(self, event: str, **kwargs: Any) -> None:
+        """Calls an event of all callbacks. Where one of the user's handles it, the model has its native attention."""
+        with self.attention.native() if self._has_handler(event) else nullcontext():
             self.control = getattr(self.callback_handler, event)(self.args, self.state, self.control, **kwargs)
 
-    def _is_heard(self, event: str) -> bool:
-        """Whether a callback of the user's has a method of its own for an event."""
+    def _has_handler(self, event: str) -> bool:
+        """Whether a callback of the user's overrides an event."""
         base = getattr(TrainerCallback, event)
         own = [getattr(c, event) for c in self.callback_handler.callbacks if type(c) not in _USUAL]
         return any(getattr(method, "__func__", method) is not base for method in own)
 
     # ---- evaluation ----------------------------------------------------------------------------------------------
 
-    @in_trl_words()
+    @VOCABULARY.translating()
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Measures on the evaluation data; the result is logged, and on_evaluate told, for each set.
+        """Measures on the evaluation data. For each set, logs the result and calls on_evaluate.
 
         Args: eval_dataset: in place of the trainer's; the name of one of several, or data. ignore_keys: not used.
             metric_key_prefix: of the names; the name of a set follows it.
         Returns: the metrics of all sets, and the epoch.
         """
-        self.take_eval_data()
+        self.read_eval_data()
         sets = self.eval_rows
         if isinstance(eval_dataset, str):
             if eval_dataset not in sets:
@@ -388,13 +443,13 @@ class Trainer(Hub, TakesUp):
             raise ConfigError("evaluation needs eval_dataset; give it to the trainer, or to evaluate()")
         metrics: dict[str, float] = {}
         for name, rows in sets.items():
-            with self.lending.working():
+            with self.attention.whet():
                 metrics |= self._evaluated(rows, f"{metric_key_prefix}_{name}" if name else metric_key_prefix)
         return metrics if self.state.epoch is None else {**metrics, "epoch": self.state.epoch}
 
     def _evaluated(self, rows: Any, prefix: str) -> dict[str, float]:
         started = time.monotonic()
-        found = self.measured(rows)
+        found = self.measure(rows)
         seconds = time.monotonic() - started
         found |= {
             "runtime": round(seconds, 4),
@@ -404,34 +459,34 @@ class Trainer(Hub, TakesUp):
         }
         metrics = {n if n.startswith(f"{prefix}_") else f"{prefix}_{n}": value for n, value in found.items()}
         self.log(dict(metrics))
-        self.tell("on_evaluate", metrics=metrics)
+        self.call_event("on_evaluate", metrics=metrics)
         return metrics
 
     # ---- logs ----------------------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds a row to state.log_history, with epoch and step, and tells on_log. Args: start_time: not used."""
+        """Adds a row to state.log_history, with epoch and step, and calls on_log. Args: start_time: not used."""
         if self.state.epoch is not None:
             logs["epoch"] = self.state.epoch
         self.state.log_history.append({**logs, "step": self.state.global_step})
-        self.tell("on_log", logs=logs)
+        self.call_event("on_log", logs=logs)
 
     def log_window(self, of_run: dict[str, float] | None = None) -> None:
-        """Logs the means since the last time. Args: of_run: numbers of a run that ends, which are logged with them."""
+        """Logs the means since the last log. Args: of_run: totals of a finished run, logged with them."""
         found = self.window.take()
         if of_run is not None:
-            of_run |= {n: v for n, v in found.items() if n not in Window.FIRST}
+            of_run |= {n: v for n, v in found.items() if n not in MetricsWindow.FIRST}
         self.log(found if of_run is None else of_run)
 
-    def note_best(self, metrics: Mapping[str, float]) -> None:
-        """Keeps the best value of metric_for_best_model, and tells it to a schedule that goes by it."""
+    def record_best(self, metrics: Mapping[str, float]) -> None:
+        """Keeps the best value of metric_for_best_model, and steps a schedule that follows it."""
         args, state = self.args, self.state
-        name = best_metric(args, self.eval_rows, self.may_log)
+        name = best_metric_name(args, self.eval_rows, self.can_log)
         if name is None:
             return
         if name not in metrics:
             raise lookup_error("metric_for_best_model", name, metrics)
-        factories.step_by(self, metrics[name])
+        factories.step_schedule(self, metrics[name])
         value, best = metrics[name], state.best_metric
         if best is None or (value > best if args.greater_is_better else value < best):
             state.best_metric, state.best_global_step = value, state.global_step
@@ -441,49 +496,49 @@ class Trainer(Hub, TakesUp):
     # ---- files ---------------------------------------------------------------------------------------------------
 
     def save_weights(self) -> None:
-        """A checkpoint that holds the weights alone: with save_only_model, or where save_strategy is "no"."""
-        folder = checkpoint_at(self.args.output_dir, self.state.global_step)
+        """Writes a checkpoint without optimizer state: with save_only_model, or where save_strategy is "no"."""
+        folder = checkpoint_path(self.args.output_dir, self.state.global_step)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        self.note_save()
+        self.prepare_save()
         Checkpoints.export(folder, self.run.step, self.worker, self.processing_class)
-        self.save_own(folder)
+        self.save_user_files(folder)
         self.state.save_to_json(str(folder / "trainer_state.json"))
-        self.saved(folder)
+        self.after_save(folder)
 
-    def note_save(self) -> None:
-        """The state that a checkpoint of now is to hold."""
+    def prepare_save(self) -> None:
+        """Updates the state before a checkpoint is written."""
         state = self.state
         if state.best_global_step == state.global_step:
-            state.best_model_checkpoint = str(checkpoint_at(self.args.output_dir, state.global_step))
+            state.best_model_checkpoint = str(checkpoint_path(self.args.output_dir, state.global_step))
         state.stateful_callbacks = TrainerState(stateful_callbacks=self._stateful()).stateful_callbacks
 
-    def saved(self, folder: Path) -> None:
-        """A checkpoint was written: the oldest go, and callbacks are told."""
+    def after_save(self, folder: Path) -> None:
+        """Removes the oldest checkpoints after one was written, and calls on_save."""
         state = self.state
         best = [Path(state.best_model_checkpoint)] if state.best_model_checkpoint else []
-        rotated(self.args.output_dir, self.args.save_total_limit, [folder, *best])
-        self.tell("on_save")
+        rotate_checkpoints(self.args.output_dir, self.args.save_total_limit, [folder, *best])
+        self.call_event("on_save")
 
     def _load_best(self, folder: Path) -> None:
         log.info("loading the best model, of %s (%s)", folder, self.state.best_metric)
         self.models.checkpoints.load_best(folder)
 
-    def held(self) -> dict[str, Any]:
-        """What a resume needs of the trainer: its state, and that of a schedule that was given."""
-        schedule = {} if self.scheduler is None else factories.plain(self.scheduler.state_dict())
+    def resume_state(self) -> dict[str, Any]:
+        """The trainer's part of a checkpoint: its state, and the state of a given schedule."""
+        schedule = {} if self.scheduler is None else factories.serializable_state(self.scheduler.state_dict())
         return {"state": json.dumps(dataclasses.asdict(self.state)), "scheduler": schedule}
 
-    def take(self, held: Mapping[str, Any]) -> None:
-        """Restores what `held` gave; the best checkpoint is looked for in output_dir where that was moved."""
+    def load_resume_state(self, held: Mapping[str, Any]) -> None:
+        """Restores `resume_state`; the best checkpoint is looked for in output_dir where the folder was moved."""
         self.state = TrainerState(**json.loads(held["state"]))
         best = self.state.best_model_checkpoint
         if best is not None and not Path(best).is_dir():
             self.state.best_model_checkpoint = str(Path(self.args.output_dir) / Path(best).name)
         if self.scheduler is not None and held["scheduler"]:
-            factories.restore(self, held["scheduler"])
+            factories.restore_schedule(self, held["scheduler"])
 
     def close(self) -> None:
-        """Frees what training has made besides the model."""
+        """Frees the engine and the optimizers; the model stays."""
         self.learner.close()
 
 

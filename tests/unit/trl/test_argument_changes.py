@@ -57,7 +57,7 @@ def test_what_is_set_before_train_is_what_a_trainer_made_so_does(tmp_path):
     assert same(weights_of(made.model), weights_of(wanted.model))
     assert made.evaluate()["eval_loss"] == wanted.evaluate()["eval_loss"]
     made.args.seed = 7
-    with pytest.raises(ConfigError, match=r"args.seed was 42 when .* is 7 now; set it in SFTConfig"):
+    with pytest.raises(ConfigError, match=r"args.seed was 42 when .* is 7 now; set seed in SFTConfig"):
         made.train()
 
 

@@ -1,6 +1,6 @@
-"""Tools: functions that the model calls between its turns, and what they answer.
+"""Tools: functions that the model calls between its turns, and the messages that answer the calls.
 
-    def multiply(a: int, b: int) -> int: ...       # type hints and a docstring of Google's form: the model is told them
+    def multiply(a: int, b: int) -> int: ...       # with type hints and a docstring of Google's form, for the model
 
 A call that fails is answered by its error, and counted. Left out on purpose: images in an answer, and a sandbox; a tool
 runs in this process, with arguments that the model has written.
@@ -23,31 +23,31 @@ from transformers.utils.chat_template_utils import (
 
 from whet.errors import ConfigError
 
-__all__ = ["Counts", "Tools"]
+__all__ = ["ToolCounts", "Tools"]
 
 
 @dataclass
-class Counts:
-    """Calls of tools since they were last taken."""
+class ToolCounts:
+    """Numbers of calls and failures since they were last taken."""
 
     calls: int = 0
     failures: int = 0
 
     def take(self, completions: int) -> dict[str, float]:
-        """tools/call_frequency, calls of a completion, and tools/failure_frequency, failures of a call; then 0."""
-        made = {
+        """tools/call_frequency, calls per completion, and tools/failure_frequency, failures per call; resets both."""
+        metrics = {
             "tools/call_frequency": self.calls / max(completions, 1),
             "tools/failure_frequency": self.failures / max(self.calls, 1),
         }
         self.calls = self.failures = 0
-        return made
+        return metrics
 
 
 class Tools:
-    """Functions by name, with what a chat template is told of them.
+    """Functions by name, and their schemas for a chat template.
 
     Args: functions: plain or async.
-    Raises: ConfigError: one without type hints or a docstring; two of one name.
+    Raises: ConfigError: a function without type hints or a docstring; two functions of one name.
 
     >>> def double(x: int) -> int:
     ...     '''Doubles a number.
@@ -57,7 +57,7 @@ class Tools:
     ...     '''
     ...     return 2 * x
     >>> tools = Tools([double])
-    >>> tools.answer([{"type": "function", "function": {"name": "double", "arguments": {"x": 4}}}], Counts())
+    >>> tools.answer([{"type": "function", "function": {"name": "double", "arguments": {"x": 4}}}], ToolCounts())
     [{'role': 'tool', 'name': 'double', 'content': '8'}]
     """
 
@@ -77,26 +77,25 @@ class Tools:
             self.functions[name] = fn
             self.schemas.append(schema)
 
-    def answer(self, calls: Sequence[Mapping[str, Any]], counts: Counts) -> list[dict[str, Any]]:
-        """The messages that the calls of a turn are answered by: plain functions in order, then async ones together.
+    def answer(self, calls: Sequence[Mapping[str, Any]], counts: ToolCounts) -> list[dict[str, Any]]:
+        """Runs the calls of a turn: plain functions in order, then async ones together.
 
-        Args: calls: of a message. counts: takes their number, and that of the failures.
+        Args: calls: of a message. counts: their number and that of the failures are added to it.
+        Returns: the messages that answer them.
         """
-        plain: list[tuple[str, Any]] = []
-        later: list[tuple[str, Coroutine[Any, Any, Any]]] = []
+        results: list[tuple[str, Any]] = []
+        pending: list[tuple[str, Coroutine[Any, Any, Any]]] = []
         for call in calls:
-            counts.calls += 1
-            name, made = self._called(call)
-            if inspect.iscoroutine(made):
-                later.append((name, made))
-            else:
-                plain.append((name, made))
-        answers = [*plain, *zip([name for name, _ in later], _together([c for _, c in later]), strict=True)]
-        counts.failures += sum(isinstance(found, Exception) for _, found in answers)
-        return [{"role": "tool", "name": name, "content": _text(found)} for name, found in answers]
+            name, result = self._call(call)
+            (pending if inspect.iscoroutine(result) else results).append((name, result))
+        awaited = _run_together([coroutine for _, coroutine in pending])
+        results += zip([name for name, _ in pending], awaited, strict=True)
+        counts.calls += len(calls)
+        counts.failures += sum(isinstance(result, Exception) for _, result in results)
+        return [{"role": "tool", "name": name, "content": _text(result)} for name, result in results]
 
-    def _called(self, call: Mapping[str, Any]) -> tuple[str, Any]:
-        """The name of a call, and what its function gave, a coroutine or an error among that."""
+    def _call(self, call: Mapping[str, Any]) -> tuple[str, Any]:
+        """The name of a call, and what its function returned: also a coroutine, or an error."""
         if call.get("type", "function") != "function":
             return str(call.get("name", "unknown")), ValueError(f"Unsupported tool call type: {call['type']}")
         function = call.get("function", call)
@@ -109,18 +108,18 @@ class Tools:
             return name, error
 
 
-def _together(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """What they give, errors among that; on a thread of their own, since a notebook's has a loop that runs already."""
+def _run_together(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Their results, errors included. They run on a thread of their own, since a notebook's loop is running already."""
     if not coroutines:
         return []
 
-    async def gathered() -> list[Any]:
+    async def gather() -> list[Any]:
         return await asyncio.gather(*coroutines, return_exceptions=True)
 
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, gathered()).result()
+        return pool.submit(asyncio.run, gather()).result()
 
 
-def _text(found: Any) -> str:
-    """What a message says of a result."""
-    return str({"error": str(found)} if isinstance(found, Exception) else found)
+def _text(result: Any) -> str:
+    """A result as the content of a message."""
+    return str({"error": str(result)} if isinstance(result, Exception) else result)

@@ -1,0 +1,90 @@
+"""play_turns: the loop of an episode with several turns, the model's and an environment's.
+
+    the model's turn is sampled -> respond() answers it -> the answer is appended -> the model's next turn ...
+
+until there is no answer, the model has had all its turns, or the answer leaves no room for another turn. A Transcript
+holds the token ids. Ids that the model did not sample have version -1 and are not trained.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+
+from whet.rollout.base import Output, Request, Sampling
+from whet.rollout.driver import Episode
+from whet.types import FinishReason, Message
+
+__all__ = ["Transcript", "play_turns"]
+
+
+class Transcript(Protocol):
+    """The token ids of an episode: what was sampled, and what was put between."""
+
+    @property
+    def context(self) -> np.ndarray:
+        """int32 [P]: what the model is given for its next turn."""
+        ...
+
+    def add_turn(self, output: Output) -> None:
+        """Appends a turn of the model."""
+        ...
+
+    def add_answer(self, messages: Sequence[Message]) -> None:
+        """Appends what answers the turn, and the header of the model's next one."""
+        ...
+
+    def remove_answer(self) -> None:
+        """Removes the last answer: the episode ends with the model's turn before it."""
+        ...
+
+
+def play_turns(
+    episode: Episode,
+    sampling: Sampling,
+    transcript: Transcript,
+    respond: Callable[[], Sequence[Message]],
+    *,
+    max_turns: int | None,
+    max_tokens: int,
+    max_length: int | None,
+) -> Generator[Request, Output, FinishReason]:
+    """Plays an episode to its end.
+
+    Args:
+        episode: makes the requests, which are yielded.
+        sampling: of a turn.
+        transcript: holds the prompt, and receives turns and answers.
+        respond: called after a turn; gives the messages that answer it, [] = the episode ends. It is not called after
+            the last turn, nor after one with finish_reason "abort" or "error".
+        max_turns: of the model; None = no limit.
+        max_tokens: after the prompt, answers included.
+        max_length: of the model, which no episode exceeds; None = no limit.
+    Returns: why the episode ended: the finish_reason of the last turn, or "length" where an answer left no room for
+        another; that answer is removed.
+
+    Example: `reason = yield from play_turns(...)`, in the generator that an Episode plays.
+    """
+    longest = len(transcript.context) + max_tokens
+    longest = longest if max_length is None else min(longest, max_length)
+    conversation = hash(episode.address)  # its KV is its own, whatever ran before
+    for turn in itertools.count(1):
+        context = transcript.context
+        room = longest - len(context)
+        if room < 1 and turn > 1:
+            transcript.remove_answer()
+            return "length"
+        limited = replace(sampling, max_tokens=min(sampling.max_tokens, room))
+        output = yield episode.request(context, limited, conversation=conversation)
+        transcript.add_turn(output)
+        if turn == max_turns or output.finish_reason in ("abort", "error"):
+            return output.finish_reason
+        answer = respond()
+        if not answer:
+            return output.finish_reason
+        transcript.add_answer(answer)
+    raise AssertionError("the loop returns")

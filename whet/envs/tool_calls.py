@@ -1,0 +1,201 @@
+"""Parsing the tool calls of a turn, and encoding the tools' answers.
+
+    ids of a turn -> {"role": "assistant", "content": ..., "tool_calls": [{"type": "function", "function": {...}}]}
+    messages of tools -> the ids between that turn and the next one
+
+The tokenizer's response template says how calls are written. A chat template that writes a call as an opening mark,
+JSON with name and arguments, and a closing mark (Qwen's, Hermes') needs no response template: one is derived from how
+the template writes a probe. Left out on purpose: a table of known models' templates.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jinja2
+import numpy as np
+
+from whet.errors import ConfigError
+
+__all__ = ["ToolTemplate", "parse_turn"]
+
+_NAME, _KEY, _VALUE, _TEXT = "tool_name_7f3a", "tool_key_51c0", "tool_value_c2d9", "said_e84b"
+"""Words of the probes, which no template contains."""
+_NO_TOOLS = (
+    "The provided chat template does not support tool calling: of user, assistant with tool_calls, tool it leaves "
+    "something out; take the tokenizer of a model that calls tools, or set tokenizer.chat_template"
+)
+
+
+class ToolTemplate:
+    """A tokenizer's chat template for conversations with tools: parses turns, encodes answers.
+
+    Args: tokenizer: of transformers, with a chat template. options: of the template. end_ids: ids that end a turn.
+    Raises: ConfigError: the template leaves out tools, or nothing says how their calls are written.
+
+    >>> from whet.data.tokenizer import byte_tokenizer
+    >>> t = byte_tokenizer()
+    >>> ToolTemplate(t, {}, [t.eos_token_id])  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    whet.errors.ConfigError: The provided chat template does not support tool calling: ...
+    """
+
+    def __init__(self, tokenizer: Any, options: Mapping[str, Any], end_ids: Sequence[int]) -> None:
+        self.tokenizer, self.options = tokenizer, dict(options)
+        self._end_marks = [str(tokenizer.decode([i])) for i in end_ids]
+        self._check_tools()
+        self.response_template = tokenizer.response_template or self._derive_response_template()
+        self._answers: dict[str, np.ndarray] = {}
+
+    def parse(self, tokens: Iterable[int], context: Iterable[int], tools: Sequence[Any]) -> dict[str, Any]:
+        """A turn as a message: see `parse_turn`."""
+        return parse_turn(self.tokenizer, self.response_template, tokens, context, tools)
+
+    # ---- answers -------------------------------------------------------------------------------------------------
+
+    def encode_answer(self, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
+        """int32 [C]: the messages of tools, and the header of the model's next turn.
+
+        Args: messages: that answer a turn which has ended.
+        Raises: ConfigError: the template changes what stands before the messages, so that their text can't be found.
+        """
+        key = json.dumps(list(messages), sort_keys=True, default=str)
+        if key not in self._answers:
+            text = self._answer_text(messages)
+            ids = self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+            self._answers = {key: np.asarray(ids, np.int32)}  # only the last one: calls often repeat in a group
+        return self._answers[key]
+
+    def _answer_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        user = {"role": "user", "content": "dummy"}
+        calling = {"role": "assistant", "content": "", "tool_calls": [_call(messages[0]["name"], {})]}
+        before = self._render([user, calling])
+        ends = (before.rfind(mark) + len(mark) for mark in self._end_marks if mark in before)
+        turn_end = max(ends, default=len(before))
+        after = self._render([user, calling, *messages], add_generation_prompt=True)
+        if after.startswith(before[:turn_end]):
+            return after[turn_end:]
+        # The template writes the last turn unlike others (Qwen3's adds empty thinking): take what follows a known text.
+        after = self._render([user, {"role": "assistant", "content": _TEXT}, *messages], add_generation_prompt=True)
+        _, found, rest = after.rpartition(_TEXT)
+        if not found:
+            raise ConfigError(
+                "the chat template rewrites earlier turns, and so the tokens of a tool's answer can't be told; set "
+                "tokenizer.chat_template to one that only appends"
+            )
+        return next((rest.removeprefix(mark) for mark in self._end_marks if rest.startswith(mark)), rest)
+
+    # ---- what the template does ----------------------------------------------------------------------------------
+
+    def _render(self, messages: Sequence[Any], *, add_generation_prompt: bool = False) -> str:
+        return str(
+            self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **self.options
+            )
+        )
+
+    def _check_tools(self) -> None:
+        """Raises ConfigError where the template leaves out a call's name, argument or value, or a tool's answer."""
+        user, calling = _probe(_NAME)
+        tool = {"role": "tool", "name": _NAME, "content": _TEXT}
+        try:
+            if self.tokenizer.chat_template is None:
+                raise ConfigError(_NO_TOOLS)
+            text = self._render([user, {**calling, "content": ""}, tool])
+        except (jinja2.TemplateError, TypeError) as error:
+            raise ConfigError(f"{_NO_TOOLS} ({error})") from error
+        if any(word not in text for word in (_NAME, _KEY, _VALUE, _TEXT)):
+            raise ConfigError(_NO_TOOLS)
+
+    def _derive_response_template(self) -> dict[str, Any]:
+        """A response template, from how the chat template writes two calls.
+
+        Raises: ConfigError: they are not written as an opening mark, JSON and a closing mark.
+        """
+        try:
+            _, _, rest = self._render(_probe(_NAME, _NAME)).partition(_TEXT)
+            opening, first, rest = _split_at_json(rest)
+            between, second, _ = _split_at_json(rest)
+        except (jinja2.TemplateError, ValueError):
+            opening = between = first = second = None
+        opening = (opening or "").strip()
+        closing = (between or "").strip().removesuffix(opening).strip()
+        expected = {"name": _NAME, "arguments": {_KEY: _VALUE}}
+        if not opening or not closing or [first, second] != [expected] * 2:
+            raise ConfigError(
+                "the tokenizer has no response_template, and its chat template does not write calls as a mark, JSON "
+                "with name and arguments, and a mark; set tokenizer.response_template (transformers' page on response "
+                "parsing says how)"
+            )
+        user = [{"role": "user", "content": "hi"}]
+        header = self._render(user, add_generation_prompt=True).removeprefix(self._render(user))
+        end = re.escape(self.tokenizer.eos_token)
+        return {
+            "defaults": {"role": "assistant"},
+            "start_anchor": header[: header.find("\n") + 1] or header,
+            "fields": {
+                "reasoning_content": {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"},
+                "tool_calls": {"open": opening, "close_pattern": rf"{re.escape(closing)}\s*", "repeats": True,
+                               "content": "json", "transform": {"type": "function", "function": "{content}"}},
+                "content": {"close_pattern": rf"{end}\s*", "content": "text"},
+            },
+        }  # fmt: skip
+
+
+def parse_turn(
+    tokenizer: Any,
+    response_template: Mapping[str, Any],
+    tokens: Iterable[int],
+    context: Iterable[int],
+    tools: Sequence[Any],
+) -> dict[str, Any]:
+    """A turn as a message with its tool calls; a turn that can't be parsed becomes its plain text.
+
+    Args:
+        tokenizer: of transformers.
+        response_template: as transformers' parse_response takes it.
+        tokens: of the turn.
+        context: ids that the turn follows.
+        tools: schemas of the tools, which give the arguments their types.
+    """
+    ids, before = [int(i) for i in tokens], [int(i) for i in context]
+    try:
+        message = tokenizer.parse_response(ids, response_template, prefix=before, tools=list(tools) or None)
+        return _checked_message(message, tokenizer.eos_token)
+    except (ValueError, TypeError):
+        return {"role": "assistant", "content": str(tokenizer.decode(ids, skip_special_tokens=True))}
+
+
+def _checked_message(message: Any, eos: str) -> dict[str, Any]:
+    """The message with a text as its content and arguments in each call. Raises ValueError: it has another form."""
+    if not isinstance(message, dict):
+        raise ValueError("no message")
+    content = message.get("content")
+    message = {**message, "content": content.removesuffix(eos) if isinstance(content, str) else ""}
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError("a call without a name")
+        if function.get("arguments") is None:
+            function["arguments"] = {}
+    return message
+
+
+def _call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _probe(*names: str) -> list[dict[str, Any]]:
+    """A conversation in which the model says a word and calls tools of these names."""
+    calls = [_call(name, {_KEY: _VALUE}) for name in names]
+    return [{"role": "user", "content": "hi"}, {"role": "assistant", "content": _TEXT, "tool_calls": calls}]
+
+
+def _split_at_json(text: str) -> tuple[str, Any, str]:
+    """The text before the first JSON object, the object, and the text after it. Raises ValueError: there is none."""
+    start = text.index("{")
+    found, end = json.JSONDecoder().raw_decode(text, start)
+    return text[:start], found, text[end:]

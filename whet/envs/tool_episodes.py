@@ -1,0 +1,114 @@
+"""ToolEpisodes: episodes in which the model calls tools, and the tools' answers follow its turns.
+
+The loop is `play_turns` (multi_turn.py), with max_tool_calling_iterations rounds of calls. A ToolTranscript appends the
+ids of an answer and never encodes earlier ids again, so an episode is one sequence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from whet.envs.multi_turn import play_turns
+from whet.envs.tool_calls import ToolTemplate
+from whet.envs.tools import ToolCounts, Tools
+from whet.rollout.base import Output, Sampling
+from whet.rollout.driver import Episode, Turns, completion
+from whet.types import Completion, Message, Prompt
+
+__all__ = ["PROMPT", "ToolEpisodes", "ToolTranscript"]
+
+PROMPT = "prompt"
+"""Key of Completion.info: the prompt of a completion that has its own, other than its group's."""
+
+
+class ToolTranscript:
+    """The transcript of one episode with tools, for `play_turns`.
+
+    Args: prompt: of the episode. template: reads the calls of a turn and encodes answers. tools: what may be called.
+    """
+
+    def __init__(self, prompt: Prompt, template: ToolTemplate, tools: Tools) -> None:
+        self.prompt, self.template, self.tools = prompt, template, tools
+        self.messages: list[Message] = []
+        """After the prompt."""
+        self._parts: list[Output | np.ndarray] = []
+
+    @property
+    def context(self) -> np.ndarray:
+        """int32 [P]: what the model is given for its next turn."""
+        return np.concatenate([self.prompt.tokens, *(p.tokens if isinstance(p, Output) else p for p in self._parts)])
+
+    def add_turn(self, output: Output) -> None:
+        """Appends a turn of the model, and reads its calls."""
+        self.messages.append(self.template.parse(output.tokens, self.context, self.tools.schemas))
+        self._parts.append(output)
+
+    def add_answer(self, messages: Sequence[Message]) -> None:
+        """Appends the tools' messages, and the header of the model's next turn."""
+        self._parts.append(self.template.encode_answer(messages))
+        self.messages += messages
+
+    def remove_answer(self) -> None:
+        """Removes the last answer: the episode ends with the call that it answers."""
+        self._parts.pop()
+        while self.messages[-1]["role"] == "tool":
+            self.messages.pop()
+
+    def completion(self, episode: Episode) -> Completion:
+        """The sequence to train on, ended as its last turn did."""
+        found = completion(*self._parts, generation=episode.generation)
+        own: dict[str, Any] = {}
+        if not np.array_equal(self.prompt.tokens, episode.prompt.tokens):
+            own = {"prefix": self.prompt.tokens, "info": {PROMPT: self.prompt.source}}
+        return dataclasses.replace(found, messages=tuple(self.messages), **own)
+
+
+class ToolEpisodes:
+    """Plays episodes whose turns may call tools.
+
+    Args:
+        template: reads the calls of a turn and encodes answers.
+        max_tokens: of a completion, the tools' answers included.
+        max_length: of the model, which no episode exceeds; None = no limit.
+        max_rounds: of calls; None = as many as there is room for.
+    """
+
+    def __init__(
+        self,
+        template: ToolTemplate,
+        *,
+        max_tokens: int,
+        max_length: int | None = None,
+        max_rounds: int | None = None,
+    ) -> None:
+        self.template = template
+        self.max_tokens, self.max_length, self.max_rounds = max_tokens, max_length, max_rounds
+        self.counts = ToolCounts()
+
+    def play(self, start: Callable[[Episode], tuple[Prompt, Tools]], sampling: Sampling) -> Callable[[Episode], Turns]:
+        """The generator function of an Episode. Args: start: gives its prompt and tools. sampling: of one turn."""
+
+        def playing(episode: Episode) -> Turns:
+            prompt, tools = start(episode)
+            transcript = ToolTranscript(prompt, self.template, tools)
+
+            def respond() -> Sequence[Message]:
+                calls = transcript.messages[-1].get("tool_calls")
+                return tools.answer(calls, self.counts) if calls else []
+
+            yield from play_turns(
+                episode,
+                sampling,
+                transcript,
+                respond,
+                max_turns=None if self.max_rounds is None else self.max_rounds + 1,
+                max_tokens=self.max_tokens,
+                max_length=self.max_length,
+            )
+            return transcript.completion(episode)
+
+        return playing

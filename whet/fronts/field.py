@@ -1,0 +1,81 @@
+"""A field, option or key of another library, and what a front does with it.
+
+A front's tables of these rows are the one source for what it accepts, what it refuses and why, and its page in docs/.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+__all__ = ["STATES", "Field", "State", "Table", "inert", "old", "other", "refused", "works"]
+
+State = Literal["works", "other", "no effect", "refused", "absent", "old", "own"]
+STATES: Mapping[State, str] = {
+    "works": "name, default and meaning are the same",
+    "other": "it works, and differs as the note says",
+    "no effect": "it is accepted; the note says why whet has nothing to do for it",
+    "refused": "a value other than the default raises ConfigError, which gives the reason and the alternative",
+    "absent": "it does not exist here; the note names the alternative",
+    "old": "an earlier release had it; it is read as the note says",
+    "own": "it is whet's own: the other library has no such field",
+}
+"""Each state with its meaning."""
+
+
+class Field(NamedTuple):
+    """One row of a table.
+
+    Args:
+        default: the other library's default.
+        state: what happens to the field here.
+        note: the difference, or the reason and the alternative.
+        kind: its type, for a command line; None = the type of the default.
+        harmless: of a refused field, values besides the default that change nothing and are accepted.
+        key: whet's key, or several with commas, that the value goes to; "" = not one key.
+    """
+
+    default: Any = None
+    state: State = "works"
+    note: str = ""
+    kind: Any = None
+    harmless: tuple[Any, ...] = ()
+    key: str = ""
+
+    def refuses(self, value: Any) -> bool:
+        """Whether a value raises. A bool differs from the number that equals it.
+
+        >>> refused(None, "one process trains", harmless=(1,)).refuses(2)
+        True
+        """
+        same = lambda other: value == other and isinstance(value, bool) == isinstance(other, bool)
+        return self.state == "refused" and not any(map(same, (self.default, *self.harmless)))
+
+
+Table = Mapping[str, Field]
+"""Name -> row."""
+
+
+def works(default: Any, note: str = "", kind: Any = None) -> Field:
+    """A field that does what it does in the other library."""
+    return Field(default, "works", note, kind)
+
+
+def other(default: Any, note: str, kind: Any = None) -> Field:
+    """A field that works, with a difference."""
+    return Field(default, "other", note, kind)
+
+
+def inert(default: Any, note: str, kind: Any = None) -> Field:
+    """A field that has no effect: whet does so in any case, or has no such part."""
+    return Field(default, "no effect", note, kind)
+
+
+def refused(default: Any, note: str, kind: Any = None, harmless: tuple[Any, ...] = ()) -> Field:
+    """A field that accepts its default only."""
+    return Field(default, "refused", note, kind, harmless)
+
+
+def old(note: str, kind: Any = str) -> Field:
+    """A field of an earlier release; None = not given."""
+    return Field(None, "old", note, kind)

@@ -1,0 +1,139 @@
+"""GGUF: a model file of llama.cpp, converted once to a folder of Hugging Face files in the user's cache.
+
+transformers' own reader makes the weights, the config, the tokenizer and its chat template. Everything else then works
+on an ordinary folder, so a GGUF file has no code path of its own.
+Left out on purpose: training in a GGUF file's own quantisation, and writing GGUF files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import logging
+import os
+import shutil
+import sys
+import tempfile
+from contextlib import nullcontext, redirect_stderr
+from pathlib import Path
+from typing import Any
+
+from whet.errors import ConfigError, format_exception
+from whet.util.install import install_hint
+
+__all__ = ["convert_gguf", "gguf_file"]
+
+logger = logging.getLogger("whet")
+
+FORMAT = 1
+"""Part of a folder's name: a change of what is written here changes it."""
+
+
+def gguf_file(source: Path) -> Path | None:
+    """The GGUF file that a path names: the file itself, or the only one of a folder without a model of its own.
+
+    Args: source: a path that exists.
+    Returns: None where the path names no GGUF file.
+    Raises: ConfigError: a folder with several, where one must be named; a part of a split file.
+    """
+    if source.is_dir():
+        found = [] if (source / "config.json").is_file() else sorted(source.glob("*.gguf"))
+        if len(found) > 1:
+            names = ", ".join(file.name for file in found[:8])
+            raise ConfigError(f"{source} holds {len(found)} GGUF files ({names}); give one of them: {found[0]}")
+        return found[0] if found else None
+    return source if source.suffix == ".gguf" else None
+
+
+def convert_gguf(file: Path) -> str:
+    """The folder with a GGUF file's model and tokenizer; converted at the first call, and kept.
+
+    The weights are written in the dtype of the file's unquantised matrices, and in bfloat16 where all are quantised.
+
+    Args: file: the GGUF file.
+    Returns: a folder in the user's cache; its name depends on the file's bytes.
+    Raises: ConfigError: the extra `gguf` is missing, transformers does not read this kind of model, or the cache can't
+        be written.
+
+    Example: convert_gguf(Path("SmolLM2-135M-Instruct.Q4_1.gguf")).
+    """
+    try:
+        import gguf  # noqa: F401  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ConfigError(f"{file} is a model in GGUF, which needs the package gguf: {install_hint('gguf')}") from error
+    try:
+        folder = _cache_folder() / f"{file.stem}-{_digest(file)}"
+        if (folder / "config.json").is_file():
+            return str(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        parts = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        raise ConfigError(f"can't convert {file}: {error}; set XDG_CACHE_HOME to a writable folder") from error
+    logger.info("converting %s once, to %s", file, folder)
+    try:
+        _convert(file, parts)
+        try:
+            parts.rename(folder)
+        except OSError:  # another process was faster
+            if not (folder / "config.json").is_file():
+                raise
+        return str(folder)
+    except ConfigError:
+        raise
+    except Exception as error:  # transformers' reader raises what it likes
+        raise ConfigError(
+            f"can't read {file}: {format_exception(error)}; transformers reads GGUF files of "
+            f"{', '.join(_known_architectures())}; for others give the Hugging Face folder or name of the model"
+        ) from error
+    finally:
+        shutil.rmtree(parts, ignore_errors=True)
+
+
+def _convert(file: Path, folder: Path) -> None:
+    """Writes the model, the tokenizer and a card with licence and base model to an empty folder."""
+    import torch
+    from gguf import GGUFReader  # pyright: ignore[reportMissingImports]
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    place: dict[str, Any] = {"gguf_file": file.name}
+    reader = GGUFReader(file)
+    kinds = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
+    dtype = {"F32": torch.float32, "F16": torch.float16}.get(kinds.pop()) if len(kinds) == 1 else None
+    bars = nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
+    with bars:  # progress bars of transformers, which fill a log
+        config = AutoConfig.from_pretrained(file.parent, **place)
+        model = AutoModelForCausalLM.from_pretrained(file.parent, config=config, dtype=torch.float32, **place)
+        plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        plain.load_state_dict(model.state_dict())
+        plain.to(dtype or torch.bfloat16).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(file.parent, **place).save_pretrained(folder)
+    text = lambda key: str(reader.fields[key].contents()) if key in reader.fields else ""
+    named = {"license": text("general.license"), "base_model": text("general.base_model.0.repo_url")}
+    named["base_model"] = named["base_model"].removeprefix("https://huggingface.co/")
+    lines = [f"{key}: {value}" for key, value in named.items() if value]
+    card = "\n".join(["---", *lines, "---", "", f"Converted from {file.name}.", ""])
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def _digest(file: Path) -> str:
+    """A digest of the file's size and of its first and last megabyte, which hold its metadata and weights."""
+    size, part = file.stat().st_size, 1 << 20
+    digest = hashlib.blake2b(f"{FORMAT} {size}".encode(), digest_size=8)
+    with file.open("rb") as f:
+        digest.update(f.read(part))
+        f.seek(max(0, size - part))
+        digest.update(f.read(part))
+    return digest.hexdigest()
+
+
+def _cache_folder() -> Path:
+    """whet/gguf/ in $XDG_CACHE_HOME, or in ~/.cache."""
+    root = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (root if root.is_absolute() else Path.home() / ".cache") / "whet" / "gguf"
+
+
+def _known_architectures() -> list[str]:
+    """The architectures whose GGUF files transformers reads."""
+    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
+
+    return sorted({*GGUF_SUPPORTED_ARCHITECTURES} - {"general", "tokenizer"})
