@@ -48,7 +48,7 @@ def prompt_lines(encode: PromptEncoder, prompt: Prompt, *, width: int = WIDTH, m
     """
     head = f"row {prompt.row}: {len(prompt.tokens)} tokens"
     text = [(decode_ids(encode.tokenizer, prompt.tokens), False)]
-    lines = text_lines(text, width=width, most=most, tokens=encode.tokenizer.get_added_vocab())
+    lines = text_lines(text, width=width, most=most, tokens=_special_tokens(encode.tokenizer))
     if encode.is_plain(prompt.source):
         return [head, *lines, "  plain text, without a chat template"]
     options = template_options(prompt.columns, prompt.row)
@@ -83,7 +83,7 @@ def example_lines(
         count = len(sequence.prefix) + len(sequence.tokens)
         trained = int(sequence.mask.sum())
         lines.append(f"row {example.row}{name}: {count} tokens, {trained} trained (lines with +)")
-        tokens = encode.tokenizer.get_added_vocab()
+        tokens = _special_tokens(encode.tokenizer)
         lines += text_lines(_parts(encode.tokenizer, sequence), width=width, most=most, tokens=tokens)
     messages = encode.conversation(row, example.row)
     if messages is None:
@@ -140,6 +140,11 @@ def _parts(tokenizer: PreTrainedTokenizerBase, sequence: TrainSequence) -> list[
         parts.append((text[len(before) :], mask[end - 1]))
         before = text
     return parts
+
+
+def _special_tokens(tokenizer: Any) -> list[str]:
+    """The tokens that were added to the vocabulary, special ones among them."""
+    return list(tokenizer.get_added_vocab())
 
 
 def _names(example: Example) -> list[str]:

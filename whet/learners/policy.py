@@ -290,8 +290,8 @@ class PolicyLearner(RLLearner):
         self.cluster.release_engine_memory()
         mini = self._ranked(mini)
         with self.cluster.trace.span("update"):
-            keep = with_signal if self.skips else trained
-            found = self.cluster.actor_trainer.update(mini, keep=keep, report=self._of_whole)
+            select = with_signal if self.skips else trained
+            found = self.cluster.actor_trainer.update(mini, select=select, adjust_metrics=self._of_whole)
             return step.log({**found, **self.kl_controller.after_update(found)})
 
     def _ranked(self, mini: TokenBatch) -> TokenBatch:

@@ -156,7 +156,7 @@ class PPOLearner(PolicyLearner):
         with self.cluster.trace.span("update_critic"):
             for part in _parts(mini, self.algo_config.critic_updates):
                 learned = part.replace(mask=part.mask & _known(part))
-                step = step.log(self.critic_trainer.update(learned, keep=trained))
+                step = step.log(self.critic_trainer.update(learned, select=trained))
         return step if step.index <= self.algo_config.critic_warmup_steps else super().update(step, mini)
 
     def _critic_loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
