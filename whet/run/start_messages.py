@@ -58,7 +58,7 @@ def log_run_length(config: TrainingConfig, stream: PromptStream, step: int) -> N
             "to train for as many epochs as the steps need",
             in_data,
             max_steps,
-            f"{stream.batches_per_epoch} steps an epoch, trainer.num_epochs={stream.num_epochs}",
+            f"{stream.batches_per_epoch} steps per epoch, trainer.num_epochs={stream.num_epochs}",
         )
     total = in_data if short or max_steps is None else max_steps
     if config.resume is None or total is None or step < total:

@@ -1,4 +1,4 @@
-"""Tunix's learners: whet's, which tell an external logger what they find and go on from a checkpoint that is there.
+"""Tunix's learners: they call an external logger with the metrics, and continue from the newest checkpoint.
 
 Dim legend: B rows (completions), P prompt, C completion.
 """
@@ -53,6 +53,8 @@ class TunixLearner(RLLearner):
     The data are taken in their order, once, as in Tunix: `data=DataConfig(shuffle=True)` and num_epochs say otherwise.
     """
 
+    cluster: RLCluster
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuses a subclass that replaces what is never called."""
         for name, why in _REFUSED.items():
@@ -77,7 +79,7 @@ class TunixLearner(RLLearner):
         **options: Any,
     ) -> None:
         self._generated: int | None = None
-        """The step whose batch `_generate_and_compute_advantage` has made."""
+        """The number of the step whose batch `_generate_and_compute_advantage` made."""
         self._default_step: Step | None = None
         self._input: tuple[Step, list[str]] | None = None
         self._rewards: RewardBatch | None = None
@@ -168,7 +170,7 @@ class TunixLearner(RLLearner):
         return step if self._is_generated(step) else super().assign_advantages(step)
 
     def _call_eval_hooks(self, step: Step) -> None:
-        """Tells the actor's training hooks of an evaluation, and the loss of what it sampled."""
+        """Calls the actor's evaluation hooks with the loss of the evaluation's samples."""
         trainer = self.cluster.actor_trainer
         if not isinstance(trainer, Trainer) or trainer.training_hooks is None:
             return
@@ -322,7 +324,7 @@ def _external_metrics(step: Step) -> dict[str, tuple[Any, Any]]:
 
 
 def _only_one(**given: Any) -> Any:
-    """The one that was given of several names. Raises ConfigError: two of them."""
+    """The value that was passed under one of several names. Raises ConfigError: two of them have a value."""
     there = {name: value for name, value in given.items() if value is not None}
     if len(there) > 1:
         raise ConfigError(f"{' and '.join(there)} name the same thing; give one of them")

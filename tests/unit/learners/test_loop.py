@@ -208,8 +208,8 @@ def test_the_first_prompt_is_shown_once_as_the_model_is_given_it(kind, caplog):
         "  | <|im_start|>user\\n",
         "  | 0+1=<|im_end|>\\n",
         "  | <|im_start|>assistant\\n",
-        "  chat template: the tokenizer's",
-        "  system prompt: data.system_prompt",
+        "  chat template: from the tokenizer",
+        "  system prompt: from data.system_prompt",
     ]
 
 

@@ -95,7 +95,7 @@ def test_a_learning_rate_that_is_not_given_is_that_of_the_kind_of_training(caplo
     caplog.set_level("INFO", "whet")
     rate = lambda made: made.models.trained.optim.optimizer.param_groups[0]["lr"]
     assert rate(learner(optim=None)) == rate(learner(optim=OptimConfig(name="sgd", momentum=0.9))) == 2e-5
-    assert "actor: learning rate 2e-05, the usual one here" in caplog.text
+    assert "actor: learning rate 2e-05, the default here" in caplog.text
     models = lambda **given: SupervisedModels(tokenizer=byte_tokenizer(), **given)
     assert rate(RewardModelLearner(models(reward_model=tiny_model()))) == 1e-4
     assert rate(PreferenceLearner(models(actor=tiny_model()), PreferenceConfig(loss_type="simpo"))) == 1e-6

@@ -87,7 +87,7 @@ def test_data_that_end_before_max_steps_are_said_at_the_start_where_that_is_know
         (
             rows(4),
             1,
-            ["the data end after 2 steps, before trainer.max_steps=3: 2 steps an epoch, trainer.num_epochs=1"],
+            ["the data end after 2 steps, before trainer.max_steps=3: 2 steps per epoch, trainer.num_epochs=1"],
         ),
         (iter(rows(4)), None, ["the data ended after 2 steps, before trainer.max_steps=3"]),
         (rows(4), None, []),
@@ -254,7 +254,8 @@ def test_a_run_that_cannot_open_closes_what_it_has_opened(make, tmp_path, monkey
     run = Run(run.task.learner, rows(4))
     with pytest.raises(RewardError), run:
         monkeypatch.setattr(run.progress, "__exit__", lambda *a: closed.append("bar"), raising=False)
-        monkeypatch.setattr(run._signals, "uninstall", lambda: closed.append("signals"))
+        uninstall = run._signals.uninstall
+        monkeypatch.setattr(run._signals, "uninstall", lambda: (closed.append("signals"), uninstall()))
         raise RewardError
     assert closed == ["signals", "bar"]
 

@@ -31,7 +31,7 @@ class Sends(TrainerCallback):
     """Asks the run to stop, as a signal does."""
 
     def on_step_end(self, args, state, control, **_):
-        self.front.run._stop.asked = True
+        self.front.run._signals.stop_requested = True
 
 
 def grpo(folder, data=None, reward=length_reward, **kwargs):
