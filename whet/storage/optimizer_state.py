@@ -157,7 +157,7 @@ def load_optimizer_state(
     order = [_group_of(path, names, saved) for names in groups]
     if len(saved) != len(groups):
         raise CheckpointError(f"{path} holds {len(saved)} groups of parameters, the optimizer here has {len(groups)}")
-    return [saved[i] for i in order], [rest["made"][i] for i in order], entries
+    return [saved[i] for i in order], [rest["initial_settings"][i] for i in order], entries
 
 
 def _group_of(path: Path, names: Sequence[str], saved: Sequence[Mapping[str, Any]]) -> int:

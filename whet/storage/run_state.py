@@ -97,7 +97,7 @@ def _health(value: Any) -> bool:
     pair = lambda x: isinstance(x, list) and len(x) == 2 and all(_count(n) for n in x)
     parts = {
         "since": lambda x: _mapping(x, pair),
-        "said": lambda x: _mapping(x, lambda n: isinstance(n, float | int)),
+        "badness": lambda x: _mapping(x, lambda n: isinstance(n, float | int)),
     }
     return _mapping(value) and all(name in parts and parts[name](part) for name, part in value.items())
 

@@ -423,17 +423,18 @@ class ModelWorker:
         yield from ((name, p.detach()) for name, p in self.module.named_parameters() if p.requires_grad)
 
     @torch.no_grad()
-    def take_weights(self, weights: Iterable[tuple[str, Tensor]], share: float = 1.0) -> None:
-        """Moves the weights of a model that is not trained toward another's: p <- p + share (w - p), in place.
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], mixup_alpha: float = 1.0) -> None:
+        """Moves the weights of a model that is not trained toward another's: p <- p + mixup_alpha (w - p), in place.
 
-        share=1 copies them. A smaller share after each step keeps an exponential moving average with decay 1 - share.
+        mixup_alpha=1 copies them. A smaller value after each step keeps an exponential moving average with decay
+        1 - mixup_alpha.
 
-        Args: weights: (name, tensor), from `named_weights`. share: between 0 and 1; 1 = a copy.
+        Args: weights: (name, tensor), from `named_weights`. mixup_alpha: between 0 and 1; 1 = a copy.
         Raises: ConfigError: the model is trained, or has no parameter of that name.
         """
         if self.optim is not None or self.loaded.is_view:
             raise ConfigError(
-                "take_weights is for a model that is only read (a reference); this one "
+                "load_weights is for a model that is only read (a reference); this one "
                 + ("has an optimizer" if self.optim is not None else "is a view of the model that is trained")
             )
         own = dict(self.module.named_parameters(remove_duplicate=False))
@@ -442,7 +443,7 @@ class ModelWorker:
             if name not in own:
                 raise ConfigError(f"this model has no parameter {name}; both models must have the same architecture")
             if id(own[name]) not in seen:  # a shared tensor comes under each of its names
-                own[name].lerp_(weight.to(own[name]), share)
+                own[name].lerp_(weight.to(own[name]), mixup_alpha)
             seen.add(id(own[name]))
         self.replaced = True
 

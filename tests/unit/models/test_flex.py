@@ -238,7 +238,7 @@ def test_a_failed_probe_says_why_once(fresh, monkeypatch, caplog):
     monkeypatch.setattr(flex, "_compare", fail)
     with caplog.at_level(logging.INFO, "whet"):
         reasons = {flex_refusal(CASE) for _ in range(3)}
-    assert reasons == {"it does not compile: RuntimeError: no triton here"}
+    assert reasons == {"it does not compile: RuntimeError: no triton here and a long trace"}
     assert calls == [CASE] and len(caplog.records) == 1
     assert "4 query / 2 KV heads, size 8, float32" in caplog.text and "no triton here" in caplog.text
     assert flex_refusal(CASE._replace(dtype=torch.float64)) == "FlexAttention has no kernel in torch.float64"
