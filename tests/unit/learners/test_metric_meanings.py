@@ -110,7 +110,7 @@ def test_tunix_names_are_tunix_numbers(agg):
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_trl_names_are_trl_numbers(level):
-    row, a = run(loss_algo="gspo-token" if level == "sequence" else "grpo")
+    row, a = run(policy_loss_fn="gspo-token" if level == "sequence" else "grpo")
     mask, log_ratio = a["mask"], a["logprobs"] - a["old_logprobs"]
     if level == "sequence":
         log_ratio = (log_ratio * mask).sum(1, keepdims=True) / mask.sum(1, keepdims=True)
