@@ -7,7 +7,16 @@ from grpo_from_scratch import END, LEARNING_RATE, MAX_COMPLETION, PROMPTS, VOCAB
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from whet import ClusterConfig, GRPOConfig, GRPOLearner, OptimConfig, RLCluster, RLTrainingConfig, RolloutConfig
+from whet import (
+    ClusterConfig,
+    GRPOConfig,
+    GRPOLearner,
+    OptimConfig,
+    RLCluster,
+    RLTrainingConfig,
+    RolloutConfig,
+    Sampler,
+)
 
 tokens = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(VOCABULARY)}, merges=[]))  # one per character
 tokens.decoder = decoders.Fuse()
@@ -28,7 +37,7 @@ def main(seed: int = 0, steps: int = 60) -> float:
     )
     algo = GRPOConfig(num_generations=8, num_iterations=2, beta=0.0, loss_agg_mode="token-mean")
     run = GRPOLearner(cluster, algo, reward_fns=reward).train([{"prompts": PROMPTS}])  # one batch, again and again
-    print(cluster.generate(PROMPTS, seed=seed).text)
+    print(Sampler(cluster.actor.loaded, cluster.tokenizer)(PROMPTS, MAX_COMPLETION, temperature=1.0, seed=seed).text)
     return sum(row["reward"] for row in run.rows[-5:]) / 5
 
 

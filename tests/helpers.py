@@ -11,8 +11,9 @@ import pytest
 import torch
 from transformers import PhiConfig, PhiForCausalLM, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
-from whet.cluster import RLCluster
-from whet.config import ClusterConfig, Mode, OptimConfig, RLTrainingConfig, RolloutConfig
+import whet
+import whet.tunix
+from whet.config import Mode, OptimConfig
 from whet.data.tokenizer import byte_tokenizer
 from whet.ops import AdvantageInputs, Objective, clipped_surrogate, reference_kl, sampler_importance
 from whet.types import Completion, Group, Prompt, TokenBatch
@@ -228,14 +229,15 @@ def cluster(
     rollout=None,
     tokenizer=None,
     lr=1e-2,
+    front=whet,
     **training,
 ):
     """A cluster of tiny models; `training` are fields of RLTrainingConfig, `rollout` those of RolloutConfig, or one
-    for each Mode."""
+    for each Mode; `front` has the classes: whet or whet.tunix."""
     options = {"actor_optimizer": OptimConfig(lr=lr), "pbar_description": None, **training}
     if not any(isinstance(k, Mode) for k in rollout or {}):
-        rollout = RolloutConfig(**{"max_tokens_to_generate": 8, "temperature": 1.0, **(rollout or {})})
-    return RLCluster(
+        rollout = front.RolloutConfig(**{"max_tokens_to_generate": 8, "temperature": 1.0, **(rollout or {})})
+    return front.RLCluster(
         actor=tiny_model() if actor is None else actor,
         reference=reference,
         critic=critic,
@@ -243,10 +245,20 @@ def cluster(
         reward_tokenizer=reward_tokenizer,
         teacher=teacher,
         tokenizer=tokenizer or byte_tokenizer(),
-        cluster_config=ClusterConfig(
-            rollout_engine=engine, rollout_config=rollout, training_config=RLTrainingConfig(**options)
+        cluster_config=front.ClusterConfig(
+            rollout_engine=engine, rollout_config=rollout, training_config=front.RLTrainingConfig(**options)
         ),
     )
+
+
+tunix_cluster = functools.partial(cluster, front=whet.tunix)
+
+
+def drawn(c, texts, *, mode=Mode.TRAIN, **options):
+    """The token ids that a cluster draws for texts: a list for each."""
+    encode = c.encoder(mode)
+    prompts = [encode({"prompt": text}, i) for i, text in enumerate(texts)]
+    return [g.completions[0].tokens.tolist() for g in c.sample(prompts, mode=mode, **options)]
 
 
 def length_reward(completions, **_):

@@ -12,7 +12,7 @@ class Meeting(Ranks):
     def __init__(self, rank, table, barrier):
         self.rank, self.size, self.table, self.barrier = rank, len(table), table, barrier
 
-    def gather(self, value):
+    def all_gather(self, value):
         self.table[self.rank] = value
         self.barrier.wait(timeout=10)
         found = list(self.table)

@@ -50,25 +50,21 @@ if TYPE_CHECKING:
     from whet.learners.preference import PreferenceLearner, RewardModelLearner
     from whet.learners.sft import SFTLearner
     from whet.learners.supervised import SupervisedLearner
-    from whet.rollout.sampler import CacheConfig, Sampler, SamplerOutput
+    from whet.rollout.sampler import Sampler, SamplerOutput
     from whet.run.observer import Observer, TrainerControl
     from whet.train.supervised_models import SupervisedModels
-    from whet.tunix.metrics_buffer import MetricsBuffer
     from whet.types import (
         Completion,
         Example,
         Group,
         LossInputs,
         Prompt,
-        RolloutOutput,
         TokenBatch,
-        TrainExample,
         TrainSequence,
     )
 
 __all__ = [
     "AlgorithmConfig",
-    "CacheConfig",
     "CheckpointError",
     "CheckpointingOptions",
     "ClusterConfig",
@@ -86,7 +82,6 @@ __all__ = [
     "Group",
     "LoraConfig",
     "LossInputs",
-    "MetricsBuffer",
     "MetricsLoggerOptions",
     "Mode",
     "Observer",
@@ -108,7 +103,6 @@ __all__ = [
     "Role",
     "RoleConfig",
     "RolloutConfig",
-    "RolloutOutput",
     "RunConfig",
     "SFTConfig",
     "SFTLearner",
@@ -120,7 +114,6 @@ __all__ = [
     "SupervisedModels",
     "SupervisedTrainingConfig",
     "TokenBatch",
-    "TrainExample",
     "TrainSequence",
     "TrainerControl",
     "TrainingConfig",
@@ -178,15 +171,9 @@ _MODULES = {
         "evaluate",
     ),
     "whet.learners.base": ("RLLearner",),
-    "whet.learners.grpo": (
-        "GRPOLearner",
-    ),
-    "whet.learners.ppo": (
-        "PPOLearner",
-    ),
-    "whet.tunix.metrics_buffer": ("MetricsBuffer",),
+    "whet.learners.grpo": ("GRPOLearner",),
+    "whet.learners.ppo": ("PPOLearner",),
     "whet.rollout.sampler": (
-        "CacheConfig",
         "Sampler",
         "SamplerOutput",
     ),
@@ -201,9 +188,7 @@ _MODULES = {
         "Group",
         "LossInputs",
         "Prompt",
-        "RolloutOutput",
         "TokenBatch",
-        "TrainExample",
         "TrainSequence",
     ),
     "whet.learners.preference": (

@@ -1,7 +1,6 @@
-"""RLCluster: the roles, each a worker; the rollout engine; sampling.
+"""RLCluster: the models of reinforcement learning, each behind a worker, and the engine that samples.
 
-`sample` is what learners call: prompts in, groups of completions out, token ids on both sides. Tunix's verbs over it
-(generate, get_ref_per_token_logps, update_actor ...) are those of whet.tunix.verbs.
+Learners call `sample`: prompts in, groups of completions out, token ids on both sides.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ from whet.train.role_checkpoints import Checkpoints
 from whet.train.role_trainer import RoleTrainer
 from whet.train.role_workers import ACTOR, Given, RoleWorkers, model_checks, trusts_remote_code
 from whet.train.worker import Allowed, ModelWorker
-from whet.tunix.verbs import TunixVerbs
 from whet.types import Group, Prompt
 
 __all__ = ["RLCluster"]
@@ -45,7 +43,7 @@ _DOMAIN = {"train": 0, "eval": 1, "generate": 2}
 """Draws of training, evaluation and direct calls never share an address."""
 
 
-class RLCluster(RoleWorkers, TunixVerbs):
+class RLCluster(RoleWorkers):
     """Roles, engine and tokenizer of one run.
 
     Args:
@@ -58,7 +56,6 @@ class RLCluster(RoleWorkers, TunixVerbs):
         tokenizer: a tokenizer, a folder or a hub name.
         reward_tokenizer: the reward model's; None = what lies in its folder, else the policy's.
         cluster_config: meshes, engine, training and rollout configuration.
-        perf_config: PerfMetricsOptions.
         module_dtype: what models that are given as modules compute in: "auto", "float32" or "bfloat16", as
             RoleConfig.dtype; None = the dtype that each has.
     Raises: ConfigError: a model that can't be loaded, a mesh or a role that this release does not have.
@@ -80,7 +77,6 @@ class RLCluster(RoleWorkers, TunixVerbs):
         tokenizer: Any,
         reward_tokenizer: Any = None,
         cluster_config: ClusterConfig,
-        perf_config: Any = None,
         module_dtype: str | None = None,
     ) -> None:
         check_instance(cluster_config, ClusterConfig, "cluster_config")
@@ -93,7 +89,6 @@ class RLCluster(RoleWorkers, TunixVerbs):
         _check_given(cluster_config, (actor, critic, reference, reward, teacher))
         self.cluster_config, self.global_steps = cluster_config, 0
         self.training_config: RLTrainingConfig = cluster_config.training_config
-        self.perf_config = perf_config or self.training_config.perf_metrics_options
         config = self.training_config
         if isinstance(actor, nn.Module):
             reference, critic, teacher = (
@@ -194,7 +189,6 @@ class RLCluster(RoleWorkers, TunixVerbs):
                 decode=self.decode,
                 tokenizer=self.tokenizer,
                 grammars=self._grammars,
-                mesh=(config.role_to_mesh or {}).get(Role.ROLLOUT),
                 samplings=[self.sampling(mode) for mode in Mode],
             )
 
@@ -241,7 +235,7 @@ class RLCluster(RoleWorkers, TunixVerbs):
 
     @property
     def pad_id(self) -> int:
-        """The padding id of Tunix's verbs: the tokenizer's, or its end id."""
+        """The tokenizer's padding id, or the end id."""
         return pad_token_id(self.tokenizer, self.eos_ids)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -269,7 +263,7 @@ class RLCluster(RoleWorkers, TunixVerbs):
         """Builds the engine now, so that what it refuses is said before the first step."""
         _ = self._rollouts.engine
 
-    def sample(  # pyright: ignore[reportIncompatibleMethodOverride]  (its options are named)
+    def sample(
         self,
         prompts: Sequence[Prompt],
         *,
@@ -317,11 +311,11 @@ class RLCluster(RoleWorkers, TunixVerbs):
     def release_engine_memory(self) -> None:
         """Frees what an engine holds besides the weights, until it samples again: an update needs none of it."""
         if self._rollouts.release():
-            self.give_back(self.actor)
+            self.release_memory(self.actor)
 
     def sync_weights(self) -> None:
         """Gives the engine the actor's weights under a new policy version; nothing moves where they are shared."""
-        self.advance(self.actor)
+        self.finish_step(self.actor)
         with self.trace.span("weight_sync"):
             self._rollouts.sync()
 
@@ -329,11 +323,11 @@ class RLCluster(RoleWorkers, TunixVerbs):
 
     def state(self) -> dict[str, Any]:
         """What a resumed cluster needs besides its workers: counters, lengths, and what each role computes in."""
-        return {**super().state(), **self._rollouts.state(), "calls": self._calls}
+        return {**super().state(), **self._rollouts.state()}
 
     def restore(self, state: Mapping[str, Any], step: int) -> None:
         """Takes `state` back after the workers were loaded; the engine gets their weights."""
-        self._calls, self.global_steps = state["calls"], step
+        self.global_steps = step
         self._rollouts.restore(state)
 
     def describe(self) -> dict[str, Any]:

@@ -398,7 +398,7 @@ def completions(seed=0, count=12):
 
 @pytest.mark.parametrize("most", [0, 100, 2**20])
 def test_kept_masks_are_those_of_a_replay_in_any_order_of_any_passes_and_with_any_room(grammars, most):
-    s, masks = sampling("(ab)+0?"), Masks(grammars, most_bytes=most)
+    s, masks = sampling("(ab)+0?"), Masks(grammars, max_bytes=most)
     tokens, sequence, sampled = completions()
     sampled[5] = False
     for seed in range(6):

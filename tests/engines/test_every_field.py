@@ -17,13 +17,13 @@ from whet.errors import ConfigError, EngineError
 from whet.ops.support import Support, support_logits
 from whet.rollout import sglang, vllm
 from whet.rollout.base import Constraint, Sampling, check_caps, support_of
-from whet.rollout.compat import BaseRolloutAdapter
 from whet.rollout.constrained_decoding import Grammars
 from whet.rollout.engine import EmbeddedEngine
 from whet.rollout.generate_options import check_trainable
 from whet.rollout.hf import HFEngine
 from whet.rollout.in_flight import InFlightRequest
 from whet.rollout.mock import MockEngine
+from whet.tunix.base_rollout import BaseRolloutAdapter
 
 BASE = Sampling(max_tokens=12, stop_ids=tuple(range(0, VOCABULARY, 4)))
 CHANGES = {

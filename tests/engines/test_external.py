@@ -35,9 +35,7 @@ def request(sampling=None, tokens=(5, 6, 7), **fields):
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "fix"), [("vllm", r"\[vllm\]"), ("sglang", "sglang==0.5")]
-)
+@pytest.mark.parametrize(("name", "fix"), [("vllm", r"\[vllm\]"), ("sglang", "sglang==0.5")])
 def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(name, fix):
     if importlib.util.find_spec(name.removesuffix("_jax")) is not None:
         pytest.skip(f"{name} is installed")

@@ -15,7 +15,13 @@ from whet.rollout.base import Request, Sampling
 from whet.rollout.build import make_engine, sampling_of
 from whet.rollout.driver import Rollouts, single_turns
 from whet.rollout.engine import EmbeddedEngine
-from whet.rollout.generate_options import _stop_strings, check_trainable, checked_options, frozen_options, processors
+from whet.rollout.generate_options import (
+    _stop_string_criterion,
+    check_trainable,
+    checked_options,
+    frozen_options,
+    processors,
+)
 from whet.rollout.hf import HFEngine
 from whet.types import Prompt
 
@@ -262,7 +268,7 @@ def test_looking_for_a_stop_string_decodes_the_last_tokens_of_a_beam_alone(model
 
 
 def test_a_beam_that_ended_stays_ended_where_nothing_else_is_left_to_go_on_with():
-    look = _stop_strings(letters, ("51",), prompt=1)
+    look = _stop_string_criterion(letters, ("51",), prompt=1)
     ended = [look(torch.tensor(rows), None).tolist() for rows in ([[9, 5], [9, 1]], [[9, 5, 1], [9, 1, 1]])]
     ended += [look(torch.tensor([[9, 5, 1, 7], [9, 1, 1, 5]]), None).tolist()]
     assert ended == [[False, False], [True, False], [True, False]]

@@ -10,13 +10,14 @@ import pytest
 from tiny import prompts, requests, run
 
 import whet.rollout
+import whet.tunix
 from whet.config import RolloutConfig
 from whet.errors import ConfigError, EngineError
 from whet.rollout import ENGINES, resolve_engine
 from whet.rollout.base import RolloutEngine, Sampling
 from whet.rollout.build import _warn_unused, describe_engine
-from whet.rollout.compat import BaseRolloutAdapter
 from whet.rollout.mock import MockEngine
+from whet.tunix.base_rollout import BaseRolloutAdapter
 
 MODULES = [m.name for m in pkgutil.walk_packages(whet.rollout.__path__, "whet.rollout.")]
 
@@ -104,7 +105,7 @@ def test_a_base_rollout_becomes_an_engine(made):
 def test_a_base_rollout_gets_the_samplings_values_in_its_config():
     inner = Echo(logprobs=-0.5)
     engine = BaseRolloutAdapter(
-        inner, decode=decode, rollout_config=RolloutConfig(return_logprobs=True, temperature=0.9)
+        inner, decode=decode, rollout_config=whet.tunix.RolloutConfig(return_logprobs=True, temperature=0.9)
     )
     done = run(engine, requests(prompts((2,)), Sampling(max_tokens=2, temperature=0.3, min_p=0.1)))
     config = inner.calls[0][1]
@@ -114,7 +115,7 @@ def test_a_base_rollout_gets_the_samplings_values_in_its_config():
 
 
 def test_a_base_rollout_that_breaks_its_word_is_an_error():
-    engine = BaseRolloutAdapter(Echo(), decode=decode, rollout_config=RolloutConfig(return_logprobs=True))
+    engine = BaseRolloutAdapter(Echo(), decode=decode, rollout_config=whet.tunix.RolloutConfig(return_logprobs=True))
     with pytest.raises(EngineError, match="return_logprobs=False"):
         run(engine, requests(prompts((2,)), Sampling()))
     with pytest.raises(EngineError, match=r"min_p=0\.1"):

@@ -41,7 +41,7 @@ def one_update(prompts):
         max_segments_per_packed_row=4,
     )
     worker = c.actor
-    gradients, passes, step, share = {}, [], worker.optim.step, worker.placement.share
+    gradients, passes, step, share = {}, [], worker.optim.step, worker.placement.split_passes
 
     def kept():
         gradients.update({name: whole(m.grad) for name, m in worker.optim.masters.items()})
@@ -52,7 +52,7 @@ def one_update(prompts):
         passes.append((len(made), [counts for _, counts in own]))
         return own
 
-    worker.optim.step, worker.placement.share = kept, counted
+    worker.optim.step, worker.placement.split_passes = kept, counted
     algo = GRPOConfig(num_generations=3, beta=0.04)
     run = GRPOLearner(c, algo, reward, data=DataConfig(batch_size=prompts)).train(rows(prompts))
     return {

@@ -77,7 +77,7 @@ def test_what_a_run_from_python_has_beside_its_sections_may_not_change_either(tm
     assert train(resume="latest", max_steps=2).step == 2
     folder = tmp_path / "checkpoints" / "step-000002"
     state = Checkpoints.state(folder)
-    for name in ("actor", "rollout_engine", "from Python"):  # an earlier version noted none of them
+    for name in ("actor", "rollout_engine", "from Python"):  # sections that one side lacks are not compared
         del state["settings"][name]
     torch.save(state, folder / "run.pt")
     (folder / "sums.json").unlink()
@@ -401,7 +401,7 @@ def test_a_run_goes_on_under_its_own_name_and_leaves_later_steps_of_others(tmp_p
     shutil.rmtree(ours / "step-000002")
     learner(tmp_path / "a", max_steps=2, resume=one).train(rows(8))
     assert checkpoint.read_run_id(ours / "step-000002") == checkpoint.read_run_id(ours / "step-000001") is not None
-    for step in (1, 2):  # as an earlier version has written them
+    for step in (1, 2):  # whoever removed these has a checkpoint of no known run
         (ours / f"step-{step:06d}" / "run.json").unlink()
         (ours / f"step-{step:06d}" / "sums.json").unlink()
     keep = CheckpointingOptions(save_interval_steps=1, max_to_keep=2)
@@ -430,8 +430,19 @@ def test_a_state_of_another_step_than_its_folders_is_refused_and_nothing_is_remo
     for n in (2, 3):
         torch.save({"step": n}, _made(root / f"step-{n:06d}") / "run.pt")
     folder = _made(root / "step-000001")
-    needs = ("cluster", "random", "settings", "stream", "tokens", "updates")
-    torch.save({**dict.fromkeys(needs), "step": step}, folder / "run.pt")
+    needs = (
+        "cluster",
+        "health",
+        "inputs",
+        "learner",
+        "observers",
+        "random",
+        "replaced",
+        "settings",
+        "skipped",
+        "stream",
+    )
+    torch.save({**dict.fromkeys((*needs, "tokens", "updates")), "format": 1, "step": step}, folder / "run.pt")
     with pytest.raises(CheckpointError, match=r"is of step .*, but its folder is named step-000001"):
         learner(tmp_path, resume=str(folder)).train(rows(8))
     assert len(checkpoint.step_folders(root)) == 3

@@ -74,6 +74,7 @@ def test_the_sdist_has_what_its_tests_and_pages_need(built):
         "recipes/demo.yaml",
         "docs/lora.md",
         "tests/conftest.py",
+        "tools/docs/__main__.py",
     }
     assert needed | {"whet/py.typed", "whet/demo/pupil.safetensors", ".ci/tested.txt"} <= names
 

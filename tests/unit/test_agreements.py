@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import END, PAD, cluster, tiny_model
+from helpers import END, cluster, tiny_model
 
 from whet import Sampler
 from whet.cli.chat import Chat
@@ -18,7 +18,6 @@ from whet.observe.profiler import StepProfiler
 from whet.observe.trace import Trace
 from whet.rollout.base import Constraint, Output, Request, Sampling
 from whet.rollout.build import sampling_of
-from whet.rollout.compat import BaseRolloutAdapter, prompt_text
 from whet.rollout.driver import stream
 from whet.rollout.queue_engine import QueueEngine
 
@@ -36,7 +35,7 @@ def test_a_sampler_takes_fp32_on_a_gpu_that_only_emulates_bf16(monkeypatch):
     monkeypatch.setattr(sampler, "read_width", lambda *_: 128)
     monkeypatch.setattr(sampler, "model_folder", lambda folder: folder)
     monkeypatch.setattr(sampler, "load_model", lambda *_, dtype, **__: seen.append(dtype))
-    sampler._loaded("folder", None, "auto", "cuda", False)
+    sampler._load("folder", None, "auto", "cuda", False)
     assert seen == ["float32"]
 
 
@@ -89,77 +88,6 @@ def test_a_chat_leaves_room_for_the_tokens_that_must_come(tokenizer):
     assert "".join(c.say("x" * 20))
     with pytest.raises(DataError, match="/reset forgets what was said before"):
         all("".join(c.say("x" * 20)) for _ in range(6))
-
-
-def test_a_tunix_rollout_is_told_what_the_sampling_says():
-    told = []
-
-    def generate(prompts, rollout_config):
-        told.append((rollout_config.min_p, rollout_config.forbidden_tokens))
-        return SimpleNamespace(text=["a"], tokens=[np.array([98])], logprobs=None, left_padded_prompt_tokens=None)
-
-    engine = BaseRolloutAdapter(SimpleNamespace(generate=generate), decode=str, rollout_config=RolloutConfig())
-    r = Request(
-        id=0, tokens=np.array([5]), sampling=Sampling(min_p=0.2, forbidden_ids=(97,)), group=0, address=(0, 0, 0, 0)
-    )
-    engine.submit([r])
-    engine.step()
-    assert told == [(0.2, (97,))]
-
-
-class Asked:
-    """A rollout class of Tunix's kind that notes its prompts."""
-
-    def __init__(self, rollout_actor, tokenizer, mesh, rollout_config):
-        self.prompts = []
-
-    def generate(self, prompts, rollout_config):
-        self.prompts += prompts
-        tokens = [np.array([104, 105, END])] * len(prompts)
-        return SimpleNamespace(text=[], tokens=tokens, logprobs=None, left_padded_prompt_tokens=None)
-
-
-def test_a_tunix_rollout_is_given_a_chat_with_its_special_tokens():
-    c = cluster(engine=Asked, rollout={"max_prompt_length": 100})
-    chat = [{"role": "user", "content": "é\n ,"}]
-    out = c.generate([chat])
-    assert c.rollout.rollout.prompts == [
-        c.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    ]
-    assert c.rollout.rollout.prompts[0].startswith("<|im_start|>user") and out.text == ["hi"]
-
-
-def test_a_prompts_text_leaves_out_what_the_tokenizer_puts_before_every_text():
-    from tokenizers.processors import TemplateProcessing
-
-    from whet.data.tokenizer import byte_tokenizer
-
-    plain, own = byte_tokenizer(), byte_tokenizer()
-    begin = TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 258)])
-    own.backend_tokenizer.post_processor = begin  # pyright: ignore[reportAttributeAccessIssue]
-    assert own("hi").input_ids == [258, 104, 105]
-    for tokenizer, ids, text in (
-        (own, [258, 104, 105], "hi"),
-        (own, [258, 258, 104], "<|im_start|>h"),
-        (own, [258], ""),
-        (own, [104, 256], "h<|im_end|>"),  # cut on the left: its beginning is gone
-        (plain, [258, 104, 105], "<|im_start|>hi"),
-    ):
-        assert prompt_text(tokenizer, ids) == text
-        assert tokenizer(text).input_ids == ids or ids[0] == 104
-
-
-def test_old_logprobs_end_where_training_stops():
-    stops = tuple(range(60))
-    c = cluster(rollout={"eos_tokens": stops, "max_tokens_to_generate": 16})
-    out = c.generate(["1+1=", "a", "b", "what?"], seed=0)
-    assert any(t[-1] in stops and len(t) < 16 for t in out.tokens)
-    width = max(map(len, out.tokens))
-    completions = torch.tensor([[*t.tolist(), *[PAD] * (width - len(t))] for t in out.tokens])
-    old = c.get_old_per_token_logps(out.left_padded_prompt_tokens, completions)
-    want = c.get_actor_per_token_logps(out.left_padded_prompt_tokens, completions, PAD, stops)
-    assert torch.equal(old, want)
-    assert [int((row != 0).sum()) for row in old] == [len(t) for t in out.tokens]
 
 
 @pytest.mark.parametrize("stop", ["<|im_end|>", "x<|im_start|>y"])

@@ -1,10 +1,10 @@
-"""No two files of whet import each other, directly or by way of others; imports for type checking count."""
+"""No two files of whet import each other, directly or by way of others; imports for type checking do not count."""
 
 from test_layers import ROOT, imports
 
 
 def arrows(root=ROOT):
-    """Module -> the modules of whet that its file imports at the top or for type checking, lazy ones included."""
+    """Module -> the modules of whet that its file imports, lazy ones included, but not for type checking."""
     names = {".".join(p.relative_to(root).with_suffix("").parts): p for p in (root / "whet").rglob("*.py")}
     files = {name.removesuffix(".__init__"): path for name, path in names.items()}
     found = {}

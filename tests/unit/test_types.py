@@ -1,11 +1,9 @@
-import numpy as np
 import pytest
 import torch
-from helpers import PAD, completion, prompt, random_batch
+from helpers import completion, prompt, random_batch
 
 from whet.errors import DataError
-from whet.packing.padded import completion_mask, left_padded, padded_batch, prompt_mask, unpacked
-from whet.types import Group, LossInputs, TokenBatch, TrainExample
+from whet.types import Group, LossInputs, TokenBatch
 
 
 def group(p, *completions, row=0):
@@ -137,97 +135,6 @@ def test_cat_refuses_a_column_that_only_some_have():
 
 
 # ---- padded arrays -------------------------------------------------------------------------------------------------
-
-
-def example(**changes):
-    given = {
-        "prompt_ids": torch.tensor([[PAD, 5], [6, 7], [PAD, 5]]),
-        "prompt_mask": torch.tensor([[0, 1], [1, 1], [0, 1]]),
-        "completion_ids": torch.tensor([[1, 2, PAD], [3, 4, 5], [6, PAD, PAD]]),
-        "completion_mask": torch.tensor([[1, 1, 0], [1, 0, 1], [1, 0, 0]]),
-        "advantages": torch.tensor([1.0, -1.0, 0.5]),
-    }
-    return TrainExample(**{**given, **changes})
-
-
-def test_padded_rows_lose_their_padding_and_equal_prompts_are_one_group():
-    batch = TokenBatch.from_padded(example(), version=3)
-    assert batch.tokens.tolist() == [1, 2, 3, 4, 5, 6]
-    assert batch.mask.tolist() == [True, True, True, False, True, True]  # a hole inside stays, untrained
-    assert batch.versions.tolist() == [3, 3, 3, -1, 3, 3]
-    assert batch.ends.tolist() == [2, 5, 6]
-    assert batch.prefixes.tolist() == [5, 6, 7]
-    assert batch.prefix_of.tolist() == batch.group_of.tolist() == [0, 1, 0]
-    assert batch.advantages.tolist() == [1.0, 1.0, -1.0, -1.0, -1.0, 0.5]
-    assert batch.rewards.isnan().all()
-    assert batch.old_logprobs is None and batch.ref_logprobs is None
-
-
-def test_padded_columns_follow_their_tokens():
-    columns = torch.arange(9.0).view(3, 3)
-    batch = TokenBatch.from_padded(
-        example(
-            advantages=columns,
-            ref_per_token_logps=-columns,
-            old_per_token_logps=columns * 2,
-            returns=columns * 3,
-            old_values=columns * 4,
-        )
-    )
-    places = torch.tensor([0.0, 1, 3, 4, 5, 6])
-    assert torch.equal(batch.advantages, places)
-    assert torch.equal(batch.ref_logprobs, -places)
-    assert torch.equal(batch.old_logprobs, places * 2)
-    assert torch.equal(batch.sampler_logprobs, places * 2)
-    assert torch.equal(batch.returns, places * 3)
-    assert torch.equal(batch.values, places * 4)
-
-
-def test_padded_rows_with_nothing_to_train_or_no_prompt_are_refused():
-    with pytest.raises(DataError, match="row 2: completion_mask is all 0"):
-        TokenBatch.from_padded(example(completion_mask=torch.tensor([[1, 1, 0], [1, 0, 1], [0, 0, 0]])))
-    with pytest.raises(DataError, match="row 0: prompt_mask is all 0"):
-        TokenBatch.from_padded(example(prompt_mask=torch.tensor([[0, 0], [1, 1], [0, 1]])))
-
-
-def test_a_pad_id_inside_a_prompt_belongs_to_it():
-    ids = torch.tensor([[PAD, 5, PAD, 6]])
-    assert prompt_mask(ids, PAD).tolist() == [[False, True, True, True]]  # ids != pad would lose the third
-    batch, _ = padded_batch(ids, torch.tensor([[1, 2]]), PAD, [0])
-    assert batch.prefixes.tolist() == [5, PAD, 6]
-
-
-def test_a_completion_ends_with_its_first_end_id_also_where_that_is_the_pad_id():
-    mask = completion_mask(torch.tensor([[1, 2, 3, 4], [1, 2, 3, 0], [1, 2, 0, 0], [1, 0, 0, 0]]), [0])
-    # the cases of Tunix's make_completion_mask
-    assert mask.int().tolist() == [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0]]
-    assert completion_mask(torch.tensor([[9, 1, 8]]), [1, 9]).tolist() == [[True, False, False]]
-
-
-def test_a_column_of_a_padded_batch_goes_back_to_its_places():
-    prompts = torch.tensor([[PAD, 5], [6, 7]])
-    completions = torch.tensor([[1, 0, PAD], [3, 4, 5]])
-    batch, mask = padded_batch(prompts.numpy(), completions.numpy(), PAD, [0])
-    assert batch.tokens.tolist() == [1, 0, 3, 4, 5]
-    assert unpacked(batch.tokens, mask).tolist() == [[1, 0, 0], [3, 4, 5]]
-    assert unpacked(torch.arange(1.0, 6.0), mask).tolist() == [[1.0, 2.0, 0.0], [3.0, 4.0, 5.0]]
-
-
-def test_groups_and_padded_arrays_of_the_same_rows_give_the_same_batch():
-    groups = [group([5, 6], completion([7, 0]), completion([8, 9, 1], 1)), group([4], completion([3, 0]), row=1)]
-    packed = TokenBatch.from_groups(groups, [0.0] * 3)
-    ids = left_padded([packed.prefix(i).numpy() for i in range(3)], PAD)
-    batch, _ = padded_batch(ids, [[7, 0, PAD], [8, 9, 1], [3, 0, PAD]], PAD, [0])
-    for name in ("prefixes", "prefix_ends", "prefix_of", "tokens", "ends", "group_of", "mask"):
-        assert torch.equal(getattr(packed, name), getattr(batch, name)), name
-
-
-def test_padded_shapes_that_do_not_fit_are_refused():
-    for prompts, completions in ([[1, 2]], [[1, 2]]), ([1, 2], [[1, 2]]):
-        if np.ndim(prompts) == 2:
-            completions = [*completions, [3, 4]]
-        with pytest.raises(DataError, match="of the same B"):
-            padded_batch(prompts, completions, PAD, [0])
 
 
 # ---- the rest ------------------------------------------------------------------------------------------------------

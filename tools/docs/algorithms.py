@@ -57,18 +57,18 @@ _INTRO = """# Algorithms
     loss of a token = surrogate · corrections · masks + β · KL − c · entropy
     loss of a step  = Σ weight of a token · its loss
 
-Each part is chosen on its own, by the field of `algo` that heads its table; a function, or "package.module:function",
-stands wherever a name does ([Extending](extending.md)). What a run has composed is logged at its start and written to
-`environment.json`. `whet grpo --help algo` shows the same names. Parameters are fields of `algo` too; one that the
-chosen function does not take is refused.
+Each part is chosen on its own, by the field of `algo` above its table. A function, or "package.module:function", may
+take the place of a name ([Extending](extending.md)). A run logs its parts at the start and writes them to
+`environment.json`. `whet grpo --help algo` shows the same names. Parameters are fields of `algo` too; a parameter that
+the chosen function does not take is refused.
 
-A published method is a choice of all of them: `presets.dapo()` from Python, `algo.preset=dapo` in a file and on the
-command line, which the other keys then change. [Papers](papers.md) has each with the values of its source.
+A published method is a choice for all parts: `presets.dapo()` from Python, `algo.preset=dapo` in a file or on the
+command line; other keys then change it. [Papers](papers.md) lists the methods with the values of their sources.
 """
 
 
 def equation(fn: Callable[..., Any]) -> str:
-    """What a docstring states between its first line and its first section; the first line where there is nothing."""
+    """The text of a docstring between its first line and its first section, or the first line where that is empty."""
     text = _doc(fn)
     head, _, rest = text.partition("\n")
     if text and _inner(fn).__name__.startswith("_"):  # what is there by its name alone has its equation in one line
@@ -78,13 +78,13 @@ def equation(fn: Callable[..., Any]) -> str:
 
 
 def source(fn: Callable[..., Any]) -> str:
-    """The section Source of a docstring; "" = it has none."""
+    """The Source section of a docstring; "" = it has none."""
     found = re.search(r"^\s*Source: (.*?)(?=\n\s*\n|\n\s*(?:Args|Returns|Raises):|\n\s*>>>|\Z)", _doc(fn), re.S | re.M)
     return "" if found is None else " ".join(found[1].split())
 
 
 def _inner(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that a partial is about: what it was given, or what it calls."""
+    """The function inside a partial: a callable argument, or the called function."""
     while isinstance(fn, functools.partial):
         given = [value for value in fn.args if callable(value)]
         fn = given[0] if given else fn.func
@@ -96,7 +96,7 @@ def _doc(fn: Callable[..., Any]) -> str:
 
 
 def _parameters(fn: Callable[..., Any]) -> str:
-    """The fields that a function takes, with their defaults, and what its name fixes."""
+    """The fields that a function takes, with their defaults, and the values that its name fixes."""
     taken = keyword_arguments(fn)
     defaults = {f.name: f.default for cls in (PPOConfig, PolicyConfig) for f in fields(cls)}
     words = [f"`{name}={default}`" for name, default in defaults.items() if name in taken]

@@ -69,14 +69,14 @@ NOTES = """
 """
 INTRO = """# Defaults
 
-What is used where nothing is set. The command line (`whet grpo`, `whet ppo` and every recipe; `RunConfig` in Python)
-has defaults that train. whet's classes in Python have Tunix's wherever Tunix has the field, so that a program written
-for it means the same. `-` is a field that a library does not have.
+The values that are used where nothing is set. The command line (`whet grpo`, `whet ppo` and every recipe; `RunConfig`
+in Python) has defaults that train. whet's classes in Python have Tunix's wherever Tunix has the field, so that a
+program written for it means the same. `-` marks a field that a library lacks.
 """
 
 
 def differing(kind: type) -> Iterator[tuple[str, Any, Any]]:
-    """What a command has otherwise than the classes of its sections: (key, of the command, from Python).
+    """The defaults of a command that differ from the classes of its sections: (key, of the command, from Python).
 
     Args: kind: RunConfig or another configuration of a run.
 

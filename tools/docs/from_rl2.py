@@ -25,21 +25,21 @@ torchrun --nproc_per_node=1 -m whet.rl2 ppo \\
     adv.estimator=reinforce
 ```
 
-A command becomes a configuration of whet's, which whet's own command runs: `--print_config` prints it, to be kept as
-a file for `whet grpo --config` or `whet ppo --config`. `whet.<key>=value` adds a key of whet's that RL2 has none for
-(`whet.trainer.seed=1`). Every key below has its place, or is refused with the reason; one that RL2 has not is an
-error with the nearest. `actor.rollout.*` and `rollout.*` are the same. Three generations of RL2 are read: a command
-written with keys of 2026 (`rollout.train.*`, `trainer.total_steps`, `actor.optimizer.lr`) has the defaults of 2026, one
-with those of the release of September 2025, PyPI's (`train_data.*`, `test_data.*`; `trainer.use_wandb` in sft, rm and
-dpo), its own (`actor.tis_coef=2`), any other those of July 2025 (a constant learning rate, 12 updates of the critic, no
-least rate).
+A command is translated to a configuration of whet's, and whet's own command runs it. `--print_config` prints the
+configuration, as a file for `whet grpo --config` or `whet ppo --config`. `whet.<key>=value` sets a key of whet's that
+RL2 lacks (`whet.trainer.seed=1`). Every key below is translated, or refused with the reason; a key that RL2 lacks is
+an error that names the nearest. `actor.rollout.*` and `rollout.*` are the same. Three generations of RL2 are read: a
+command written with keys of 2026 (`rollout.train.*`, `trainer.total_steps`, `actor.optimizer.lr`) has the defaults of
+2026, one with those of the release of September 2025, PyPI's (`train_data.*`, `test_data.*`; `trainer.use_wandb` in
+sft, rm and dpo), its own (`actor.tis_coef=2`), any other those of July 2025 (a constant learning rate, 12 updates of
+the critic, no least rate).
 
 A value may refer to another of the command, or of its `--config FILE`, as OmegaConf has it:
 `trainer.save_dir='ckpts/${trainer.project}/${trainer.experiment_name}'`, `${oc.env:HOME}` and `${oc.env:NAME,default}`.
-A key that is not given has no value to refer to, and is an error; other resolvers are refused.
+A reference to a key that is not given is an error; other resolvers are refused.
 
-With the chat template (`apply_chat_template`, on by default) the column `messages` is read, without it `prompt`, also
-where a row has both, as in RL2: a line at the start says which. In September 2025 a row's `prompt` came first, as plain
+With the chat template (`apply_chat_template`, on by default) the column `messages` is read, without it `prompt`, as in
+RL2. Where a row has both, a line at the start names the column. In September 2025 a row's `prompt` came first, as plain
 text, and does here too.
 
 ## Environments
@@ -76,9 +76,9 @@ def reward_fn(messages, answer):
     return float(said(messages[-1]["content"]) == answer)
 ```
 
-`rollout.max_turns` says how many turns there are at most. What interact returns goes through the chat template, and
-with `apply_chat_template=false` follows as it is. The reward is one number for the whole conversation, and `answer` the
-row's column of that name: what else a reward needs of a row goes into it, as a mapping.
+`rollout.max_turns` is the largest number of turns. The messages that interact returns go through the chat template;
+with `apply_chat_template=false` they follow unchanged. The reward is one number for the whole conversation. `answer`
+is the row's column of that name; other values that a reward needs go into it, as a mapping.
 
 ## What a step computes
 

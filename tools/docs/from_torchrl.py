@@ -238,9 +238,9 @@ print(out.ESS, out.clip_fraction)
 {legend}
 
 The total loss is `out.loss`, the sum of the fields that begin with `loss_`. `out.sum(reduce=True)` and
-`out.mean(reduce=True)` are it too, whatever else is logged. `loss_objective`, `loss_entropy`, `ESS` and their gradients
-equal TorchRL 0.14.1's to 1e-6, and so do all fields where every place of the batch is trained. Log-ratios are held in
-±20, an advantage is in fp32.
+`out.mean(reduce=True)` are it too, whatever else is logged. `loss_objective`, `loss_entropy`, `ESS` and their
+gradients equal TorchRL 0.14.1's to 1e-6, and so do all fields where every place of the batch is trained. Log-ratios
+are clamped to ±20; advantages are in fp32.
 
 `mc_advantage` does what MCAdvantage does, without TensorDicts:
 

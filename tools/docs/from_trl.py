@@ -33,7 +33,7 @@ PAGES: dict[str, Table] = {
 _INTRO = """# From TRL
 
 A script for TRL's GRPOTrainer, RLOOTrainer, SFTTrainer, DPOTrainer, KTOTrainer or RewardTrainer runs with its
-import changed ([three minutes of it](trl-start.md)):
+import changed ([start in three minutes](trl-start.md)):
 
 ```python skip
 from whet.trl import GRPOConfig, GRPOTrainer
@@ -42,64 +42,63 @@ trainer = GRPOTrainer("Qwen/Qwen3-0.6B", reward_funcs=accuracy, args=GRPOConfig(
 trainer.train()
 ```
 
-Neither TRL nor accelerate is needed. These are fronts: whet's learners train, in one process, GRPOLearner on the engine
-that reads the trainer's own weights. Reward functions, callbacks, checkpoints in `output_dir/checkpoint-*`,
-`log_history` and metric names are TRL's.
+Neither TRL nor accelerate is needed. whet's learners train, in one process; GRPOTrainer samples with an engine that
+reads the trainer's own weights. Reward functions, callbacks, checkpoints in `output_dir/checkpoint-*`, `log_history`
+and metric names are those of TRL.
 
-[examples/trl](../examples/trl) has the scripts that one starts from: GSM8K, an adapter, several rewards, conversations,
-vLLM, a callback, a resumed run. The suite runs each with either import. `accelerate launch script.py` and
-`torchrun script.py` work with one process; of what accelerate says, the CPU and bf16 are taken. Several processes are
-refused, with the accumulation that makes the same step in one.
+[examples/trl](../examples/trl) has scripts to start from: GSM8K, an adapter, several rewards, conversations, vLLM, a
+callback, a resumed run. The test suite runs each with both imports. `accelerate launch script.py` and `torchrun
+script.py` work with one process; accelerate's settings for the CPU and bf16 are applied. Several processes are
+refused; the error names the accumulation that makes the same step with one process.
 
 ## The model, its checkpoints, memory
 
 - `trainer.model` is the module in training. With `peft_config` it is PEFT's `PeftModel` around that module, as in TRL:
   `save_pretrained` and `push_to_hub` write the adapter, `merge_and_unload`, `print_trainable_parameters` and
   `disable_adapter` are PEFT's own. The parameters that it shows are in the dtype that the model computes in.
-- What is trained are *masters*: copies of the parameters in fp32, also where the model computes in bf16.
+- The optimizer updates *masters*: copies of the parameters in fp32, also where the model computes in bf16.
   `save_model()`, checkpoints and the `save_pretrained` of an adapter write the masters; `trainer.model.save_pretrained`
-  of a whole model in bf16 writes its parameters, rounded.
-- `output_dir/checkpoint-N` is a folder of files, whole or absent, which leads to no other: it can be copied, packed and
-  moved. transformers, PEFT and TRL load it as the model. What only a resume needs lies in its `run.pt` and `whet/`
-  (optimizer and schedule). `output_dir` is locked while a run writes there. Checkpoints of earlier versions, which are
-  links into `output_dir/.whet`, are resumed as long as that folder is there.
-- A run that is resumed from an earlier checkpoint than the last leaves the later ones until it writes them again, as
-  in TRL: `resume_from_checkpoint=True` takes the one with the highest number.
-- The model runs on packed rows of many sequences, a *pass* at a time, whatever the batch. Memory goes by the tokens of
-  a pass: `max_tokens_per_microbatch=4096`, a field of whet's own in every configuration, is what to lower where memory
-  is short, and changes results by rounding alone. per_device_train_batch_size does not size it.
-- `train()` a second time is a further run on the same weights, its schedule from the beginning, as in TRL. What is set
-  on the trainer after it was made (`train_dataset`, `eval_dataset`, `reward_funcs`; of `args` the rate, the schedule,
-  the length, when to log, evaluate and save) is taken up by `train()`; a changed rate begins the optimizer's moments
-  at 0. Another field of `args` that was changed raises, since it was read when the trainer was made.
+  of a whole model in bf16 writes its rounded parameters.
+- `output_dir/checkpoint-N` is a complete folder without links: it can be copied and moved. transformers, PEFT and TRL
+  load it as the model. `run.pt` and `whet/` (optimizer and schedule) are for a resume only. `output_dir` is locked
+  while a run writes there.
+- A run that resumes from an earlier checkpoint leaves the later ones until it writes them again, as in TRL:
+  `resume_from_checkpoint=True` takes the one with the highest number.
+- The model runs on packed rows of many sequences, a *pass* at a time, whatever the batch. Memory depends on the tokens
+  of a pass. Where memory is short, lower `max_tokens_per_microbatch`, a field of whet's own in every configuration; it
+  changes results by rounding only. per_device_train_batch_size has no influence on memory.
+- A second `train()` continues with the same weights and begins the schedule again, as in TRL. `train()` reads what was
+  set on the trainer since it was made: `train_dataset`, `eval_dataset`, `reward_funcs`, and in `args` the learning
+  rate, the schedule, the length, and when to log, evaluate and save. A changed rate resets the optimizer's moments to
+  0. A change of another field of `args` raises, since it was read when the trainer was made.
 
 ## Tools, environments, rollouts of your own
 
 `tools`, `environment_factory` and `rollout_func` are as in TRL, `max_tool_calling_iterations` and
-`max_completion_length` (of the whole completion) too. Episodes run on the engine, each going on as soon as its own
-tools have answered; ids are appended and never made again, and only what the model said is trained.
+`max_completion_length` (of the whole completion) too. Episodes run on the engine; each continues as soon as its own
+tools have answered. Token ids are appended and never encoded again, and only the model's own tokens are trained.
 
 - Calls are read by the tokenizer's `response_template`. Where it has none, one is found by asking the chat template, if
   this writes a call as a mark, JSON with `name` and `arguments`, and a mark, as those of Qwen2.5 and Qwen3 do. For
   others set `tokenizer.response_template`; TRL has a table of known models.
 - A template that writes its last turn as no other (Qwen3's adds empty thinking) is taken as it is; TRL puts another in
   its place.
-- A tool that fails is answered by its error. Tools run in this process, one after the other; async ones of a turn
-  together. Images in an answer are not there.
+- The model gets the error of a tool that fails as its answer. Tools run in this process, one after the other; async
+  tools of a turn run together. Images in an answer are not supported.
 - Reward functions are given the environments themselves, and the other columns as copies.
-- Lengths of completions are of what the model said, as there; `num_tokens` counts the tools' tokens too.
+- Lengths of completions count the model's own tokens, as in TRL; `num_tokens` counts the tools' tokens too.
 - `rollout_func` is called with every prompt once for each of its completions. Old log-probabilities are the trainer's;
   the ones that it returns are what `off_policy_mask_threshold` measures the distance to, as in TRL (None = not known),
   and are not used otherwise, since a ratio to them would be another policy's.
 
 ## What is different on purpose: GRPO and RLOO
 
-- A step is one rollout and its updates. Logging, evaluation and checkpoints that fall between two updates of a rollout
-  come at its end; so does the end of the run. `global_step` counts optimizer steps, as there.
+- A step is one rollout and its updates. Logging, evaluation and checkpoints that are due between two updates of a
+  rollout wait for its end; so does the end of the run. `global_step` counts optimizer steps, as in TRL.
 - The order of callbacks is transformers'. An optimizer step is one call, so `on_pre_optimizer_step` and
-  `on_optimizer_step` are told after it, and `on_substep_end` never; an evaluation is one, so `on_prediction_step` is
-  never told. Of the flags of `control`, `should_epoch_stop` raises: an epoch is not left early.
-- Where a rollout has several updates, its completions are split in their order, groups whole where they fit; TRL
+  `on_optimizer_step` come after it, and `on_substep_end` never comes. An evaluation is one call too, so
+  `on_prediction_step` never comes. `control.should_epoch_stop` raises: a run can't leave an epoch early.
+- A rollout with several updates splits its completions in their order, and keeps groups together where they fit; TRL
   shuffles them first.
 - A loss is divided by counts of the whole update, TRL's by those of a micro-batch (bnpo) or by a mean over the updates
   of a rollout (dapo, cispo, vespo). Without accumulation, and with one update a rollout, they are the same.
@@ -114,18 +113,18 @@ tools have answered; ids are appended and never made again, and only what the mo
 - A run that ends saves its last step, unless save_strategy is "no"; what a callback asks for then holds the weights
   alone.
 - A data set with fewer rows than a rollout takes is an error; TRL trains for 0 steps.
-- A resumed run goes on with the very row and draw: its result is that of the run without a break.
-- Master weights are fp32 whatever computes; the reference is the model as it was given, not its file read again.
-- The draws are whet's, by (seed, step, place): they are not TRL's of the same seed.
-- Completions whose advantage is 0 are not run; means of `entropy` are over the tokens that were.
-- Methods of TRL's trainer that a subclass overrides and nothing would call are refused by name. Its own `save_model` is
-  called for every checkpoint too, as there, and adds to what a resume needs.
-- The auxiliary loss of a mixture of experts is not added, which a warning says where the model's configuration has a
+- A resumed run continues at the same row and draw: its result equals that of an uninterrupted run.
+- Master weights are always fp32. The reference is the given model, not its file read again.
+- Random draws depend on (seed, step, place); they differ from TRL's with the same seed.
+- The update leaves out completions with advantage 0; the mean `entropy` is over the tokens of the others.
+- A subclass that overrides a method which whet never calls (`compute_loss`, `training_step` ...) is refused by name.
+  Its own `save_model` is called for every checkpoint too, as in TRL.
+- The auxiliary loss of a mixture of experts is not added, with a warning where the model's configuration has a
   `router_aux_loss_coef`; TRL adds it.
-- What TRL's trainers have as attributes of their own (`trainer.num_generations`, `trainer.beta`) is read of the
-  arguments, and not set there. Others (`data_collator`, `compute_metrics`) say what to use instead.
-  `get_train_dataloader()` and `get_eval_dataloader()` are to look at: a run reads its rows itself.
-- Not there, since nothing but TRL's own tests reads it: `training_step`, `get_high_entropy_mask`,
+- Attributes of TRL's trainers that are arguments (`trainer.num_generations`, `trainer.beta`) can be read and not set.
+  Others (`data_collator`, `compute_metrics`) raise with the alternative. `get_train_dataloader()` and
+  `get_eval_dataloader()` are for inspection: a run reads its rows itself.
+- Missing, since only TRL's own tests read it: `training_step`, `get_high_entropy_mask`,
   `get_off_policy_mask`, `_generate`, `_env_tools`, `_entropy_bonus_enabled`, an adapter `ref` in `peft_config` (the
   reference of an adapter that was trained before is a copy of it, held apart). `_logs` and `_metrics` are there, to
   read completions and to add numbers.
@@ -135,7 +134,7 @@ tools have answered; ids are appended and never made again, and only what the mo
   at positions that the model has never seen.
 - With several evaluation sets every metric has its set's name, in TRL the loss alone. A `metric_for_best_model` without
   one is the last set's, as there; `eval_loss` is refused at the start, as is a name that no evaluation could have.
-- A data set may be a list of dicts too. `save_model` writes no training_args.bin, which is a pickle.
+- A data set may also be a list of dicts. `save_model` writes no training_args.bin, which would be a pickle.
 - `train_samples_per_second` counts what updates are made of; TRL's counts rows of the data where epochs end the run.
 
 - `lora_dropout` of a `peft_config` is taken as 0.0, since the sampler draws without it. The reference of an adapter is
@@ -151,15 +150,15 @@ warning.
 
 _SUPERVISED = """## What is different on purpose: SFT, DPO and reward models
 
-What is said above of callbacks, the last step, resuming, masters and overridden methods holds here too.
+The points above about callbacks, the last step, resuming, masters and overridden methods apply here too.
 
 - An update is weighed as a whole: per_device_train_batch_size times gradient_accumulation_steps rows, however many
   passes they take. SFT's loss is TRL's; where losses are means over pairs TRL takes a mean over micro-batches, which
   is the same where all are full. Metrics are means over the update, TRL's means over its micro-batches.
 - Evaluation is weighed over the whole set, TRL's loss is a mean over batches.
-- Rows are read as [docs/data.md](data.md) says. Prompt and answer are encoded apart, so that no token spans both; TRL
-  encodes them together, and drops the prompt's end where they differ. Of an answer with several turns the assistant's
-  are trained, in TRL the user's and the tools' too.
+- Rows are read as described in [docs/data.md](data.md). Prompt and answer are encoded apart, so that no token spans
+  both; TRL encodes them together, and drops the prompt's end where they differ. Of an answer with several turns the
+  assistant's are trained, in TRL the user's and the tools' too.
 - KTO's mismatched rows are those of the whole update, and in an evaluation of the whole set; TRL turns them within each
   micro-batch. Without accumulation they are the same in training.
 - What a chat template changes or leaves out is trained as it shows it, and counted in a line of the log.

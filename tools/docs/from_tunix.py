@@ -1,15 +1,12 @@
-"""docs/from-tunix.md: every field of Tunix's configurations, and what whet.tunix does with it.
-
-A state is "same" (name, default and meaning), "other" (a different default or a narrower meaning, see the note),
-"no effect" (accepted, because whet does not need it) or "refused" (raises ConfigError with the reason).
-"""
+"""docs/from-tunix.md: every field of Tunix's configurations, and what whet.tunix does with it."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
-from tools.docs.table import table
+from tools.docs.table import legend, table
+from whet.fronts.field import Field, State
 from whet.tunix import ABSENT
 from whet.tunix.configs import (
     AlgorithmConfig,
@@ -27,18 +24,10 @@ from whet.tunix.configs import (
     TrainingConfig,
 )
 
-__all__ = ["PROGRAMS", "REQUIRED", "TUNIX_FIELDS", "Field", "page"]
+__all__ = ["PROGRAMS", "REQUIRED", "TUNIX_FIELDS", "page"]
 
 REQUIRED = "(required)"
 """The default of a field that has none."""
-
-
-class Field(NamedTuple):
-    """A field of Tunix's: its default there, its state here, and a note where they differ."""
-
-    default: Any = None
-    state: str = "same"
-    note: str = ""
 
 
 _VLLM: dict[str, Any] = {
@@ -121,7 +110,7 @@ def _external(engine: str, defaults: dict[str, Any]) -> dict[str, Field]:
     found = {}
     for name, default in defaults.items():
         key = f"{engine}_{name}"
-        state = "no effect" if key in _DONE else "other" if key in _NARROWER else "same"
+        state: State = "no effect" if key in _DONE else "other" if key in _NARROWER else "works"
         found[f"rollout_{key}"] = Field(default, state, _DONE.get(key) or _NARROWER.get(key, ""))
     return found
 
@@ -303,25 +292,25 @@ TUNIX_FIELDS: dict[type, dict[str, Field]] = {
 PROGRAMS: tuple[tuple[str, str, str], ...] = (
     (
         "`RLCluster`, `RLEngine`",
-        "same",
+        "works",
         "`generate`, the per-token logps, `update_actor`, `update_critic`, `train(role, ...)`, `eval_actor`, "
         "`get_values` ([B, C], at completion tokens), `get_rewards` ([B], at the last token)",
     ),
     (
         "`with_external_metrics_logger`",
-        "same",
+        "works",
         "a MetricsBuffer of each step and each evaluation: `rewards/*`, `completions/*`, prompts, completions, "
         "trajectory_ids, metric_fns (of steps) and buffer_metrics; steps count from 1, 0 is the evaluation before them",
     ),
     (
         "`GRPOLearner`, `PPOLearner`",
-        "same",
+        "works",
         "`rl_engine=` or `rl_cluster=`; trains on rows or batches in their order, once; goes on from the newest "
         "checkpoint of checkpoint_root_directory",
     ),
     (
         "`_generate_and_compute_advantage`",
-        "same",
+        "works",
         "may be replaced, with `super()` and without: what it returns is trained on; `_compute_rewards` calls the "
         "reward functions. Not with dynamic_sampling",
     ),
@@ -330,17 +319,17 @@ PROGRAMS: tuple[tuple[str, str, str], ...] = (
         "refused",
         "never called: a step's prompts are completed together, and there is no queue",
     ),
-    ("`RewardFn`, `MetricFn`", "same", ""),
+    ("`RewardFn`, `MetricFn`", "works", ""),
     (
         "`TrainingHooks`",
-        "same",
+        "works",
         "losses are numbers; on_train_start and on_train_end once a run, not once an update; in reinforcement learning "
         "the evaluation hooks once an evaluation, with the loss of what it sampled",
     ),
     ("`DataHooks`", "other", "give `actor_trainer.train()` its batches; a learner refuses a trainer that has them"),
     (
         "`Trainer`: `train`, `train_steps`, `iter_steps`, `restored_global_step`, `model`",
-        "same",
+        "works",
         "`cluster.actor_trainer` and `critic_trainer`; `with_loss_fn` takes a loss of whet's form (docs/extending.md)",
     ),
     (
@@ -348,23 +337,23 @@ PROGRAMS: tuple[tuple[str, str, str], ...] = (
         "other",
         "np.mean, np.max, np.min, their names, or another of whet's reductions; other functions are refused",
     ),
-    ("`with_tqdm_metrics_to_display`", "same", "functions are called once, when they are given"),
+    ("`with_tqdm_metrics_to_display`", "works", "functions are called once, when they are given"),
     (
         "`cluster.rollout`",
-        "same",
+        "works",
         "`generate(prompts, rollout_config)`, `get_per_token_logps`, `pad_id()`, `eos_id()`, `model()`; "
         "`update_params` is refused: the engine reads the actor's weights",
     ),
-    ("`VanillaRollout`", "same", "samples from a model of its own; `update_params` takes weights by name"),
+    ("`VanillaRollout`", "works", "samples from a model of its own; `update_params` takes weights by name"),
     (
         "`InferenceWorker`",
-        "same",
+        "works",
         "`get_rewards`, `get_values` (also compute_...: [B, T]), `get_ref_per_token_logps`, `get_model`; models are "
         "modules of transformers",
     ),
     (
         "`rl.common`",
-        "same",
+        "works",
         "`from whet.tunix import common`: masks, positions, per-token logps (the model in place of graphdef and "
         "state), scores, KLs, `aggregate_loss` (divided); rows packed by hand (segment_ids) are refused",
     ),
@@ -376,7 +365,7 @@ PROGRAMS: tuple[tuple[str, str, str], ...] = (
     ),
     ("`PPOConfig.mini_batch_size`", "refused", "it is RLTrainingConfig's"),
     ("`TokenizerAdapter`, `Tokenizer`", "other", "around a tokenizer of transformers, from a folder or a hub name"),
-    ("`Sampler`, `CacheConfig`", "same", "[generating](generating.md)"),
+    ("`Sampler`, `CacheConfig`", "works", "[generating](generating.md)"),
     ("data queues, resharding, `rl.agentic`", "refused", "one process: nothing is queued, resharded or awaited"),
 )
 """What Tunix's programs call besides configurations: the name, its state here, a note."""
@@ -476,10 +465,7 @@ configuration are kept where whet has the thing. First a script, then every fiel
 {_SCRIPT}
 ## Every field
 
-- *same*: name, default and meaning.
-- *other*: the default or the meaning differs, as the note says.
-- *no effect*: accepted, because whet does without.
-- *refused*: anything but the default raises ConfigError with the reason.
+{{legend}}
 
 Configurations are frozen: `dataclasses.replace(config, beta=0.0)` makes another. A wrong keyword or type is an error
 when the object is made, with the nearest name. `GrpoConfig` and `GrpoLearner` are the same as `GRPOConfig` and
@@ -489,7 +475,8 @@ when the object is made, with the nearest name. `GrpoConfig` and `GrpoLearner` a
 
 def page() -> str:
     """The text of docs/from-tunix.md."""
-    parts = [_INTRO]
+    rows = [field for fields in TUNIX_FIELDS.values() for field in fields.values()]
+    parts = [_INTRO.replace("{legend}", legend(rows))]
     for cls, fields in TUNIX_FIELDS.items():
         theirs = {name for known in TUNIX_FIELDS.values() for name in known}
         bases = [base for base in TUNIX_FIELDS if base is not cls and issubclass(cls, base)]

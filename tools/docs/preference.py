@@ -71,7 +71,7 @@ columns (`StepColumns`), and with `policy_pass=True` the policy is read before t
 
 
 def _parameters(fn: Callable[..., Any], config: type) -> str:
-    """The fields that a function takes, with their defaults, and what its name fixes."""
+    """The fields that a function takes, with their defaults, and the values that its name fixes."""
     taken = keyword_arguments(fn)
     words = [f"`{f.name}={f.default}`" for f in fields(config) if f.name in taken]
     fixed = fn.keywords if isinstance(fn, functools.partial) else {}
@@ -79,7 +79,7 @@ def _parameters(fn: Callable[..., Any], config: type) -> str:
 
 
 def _reads(fn: Callable[..., Any]) -> str:
-    """What a loss declares that a step costs, and of what rows it is."""
+    """The rows of a loss, and the passes that it declares."""
     need = needs_of(fn)
     passes = {"reference": need.reference, "batch": need.policy_pass, "mismatched": need.mismatched_pass}
     return ", ".join([need.rows, *(name for name, asked in passes.items() if asked)])
@@ -108,7 +108,7 @@ def page() -> str:
     parts = [
         _INTRO,
         f"## Losses\n\n{_table(PreferenceConfig, 'loss_type', PREFERENCE_LOSSES, True)}\n",
-        f"## What goes with them\n\n{_options(_OPTIONS)}\n",
+        f"## Options\n\n{_options(_OPTIONS)}\n",
         "## The divergence from the reference\n\n`algo.f_divergence_type`: which function of the log-ratio the reward "
         "is, for the losses that are made of δ.\n",
         _table(PreferenceConfig, "f_divergence_type", F_DIVERGENCES, False) + "\n",

@@ -108,7 +108,8 @@ class Chat:
         """The ids of the conversation so far, and as many tokens for the answer as the model has left."""
         prompt = self._encoded()
         try:
-            return prompt, self.sampler.fitted(self._sampling(), [prompt], given=self.config.max_tokens is not None)[0]
+            given = self.config.max_tokens is not None
+            return prompt, self.sampler.limit_lengths(self._sampling(), [prompt], given=given)[0]
         except DataError as error:
             hint = "; /reset forgets what was said before" if len(self.messages) > 2 else ""
             raise DataError(f"{error}{hint}") from error

@@ -41,9 +41,9 @@ from whet.learners.ppo import PPOLearner
 from whet.models.model_factory import made_model
 from whet.observe.environment import read_environment
 from whet.observe.plots import plot_curves
-from whet.parallel.comm import require_single_process
-from whet.run.interrupts import Stopped
+from whet.parallel.torchrun_env import require_single_process
 from whet.run.run import Run
+from whet.run.signals import Stopped
 from whet.storage.files import finite_or_none, to_json, write_atomic
 from whet.train.role_checkpoints import Checkpoints
 from whet.train.role_workers import ACTOR
@@ -114,9 +114,9 @@ def train(config: R, build: Callable[[R], tuple[Any, Any, Any]]) -> dict[str, An
         log.warning("summary.json or curves.png could not be written: %s", format_exception(error))
     done = f"{run.step} step{'s' * (run.step != 1)}"
     log.info("%s in %.0f s; final model: %s", done, summary["train_seconds"], folder / "final")
-    before, after = (summary.get(f"eval_{run.task.headline}_{when}") for when in ("before", "after"))
+    before, after = (summary.get(f"eval_{run.task.main_metric}_{when}") for when in ("before", "after"))
     if before is not None and after is not None:
-        log.info("evaluation %s: %.3f -> %.3f", run.task.headline, before, after)
+        log.info("evaluation %s: %.3f -> %.3f", run.task.main_metric, before, after)
     return summary
 
 
@@ -207,7 +207,7 @@ def _critic(config: PPORunConfig) -> RoleConfig:
 def _going_on(stop: KeyboardInterrupt, config: AnyRun) -> str:
     """What a run that was stopped says: how far it came, and the whole command that goes on from there."""
     trainer = config.trainer
-    what = stop.what if isinstance(stop, Stopped) else "stopped at once"
+    what = stop.message if isinstance(stop, Stopped) else "stopped at once"
     newest = Checkpoints(trainer.checkpoint_root, {}).find("latest")
     if newest is None:
         return f"{what}; there is no checkpoint to go on from"
@@ -275,7 +275,7 @@ def summarise(run: Run, config: AnyRun, seconds: float) -> dict[str, Any]:
     """The results of a run, from its rows of metrics."""
     evals = run.evaluations
     train = [row for row in run.rows if row["mode"] == Mode.TRAIN.value]
-    name = run.task.headline
+    name = run.task.main_metric
     found: dict[str, Any] = {
         "steps": run.step,
         "seed": config.trainer.seed,
@@ -290,7 +290,7 @@ def summarise(run: Run, config: AnyRun, seconds: float) -> dict[str, Any]:
             f"eval_{name}_before": finite_or_none(first.get(name)),
             f"eval_{name}_after": finite_or_none(evals[-1].get(name)),
         }
-        items = run.task.evaluated
+        items = run.task.eval_unit
         found[f"eval_{items}"] = int(finite_or_none(evals[-1].get(f"{items}/count")) or 0)
         if "accuracy" in first and "accuracy" in evals[-1]:
             found |= {"accuracy_before": first["accuracy"], "accuracy_after": evals[-1]["accuracy"]}

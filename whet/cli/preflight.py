@@ -44,7 +44,7 @@ from whet.rewards.columns import check_answers, check_columns
 from whet.rewards.manager import RewardManager, resolve_reward_manager
 from whet.rewards.resolve import by_name, resolve_reward
 from whet.rollout import check_engine
-from whet.run.push_observer import check_push
+from whet.run.builtin_observers import check_push
 from whet.storage.files import check_writable
 from whet.storage.folder_lock import check_unlocked
 from whet.storage.run_folder import check_no_run

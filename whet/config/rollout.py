@@ -160,9 +160,6 @@ class RolloutConfig:
     eos_tokens: tuple[Int, ...] | None = None
     """Token ids that end a completion and stay part of it; None = those of the model and the tokenizer."""
 
-    return_logprobs: Bool = False
-    """Fill RolloutOutput.logprobs. The engine records them and training uses them either way."""
-
     min_p: Float = 0.0
     """Drop tokens with less than this share of the most likely token's probability. 0.0 = off."""
     repetition_penalty: Float = 1.0

@@ -43,12 +43,12 @@ def prompt_lines(encode: PromptEncoder, prompt: Prompt, *, width: int = WIDTH, m
       | <|im_start|>user\n
       | 2+2?<|im_end|>\n
       | <|im_start|>assistant\n
-      chat template: the tokenizer's
+      chat template: from the tokenizer
       system prompt: none
     """
     head = f"row {prompt.row}: {len(prompt.tokens)} tokens"
     text = [(decode_ids(encode.tokenizer, prompt.tokens), False)]
-    lines = text_lines(text, width=width, most=most, tokens=encode.tokenizer.get_added_vocab())
+    lines = text_lines(text, width=width, most=most, tokens=_special_tokens(encode.tokenizer))
     if encode.is_plain(prompt.source):
         return [head, *lines, "  plain text, without a chat template"]
     options = template_options(prompt.columns, prompt.row)
@@ -83,7 +83,7 @@ def example_lines(
         count = len(sequence.prefix) + len(sequence.tokens)
         trained = int(sequence.mask.sum())
         lines.append(f"row {example.row}{name}: {count} tokens, {trained} trained (lines with +)")
-        tokens = encode.tokenizer.get_added_vocab()
+        tokens = _special_tokens(encode.tokenizer)
         lines += text_lines(_parts(encode.tokenizer, sequence), width=width, most=most, tokens=tokens)
     messages = encode.conversation(row, example.row)
     if messages is None:
@@ -142,6 +142,11 @@ def _parts(tokenizer: PreTrainedTokenizerBase, sequence: TrainSequence) -> list[
     return parts
 
 
+def _special_tokens(tokenizer: Any) -> list[str]:
+    """The tokens that were added to the vocabulary, special ones among them."""
+    return list(tokenizer.get_added_vocab())
+
+
 def _names(example: Example) -> list[str]:
     """What tells the sequences of a row apart."""
     count = len(example.sequences)
@@ -161,7 +166,7 @@ def _origins(
         arguments of the template. key: of those of all rows.
     """
     place = "a column of the row" if "chat_template" in options else key
-    origin = place if "chat_template" in {**template.options, **options} else "the tokenizer's"
+    origin = place if "chat_template" in {**template.options, **options} else "the tokenizer"
     asks = messages[-1]["role"] != "assistant"
 
     def written(**changed: Any) -> str:
@@ -173,12 +178,12 @@ def _origins(
     start = written()
     said = next((text for m in messages if (text := message_text(m))), "")
     if messages[0]["role"] == "system":
-        system = "the row's own" if own else "data.system_prompt"
+        system = "from the row" if own else "from data.system_prompt"
     else:
-        system = "the template's own" if "system" in start[: max(0, start.find(said))] else "none"
-    lines = [f"  chat template: {origin}", f"  system prompt: {system}"]
+        system = "from the template" if "system" in start[: max(0, start.find(said))] else "none"
+    lines = [f"  chat template: from {origin}", f"  system prompt: {system}"]
     if tools := options.get("tools", template.options.get("tools")):
-        lines.append(f"  tools: {len(tools)}, {'the row' if 'tools' in options else 'the environment'}'s")
+        lines.append(f"  tools: {len(tools)}, from {'the row' if 'tools' in options else 'the environment'}")
     thinking = {**template.options, **options}["enable_thinking"]
     if written(enable_thinking=not thinking) != start:
         lines.append(f"  thinking: {'on' if thinking else 'off'} (enable_thinking of {key})")

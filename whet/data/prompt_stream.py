@@ -250,12 +250,12 @@ class PromptStream:
             return f"ready-made batches of {self.batch_size} prompts in their own order; a resume reads and skips them"
         rest = len(self.source) % self.batch_size
         fate = "dropped" if self.last_batch == "drop" else "in a smaller batch"
-        tail = f"; {rest} rows an epoch {fate}" if rest else ""
+        tail = f"; {rest} rows per epoch {fate}" if rest else ""
         order = f"shuffled with seed {self.seed}" if self.shuffle else "in data-set order"
         if isinstance(self.source, MixedRows):
             order += f", of {self.source.describe()}"
         batches = f"{self.batches_per_epoch} batches of {self.batch_size}"
-        return f"{len(self.source)} {self.what} {order}, {batches} an epoch{tail}"
+        return f"{len(self.source)} {self.what} {order}, {batches} per epoch{tail}"
 
     def state(self) -> dict[str, Any]:
         """Where the stream stands: after the last batch handed out. Plain ints, but for the source's own state."""

@@ -58,7 +58,7 @@ class Conversation:
         self.timeout_s, self.on_error = timeout_s, on_error
 
     def play(self, sampling: Sampling) -> Callable[[Episode], Turns]:
-        """What an Episode plays under these sampling parameters; their max_tokens is that of one turn."""
+        """The generator function of an Episode. Args: sampling: its max_tokens is that of one turn."""
 
         def playing(episode: Episode) -> Turns:
             transcript = ChatTranscript(episode.prompt, self.encode)

@@ -1,4 +1,4 @@
-"""The file of an environment: interact(messages), reward_fn(messages, answer) and TOOL, each of them or none.
+"""The file of an environment, with interact(messages), reward_fn(messages, answer) and TOOL; each is optional.
 
     def interact(messages):                  # a list of new messages; [] ends the episode
         query = parse(messages[-1]["content"])
@@ -7,10 +7,10 @@
     def reward_fn(messages, answer):         # of the whole conversation; `answer` is the row's column
         return float(parse_answer(messages[-1]["content"]) == answer)
 
-    TOOL = {"type": "function", ...}         # or a list of them: the chat template is given it as `tools`
+    TOOL = {"type": "function", ...}         # or a list of them, for the chat template's `tools`
 
-Source: RL2's environments of July 2025. Left out on purpose: its later forms (step and reset, generate), which are
-refused with what to write in their place.
+Source: RL2's environments of July 2025. Left out on purpose: its later forms (step and reset, generate); the error
+says what to write instead.
 """
 
 from __future__ import annotations
@@ -35,70 +35,73 @@ OTHER_FORMS = {
         'action is messages[-1]["content"] and extra_info["answer"] is answer',
     ),
 }
-"""Function by which a later form of RL2's environments is known -> the form, and where it finds what whet gives."""
+"""A function that only a later form of RL2's environments has -> the form, and the counterparts of its arguments."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """What a file, or a function, brings of an environment."""
+    """The environment of a file or a function."""
 
     name: str
     """Its file, module or function, for messages."""
     interact: Callable[..., Any] | None = None
-    """Called between two turns with the messages so far; gives those that follow, [] = the episode has ended."""
+    """Called between two turns with the messages so far; returns the next ones, [] = the episode has ended."""
     reward_fn: Callable[..., Any] | None = None
     """The reward of a conversation."""
     tools: tuple[Any, ...] = ()
     """Descriptions of tools, for the chat template."""
 
 
-def load_script(given: Any, *, turns: int = 1) -> Script:
+def load_script(source: Any, *, turns: int = 1) -> Script:
     """The environment that rollout.env_path names.
 
-    Args: given: "file.py", "package.module", or the function interact itself. turns: of an episode; above 1 interact
-        is needed.
+    Args: source: "file.py", "package.module", or the function interact itself. turns: of an episode; more than one
+        need interact.
     Raises: ConfigError: no such file or module; neither interact nor reward_fn; interact is missing, async, or takes
         something else; TOOL is neither a mapping nor a list of them.
 
     >>> load_script(lambda messages: [], turns=2).reward_fn is None
     True
     """
-    if callable(given):
-        found = Script(name=getattr(given, "__name__", type(given).__name__), interact=given)
+    if callable(source):
+        found = Script(name=getattr(source, "__name__", type(source).__name__), interact=source)
     else:
-        module = _module(given)
+        module = _load_names(source)
         tool = module.get("TOOL")
         tools = (tool,) if isinstance(tool, Mapping) or callable(tool) else tuple(tool or ())
         found = Script(
-            name=given, interact=module.get("interact"), reward_fn=module.get("reward_fn"), tools=_tools(tools, given)
+            name=source,
+            interact=module.get("interact"),
+            reward_fn=module.get("reward_fn"),
+            tools=_check_tools(tools, source),
         )
         if not callable(found.interact) and not callable(found.reward_fn):
             if form := next((form for form in OTHER_FORMS if form in module), None):
-                raise _of_other_form(given, form)
+                raise _other_form_error(source, form)
             raise ConfigError(
-                f"environment {given!r} has neither interact(messages) nor reward_fn(messages, answer); write one"
+                f"environment {source!r} has neither interact(messages) nor reward_fn(messages, answer); write one"
             )
     if turns > 1:
         _check_interact(found)
     return found
 
 
-def _module(given: str) -> Mapping[str, Any]:
-    """What a file or module holds. Raises ConfigError: it can't be imported, or is of another form."""
+def _load_names(source: str) -> Mapping[str, Any]:
+    """The names of a file or module. Raises ConfigError: it can't be imported, or has another form."""
     try:
-        return vars(resolve_module(given, "environment"))
+        return vars(resolve_module(source, "environment"))
     except ConfigError as error:
         missing = error.__cause__
         if isinstance(missing, ModuleNotFoundError) and str(missing.name).partition(".")[0] == "RL2":
-            raise _of_other_form(given, "generate") from error
+            raise _other_form_error(source, "generate") from error
         raise
 
 
-def _of_other_form(given: str, form: str) -> ConfigError:
-    """What to write in the place of a later form of RL2's environments. Args: form: of OTHER_FORMS."""
+def _other_form_error(source: str, form: str) -> ConfigError:
+    """The error for a later form of RL2's environments, with what to write instead. Args: form: of OTHER_FORMS."""
     name, found = OTHER_FORMS[form]
     return ConfigError(
-        f"environment {given!r} is written for a later form of RL2's environments, {name}, which whet does not take "
+        f"environment {source!r} is written for a later form of RL2's environments, {name}, which whet does not take "
         "yet: it takes a file with reward_fn(messages, answer) and, for several turns, interact(messages). Write it "
         "so: the reward of the last turn is what reward_fn(messages, answer) returns; what is added in next_state is "
         'what interact(messages) returns, as [{"role": "user", "content": text}], and [] stands for done; '
@@ -108,7 +111,7 @@ def _of_other_form(given: str, form: str) -> ConfigError:
 
 
 def _check_interact(script: Script) -> None:
-    """Raises ConfigError where interact can't be called between two turns."""
+    """Raises ConfigError: interact can't be called between two turns."""
     fn = script.interact
     if not callable(fn):
         raise ConfigError(
@@ -120,12 +123,12 @@ def _check_interact(script: Script) -> None:
         inspect.signature(fn).bind([])
     except TypeError as error:
         raise ConfigError(f"interact of {script.name!r} is called as interact(messages): {error}") from error
-    except ValueError:  # a builtin: calling it will tell
+    except ValueError:  # a builtin has no signature
         return
 
 
-def _tools(tools: tuple[Any, ...], name: str) -> tuple[Any, ...]:
-    """The same. Raises ConfigError: not what a chat template takes."""
+def _check_tools(tools: tuple[Any, ...], name: str) -> tuple[Any, ...]:
+    """The tools, unchanged. Raises ConfigError: a chat template does not accept one."""
     for tool in tools:
         if not isinstance(tool, Mapping) and not callable(tool):
             raise ConfigError(

@@ -90,7 +90,7 @@ class ToolEpisodes:
         self.counts = ToolCounts()
 
     def play(self, start: Callable[[Episode], tuple[Prompt, Tools]], sampling: Sampling) -> Callable[[Episode], Turns]:
-        """What an Episode plays under these sampling parameters. Args: start: gives an episode's prompt and tools."""
+        """The generator function of an Episode. Args: start: gives its prompt and tools. sampling: of one turn."""
 
         def playing(episode: Episode) -> Turns:
             prompt, tools = start(episode)

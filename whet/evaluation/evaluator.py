@@ -40,7 +40,7 @@ from whet.evaluation.table import rows_of, text_table
 from whet.hub.base_model import trained_with_chat_template
 from whet.observe.notebook import table_html
 from whet.observe.progress import Progress
-from whet.parallel.comm import require_single_process
+from whet.parallel.torchrun_env import require_single_process
 from whet.rewards.manager import RewardBatch
 from whet.rollout.build import sampling_of
 from whet.rollout.sampler import Sampler
@@ -275,7 +275,7 @@ class _Work:
         self.seed = self.config.seed if c.seed is None else c.seed
         log.info("%s: %d prompts, %d completion(s) of each", self.name, len(self.prompts), self.generations)
         sampling = sampling_of(c, sampler.eos_ids, sampler.tokenizer)
-        self.sampling = sampler.fitted(sampling, self.prompts, given=False)
+        self.sampling = sampler.limit_lengths(sampling, self.prompts, given=False)
         if short := sum(s.max_tokens < c.max_tokens_to_generate for s in self.sampling):
             log.warning(
                 "%d of %d prompts leave less than rollout.max_tokens_to_generate=%d of the %s tokens of the context; "

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from whet.errors import WhetError
-from whet.run.interrupts import Stopped
+from whet.run.signals import Stopped
 
 __all__ = ["Vocabulary"]
 

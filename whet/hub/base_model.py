@@ -1,7 +1,6 @@
-"""What a model comes from: the hub's name of its base, its licence, and how the run that made it wrote prompts, as far
-as the files here tell.
+"""Facts about a model from local files: the name of its base on the hub, its licence, and its run's prompt format.
 
-Left out on purpose: guesses. A folder that says nothing has no base and no licence.
+Left out on purpose: guesses. A folder without a card has no base and no licence.
 """
 
 from __future__ import annotations
@@ -15,17 +14,24 @@ from whet.errors import ConfigError
 from whet.util.model_paths import split_revision
 from whet.util.references import is_ref
 
-__all__ = ["LICENCE", "find_base_model", "find_licence", "hub_name", "read_card_metadata", "trained_with_chat_template"]
+__all__ = [
+    "LICENCE_KEYS",
+    "find_base_model",
+    "find_licence",
+    "hub_name",
+    "read_card_metadata",
+    "trained_with_chat_template",
+]
 
-LICENCE = ("license", "license_name", "license_link")
-"""Keys of a card that say the licence."""
+LICENCE_KEYS = ("license", "license_name", "license_link")
+"""The keys of a card for the licence."""
 CARDS = ("README.md", "model_card.md", "../README.md", "../model_card.md")
-"""Where the card of a model's folder may lie: final/ of a run has it one above."""
+"""The paths of a card, from a model's folder; for final/ of a run it is in the folder above."""
 DATA_FILES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 
 
 def hub_name(text: str | None) -> str | None:
-    """The text without its revision, if it can be a name on the hub and is nothing here; else None.
+    """The text without its revision if it can be a name on the hub and is not a local path; else None.
 
     >>> hub_name("Qwen/Qwen3-0.6B"), hub_name("train.jsonl"), hub_name("/tmp"), hub_name("my.data:rows")
     ('Qwen/Qwen3-0.6B', None, None, None)
@@ -44,18 +50,18 @@ def hub_name(text: str | None) -> str | None:
 
 
 def read_card_metadata(path: Path) -> dict[str, Any]:
-    """The front matter of a card; {} where there is none that can be read."""
+    """The front matter of a card; {} if there is none that can be read."""
     from huggingface_hub.repocard import metadata_load
 
     try:
         found = metadata_load(path) if path.is_file() else None
-    except Exception:  # a file of anybody's: not UTF-8, not YAML
+    except Exception:  # any content: not UTF-8, not YAML
         return {}
     return dict(found) if isinstance(found, dict) else {}
 
 
 def find_base_model(model: str | None) -> str | None:
-    """The hub's name of a model: its own, or of the base that the card in its folder names."""
+    """The name of a model on the hub: its own, or that of the base in the card of its folder."""
     if model is None:
         return None
     if (named := hub_name(model)) is not None:
@@ -66,10 +72,10 @@ def find_base_model(model: str | None) -> str | None:
 
 
 def trained_with_chat_template(model: Any) -> bool | None:
-    """Whether the run in whose folder a model lies put plain-text prompts into the chat template.
+    """Whether the run that trained a model put plain-text prompts into the chat template.
 
-    Args: model: a run's folder, or one inside it (final/, start/, a checkpoint); anything else is of no run.
-    Returns: None where no run here says it.
+    Args: model: a run's folder, or a folder in it (final/, start/, a checkpoint).
+    Returns: None if the path is not in the folder of a run.
     """
     if not isinstance(model, str | Path):
         return None
@@ -86,9 +92,9 @@ def trained_with_chat_template(model: Any) -> bool | None:
 
 
 def find_licence(model: str | None) -> dict[str, str]:
-    """The licence of a model, from the card in its folder or in the hub's cache: license, license_name, license_link.
+    """The licence of a model: license, license_name, license_link, from the card in its folder or in the hub's cache.
 
-    Returns: {} where neither says it.
+    Returns: {} if there is no card with a licence.
     """
     from huggingface_hub import try_to_load_from_cache
 
@@ -102,12 +108,12 @@ def find_licence(model: str | None) -> dict[str, str]:
 
 
 def licence_of_card(card: Mapping[str, Any]) -> dict[str, str]:
-    """The licence that the front matter of a card says."""
-    return {name: card[name] for name in LICENCE if isinstance(card.get(name), str)}
+    """The licence in the front matter of a card."""
+    return {name: card[name] for name in LICENCE_KEYS if isinstance(card.get(name), str)}
 
 
 def _card_of(folder: str) -> dict[str, Any]:
-    """The front matter of the first card of a folder that has any."""
+    """The front matter of a folder's first card that has one."""
     for name in CARDS:
         if found := read_card_metadata(Path(folder).expanduser() / name):
             return found

@@ -1,7 +1,7 @@
-"""The model card of a run, written from its folder: where the model comes from, how it was trained, how good it is.
+"""The model card of a run, written from its folder: the base model, the training and the evaluations.
 
-model_card.md in the run folder, README.md on the hub. It names no folder of this machine: a base or a data set that
-lies here and has no name on the hub is called by its last part. Its front matter is what the hub reads.
+It is model_card.md in the run folder and README.md on the hub. It has no local paths: a base or a data set without a
+name on the hub is called by the last part of its path. The hub reads its front matter.
 """
 
 from __future__ import annotations
@@ -25,57 +25,58 @@ __all__ = ["CARD", "CardFacts", "make_model_card", "read_card_facts", "write_mod
 
 CARD = "model_card.md"
 """Its name in a run folder."""
-_PIECES = ("advantages", "loss", "aggregation")
+_PASSES = ("advantages", "loss", "aggregation")
 _VERSIONS = ("whet", "torch", "transformers", "tokenizers", "datasets", "python")
-_SHOWN = ("reward", "accuracy", "loss", "completions/mean_length", "completions/clipped_ratio")
-"""Numbers of an evaluation that a card shows, besides those that begin as follows."""
-_OF_THEIR_OWN = ("cpo", "ipo", "kto", "orpo", "simpo")
-"""Losses of preference training that are known by names of their own."""
-_BEGINNINGS = ("pass@", "majority@")
+_SCORES = ("accuracy", "pass@", "majority@", "rewards/accuracies", "reward", "loss")
+"""Metrics that say how good a model is, best known first; a name that ends in @ is a prefix."""
+_LENGTHS = ("completions/mean_length", "completions/clipped_ratio")
+"""Further metrics in the card's table of evaluations; the hub does not get them."""
+_NAMED_LOSSES = ("cpo", "ipo", "kto", "orpo", "simpo")
+"""Losses of preference training that are known as methods of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CardFacts:
-    """What a card says. Made by `read_card_facts`."""
+    """The facts of a card; `read_card_facts` reads them."""
 
     method: str
-    """GRPO, PPO, SFT, ..., or "" where the configuration doesn't tell."""
+    """GRPO, PPO, SFT, ..., or "" if the configuration doesn't tell."""
     step: int
-    """Of the model."""
+    """The step of the model."""
     base: str | None
-    """The base's name on the hub."""
+    """The name of the base on the hub."""
     base_text: str
-    """What the base is called."""
+    """The name of the base in the text."""
     datasets: Sequence[str] = ()
-    """The names on the hub of the data sets that it was trained and evaluated on."""
+    """The names on the hub of the data sets for training and evaluation."""
     licence: Mapping[str, str] = field(default_factory=dict)
-    """As hub.base_model.find_licence gives it."""
+    """From hub.base_model.find_licence."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """The run's configuration."""
     environment: Mapping[str, Any] = field(default_factory=dict)
     """The run's environment.json."""
     rows: Sequence[Mapping[str, Any]] = ()
-    """Its metrics."""
+    """The run's metrics."""
     evaluations: Sequence[Mapping[str, Any]] = ()
-    """Further evaluations, as results.json of `whet eval` has them."""
+    """Further evaluations: results.json of `whet eval`."""
     curves: bool = False
-    """Whether curves.png lies beside the card."""
+    """Whether curves.png is beside the card."""
     pipeline: str = "text-generation"
-    """What the model does, in the hub's words."""
+    """The pipeline tag of the hub."""
     adapter: bool = False
-    """Whether the weights are an adapter's alone."""
+    """Whether the weights are only an adapter."""
     templated: bool = False
-    """Whether prompts went through a chat template."""
+    """Whether prompts were put into a chat template."""
 
 
 def read_card_facts(
     folder: str | Path, *, step: int | None = None, evaluations: Sequence[str | Path] = (), **changes: Any
 ) -> CardFacts:
-    """What the folder of a run tells for its card.
+    """Reads the facts for a card from the folder of a run.
 
-    Args: folder: the run's. step: of the model; None = the last. evaluations: folders of `whet eval`, whose results are
-        shown too. changes: further fields that are known otherwise.
-    Raises: ConfigError: the folder is not a run's, or one of the others holds no results.
+    Args: folder: of the run. step: of the model; None = the last. evaluations: folders of `whet eval` with results for
+        the card. changes: fields that replace what the folder says.
+    Raises: ConfigError: the folder is not a run's, or a folder of an evaluation has no results.
     """
     place = Path(folder)
     if not (place / "config.yaml").is_file():
@@ -83,8 +84,8 @@ def read_card_facts(
     settings, rows = read_yaml(place / "config.yaml"), read_metrics(place)
     model = next((m for name in ("actor", "reward_model") if (m := _section(settings, name).get("model"))), None)
     base, datasets = find_base_model(model), _datasets(_section(settings, "data"))
-    if noted := read_card_metadata(place / CARD):  # written where the paths of the configuration led somewhere
-        base, datasets = noted.get("base_model"), tuple(noted.get("datasets", ()))
+    if card := read_card_metadata(place / CARD):  # written where the configuration's relative paths were valid
+        base, datasets = card.get("base_model"), tuple(card.get("datasets", ()))
     steps = [row["step"] for row in rows if row["mode"] == "train"]
     known = {
         "method": _method(settings),
@@ -98,16 +99,16 @@ def read_card_facts(
         "rows": rows,
         "evaluations": [_results(path) for path in evaluations],
         "curves": (place / "curves.png").is_file(),
-        "templated": _templated(place),
+        "templated": _is_templated(place),
         "pipeline": "text-classification" if _method(settings) == "RM" else "text-generation",
     }
     return CardFacts(**{**known, **changes})
 
 
-def _templated(folder: Path) -> bool:
-    """Whether prompts went through a chat template: as the run says, else whether its tokenizer has one."""
-    said = trained_with_chat_template(folder)
-    return (folder / "final" / "chat_template.jinja").is_file() if said is None else said
+def _is_templated(folder: Path) -> bool:
+    """Whether prompts were put into a chat template: by the configuration, else whether the tokenizer has one."""
+    configured = trained_with_chat_template(folder)
+    return (folder / "final" / "chat_template.jinja").is_file() if configured is None else configured
 
 
 def _section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -121,31 +122,30 @@ def _datasets(data: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _method(settings: Mapping[str, Any]) -> str:
-    """What a configuration trains by, from the keys of its algorithm."""
+    """The training method of a configuration, by the keys of its algorithm."""
     command = command_of(settings)
     kind = str(_section(settings, "algo").get("loss_type"))
-    return (kind if command == "dpo" and kind in _OF_THEIR_OWN else command).upper()
+    return (kind if command == "dpo" and kind in _NAMED_LOSSES else command).upper()
 
 
 def _results(path: str | Path) -> dict[str, Any]:
-    """The results of an evaluation. Args: path: its folder, or the file itself."""
+    """Reads the results of an evaluation. Args: path: its folder, or results.json itself."""
     place = Path(path)
     place = place / "results.json" if place.is_dir() else place
     try:
         found = read_json(place)
         if not isinstance(found, dict) or not isinstance(found.get("results"), dict):
-            raise ValueError("it holds no results")
+            raise ValueError("it has no results")
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{path} is not an evaluation: {error}; give a folder that `whet eval` has written"
-        ) from error
+        raise ConfigError(f"{path} is not an evaluation: {error}; give a folder that `whet eval` wrote") from error
     return found
 
 
-def make_model_card(facts: CardFacts, *, title: str) -> str:
+def make_model_card(facts: CardFacts, *, title: str, model: str | None = None) -> str:
     """The card as Markdown with its front matter.
 
-    Args: facts: as `read_card_facts` gives them. title: of the model.
+    Args: facts: from `read_card_facts`. title: of the card. model: the name or path that loads the model;
+        None = the title.
 
     >>> facts = CardFacts(method="GRPO", step=3, base="a/b", base_text="a/b", licence={"license": "mit"})
     >>> print(make_model_card(facts, title="c").split("# c")[0])
@@ -168,7 +168,7 @@ def make_model_card(facts: CardFacts, *, title: str) -> str:
         _training(facts),
         "![Curves of the run](curves.png)" if facts.curves else "",
         _evaluation(facts),
-        _use(facts, title),
+        _use(facts, model or title),
         _versions(facts),
         _licence(facts),
     ]
@@ -178,7 +178,8 @@ def make_model_card(facts: CardFacts, *, title: str) -> str:
 def write_model_card(folder: str | Path) -> Path:
     """Writes the card of a run into its folder. Raises: ConfigError: it is not the folder of a run."""
     place = Path(folder)
-    text = make_model_card(read_card_facts(place), title=place.absolute().name)
+    name = place.absolute().name
+    text = make_model_card(read_card_facts(place), title=name, model=f"{name}/final")
     write_atomic(place / CARD, text.encode("utf-8", "replace"))
     return place / CARD
 
@@ -187,34 +188,35 @@ def write_model_card(folder: str | Path) -> Path:
 
 
 def _front_matter(facts: CardFacts, title: str) -> str:
+    import yaml
     from huggingface_hub import ModelCardData
 
-    learns = {"GRPO": ["reinforcement-learning"], "PPO": ["reinforcement-learning"]}.get(facts.method, [])
+    kind = ["reinforcement-learning"] if facts.method in ("GRPO", "PPO") else []
     results = _results_for_hub(facts)
     more: dict[str, Any] = {**facts.licence, **({"model_name": title, "eval_results": results} if results else {})}
-    made = ModelCardData(
+    data = ModelCardData(
         base_model=facts.base,
         datasets=list(facts.datasets) or None,
         library_name="peft" if facts.adapter else "transformers",
         pipeline_tag=facts.pipeline,
-        tags=["whet", *([facts.method.lower()] if facts.method else []), *learns],
+        tags=["whet", *([facts.method.lower()] if facts.method else []), *kind],
         **more,
     )
-    found = {name: value for name, value in sorted(made.to_dict().items()) if value is not None}
-    return _yaml(found)
+    found = {name: value for name, value in sorted(data.to_dict().items()) if value is not None}
+    return yaml.safe_dump(found, sort_keys=False, allow_unicode=True).rstrip()
 
 
 def _results_for_hub(facts: CardFacts) -> list[Any]:
-    """The evaluations as the hub reads them (model-index): the run's own last one, and those of `whet eval`."""
+    """The evaluations for the hub's model-index: the run's own last one, and those of `whet eval`."""
     from huggingface_hub import EvalResult
 
-    def of(data: Mapping[str, Any], values: Mapping[str, Any], known: Sequence[str] | None = None) -> list[Any]:
+    def results_of(data: Mapping[str, Any], values: Mapping[str, Any], known: Sequence[str] | None = None) -> list[Any]:
         path = next(iter(source_paths(data.get("eval_path") or data.get("path"))), "")
         kind = hub_name(path)
         kind = kind if known is None or kind in known else None
         name = kind or Path(path).name or "the evaluation data of the run"
         split = data.get("eval_split") or (data.get("split") if not data.get("eval_path") else None)
-        numbers = {metric: finite_or_none(value) for metric, value in values.items()}
+        numbers = {metric: finite_or_none(values[metric]) for metric in dict.fromkeys([*_score_names(values), *values])}
         return [
             EvalResult(
                 task_type=facts.pipeline,
@@ -230,18 +232,17 @@ def _results_for_hub(facts: CardFacts) -> list[Any]:
         ]
 
     rows = [row for row in facts.rows if row["mode"] == "eval" and row["step"] <= facts.step]
-    own = {n: x for n, x in rows[-1].items() if n in _SHOWN or n.startswith(_BEGINNINGS)} if rows else {}
-    found = of(_section(facts.settings, "data"), own, facts.datasets)
-    for one in facts.evaluations:
-        values = {n: x.get("value") for n, x in one["results"].items() if isinstance(x, Mapping)}
-        found += of(_section(one, "data"), values)
-    return found
+    own = {name: rows[-1][name] for name in _score_names(rows[-1])} if rows else {}
+    results = results_of(_section(facts.settings, "data"), own, facts.datasets)
+    for evaluation in facts.evaluations:
+        values = {n: x.get("value") for n, x in evaluation["results"].items() if isinstance(x, Mapping)}
+        results += results_of(_section(evaluation, "data"), values)
+    return results
 
 
-def _yaml(found: Mapping[str, Any]) -> str:
-    import yaml
-
-    return yaml.safe_dump(dict(found), sort_keys=False, allow_unicode=True).rstrip()
+def _score_names(row: Mapping[str, Any]) -> list[str]:
+    """The metrics of a row that say how good the model is, in the order of _SCORES."""
+    return [n for score in _SCORES for n in row if n == score or (score.endswith("@") and n.startswith(score))]
 
 
 def _first(facts: CardFacts) -> str:
@@ -251,7 +252,7 @@ def _first(facts: CardFacts) -> str:
 
 
 def _training(facts: CardFacts) -> str:
-    """What the model was trained on, and how."""
+    """The table of the training data and settings."""
     get = lambda section, name: _section(facts.settings, section).get(name)
     passes = _section(facts.environment, "passes")
     optim = _section(_section(facts.settings, "actor") or _section(facts.settings, "reward_model"), "optim")
@@ -262,7 +263,7 @@ def _training(facts: CardFacts) -> str:
         "completions of each prompt": get("algo", "num_generations"),
         "longest completion": get("rollout", "max_tokens_to_generate"),
         "rewards": ", ".join(rewards),
-        **{name: passes.get(name) for name in _PIECES},
+        **{name: passes.get(name) for name in _PASSES},
         "optimizer": f"{optim['name']}{_rate(facts, optim)}, {optim['schedule']}" if "name" in optim else "",
         "seed": get("trainer", "seed"),
     }
@@ -289,7 +290,7 @@ def _data(data: Mapping[str, Any], on_hub: Sequence[str]) -> str:
 
 
 def _rewards(facts: CardFacts) -> list[str]:
-    """The reward functions, with their weights where the configuration has them."""
+    """The reward functions, with their weights if the configuration has them."""
     row = facts.rows[0] if facts.rows else {}
     names = [n.removeprefix("rewards/") for n in row if n.startswith("rewards/") and f"{n}/std" in row]
     weights = facts.settings.get("reward")
@@ -303,27 +304,35 @@ def _evaluation(facts: CardFacts) -> str:
     parts = []
     if rows:
         first, last = rows[0], rows[-1]
-        names = [n for n in _SHOWN if n in last] + [n for n in last if n.startswith(_BEGINNINGS)]
+        names = [*_score_names(last), *(n for n in _LENGTHS if n in last)]
         lines = [f"| {n} | {_number(first.get(n))} | {_number(last.get(n))} |" for n in names]
         head = [f"| metric | step {first['step']} | step {last['step']} |", "|---|---|---|"]
         dtype = _section(facts.environment, "compute_dtype").get("actor")
-        parts.append("\n".join([f"On the evaluation data of the run{_computed_in(dtype)}:", "", *head, *lines]))
-    parts += [_further(found) for found in facts.evaluations]
+        unit = "prompts" if "prompts/count" in last else "rows"
+        count = finite_or_none(last.get(f"{unit}/count"))
+        data = "the evaluation data of the run"
+        about = f"On {data}" if count is None else f"On {count:.0f} {unit} of {data}"
+        rollout = _section(facts.settings, "rollout")
+        temperature = _section(rollout, "eval").get("temperature", rollout.get("temperature"))
+        if unit == "prompts" and temperature is not None:
+            about += f", at temperature {_cell(temperature)}"
+        parts.append("\n".join([f"{about}{_computed_in(dtype)}:", "", *head, *lines]))
+    parts += [_eval_table(results) for results in facts.evaluations]
     return "\n\n".join(["## Evaluation", *parts]) if parts else ""
 
 
-def _further(found: Mapping[str, Any]) -> str:
-    """A table of `whet eval`."""
+def _eval_table(found: Mapping[str, Any]) -> str:
+    """A table of the results of `whet eval`."""
     by_source = _section(found, "by_source")
     columns = {"all": found["results"], **(by_source if len(by_source) > 1 else {})}
     paths, sampling = source_paths(_section(found, "data").get("path")), _section(found, "sampling")
-    named = ", ".join(hub_name(path) or Path(path).name for path in paths) or "data"
+    names = ", ".join(hub_name(path) or Path(path).name for path in paths) or "data"
     drawn = f"{sampling.get('num_generations')} completions of each prompt at temperature {sampling.get('temperature')}"
     lines = [
         f"| {n} | " + " | ".join(_with_error(of.get(n)) for of in columns.values()) + " |" for n in found["results"]
     ]
     head = ["| metric | " + " | ".join(map(_cell, columns)) + " |", "|---" * (len(columns) + 1) + "|"]
-    about = f"On {found.get('prompts')} prompts of {named}{_computed_in(found.get('dtype'))}, {drawn}"
+    about = f"On {found.get('prompts')} prompts of {names}{_computed_in(found.get('dtype'))}, {drawn}"
     about += "; ± is the standard error:"
     return "\n".join([about, "", *head, *lines])
 
@@ -339,7 +348,7 @@ def _with_error(one: Any) -> str:
     return _number(one.get("value")) + (f" ± {error:.2g}" if error is not None else "")
 
 
-def _use(facts: CardFacts, title: str) -> str:
+def _use(facts: CardFacts, model: str) -> str:
     if facts.adapter or facts.pipeline != "text-generation":
         return ""
     asked, answer = '"..."', '["generated_text"]'
@@ -350,7 +359,7 @@ def _use(facts: CardFacts, title: str) -> str:
     lines = (
         "from transformers import pipeline",
         "",
-        f'generate = pipeline("text-generation", "{title}")',
+        f'generate = pipeline("text-generation", "{model}")',
         f"print(generate({asked}, max_new_tokens=256)[0]{answer})",
     )
     return "\n".join(["## Use", "", "```python", *lines, "```"])
@@ -358,9 +367,9 @@ def _use(facts: CardFacts, title: str) -> str:
 
 def _versions(facts: CardFacts) -> str:
     versions = _section(facts.environment, "versions")
-    called = {"whet": DISTRIBUTION}
-    said = ", ".join(f"{called.get(name, name)} {versions[name]}" for name in _VERSIONS if versions.get(name))
-    return f"## Versions\n\n{said}" if said else ""
+    packages = {"whet": DISTRIBUTION}
+    text = ", ".join(f"{packages.get(name, name)} {versions[name]}" for name in _VERSIONS if versions.get(name))
+    return f"## Versions\n\n{text}" if text else ""
 
 
 def _licence(facts: CardFacts) -> str:

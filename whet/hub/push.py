@@ -1,9 +1,9 @@
-"""Giving a trained model away: a run's model, its tokenizer and a card, to the Hugging Face hub.
+"""Pushing a run's model, its tokenizer and a model card to the Hugging Face hub.
 
-All that can be wrong is looked at before anything is sent: the folder, file by file; the name; the token and what it
-may do; whether a repository of that name is there, and who sees it. Then everything is one commit, so that the
-repository has all of it or nothing. What is sent is a list of known files: no optimizer state, no completions, no data,
-no configuration of the run with its paths.
+Everything is checked before anything is sent: each file of the folder, the name, the token and its permissions, and
+whether a repository of that name exists and who can see it. Then all files go in one commit, so the repository has all
+of them or none. Only known files are sent: no optimizer state, no completions, no data, and no configuration, which
+has local paths.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from whet.storage.checkpoint import step_of, verify_checkpoint, write_folder_ato
 from whet.storage.files import read_json
 from whet.util.model_paths import hub_silence
 
-__all__ = ["Giving", "PushResult", "check_hub_token", "push_folder", "push_to_hub"]
+__all__ = ["PushResult", "check_hub_token", "push_folder", "push_to_hub"]
 
 log = logging.getLogger("whet")
 
@@ -37,12 +37,14 @@ _MODEL = re.compile(
     r"|tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt"
     r"|.+\.(model|tiktoken|py)|chat_template\.(jinja|json)|preprocessor_config\.json"
 )
-"""The files of a model and its tokenizer."""
+"""The file names of a model and its tokenizer."""
+_valid_tokens: set[str] = set()
+"""Tokens that the hub has accepted for writing in this process; `check_hub_token` does not ask twice."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PushResult:
-    """What was sent, or would be.
+    """The files that were sent, or in a dry run would be.
 
     Example: run.push_to_hub("me/sums", dry_run=True).files -> {"README.md": 1830, "config.json": 701, ...}
     """
@@ -56,22 +58,7 @@ class PushResult:
     card: str
     """README.md."""
     url: str | None = None
-    """Of the commit; None = nothing was sent (dry_run)."""
-
-
-class Giving:
-    """What a run has for giving its model away."""
-
-    folder: Any
-
-    def push_to_hub(self, repo: str | None = None, **options: Any) -> PushResult:
-        """Sends the run's model, tokenizer and card to the hub: see run.push.push_to_hub, whose options these are.
-
-        Raises: ConfigError: the run has no folder, or something is wrong; nothing is sent then.
-        """
-        if self.folder is None:
-            raise ConfigError("a run without a folder has written no model; set trainer.run_dir")
-        return push_to_hub(self.folder.path, repo, **options)
+    """The URL of the commit; None = nothing was sent (dry_run)."""
 
 
 def push_to_hub(
@@ -92,12 +79,13 @@ def push_to_hub(
     """Sends a run's model, tokenizer and card to the hub.
 
     Args:
-        run: its folder. repo, which, private, merged, license, evals, message, branch: as in config.push.PushConfig.
-        dry_run: nothing is sent and the hub is not asked; what would be sent is returned.
+        run: the folder of the run.
+        repo, which, private, merged, license, evals, message, branch: as in config.push.PushConfig.
+        dry_run: send nothing and don't ask the hub; return what would be sent.
         token: None = that of `hf auth login`, or HF_TOKEN.
-        api: what speaks with the hub; None = huggingface_hub.HfApi.
+        api: the client of the hub; None = huggingface_hub.HfApi.
     Raises: ConfigError: something is missing or wrong, or the hub does not answer. CheckpointError: a file of the model
-        is damaged. In either case nothing was sent.
+        is damaged. In both cases nothing was sent.
     """
     folder = Path(run).expanduser()
     model, step = _model_of(folder, which)
@@ -114,20 +102,20 @@ def push_to_hub(
     if facts.curves:
         files["curves.png"] = folder / "curves.png"
     if not dry_run:
-        api = _api(token) if api is None else api
-    repo = _repo(repo, folder, None if dry_run else _who(api))
+        api = _make_api(token) if api is None else api
+    repo = _full_name(repo, folder, None if dry_run else _whoami(api))
     if not dry_run:
         _check_visible(api, repo, private)
         if not facts.licence and facts.base:
             facts = read_card_facts(
-                folder, step=step, evaluations=evals, licence=_asked_licence(api, facts.base), **changes
+                folder, step=step, evaluations=evals, licence=_fetch_licence(api, facts.base), **changes
             )
     card = make_model_card(facts, title=repo)
     sizes = {"README.md": len(card.encode()), **{name: path.stat().st_size for name, path in sorted(files.items())}}
     if dry_run:
         return PushResult(repo=repo, private=private, files=sizes, card=card)
     log.info("sending %d files, %.1f MB, to %s", len(sizes), sum(sizes.values()) / 1e6, repo)
-    url = _sent(api, repo, files, card, private=private, message=message or f"step {step}, by whet", branch=branch)
+    url = _upload(api, repo, files, card, private=private, message=message or f"step {step}, by whet", branch=branch)
     return PushResult(repo=repo, private=private, files=sizes, card=card, url=url)
 
 
@@ -141,36 +129,42 @@ def push_folder(
     branch: str | None = None,
     token: str | None = None,
 ) -> PushResult:
-    """Sends the folder of a model, its tokenizer in it, with a card.
+    """Sends a folder with a model and its tokenizer, and a card.
 
-    Args: model: its folder; files besides those of a model and its tokenizer stay. repo: its name on the hub, the
-        user's own where it names nobody. card: README.md. private, message, branch, token: as in push_to_hub.
-    Raises: as push_to_hub does.
+    Args:
+        model: the folder; only the files of a model and its tokenizer are sent.
+        repo: the name on the hub; a name without an owner gets the user's.
+        card: the text of README.md.
+        private, message, branch, token: as in push_to_hub.
+    Raises: as push_to_hub.
     """
     folder = Path(model)
     files = _files(folder, folder)
     _check_base(files.get("adapter_config.json"), False)
-    api = _api(token)
-    repo = _repo(repo, folder, _who(api))
+    api = _make_api(token)
+    repo = _full_name(repo, folder, _whoami(api))
     _check_visible(api, repo, private)
     sizes = {"README.md": len(card.encode()), **{name: path.stat().st_size for name, path in sorted(files.items())}}
-    url = _sent(api, repo, files, card, private=private, message=message, branch=branch)
+    url = _upload(api, repo, files, card, private=private, message=message, branch=branch)
     return PushResult(repo=repo, private=private, files=sizes, card=card, url=url)
 
 
 def check_hub_token(token: str | None = None) -> None:
-    """Asks the hub whether the token may write, before anything is made that is to be sent. Raises: ConfigError: no."""
-    _who(_api(token))
+    """Asks the hub, once in a process, whether the token may write. Raises: ConfigError: it may not."""
+    api = _make_api(token)
+    if api.token not in _valid_tokens:
+        _whoami(api)
+        _valid_tokens.add(api.token)
 
 
 # ---- what is sent ----------------------------------------------------------------------------------------------------
 
 
 def _model_of(folder: Path, which: str) -> tuple[Path, int]:
-    """The folder of the model and its step. Raises ConfigError where the run has no such model."""
+    """The folder of the model and its step. Raises ConfigError if the run has no such model."""
     if not (folder / "config.yaml").is_file():
         inside = folder.name == FINAL or folder.parent.name == "checkpoints"
-        hint = f"; give the run's folder, {folder.parent}" if inside else nearest(folder.name, _beside(folder))
+        hint = f"; give the run's folder, {folder.parent}" if inside else nearest(folder.name, _siblings(folder))
         raise ConfigError(f"{folder} is not the folder of a run: it has no config.yaml{hint}")
     if which == FINAL:
         if not any((folder / FINAL / name).is_file() for name in ("config.json", "adapter_config.json")):
@@ -180,18 +174,18 @@ def _model_of(folder: Path, which: str) -> tuple[Path, int]:
         return folder / FINAL, _step_in(folder / FINAL / "run.json")
     trainer = read_yaml(folder / "config.yaml").get("trainer") or {}
     root = Path(trainer.get("checkpoint_root_directory") or folder / "checkpoints")
-    name = _pointed(root, which) if which in (BEST, BEFORE_STOP) else which
+    name = _read_pointer(root, which) if which in (BEST, BEFORE_STOP) else which
     place = root / name
     if step_of(place) is None or not place.is_dir():
         there = [FINAL, *sorted(p.name for p in root.glob("step-*") if step_of(p) is not None)]
         raise ConfigError(f"which={which!r}: there is no {place}; there are {', '.join(there)}")
     verify_checkpoint(place, ["run.pt"])
     roles = sorted(p.parent for p in place.glob("*/optimizer.safetensors"))
-    return (roles[0] if roles else place / "actor"), step_of(place) or 0  # of actor and critic the first
+    return (roles[0] if roles else place / "actor"), step_of(place) or 0  # actor before critic
 
 
-def _pointed(root: Path, which: str) -> str:
-    """The checkpoint that a pointer names."""
+def _read_pointer(root: Path, which: str) -> str:
+    """The name of the checkpoint that is kept as `which`."""
     try:
         return (root / which).read_text().strip()
     except OSError:
@@ -209,32 +203,32 @@ def _step_in(path: Path) -> int:
         raise CheckpointError(f"{path} can't be read: {error}; the model was not written by a run") from error
 
 
-def _beside(folder: Path) -> list[str]:
+def _siblings(folder: Path) -> list[str]:
     return [p.name for p in folder.parent.iterdir() if p != folder] if folder.parent.is_dir() else []
 
 
 def _check_base(adapter: Path | None, dry_run: bool) -> None:
-    """Raises ConfigError where an adapter's base is a folder here, which nobody else has; logs it in a dry run."""
+    """Raises ConfigError if an adapter's base is a local folder, which nobody else has; in a dry run only warns."""
     base = None if adapter is None else json.loads(adapter.read_text()).get("base_model_name_or_path")
     if base is not None and (Path(base).is_absolute() or Path(base).exists()):
-        told = (
+        message = (
             f"the adapter's base is the folder {base}, which nobody else has; send the whole model by merged=true, or "
             "train the adapter on a model of the hub"
         )
         if not dry_run:
-            raise ConfigError(told)
-        log.warning("%s", told)
+            raise ConfigError(message)
+        log.warning("%s", message)
 
 
 def _files(model: Path, folder: Path) -> dict[str, Path]:
-    """The files of a model by their names on the hub, each looked at. Raises CheckpointError where one is damaged."""
+    """The files of a model by their names on the hub. Raises CheckpointError if one is missing or damaged."""
     found = {p.name: p for p in sorted(model.iterdir()) if p.is_file() and _MODEL.fullmatch(p.name)}
     if "generation_config.json" not in found and (folder / FINAL / "generation_config.json").is_file():
-        found["generation_config.json"] = folder / FINAL / "generation_config.json"  # which checkpoints don't have
-    needs = (
-        {"config.json"} if "adapter_config.json" not in found else {"adapter_config.json", "adapter_model.safetensors"}
-    )
-    needs |= set() if "adapter_config.json" in found else _shards(model)
+        found["generation_config.json"] = folder / FINAL / "generation_config.json"  # checkpoints may have none
+    if "adapter_config.json" in found:
+        needs = {"adapter_config.json", "adapter_model.safetensors"}
+    else:
+        needs = {"config.json", *_shards(model)}
     if missing := sorted(needs - found.keys()):
         raise CheckpointError(f"{model} has no {', '.join(missing)}; the model is not whole")
     if not {"tokenizer.json", "tokenizer_config.json"} & found.keys():
@@ -245,15 +239,16 @@ def _files(model: Path, folder: Path) -> dict[str, Path]:
 
 
 def _exported(model: Path, folder: Path) -> Path:
-    """A checkpoint's whole weights, its fp32 masters, in the dtype that final/ would have: exported/ in the run's
-    folder, made anew; the checkpoint itself where that is theirs, or holds an adapter alone.
+    """Writes a checkpoint's fp32 masters in the dtype of final/ to exported/ in the run's folder.
+
+    Returns: that folder; the checkpoint itself if its weights have that dtype already, or if it holds an adapter.
     """
     try:
         own = read_json(model / "config.json")["dtype"]
     except (OSError, ValueError, KeyError, TypeError):
-        return model  # no whole weights, or damaged ones, of which `_files` says more
-    asked = (read_yaml(folder / "config.yaml").get("trainer") or {}).get("final_dtype", "auto")
-    dtype = own if asked == "auto" else asked
+        return model  # an adapter, or damaged: `_files` reports it
+    final_dtype = (read_yaml(folder / "config.yaml").get("trainer") or {}).get("final_dtype", "auto")
+    dtype = own if final_dtype == "auto" else final_dtype
     if dtype == "float32":
         return model
     from whet.models.load import DTYPES, load_model, save_model
@@ -271,12 +266,12 @@ def _exported(model: Path, folder: Path) -> Path:
 
 
 def _merged(model: Path, folder: Path) -> Path:
-    """An adapter merged into its base: merged/ in the run's folder, made anew.
+    """Merges an adapter into its base, and writes the result to merged/ in the run's folder.
 
-    Raises: ConfigError: the model is no adapter, or its base can't be read.
+    Raises: ConfigError: the model is not an adapter, or its base can't be read.
     """
     if not (model / "adapter_config.json").is_file():
-        raise ConfigError(f"merged=true: {model} is no adapter, so there is nothing to merge; leave it out")
+        raise ConfigError(f"merged=true: {model} is not an adapter, so there is nothing to merge; leave it out")
     from whet.models.load import load_model, save_model
     from whet.models.lora import find_adapter
 
@@ -293,7 +288,7 @@ def _merged(model: Path, folder: Path) -> Path:
 
 
 def _copy_tokenizer(model: Path, place: Path) -> None:
-    """The files that lie beside a model's weights."""
+    """Copies the tokenizer and the other files beside a model's weights."""
     for path in model.iterdir():
         others = "adapter" in path.name or path.name in ("config.json", "model.safetensors")
         if _MODEL.fullmatch(path.name) and not others and not (place / path.name).exists():
@@ -301,7 +296,7 @@ def _copy_tokenizer(model: Path, place: Path) -> None:
 
 
 def _shards(model: Path) -> set[str]:
-    """The files that hold the weights, as the index says, if there is one."""
+    """The names of the files with the weights, by the index if there is one."""
     index = model / "model.safetensors.index.json"
     if not index.is_file():
         return {"model.safetensors"}
@@ -312,7 +307,7 @@ def _shards(model: Path) -> set[str]:
 
 
 def _check_file(name: str, path: Path) -> None:
-    """Raises CheckpointError for weights that are cut short, and JSON that is none."""
+    """Raises CheckpointError for incomplete weights and invalid JSON."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -326,11 +321,11 @@ def _check_file(name: str, path: Path) -> None:
         raise CheckpointError(f"{path} can't be read: {error}; nothing was sent") from error
 
 
-# ---- to whom ---------------------------------------------------------------------------------------------------------
+# ---- the hub ---------------------------------------------------------------------------------------------------------
 
 
-def _api(token: str | None) -> Any:
-    """What speaks with the hub. Raises ConfigError: it may not, or there is no token."""
+def _make_api(token: str | None) -> Any:
+    """The client of the hub. Raises ConfigError: HF_HUB_OFFLINE is set, or there is no token."""
     from huggingface_hub import HfApi, constants, get_token
 
     if constants.HF_HUB_OFFLINE:
@@ -341,12 +336,12 @@ def _api(token: str | None) -> Any:
     return HfApi(token=token, library_name="whet")
 
 
-def _who(api: Any) -> dict[str, Any]:
-    """Whose token it is. Raises ConfigError for one that is not valid or may not write."""
+def _whoami(api: Any) -> dict[str, Any]:
+    """The owner of the token. Raises ConfigError if the token is not valid or may not write."""
     try:
         found = dict(api.whoami())
     except Exception as error:
-        raise _refused(error, "the token is not valid", "log in again: hf auth login") from error
+        raise _hub_error(error, "the token is not valid", "log in again: hf auth login") from error
     role = ((found.get("auth") or {}).get("accessToken") or {}).get("role")
     if role == "read":
         raise ConfigError(
@@ -356,60 +351,60 @@ def _who(api: Any) -> dict[str, Any]:
     return found
 
 
-def _repo(repo: str | None, folder: Path, who: Mapping[str, Any] | None) -> str:
-    """The whole name. Raises ConfigError for one that the hub does not take, or under which the user may not write.
+def _full_name(repo: str | None, folder: Path, who: Mapping[str, Any] | None) -> str:
+    """The name with its owner. Raises ConfigError if the name is not valid, or the user may not write under it.
 
-    Args: who: None = not asked: the user's own name is not known.
+    Args: who: the owner of the token; None = unknown.
     """
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
     name = folder.absolute().name if repo is None else repo
-    whole = name if "/" in name else f"{'you' if who is None else who['name']}/{name}"
+    full = name if "/" in name else f"{'you' if who is None else who['name']}/{name}"
     try:
-        validate_repo_id(whole)
+        validate_repo_id(full)
     except HFValidationError as error:
-        raise ConfigError(f"repo={whole!r} is not a name on the hub: {error}; write repo=user/name") from error
-    owner = whole.partition("/")[0]
+        raise ConfigError(f"repo={full!r} is not a name on the hub: {error}; write repo=user/name") from error
+    owner = full.partition("/")[0]
     if who is not None:
-        mine = [who["name"], *(org["name"] for org in who.get("orgs") or ())]
-        if owner not in mine:
+        owners = [who["name"], *(org["name"] for org in who.get("orgs") or ())]
+        if owner not in owners:
             raise ConfigError(
-                f"repo={whole!r}: the token is of {', '.join(mine)}, not of {owner}{nearest(owner, mine)}"
+                f"repo={full!r}: the token belongs to {', '.join(owners)}, not to {owner}{nearest(owner, owners)}"
             )
-    return whole
+    return full
 
 
 def _check_visible(api: Any, repo: str, private: bool) -> None:
-    """Raises ConfigError where a repository of that name shows everybody what was to be private."""
+    """Raises ConfigError if the push is private and a public repository of that name exists."""
     from huggingface_hub.errors import RepositoryNotFoundError
 
     try:
-        there = api.repo_info(repo, repo_type="model")
+        found = api.repo_info(repo, repo_type="model")
     except RepositoryNotFoundError:
         return
     except Exception as error:
-        raise _refused(error, f"the hub can't be asked for {repo}", "check the name and the token") from error
-    if private and not there.private:
-        raise ConfigError(f"{repo} is there and is public; set private=false to send to it, or give another repo")
-    if not private and there.private:
-        log.warning("%s is there and is private; it stays so", repo)
+        raise _hub_error(error, f"the hub can't be asked for {repo}", "check the name and the token") from error
+    if private and not found.private:
+        raise ConfigError(f"{repo} exists and is public; set private=false to send to it, or give another repo")
+    if not private and found.private:
+        log.warning("%s exists and is private; it stays private", repo)
 
 
-def _asked_licence(api: Any, base: str) -> dict[str, str]:
-    """The licence that the hub knows of a model; {} where it knows none: the card then says so."""
+def _fetch_licence(api: Any, base: str) -> dict[str, str]:
+    """The licence of a model on the hub; {} if it is unknown, which the card then says."""
     try:
         card = api.model_info(base).card_data
     except Exception as error:
-        log.warning("the licence of %s could not be asked for: %s", base, error)
+        log.warning("the licence of %s could not be fetched: %s", base, error)
         return {}
     return licence_of_card(card.to_dict() if card is not None else {})
 
 
-def _sent(
+def _upload(
     api: Any, repo: str, files: Mapping[str, Path], card: str, *, private: bool, message: str, branch: str | None
 ) -> str:
-    """Makes the repository where there is none, and one commit. Returns: its address."""
+    """Makes one commit, and the repository if there is none. Returns: the URL of the commit."""
     from huggingface_hub import CommitOperationAdd
 
     content = {"README.md": card.encode(), **{name: str(path) for name, path in sorted(files.items())}}
@@ -418,17 +413,16 @@ def _sent(
         api.create_repo(repo, private=private, repo_type="model", exist_ok=True)
         if branch is not None:
             api.create_branch(repo, branch=branch, exist_ok=True)
-        made = api.create_commit(repo, operations=adds, commit_message=message, revision=branch)
+        commit = api.create_commit(repo, operations=adds, commit_message=message, revision=branch)
     except Exception as error:
-        raise _refused(
-            error, f"{repo} did not take the model", "try again: what is there already is not sent twice"
-        ) from error
-    return str(made.commit_url)
+        fix = "try again: files that are there already are not sent twice"
+        raise _hub_error(error, f"{repo} did not accept the model", fix) from error
+    return str(commit.commit_url)
 
 
-def _refused(error: Exception, what: str, fix: str) -> WhetError:
-    """An error of the hub's client in one message."""
+def _hub_error(error: Exception, what: str, fix: str) -> WhetError:
+    """An error of the hub's client as one message."""
     silent = hub_silence(error)
     if silent:
-        return ConfigError(f"the hub does not answer ({silent}); look at the network, and send it again")
+        return ConfigError(f"the hub does not answer ({silent}); check the network, and send it again")
     return ConfigError(f"{what}: {(str(error).strip() or type(error).__name__).splitlines()[0]}; {fix}")

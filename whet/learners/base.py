@@ -35,7 +35,7 @@ from whet.learners.step import Step
 from whet.learners.step_metrics import engine_metrics, rewarded_metrics, total_metrics
 from whet.metrics import flat
 from whet.rewards.manager import RewardBatch, RewardManager, resolve_reward_manager
-from whet.rewards.metric_fns import call_metric_fns
+from whet.rewards.metric_fns import call_metric_fns, reduce_metrics
 from whet.rewards.resolve import listed, with_reward_model
 from whet.rollout.generate_options import check_trainable
 from whet.run.observer import Observer
@@ -190,8 +190,7 @@ class RLLearner:
             log.info("evaluation completes prompts by %s.rollout, not by its `sample`", own.__name__)
         task = self.new_task(eval_ds)
         stream = None if train_ds is None else task.stream(train_ds)
-        perf = self.cluster.perf_config
-        return Run(task, stream, self.cluster, self.config, observers=self.observers, perf_config=perf)
+        return Run(task, stream, self.cluster, self.config, observers=self.observers)
 
     def new_task(self, eval_ds: Any = None) -> RLTask:
         """The task of a run. Args: eval_ds: its evaluation data."""
@@ -260,10 +259,10 @@ class RLLearner:
             return called(own).with_greedy(called(alone)) if alone else called(own)
 
         with self.cluster.trace.span("rewards"):
-            return step.replace(rewards=RewardBatch.cat(self.cluster.ranks.shared(judged, step.groups)))
+            return step.replace(rewards=RewardBatch.cat(self.cluster.ranks.scatter_gather(judged, step.groups)))
 
     def fill(self, run: Run, step: Step) -> Step:
-        """Chooses the groups that are trained on: all of them here. `run.more()` gives a further batch of prompts."""
+        """Selects the groups that are trained on: here all of them. `run.next_batch()` gives more prompts."""
         return step
 
     def batch(self, step: Step) -> Step:
@@ -286,11 +285,9 @@ class RLLearner:
 
     def after_step(self, run: Run, step: Step) -> None:
         """Logs the step, evaluates and saves where they are due."""
-        if self.metric_fns:
-            self._call_metric_fns(step)
         batch = step.batch  # whose rewards are what was trained on, however a `batch` stage has shaped them
         found = {**step.metrics, **total_metrics(batch)}
-        row = {**flat(found), **self.cluster.take_metrics(step.index, Mode.TRAIN)}
+        row = {**flat(found), **self.extra_metrics(step)}
         run.end_step(step, row, num_tokens=batch.num_tokens)
 
     # ---- state ---------------------------------------------------------------------------------------------------
@@ -366,15 +363,20 @@ class RLLearner:
         """Passes over the samples of a step (mu)."""
         return 1
 
-    def _call_metric_fns(self, step: Step) -> None:
-        batch = step.batch
-        found = call_metric_fns(
+    def extra_metrics(self, step: Step) -> dict[str, float]:
+        """The metrics of a row that no stage logs: of a step of training, those of the metric functions."""
+        return reduce_metrics(self.call_metric_fns(step)) if step.mode is Mode.TRAIN else {}
+
+    def call_metric_fns(self, step: Step) -> dict[str, tuple[Any, Callable[..., Any] | None]]:
+        """Calls the metric functions on a step: name -> (value, aggregation)."""
+        if not self.metric_fns:
+            return {}
+        return call_metric_fns(
             self.metric_fns,
             step.rewards.inputs,
-            advantages=batch.trajectory_advantages.tolist(),
-            rewards=batch.rewards.tolist(),
+            advantages=step.batch.trajectory_advantages.tolist(),
+            rewards=step.batch.rewards.tolist(),
         )
-        self.cluster.buffer_metrics(found, Mode.TRAIN)
 
     def evaluate(self, eval_ds: Iterable[Any], step: int = 0) -> dict[str, float]:
         """Rewards over a whole data set with the evaluation's rollout configuration.

@@ -164,7 +164,7 @@ def check_token_level(config: PolicyConfig) -> None:
     if isinstance(config.sampler_is, str) and config.sampler_is in CORRECTIONS and config.sampler_is != "token":
         raise ConfigError(
             f"algo.sampler_is={config.sampler_is!r} gives each token the weight of its sequence, and policy loss "
-            f"{config.loss_name!r} multiplies the weights of all its tokens: take algo.sampler_is='token'"
+            f"{config.policy_loss_fn!r} multiplies the weights of all its tokens: take algo.sampler_is='token'"
         )
 
 
@@ -179,7 +179,7 @@ def describe_objective(config: PolicyConfig) -> dict[str, str]:
     """
     factors = [] if config.sampler_is is None else [_with_parameters(config, config.sampler_is, CORRECTIONS)]
     factors += [_with_parameters(config, name, TOKEN_MASKS) for name in config.loss_masks]
-    loss = " * ".join([_with_parameters(config, config.loss_name, POLICY_LOSSES), *factors])
+    loss = " * ".join([_with_parameters(config, config.policy_loss_fn, POLICY_LOSSES), *factors])
     kl = f"{config.beta} * {_display_name(config.kl_loss_mode)}"
     if config.beta and config.kl_type == "loss":
         loss += f" + {kl}" + (f" * {factors[0]}" if config.sampler_is_kl else "")
@@ -253,7 +253,7 @@ def advantage_inputs(
 
 def policy_loss(config: PolicyConfig) -> Callable[..., Any]:
     """The policy loss of a configuration. Raises ConfigError: nothing has this name."""
-    return _resolve(config.loss_name, POLICY_LOSSES, "policy loss")
+    return _resolve(config.policy_loss_fn, POLICY_LOSSES, "policy loss")
 
 
 def kl_estimate(config: PolicyConfig) -> Callable[[Tensor], Tensor]:
@@ -281,7 +281,7 @@ def make_objective(config: PolicyConfig) -> Objective:
     names = [] if config.sampler_is is None else [config.sampler_is]
     corrections = [_bound_function(name, CORRECTIONS, "sampler_is", config) for name in names]
     kl_factors = tuple(corrections) if config.sampler_is_kl else ()
-    surrogate = _bound_function(config.loss_name, POLICY_LOSSES, "policy loss", config)
+    surrogate = _bound_function(config.policy_loss_fn, POLICY_LOSSES, "policy loss", config)
     if corrections and "correction" in keyword_arguments(surrogate):  # it has the correction in its own weight
         check_token_level(config)
         surrogate, corrections = functools.partial(surrogate, correction=corrections[0]), []

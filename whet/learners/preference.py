@@ -212,7 +212,7 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
         c = self.algo_config
         if c.sync_ref_model and step.index % c.ref_model_sync_steps == 0:
             weights = self.models.trained.named_weights()
-            self.models.worker(Role.REFERENCE).take_weights(weights, share=c.ref_model_mixup_alpha)
+            self.models.worker(Role.REFERENCE).load_weights(weights, mixup_alpha=c.ref_model_mixup_alpha)
         super().after_step(run, step)
 
     # ---- pieces --------------------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
             logprobs = _needed(self.models.worker(Role.REFERENCE).logprobs(batch).logprobs)
             each = iter(logprobs.split(batch.lengths.tolist()))
             found |= {_digest(e): [next(each).clone() for _ in e.sequences] for e in part}
-        self.models.free(Role.REFERENCE)
+        self.models.unload(Role.REFERENCE)
         return found
 
     def _passes(self, batch: TokenBatch) -> StepPasses:

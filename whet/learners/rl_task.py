@@ -29,8 +29,8 @@ from whet.learners.step_metrics import completion_columns, known_by_group, rewar
 from whet.metrics import Mean, Metric, flat, merge
 from whet.models.modes import max_positions
 from whet.rewards.manager import RewardBatch, RewardManager
-from whet.run.observer import Observed
 from whet.run.provenance import record_inputs
+from whet.run.run import Run
 from whet.run.task import Task
 from whet.types import Group, Prompt, TokenBatch
 from whet.util.references import is_ref
@@ -97,7 +97,7 @@ class RLTask(Task):
     Args: learner: whose run it is. eval_ds: rows, batches or a reference to them, evaluated whole; None = none.
     """
 
-    needs = ("cluster",)
+    required_state = ("cluster", "health", "learner")
 
     def __init__(self, learner: Learner, eval_ds: Any = None) -> None:
         self.learner, self.cluster = learner, learner.cluster
@@ -204,7 +204,7 @@ class RLTask(Task):
             "trainer": learner.config,
         }
 
-    def compared(self) -> dict[str, Any]:
+    def extra_settings(self) -> dict[str, Any]:
         """What was given from Python and has no key in the settings."""
         rollout, evaluation = self.cluster.cluster_config.rollout_config, {}
         if isinstance(rollout, dict):  # else the section's own `eval` says how evaluation differs
@@ -213,7 +213,7 @@ class RLTask(Task):
         given = {"data_shuffle_seed": self.learner.data_shuffle_seed, "rollout_config[Mode.EVAL]": evaluation}
         return {"from Python": given}
 
-    def reads(self) -> dict[str, Any]:
+    def inputs(self) -> dict[str, Any]:
         """Models, tokenizer, evaluation prompts and the user's functions."""
         prompts, cluster = self._eval_prompts, self.cluster
         return record_inputs(
@@ -263,11 +263,11 @@ class RLTask(Task):
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
-    def on_step_begin(self, run: Observed, index: int) -> None:
-        """Metrics that are buffered meanwhile are of this step."""
+    def on_step_begin(self, run: Run, index: int) -> None:
+        """Tells the cluster the number of the step."""
         self.cluster.global_steps = index
 
-    def on_step_end(self, run: Observed, step: Step) -> None:
+    def on_step_end(self, run: Run, step: Step) -> None:
         """Keeps the completions, shows some where that is asked for, and warns of what goes wrong."""
         rewarded, batch = step.rewards, step.batch
         self._store(run, step.index, Mode.TRAIN, rewarded, batch)
@@ -276,7 +276,7 @@ class RLTask(Task):
             log.info("%s", sample_shown(step.index, rewarded))
         self.health.watch(step.index, run.rows[-1], rewarded, batch)
 
-    def shown(self, row: Mapping[str, float]) -> dict[str, str]:
+    def progress_fields(self, row: Mapping[str, float]) -> dict[str, str]:
         """Mean length, the share that was truncated, and the KL where one is measured."""
         known = {
             "len": ("completions/mean_length", ".0f"),
@@ -285,14 +285,14 @@ class RLTask(Task):
         }
         return {name: f"{row[metric]:{form}}" for name, (metric, form) in known.items() if metric in row}
 
-    def _store(self, run: Observed, step: int, mode: Mode, rewarded: RewardBatch, batch: TokenBatch) -> None:
+    def _store(self, run: Run, step: int, mode: Mode, rewarded: RewardBatch, batch: TokenBatch) -> None:
         """Keeps the completions of a step."""
         decode = functools.partial(decode_ids, self.cluster.tokenizer)
-        run.keep_completions(step, mode, *completion_columns(rewarded, batch, decode))
+        run.log_completions(step, mode, *completion_columns(rewarded, batch, decode))
 
     # ---- evaluation ----------------------------------------------------------------------------------------------
 
-    def evaluate(self, run: Observed, step: int) -> dict[str, float]:
+    def evaluate(self, run: Run, step: int) -> dict[str, float]:
         """Rolls out the whole evaluation set as the learner does, and rewards it.
 
         Returns: the row that is logged: rewards/score/{mean,max,min}, each function's, lengths.
@@ -308,7 +308,7 @@ class RLTask(Task):
         batch = TokenBatch.from_groups(rewarded.groups, rewarded.total)
         row = {
             **flat(_evaluation_metrics(rewarded, batch)),
-            **cluster.take_metrics(step, Mode.EVAL),
+            **learner.extra_metrics(found),
             "time/eval": time.monotonic() - started,
         }
         self._store(run, step, Mode.EVAL, rewarded, batch)
@@ -326,16 +326,10 @@ class RLTask(Task):
         }
 
     def restore(self, state: Mapping[str, Any], step: int) -> None:
-        """Restores them; what an earlier version did not save starts as in a new run."""
+        """Restores what `state` gave."""
         self.cluster.restore(state["cluster"], step)
-        self.health.restore(state.get("health", {}))
-        if "learner" in state:
-            self.learner.restore(state["learner"])
-        elif self.learner.state():
-            log.warning(
-                "the checkpoint is of an earlier version, which saved no state of %s; that starts as in a new run",
-                type(self.learner).__name__,
-            )
+        self.health.restore(state["health"])
+        self.learner.restore(state["learner"])
 
 
 def _evaluation_metrics(rewarded: RewardBatch, batch: TokenBatch) -> dict[str, Metric]:

@@ -19,8 +19,8 @@ from whet.data.supervised import RowEncoder
 from whet.errors import DataError
 from whet.learners.step import ExampleStep
 from whet.metrics import flat
-from whet.run.observer import Observed
 from whet.run.provenance import record_inputs
+from whet.run.run import Run
 from whet.run.task import Task
 from whet.train.supervised_models import SupervisedModels
 from whet.types import Example
@@ -93,8 +93,8 @@ class SupervisedTask(Task):
     Args: learner: whose run it is. eval_ds: rows or a reference to them, evaluated whole; None = none.
     """
 
-    needs = ("models",)
-    headline, evaluated = "loss", "rows"
+    required_state = ("models",)
+    main_metric, eval_unit = "loss", "rows"
 
     def __init__(self, learner: Learner, eval_ds: Any = None) -> None:
         self.learner, self.models = learner, learner.models
@@ -128,7 +128,7 @@ class SupervisedTask(Task):
         if stream.kind == "rows":
             self.check_fit(stream.source)
         elif data.max_length is not None:
-            self.models.fit(self.learner.data.max_length or 0)
+            self.models.raise_token_budget(self.learner.data.max_length or 0)
         return stream
 
     def _show_first(self, stream: PromptStream, rows: Any) -> None:
@@ -178,7 +178,7 @@ class SupervisedTask(Task):
                     "another model's: set tokenizer to this one's"
                 )
             longest = max(longest, sum(lengths))
-        self.models.fit(longest)
+        self.models.raise_token_budget(longest)
 
     # ---- what is written and compared ----------------------------------------------------------------------------
 
@@ -199,12 +199,12 @@ class SupervisedTask(Task):
             "trainer": models.config,
         }
 
-    def compared(self) -> dict[str, Any]:
+    def extra_settings(self) -> dict[str, Any]:
         """What was given from Python and has no key in the settings."""
         own = self.models.optimizer
         return {"from Python": {"optimizer": dump_tree(own) if isinstance(own, OptimConfig) else own}}
 
-    def reads(self) -> dict[str, Any]:
+    def inputs(self) -> dict[str, Any]:
         """Models, tokenizer, evaluation rows and the user's functions."""
         rows = self._evaluated
         return record_inputs(
@@ -232,7 +232,7 @@ class SupervisedTask(Task):
         """The learner's."""
         return self.learner.planned_passes(batch_size)
 
-    def on_run_end(self, run: Observed, error: BaseException | None) -> None:
+    def on_run_end(self, run: Run, error: BaseException | None) -> None:
         """Says where a run has ended with the loss of a model that guesses."""
         chance = self.learner.chance
         losses = [row["loss"] for row in run.rows if row["mode"] == Mode.TRAIN.value][-LAST:]
@@ -254,7 +254,7 @@ class SupervisedTask(Task):
 
     # ---- evaluation ----------------------------------------------------------------------------------------------
 
-    def evaluate(self, run: Observed, step: int) -> dict[str, float]:
+    def evaluate(self, run: Run, step: int) -> dict[str, float]:
         """The loss and its metrics over the whole evaluation data. Returns: the row that is logged."""
         self.prepare()
         examples, started = self._evaluated or [], time.monotonic()

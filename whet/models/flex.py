@@ -271,7 +271,7 @@ def _words(case: FlexCase) -> str:
 
 
 def _uncompiled(error: Exception) -> str:
-    return f"it does not compile: {format_exception(error)}"
+    return f"it does not compile: {format_exception(error, 200)}"
 
 
 def _probe(case: FlexCase) -> str | None:

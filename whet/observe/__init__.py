@@ -1,4 +1,4 @@
-"""What a run shows of itself: progress, loggers, the run folder, the time trace. Nothing here changes training."""
+"""How a run is observed: progress, loggers, plots, profiles and the time trace. Nothing here changes training."""
 
 from whet.observe.environment import collect_environment
 from whet.observe.loggers import Logger, Loggers
@@ -6,13 +6,11 @@ from whet.observe.plots import plot_curves
 from whet.observe.profiler import StepProfiler
 from whet.observe.progress import Progress, setup_logging, sparkline
 from whet.observe.trace import Trace
-from whet.storage.run_folder import RunFolder
 
 __all__ = [
     "Logger",
     "Loggers",
     "Progress",
-    "RunFolder",
     "StepProfiler",
     "Trace",
     "collect_environment",

@@ -1,4 +1,4 @@
-"""What a run ran on: versions, processor, threads, devices."""
+"""The environment of a run: versions, processor, threads and devices."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "dat
 
 
 def collect_environment() -> dict[str, Any]:
-    """The facts that the numbers of a run may depend on.
+    """Collects all facts about the machine and its software that the numbers of a run may depend on.
 
-    Returns: nested dicts of plain values: versions, platform, cpu (model, family, cores usable, the vector instructions
-        that matter), threads, devices, and the environment variables that change results. No names of users or hosts.
+    Returns: nested dicts of plain values: versions, platform, cpu (model, family, usable cores, relevant vector
+        instructions), threads, devices, and the environment variables that change results. No names of users or hosts.
 
     >>> collect_environment()["versions"]["whet"] == __version__
     True
@@ -41,9 +41,9 @@ def collect_environment() -> dict[str, Any]:
 
 
 def read_environment(run_dir: str | Path | None) -> dict[str, Any]:
-    """environment.json of a run folder; {} where there is none, or one that can't be read, which is logged.
+    """Reads environment.json of a run folder. Returns: {} if there is none, or if it can't be read, with a warning.
 
-    Invalid numbers of threads are left out, with a warning; whatever else it holds is only ever compared.
+    An invalid number of threads is left out, with a warning. The other values are only compared.
 
     >>> read_environment(None)
     {}
@@ -66,18 +66,18 @@ def read_environment(run_dir: str | Path | None) -> dict[str, Any]:
 
 
 def trained_dtype(model: str | Path) -> str | None:
-    """What the model of a run computed in, in whose folder it lies; None = no run here says it.
+    """The dtype that a run's model was trained in; None = the path is not in the folder of a run.
 
-    Args: model: a run's folder, or one inside it: final/, a checkpoint or its actor/.
+    Args: model: a run's folder, or a folder in it: final/, a checkpoint or its actor/.
 
     >>> trained_dtype("Qwen/Qwen3-0.6B") is None
     True
     """
     folder = Path(model).expanduser().absolute()
     for place in (folder, *list(folder.parents)[:3]):
-        noted = read_environment(place).get("compute_dtype")
-        if isinstance(noted, dict) and isinstance(found := noted.get("actor"), str):
-            return found
+        dtypes = read_environment(place).get("compute_dtype")
+        if isinstance(dtypes, dict) and isinstance(dtype := dtypes.get("actor"), str):
+            return dtype
     return None
 
 
@@ -87,7 +87,7 @@ _VARIABLES = ("OMP_", "MKL_NUM", "ATEN_", "CUDA_VISIBLE", "CUBLAS_WORKSPACE", "P
 
 @functools.cache
 def _version(name: str) -> str | None:
-    """A package's version, read from its files once in a process; None = it is not installed."""
+    """A package's version, read once in a process; None = it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -97,13 +97,13 @@ def _version(name: str) -> str | None:
 def _versions() -> dict[str, str | None]:
     found = {name: _version(name) for name in _PACKAGES}
     torch = sys.modules.get("torch")
-    if torch is not None:  # it says the build too ("+cu130"), which a distribution's name may leave out
+    if torch is not None:  # its own version names the build too ("+cu130")
         found["torch"] = torch.__version__
     return found
 
 
 def _torch() -> dict[str, Any]:
-    """Threads and devices, where torch has been imported; it is not imported for this."""
+    """Threads and devices, if torch has been imported already; this does not import it."""
     torch = sys.modules.get("torch")
     if torch is None:
         return {}

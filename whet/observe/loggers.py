@@ -1,9 +1,8 @@
-"""Loggers: where metrics go besides the run folder.
+"""Loggers: they send metrics to TensorBoard, Weights & Biases, trackio, MLflow, SwanLab or a JSONL file.
 
-A logger is anything with log(step, values) and close(); one with log_completions(step, name, rows) is given completions
-too. The ones known by name are TensorBoard (its own file writer, without torch), Weights & Biases, trackio, MLflow,
-SwanLab and JSONL. A resumed run goes on in the same run of such a service, by the id that lies in the run folder.
-One that can't start is an error before the first step; one that fails later is dropped with a warning and ends no run.
+A logger is any object with log(step, values) and close(). One with log_completions(step, name, rows) also receives
+completions. A resumed run continues the same run of a service, by the id in the run folder. A logger that can't start
+is an error before the first step. One that fails later is dropped with a warning, and training continues.
 """
 
 from __future__ import annotations
@@ -48,24 +47,24 @@ log = logging.getLogger(__name__)
 
 @runtime_checkable
 class Logger(Protocol):
-    """What a run asks of a logger."""
+    """What a run calls on a logger."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Takes the metrics of one step; names are like train/reward."""
+        """Logs the metrics of one step, with names like train/reward."""
         ...
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Writes what is buffered, and closes the logger."""
         ...
 
 
 @runtime_checkable
-class _Flushing(Protocol):
+class _HasFlush(Protocol):
     def flush(self) -> None: ...
 
 
 @runtime_checkable
-class _Tabling(Protocol):
+class _HasCompletions(Protocol):
     def log_completions(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None: ...
 
 
@@ -73,9 +72,9 @@ class Jsonl:
     """Lines of {"step": ..., name: value}.
 
     Args:
-        folder: of the file, unless `path` says otherwise.
+        folder: of log.jsonl.
         options, config: not used.
-        path: the file.
+        path: the file; "" = log.jsonl in the folder.
     """
 
     def __init__(
@@ -97,7 +96,9 @@ class Jsonl:
 class TensorBoard:
     """Event files for `tensorboard --logdir`.
 
-    Args: folder: for the files. options: flush_every_n_steps counts. config: not used.
+    It needs tensorboard's own file writer only, not torch.
+
+    Args: folder: for the files. options: flush_every_n_steps is used. config: not used.
     """
 
     def __init__(self, folder: Path, options: MetricsLoggerOptions, config: Mapping[str, Any]) -> None:
@@ -119,7 +120,7 @@ class TensorBoard:
             self._writer.flush()
 
     def log_completions(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Adds a table of completions to the tab of texts. Args: name: of the table. rows: one each."""
+        """Adds a table of completions to the text tab. Args: name: of the table. rows: one for each completion."""
         columns, data = _columns(rows)
         cell = lambda value: str(value).replace("|", "\\|").replace("\n", "<br>")
         lines = [columns, ["---"] * len(columns), *([cell(value) for value in row] for row in data)]
@@ -133,7 +134,7 @@ class TensorBoard:
         self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=[value])))
 
     def flush(self) -> None:
-        """Writes what is held back."""
+        """Writes what is buffered."""
         self._writer.flush()
 
     def close(self) -> None:
@@ -141,17 +142,15 @@ class TensorBoard:
         self._writer.close()
 
 
-class Wandb:
-    """Weights & Biases; `backend_kwargs: {wandb: {mode: offline}}` needs no network, `mode: disabled` turns it off.
-
-    Where it is to be seen is logged.
+class _TrackedRun:
+    """A run of a tracking service whose client has init(), log() and finish().
 
     Args:
-        folder: for its files.
+        folder: for the service's files; names the run if the options don't.
         options: project and run name.
         config: shown with the run.
-        run_id: of the run there that a resumed run goes on in; None = a new one.
-        kwargs: of wandb.init.
+        run_id: of the service's run that a resumed run continues; None = a new one.
+        kwargs: further arguments of the service's init().
     """
 
     def __init__(
@@ -163,86 +162,100 @@ class Wandb:
         run_id: str | None = None,
         **kwargs: Any,
     ) -> None:
-        wandb = _package("wandb", "wandb")
-        os.environ.setdefault("WANDB_SILENT", "true")  # it would write over the progress bar, and ask on the terminal
-        self.run_id = run_id or secrets.token_hex(4)
-        given = {"project": options.project_name, "name": options.run_name or folder.name, "dir": str(folder)}
-        self._run = wandb.init(**{**given, "config": dict(config), "id": self.run_id, "resume": "allow", **kwargs})
-        self._table = wandb.Table
-        url = self._run.url  # None where nothing is sent
-        log.info("wandb: %s", url or f"nothing is sent (mode {kwargs.get('mode', 'offline')})")
+        init = {"project": options.project_name, "name": options.run_name or folder.name, "config": dict(config)}
+        self.run_id = run_id or ""
+        self._run: Any = None
+        self._start(init, str(folder), kwargs)
+
+    def _start(self, init: dict[str, Any], folder: str, kwargs: Mapping[str, Any]) -> None:
+        """Sets `_run` and `run_id`. Args: init: arguments of init() that all services have. kwargs: of the user."""
+        raise NotImplementedError
+
+    def _table(self, rows: Sequence[Mapping[str, Any]]) -> Any:
+        """Completions as the service shows them."""
+        raise NotImplementedError
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Adds a point to each curve."""
         self._run.log(dict(values), step=step)
 
     def log_completions(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Adds a table of completions. Args: name: of the table. rows: one each, of the same columns."""
-        columns, data = _columns(rows)
-        self._run.log({name: self._table(columns=columns, data=data)}, step=step)
+        """Adds a table of completions. Args: name: of the table. rows: one for each completion, same columns."""
+        self._run.log({name: self._table(rows)}, step=step)
 
     def close(self) -> None:
-        """Ends the run there."""
+        """Ends the service's run."""
         self._run.finish()
 
 
-class Trackio:
-    """trackio, a local dashboard: `trackio show`.
+class Wandb(_TrackedRun):
+    """Weights & Biases; `backend_kwargs: {wandb: {mode: offline}}` needs no network, `mode: disabled` turns it off.
 
-    Args:
-        folder: names the run where options don't.
-        options: project and run name.
-        config: shown with the run.
-        run_id: the name of the run there that a resumed run goes on in; None = a new one.
-        kwargs: of trackio.init.
+    The address of the run is logged.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        options: MetricsLoggerOptions,
-        config: Mapping[str, Any],
-        *,
-        run_id: str | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self._trackio = _package("trackio", "trackio")
-        given = {"project": options.project_name, "name": options.run_name or folder.name, "config": dict(config)}
-        if run_id is not None:
-            given |= {"name": run_id, "resume": "allow"}
-        with contextlib.redirect_stdout(io.StringIO()):  # it greets on standard output, over the progress bar
-            self.run_id = str(self._trackio.init(**{**given, **kwargs}).name)
+    def _start(self, init: dict[str, Any], folder: str, kwargs: Mapping[str, Any]) -> None:
+        self._wandb = _package("wandb", "wandb")
+        os.environ.setdefault("WANDB_SILENT", "true")  # else it writes over the progress bar, and asks on the terminal
+        self.run_id = self.run_id or secrets.token_hex(4)
+        self._run = self._wandb.init(**{**init, "dir": folder, "id": self.run_id, "resume": "allow", **kwargs})
+        url = self._run.url  # None if nothing is sent
+        log.info("wandb: %s", url or f"nothing is sent (mode {kwargs.get('mode', 'offline')})")
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds a point to each curve."""
-        self._trackio.log(dict(values), step=step)
-
-    def log_completions(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Adds a table of completions. Args: name: of the table. rows: one each, of the same columns."""
+    def _table(self, rows: Sequence[Mapping[str, Any]]) -> Any:
         columns, data = _columns(rows)
-        self._trackio.log({name: self._trackio.Table(columns=columns, data=data)}, step=step)
+        return self._wandb.Table(columns=columns, data=data)
+
+
+class Trackio(_TrackedRun):
+    """trackio, a local dashboard: `trackio show`. The id of a run is its name there."""
+
+    def _start(self, init: dict[str, Any], folder: str, kwargs: Mapping[str, Any]) -> None:
+        self._run = _package("trackio", "trackio")
+        resumed = {"name": self.run_id, "resume": "allow"} if self.run_id else {}
+        with contextlib.redirect_stdout(io.StringIO()):  # else its greeting goes over the progress bar
+            self.run_id = str(self._run.init(**{**init, **resumed, **kwargs}).name)
+
+    def _table(self, rows: Sequence[Mapping[str, Any]]) -> Any:
+        columns, data = _columns(rows)
+        return self._run.Table(columns=columns, data=data)
 
     def close(self) -> None:
-        """Ends the run there."""
+        """Ends the service's run."""
         with contextlib.redirect_stdout(io.StringIO()):
-            self._trackio.finish()
+            super().close()
+
+
+class SwanLab(_TrackedRun):
+    """SwanLab; `backend_kwargs: {swanlab: {mode: offline}}` needs no network, `mode: local` uses a local dashboard.
+
+    Completions are texts, since SwanLab has no tables.
+    """
+
+    def _start(self, init: dict[str, Any], folder: str, kwargs: Mapping[str, Any]) -> None:
+        self._swanlab = _package("swanlab", "swanlab")
+        self.run_id = self.run_id or secrets.token_hex(11)[:21]  # as long as SwanLab's own ids
+        self._run = self._swanlab.init(**{**init, "log_dir": folder, "id": self.run_id, "resume": "allow", **kwargs})
+
+    def _table(self, rows: Sequence[Mapping[str, Any]]) -> Any:
+        return [self._swanlab.Text(to_json(row), caption=f"{number}") for number, row in enumerate(rows)]
 
 
 class MLflow:
     """MLflow, at MLFLOW_TRACKING_URI, or where MLflow writes by default (mlflow.db in the working folder).
 
-    MLflow's names take no characters but letters, digits and "_-. :/": others become "_".
+    MLflow's names allow letters, digits and "_-. :/" only; other characters become "_".
 
     Args:
-        folder: names the run where options don't.
+        folder: names the run if the options don't.
         options: project (MLflow's experiment) and run name.
         config: its values are the run's parameters.
-        run_id: of the run there that a resumed run goes on in; None = a new one.
+        run_id: of MLflow's run that a resumed run continues; None = a new one.
         kwargs: of MlflowClient, e.g. tracking_uri.
     """
 
     MAX_VALUE, MAX_PARAMS, MAX_METRICS = 6000, 100, 1000
-    """Characters of a parameter's value, and parameters and metrics of one call, which MLflow limits."""
+    """MLflow's limits: characters of a parameter's value; parameters and metrics of one call."""
 
     def __init__(
         self,
@@ -264,9 +277,9 @@ class MLflow:
         experiment = self._client.create_experiment(project) if found is None else found.experiment_id
         self.run_id = self._client.create_run(experiment, run_name=options.run_name or folder.name).info.run_id
         params = [
-            self._entities.Param(_plain_name(name), str(value)[: self.MAX_VALUE])
+            self._entities.Param(_mlflow_name(name), str(value)[: self.MAX_VALUE])
             for name, value in flatten(config).items()
-            if name and value is not None  # an empty configuration is one value without a name
+            if name and value is not None  # `flatten` gives an empty configuration as one value without a name
         ]
         for start in range(0, len(params), self.MAX_PARAMS):
             self._client.log_batch(self.run_id, params=params[start : start + self.MAX_PARAMS])
@@ -274,63 +287,22 @@ class MLflow:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Adds a point to each curve."""
         now = int(time.time() * 1000)
-        points = [self._entities.Metric(_plain_name(name), float(x), now, step) for name, x in values.items()]
+        points = [self._entities.Metric(_mlflow_name(name), float(x), now, step) for name, x in values.items()]
         for start in range(0, len(points), self.MAX_METRICS):
             self._client.log_batch(self.run_id, metrics=points[start : start + self.MAX_METRICS])
 
     def log_completions(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Adds completions to the table of that name. Args: rows: one each, of the same columns."""
+        """Adds completions to a table. Args: name: of the table. rows: one for each completion, same columns."""
         table = {column: [row[column] for row in rows] for column in rows[0]}
-        self._client.log_table(self.run_id, table, artifact_file=f"{_plain_name(name)}.json")
+        self._client.log_table(self.run_id, table, artifact_file=f"{_mlflow_name(name)}.json")
 
     def close(self) -> None:
-        """Ends the run there."""
+        """Ends MLflow's run."""
         self._client.set_terminated(self.run_id)
 
 
-class SwanLab:
-    """SwanLab; `backend_kwargs: {swanlab: {mode: offline}}` needs no network, and `mode: local` its own board here.
-
-    Args:
-        folder: for its files.
-        options: project and run name.
-        config: shown with the run.
-        run_id: of the run there that a resumed run goes on in; None = a new one.
-        kwargs: of swanlab.init.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        options: MetricsLoggerOptions,
-        config: Mapping[str, Any],
-        *,
-        run_id: str | None = None,
-        **kwargs: Any,
-    ) -> None:
-        self._swanlab = _package("swanlab", "swanlab")
-        self.run_id = run_id or secrets.token_hex(11)[:21]  # as long as SwanLab's own
-        given = {"project": options.project_name, "name": options.run_name or folder.name, "log_dir": str(folder)}
-        self._run = self._swanlab.init(
-            **{**given, "config": dict(config), "id": self.run_id, "resume": "allow", **kwargs}
-        )
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds a point to each curve."""
-        self._run.log(dict(values), step=step)
-
-    def log_completions(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Adds completions as texts, which is what SwanLab has for them. Args: rows: one each."""
-        texts = [self._swanlab.Text(to_json(row), caption=f"{number}") for number, row in enumerate(rows)]
-        self._run.log({name: texts}, step=step)
-
-    def close(self) -> None:
-        """Ends the run there."""
-        self._run.finish()
-
-
 MAX_TABLE_ROWS = 64
-"""Completions in a table."""
+"""The completions in a table at most."""
 _PACKAGES = {
     "mlflow": "mlflow",
     "swanlab": "swanlab",
@@ -338,7 +310,7 @@ _PACKAGES = {
     "trackio": "trackio",
     "wandb": "wandb",
 }
-"""What each logger is made of."""
+"""The module that each logger imports."""
 
 LOGGERS: dict[str, Callable[..., Logger]] = {
     "jsonl": Jsonl,
@@ -350,11 +322,11 @@ LOGGERS: dict[str, Callable[..., Logger]] = {
 }
 """Loggers by name: called with (folder, options, config, **backend_kwargs[name])."""
 RESUMED = frozenset({"mlflow", "swanlab", "trackio", "wandb"})
-"""Those whose service has runs of its own, which a resumed run goes on in: they take run_id= and have a run_id."""
+"""The loggers of services with runs of their own, which a resumed run continues. They take and have a run_id."""
 
 
-class _Function:
-    """A plain function(step, values) as a logger."""
+class _FunctionLogger:
+    """A function f(step, values) as a logger."""
 
     def __init__(self, fn: Callable[[int, Mapping[str, float]], Any]) -> None:
         self._fn = fn
@@ -367,17 +339,17 @@ class _Function:
 
 
 class Loggers:
-    """All loggers of a run as one. Made on rank 0 alone, after any fork: threads and sockets don't survive one.
+    """All loggers of a run as one. Make it on rank 0 only, after any fork: threads and sockets don't survive a fork.
 
     Args:
-        given: names, "package.module:name", objects with log and close, classes of them (called with nothing), or
-            functions (step, values).
-        options: their options.
-        folder: the run's; where files go unless options.log_dir is set.
+        loggers: names, "package.module:name", objects with log and close, classes of such objects (called without
+            arguments), or functions f(step, values).
+        options: of the loggers.
+        folder: the run's, for files if options.log_dir is not set.
         config: the run's, as plain dicts.
-        prefix: put before every name, with a slash.
-    Raises: ConfigError: an unknown name, or one that can't start: its package is not installed, its folder can't be
-        written, its server can't be reached.
+        prefix: put before every metric name, with a slash.
+    Raises: ConfigError: a name is unknown, or a logger can't start: its package is not installed, its folder can't be
+        written, or its server can't be reached.
 
     >>> seen = []
     >>> loggers = Loggers([lambda step, values: seen.append((step, dict(values)))])
@@ -387,7 +359,7 @@ class Loggers:
 
     def __init__(
         self,
-        given: Sequence[Any],
+        loggers: Sequence[Any],
         *,
         options: MetricsLoggerOptions | None = None,
         folder: str | Path | None = None,
@@ -395,41 +367,41 @@ class Loggers:
         prefix: str = "",
     ) -> None:
         self._options = options or MetricsLoggerOptions()
-        place = self._options.log_dir or folder
-        self._folder = None if place is None else Path(place).absolute()
-        self._run = None if folder is None else Path(folder).absolute()
+        log_dir = self._options.log_dir or folder
+        self._log_dir = None if log_dir is None else Path(log_dir).absolute()
+        self._run_dir = None if folder is None else Path(folder).absolute()
         self._key = "trainer.metrics_logging_options.log_dir" if self._options.log_dir else "trainer.run_dir"
         self._config = config or {}
         self._prefix = f"{prefix}/" if prefix else ""
         self._loggers: dict[str, Logger] = {}
-        check_loggers(given, self._options)
+        check_loggers(loggers, self._options)
         try:
-            raise_all([partial(self._start, item) for item in given])
+            raise_all([partial(self._start, item) for item in loggers])
         except ConfigError:
             self.close()
             raise
 
     def _start(self, item: Any) -> None:
         try:
-            name, logger = self._made(item)
+            name, logger = self._make_logger(item)
+        except ConfigError:
+            raise
         except (Exception, SystemExit) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(_no_start(item, error)) from error
+            raise ConfigError(_start_error(item, error)) from error
         self._loggers[f"{name} {len(self._loggers)}" if name in self._loggers else name] = logger
 
-    def _made(self, item: Any) -> tuple[str, Logger]:
+    def _make_logger(self, item: Any) -> tuple[str, Logger]:
         name = item if isinstance(item, str) else getattr(item, "__qualname__", type(item).__name__)
         if isinstance(item, str) and item in LOGGERS:
-            if self._folder is None:
+            if self._log_dir is None:
                 raise ConfigError(
                     f"logger {item!r} writes files; set trainer.run_dir, or metrics_logging_options.log_dir"
                 )
-            make_writable_folder(self._folder, self._key)
+            make_writable_folder(self._log_dir, self._key)
             kwargs = self._options.backend_kwargs.get(item, {})
-            if item in RESUMED and self._run is not None:
-                return name, self._resumed(item, self._run, self._folder, kwargs)
-            return name, LOGGERS[item](self._folder, self._options, self._config, **kwargs)
+            if item in RESUMED and self._run_dir is not None:
+                return name, self._make_resumable(item, self._run_dir, self._log_dir, kwargs)
+            return name, LOGGERS[item](self._log_dir, self._options, self._config, **kwargs)
         if isinstance(item, str):
             item = resolve_ref(item, "logger")
         if isinstance(item, type):
@@ -437,39 +409,41 @@ class Loggers:
         if isinstance(item, Logger):
             return name, item
         if callable(item):
-            return name, _Function(item)
+            return name, _FunctionLogger(item)
         raise ConfigError(f"logger {item!r} has no log(step, values) and close(), and is not a function either")
 
-    def _resumed(self, name: str, run: Path, folder: Path, kwargs: Mapping[str, Any]) -> Logger:
-        """A logger in the same run of its service for one run folder; the id is kept there once it has begun."""
-        kept = make_writable_folder(run, "trainer.run_dir") / f"{name}-id.txt"
-        text = kept.read_text(errors="replace").strip() if kept.is_file() else ""
-        known = text if re.fullmatch(r"[\w. -]{1,200}", text) else None
-        made: Any = LOGGERS[name](folder, self._options, self._config, run_id=known, **kwargs)
-        if made.run_id != known:
-            write_atomic(kept, made.run_id.encode())
-        return made
+    def _make_resumable(self, name: str, run_dir: Path, log_dir: Path, kwargs: Mapping[str, Any]) -> Logger:
+        """A logger that continues its service's run. The id of that run is in the run folder, in <name>-id.txt."""
+        id_file = make_writable_folder(run_dir, "trainer.run_dir") / f"{name}-id.txt"
+        text = id_file.read_text(errors="replace").strip() if id_file.is_file() else ""
+        run_id = text if re.fullmatch(r"[\w. -]{1,200}", text) else None
+        logger: Any = LOGGERS[name](log_dir, self._options, self._config, run_id=run_id, **kwargs)
+        if logger.run_id != run_id:
+            write_atomic(id_file, logger.run_id.encode())
+        return logger
 
     def log(self, step: int, values: Mapping[str, float], mode: str = "train") -> None:
-        """Gives the metrics of one step to every logger, under "<prefix>/<mode>/<name>"."""
+        """Logs the metrics of one step with every logger, under "<prefix>/<mode>/<name>"."""
         named = {f"{self._prefix}{mode}/{name}": value for name, value in values.items()}
         self._each(lambda logger: logger.log(step, named))
 
     def log_completions(self, step: int, columns: Mapping[str, Any], rewards: Mapping[str, Any], mode: str) -> None:
-        """Gives completions to the loggers that take them: of every evaluation, and of each n-th step of training.
+        """Logs completions with the loggers that take them: of every evaluation, and of each n-th training step.
 
-        Args: step, columns, rewards: as in `RunFolder.write_completions`. mode: of the step.
+        Args: step, columns, rewards: as in `RunFolder.write_completions`. mode: "train" or "eval".
         """
         every = self._options.completions_every_n_steps
         if not every or not len(columns["completion"]) or (mode == "train" and step % every and step != 1):
             return
         rows = _table_rows(step, columns, rewards)
         name = f"{self._prefix}{mode}/completions"
-        self._each(lambda logger: logger.log_completions(step, name, rows) if isinstance(logger, _Tabling) else None)
+        self._each(
+            lambda logger: logger.log_completions(step, name, rows) if isinstance(logger, _HasCompletions) else None
+        )
 
     def flush(self) -> None:
-        """Makes those that hold rows back write them; a logger of your own that does has a method `flush`."""
-        self._each(lambda logger: logger.flush() if isinstance(logger, _Flushing) else None)
+        """Flushes the loggers that have a method `flush`."""
+        self._each(lambda logger: logger.flush() if isinstance(logger, _HasFlush) else None)
 
     def close(self) -> None:
         """Closes every logger."""
@@ -482,14 +456,14 @@ class Loggers:
                 call(logger)
             except (Exception, SystemExit) as error:
                 del self._loggers[name]
-                _dropped(name, error)
+                log.warning("logger %s failed and is dropped: %s", name, format_exception(error))
 
 
-def check_loggers(given: Sequence[Any], options: MetricsLoggerOptions | None = None) -> None:
-    """Looks at loggers without starting them.
+def check_loggers(loggers: Sequence[Any], options: MetricsLoggerOptions | None = None) -> None:
+    """Checks loggers without starting them.
 
     Raises: ConfigError: unknown names, references that can't be resolved, packages that are not installed, no login to
-        Weights & Biases, a log_dir that can't be written; all of these at once.
+        Weights & Biases, a log_dir that can't be written; one error names all of these.
     """
     options = options or MetricsLoggerOptions()
     unknown = [name for name in options.backend_kwargs if name not in LOGGERS]
@@ -497,9 +471,9 @@ def check_loggers(given: Sequence[Any], options: MetricsLoggerOptions | None = N
         partial(_raise, lookup_error("logger in backend_kwargs", n, LOGGERS)) for n in unknown
     ]
     checks += [
-        partial(_check_name, name, options.backend_kwargs.get(name, {})) for name in given if isinstance(name, str)
+        partial(_check_name, name, options.backend_kwargs.get(name, {})) for name in loggers if isinstance(name, str)
     ]
-    if options.log_dir and given:
+    if options.log_dir and loggers:
         checks.append(partial(make_writable_folder, options.log_dir, "trainer.metrics_logging_options.log_dir"))
     raise_all(checks)
 
@@ -516,12 +490,12 @@ def _check_name(name: str, kwargs: Mapping[str, Any]) -> None:
 
 
 def _check_login(wandb: Any) -> None:
-    """Raises ConfigError where Weights & Biases is to be sent to and nobody has logged in; its server is not asked."""
+    """Raises ConfigError if nobody has logged in to Weights & Biases. Does not ask its server."""
     os.environ.setdefault("WANDB_SILENT", "true")
     try:
-        wandb.login(verify=False)  # returns at once where the environment or its settings say offline
+        wandb.login(verify=False)  # returns at once if the environment or its settings say offline
     except Exception as error:
-        raise ConfigError(_no_start("wandb", error)) from error
+        raise ConfigError(_start_error("wandb", error)) from error
 
 
 def _raise(error: ConfigError) -> None:
@@ -529,7 +503,7 @@ def _raise(error: ConfigError) -> None:
 
 
 def _table_rows(step: int, columns: Mapping[str, Any], rewards: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The first completions of a step as rows of a table: texts, rewards and advantages."""
+    """The first completions of a step as table rows: texts, rewards and advantages."""
     shown = {
         name: columns[name]
         for name in ("prompt", "completion", "reward", "advantage", "finish_reason")
@@ -548,21 +522,18 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[An
     return columns, [[row[column] for column in columns] for row in rows]
 
 
-def _plain_name(name: str) -> str:
-    """A name that MLflow takes."""
+def _mlflow_name(name: str) -> str:
+    """A metric or parameter name with the characters that MLflow allows."""
     return re.sub(r"[^\w\-. :/]", "_", name)
 
 
-def _no_start(item: Any, error: BaseException) -> str:
+def _start_error(item: Any, error: BaseException) -> str:
+    """The message for a logger that can't start."""
     name = item if isinstance(item, str) else getattr(item, "__qualname__", item)
     known = (
         f"look at trainer.metrics_logging_options.backend_kwargs.{item}" if item in list(LOGGERS) else "fix the logger"
     )
     return f"logger {name} can't start: {format_exception(error)}; {known}, or take it out of trainer.loggers"
-
-
-def _dropped(name: str, error: BaseException) -> None:
-    log.warning("logger %s failed and is dropped: %s", name, format_exception(error))
 
 
 def _package(module: str, extra: str) -> Any:

@@ -1,4 +1,4 @@
-"""What a notebook shows of a run: its last numbers as a table, and its curves."""
+"""A run as HTML for notebooks: a table of its last metrics, and its curves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHOWN = (
     "completions/clipped_ratio",
     "kl",
 )
-"""Metrics of the table, those that are there."""
+"""The metrics of the table, if the run has them."""
 
 Row = Mapping[str, Any]
 
@@ -39,19 +39,19 @@ def run_html(title: str, train: Sequence[Row], evaluations: Sequence[Row]) -> st
     """
     columns = {"first step": train[:1], "last step": train[-1:]}
     columns |= {"first evaluation": evaluations[:1], "last evaluation": evaluations[-1:]}
-    there = {name: rows[0] for name, rows in columns.items() if rows}
-    names = [name for name in SHOWN if any(finite_or_none(row.get(name)) is not None for row in there.values())]
-    cells = [[name, *(_number(row.get(name)) for row in there.values())] for name in names]
-    return table_html(title, [["", *there], *cells]) + _curves([*train, *evaluations])
+    filled = {name: rows[0] for name, rows in columns.items() if rows}
+    names = [name for name in SHOWN if any(finite_or_none(row.get(name)) is not None for row in filled.values())]
+    cells = [[name, *(_number(row.get(name)) for row in filled.values())] for name in names]
+    return table_html(title, [["", *filled], *cells]) + _curves([*train, *evaluations])
 
 
 def table_html(title: str, cells: Sequence[Sequence[str]]) -> str:
-    """A table as HTML. Args: title: above it. cells: rows, the head first."""
+    """A table as HTML. Args: title: above the table. cells: the rows, with the column heads first."""
     head, *rows = [[html.escape(cell) for cell in row] for row in cells]
-    written = "<tr>" + "".join(f"<th>{cell}</th>" for cell in head) + "</tr>"
+    rows_html = "<tr>" + "".join(f"<th>{cell}</th>" for cell in head) + "</tr>"
     for first, *others in rows:
-        written += f"<tr><th>{first}</th>" + "".join(f"<td>{cell}</td>" for cell in others) + "</tr>"
-    return f"<p><b>{html.escape(title)}</b></p><table>{written}</table>"
+        rows_html += f"<tr><th>{first}</th>" + "".join(f"<td>{cell}</td>" for cell in others) + "</tr>"
+    return f"<p><b>{html.escape(title)}</b></p><table>{rows_html}</table>"
 
 
 def _number(value: Any) -> str:
@@ -60,13 +60,12 @@ def _number(value: Any) -> str:
 
 
 def _curves(rows: Sequence[Row]) -> str:
-    """curves.png as an image; nothing where matplotlib is not installed or there is nothing to draw."""
+    """The curves as an image; "" if matplotlib is not installed or there is nothing to draw."""
     if len(rows) < 2 or importlib.util.find_spec("matplotlib") is None:
         return ""
     with tempfile.TemporaryDirectory() as folder:
-        made = plot_curves(rows, Path(folder) / "curves.png")
-        if made is None:
+        path = plot_curves(rows, Path(folder) / "curves.png")
+        if path is None:
             return ""
-        return (
-            f'<img style="max-width:100%" src="data:image/png;base64,{base64.b64encode(made.read_bytes()).decode()}">'
-        )
+        image = base64.b64encode(path.read_bytes()).decode()
+        return f'<img style="max-width:100%" src="data:image/png;base64,{image}">'

@@ -1,4 +1,4 @@
-"""curves.png: what a run learned, and whether it was healthy, over its steps."""
+"""curves.png: the metrics of a run over its steps."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _PANELS: dict[str, tuple[str, ...]] = {
     "entropy": ("entropy",),
     "gradient norm": ("grad_norm",),
 }
-"""Title -> the names that a metric may have, the first one found being drawn."""
+"""Title -> the names that a metric may have; the first one found is drawn."""
 _SUPERVISED: dict[str, tuple[str, ...]] = {
     "loss": ("loss",),
     "accuracy": ("rewards/accuracies", "accuracy", "mean_token_accuracy"),
@@ -51,11 +51,11 @@ _SUPERVISED: dict[str, tuple[str, ...]] = {
     "entropy": ("entropy",),
     "gradient norm": ("grad_norm",),
 }
-"""The same of a run without rewards, whose loss says what is learned."""
+"""The panels of a run without rewards."""
 _SHARES = ("share truncated at the limit",)
-"""Panels from 0 to 1, where the size says whether it matters."""
+"""Panels with an axis from 0 to 1."""
 _FROM_0 = ("accuracy",)
-"""Panels whose axis begins at 0, so that noise does not look like progress."""
+"""Panels with an axis from 0, so that noise does not look like progress."""
 _COLUMNS = 4
 """Panels in a row."""
 
@@ -63,8 +63,8 @@ _COLUMNS = 4
 def metric_series(rows: Sequence[Mapping[str, Any]], names: Sequence[str], mode: str) -> tuple[list[int], list[float]]:
     """The steps and values of a metric.
 
-    Args: rows: of metrics.jsonl. names: that it may have, in order of preference. mode: "train" or "eval".
-    Returns: (steps, values) where there is a finite value; both empty where there is none.
+    Args: rows: of metrics.jsonl. names: of the metric, in order of preference. mode: "train" or "eval".
+    Returns: (steps, values) of the finite values; both empty if there are none.
 
     >>> metric_series([{"step": 1, "mode": "eval", "accuracy": 0.5}], ["accuracy"], "eval")
     ([1], [0.5])
@@ -81,11 +81,11 @@ def metric_series(rows: Sequence[Mapping[str, Any]], names: Sequence[str], mode:
 def plot_curves(
     rows: Sequence[Mapping[str, Any]], path: str | Path, panels: Mapping[str, Sequence[str]] | None = None
 ) -> Path | None:
-    """Draws a panel per metric: training faint under its moving mean, evaluation with dots, and their last values.
+    """Draws a panel for each metric: training values faint under their moving mean, evaluations with dots.
 
     Args: rows: of metrics.jsonl. path: the PNG. panels: title -> the names that the metric may have; None = the usual
-        ones of a run with rewards, or of one without. A panel without values is left out.
-    Returns: the path; None, with the reason logged, where matplotlib is not installed or nothing can be drawn.
+        panels of a run with rewards, or of one without. A panel without values is left out.
+    Returns: the path; None, with the reason logged, if matplotlib is not installed or there is nothing to draw.
     Raises: CheckpointError: the file can't be written.
     """
     if importlib.util.find_spec("matplotlib") is None:
@@ -142,7 +142,7 @@ def _panel(axes: Any, title: str, curves: Mapping[str, tuple[list[int], list[flo
 
 
 def _moving_mean(values: Sequence[float]) -> list[float]:
-    """An exponential mean over about a tenth of the values, so that a short run's is not far behind."""
+    """An exponential moving mean over about a tenth of the values, so that it follows a short run closely too."""
     new = min(0.6, 2 / (1 + len(values) / 10))
     mean, out = values[0], []
     for value in values:

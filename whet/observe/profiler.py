@@ -3,9 +3,9 @@
     profile-step-000002.json.gz     the timeline, for Perfetto (ui.perfetto.dev) or chrome://tracing
     profile-step-000002.txt         the table
 
-The spans of whet's Trace become ranges of the profiler, so that phases are seen in both. Self time is what an operation
-spent in itself, not in those that it called: summed, it is the step. Left out on purpose: memory, shapes and Python
-stacks, which make a profile many times larger and slower; take torch.profiler itself for those.
+The spans of whet's Trace become ranges of the profiler, so both show the same phases. Self time is the time that an
+operation spent in itself, not in those that it called; its sum is the time of the step. Left out on purpose: memory,
+shapes and Python stacks, which make a profile many times larger and slower; use torch.profiler itself for those.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ log = logging.getLogger("whet")
 _MARK = "whet: "
 _STEP = f"{_MARK}step"
 _PARTS = {"autograd::engine::evaluate_function": "backward", "Optimizer.step#": "optimizer"}
-"""Beginnings of the names of torch's own ranges, and the part of a phase that lies inside them."""
+"""Prefixes of the names of torch's own ranges, and the part of a phase that each marks."""
 _REST = "forward, loss, clipping"
-"""The part of a phase outside of those, where it has any."""
+"""The part of a phase outside torch's ranges, if the phase has any of them."""
 
 
 class StepProfiler:
-    """Profiles the steps that the options choose; without options it does nothing.
+    """Profiles the steps that the options select; without options it does nothing.
 
-    Args: options: which steps, and where the files go; None = off. folder: the run folder, for options without log_dir;
-        None = the table is logged and nothing is written. trace: whose spans become ranges of the profile.
+    Args: options: the steps, and the folder for the files; None = off. folder: the run folder, for options without
+        log_dir; None = the table is logged and nothing is written. trace: its spans become ranges of the profile.
     """
 
     def __init__(self, options: ProfilerOptions | None, *, folder: str | Path | None, trace: Trace) -> None:
@@ -57,10 +57,10 @@ class StepProfiler:
         self._seen = 0
         self._profiled = 0
 
-    def expect(self, steps: int | None) -> None:
-        """Records the number of steps to come: a run too short for the options has its last one profiled.
+    def set_num_steps(self, steps: int | None) -> None:
+        """Records the number of steps to come. In a run too short for the options the last step is profiled.
 
-        Args: steps: that number; None = unknown.
+        Args: steps: the number; None = unknown.
         Raises: ConfigError: log_dir can't be written.
         """
         if self.options is not None and self.options.log_dir is not None:
@@ -74,9 +74,9 @@ class StepProfiler:
             self._first = steps - 1
 
     def step(self, number: int) -> AbstractContextManager[None]:
-        """What a step runs in.
+        """A context for a step, which profiles it if it is due.
 
-        Args: number: the step's own, for the names of its files; the options count from the first step of this process.
+        Args: number: of the step, for file names. The options count from the first step of this process.
         """
         self._seen += 1
         if self.options is None:
@@ -91,12 +91,12 @@ class StepProfiler:
 
         cuda = torch.cuda.is_available()
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-        seen = profile(activities=activities)
+        profiler = profile(activities=activities)
         start = time.perf_counter()
-        if not _done(number, seen.start):
+        if not _try(number, profiler.start):
             yield
             return
-        self.trace.mark = lambda name: record_function(_MARK + name)
+        self.trace.annotate = lambda name: record_function(_MARK + name)
         try:
             with record_function(_STEP):
                 yield
@@ -104,16 +104,16 @@ class StepProfiler:
                     torch.cuda.synchronize()
             seconds = time.perf_counter() - start
         finally:
-            self.trace.mark = None
-            whole = _done(number, seen.stop)
+            self.trace.annotate = None
+            complete = _try(number, profiler.stop)
         self._profiled += 1
-        if whole:
+        if complete:
             device = torch.cuda.get_device_name() if cuda else "CPU"
-            _done(number, lambda: self._write(number, seen, seconds, device))
+            _try(number, lambda: self._write(number, profiler, seconds, device))
 
-    def _write(self, number: int, seen: Any, seconds: float, device: str) -> None:
-        """Logs the table, and writes table and timeline; a step is not undone by a file that can't be written."""
-        found = operation_costs(seen.events())
+    def _write(self, number: int, profiler: Any, seconds: float, device: str) -> None:
+        """Logs the table, and writes table and timeline. A file that can't be written is only a warning."""
+        found = operation_costs(profiler.events())
         head = f"profile of step {number}: {seconds:.2f} s with the profiler's own cost, on {device}"
         log.info("%s\n%s", head, cost_table(found, rows=4))
         if self.folder is None:
@@ -124,9 +124,9 @@ class StepProfiler:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_atomic(self.folder / f"{name}.txt", f"{head}\n\n{cost_table(found)}\n".encode())
-            create_file(half).close()  # torch writes into it: nobody else's file, by a name that could be foreseen
-            seen.export_chrome_trace(str(half))
-            _check_whole(half)
+            create_file(half).close()  # a new file for torch to write to: no link is followed
+            profiler.export_chrome_trace(str(half))
+            _check_complete(half)
             half.replace(self.folder / f"{name}.json.gz")
         except (OSError, EOFError, RuntimeError) as error:  # RuntimeError: torch's own, and CheckpointError
             why = error.__cause__ if isinstance(error, CheckpointError) and error.__cause__ else error
@@ -142,7 +142,7 @@ class StepProfiler:
                 half.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Warns where the run ended before the steps that were to be profiled."""
+        """Warns if the run ended before the first step to be profiled."""
         if self.options is not None and self._seen and not self._profiled:
             log.warning(
                 "no step was profiled: the run made %d and the first %d are skipped; lower "
@@ -152,19 +152,18 @@ class StepProfiler:
             )
 
 
-def _done(number: int, part: Callable[[], None]) -> bool:
-    """Does a part of the profiler's work; where it fails it warns, since the step itself is sound."""
+def _try(number: int, call: Callable[[], None]) -> bool:
+    """Runs a part of the profiler's work. An error is only a warning, since it does not affect the step."""
     try:
-        part()
+        call()
     except Exception as error:
-        what = format_exception(error)
-        log.warning("step %d has no profile: %s; training continues", number, what)
+        log.warning("step %d has no profile: %s; training continues", number, format_exception(error))
         return False
     return True
 
 
-def _check_whole(path: Path) -> None:
-    """Raises OSError for a timeline that is cut short: torch writes it to a temporary file first, without an error."""
+def _check_complete(path: Path) -> None:
+    """Raises OSError for an incomplete timeline, since torch raises no error when it writes one."""
     last = b""
     with gzip.open(path) as file:
         while part := file.read(1 << 20):
@@ -175,23 +174,23 @@ def _check_whole(path: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class OperationCost:
-    """What an operation cost in a phase."""
+    """The cost of an operation in a phase."""
 
     phase: str
-    """A span of whet's, "update: backward" and the like for its parts, or "other" where no span is."""
+    """A span of whet's Trace, "update: backward" and the like for parts of it, or "other" outside all spans."""
     name: str
-    """The operation; "(Python, waiting)" is the phase outside of any."""
+    """The operation; "(Python, waiting)" is the time of the phase outside all operations."""
     calls: int
     cpu_s: float
-    """Seconds spent in itself."""
+    """Self time in seconds."""
     device_s: float
-    """Seconds of the kernels that it started itself; 0 on a CPU."""
+    """Seconds of the kernels that the operation started itself; 0 on a CPU."""
 
 
 def operation_costs(events: Iterable[Any]) -> list[OperationCost]:
-    """The operations of a profile, summed by phase and name; phases in order, the most expensive first in each.
+    """Sums the operations of a profile by phase and name: phases in order, the most expensive operation first.
 
-    Args: events: `torch.profiler.profile.events()`, taken under ranges that a Trace marked.
+    Args: events: of `torch.profiler.profile.events()`, recorded while a Trace marked its spans.
     """
     ops = [e for e in events if e.device_type.name == "CPU" and not e.is_async]
     spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in ops if e.name.startswith(_MARK))
@@ -225,7 +224,7 @@ def operation_costs(events: Iterable[Any]) -> list[OperationCost]:
 
 
 def _part(event: Any, known: dict[int, str]) -> str:
-    """The part of a phase that an event lies in: the innermost of torch's own ranges around it; "" outside of them."""
+    """The part of a phase that an event is in: the innermost of torch's own ranges around it; "" outside them."""
     chain = []
     while event is not None and id(event) not in known:
         chain.append(event)
@@ -242,7 +241,7 @@ def _part(event: Any, known: dict[int, str]) -> str:
 def cost_table(found: Iterable[OperationCost], rows: int = 10) -> str:
     """A table of costs: phases in order, the most expensive operations of each.
 
-    Args: found: as `operation_costs` gives them. rows: operations shown of each phase; the others are one line.
+    Args: found: from `operation_costs`. rows: operations shown for each phase; the others are one line.
 
     >>> print(cost_table([OperationCost(phase="rollout", name="mm", calls=3, cpu_s=0.75, device_s=0.0),
     ...              OperationCost(phase="other", name="(Python, waiting)", calls=1, cpu_s=0.25, device_s=0.0)]))

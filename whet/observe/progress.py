@@ -1,4 +1,4 @@
-"""Progress: a bar in a terminal, plain lines elsewhere, on rank 0 alone."""
+"""Progress: a bar in a terminal, plain lines elsewhere, on rank 0 only."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _BARS = "▁▂▃▄▅▆▇█"
 def sparkline(values: Sequence[float], width: int = 24) -> str:
     """A curve in one line of text.
 
-    Args: values: in order; NaN is left out. width: characters at most; longer series are averaged in pieces.
-    Returns: one block character per piece, lowest to highest over the series' own range.
+    Args: values: in order; NaN is left out. width: of the text at most; a longer series is averaged in parts.
+    Returns: one block character per part; the lowest block is the series' minimum, the highest its maximum.
 
     >>> sparkline([0.0, 0.5, 1.0])
     '▁▄█'
@@ -34,14 +34,14 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
     if not known:
         return ""
     size = math.ceil(len(known) / width)
-    means = [sum(piece) / len(piece) for piece in (known[i : i + size] for i in range(0, len(known), size))]
+    means = [sum(part) / len(part) for part in (known[i : i + size] for i in range(0, len(known), size))]
     low, span = min(means), (max(means) - min(means)) or 1.0
     return "".join(_BARS[min(7, int((v - low) / span * 7.999))] for v in means)
 
 
 @functools.cache
 def _console() -> Any:
-    """The one console: a log handler and a bar that share it don't tear each other's lines."""
+    """The console that log handler and bar share, so that they don't break each other's lines."""
     from typing import cast
 
     from rich.console import Console
@@ -54,33 +54,34 @@ def _first_rank() -> bool:
 
 
 def setup_logging(level: int = logging.INFO) -> None:
-    """Sends log lines to stderr, above the bar where there is one; ranks other than 0 log errors only.
+    """Sends log lines to stderr, above the bar if there is one; ranks other than 0 log errors only.
 
-    Args: level: of whet's own lines on rank 0; other libraries log warnings. For programs, not for libraries: it
-        replaces the root logger's handlers.
+    For programs, not for libraries: it replaces the root logger's handlers.
+
+    Args: level: of whet's own lines on rank 0; other libraries log warnings.
     """
     first = _first_rank()
     if first and _console().is_terminal:
-        handler: logging.Handler = _AboveTheBar()
+        handler: logging.Handler = _AboveBarHandler()
     else:
         handler = logging.StreamHandler(Stderr())
-    handler.setFormatter(_Named())
+    handler.setFormatter(_LevelFormatter())
     others = logging.WARNING if first else logging.ERROR
     logging.basicConfig(level=others, handlers=[handler], force=True)
     logging.getLogger("whet").setLevel(level if first else logging.ERROR)
 
 
-class _Named(logging.Formatter):
-    """The message alone; of a warning and an error the word first."""
+class _LevelFormatter(logging.Formatter):
+    """Formats a record as its message; warnings and errors begin with their level."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The text of a record."""
+        """Formats a record."""
         text = super().format(record)
         return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
 
 
-class _AboveTheBar(logging.Handler):
-    """Log lines in a terminal, above the bar where there is one, broken at words to its width."""
+class _AboveBarHandler(logging.Handler):
+    """Prints log lines in a terminal above the bar, wrapped at words to the terminal's width."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,23 +94,23 @@ class _AboveTheBar(logging.Handler):
         try:
             style = "yellow" if record.levelno >= logging.WARNING else ""
             self.console.print(Text(wrap_text(self.format(record), self.console.width), style=style), soft_wrap=True)
-        except Exception:  # as every handler: what can't be logged ends nothing
+        except Exception:  # as in every handler: a failed log line must not end the program
             self.handleError(record)
 
 
 class Progress:
-    """Shows how far a run is: step, a metric and its curve, others, tokens per second, time left.
+    """Shows the progress of a run: step, a metric with its curve, other metrics, tokens per second, time left.
 
-    In a terminal a line that stays, with a bar and a curve where there is room; elsewhere one on stderr at most every
-    30 seconds, and always the last. Nothing on other ranks than 0. It runs a thread in a terminal; a process that is
-    forked meanwhile prints as if there were no bar.
+    In a terminal it updates one line, with a bar and a curve if there is room. Elsewhere it prints a line to stderr at
+    most every 30 seconds, and always the last one. It prints nothing on ranks other than 0. In a terminal it runs a
+    thread; a process that is forked meanwhile prints as if there were no bar.
 
     Args:
-        total: steps of the run, None where the data decides.
-        start: steps done before (a resumed run).
-        description: words before the bar; None = show nothing.
+        total: the number of steps of the run; None = unknown.
+        start: the number of steps done before, in a resumed run.
+        description: the words before the bar; None = show nothing.
         every_s: seconds between two lines.
-        metric: what is shown first.
+        metric: the metric that is shown first.
     """
 
     def __init__(
@@ -123,22 +124,22 @@ class Progress:
     ) -> None:
         self.total, self.start, self.description, self.every_s = total, start, description, every_s
         self.metric = metric
-        self._shown = _first_rank() and description is not None
+        self._enabled = _first_rank() and description is not None
         self._values: list[float] = []
         self._line = ""
-        self._begun = self._said = time.monotonic()
+        self._begun = self._printed = time.monotonic()
         self._bar: Any = None
         self._task: Any = None
 
     def __enter__(self) -> Progress:
-        self._begun = self._said = time.monotonic()
-        if self._shown and _console().is_terminal:
-            self._bar = _bar()
+        self._begun = self._printed = time.monotonic()
+        if self._enabled and _console().is_terminal:
+            self._bar = _make_bar()
             options = {"total": self.total, "completed": self.start, "text": ""}
             self._task = self._bar.add_task(self.description, **options)
             self._bar.start()
-            child = weakref.WeakMethod(self._leave_streams)
-            os.register_at_fork(after_in_child=lambda: (leave := child()) and leave())
+            method = weakref.WeakMethod(self._after_fork)
+            os.register_at_fork(after_in_child=lambda: (after_fork := method()) and after_fork())
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -146,72 +147,70 @@ class Progress:
             self._bar.stop()
             self._bar = None
         elif self._line:
-            self._say()
+            self._print_line()
 
-    def update(self, step: int, *, value: float, tokens_per_s: float, shown: Mapping[str, str] | None = None) -> None:
+    def update(self, step: int, *, value: float, tokens_per_s: float, fields: Mapping[str, str] | None = None) -> None:
         """Shows one more step.
 
         Args:
-            step: steps done.
-            value: the step's `metric`; NaN = none.
-            tokens_per_s: that it was trained on.
-            shown: what else, after it: name -> number, as it is to be read.
+            step: the number of finished steps.
+            value: the step's `metric`; NaN = it has none.
+            tokens_per_s: the tokens trained per second.
+            fields: shown after the metric: name -> formatted number.
         """
         self._values.append(value)
-        fields = [f"{self.metric} {value:.3g}", *(f"{name} {number}" for name, number in (shown or {}).items())]
-        fields.append(f"{_short(tokens_per_s)} tok/s")
+        texts = [f"{self.metric} {value:.3g}", *(f"{name} {number}" for name, number in (fields or {}).items())]
+        texts.append(f"{_format_short(tokens_per_s)} tok/s")
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, text=self._beside(fields))
-        elif self._shown:
-            self._line = join_fields([self._head(step), *fields, *self._left(step)])
-            if time.monotonic() - self._said >= self.every_s:
-                self._say()
+            self._bar.update(self._task, completed=step, text=self._with_curve(texts))
+        elif self._enabled:
+            head = f"{self.description} {step}" + ("" if self.total is None else f"/{self.total}")
+            self._line = join_fields([head, *texts, *self._time_left(step)])
+            if time.monotonic() - self._printed >= self.every_s:
+                self._print_line()
 
-    def _head(self, step: int) -> str:
-        return f"{self.description} {step}" + ("" if self.total is None else f"/{self.total}")
-
-    def _left(self, step: int) -> list[str]:
-        """The time left, where the end is known."""
+    def _time_left(self, step: int) -> list[str]:
+        """The time left; [] if the number of steps is unknown."""
         if self.total is None or step <= self.start:
             return []
         seconds = round((time.monotonic() - self._begun) / (step - self.start) * (self.total - step))
         return [f"{timedelta(seconds=seconds)} left"]
 
-    def _beside(self, fields: list[str]) -> str:
-        """What stands beside the bar: the curve of the first of the fields, if the terminal is wide enough for it."""
-        room = _console().width - _WITHOUT - len(str(self.description)) - len("  ".join(fields))
-        room -= _BAR if _console().width >= _WIDE else 0
+    def _with_curve(self, texts: list[str]) -> str:
+        """The text beside the bar, with a curve after the first metric if the terminal is wide enough."""
+        room = _console().width - _OTHER_COLUMNS - len(str(self.description)) - len("  ".join(texts))
+        room -= _BAR_COLUMNS if _console().width >= _MIN_WIDTH_FOR_BAR else 0
         curve = f" {sparkline(self._values, min(24, room))}" if room >= 6 else ""
-        return "  ".join([fields[0] + curve, *fields[1:]])
+        return "  ".join([texts[0] + curve, *texts[1:]])
 
-    def _say(self) -> None:
-        self._said = time.monotonic()
+    def _print_line(self) -> None:
+        self._printed = time.monotonic()
         stderr = Stderr()
         stderr.write(self._line + "\n")
         stderr.flush()
         self._line = ""
 
-    def _leave_streams(self) -> None:
-        """Takes the bar off a forked child's streams: a lock of it may be held by a thread that the child lacks."""
+    def _after_fork(self) -> None:
+        """Detaches the bar from a forked child's streams: a thread that the child lacks may hold a lock of the bar."""
         if self._bar is None:
             return
-        self._bar, self._shown = None, False
+        self._bar, self._enabled = None, False
         for name in ("stdout", "stderr"):
             setattr(sys, name, getattr(vars(sys)[name], "rich_proxied_file", vars(sys)[name]))
         _console.cache_clear()
         for handler in logging.getLogger().handlers:
-            if isinstance(handler, _AboveTheBar):
+            if isinstance(handler, _AboveBarHandler):
                 handler.console = _console()
 
 
-_WIDE, _BAR, _WITHOUT = 110, 20, 24
-"""Columns of a terminal that has room for a bar, of the bar, and of what stands on the line besides words and bar."""
+_MIN_WIDTH_FOR_BAR, _BAR_COLUMNS, _OTHER_COLUMNS = 110, 20, 24
+"""The width of a terminal with room for a bar, the width of the bar, and that of the rest besides words and bar."""
 
 
-def _short(number: float) -> str:
-    """A number in at most five characters.
+def _format_short(number: float) -> str:
+    """Formats a number in at most five characters.
 
-    >>> _short(872.3), _short(5234.0), _short(1.5e6)
+    >>> _format_short(872.3), _format_short(5234.0), _format_short(1.5e6)
     ('872', '5.2k', '1.5M')
     """
     for size, letter in ((1e6, "M"), (1e3, "k")):
@@ -220,7 +219,7 @@ def _short(number: float) -> str:
     return f"{number:.0f}"
 
 
-def _bar() -> Any:
+def _make_bar() -> Any:
     from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as RichProgress
 
@@ -228,12 +227,12 @@ def _bar() -> Any:
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
         MofNCompleteColumn(),
-        *([BarColumn(_BAR - 1)] if _console().width >= _WIDE else []),
+        *([BarColumn(_BAR_COLUMNS - 1)] if _console().width >= _MIN_WIDTH_FOR_BAR else []),
         TextColumn("{task.fields[text]}", markup=False),
         TimeRemainingColumn(),
         console=_console(),
         refresh_per_second=4,
-        speed_estimate_period=600,  # steps may be slower than its usual 30 seconds
+        speed_estimate_period=600,  # steps may be slower than the default of 30 seconds
         redirect_stdout=True,
         redirect_stderr=True,
     )

@@ -1,6 +1,6 @@
-"""Where the time of a step went: named spans, summed per step and drawn on a timeline.
+"""Named time spans, summed per step and drawn on a timeline.
 
-The file that `write` makes opens in Perfetto (ui.perfetto.dev) or chrome://tracing. Left out on purpose: the kernels
+The file that `write` writes opens in Perfetto (ui.perfetto.dev) or chrome://tracing. Left out on purpose: the kernels
 inside a span, which observe/profiler.py shows.
 """
 
@@ -25,10 +25,10 @@ log = logging.getLogger("whet")
 
 
 def trace_folder(options: Any, run_dir: str | Path | None) -> Path | None:
-    """The folder of a run's trace.json.
+    """The folder for a run's trace.json.
 
-    Args: options: PerfMetricsOptions, or None. run_dir: where it goes unless trace_dir says otherwise.
-    Returns: a folder that can be written; None = no timeline is asked for, or there is no place for it.
+    Args: options: PerfMetricsOptions, or None. run_dir: used if the options have no trace_dir.
+    Returns: a folder that can be written; None = no timeline is wanted, or there is no folder for it.
     Raises: ConfigError: trace_dir can't be written.
 
     >>> trace_folder(None, "runs/a")
@@ -41,15 +41,15 @@ def trace_folder(options: Any, run_dir: str | Path | None) -> Path | None:
 
 
 class Trace:
-    """Spans of one process.
+    """The time spans of one process.
 
-    Args: keep: latest spans kept for the timeline.
+    Args: keep: the number of latest spans kept for the timeline.
 
     >>> trace = Trace()
     >>> with trace.span("rollout", step=3):
     ...     with trace.span("prefill"):
     ...         pass
-    >>> sorted(trace.times()), trace.times()
+    >>> sorted(trace.pop_times()), trace.pop_times()
     (['time/prefill', 'time/rollout'], {})
     """
 
@@ -58,20 +58,20 @@ class Trace:
         self._spent: dict[str, float] = {}
         self._open: list[str] = []
         self._rank = int(os.environ.get("RANK", "0"))
-        self.mark: Callable[[str], AbstractContextManager[Any]] | None = None
-        """What each span is shown to while a profiler runs."""
+        self.annotate: Callable[[str], AbstractContextManager[Any]] | None = None
+        """Marks each span for a profiler while one runs."""
 
     @contextmanager
     def span(self, name: str, **tags: Any) -> Iterator[None]:
-        """Times what runs inside; spans nest.
+        """Measures the time spent inside the context; spans nest.
 
-        Args: name: a phase. tags: shown with the span on the timeline.
+        Args: name: of the phase. tags: shown with the span on the timeline.
         """
         outermost = name not in self._open
         self._open.append(name)
         start = time.perf_counter_ns()
         try:
-            with nullcontext() if self.mark is None else self.mark(name):
+            with nullcontext() if self.annotate is None else self.annotate(name):
                 yield
         finally:
             spent = time.perf_counter_ns() - start
@@ -81,24 +81,24 @@ class Trace:
             event = {"name": name, "ph": "X", "ts": start / 1e3, "dur": spent / 1e3, "pid": self._rank, "tid": 0}
             self._events.append({**event, "args": {k: str(v) for k, v in tags.items()}} if tags else event)
 
-    def times(self) -> dict[str, float]:
-        """The seconds of each name since the last call; the sums then start from 0.
+    def pop_times(self) -> dict[str, float]:
+        """The seconds of each name since the last call; resets the sums.
 
-        Returns: "time/<name>" -> seconds. A span inside another counts for both; one inside a span of its own name
-            once.
+        Returns: "time/<name>" -> seconds. A span inside another counts for both; inside a span of the same name it
+            counts once.
         """
         spent, self._spent = self._spent, {}
         return {f"time/{name}": seconds for name, seconds in spent.items()}
 
     def write(self, path: str | Path) -> None:
-        """Writes the timeline as Chrome trace JSON, whole or not at all; where that fails it warns.
+        """Writes the timeline as Chrome trace JSON, whole or not at all. A failure is only logged.
 
-        Args: path: the file; its folder is made where it is missing.
+        Args: path: the file; its folder is made if missing.
         """
         path, events = Path(path), sorted(self._events, key=lambda e: e["ts"])
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode())
-        except (CheckpointError, OSError) as error:  # it only shows what was done
+        except (CheckpointError, OSError) as error:  # the timeline is not needed for training
             cause = error.__cause__ or error
             log.warning("could not write the timeline %s: %s; nothing else is affected", path, cause)

@@ -23,8 +23,10 @@ __all__ = ["PlanCache"]
 class PlanCache:
     """The plans of the last batch, one for each set of limits. All workers of a cluster share one cache.
 
-    >>> from whet.packing.padded import padded_batch
-    >>> batch, _ = padded_batch([[5, 6], [5, 6]], [[7, 2], [8, 2]], 0, [2])
+    >>> import numpy as np
+    >>> from whet.types import Example, TrainSequence
+    >>> two = (TrainSequence(prefix=np.array([5, 6]), tokens=np.array([t, 2]), mask=np.ones(2, bool)) for t in (7, 8))
+    >>> batch = TokenBatch.from_examples([Example(sequences=tuple(two))])
     >>> cache = PlanCache()
     >>> [micro.input_ids.tolist() for micro in cache.get(batch, max_tokens=100)]
     [[[5, 6, 7, 8]]]

@@ -92,11 +92,9 @@ def plan_micro_batches(
     Raises: ConfigError: a budget below 1. DataError: a sequence or unit over max_tokens, a unit over max_sequences, or
         an empty prefix: nothing predicts a first token.
 
-    >>> from whet.types import TrainExample
-    >>> two = torch.ones(2, 2, dtype=torch.bool)
-    >>> batch = TokenBatch.from_padded(TrainExample(
-    ...     prompt_ids=torch.tensor([[5, 6], [5, 6]]), prompt_mask=two,
-    ...     completion_ids=torch.tensor([[7, 2], [8, 2]]), completion_mask=two, advantages=torch.ones(2)))
+    >>> from whet.types import Example, TrainSequence
+    >>> two = (TrainSequence(prefix=np.array([5, 6]), tokens=np.array([t, 2]), mask=np.ones(2, bool)) for t in (7, 8))
+    >>> batch = TokenBatch.from_examples([Example(sequences=tuple(two))])
     >>> [micro.input_ids.tolist() for micro in plan_micro_batches(batch, max_tokens=100)]
     [[[5, 6, 7, 8]]]
     >>> [micro.input_ids.tolist() for micro in plan_micro_batches(batch, max_tokens=3)]  # each part has the prefix

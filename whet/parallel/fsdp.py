@@ -1,14 +1,14 @@
-"""FSDPPlacement: a model in parts over several processes, by torch's fully_shard, behind the methods of one worker.
+"""FSDPPlacement: a model sharded over several processes by torch's fully_shard.
 
-    parameters, gradients, moments    each rank holds its part of every tensor; a decoder layer is whole while it runs
-    forward passes                    every rank makes the same list and runs every size-th of it
+    parameters, gradients, moments    each rank holds its shard of every tensor; a decoder layer is whole while it runs
+    forward passes                    every rank makes the same list and runs every size-th pass of it
     gradients                         are added over the ranks after the last pass, never averaged: the token weights
-                                      were made from the whole batch, so that nothing else divides
-    rollout                           the whole model on every rank while it samples
+                                      were computed from the whole batch, so nothing else divides
+    rollout                           every rank has the whole model while it samples
 
-An experiment: fp32 alone, the module's own layers, every rank samples all prompts, and checkpoints and exports refused.
-The command line starts one process. Left out on purpose: a dtype to compute in other than that of the parameters, which
-needs torch's MixedPrecisionPolicy, and loading a model that no rank can hold whole.
+Experimental: fp32 only, the module's own layers, every rank samples all prompts, and checkpoints and exports are
+refused. The command line starts one process. Left out on purpose: computing in another dtype than that of the
+parameters, which needs torch's MixedPrecisionPolicy, and loading a model that no rank can hold whole.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ __all__ = ["FSDPPlacement"]
 
 Result = TypeVar("Result")
 CALL = "whet_call"
-"""The method of the root that runs a function within FSDP's own hooks: they gather what lies outside the layers."""
+"""The method of the root module that runs a function within FSDP's hooks. They gather parameters of no layer."""
 
 
 class FSDPPlacement(Placement):
-    """A model over all ranks of a one-dimensional mesh.
+    """A model sharded over all ranks of a one-dimensional mesh.
 
-    Args: mesh: its ranks; the process group has to stand before.
-    Raises: ConfigError: a dtype that the parameters don't have.
+    Args: mesh: the ranks; the process group must be initialized first.
+    Raises: ConfigError: a dtype other than float32.
 
     Example: `ModelWorker(loaded, optim=OptimConfig(), placement=FSDPPlacement(init_device_mesh("cpu", (2,))))`.
     """
@@ -52,16 +52,16 @@ class FSDPPlacement(Placement):
         self.mesh = mesh
         self.ranks = ProcessRanks(mesh.get_group())
 
-    def materialise(self, module: nn.Module, dtype: torch.dtype | None) -> None:
-        """Shards every decoder layer, and what lies around them (embedding, last norm, head) as one more part."""
-        odd = sorted({str(p.dtype) for p in module.parameters()} | ({str(dtype)} if dtype is not None else set()))
-        if odd != ["torch.float32"]:
-            raise ConfigError(f"FSDP takes fp32 alone in this release, not {', '.join(odd)}; set dtype=float32")
+    def prepare(self, module: nn.Module, dtype: torch.dtype | None) -> None:
+        """Shards every decoder layer, and the rest of the model (embedding, last norm, head) as one more part."""
+        dtypes = sorted({str(p.dtype) for p in module.parameters()} | ({str(dtype)} if dtype is not None else set()))
+        if dtypes != ["torch.float32"]:
+            raise ConfigError(f"FSDP takes only float32 in this release, not {', '.join(dtypes)}; set dtype=float32")
         trunk: Any = module.get_decoder()  # pyright: ignore[reportCallIssue]
         for layer in trunk.layers:
             fully_shard(layer, mesh=self.mesh)
         fully_shard(module, mesh=self.mesh)
-        for part in _parts(module):  # both: the factor alone asks gloo for what it lacks, the second alone is a mean
+        for part in _parts(module):  # both calls: gloo can't do the first alone, and the second alone is a mean
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
         module.whet_call = MethodType(_call, module)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
@@ -81,9 +81,9 @@ class FSDPPlacement(Placement):
 
     @contextmanager
     def weights(self) -> Iterator[nn.Module]:
-        """See Placement: every rank gathers the whole model, once, and samples without waiting for another."""
+        """See Placement: every rank gathers the whole model once, then samples without waiting for other ranks."""
         parts = _parts(self.module)
-        self.forward(lambda: ())  # the root takes charge before a layer runs on its own
+        self.forward(lambda: ())  # the root must run once before a layer runs on its own
         for part in parts:
             part.set_reshard_after_forward(False, recurse=False)
             part.unshard()
@@ -104,34 +104,34 @@ class FSDPPlacement(Placement):
         """See Placement."""
         return self.module.whet_call(fn)  # pyright: ignore[reportCallIssue]
 
-    def share(self, passes: Sequence[Result]) -> list[tuple[Result, bool]]:
-        """See Placement; passes are of like cost, so they go round. A layer is gathered by all ranks: none may stop."""
+    def split_passes(self, passes: Sequence[Result]) -> list[tuple[Result, bool]]:
+        """See Placement; passes have similar costs, so they are dealt in turn. All ranks must run as many passes."""
         size = self.ranks.size
         own = [(x, True) for x in passes[self.ranks.rank :: size]]
         missing = -(-len(passes) // size) - len(own)
         return own + [(passes[-1], False)] * missing
 
-    def sync(self, last: bool) -> None:
+    def set_gradient_sync(self, last: bool) -> None:
         """See Placement."""
         for part in _parts(self.module):
             part.set_requires_gradient_sync(last, recurse=False)
 
-    def gather(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def gather_columns(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See Placement."""
         for column in columns.values():
             dist.all_reduce(column, group=self.ranks.group)
         return dict(columns)
 
-    def in_order(self, found: list[Result]) -> list[Result]:
+    def gather_results(self, results: list[Result]) -> list[Result]:
         """See Placement."""
-        everywhere = self.ranks.gather(found)
+        everywhere = self.ranks.all_gather(results)
         total = sum(map(len, everywhere))
         return [everywhere[i % self.ranks.size][i // self.ranks.size] for i in range(total)]
 
-    def norm(self, grads: Sequence[Tensor], local: Callable[[Sequence[Tensor]], float]) -> float:
-        """See Placement: the norm of the norms of the parts."""
+    def grad_norm(self, grads: Sequence[Tensor], local: Callable[[Sequence[Tensor]], float]) -> float:
+        """See Placement: the norm of the norms of the shards."""
         own = local([g.to_local() if isinstance(g, DTensor) else g for g in grads])
-        return float(torch.linalg.vector_norm(torch.tensor(self.ranks.gather(own), dtype=torch.float64)))
+        return float(torch.linalg.vector_norm(torch.tensor(self.ranks.all_gather(own), dtype=torch.float64)))
 
 
 def _parts(module: nn.Module) -> list[FSDPModule]:
@@ -139,5 +139,5 @@ def _parts(module: nn.Module) -> list[FSDPModule]:
 
 
 def _call(self: nn.Module, fn: Callable[[], Any]) -> Any:
-    """Runs a function as the root's forward pass. It closes over its arguments, which FSDP would rebuild and cast."""
+    """Runs a function as the root's forward pass. The function takes no arguments, which FSDP would copy and cast."""
     return fn()

@@ -1,11 +1,11 @@
-"""Where a model's tensors lie while it trains, scores and rolls out: behind the worker, by composition.
+"""Where a model's tensors lie while it trains, scores and generates.
 
-A ModelWorker says what is computed; its Placement says where the weights are at that moment and which process computes
-which part. Learners and losses know neither.
+A ModelWorker defines what is computed. Its Placement decides where the weights are at each moment, and which process
+computes which part. Learners and losses know neither.
 
     Placement             one process, everything on the model's device: nothing moves
-    OffloadPlacement      train/offload.py: what nothing needs lies on the host
-    FSDPPlacement         parallel/fsdp.py: parameters, gradients and moments in parts over several processes
+    OffloadPlacement      train/offload.py: tensors that the current phase does not need lie on the host
+    FSDPPlacement         parallel/fsdp.py: parameters, gradients and moments are sharded over several processes
 
 Dim letters: S tokens of a batch.
 """
@@ -14,53 +14,48 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from whet.parallel.ranks import Ranks
 
-__all__ = ["Phase", "Placement", "Trained"]
+if TYPE_CHECKING:
+    from whet.train.optim import Optim
+
+__all__ = ["Phase", "Placement"]
 
 Phase = Literal["read", "backward", "step", "save", "load", "export"]
-"""What a worker does: scores, adds gradients, steps, writes a checkpoint, restores one, writes the model."""
+"""What a worker does: it scores, adds gradients, steps, writes a checkpoint, restores one, exports the model."""
 Result = TypeVar("Result")
 
 
-class Trained(Protocol):
-    """What a placement knows of an optimizer: see train.optim.Optim."""
-
-    params: dict[str, Any]
-    masters: dict[str, Tensor]
-    optimizer: torch.optim.Optimizer
-
-
 class Placement:
-    """One process, everything on the model's device. Others override what they do differently.
+    """One process, everything on the model's device. Subclasses override what they do differently.
 
-    A worker calls `materialise` before the optimizer is made and `hold` after it, then `during` around each phase.
+    A worker calls `prepare` before it makes the optimizer and `attach` after that, then `during` around each phase.
     """
 
     fast_layers = True
-    """Whether layers may have other forwards: they read parameters as plain tensors where they lie."""
+    """Whether layers may have whet's own forwards, which read parameters as plain tensors."""
 
     def __init__(self) -> None:
         self.ranks = Ranks()
         """The processes that train this model."""
         self._module: nn.Module | None = None
-        self._trained: Trained | None = None
+        self._optim: Optim | None = None
 
-    def materialise(self, module: nn.Module, dtype: torch.dtype | None) -> None:
-        """Puts parameters where they will be trained. Args: module: whole. dtype: what it is to compute in."""
+    def prepare(self, module: nn.Module, dtype: torch.dtype | None) -> None:
+        """Puts parameters where they will be trained. Args: module: the whole model. dtype: that it will compute in."""
 
-    def hold(self, module: nn.Module, trained: Trained | None) -> None:
-        """Takes charge of a model. Args: module: its own. trained: its optimizer; None = it is only read."""
-        self._module, self._trained = module, trained
+    def attach(self, module: nn.Module, optim: Optim | None) -> None:
+        """Takes charge of a model. Args: module: the model. optim: its optimizer; None = it is not trained."""
+        self._module, self._optim = module, optim
 
     def release(self) -> None:
-        """Lets go of the optimizer's tensors."""
-        self._trained = None
+        """Drops the references to the optimizer's tensors."""
+        self._optim = None
 
     @property
     def module(self) -> nn.Module:
@@ -74,38 +69,38 @@ class Placement:
         return next(self.module.parameters()).device
 
     def during(self, phase: Phase) -> AbstractContextManager[None]:
-        """Around a phase: what it needs is where it computes."""
+        """A context for a phase: the tensors that it needs are on the device that computes."""
         return nullcontext()
 
     @contextmanager
     def weights(self) -> Iterator[nn.Module]:
-        """Inside, the model's parameters are plain tensors in the dtype that it computes in: what engines read."""
+        """A context for engines: the model's parameters are plain tensors in the dtype that it computes in."""
         yield self.module
 
     # ---- several processes ---------------------------------------------------------------------------------------
 
     def forward(self, fn: Callable[[], Result]) -> Result:
-        """Runs what calls the model or reads its parameters. Args: fn: returns a TokenStats."""
+        """Runs a function that calls the model or reads its parameters. Args: fn: returns a TokenStats."""
         return fn()
 
-    def share(self, passes: Sequence[Result]) -> list[tuple[Result, bool]]:
+    def split_passes(self, passes: Sequence[Result]) -> list[tuple[Result, bool]]:
         """This process's part of the forward passes of a batch.
 
-        Returns: of each, whether it counts: where a rank has fewer, it repeats one that must weigh nothing.
+        Returns: each pass, and whether it counts. A rank with fewer passes repeats one, which must have weight 0.
         """
         return [(x, True) for x in passes]
 
-    def sync(self, last: bool) -> None:
-        """Before a pass with a gradient. Args: last: gradients are added over the processes after this one."""
+    def set_gradient_sync(self, last: bool) -> None:
+        """Called before each pass with a gradient. Args: last: gradients are summed over the processes after it."""
 
-    def gather(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Columns [S] that each process has filled at its own tokens, 0 elsewhere; whole on every one."""
+    def gather_columns(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Adds up columns [S] that each process has filled at its own tokens, with 0 at the others."""
         return dict(columns)
 
-    def in_order(self, found: list[Result]) -> list[Result]:
-        """What each of this process's counting passes gave; that of all passes, in their order, on every process."""
-        return found
+    def gather_results(self, results: list[Result]) -> list[Result]:
+        """The results of all passes, in order, on every process. Args: results: of this process's passes that count."""
+        return results
 
-    def norm(self, grads: Sequence[Tensor], local: Callable[[Sequence[Tensor]], float]) -> float:
-        """The norm of the whole gradient. Args: grads: as they lie here. local: the norm of plain tensors."""
+    def grad_norm(self, grads: Sequence[Tensor], local: Callable[[Sequence[Tensor]], float]) -> float:
+        """The norm of the whole gradient. Args: grads: of this process. local: computes the norm of plain tensors."""
         return local(grads)

@@ -1,12 +1,12 @@
-"""The processes that train together, and what they do in step: one decides, all share the work, one writes.
+"""The processes that train together: one decides, all share the work, one writes.
 
-    agree(value)         rank 0's value on every rank: whatever ranks could decide differently (a clock, a signal, a
-                         timing) goes through it, or they wait for one another for ever
-    shared(fn, items)    the work of a function, a part of the items on each rank, all results on every rank
-    is_writer            whether this process writes files and logs
+    broadcast(value)             rank 0's value on every rank. Whatever ranks could decide differently (by a clock, a
+                                 signal or a timing) must go through it; otherwise they wait for one another for ever
+    scatter_gather(fn, items)    runs a function on a part of the items on each rank; all results on every rank
+    is_writer                    whether this process writes files and logs
 
-One process does all of that without communication: `Ranks` itself. Every rank must make the same calls in the same
-order. Left out on purpose: tensors, which a placement moves.
+`Ranks` itself is one process and needs no communication. Every rank must make the same calls in the same order. Left
+out on purpose: tensors, which a placement moves.
 """
 
 from __future__ import annotations
@@ -27,81 +27,74 @@ Result = TypeVar("Result")
 class Ranks:
     """One process.
 
-    >>> Ranks().agree(3), Ranks().shared(len, ["a", "b"]), Ranks().is_writer
+    >>> Ranks().broadcast(3), Ranks().scatter_gather(len, ["a", "b"]), Ranks().is_writer
     (3, [2], True)
     """
 
     rank: int = 0
-    """This process's place among them."""
+    """The number of this process."""
     size: int = 1
-    """How many there are."""
+    """The number of processes."""
 
     @property
     def is_writer(self) -> bool:
-        """Whether this process writes files and logs: one of them does."""
+        """Whether this process writes files and logs: rank 0 does."""
         return self.rank == 0
 
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in their order, on every rank. Args: value: what pickle takes."""
+    def all_gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, in the order of the ranks, on every rank. Args: value: what pickle takes."""
         return [value]
 
-    def agree(self, value: Result) -> Result:
-        """Rank 0's value, on every rank. Args: value: what this rank would take; only rank 0's is looked at."""
-        return self.gather(value)[0]
+    def broadcast(self, value: Result) -> Result:
+        """Rank 0's value, on every rank. Args: value: of this rank; used on rank 0 only."""
+        return self.all_gather(value)[0]
 
-    def shared(self, fn: Callable[[Sequence[Item]], Result], items: Sequence[Item]) -> list[Result]:
-        """Runs a function once over all items, a run of consecutive ones on each rank.
+    def scatter_gather(self, fn: Callable[[Sequence[Item]], Result], items: Sequence[Item]) -> list[Result]:
+        """Runs a function over all items, on consecutive items on each rank.
 
         Args:
-            fn: of some of the items, in order; it is called at most once on each rank.
-            items: the same on every rank. They stay whole: what must be judged together is one item.
+            fn: takes some of the items, in order; it is called at most once on each rank.
+            items: the same on every rank. An item is not split: what must be judged together is one item.
 
         Returns:
             what `fn` returned, in the order of the items, the same on every rank; one result where one process works.
 
         Raises:
-            WhetError: it failed on a rank; on that rank, its own error. All ranks raise, so none waits for another.
+            WhetError: it failed on another rank. On the rank where it failed, its own error. All ranks raise, so none
+                waits for another.
 
-        >>> Ranks().shared(sum, [1, 2, 3])
+        >>> Ranks().scatter_gather(sum, [1, 2, 3])
         [6]
         """
-        own = [items[i] for i in self._own(len(items))]
+        count = len(items)
+        own = [items[i] for i in range(count * self.rank // self.size, count * (self.rank + 1) // self.size)]
         failure: Exception | None = None
-        found: list[Result] = []
+        results: list[Result] = []
         try:
-            found = [fn(own)] if own or (self.rank == 0 and not items) else []
-        except Exception as error:  # whatever it is, the others have to hear of it
+            results = [fn(own)] if own or (self.rank == 0 and not items) else []
+        except Exception as error:  # the other ranks must learn of any error
             failure = error
-        said = self.gather((found, None if failure is None else format_exception(failure)))
+        gathered = self.all_gather((results, None if failure is None else format_exception(failure)))
         if failure is not None:
             raise failure
-        for rank, (_, error) in enumerate(said):
+        for rank, (_, error) in enumerate(gathered):
             if error is not None:
                 raise WhetError(f"rank {rank} of {self.size} failed: {error}")
-        return [result for results, _ in said for result in results]
-
-    def _own(self, count: int) -> range:
-        """Which of so many items are this rank's: runs of like length, in the order of the ranks.
-
-        >>> ranks = Ranks()
-        >>> ranks._own(5)
-        range(0, 5)
-        """
-        return range(count * self.rank // self.size, count * (self.rank + 1) // self.size)
+        return [result for results, _ in gathered for result in results]
 
 
 class ProcessRanks(Ranks):
     """The processes of a torch.distributed group.
 
-    Args: group: whose ranks take part; None = all. The process group has to stand before this is made.
+    Args: group: the processes; None = all. The process group must be initialized first.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """See Ranks; the values travel as pickles."""
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.group)
-        return found
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values

@@ -1,4 +1,4 @@
-"""The user's own metrics of a batch (Tunix's metric_fns).
+"""The user's own metrics of a batch.
 
     fn(prompts=, completions=, advantages=, rewards=, **columns) -> {name: (value, aggregation)}
 
@@ -15,7 +15,7 @@ import numpy as np
 from whet.errors import RewardError, format_exception, format_value
 from whet.rewards.call import RewardInputs, copied, function_name, keywords
 
-__all__ = ["call_metric_fns"]
+__all__ = ["call_metric_fns", "reduce_metrics"]
 
 
 def call_metric_fns(
@@ -63,6 +63,19 @@ def call_metric_fns(
     return metrics
 
 
+def reduce_metrics(metrics: Mapping[str, tuple[Any, Callable[..., Any] | None]]) -> dict[str, float]:
+    """Reduces metrics, name -> (value, aggregation), to numbers; those without an aggregation are left out.
+
+    >>> reduce_metrics({"reward": ([1.0, 0.0], np.mean), "note": ("hi", None)})
+    {'reward': 0.5}
+    """
+    return {
+        name: float(how(np.ravel(np.asarray(value, dtype=np.float64)).tolist()))
+        for name, (value, how) in metrics.items()
+        if how is not None
+    }
+
+
 def _problem(key: Any, pair: Any) -> str | None:
     """What is wrong with a metric; None = nothing."""
     if not isinstance(key, str):
@@ -81,7 +94,7 @@ def _problem(key: Any, pair: Any) -> str | None:
 
 
 def _numeric(value: Any) -> bool:
-    """Whether the log can make numbers of a value, as MetricsBuffer does when the step ends."""
+    """Whether reduce_metrics can make numbers of a value."""
     try:
         np.asarray(value, dtype=np.float64)
     except Exception:  # a value's own methods may raise anything

@@ -13,7 +13,6 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from torch import Tensor
 
-from whet.config.length_aliases import accepts_length_aliases
 from whet.errors import EngineError, lookup_error
 from whet.ops.support import Support
 from whet.types import FinishReason
@@ -98,8 +97,6 @@ class Sampling:
     return_logits: bool = False
     """Keep the raw logits of each drawn token (float32 [C, V]): for inspection, not for training."""
 
-
-Sampling.__init__ = accepts_length_aliases("max_tokens")(Sampling.__init__)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def support_of(sampling: Sampling) -> Support:

@@ -1,4 +1,4 @@
-"""From configuration to an engine and its sampling parameters."""
+"""make_engine and sampling_of: from a configuration to an engine and its sampling parameters."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ log = logging.getLogger("whet")
 
 
 def sampling_of(config: RolloutConfig, eos_ids: Sequence[int], tokenizer: Any = None) -> Sampling:
-    """The sampling parameters of a rollout configuration; `eos_tokens` comes before the tokenizer's own end ids.
+    """The sampling parameters of a rollout configuration.
 
-    Args: config: of a mode. eos_ids: end ids of tokenizer and model. tokenizer: to check stop strings with, or None.
+    Args:
+        config: of a mode; its `eos_tokens` replace eos_ids.
+        eos_ids: end ids of tokenizer and model.
+        tokenizer: checks the stop strings; None = they are not checked.
     Raises: ConfigError: a stop string with a special token in it.
     """
     stop_ids = tuple(config.eos_tokens or eos_ids)
     if tokenizer is not None:
-        _check_stop(config.stop, stop_ids, tokenizer)
+        _check_stop_strings(config.stop, stop_ids, tokenizer)
     return Sampling(
         max_tokens=config.max_tokens_to_generate,
         min_tokens=config.min_tokens,
@@ -46,8 +49,8 @@ def sampling_of(config: RolloutConfig, eos_ids: Sequence[int], tokenizer: Any = 
     )
 
 
-def _check_stop(strings: Sequence[str], stop_ids: Sequence[int], tokenizer: Any) -> None:
-    """Raises ConfigError for a stop string with a special token in it: the text that is searched has none."""
+def _check_stop_strings(strings: Sequence[str], stop_ids: Sequence[int], tokenizer: Any) -> None:
+    """Raises ConfigError for a stop string with a special token: the text that is searched has none."""
     for string in strings:
         for i in tokenizer(string, add_special_tokens=False).input_ids:
             token, shown = (str(tokenizer.decode([i], skip_special_tokens=skip)) for skip in (False, True))
@@ -66,7 +69,6 @@ def make_engine(
     config: RolloutConfig,
     decode: Callable[[Sequence[int]], str],
     tokenizer: Any,
-    mesh: Any = None,
     samplings: Sequence[Sampling] = (),
     generation_kwargs: Iterable[str] = (),
     grammars: Grammars | None = None,
@@ -76,8 +78,7 @@ def make_engine(
     Args:
         spec: a name from ENGINES, "package.module:Class", a class or a partial. A class with the classmethod
             `from_config(config, model, *, decode, grammars, samplings)` is built by it, another engine class as
-            cls(model, decode=...). A class with Tunix's `generate` in place of `submit` is called as
-            cls(rollout_actor=..., tokenizer=..., mesh=..., rollout_config=...).
+            cls(model, decode=...).
         loaded: the policy.
         config: of the rollout.
         decode: ids -> text.
@@ -92,16 +93,20 @@ def make_engine(
     if spec == "embedded" and not loaded.packable:
         log.warning("rollout_engine 'embedded' can't run this model (%s); using 'hf'", "; ".join(loaded.reasons))
         spec = "hf"
-    if asked := sorted({*generation_kwargs, *(name for s in samplings for name, _ in s.generation_kwargs)}):
-        checked_options(dict.fromkeys(asked))
+    if names := sorted({*generation_kwargs, *(name for s in samplings for name, _ in s.generation_kwargs)}):
+        checked_options(dict.fromkeys(names))
         if spec == "embedded":
-            log.warning("generation_kwargs (%s) are transformers' own; using 'hf'", ", ".join(asked))
+            log.warning("generation_kwargs (%s) are transformers' own; using 'hf'", ", ".join(names))
             spec = "hf"
     _warn_unused(spec, config)
     engine_class: Any = resolve_engine(spec)
-    if _is_tunix(engine_class):
-        engine = _of_tunix(engine_class, loaded, tokenizer, mesh, config)
-    elif hasattr(engine_class, "from_config"):
+    cls = engine_class.func if isinstance(engine_class, functools.partial) else engine_class
+    if inspect.isclass(cls) and not callable(inspect.getattr_static(cls, "submit", None)):
+        raise ConfigError(
+            f"the engine {cls.__name__} has no submit; derive it from SimpleEngine, where you write complete alone; "
+            "whet.tunix.RLCluster takes a class with Tunix's generate"
+        )
+    if hasattr(engine_class, "from_config"):
         grammars = grammars or grammars_of(loaded, tokenizer)
         engine = engine_class.from_config(config, loaded, decode=decode, grammars=grammars, samplings=samplings)
     else:
@@ -118,40 +123,24 @@ def make_engine(
     return engine
 
 
-def _is_tunix(engine_class: Any) -> bool:
-    """Whether a class, or the class of a partial, has no `submit`: its methods are Tunix's then."""
-    cls = engine_class.func if isinstance(engine_class, functools.partial) else engine_class
-    return inspect.isclass(cls) and not callable(inspect.getattr_static(cls, "submit", None))
-
-
-def _of_tunix(made: Any, loaded: LoadedModel, tokenizer: Any, mesh: Any, config: RolloutConfig) -> RolloutEngine:
-    """A rollout class of Tunix's form, called with Tunix's arguments, as an engine."""
-    from whet.rollout.compat import BaseRolloutAdapter, TokenizerAdapter, prompt_text
-
-    module = loaded.module
-    inner = made(rollout_actor=module, tokenizer=TokenizerAdapter(tokenizer), mesh=mesh, rollout_config=config)
-    decode = functools.partial(prompt_text, tokenizer)
-    return BaseRolloutAdapter(inner, decode=decode, module=module, rollout_config=config)
-
-
 def _warn_unused(spec: Any, config: RolloutConfig) -> None:
-    """Warns of fields that are set for another engine; a class of the user's own may read them all."""
+    """Warns about fields of another engine that are set; a user's own class may read all of them."""
     if not isinstance(spec, str) or ":" in spec:
         return
     unused = {}
     for section in {"vllm", "sglang"} - {spec}:
-        given, plain = vars(vars(config)[section]), vars(type(vars(config)[section])())
-        unused |= {f"{section}.{n}": v for n, v in given.items() if v != plain[n]}
+        values, defaults = vars(vars(config)[section]), vars(type(vars(config)[section])())
+        unused |= {f"{section}.{n}": v for n, v in values.items() if v != defaults[n]}
     if unused:
-        said = ", ".join(f"rollout.{name}={value!r}" for name, value in unused.items())
-        log.warning("%s: no effect with rollout_engine %r, they belong to another engine; leave them out", said, spec)
+        fields = ", ".join(f"rollout.{name}={value!r}" for name, value in unused.items())
+        log.warning("%s: no effect with rollout_engine %r, they belong to another engine; leave them out", fields, spec)
 
 
 def grammars_of(loaded: LoadedModel, tokenizer: Any) -> Grammars:
-    """The grammars of a model's tokenizer; nothing is made before the first constraint."""
+    """The grammars of a model's tokenizer; nothing is compiled before the first constraint."""
     return Grammars(tokenizer, vocabulary=int(loaded.module.get_input_embeddings().weight.shape[0]))  # pyright: ignore
 
 
 def describe_engine(engine: RolloutEngine) -> dict[str, str]:
-    """What runs the rollout, for a run's notes: the class, its backends and its version."""
+    """An engine's class and the implementation of its parts, for environment.json."""
     return {"engine": type(engine).__name__, **engine.backends}

@@ -1,9 +1,9 @@
 """Constrained decoding: the tokens that keep a completion inside a regular expression, a JSON schema or a grammar.
 
-llguidance says which bytes may follow; what ends a completion is decided here: stop ids are allowed exactly where the
-language may end. The sampler and the trainer get the same masks, so both mean the same distribution.
+llguidance computes which bytes may follow. This module decides where a completion may end: stop ids are allowed exactly
+where the language may end. The sampler and the trainer get the same masks, so both mean the same distribution.
 Dim legend: n rows, s tokens, V vocabulary, W = 4 ceil(V / 32) bytes of a mask, one bit per token, lowest bit first.
-Left out on purpose: forced tokens put in without a draw (every token has a draw and a logprob), and languages over
+Left out on purpose: inserting forced tokens without a draw (every token has a draw and a logprob), and languages over
 special tokens.
 """
 
@@ -31,40 +31,40 @@ __all__ = ["Grammars", "Masks", "Matcher"]
 log = logging.getLogger("whet")
 
 UNFORCED = '%llguidance {"no_forcing": true}'
-"""Any tokens may spell a text that is forced; llguidance would allow the tokenizer's own spelling alone."""
+"""A forced text may be written in any tokens; llguidance would allow only the tokenizer's own encoding."""
 MAX_COMPILED = 64
-"""Languages kept compiled."""
+"""The most compiled languages that are kept."""
 MASK_CACHE_BYTES = 256 * 2**20
-"""Distinct masks kept between the passes over a batch."""
+"""Memory of the distinct masks that are kept between the passes over a batch."""
 
 
 class Matcher:
-    """A completion's place in its language. `Grammars.matcher` makes it."""
+    """The state of a completion in its language. `Grammars.matcher` makes it."""
 
     def __init__(self, inner: Any, rules: _Rules) -> None:
         self._inner, self._rules = inner, rules
-        self._made = 0
+        self._num_tokens = 0
         self.allowed = rules.all
-        """uint8 [W]: the tokens that may come now, once `Grammars.refresh` has looked."""
+        """uint8 [W]: the tokens allowed next; `Grammars.refresh` sets it."""
         self.finish_reason: FinishReason | None = None
         """Set where no token may follow: "stop" = the language ends here; "error" = every continuation is forbidden."""
 
     def copy(self) -> Matcher:
-        """Another one at the same place."""
+        """A copy in the same state."""
         other = Matcher(self._inner.deep_copy(), self._rules)
-        other._made, other.allowed, other.finish_reason = self._made, self.allowed, self.finish_reason
+        other._num_tokens, other.allowed, other.finish_reason = self._num_tokens, self.allowed, self.finish_reason
         return other
 
     def advance(self, token: int) -> bool:
-        """Consumes a token. Returns: whether the text may continue with it: not with a stop id, which ends it."""
-        self._made += 1
+        """Consumes a token. Returns: whether the text may continue after it; a stop id ends it."""
+        self._num_tokens += 1
         return self.finish_reason is None and token not in self._rules.stops and bool(self._inner.consume_token(token))
 
-    def look(self, mask: np.ndarray) -> None:
-        """Records what may come. Args: mask: uint8 [W], from llguidance; the stop ids are set in it here."""
+    def set_allowed(self, mask: np.ndarray) -> None:
+        """Sets `allowed` and `finish_reason`. Args: mask: uint8 [W], from llguidance; stop ids are set in it here."""
         rules, accepts = self._rules, self._inner.is_accepting()
         mask &= rules.text
-        if accepts and self._made >= rules.min_tokens:
+        if accepts and self._num_tokens >= rules.min_tokens:
             mask |= rules.stop
         self.allowed = mask
         if mask.any():
@@ -77,20 +77,20 @@ class Matcher:
             log.warning(
                 "constraint %s: no allowed next token after %d tokens (finish_reason 'error'): %s",
                 rules.constraint,
-                self._made,
+                self._num_tokens,
                 reason,
             )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Rules:
-    """What a Sampling says besides the language, as masks of [W] bytes."""
+    """The fields of a Sampling that affect masks, besides the language; masks are [W] bytes."""
 
     constraint: Constraint
     all: np.ndarray
     """Every token."""
     text: np.ndarray
-    """Tokens that may spell the text: neither stop ids nor forbidden."""
+    """Tokens of the text: neither stop ids nor forbidden."""
     stop: np.ndarray
     """Stop ids that are not forbidden."""
     stops: frozenset[int]
@@ -100,9 +100,11 @@ class _Rules:
 class Grammars:
     """Languages compiled for a tokenizer, and the masks of completions in them.
 
-    Args: tokenizer: a fast tokenizer of transformers; looked at when the first constraint comes. vocabulary: V, ids
-        that the model knows. All methods raise ConfigError where llguidance is missing, the tokenizer has no bytes for
-        its tokens, or a constraint is malformed or begins with nothing that the tokenizer can spell.
+    Args:
+        tokenizer: a fast tokenizer of transformers; not used before the first constraint.
+        vocabulary: V, the number of the model's ids.
+    Raises: ConfigError, in all methods: llguidance is missing, the tokenizer has no bytes for its tokens, a constraint
+        is malformed, or no token may begin it.
 
     >>> from whet.data.tokenizer import byte_tokenizer
     >>> grammars = Grammars(byte_tokenizer(), vocabulary=259)
@@ -113,37 +115,37 @@ class Grammars:
 
     def __init__(self, tokenizer: Any, *, vocabulary: int) -> None:
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
-        self._compile = functools.lru_cache(maxsize=MAX_COMPILED)(self._compiled)
+        self._compile = functools.lru_cache(maxsize=MAX_COMPILED)(self._compile_language)
 
     def check(self, sampling: Sampling) -> None:
-        """Compiles a Sampling's constraint, if it has one. Raises ConfigError, see the class."""
+        """Compiles a Sampling's constraint, if it has one. Raises ConfigError: see the class."""
         if sampling.constraint is not None:
             self._root(sampling)
 
     def _root(self, sampling: Sampling) -> Matcher:
-        """The start of a Sampling's language; compiled once for all that differ in nothing that a mask depends on."""
+        """The start of a Sampling's language, compiled once for all Samplings with the same masks."""
         assert sampling.constraint is not None
         return self._compile(sampling.constraint, sampling.stop_ids, sampling.forbidden_ids, sampling.min_tokens)
 
     def matcher(self, sampling: Sampling, tokens: Sequence[int] = ()) -> Matcher:
-        """A completion's place in the language.
+        """The matcher of a completion.
 
-        Args: sampling: with a constraint. tokens: its tokens so far.
-        Returns: the matcher, with `allowed` and `finish_reason` looked up.
+        Args: sampling: with a constraint. tokens: of the completion so far.
+        Returns: the matcher, with `allowed` and `finish_reason` set.
         Raises: DataError: the tokens leave the language.
         """
         matcher = self._root(sampling).copy()
         for place, token in enumerate(tokens):
             if not matcher.advance(int(token)):
-                raise self._outside(sampling, place, int(token))
+                raise self._outside_error(sampling, place, int(token))
         if len(tokens):
             self.refresh([matcher])
         return matcher
 
     def start(self, request: Request) -> Matcher | None:
-        """The matcher of a request, after the tokens that it continues; None where nothing constrains it.
+        """The matcher of a request, after the tokens of its offset; None without a constraint.
 
-        Raises: EngineError: these tokens leave the language, or nothing may follow them.
+        Raises: EngineError: these tokens leave the language, or no token may follow them.
         """
         if request.sampling.constraint is None:
             return None
@@ -174,25 +176,25 @@ class Grammars:
         return {row: m.finish_reason for row, m in matchers.items() if m.finish_reason is not None}
 
     def refresh(self, matchers: Sequence[Matcher]) -> None:
-        """Looks up what may come now, for each of some matchers."""
+        """Sets the tokens that are allowed next, for each of some matchers."""
         table = np.zeros((len(matchers), self._width), np.uint8)
         self._fill(matchers, range(len(matchers)), table)
 
     def rows(self, matchers: Sequence[Matcher | None]) -> torch.Tensor:
-        """uint8 [n, W]: what may come now, a row per matcher; None and ended ones allow everything."""
+        """uint8 [n, W]: the tokens allowed next, a row per matcher; None and ended matchers allow all tokens."""
         free = np.full(self._width, 255, np.uint8)
         return torch.from_numpy(np.stack([free if m is None or m.finish_reason else m.allowed for m in matchers]))
 
     def replay(self, sampling: Sampling, tokens: np.ndarray, sequence: np.ndarray, sampled: np.ndarray) -> torch.Tensor:
         """The masks that tokens were drawn under.
 
-        Each run of sampled tokens of a sequence is a text of its own: the turns of a conversation are.
+        Each run of sampled tokens of a sequence is a separate text, as the turns of a conversation are.
 
         Args:
             sampling: with a constraint.
             tokens: int [s], completions laid end to end.
             sequence: int [s], the completion of each.
-            sampled: Bool [s]; tokens that were not drawn are not constrained.
+            sampled: Bool [s]; the other tokens are not constrained.
         Returns: uint8 [s, W].
         Raises: DataError: a sampled token that the constraint does not allow.
         """
@@ -208,8 +210,8 @@ class Grammars:
             self._fill([matchers[i] for i in live], places, table)
             for i, place in zip(live, places, strict=True):
                 token = int(tokens[place])
-                if not (_holds(table[place], token) and (matchers[i].advance(token) or last[place])):
-                    raise self._outside(sampling, step, token)
+                if not (_is_set(table[place], token) and (matchers[i].advance(token) or last[place])):
+                    raise self._outside_error(sampling, step, token)
         return torch.from_numpy(table)
 
     def _fill(self, matchers: Sequence[Matcher], places: Sequence[int] | np.ndarray, table: np.ndarray) -> None:
@@ -218,7 +220,7 @@ class Grammars:
         if jobs:
             self._pool.unsafe_compute_mask_ptr(jobs, table.ctypes.data, self._width, len(table))
         for matcher, place in zip(matchers, places, strict=True):
-            matcher.look(table[place])
+            matcher.set_allowed(table[place])
 
     @property
     def _width(self) -> int:
@@ -253,7 +255,7 @@ class Grammars:
                 "tokenizer with a byte-level or byte-fallback decoder"
             ) from error
 
-    def _compiled(
+    def _compile_language(
         self, constraint: Constraint, stop_ids: tuple[int, ...], forbidden_ids: tuple[int, ...], min_tokens: int
     ) -> Matcher:
         words = self._words
@@ -264,12 +266,12 @@ class Grammars:
                 "supports: whet docs constraints"
             )
         every, stop, forbidden = (
-            _packed(ids, words.vocab_size) for ids in (range(self._vocabulary), stop_ids, forbidden_ids)
+            _pack_bits(ids, words.vocab_size) for ids in (range(self._vocabulary), stop_ids, forbidden_ids)
         )
         rules = _Rules(
             constraint=constraint,
             all=every,
-            text=every & ~stop & ~forbidden & ~_packed([words.eos_token], words.vocab_size),
+            text=every & ~stop & ~forbidden & ~_pack_bits([words.eos_token], words.vocab_size),
             stop=stop & ~forbidden,
             stops=frozenset(stop_ids),
             min_tokens=min_tokens,
@@ -277,7 +279,7 @@ class Grammars:
         root = Matcher(inner, rules)
         table = np.zeros((1, self._width), np.uint8)
         inner.unsafe_compute_mask_ptr(table.ctypes.data, self._width)
-        root.look(table[0])
+        root.set_allowed(table[0])
         if root.finish_reason is not None:
             raise ConfigError(
                 f"constraint {constraint}: no allowed first token: the forbidden ids rule out every way to start it, "
@@ -285,7 +287,7 @@ class Grammars:
             )
         return root
 
-    def _outside(self, sampling: Sampling, place: int, token: int) -> DataError:
+    def _outside_error(self, sampling: Sampling, place: int, token: int) -> DataError:
         return DataError(
             f"completion token {place} is {token} ({self._tokenizer.decode([token])!r}), which {sampling.constraint} "
             "does not allow there; only what was drawn under a constraint can be scored or continued under it: use "
@@ -294,18 +296,19 @@ class Grammars:
 
 
 class Masks:
-    """The masks that completions were drawn under, made once for all passes over a batch.
+    """The masks under which completions were drawn, computed once for all passes over a batch.
 
-    Equal masks are held once, since a language has few: the memory is theirs, and 4 bytes for each token.
-    Args: grammars: of the tokenizer. most_bytes: of distinct masks; what does not fit is made again in each pass.
+    A language has few different masks, so equal ones are stored once: memory is that of the different masks, and 4
+    bytes for each token.
+    Args: grammars: of the tokenizer. max_bytes: of the different masks; others are computed again in each pass.
     """
 
-    def __init__(self, grammars: Grammars, *, most_bytes: int = MASK_CACHE_BYTES) -> None:
-        self._grammars, self._most = grammars, most_bytes
+    def __init__(self, grammars: Grammars, *, max_bytes: int = MASK_CACHE_BYTES) -> None:
+        self._grammars, self._max_bytes = grammars, max_bytes
         self.drop()
 
     def drop(self) -> None:
-        """Drops all masks: the next completions are different ones."""
+        """Drops all masks, before other completions."""
         self._rows: list[np.ndarray] = []
         self._places: dict[bytes, int] = {}
         self._known: dict[Hashable, np.ndarray] = {}
@@ -316,26 +319,26 @@ class Masks:
         return sum(row.nbytes for row in self._rows)
 
     def of_targets(self, sampling: Sampling, micro: MicroBatch) -> torch.Tensor:
-        """The masks of a micro-batch's targets. Args: sampling: that they were drawn under. Returns: uint8 [s, W]."""
+        """The masks of a micro-batch's targets. Args: sampling: they were drawn under. Returns: uint8 [s, W]."""
         micro = micro.on_host
         sampled = micro.batch.versions[micro.token_index] >= 0
         return self.of(sampling, micro.targets.numpy(), micro.sequence.numpy(), sampled.numpy())
 
     def of(self, sampling: Sampling, tokens: np.ndarray, sequence: np.ndarray, sampled: np.ndarray) -> torch.Tensor:
-        """What `Grammars.replay` gives, arguments and errors alike; sequences are whole."""
+        """The masks of `Grammars.replay`, with the same arguments and errors; sequences are complete."""
         cuts = [0, *(np.flatnonzero(sequence[1:] != sequence[:-1]) + 1).tolist(), len(tokens)]
         spans: dict[Hashable, list[slice]] = {}
         for a, b in itertools.pairwise(cuts):
             spans.setdefault((sampling, tokens[a:b].tobytes(), sampled[a:b].tobytes()), []).append(slice(a, b))
         new = {key: places[0] for key, places in spans.items() if key not in self._known}
         at = np.concatenate([np.arange(s.start, s.stop) for s in new.values()] or [np.zeros(0, int)])
-        made = self._grammars.replay(sampling, tokens[at], sequence[at], sampled[at]).numpy()
-        fresh = dict(zip(new, np.split(made, np.cumsum([s.stop - s.start for s in new.values()])), strict=False))
+        masks = self._grammars.replay(sampling, tokens[at], sequence[at], sampled[at]).numpy()
+        fresh = dict(zip(new, np.split(masks, np.cumsum([s.stop - s.start for s in new.values()])), strict=False))
         for key, rows in fresh.items():
             self._keep(key, rows)
-        if len(made) == len(tokens):  # all are new, and stand in their order
-            return torch.from_numpy(made)
-        table = np.empty((len(tokens), made.shape[1]), np.uint8)
+        if len(masks) == len(tokens):  # all are new, and in order
+            return torch.from_numpy(masks)
+        table = np.empty((len(tokens), masks.shape[1]), np.uint8)
         for key, places in spans.items():
             rows = fresh[key] if key in fresh else [self._rows[i] for i in self._known[key]]
             for place in places:
@@ -343,27 +346,27 @@ class Masks:
         return torch.from_numpy(table)
 
     def _keep(self, key: Hashable, masks: np.ndarray) -> None:
-        """Holds the masks [c, W] of a completion, if there is room."""
+        """Stores the masks [c, W] of a completion, if they fit."""
         index, last = np.empty(len(masks), np.int32), b""
         for i, mask in enumerate(masks):
-            held = mask.tobytes()
-            if held == last:  # most are the one before; comparing is cheaper than a hash of 20 kB
+            content = mask.tobytes()
+            if content == last:  # most equal the previous one; comparing is cheaper than a hash of 20 kB
                 index[i] = index[i - 1]
                 continue
-            if held not in self._places:
-                if (len(self._rows) + 1) * len(held) > self._most:
+            if content not in self._places:
+                if (len(self._rows) + 1) * len(content) > self._max_bytes:
                     return
-                self._places[held] = len(self._rows)
-                self._rows.append(np.frombuffer(held, np.uint8))
-            index[i], last = self._places[held], held
+                self._places[content] = len(self._rows)
+                self._rows.append(np.frombuffer(content, np.uint8))
+            index[i], last = self._places[content], content
         self._known[key] = index
 
 
-def _holds(mask: np.ndarray, token: int) -> bool:
+def _is_set(mask: np.ndarray, token: int) -> bool:
     return bool(mask[token >> 3] >> (token & 7) & 1)
 
 
-def _packed(ids: Sequence[int], size: int) -> np.ndarray:
+def _pack_bits(ids: Sequence[int], size: int) -> np.ndarray:
     """uint8 [W]: the ids' bits."""
     flags = np.zeros(32 * -(-size // 32), np.uint8)
     flags[list(ids)] = 1
@@ -392,5 +395,5 @@ def _source(constraint: Constraint) -> str:
 
 
 def _reason(message: str) -> str:
-    """An error of llguidance in one line, without its drawing of the place."""
+    """An error of llguidance in one line, without the drawing of its position."""
     return " ".join(line.strip() for line in message.splitlines() if line.strip(" ^") and "|" not in line)

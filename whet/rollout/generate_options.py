@@ -1,9 +1,9 @@
-"""What transformers' generate does for the hf engine: options that whet has no field for, and beam search.
+"""Options of transformers' generate without a field of whet, and beam search: both for the hf engine.
 
-transformers prepares its own logits processors, from the options and whet's fields together and in its own order: draws
-and logprobs are of the distribution that they make. A beam is found, not drawn: what is reported is the log-probability
-of each of its tokens under the model itself, at temperature 1, without processors.
-Left out on purpose: what belongs to generate's inside (caches, watermarks), and beams that are sampled or diverse.
+transformers builds its logits processors from these options and whet's fields together, in its own order; draws and
+logprobs are of the resulting distribution. A beam is found by search, not drawn: the reported logprobs of its tokens
+are the model's own, at temperature 1, without processors.
+Left out on purpose: internals of generate (caches, watermarks), and beams that are sampled or diverse.
 Dim legend: n rows or prompts, k completions of each, T tokens so far, V vocabulary.
 """
 
@@ -41,7 +41,7 @@ Share = Annotated[Float, Field(gt=0, lt=1)]
 
 @config
 class _Options:
-    """What each option may be; None = off."""
+    """The options and their types; None = off."""
 
     bad_words_ids: Annotated[list[TokenIds], Field(min_length=1)] | None = None
     begin_suppress_tokens: TokenIds | None = None
@@ -77,30 +77,30 @@ def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def frozen_options(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Options in a form that can be compared and hashed: sorted, lists as tuples, a mapping as pairs, None left out.
+    """Options in a hashable form: sorted, lists as tuples, a mapping as pairs, without None.
 
     >>> frozen_options({"sequence_bias": {(5, 6): 2.0}, "no_repeat_ngram_size": 3})
     (('no_repeat_ngram_size', 3), ('sequence_bias', (((5, 6), 2.0),)))
     """
-    return tuple((name, _frozen(value)) for name, value in sorted(options.items()) if value is not None)
+    return tuple((name, _freeze(value)) for name, value in sorted(options.items()) if value is not None)
 
 
-def _frozen(value: Any) -> Any:
+def _freeze(value: Any) -> Any:
     pairs = tuple(value.items()) if isinstance(value, Mapping) else value
-    return tuple(map(_frozen, pairs)) if isinstance(pairs, list | tuple) else pairs
+    return tuple(map(_freeze, pairs)) if isinstance(pairs, list | tuple) else pairs
 
 
 def num_beams(sampling: Sampling) -> int:
-    """Beams of a Sampling; 1 = no beam search."""
+    """The number of beams of a Sampling; 1 = no beam search."""
     return dict(sampling.generation_kwargs).get("num_beams", 1)
 
 
 def check_options(request: Request, *, vocabulary: int) -> None:
-    """Refuses a request whose options can't be carried out; one without options passes.
+    """Refuses a request with invalid options.
 
-    Args: request: to check. vocabulary: ids that the model knows.
-    Raises: ConfigError: a name or a value that can't be, an id the model does not know, options that do not go together
-        with each other or with the rest; EngineError: a request that no beam answers.
+    Args: request: to check. vocabulary: the number of the model's ids.
+    Raises: ConfigError: an unknown name, an invalid value or id, or options that contradict each other or other fields;
+        EngineError: a request for which there is no beam.
     """
     sampling, options = request.sampling, dict(request.sampling.generation_kwargs)
     checked_options(options)
@@ -119,8 +119,8 @@ def check_options(request: Request, *, vocabulary: int) -> None:
         if wrong and (found := [f"{name}={options[name]!r}" for name in names if name in options]):
             raise ConfigError(f"generation_kwargs: {', '.join(found)}{why}")
     if beams > 1 and (request.offset or request.address[3] >= beams):
-        asked = f"after {request.offset} tokens, generation {request.address[3]}"
-        raise EngineError(f"request {request.id}: {asked}, but num_beams={beams} gives {beams} beams of a bare prompt")
+        where = f"after {request.offset} tokens, generation {request.address[3]}"
+        raise EngineError(f"request {request.id}: {where}, but num_beams={beams} gives {beams} beams of a bare prompt")
 
 
 def _ids(value: Any) -> list[int]:
@@ -135,21 +135,24 @@ def check_trainable(sampling: Sampling) -> None:
     names, beams = [name for name, _ in sampling.generation_kwargs], num_beams(sampling)
     if beams != 1:
         raise ConfigError(
-            f"rollout.generation_kwargs: num_beams={beams} searches: its completions are no draws of the policy, so "
-            "there is no gradient to take from them; leave it to eval: {generation_kwargs: {...}, temperature: 0.0}"
+            f"rollout.generation_kwargs: num_beams={beams} searches: its completions are not draws of the policy, so "
+            "they have no policy gradient; use it only in eval: {generation_kwargs: {...}, temperature: 0.0}"
         )
     if names and sampling.logprob_support == "sampling":
         raise ConfigError(
-            f"rollout.generation_kwargs: {', '.join(names)}: the trainer does not know the distribution that this "
-            'makes; set logprob_support="full" (of the whole distribution on both sides), or leave it to eval: {...}'
+            f"rollout.generation_kwargs: {', '.join(names)}: the trainer does not know the distribution that they "
+            'lead to; set logprob_support="full" (the whole distribution on both sides), or use them in eval: {...}'
         )
 
 
-def _generate(module: Any, ids: Tensor, request: Request, *, each: int = 1, **arguments: Any) -> Any:
-    """What transformers' generate returns under a Sampling; the model's own generation config stays out of it.
+def _generate(module: Any, ids: Tensor, request: Request, *, num_generations: int = 1, **arguments: Any) -> Any:
+    """Calls transformers' generate under a Sampling, without the model's own generation config.
 
-    Args: ids: Long [n, T], prompts and the completions so far. request: one of them, which are alike in Sampling and
-        offset. each: completions of a prompt. arguments: of generate.
+    Args:
+        ids: Long [n, T], prompts and completions so far.
+        request: one of the requests; all have its Sampling and offset.
+        num_generations: completions of a prompt.
+        arguments: of generate.
     """
     sampling, prompts = request.sampling, ids[:, : ids.shape[1] - request.offset]  # lengths count from the prompt's end
     fields: dict[str, Any] = {
@@ -157,7 +160,7 @@ def _generate(module: Any, ids: Tensor, request: Request, *, each: int = 1, **ar
         "eos_token_id": list(sampling.stop_ids) or None,
         "max_new_tokens": request.offset + sampling.max_tokens,
         "min_new_tokens": sampling.min_tokens or None,
-        "num_return_sequences": each,
+        "num_return_sequences": num_generations,
         "pad_token_id": sampling.stop_ids[0] if sampling.stop_ids else 0,
         "repetition_penalty": float(sampling.repetition_penalty),
         "suppress_tokens": list(sampling.forbidden_ids) or None,
@@ -165,18 +168,19 @@ def _generate(module: Any, ids: Tensor, request: Request, *, each: int = 1, **ar
     if sampling.temperature > 0:
         fields |= {"temperature": float(sampling.temperature), "top_k": sampling.top_k, "top_p": sampling.top_p}
         fields["min_p"] = sampling.min_p or None
-    asked = GenerationConfig(**fields, **checked_options(dict(sampling.generation_kwargs)))
-    own, module.generation_config = module.generation_config, GenerationConfig()
+    generation_config = GenerationConfig(**fields, **checked_options(dict(sampling.generation_kwargs)))
+    own_config, module.generation_config = module.generation_config, GenerationConfig()
     try:
-        return module.generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=asked, **arguments)
+        mask = torch.ones_like(prompts)
+        return module.generate(prompts, attention_mask=mask, generation_config=generation_config, **arguments)
     finally:
-        module.generation_config = own
+        module.generation_config = own_config
 
 
 def processors(module: Any, ids: Tensor, request: Request) -> Callable[[Tensor, Tensor], Tensor]:
-    """The logits processors of transformers for a batch, given as to `_generate`.
+    """The logits processors of transformers for a batch. Args: as `_generate`.
 
-    Returns: from ids as they grow, and fp32 logits [n, V], to the scores [n, V] drawn from.
+    Returns: (ids so far, fp32 logits [n, V]) -> the scores [n, V] to draw from.
     """
     take: Any = lambda *_, logits_processor, **__: logits_processor
     return _generate(module, ids, request, custom_generate=take)
@@ -185,28 +189,30 @@ def processors(module: Any, ids: Tensor, request: Request) -> Callable[[Tensor, 
 def beam_search(module: nn.Module, batch: Sequence[Request], *, decode: Decode | None, version: int) -> list[Output]:
     """The best completions of prompts of equal lengths.
 
-    Args: module: a model of transformers, in eval mode, under its own attention. batch: requests of equal lengths and
-        one Sampling; generation g of a prompt is its g-th best beam. decode: ids to text, for stop strings. version:
-        stamped on the tokens.
+    Args:
+        module: a model of transformers, in eval mode, with its own attention.
+        batch: requests of equal lengths and one Sampling; generation g of a prompt is its g-th best beam.
+        decode: ids -> text, for stop strings.
+        version: stamped on the tokens.
     Returns: an output for each request, in order.
     """
     sampling, device = batch[0].sampling, next(module.parameters()).device
     prompts, place = np.unique(np.stack([r.tokens for r in batch]), axis=0, return_inverse=True)
     ids = torch.from_numpy(prompts.astype(np.int64)).to(device)
-    each = max(r.address[3] for r in batch) + 1
-    looks = [_stop_strings(decode, sampling.stop, ids.shape[1])] if sampling.stop and decode else []
-    stops: Any = StoppingCriteriaList(looks)
-    found = _generate(module, ids, batch[0], each=each, stopping_criteria=stops)
-    rows = [found[i * each + r.address[3]] for i, r in zip(place.ravel().tolist(), batch, strict=True)]
+    count = max(r.address[3] for r in batch) + 1
+    criteria = [_stop_string_criterion(decode, sampling.stop, ids.shape[1])] if sampling.stop and decode else []
+    stopping: Any = StoppingCriteriaList(criteria)
+    found = _generate(module, ids, batch[0], num_generations=count, stopping_criteria=stopping)
+    rows = [found[i * count + r.address[3]] for i, r in zip(place.ravel().tolist(), batch, strict=True)]
     return [_output(module, r, row, decode, version) for r, row in zip(batch, rows, strict=True)]
 
 
 def _output(module: nn.Module, request: Request, row: Tensor, decode: Decode | None, version: int) -> Output:
-    """What a request is given: its beam, cut where it ended, under the model's own logprobs."""
+    """A request's beam up to its end, with the model's own logprobs."""
     sampling, prompt = request.sampling, len(request.tokens)
-    made = row[prompt:].tolist()
-    length, reason = find_end(sampling, made, new=len(made), decode=decode) or (len(made), "length")
-    tokens = made[:length]
+    tokens = row[prompt:].tolist()
+    length, reason = find_end(sampling, tokens, new=len(tokens), decode=decode) or (len(tokens), "length")
+    tokens = tokens[:length]
     ids = row[None, : prompt + len(tokens)]
     logits = module(input_ids=ids, use_cache=False).logits[0, prompt - 1 : -1].float()
     logprobs = logits.log_softmax(-1).gather(1, ids[0, prompt:, None]).squeeze(1)
@@ -220,13 +226,13 @@ def _output(module: nn.Module, request: Request, row: Tensor, decode: Decode | N
     )
 
 
-def _stop_strings(decode: Decode, stop: Sequence[str], prompt: int) -> Any:
-    """Which beams end because a stop string is complete; asked after each token, it decodes the last few."""
+def _stop_string_criterion(decode: Decode, stop: Sequence[str], prompt: int) -> Any:
+    """A stopping criterion: which beams have completed a stop string. It is called after each token."""
     ended: set[tuple[int, ...]] = set()
 
-    def look(ids: Tensor, scores: Any, **_: Any) -> Tensor:
+    def criterion(ids: Tensor, scores: Any, **_: Any) -> Tensor:
         rows = [tuple(row) for row in ids[:, prompt:].tolist()]
         ended.update(row for row in rows if row[:-1] in ended or find_stop_string(decode, row, stop, new=1))
         return torch.tensor([row in ended for row in rows], device=ids.device)
 
-    return look
+    return criterion

@@ -19,13 +19,13 @@ __all__ = ["SamplingPlan", "check_ids", "check_request", "make_plan"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SamplingPlan:
-    """A Sampling, prepared once: what to do with the logits of its rows."""
+    """A Sampling with the distributions that it means, computed once."""
 
     sampling: Sampling
     support: Support
-    """Drawn from."""
+    """The distribution to draw from."""
     reported: Support
-    """Whose logprobs are reported."""
+    """The distribution of the reported logprobs."""
 
 
 def make_plan(sampling: Sampling) -> SamplingPlan:
@@ -67,10 +67,10 @@ def check_request(
 
     Args:
         request: to check.
-        vocabulary: ids the model knows.
-        positions: tokens its positions reach, None = no limit.
+        vocabulary: the number of the model's ids.
+        positions: the most tokens of a sequence; None = no limit.
         decodes: whether the engine can turn tokens into text.
-        constrains: whether it has the tokens' bytes, for constraints.
+        constrains: whether the engine has grammars, for constraints.
         closed: whether the engine was closed.
     Raises: EngineError: with the numbers; ConfigError: stop strings without a decode function, a constraint without
         grammars.

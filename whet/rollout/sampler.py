@@ -1,8 +1,8 @@
 """Sampler: text in, text out, from a model that is not being trained.
 
-The direct interface to the engines: a model and its tokenizer, called with texts or chats. It encodes, draws and
-decodes by the code that RLCluster.generate runs. The embedded engine runs it; the hf engine where the model can't take
-whet's attention, or where transformers' own options or beams are asked for.
+It has a model and its tokenizer, is called with texts or chats, and shares its code with RLCluster.generate. The
+embedded engine runs it; the hf engine where the model can't take whet's attention, or for transformers' own options
+and beams.
 Left out on purpose: images and audio, and engines of other packages.
 Dim legend: N completions (prompts times num_generations), P prompt, C completion, V vocabulary.
 """
@@ -21,8 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from whet.config import RolloutConfig
-from whet.config.base import config
-from whet.config.fields import Count
 from whet.config.length_aliases import COMPLETION, accepts_length_aliases
 from whet.config.synonyms import find_owner
 from whet.data.prompts import PromptEncoder
@@ -38,16 +36,16 @@ from whet.rollout.base import PartialOutput, Request, RolloutEngine, Sampling
 from whet.rollout.build import make_engine, sampling_of
 from whet.rollout.driver import Rollouts, single_turns, stream
 from whet.rollout.generate_options import checked_options, num_beams
-from whet.rollout.text import encode_texts, one_or_many, rollout_output
+from whet.rollout.text import encode_texts, one_or_many, pad_left
 from whet.types import Group, Message, Prompt
 from whet.util.model_paths import model_folder
 
-__all__ = ["CacheConfig", "Sampler", "SamplerOutput"]
+__all__ = ["Sampler", "SamplerOutput"]
 
 log = logging.getLogger("whet")
 
 MAX_NEW_TOKENS = 256
-"""Tokens of a completion where no length is given, and the model has room."""
+"""Tokens of a completion without a given length, if the model has room."""
 OPTIONS = (
     "constraint",
     "generation_kwargs",
@@ -57,45 +55,27 @@ OPTIONS = (
     "repetition_penalty",
     "stop",
 )
-"""Fields of RolloutConfig that a call may set besides Tunix's arguments."""
-
-
-@config
-class CacheConfig:
-    """The bound on a sequence, under Tunix's name.
-
-    >>> CacheConfig(cache_size=128).cache_size
-    128
-    """
-
-    cache_size: Count
-    """Most tokens of a prompt and its completion together."""
-    num_layers: Count | None = None
-    """No effect: the model says it."""
-    num_kv_heads: Count | None = None
-    """No effect: the model says it."""
-    head_dim: Count | None = None
-    """No effect: the model says it."""
+"""Fields of RolloutConfig that a call may set besides its named arguments."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SamplerOutput:
-    """What a Sampler returns: an entry for each completion, the generations of a prompt one after the other."""
+    """A Sampler's result: an entry for each completion, the generations of a prompt one after the other."""
 
     text: list[str]
-    """Special tokens left out; with echo, after the prompt's text."""
+    """Without special tokens; with echo, after the prompt's text."""
     tokens: list[np.ndarray] | np.ndarray
     """int32 [C] each, stop token included; with echo, after the prompt's. With pad_output [N, C], padded right."""
     logprobs: list[np.ndarray] | np.ndarray | None
-    """float32 [C] each (with pad_output [N, C], zeros at the end), of the completion alone; on request."""
+    """float32 [C] each (with pad_output [N, C], zeros at the end), only of the completion; on request."""
     logits: list[np.ndarray] | np.ndarray | None
-    """float32 [C, V] each (with pad_output [N, C, V]), of the completion alone; on request."""
+    """float32 [C, V] each (with pad_output [N, C, V]), only of the completion; on request."""
     padded_prompt_tokens: np.ndarray
     """int32 [N, P], padded on the left."""
     finish_reason: list[str]
     """"stop" or "length"."""
     seed: int
-    """Of the draws: given again, it draws the same."""
+    """Seed of the draws: the same seed draws the same."""
 
 
 class Sampler:
@@ -105,7 +85,7 @@ class Sampler:
         transformer: a module of transformers, a LoadedModel, a folder (of a model, a finished run, or a checkpoint), or
             a hub name.
         tokenizer: a tokenizer, a folder, a hub name; None = where the model lies.
-        cache_config: bounds a sequence; None = the model's positions.
+        max_length: most tokens of a prompt and its completion together; None = the model's positions.
         rollout_engine: "embedded", "hf" or what ClusterConfig takes.
         dtype: of a model that is read: "float32", "bfloat16", or "auto" = that of the run in whose folder it lies, else
             as RoleConfig.dtype has it.
@@ -130,7 +110,7 @@ class Sampler:
         self,
         transformer: nn.Module | LoadedModel | str | Path,
         tokenizer: Any = None,
-        cache_config: CacheConfig | None = None,
+        max_length: int | None = None,
         *,
         rollout_engine: Any = "embedded",
         dtype: str = "auto",
@@ -148,18 +128,18 @@ class Sampler:
         self.loaded = (
             transformer
             if isinstance(transformer, LoadedModel)
-            else _loaded(folder, transformer, dtype, device, trust_remote_code)
+            else _load(folder, transformer, dtype, device, trust_remote_code)
         )
         module = self.loaded.module
         self.eos_ids = stop_token_ids(self.tokenizer, module.config, module.generation_config)
         self.pad_id = pad_token_id(self.tokenizer, self.eos_ids)
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
         positions = max_positions(module)
-        bounds = [b for b in (positions, cache_config and cache_config.cache_size) if b is not None]
+        bounds = [bound for bound in (positions, max_length) if bound is not None]
         self.longest = min(bounds) if bounds else None
-        """Most tokens of a prompt and its completion together; None = no bound."""
+        """The most tokens of a prompt and its completion together; None = no bound."""
         sizes = {"max_batch_size": max_batch_size, "kv_cache_tokens": kv_cache_tokens}
-        self._made_of = rollout_config or RolloutConfig(**sizes)
+        self._engine_config = rollout_config or RolloutConfig(**sizes)
         self._spec = rollout_engine
         self._engines: dict[str, RolloutEngine] = {}
         self._closed = False
@@ -167,7 +147,7 @@ class Sampler:
         self.engine(Sampling())
 
     def engine(self, sampling: Sampling) -> RolloutEngine:
-        """The engine that runs a Sampling: its own, or "hf" for transformers' own options."""
+        """The engine that runs a Sampling: the chosen one, or "hf" for transformers' own options."""
         if self._closed:
             raise EngineError("this Sampler is closed; make another")
         options = [name for name, _ in sampling.generation_kwargs]
@@ -176,7 +156,7 @@ class Sampler:
             self._engines[kind] = make_engine(
                 self._spec,
                 self.loaded,
-                config=self._made_of,
+                config=self._engine_config,
                 decode=self.decode,
                 tokenizer=self.tokenizer,
                 generation_kwargs=options,
@@ -252,11 +232,11 @@ class Sampler:
             on_long_prompt=on_long_prompt,
         )
         seed = secrets.randbits(31) if seed is None else seed
-        each = self.fitted(sampling, prompts, given=max_generation_steps is not None)
+        each = self.limit_lengths(sampling, prompts, given=max_generation_steps is not None)
         groups = self.sample(prompts, each, num_generations=num_generations, seed=seed)
         return self._output(groups, seed, echo=echo, pad=pad_output, logprobs=return_logprobs, logits=return_logits)
 
-    # ---- its parts -----------------------------------------------------------------------------------------------
+    # ---- the steps of a call -------------------------------------------------------------------------------------
 
     @accepts_length_aliases("max_generation_steps")
     def sampling(
@@ -271,14 +251,14 @@ class Sampler:
 
         Raises: ConfigError: an unknown option, one out of its range, or two that contradict each other.
         """
-        own = {"temperature": 0.0, "top_p": None, "top_k": None, "eos_tokens": None, "forbidden_tokens": None}
-        for name in options.keys() - own.keys():
+        defaults = {"temperature": 0.0, "top_p": None, "top_k": None, "eos_tokens": None, "forbidden_tokens": None}
+        for name in options.keys() - defaults.keys():
             if name not in OPTIONS:
-                known = [*own, *OPTIONS, "max_generation_steps", "beam_size"]
+                known = [*defaults, *OPTIONS, "max_generation_steps", "beam_size"]
                 if (meant := find_owner(name, {*known, *COMPLETION, "num_generations"})) is not None:
                     raise ConfigError(f"unknown sampling option {name!r}; did you mean {meant}?")
                 raise lookup_error("sampling option", name, known)
-        given = {**own, **options}
+        given = {**defaults, **options}
         kwargs = dict(given.pop("generation_kwargs", {}))
         if beam_size is not None:
             if "num_beams" in kwargs:
@@ -320,10 +300,10 @@ class Sampler:
         return encode_texts(encoder, one_or_many(inputs))
 
     def encoder(self, **options: Any) -> PromptEncoder:
-        """What turns rows with a prompt into Prompts; `options` are PromptEncoder's.
+        """The encoder of rows with a prompt; `options` are PromptEncoder's.
 
-        Nothing is trained on: what a chat template makes of a conversation is accepted, and an assistant's turn at the
-        end is continued.
+        Nothing is trained, so any rendering of a chat template is accepted, and an assistant's turn at the end is
+        continued.
         """
         own = {
             "chat_template_kwargs": self.chat_template_kwargs,
@@ -332,10 +312,10 @@ class Sampler:
         }
         return PromptEncoder(self.tokenizer, **{**own, **options})
 
-    def fitted(self, sampling: Sampling, prompts: Sequence[Prompt], *, given: bool = True) -> list[Sampling]:
-        """The sampling parameters of each prompt, with a length that it leaves room for.
+    def limit_lengths(self, sampling: Sampling, prompts: Sequence[Prompt], *, given: bool = True) -> list[Sampling]:
+        """The sampling parameters of each prompt, with max_tokens lowered to the room that the prompt leaves.
 
-        Args: given: whether the length was asked for, so that it may not be cut.
+        Args: given: whether the caller gave the length, which may not be lowered then.
         Raises: DataError: prompt and completion are longer than the model or the cache allows, with the numbers.
         """
         if self.longest is None:
@@ -365,9 +345,9 @@ class Sampler:
 
         Args:
             prompts: encoded.
-            sampling: of all prompts, or of each, as `fitted` gives them: they may differ in max_tokens.
+            sampling: of all prompts, or of each, as `limit_lengths` returns them: they may differ in max_tokens.
             seed: with a prompt's place and the generation, the address of its draws.
-            first: place of the first prompt, so that a list that is done in parts draws as it does at once.
+            first: index of the first prompt, so that a list in several calls draws as in one.
         Returns: a group for each prompt.
         """
         any_of = sampling if isinstance(sampling, Sampling) else sampling[0]
@@ -383,13 +363,12 @@ class Sampler:
     def stream(
         self, prompt: Prompt, sampling: Sampling, *, seed: int | None, place: int = 0, conversation: int | None = None
     ) -> Iterator[PartialOutput]:
-        """The tokens of one completion, as they are made; leaving early ends it.
+        """The tokens of one completion, as they are drawn; leaving the loop early aborts it.
 
         Args:
             prompt: encoded.
             seed, place: the address of its draws, as in `sample`; seed None = another each time.
-            conversation: calls of one number follow on one another, so that an engine need not encode again what it
-                holds.
+            conversation: calls with one number continue each other, so that an engine can reuse the KV.
         Returns: PartialOutputs; the last has the finish_reason.
         """
         self._next_id += 1
@@ -406,21 +385,20 @@ class Sampler:
     def _output(
         self, groups: Sequence[Group], seed: int, *, echo: bool, pad: bool, logprobs: bool, logits: bool
     ) -> SamplerOutput:
-        """What a call returns."""
-        out = rollout_output(groups, self.decode, self.pad_id, logits=logits)
+        """The result of a call."""
+        completions = [c for g in groups for c in g.completions]
         prompts = [g.prompt.tokens for g in groups for _ in g.completions]
-        tokens, text = out.tokens, out.text
+        tokens = [c.tokens for c in completions]
         if echo:
             tokens = [np.concatenate([p, c]) for p, c in zip(prompts, tokens, strict=True)]
-            text = [self.decode(t) for t in tokens]
-        fill: Any = lambda rows, value: _padded(rows, value) if pad and rows is not None else rows
+        fill: Any = lambda rows, value: _padded(rows, value) if pad else rows
         return SamplerOutput(
-            text=text,
+            text=[self.decode(t) for t in tokens],
             tokens=fill(tokens, self.pad_id),
-            logprobs=fill(out.logprobs, 0.0) if logprobs else None,
-            logits=fill(out.logits, 0.0),
-            padded_prompt_tokens=out.left_padded_prompt_tokens,
-            finish_reason=[c.finish_reason for g in groups for c in g.completions],
+            logprobs=fill([c.logprobs for c in completions], 0.0) if logprobs else None,
+            logits=fill([c.logits for c in completions], 0.0) if logits else None,
+            padded_prompt_tokens=pad_left(prompts, self.pad_id),
+            finish_reason=[c.finish_reason for c in completions],
             seed=seed,
         )
 
@@ -428,7 +406,7 @@ class Sampler:
 
     @property
     def transformer_state(self) -> dict[str, Tensor]:
-        """The model's parameters and buffers by name; setting it copies others of the same names and shapes in."""
+        """The model's parameters and buffers by name. Setting it copies tensors of the same names and shapes."""
         return self.loaded.module.state_dict()
 
     @transformer_state.setter
@@ -463,10 +441,10 @@ class Sampler:
         self.close()
 
 
-def _loaded(
+def _load(
     folder: str | None, module: Any, dtype: str, device: str | torch.device | None, trust_remote_code: bool
 ) -> LoadedModel:
-    """A model that is read, without gradients, or a module as it is."""
+    """A loaded model, without gradients; a module is taken as it is."""
     if folder is None:
         return load_model(module, device=next(module.parameters()).device)
     there = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))

@@ -1,22 +1,20 @@
-"""Between text and token ids, at both ends of an engine: what RLCluster.generate and Sampler share.
-
-Left out on purpose: drawing. whet.rollout.driver does that, on ids alone.
-"""
+"""Encoding of prompts before an engine, and decoding of completions after it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from whet.data.prompts import PromptEncoder
 from whet.errors import DataError
-from whet.packing.padded import left_padded
-from whet.types import Group, Message, Prompt, RolloutOutput
+from whet.types import Message, Prompt
 
-__all__ = ["TextStream", "encode_texts", "one_or_many", "rollout_output"]
+__all__ = ["TextStream", "encode_texts", "one_or_many", "pad_left"]
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""What decoding puts for a character whose bytes are not all there."""
+"""The decoded form of a character with missing bytes."""
 
 
 def one_or_many(inputs: Any) -> Sequence[str] | Sequence[list[Message]]:
@@ -25,12 +23,12 @@ def one_or_many(inputs: Any) -> Sequence[str] | Sequence[list[Message]]:
     >>> one_or_many("hi"), one_or_many([{"role": "user", "content": "hi"}])
     (['hi'], [[{'role': 'user', 'content': 'hi'}]])
     """
-    alone = isinstance(inputs, str) or (isinstance(inputs, Sequence) and inputs and isinstance(inputs[0], Mapping))
-    return [inputs] if alone else inputs
+    is_one = isinstance(inputs, str) or (isinstance(inputs, Sequence) and inputs and isinstance(inputs[0], Mapping))
+    return [inputs] if is_one else inputs
 
 
 def encode_texts(encoder: PromptEncoder, inputs: Sequence[str] | Sequence[list[Message]]) -> list[Prompt]:
-    """Prompts of texts and chats, in order, none left out.
+    """Prompts of texts and chats, in order.
 
     Args: encoder: template and limits. inputs: texts, or lists of messages.
     Raises: DataError: nothing was given, or a prompt is over the encoder's limit.
@@ -50,36 +48,24 @@ def encode_texts(encoder: PromptEncoder, inputs: Sequence[str] | Sequence[list[M
     return encoded
 
 
-def rollout_output(
-    groups: Sequence[Group],
-    decode: Callable[[Any], str],
-    pad_id: int,
-    *,
-    logprobs: bool = True,
-    logits: bool = False,
-) -> RolloutOutput:
-    """Completions as texts and arrays, prompt by prompt, generations of a prompt one after the other.
+def pad_left(rows: Sequence[np.ndarray], pad_id: int) -> np.ndarray:
+    """Rows of ids, padded on the left to the longest: int32 [B, P].
 
-    Args:
-        groups: completed.
-        decode: ids to text.
-        pad_id: fills the prompts.
-        logprobs, logits: whether to give them.
+    >>> pad_left([np.array([5]), np.array([6, 7])], 0)
+    array([[0, 5],
+           [6, 7]], dtype=int32)
     """
-    done = [c for g in groups for c in g.completions]
-    return RolloutOutput(
-        text=[decode(c.tokens) for c in done],
-        logits=[c.logits for c in done] if logits else None,  # pyright: ignore[reportArgumentType]
-        tokens=[c.tokens for c in done],
-        left_padded_prompt_tokens=left_padded([g.prompt.tokens for g in groups for _ in g.completions], pad_id),
-        logprobs=[c.logprobs for c in done] if logprobs else None,
-    )
+    width = max(len(r) for r in rows)
+    out = np.full((len(rows), width), pad_id, dtype=np.int32)
+    for i, r in enumerate(rows):
+        out[i, width - len(r) :] = r
+    return out
 
 
 class TextStream:
     """Text of tokens that come in pieces; a character that is not whole yet waits for its rest.
 
-    Args: decode: ids to text.
+    Args: decode: ids -> text.
 
     >>> stream = TextStream(lambda ids: bytes(ids).decode(errors="replace"))
     >>> stream.push([72, 195]), stream.push([169]), stream.push([195], last=True)
@@ -94,7 +80,7 @@ class TextStream:
     def push(self, ids: Iterable[int], *, last: bool = False) -> str:
         """The text that the next tokens add.
 
-        Args: ids: the next tokens. last: none follow, so that nothing waits.
+        Args: ids: the next tokens. last: no more tokens follow, so that nothing waits.
         """
         self._ids += [int(i) for i in ids]
         before = self._decode(self._ids[self._from : self._shown])

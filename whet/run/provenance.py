@@ -1,6 +1,6 @@
 """What a run reads besides its checkpoint: read-only models, configurations, tokenizer, evaluation data, code.
 
-A checkpoint records it (run.pt, "reads"), and a resumed run compares: different weights, configurations, tokenizer or
+A checkpoint records it (run.pt, "inputs"), and a resumed run compares: different weights, configurations, tokenizer or
 evaluation data are refused, different code is logged. Weights count as they lie in memory, so a folder, a
 hub name and a module are alike. data/prompt_stream.py compares the training data. Of models that are trained the
 configuration alone counts: their weights are the checkpoint's; of those with an adapter the frozen base too, so that an
@@ -122,16 +122,10 @@ def record_inputs(
 def check_inputs(old: Any, new: Mapping[str, Any], *, allow: bool) -> None:
     """Compares what a checkpoint records with what is read now; different code is a warning.
 
-    Args: old: of the checkpoint; None = of an earlier version, which recorded nothing. new: from `record_inputs`.
+    Args: old: of the checkpoint. new: from `record_inputs`.
         allow: differences are logged, not refused.
     Raises: CheckpointError: they differ, each difference named; or `old` is not what `record_inputs` gives.
     """
-    if old is None:
-        log.warning(
-            "the checkpoint was written by an earlier version of whet, which did not record what a run reads besides "
-            "it: the reference, model configurations, tokenizer, evaluation data and reward code could not be compared"
-        )
-        return
     changed = "\n  ".join(_changed(old, new))
     if changed and not allow:
         raise CheckpointError(
@@ -256,8 +250,7 @@ def changed_settings(old: Any, new: Any) -> list[str]:
 
     Args: old, new: configurations, or their trees.
     Returns: "key: old -> new" for each key that differs; left out are those that change no step, such as
-        trainer.max_steps, and sections that one side lacks: an earlier version noted fewer, and of a model that is
-        given as a module nothing is known.
+        trainer.max_steps, and sections that one side lacks: a model that is given as a module has no settings.
 
     >>> changed_settings({"trainer": {"max_steps": 5, "seed": 0}}, {"trainer": {"max_steps": 9, "seed": 1}})
     ['trainer.seed: 0 -> 1']

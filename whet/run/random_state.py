@@ -1,4 +1,7 @@
-"""The global generators of Python, numpy and torch, for rewards that draw from them; whet itself never does."""
+"""The state of the global random generators of Python, numpy and torch, which reward functions may use.
+
+whet itself never uses them.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,11 @@ from whet.errors import CheckpointError, format_exception
 __all__ = ["random_state", "set_random_state"]
 
 MT_WORDS = 624
-"""Words of numpy's global generator, a Mersenne Twister."""
+"""The words in the state of numpy's global generator, a Mersenne Twister."""
 
 
 def random_state() -> dict[str, Any]:
-    """Where the generators stand, as plain containers and a tensor."""
+    """The states of the generators, as plain containers and a tensor."""
     kind, keys, place, has_gauss, cached = np.random.get_state()
     return {
         "python": random.getstate(),
@@ -30,17 +33,17 @@ def random_state() -> dict[str, Any]:
 def set_random_state(state: Mapping[str, Any]) -> None:
     """Restores `random_state`.
 
-    Raises: CheckpointError: it is not what `random_state` gives.
+    Raises: CheckpointError: `state` is not from `random_state`.
     """
     try:
         kind, keys, place, has_gauss, cached = state["numpy"]
-        if not 0 <= place <= len(keys) == MT_WORDS:  # numpy would read outside its memory
+        if not 0 <= place <= len(keys) == MT_WORDS:  # numpy would read out of bounds
             raise ValueError(f"place {place} of {len(keys)} words")
         random.setstate(state["python"])
         np.random.set_state((kind, np.array(keys, dtype=np.uint32), place, has_gauss, cached))
         torch.set_rng_state(state["torch"])
     except (IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(
-            "the checkpoint's run.pt has no state of the generators of Python, numpy and torch that they take: "
+            "the checkpoint's run.pt has no valid state of the random generators of Python, numpy and torch: "
             f"{format_exception(error)}; resume from another step-* folder"
         ) from error

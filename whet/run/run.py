@@ -1,15 +1,15 @@
-"""Run: what surrounds the steps of a training: the data's order, resuming, logs, evaluation, checkpoints, the end.
+"""Run: everything around the training steps: data order, resume, logs, evaluation, checkpoints and the end of the run.
 
     with Run(task, stream, roles, config) as run:
         for index, items in run.steps():
             ...
             run.end_step(step, metrics, num_tokens=...)
 
-It serves reinforcement learning and supervised training alike: what is trained and how it is measured is the Task's,
-which models is the Roles'. A step is one batch of the stream. Step s is finished when its row of metrics is written; a
-checkpoint of step s holds all that step s + 1 needs, and a resumed run cuts off what was written after it. What depends
-on the clock stands under time/ and perf/ alone. Where several processes train, what they could decide differently (a
-signal, an observer's wish, the time of a checkpoint) is decided for all of them: what one asks for, all do.
+Reinforcement learning and supervised training share it: the Task says what is trained and how it is evaluated, the
+RoleWorkers hold the models. A step is one batch of the stream. Step s is finished when its row of metrics is written. A
+checkpoint of step s holds all that step s + 1 needs, and a resumed run removes what was written after it. Only metrics
+under time/ and perf/ depend on the clock. Where several processes train, a signal, an observer's request or a due
+checkpoint in one of them holds for all.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from whet.config import CheckpointingOptions, Mode, TrainingConfig
 from whet.errors import CheckpointError, ConfigError, DataError, WhetError
-from whet.hub.push import Giving
+from whet.hub.push import PushResult, push_to_hub
 from whet.observe.environment import read_environment
 from whet.observe.loggers import Loggers
 from whet.observe.notebook import run_html
@@ -32,66 +32,67 @@ from whet.observe.profiler import StepProfiler
 from whet.observe.progress import Progress
 from whet.observe.trace import trace_folder
 from whet.parallel.ranks import Ranks
-from whet.run.interrupts import SignalHandler, Stopped
-from whet.run.monitoring import watchers
+from whet.run.builtin_observers import builtin_observers
 from whet.run.observer import Observer, Observers, TrainerControl
 from whet.run.provenance import check_inputs, check_settings, plain
-from whet.run.push_observer import pushers
 from whet.run.random_state import random_state, set_random_state
+from whet.run.signals import SignalHandler, Stopped
 from whet.run.start_messages import log_data_end, log_run_length, steps_in_data, write_environment
-from whet.run.task import Roles, Stream, Task
+from whet.run.task import Task
 from whet.storage.checkpoint import read_run_id
 from whet.storage.run_folder import RunFolder, has_steps
 from whet.storage.run_state import check_storable
 from whet.train.role_trainer import RoleTrainer
+from whet.train.role_workers import RoleWorkers
 from whet.train.worker import Metrics
 from whet.util.device import memory_metrics
 
-__all__ = ["Record", "Run"]
+if TYPE_CHECKING:
+    from whet.data.prompt_stream import PromptStream
+
+__all__ = ["Run", "StepRecord"]
 
 log = logging.getLogger("whet")
 
 
-class Record(Protocol):
-    """What a run asks of a step's record."""
+class StepRecord(Protocol):
+    """A step as the learner passes it on to observers."""
 
     @property
     def index(self) -> int:
-        """Which step it is, from 1."""
+        """The number of the step, from 1."""
         ...
 
 
-class Run(Giving):
+class Run:
     """One training run.
 
     Args:
-        task: what is trained, as its learner gives it.
+        task: what is trained and how it is evaluated; the learner makes it.
         stream: the data in their order; None = evaluation only.
-        roles: the models; the run makes that of the first trained one.
-        config: where it is written (run_dir, loggers), when it is evaluated and saved, when it ends.
-        observers: told of each event, after the task.
-        perf_config: PerfMetricsOptions; None = no timeline.
+        roles: the models. The run produces the model of the first trained role.
+        config: the run folder and loggers, when to evaluate and save, when to end.
+        observers: notified of each event, after the task.
 
-    Raises: ConfigError: an observer that is not an Observer.
+    Raises: ConfigError: an observer is not an Observer.
     """
 
     def __init__(
         self,
         task: Task,
-        stream: Stream | None,
-        roles: Roles,
+        stream: PromptStream | None,
+        roles: RoleWorkers,
         config: TrainingConfig,
         *,
         observers: Iterable[Observer] = (),
-        perf_config: Any = None,
     ) -> None:
-        self.task, self.roles, self.config, self.perf_config = task, roles, config, perf_config
+        self.task, self.roles, self.config = task, roles, config
         self.checkpoints = roles.checkpoints
         self.control = TrainerControl()
         self.step = 0
-        """Steps that are done."""
+        """The number of finished steps."""
         self.rows: list[dict[str, Any]] = []
-        """What was logged, rows of steps and of evaluations; a resumed run has those of before too."""
+        """The logged rows of steps and evaluations. A resumed run has the earlier rows too."""
         self.stream = stream
         self._batches: Iterator[list[Any]] | None = None
         self.folder: RunFolder | None = None
@@ -99,19 +100,19 @@ class Run(Giving):
         self.progress: Progress | None = None
         self.profiler = StepProfiler(config.profiling, folder=config.run_dir, trace=roles.trace)
         self.tokens = 0
-        self.reads: dict[str, Any] | None = None
-        self.observers = Observers([*watchers(config), *pushers(config), *observers])
-        self._stop = SignalHandler()
+        self.inputs: dict[str, Any] | None = None
+        self.observers = Observers([*builtin_observers(config), *observers])
+        self._signals = SignalHandler()
         self._begun = False
         self._begun_at = self._saved_step = 0
         self._finished: tuple[tuple[int, ...], dict[str, Any]] | None = None
-        """What a checkpoint of the last finished step would hold, and the updates made by then; None = it is saved."""
+        """The updates made and the state after the last finished step, for a checkpoint of it; None = it is saved."""
 
-    # ---- opening -------------------------------------------------------------------------------------------------
+    # ---- reading -------------------------------------------------------------------------------------------------
 
     @property
     def trainer(self) -> RoleTrainer:
-        """The role whose model the run makes."""
+        """The first trained role, which has the model that the run produces."""
         return next(iter(self.roles.trainers.values()))
 
     @property
@@ -135,7 +136,7 @@ class Run(Giving):
         return f"<{type(self).__name__}: {self.step} steps{where}>"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the steps, the last numbers, and the curves where matplotlib is installed."""
+        """For notebooks: the steps, the last numbers, and the curves if matplotlib is installed."""
         return run_html(f"{self.step} steps", self.train_rows, self.evaluations)
 
     @property
@@ -145,18 +146,29 @@ class Run(Giving):
 
     @property
     def total_steps(self) -> int | None:
-        """Steps of the whole run; None where the data don't tell."""
+        """The number of steps of the whole run; None if the data have no known length."""
         assert self.stream is not None
         limits = [n for n in (self.config.max_steps, steps_in_data(self.stream)) if n is not None]
         return min(limits) if limits else None
 
+    def push_to_hub(self, repo: str | None = None, **options: Any) -> PushResult:
+        """Sends the run's model, tokenizer and card to the hub: see whet.hub.push.push_to_hub for the options.
+
+        Raises: ConfigError: the run has no folder, or something is wrong; nothing is sent then.
+        """
+        if self.folder is None:
+            raise ConfigError("a run without a folder has written no model; set trainer.run_dir")
+        return push_to_hub(self.folder.path, repo, **options)
+
+    # ---- opening -------------------------------------------------------------------------------------------------
+
     def __enter__(self) -> Run:
-        """Opens the run folder, resumes where asked, starts the loggers and the progress bar."""
+        """Opens the run folder, resumes if asked, starts the loggers and the progress bar."""
         try:
             self._open()
         except BaseException as error:
             if self._begun:
-                self._tell("on_run_end", self, error)
+                self._notify("on_run_end", self, error)
             self._close()
             raise
         return self
@@ -179,7 +191,7 @@ class Run(Giving):
                 c.eval_every_n_steps,
             )
         if self.checkpoints.root is not None or c.resume is not None:
-            self.reads = self.task.reads()  # before the first update: what is given, not made
+            self.inputs = self.task.inputs()  # before the first update changes a weight
             check_storable(self.task.state(), "the state of the run")
         if c.run_dir is not None:
             self.folder = RunFolder(c.run_dir, resume_step=None if c.resume is None else self._resume)
@@ -202,30 +214,31 @@ class Run(Giving):
             self.rows = self.folder.rows()
         log_run_length(c, self.stream, self.step)
         self._begun_at, total, size = self.step, self.total_steps, self.stream.batch_size
-        self.timeline = trace_folder(self.perf_config, c.run_dir)
-        self.profiler.expect(None if total is None else total - self.step)
+        self.timeline = trace_folder(c.perf_metrics_options, c.run_dir)
+        self.profiler.set_num_steps(None if total is None else total - self.step)
         for role, trainer in self.roles.trainers.items():
             trainer.worker.plan(None if total is None else self.task.total_updates(role, total, size))
             trainer.hooks.on_train_start(trainer)
-            trainer.listeners.append(self._updated)
+            trainer.listeners.append(self._on_update)
         self._begun = True
-        self._tell("on_run_begin", self)
+        self._notify("on_run_begin", self)
         self._check_observers()
-        self._stop.listen()  # a signal in the first evaluation is answered after the first step, with a checkpoint
+        self._signals.install()  # a signal in the first evaluation stops the run after the first step
         if self.task.has_evaluation and self.step == 0:
             self.evaluate(0)
             self._check_observers()
-        described = c.pbar_description if self.ranks.is_writer else None
-        self.progress = Progress(total, description=described, start=self.step, metric=self.task.headline)
+        description = c.pbar_description if self.ranks.is_writer else None
+        self.progress = Progress(total, description=description, start=self.step, metric=self.task.main_metric)
         self.progress.__enter__()
         self.saved_at = time.monotonic()
 
     # ---- the steps -----------------------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[tuple[int, list[Any]]]:
-        """(step, its batch) from where the run stands to its end; steps count from 1.
+        """Yields (step, batch) up to the end of the run; steps count from 1.
 
-        Raises: KeyboardInterrupt: a signal asked for the end; what was done is saved. What an observer has raised.
+        Raises: KeyboardInterrupt: a signal asked for the end; the finished steps are saved. Also the error of an
+            observer.
         """
         assert self.stream is not None
         if self._is_done():
@@ -233,53 +246,49 @@ class Run(Giving):
         self._batches = iter(self.stream)
         for items in self._batches:
             index = self.step + 1
-            self._tell("on_step_begin", self, index)
+            self._notify("on_step_begin", self, index)
             self.step_started = time.monotonic()
-            self.roles.trace.times()
+            self.roles.trace.pop_times()
             with self.profiler.step(index):
                 yield index, items
-            if self._on_any(self.observers.error is not None or self._stop.asked):
-                self._end_early()
-            if self._asked("stop") or self._is_done():
+            if self._on_any_rank(self.observers.error is not None or self._signals.stop_requested):
+                self.save()
+                stopped = Stopped(self.step, self.checkpoints.of_step(self.step))
+                self.observers.check(str(stopped))
+                raise stopped
+            if self._take_request("stop") or self._is_done():
                 return
         if self.total_steps is None or self.step < self.total_steps:
             log_data_end(self.config, self.step, self._begun_at)
 
-    def more(self) -> list[Any] | None:
-        """A further batch of the data for the step that is running; None = the data have ended."""
+    def next_batch(self) -> list[Any] | None:
+        """Takes one more batch of the data into the running step; None = the data have ended."""
         if self._batches is None:
-            raise ConfigError("more() gives a running step further data; call it within `for ... in run.steps()`")
+            raise ConfigError("next_batch() gives a running step more data; call it within `for ... in run.steps()`")
         return next(self._batches, None)
 
-    def _on_any(self, wish: bool) -> bool:
-        """Whether it is so on one of the processes: then all do the same. Every one of them has to ask."""
-        return any(self.ranks.gather(wish))
+    def _on_any_rank(self, condition: bool) -> bool:
+        """Whether a condition holds in any process. Every process must call it."""
+        return any(self.ranks.all_gather(condition))
 
-    def _asked(self, name: str) -> bool:
-        """Whether an observer on one of the processes has set a flag of `control`; it is cleared."""
-        return self._on_any(self.control.take(name))
+    def _take_request(self, name: str) -> bool:
+        """Whether an observer in any process has set a flag of `control`; the flag is cleared."""
+        return self._on_any_rank(self.control.take(name))
 
-    def _check_observers(self, note: str = "") -> None:
-        """Raises what an observer has raised, with a note; on the other processes, that one has."""
-        failed = self._on_any(self.observers.error is not None)
-        self.observers.check(note)
+    def _check_observers(self) -> None:
+        """Raises the error of an observer; in the other processes, an error that says so."""
+        failed = self._on_any_rank(self.observers.error is not None)
+        self.observers.check()
         if failed:
             raise WhetError("an observer has failed in another process, where its error is raised")
 
     def _is_done(self) -> bool:
         return self.config.max_steps is not None and self.step >= self.config.max_steps
 
-    def _end_early(self) -> None:
-        """Saves what is done; raises what an observer has raised, or that a signal has asked for the end."""
-        self.save()
-        stopped = Stopped(self.step, self.checkpoints.of_step(self.step))
-        self.observers.check(str(stopped))
-        raise stopped
+    def end_step(self, step: StepRecord, metrics: Mapping[str, float], *, num_tokens: int) -> None:
+        """Writes the step's row, notifies the observers, and evaluates and saves if that is due or requested.
 
-    def end_step(self, step: Record, metrics: Mapping[str, float], *, num_tokens: int) -> None:
-        """Writes the step's row, tells of it, evaluates and saves where that is due or asked for.
-
-        Args: step: its record, for the observers. metrics: by name, of the row. num_tokens: that it trained on.
+        Args: step: for the observers. metrics: of the row. num_tokens: the number of tokens that it trained on.
         """
         self.step = step.index
         self.tokens += num_tokens
@@ -289,43 +298,43 @@ class Run(Giving):
             "num_tokens": float(self.tokens),
             "epoch": self._epoch(),
             "optim/updates": float(self.trainer.train_steps),
-            **self.roles.trace.times(),
+            **self.roles.trace.pop_times(),
             **memory_metrics(self.trainer.worker.device),
             "time/step": seconds,
             "perf/global_step_time": seconds,
             "perf/tokens_per_second": num_tokens / max(seconds, 1e-9),
         }
         self._log(self.step, Mode.TRAIN, row)
-        self._show(row)
-        self._tell("on_step_end", self, step)
-        self._do_what_is_due()
+        self._show_progress(row)
+        self._notify("on_step_end", self, step)
+        self._evaluate_and_save()
         unsaved = self.checkpoints.root is not None and self._saved_step != self.step
         self._finished = (self._updates(), copy.deepcopy(self._state())) if unsaved else None
 
-    def _show(self, row: Mapping[str, float]) -> None:
-        own = {n: f"{row[n]:.3g}" for n in self.trainer.displayed if n in row}
-        shown = {**self.task.shown(row), **own}
-        speed, value = row["perf/tokens_per_second"], row.get(self.task.headline, float("nan"))
+    def _show_progress(self, row: Mapping[str, float]) -> None:
+        fields = dict(self.task.progress_fields(row))
+        fields |= {name: f"{row[name]:.3g}" for name in self.trainer.displayed if name in row}
+        speed, value = row["perf/tokens_per_second"], row.get(self.task.main_metric, float("nan"))
         assert self.progress is not None
-        self.progress.update(self.step, value=value, tokens_per_s=speed, shown=shown)
+        self.progress.update(self.step, value=value, tokens_per_s=speed, fields=fields)
 
-    def _do_what_is_due(self) -> None:
-        """Evaluates and saves, by the configuration or because an observer asks for it."""
-        every, asked = self.config.eval_every_n_steps, self._asked("evaluate")
-        if self.task.has_evaluation and (asked or (every and self.step % every == 0)):
+    def _evaluate_and_save(self) -> None:
+        """Evaluates and saves if the configuration says so or an observer requests it."""
+        every, requested = self.config.eval_every_n_steps, self._take_request("evaluate")
+        if self.task.has_evaluation and (requested or (every and self.step % every == 0)):
             self.evaluate(self.step)
-        elif asked:
-            log.warning("an observer asks for an evaluation, and there is no evaluation data; give train() eval_ds")
-        asked = self._asked("save")
-        if asked and self.checkpoints.root is None:
-            log.warning("an observer asks for a checkpoint, and there is no folder for it; set trainer.run_dir")
-        if self._save_due(self.step) or asked:
+        elif requested:
+            log.warning("an observer requests an evaluation, and there is no evaluation data; give train() eval_ds")
+        requested = self._take_request("save")
+        if requested and self.checkpoints.root is None:
+            log.warning("an observer requests a checkpoint, and there is no folder for it; set trainer.run_dir")
+        if self._is_save_due(self.step) or requested:
             self.save()
-        if self._asked("log") and self.loggers is not None:
+        if self._take_request("log") and self.loggers is not None:
             self.loggers.flush()
 
     def _epoch(self) -> float:
-        """Passes over the data so far; NaN where it has no length."""
+        """Passes over the data so far; NaN if the data have no length."""
         assert self.stream is not None
         each = self.stream.batches_per_epoch
         return self.stream.epoch + (self.stream.batch / each if each else float("nan"))
@@ -338,10 +347,10 @@ class Run(Giving):
             self.folder.log(step=step, mode=mode.value, version=version, values=row)
         if self.loggers is not None:
             self.loggers.log(step, row, mode.value)
-        self._tell("on_log", self, full)
+        self._notify("on_log", self, full)
 
-    def keep_completions(self, step: int, mode: Mode, columns: Mapping[str, Any], rewards: Mapping[str, Any]) -> None:
-        """Writes completions to the run folder, and gives them to the loggers that show some.
+    def log_completions(self, step: int, mode: Mode, columns: Mapping[str, Any], rewards: Mapping[str, Any]) -> None:
+        """Writes completions to the run folder, and passes them to the loggers that take completions.
 
         Args: columns, rewards: as in `RunFolder.write_completions`.
         """
@@ -350,44 +359,44 @@ class Run(Giving):
         if self.loggers is not None:
             self.loggers.log_completions(step, columns, rewards, mode.value)
 
-    def _updated(self, trainer: RoleTrainer, metrics: Metrics) -> None:
-        self._tell("on_update_end", self, trainer, metrics)
+    def _on_update(self, trainer: RoleTrainer, metrics: Metrics) -> None:
+        self._notify("on_update_end", self, trainer, metrics)
 
-    def _tell(self, event: str, *args: Any) -> None:
-        """Tells the task, whose errors are the run's own, and the observers of an open run."""
+    def _notify(self, event: str, *args: Any) -> None:
+        """Notifies the task and, in an open run, the observers. An error of the task is an error of the run."""
         getattr(self.task, event)(*args)
         if self._begun:
-            self.observers.tell(event, *args)
+            self.observers.notify(event, *args)
 
     # ---- evaluation ----------------------------------------------------------------------------------------------
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Measures on the evaluation data. Args: step: after which it is. Returns: the row that is logged."""
+        """Evaluates on the evaluation data. Args: step: the last finished step. Returns: the row that is logged."""
         row = self.task.evaluate(self, step)
         self._log(step, Mode.EVAL, row)
-        self._tell("on_evaluate", self, self.rows[-1])
+        self._notify("on_evaluate", self, self.rows[-1])
         return row
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
-    def _save_due(self, step: int) -> bool:
+    def _is_save_due(self, step: int) -> bool:
         options = self.config.checkpointing_options or CheckpointingOptions()
         if options.save_interval_steps is not None:
             return step % options.save_interval_steps == 0
-        return self.ranks.agree(time.monotonic() - self.saved_at >= options.save_interval_s)
+        return self.ranks.broadcast(time.monotonic() - self.saved_at >= options.save_interval_s)
 
     def save(self) -> None:
         """Writes a checkpoint of the step just finished."""
         if self.checkpoints.root is None:
             return
-        folder = self._write(self._state())
+        folder = self._write_checkpoint(self._state())
         self.saved_at, self._finished = time.monotonic(), None
-        if self._saved_step != self.step:  # else it was there already
+        if self._saved_step != self.step:  # else the checkpoint was there already
             self._saved_step = self.step
-            self._tell("on_save", self, folder)
+            self._notify("on_save", self, folder)
 
     def _state(self) -> dict[str, Any]:
-        """What run.pt holds of the step just finished, but for what every checkpoint has."""
+        """The state after the step just finished, for run.pt; `_write_checkpoint` adds settings and inputs."""
         assert self.stream is not None
         own = {**self.task.state(), "observers": self.observers.state()}
         check_storable(own, "the state of the run")
@@ -399,18 +408,18 @@ class Run(Giving):
             "random": random_state(),
         }
 
-    def _write(self, state: Mapping[str, Any]) -> Path | None:
+    def _write_checkpoint(self, state: Mapping[str, Any]) -> Path | None:
         options = self.config.checkpointing_options or CheckpointingOptions()
-        whole = {**state, "settings": self._compared(), "reads": self.reads}
+        whole = {**state, "settings": self._compared_settings(), "inputs": self.inputs}
         with self.roles.trace.span("checkpoint"):
             return self.checkpoints.save(state["step"], whole, tokenizer=self.roles.tokenizer, keep=options.max_to_keep)
 
     def _updates(self) -> tuple[int, ...]:
-        """Grows with every update of a role: weights and optimizers are as they were while it is the same."""
+        """The number of updates of each role. While it is the same, so are weights and optimizers."""
         return tuple(trainer.train_steps for trainer in self.roles.trainers.values())
 
     def _save_finished(self, error: BaseException) -> None:
-        """Saves the steps before the one that failed, if it has updated nothing yet; its own error stays the run's."""
+        """Saves the steps before the failed one, if that has updated nothing yet. The run still ends with its error."""
         if isinstance(error, KeyboardInterrupt):
             if self._finished is not None:
                 log.warning("stopped at once: there is no checkpoint of step %d", self.step)
@@ -419,18 +428,18 @@ class Run(Giving):
             return
         state = self._finished[1]
         try:
-            folder = self._write(state)
+            folder = self._write_checkpoint(state)
         except WhetError as second:
             log.warning("the %d steps before the error could not be saved: %s", state["step"], second)
         else:
             log.warning("the %d steps before the error are saved: %s", state["step"], folder)
 
-    def _compared(self) -> dict[str, Any]:
-        """What a resume compares: the settings, and what was given from Python and has no key there."""
-        return plain({**self.settings, **self.task.compared()})
+    def _compared_settings(self) -> dict[str, Any]:
+        """The settings that a resume compares, with those that were given from Python and have no key."""
+        return plain({**self.settings, **self.task.extra_settings()})
 
     def _resume(self) -> int:
-        """Restores the checkpoint that `resume` names. Returns: its step; -1 where there is none yet."""
+        """Restores the checkpoint that `resume` names. Returns: its step; -1 if there is none yet."""
         assert self.config.resume is not None
         self.checkpoints.open()
         checkpoint = self.checkpoints.find(self.config.resume)
@@ -450,16 +459,16 @@ class Run(Giving):
 
     def _restore(self, checkpoint: Path) -> None:
         self.checkpoints.verify(checkpoint)
-        state = self.checkpoints.state(checkpoint, self.task.needs)
-        check_settings(state["settings"], self._compared(), allow=self.config.allow_config_change)
+        state = self.checkpoints.state(checkpoint, self.task.required_state)
+        check_settings(state["settings"], self._compared_settings(), allow=self.config.allow_config_change)
         assert self.stream is not None
-        assert self.reads is not None
-        check_inputs(state.get("reads"), self.reads, allow=self.config.allow_config_change)
+        assert self.inputs is not None
+        check_inputs(state["inputs"], self.inputs, allow=self.config.allow_config_change)
         self.stream.restore(state["stream"])
         self.step, self.tokens = state["step"], state["tokens"]
         self.checkpoints.load(checkpoint)
         self.task.restore(state, self.step)
-        self.observers.restore(state.get("observers", {}))
+        self.observers.restore(state["observers"])
         set_random_state(state["random"])
         self.checkpoints.discard(after=self.step)
         log.info("resumed from %s: step %d is done", checkpoint, self.step)
@@ -467,23 +476,23 @@ class Run(Giving):
     # ---- the end -------------------------------------------------------------------------------------------------
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        """Saves the last step and the model where training ended by itself; closes everything in any case."""
+        """Saves the last step and the model if training ended without an error; closes everything in any case."""
         try:
             if kind is None:
                 self._finish()
             elif error is not None:
                 self._save_finished(error)
             if self._begun:
-                self._tell("on_run_end", self, error)
+                self._notify("on_run_end", self, error)
         finally:
             self._close()
         if error is None:
             self._check_observers()
 
     def _close(self) -> None:
-        self._stop.release()
+        self._signals.uninstall()
         for trainer in self.roles.trainers.values():
-            trainer.listeners = [fn for fn in trainer.listeners if fn != self._updated]
+            trainer.listeners = [fn for fn in trainer.listeners if fn != self._on_update]
         if self.progress is not None:
             self.progress.__exit__()
         if self.loggers is not None:
@@ -493,7 +502,7 @@ class Run(Giving):
             self.folder.close()
 
     def _finish(self) -> None:
-        self._stop.then = "all steps are done, and the run ends once final/ and the last evaluation are written"
+        self._signals.effect = "all steps are done, and the run ends once final/ and the last evaluation are written"
         self.profiler.close()
         for trainer in self.roles.trainers.values():
             trainer.hooks.on_train_end(trainer)
@@ -502,8 +511,8 @@ class Run(Giving):
                 "the run ended without a single step: every row was dropped; raise rollout.max_prompt_length, in "
                 "supervised training data.max_length"
             )
-        self.save()  # before an evaluation that a longer run never makes: its draws and lengths are not the next step's
-        if self.folder is not None:  # before an evaluation too: who sent a signal may not wait for that
+        self.save()  # before the last evaluation, which a longer run doesn't make: its draws must not be saved
+        if self.folder is not None:  # before it too: whoever sent a signal may not wait for an evaluation
             final, worker = self.folder.path / "final", self.trainer.worker
             merge, dtype = self.config.merge_adapter, self.config.final_dtype
             self.checkpoints.export(final, self.step, worker, self.roles.tokenizer, merge=merge, dtype=dtype)

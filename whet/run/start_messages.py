@@ -1,24 +1,27 @@
-"""What a run says of itself when it opens: the machine it runs on, and how many steps there are for it to take."""
+"""What a run writes and logs when it opens: the machine it runs on, and how many steps it will take."""
 
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 from whet.config import TrainingConfig
 from whet.observe.environment import collect_environment, read_environment
-from whet.run.task import Roles, Stream
 from whet.storage.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from whet.data.prompt_stream import PromptStream
+    from whet.train.role_workers import RoleWorkers
 
 __all__ = ["log_run_length", "write_environment"]
 
 log = logging.getLogger("whet")
 
 
-def write_environment(folder: RunFolder, roles: Roles, passes: dict[str, str], *, resumed: bool) -> None:
-    """Writes environment.json; a resumed run logs what changed, since that may change the last bits; in
-    a folder of its own it has nothing to compare.
+def write_environment(folder: RunFolder, roles: RoleWorkers, passes: dict[str, str], *, resumed: bool) -> None:
+    """Writes environment.json. A resumed run logs what changed, since that may change the last bits of its numbers.
 
-    Args: passes: what a step runs and what it leaves out, which is logged too.
+    Args: passes: the passes that a step runs and those that it skips; they are logged too.
     """
     now = {**collect_environment(), **roles.describe(), "passes": passes}
     if roles.checkpoints.root is not None:
@@ -33,47 +36,48 @@ def write_environment(folder: RunFolder, roles: Roles, passes: dict[str, str], *
             old,
             new,
         )
-    left_out = [name for name, what in passes.items() if what.startswith("skipped: ")]
-    for name, what in passes.items():
-        if name not in left_out:
-            log.info("%s: %s", name, what)
-    if left_out:
-        log.info("not needed here: %s (environment.json says why)", ", ".join(left_out))
+    skipped = [name for name, description in passes.items() if description.startswith("skipped: ")]
+    for name, description in passes.items():
+        if name not in skipped:
+            log.info("%s: %s", name, description)
+    if skipped:
+        log.info("skipped, since not needed: %s (see environment.json)", ", ".join(skipped))
     folder.write_json("environment.json", now)
 
 
-def log_run_length(config: TrainingConfig, stream: Stream, step: int) -> None:
-    """Says where the data end before max_steps, and where a resumed run has no step left to take.
+def log_run_length(config: TrainingConfig, stream: PromptStream, step: int) -> None:
+    """Warns if the data end before max_steps, or if a resumed run has no step left.
 
-    Args: config: of the run. stream: its data. step: steps that are done.
+    Args: config: of the run. stream: its data. step: the number of finished steps.
     """
-    by_data, asked = steps_in_data(stream), config.max_steps
-    short = by_data is not None and asked is not None and by_data < asked
+    in_data, max_steps = steps_in_data(stream), config.max_steps
+    short = in_data is not None and max_steps is not None and in_data < max_steps
     if short:
         log.warning(
-            "the data end after %d steps, before trainer.max_steps=%d: %s; raise trainer.num_epochs, or leave it out: "
-            "then there are as many epochs as the steps need",
-            by_data,
-            asked,
-            f"{stream.batches_per_epoch} steps an epoch, trainer.num_epochs={stream.num_epochs}",
+            "the data end after %d steps, before trainer.max_steps=%d: %s; raise trainer.num_epochs, or leave it out "
+            "to train for as many epochs as the steps need",
+            in_data,
+            max_steps,
+            f"{stream.batches_per_epoch} steps per epoch, trainer.num_epochs={stream.num_epochs}",
         )
-    total = by_data if short or asked is None else asked
+    total = in_data if short or max_steps is None else max_steps
     if config.resume is None or total is None or step < total:
         return
-    key = f"trainer.max_steps={asked}" if not short and asked is not None else f"trainer.num_epochs={stream.num_epochs}"
+    limited = not short and max_steps is not None
+    key = f"trainer.max_steps={max_steps}" if limited else f"trainer.num_epochs={stream.num_epochs}"
     log.warning("nothing is left to do: all %d steps of the run are done; raise %s to train on", total, key)
 
 
-def steps_in_data(stream: Stream) -> int | None:
-    """Steps that the data give; None where they have no length or no end."""
+def steps_in_data(stream: PromptStream) -> int | None:
+    """The number of steps that the data give; None if they have no known length or no end."""
     each, epochs = stream.batches_per_epoch, stream.num_epochs
     return None if each is None or epochs is None else each * epochs
 
 
 def log_data_end(config: TrainingConfig, step: int, begun: int) -> None:
-    """Says that data without a known length have ended before max_steps, or before the first step of a resumed run.
+    """Warns if data without a known length have ended before max_steps, or before a resumed run's first step.
 
-    Args: step: steps that are done. begun: those that were done when the run opened.
+    Args: step: the number of finished steps. begun: the same when the run opened.
     """
     if config.resume is not None and step == begun:
         log.warning("nothing was left to do: the data end after %d steps, which are done", step)

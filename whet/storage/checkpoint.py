@@ -3,10 +3,10 @@
     checkpoints/step-000100/{actor/{model.safetensors, optimizer.safetensors, state.pt}, run.pt, run.json, sums.json}
     checkpoints/latest                      a text file: "step-000100"
 
-A folder is written under a temporary name, flushed to disk, and renamed; `latest` moves after that. A killed process
-leaves at most a temporary folder, which the next run sweeps away. Tensors lie in safetensors, the rest in files read
-with weights_only=True. `sums.json` has the SHA-256 of every file, so that a bit lost on a disk is seen. `run.json`
-names the run: no run removes or takes for its own what another has written.
+A folder is written under a temporary name, flushed to disk, and renamed; then `latest` is moved. A killed process
+leaves at most a temporary folder, which the next run removes. Tensors are in safetensors files, the rest in files read
+with weights_only=True. `sums.json` has the SHA-256 of every file, to detect damaged ones. `run.json` names the run: no
+run removes or resumes another's checkpoints.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from whet.errors import CheckpointError, format_exception
 from whet.storage.files import fsync as _fsync
 from whet.storage.files import is_temporary, read_json, remove_path, temporary_path, write_atomic
 from whet.storage.folder_lock import FolderLock
-from whet.storage.format_version import SUMS_FORMAT, check_format
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 __all__ = [
+    "CHECKPOINT_FORMAT",
+    "check_format",
     "clean_root",
     "find_checkpoint",
     "list_checkpoints",
@@ -56,19 +57,21 @@ __all__ = [
 
 log = logging.getLogger("whet")
 
+CHECKPOINT_FORMAT = 1
+"""The format of run.pt, sums.json, <role>/state.pt and <role>/optimizer.safetensors. Each file holds this number."""
 _STEP = re.compile(r"step-([0-9]{6,})")
 _SUMS = "sums.json"
 _RUN = "run.json"
 _FULL = re.compile(r"os error|no space left|file write failed|PytorchStreamWriter|inline_container", re.IGNORECASE)
-"""Words of torch's and the tokenizers' own errors for a file that the disk did not take."""
+"""Words in the errors of torch and tokenizers for a file that could not be written."""
 
 
 def open_checkpoint_root(root: Path) -> FolderLock:
-    """Makes the folder of checkpoints, locks it, tries what a checkpoint needs there, and sweeps it.
+    """Creates the folder of checkpoints, locks it, checks that it can be written, and removes leftovers.
 
-    Tried are to write, to rename and to remove: what fails, fails before the first step and not after an hour.
+    It writes, renames and removes a folder there, so that a failure comes before the first step and not after an hour.
 
-    Returns: the lock, to be released at the end.
+    Returns: the lock; release it at the end.
     Raises: CheckpointError: it can't be made or written. ConfigError: another process uses it.
     """
     lock = None
@@ -76,7 +79,7 @@ def open_checkpoint_root(root: Path) -> FolderLock:
     try:
         root.mkdir(parents=True, exist_ok=True)
         lock = FolderLock(root, "trainer.checkpoint_root_directory")
-        _filled(tried, lambda folder: (folder / "file").touch())
+        _write_and_sync(tried, lambda folder: (folder / "file").touch())
         tried.rename(renamed)
         remove_path(renamed, strict=True)
         if (root / "latest").is_dir():
@@ -104,18 +107,18 @@ def write_checkpoint(
     keep: int | None = None,
     spared: Iterable[int] = (),
 ) -> Path:
-    """Writes one checkpoint folder that is either whole or absent, then moves `latest`, then drops the oldest.
+    """Writes a checkpoint folder, whole or not at all, then moves `latest`, then removes the oldest.
 
     Args:
         root: the folder of checkpoints.
-        step: its number.
-        write: fills the folder it is given.
-        run: who writes it, for run.json; None = not recorded.
-        keep: folders of this run to keep, the new one included; None = all.
-        spared: steps whose folders are kept besides.
-    Returns: root/step-<step>. A whole folder of that step and run is left as it is: a step's state is one.
-    Raises: CheckpointError: it could not be written (a full disk); nothing half-written stays, nor is anything lost.
-        Another run's folder has that step.
+        step: of the checkpoint.
+        write: writes the files into a folder.
+        run: the id of the run, for run.json; None = not recorded.
+        keep: the number of this run's folders to keep, with the new one; None = all.
+        spared: steps whose folders are kept as well.
+    Returns: root/step-<step>. An existing whole folder of that step and run is not written again.
+    Raises: CheckpointError: it could not be written (a full disk); nothing half-written stays, and nothing is lost.
+        Or another run's folder has that step.
     """
     final = root / f"step-{step:06d}"
     tmp = temporary_path(final)
@@ -123,12 +126,12 @@ def write_checkpoint(
     try:
         root.mkdir(parents=True, exist_ok=True)
         if not _is_there(final, run):
-            _filled(tmp, lambda folder: write_with_checksums(folder, write, run=run, step=step))
+            _write_and_sync(tmp, lambda folder: write_with_checksums(folder, write, run=run, step=step))
             tmp.rename(final)
             _fsync(root)
     except BaseException as e:
         remove_path(tmp)
-        if _of_the_disk(e):
+        if _is_disk_error(e):
             raise CheckpointError(
                 f"checkpoint of step {step} could not be written to {root}: {e}; earlier ones are kept. Make "
                 "room or fix its permissions, then resume with trainer.resume=latest"
@@ -147,7 +150,7 @@ def write_checkpoint(
 
 
 def _is_there(final: Path, run: str | None) -> bool:
-    """Whether a run has this checkpoint already; a folder of its name that is not a checkpoint is moved aside."""
+    """Whether a run has this checkpoint already. A folder of this name that is not a checkpoint is renamed."""
     if not os.path.lexists(final):
         return False
     if final not in list_checkpoints(final.parent):
@@ -165,15 +168,15 @@ def _is_there(final: Path, run: str | None) -> bool:
 
 
 def write_folder_atomic(path: Path, write: Callable[[Path], None]) -> None:
-    """Writes a folder that is whole or absent, in place of the one that has its name.
+    """Writes a folder, whole or not at all. It replaces the folder of this name.
 
-    Args: path: the folder. write: fills the folder it is given.
+    Args: path: the folder. write: writes the files into a folder.
     Raises: CheckpointError: it could not be written; the old one stays.
     """
     tmp = temporary_path(path)
     old = tmp.with_name(f"{tmp.name}.old")
     try:
-        _filled(tmp, write)
+        _write_and_sync(tmp, write)
         if os.path.lexists(path):
             path.rename(old)
         tmp.rename(path)
@@ -183,7 +186,7 @@ def write_folder_atomic(path: Path, write: Callable[[Path], None]) -> None:
             with suppress(OSError):
                 old.rename(path)
         remove_path(tmp)
-        if _of_the_disk(e):
+        if _is_disk_error(e):
             raise CheckpointError(
                 f"{path} could not be written: {e}; make room or fix its permissions, then resume with "
                 "trainer.resume=latest"
@@ -192,20 +195,20 @@ def write_folder_atomic(path: Path, write: Callable[[Path], None]) -> None:
     remove_path(old)
 
 
-def _of_the_disk(error: BaseException) -> bool:
-    """Whether an error says that a file could not be written: each library has a class of its own for that."""
+def _is_disk_error(error: BaseException) -> bool:
+    """Whether an error means that a file could not be written; each library raises its own class."""
     if isinstance(error, OSError | SafetensorError):
         return True
     return type(error) in (Exception, RuntimeError) and _FULL.search(str(error)) is not None
 
 
 def write_with_checksums(folder: Path, write: Callable[[Path], None], *, run: str | None, step: int) -> None:
-    """Fills a folder of a step, and notes who has written it and the checksum of every file."""
+    """Writes the files of a step into a folder, with the id of the run and the checksum of every file."""
     write(folder)
     if run is not None:
         (folder / _RUN).write_text(json.dumps({"run": run, "step": step}) + "\n")
     sums = {p.relative_to(folder).as_posix(): _sum(p) for p in sorted(folder.rglob("*")) if p.is_file()}
-    (folder / _SUMS).write_text(json.dumps({"format": SUMS_FORMAT, "sums": sums}, indent=1) + "\n")
+    (folder / _SUMS).write_text(json.dumps({"format": CHECKPOINT_FORMAT, "sums": sums}, indent=1) + "\n")
 
 
 def _sum(path: Path) -> str:
@@ -214,9 +217,9 @@ def _sum(path: Path) -> str:
 
 
 def verify_checkpoint(folder: Path, needs: Iterable[str] = ()) -> None:
-    """Reads every file of a checkpoint and compares it with what was written.
+    """Compares every file of a checkpoint with its checksum.
 
-    Args: folder: a checkpoint; one without sums.json can't be compared: a warning. needs: files that it must have.
+    Args: folder: a checkpoint; without sums.json there is only a warning. needs: files that it must have.
     Raises: CheckpointError: a file is missing or has changed.
     """
     path = folder / _SUMS
@@ -227,7 +230,11 @@ def verify_checkpoint(folder: Path, needs: Iterable[str] = ()) -> None:
         log.warning("%s has no %s, so its files can't be checked for changes", folder, _SUMS)
         return
     try:
-        sums = _sums_in(path)
+        found = read_json(path)
+        if not isinstance(found, dict):
+            raise ValueError("no mapping of names to checksums")
+        check_format(path, found.get("format"), weights=folder)
+        sums = found.get("sums")
         if not isinstance(sums, dict) or not all(isinstance(x, str) for x in sums.values()):
             raise ValueError("no mapping of names to checksums")
         if outside := [n for n in sums if "\0" in n or ".." in PurePosixPath(n).parts or n.startswith("/")]:
@@ -244,17 +251,8 @@ def verify_checkpoint(folder: Path, needs: Iterable[str] = ()) -> None:
             )
 
 
-def _sums_in(path: Path) -> Any:
-    """The checksums by name. Files of format 1 have nothing but them, so that no number can be among their names."""
-    found = read_json(path)
-    if not isinstance(found, dict) or "format" not in found or isinstance(found["format"], str):
-        return found
-    check_format(path, found["format"], SUMS_FORMAT, weights=path.parent)
-    return found.get("sums")
-
-
-def _filled(folder: Path, write: Callable[[Path], None]) -> None:
-    """Makes a folder and what is in it, on the disk, as readable as the process's umask lets files be."""
+def _write_and_sync(folder: Path, write: Callable[[Path], None]) -> None:
+    """Creates a folder with its files, flushed to disk, with the permissions of the process's umask."""
     folder.mkdir()
     probe = folder / ".mode"
     probe.touch()
@@ -269,19 +267,34 @@ def _filled(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Removes a checkpoint. It loses its name first: one that a kill left half removed must not pass for whole."""
+    """Removes a checkpoint. It is renamed first, so that a half removed one is never taken for whole."""
     gone = temporary_path(folder)
     folder.rename(gone)
     remove_path(gone)
 
 
 def write_pointer(root: Path, name: str, pointer: str = "latest") -> None:
-    """Has a text file next to the checkpoints name one of them, in one step."""
+    """Writes the name of a checkpoint to a text file beside the checkpoints, atomically."""
     write_atomic(root / pointer, f"{name}\n".encode())
 
 
+def check_format(path: Path, number: Any, *, weights: Path) -> None:
+    """Checks that this release reads the format of a checkpoint's file.
+
+    Args: path: the file. number: the format that it holds. weights: the folder of the model, for the message.
+    Raises: CheckpointError: another number, or no number.
+
+    >>> check_format(Path("run.pt"), CHECKPOINT_FORMAT, weights=Path("actor"))
+    """
+    if type(number) is not int or number != CHECKPOINT_FORMAT:
+        raise CheckpointError(
+            f"{path} has format {number!r:.40}, and this release of whet reads format {CHECKPOINT_FORMAT}; resume with "
+            f"the release that wrote it, or start a new run from its weights: actor.model={weights}"
+        )
+
+
 def step_of(folder: Path) -> int | None:
-    """The step that a folder's name says; None where it is not a checkpoint's.
+    """The step in a folder's name; None if it is not the name of a checkpoint.
 
     >>> step_of(Path("step-000100")), step_of(Path("step-000100.broken")), step_of(Path("step-0000100"))
     (100, None, None)
@@ -291,7 +304,7 @@ def step_of(folder: Path) -> int | None:
 
 
 def read_run_id(folder: Path) -> str | None:
-    """The run that has written a checkpoint; None where that is not recorded: earlier versions did not."""
+    """The id of the run that wrote a checkpoint; None if it is not recorded."""
     try:
         found = read_json(folder / _RUN)
     except (OSError, ValueError):
@@ -301,18 +314,18 @@ def read_run_id(folder: Path) -> str | None:
 
 
 def step_folders(root: Path) -> list[Path]:
-    """What has the name of a checkpoint under a folder, oldest step first."""
+    """The folders with a checkpoint's name, oldest step first."""
     found = [(step, p) for p in root.glob("step-*") if (step := step_of(p)) is not None] if root.is_dir() else []
     return [p for _, p in sorted(found)]
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """The checkpoints under a folder that a run has written, a file of which may have gone since, oldest step first."""
+    """The checkpoints in a folder, oldest step first. Files of them may have been removed since."""
     return [p for p in step_folders(root) if (p / "run.pt").is_file() or (p / _SUMS).is_file()]
 
 
 def clean_root(root: Path) -> None:
-    """Removes what killed processes left half-written, and moves aside folders that only have a checkpoint's name."""
+    """Removes half-written files of killed processes, and renames folders that are not checkpoints but named so."""
     for p in list(root.iterdir()) if root.is_dir() else []:
         if is_temporary(p.name):
             remove_path(p)
@@ -323,7 +336,7 @@ def clean_root(root: Path) -> None:
 
 
 def _move_aside(folder: Path) -> None:
-    """Renames a folder that is not a checkpoint."""
+    """Renames a folder that is not a checkpoint to <name>.broken."""
     n, aside = 1, folder.with_name(f"{folder.name}.broken")
     while os.path.lexists(aside):
         n += 1
@@ -336,8 +349,8 @@ def find_checkpoint(resume: str, root: Path | None) -> Path | None:
     """The checkpoint that `resume` names.
 
     Args: resume: "latest", or a folder. root: the run's checkpoints.
-    Returns: the folder; None where "latest" finds none: the run then starts from the beginning.
-    Raises: CheckpointError: a folder that is not a checkpoint; the newest one lacks its run.pt, and is not skipped.
+    Returns: the folder; None if "latest" finds none: the run then starts from the beginning.
+    Raises: CheckpointError: the folder is not a checkpoint, or the newest one has no run.pt; it is not skipped.
     """
     if resume != "latest":
         path = Path(resume)
@@ -378,7 +391,7 @@ def find_checkpoint(resume: str, root: Path | None) -> Path | None:
 
 
 def read_state(path: Path, *, needs: Iterable[str] = ()) -> dict[str, Any]:
-    """A .pt file of plain containers and tensors.
+    """Reads a .pt file of plain containers and tensors.
 
     Args: path: the file. needs: keys that it must have.
     Raises: CheckpointError: it is missing, cut short or pickled, or holds something else.
@@ -404,17 +417,17 @@ def read_state(path: Path, *, needs: Iterable[str] = ()) -> dict[str, Any]:
 def write_state(state: Mapping[str, Any], path: Path) -> None:
     """Writes plain containers and tensors as `read_state` reads them.
 
-    Raises: OSError: the disk did not take it. torch.save says that by a RuntimeError without the reason.
+    Raises: OSError: it could not be written. torch.save would raise a RuntimeError without the reason.
     """
     import torch
 
-    made = io.BytesIO()
-    torch.save(dict(state), made)
-    path.write_bytes(made.getbuffer())
+    buffer = io.BytesIO()
+    torch.save(dict(state), buffer)
+    path.write_bytes(buffer.getbuffer())
 
 
 def save_weights(module: nn.Module, path: Path, masters: Mapping[str, Tensor] | None = None) -> None:
-    """Writes parameters and persistent buffers, each shared tensor once, masters in place of parameters."""
+    """Writes parameters and persistent buffers, each shared tensor once, with masters in place of parameters."""
     from safetensors.torch import save_file
 
     tensors: dict[str, Tensor] = {**dict(module.named_parameters()), **_buffers(module), **(masters or {})}
@@ -422,7 +435,7 @@ def save_weights(module: nn.Module, path: Path, masters: Mapping[str, Tensor] | 
 
 
 def load_weights(module: nn.Module, path: Path, masters: Mapping[str, Tensor] | None = None) -> None:
-    """Reads what `save_weights` wrote into the module and its masters, in place.
+    """Loads what `save_weights` wrote into the module and its masters, in place.
 
     Raises: CheckpointError: unreadable, a name missing or left over, or another shape; nothing is changed then.
     """
@@ -434,7 +447,6 @@ def load_weights(module: nn.Module, path: Path, masters: Mapping[str, Tensor] | 
         found = load_file(path)
     except (OSError, SafetensorError) as e:
         raise CheckpointError(f"{path} can't be read ({e}); resume from an earlier step-* folder") from e
-    _rename_score_head(found, targets)
     if odd := sorted(targets.keys() ^ found.keys()):
         raise CheckpointError(f"{path} holds another model: {odd[0]!r} is on one side only ({len(odd)} such names)")
     for name, t in targets.items():
@@ -447,15 +459,8 @@ def load_weights(module: nn.Module, path: Path, masters: Mapping[str, Tensor] | 
             t.copy_(found[name])
 
 
-def _rename_score_head(found: dict[str, Tensor], targets: Mapping[str, Tensor]) -> None:
-    """Gives a critic's head its current name: earlier releases kept it in the place of the LM head."""
-    old, new = sorted(found.keys() - targets.keys()), sorted(targets.keys() - found.keys())
-    if new == ["score.weight"] and len(old) == 1 and found[old[0]].shape == targets["score.weight"].shape:
-        found["score.weight"] = found.pop(old[0])
-
-
 def _buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers that belong to the model's state, under their full names."""
+    """The persistent buffers, by their full names."""
     return {
         f"{prefix}.{name}" if prefix else name: buffer
         for prefix, m in module.named_modules()

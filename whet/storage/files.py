@@ -38,12 +38,7 @@ __all__ = [
     "write_error",
 ]
 
-_TEMPORARY = re.compile(
-    r"\.tmp-[0-9a-f]{16}-.+"
-    r"|\.tmp-(step-)?[0-9]{6,}-[0-9a-f]+"  # this and the next are of earlier versions
-    r"|\.(metrics\.jsonl|config\.yaml|(environment|summary)\.json|latest|final|(train|eval)-[0-9]+\.parquet)\.tmp",
-    re.DOTALL,
-)
+_TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{16}-.+", re.DOTALL)
 
 
 def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], None]) -> None:

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from whet.config import Role
 from whet.errors import CheckpointError
-from whet.storage.checkpoint import read_state, step_of
-from whet.storage.format_version import RUN_FORMAT, check_format
+from whet.storage.checkpoint import check_format, read_state, step_of
 
 __all__ = ["check_storable", "read_run_state"]
 
@@ -34,8 +33,9 @@ def read_run_state(path: Path, needs: Iterable[str] = ()) -> dict[str, Any]:
         run writes.
     """
     state = read_state(path)
-    check_format(path, state.get("format", 1), RUN_FORMAT, weights=path.parent)
-    if missing := [name for name in sorted({*_FIELDS, *needs}) if name not in state]:
+    if "format" in state:
+        check_format(path, state["format"], weights=path.parent)
+    if missing := [name for name in sorted({"format", *_FIELDS, *needs}) if name not in state]:
         raise CheckpointError(
             f"{path} has an unexpected format: no {', '.join(missing)}; resume from another step-* folder"
         )
@@ -52,8 +52,7 @@ def read_run_state(path: Path, needs: Iterable[str] = ()) -> dict[str, Any]:
             _check(path, name, state[name], what, holds)
     if "cluster" in state:
         for name, (what, holds) in _CLUSTER.items():
-            if name in state["cluster"] or name != "lengths":  # which the earliest versions had none of
-                _check(path, f"cluster.{name}", state["cluster"].get(name), what, holds)
+            _check(path, f"cluster.{name}", state["cluster"].get(name), what, holds)
     return state
 
 
@@ -98,8 +97,7 @@ def _health(value: Any) -> bool:
     pair = lambda x: isinstance(x, list) and len(x) == 2 and all(_count(n) for n in x)
     parts = {
         "since": lambda x: _mapping(x, pair),
-        "said": lambda x: _mapping(x, lambda n: isinstance(n, float | int)),
-        "skipped": lambda x: _mapping(x, _count),
+        "badness": lambda x: _mapping(x, lambda n: isinstance(n, float | int)),
     }
     return _mapping(value) and all(name in parts and parts[name](part) for name, part in value.items())
 
@@ -114,8 +112,12 @@ def _lengths(value: Any) -> bool:
 
 
 _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "inputs": ("a mapping", _mapping),
+    "observers": ("a mapping by name", _mapping),
     "random": ("a mapping", _mapping),
+    "replaced": ("a list of roles", lambda x: isinstance(x, list) and all(role in set(Role) for role in x)),
     "settings": ("a mapping", _mapping),
+    "skipped": ("a mapping of whole numbers from 0", lambda x: _mapping(x, _count)),
     "step": ("a whole number from 1", lambda x: _count(x) and x > 0),
     "stream": (
         "a mapping of whole numbers",
@@ -124,19 +126,16 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "tokens": ("a whole number from 0", _count),
     "updates": ("a mapping of whole numbers from 0", lambda x: _mapping(x, _count)),
 }
+"""Fields that every run writes: what each must be, and a check of it."""
 _OPTIONAL: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "cluster": ("a mapping", _mapping),
     "health": ("since when warnings last", _health),
     "learner": ("a mapping by name", _mapping),
-    "observers": ("a mapping by name", _mapping),
     "models": ("what each role computes in", lambda x: _mapping(x) and set(x) == {"dtypes"} and _names(x["dtypes"])),
-    "skipped": ("a mapping of whole numbers from 0", lambda x: _mapping(x, _count)),
-    "moved": ("a list of roles", lambda x: isinstance(x, list) and all(role in set(Role) for role in x)),
 }
-"""What runs of one kind write, or what earlier versions had none of."""
+"""Fields that only some kinds of run write."""
 _CLUSTER: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "next_id": ("a whole number from 0", _count),
-    "calls": ("a whole number from 0", _count),
     "dtypes": ("a mapping of names", _names),
     "lengths": ("a mapping of rows and lengths", lambda x: _mapping(x, _lengths)),
 }

@@ -2,8 +2,8 @@
 
     from whet.torchrl import GRPOLoss, MCAdvantage        # was: from torchrl.objectives.llm import ...
 
-Nothing is imported from TorchRL; data and results are TensorDicts, which need the package tensordict. What each option
-and field is here: docs/from-torchrl.md.
+Nothing is imported from TorchRL; data and results are TensorDicts, which need the package tensordict.
+docs/from-torchrl.md lists every option and field.
 """
 
 from whet.errors import ConfigError

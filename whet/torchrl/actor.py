@@ -1,6 +1,6 @@
 """The current policy's logprobs, entropies and mask, from a TorchRL actor or from any module that yields logprobs.
 
-Dim legend: B rows, T tokens of a row (prompt and response), V vocabulary, n tokens that are asked for.
+Dim legend: B rows, T tokens of a row (prompt and response), V vocabulary, n requested tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _IGNORED = -100
 
 @dataclass(frozen=True)
 class Scored:
-    """What an actor says of a batch."""
+    """The output of an actor for a batch."""
 
     logprobs: Tensor
     """[B, T], with gradient."""
@@ -90,7 +90,7 @@ def score(actor: Any, data: TensorDictBase, *, keys: Any, strategy: str, samples
 
 
 def _distribution(actor: Any, data: TensorDictBase, strategy: str) -> Any:
-    """The actor's distribution; None where it has none to give."""
+    """The actor's distribution; None where it has none."""
     for name in (f"_get_{strategy}_dist", "get_dist"):
         if hasattr(actor, name):
             return getattr(actor, name)(data)
@@ -136,7 +136,7 @@ def _yielded(found: Any, data: TensorDictBase, keys: Any) -> tuple[Tensor, Tenso
 
 
 def _mask(data: TensorDictBase, logprobs: Tensor, keys: Any, strategy: str, action: Tensor | None = None) -> Tensor:
-    """The tokens that are trained where no distribution says it."""
+    """The trained tokens, where no distribution has a mask."""
     key = keys.mask or _MASKS.get(strategy)
     if key is not None:
         return padded(data, key, False).bool()

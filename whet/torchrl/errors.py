@@ -1,4 +1,4 @@
-"""Errors of this package that are also of the class that TorchRL raises in their place."""
+"""Errors that are also of the class that TorchRL raises in the same case."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ __all__ = ["GroupNameError", "HasGradientError", "MissingKeyError", "UnfinishedE
 
 
 class MissingKeyError(DataError, KeyError):
-    """A TensorDict lacks what is read from it."""
+    """A TensorDict lacks a key."""
 
     __str__ = Exception.__str__  # KeyError would quote it
 
 
 class HasGradientError(DataError, RuntimeError):
-    """What was recorded when sampling has a gradient."""
+    """A recorded tensor has a gradient."""
 
 
 class UnfinishedError(DataError, RuntimeError):
@@ -22,4 +22,4 @@ class UnfinishedError(DataError, RuntimeError):
 
 
 class GroupNameError(DataError, TypeError):
-    """What a trajectory is grouped by is neither a string nor a tensor."""
+    """The group name of a trajectory is neither a string nor a tensor."""

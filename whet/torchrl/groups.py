@@ -1,4 +1,4 @@
-"""Trajectories of one prompt, gathered until there are enough to compare them: TorchRL's Monte-Carlo advantage.
+"""TorchRL's Monte-Carlo advantage: collects the trajectories of each prompt until a group is full.
 
 Dim legend: T steps of a trajectory, G trajectories of a group.
 """
@@ -21,9 +21,9 @@ from whet.torchrl.selection import MCAdvantageSelector, inside
 __all__ = ["COUNTERS", "GroupGatherer", "Trajectory", "mc_advantage"]
 
 RETURNS: dict[str, Callable[[Tensor], Tensor]] = {"max": torch.amax, "mean": torch.mean, "sum": torch.sum}
-"""What the return of a trajectory is, of its rewards [T]."""
+"""Name -> the return of a trajectory, from its rewards [T]."""
 MIN_STD = 1e-6
-"""What a group's deviation is held above, as TorchRL does."""
+"""The lower bound of a group's deviation, as in TorchRL."""
 COUNTERS = (
     "completed_trajectories",
     "completed_decisions",
@@ -53,7 +53,7 @@ class Trajectory(NamedTuple):
     rewards: Tensor
     """[T ...], a number each step."""
     item: Any = None
-    """Given back with the advantages."""
+    """Returned with the advantages."""
 
 
 class _Waiting(list[Trajectory]):
@@ -236,7 +236,7 @@ class GroupGatherer:
 
 
 class Groups(Iterator[list[tuple[Trajectory, Tensor]]]):
-    """The groups of a stream, as they fill up. Args: gatherer: what gathers them. trajectories: the stream."""
+    """The groups of a stream, as they fill up. Args: gatherer: of the groups. trajectories: the stream."""
 
     def __init__(self, gatherer: GroupGatherer, trajectories: Iterable[Trajectory]) -> None:
         self._gatherer = gatherer
@@ -247,7 +247,7 @@ class Groups(Iterator[list[tuple[Trajectory, Tensor]]]):
         return next(self._full)
 
     def get_stats(self) -> dict[str, float]:
-        """What was counted so far (COUNTERS), and the incomplete groups that are held."""
+        """The counters (COUNTERS), and the number of incomplete groups."""
         return {**self._gatherer.stats, "queued_groups": len(self._gatherer.queues)}
 
 

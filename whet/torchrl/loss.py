@@ -48,7 +48,7 @@ _OF_TODAY = {
     "ref_log_prob_padding_side": "left",
     "ref_log_prob_padding_value": 0.0,
 }
-"""Options that compat="0.9" does not have, and what they are then."""
+"""Option that compat="0.9" does not have -> its fixed value."""
 
 
 class GRPOLoss(nn.Module):
@@ -90,7 +90,7 @@ class GRPOLoss(nn.Module):
     output_type: type[LLMLossOutput] = GRPOLossOutput
     default_clip: float | tuple[float, float] = 0.2
     bounded: bool = True
-    """Whether the ratio has to have a lower bound."""
+    """Whether the ratio needs a lower bound."""
     clip_epsilon_low: Tensor
     clip_epsilon_high: Tensor
 
@@ -139,7 +139,7 @@ class GRPOLoss(nn.Module):
         self.tensor_keys = (Keys2025 if compat == "0.9" else Keys)()
 
     def _check(self) -> None:
-        """Raises ConfigError for a value out of its range, or one that this release does not have."""
+        """Raises ConfigError for a value out of range, or one that the release of `compat` lacks."""
         for kind, value, known in (
             ("aggregation", self.aggregation, [*_AGGREGATIONS, "none"]),
             ("reduction", self.reduction, ["mean", "none", "sum"]),
@@ -201,7 +201,7 @@ class GRPOLoss(nn.Module):
         return (-self.clip_epsilon_low).log1p(), self.clip_epsilon_high.log1p()
 
     def surrogate(self, x: LossInputs, low: float, high: float) -> LossOutput:
-        """The loss of each token, before anything is divided: [s], and whet's metrics of it."""
+        """The loss of each token before aggregation, [s], and whet's metrics of it."""
         return clipped_surrogate(x, epsilon=low, epsilon_high=high)
 
     def forward(self, tensordict: TensorDictBase) -> LLMLossOutput:
@@ -325,7 +325,7 @@ class CISPOLoss(GRPOLoss):
     bounded = False
 
     def surrogate(self, x: LossInputs, low: float, high: float) -> LossOutput:
-        """The loss of each token, before anything is divided: [s], and whet's metrics of it."""
+        """The loss of each token before aggregation, [s], and whet's metrics of it."""
         return cispo(x, epsilon=high, cispo_epsilon_low=low)
 
 
@@ -352,7 +352,7 @@ def _clip_range(clip: Any, *, bounded: bool) -> tuple[float, float]:
 
 
 def _refuse(unknown: dict[str, Any]) -> None:
-    """Raises ConfigError for gamma and clip_value where they are set, and for options that there are not."""
+    """Raises ConfigError for gamma and clip_value where they are set, and for unknown options."""
     for name, value in unknown.items():
         if name not in ("gamma", "clip_value"):
             raise lookup_error("option of the loss", name, _KNOWN)

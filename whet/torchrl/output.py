@@ -1,4 +1,4 @@
-"""What a loss returns: TorchRL's fields, of which those that begin with loss_ sum to the loss.
+"""The output of a loss: TorchRL's fields; the fields that begin with loss_ sum to the loss.
 
 >>> import torch
 >>> out = GRPOLossOutput(loss_objective=torch.tensor(1.), clip_fraction=torch.tensor(.5), kl_approx=torch.tensor(0.),
@@ -21,7 +21,7 @@ LOSSES = ("loss_objective", "loss_entropy", "loss_kl_to_ref", "loss_kl_to_infere
 
 
 class LLMLossOutput(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
-    """The parts of a loss, and what is logged beside them (without gradient): 0-d each.
+    """The parts of a loss, and metrics without gradient: 0-d each.
 
     Where aggregation or reduction is "none" the loss_ fields are [B, T, 1], 0 at tokens that are not trained.
     """
@@ -63,15 +63,15 @@ class LLMLossOutput(TensorClass["nocast"]):  # pyright: ignore[reportInvalidType
 
 
 class GRPOLossOutput(LLMLossOutput):
-    """What GRPOLoss returns."""
+    """The output of GRPOLoss."""
 
 
 class DAPOLossOutput(LLMLossOutput):
-    """What DAPO returns."""
+    """The output of DAPO."""
 
 
 class CISPOLossOutput(LLMLossOutput):
-    """What CISPOLoss returns."""
+    """The output of CISPOLoss."""
 
 
 LLMLossOutput.__doc__ = "The parts of a loss, and what is logged beside them; its property `loss` is the loss itself."

@@ -1,4 +1,4 @@
-"""Which trajectories of a group that holds more than are needed are trained on."""
+"""Chooses the trajectories of an oversampled group to train on."""
 
 from __future__ import annotations
 

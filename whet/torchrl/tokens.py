@@ -1,4 +1,4 @@
-"""What a loss reads from a TensorDict: the trained tokens of a padded batch, as columns for whet's losses.
+"""Reads the trained tokens of a padded TensorDict as columns for whet's losses.
 
 Dim legend: B rows, T tokens of a row, s tokens that are trained, row by row.
 """
@@ -25,7 +25,7 @@ log = logging.getLogger("whet")
 
 @dataclass
 class Keys:
-    """Where a loss reads what: TorchRL's names and defaults, and `mask`, for actors whose distribution has none."""
+    """The keys that a loss reads: TorchRL's names and defaults, and `mask`, for actors without one."""
 
     advantage: Any = "advantage"
     action: Any = ("tokens", "full")
@@ -46,7 +46,7 @@ class Keys2025:
 
     @property
     def ref_log_probs(self) -> Any:
-        """As today's key is called."""
+        """Today's name of the key."""
         return self.ref_log_prob
 
 

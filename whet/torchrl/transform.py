@@ -1,4 +1,4 @@
-"""MCAdvantage: groups of trajectories as the transform of a replay buffer, which is given whole groups alone."""
+"""MCAdvantage: the transform of a replay buffer that passes on complete groups of trajectories."""
 
 from __future__ import annotations
 
@@ -96,13 +96,13 @@ class MCAdvantage:
         return above(name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Made anew as it was: its class depends on what is imported where it is read."""
+        """Pickles by state: the class depends on the imports of the process that unpickles."""
         return _empty, (), self.__getstate__()
 
     # ---- what a replay buffer calls ------------------------------------------------------------------------------
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """What is read from the buffer stays as it is."""
+        """Returns the data of the buffer unchanged."""
         return tensordict
 
     def inv(self, tensordict: TensorDictBase) -> TensorDictBase | None:
@@ -144,7 +144,7 @@ class MCAdvantage:
         return Trajectory(self._group(steps[0]), self._need(steps, self.rewards_key), steps)
 
     def _group(self, step: TensorDictBase) -> Hashable:
-        """What a trajectory is grouped by. Raises GroupNameError: neither a string nor a tensor."""
+        """The group name of a trajectory. Raises GroupNameError: neither a string nor a tensor."""
         group = self._need(step, self.prompt_key)
         group = getattr(group, "data", group) if not isinstance(group, torch.Tensor | str) else group
         if isinstance(group, torch.Tensor):

@@ -1,4 +1,4 @@
-"""The releases of TorchRL whose defaults and keys are kept, by the keyword compat."""
+"""The releases of TorchRL with defaults and keys that `compat` selects."""
 
 from __future__ import annotations
 

@@ -1,44 +1,33 @@
-"""What a loss that compares whole distributions asks a worker for."""
+"""Divergence: a request for x.divergence, of losses that compare whole distributions with a teacher's."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from whet.models.loaded_model import LoadedModel
-from whet.parallel.placement import Placement
+if TYPE_CHECKING:
+    from whet.train.worker import ModelWorker
 
-__all__ = ["Divergence", "Teacher", "read_by"]
-
-
-class Teacher(Protocol):
-    """What is asked of a teacher; a ModelWorker is one."""
-
-    loaded: LoadedModel
-    placement: Placement
-
-    def layers(self) -> AbstractContextManager[None]:
-        """Around forward passes."""
-        ...
+__all__ = ["Divergence", "teacher_on_device"]
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """What a loss that compares whole distributions asks for: x.divergence, from a teacher's.
+    """A request for x.divergence from a teacher's distributions, for a loss.
 
-    The teacher runs the trained model's own micro-batches, without a gradient: its states of a whole batch are never
-    held. It needs as wide a token budget as that has, and to be packable where that is.
+    The teacher runs the trained model's own micro-batches, without a gradient, so its states of a whole batch are never
+    in memory. It needs the same token budget, and must be packable if the trained model is.
 
     Example: worker.forward_backward(batch, loss, divergence=Divergence(teacher, gkd_beta=0.5)).
     """
 
-    teacher: Teacher
-    """A worker that is only read."""
+    teacher: ModelWorker
+    """A worker that is not trained."""
     gkd_beta: float = 0.5
     """β: 0 the forward KL, 1 the reverse KL; see ops.generalized_jsd."""
 
 
-def read_by(divergence: Divergence | None) -> AbstractContextManager[None]:
-    """Around passes that read a teacher: its weights are where it computes."""
+def teacher_on_device(divergence: Divergence | None) -> AbstractContextManager[None]:
+    """A context for passes that read a teacher: its weights are on the device that computes."""
     return nullcontext() if divergence is None else divergence.teacher.placement.during("read")

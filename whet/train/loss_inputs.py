@@ -1,4 +1,4 @@
-"""What a worker gives a loss of a micro-batch, and what it asks of what comes back."""
+"""The inputs that a worker gives a loss for a micro-batch, and the checks of what the loss returns."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["check_loss_shapes", "is_per_unit", "make_loss_inputs", "trained_unit
 
 
 def is_per_unit(batch: TokenBatch) -> bool:
-    """Whether the weights of the batch are of units."""
+    """Whether the batch has weights per unit, and not per token. Raises DataError if it has both or neither."""
     if (batch.weights is None) == (batch.unit_weights is None):
         raise DataError(
-            "the batch has no loss weights; call RoleTrainer.weighted(batch) once per optimizer step"
+            "the batch has no loss weights; call RoleTrainer.add_loss_weights(batch) once per optimizer step"
             if batch.weights is None
             else "the batch has both weights and unit_weights; a loss is per token or per unit: set one of them to None"
         )
@@ -32,15 +32,15 @@ def make_loss_inputs(
     micro: MicroBatch,
     stats: TokenStats,
 ) -> LossInputs:
-    """A micro-batch's part of the columns, with the model's statistics of its tokens.
+    """The columns of a micro-batch, with the model's statistics of its tokens.
 
-    Numbers at masked-out tokens are 0: whatever stood there (NaN from an environment) reaches neither a loss nor,
-    through 0 * NaN, its gradient.
+    Numbers at masked-out tokens are 0, so a NaN there (from an environment) reaches neither the loss nor, through
+    0 * NaN, its gradient.
     """
     part = {name: c.index_select(0, micro.token_index) for name, c in token_columns.items()}
     mask = part.pop("mask")
 
-    # The ops of whet.ops mask too, since they are also called without a worker. Here it is for a loss of the user's.
+    # whet.ops masks too, since it is also called without a worker. This is for losses of users.
     def kept(x: Tensor) -> Tensor:
         if not x.is_floating_point():
             return x
@@ -66,12 +66,12 @@ def make_loss_inputs(
 
 
 def trained_units(x: LossInputs) -> Tensor:
-    """Bool [u]: the units with a token of the mask."""
+    """Bool [u]: the units with a trained token."""
     return segment_count(x.mask, x.unit, x.num_units) > 0
 
 
 def check_loss_shapes(loss: Tensor, metrics: Mapping[str, Tensor], weights: Tensor, per_unit: bool) -> None:
-    """Raises DataError where a loss, or a metric, is not one number for each of the weights."""
+    """Raises DataError if a loss, or a metric, does not have one number for each weight."""
     for name, x in {"the loss": loss, **{f"its metric {n!r}": m for n, m in metrics.items()}}.items():
         if not isinstance(x, Tensor):
             raise DataError(f"{name} is a {type(x).__name__}; return a tensor with one number per token or unit")

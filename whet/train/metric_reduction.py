@@ -1,4 +1,4 @@
-"""From a loss's values per token to metrics: summed on the device, read once, merged by kind.
+"""Reduces a loss's values per token to metrics: summed on the device, read once, merged by kind.
 
 Dim letters: s tokens of a micro-batch.
 """
@@ -18,12 +18,12 @@ __all__ = ["REDUCTIONS", "Metrics", "Reductions", "metric_labels", "reduce_metri
 Metrics = dict[str, Metric]
 Reductions = Mapping[str, Mapping[str, str]]
 REDUCTIONS = ("mean", "max", "min", "weighted", "sequence_mean", "sequence_max", "sequence_min")
-"""How a metric per token is reduced: over the tokens of the mask; the sum under the token weights, as the loss; the
-mean, largest and least of the means of sequences."""
+"""Reductions of a metric per token: over the tokens of the mask; weighted: the sum with the token weights, as of the
+loss; sequence_*: the mean, maximum and minimum of the means of sequences."""
 
 
 def metric_labels(name: str, reductions: Reductions) -> Mapping[str, str]:
-    """Under which labels a loss's metric is logged, and how it is reduced; its mean under its own name by default."""
+    """The labels of a loss's metric in the log, each with its reduction; by default its mean under its own name."""
     return reductions.get(name, {name: "mean"})
 
 
@@ -35,9 +35,9 @@ def reduce_metrics(
     sequence: Tensor,
     num_sequences: int,
 ) -> tuple[list[tuple[str, str]], list[Tensor]]:
-    """Per-token metrics over the mask, under the labels that `reductions` gives them, as numbers on the device.
+    """Reduces per-token metrics over the mask to numbers on the device.
 
-    Returns: (label, how) of each; first the count of the mask, then a number for each label, float64 without dims.
+    Returns: (label, reduction) of each number; the count of the mask, then these numbers, as float64 scalars.
     """
     labels, found = [], [mask.sum().double()]
     for name, value in values.items():
@@ -58,7 +58,7 @@ def reduce_metrics(
 
 
 def _over_sequences(value: Tensor, mask: Tensor, sequence: Tensor, number: int, how: str) -> list[Tensor]:
-    """The means of sequences over their trained tokens: their largest, their least, or their sum and their count."""
+    """The maximum, the minimum, or the sum and the count, of the means of sequences over their trained tokens."""
     means, there = segment_mean(value, mask, sequence, number), segment_count(mask, sequence, number) > 0
     if how == "sequence_max":
         return [torch.where(there, means, -torch.inf).max()]

@@ -1,4 +1,4 @@
-"""A worker's files: what a checkpoint holds of one model, how it is read back, and the model as others load it.
+"""A worker's files: the files of one model in a checkpoint, and the exported model.
 
     whole weights     model.safetensors, config.json                         under the module's own names
     an adapter        adapter_model.safetensors, adapter_config.json         PEFT's format: no weight of the base
@@ -6,9 +6,9 @@
     and               optimizer.safetensors, state.pt                        by the name of the parameter
     a learned prompt  prompt_encoder.safetensors                             what makes the adapter
 
-The last may lie in a folder `whet` beside the weights, where others load these: some programs take every
-safetensors file of a folder for weights. An adapter is copied into the one that the run has made from its settings, so
-that it is never applied twice.
+Optimizer, state and prompt encoder may be in a folder `whet` beside the weights, since some programs take every
+safetensors file of a folder for weights. A saved adapter is copied into the one that the run created from its settings,
+so that it is never applied twice.
 """
 
 from __future__ import annotations
@@ -27,19 +27,25 @@ from whet.models.load import DTYPES, save_model
 from whet.models.loaded_model import LoadedModel
 from whet.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, save_adapter, take_adapter
 from whet.models.prompt_tuning import ENCODER, prompted
-from whet.parallel import load_weights, read_state, save_weights, write_state
-from whet.storage.format_version import STATE_FORMAT, check_format
+from whet.storage.checkpoint import (
+    CHECKPOINT_FORMAT,
+    check_format,
+    load_weights,
+    read_state,
+    save_weights,
+    write_state,
+)
 from whet.train.optim import Optim
 
 __all__ = ["ModelFiles", "separate_training_state"]
 
-APART = "whet"
-"""The folder beside the weights that may hold what is no model's."""
+STATE_FOLDER = "whet"
+"""The folder beside the weights that may hold the training state."""
 _RESUMED = ("optimizer.safetensors", "state.pt")
 
 
 class ModelFiles:
-    """The files of one model. Args: loaded: the model. optim: its optimizer; None = it is only read.
+    """The files of one model. Args: loaded: the model. optim: its optimizer; None = it is not trained.
 
     Example: `ModelFiles(worker.loaded, worker.optim).write(folder, version=3)`.
     """
@@ -49,11 +55,11 @@ class ModelFiles:
         self.adapted = loaded.adapter is not None
 
     def paths(self, folder: Path) -> list[Path]:
-        """What a checkpoint has of it, in its folder."""
+        """The model's files in its folder of a checkpoint."""
         weights = (ADAPTER_WEIGHTS, ADAPTER_CONFIG) if self.adapted else ("model.safetensors", "config.json")
         rest = _RESUMED[1:] if self.optim is None else _RESUMED
         rest = (*rest, ENCODER) if prompted(self.loaded.module) else rest
-        return [*(folder / name for name in weights), *(_rest(folder) / name for name in rest)]
+        return [*(folder / name for name in weights), *(_state_folder(folder) / name for name in rest)]
 
     def write(self, folder: Path, version: int) -> None:
         """Writes everything that a resumed worker needs. Args: version: of the policy."""
@@ -67,13 +73,13 @@ class ModelFiles:
             config.save_pretrained(folder)
             if self.loaded.module.can_generate():  # as it is: transformers' save_pretrained refuses some that run
                 self.loaded.module.generation_config.to_json_file(folder / "generation_config.json")  # pyright: ignore
-        state: dict[str, Any] = {"format": STATE_FORMAT, "version": version}
+        state: dict[str, Any] = {"format": CHECKPOINT_FORMAT, "version": version}
         if self.optim is not None:
             state["optim"] = self.optim.save(folder / "optimizer.safetensors")
         write_state(state, folder / "state.pt")
 
     def check(self, folder: Path) -> None:
-        """Raises CheckpointError where a checkpoint holds an adapter and this model has none, or the reverse."""
+        """Raises CheckpointError if a checkpoint holds an adapter and this model has none, or the reverse."""
         there, whole = (folder / ADAPTER_WEIGHTS).is_file(), (folder / "model.safetensors").is_file()
         if there != self.adapted and (there or whole):
             raise CheckpointError(
@@ -83,19 +89,19 @@ class ModelFiles:
             )
 
     def read(self, folder: Path) -> int:
-        """Restores what `write` wrote. Returns: the version. Raises CheckpointError where it doesn't fit this model."""
+        """Restores what `write` wrote. Returns: the version. Raises CheckpointError if it doesn't fit this model."""
         self.check(folder)
-        path = _rest(folder) / "state.pt"
+        path = _state_folder(folder) / "state.pt"
         state = read_state(path, needs=("version",) if self.optim is None else ("version", "optim"))
-        check_format(path, state.get("format", 1), STATE_FORMAT, weights=folder)
+        check_format(path, state.get("format"), weights=folder)
         masters = None if self.optim is None else self.optim.masters_by_name()
         if self.adapted:
             learned = prompted(self.loaded.module)
-            self._read_adapter(_rest(folder) / ENCODER if learned else folder / ADAPTER_WEIGHTS)
+            self._read_adapter(_state_folder(folder) / ENCODER if learned else folder / ADAPTER_WEIGHTS)
         else:
             load_weights(self.loaded.module, folder / "model.safetensors", masters)
         if self.optim is not None:
-            self.optim.load(_rest(folder) / "optimizer.safetensors", state["optim"])
+            self.optim.load(_state_folder(folder) / "optimizer.safetensors", state["optim"])
         return state["version"]
 
     def _read_adapter(self, path: Path) -> None:
@@ -109,10 +115,10 @@ class ModelFiles:
             raise CheckpointError(str(error)) from error
 
     def export(self, folder: Path, tokenizer: Any, *, merge: bool, dtype: str = "auto") -> None:
-        """Writes the model in Hugging Face's format, from the fp32 masters where there are any.
+        """Writes the model in Hugging Face's format, from the fp32 masters if there are any.
 
-        Args: tokenizer: saved with it; None = none. merge: of a model with an adapter the whole model, merged. dtype:
-            of the weights; auto = what the model was saved in before, of an adapter alone fp32.
+        Args: tokenizer: saved with it; None = none. merge: write an adapted model whole, with the adapter merged.
+            dtype: of the weights; auto = that of the model's files, fp32 for an adapter.
         """
         own = None if self.adapted and not merge else self.loaded.saved_dtype
         with self._masters_in():
@@ -121,7 +127,7 @@ class ModelFiles:
 
     @contextmanager
     def _masters_in(self) -> Iterator[None]:
-        """Inside, the module's parameters are the fp32 masters."""
+        """A context in which the module's parameters are the fp32 masters."""
         masters = {} if self.optim is None else self.optim.masters_by_name()
         params = dict(self.loaded.module.named_parameters())
         held = {n: p.data for n, p in params.items() if n in masters and masters[n] is not p}
@@ -135,13 +141,13 @@ class ModelFiles:
 
 
 def separate_training_state(folder: Path) -> None:
-    """Puts what is no model's of a model's folder into the folder beside the weights."""
-    (folder / APART).mkdir()
+    """Moves the training state from a model's folder to the folder `whet` in it."""
+    (folder / STATE_FOLDER).mkdir()
     for name in (*_RESUMED, ENCODER):
         if (folder / name).exists():
-            (folder / name).rename(folder / APART / name)
+            (folder / name).rename(folder / STATE_FOLDER / name)
 
 
-def _rest(folder: Path) -> Path:
-    """Where optimizer and state of a model lie."""
-    return folder / APART if (folder / APART).is_dir() else folder
+def _state_folder(folder: Path) -> Path:
+    """The folder of a model's training state."""
+    return folder / STATE_FOLDER if (folder / STATE_FOLDER).is_dir() else folder

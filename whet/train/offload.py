@@ -1,11 +1,11 @@
-"""Weights and optimizer state that lie on the host while nothing needs them.
+"""CPU offload: weights and optimizer state lie on the host while no phase needs them.
 
     a model that is only read     its weights     on the device while it scores
     a model that is trained       its masters     on the device from the first backward pass of an update to its end
                                   its moments     on the device during the optimizer's step
 
-What a trained model computes with stays where it is: the engine reads it, and gradients are made from it. A bf16 actor
-with AdamW and a bf16 reference thus take 2 of their 16 bytes a parameter during the rollout.
+The weights that a trained model computes with stay on the device: the engine reads them, and gradients are computed
+from them. So a bf16 actor with AdamW and a bf16 reference take 2 of their 16 bytes a parameter during the rollout.
 The copies are exact. Left out on purpose: moving layer by layer, or while something else runs.
 """
 
@@ -17,7 +17,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from whet.parallel.placement import Phase, Placement, Trained
+from whet.parallel.placement import Phase, Placement
+from whet.train.optim import Optim
 from whet.util.experimental import warn_experimental
 from whet.util.tensor_subclasses import is_wrapper
 
@@ -27,7 +28,7 @@ Copy = Callable[[Tensor, torch.device], Tensor]
 
 
 def copy_to_device(tensor: Tensor, place: torch.device) -> Tensor:
-    """A copy of a tensor elsewhere; from a GPU to the host into pinned memory, so that both ways are fast."""
+    """A copy of a tensor on a device. From a GPU to the host it is in pinned memory, for speed in both directions."""
     if tensor.is_cuda and place.type == "cpu":
         warn_experimental("offload_to_cpu through pinned memory")
         return torch.empty_like(tensor, device=place, pin_memory=True).copy_(tensor, non_blocking=True)
@@ -35,15 +36,15 @@ def copy_to_device(tensor: Tensor, place: torch.device) -> Tensor:
 
 
 class Offload:
-    """Moves the data of tensors between the device that computes and the host; the tensors stay the objects they are.
+    """Moves the data of tensors between the device that computes and the host; the tensor objects stay the same.
 
-    Args: device: where tensors are used. host: where they lie otherwise. copy: how one place's data becomes the
-        other's; it must not change a bit.
+    Args: device: where tensors are used. host: where they lie otherwise. copy: copies a tensor's data to a device; it
+        must be exact.
 
     >>> weight, offload = torch.ones(2), Offload(torch.device("cpu"), "cpu:0")
-    >>> offload.out([weight]), offload.held_bytes
+    >>> offload.to_host([weight]), offload.held_bytes
     (None, 8)
-    >>> offload.back([weight]), offload.held_bytes, weight
+    >>> offload.to_device([weight]), offload.held_bytes, weight
     (None, 0, tensor([1., 1.]))
     """
 
@@ -53,33 +54,33 @@ class Offload:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that lie on the host now."""
+        """The number of bytes on the host now."""
         return sum(t.numel() * t.element_size() for t in self._held.values())
 
-    def out(self, tensors: Iterable[Tensor]) -> None:
-        """To the host, those that are on the device; the others (an optimizer's counts, what lies there) stay."""
+    def to_host(self, tensors: Iterable[Tensor]) -> None:
+        """Moves tensors from the device to the host; others (an optimizer's counts, tensors on the host) stay."""
         for t in _parts(tensors):
             if id(t) not in self._held and t.device == self.device and self.device != self.host:
                 t.data = self.copy(t.data, self.host)
                 self._held[id(t)] = t
         if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()  # a reader on the host waits for no stream
+            torch.cuda.current_stream(self.device).synchronize()  # code on the host does not wait for a stream
 
-    def back(self, tensors: Iterable[Tensor]) -> None:
-        """To the device, those that `out` took from it."""
+    def to_device(self, tensors: Iterable[Tensor]) -> None:
+        """Moves the tensors that `to_host` moved back to the device."""
         for t in _parts(tensors):
             if self._held.pop(id(t), None) is not None:
                 t.data = self.copy(t.data, self.device)
 
-    def forget(self) -> None:
-        """Holds nothing from now on; what lies on the host stays there as long as others hold it."""
+    def clear(self) -> None:
+        """Drops its references to tensors on the host."""
         self._held.clear()
 
 
 class OffloadPlacement(Placement):
-    """Keeps on the device what is needed at the moment: see the head of this module.
+    """Keeps on the device only what the current phase needs; see the docstring of this module.
 
-    Args: offload: what moves the tensors; None = between the model's device and the host.
+    Args: offload: moves the tensors; None = between the model's device and the host.
     """
 
     def __init__(self, offload: Offload | None = None) -> None:
@@ -88,7 +89,7 @@ class OffloadPlacement(Placement):
 
     @property
     def offload(self) -> Offload:
-        """What moves the tensors."""
+        """The object that moves the tensors."""
         assert self._offload is not None, "a placement holds a model once its worker is made"
         return self._offload
 
@@ -97,38 +98,38 @@ class OffloadPlacement(Placement):
         """See Placement; also while the weights lie on the host."""
         return self.offload.device
 
-    def hold(self, module: nn.Module, trained: Trained | None) -> None:
-        """See Placement; what nothing needs leaves at once."""
-        super().hold(module, trained)
+    def attach(self, module: nn.Module, optim: Optim | None) -> None:
+        """See Placement; offloads all that is not needed at once."""
+        super().attach(module, optim)
         self._offload = self._offload or Offload(next(module.parameters()).device)
-        self._rest()
+        self._offload_all()
 
     def release(self) -> None:
-        """See Placement; what lay on the host goes with the rest."""
+        """See Placement; the tensors on the host are freed too."""
         super().release()
-        self.offload.forget()
+        self.offload.clear()
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """See Placement. Masters that came for a backward pass stay until the step, to which gradients add up."""
+        """See Placement. Masters that were moved for a backward pass stay until the step, which needs them."""
         needed = self._needed(phase)
-        self.offload.back(needed)
+        self.offload.to_device(needed)
         try:
             yield
         finally:
             if (needed or phase == "step") and phase != "backward":
-                self._rest()
+                self._offload_all()
 
     @contextmanager
     def weights(self) -> Iterator[nn.Module]:
-        """See Placement; those of a model that is only read come for it."""
+        """See Placement; the weights of a model that is only read are moved to the device."""
         with self.during("read"):
             yield self.module
 
     # ---- what moves ----------------------------------------------------------------------------------------------
 
     def _needed(self, phase: Phase) -> list[Tensor]:
-        if phase == "save":  # files are written from where tensors lie
+        if phase == "save":  # files are written from tensors on the host too
             return []
         if phase == "read":
             return self._weights()
@@ -136,32 +137,32 @@ class OffloadPlacement(Placement):
             return self._masters()
         if phase == "step":
             return [*self._masters(), *self._moments()]
-        if phase == "load":  # an optimizer puts the state that it is given on the device
+        if phase == "load":  # an optimizer puts a loaded state on the device
             return [*self._weights(), *self._masters(), *self._moments()]
         return [*self._weights(), *self._masters()]
 
-    def _rest(self) -> None:
-        self.offload.out([*self._weights(), *self._masters(), *self._moments()])
+    def _offload_all(self) -> None:
+        self.offload.to_host([*self._weights(), *self._masters(), *self._moments()])
 
     def _weights(self) -> list[Tensor]:
-        """Those of a model that is only read."""
-        return list(self.module.parameters()) if self._trained is None else []
+        """The weights of a model that is only read."""
+        return list(self.module.parameters()) if self._optim is None else []
 
     def _masters(self) -> list[Tensor]:
-        """The master weights, apart from the model's own; where it computes in fp32 they are its own, and stay."""
-        if self._trained is None:
+        """The master weights that are not the model's own parameters. In fp32 the parameters are the masters."""
+        if self._optim is None:
             return []
-        return [m for name, m in self._trained.masters.items() if m is not self._trained.params[name]]
+        return [m for name, m in self._optim.masters.items() if m is not self._optim.params[name]]
 
     def _moments(self) -> list[Tensor]:
-        if self._trained is None:
+        if self._optim is None:
             return []
-        entries = self._trained.optimizer.state.values()
+        entries = self._optim.optimizer.state.values()
         return [v for entry in entries for v in entry.values() if isinstance(v, Tensor)]
 
 
 def _parts(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Plain tensors: a subclass that wraps others, as quantised moments do, stands for those."""
+    """The plain tensors. A subclass that wraps tensors, such as quantised moments, is replaced by the tensors in it."""
     for t in tensors:
         if is_wrapper(t):
             names, _ = t.__tensor_flatten__()

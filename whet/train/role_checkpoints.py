@@ -15,6 +15,7 @@ from typing import Any
 from whet.config import Role
 from whet.errors import CheckpointError, ConfigError
 from whet.storage.checkpoint import (
+    CHECKPOINT_FORMAT,
     find_checkpoint,
     list_checkpoints,
     open_checkpoint_root,
@@ -28,7 +29,6 @@ from whet.storage.checkpoint import (
     write_state,
 )
 from whet.storage.folder_lock import FolderLock
-from whet.storage.format_version import RUN_FORMAT
 from whet.storage.run_state import read_run_state
 from whet.train.role_trainer import RoleTrainer
 from whet.train.worker import ModelWorker
@@ -58,10 +58,10 @@ class Checkpoints:
         self.trainers = trainers
         self.only_read = {role: w for role, w in (workers or {}).items() if role not in trainers}
         self.run: str | None = secrets.token_hex(8)
-        """Who writes here, so that no run removes another's; None = a run that an earlier version has begun."""
+        """Who writes here, so that no run removes another's; None = the checkpoint that it resumed has no run.json."""
         self._lock: FolderLock | None = None
         self._made = False
-        self._aside: dict[str, int] = {}
+        self._protected: dict[str, int] = {}
         """The steps whose checkpoints are kept whatever their number, by what they are kept as."""
 
     def open(self, *, new: bool = False) -> None:
@@ -133,8 +133,8 @@ class Checkpoints:
             return None
 
         write = partial(self.fill, state=state, tokenizer=tokenizer)
-        folder = write_checkpoint(self.root, step, write, run=self.run, keep=keep, spared=self._aside.values())
-        for name in self._aside:
+        folder = write_checkpoint(self.root, step, write, run=self.run, keep=keep, spared=self._protected.values())
+        for name in self._protected:
             self._point(name)
         return folder
 
@@ -151,8 +151,8 @@ class Checkpoints:
             self.only_read[role].save(folder / role.value)
         updates = {role.value: trainer.train_steps for role, trainer in self.trainers.items()}
         skipped = {role.value: trainer.skipped for role, trainer in self.trainers.items()}
-        own = {"updates": updates, "skipped": skipped, "moved": [role.value for role in replaced]}
-        write_state({**state, **own, "format": RUN_FORMAT}, folder / "run.pt")
+        own = {"updates": updates, "skipped": skipped, "replaced": [role.value for role in replaced]}
+        write_state({**state, **own, "format": CHECKPOINT_FORMAT}, folder / "run.pt")
 
     def place(self, folder: Path, role: str) -> Path:
         """Where the files of a trained role lie. Args: folder: the checkpoint, which may be still to be filled."""
@@ -162,7 +162,7 @@ class Checkpoints:
         """The folder of a step's checkpoint, which may be still to be written; None = none are."""
         return None if self.root is None else self.root / f"step-{step:06d}"
 
-    def set_aside(self, name: str, step: int | None) -> bool:
+    def protect(self, name: str, step: int | None) -> bool:
         """Keeps the checkpoint of a step, whatever their number, in place of the one that was kept as `name` before.
 
         Args: name: of a text file next to the checkpoints that says which it is. step: it may be written later; None =
@@ -170,18 +170,18 @@ class Checkpoints:
         Returns: whether it is there already.
         """
         if step is None:
-            self._aside.pop(name, None)
+            self._protected.pop(name, None)
             if self.root is not None:
                 (self.root / name).unlink(missing_ok=True)
             return False
-        self._aside[name] = step
+        self._protected[name] = step
         return self._point(name)
 
     def _point(self, name: str) -> bool:
         """Writes the file that names a checkpoint set aside, if it is there. Returns: whether it is."""
-        if self.root is None or not (self.root / f"step-{self._aside[name]:06d}" / "run.pt").is_file():
+        if self.root is None or not (self.root / f"step-{self._protected[name]:06d}" / "run.pt").is_file():
             return False
-        write_pointer(self.root, f"step-{self._aside[name]:06d}", name)
+        write_pointer(self.root, f"step-{self._protected[name]:06d}", name)
         return True
 
     @staticmethod
@@ -213,16 +213,14 @@ class Checkpoints:
                 f"{folder / 'run.pt'} has an unexpected format: its updates are {updates!r:.80}; resume from another "
                 "step-* folder"
             )
-        earlier = state.get("health", {}).get("skipped", {})  # where earlier versions had it, if at all
-        skipped = state.get("skipped", earlier)
         for role, trainer in self.trainers.items():
-            trainer.load(self.place(folder, role.value), skipped=skipped.get(role.value, 0))
+            trainer.load(self.place(folder, role.value), skipped=state["skipped"].get(role.value, 0))
             if trainer.train_steps != updates[role.value]:
                 raise CheckpointError(
                     f"{folder / 'run.pt'} says {updates[role.value]} updates of the {role.value}, its optimizer's "
                     f"state says {trainer.train_steps}; resume from another step-* folder"
                 )
-        self._load_replaced(folder, state.get("moved", ()))  # of which earlier versions saved none
+        self._load_replaced(folder, state["replaced"])
         if self._is_own(folder):
             self.run = read_run_id(folder)
 
@@ -237,7 +235,7 @@ class Checkpoints:
                 worker.replaced = True
             elif worker.replaced:
                 raise CheckpointError(
-                    f"the {role.value}'s weights were changed after loading (take_weights), but {folder} was written "
+                    f"the {role.value}'s weights were changed after loading (load_weights), but {folder} was written "
                     "before that; reload the original models, then resume"
                 )
         for role in sorted(set(replaced) - {role.value for role in self.only_read}):

@@ -1,4 +1,4 @@
-"""RoleTrainer: one role's update, its loss, hooks and the metrics it reports. Learners and Tunix's verbs share it."""
+"""RoleTrainer: the update of one role, with its loss, its hooks and the metrics that it reports."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from whet.errors import DataError, TrainingError, lookup_error
 from whet.metrics import Mean, Sum, merge
 from whet.ops import token_weights, unit_weights
 from whet.ops.loss_aggregation import Weighting
-from whet.packing.padded import check_ids
 from whet.train.metric_reduction import Reductions
 from whet.train.worker import REDUCTIONS, Divergence, Loss, Metrics, ModelWorker
-from whet.types import TokenBatch, TrainExample
+from whet.types import TokenBatch
 
-__all__ = ["DataHooks", "Keep", "Report", "RoleTrainer", "TrainingHooks", "lower_lr_advice"]
+__all__ = ["MetricsAdjuster", "RoleTrainer", "SequenceSelector", "TrainingHooks", "check_ids", "lower_lr_advice"]
 
 log = logging.getLogger("whet")
 
-Keep = Callable[[TokenBatch], Tensor]
-Report = Callable[[Metrics, TokenBatch, TokenBatch], Metrics]
+SequenceSelector = Callable[[TokenBatch], Tensor]
+MetricsAdjuster = Callable[[Metrics, TokenBatch, TokenBatch], Metrics]
 
 MAX_SKIPPED = 10
 """Updates in a row that may be skipped before the run ends: nothing is learned from then on."""
@@ -55,16 +54,6 @@ class TrainingHooks:
 
     def on_eval_step_end(self, trainer: RoleTrainer, metrics: Metrics) -> None:
         """After each evaluation batch."""
-
-
-class DataHooks:
-    """Give batches in place of the data set's; return None to take the data set's."""
-
-    def load_next_train_batch(self, trainer: RoleTrainer) -> TrainExample | TokenBatch | None:
-        """The batch of the next update."""
-
-    def load_next_eval_batch(self, trainer: RoleTrainer) -> TrainExample | TokenBatch | None:
-        """The next evaluation batch."""
 
 
 class RoleTrainer:
@@ -112,8 +101,6 @@ class RoleTrainer:
         """Told of each update and its metrics, after the hooks."""
         self._updated_version: int | None = None
         self._hooks = TrainingHooks()
-        self._data_hooks = DataHooks()
-        self._input_fn: Callable[[Any], Any] = lambda x: x
 
     def with_loss_fn(
         self,
@@ -156,11 +143,6 @@ class RoleTrainer:
         self.divergence = divergence or self.divergence
         return self
 
-    def with_gen_model_input_fn(self, fn: Callable[[Any], TrainExample | TokenBatch]) -> RoleTrainer:
-        """Sets what turns an item of a data set into a TrainExample or TokenBatch."""
-        self._input_fn = fn
-        return self
-
     def with_rl_metrics_to_log(
         self, metrics: Mapping[str, str | Sequence[str] | Mapping[str, str]], *, on_policy: Collection[str] = ()
     ) -> RoleTrainer:
@@ -193,17 +175,12 @@ class RoleTrainer:
         self._hooks = hooks
         return self
 
-    def with_data_hooks(self, hooks: DataHooks) -> RoleTrainer:
-        """Sets the data hooks."""
-        self._data_hooks = hooks
-        return self
-
     @property
     def hooks(self) -> TrainingHooks:
         """The training hooks."""
         return self._hooks
 
-    def weighted(self, batch: TokenBatch) -> TokenBatch:
+    def add_loss_weights(self, batch: TokenBatch) -> TokenBatch:
         """The batch with the weights of its tokens, or units: made from all of it, once per optimizer step."""
         if batch.weights is not None or batch.unit_weights is not None:
             return batch
@@ -254,29 +231,36 @@ class RoleTrainer:
             "divergence": self.divergence,
         }
 
-    def update(self, batch: TokenBatch, *, keep: Keep | None = None, report: Report | None = None) -> Metrics:
+    def update(
+        self,
+        batch: TokenBatch,
+        *,
+        select: SequenceSelector | None = None,
+        adjust_metrics: MetricsAdjuster | None = None,
+    ) -> Metrics:
         """One optimizer step on one mini-batch: weighs its tokens, selects, runs forward and backward, steps.
 
         Args:
             batch: the whole mini-batch, with `weights`, or they are made here.
-            keep: gives the sequences that are run, Long [M], from the weighted mini-batch: those left out have no
+            select: gives the sequences that are run, Long [M], from the weighted mini-batch: those left out have no
                 gradient, and have been counted in the weights. None = all.
-            report: (metrics, whole, run) -> metrics, where those of the part that was run have to stand for the whole.
+            adjust_metrics: `f(metrics, whole, run) -> metrics`; it makes the metrics of the sequences that were run
+                stand for the whole mini-batch.
 
         Returns: the loss's metrics, grad_norm, learning_rate, optim/skipped, under the role's prefix.
         Raises: TrainingError: the tenth update in a row whose gradient is not finite.
         """
         self._hooks.on_train_step_start(self)
-        whole = self.weighted(batch)
-        run = whole if keep is None else whole.select(keep(whole))
+        whole = self.add_loss_weights(batch)
+        run = whole if select is None else whole.select(select(whole))
         metrics = self.worker.forward_backward(run, self.loss, **self._asked, reductions=self._reductions(whole))
         metrics = merge(_per_update(metrics), self.worker.optim_step())
         if metrics["optim/skipped"].value:
             self._note_skipped(metrics)
         else:
             self.skipped, self._updated_version = 0, self.worker.version
-        if report is not None:
-            metrics = report(metrics, whole, run)
+        if adjust_metrics is not None:
+            metrics = adjust_metrics(metrics, whole, run)
         metrics = self._prefixed(metrics)
         self._hooks.on_train_step_end(self, self.train_steps, metrics)
         for listener in list(self.listeners):
@@ -316,7 +300,7 @@ class RoleTrainer:
         metrics: Metrics = {}
         held: list[TokenBatch] = []
         for item in _listed(batches):
-            held.append(self._batch(self._data_hooks.load_next_train_batch(self) or item))
+            held.append(self._checked(item))
             if len(held) == self.accumulate:
                 metrics = merge(metrics, self.update(TokenBatch.cat(held)))
                 held = []
@@ -331,33 +315,41 @@ class RoleTrainer:
         metrics: Metrics = {}
         for item in _listed(batches):
             self._hooks.on_eval_step_start(self)
-            found = self.measure(self._batch(self._data_hooks.load_next_eval_batch(self) or item))
+            found = self.evaluate_batch(self._checked(item))
             self._hooks.on_eval_step_end(self, found)
             metrics = merge(metrics, _per_update(found))
         return metrics
 
-    def measure(self, batch: TokenBatch) -> Metrics:
+    def evaluate_batch(self, batch: TokenBatch) -> Metrics:
         """The loss and its metrics on a batch, or on a part of one that was weighed as a whole: then they add up.
 
         Args: batch: with weights, or they are made here.
         """
-        batch = self.weighted(batch)
+        batch = self.add_loss_weights(batch)
         found = self.worker.evaluate(batch, self.loss, **self._asked, reductions=self._reductions(batch))
         return self._prefixed(found)
 
-    def _batch(self, item: Any) -> TokenBatch:
-        item, loaded = self._input_fn(item), self.worker.loaded
+    def _checked(self, item: Any) -> TokenBatch:
+        """Returns an item of a data set as a batch. Raises DataError: it is none, or its ids are not the model's."""
         if not isinstance(item, TokenBatch):
-            item = TokenBatch.from_padded(item, version=self.worker.version)
+            raise DataError(f"expected a TokenBatch, got {type(item).__name__}; make one by TokenBatch.from_groups")
+        loaded = self.worker.loaded
         return check_ids(item, loaded.num_ids, loaded.name)
 
 
+def check_ids(batch: TokenBatch, num_ids: int, name: str) -> TokenBatch:
+    """Returns the batch. Raises DataError for a token id that a model does not know. Args: name: of the model."""
+    highest = max(int(x.max()) for x in (batch.prefixes, batch.tokens))
+    if highest >= num_ids:
+        raise DataError(f"token id {highest} is outside the {num_ids} ids that {name} knows; take its own tokenizer")
+    return batch
+
+
 def _listed(batches: Any) -> Iterable[Any]:
-    """A data set of batches. Raises DataError for a single one, or for its arrays by name."""
-    if isinstance(batches, Mapping | TrainExample | TokenBatch) or not isinstance(batches, Iterable):
+    """Returns a data set of batches. Raises DataError for a single batch, or for its arrays by name."""
+    if isinstance(batches, Mapping | TokenBatch) or not isinstance(batches, Iterable):
         raise DataError(
-            f"expected TrainExamples or TokenBatches, one for each mini-batch, got {type(batches).__name__}; give a "
-            "list, e.g. [TrainExample(...)]"
+            f"expected batches, one for each mini-batch, got {type(batches).__name__}; give a list, e.g. [batch]"
         )
     return batches
 

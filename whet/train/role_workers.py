@@ -30,9 +30,9 @@ from whet.observe.loggers import check_loggers
 from whet.observe.trace import Trace
 from whet.ops import Support
 from whet.packing.plan_cache import PlanCache
-from whet.parallel.comm import require_single_process
 from whet.parallel.placement import Placement
 from whet.parallel.ranks import Ranks
+from whet.parallel.torchrun_env import require_single_process
 from whet.train.offload import OffloadPlacement
 from whet.train.optimizers import check_optimizer
 from whet.train.role_checkpoints import Checkpoints
@@ -83,7 +83,6 @@ class RoleWorkers:
         module_dtype: str | None = None,
     ) -> None:
         require_single_process()
-        super().__init__()  # of a mixin
         self._loop, self._offload, self._module_dtype = config, offload_to_cpu, module_dtype
         self._meshes = checked_meshes(role_to_mesh)
         self.trace = Trace()
@@ -185,7 +184,7 @@ class RoleWorkers:
         wanted = given.dtype if isinstance(given, RoleConfig) else self._module_dtype
         if wanted is not None and not loaded.is_view:  # a view is as its owner is
             noted = None if wanted != "auto" else self._noted_dtypes.get(role.value)
-            dtype = placement.ranks.agree(compute_dtype(noted or wanted, loaded))  # processors may differ
+            dtype = placement.ranks.broadcast(compute_dtype(noted or wanted, loaded))  # processors may differ
         if isinstance(given, RoleConfig) and not loaded.is_view:
             checkpoint_activations(loaded.module, given.gradient_checkpointing)
         own = given.optim if isinstance(given, RoleConfig) else OptimConfig()
@@ -268,7 +267,7 @@ class RoleWorkers:
                 f"{len(self.tokenizer)}; give a model of the same tokenizer"
             )
 
-    def fit(self, longest: int) -> None:
+    def raise_token_budget(self, longest: int) -> None:
         """Raises the token budget of the micro-batches to what must stay together, where the user has set none.
 
         Args: longest: tokens of the longest sequence, or pair, to come.
@@ -282,13 +281,13 @@ class RoleWorkers:
                 )
                 worker.max_tokens = budget
 
-    def advance(self, worker: ModelWorker) -> None:
+    def finish_step(self, worker: ModelWorker) -> None:
         """Ends a step of a model that is trained: its weights have another version."""
         worker.version += 1
         self._plan_cache.clear()
-        self.give_back(worker)
+        self.release_memory(worker)
 
-    def free(self, role: Role) -> None:
+    def unload(self, role: Role) -> None:
         """Takes the weights of a role that nothing reads any more out of memory; those of another's module stay."""
         worker = self.worker(role)
         if not worker.loaded.is_view:
@@ -297,7 +296,7 @@ class RoleWorkers:
             release_freed_memory()
             empty_cache(device)
 
-    def give_back(self, worker: ModelWorker) -> None:
+    def release_memory(self, worker: ModelWorker) -> None:
         """Lets freed memory leave the process: the next phase takes its own elsewhere."""
         release_freed_memory()
         empty_cache(worker.device)

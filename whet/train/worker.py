@@ -1,8 +1,8 @@
 """ModelWorker: one model with its optimizer, and the methods that learners call.
 
-Everything about micro-batches, packing, shared prefixes, mixed precision and (later) FSDP, tensor and context
-parallelism happens behind these methods; a loss sees whole sequences in fp32 or better. Rule 1 of the design is kept
-here: `forward_backward` runs (weights * loss).sum().backward() for each micro-batch and nothing else divides.
+These methods hide micro-batches, packing, shared prefixes, mixed precision and sharding; a loss sees whole sequences in
+fp32 or better. Rule 1 of the design is kept here: `forward_backward` runs (weights * loss).sum().backward() for each
+micro-batch, and nothing else divides.
 
 Dim letters: N sequences, S tokens of a batch, s tokens of a micro-batch.
 """
@@ -31,7 +31,7 @@ from whet.packing.bin_packing import model_cost
 from whet.packing.micro_batch import MicroBatch
 from whet.packing.plan_cache import PlanCache
 from whet.parallel.placement import Placement
-from whet.train.divergence import Divergence, read_by
+from whet.train.divergence import Divergence, teacher_on_device
 from whet.train.loss_inputs import check_loss_shapes, is_per_unit, make_loss_inputs, trained_units
 from whet.train.metric_reduction import REDUCTIONS, Metrics, Reductions, reduce_metrics, unpack_metrics
 from whet.train.model_files import ModelFiles
@@ -42,24 +42,24 @@ __all__ = ["REDUCTIONS", "Allowed", "Divergence", "Loss", "Metrics", "ModelWorke
 
 Loss = Callable[[LossInputs], tuple[Tensor, dict[str, Tensor]]]
 Allowed = Callable[[MicroBatch], Tensor]
-"""Gives uint8 [s, W], the tokens that each target of a micro-batch was drawn from, a bit each."""
+"""Returns uint8 [s, W]: a bit for each token that each target of a micro-batch could be sampled from."""
 BF16_MULTIPLE = 32
-"""Of the shapes of attention in torch's operator on a CPU: oneDNN prepares products in bf16 for each new one, and keeps
-megabytes of it."""
+"""Micro-batches in bf16 on a CPU are padded to a multiple of this: oneDNN prepares, and keeps in memory, a kernel of
+megabytes for each new shape of attention."""
 
 
 class ModelWorker:
     """One model behind a few methods: logprobs, values, forward_backward, optim_step, weights, state.
 
     Args:
-        loaded: the model, as models.load_model gives it.
-        optim: its optimizer, or None for a model that is only read (a reference).
-        dtype: what the model computes in; None = as it is.
-        support: the distribution whose logprobs are computed: the sampler's.
-        allowed: what a constraint allows; needed where the support is constrained.
-        max_tokens: token budget of a micro-batch.
-        saturating_tokens: from which on a larger micro-batch is no faster; None = unknown.
-        max_sequences: sequences of a micro-batch at most; None = no limit but the token budget.
+        loaded: the model, from models.load_model.
+        optim: its optimizer; None = a model that is not trained (a reference).
+        dtype: that the model computes in; None = its own.
+        support: the sampler's distribution, whose logprobs are computed.
+        allowed: the tokens that a constraint allows; required if the support is constrained.
+        max_tokens: the token budget of a micro-batch.
+        saturating_tokens: the size from which on a larger micro-batch is no faster; None = unknown.
+        max_sequences: the number of sequences of a micro-batch at most; None = limited by the token budget only.
         given: what the worker is made from, for the run's settings; None = a module.
         placement: where its tensors lie; None = on the model's device, in one process.
         plan_cache: shared with workers that run the same batches; None = a cache of its own.
@@ -99,9 +99,9 @@ class ModelWorker:
         self.seed = seed
         self.version = 0
         self.replaced = False
-        """Whether a model that is only read has other weights than were loaded: a checkpoint then holds them too."""
+        """Whether an untrained model has other weights than the loaded ones: checkpoints then hold them too."""
         self.cost = model_cost(loaded.module)
-        """By which the micro-batches of a batch are made alike."""
+        """The cost model that balances the micro-batches of a batch."""
         if optim is None and not loaded.is_view:  # a view's module is trained by its owner
             loaded.module.requires_grad_(False)
         elif optim is not None and loaded.adapter is None and (bits := quantized_parts(loaded.module)):
@@ -110,19 +110,19 @@ class ModelWorker:
                 "4 bits; set lora to train an adapter on it, or leave out quantization"
             )
         self.placement = placement or Placement()
-        self.placement.materialise(loaded.module, dtype)
+        self.placement.prepare(loaded.module, dtype)
         self.optim = None if optim is None else Optim(loaded.module, optim, dtype=dtype, norm=self._norm)
         if dtype is not None and not loaded.is_view:
             cast(loaded.module, dtype)
         self._passes = 0
-        """Of training, since the last optimizer step: with it, the address of a dropout's draws."""
+        """Training passes since the last optimizer step, a part of the seed of dropout."""
         self.fast_layers: FastLayers | None = FastLayers(loaded.module) if self.placement.fast_layers else None
-        """Other forwards for layers that have one; None = the module's own alone."""
-        self.placement.hold(loaded.module, self.optim)
+        """whet's own forwards for some layers; None = the module's own only."""
+        self.placement.attach(loaded.module, self.optim)
 
     def _norm(self, grads: Sequence[Tensor]) -> float:
-        """The norm of the whole gradient, of which this process may have a part."""
-        return self.placement.norm(grads, total_norm)
+        """The norm of the whole gradient; this process may have only a part of it."""
+        return self.placement.grad_norm(grads, total_norm)
 
     @property
     def module(self) -> nn.Module:
@@ -131,17 +131,17 @@ class ModelWorker:
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes, also while its weights lie elsewhere."""
+        """The device that the model computes on, also while its weights are on another one."""
         return self.placement.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model computes in."""
+        """The dtype that the model computes in."""
         return next(self.module.parameters()).dtype
 
     @property
     def backends(self) -> dict[str, str]:
-        """Which implementation runs its attention and its layers, and why; see models.backends."""
+        """The implementations of its attention and its layers, with the reasons; see models.backends."""
         own = training_backends(self.loaded)
         if self.fast_layers is None:
             own["layers"] = f"the model's own ({type(self.placement).__name__} holds parameters in parts)"
@@ -209,7 +209,7 @@ class ModelWorker:
         out: dict[str, Tensor] = {}
         apart = batch.replace(unit_of=None, unit_weights=None)  # what is read of a sequence needs no other
         want = {*names} - {"entropy"}
-        for micro, counts in self.placement.share(self.micro_batches(apart, max_sequences, "scores" in names)):
+        for micro, counts in self.placement.split_passes(self.micro_batches(apart, max_sequences, "scores" in names)):
             stats = self._stats(micro, support, entropy="entropy" in names, want=want)
             for name in names:
                 column = getattr(stats, name)
@@ -221,7 +221,7 @@ class ModelWorker:
                 whole = out.setdefault(name, column.new_zeros(size))
                 if counts:
                     whole.index_copy_(0, at, column)
-        return TokenStats(**{name: whole.cpu() for name, whole in self.placement.gather(out).items()})
+        return TokenStats(**{name: whole.cpu() for name, whole in self.placement.gather_columns(out).items()})
 
     def _stats(
         self,
@@ -233,7 +233,7 @@ class ModelWorker:
         want: Collection[str] | None = None,
         toward: Toward | None = None,
     ) -> TokenStats:
-        """The model's statistics of the targets of one forward pass."""
+        """Runs one forward pass. Returns: the model's statistics of its targets."""
         allowed = self._allowed(micro, support)
         options = {"constants": constants, "allowed": allowed, "want": want, "toward": toward}
         with self.layers():
@@ -243,7 +243,7 @@ class ModelWorker:
 
     @torch.no_grad()
     def _toward(self, micro: MicroBatch, divergence: Divergence | None) -> Toward | None:
-        """The teacher's states of one forward pass, where there is a teacher."""
+        """The teacher's states of one forward pass; None = there is no teacher."""
         if divergence is None:
             return None
         teacher = divergence.teacher
@@ -251,18 +251,18 @@ class ModelWorker:
             return head_states(teacher.loaded, micro, self.support.temperature or 1.0), divergence.gkd_beta
 
     def _allowed(self, micro: MicroBatch, support: Support) -> Tensor | None:
-        """What a constraint allows at each target, where it matters."""
+        """The tokens that a constraint allows at each target; None = there is no constraint here."""
         matters = support.constrained and not support.full and self.loaded.lm_head.kind != "none"
         return self.allowed(micro) if matters and self.allowed else None
 
     def layers(self) -> AbstractContextManager[None]:
-        """Around forward and backward passes."""
+        """A context for forward and backward passes, in which whet's own forwards of layers are active."""
         return nullcontext() if self.fast_layers is None else self.fast_layers.on()
 
     def micro_batches(self, batch: TokenBatch, max_sequences: int | None, at_end: bool = False) -> list[MicroBatch]:
-        """The batch, packed into forward passes of like cost within the token budget; always the same list.
+        """Packs a batch into forward passes of similar cost within the token budget; deterministic.
 
-        They are few, unless smaller ones are as fast: see `saturating_tokens`.
+        There are as few passes as possible, unless smaller ones are as fast: see `saturating_tokens`.
 
         Args: max_sequences: of one pass. at_end: run completions to their last token, for scores.
         Raises: DataError: a sequence or a unit over the token budget.
@@ -308,7 +308,7 @@ class ModelWorker:
             token.
         Raises: DataError: the batch has no weights, or both kinds; a loss or a metric of another shape.
         """
-        with self.placement.during("backward"), read_by(divergence):
+        with self.placement.during("backward"), teacher_on_device(divergence):
             return self._run(batch, loss, entropy, constants, scores, divergence, reductions or {}, backward=True)
 
     @torch.no_grad()
@@ -323,8 +323,8 @@ class ModelWorker:
         divergence: Divergence | None = None,
         reductions: Reductions | None = None,
     ) -> Metrics:
-        """What forward_backward would report, without a gradient."""
-        with self.placement.during("read"), read_by(divergence):
+        """The metrics that forward_backward would return, computed without a gradient."""
+        with self.placement.during("read"), teacher_on_device(divergence):
             return self._run(batch, loss, entropy, constants, scores, divergence, reductions or {}, backward=False)
 
     def _run(
@@ -346,9 +346,9 @@ class ModelWorker:
         carried = {name: c for name, c in batch.token_columns.items() if name != "tokens"}  # a micro-batch has these
         token_columns = {name: c.to(self.device) for name, c in carried.items()}
         sequence_columns = {name: c.to(self.device) for name, c in batch.sequence_columns.items()}
-        shared = self.placement.share(self.micro_batches(batch, self.max_sequences, scores))
+        shared = self.placement.split_passes(self.micro_batches(batch, self.max_sequences, scores))
         for i, (micro, counts) in enumerate(shared):
-            self.placement.sync(i == len(shared) - 1)
+            self.placement.set_gradient_sync(i == len(shared) - 1)
             with self._dropout(backward):
                 toward = self._toward(micro, divergence)
                 stats = self._stats(micro, self.support, entropy=entropy, constants=constants, toward=toward)
@@ -372,10 +372,10 @@ class ModelWorker:
             labels.append(named)
             numbers.append(torch.stack([total.detach().double(), *sums]))
         read = torch.cat(numbers).tolist() if numbers else []
-        return merge({"loss": Sum(0.0)}, *self.placement.in_order(list(unpack_metrics(labels, read))))
+        return merge({"loss": Sum(0.0)}, *self.placement.gather_results(list(unpack_metrics(labels, read))))
 
     def _dropout(self, training: bool) -> AbstractContextManager[None]:
-        """Around a pass: in training the dropout of an adapter is on, with draws of this pass alone."""
+        """A context for a pass: in training an adapter's dropout is on, seeded for this pass."""
         adapter = self.loaded.adapter
         if not training or adapter is None or not adapter.dropout:
             return nullcontext()
@@ -384,11 +384,11 @@ class ModelWorker:
 
     @property
     def updates(self) -> int:
-        """Optimizer steps taken, over all resumes; skipped ones don't count."""
+        """The number of optimizer steps, over all resumes; skipped ones don't count."""
         return 0 if self.optim is None else self.optim.updates
 
     def optim_step(self) -> Metrics:
-        """Clips, steps, clears. A gradient that isn't finite is skipped, cleared and counted.
+        """Clips the gradient, steps, and clears it. A gradient that isn't finite is skipped, cleared and counted.
 
         Returns: "grad_norm" (before clipping), "learning_rate" (of this step), "optim/skipped" (0 or 1).
         """
@@ -402,7 +402,7 @@ class ModelWorker:
     # ---- weights and state ---------------------------------------------------------------------------------------
 
     def rollout_weights(self) -> AbstractContextManager[nn.Module]:
-        """Inside, the module's parameters are plain tensors in the dtype that it computes in: an engine may read them.
+        """A context for engines: the module's parameters are plain tensors in the dtype that it computes in.
 
         Example: `with worker.rollout_weights(): outputs = engine.step()`.
         """
@@ -411,29 +411,30 @@ class ModelWorker:
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, compute-dtype tensor), one at a time, each shared tensor under each of its names.
 
-        Of a model with an adapter: under its base's names, the adapter merged. A score head next to a LM head is left
-        out: it is no part of the language model.
+        A model with an adapter gives merged weights under its base's names. A score head next to an LM head is left
+        out, since it is not a part of the language model.
         """
         besides = self.loaded.score_head if self.loaded.lm_head.kind != "none" else None
         weights = base_weights(self.module)
         yield from ((name, w) for name, w in weights if besides is None or name != "score.weight")
 
     def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(the module's own name, tensor) of what training changes: of an adapted model the adapter alone."""
+        """(the module's own name, tensor) of the trained weights; of an adapted model only the adapter."""
         yield from ((name, p.detach()) for name, p in self.module.named_parameters() if p.requires_grad)
 
     @torch.no_grad()
-    def take_weights(self, weights: Iterable[tuple[str, Tensor]], share: float = 1.0) -> None:
-        """Takes another model's weights into one that is only read: p <- p + share (w - p), in place.
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], mixup_alpha: float = 1.0) -> None:
+        """Moves the weights of a model that is not trained toward another's: p <- p + mixup_alpha (w - p), in place.
 
-        share=1 copies them. A smaller share after each step keeps an exponential moving average with decay 1 - share.
+        mixup_alpha=1 copies them. A smaller value after each step keeps an exponential moving average with decay
+        1 - mixup_alpha.
 
-        Args: weights: (name, tensor), as `named_weights` gives them. share: between 0 and 1, 1 = a copy.
+        Args: weights: (name, tensor), from `named_weights`. mixup_alpha: between 0 and 1; 1 = a copy.
         Raises: ConfigError: the model is trained, or has no parameter of that name.
         """
         if self.optim is not None or self.loaded.is_view:
             raise ConfigError(
-                "take_weights is for a model that is only read (a reference); this one "
+                "load_weights is for a model that is only read (a reference); this one "
                 + ("has an optimizer" if self.optim is not None else "is a view of the model that is trained")
             )
         own = dict(self.module.named_parameters(remove_duplicate=False))
@@ -442,26 +443,26 @@ class ModelWorker:
             if name not in own:
                 raise ConfigError(f"this model has no parameter {name}; both models must have the same architecture")
             if id(own[name]) not in seen:  # a shared tensor comes under each of its names
-                own[name].lerp_(weight.to(own[name]), share)
+                own[name].lerp_(weight.to(own[name]), mixup_alpha)
             seen.add(id(own[name]))
         self.replaced = True
 
     @property
     def files(self) -> ModelFiles:
-        """Its files in a checkpoint."""
+        """The model's files in a checkpoint."""
         return ModelFiles(self.loaded, self.optim)
 
     def save(self, folder: Path) -> None:
         """Writes everything that a resumed worker needs into a folder: weights, optimizer, schedule, version.
 
-        The weights lie under the module's own names next to its config.json, so transformers loads the folder too; of a
-        model with an adapter there is the adapter alone, in PEFT's format.
+        The weights have the module's own names, and config.json is beside them, so transformers loads the folder too.
+        Of a model with an adapter only the adapter is written, in PEFT's format.
         """
         with self.placement.during("save"):
             self.files.write(folder, self.version)
 
     def load(self, folder: Path) -> None:
-        """Restores what `save` wrote. Raises CheckpointError where it doesn't fit this model."""
+        """Restores what `save` wrote. Raises CheckpointError if it doesn't fit this model."""
         with self.placement.during("load"):
             self.version = self.files.read(folder)
 

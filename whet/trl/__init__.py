@@ -1,12 +1,12 @@
 """TRL's trainers over whet's learners: a script written for TRL runs with its import changed. TRL is not needed.
 
-config/        every field of TRL's configurations, what it is here, and what whet's sections they make
-trainer/       what every trainer has: callbacks, state, logs, files
+config/        TRL's configurations: tables of their fields, checks, and the translation to whet's configuration
+trainer/       the base of all trainers: callbacks, state, logs, files
 rl/            GRPOTrainer, RLOOTrainer        agents/    tools, environments, rollout_func
 supervised/    SFTTrainer, DPOTrainer, KTOTrainer, RewardTrainer
-rewards.py     TRL's ready reward functions    scripts.py    what its scripts read from the command line
-data_utils.py, models.py, callbacks.py         what scripts do with rows and models, and what they watch a run by
-command.py     `python -m whet.trl`            absent.py     names of TRL's that are not there
+rewards.py     TRL's ready reward functions    scripts.py    the arguments of its scripts
+data_utils.py, models.py, callbacks.py         helpers for rows and models, and callbacks
+command.py     `python -m whet.trl`            missing_names.py     names of TRL's that are not here
 """
 
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ from whet.trl.data_utils import (
     truncate_dataset,
     unpair_preference_dataset,
 )
-from whet.trl.missing_names import ABSENT
+from whet.trl.missing_names import MISSING_NAMES
 from whet.trl.models import clone_chat_template, create_reference_model, setup_chat_format
 from whet.trl.rl.grpo import GRPOTrainer
 from whet.trl.rl.rloo import RLOOTrainer
@@ -95,6 +95,6 @@ if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         """Refuses a name of TRL's that is not there, with what to use instead."""
-        if name in ABSENT:
-            raise ImportError(f"whet.trl has no {name}: {ABSENT[name]}")
+        if name in MISSING_NAMES:
+            raise ImportError(f"whet.trl has no {name}: {MISSING_NAMES[name]}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

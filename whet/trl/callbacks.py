@@ -1,6 +1,6 @@
-"""TRL's callbacks, by their names and arguments: completions in a table, a win rate, a reference that follows, a view.
+"""TRL's callbacks: a table of completions, a win rate, a reference that follows the policy, a progress view.
 
-They are callbacks of transformers, and generate by the model's own `generate`.
+They are callbacks of transformers and call the model's own `generate`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class SyncRefModelCallback(TrainerCallback):
             self.sync_target_model(kwargs["model"], self.ref_model, args.ref_model_mixup_alpha)
 
 
-class _OfPrompts(TrainerCallback):
+class _PromptCallback(TrainerCallback):
     """What generates for the prompts of the evaluation data, every `freq` steps."""
 
     def __init__(self, trainer: Any, generation_config: Any, num_prompts: int | None, freq: int | None) -> None:
@@ -62,14 +62,14 @@ class _OfPrompts(TrainerCallback):
         self._last = state.global_step
         return True
 
-    def shown_prompts(self, tokenizer: Any) -> list[str]:
+    def formatted_prompts(self, tokenizer: Any) -> list[str]:
         """The prompts as texts."""
         return [maybe_apply_chat_template({"prompt": prompt}, tokenizer)["prompt"] for prompt in self.prompts]
 
     @torch.no_grad()
     def completions(self, model: Any, tokenizer: Any, batch_size: int) -> list[str]:
         """One for each prompt."""
-        texts, found, side = self.shown_prompts(tokenizer), [], tokenizer.padding_side
+        texts, found, side = self.formatted_prompts(tokenizer), [], tokenizer.padding_side
         tokenizer.padding_side = "left"
         try:
             with evaluating(model):
@@ -85,7 +85,7 @@ class _OfPrompts(TrainerCallback):
         return found
 
 
-class LogCompletionsCallback(_OfPrompts):
+class LogCompletionsCallback(_PromptCallback):
     """Logs what the model says to the prompts of the evaluation data, to Weights & Biases and Comet.
 
     `table` holds the rows, (step, prompt, completion), whatever is logged to.
@@ -106,13 +106,13 @@ class LogCompletionsCallback(_OfPrompts):
         if not self.is_due(args, state):
             return
         tokenizer = kwargs["processing_class"]
-        said = self.completions(kwargs["model"], tokenizer, args.per_device_eval_batch_size)
-        step = str(state.global_step)
-        self.table += [(step, prompt, text) for prompt, text in zip(self.shown_prompts(tokenizer), said, strict=True)]
+        completions = self.completions(kwargs["model"], tokenizer, args.per_device_eval_batch_size)
+        step, prompts = str(state.global_step), self.formatted_prompts(tokenizer)
+        self.table += [(step, prompt, text) for prompt, text in zip(prompts, completions, strict=True)]
         _log_table(args.report_to, "completions", ["step", "prompt", "completion"], self.table)
 
 
-class WinRateCallback(_OfPrompts):
+class WinRateCallback(_PromptCallback):
     """Logs how often a judge prefers what the model says to what its reference said: eval_win_rate.
 
     Args: judge: has judge(prompts, pairs, shuffle_order) -> for each pair which is better, 0 or 1; with use_soft_judge
@@ -152,7 +152,7 @@ class WinRateCallback(_OfPrompts):
     def _judge(self, args: Any, tokenizer: Any, said: Sequence[str]) -> None:
         """Logs the rate. Args: said: by the model."""
         pairs = [list(pair) for pair in zip(self.ref_completions, said, strict=True)]
-        prompts = self.shown_prompts(tokenizer)
+        prompts = self.formatted_prompts(tokenizer)
         logged = {}
         if self.use_soft_judge:
             first = self.judge.judge(prompts, pairs, self.shuffle_order, return_scores=True)

@@ -1,6 +1,6 @@
 """TRL's command line, with one word changed: `python -m whet.trl grpo --config config.yaml --learning_rate 1e-6`.
 
-The flags, the keys of the file and the data sets are those of `trl grpo`; what trains is whet.trl's trainers.
+The flags, the keys of the file and the data sets are those of `trl grpo`; whet.trl's trainers train.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _train(verb: str, words: Sequence[str]) -> Any:
 
 
 def _usage() -> str:
-    """What `--help` prints."""
+    """The text of `--help`."""
     return (
         "python -m whet.trl COMMAND --config config.yaml --flag value ...: TRL's command line on whet's learners.\n\n"
         f"COMMAND is one of {', '.join(COMMANDS)}; python -m whet.trl COMMAND --help lists its flags.\n"

@@ -1,7 +1,6 @@
-"""What scripts do with rows before they train on them, by TRL's names: chat templates, prompts, pairs, packs.
+"""TRL's helpers for the rows of a data set: chat templates, prompts, pairs, packs.
 
-The trainers need none of it: they take conversations and pairs as they are. `extract_prompt` and `unpair_rows` are what
-KTOTrainer reads pairs by.
+The trainers take conversations and pairs as they are. KTOTrainer reads pairs by `extract_prompt` and `unpair_rows`.
 """
 
 from __future__ import annotations

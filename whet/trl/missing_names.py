@@ -1,15 +1,15 @@
-"""Names that scripts import of TRL, this release or an earlier one, and that are not there: why, and what to use."""
+"""Names of TRL, of this release or an earlier one, that whet.trl does not have, each with the alternative."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["ABSENT"]
+__all__ = ["MISSING_NAMES"]
 
 _WHET = "whet trains that by its own command or classes"
 _TEMPLATES = "the template is asked what of a conversation is trained, and needs no marks for it; leave it out"
 _LOSS = "take loss_type of whet.trl's DPOTrainer"
-ABSENT: Mapping[str, str] = {
+MISSING_NAMES: Mapping[str, str] = {
     "AutoModelForCausalLMWithValueHead": "PPO's critic is a model of its own: whet ppo, or whet's PPOLearner",
     "BEMACallback": "averages of weights are not offered",
     "BCOConfig": f"{_LOSS}='bco_pair'",

@@ -1,4 +1,4 @@
-"""What scripts do with a model before they train it, by TRL's names: a chat template with its tokens, a frozen copy."""
+"""TRL's helpers for models: a chat template with its tokens, a frozen reference copy."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The reward functions that TRL has ready: their names, arguments and values.
+"""TRL's ready reward functions, with its names, arguments and values.
 
-Those that compare formulas need math-verify (the extra `math`); they run on the main thread, where it can stop
-what takes too long.
+The functions that compare formulas need math-verify (the extra `math`). They run on the main thread, where math-verify
+can stop a comparison that takes too long.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What TRL's scripts are made of: their arguments, TrlParser, mixtures of data sets, configurations of adapters."""
+"""The parts of TRL's scripts: their arguments, TrlParser, mixtures of data sets, configurations of adapters."""
 
 from __future__ import annotations
 

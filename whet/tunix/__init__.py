@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from whet.config import LoraConfig, Mode, OptimConfig, Role, RoleConfig
-    from whet.rollout.compat import BaseRollout, TokenizerAdapter
-    from whet.rollout.sampler import CacheConfig, Sampler
     from whet.tunix import common
+    from whet.tunix.base_rollout import BaseRollout, TokenizerAdapter
+    from whet.tunix.cluster import RLCluster, RLEngine
     from whet.tunix.configs import (
         AlgorithmConfig,
+        CacheConfig,
         CheckpointingOptions,
         ClusterConfig,
         DAPOConfig,
@@ -27,13 +28,12 @@ if TYPE_CHECKING:
         RolloutConfig,
         TrainingConfig,
     )
-    from whet.tunix.engine import RLCluster, RLEngine
     from whet.tunix.learners import GRPOLearner, GrpoLearner, MetricFn, PPOLearner, PpoLearner, RewardFn
     from whet.tunix.metrics_buffer import MetricsBuffer
+    from whet.tunix.padded import RolloutOutput, TrainExample
     from whet.tunix.perf import PerfMetricsConfig, PerfMetricsExport
     from whet.tunix.trainer import DataHooks, Trainer, TrainingHooks
-    from whet.tunix.workers import InferenceWorker, Tokenizer, VanillaRollout
-    from whet.types import RolloutOutput, TrainExample
+    from whet.tunix.workers import InferenceWorker, Sampler, Tokenizer, VanillaRollout
 
 __all__ = [
     "AlgorithmConfig",
@@ -84,10 +84,11 @@ __all__ = [
 
 _MODULES = {
     "whet.config": ("LoraConfig", "Mode", "OptimConfig", "Role", "RoleConfig"),
-    "whet.rollout.compat": ("BaseRollout", "TokenizerAdapter"),
-    "whet.rollout.sampler": ("CacheConfig", "Sampler"),
+    "whet.tunix.base_rollout": ("BaseRollout", "TokenizerAdapter"),
+    "whet.tunix.cluster": ("RLCluster", "RLEngine"),
     "whet.tunix.configs": (
         "AlgorithmConfig",
+        "CacheConfig",
         "CheckpointingOptions",
         "ClusterConfig",
         "DAPOConfig",
@@ -103,13 +104,12 @@ _MODULES = {
         "RolloutConfig",
         "TrainingConfig",
     ),
-    "whet.tunix.engine": ("RLCluster", "RLEngine"),
     "whet.tunix.learners": ("GRPOLearner", "GrpoLearner", "MetricFn", "PPOLearner", "PpoLearner", "RewardFn"),
     "whet.tunix.metrics_buffer": ("MetricsBuffer",),
+    "whet.tunix.padded": ("RolloutOutput", "TrainExample"),
     "whet.tunix.perf": ("PerfMetricsConfig", "PerfMetricsExport"),
     "whet.tunix.trainer": ("DataHooks", "Trainer", "TrainingHooks"),
-    "whet.tunix.workers": ("InferenceWorker", "Tokenizer", "VanillaRollout"),
-    "whet.types": ("RolloutOutput", "TrainExample"),
+    "whet.tunix.workers": ("InferenceWorker", "Sampler", "Tokenizer", "VanillaRollout"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 

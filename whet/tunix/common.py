@@ -18,8 +18,7 @@ from whet.errors import ConfigError, DataError, lookup_error
 from whet.models.modes import native_attention
 from whet.ops import LOSS_AGG_MODES, aggregate, kl_divergence, token_weights
 from whet.ops import entropy as entropy_of_logits
-from whet.packing.padded import completion_mask
-from whet.types import TrainExample
+from whet.tunix.padded import TrainExample, completion_mask
 
 __all__ = [
     "TrainExample",

@@ -1,4 +1,4 @@
-"""Tunix's learners: whet's, which tell an external logger what they find and go on from a checkpoint that is there.
+"""Tunix's learners: they call an external logger with the metrics, and continue from the newest checkpoint.
 
 Dim legend: B rows (completions), P prompt, C completion.
 """
@@ -11,18 +11,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from whet.config import DataConfig, Mode
+from whet.config.base import check_instance
 from whet.errors import ConfigError, DataError
 from whet.learners import grpo, ppo
 from whet.learners.base import RLLearner
 from whet.learners.step import Step
 from whet.rewards.manager import RewardBatch
 from whet.run.run import Run
+from whet.tunix.cluster import RLCluster
 from whet.tunix.configs import core_config
+from whet.tunix.padded import TrainExample, batch_to_example, example_to_batch
 from whet.tunix.trainer import Trainer
-from whet.types import Completion, Group, Prompt, TokenBatch, TrainExample
+from whet.types import Completion, Group, Prompt
 
 __all__ = ["GRPOLearner", "GrpoLearner", "MetricFn", "PPOLearner", "PpoLearner", "RewardFn", "TunixLearner"]
 
@@ -51,6 +53,8 @@ class TunixLearner(RLLearner):
     The data are taken in their order, once, as in Tunix: `data=DataConfig(shuffle=True)` and num_epochs say otherwise.
     """
 
+    cluster: RLCluster
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuses a subclass that replaces what is never called."""
         for name, why in _REFUSED.items():
@@ -74,13 +78,13 @@ class TunixLearner(RLLearner):
         ppo_config: Any = None,
         **options: Any,
     ) -> None:
-        self._made: int | None = None
-        """The step whose batch `_generate_and_compute_advantage` has made."""
-        self._filled: Step | None = None
-        self._given: tuple[Step, list[str]] | None = None
-        self._called: RewardBatch | None = None
-        config = _one(algo_config=algo_config, grpo_config=grpo_config, ppo_config=ppo_config)
-        cluster = _one(rl_cluster=rl_cluster, rl_engine=rl_engine)
+        self._generated: int | None = None
+        """The number of the step whose batch `_generate_and_compute_advantage` made."""
+        self._default_step: Step | None = None
+        self._input: tuple[Step, list[str]] | None = None
+        self._rewards: RewardBatch | None = None
+        config = _only_one(algo_config=algo_config, grpo_config=grpo_config, ppo_config=ppo_config)
+        cluster = check_instance(_only_one(rl_cluster=rl_cluster, rl_engine=rl_engine), RLCluster, "rl_cluster")
         options.setdefault("data", DataConfig(shuffle=False))
         super().__init__(cluster, core_config(config), reward_fns, metric_fns, data_shuffle_seed, **options)
 
@@ -97,31 +101,26 @@ class TunixLearner(RLLearner):
         Raises: ConfigError: a trainer has data hooks.
         """
         for role, trainer in self.cluster.trainers.items():
-            if getattr(trainer, "data_hooks", None) is not None:
+            if isinstance(trainer, Trainer) and trainer.data_hooks is not None:
                 raise ConfigError(
                     f"the {role.value}'s trainer has data hooks, and a learner makes its batches from rollouts; "
                     "replace _generate_and_compute_advantage, or give the hooks' batches to trainer.train()"
                 )
-        if self.config.num_epochs is None:  # there training ends with the data
+        if self.config.num_epochs is None:  # Tunix's training ends with the data
             self.config = dataclasses.replace(self.config, num_epochs=1)
-        if eval_ds is None and self.config.eval_every_n_steps:  # there it has to be given, whether it means anything
+        if eval_ds is None and self.config.eval_every_n_steps:  # Tunix requires the field in every configuration
             self.config = dataclasses.replace(self.config, eval_every_n_steps=0)
-        if train_ds is not None and self.config.resume is None and getattr(self.cluster, "restored_step", 0):
+        if train_ds is not None and self.config.resume is None and self.cluster.restored_step:
             self.config = dataclasses.replace(self.config, resume="latest")
         return super().new_run(train_ds, eval_ds)
 
-    def after_step(self, run: Run, step: Step) -> None:
-        """Buffers what Tunix's external loggers are told, then logs, evaluates and saves."""
-        self._buffer(step)
-        super().after_step(run, step)
-
-    def _buffer(self, step: Step) -> None:
-        """Rewards and completions of a step under Tunix's names, for the external logger if there is one."""
-        if not getattr(self.cluster, "has_external_logger", False):  # of whet's own cluster it is told nothing of them
-            return
-        rewarded = step.rewards
-        found = _told(rewarded, step.batch)
-        self.cluster.buffer_metrics_async(found, step.mode, step.index)
+    def extra_metrics(self, step: Step) -> dict[str, float]:
+        """Buffers the metrics of a step, or of an evaluation, and takes all that the cluster has buffered for it."""
+        metrics = self.call_metric_fns(step) if step.mode is Mode.TRAIN else {}
+        if self.cluster.has_external_logger:
+            metrics = {**_external_metrics(step), **metrics}
+        self.cluster.buffer_metrics_async(metrics, step.mode, step.index)
+        return self.cluster.take_metrics(step.index, step.mode)
 
     # ---- the stages ----------------------------------------------------------------------------------------------
 
@@ -136,43 +135,42 @@ class TunixLearner(RLLearner):
                 "_generate_and_compute_advantage leaves no room for; set dynamic_sampling=False"
             )
         given = self._training_input(step)
-        self._given, self._filled, self._called = (step, list(given["prompts"])), None, None
+        self._input, self._default_step, self._rewards = (step, list(given["prompts"])), None, None
         example = self._generate_and_compute_advantage(given, Mode.TRAIN)
-        step, self._made = self._from_example(step, example), step.index
-        self._given = self._filled = self._called = None
+        step, self._generated = self._from_example(step, example), step.index
+        self._input = self._default_step = self._rewards = None
         return step
 
-    def _has_made(self, step: Step) -> bool:
-        return step.mode is Mode.TRAIN and self._made == step.index
+    def _is_generated(self, step: Step) -> bool:
+        return step.mode is Mode.TRAIN and self._generated == step.index
 
     def reward(self, step: Step) -> Step:
-        """Calls the reward functions; of an evaluation, tells the external logger and the training hooks too."""
-        if self._has_made(step):
+        """Calls the reward functions, and the training hooks in an evaluation."""
+        if self._is_generated(step):
             return step
         step = super().reward(step)
         if step.mode is Mode.EVAL:
-            self._buffer(step)
-            self._tell_evaluation(step)
+            self._call_eval_hooks(step)
         return step
 
     def fill(self, run: Run, step: Step) -> Step:
         """As the learner's."""
-        return step if self._has_made(step) else super().fill(run, step)
+        return step if self._is_generated(step) else super().fill(run, step)
 
     def batch(self, step: Step) -> Step:
         """As the learner's."""
-        return step if self._has_made(step) else super().batch(step)
+        return step if self._is_generated(step) else super().batch(step)
 
     def score(self, step: Step) -> Step:
         """As the learner's."""
-        return step if self._has_made(step) else super().score(step)
+        return step if self._is_generated(step) else super().score(step)
 
     def assign_advantages(self, step: Step) -> Step:
         """As the learner's."""
-        return step if self._has_made(step) else super().assign_advantages(step)
+        return step if self._is_generated(step) else super().assign_advantages(step)
 
-    def _tell_evaluation(self, step: Step) -> None:
-        """Tells the actor's training hooks of an evaluation, and the loss of what it sampled."""
+    def _call_eval_hooks(self, step: Step) -> None:
+        """Calls the actor's evaluation hooks with the loss of the evaluation's samples."""
         trainer = self.cluster.actor_trainer
         if not isinstance(trainer, Trainer) or trainer.training_hooks is None:
             return
@@ -204,8 +202,8 @@ class TunixLearner(RLLearner):
         step = super().sample(step)
         step = super().batch(super().reward(step))
         step = super().assign_advantages(super().score(step))
-        self._filled = step
-        return padded_example(step.batch, self.cluster.pad_id)
+        self._default_step = step
+        return batch_to_example(step.batch, self.cluster.pad_id)
 
     def _compute_rewards(
         self, prompts: Sequence[Any], completions: Sequence[str], mode: Any = Mode.TRAIN, step: int | None = None,
@@ -217,19 +215,19 @@ class TunixLearner(RLLearner):
                   completions=(self._completion(self.cluster.tokenizer.encode(said) or [self.cluster.pad_id], 0),))
             for i, (text, said) in enumerate(zip(prompts, completions, strict=True))
         ]  # fmt: skip
-        self._called = self.reward_manager(groups, [[text] for text in completions], mode=Mode(mode))
-        return np.nan_to_num(self._called.total)
+        self._rewards = self.reward_manager(groups, [[text] for text in completions], mode=Mode(mode))
+        return np.nan_to_num(self._rewards.total)
 
     def _step_of(self, given: Mapping[str, Any], mode: Mode) -> Step:
         """The step that a training_input is of: the loop's own where its prompts are as they were."""
         prompts, size = list(given["prompts"]), self.num_generations
-        if self._given is not None and prompts == self._given[1]:
-            return self._given[0].replace(mode=mode)
+        if self._input is not None and prompts == self._input[1]:
+            return self._input[0].replace(mode=mode)
         rows = [
             self._prompt(prompts[i], {n: v[i] for n, v in given.items() if n not in ("prompts", "trajectory_ids")}, i)
             for i in range(0, len(prompts), size)
         ]
-        index = self.cluster.global_steps if self._given is None else self._given[0].index
+        index = self.cluster.global_steps if self._input is None else self._input[0].index
         return Step(index=index, prompts=rows, mode=mode)
 
     def _prompt(self, source: Any, columns: Mapping[str, Any], row: int) -> Prompt:
@@ -251,8 +249,8 @@ class TunixLearner(RLLearner):
 
     def _from_example(self, step: Step, example: TrainExample) -> Step:
         """The step with what `_generate_and_compute_advantage` gave as its batch."""
-        batch = TokenBatch.from_padded(example, version=self.cluster.actor.version)
-        filled = self._filled
+        batch = example_to_batch(example, version=self.cluster.actor.version)
+        filled = self._default_step
         own = None if filled is None else filled.batch
         if filled is not None and own is not None and torch.equal(own.ends, batch.ends):
             names = ("mask", "advantages", "old_logprobs", "ref_logprobs", "values", "returns")
@@ -285,7 +283,7 @@ class TunixLearner(RLLearner):
         """What `_compute_rewards` found of them; no rewards where it was not called."""
         texts = [[self.cluster.decode(c.tokens) for c in g.completions] for g in groups]
         count = sum(map(len, texts))
-        called, inputs = self._called, self.reward_manager.inputs(groups, texts, mode=Mode.TRAIN, extras={})
+        called, inputs = self._rewards, self.reward_manager.inputs(groups, texts, mode=Mode.TRAIN, extras={})
         if called is None or len(called.total) != count:
             nothing = np.full(count, np.nan)
             return RewardBatch(groups=list(groups), total=nothing, metrics={}, table={}, texts=texts, inputs=inputs)
@@ -303,41 +301,10 @@ class PPOLearner(TunixLearner, ppo.PPOLearner):
 GrpoLearner, PpoLearner = GRPOLearner, PPOLearner
 
 
-def padded_example(batch: TokenBatch, pad_id: int) -> TrainExample:
-    """A batch in Tunix's padded form: a row for each sequence, masks 1 at what is trained."""
-    ends, starts = batch.ends, torch.cat([batch.ends.new_zeros(1), batch.ends[:-1]])
-    lengths = ends - starts
-    inside = torch.arange(int(lengths.max())) < lengths[:, None]
-
-    def column(x: Tensor | None, empty: Any = 0) -> Tensor | None:
-        if x is None:
-            return None
-        out = torch.full(inside.shape, empty, dtype=x.dtype)
-        out[inside] = x
-        return out
-
-    prefix_starts = torch.cat([batch.prefix_ends.new_zeros(1), batch.prefix_ends[:-1]])
-    rows = [batch.prefixes[prefix_starts[p] : batch.prefix_ends[p]] for p in batch.prefix_of]
-    width = max(len(row) for row in rows)
-    prompts = torch.stack([torch.nn.functional.pad(row, (width - len(row), 0), value=pad_id) for row in rows])
-    seen = torch.stack([torch.arange(width) >= width - len(row) for row in rows])
-    assert batch.advantages is not None
-    return TrainExample(
-        prompt_ids=prompts,
-        prompt_mask=seen,
-        completion_ids=column(batch.tokens, pad_id),  # pyright: ignore[reportArgumentType]
-        completion_mask=column(batch.mask, False),  # pyright: ignore[reportArgumentType]
-        advantages=column(batch.advantages),  # pyright: ignore[reportArgumentType]
-        ref_per_token_logps=column(batch.ref_logprobs),
-        old_per_token_logps=column(batch.old_logprobs),
-        returns=column(batch.returns),
-        old_values=column(batch.values),
-    )
-
-
-def _told(rewarded: RewardBatch, batch: TokenBatch | None) -> dict[str, tuple[Any, Any]]:
-    """Rewards and completions under Tunix's names: name -> (value, aggregation)."""
-    total = np.nan_to_num(rewarded.total if batch is None else batch.rewards.numpy())
+def _external_metrics(step: Step) -> dict[str, tuple[Any, Any]]:
+    """The rewards and completions of a step for an external logger: name -> (value, aggregation)."""
+    rewarded = step.rewards
+    total = np.nan_to_num(step.batch.rewards.numpy() if step.has("batch") else rewarded.total)
     table = {name: np.nan_to_num(values) for name, values in rewarded.table.items()}
     lengths = np.array([len(c.tokens) for g in rewarded.groups for c in g.completions])
     found: dict[str, tuple[Any, Any]] = {
@@ -356,8 +323,8 @@ def _told(rewarded: RewardBatch, batch: TokenBatch | None) -> dict[str, tuple[An
     return found
 
 
-def _one(**given: Any) -> Any:
-    """The one that was given of several names. Raises ConfigError: two of them."""
+def _only_one(**given: Any) -> Any:
+    """The value that was passed under one of several names. Raises ConfigError: two of them have a value."""
     there = {name: value for name, value in given.items() if value is not None}
     if len(there) > 1:
         raise ConfigError(f"{' and '.join(there)} name the same thing; give one of them")

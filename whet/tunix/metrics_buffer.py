@@ -1,4 +1,4 @@
-"""The metrics of one step on their way to the log: values appended by name, reduced when the step ends."""
+"""The metrics of a step before they are logged: values are appended by name, and reduced when the step ends."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from whet.config import Mode
+from whet.rewards.metric_fns import reduce_metrics
 
 __all__ = ["MetricsBuffer", "MetricsBuffers"]
 
@@ -17,7 +18,7 @@ Aggregate = Callable[[Any], Any]
 
 @dataclass(kw_only=True)
 class MetricsBuffer:
-    """Values of one step and mode, as Tunix's external loggers receive them.
+    """The values of one step and mode, as an external logger receives them.
 
     Args: global_steps: the step. mode: "train" or "eval". metrics: name -> (values so far, how they become one).
 
@@ -37,22 +38,21 @@ class MetricsBuffer:
             self.metrics[name] = ([*self.metrics.get(name, ([], None))[0], value], how)
 
     def reduced(self) -> dict[str, float]:
-        """Name to number; what has no aggregation (text, lists) is left out."""
-        found = {}
-        for name, (values, how) in self.metrics.items():
-            if how is not None:
-                flat = [x for v in values for x in np.ravel(np.asarray(v, dtype=np.float64))]
-                found[name] = float(how(flat))
-        return found
+        """The values as numbers, by name; those without an aggregation (text, lists) are left out."""
+        joined = {
+            name: ([x for value in values for x in np.ravel(value)] if how is not None else values, how)
+            for name, (values, how) in self.metrics.items()
+        }
+        return reduce_metrics(joined)
 
 
 class MetricsBuffers:
-    """The buffers of all steps that have not been logged, and who else is told of them."""
+    """The buffers of all steps that have not been logged, and the external logger that receives them."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[int, str], MetricsBuffer] = {}
         self.external_logger: Callable[[MetricsBuffer], None] | None = None
-        """Given each buffer when it is taken."""
+        """It is called with each buffer that is taken."""
 
     def add(self, metrics: Mapping[str, tuple[Any, Aggregate | None]], mode: Mode, step: int) -> None:
         """Adds metrics, name -> (value, aggregation), to a step."""
@@ -60,7 +60,7 @@ class MetricsBuffers:
         self._buffers.setdefault(key, MetricsBuffer(global_steps=step, mode=key[1])).add(metrics)
 
     def take(self, step: int, mode: Mode) -> dict[str, float]:
-        """What was buffered for a step and all before it, as numbers."""
+        """Takes what was buffered for a step and all before it, as numbers."""
         found: dict[str, float] = {}
         for key in sorted(k for k in self._buffers if k[0] <= step and k[1] == mode.value):
             buffer = self._buffers.pop(key)

@@ -1,4 +1,4 @@
-"""Tunix's performance metrics: what of their configuration is there, and what takes its place."""
+"""Tunix's configuration of performance metrics. whet logs time/ metrics in any case."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One role's trainer under Tunix's names, and the hooks that Tunix's programs write."""
+"""The trainer of one role with Tunix's methods, and the hooks that Tunix's programs define."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from whet.metrics import merge
 from whet.train import role_trainer
 from whet.train.metric_reduction import REDUCTIONS, Metrics
 from whet.train.role_trainer import RoleTrainer
+from whet.tunix.padded import example_to_batch
+from whet.types import TokenBatch
 
 __all__ = ["DataHooks", "Trainer", "TrainingHooks"]
 
@@ -75,8 +77,8 @@ class DataHooks:
         raise NotImplementedError
 
 
-class _Told(role_trainer.TrainingHooks):
-    """Tells Tunix's hooks what whet's are told. Args: hooks: any object with some of the methods."""
+class _HooksAdapter(role_trainer.TrainingHooks):
+    """Calls Tunix's hooks from whet's. Args: hooks: an object with the methods of TrainingHooks."""
 
     def __init__(self, hooks: Any) -> None:
         self.hooks = hooks
@@ -111,24 +113,37 @@ class Trainer(RoleTrainer):
         super().__init__(worker, **options)
         self.config = config
         self.training_hooks: Any = None
-        """The hooks as they were given."""
+        """The training hooks that were set."""
         self.data_hooks: Any = None
-        """The data hooks as they were given."""
+        """The data hooks that were set."""
         self.is_managed_externally = False
         self._restored = restored
+        self._input_fn: Callable[[Any], Any] = lambda item: item
 
     # ---- hooks and metrics ---------------------------------------------------------------------------------------
 
     def with_training_hooks(self, hooks: Any) -> Trainer:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Sets the training hooks: Tunix's, or whet's own, which are given all metrics."""
         self.training_hooks = hooks
-        super().with_training_hooks(hooks if isinstance(hooks, role_trainer.TrainingHooks) else _Told(hooks))
+        super().with_training_hooks(hooks if isinstance(hooks, role_trainer.TrainingHooks) else _HooksAdapter(hooks))
         return self
 
-    def with_data_hooks(self, hooks: Any) -> Trainer:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def with_data_hooks(self, hooks: Any) -> Trainer:
         """Sets what gives `train` its batches."""
         self.data_hooks = hooks
         return self
+
+    def with_gen_model_input_fn(self, fn: Callable[[Any], Any]) -> Trainer:
+        """Sets what turns an item of a data set into a TrainExample or TokenBatch."""
+        self._input_fn = fn
+        return self
+
+    def _checked(self, item: Any) -> TokenBatch:
+        """Returns an item of a data set as a batch. Raises DataError: its arrays don't fit."""
+        item = self._input_fn(item)
+        return super()._checked(
+            item if isinstance(item, TokenBatch) else example_to_batch(item, version=self.worker.version)
+        )
 
     def with_rl_metrics_to_log(
         self,
@@ -204,7 +219,7 @@ class Trainer(RoleTrainer):
 
 
 def _by(size: int, batches: Iterable[Any]) -> Iterator[list[Any]]:
-    """Lists of so many, the last of what is left."""
+    """Yields lists of `size` batches; the last may be shorter."""
     held: list[Any] = []
     for item in batches:
         held.append(item)

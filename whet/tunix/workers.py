@@ -10,26 +10,48 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from whet.config import Role, RolloutConfig
+from whet.config import Role
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import load_tokenizer
 from whet.errors import ConfigError, lookup_error
+from whet.rollout import sampler
 from whet.rollout.base import RolloutEngine
 from whet.rollout.build import sampling_of
-from whet.rollout.sampler import CacheConfig, Sampler
-from whet.rollout.text import encode_texts, one_or_many, rollout_output
+from whet.rollout.text import encode_texts, one_or_many
+from whet.tunix.base_rollout import TokenizerAdapter
 from whet.tunix.common import compute_per_token_logps, compute_score
-from whet.types import RolloutOutput
+from whet.tunix.configs import CacheConfig, RolloutConfig
+from whet.tunix.padded import RolloutOutput, rollout_output
 
-__all__ = ["ClusterInference", "InferenceWorker", "RolloutWorker", "Tokenizer", "VanillaRollout", "own_tokenizer"]
+__all__ = [
+    "ClusterInference",
+    "InferenceWorker",
+    "RolloutWorker",
+    "Sampler",
+    "Tokenizer",
+    "VanillaRollout",
+    "inner_tokenizer",
+]
 
 _ROLES = ("critic", "reference", "reward")
 
 
-def own_tokenizer(tokenizer: Any) -> Any:
+def inner_tokenizer(tokenizer: Any) -> Any:
     """The tokenizer inside a TokenizerAdapter; any other as it is."""
-    inner = vars(tokenizer).get("tokenizer") if type(tokenizer).__name__ == "TokenizerAdapter" else None
-    return tokenizer if inner is None else inner
+    return tokenizer.tokenizer if isinstance(tokenizer, TokenizerAdapter) else tokenizer
+
+
+class Sampler(sampler.Sampler):
+    """whet.Sampler with a CacheConfig, which bounds a prompt and its completion; None = the model's positions.
+
+    Args: options: the other arguments of whet.Sampler.
+    """
+
+    def __init__(
+        self, transformer: Any, tokenizer: Any = None, cache_config: CacheConfig | None = None, **options: Any
+    ) -> None:
+        longest = None if cache_config is None else cache_config.cache_size
+        super().__init__(transformer, inner_tokenizer(tokenizer), longest, **options)
 
 
 class VanillaRollout:
@@ -50,7 +72,7 @@ class VanillaRollout:
     ) -> None:
         size = cache_config_or_size
         self._cache = CacheConfig(cache_size=size) if isinstance(size, int) else size
-        self._sampler = Sampler(model, own_tokenizer(tokenizer), self._cache)
+        self._sampler = Sampler(model, tokenizer, self._cache)
 
     def generate(self, prompts: Sequence[str], rollout_config: RolloutConfig, **options: Any) -> RolloutOutput:
         """A completion of each prompt. Args: options: of Sampler's call, in place of the configuration's."""

@@ -26,8 +26,6 @@ from whet.types.records import (
     Group,
     Message,
     Prompt,
-    RolloutOutput,
-    TrainExample,
     TrainSequence,
 )
 
@@ -39,9 +37,7 @@ __all__ = [
     "LossInputs",
     "Message",
     "Prompt",
-    "RolloutOutput",
     "TokenBatch",
     "TokenStats",
-    "TrainExample",
     "TrainSequence",
 ]

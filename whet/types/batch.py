@@ -14,8 +14,7 @@ from torch import Tensor
 from whet.errors import DataError, nearest
 from whet.types.columns import Columns, RequiredColumn
 from whet.types.loss import LossInputs
-from whet.types.padded import checked_example
-from whet.types.records import Example, Group, TrainExample
+from whet.types.records import Example, Group
 
 __all__ = ["TokenBatch"]
 
@@ -355,59 +354,6 @@ class TokenBatch(Columns):
             },
             sequence_columns=_cat_columns(each),
             unit_of=row_of if paired else torch.arange(len(sequences)),
-        )
-
-    @classmethod
-    def from_padded(cls, example: TrainExample, *, version: int = 0) -> TokenBatch:
-        """A TokenBatch of Tunix's padded form, for update_actor and update_critic.
-
-        Args: example: [B, P] and [B, C] arrays. A row whose prompt an earlier row has shares its prefix and group.
-            version: stamped on every token.
-        Returns: N = J = B; the tokens of a row are those up to its last masked-in one; mask, advantages and logprobs
-            follow. Rewards are NaN: a TrainExample has none.
-        Raises: DataError: a row with nothing to train, a prompt of no tokens, or arrays that don't fit each other.
-        """
-        example = checked_example(example)
-        keep = example.completion_mask
-        lengths = torch.where(keep, torch.arange(1, keep.shape[1] + 1), 0).amax(1)
-        if (lengths == 0).any():
-            row = int((lengths == 0).nonzero()[0])
-            raise DataError(f"row {row}: completion_mask is all 0; leave rows with nothing to train out")
-        prompts = [tuple(i[m].tolist()) for i, m in zip(example.prompt_ids, example.prompt_mask, strict=True)]
-        if () in prompts:
-            raise DataError(f"row {prompts.index(())}: prompt_mask is all 0; a prompt needs at least one token")
-        places = {p: k for k, p in enumerate(dict.fromkeys(prompts))}
-        inside = torch.arange(keep.shape[1]) < lengths[:, None]  # [B C]
-
-        def column(x: Tensor | None) -> Tensor | None:
-            if x is None:
-                return None
-            return (x[:, None].expand_as(keep) if x.dim() == 1 else x)[inside].clone()
-
-        mask = keep[inside]
-        old = column(example.old_per_token_logps)
-        optional = {
-            "old_logprobs": old,
-            "ref_logprobs": column(example.ref_per_token_logps),
-            "advantages": column(example.advantages),
-            "values": column(example.old_values),
-            "returns": column(example.returns),
-        }
-        return cls(
-            prefixes=torch.tensor([t for p in places for t in p]),
-            prefix_ends=torch.tensor([len(p) for p in places]).cumsum(0),
-            prefix_of=torch.tensor([places[p] for p in prompts]),
-            ends=lengths.cumsum(0),
-            trajectory_of=torch.arange(len(prompts)),
-            group_of=torch.tensor([places[p] for p in prompts]),
-            rewards=torch.full((len(prompts),), torch.nan, dtype=torch.float64),
-            token_columns={
-                "tokens": example.completion_ids[inside],
-                "mask": mask,
-                "sampler_logprobs": torch.zeros(len(mask)) if old is None else old,
-                "versions": torch.where(mask, version, -1).to(torch.int32),
-                **{name: c for name, c in optional.items() if c is not None},
-            },
         )
 
 

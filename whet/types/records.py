@@ -1,4 +1,4 @@
-"""What is made before a batch is: prompts, completions, groups, examples, and the padded forms of Tunix's verbs.
+"""What is made before a batch is: prompts, completions, groups and examples.
 
 Read-only numpy, since many small tensors are expensive to move. Dim letters: B rows, P prompt, C completion, G group,
 V vocabulary.
@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
-from torch import Tensor
 
 __all__ = [
     "Completion",
@@ -20,8 +19,6 @@ __all__ = [
     "Group",
     "Message",
     "Prompt",
-    "RolloutOutput",
-    "TrainExample",
     "TrainSequence",
 ]
 
@@ -121,43 +118,3 @@ class Example:
     """A number for each sequence, by name: columns per sequence of the batch."""
     row: int = 0
     """Place in the data set."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RolloutOutput:
-    """What `RLCluster.generate` returns, in Tunix's shape; one entry per prompt.
-
-    Example: generate(["2+2="]) -> RolloutOutput(text=["4"], logits=None, tokens=[array([52, 256])],
-    left_padded_prompt_tokens=array([[50, 43, 50, 61]]), logprobs=None).
-    """
-
-    text: list[str]
-    """Completions, special tokens left out."""
-    logits: list[np.ndarray] | None
-    """float32 [C, V] each, on request."""
-    tokens: list[np.ndarray]
-    """int32 [C] each, stop token included, not padded."""
-    left_padded_prompt_tokens: np.ndarray
-    """int32 [B, P]."""
-    logprobs: list[np.ndarray] | None
-    """float32 [C] each, where RolloutConfig.return_logprobs asks for them."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TrainExample:
-    """A padded batch, the form of Tunix's verbs: [B, P] left-padded prompts and [B, C] right-padded completions.
-
-    Example: prompt [5, 6] and completions [7, 2], [8]: prompt_ids [[5,6],[5,6]], prompt_mask all 1,
-    completion_ids [[7,2],[8,0]], completion_mask [[1,1],[1,0]], advantages [1., -1.].
-    """
-
-    prompt_ids: Tensor
-    prompt_mask: Tensor
-    completion_ids: Tensor
-    completion_mask: Tensor
-    advantages: Tensor
-    """[B] or [B, C]."""
-    ref_per_token_logps: Tensor | None = None
-    old_per_token_logps: Tensor | None = None
-    returns: Tensor | None = None
-    old_values: Tensor | None = None

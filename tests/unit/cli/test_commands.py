@@ -81,7 +81,7 @@ def test_a_stream_that_is_to_be_shuffled_says_that_it_keeps_its_order(words, cap
 
 def test_a_run_that_began_elsewhere_has_no_evaluation_before_it():
     evaluations = [{"step": 4, "reward": 0.5, "accuracy": 0.5}, {"step": 6, "reward": 0.25, "accuracy": 0.25}]
-    task = SimpleNamespace(headline="reward", evaluated="prompts")
+    task = SimpleNamespace(main_metric="reward", eval_unit="prompts")
     run = SimpleNamespace(evaluations=evaluations, rows=[], step=6, task=task)
     found = commands.summarise(run, load_run(["model=m"]), 1.0)
     assert found["eval_reward_before"] is None and found["eval_reward_after"] == 0.25
@@ -348,10 +348,10 @@ def test_ppo_has_a_critic_of_the_actors_model_and_a_reward_model_among_its_rewar
         (["grpo", "critic.lr=1"], "critic: GRPO has no critic; leave it out, or train with whet ppo"),
         (["ppo", "reward_model.dtype=float32"], "reward_model has no model; write reward_model.model="),
         (["ppo", "reward=reward_model"], "reward names reward_model, and there is none; set reward_model.model"),
-        (["ppo", "algo.loss_algo=grpo"], "unknown key algo.loss_algo"),
+        (["ppo", "algo.loss_algo=grpo"], "unknown key algo.loss_algo; did you mean algo.policy_loss_fn"),
+        (["ppo", "algo.kl_method=kl"], "unknown key algo.kl_method; did you mean algo.kl_loss_mode"),
         (["grpo", "algo.gae_lambda=1"], "unknown key algo.gae_lambda"),
         (["ppo", "algo.gae_lambda=1.5"], "gae_lambda must be between 0 and 1, got 1.5"),
-        (["ppo", "algo.kl_method=kl", "algo.kl_loss_mode=mse_kl"], "both choose the KL estimate"),
         (["ppo", "algo.clip_range_value=0"], "clip_range_value must be positive"),
         (["ppo", "algo.epsilon_low=-0.1"], "epsilon_low must not be negative"),
     ],

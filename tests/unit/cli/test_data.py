@@ -52,14 +52,14 @@ row 0: 22 tokens
   | <|im_start|>user\\n
   | xxx<|im_end|>\\n
   | <|im_start|>assistant\\n
-  chat template: the tokenizer's
+  chat template: from the tokenizer
   system prompt: none
 
 row 1: 28 tokens
   | <|im_start|>user\\n
   | xxxxxxxxx<|im_end|>\\n
   | <|im_start|>assistant\\n
-  chat template: the tokenizer's
+  chat template: from the tokenizer
   system prompt: none
 
 training, tokens of prompts:

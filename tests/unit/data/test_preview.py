@@ -50,7 +50,7 @@ def test_plain_text_goes_through_each_kind_of_template_and_is_shown_as_it_is_giv
     lines = prompt_lines(encode, made, width=200)
     assert lines[0] == f"row 0: {len(made.tokens)} tokens" and shown(lines) == WRITTEN[kind]
     told = [line for line in lines if not line.startswith(("  | ", "row "))]
-    assert told[:2] == ["  chat template: the tokenizer's", "  system prompt: data.system_prompt"]
+    assert told[:2] == ["  chat template: from the tokenizer", "  system prompt: from data.system_prompt"]
     assert [line.split(":")[0] for line in told[2:]] == (["  thinking"] if kind == "qwen3" else [])
     plain = PromptEncoder(tokenizer)
     assert prompt_lines(plain, plain({"prompt": "2+2?"}))[-1] == "  plain text, without a chat template"
@@ -71,10 +71,10 @@ def test_the_templates_own_options_reach_it_and_are_told():
 @pytest.mark.parametrize(
     ("prompt", "system_prompt", "template", "told"),
     [
-        ([{"role": "system", "content": "A"}, user("b")], "C", QWEN, "the row's own"),
-        ([user("b")], "C", QWEN, "data.system_prompt"),
+        ([{"role": "system", "content": "A"}, user("b")], "C", QWEN, "from the row"),
+        ([user("b")], "C", QWEN, "from data.system_prompt"),
         ([user("b")], None, QWEN, "none"),
-        ([user("b")], None, "<|im_start|>system\nYou are Q.<|im_end|>\n" + QWEN, "the template's own"),
+        ([user("b")], None, "<|im_start|>system\nYou are Q.<|im_end|>\n" + QWEN, "from the template"),
     ],
 )
 def test_where_the_system_prompt_came_from_is_told(prompt, system_prompt, template, told):
@@ -85,9 +85,9 @@ def test_where_the_system_prompt_came_from_is_told(prompt, system_prompt, templa
 def test_a_template_of_the_configuration_or_the_row_is_told():
     other = PromptEncoder(byte_tokenizer(), chat_template_kwargs={"chat_template": TEMPLATES["llama"]})
     row = {"prompt": [user("b")]}
-    assert "  chat template: rollout.chat_template_kwargs" in prompt_lines(other, other(row))
+    assert "  chat template: from rollout.chat_template_kwargs" in prompt_lines(other, other(row))
     own = {**row, "chat_template_kwargs": {"chat_template": QWEN}}
-    assert "  chat template: a column of the row" in prompt_lines(other, other(own))
+    assert "  chat template: from a column of the row" in prompt_lines(other, other(own))
 
 
 def test_parts_and_tools_are_rendered_or_refused_and_never_printed_as_python():
@@ -95,14 +95,14 @@ def test_parts_and_tools_are_rendered_or_refused_and_never_printed_as_python():
     encode = PromptEncoder(tokenizer_with(OF_PARTS))
     assert "2+2?<|im_end|>" in shown(prompt_lines(encode, encode({"prompt": parts})))
     own = PromptEncoder(tokenizer_with("<|im_start|>system\nYou are Q.<|im_end|>\n" + OF_PARTS))
-    assert "  system prompt: the template's own" in prompt_lines(own, own({"prompt": parts}))
+    assert "  system prompt: from the template" in prompt_lines(own, own({"prompt": parts}))
     for kind in ("qwen", "llama", "gemma", "mistral"):
         with pytest.raises(DataError, match=r"row 4: the chat template prints .* as Python does"):
             PromptEncoder(tokenizer_with(kind))({"prompt": parts}, 4)
     row = {"prompt": [user("2+2?")], "tools": TOOLS}
     encode = PromptEncoder(tokenizer_with(TOOL_TEMPLATE))
     lines = prompt_lines(encode, encode(row))
-    assert shown(lines).startswith('[{"name": "add"}]\n<|im_start|>user') and lines[-1] == "  tools: 1, the row's"
+    assert shown(lines).startswith('[{"name": "add"}]\n<|im_start|>user') and lines[-1] == "  tools: 1, from the row"
     with pytest.raises(DataError, match=r"row 4: it has the tools .*add.*, and the chat template shows none"):
         PromptEncoder(tokenizer_with(QWEN))(row, 4)
     with pytest.raises(DataError, match=r"row 4: the chat template prints .* as Python does"):
@@ -116,7 +116,7 @@ def test_what_is_trained_is_marked():
     trained = [line[4:] for line in lines if line.startswith("  + ")]
     assert trained == ["4<|eot|>", "yes<|eot|>"]
     assert lines[0].startswith("row 3: ") and lines[0].endswith(f" {2 + 4} trained (lines with +)")
-    assert lines[-2:] == ["  chat template: the tokenizer's", "  system prompt: data.system_prompt"]
+    assert lines[-2:] == ["  chat template: from the tokenizer", "  system prompt: from data.system_prompt"]
 
 
 def test_the_sequences_of_a_row_have_names():

@@ -381,7 +381,7 @@ def test_batches_that_do_not_fit_are_named():
 
 def test_the_log_line_tells_order_size_and_what_a_resume_does():
     assert PromptStream(rows(11), batch_size=4, seed=3).describe() == (
-        "11 prompts shuffled with seed 3, 2 batches of 4 an epoch; 3 rows an epoch dropped"
+        "11 prompts shuffled with seed 3, 2 batches of 4 per epoch; 3 rows per epoch dropped"
     )
     assert "a resume reads and skips" in PromptStream(Stream(4), batch_size=2).describe()
     assert "ready-made batches of 2" in PromptStream(Batches([2])).describe()

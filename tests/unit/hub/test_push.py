@@ -28,12 +28,14 @@ from whet.hub.push import push_to_hub
 from whet.learners.grpo import GRPOLearner
 from whet.models.load import load_model, save_model
 from whet.models.lora import adapter_tensors, merged_model
-from whet.run import push_observer as hub_observer
-from whet.run.push_observer import PushToHub, check_push
+from whet.run import builtin_observers
+from whet.run.builtin_observers import PushToHub, check_push
 
 
 class Hub:
     """What is asked of HfApi, noted."""
+
+    token = "secret"
 
     def __init__(self, *, role="write", repos=None, licence=None, fails=None):
         self.role, self.repos, self.licence, self.fails = role, dict(repos or {}), licence, fails
@@ -184,15 +186,19 @@ def test_a_dry_run_asks_nobody_and_sends_the_same(finished, capsys):
     ("given", "hub", "said"),
     [
         ({"repo": "a b"}, {}, "is not a name on the hub"),
-        ({"repo": "other/x"}, {}, "the token is of me, lab, not of other"),
+        ({"repo": "other/x"}, {}, "the token belongs to me, lab, not to other"),
         ({"repo": "lap/x"}, {}, "did you mean lab"),
         ({}, {"role": "read"}, "the token may only read"),
-        ({}, {"repos": {"me/sums": False}}, "me/sums is there and is public; set private=false"),
-        ({"which": "best"}, {"fails": ConnectionError("refused")}, r"the hub does not answer \(refused\); look at"),
-        ({}, {"fails": ValueError("too large")}, "me/sums did not take the model: too large"),
+        ({}, {"repos": {"me/sums": False}}, "me/sums exists and is public; set private=false"),
+        (
+            {"which": "best"},
+            {"fails": ConnectionError("refused")},
+            r"the hub does not answer \(refused\); check the network",
+        ),
+        ({}, {"fails": ValueError("too large")}, "me/sums did not accept the model: too large"),
         ({"which": "bst"}, {}, "which='bst': there is no .*; there are final, step-000002, step-000003"),
         ({"which": "before_stop"}, {}, "the run had no trainer.stop_when"),
-        ({"merged": True}, {}, "is no adapter"),
+        ({"merged": True}, {}, "is not an adapter"),
         ({"evals": ["nowhere"]}, {}, "nowhere is not an evaluation"),
     ],
 )
@@ -248,7 +254,7 @@ def test_a_folder_without_a_finished_run_is_refused(folder, change, said):
 @pytest.mark.parametrize("strategy", ["end", "every_save"])
 def test_a_run_sends_its_checkpoints_and_its_final_model_while_it_trains(tmp_path, monkeypatch, caplog, strategy):
     hub = Hub()
-    monkeypatch.setattr(push, "_api", lambda token: hub)
+    monkeypatch.setattr(push, "_make_api", lambda token: hub)
     tiny_model(num_hidden_layers=1).save_pretrained(tmp_path / "base")
     made = cluster(
         str(tmp_path / "base"),
@@ -272,7 +278,9 @@ def test_a_run_sends_its_checkpoints_and_its_final_model_while_it_trains(tmp_pat
 
 def sender(monkeypatch, sent, **fields):
     """A PushToHub whose pushes are noted, and the run that it observes."""
-    monkeypatch.setattr(hub_observer, "push_to_hub", lambda run, repo, **how: (sent(**how), SimpleNamespace(url=""))[1])
+    monkeypatch.setattr(
+        builtin_observers, "push_to_hub", lambda run, repo, **how: (sent(**how), SimpleNamespace(url=""))[1]
+    )
     run = SimpleNamespace(folder=SimpleNamespace(path="runs/a"))
     return PushToHub(RLTrainingConfig(hub_model_id="me/a", **fields)), run
 
@@ -298,10 +306,19 @@ def test_a_checkpoint_is_left_out_while_the_one_before_is_on_its_way_and_the_nex
     observer.on_save(run, Path("step-000001"))
     observer.on_save(run, Path("step-000002"))
     free.set()
-    observer._sending.join()
+    observer._thread.join()
     observer.on_save(run, Path("step-000003"))
     observer.on_run_end(run, None)
     assert seen == ["step-000001", "step-000003", "final"]
+
+
+def test_the_hub_is_asked_about_a_token_once(monkeypatch):
+    hub = Hub()
+    hub.token = "another"
+    monkeypatch.setattr(push, "_make_api", lambda token: hub)
+    for _ in range(2):
+        push.check_hub_token()
+    assert hub.calls == ["whoami"]
 
 
 def test_a_run_that_is_to_send_its_model_is_refused_before_it_trains_where_it_can_not(monkeypatch, tmp_path):
@@ -348,6 +365,8 @@ def test_every_run_has_a_card_in_its_folder(finished):
         "| rewards | score |",
         "| loss | grpo(importance_sampling_level=token, epsilon=0.2) |",
         "| metric | step 0 | step 3 |",
+        "prompts of the evaluation data of the run, at temperature ",
+        'pipeline("text-generation", "sums/final")',
         f"torch {torch.__version__}",
     ):
         assert said in text, said

@@ -168,7 +168,7 @@ def test_a_resumed_run_draws_from_where_the_data_were(tmp_path):
     ("algo", "training", "says"),
     [
         ({}, {}, "set trainer.max_steps"),
-        ({"dynamic_sampling": False, "group_reward_bounds": (0.0, 1.0)}, {}, "needs dynamic_sampling=true"),
+        ({"dynamic_sampling": False, "group_reward_bounds": (0.0, 1.0)}, {}, "no effect without dynamic_sampling=True"),
         ({"group_reward_bounds": (1.0, 0.0)}, {"max_steps": 1}, r"low < high, got \(1.0, 0.0\)"),
     ],
 )

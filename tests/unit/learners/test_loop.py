@@ -5,13 +5,13 @@ import numpy as np
 import pandas
 import pytest
 import torch
-from helpers import cluster, length_reward, rows, same, tiny_model, weights_of
+from helpers import cluster, drawn, length_reward, rows, same, tiny_model, weights_of
 
 from whet.config import CheckpointingOptions, DataConfig, GRPOConfig, Mode, OptimConfig, RolloutConfig
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import ConfigError, DataError, RewardError
 from whet.learners.grpo import GRPOLearner
-from whet.train.role_trainer import DataHooks, TrainingHooks
+from whet.train.role_trainer import TrainingHooks
 
 
 def learner(c=None, reward=length_reward, *, shuffle_seed=None, data=None, **algo):
@@ -208,8 +208,8 @@ def test_the_first_prompt_is_shown_once_as_the_model_is_given_it(kind, caplog):
         "  | <|im_start|>user\\n",
         "  | 0+1=<|im_end|>\\n",
         "  | <|im_start|>assistant\\n",
-        "  chat template: the tokenizer's",
-        "  system prompt: data.system_prompt",
+        "  chat template: from the tokenizer",
+        "  system prompt: from data.system_prompt",
     ]
 
 
@@ -358,7 +358,7 @@ def test_a_hook_may_sample_between_two_updates_from_the_weights_as_they_are():
             other = tiny_model()
             other.load_state_dict(c.actor.module.state_dict())
             for made, found in ((c, said), (cluster(other), wanted)):
-                found.append([t.tolist() for t in made.generate(["a", "1+"], seed=1).tokens])
+                found.append(drawn(made, ["a", "1+"], seed=1))
 
     c, plain = cluster(mini_batch_size=1, lr=5e-2), cluster(mini_batch_size=1, lr=5e-2)
     c.actor_trainer.with_training_hooks(Asking())
@@ -506,16 +506,6 @@ def test_global_generators_are_not_touched():
     before = torch.get_rng_state().clone(), np.random.get_state()[1].copy()
     made.train(rows(4))
     assert torch.equal(torch.get_rng_state(), before[0]) and (np.random.get_state()[1] == before[1]).all()
-
-
-def test_data_hooks_take_part_in_the_loop_of_verbs_only():
-    class Mine(DataHooks):
-        def load_next_train_batch(self, trainer):
-            raise AssertionError("the learner samples its own batches")
-
-    c = cluster()
-    c.actor_trainer.with_data_hooks(Mine())
-    assert learner(c).train(rows(4)).step == 1
 
 
 def test_a_row_says_what_the_engine_ran_and_how_full_its_steps_were():

@@ -60,7 +60,7 @@ def test_a_run_shows_samples_every_n_steps_and_its_lengths_in_the_progress_line(
     assert [m[:16] for m in caplog.messages if m.startswith("sample of")] == ["sample of step 2", "sample of step 4"]
     row = {**run.rows[-1], "kl": 0.00123}
     truncated = f"{row['completions/clipped_ratio']:.0%}"
-    assert run.task.shown(row) == {
+    assert run.task.progress_fields(row) == {
         "len": f"{row['completions/mean_length']:.0f}",
         "truncated": truncated,
         "kl": "0.0012",

@@ -95,7 +95,7 @@ def test_a_learning_rate_that_is_not_given_is_that_of_the_kind_of_training(caplo
     caplog.set_level("INFO", "whet")
     rate = lambda made: made.models.trained.optim.optimizer.param_groups[0]["lr"]
     assert rate(learner(optim=None)) == rate(learner(optim=OptimConfig(name="sgd", momentum=0.9))) == 2e-5
-    assert "actor: learning rate 2e-05, the usual one here" in caplog.text
+    assert "actor: learning rate 2e-05, the default here" in caplog.text
     models = lambda **given: SupervisedModels(tokenizer=byte_tokenizer(), **given)
     assert rate(RewardModelLearner(models(reward_model=tiny_model()))) == 1e-4
     assert rate(PreferenceLearner(models(actor=tiny_model()), PreferenceConfig(loss_type="simpo"))) == 1e-6
@@ -188,7 +188,7 @@ def test_whet_sft_trains_a_folder_that_transformers_loads(tmp_path, model_folder
     assert summary["eval_loss_after"] < summary["eval_loss_before"]
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
     assert main(["sft", *words, "trainer.gradient_accumulation_steps=2"]) == 2
-    assert "a step is one update on data.batch_size rows" in capsys.readouterr().err
+    assert "an update covers all of its rows, however many fit into memory at once" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("lr", "warned"), [(0.0, True), (1e-2, False)])

@@ -3,7 +3,7 @@ import logging
 
 import pytest
 import torch
-from helpers import examples
+from helpers import examples, random_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,7 +17,6 @@ from whet.models.load import load_model
 from whet.native.build import Unavailable
 from whet.native.segments import segment_kernels
 from whet.packing.planner import plan_micro_batches
-from whet.types import TokenBatch, TrainExample
 
 torch_flex = importlib.import_module("torch.nn.attention.flex_attention")  # the package has a function of that name
 CASE = FlexCase(torch.device("cuda"), torch.float32, 4, 2, 8, 6, False, False)
@@ -239,7 +238,7 @@ def test_a_failed_probe_says_why_once(fresh, monkeypatch, caplog):
     monkeypatch.setattr(flex, "_compare", fail)
     with caplog.at_level(logging.INFO, "whet"):
         reasons = {flex_refusal(CASE) for _ in range(3)}
-    assert reasons == {"it does not compile: RuntimeError: no triton here"}
+    assert reasons == {"it does not compile: RuntimeError: no triton here and a long trace"}
     assert calls == [CASE] and len(caplog.records) == 1
     assert "4 query / 2 KV heads, size 8, float32" in caplog.text and "no triton here" in caplog.text
     assert flex_refusal(CASE._replace(dtype=torch.float64)) == "FlexAttention has no kernel in torch.float64"
@@ -364,16 +363,7 @@ def test_the_switch_reaches_the_layout():
         SegmentLayout([1], [-1], attention="fast")
     with pytest.raises(ConfigError, match="flex needs a CUDA device, got cpu"):
         load_model("nowhere", attention="flex")
-    two = torch.ones(2, 2, dtype=torch.bool)
-    batch = TokenBatch.from_padded(
-        TrainExample(
-            prompt_ids=torch.tensor([[5, 6], [5, 6]]),
-            prompt_mask=two,
-            completion_ids=torch.tensor([[7, 2], [8, 2]]),
-            completion_mask=two,
-            advantages=torch.ones(2),
-        )
-    )
+    batch = random_batch((2, [2, 2]))
     (micro,) = plan_micro_batches(batch, max_tokens=100)
     assert micro.layout is not None and micro.layout.attention == "auto"
     (micro,) = plan_micro_batches(batch, max_tokens=100, attention="plain")

@@ -190,7 +190,7 @@ def test_engines_of_their_own_are_given_the_merged_weights_under_the_bases_names
     assert named.keys() == dict(plain.named_parameters(remove_duplicate=False)).keys()
     assert all(torch.equal(named[n], p) for n, p in plain.named_parameters())
     reference = ModelWorker(load_model(base, role="reference"))
-    reference.take_weights(worker.named_weights())
+    reference.load_weights(worker.named_weights())
     torch.testing.assert_close(
         reference.logprobs(BATCH).logprobs, worker.logprobs(BATCH).logprobs, atol=1e-5, rtol=1e-5
     )
@@ -207,7 +207,7 @@ def test_the_reference_of_a_fresh_adapter_is_the_bare_base_bit_for_bit(base):
     assert torch.equal(view.logprobs(BATCH).logprobs, read(load_model(base)))
     assert not torch.equal(ModelWorker(loaded, optim=OptimConfig()).logprobs(BATCH).logprobs, read(load_model(base)))
     with pytest.raises(ConfigError, match="is a view"):
-        view.take_weights([])
+        view.load_weights([])
 
 
 @pytest.mark.parametrize("modules", [(), ("norm", "embed_tokens")])

@@ -27,7 +27,7 @@ X = torch.randn(64, 64)
 def profiled(body):
     """The costs of what runs in a step, and the seconds from its first operation to its last."""
     trace = Trace()
-    trace.mark = lambda name: record_function(f"whet: {name}")
+    trace.annotate = lambda name: record_function(f"whet: {name}")
     with profile(activities=[ProfilerActivity.CPU]) as seen, record_function("whet: step"):
         body(trace)
     events = seen.events()
@@ -162,13 +162,13 @@ def test_a_run_too_short_for_the_options_has_its_last_step_profiled_and_says_so(
     assert "the run is no longer than skip_first_n_steps=2; profiling its last step" in caplog.text
     for steps, first in ((1, 0), (4, 3), (5, 4), (6, 5), (7, 5)):
         profiler = StepProfiler(ProfilerOptions(skip_first_n_steps=5), folder=None, trace=Trace())
-        profiler.expect(steps)
+        profiler.set_num_steps(steps)
         assert profiler._first == first
 
 
 def test_a_run_of_unknown_length_that_is_over_before_says_so(caplog):
     profiler = StepProfiler(ProfilerOptions(), folder=None, trace=Trace())
-    profiler.expect(None)
+    profiler.set_num_steps(None)
     with profiler.step(1):
         pass
     profiler.close()
@@ -219,7 +219,7 @@ def test_a_profiler_that_fails_costs_no_step(tmp_path, monkeypatch, caplog, part
     monkeypatch.setattr(profile, part, fails)
     with profiler.step(1):
         done.append(X @ X)
-    assert len(done) == 1 and profiler.trace.mark is None
+    assert len(done) == 1 and profiler.trace.annotate is None
     assert "step 1 has no profile: RuntimeError: it is in use" in caplog.text
 
 
@@ -241,10 +241,10 @@ def test_without_a_folder_the_table_is_logged_and_that_is_said(caplog):
 def test_off_it_marks_nothing_and_other_ranks_write_nothing(monkeypatch, tmp_path):
     trace = Trace()
     with StepProfiler(None, folder=None, trace=trace).step(1):
-        assert trace.mark is None
+        assert trace.annotate is None
     monkeypatch.setenv("RANK", "1")
     with StepProfiler(ProfilerOptions(skip_first_n_steps=0), folder=tmp_path, trace=trace).step(1):
-        assert trace.mark is None
+        assert trace.annotate is None
     assert list(tmp_path.iterdir()) == []
 
 
@@ -253,7 +253,7 @@ def test_a_step_that_raises_leaves_no_mark_and_no_file(tmp_path):
     profiler = StepProfiler(ProfilerOptions(skip_first_n_steps=0), folder=tmp_path, trace=trace)
     with pytest.raises(KeyError), profiler.step(1):
         raise KeyError
-    assert trace.mark is None and list(tmp_path.iterdir()) == []
+    assert trace.annotate is None and list(tmp_path.iterdir()) == []
 
 
 def test_a_negative_number_of_steps_is_refused():

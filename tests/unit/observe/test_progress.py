@@ -31,7 +31,7 @@ def test_in_a_pipe_few_lines_and_always_the_last(capsys):
 def test_without_a_pause_every_step_is_said_once(capsys):
     with Progress(None, description="x", every_s=0.0) as bar:
         for step in (1, 2):
-            bar.update(step, value=0.5, tokens_per_s=1.0, shown={"kl": "0.25"})
+            bar.update(step, value=0.5, tokens_per_s=1.0, fields={"kl": "0.25"})
     expected = [f"x {s}  reward 0.5  kl 0.25  1 tok/s" for s in (1, 2)]
     assert capsys.readouterr().err.splitlines() == expected
 
@@ -39,7 +39,7 @@ def test_without_a_pause_every_step_is_said_once(capsys):
 def test_a_line_has_80_columns_at_most_and_what_does_not_fit_comes_on_the_next(capsys):
     with Progress(20000) as bar:
         shown = {"len": "1024", "truncated": "100%", "kl": "0.0123", "my/own_metric": "1.23e-05"}
-        bar.update(12345, value=-0.123456, tokens_per_s=123456.0, shown=shown)
+        bar.update(12345, value=-0.123456, tokens_per_s=123456.0, fields=shown)
     first, second = capsys.readouterr().err.splitlines()
     assert first == "Training 12345/20000  reward -0.123  len 1024  truncated 100%  kl 0.0123"
     assert second.startswith("  my/own_metric 1.23e-05  123k tok/s  0:00:0")
@@ -61,7 +61,7 @@ setup_logging()
 with Progress(20, start=5) as bar:
     for step in range(6, 21):
         shown = {"len": "512", "truncated": "12%", "kl": "0.0021"}
-        bar.update(step, value=step / 20, tokens_per_s=5200.0, shown=shown)
+        bar.update(step, value=step / 20, tokens_per_s=5200.0, fields=shown)
         if step == 10:
             logging.getLogger("whet.x").info("saved [10] [/INST]")
             logging.getLogger("whet.x").warning("what is long is broken at its words, and goes on further in " * 2)

@@ -10,12 +10,13 @@ import pytest
 
 from whet.config import MetricsLoggerOptions
 from whet.errors import CheckpointError, ConfigError
-from whet.observe import RunFolder, Trace, collect_environment, plot_curves
+from whet.observe import Trace, collect_environment, plot_curves
 from whet.observe.environment import read_environment
 from whet.observe.loggers import Jsonl
 from whet.observe.plots import metric_series
 from whet.storage.files import create_file, is_temporary, read_json, temporary_path, write_atomic
 from whet.storage.folder_lock import FolderLock
+from whet.storage.run_folder import RunFolder
 
 HUGE, DEEP = "9" * 5000, "[" * 200_000
 STRANGE = [b"[1, 2]", b"3", b"null", b"{half",
@@ -51,7 +52,7 @@ def test_no_link_under_the_name_of_a_temporary_is_followed(tmp_path, victim, mon
     folder = tmp_path / "run"
     folder.mkdir()
     for name in ("config.yaml", "metrics.jsonl", "latest", "x.json"):
-        (folder / f".{name}.tmp").symlink_to(victim)  # as an earlier version named them
+        (folder / f".tmp-{'1' * 16}-{name}").symlink_to(victim)
     with RunFolder(folder, resume_step=0) as run:
         run.write_json("x.json", {"a": 1})
         run.write_config({})

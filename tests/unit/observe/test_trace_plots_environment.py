@@ -2,7 +2,6 @@ import json
 import logging
 import time
 
-import numpy as np
 import pytest
 from helpers import cluster, length_reward, rows
 
@@ -12,7 +11,6 @@ from whet.learners.grpo import GRPOLearner
 from whet.observe import Trace, collect_environment, plot_curves, plots
 from whet.observe.plots import metric_series
 from whet.observe.trace import trace_folder
-from whet.tunix.metrics_buffer import MetricsBuffer
 
 
 def test_spans_sum_by_name_until_asked():
@@ -20,16 +18,16 @@ def test_spans_sum_by_name_until_asked():
     for _ in range(2):
         with trace.span("rollout"):
             time.sleep(0.01)
-    times = trace.times()
+    times = trace.pop_times()
     assert list(times) == ["time/rollout"] and 0.02 <= times["time/rollout"] < 1.0
-    assert trace.times() == {}
+    assert trace.pop_times() == {}
 
 
 def test_a_span_in_a_span_counts_for_both_but_in_its_own_name_once():
     trace = Trace()
     with trace.span("outer"), trace.span("inner"), trace.span("inner"):
         time.sleep(0.01)
-    times = trace.times()
+    times = trace.pop_times()
     assert times["time/inner"] <= times["time/outer"] < 2 * times["time/inner"]
 
 
@@ -39,7 +37,7 @@ def test_a_span_that_raises_is_counted_and_closed():
         raise KeyError
     with trace.span("a"):
         pass
-    assert set(trace.times()) == {"time/a"}
+    assert set(trace.pop_times()) == {"time/a"}
 
 
 def test_the_timeline_is_chrome_trace_json_with_nesting_and_tags(tmp_path):
@@ -67,13 +65,6 @@ def test_the_environment_is_plain_json_with_versions_and_threads():
     found = json.loads(json.dumps(collect_environment()))
     assert found["versions"]["torch"] == torch.__version__ and found["threads"] == torch.get_num_threads()
     assert found["cpu"]["cores"] >= 1
-
-
-def test_buffered_values_are_reduced_by_the_aggregation_given_last():
-    buffer = MetricsBuffer(global_steps=1, mode="train")
-    buffer.add({"x": (np.array([1.0, 2.0]), np.mean), "text": (["a"], None)})
-    buffer.add({"x": (6.0, np.mean)})
-    assert buffer.reduced() == {"x": 3.0}
 
 
 def test_a_trace_dir_that_cannot_be_written_is_an_error_before_the_run_and_names_its_key(tmp_path):

@@ -9,13 +9,13 @@ from whet.parallel.placement import Placement
 
 def test_one_process_decides_works_and_writes_alone():
     ranks = Placement().ranks
-    assert ranks.agree("mine") == "mine" and ranks.is_writer
-    assert ranks.shared(list, (1, 2, 3)) == [[1, 2, 3]]
-    assert ranks.shared(len, []) == [0]
+    assert ranks.broadcast("mine") == "mine" and ranks.is_writer
+    assert ranks.scatter_gather(list, (1, 2, 3)) == [[1, 2, 3]]
+    assert ranks.scatter_gather(len, []) == [0]
 
 
 def test_rank_0_decides_and_writes():
-    assert together(3, lambda r: r.agree(r.rank * 10)) == [0, 0, 0]
+    assert together(3, lambda r: r.broadcast(r.rank * 10)) == [0, 0, 0]
     assert together(3, lambda r: r.is_writer) == [True, False, False]
 
 
@@ -24,7 +24,7 @@ def test_every_item_is_worked_on_once_and_all_ranks_have_all_results_in_order(co
     seen = []
 
     def work(ranks):
-        return ranks.shared(lambda own: (seen.extend(own), list(own))[1], range(count))
+        return ranks.scatter_gather(lambda own: (seen.extend(own), list(own))[1], range(count))
 
     found = together(3, work)
     assert sorted(seen) == list(range(count))
@@ -39,6 +39,6 @@ def test_a_failure_of_one_rank_is_an_error_on_all():
             raise RewardError("no answer")
         return len(own)
 
-    one, two = together(2, lambda r: r.shared(judge, [0, 1, 2, 3]))
+    one, two = together(2, lambda r: r.scatter_gather(judge, [0, 1, 2, 3]))
     assert type(one) is WhetError and str(one) == "rank 1 of 2 failed: RewardError: no answer"
     assert type(two) is RewardError

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from helpers import END, PAD, cluster, tiny_model
+from helpers import END, PAD, tiny_model, tunix_cluster
 from transformers import BloomConfig, BloomForCausalLM, GenerationConfig
 
-from whet import CacheConfig, Sampler
+from whet import Sampler
 from whet.errors import ConfigError, DataError, EngineError
 
 PROMPTS = ["1+1=", "what?", "a", "1+1="]
@@ -86,7 +86,7 @@ def test_draws_do_not_depend_on_the_engine_or_on_the_batch(tokenizer, sampler):
 
 
 def test_a_call_is_what_the_cluster_generates(sampler):
-    c = cluster(rollout={"temperature": 0.0, "return_logprobs": True})
+    c = tunix_cluster(rollout={"temperature": 0.0, "return_logprobs": True})
     theirs, mine = c.generate(PROMPTS), sampler(PROMPTS, 8, return_logprobs=True)
     assert ids(theirs) == ids(mine) and theirs.text == mine.text
     assert all(np.array_equal(a, b) for a, b in zip(theirs.logprobs, mine.logprobs))
@@ -182,7 +182,7 @@ def test_each_prompt_of_a_call_has_its_own_room(tokenizer):
 
 
 def test_a_cache_size_bounds_prompt_and_completion_together(tokenizer):
-    small = Sampler(tiny_model(), tokenizer, CacheConfig(cache_size=12))
+    small = Sampler(tiny_model(), tokenizer, 12)
     assert len(small("abcdef", eos_tokens=[1]).tokens[0]) == 6
     with pytest.raises(ValueError, match="over the limit of 12;"):
         small("abcdef", 7)

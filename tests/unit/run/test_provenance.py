@@ -24,7 +24,7 @@ def reads(learner, prompts):
     """What a run of the learner notes, evaluating on prompts."""
     task = RLTask(learner)
     task._eval_prompts = prompts
-    return task.reads()
+    return task.inputs()
 
 
 def module(tensor, **more):
@@ -206,8 +206,6 @@ def test_what_cannot_be_compared_is_no_difference(learner, caplog):
     assert "reference: its weights are in torch.float32, not torch.bfloat16: not compared" in caplog.text
     del old["models"]["reference"]
     check_inputs(old, now, allow=False)
-    check_inputs(None, now, allow=False)
-    assert "could not be compared" in caplog.messages[-1]
 
 
 def test_code_that_changed_is_said_once_for_each_file(learner, caplog):
@@ -241,7 +239,7 @@ def test_generators_go_on_where_they_were_and_refuse_what_is_no_state():
     kind, keys, _, *rest = state["numpy"]
     wrong = [(kind, keys, 625), (kind, keys, -1), (kind, keys[:9], 3), ("PCG64", keys, 3)]
     for numpy in ((*w, *rest) for w in wrong):
-        with pytest.raises(CheckpointError, match="no state of the generators"):
+        with pytest.raises(CheckpointError, match="no valid state of the random generators"):
             set_random_state({**state, "numpy": numpy})
 
 

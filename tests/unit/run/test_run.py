@@ -46,14 +46,13 @@ def make(model, monkeypatch):
     """A learner whose runs are configured by fields of RLTrainingConfig."""
     usual = model.training_config
 
-    def made(reward=length_reward, *, batch_size=2, perf=None, generations=2, **training):
+    def made(reward=length_reward, *, batch_size=2, generations=2, **training):
         config = dataclasses.replace(usual, **{"checkpointing_options": NEVER, **training})
         found = GRPOLearner(model, GRPOConfig(num_generations=generations, beta=0.0), reward)
         found.data = DataConfig(batch_size=batch_size, shuffle=False)
         found.config = config
         monkeypatch.setattr(model, "training_config", config)
         monkeypatch.setattr(model, "checkpoints", Checkpoints(config.checkpoint_root, model.trainers, model.workers))
-        monkeypatch.setattr(model, "perf_config", perf)
         model.actor_trainer.with_training_hooks(TrainingHooks())
         model.actor.optim.updates = 0
         return found
@@ -88,7 +87,7 @@ def test_data_that_end_before_max_steps_are_said_at_the_start_where_that_is_know
         (
             rows(4),
             1,
-            ["the data end after 2 steps, before trainer.max_steps=3: 2 steps an epoch, trainer.num_epochs=1"],
+            ["the data end after 2 steps, before trainer.max_steps=3: 2 steps per epoch, trainer.num_epochs=1"],
         ),
         (iter(rows(4)), None, ["the data ended after 2 steps, before trainer.max_steps=3"]),
         (rows(4), None, []),
@@ -147,7 +146,7 @@ def test_schedule_profiler_and_hooks_are_told_of_the_steps_to_come(make, model, 
     for done, total in ((0, rows(8)), (3, rows(8)), (0, iter(rows(8)))):
         run = Run(made, total)
         run.step = done
-        monkeypatch.setattr(run.profiler, "expect", lambda steps: told.update(steps=steps))
+        monkeypatch.setattr(run.profiler, "set_num_steps", lambda steps: told.update(steps=steps))
         with pytest.raises(ZeroDivisionError), run:
             assert told["started"] and run.progress is not None and run.loggers is not None
             raise ZeroDivisionError
@@ -169,7 +168,7 @@ def test_an_open_run_has_its_configuration_on_the_disk_its_loggers_and_what_a_st
     caplog.set_level(logging.INFO, "whet")
     with Run(make(run_dir=str(tmp_path), loggers=["jsonl"], metrics_prefix="mine", max_steps=1), rows(4)) as run:
         assert yaml.safe_load((tmp_path / "config.yaml").read_text())["trainer"]["metrics_prefix"] == "mine"
-        (left_out,) = (line for line in caplog.messages if line.startswith("not needed here: "))
+        (left_out,) = (line for line in caplog.messages if line.startswith("skipped, since not needed: "))
         for name, what in run.task.learner.planned_passes(2).items():
             assert name in left_out if what.startswith("skipped: ") else f"{name}: {what}" in caplog.messages
         step(run)
@@ -245,7 +244,7 @@ def test_a_run_that_cannot_open_closes_what_it_has_opened(make, tmp_path, monkey
     mine = Logger()
     run, closed = Run(make(run_dir=str(tmp_path), loggers=[mine]), rows(4)), []
     with pytest.raises(ZeroDivisionError), monkeypatch.context() as patch:
-        patch.setattr(run._stop, "listen", lambda: 1 / 0)
+        patch.setattr(run._signals, "install", lambda: 1 / 0)
         run.__enter__()
     assert mine.closed == 1 and not (tmp_path / ".lock").exists()
     broken = Run(make(run_dir=str(tmp_path / "new"), loggers=[lambda: 1 / 0, mine, type(mine.log)]), rows(4))
@@ -255,7 +254,8 @@ def test_a_run_that_cannot_open_closes_what_it_has_opened(make, tmp_path, monkey
     run = Run(run.task.learner, rows(4))
     with pytest.raises(RewardError), run:
         monkeypatch.setattr(run.progress, "__exit__", lambda *a: closed.append("bar"), raising=False)
-        monkeypatch.setattr(run._stop, "release", lambda: closed.append("signals"))
+        uninstall = run._signals.uninstall
+        monkeypatch.setattr(run._signals, "uninstall", lambda: (closed.append("signals"), uninstall()))
         raise RewardError
     assert closed == ["signals", "bar"]
 
@@ -288,7 +288,7 @@ def test_a_run_that_is_asked_to_stop_saves_its_step_and_says_where(make, tmp_pat
                        (None, "nothing is saved: trainer.run_dir is not set$")):  # fmt: skip
         run = Run(make(run_dir=root and str(root)), rows(8))
         with pytest.raises(KeyboardInterrupt, match=f"^stopped after step 1; {said}"), run:
-            run._stop.asked = True
+            run._signals.stop_requested = True
             step(run)
     assert saved(tmp_path) == ["step-000001"] and not (tmp_path / "final").exists()
 
@@ -301,7 +301,7 @@ def test_a_row_counts_tokens_epochs_and_updates_of_the_whole_run(make, model):
             model.actor.optim.updates += 3
             made = run.task.learner
             step = made.reward(made.sample(Step(index=number, prompts=prompts)))
-            model.buffer_metrics({"mine": (number * 10, np.mean)})
+            made.metric_fns = [lambda number=number, **_: {"mine": (number * 10, np.mean)}]
             made.after_step(run, made.assign_advantages(made.batch(step)))
     first, second, third, _ = run.rows
     tokens = [row["completions/tokens"] for row in run.rows]
@@ -373,11 +373,11 @@ def test_saves_by_time_are_due_when_the_time_has_passed_since_the_last(make, tmp
     due = []
     for seconds in (59.0, 60.0):
         now[0] = 1000.0 + seconds
-        due.append(run._save_due(1))
+        due.append(run._is_save_due(1))
     assert due == [False, True]
     run.step, run.settings = 1, run.task.settings()
     run.save()
-    assert run.saved_at == 1060.0 and not run._save_due(2)
+    assert run.saved_at == 1060.0 and not run._is_save_due(2)
 
 
 # ---- evaluation ------------------------------------------------------------------------------------------------------
@@ -412,7 +412,9 @@ def test_a_checkpoint_holds_where_the_run_stands(make, model, tmp_path):
     assert (state["stream"]["batch"], state["stream"]["used"]) == (2, 4)
     assert state["cluster"]["next_id"] == model.state()["next_id"]
     assert state["settings"]["algo"]["num_generations"] == 2
-    assert state["reads"]["models"].keys() == {"actor"} and torch.equal(state["random"]["torch"], torch.get_rng_state())
+    assert state["inputs"]["models"].keys() == {"actor"} and torch.equal(
+        state["random"]["torch"], torch.get_rng_state()
+    )
 
 
 def test_only_the_last_checkpoints_are_kept_and_none_without_a_folder(make, tmp_path):
@@ -422,7 +424,7 @@ def test_only_the_last_checkpoints_are_kept_and_none_without_a_folder(make, tmp_
     assert saved(tmp_path) == ["step-000003", "step-000004"]
     with Run(make(checkpointing_options=options), rows(8)) as run:
         step(run)
-    assert run.reads is None and saved(tmp_path) == ["step-000003", "step-000004"]
+    assert run.inputs is None and saved(tmp_path) == ["step-000003", "step-000004"]
 
 
 def test_a_resumed_run_stands_where_the_checkpoint_was_and_later_ones_go(make, model, tmp_path):
@@ -475,7 +477,7 @@ def test_latest_finds_nothing_in_a_new_folder_and_says_so(make, tmp_path, caplog
     run = Run(make(run_dir=str(tmp_path), resume="latest"), rows(8))
     assert run._resume() == -1 and "no checkpoint in" in caplog.text
     run.checkpoints.close()
-    half = tmp_path / "checkpoints" / ".tmp-000009-a"
+    half = tmp_path / "checkpoints" / ".tmp-0123456789abcdef-step-000009"
     half.mkdir(parents=True)
     run.checkpoints.open()
     run.checkpoints.close()
@@ -543,7 +545,7 @@ def test_a_run_without_a_single_step_is_an_error(make):
 @pytest.mark.parametrize("own", [True, False])
 def test_the_trace_goes_to_its_own_folder_or_the_runs(make, tmp_path, own):
     perf = PerfMetricsOptions(trace_dir=str(tmp_path / "traces" / "a") if own else None)
-    with Run(make(run_dir=str(tmp_path / "run"), max_steps=1, perf=perf), rows(4)) as run:
+    with Run(make(run_dir=str(tmp_path / "run"), max_steps=1, perf_metrics_options=perf), rows(4)) as run:
         step(run)
     places = [p.parent for p in tmp_path.rglob("trace.json")]
     assert places == [tmp_path / "traces" / "a" if own else tmp_path / "run"]
@@ -554,7 +556,7 @@ def test_no_trace_is_written_without_options_without_a_place_or_where_it_is_off(
     monkeypatch.chdir(tmp_path)
     off = PerfMetricsOptions(enable_trace_writer=False)
     for root, perf in ((tmp_path / "a", None), (None, PerfMetricsOptions()), (tmp_path / "b", off)):
-        with Run(make(run_dir=root and str(root), max_steps=1, perf=perf), rows(4)) as run:
+        with Run(make(run_dir=root and str(root), max_steps=1, perf_metrics_options=perf), rows(4)) as run:
             step(run)
     assert not list(tmp_path.rglob("trace.json"))
 
@@ -571,9 +573,9 @@ def test_settings_from_python_name_what_has_no_section(make):
     made.data_shuffle_seed = 9
     run = Run(made, rows(4))
     run.settings = run.task.settings()
-    found = run._compared()
+    found = run._compared_settings()
     assert found["from Python"] == {"data_shuffle_seed": 9, "rollout_config[Mode.EVAL]": {}}
     assert {"algo", "data", "rollout", "trainer"} <= found.keys() and found["rollout_engine"] == "mock"
     made.settings = {"trainer": {"seed": object}}
     run.settings = run.task.settings()
-    assert run._compared()["trainer"] == {"seed": "builtins:object"}  # what a checkpoint can hold
+    assert run._compared_settings()["trainer"] == {"seed": "builtins:object"}  # what a checkpoint can hold

@@ -47,7 +47,7 @@ def test_what_one_rank_is_asked_for_all_do():
 def test_a_signal_that_one_rank_has_ends_all_after_the_same_step():
     def done(ranks):
         with pytest.raises(KeyboardInterrupt, match="stopped after step 1"):
-            learner(ranks, After(ranks, lambda run: setattr(run._stop, "asked", True))).train(rows(6))
+            learner(ranks, After(ranks, lambda run: setattr(run._signals, "stop_requested", True))).train(rows(6))
         return "ended"
 
     assert together(2, done) == ["ended"] * 2
@@ -79,7 +79,7 @@ def test_the_clock_of_rank_0_says_when_a_checkpoint_is_due():
         made = learner(ranks, checkpointing_options=CheckpointingOptions(save_interval_s=100.0))
         run = made.new_run(rows(6))
         run.saved_at = time.monotonic() - (200.0 if ranks.rank == 0 else 0.0)
-        return run._save_due(1)
+        return run._is_save_due(1)
 
     assert together(2, due) == [True, True]
 

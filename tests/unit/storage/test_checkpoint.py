@@ -13,7 +13,7 @@ from torch import nn
 
 from whet.config import Role
 from whet.errors import CheckpointError, ConfigError
-from whet.parallel.comm import rank, require_single_process, world_size
+from whet.parallel.torchrun_env import rank, require_single_process, world_size
 from whet.storage import checkpoint as module
 from whet.storage.checkpoint import (
     clean_root,
@@ -134,7 +134,7 @@ def test_a_checkpoint_that_is_half_removed_is_none_any_more(tmp_path, monkeypatc
 
 def test_sweeping_takes_half_written_folders_and_nothing_else(tmp_path):
     write_checkpoint(tmp_path, 1, write())
-    (tmp_path / ".tmp-000002-ab" / "actor").mkdir(parents=True)
+    (tmp_path / ".tmp-0123456789abcdef-step-000002" / "actor").mkdir(parents=True)
     clean_root(tmp_path)
     assert names(tmp_path) == ["latest", "step-000001"]
     clean_root(tmp_path / "nowhere")
@@ -367,19 +367,21 @@ def test_sums_that_are_gone_are_said_and_other_files_that_are_gone_refused(tmp_p
         verify_checkpoint(folder, ["actor/file", "actor/other"])
 
 
-def test_sums_of_earlier_versions_are_compared_and_those_of_later_ones_refused(tmp_path):
+def test_sums_of_another_format_are_refused(tmp_path):
     folder = write_checkpoint(tmp_path, 1, write())
     whole = json.loads((folder / "sums.json").read_text())
-    assert whole["format"] == 2 and set(whole["sums"]) >= {"actor/file"}
-    (folder / "sums.json").write_text(json.dumps(whole["sums"]))  # names and checksums alone
+    assert whole["format"] == 1 and set(whole["sums"]) >= {"actor/file"}
     verify_checkpoint(folder)
     (folder / "actor" / "file").write_text("other")
     with pytest.raises(CheckpointError, match="actor/file has changed since it was written"):
         verify_checkpoint(folder)
-    (folder / "sums.json").write_text(json.dumps({**whole, "format": 3}))
-    with pytest.raises(CheckpointError, match=r"sums\.json has format 3, .*reads formats 1 to 2; resume with"):
+    (folder / "sums.json").write_text(json.dumps({**whole, "format": 2}))
+    with pytest.raises(CheckpointError, match=r"sums\.json has format 2, .*reads format 1; resume with"):
         verify_checkpoint(folder)
-    (folder / "sums.json").write_text(json.dumps({"format": 2}))
+    (folder / "sums.json").write_text(json.dumps(whole["sums"]))
+    with pytest.raises(CheckpointError, match=r"sums\.json has format None, .*reads format 1; resume with"):
+        verify_checkpoint(folder)
+    (folder / "sums.json").write_text(json.dumps({"format": 1}))
     with pytest.raises(CheckpointError, match=r"sums\.json can't be read \(no mapping"):
         verify_checkpoint(folder)
 
@@ -387,7 +389,7 @@ def test_sums_of_earlier_versions_are_compared_and_those_of_later_ones_refused(t
 @pytest.mark.parametrize("name", ["../../secret", "/etc/passwd", "a/../../../x", "a\\u0000b"])
 def test_sums_name_no_file_outside(tmp_path, name):
     folder = write_checkpoint(tmp_path, 1, write())
-    (folder / "sums.json").write_text(f'{{"{name}": "00"}}')
+    (folder / "sums.json").write_text(f'{{"format": 1, "sums": {{"{name}": "00"}}}}')
     with pytest.raises(CheckpointError, match=r"sums\.json can't be read \(.* is not a file of the checkpoint\)"):
         verify_checkpoint(folder)
     (folder / "sums.json").write_text("[" * 200_000)

@@ -17,9 +17,9 @@ import pytest
 
 from whet.config import RunConfig, read_yaml
 from whet.errors import CheckpointError, ConfigError, DataError
-from whet.observe import RunFolder
 from whet.run.provenance import changed_settings
 from whet.storage.files import to_json, write_atomic
+from whet.storage.run_folder import RunFolder
 
 
 def columns(n=2, **other):
@@ -72,7 +72,7 @@ def test_resuming_removes_completions_of_later_steps_and_half_written_ones(tmp_p
         for step in (1, 2, 3):
             folder.write_completions(step=step, mode="train", columns=columns(), rewards={"f": [1.0, 0.0]})
         folder.write_completions(step=3, mode="eval", columns=columns(), rewards={"f": [1.0, 0.0]})
-        (tmp_path / "completions" / ".train-000004.parquet.tmp").write_text("half")
+        (tmp_path / "completions" / ".tmp-0123456789abcdef-train-000004.parquet").write_text("half")
     with RunFolder(tmp_path, resume_step=2):
         left = sorted(p.name for p in (tmp_path / "completions").iterdir())
     assert left == ["train-000001.parquet", "train-000002.parquet"]

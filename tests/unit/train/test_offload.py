@@ -74,9 +74,9 @@ def test_a_round_trip_changes_no_bit_and_no_object():
     tensors = [torch.randn(3, 4).t(), torch.randn(5).bfloat16(), torch.tensor([torch.nan, -0.0]), torch.arange(3)]
     before = [t.clone() for t in tensors]
     offload = Offload(DEVICE, HOST)
-    offload.out(tensors)
+    offload.to_host(tensors)
     assert offload.held_bytes == 12 * 4 + 5 * 2 + 2 * 4 + 3 * 8
-    offload.back(tensors)
+    offload.to_device(tensors)
     assert offload.held_bytes == 0
     for t, b in zip(tensors, before):
         assert t.stride() == b.stride() and torch.equal(
@@ -88,17 +88,17 @@ def test_what_is_not_on_the_device_stays_and_nothing_moves_twice():
     moves = Moves()
     offload = Offload(DEVICE, HOST, copy=moves)
     weight, elsewhere = torch.ones(4), torch.ones(2, device="meta")
-    offload.back([weight])  # it was never taken away
-    offload.out([weight, elsewhere])
-    offload.out([weight])
-    offload.back([weight, elsewhere])
-    offload.back([weight])
+    offload.to_device([weight])  # it was never taken away
+    offload.to_host([weight, elsewhere])
+    offload.to_host([weight])
+    offload.to_device([weight, elsewhere])
+    offload.to_device([weight])
     assert moves.taken() == [(HOST, 4), (DEVICE, 4)] and weight.tolist() == [1.0] * 4
 
 
 def test_one_place_for_both_moves_nothing():
     moves = Moves()
-    Offload(DEVICE, DEVICE, copy=moves).out([torch.ones(2)])
+    Offload(DEVICE, DEVICE, copy=moves).to_host([torch.ones(2)])
     assert moves.log == []
 
 
@@ -188,9 +188,9 @@ def test_the_parts_of_a_quantised_moment_move_and_it_stays_what_it_is():
     before = state.codes.clone(), state.scale.clone()
     moves = Moves()
     offload = Offload(DEVICE, HOST, copy=moves)
-    offload.out([state])
+    offload.to_host([state])
     assert moves.taken() == [(HOST, 16 * 256 + 16 + 256)] and not torch.equal(state.codes, before[0])
-    offload.back([state])
+    offload.to_device([state])
     assert torch.equal(state.codes, before[0]) and torch.equal(state.scale, before[1])
 
 

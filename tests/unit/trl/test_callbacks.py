@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 import whet.trl
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import ConfigError
-from whet.trl.missing_names import ABSENT
+from whet.trl.missing_names import MISSING_NAMES
 
 ROWS = [{"prompt": f"{i}+{i}=", "chosen": f"{2 * i}", "rejected": "no"} for i in range(3)]
 SHORT = GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=256, pad_token_id=257)
@@ -89,9 +89,9 @@ def test_every_name_of_the_installed_trl_is_there_or_refused_with_the_reason():
     theirs = pytest.importorskip("trl")
     assert {*theirs._import_structure} and [
         name for names in theirs._import_structure.values() for name in names
-        if name not in whet.trl.__all__ and name not in ABSENT
+        if name not in whet.trl.__all__ and name not in MISSING_NAMES
     ] == []  # fmt: skip
-    for name, why in ABSENT.items():
+    for name, why in MISSING_NAMES.items():
         with pytest.raises(ImportError, match=f"whet.trl has no {name}: {why[:9]}"):
             getattr(whet.trl, name)
     assert not hasattr(whet.trl, "GRPOTrainr")

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import WhetError
 from whet.learners.symptoms import symptoms
-from whet.run.interrupts import Stopped
+from whet.run.signals import Stopped
 from whet.train.role_trainer import lower_lr_advice
 from whet.trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from whet.trl.trainer.messages import VOCABULARY
@@ -31,7 +31,7 @@ class Sends(TrainerCallback):
     """Asks the run to stop, as a signal does."""
 
     def on_step_end(self, args, state, control, **_):
-        self.front.run._stop.asked = True
+        self.front.run._signals.stop_requested = True
 
 
 def grpo(folder, data=None, reward=length_reward, **kwargs):

@@ -133,7 +133,7 @@ def test_a_file_s_chat_template_and_a_function_that_makes_texts(tmp_path):
             "DPO",
             {"eval_dataset": PAIRS, "metric_for_best_model": "eval_acuracy"},
             ConfigError,
-            "is no metric of an eval",
+            "no evaluation has this metric",
         ),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else str(value),

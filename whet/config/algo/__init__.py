@@ -1,6 +1,6 @@
 """The algorithm: the section algo. One class for each choice of an objective, and one for each algorithm.
 
-Names and defaults are Tunix's where Tunix has the field. An algorithm's class inherits from the classes of its choices.
+An algorithm's class inherits from the classes of its choices.
 A new field belongs in the class of its choice; every function with a keyword-only argument of that name receives it.
 presets has the choices of published methods.
 """

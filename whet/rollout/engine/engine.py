@@ -445,6 +445,6 @@ class EmbeddedEngine:
 
     @property
     def backends(self) -> dict[str, str]:
-        """What runs, in words, with the reason where something stepped aside; never chosen by the clock."""
+        """The implementation of each part, with the reason for a fallback; never chosen by timing."""
         steps = "eager" if self._runner.graphs is None else self._runner.graphs.path
         return {**self._runner.forward.backends, "steps": steps}

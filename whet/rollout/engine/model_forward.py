@@ -150,7 +150,7 @@ class FusedForward:
 
 
 def _device(loaded: LoadedModel) -> torch.device:
-    """Where a model computes."""
+    """The device of a model."""
     return next(loaded.module.parameters()).device
 
 

@@ -150,7 +150,7 @@ class Runner:
                 p.source = None
 
     def _chunks(self, prefixes: Sequence[Prefix]) -> Iterator[list[tuple[Prefix, int, int]]]:
-        """What to run at once, in order: (prompt, first token, end) of each piece."""
+        """Chunks of at most prefill_tokens tokens, in order: (prompt, first token, end) of each part."""
         chunk, room = [], self.prefill_tokens
         for p in prefixes:
             if chunk and len(p.tokens) - p.num_computed_tokens > room:

@@ -1,1 +1,1 @@
-"""What plays in place of one turn of the model: tools, environments, a rollout_func."""
+"""Agents of GRPOTrainer: tools, environments, a rollout_func, each in place of a single turn of the model."""

@@ -1,7 +1,7 @@
-"""TRL's configurations: every field with its default and what it is here, checks, and what whet's sections they make.
+"""TRL's configurations: a table of the fields, checks, and the translation to whet's configuration.
 
-    field.py -> training.py supervised.py    tables of fields that several have
-             -> grpo.py rloo.py sft.py dpo.py reward.py    a configuration's own fields, then its class
+    training.py, supervised.py    tables of fields that several configurations have
+    grpo.py, rloo.py, sft.py, dpo.py, kto.py, reward.py    a configuration's own fields, then its class
 
-arguments.py is the base of the classes, rl.py and supervised.py what those of a kind have in common.
+arguments.py is the base class; rl.py and supervised.py are the bases for reinforcement learning and for the rest.
 """

@@ -1,7 +1,7 @@
-"""What the configurations of the fronts have in common: fields from a table, checks, what callbacks ask of arguments.
+"""The base of TRL's configurations: fields from a table, checks, and the properties that callbacks read.
 
-They are dataclasses with the fields of TRL's, so that HfArgumentParser and TrlParser read them, and have of
-transformers.TrainingArguments what its callbacks use; accelerate is not needed.
+A configuration is a dataclass with TRL's fields, so that HfArgumentParser and TrlParser read it. It has the properties
+of transformers.TrainingArguments that callbacks use, and needs no accelerate.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _LEVELS = {
     "passive": None,
 }
 _RENAMED = {"evaluation_strategy": "eval_strategy", "no_cuda": "use_cpu", "warmup_ratio": "warmup_steps"}
-"""Field of an earlier transformers -> the one that takes its value."""
+"""Field of an earlier transformers -> its new name."""
 _ONLY = {"save_safetensors": True, "group_by_length": False, "tp_size": 1}
-"""Field of an earlier transformers -> the one value that is taken."""
+"""Field of an earlier transformers -> the only accepted value."""
 
 
 class WrongArgument(ConfigError, TypeError):
@@ -51,25 +51,25 @@ class WrongArgument(ConfigError, TypeError):
 
 
 class Arguments:
-    """The base of the fronts' configurations; a subclass is made by `dataclass_of`."""
+    """The base of the configurations; `dataclass_of` makes the subclasses."""
 
     TABLE: ClassVar[Table] = {}
     OLD: ClassVar[Table] = {}
     OWN: ClassVar[Table] = OWN_FIELDS
     COMPAT: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     compat = None
-    """Whose metric names are logged besides; a field where there are defaults of earlier releases."""
+    """The earlier release of TRL with these defaults and metric names; a field where there are any."""
 
     def __getattr__(self, name: str) -> Any:  # the fields, for a type checker: they are made of the tables
-        """What is not there; of transformers' setters with what to do instead."""
+        """Raises AttributeError; for a setter of transformers', with the alternative."""
         if name.startswith("set_") and hasattr(TrainingArguments, name):
             raise AttributeError(f"{type(self).__name__} has no {name}; give the fields that it sets by name")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __init__(self, output_dir: str | None = None, **given: Any) -> None:
-        """Args: output_dir: where checkpoints go. given: the other fields, by name.
+        """Args: output_dir: the folder of checkpoints. given: the other fields, by name.
 
-        Raises: WrongArgument: an unknown field, with the nearest. ConfigError: a value that is refused.
+        Raises: WrongArgument: an unknown field, with the nearest. ConfigError: a refused value.
         """
         known = {f.name: f for f in dataclasses.fields(self)}  # pyright: ignore[reportArgumentType]
         unknown = [name for name in given if name not in known]
@@ -83,7 +83,7 @@ class Arguments:
         self.__post_init__()
 
     def __post_init__(self) -> None:
-        """Reads old names, fills in what follows from other fields, and checks."""
+        """Applies old names, fills in fields that follow from others, and checks."""
         self._apply_compat()
         self._apply_old_names()
         for name, row in self.TABLE.items():
@@ -95,7 +95,7 @@ class Arguments:
         self._fill_in()
 
     def _apply_compat(self) -> None:
-        """The defaults of an earlier release, where `compat` names one."""
+        """Takes the defaults of an earlier release, where `compat` names one."""
         release = getattr(self, "compat", None)
         if release is None:
             return
@@ -108,7 +108,7 @@ class Arguments:
                 setattr(self, name, value)
 
     def _apply_old_names(self) -> None:
-        """Fields of earlier releases."""
+        """Moves the values of earlier releases' fields to their new names."""
         for before, now in self.renamed().items():
             value = getattr(self, before, None)
             if value is not None:
@@ -121,11 +121,11 @@ class Arguments:
 
     @classmethod
     def renamed(cls) -> dict[str, str]:
-        """Field of an earlier release -> the one that takes its value."""
+        """Field of an earlier release -> its new name."""
         return {before: now for before, now in _RENAMED.items() if before in cls.OLD}
 
     def _fill_in(self) -> None:
-        """What follows from other fields, as transformers has it."""
+        """Fills in the fields that follow from others, as transformers does."""
         if self.output_dir is None:
             self.output_dir = "trainer_output"
         self.output_dir = str(Path(self.output_dir).expanduser())
@@ -151,7 +151,7 @@ class Arguments:
         self._check()
 
     def parse_enums(self) -> None:
-        """Members of transformers' enumerations in place of their words. Raises: ConfigError: an unknown word."""
+        """Replaces words by members of transformers' enumerations. Raises: ConfigError: an unknown word."""
         for name, kind in (
             ("eval_strategy", IntervalStrategy),
             ("logging_strategy", IntervalStrategy),
@@ -189,11 +189,11 @@ class Arguments:
                 f"{self.eval_steps}; set save_steps={self.eval_steps}"
             )
 
-    # ---- what callbacks and scripts ask of TrainingArguments --------------------------------------------------------
+    # ---- properties of TrainingArguments that callbacks read --------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
-        """Where a model is loaded."""
+        """The device of the models."""
         return torch.device("cuda" if torch.cuda.is_available() and not self.use_cpu else "cpu")
 
     @property
@@ -208,12 +208,12 @@ class Arguments:
 
     @property
     def process_index(self) -> int:
-        """Which process this is."""
+        """The index of this process."""
         return 0
 
     @property
     def local_process_index(self) -> int:
-        """Which of this machine."""
+        """The index of this process on its machine."""
         return 0
 
     @property
@@ -228,7 +228,7 @@ class Arguments:
 
     @property
     def parallel_mode(self) -> ParallelMode:
-        """That one process trains."""
+        """One process trains."""
         return ParallelMode.NOT_PARALLEL
 
     @property
@@ -252,7 +252,7 @@ class Arguments:
 
     @contextlib.contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
-        """Nothing to wait for: there is one process."""
+        """Waits for nothing: there is one process."""
         yield
 
     def to_dict(self) -> dict[str, Any]:
@@ -283,14 +283,14 @@ def _accelerator(given: Any) -> AcceleratorConfig:
 
 
 def _available() -> list[str]:
-    """The loggers that are installed."""
+    """The installed loggers."""
     from transformers.integrations.integration_utils import get_available_reporting_integrations
 
     return get_available_reporting_integrations()
 
 
 def _mapping(name: str, value: str) -> dict[str, Any]:
-    """What a command line gives for a field that is a dict. Raises ConfigError: it is no JSON object."""
+    """Parses the text of a dict field. Raises ConfigError: it is not a JSON object."""
     try:
         found = json.loads(value)
     except json.JSONDecodeError as error:
@@ -309,7 +309,7 @@ def _word(name: str, value: Any, kind: Any) -> Any:
 
 
 def dataclass_of(name: str, base: type[Arguments], doc: str) -> Any:
-    """A configuration's class: a dataclass with the fields of its tables, of which old ones are None by default."""
+    """Makes a configuration's class: a dataclass with the fields of its tables; old fields are None by default."""
     made = []
     for field, row in {**base.TABLE, **base.OWN, **base.OLD}.items():
         kind = row.kind or type(row.default)

@@ -1,4 +1,4 @@
-"""DPOConfig: TRL's, field by field, besides what the others have too (supervised.py, training.py)."""
+"""DPOConfig: the table of its own fields, and its class. supervised.py and training.py have the shared fields."""
 
 from __future__ import annotations
 

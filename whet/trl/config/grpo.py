@@ -1,4 +1,4 @@
-"""GRPOConfig: TRL's, field by field, besides what it has from transformers (training.py)."""
+"""GRPOConfig: the table of its own fields, and its class. training.py has the fields from transformers."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ GRPOConfig: type[_GRPO] = dataclass_of(
 
 
 def warn_of_differences(args: Any) -> None:
-    """Logs what is followed because TRL does it so, and what to set where it is not meant."""
+    """Warns of defects of TRL's that are followed, and names the setting without the defect."""
     bound = args.epsilon if args.epsilon_high is None else args.epsilon_high
     if args.loss_type == "cispo" and bound < 1:
         log.warning(

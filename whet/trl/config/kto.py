@@ -1,4 +1,4 @@
-"""KTOConfig: TRL's, field by field, besides what the others have too (supervised.py, training.py)."""
+"""KTOConfig: the table of its own fields, and its class. supervised.py and training.py have the shared fields."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ KTO_FIELDS: Table = {
 
 _LOSSES = ("kto", "apo_zero_unpaired")
 _SAME = ("beta", "desirable_weight", "undesirable_weight", "precompute_ref_log_probs")
-"""Fields with one name and meaning in both."""
+"""Fields with the same name and meaning in whet's PreferenceConfig."""
 
 
 class _KTO(SupervisedArguments):
-    """What KTOConfig has besides its fields."""
+    """The checks of KTOConfig and its translation."""
 
     TABLE: ClassVar[Table] = {**TRAINING_FIELDS, **SUPERVISED_FIELDS, **KTO_FIELDS}
     OLD: ClassVar[Table] = {**OLD_TRAINING_FIELDS, **OLD_DPO_FIELDS}
 
     def _check(self) -> None:
-        """What of its values is not there."""
+        """Refuses values that whet does not support."""
         super()._check()
         if self.loss_type not in _LOSSES:
             raise lookup_error("loss_type", self.loss_type, _LOSSES)

@@ -1,6 +1,6 @@
-"""How a script was started: by python, `torchrun` or `accelerate launch`, of whose environment this reads what it says.
+"""The settings that `torchrun` and `accelerate launch` pass in environment variables.
 
-Left out on purpose: its process groups. One process trains; what several need is sharding behind the worker.
+Left out on purpose: process groups. One process trains.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 from typing import Any
 
 from whet.errors import ConfigError
-from whet.parallel.comm import world_size
+from whet.parallel.torchrun_env import world_size
 
 __all__ = ["apply_launcher"]
 
@@ -18,14 +18,14 @@ log = logging.getLogger("whet")
 
 _TRUE = ("1", "on", "t", "true", "y", "yes")
 _SHARDED = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_FSDP": "FSDP"}
-"""Variables by which accelerate says that a model lies in parts."""
+"""Variable of accelerate that asks for a sharded model -> the library."""
 
 
 def apply_launcher(args: Any) -> None:
-    """Takes over what the launcher has said.
+    """Applies the launcher's settings.
 
     Args: args: a configuration; use_cpu and bf16 may be set.
-    Raises: ConfigError: several processes; fp16 or fp8, where the script leaves the precision to the launcher.
+    Raises: ConfigError: several processes; fp16 or fp8, where the script does not set the precision itself.
     """
     if (count := world_size()) > 1:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""RLArguments: what GRPOConfig and RLOOConfig have in common besides their fields: the rules of batches, checks."""
+"""RLArguments: the base of GRPOConfig and RLOOConfig: the rules of batches, checks."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class RLArguments(Arguments):
 
     @property
     def batches(self) -> Batches:
-        """What a step is made of. Raises ConfigError: one of TRL's rules is broken."""
+        """The batches of a step. Raises ConfigError: one of TRL's rules is broken."""
         return compute_batches({name: getattr(self, name) for name in _SIZES}, method=self.METHOD)
 
     def _check(self) -> None:
-        """TRL's rules, and what of its values is not there."""
+        """Checks TRL's rules, and refuses values that whet does not support."""
         super()._check()
         if self.generation_batch_size is not None and self.steps_per_generation is not None and not self._copied():
             raise ConfigError(
@@ -59,14 +59,15 @@ class RLArguments(Arguments):
                 f"You passed `sync_ref_model=True` while `beta={self.beta}`: without the KL there is no reference to "
                 "synchronize; set `sync_ref_model=False`, or `beta` to a non-zero value"
             )
-        made = self.batches
-        if made.accumulated != self.gradient_accumulation_steps:
+        batches = self.batches
+        if batches.accumulated != self.gradient_accumulation_steps:
             log.warning(
                 "gradient_accumulation_steps=%d with steps_per_generation=%d would mix two rollouts in an update: it "
                 "is taken as %d, which makes %s",
-                self.gradient_accumulation_steps, made.steps_per_generation, made.accumulated, made,
+                self.gradient_accumulation_steps, batches.steps_per_generation, batches.accumulated, batches,
             )  # fmt: skip
-        self.steps_per_generation, self.generation_batch_size = made.steps_per_generation, made.generation_batch_size
+        self.steps_per_generation = batches.steps_per_generation
+        self.generation_batch_size = batches.generation_batch_size
         group = self.num_generations_eval or self.num_generations
         if self.eval_strategy != "no" and self.per_device_eval_batch_size % group:
             up = -(-self.per_device_eval_batch_size // group) * group
@@ -85,7 +86,7 @@ class RLArguments(Arguments):
                 "own generate makes it, which is slower than whet's engine",
                 (self.generation_kwargs or {})["num_beams"],
             )
-        self.to_whet()  # what it can't express is said here
+        self.to_whet()  # raises for what whet can't express
 
     def _copied(self) -> bool:
         """Whether all fields are given, as dataclasses.replace does, so that both sizes were filled in before."""
@@ -93,7 +94,7 @@ class RLArguments(Arguments):
         return agree and self._given.issuperset(self.TABLE.keys() - {"output_dir"})
 
     def _check_vllm(self) -> None:
-        """What vLLM can't do here."""
+        """Refuses options that don't go with vLLM."""
         if self.vllm_mode != "colocate":
             raise ConfigError(
                 f"vllm_mode={self.vllm_mode!r} is not taken: vLLM runs in this process; set vllm_mode='colocate'"

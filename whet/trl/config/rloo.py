@@ -1,4 +1,4 @@
-"""RLOOConfig: TRL's, field by field; GRPOConfig's rows where they are the same."""
+"""RLOOConfig: the table of its fields, shared with GRPOConfig where they are the same, and its class."""
 
 from __future__ import annotations
 

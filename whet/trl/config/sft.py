@@ -1,4 +1,4 @@
-"""SFTConfig: TRL's, field by field, besides what the others have too (supervised.py, training.py)."""
+"""SFTConfig: the table of its own fields, and its class. supervised.py and training.py have the shared fields."""
 
 from __future__ import annotations
 

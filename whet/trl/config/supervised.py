@@ -1,4 +1,4 @@
-"""What SFTConfig, DPOConfig and RewardConfig have in common: fields, some of them transformers', and checks."""
+"""The fields and checks that SFTConfig, DPOConfig, KTOConfig and RewardConfig share."""
 
 from __future__ import annotations
 

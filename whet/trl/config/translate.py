@@ -1,4 +1,4 @@
-"""From TRL's configurations to whet's sections: optimizer, loop, rollout, algorithm. Nothing is computed here.
+"""Translates TRL's configurations to whet's: optimizer, training, rollout, algorithm.
 
 loss_type    policy_loss_fn   loss_agg_mode, over all rows
 grpo         grpo             sequence-mean-token-mean

@@ -1,1 +1,1 @@
-"""GRPOTrainer and RLOOTrainer: prompts, rollouts and rewards as TRL has them, over whet's GRPOLearner."""
+"""GRPOTrainer and RLOOTrainer over whet's GRPOLearner."""

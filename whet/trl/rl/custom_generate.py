@@ -1,4 +1,4 @@
-"""A `generate` of the user's, on the model or in its class, or a search by beams: rollouts are its, as in TRL."""
+"""Rollouts by a `generate` that the user replaced, on the model or in its class, or by beam search, as in TRL."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""GRPOTrainer: TRL's, over GRPOLearner. It chooses configurations and hands data on; the algorithm is the learner's.
+"""GRPOTrainer: TRL's, over whet's GRPOLearner, which has the algorithm.
 
     GRPOTrainer(model, reward_funcs, args, train_dataset=rows).train()
 
-What it has in common with RLOOTrainer is in rl/trainer.py, what every trainer has in trainer/trainer.py.
+rl/trainer.py is the base that it shares with RLOOTrainer; trainer/trainer.py is the base of all trainers.
 """
 
 from __future__ import annotations

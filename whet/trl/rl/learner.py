@@ -1,4 +1,4 @@
-"""GRPOLearner as the front runs it: mini-batches counted in completions, and TRL's mean of the entropy bonus."""
+"""TRL's variant of GRPOLearner: mini-batches counted in completions, and TRL's mean of the entropy bonus."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from whet.types import Group, LossInputs, Prompt, TokenBatch
 __all__ = ["TRLLearner"]
 
 _SHARE = "entropy_share"
-"""Column: what the entropy of a token counts in its mean, over the weight that the loss of the token has."""
+"""Column: the share of a token in the mean entropy, divided by the weight of its loss."""
 
 
 class TRLLearner(GRPOLearner):
@@ -50,7 +50,7 @@ class TRLLearner(GRPOLearner):
     # ---- rollouts ------------------------------------------------------------------------------------------------
 
     def encoder(self, mode: Mode) -> PromptEncoder:
-        """What turns rows into prompts, which tell of the tools."""
+        """The encoder of prompts, with the schemas of the tools."""
         return self.encoder_with(mode, self.agents.schemas)
 
     def encoder_with(self, mode: Mode, schemas: Sequence[Any]) -> PromptEncoder:
@@ -61,11 +61,11 @@ class TRLLearner(GRPOLearner):
         """Completes prompts: by rollout_func, by the model's own `generate` where that was replaced, by the engine."""
         number = self.num_generations_of(mode)
         if self.agents.rollout_func is not None:
-            return self.parsed(self.agents.call_rollout_func(self.front, prompts, number, self.cluster.eos_ids))
+            return self.parse_messages(self.agents.call_rollout_func(self.front, prompts, number, self.cluster.eos_ids))
         prompts, play = self.agents.start_episodes(self, prompts, number, mode, first)
         if (own := self._own_generate()) is not None:
-            return self.parsed(self._generated(own, prompts, number, play, (step, first), mode))
-        return self.parsed(
+            return self.parse_messages(self._generated(own, prompts, number, play, (step, first), mode))
+        return self.parse_messages(
             self.cluster.sample(prompts, num_generations=number, step=step, first=first, mode=mode, play=play)
         )
 
@@ -105,8 +105,8 @@ class TRLLearner(GRPOLearner):
                 version=self.cluster.actor.version,
             )
 
-    def parsed(self, groups: Sequence[Group]) -> Sequence[Group]:
-        """The same, what was said in a chat as the tokenizer's response template reads it, where it has one."""
+    def parse_messages(self, groups: Sequence[Group]) -> Sequence[Group]:
+        """The groups, with messages parsed by the tokenizer's response template, where it has one."""
         tokenizer: Any = self.cluster.tokenizer
         if tokenizer.response_template is None:
             return groups
@@ -169,7 +169,7 @@ class TRLLearner(GRPOLearner):
         mini = super()._ranked(mini)
         if not self.kl_controller.has_entropy_bonus:
             return mini
-        mini = self.cluster.actor_trainer.weighted(mini)
+        mini = self.cluster.actor_trainer.add_loss_weights(mini)
         acts = mini.mask
         if self.objective.has(high_entropy_mask):
             acts = acts & (mini.need("entropy_rank") >= 1 - self.algo_config.top_entropy_quantile - 1e-6)
@@ -198,5 +198,5 @@ class TRLLearner(GRPOLearner):
                                 groups=self.rollout(prompts, step=step, mode=Mode.EVAL)))  # fmt: skip
         made = self.assign_advantages(self.score(self.batch(made)))
         batch = made.batch
-        found = self.cluster.actor_trainer.measure(self._ranked(batch))
+        found = self.cluster.actor_trainer.evaluate_batch(self._ranked(batch))
         return flat({**made.metrics, **total_metrics(batch), **found}), batch

@@ -1,4 +1,4 @@
-"""The loaders of TRL's trainers, to look at: a run reads its rows itself, in the same order."""
+"""Data loaders like those of TRL's trainers, for inspection; a run reads its rows itself, in the same order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def train_loader(front: Any) -> DataLoader[Any]:
     """
     args, rows = front.args, front.train_rows()
     if not isinstance(rows, list):
-        raise ConfigError("train_dataset is a stream, of which no loader is made; iterate over train_dataset itself")
+        raise ConfigError("train_dataset is a stream, which has no loader; iterate over train_dataset itself")
     seed = args.seed if args.data_seed is None else args.data_seed
     order = epoch_order(len(rows), seed, 0).tolist() if args.shuffle_dataset else range(len(rows))
     prompts, times = args.generation_batch_size // args.num_generations, args.steps_per_generation * args.num_iterations

@@ -1,8 +1,8 @@
-"""Reward functions under TRL's contract: what they are given besides columns, and models among them.
+"""Calls reward functions as TRL does, and makes reward models callable as functions.
 
     fn(prompts=, completions=, completion_ids=, **columns, trainer_state=, log_extra=, log_metric=)
 
-A function that takes fewer of them is given those that it names. None and NaN mean that it does not apply.
+A function gets the keywords that it names. A result of None or NaN means that the function does not apply.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger("whet")
 
 
 class RewardLog:
-    """What reward functions log of their own: columns of completions and metrics.
+    """Collects the columns and metrics that reward functions log.
 
     Args: state: the trainer's, given to functions as trainer_state.
     """
@@ -43,8 +43,8 @@ class RewardLog:
         self.columns: dict[str, list[Any]] = {}
         self.metrics: dict[str, list[float]] = {}
 
-    def offered(self) -> dict[str, Any]:
-        """The keywords that functions are given."""
+    def keywords(self) -> dict[str, Any]:
+        """The keywords for the functions."""
         return {"trainer_state": self._state(), "log_extra": self.log_extra, "log_metric": self.log_metric}
 
     def log_extra(self, column: str, values: list[Any]) -> None:
@@ -56,14 +56,14 @@ class RewardLog:
         self.metrics.setdefault(name, []).append(float(value))
 
     def take(self) -> tuple[dict[str, list[Any]], dict[str, float]]:
-        """The columns and the metrics since the last time, which are forgotten."""
+        """Returns the columns and metrics since the last call, and clears them."""
         columns, metrics = self.columns, {n: sum(v) / len(v) for n, v in self.metrics.items()}
         self.columns, self.metrics = {}, {}
         return columns, metrics
 
 
 class TRLRewards(RewardManager):
-    """The rewards of a batch, the functions given what TRL gives them; `log` and `agents` are set by the trainer."""
+    """Computes the rewards of a batch with TRL's keywords; the trainer sets `log` and `agents`."""
 
     NAN_IS_NONE = True
     log: RewardLog
@@ -80,7 +80,7 @@ class TRLRewards(RewardManager):
         """As RewardManager, with what the log offers; what a rollout_func will return can't be known."""
         if self.agents.rollout_func is None:
             own = {} if self.agents.environments is None else {"environments": []}
-            super().check(columns, extras={**self.log.offered(), **own, **(extras or {})})
+            super().check(columns, extras={**self.log.keywords(), **own, **(extras or {})})
 
     def inputs(
         self, groups: Sequence[Group], texts: Sequence[Sequence[Any]], *, mode: Any, extras: Mapping[str, Any]
@@ -102,7 +102,7 @@ class TRLRewards(RewardManager):
         extras: Mapping[str, Any] | None = None,
     ) -> RewardBatch:
         """As RewardManager, and a warning where a completion has no reward at all."""
-        found = super().__call__(groups, texts, mode=mode, extras={**self.log.offered(), **(extras or {})})
+        found = super().__call__(groups, texts, mode=mode, extras={**self.log.keywords(), **(extras or {})})
         if len(without := np.flatnonzero(np.isnan(found.total))):
             first = int(without[0])
             given = {"prompt": found.inputs.prompts[first], "completion": found.inputs.completions[first]}

@@ -1,4 +1,4 @@
-"""RLOOTrainer: TRL's, over GRPOLearner with leave-one-out advantages and the KL in the reward."""
+"""RLOOTrainer: TRL's, over whet's GRPOLearner with leave-one-out advantages and the KL in the reward."""
 
 from __future__ import annotations
 

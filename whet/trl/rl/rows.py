@@ -1,4 +1,4 @@
-"""Data sets as TRL takes them: rows with a column `prompt`, map-style or streamed."""
+"""Prepares data sets: rows with a column `prompt`, map-style or streamed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from whet.errors import ConfigError, DataError
 __all__ = ["longest_prompt", "prepare_rows"]
 
 _DROPPED = ("completion", "completion_ids")
-"""Columns that reward functions are not given, since what was sampled has these names."""
+"""Columns with the names of sampled values; reward functions don't get them."""
 _STREAM_PROMPT = 4096
-"""Tokens of a prompt at most, where the data can't be looked through."""
+"""The assumed longest prompt of a stream, in tokens."""
 
 
 class _Stream:

@@ -1,7 +1,7 @@
-"""RLTrainer: what GRPOTrainer and RLOOTrainer have in common: rewards, rollouts, completions that are logged.
+"""RLTrainer: the base of GRPOTrainer and RLOOTrainer: rewards, rollouts, logged completions.
 
-It makes the cluster and the learner from what TRL's constructors are given; the algorithm is `args.to_whet()`. Reading
-order: `__init__`, then learner.py for what of the learner differs, trainer/task.py for when callbacks are told.
+It makes the cluster and the learner from the arguments of TRL's constructors; the algorithm is `args.to_whet()`.
+Reading order: `__init__`, then learner.py, then trainer/task.py for the callbacks.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class RLTrainer(Trainer):
             )
         self.reward_log = RewardLog(lambda: self.state)
         self._metrics: dict[str, dict[str, list[float]]] = {"train": defaultdict(list), "eval": defaultdict(list)}
-        """Numbers that a script appends, which the next log or evaluation has as means."""
+        """Numbers that a script appends; the next log or evaluation has their means."""
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._read_data()
         functions = make_reward_functions(
@@ -113,10 +113,10 @@ class RLTrainer(Trainer):
         self.cluster.actor_trainer.with_rl_metrics_to_log({"policy_loss": "weighted"})
         self.finish_init()
 
-    # ---- making --------------------------------------------------------------------------------------------------
+    # ---- making -----------------------------------------------------------------------------------------------------
 
     def _train_rows(self, data: Any) -> Any:
-        """The rows of train_dataset; of an environment that has its own data, empty prompts."""
+        """The rows of train_dataset; empty prompts for an environment with its own data."""
         if data is not None:
             return self._rows_of(check_dataset(data, "train_dataset"))
         if self.agents.environments is None:
@@ -133,7 +133,7 @@ class RLTrainer(Trainer):
         return prepare_rows([{}] * self.args.batches.prompts, without_prompt=True)
 
     def _rows_of(self, data: Any) -> Any:
-        """Rows, of which those for an environment may have no prompt."""
+        """The prepared rows of a data set; with an environment, rows may lack a prompt."""
         return prepare_rows(
             data, prompt_only=self.args.remove_unused_columns, without_prompt=self.agents.environments is not None
         )
@@ -163,12 +163,12 @@ class RLTrainer(Trainer):
         return learner
 
     def _connect_rewards(self, learner: TRLLearner) -> None:
-        """Tells the reward manager what TRL's functions are given."""
+        """Gives the reward manager the log and the agents."""
         manager: Any = learner.reward_manager
         manager.log, manager.agents = self.reward_log, self.agents
 
     def _read_data(self) -> None:
-        """The rows of the data sets, and how many steps the run has."""
+        """Reads the data sets and counts the steps of the run."""
         if self.has_changed("train_dataset"):
             self._rows = self._train_rows(self.train_dataset)
             if not isinstance(self._rows, list):
@@ -178,7 +178,7 @@ class RLTrainer(Trainer):
         self._count_steps()
 
     def _check_stream(self) -> None:
-        """What TRL asks of the arguments where train_dataset is a stream, and sets in them."""
+        """Checks the arguments for a stream as TRL does, and sets those that it sets."""
         args = self.args
         if args.accelerator_config.dispatch_batches:
             raise ConfigError(
@@ -195,7 +195,7 @@ class RLTrainer(Trainer):
             args.dataloader_num_workers = 0
 
     def read_changes(self) -> None:
-        """Reads again what may have been set since."""
+        """Reads again the data and the reward functions, which may have been set since."""
         self._read_data()
         learner, now = self.learner, list(self.reward_funcs)
         learner.data = dataclasses.replace(
@@ -210,7 +210,7 @@ class RLTrainer(Trainer):
             self.reward_func_names = list(learner.reward_manager.fns)
 
     def _count_steps(self) -> None:
-        """How many rollouts and optimizer steps the run has."""
+        """Computes the rollouts and optimizer steps of the run."""
         args, made = self.args, self.args.batches
         if isinstance(self._rows, list):
             each = len(self._rows) // made.prompts
@@ -248,7 +248,7 @@ class RLTrainer(Trainer):
         )
 
     def _longest_prompt(self, model: RoleConfig | nn.Module) -> int:
-        """Tokens of the longest prompt of all data."""
+        """Tokens of the longest prompt in the data sets."""
         args = self.args
         if args.max_prompt_length:
             return args.max_prompt_length
@@ -260,7 +260,7 @@ class RLTrainer(Trainer):
             tools=self.agents.schemas or None,
         )
         positions = max_positions(model) if isinstance(model, nn.Module) else None
-        if self.agents.environments is not None:  # what they say at the beginning is not known yet
+        if self.agents.environments is not None:  # their first observations are not known yet
             return longest_prompt(encoder, [None], positions, args.max_completion_length)
         sets = [self._rows, *self.eval_rows.values()]
         return longest_prompt(encoder, sets, positions, args.max_completion_length)
@@ -269,7 +269,7 @@ class RLTrainer(Trainer):
         """The rows to train on."""
         return self._rows
 
-    # ---- what a user reads ---------------------------------------------------------------------------------------
+    # ---- attributes of TRL's trainers -------------------------------------------------------------------------------
 
     @property
     def _logs(self) -> dict[str, Any]:
@@ -300,7 +300,7 @@ class RLTrainer(Trainer):
     def _manager(self) -> Any:
         return self.learner.reward_manager
 
-    # ---- what the base asks --------------------------------------------------------------------------------------
+    # ---- methods of the base ----------------------------------------------------------------------------------------
 
     @property
     def updates_per_step(self) -> int:
@@ -317,7 +317,7 @@ class RLTrainer(Trainer):
         return load_eval_sets(data, lambda rows, _: self._rows_of(rows))
 
     def measure(self, rows: list[dict[str, Any]]) -> dict[str, float]:
-        """Samples and scores an evaluation set."""
+        """The metrics of an evaluation set: samples completions and scores them."""
         encode = self.learner.encoder(Mode.EVAL)
         prompts = [prompt for place, row in enumerate(rows) if (prompt := encode(row, place)) is not None]
         made, batch = self.learner.measure(prompts, self.state.global_step)
@@ -325,7 +325,6 @@ class RLTrainer(Trainer):
         own |= {name: sum(values) / len(values) for name, values in self._metrics["eval"].items()}
         self._metrics["eval"].clear()
         own |= self.agents.take_metrics(len(prompts) * self.learner.num_generations_of(Mode.EVAL))
-        self.cluster.take_metrics(self.state.global_step, Mode.EVAL)
         return {**self.own_metrics(made, batch), **own}
 
     def own_metrics(self, row: Mapping[str, Any], batch: TokenBatch) -> dict[str, float]:
@@ -338,7 +337,7 @@ class RLTrainer(Trainer):
         self.learner.config = dataclasses.replace(self.cluster.training_config, resume=folder, max_steps=steps)
 
     def record_step(self, row: Mapping[str, Any], step: Any) -> None:
-        """Takes the metrics of a rollout, those of the reward functions, and the completions."""
+        """Records the metrics of a rollout and of the reward functions, and the completions."""
         extra, own = self.reward_log.take()
         own |= self.agents.take_metrics(step.batch.num_sequences)
         found = self.own_metrics(row, step.batch)
@@ -346,7 +345,7 @@ class RLTrainer(Trainer):
         self.completions.add(step, extra)
 
     def log_window(self, of_run: dict[str, float] | None = None) -> None:
-        """Logs the means since the last time, and the completions of the last rollout."""
+        """Logs the means since the last log, and the completions of the last rollout."""
         for name, values in self._metrics["train"].items():
             for value in values:
                 self.window.add({name: value})

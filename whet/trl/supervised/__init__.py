@@ -1,1 +1,1 @@
-"""SFTTrainer, DPOTrainer and RewardTrainer: rows as TRL takes them, over whet's supervised learners."""
+"""SFTTrainer, DPOTrainer, KTOTrainer and RewardTrainer over whet's supervised learners."""

@@ -1,4 +1,4 @@
-"""DPOTrainer: TRL's, over PreferenceLearner."""
+"""DPOTrainer: TRL's, over whet's PreferenceLearner."""
 
 from __future__ import annotations
 
@@ -83,11 +83,11 @@ class DPOTrainer(SupervisedTrainer):
         )
 
     def encoder(self, data: Any, *, packs: bool = False) -> RowEncoder:
-        """Pairs."""
+        """The encoder of pairs."""
         return TextPairEncoder(self.processing_class, self.encoding(on_long=ON_LONG[self.args.truncation_mode]))
 
     def rows(self, data: Any) -> Any:
-        """The rows. Raises ConfigError: a stream is to be read ahead."""
+        """The rows. Raises ConfigError: precompute_ref_log_probs with a stream."""
         if self.args.precompute_ref_log_probs and not has_rows(data):
             raise ConfigError(
                 "`precompute_ref_log_probs=True` is not supported with IterableDataset: the reference is read over all "
@@ -104,5 +104,5 @@ class DPOTrainer(SupervisedTrainer):
         return self.build_models(optim, actor=given, reference=own if needed else None)
 
     def make_learner(self) -> Any:
-        """Whet's, of the objective that the configuration says."""
+        """The learner with the objective of the configuration."""
         return learner_class(PreferenceLearner)(self.models, self.args.to_whet(), data=self.data_config())

@@ -1,6 +1,6 @@
-"""Rows of supervised training as TRL takes them, made Examples: texts, conversations, pairs, and rows of token ids.
+"""Encodes rows in TRL's forms to Examples: texts, conversations, pairs, and rows of token ids.
 
-What of a row is trained follows docs/data.md, which says how whet reads rows; docs/from-trl.md says where that differs.
+docs/data.md says how whet reads rows and which tokens it trains; docs/from-trl.md lists the differences from TRL.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class _Ids(Answer):
-    """An answer that is token ids already, with what is trained of them."""
+    """An answer given as token ids, with the mask of the trained ones."""
 
     ids: tuple[int, ...] = ()
     mask: tuple[bool, ...] = ()
@@ -91,8 +91,8 @@ class PairOrIdsEncoder(ScoredPairEncoder):
         return _sequence(answer, number) if isinstance(answer, _Ids) else super()._encode(answer, options, number)
 
 
-def _alike(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """How far two texts or lists are the same from their beginning."""
+def _common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """The length of the common prefix of two texts or lists."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
@@ -106,19 +106,19 @@ class TextPairEncoder(PreferenceEncoder):
         texts = [answer.said for answer in read.answers if answer.prompt is None and isinstance(answer.said, str)]
         if len(texts) != 2:
             return super()._sequences(read, options, number)
-        prompt = texts[0][: _alike(*texts)]
+        prompt = texts[0][: _common_prefix(*texts)]
         prompt = prompt[:-1] if prompt.endswith(" ") else prompt
         end = str(self.tokenizer.eos_token)
         both = [text if text.endswith(end) else text + end for text in texts]
         ids = [list(self.tokenizer(text, verbose=False).input_ids) for text in (prompt, *both)]
-        same = min(_alike(ids[0], made) for made in ids[1:])
+        same = min(_common_prefix(ids[0], made) for made in ids[1:])
         if not same:
             return super()._sequences(read, options, number)
         return [[make_sequence([(made[:same], False), (made[same:], True)])] for made in ids[1:]]
 
 
 class IdentityEncoder:
-    """What a learner is given as its encoder: the rows are Examples by now."""
+    """The encoder of a learner whose rows are Examples already."""
 
     counts: Mapping[Any, int] = {}
 
@@ -131,7 +131,7 @@ Pack = Callable[[Iterable[Example]], Iterator[Example]]
 
 
 class ExampleStream:
-    """The Examples of a stream, made as they are read, from its beginning whenever it is asked."""
+    """The Examples of a stream, encoded as they are read; each iteration begins at the first row."""
 
     def __init__(self, rows: Iterable[Any], encode: RowEncoder, pack: Pack | None) -> None:
         self._rows, self._encode, self._pack = rows, encode, pack

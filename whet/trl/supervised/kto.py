@@ -1,4 +1,4 @@
-"""KTOTrainer: TRL's. It is DPOTrainer with rows that have a label."""
+"""KTOTrainer: TRL's. It is DPOTrainer on labelled rows."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ class KTOTrainer(DPOTrainer):
     REFUSED = ("compute_metrics", "data_collator")
 
     def encoder(self, data: Any, *, packs: bool = False) -> RowEncoder:
-        """Answers with a label."""
+        """The encoder of labelled rows."""
         return UnpairedEncoder(self.processing_class, self.encoding(on_long="truncate"))
 
     def rows(self, data: Any) -> Any:
-        """The rows; of pairs each answer, in the order that TRL has them in."""
+        """The rows; each answer of a pair becomes a row, in TRL's order."""
         data = super().rows(data)
         if not {"chosen", "rejected"} <= first_row(data).keys():
             return data
         return list(unpair_rows(data)) if has_rows(data) else _Unpaired(data)
 
     def data_config(self, **fields: Any) -> SupervisedDataConfig:
-        """The section data, whose max_length is that of the mismatched rows too."""
+        """Whet's data configuration; its max_length also limits the mismatched rows."""
         return super().data_config(**{"max_length": self.args.max_length, **fields})
 
 

@@ -1,7 +1,7 @@
-"""packing: which rows stand together in one row of TRL's, so that a step has the rows that it has there.
+"""packing: groups rows as TRL does, so that a step has the same rows as in TRL.
 
-A pack is an Example with several sequences. Each is trained for itself, and nothing is padded with or without packs: so
-all that the option changes is how many rows make up a step.
+A pack is an Example with several sequences. The sequences don't see each other, and nothing is padded with or without
+packs, so the option only changes how many rows make up a step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What compute_metrics is given: the logits or scores of an evaluation set, made by the model's own forward, padded.
+"""compute_metrics: the logits or scores of an evaluation set, computed by the model's own forward on padded rows.
 
-whet's learners hold no logits, so this is a second pass, over batches of per_device_eval_batch_size rows, and only
-where a function asks for it. As in TRL all of them are held at once; preprocess_logits_for_metrics makes them smaller.
+whet's learners hold no logits, so this is a second pass, over batches of per_device_eval_batch_size rows. As in TRL,
+all logits are held at once; preprocess_logits_for_metrics reduces them.
 """
 
 from __future__ import annotations

@@ -105,5 +105,5 @@ class RewardTrainer(SupervisedTrainer):
         return self.build_models(optim, reward_model=given)
 
     def make_learner(self) -> Any:
-        """Whet's, of the objective that the configuration says."""
+        """The learner with the objective of the configuration."""
         return learner_class(RewardModelLearner)(self.models, self.args.to_whet(), data=self.data_config())

@@ -171,5 +171,5 @@ class SFTTrainer(SupervisedTrainer):
         return self.build_models(optim, actor=given)
 
     def make_learner(self) -> Any:
-        """Whet's, of the objective that the configuration says."""
+        """The learner with the objective of the configuration."""
         return learner_class(SFTLearner)(self.models, self.args.to_whet(), data=self.data_config())

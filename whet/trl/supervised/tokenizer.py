@@ -1,4 +1,4 @@
-"""eos_token, pad_token and chat_template_path: what a configuration says of the tokenizer, and the model after it."""
+"""Applies eos_token, pad_token and chat_template_path to the tokenizer, and the end token to the model."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""SupervisedTrainer: what SFTTrainer, DPOTrainer and RewardTrainer have in common.
+"""SupervisedTrainer: the base of SFTTrainer, DPOTrainer, KTOTrainer and RewardTrainer.
 
     rows -> Examples (examples.py, packs.py) -> one of whet's supervised learners
 
 A step is one update: per_device_train_batch_size times gradient_accumulation_steps rows. Reading order: `__init__`,
-then what a front says of itself: `encoder`, `make_models`, `make_learner`.
+then the methods that a subclass overrides: `encoder`, `make_models`, `make_learner`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _NOT_TAKEN = {
     "data_collator": "rows are packed, never padded; say what is trained by completion_only_loss and "
     "assistant_only_loss, or give rows of input_ids and labels",
 }
-"""Arguments that are refused, and what to do instead."""
+"""Refused argument -> the alternative."""
 
 
 class SupervisedTrainer(Trainer):
@@ -55,7 +55,7 @@ class SupervisedTrainer(Trainer):
 
     models: SupervisedModels
     COLUMNS: ClassVar[Any]
-    """How TRL holds the rows."""
+    """Examples -> the columns that TRL's trainer holds."""
     given_rows: Any
     """The data set to train on, as it was given or set since."""
     REFUSED: ClassVar[tuple[str, ...]] = ("compute_loss_func", "data_collator")
@@ -113,10 +113,10 @@ class SupervisedTrainer(Trainer):
         self.learner.make_task = lambda learner: SupervisedCallbackTask(learner, self)
         self.finish_init()
 
-    # ---- what a front says of itself -----------------------------------------------------------------------------
+    # ---- methods that a subclass overrides --------------------------------------------------------------------------
 
     def encoder(self, data: Any, *, packs: bool = False) -> RowEncoder:
-        """What makes Examples of a data set's rows. Args: packs: they are packed then."""
+        """The encoder of a data set's rows. Args: packs: whether the rows are packed after it."""
         raise NotImplementedError
 
     def rows(self, data: Any) -> Any:
@@ -124,7 +124,7 @@ class SupervisedTrainer(Trainer):
         return data
 
     def pack(self, *, evaluation: bool) -> Pack | None:
-        """What groups them; None = nothing."""
+        """The function that packs rows; None = no packing."""
         return None
 
     def make_models(self, given: RoleConfig | nn.Module, optim: Any) -> SupervisedModels:
@@ -163,16 +163,16 @@ class SupervisedTrainer(Trainer):
         """The evaluation data as they were given or set since."""
         return self._given_eval
 
-    # ---- making --------------------------------------------------------------------------------------------------
+    # ---- making -----------------------------------------------------------------------------------------------------
 
     def data_config(self, **fields: Any) -> SupervisedDataConfig:
-        """The section data. Args: fields: what a front adds."""
+        """Whet's data configuration. Args: fields: of a subclass."""
         args = self.args
         shuffle = args.train_sampling_strategy == "random" and isinstance(self._rows, list)
         return SupervisedDataConfig(**{"batch_size": self.rows_per_update, "shuffle": shuffle, **fields})
 
     def encoding(self, **fields: Any) -> SupervisedDataConfig:
-        """The section data as an encoder reads it: what TRL takes is taken. Args: fields: what a front adds."""
+        """The data configuration of the encoder; it accepts the rows that TRL accepts. Args: fields: of a subclass."""
         given = {
             "chat_template_kwargs": {"enable_thinking": True},
             "max_length": self.args.max_length,
@@ -182,7 +182,7 @@ class SupervisedTrainer(Trainer):
         return SupervisedDataConfig(**{**given, **fields})
 
     def loop_config(self) -> SupervisedTrainingConfig:
-        """The section trainer."""
+        """Whet's training configuration."""
         args = self.args
         last = "drop" if args.dataloader_drop_last else "keep"
         return SupervisedTrainingConfig(
@@ -211,7 +211,7 @@ class SupervisedTrainer(Trainer):
         return make_examples(data, encoder, pack=pack, shuffle=shuffle, of=evaluation)
 
     def _read_data(self) -> None:
-        """The rows of the data sets, and how many steps the run has."""
+        """Reads the data sets and counts the steps of the run."""
         if self.has_changed("given_rows"):
             rows = self.given_rows
             self._rows = None if rows is None else self._examples(check_dataset(rows, "train_dataset"))
@@ -220,12 +220,12 @@ class SupervisedTrainer(Trainer):
         self._count_steps()
 
     def read_changes(self) -> None:
-        """Reads again what may have been set since."""
+        """Reads again the data, which may have been set since."""
         self._read_data()
         self.learner.data = dataclasses.replace(self.learner.data, shuffle=self.data_config().shuffle)
 
     def _count_steps(self) -> None:
-        """How many steps the run has."""
+        """Computes the steps of the run."""
         args, steps = self.args, 0
         if isinstance(self._rows, list):
             whole, rest = divmod(len(self._rows), self.rows_per_update)
@@ -241,7 +241,7 @@ class SupervisedTrainer(Trainer):
             raise ConfigError("train_dataset has no length: set max_steps, the optimizer steps of the run")
         self.max_steps = args.max_steps if args.max_steps > 0 else steps
 
-    # ---- what the base asks --------------------------------------------------------------------------------------
+    # ---- methods of the base ----------------------------------------------------------------------------------------
 
     @property
     def rows_per_update(self) -> int:
@@ -263,7 +263,7 @@ class SupervisedTrainer(Trainer):
         return bool(supervised_metrics({metric: 0.0})) or metric == "num_tokens" or self.compute_metrics is not None
 
     def measure(self, rows: list[Example]) -> dict[str, float]:
-        """The loss and its metrics over an evaluation set, weighed as a whole."""
+        """The loss and its metrics, as means over the whole evaluation set."""
         learner = self.learner
         learner.new_task().check_fit(rows)
         found = learner.measure(ExampleStep(index=self.state.global_step, examples=rows, mode=Mode.EVAL))
@@ -275,11 +275,11 @@ class SupervisedTrainer(Trainer):
         self.models.config = dataclasses.replace(self.models.config, resume=folder, max_steps=self.max_steps or None)
 
     def record_step(self, row: Mapping[str, Any], step: Any) -> None:
-        """Takes the metrics of an update."""
+        """Records the metrics of an update."""
         self.window.add({**supervised_metrics(row), "num_tokens": float(self.state.num_input_tokens_seen)})
 
     def set_epoch(self) -> None:
-        """The state's epoch, by its micro-batches; of a stream the part of the run that is done."""
+        """Computes state.epoch from micro-batches; for a stream, the finished share of the run."""
         if not isinstance(self._rows, list) or not self.updates_per_epoch:
             super().set_epoch()
             return
@@ -289,13 +289,13 @@ class SupervisedTrainer(Trainer):
 
 
 def learner_class(kind: type[SupervisedLearner[Any]]) -> Callable[..., Any]:
-    """A learner of this kind whose rows are Examples, and whose runs tell a front's callbacks.
+    """A subclass of a learner for a front: its rows are Examples already, and its task calls the front's callbacks.
 
-    Args: kind: the learner.
-    Returns: its class; `make_task` is set by the front.
+    Args: kind: the learner's class.
+    Returns: the subclass; the front sets `make_task`.
     """
 
-    class OfFront(kind):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]
+    class FrontLearner(kind):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]
         make_task: Any
 
         def encoder(self) -> Any:
@@ -304,5 +304,5 @@ def learner_class(kind: type[SupervisedLearner[Any]]) -> Callable[..., Any]:
         def new_task(self, eval_ds: Any = None) -> Any:
             return self.make_task(self)
 
-    OfFront.__name__ = OfFront.__qualname__ = kind.__name__
-    return OfFront
+    FrontLearner.__name__ = FrontLearner.__qualname__ = kind.__name__
+    return FrontLearner

@@ -1,1 +1,1 @@
-"""What every trainer has of transformers' Trainer: callbacks, state, logs, files, the model it is given."""
+"""The base of all trainers: callbacks, state, logs, files, the model."""

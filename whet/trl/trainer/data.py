@@ -1,4 +1,4 @@
-"""Data sets that a trainer is given: what they may be, and that there are some where an evaluation is asked for."""
+"""Checks the data sets of a trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trainer writes besides checkpoints, and sends: the model, numbers, the model card."""
+"""Saves and pushes the model, its metrics and its model card."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAMED = ("whet", "torch", "transformers", "datasets")
 
 
 class HubMixin:
-    """What a trainer gives away: a part of Trainer."""
+    """The methods of Trainer that save and push the model."""
 
     METHOD: ClassVar[str] = ""
     TRAINED_BY: ClassVar[str] = ""
@@ -38,7 +38,7 @@ class HubMixin:
             self.push_to_hub("Model save")
 
     def save_user_files(self, folder: Path) -> None:
-        """Calls save_model for a checkpoint where it is a user's own: what it adds lies beside what a resume needs."""
+        """Calls a user's own save_model for a checkpoint, so that its files lie there too."""
         if getattr(self.save_model, "__func__", None) is not HubMixin.save_model:
             self.save_model(str(folder), _internal_call=True)
 

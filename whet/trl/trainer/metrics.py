@@ -1,4 +1,4 @@
-"""A step's metrics under TRL's names, and their means between two logs."""
+"""Renames metrics to TRL's names, and averages them between two logs."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _SUPERVISED = re.compile(
     r"loss|grad_norm|learning_rate|entropy|kl|mean_token_accuracy|rewards/(chosen|rejected|accuracies|margins)"
     r"|(logps|logits)/(chosen|rejected)|accuracy|margin|(min|mean|max)_reward"
 )
-"""The same of supervised training."""
+"""Names that are the same in supervised training."""
 _TIMED = re.compile(r"loss|runtime|(samples|steps)_per_second")
-"""What transformers' evaluation itself has of each set."""
+"""Metrics that transformers computes for each evaluation set."""
 _NOT = ("rewards/score/", "rewards/advantage/")
 _TERMINATED = tuple(f"completions/{how}_terminated_length" for how in ("mean", "min", "max"))
 
@@ -85,12 +85,12 @@ def _names_of_0_16(found: Mapping[str, float], row: Mapping[str, Any]) -> dict[s
 
 
 def best_metric_name(args: Any, sets: Iterable[str], known: Callable[[str], bool]) -> str | None:
-    """The metric by which the best checkpoint is known, under the name that an evaluation gives it; None = none.
+    """The metric of the best checkpoint, under its name in an evaluation; None = none.
 
     Args: args: with metric_for_best_model. sets: names of the evaluation sets; "" is that of a single one. Of several,
         a metric without a name of theirs is the last one's, as in TRL, whose own metrics go without. known: whether an
         evaluation may have a metric.
-    Raises: ConfigError: it can't be one.
+    Raises: ConfigError: no evaluation can have the metric.
     """
     if args.metric_for_best_model is None:
         return None
@@ -102,12 +102,12 @@ def best_metric_name(args: Any, sets: Iterable[str], known: Callable[[str], bool
         names = " or ".join(f"eval_{name}_{own}" for name in sets)
         raise ConfigError(f"metric_for_best_model={given!r}: there are several evaluation sets; name one's: {names}")
     if not (_TIMED.fullmatch(own) or known(own)):
-        raise ConfigError(f"metric_for_best_model={given!r} is no metric of an evaluation; take eval_loss, or another")
+        raise ConfigError(f"metric_for_best_model={given!r}: no evaluation has this metric; take eval_loss, or another")
     return f"eval_{own}" if not sets else f"eval_{of or sets[-1]}_{own}"
 
 
 class MetricsWindow:
-    """The means of metrics since the last log; NaN is left out, and None stands where there was nothing else: TRL's.
+    """The means of metrics since the last log, as in TRL: NaN is left out; a metric with NaN only is None.
 
     >>> w = MetricsWindow()
     >>> w.add({"loss": 1.0, "kl": float("nan")}); w.add({"loss": 3.0}); w.take()
@@ -115,21 +115,21 @@ class MetricsWindow:
     """
 
     FIRST = ("loss", "grad_norm", "learning_rate")
-    """What a printed row begins with, as transformers' rows do."""
+    """The first columns of a printed row, as in transformers."""
     _LAST = ("num_tokens", "grad_norm", "learning_rate", "entropy_coef")
 
     def __init__(self) -> None:
         self._values: dict[str, list[float]] = {}
 
     def add(self, row: Mapping[str, float]) -> None:
-        """Takes a row."""
+        """Adds a row."""
         for name, value in row.items():
             values = self._values.setdefault(name, [])
             if not math.isnan(value):
                 values.append(float(value))
 
     def take(self) -> dict[str, Any]:
-        """The means, which are forgotten; of a counter, a rate and the gradient's norm the last one."""
+        """Returns the means and clears them; counters, rates and the gradient norm have their last value."""
         found, self._values = self._values, {}
         values = {**{name: found[name] for name in self.FIRST if name in found}, **found}
         return {n: None if not v else v[-1] if n in self._LAST else sum(v) / len(v) for n, v in values.items()}

@@ -1,4 +1,4 @@
-"""The model that a trainer is given, as whet takes it: a name or a module, its adapter, quantised weights, dtype."""
+"""Prepares the given model for whet: a name or a module, its adapter, quantised weights, dtype."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ _OF_PEFT = {
     "target_parameters": (None, []),
     "use_dora": (False,),
 }
-"""Fields of PEFT's LoraConfig -> how an adapter is one W + s·B·A in every layer; else PEFT's own layers run."""
+"""Field of PEFT's LoraConfig -> its values for W + s·B·A in every layer; with others PEFT's own layers run."""
 _EXPERTS = {"gate_proj", "up_proj", "down_proj"}
 """Layers that are one tensor of all experts in a mixture of experts."""
 _HALF = ("float16", "torch.float16", "half", "fp16")
-"""What model_init_kwargs says of parameters that are to be float16."""
+"""Values of dtype in model_init_kwargs that mean float16."""
 _FROZEN_HEAD = "modules_to_save"
-"""What a reward model's adapter lacks to train its head."""
+"""The field that a reward model's adapter needs to train its head."""
 
 
 _PROMPT = "is_prompt_learning"
-"""What a configuration of a learned prompt has."""
+"""The attribute of a configuration of a learned prompt."""
 
 
 def _lora_of(given: Any, model: str | nn.Module, *, trust: bool, dropout: bool = False) -> LoraConfig:

@@ -1,6 +1,6 @@
-"""Optimizers besides whet's own: those that transformers' `optim` names, a user's, made already or as a class.
+"""Optimizers other than whet's own: by a name of transformers' `optim`, as an object or as a class.
 
-And the schedules that go by the metric of an evaluation, which no step of an optimizer moves.
+Also schedules that follow the metric of an evaluation, such as ReduceLROnPlateau.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ __all__ = [
 ]
 
 _BY_METRIC = (ReduceLROnPlateau, GreedyLR)
-"""Schedules that a metric steps, not an update."""
+"""Schedules that a metric steps."""
 
 
 class LRView:
-    """What callbacks are given as lr_scheduler: the rates of now, and the state of whet's own schedule.
+    """The lr_scheduler of callbacks: the current rates, and the state of whet's own schedule.
 
     Args: front: the trainer. Its optimizer makes the schedule at its first step, and steps it.
     """
@@ -52,7 +52,7 @@ class LRView:
 
 
 def existing_optimizer(optimizer: Any, scheduler: Any, max_grad_norm: float) -> Callable[[Any], torch.optim.Optimizer]:
-    """A factory of an optimizer that is there already: it clips before each step, and the schedule moves after it.
+    """A factory that returns a given optimizer, which clips before each step and steps its schedule after it.
 
     Args: optimizer: over the model's own parameters. scheduler: of it; None = a constant rate. max_grad_norm: 0 = off.
     """
@@ -122,7 +122,7 @@ def begin_schedule(front: Any) -> None:
 
 
 def step_schedule(front: Any, value: float) -> None:
-    """Tells an evaluation's metric to the schedule, where it goes by one."""
+    """Steps a schedule that follows a metric. Args: value: of the evaluation."""
     if isinstance(front.scheduler, _BY_METRIC):
         front.scheduler.step(value)
         _keep_rates(front.worker.optim)
@@ -145,7 +145,7 @@ def _keep_rates(optim: Any) -> None:
 
 
 def serializable_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a schedule's state can be stored: numbers, texts and lists of them."""
+    """The part of a schedule's state that can be stored: numbers, texts and lists of them."""
 
     def simple(value: Any) -> bool:
         return value is None or isinstance(value, int | float | str)

@@ -1,8 +1,8 @@
-"""What a user sees of a model whose adapter is trained: PEFT's model around the very modules that are trained.
+"""PEFT's PeftModel around a model in training, for `trainer.model`.
 
 TRL's scripts call `trainer.model.save_pretrained`, `push_to_hub`, `merge_and_unload`, `print_trainable_parameters`: the
-model in training has PEFT's layers and none of these. PEFT's wrapper would put in layers of its own, so it is made with
-none, around those that are there: no weight lies twice.
+model in training has PEFT's layers and none of these methods. The wrapper is made without layers, around those that
+exist, so that no weight is stored twice.
 """
 
 from __future__ import annotations

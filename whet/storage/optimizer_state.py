@@ -3,8 +3,7 @@
     optimizer.safetensors   "model.norm.weight.exp_avg": [D] ...     "<parameter>.<key>", any order
     state.pt, "optim"       groups: [{"params": [names], "lr": ...}], what is not a tensor, the place in the schedule
 
-A name identifies a number whatever the groups of an optimizer are, so that parts of it can be read. Files of
-format 1 name a parameter by its place among the groups; they are read in the order that the optimizer has here.
+A name identifies a tensor whatever the groups of the optimizer are, so parts of the state can be read.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from whet.errors import CheckpointError, ConfigError
-from whet.storage.format_version import OPTIMIZER_FORMAT, check_format
+from whet.storage.checkpoint import CHECKPOINT_FORMAT, check_format
 from whet.util.references import resolve_ref
 from whet.util.tensor_subclasses import is_wrapper
 
@@ -133,7 +132,7 @@ def _copied(value: Tensor) -> Tensor:
 def load_optimizer_state(
     path: Path, rest: Mapping[str, Any], groups: Sequence[Sequence[str]]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, dict[str, Any]]]:
-    """What a checkpoint holds of an optimizer, in the order that the optimizer has here.
+    """Reads an optimizer's state in the order that the optimizer has here.
 
     Args:
         path: optimizer.safetensors.
@@ -148,28 +147,17 @@ def load_optimizer_state(
     """
     try:
         with safe_open(path, "pt") as file:
-            number = (file.metadata() or {}).get(FORMAT_KEY, "1")
-        found = load_file(path)
+            number = (file.metadata() or {}).get(FORMAT_KEY)
+        tensors = load_file(path)
     except (OSError, SafetensorError) as e:
         raise CheckpointError(f"{path} can't be read ({e}); resume from an earlier step-* folder") from e
-    known = int(number) if number.isdecimal() and len(number) < 10 else number
-    by_place = check_format(path, known, OPTIMIZER_FORMAT, weights=path.parent) == 1
-    there = rest["groups"]
-    if by_place and [len(g["params"]) for g in there] != [len(names) for names in groups]:
-        raise CheckpointError(
-            f"{path} holds groups of {[len(g['params']) for g in there]} parameters without their names, and the "
-            f"optimizer here has groups of {[len(names) for names in groups]}; resume with the model and the frozen "
-            "layers that it was saved with, or start a new run from its weights"
-        )
-    flat = [name for names in groups for name in names]
-    parameters = [str(i) for i in range(len(flat))] if by_place else flat
-    entries = unflatten_state(found, rest["plain"], rest["wrapped"], parameters)
-    if by_place:
-        return list(there), list(rest["made"]), {flat[int(i)]: entry for i, entry in entries.items()}
-    order = [_group_of(path, names, there) for names in groups]
-    if len(there) != len(groups):
-        raise CheckpointError(f"{path} holds {len(there)} groups of parameters, the optimizer here has {len(groups)}")
-    return [there[i] for i in order], [rest["made"][i] for i in order], entries
+    check_format(path, CHECKPOINT_FORMAT if number == str(CHECKPOINT_FORMAT) else number, weights=path.parent)
+    saved = rest["groups"]
+    entries = unflatten_state(tensors, rest["plain"], rest["wrapped"], [name for names in groups for name in names])
+    order = [_group_of(path, names, saved) for names in groups]
+    if len(saved) != len(groups):
+        raise CheckpointError(f"{path} holds {len(saved)} groups of parameters, the optimizer here has {len(groups)}")
+    return [saved[i] for i in order], [rest["initial_settings"][i] for i in order], entries
 
 
 def _group_of(path: Path, names: Sequence[str], saved: Sequence[Mapping[str, Any]]) -> int:

@@ -39,7 +39,7 @@ class Scripted(Task):
     def settings(self):
         return {"trainer": dump_tree(self.config)}
 
-    def reads(self):
+    def inputs(self):
         return {"models": {}, "stop_ids": [], "tokenizer": {}, "evaluation": None, "code": {}}
 
     def expected_metrics(self):
@@ -214,7 +214,7 @@ def test_a_resumed_run_stops_where_the_uninterrupted_one_does(train):
         (
             {"keep_best": "acuracy"},
             [0.0] * 9,
-            "'acuracy' is no metric of an evaluation; .* there are accuracy",
+            "'acuracy' is not a metric of the evaluation; .* there are accuracy",
         ),
         ({"keep_best": "accuracy"}, None, "there is no evaluation data"),
         ({"keep_best": "accuracy", "run_dir": None}, [0.0] * 9, "needs a folder for checkpoints"),
@@ -225,7 +225,7 @@ def test_a_resumed_run_stops_where_the_uninterrupted_one_does(train):
 def test_a_metric_that_never_comes_is_an_error(train, fields, evals, said, caplog):
     with pytest.raises(ConfigError, match=said):
         train(8, evals, entropy=[1.0] * 9, learned=[UPDATED] * 9, **fields)
-    assert ("keep_best.metric=acuracy is none of the metrics that are known" in caplog.text) == ("acuracy" in said)
+    assert ("keep_best.metric=acuracy is not among the metrics that are known" in caplog.text) == ("acuracy" in said)
 
 
 def test_a_metric_that_comes_late_is_no_error(train):

@@ -1,16 +1,17 @@
-"""A user's rollout class with Tunix's BaseRollout methods, as an engine.
+"""A rollout class of the user's with Tunix's BaseRollout methods, as an engine.
 
-Such a class takes text and returns text, tokens and perhaps logprobs, for a whole batch at once. So prompt ids are
-decoded here, special tokens and all, and what comes back is cut at the stop token and stamped with the policy version.
-A call has a seed of its own, rollout_config.seed, made of its first prompt's address: steps differ, and runs repeat.
-Left out on purpose: addressed draws and aborting, which that interface has no arguments for; sampling fields
-that it does not have are refused, not dropped.
+Such a class takes text and returns text, tokens and perhaps logprobs, for a whole batch at once. The adapter decodes
+the prompt ids with their special tokens, cuts what comes back at the stop token, and stamps it with the policy version.
+Each call has its own seed in rollout_config.seed, made from the address of its first prompt, so steps differ and a run
+can be repeated. The interface has no arguments for addressed draws and for aborting; the adapter refuses sampling
+fields that the interface does not have.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -28,7 +29,7 @@ from whet.ops.counter_rng import address_key
 from whet.rollout.base import EngineCaps, Output, Request, Sampling
 from whet.rollout.queue_engine import QueueEngine
 
-__all__ = ["BaseRollout", "BaseRolloutAdapter", "RolloutOutput", "TokenizerAdapter", "prompt_text"]
+__all__ = ["BaseRollout", "BaseRolloutAdapter", "TokenizerAdapter", "is_rollout_class", "prompt_text"]
 
 
 BEYOND = {
@@ -45,25 +46,14 @@ BEYOND = {
 """Fields of Sampling that Tunix's RolloutConfig has no name for -> whet's name in a rollout configuration, if any."""
 
 
-class RolloutOutput(Protocol):
-    """What generate returns; the names are Tunix's."""
-
-    text: Sequence[str]
-    tokens: Sequence[Any]
-    """Int [C] for each prompt, unpadded."""
-    logprobs: Sequence[Any] | None
-    """Float [C] for each prompt, or None."""
-    left_padded_prompt_tokens: Any
-
-
 class BaseRollout(Protocol):
-    """The methods that are called of a user's rollout class; the names are Tunix's.
+    """The methods of a rollout class that whet calls.
 
-    Tunix's others (get_per_token_logps, pad_id, eos_id, model) may be there, and nothing here calls them.
+    The class may have Tunix's other methods (get_per_token_logps, pad_id, eos_id, model); whet does not call them.
     """
 
-    def generate(self, prompts: list[str], rollout_config: Any) -> RolloutOutput:
-        """One completion for each prompt."""
+    def generate(self, prompts: list[str], rollout_config: Any) -> Any:
+        """One completion for each prompt: an object with `tokens` and, on request, `logprobs`, as RolloutOutput has."""
         ...
 
     def update_params(self, params: Any) -> None:
@@ -72,7 +62,7 @@ class BaseRollout(Protocol):
 
 
 class BaseRolloutAdapter(QueueEngine):
-    """Makes an engine of a BaseRollout.
+    """An engine that calls a BaseRollout.
 
     Args:
         rollout: an object, or a class or functools.partial, called without arguments.
@@ -101,6 +91,20 @@ class BaseRolloutAdapter(QueueEngine):
         self._decode, self._config, self._module = decode, rollout_config, module
         logprobs = rollout_config is not None and bool(rollout_config.return_logprobs)
         self.caps = EngineCaps(logprobs=logprobs, stop_strings=False)
+
+    @classmethod
+    def of_class(
+        cls, rollout: Any, module: nn.Module, *, tokenizer: Any, mesh: Any, rollout_config: Any
+    ) -> BaseRolloutAdapter:
+        """The engine of a rollout class, or a partial of one, which is called with Tunix's arguments.
+
+        Args: module: the policy. tokenizer: its tokenizer. mesh: of Role.ROLLOUT, or None.
+        """
+        own = rollout(
+            rollout_actor=module, tokenizer=TokenizerAdapter(tokenizer), mesh=mesh, rollout_config=rollout_config
+        )
+        decode = functools.partial(prompt_text, tokenizer)
+        return cls(own, decode=decode, module=module, rollout_config=rollout_config)
 
     def check(self, request: Request) -> None:
         """Raises EngineError for an offset, or a sampling field without a Tunix name."""
@@ -142,7 +146,7 @@ class BaseRolloutAdapter(QueueEngine):
             raise EngineError("generate returned logprobs None; return them, or set return_logprobs=False")
         return self.finish(batch, [self._output(r, i, out) for i, r in enumerate(batch)])
 
-    def _output(self, request: Request, i: int, out: RolloutOutput) -> Output:
+    def _output(self, request: Request, i: int, out: Any) -> Output:
         """One completion, cut at its first stop token."""
         tokens = np.asarray(out.tokens[i]).astype(np.int32)[: request.sampling.max_tokens]
         stops = np.flatnonzero(np.isin(tokens, request.sampling.stop_ids))
@@ -167,8 +171,14 @@ class BaseRolloutAdapter(QueueEngine):
         self.rollout.update_params(weights)
 
 
+def is_rollout_class(engine: Any) -> bool:
+    """Whether an engine is a class, or a partial of one, with Tunix's rollout methods: it has no `submit`."""
+    kind = engine.func if isinstance(engine, functools.partial) else engine
+    return inspect.isclass(kind) and not callable(inspect.getattr_static(kind, "submit", None))
+
+
 class TokenizerAdapter:
-    """A tokenizer of transformers with what Tunix's has besides: bos_id(), eos_id() and pad_id().
+    """A tokenizer of transformers with the methods bos_id(), eos_id() and pad_id().
 
     >>> from whet.data.tokenizer import byte_tokenizer
     >>> adapter = TokenizerAdapter(byte_tokenizer())

@@ -1,4 +1,4 @@
-"""Which process this is, as torchrun says. Collectives come here with sharding."""
+"""The environment variables of torchrun: RANK, WORLD_SIZE and LOCAL_RANK."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ __all__ = ["rank", "require_single_process", "world_size"]
 
 
 def rank() -> int:
-    """This process's place among all of the job; 0 without torchrun. Raises ConfigError: RANK is not a valid rank."""
+    """The rank of this process; 0 without torchrun. Raises ConfigError: RANK is not a valid rank."""
     return _number("RANK", 0, least=0)
 
 
 def world_size() -> int:
-    """Processes of the job; 1 without torchrun. Raises ConfigError: WORLD_SIZE is not a valid number."""
+    """The number of processes; 1 without torchrun. Raises ConfigError: WORLD_SIZE is not a valid number."""
     return _number("WORLD_SIZE", 1, least=1)
 
 
 def require_single_process() -> None:
-    """Raises ConfigError where torchrun started several processes: each would train a copy of its own.
+    """Raises ConfigError if torchrun started several processes, each of which would train its own copy of the model.
 
-    What it sets (RANK, LOCAL_RANK, WORLD_SIZE) is refused where it is not a valid number.
+    Also raises ConfigError if RANK, LOCAL_RANK or WORLD_SIZE is not a valid number.
     """
     count = world_size()
     if count > 1:
@@ -37,7 +37,7 @@ def require_single_process() -> None:
 
 
 def _number(name: str, default: int, *, least: int) -> int:
-    """A variable of the environment that torchrun sets."""
+    """The value of an environment variable of torchrun."""
     text = os.environ.get(name, "")
     if not text.strip():
         return default

@@ -13,8 +13,8 @@ from helpers import cluster, length_reward, rows
 
 from whet.config import CheckpointingOptions, DataConfig, GRPOConfig
 from whet.learners.grpo import GRPOLearner
-from whet.run.interrupts import SignalHandler
 from whet.run.run import Run
+from whet.run.signals import SignalHandler
 from whet.train.worker import ModelWorker
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1]
@@ -22,19 +22,19 @@ FORK = multiprocessing.get_context("fork")
 
 
 @pytest.fixture
-def interrupts():
+def handler():
     before = {n: signal.getsignal(n) for n in SIGNALS}
     found = SignalHandler()
-    found.listen()
+    found.install()
     yield found
-    found.release()
+    found.uninstall()
     assert {n: signal.getsignal(n) for n in SIGNALS} == before
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_the_first_signal_is_a_wish_that_is_said_once(interrupts, number, caplog):
+def test_the_first_signal_is_a_wish_that_is_said_once(handler, number, caplog):
     signal.raise_signal(number)
-    assert interrupts.asked and [r.message.partition(":")[0] for r in caplog.records] == [number.name]
+    assert handler.stop_requested and [r.message.partition(":")[0] for r in caplog.records] == [number.name]
     for again in SIGNALS[1:]:  # shells and `timeout` send theirs twice, and mean one
         signal.raise_signal(again)
     assert len(caplog.records) == 1
@@ -47,14 +47,14 @@ def test_what_others_handle_or_ignore_is_left_to_them(tmp_path):
     mine, log = (lambda *_: None), (tmp_path / "log").open("w")
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN), signal.signal(signal.SIGTERM, mine)  # nohup; a program's own
     faulthandler.register(signal.SIGUSR1, log)
-    interrupts = SignalHandler()
-    interrupts.listen()
+    handler = SignalHandler()
+    handler.install()
     try:
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN and signal.getsignal(signal.SIGTERM) is mine
         signal.raise_signal(signal.SIGUSR1)
-        assert not interrupts.asked and "test_interrupts.py" in (tmp_path / "log").read_text()
+        assert not handler.stop_requested and "test_signals.py" in (tmp_path / "log").read_text()
     finally:
-        interrupts.release()
+        handler.uninstall()
         faulthandler.unregister(signal.SIGUSR1)
         log.close()
         signal.signal(signal.SIGHUP, before[0])
@@ -82,22 +82,22 @@ def raised(*numbers):
     os._exit(7)
 
 
-def test_a_child_goes_on_with_the_step_until_a_second_ctrl_c_and_sigterm_ends_it(interrupts):
+def test_a_child_goes_on_with_the_step_until_a_second_ctrl_c_and_sigterm_ends_it(handler):
     passed = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGHUP)
     assert exit_of(raised, *passed) == 7
     assert exit_of(raised, *passed, signal.SIGINT) == 8
     assert exit_of(raised, signal.SIGTERM) == -signal.SIGTERM
-    assert exit_of(interrupts._take, signal.SIGTERM, None) == -signal.SIGTERM  # where no hook of a fork ran
-    assert not interrupts.asked
+    assert exit_of(handler._handle, signal.SIGTERM, None) == -signal.SIGTERM  # where no hook of a fork ran
+    assert not handler.stop_requested
 
 
-def orphaned(interrupts):
-    interrupts._pid = 2**22 + 1  # of a run that is over
+def orphaned(handler):
+    handler._pid = 2**22 + 1  # of a run that is over
     raised(signal.SIGHUP)
 
 
-def test_a_child_that_outlives_its_run_is_hung_up_as_any_other(interrupts):
-    assert exit_of(orphaned, interrupts) == -signal.SIGHUP
+def test_a_child_that_outlives_its_run_is_hung_up_as_any_other(handler):
+    assert exit_of(orphaned, handler) == -signal.SIGHUP
 
 
 BUSY = FORK.Event()
@@ -109,7 +109,7 @@ def never_done():
         time.sleep(60)
 
 
-def test_a_pool_that_a_thread_makes_while_a_run_listens_ends(interrupts):
+def test_a_pool_that_a_thread_makes_while_a_run_listens_ends(handler):
     found = []
 
     def pooled():
@@ -148,7 +148,7 @@ def test_a_run_asked_in_the_midst_of_a_step_ends_after_it_with_a_checkpoint(tmp_
         monkeypatch.setattr(made.cluster.rollout, "step", asks(made.cluster.rollout.step))
     if where == "saving":
         monkeypatch.setattr(safetensors.torch, "save_file", asks(safetensors.torch.save_file))
-    with pytest.raises(KeyboardInterrupt, match=r"stopped after step 1; .*step-000001\ngo on .*resume=.latest"):
+    with pytest.raises(KeyboardInterrupt, match=r"stopped after step 1; .*step-000001\nto continue, .*resume=.latest"):
         made.train(rows(8))
     monkeypatch.undo()
     run = learner(tmp_path, resume="latest", checkpointing_options=each).train(rows(8))
