@@ -47,7 +47,7 @@ class StepPasses:
     logprobs: Tensor | None = None
     """[S]: the policy's, of the batch."""
     mismatched: TokenBatch | None = None
-    """ops.mismatched(batch), with the reference's logprobs as its column ref_logprobs where there is a reference."""
+    """Of `mismatched_rows`, with the reference's logprobs as its column ref_logprobs if there is a reference."""
     mismatched_logprobs: Tensor | None = None
     """The policy's, of the mismatched rows."""
 
