@@ -311,11 +311,11 @@ class RLCluster(RoleWorkers):
     def release_engine_memory(self) -> None:
         """Frees what an engine holds besides the weights, until it samples again: an update needs none of it."""
         if self._rollouts.release():
-            self.give_back(self.actor)
+            self.release_memory(self.actor)
 
     def sync_weights(self) -> None:
         """Gives the engine the actor's weights under a new policy version; nothing moves where they are shared."""
-        self.advance(self.actor)
+        self.finish_step(self.actor)
         with self.trace.span("weight_sync"):
             self._rollouts.sync()
 

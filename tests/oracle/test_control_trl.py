@@ -312,6 +312,6 @@ def test_the_reference_moves_as_trls_callback_moves_it():
     callbacks.SyncRefModelCallback._sync_target_model(policy, ref, 0.6)
     with torch.no_grad():
         for a, b in zip(mine.parameters(), policy.parameters()):
-            a.lerp_(b, 0.6)  # what ModelWorker.take_weights does
+            a.lerp_(b, 0.6)  # what ModelWorker.load_weights does
     for a, b in zip(mine.parameters(), ref.parameters()):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)

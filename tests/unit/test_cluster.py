@@ -314,7 +314,7 @@ def test_a_cluster_that_only_trains_builds_no_engine(monkeypatch):
     c = cluster()
     c.actor.logprobs(batch)
     c.release_engine_memory()
-    c.actor_trainer.update(c.actor_trainer.weighted(batch))
+    c.actor_trainer.update(c.actor_trainer.add_loss_weights(batch))
     c.sync_weights()
     assert c.actor.version == 1 and "rollout" not in c.describe()
     state = c.state()

@@ -58,6 +58,15 @@ def test_fields_without_effect_say_so_and_do_not_reach_whet(cls):
             assert "No effect" in docs[name] and name not in core, name
 
 
+def test_second_names_of_a_field_are_read_into_it():
+    grpo = GRPOConfig(loss_algo="gspo-token", policy_loss_fn="grpo")
+    assert grpo.policy_loss_fn == grpo.loss_algo == core_config(grpo).policy_loss_fn == "gspo-token"
+    assert GRPOConfig(loss_algo="grpo", policy_loss_fn="ppo").policy_loss_fn == "ppo"
+    assert dataclasses.replace(grpo, beta=0.1).policy_loss_fn == "gspo-token"
+    ppo = PPOConfig(kl_method="kl")
+    assert ppo.kl_loss_mode == ppo.kl_method == core_config(ppo).kl_loss_mode == "kl"
+
+
 def test_a_configuration_of_whet_is_made_of_the_fields_that_have_an_effect():
     saving = CheckpointingOptions(save_interval_steps=3, timeout_secs=1)
     training = RLTrainingConfig(max_seq_token_per_tpu=512, checkpointing_options=saving, max_inflight_computations=9)
@@ -97,6 +106,9 @@ def test_a_configuration_of_whet_is_made_of_the_fields_that_have_an_effect():
         (RolloutConfig, {"rollout_vllm_max_num_seqs": "many"}, "vllm.max_num_seqs"),
         (ClusterConfig, {"role_to_logical_axis_rule": {"actor": ()}}, "parameters are sharded by mesh axis"),
         (PPOConfig, {"mini_batch_size": 4}, "RLTrainingConfig"),
+        (PPOConfig, {"kl_method": "kl", "kl_loss_mode": "mse_kl"}, "are the same key; give it once"),
+        (GRPOConfig, {"loss_algo": "gspo-token", "policy_loss_fn": "ppo"}, "are the same key; give it once"),
+        (GRPOConfig, {"loss_algo": "ppo"}, "loss_algo should be either grpo or gspo-token"),
     ],
 )
 def test_what_must_be_one_value_is_refused_otherwise(cls, given, message):

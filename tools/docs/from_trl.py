@@ -61,8 +61,7 @@ refused; the error names the accumulation that makes the same step with one proc
   of a whole model in bf16 writes its rounded parameters.
 - `output_dir/checkpoint-N` is a complete folder without links: it can be copied and moved. transformers, PEFT and TRL
   load it as the model. `run.pt` and `whet/` (optimizer and schedule) are for a resume only. `output_dir` is locked
-  while a run writes there. Checkpoints of earlier versions, with links into `output_dir/.whet`, can be resumed as long
-  as that folder exists.
+  while a run writes there.
 - A run that resumes from an earlier checkpoint leaves the later ones until it writes them again, as in TRL:
   `resume_from_checkpoint=True` takes the one with the highest number.
 - The model runs on packed rows of many sequences, a *pass* at a time, whatever the batch. Memory depends on the tokens

@@ -80,7 +80,7 @@ class Chat:
             raise DataError(f"{text[:40]!r} is no valid text ({error.reason}); is the input UTF-8?") from error
         before = self.messages, self._held, self._text
         self.messages = [*self.messages, {"role": "user", "content": text}]
-        made, said, stream = [], [], TextStream(self.sampler.decode)
+        tokens, texts, stream = [], [], TextStream(self.sampler.decode)
         self.finish_reason = None
         try:
             prompt, sampling = self._fitted()
@@ -88,15 +88,15 @@ class Chat:
             address = {"seed": self.config.seed, "place": turn, "conversation": self._number}
             try:
                 for piece in self.sampler.stream(prompt, sampling, **address):
-                    made += piece.tokens.tolist()
+                    tokens += piece.tokens.tolist()
                     self.finish_reason = piece.finish_reason
-                    said.append(stream.push(piece.tokens, last=piece.finish_reason is not None))
-                    yield said[-1]
+                    texts.append(stream.push(piece.tokens, last=piece.finish_reason is not None))
+                    yield texts[-1]
             finally:
-                answer = "".join(said) + stream.push((), last=True)
+                answer = "".join(texts) + stream.push((), last=True)
                 self.messages.append({"role": "assistant", "content": answer})
-                self._held = np.concatenate([prompt.tokens, np.array(made, np.int32)])
-                self._text += str(self.sampler.tokenizer.decode(made, clean_up_tokenization_spaces=False))
+                self._held = np.concatenate([prompt.tokens, np.array(tokens, np.int32)])
+                self._text += str(self.sampler.tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
         except WhetError:
             self.messages, self._held, self._text = before
             raise
@@ -175,10 +175,10 @@ def chat(config: ChatConfig) -> None:
             try:
                 if not line.startswith("/"):
                     _answer(talk, line)
-                elif (told := talk.command(line)) is None:
+                elif (reply := talk.command(line)) is None:
                     return
                 else:
-                    _tell(told)
+                    _tell(reply)
             except OutputError:
                 raise
             except WhetError as error:

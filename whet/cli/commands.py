@@ -1,4 +1,4 @@
-"""What the commands of `whet` do: from a RunConfig to a cluster, a learner and a run."""
+"""The commands of `whet` that train by reinforcement learning: from a RunConfig to a cluster, a learner and a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch
 
 from whet.cli.preflight import check_rewards, check_run, check_teacher_used
 from whet.cli.resolve_defaults import resolve_defaults
-from whet.cli.rows import data
+from whet.cli.rows import load_train_and_eval
 from whet.cluster import RLCluster
 from whet.config import (
     ClusterConfig,
@@ -38,7 +38,7 @@ from whet.hub.model_card import write_model_card
 from whet.learners.base import RLLearner
 from whet.learners.grpo import GRPOLearner
 from whet.learners.ppo import PPOLearner
-from whet.models.model_factory import made_model
+from whet.models.model_factory import call_model_factory
 from whet.observe.environment import read_environment
 from whet.observe.plots import plot_curves
 from whet.parallel.torchrun_env import require_single_process
@@ -50,7 +50,7 @@ from whet.train.role_workers import ACTOR
 from whet.util.package_files import recipe_path
 from whet.util.references import is_ref
 
-__all__ = ["build", "data", "demo", "grpo", "ppo", "rows_given", "train"]
+__all__ = ["demo", "grpo", "load_train_and_eval", "make_rl_learner", "ppo", "train", "without_read_keys"]
 
 log = logging.getLogger("whet")
 
@@ -66,18 +66,18 @@ def grpo(config: RunConfig) -> dict[str, Any]:
         with folder= and seed= and returning the folder of the model that it made there.
     Returns: the summary that is written to summary.json.
     """
-    return train(config, build)
+    return train(config, make_rl_learner)
 
 
 def ppo(config: PPORunConfig) -> dict[str, Any]:
     """`whet ppo`: trains a policy by PPO, and its critic: see `grpo`. Without a critic's model it is the actor's."""
-    return train(config, build)
+    return train(config, make_rl_learner)
 
 
-def train(config: R, build: Callable[[R], tuple[Any, Any, Any]]) -> dict[str, Any]:
-    """Trains what a configuration says, in a run folder of its own where none is named.
+def train(config: R, make_learner: Callable[[R], tuple[Any, Any, Any]]) -> dict[str, Any]:
+    """Runs the training of a configuration, in a new run folder where none is named.
 
-    Args: config: of a run. build: makes the learner, the training data and the evaluation data of it.
+    Args: config: of a run. make_learner: makes the learner, the training data and the evaluation data of it.
     Returns: the summary that is written to summary.json.
     """
     from transformers.utils import logging as transformers_logging
@@ -91,13 +91,13 @@ def train(config: R, build: Callable[[R], tuple[Any, Any, Any]]) -> dict[str, An
     folder = Path(config.trainer.run_dir or "").absolute()
     log.info("run folder: %s", folder)
     try:
-        _settle_threads(config)
+        _set_threads(config)
         config = _with_model(config, folder)
-        learner, train_ds, eval_ds = build(config)
+        learner, train_ds, eval_ds = make_learner(config)
         try:
             run = learner.train(train_ds, eval_ds)
         except KeyboardInterrupt as stop:
-            raise KeyboardInterrupt(_going_on(stop, config)) from stop
+            raise KeyboardInterrupt(_describe_stop(stop, config)) from stop
         finally:
             learner.close()
     except BaseException:
@@ -129,35 +129,36 @@ def demo(argv: Sequence[str] = ()) -> dict[str, Any]:
     words = [w.replace("seed=", "trainer.seed=", 1) if w.removeprefix("--").startswith("seed=") else w for w in argv]
     recipe = recipe_path("demo")
     config = load_run(["--config", str(recipe), *words])
-    say = _Say()
-    say("whet demo: GRPO teaches a small model the order of operations (a minute or two on 2 cores)")
-    say("  task: 2*2+4*3= -> 4+4*3=4+12=16")
-    say("  It begins as a pupil who calculates rightly, but in random order. The reward checks only the final number.")
+    _print_line("whet demo: GRPO teaches a small model the order of operations (a minute or two on 2 cores)")
+    _print_line("  task: 2*2+4*3= -> 4+4*3=4+12=16")
+    _print_line(
+        "  It begins as a pupil who calculates rightly, but in random order. The reward checks only the final number."
+    )
     summary = grpo(config)
     folder = Path(summary["run_dir"])
-    say("")
-    for line in stories(folder, summary["steps"]):
-        say(line)
-    say("")
-    say(
+    _print_line("")
+    for line in compare_examples(folder, summary["steps"]):
+        _print_line(line)
+    _print_line("")
+    _print_line(
         f"held-out accuracy (greedy, {summary['eval_prompts']} unseen prompts): "
         f"{summary['accuracy_before']:.1%} before GRPO, {summary['accuracy_after']:.1%} after"
     )
-    say(f"time: {summary['train_seconds']:.0f} s for training and evaluation")
-    say(f"run folder:  {folder}   (metrics.jsonl, completions/, curves.png, summary.json)")
-    say(f"final model: {folder / 'final'}   (loads with transformers' from_pretrained)")
-    say("next, a model and rows of your own (a jsonl file with the columns prompt and answer):")
-    say(f"  {program()} grpo model=path/to/model data=train.jsonl reward=last_number")
+    _print_line(f"time: {summary['train_seconds']:.0f} s for training and evaluation")
+    _print_line(f"run folder:  {folder}   (metrics.jsonl, completions/, curves.png, summary.json)")
+    _print_line(f"final model: {folder / 'final'}   (loads with transformers' from_pretrained)")
+    _print_line("next, a model and rows of your own (a jsonl file with the columns prompt and answer):")
+    _print_line(f"  {program()} grpo model=path/to/model data=train.jsonl reward=last_number")
     return summary
 
 
-# ---- pieces ----------------------------------------------------------------------------------------------------------
+# ---- steps of a command ----------------------------------------------------------------------------------------------
 
 
-def build(config: RunConfig) -> tuple[RLLearner, Any, Any]:
+def make_rl_learner(config: RunConfig) -> tuple[RLLearner, Any, Any]:
     """The cluster and learner of a configuration, and its training and evaluation data."""
     check_complete(config)
-    found = resolve_defaults(config, *data(config))
+    found = resolve_defaults(config, *load_train_and_eval(config))
     config = found.config
     check_rewards(config, found.train, found.evaluation)
     algo = dataclasses.replace(config.algo, reward_weights=config.reward_weights)
@@ -179,9 +180,8 @@ def build(config: RunConfig) -> tuple[RLLearner, Any, Any]:
             training_config=config.trainer,
         ),
     )
-    rows_as = rows_given(config.data)
     make = PPOLearner if isinstance(config, PPORunConfig) else GRPOLearner
-    learner = make(cluster, algo, list(config.reward_names), data=rows_as, settings=config)  # pyright: ignore
+    learner = make(cluster, algo, list(config.reward_names), data=without_read_keys(config.data), settings=config)  # pyright: ignore
     learner.encoders.update(found.encoders)
     return learner, found.train, found.evaluation
 
@@ -204,8 +204,8 @@ def _critic(config: PPORunConfig) -> RoleConfig:
     return dataclasses.replace(critic, model=actor.model)
 
 
-def _going_on(stop: KeyboardInterrupt, config: AnyRun) -> str:
-    """What a run that was stopped says: how far it came, and the whole command that goes on from there."""
+def _describe_stop(stop: KeyboardInterrupt, config: AnyRun) -> str:
+    """The message of a run that was stopped: how far it came, and the whole command that continues it."""
     trainer = config.trainer
     what = stop.message if isinstance(stop, Stopped) else "stopped at once"
     newest = Checkpoints(trainer.checkpoint_root, {}).find("latest")
@@ -217,21 +217,20 @@ def _going_on(stop: KeyboardInterrupt, config: AnyRun) -> str:
 
 
 def program() -> str:
-    """What runs whet from this shell."""
+    """The command that runs whet from this shell."""
     return "whet" if shutil.which("whet") is not None else f"{shlex.quote(sys.executable)} -m whet"
 
 
-def rows_given(data: D) -> D:
-    """The section data without what the rows were read by: that is done."""
+def without_read_keys(data: D) -> D:
+    """The section data with the defaults of the keys by which rows are read: the rows are read already."""
     usual = type(data)()
     return dataclasses.replace(data, **{name: getattr(usual, name) for name in data.READ_BY})
 
 
-def _settle_threads(config: AnyRun) -> None:
-    """Sets torch's threads: as OMP_NUM_THREADS says, as a resumed run had them, or all cores, as torch does.
+def _set_threads(config: AnyRun) -> None:
+    """Sets the number of torch's threads: OMP_NUM_THREADS, the number of the resumed run, or all cores.
 
-    Never by a clock: the number decides the last bits, and one command computes alike every time. It is recorded
-    (environment.json).
+    The number is never chosen by timing, because it decides the last bits of the results. environment.json records it.
     """
     if "OMP_NUM_THREADS" in os.environ or torch.cuda.is_available():
         return
@@ -245,7 +244,7 @@ def _settle_threads(config: AnyRun) -> None:
 
 
 def _with_run_dir(config: R) -> R:
-    """A run folder where none was given: runs/<date>-<time>, this run's alone; -2 and so on where that is taken."""
+    """Adds a run folder where none was given: runs/<date>-<time>, followed by -2 and so on where that exists."""
     if config.trainer.run_dir is not None:
         return config
     wanted = folder = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
@@ -262,13 +261,13 @@ def _with_run_dir(config: R) -> R:
 
 
 def _with_model(config: R, folder: Path) -> R:
-    """The configuration with a model that is made by a function turned into the folder where it was made."""
+    """Calls the function that makes the model, where there is one, and replaces it by the folder of the model."""
     section = config.TRAINED
     role: RoleConfig = getattr(config, section)
     if role.model is None or not is_ref(role.model):
         return config
-    made = made_model(role.model, str(folder / "start"), config.trainer.seed)
-    return dataclasses.replace(config, **{section: dataclasses.replace(role, model=made)})
+    model = call_model_factory(role.model, str(folder / "start"), config.trainer.seed)
+    return dataclasses.replace(config, **{section: dataclasses.replace(role, model=model)})
 
 
 def summarise(run: Run, config: AnyRun, seconds: float) -> dict[str, Any]:
@@ -297,7 +296,7 @@ def summarise(run: Run, config: AnyRun, seconds: float) -> dict[str, Any]:
     return found
 
 
-def stories(folder: Path, last: int, count: int = 4) -> list[str]:
+def compare_examples(folder: Path, last: int, count: int = 4) -> list[str]:
     """Example completions of the same held-out prompts, before and after."""
     import pandas
 
@@ -315,9 +314,7 @@ def stories(folder: Path, last: int, count: int = 4) -> list[str]:
     return lines
 
 
-class _Say:
-    """Lines for a person on standard output."""
-
-    def __call__(self, line: str) -> None:
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()
+def _print_line(line: str) -> None:
+    """Writes a line to standard output at once."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()

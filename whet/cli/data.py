@@ -9,13 +9,13 @@ from itertools import islice
 from typing import Any
 
 from whet.cli.resolve_defaults import make_encoder, with_lengths, with_template
-from whet.cli.rows import data
+from whet.cli.rows import load_train_and_eval
 from whet.config import DPORunConfig, Mode, RoleConfig, RunConfig, SFTRunConfig, SupervisedRunConfig
 from whet.config.run import missing_inputs
 from whet.data.lengths import LengthStats
 from whet.data.preference import PreferenceEncoder, ScoredPairEncoder, UnpairedEncoder
 from whet.data.preview import example_lines, prompt_lines
-from whet.data.prompt_stream import has_random_access, is_batch, unbatch
+from whet.data.prompt_stream import batch_to_rows, has_random_access, is_batch
 from whet.data.prompts import PromptEncoder
 from whet.data.read_errors import iterate_rows
 from whet.data.supervised import RowEncoder, SFTEncoder
@@ -46,7 +46,7 @@ def show_data(config: RunConfig | SupervisedRunConfig, *, rows: int = 3, say: Ca
     Raises: ConfigError: no data, no tokenizer. DataError: what the run would refuse, after the rows before it.
     """
     model = _checked(config)
-    train, evaluation = data(config)
+    train, evaluation = load_train_and_eval(config)
     trusted = getattr(config, config.TRAINED).trust_remote_code
     tokenizer = load_tokenizer(config.tokenizer or model, trust_remote_code=trusted)
     config = with_template(config, tokenizer, train)
@@ -122,8 +122,8 @@ def _show_examples(
             _show_over(spread, limit, "data.max_length", config.data.on_long, say)
         if positions is not None:
             _show_over(spread, positions, "the model's max_position_embeddings", "error", say)
-        if told := encode.describe_counts():
-            say(_filled(told))
+        if counts := encode.describe_counts():
+            say(_filled(counts))
 
 
 def _row_encoder(config: SupervisedRunConfig) -> type[RowEncoder]:
@@ -147,7 +147,7 @@ def _looked_at(given: Any, encode: PromptEncoder | RowEncoder) -> Iterator[tuple
     for item in rows:
         column = encode.prompt_column if isinstance(encode, PromptEncoder) else None
         batch = isinstance(encode, PromptEncoder) and is_batch(item, column)
-        for row in unbatch(item, column) if batch else [item]:
+        for row in batch_to_rows(item, column) if batch else [item]:
             yield place, row
             place += 1
 
@@ -174,5 +174,5 @@ def _show_over(spread: LengthStats, limit: int, name: str, fate: str, say: Calla
 def _filled(text: str) -> str:
     """A text in lines of a terminal's width."""
     held = text.replace(" %", "\N{NO-BREAK SPACE}%")
-    made = textwrap.fill(held, 79, subsequent_indent="  ", break_on_hyphens=False)
-    return made.replace("\N{NO-BREAK SPACE}", " ")
+    filled = textwrap.fill(held, 79, subsequent_indent="  ", break_on_hyphens=False)
+    return filled.replace("\N{NO-BREAK SPACE}", " ")

@@ -27,15 +27,15 @@ def evaluate(config: EvalRunConfig) -> Evaluation:
 
     check_eval(config)
     transformers_logging.disable_progress_bar()
-    made = new_folder("evals") if config.out is None else None
-    if made is not None:
-        config = dataclasses.replace(config, out=str(made))
+    new = new_folder("evals") if config.out is None else None
+    if new is not None:
+        config = dataclasses.replace(config, out=str(new))
     try:
         found = Evaluator(config).run("Evaluating")
     except BaseException:
-        if made is not None:
+        if new is not None:
             with suppress(OSError):
-                made.rmdir()  # where nothing was written, only the name taken
+                new.rmdir()  # where nothing was written, only the name taken
         raise
     try:
         show_table(found.results, found.by_source)

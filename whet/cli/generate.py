@@ -178,7 +178,7 @@ def _opened(path: Path, overwrite: bool) -> Iterator[TextIO]:
             file.close()
         raise KeyboardInterrupt(f"stopped; {_left(path, replaces=replaces, device=device)}") from stop
     finally:
-        with suppress(OSError):  # what the disk did not take was said at its line
+        with suppress(OSError):  # a failed write was reported at its line
             file.close()
         if replaces:
             place.unlink(missing_ok=True)
@@ -211,8 +211,8 @@ def _encoded(config: GenerateConfig, sampler: Sampler, inputs: Sequence[Any]) ->
     )
     with encoder.all_rows():
         prompts = [p for i, text in enumerate(inputs) if (p := encoder({"prompt": text}, i)) is not None]
-    if told := encoder.describe_counts():
-        log.warning("%s", told)
+    if counts := encoder.describe_counts():
+        log.warning("%s", counts)
     if not prompts:
         raise ConfigError(f"all {len(inputs)} prompts are over max_prompt_length={config.max_prompt_length}; raise it")
     return prompts
@@ -265,9 +265,9 @@ def _show_rich(group: Group, generation: int, text: str, note: str) -> None:
     console = Console(highlight=False)
     if generation == 0:
         source = group.prompt.source
-        said = source if isinstance(source, str) else "\n".join(f"{m['role']}: {m['content']}" for m in source)
+        prompt_text = source if isinstance(source, str) else "\n".join(f"{m['role']}: {m['content']}" for m in source)
         console.rule(f"prompt {group.prompt.row}", style="dim", align="left")
-        console.print(Text(escape_control_characters(said), style="dim"))
+        console.print(Text(escape_control_characters(prompt_text), style="dim"))
     title = note if len(group.completions) == 1 else f"{generation}: {note}"
     console.print(Text(f"[{title}] ", style="cyan"), Text(escape_control_characters(text)), sep="")
 

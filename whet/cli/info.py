@@ -120,8 +120,8 @@ compdef _whet whet"""
 def _fish(commands: Mapping[str, str], keys: Mapping[str, Sequence[str]]) -> str:
     lines = ["# whet completion fish > ~/.config/fish/completions/whet.fish"]
     for name, text in commands.items():
-        said = text.replace("'", "\\'")
-        lines.append(f"complete -c whet -n __fish_use_subcommand -f -a {name} -d '{said}'")
+        escaped = text.replace("'", "\\'")
+        lines.append(f"complete -c whet -n __fish_use_subcommand -f -a {name} -d '{escaped}'")
         if keys.get(name):
             lines.append(f"complete -c whet -n '__fish_seen_subcommand_from {name}' -a '{' '.join(keys[name])}'")
     return "\n".join(lines)
@@ -154,7 +154,7 @@ def _env() -> str:
     }
     if other := install.foreign_whet():
         lines["whet, a stranger's"] = other
-    return "\n".join(f"- {name}: {said}" for name, said in lines.items())
+    return "\n".join(f"- {name}: {value}" for name, value in lines.items())
 
 
 def _version(name: str, metadata: Any) -> str | None:

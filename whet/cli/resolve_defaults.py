@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from whet.config import Mode, RunConfig, SupervisedRunConfig
 from whet.config.run_sections import NEW_TOKENS
 from whet.data.lengths import LengthStats, check_prompt_lengths
-from whet.data.prompt_stream import encode_all, first_row, has_random_access, is_batch, unbatch
+from whet.data.prompt_stream import batch_to_rows, encode_all, first_row, has_random_access, is_batch
 from whet.data.prompts import PromptEncoder, find_prompt_column
 from whet.data.templates import DAY, uses_chat_template, writes_date
 from whet.data.tokenizer import load_tokenizer
@@ -81,8 +81,8 @@ def _encode(encode: PromptEncoder, rows: Any) -> Sequence[Prompt]:
     prompts = encode_all(rows, encode, "prompts")
     if not len(prompts):
         raise DataError(f"all {len(rows)} prompts are over {encode.describe_limit()}; raise it")
-    if told := encode.describe_counts():
-        log.warning("%s", told)
+    if counts := encode.describe_counts():
+        log.warning("%s", counts)
     return prompts
 
 
@@ -97,7 +97,7 @@ def _prompts_of_batches(encode: PromptEncoder, data: Any, config: RunConfig) -> 
     Raises: ConfigError: the limit of a stream is not set.
     """
     if has_random_access(data):
-        return _encode(encode, [row for batch in data for row in unbatch(batch, config.data.prompt_column)])
+        return _encode(encode, [row for batch in data for row in batch_to_rows(batch, config.data.prompt_column)])
     if config.rollout.max_prompt_length is None:
         raise ConfigError(
             "rollout.max_prompt_length is needed: the data are a stream, whose longest prompt is not known before it "

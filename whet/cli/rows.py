@@ -1,4 +1,4 @@
-"""The rows that a configuration names; apart from the commands, since `whet data` needs no model code."""
+"""Loads the rows that a configuration names. `whet data` imports this module without any code of models."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from whet.config.data import source_paths
 from whet.data.prompt_stream import hold_out
 from whet.data.sources import have_same_rows, load_rows
 
-__all__ = ["data"]
+__all__ = ["load_train_and_eval"]
 
 log = logging.getLogger("whet")
 
 
-def data(config: RunConfig | SupervisedRunConfig) -> tuple[Any, Any]:
-    """Training and evaluation rows of a configuration; the latter None where none are asked for."""
+def load_train_and_eval(config: RunConfig | SupervisedRunConfig) -> tuple[Any, Any]:
+    """Loads the training and evaluation rows of a configuration; the latter are None where it names none."""
     c = config.data
     if c.streaming and c.shuffle and not c.shuffle_buffer:
         log.warning(
@@ -28,7 +28,7 @@ def data(config: RunConfig | SupervisedRunConfig) -> tuple[Any, Any]:
     if c.eval_path is not None or c.eval_split is not None:
         if have_same_rows(c.path or (), c.split, evaluated, c.eval_split):
             log.warning(
-                "evaluations are of the training data, %s: they measure what was learnt by heart; give data.eval_path "
+                "evaluations are of the training data, %s: they measure memorised rows; give data.eval_path "
                 "other rows, or set data.eval_fraction=0.1",
                 ", ".join(source_paths(evaluated)),
             )

@@ -24,24 +24,27 @@ class _Schema(GenerateJsonSchema):
     ignored_warning_kinds = {"skipped-choice", "non-serializable-default"}  # noqa: RUF012  (pydantic's own name)
 
     def dataclass_schema(self, schema: core_schema.DataclassSchema) -> JsonSchemaValue:
-        made = super().dataclass_schema(schema)
+        result = super().dataclass_schema(schema)
         cls = schema["cls"]
-        made["description"] = (cls.__doc__ or "").strip().partition("\n")[0]
+        result["description"] = (cls.__doc__ or "").strip().partition("\n")[0]
         docs = field_docs(cls)
-        for name, found in made.get("properties", {}).items():
+        for name, found in result.get("properties", {}).items():
             found.pop("title", None)
             if name in docs:
                 found["description"] = " ".join(docs[name].split())
             if named := choices(cls, name):
                 found["examples"] = list(named)
         if any("preset" in vars(c).get("REFUSED", {}) for c in cls.__mro__):
-            made["properties"]["preset"] = {"type": "string", "description": "a published method; other keys change it"}
-        made.pop("required", None)  # a shorthand may stand for it
-        return made
+            result["properties"]["preset"] = {
+                "type": "string",
+                "description": "a published method; other keys change it",
+            }
+        result.pop("required", None)  # a shorthand may stand for it
+        return result
 
     def tuple_schema(self, schema: core_schema.TupleSchema) -> JsonSchemaValue:
-        made = super().tuple_schema(schema)
-        return {"anyOf": [made, made["items"]]} if made.get("items") else made  # a lone value counts as one
+        result = super().tuple_schema(schema)
+        return {"anyOf": [result, result["items"]]} if result.get("items") else result  # a lone value counts as one
 
     def handle_invalid_for_json_schema(self, schema: Any, error_info: str) -> JsonSchemaValue:
         return {"type": "string"}  # a function or a class: YAML names it

@@ -1,4 +1,4 @@
-"""What `whet sft`, `whet rm` and `whet dpo` do: from their configurations to models, a learner and a run."""
+"""The commands `whet sft`, `whet rm` and `whet dpo`: from a configuration to models, a learner and a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from whet.cli.commands import data, rows_given, train
+from whet.cli.commands import load_train_and_eval, train, without_read_keys
 from whet.cli.resolve_defaults import with_template
 from whet.config import DPORunConfig, RMRunConfig, RoleConfig, SFTRunConfig
 from whet.config.run_supervised import SupervisedRunConfig, check_supervised
@@ -47,16 +47,16 @@ def dpo(config: DPORunConfig) -> dict[str, Any]:
 
 def _sft(config: SFTRunConfig) -> tuple[SFTLearner, Any, Any]:
     """The learner of a configuration, and its training and evaluation data."""
-    config, rows, tokenizer = _settled(config, SFTEncoder)
-    models = SupervisedModels(actor=config.actor, **_shared(config, tokenizer))
-    return SFTLearner(models, config.algo, data=rows_given(config.data), settings=config), *rows
+    config, rows, tokenizer = _load_data_and_tokenizer(config, SFTEncoder)
+    models = SupervisedModels(actor=config.actor, **_model_options(config, tokenizer))
+    return SFTLearner(models, config.algo, data=without_read_keys(config.data), settings=config), *rows
 
 
 def _rm(config: RMRunConfig) -> tuple[RewardModelLearner, Any, Any]:
     """The learner of a configuration, and its training and evaluation data."""
-    config, rows, tokenizer = _settled(config, ScoredPairEncoder)
-    models = SupervisedModels(reward_model=config.reward_model, **_shared(config, tokenizer))
-    learner = RewardModelLearner(models, config.algo, data=rows_given(config.data), settings=config)
+    config, rows, tokenizer = _load_data_and_tokenizer(config, ScoredPairEncoder)
+    models = SupervisedModels(reward_model=config.reward_model, **_model_options(config, tokenizer))
+    learner = RewardModelLearner(models, config.algo, data=without_read_keys(config.data), settings=config)
     return learner, *rows
 
 
@@ -65,37 +65,37 @@ def _dpo(config: DPORunConfig) -> tuple[PreferenceLearner, Any, Any]:
     needs = make_preference_objective(config.algo).needs
     reads = needs.reference
     encoder = PreferenceEncoder if needs.rows == "pairs" else UnpairedEncoder
-    config, rows, tokenizer = _settled(config, encoder)
+    config, rows, tokenizer = _load_data_and_tokenizer(config, encoder)
     reference: RoleConfig | str | None = config.reference
     if config.reference is not None:
         reference = dataclasses.replace(config.reference, model=config.reference.model or config.actor.model)
     elif reads:
         reference = ACTOR
-    models = SupervisedModels(actor=config.actor, reference=reference, **_shared(config, tokenizer))
-    learner = PreferenceLearner(models, config.algo, data=rows_given(config.data), settings=config)
+    models = SupervisedModels(actor=config.actor, reference=reference, **_model_options(config, tokenizer))
+    learner = PreferenceLearner(models, config.algo, data=without_read_keys(config.data), settings=config)
     return learner, *rows
 
 
-def _settled(config: C, encoder: Callable[..., Encoder]) -> tuple[C, tuple[Any, Any], Any]:
-    """The configuration with what its tokenizer settles, the training and evaluation data, and the tokenizer.
+def _load_data_and_tokenizer(config: C, encoder: Callable[..., Encoder]) -> tuple[C, tuple[Any, Any], Any]:
+    """The configuration with its defaults, the training and evaluation data, and the tokenizer.
 
-    The first row of both is encoded, so that columns that are missing are told before a model is loaded.
+    The first row of both is encoded, so that a missing column is an error before a model is loaded.
     """
     check_supervised(config)
-    rows = data(config)
+    rows = load_train_and_eval(config)
     tokenizer = load_tokenizer(
         config.tokenizer or config.trained.model, trust_remote_code=config.trained.trust_remote_code
     )
     config = with_template(config, tokenizer, rows[0])
-    encode = encoder(tokenizer, rows_given(config.data))
+    encode = encoder(tokenizer, without_read_keys(config.data))
     for part in rows:
         if isinstance(first := first_row(part), Mapping) and not is_batch(first, None):
             encode(first)
     return config, rows, tokenizer
 
 
-def _shared(config: SupervisedRunConfig, tokenizer: Any) -> dict[str, Any]:
-    """What every supervised run's models are made with."""
+def _model_options(config: SupervisedRunConfig, tokenizer: Any) -> dict[str, Any]:
+    """The arguments of SupervisedModels that every supervised run has."""
     return {
         "tokenizer": tokenizer,
         "config": config.trainer,

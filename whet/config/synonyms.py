@@ -91,7 +91,7 @@ _ALL: dict[tuple[str, ...], str] = {
     ("rollout.max_turns",): "max_assistant_turns",
     ("reward",): "reward_funcs reward_fn reward_fns reward_function custom_reward_function",
     ("algo.beta",): "kl_coef kl_loss_coef init_kl_coef kl_penalty_coef kl_beta",
-    ("algo.kl_loss_mode",): "kl_loss_type kl_estimator kl_penalty",
+    ("algo.kl_loss_mode",): "kl_loss_type kl_estimator kl_penalty kl_method",
     ("algo.kl_type",): "use_kl_in_reward",
     ("algo.scale_rewards",): "norm_adv_by_std_in_grpo",
     ("algo.loss_agg_mode",): "avg_level",
@@ -105,7 +105,7 @@ _ALL: dict[tuple[str, ...], str] = {
     ("algo.gae_lambda",): "lam lamda gae_lam",
     ("algo.dynamic_sampling",): "dynamic_filtering filter_groups group_filtering",
     ("algo.critic_warmup_steps",): "critic_warmup freeze_steps",
-    ("algo.loss_type", "algo.policy_loss_fn"): "loss_type loss_fn loss_mode",
+    ("algo.loss_type", "algo.policy_loss_fn"): "loss_type loss_fn loss_mode loss_algo",
     ("algo.label_smoothing",): "label_smoothing_factor",
 }
 

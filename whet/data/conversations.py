@@ -69,7 +69,7 @@ def render_turns(
         options: further arguments of the template, e.g. tools.
     Returns: a Rendering for each sequence; one, unless the template forks; none where no turn is trained.
     """
-    made: list[Rendering] = []
+    renderings: list[Rendering] = []
     text, others = "", any(m["role"] == "assistant" for m in messages[:first])
     for place in range(first, len(messages)):
         turn = messages[place]
@@ -93,16 +93,16 @@ def render_turns(
             )
             before = common
         rendered = RenderedText(after, place + 1, options)
-        said = Part(after[len(before) :], trained=True)
-        if made and before.startswith(text):
-            made[-1] = made[-1].extend(
-                Part(before[len(text) :], False, others), said, rendered=rendered, changed=changed
+        turn_part = Part(after[len(before) :], trained=True)
+        if renderings and before.startswith(text):
+            renderings[-1] = renderings[-1].extend(
+                Part(before[len(text) :], False, others), turn_part, rendered=rendered, changed=changed
             )
         else:
-            others = others or bool(made)
-            made.append(Rendering((Part(before, False, others), said), rendered, changed))
+            others = others or bool(renderings)
+            renderings.append(Rendering((Part(before, False, others), turn_part), rendered, changed))
         text, others = after, False
-    return made
+    return renderings
 
 
 def render_as_one(
@@ -146,10 +146,10 @@ def make_sequence(parts: Sequence[tuple[Sequence[int] | np.ndarray, Any]]) -> Tr
     ids = np.concatenate([np.asarray(ids, dtype=np.int32) for ids, _ in parts])
     mask = np.concatenate([np.broadcast_to(np.asarray(trained, dtype=bool), len(ids)) for ids, trained in parts])
     start = max(1, int(np.argmax(mask)) if mask.any() else len(ids) - 1)
-    made = ids[:start].copy(), ids[start:].copy(), mask[start:].copy()
-    for array in made:
+    arrays = ids[:start].copy(), ids[start:].copy(), mask[start:].copy()
+    for array in arrays:
         array.setflags(write=False)
-    return TrainSequence(prefix=made[0], tokens=made[1], mask=made[2])
+    return TrainSequence(prefix=arrays[0], tokens=arrays[1], mask=arrays[2])
 
 
 def _says_something(turn: Message) -> bool:
@@ -168,7 +168,7 @@ def _agreed(
     row: int,
 ) -> list[np.ndarray]:
     """What both the turns and the marks say is trained; what the header gives is given, marked or not."""
-    made, start = [], 0
+    agreed, start = [], 0
     for part, its, mask in zip(parts, ids, masks, strict=True):
         marked = np.asarray(marks[start : start + len(its)], dtype=bool)
         start += len(its)
@@ -179,10 +179,10 @@ def _agreed(
             there = [i for i, is_marked in zip(its, marked, strict=True) if is_marked]
             where = f"{format_value(str(template.tokenizer.decode(there)), 80)}, which no assistant says"
         else:
-            made.append(mask & marked)
+            agreed.append(mask & marked)
             continue
         raise DataError(
             f"row {row}: the chat template's {{% generation %}} marks {where}; repair the marks, or take them out of "
             "the template: what the assistant says is then found by its turns"
         )
-    return made
+    return agreed

@@ -73,8 +73,8 @@ class MixedRows(Sequence[Any]):
         if self.weights is None:
             return f"{len(self.parts)} data sets"
         parts = zip(normalize_weights(self.weights), self.parts, strict=True)
-        told = ", ".join(f"{100 * share:.3g} % of {len(part)} row(s)" for share, part in parts)
-        return f"{len(self.parts)} data sets: {told}"
+        shares = ", ".join(f"{100 * share:.3g} % of {len(part)} row(s)" for share, part in parts)
+        return f"{len(self.parts)} data sets: {shares}"
 
     def checksum(self) -> int:
         """A checksum of the lengths and weights, by which a resumed run knows its mixture again."""

@@ -60,8 +60,8 @@ class PreferenceEncoder(RowEncoder):
             if prompt is None or all(repeated):
                 first = _alike(a, b, number)
                 return [Answer(None, a, first=first), Answer(None, b, first=first)]
-            for column, said, repeats in ((chosen, a, repeated[0]), (rejected, b, repeated[1])):
-                if (role := said[0]["role"]) != "assistant":
+            for column, answer, repeats in ((chosen, a, repeated[0]), (rejected, b, repeated[1])):
+                if (role := answer[0]["role"]) != "assistant":
                     what = (
                         "repeats the row's prompt, and the other answer does not"
                         if repeats
@@ -81,17 +81,17 @@ class PreferenceEncoder(RowEncoder):
         return [Answer(prompt, a), Answer(prompt, b)]
 
     def _sequences(self, read: RowAnswers, options: Mapping[str, Any], number: int) -> list[list[TrainSequence]]:
-        made = super()._sequences(read, options, number)
-        texts = all(answer.prompt is None and isinstance(answer.said, str) for answer in read.answers)
+        per_answer = super()._sequences(read, options, number)
+        texts = all(answer.prompt is None and isinstance(answer.response, str) for answer in read.answers)
         if texts:
-            made = [[s] for s in _split_where_they_differ(*(s for answer in made for s in answer))]
-            if not self.scored and np.array_equal(made[0][0].tokens, made[1][0].tokens):
+            per_answer = [[s] for s in _split_where_they_differ(*(s for answer in per_answer for s in answer))]
+            if not self.scored and np.array_equal(per_answer[0][0].tokens, per_answer[1][0].tokens):
                 raise DataError(
                     f"row {number}: chosen and rejected differ in their first token alone, and nothing stands before "
                     "it from which a model could foretell it; give the row a prompt, or the tokenizer a bos token"
                 )
-        first = made[0][0].prefix if made and made[0] else None
-        return [[_with_prefix(s, first) for s in answer] for answer in made]
+        first = per_answer[0][0].prefix if per_answer and per_answer[0] else None
+        return [[_with_prefix(s, first) for s in answer] for answer in per_answer]
 
 
 class ScoredPairEncoder(PreferenceEncoder):

@@ -176,11 +176,11 @@ def _origins(
             return ""
 
     start = written()
-    said = next((text for m in messages if (text := message_text(m))), "")
+    first_text = next((text for m in messages if (text := message_text(m))), "")
     if messages[0]["role"] == "system":
         system = "from the row" if own else "from data.system_prompt"
     else:
-        system = "from the template" if "system" in start[: max(0, start.find(said))] else "none"
+        system = "from the template" if "system" in start[: max(0, start.find(first_text))] else "none"
     lines = [f"  chat template: from {origin}", f"  system prompt: {system}"]
     if tools := options.get("tools", template.options.get("tools")):
         lines.append(f"  tools: {len(tools)}, from {'the row' if 'tools' in options else 'the environment'}")

@@ -29,6 +29,7 @@ from whet.storage.checksums import chain_checksum, compute_checksums
 
 __all__ = [
     "PromptStream",
+    "batch_to_rows",
     "compute_checksums",
     "encode_all",
     "epoch_order",
@@ -36,7 +37,6 @@ __all__ = [
     "has_random_access",
     "hold_out",
     "is_batch",
-    "unbatch",
 ]
 
 log = logging.getLogger("whet")
@@ -94,14 +94,14 @@ def hold_out(rows: Any, fraction: float, seed: int) -> tuple[Any, list[Any]]:
     return parts
 
 
-def unbatch(batch: Mapping[str, Any], prompt_column: str | None = None) -> list[dict[str, Any]]:
+def batch_to_rows(batch: Mapping[str, Any], prompt_column: str | None = None) -> list[dict[str, Any]]:
     """The rows of a batch; columns with more dimensions keep the inner ones.
 
     Args: batch: column -> one value per prompt, as a list or array. prompt_column: as for
         find_prompt_column.
     Raises: DataError: a column of another length than the prompts'.
 
-    >>> unbatch({"prompts": ["a", "b"], "answer": [1, 2]})
+    >>> batch_to_rows({"prompts": ["a", "b"], "answer": [1, 2]})
     [{'prompts': 'a', 'answer': 1}, {'prompts': 'b', 'answer': 2}]
     """
     size = len(batch[find_prompt_column(batch, prompt_column)])
@@ -397,13 +397,13 @@ class PromptStream:
 
         Raises: CheckpointError: they are fewer, or others.
         """
-        items, told = self._shuffled(iterate_rows(self.source, "the data")), time.monotonic()
+        items, last_logged = self._shuffled(iterate_rows(self.source, "the data")), time.monotonic()
         what = "batches" if self.kind == "batches" else "rows"
         self.read_digest = count = 0
         for count, item in enumerate(islice(items, used), 1):
             self.read_digest = chain_checksum(item, self.read_digest)
-            if time.monotonic() - told > LOG_INTERVAL_S:
-                told = time.monotonic()
+            if time.monotonic() - last_logged > LOG_INTERVAL_S:
+                last_logged = time.monotonic()
                 log.info("read %d of the %d %s that the checkpoint had used", count, used, what)
         if count < used:
             raise CheckpointError(
@@ -465,7 +465,7 @@ class PromptStream:
 
     def _read_batches(self, items: Iterator[Mapping[str, Any]]) -> Iterator[list[Any]]:
         for item in items:
-            rows = unbatch(item, self.prompt_column)
+            rows = batch_to_rows(item, self.prompt_column)
             first = self.used * self.batch_size
             self._take(item)
             if len(rows) > self.batch_size:
@@ -475,22 +475,22 @@ class PromptStream:
             if not rows or (len(rows) < self.batch_size and self.last_batch == "drop"):
                 self.dropped_rows += len(rows)
                 continue
-            made = [self._made(row, first + place) for place, row in enumerate(rows)]
-            if any(row is None for row in made):
+            encoded = [self._encode(row, first + place) for place, row in enumerate(rows)]
+            if any(row is None for row in encoded):
                 raise DataError(
                     f"batch {self.used - 1}: a prompt over the limit can't be dropped from a ready-made batch; set "
                     "on_long_prompt to truncate_left, or leave such rows out where the batches are made"
                 )
             self.batch += 1
-            yield made
+            yield encoded
 
     def _read_rows(self, items: Iterator[Any]) -> Iterator[list[Any]]:
         held: list[Any] = []
         for row in items:
-            made = self._made(row, self.used)
+            encoded = self._encode(row, self.used)
             self._take(row)
-            if made is not None:
-                held.append(made)
+            if encoded is not None:
+                held.append(encoded)
             if len(held) == self.batch_size:
                 self.batch += 1
                 full, held = held, []
@@ -504,7 +504,7 @@ class PromptStream:
     def _take(self, item: Any) -> None:
         self.used, self.read_digest = self.used + 1, chain_checksum(item, self.read_digest)
 
-    def _made(self, row: Any, number: int) -> Any:
+    def _encode(self, row: Any, number: int) -> Any:
         return row if self.encode is None else self.encode(row, number)
 
 
@@ -514,18 +514,18 @@ def encode_all(rows: Any, encode: Encode, what: str) -> Sequence[Any]:
     Args: rows: with a length. encode: of each. what: they are, for the log.
     Raises: DataError: after the last row, where rows are over a limit; at once for anything else.
     """
-    out, told = [], time.monotonic()
+    out, last_logged = [], time.monotonic()
     parts, ends = [out], set()
     if isinstance(rows, MixedRows):
         ends = set(accumulate(len(part) for part in rows.parts[:-1]))
     with encode.all_rows() if isinstance(encode, PromptEncoder | RowEncoder) else nullcontext():
-        for place, made in enumerate(_encoded(rows, encode)):
+        for place, encoded in enumerate(_encoded(rows, encode)):
             if place in ends:
                 parts.append(out := [])
-            if made is not None:
-                out.append(made)
-            if time.monotonic() - told > LOG_INTERVAL_S:
-                told = time.monotonic()
+            if encoded is not None:
+                out.append(encoded)
+            if time.monotonic() - last_logged > LOG_INTERVAL_S:
+                last_logged = time.monotonic()
                 log.info("encoded %d of %d %s", place + 1, len(rows), what)
     return rows.with_parts(parts) if isinstance(rows, MixedRows) else out
 

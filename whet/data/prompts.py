@@ -1,6 +1,6 @@
 """From rows to prompts: which column, which template, how long.
 
-Token ids are made once, here; nothing re-tokenises later. Left out on purpose: images (refused).
+Rows are encoded once, here; no later step tokenises again. Left out on purpose: images (refused).
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ class PromptEncoder:
         self.tokenizer = tokenizer
         self.prompt_column = prompt_column
         self.apply_chat_template = apply_chat_template
-        told = {"tools": list(tools)} if tools else {}
-        self.template = ChatTemplate(tokenizer, {**(chat_template_kwargs or {}), **told})
+        tools_option = {"tools": list(tools)} if tools else {}
+        self.template = ChatTemplate(tokenizer, {**(chat_template_kwargs or {}), **tools_option})
         self.system_prompt = system_prompt or None
         self.max_prompt_length = max_prompt_length
         self._data, self._rollout = ("data.", "rollout.") if sections else ("", "")
@@ -227,10 +227,12 @@ class PromptEncoder:
             except Exception as error:  # once the rows before it are looked at
                 wrong = error
                 break
-        made = {one.number: self._prompt(one, ids) for one, ids in zip(read, self._ids(read), strict=True)}
+        encoded = {one.number: self._prompt(one, ids) for one, ids in zip(read, self._ids(read), strict=True)}
         if wrong is not None:
             raise wrong
-        return [self._fit(row) if isinstance(row, Prompt) else made[number] for number, row in enumerate(rows, first)]
+        return [
+            self._fit(row) if isinstance(row, Prompt) else encoded[number] for number, row in enumerate(rows, first)
+        ]
 
     def _read(self, row: Any, number: int) -> _Read:
         """What a row says, and the text that its tokens are made of."""

@@ -103,15 +103,15 @@ def read_text_or_messages(row: Mapping[str, Any], column: str, number: int) -> T
 
 def read_messages(row: Mapping[str, Any], column: str, number: int) -> list[Message]:
     """A column's conversation. Raises DataError where it holds something else."""
-    said = read_text_or_messages(row, column, number)
-    if isinstance(said, str):
+    value = read_text_or_messages(row, column, number)
+    if isinstance(value, str):
         raise DataError(
-            f"row {number}: column {column!r} holds the text {format_value(said, 60)}; expected a list of messages, or "
-            "its JSON",
+            f"row {number}: column {column!r} holds the text {format_value(value, 60)}; expected a list of messages, "
+            "or its JSON",
             fix="name a column of plain text in text_column, or in prompt_column and response_column",
             key="data.text_column",
         )
-    return said
+    return value
 
 
 def template_options(row: Mapping[str, Any], number: int) -> dict[str, Any]:
@@ -122,7 +122,7 @@ def template_options(row: Mapping[str, Any], number: int) -> dict[str, Any]:
     >>> template_options({"tools": '[{"name": "add"}]', "chat_template_kwargs": None}, 0)
     {'tools': [{'name': 'add'}]}
     """
-    made: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for column, kind in (("tools", list), ("chat_template_kwargs", dict)):
         value = row.get(column)
         if isinstance(value, str):
@@ -139,8 +139,8 @@ def template_options(row: Mapping[str, Any], number: int) -> dict[str, Any]:
                 f"{'a list of functions as JSON schemas' if kind is list else 'a mapping'}, or its JSON"
             )
         if value:
-            made |= {"tools": drop_none(value)} if kind is list else value
-    return made
+            options |= {"tools": drop_none(value)} if kind is list else value
+    return options
 
 
 def check_no_images(row: Mapping[str, Any], number: int) -> None:
@@ -186,8 +186,8 @@ def normalize_message(message: Any, place: int, number: int) -> Message:
         )
     if wrong := [part for part in parts if not isinstance(part, str | Mapping)]:
         raise DataError(f"row {number}, message {place} has the part {format_value(wrong[0], 60)}; a part is a text")
-    made = {key: value for key, value in message.items() if value is not None or key == "content"}
-    return {**made, "tool_calls": drop_none(made["tool_calls"])} if "tool_calls" in made else made
+    known = {key: value for key, value in message.items() if value is not None or key == "content"}
+    return {**known, "tool_calls": drop_none(known["tool_calls"])} if "tool_calls" in known else known
 
 
 def message_text(message: Message) -> str:

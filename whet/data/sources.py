@@ -144,9 +144,9 @@ def _named(text: str, split: str | None, subset: str | None, streaming: bool, is
     if _is_url(text):
         return _url(text, streaming)
     if is_ref(text):
-        made = resolve_ref(text, "data set")
+        loaded = resolve_ref(text, "data set")
         with convert_read_errors(f"data set {text!r}", "fix the function, which is called without arguments"):
-            rows = made() if callable(made) else made
+            rows = loaded() if callable(loaded) else loaded
         if is_part and not isinstance(rows, Mapping):
             raise _no_parts(text, split)
         return rows
@@ -352,15 +352,15 @@ def _folder(path: Path, split: str | None, streaming: bool) -> Any:
     files = sorted(p for where in (path, path / "data") for p in where.glob("*") if file_format(p) in FORMATS)
     if not files:
         raise DataError(f"folder {str(path)!r} holds no data; expected {', '.join(FORMATS)} files or a saved Dataset")
-    told = sorted({word for word in SPLITS for p in files if _says(p, word)})
-    if split is None and told:
-        others = [p.name for p in files if not any(_says(p, word) for word in told)]
-        split = _eval_split([*told, *others], path)
+    found = sorted({word for word in SPLITS for p in files if _says(p, word)})
+    if split is None and found:
+        others = [p.name for p in files if not any(_says(p, word) for word in found)]
+        split = _eval_split([*found, *others], path)
     chosen = [p for p in files if split is not None and _says(p, split)]
-    if not chosen and (told or split not in (None, "train")):
+    if not chosen and (found or split not in (None, "train")):
         raise DataError(
             f"folder {str(path)!r} has no split {split!r}; its files: {', '.join(p.name for p in files[:8])}"
-            f"{nearest(str(split), told)}"
+            f"{nearest(str(split), found)}"
         )
     chosen = chosen or files
     _same_format(chosen, f"folder {str(path)!r}")

@@ -1,6 +1,6 @@
 """From rows to Examples for supervised fine-tuning; data/preference.py encodes answers that are compared.
 
-Token ids are made once, here; nothing re-tokenises later. docs/data.md has the forms of rows that are taken.
+Rows are encoded once, here; no later step tokenises again. docs/data.md has the forms of rows that are taken.
 Left out on purpose: images, and ready-made batches: supervised data are rows.
 """
 
@@ -57,42 +57,42 @@ EQUAL = "chosen and rejected say the same"
 
 @dataclass(frozen=True)
 class Answer:
-    """What is trained of a row, and what stands before it."""
+    """An answer that is trained, and the prompt before it."""
 
     prompt: TextOrMessages | None
-    """None = the answer is the whole."""
-    said: TextOrMessages
+    """None = `response` is the whole conversation or text."""
+    response: TextOrMessages
     first: int | None = None
-    """Messages of `said` that are context, where it is the whole."""
+    """How many messages of `response` are context, where it is the whole conversation."""
 
 
 @dataclass(frozen=True)
 class RowAnswers:
-    """What a row says: its answers, and a number for each under a name."""
+    """The answers of a row, and columns with a number for each answer."""
 
     answers: Sequence[Answer]
     columns: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     empty: str = ""
-    """Why there is nothing to train, where that is known."""
+    """Why there is nothing to train; empty where there is something or the reason is unknown."""
 
 
 class RowEncoder:
-    """Turns rows into Examples under the section data, and counts what became of them.
+    """Turns rows into Examples by the settings of section data, and counts the rows by their treatment.
 
     `counts`: encoded rows; of these forked (several sequences), truncated, changed (by the template, accepted), and
     repeating (a text that begins with its prompt's); left out: dropped (over max_length) and empty (nothing to train).
     """
 
     takes = ""
-    """The forms of rows, for messages."""
+    """The accepted forms of rows, for error messages."""
     forks = False
-    """Whether a row may be several sequences that the template makes of one answer."""
+    """Whether one answer may become several sequences, where the chat template requires it."""
     silent = True
-    """Whether an answer that says nothing is trained: its end mark."""
+    """Whether the end token of an empty answer is trained."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, data: SupervisedDataConfig | None = None) -> None:
-        """Args: tokenizer: of transformers. data: the section data; None = its defaults.
-        Raises: ConfigError: a template is asked for and the tokenizer has none.
+        """Args: tokenizer: of transformers. data: the section data; None = the defaults.
+        Raises: ConfigError: apply_chat_template is true and the tokenizer has no chat template.
         """
         self.tokenizer = tokenizer
         self.data = data or SupervisedDataConfig()
@@ -102,13 +102,13 @@ class RowEncoder:
             self.template.require()
 
     def reset_counts(self) -> None:
-        """Starts to count anew, for another data set."""
+        """Sets all counts to 0, for another data set."""
         self.lengths = LengthPolicy(self.data)
         self.counts = dict.fromkeys(("encoded", "forked", "truncated", "changed", "repeating", "dropped", "empty"), 0)
         self._warned_of_empty = False
 
     def __call__(self, row: Mapping[str, Any], number: int = 0) -> Example | None:
-        """One row as an Example.
+        """Encodes one row as an Example.
 
         Args: row: column -> value. number: the row's place in the data set.
         Returns: None where it is left out: too long, or nothing to train.
@@ -119,9 +119,9 @@ class RowEncoder:
             raise DataError(f"row {number} is {type(row).__name__}; a row is a mapping from column to value")
         check_no_images(row, number)
         read, options = self._read(row, number), template_options(row, number)
-        made = [] if read.empty else self._sequences(read, options, number)
-        sequences = [s for answer in made for s in answer]
-        if not sequences or not all(made):
+        per_answer = [] if read.empty else self._sequences(read, options, number)
+        sequences = [s for answer in per_answer for s in answer]
+        if not sequences or not all(per_answer):
             return self._empty(read, number)
         if len(read.answers) == 2 and _equal(sequences):  # as the template shows them
             return self._empty(replace(read, empty=EQUAL), number)
@@ -131,7 +131,7 @@ class RowEncoder:
             self.counts["dropped"] += 1
             return None
         self.counts["encoded"] += 1
-        self.counts["forked"] += len(sequences) > len(made)
+        self.counts["forked"] += len(sequences) > len(per_answer)
         self.counts["truncated"] += any(k is not s for k, s in zip(kept, sequences, strict=True))
         self.counts["repeating"] += any(_repeats_text(answer) for answer in read.answers)
         return Example(sequences=tuple(s for s in kept if s), columns=read.columns, row=number)
@@ -148,11 +148,11 @@ class RowEncoder:
         finally:
             self.lengths.deferred = False
         self.lengths.check_all()
-        if told := self.describe_counts():
-            log.warning("%s", told)
+        if counts := self.describe_counts():
+            log.warning("%s", counts)
 
     def describe_counts(self) -> str:
-        """What became of rows that were not taken as they are; "" where there are none."""
+        """Describes the rows that were changed or left out; "" where there are none."""
         c = self.counts
         over, cut = self.lengths.describe(), f"{c['truncated']} cut at the end, {c['dropped']} left out"
         found = [f"{over} ({cut})"] if over else []
@@ -173,7 +173,7 @@ class RowEncoder:
     def _empty(self, read: RowAnswers, number: int) -> None:
         """Counts a row that has nothing to train, or raises DataError."""
         if self.data.on_empty == "error":
-            roles = {str(m["role"]) for a in read.answers if not isinstance(a.said, str) for m in a.said}
+            roles = {str(m["role"]) for a in read.answers if not isinstance(a.response, str) for m in a.response}
             why = f"its turns are of {', '.join(sorted(roles))}" if roles else "its answer is empty"
             raise DataError(
                 f"row {number} has nothing to train: {read.empty or why}, and what is trained is what the assistant "
@@ -218,15 +218,15 @@ class RowEncoder:
 
     def _encode(self, answer: Answer, options: Mapping[str, Any], number: int) -> list[TrainSequence]:
         """The sequences of an answer."""
-        prompt, said = answer.prompt, answer.said
+        prompt, response = answer.prompt, answer.response
         if self._is_plain(answer):
-            return self._raw(prompt, said, number)  # pyright: ignore[reportArgumentType]
-        if isinstance(prompt, list) and isinstance(said, str) and prompt[-1]["role"] == "assistant":
+            return self._raw(prompt, response, number)  # pyright: ignore[reportArgumentType]
+        if isinstance(prompt, list) and isinstance(response, str) and prompt[-1]["role"] == "assistant":
             raise DataError(
                 f"row {number}: the prompt ends in a turn of the assistant's, and the answer is a text; put the "
                 "beginning into the answer, or make the answer a list of messages"
             )
-        before, after = _messages(prompt, "user"), _messages(said, "assistant")
+        before, after = _messages(prompt, "user"), _messages(response, "assistant")
         first = len(before) if answer.first is None else answer.first
         messages = [*before, *after]
         if self.data.system_prompt and messages[0]["role"] != "system":
@@ -243,7 +243,7 @@ class RowEncoder:
 
     def _is_plain(self, answer: Answer) -> bool:
         """Whether an answer and what stands before it are texts that are encoded as they are."""
-        texts = isinstance(answer.said, str) and (answer.prompt is None or isinstance(answer.prompt, str))
+        texts = isinstance(answer.response, str) and (answer.prompt is None or isinstance(answer.prompt, str))
         return texts and not (self.data.apply_chat_template and answer.prompt is not None)
 
     def conversation(self, row: Mapping[str, Any], number: int) -> list[Message] | None:
@@ -252,54 +252,54 @@ class RowEncoder:
         return (
             None
             if self._is_plain(answer)
-            else [*_messages(answer.prompt, "user"), *_messages(answer.said, "assistant")]
+            else [*_messages(answer.prompt, "user"), *_messages(answer.response, "assistant")]
         )
 
     def _conversation(
         self, messages: list[Message], first: int, options: Mapping[str, Any], number: int
     ) -> list[TrainSequence]:
         """The sequences of a conversation: its turns of the assistant's from `first` on."""
-        made = self._renderings(messages, first, options, number)
-        if not made:
+        renderings = self._renderings(messages, first, options, number)
+        if not renderings:
             return []
-        if len(made) > 1 and not self.forks:
+        if len(renderings) > 1 and not self.forks:
             raise DataError(
-                f"row {number}: an answer has {len(made)} turns, and the chat template does not show the earlier as "
-                "they were said, so that it is no single sequence; let the answer be its last turn, or take a template "
-                "that keeps all turns"
+                f"row {number}: an answer has {len(renderings)} turns, and the chat template changes the earlier "
+                "ones, so that they make no single sequence; let the answer be its last turn, or take a template that "
+                "keeps all turns"
             )
-        if changed := self._changed(made, messages, number):
+        if changed := self._changed(renderings, messages, number):
             if self.data.on_template_change == "error":
                 raise DataError(
                     f"row {number}: {changed}; change the row, take another chat template (or chat_template_kwargs), "
                     "or accept it by data.on_template_change=accept"
                 )
             self.counts["changed"] += 1
-        return [encode_rendering(self.template, messages, one, number) for one in made]
+        return [encode_rendering(self.template, messages, one, number) for one in renderings]
 
     def _renderings(
         self, messages: list[Message], first: int, options: Mapping[str, Any], number: int
     ) -> list[Rendering]:
         return render_turns(self.template, messages, first=first, silent=self.silent, row=number, **options)
 
-    def _changed(self, made: list[Rendering], messages: list[Message], number: int) -> str:
-        """What the template changes or leaves out of a row; "" where it shows all."""
-        header = next((one.changed for one in made if one.changed), "")
-        said = find_changed_text(self.template, messages, [one.rendered for one in made], number)
-        tools = self._tools_left_out(made[0], messages, number)
-        return said or tools or header
+    def _changed(self, renderings: list[Rendering], messages: list[Message], number: int) -> str:
+        """Describes the text of a row that the template changes or leaves out; "" where it shows everything."""
+        header = next((one.changed for one in renderings if one.changed), "")
+        text = find_changed_text(self.template, messages, [one.rendered for one in renderings], number)
+        tools = self._tools_left_out(renderings[0], messages, number)
+        return text or tools or header
 
-    def _tools_left_out(self, made: Rendering, messages: list[Message], number: int) -> str:
-        options = dict(made.rendered.options)
+    def _tools_left_out(self, rendering: Rendering, messages: list[Message], number: int) -> str:
+        options = dict(rendering.rendered.options)
         if (
             "tools" not in options
-            or self.template.text(messages[: made.rendered.messages], row=number, **{**options, "tools": None})
-            != made.rendered.text
+            or self.template.text(messages[: rendering.rendered.messages], row=number, **{**options, "tools": None})
+            != rendering.rendered.text
         ):
             return ""
         return f"the row has the tools {format_value(options['tools'], 80)}, and the chat template shows none"
 
-    def _raw(self, prompt: str | None, said: str, number: int) -> list[TrainSequence]:
+    def _raw(self, prompt: str | None, response: str, number: int) -> list[TrainSequence]:
         """A text as it is, with the tokenizer's own special tokens before it and its eos after it."""
         if self.data.system_prompt:
             raise ConfigError(
@@ -309,9 +309,9 @@ class RowEncoder:
         end = self.tokenizer.eos_token_id
         if not isinstance(end, int):
             raise ConfigError("the tokenizer has no eos token, which ends plain text; set tokenizer.eos_token")
-        if not said.strip() and not self.silent:
+        if not response.strip() and not self.silent:
             return []
-        parts = [part for part in (prompt, said) if part is not None]
+        parts = [part for part in (prompt, response) if part is not None]
         ids = encode_parts(self.tokenizer, parts, number)
         lead = leading_special_ids(self.tokenizer, parts[0])
         tail = [] if ids[-1][-1:] == [end] else [end]
@@ -386,35 +386,41 @@ class SFTEncoder(RowEncoder):
         return super()._renderings(messages, first, options, number)
 
 
-def _messages(said: TextOrMessages | None, role: str) -> list[Message]:
-    """What was said as messages: a text is a turn of the role."""
-    if isinstance(said, str):
-        return [{"role": role, "content": said}]
-    return said or []
+def _messages(content: TextOrMessages | None, role: str) -> list[Message]:
+    """The messages of a text or a conversation; a text becomes one turn of the role."""
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    return content or []
 
 
 def _equal(sequences: Sequence[TrainSequence]) -> bool:
-    """Whether two answers are the same tokens."""
+    """Whether two answers have the same tokens."""
     a, b = (np.concatenate([s.prefix, s.tokens]) for s in sequences) if len(sequences) == 2 else ([0], [1])
     return np.array_equal(a, b)
 
 
-def starts_with_prompt(said: list[Message], prompt: TextOrMessages) -> bool:
+def starts_with_prompt(conversation: list[Message], prompt: TextOrMessages) -> bool:
     """Whether a conversation begins with a prompt: its messages, or as the first turn after a system turn its text."""
     if isinstance(prompt, list):
-        return said[: len(prompt)] == prompt
-    start = said[0]["role"] == "system"
-    return len(said) > start and said[start]["role"] == "user" and said[start]["content"] == prompt
+        return conversation[: len(prompt)] == prompt
+    start = conversation[0]["role"] == "system"
+    return (
+        len(conversation) > start and conversation[start]["role"] == "user" and conversation[start]["content"] == prompt
+    )
 
 
-def make_answer(prompt: TextOrMessages | None, said: TextOrMessages) -> Answer:
+def make_answer(prompt: TextOrMessages | None, response: TextOrMessages) -> Answer:
     """An answer to a prompt; a conversation that begins with the prompt is the whole, which does not say it twice."""
-    if prompt is None or isinstance(said, str) or not starts_with_prompt(said, prompt):
-        return Answer(prompt, said)
-    return Answer(None, said, first=len(prompt) if isinstance(prompt, list) else 1 + (said[0]["role"] == "system"))
+    if prompt is None or isinstance(response, str) or not starts_with_prompt(response, prompt):
+        return Answer(prompt, response)
+    return Answer(
+        None, response, first=len(prompt) if isinstance(prompt, list) else 1 + (response[0]["role"] == "system")
+    )
 
 
 def _repeats_text(answer: Answer) -> bool:
-    """Whether a text begins with the text of the prompt that it follows."""
-    prompt, said = answer.prompt, answer.said
-    return isinstance(prompt, str) and isinstance(said, str) and bool(prompt.strip()) and said.startswith(prompt)
+    """Whether an answer repeats the text of its prompt at its beginning."""
+    prompt, response = answer.prompt, answer.response
+    return (
+        isinstance(prompt, str) and isinstance(response, str) and bool(prompt.strip()) and response.startswith(prompt)
+    )

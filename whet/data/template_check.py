@@ -62,8 +62,8 @@ class _StandIns:
             end = len(piece.rstrip()) if place < last and (inside or not at_end) else len(piece)
             if start < end:
                 pieces[place] = piece[:start] + self._one(piece[start:end], json_too) + piece[end:]
-        made = "".join(pieces)
-        return self._one(text, json_too) if text and made == text else made  # nothing but tags
+        joined = "".join(pieces)
+        return self._one(text, json_too) if text and joined == text else joined  # nothing but tags
 
     def _one(self, words: str, json_too: bool) -> str:
         self.words.append(words)
@@ -75,17 +75,17 @@ class _StandIns:
     def message(self, message: Message) -> Message:
         """The next message, with stand-ins."""
         self.place += 1
-        made = dict(message)
+        replaced = dict(message)
         tool = message["role"] in ("tool", "ipython", "function")
         for key in WORDS:
             value = message.get(key)
             if isinstance(value, str):
-                made[key] = self.of_text(value, tool)
+                replaced[key] = self.of_text(value, tool)
             elif isinstance(value, list | tuple):
-                made[key] = [self._part(part, tool) for part in value]
+                replaced[key] = [self._part(part, tool) for part in value]
         if message.get("tool_calls"):
-            made["tool_calls"] = [self._call(call) for call in message["tool_calls"]]
-        return made
+            replaced["tool_calls"] = [self._call(call) for call in message["tool_calls"]]
+        return replaced
 
     def _part(self, part: Any, tool: bool) -> Any:
         if isinstance(part, str):
@@ -107,11 +107,11 @@ class _StandIns:
             return {k: self._leaves(v) for k, v in value.items()}
         return [self._leaves(v) for v in value] if isinstance(value, list | tuple) else value
 
-    def shows(self, stood: str, text: str) -> bool:
+    def shows(self, with_stand_ins: str, text: str) -> bool:
         """Whether the text is the one of stand-ins, with what they stand for."""
-        if STAND_IN.sub(lambda found: self.words[int(found[1])], stood) == text:
+        if STAND_IN.sub(lambda found: self.words[int(found[1])], with_stand_ins) == text:
             return True
-        pieces = STAND_IN.split(stood)
+        pieces = STAND_IN.split(with_stand_ins)
         pattern = [re.escape(p) if place % 2 == 0 else self.either(int(p)) for place, p in enumerate(pieces)]
         return bool(self.escaped) and re.fullmatch("".join(pattern), text) is not None
 
@@ -137,10 +137,10 @@ def find_changed_text(
     """
     stands = _StandIns()
     most = max(s.messages for s in shown)
-    said = [stands.message(m) for m in messages[:most]]
-    stood = [template.text_of_stand_ins(said[: s.messages], row, s.options) for s in shown]
-    missing = dict(enumerate(_said_texts(m) for m in said))
-    for one, text in zip(shown, stood, strict=True):
+    replaced = [stands.message(m) for m in messages[:most]]
+    texts = [template.text_of_stand_ins(replaced[: s.messages], row, s.options) for s in shown]
+    missing = dict(enumerate(_texts_with_stand_ins(m) for m in replaced))
+    for one, text in zip(shown, texts, strict=True):
         _refuse_python(messages[: one.messages], one, row)
         for place in list(missing):
             missing[place] = [words for words in missing[place] if words not in text]
@@ -149,13 +149,13 @@ def find_changed_text(
             where = next(s for s in shown if s.messages > place)
             given = STAND_IN.sub(lambda found: stands.words[int(found[1])], words[0])
             return _both(place, str(messages[place]["role"]), given, _turn(messages, place, where.text))
-    for one, text in zip(shown, stood, strict=True):
+    for one, text in zip(shown, texts, strict=True):
         if not stands.shows(text, one.text) and not _says_all(template, messages, one, row):
             return _first_change(messages, stands, text, one.text)
     return ""
 
 
-def _said_texts(message: Message) -> list[str]:
+def _texts_with_stand_ins(message: Message) -> list[str]:
     """All that a message says, as its texts."""
     found: list[str] = []
 
@@ -190,9 +190,9 @@ def _says_all(template: ChatTemplate, messages: Sequence[Message], shown: Render
     return True
 
 
-def _first_change(messages: Sequence[Message], stands: _StandIns, stood: str, text: str) -> str:
+def _first_change(messages: Sequence[Message], stands: _StandIns, with_stand_ins: str, text: str) -> str:
     """Names the first message whose words stand otherwise in the text, with both."""
-    at, pieces, number = 0, STAND_IN.split(stood), 0
+    at, pieces, number = 0, STAND_IN.split(with_stand_ins), 0
     for place in range(0, len(pieces) - 2, 2):
         number, after = int(pieces[place + 1]), pieces[place + 2]
         at += len(pieces[place])
@@ -202,8 +202,8 @@ def _first_change(messages: Sequence[Message], stands: _StandIns, stood: str, te
         at = found.end() - len(after)
     place, after = stands.whose[number], pieces[2 * pieces[1::2].index(str(number)) + 2]
     end = text.find(after, at) if after else len(text)
-    made = text[at : end if end > at else len(text)]
-    return _both(place, str(messages[place]["role"]), stands.words[number], made)
+    shown = text[at : end if end > at else len(text)]
+    return _both(place, str(messages[place]["role"]), stands.words[number], shown)
 
 
 def _turn(messages: Sequence[Message], place: int, text: str) -> str:
@@ -213,8 +213,8 @@ def _turn(messages: Sequence[Message], place: int, text: str) -> str:
     return text[at + len(str(before)) :] if at >= 0 else text
 
 
-def _both(place: int, role: str, given: str, made: str) -> str:
-    return f"message {place} ({role}) says {_cut(given, made)!r}, and the chat template shows {_cut(made, given)!r}"
+def _both(place: int, role: str, given: str, shown: str) -> str:
+    return f"message {place} ({role}) says {_cut(given, shown)!r}, and the chat template shows {_cut(shown, given)!r}"
 
 
 def _cut(text: str, other: str) -> str:

@@ -116,11 +116,11 @@ class ChatTemplate:
         Returns: the messages' text with the assistant's header. Where the turn thinks, and chat_template_kwargs say
             nothing of it, it is the header of a turn that thinks.
         """
-        made = self.text(messages, asks=True, row=row, **options)
-        if turn.startswith(made) or not self.thinks_as_turns_do or "enable_thinking" in options:
-            return made
+        text = self.text(messages, asks=True, row=row, **options)
+        if turn.startswith(text) or not self.thinks_as_turns_do or "enable_thinking" in options:
+            return text
         thinking = self.text(messages, asks=True, row=row, **{**options, "enable_thinking": True})
-        return thinking if turn.startswith(thinking) else made
+        return thinking if turn.startswith(thinking) else text
 
     def opening(self, turn: Message, row: int = 0, **options: Any) -> str:
         """What stands before what the assistant says where nothing was said before it: templates can't be asked that,
@@ -132,8 +132,8 @@ class ChatTemplate:
     def marked(self, messages: Sequence[Message], row: int = 0, **options: Any) -> tuple[list[int], list[bool]]:
         """The ids of the messages, and whether {% generation %} marks each."""
         asked = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True, **options}
-        made = self._apply(messages, row, asked)
-        return list(made["input_ids"]), [bool(one) for one in made["assistant_masks"]]
+        encoded = self._apply(messages, row, asked)
+        return list(encoded["input_ids"]), [bool(one) for one in encoded["assistant_masks"]]
 
     def _apply(self, messages: Sequence[Message], row: int, asked: Mapping[str, Any]) -> Any:
         self.require()

@@ -66,8 +66,8 @@ def _without_blank(tokenizer: PreTrainedTokenizerBase, part: str) -> list[int]:
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
-    made: Any = tokenizer(texts, add_special_tokens=False, verbose=False).input_ids if texts else []
-    return [list(ids) for ids in made]
+    batch: Any = tokenizer(texts, add_special_tokens=False, verbose=False).input_ids if texts else []
+    return [list(ids) for ids in batch]
 
 
 def decode_ids(tokenizer: PreTrainedTokenizerBase, ids: Any) -> str:

@@ -312,8 +312,8 @@ class _Work:
             raise DataError(
                 f"all {dropped} prompts are over rollout.max_prompt_length={rollout.max_prompt_length}; raise it"
             )
-        if told := encode.describe_counts():
-            log.warning("%s", told)
+        if counts := encode.describe_counts():
+            log.warning("%s", counts)
         return prompts, dropped
 
     def _source_column(self) -> str | None:
@@ -346,9 +346,9 @@ class _Work:
             groups = self.sampler.sample(
                 self.prompts[part], self.sampling[part], num_generations=self.generations, seed=self.seed, first=first
             )
-            made = Part(first=first, groups=groups, judged=False)
-            self._keep(made, self._texts(made), None)
-            yield made
+            part = Part(first=first, groups=groups, judged=False)
+            self._keep(part, self._texts(part), None)
+            yield part
 
     def judged(self, part: Part, progress: Progress) -> list[Answered]:
         """A part with its rewards: those that it has, or what the functions say now."""

@@ -145,17 +145,17 @@ def measure(found: Sequence[Answered], passed: Sequence[np.ndarray] | None, ks: 
     rewards = {"reward": [_mean(one.totals) for one in found]}
     for name in found[0].table if found else ():
         rewards[f"rewards/{name}"] = [_mean(one.table[name]) for one in found]
-    made = {name: estimate(values) for name, values in rewards.items()}
+    metrics = {name: estimate(values) for name, values in rewards.items()}
     if passed is not None:
         known = [(p[~np.isnan(p)], [a for a, x in zip(one.answers, p) if x == x]) for one, p in zip(found, passed)]
         for k in ks:
-            made[f"pass@{k}"] = estimate([_pass(p, k) for p, _ in known])
+            metrics[f"pass@{k}"] = estimate([_pass(p, k) for p, _ in known])
         for k in ks:
             if k > 1:
-                made[f"majority@{k}"] = estimate([_majority(a, p, k) for p, a in known])
-    made["tokens"] = estimate([_mean(one.lengths) for one in found])
-    made["truncated"] = estimate([_mean(one.truncated) for one in found])
-    return made
+                metrics[f"majority@{k}"] = estimate([_majority(a, p, k) for p, a in known])
+    metrics["tokens"] = estimate([_mean(one.lengths) for one in found])
+    metrics["truncated"] = estimate([_mean(one.truncated) for one in found])
+    return metrics
 
 
 def _mean(values: np.ndarray) -> float:

@@ -21,7 +21,7 @@ MAX_CHARACTERS = 600
 
 def completion_line(name: str, reward: float, completion: Completion, text: Any) -> str:
     """A completion: what it is called, its reward, its length, how it ended, what it says."""
-    said = "no reward" if math.isnan(reward) else f"reward {reward:.4g}"
+    shown_reward = "no reward" if math.isnan(reward) else f"reward {reward:.4g}"
     end = (
         ""
         if completion.finish_reason == "stop"
@@ -29,7 +29,7 @@ def completion_line(name: str, reward: float, completion: Completion, text: Any)
         if completion.finish_reason == "length"
         else ", failed"
     )
-    return f"  {name} ({said}, {len(completion.tokens)} tokens{end}): {shown_text(text)}"
+    return f"  {name} ({shown_reward}, {len(completion.tokens)} tokens{end}): {shown_text(text)}"
 
 
 def shown_text(source: Any) -> str:

@@ -1,4 +1,4 @@
-"""What is said aloud of a configuration that is allowed and seldom meant."""
+"""Warnings about a configuration that is allowed but seldom meant."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def warn_about_config(config: PolicyConfig, longest: int | None = None) -> None:
     if idle:
         named = ", ".join(f"{name}={value!r}" for name, value in idle.items())
         log.warning("%s: no effect while beta is 0.0", named)
-    of_sequences = c.importance_sampling_level in ("sequence", "sequence-sum") or c.loss_name == "gmpo"
+    of_sequences = c.importance_sampling_level in ("sequence", "sequence-sum") or c.policy_loss_fn == "gmpo"
     if of_sequences and c.loss_agg_mode == "token-mean":
         log.warning(
             "algo.loss_agg_mode='token-mean' with a ratio of whole sequences: longer completions count more; the "
@@ -54,12 +54,12 @@ def warn_about_config(config: PolicyConfig, longest: int | None = None) -> None:
             "%s with a ratio of whole sequences keeps no token out: every token has the gradient of its sequence, and "
             "a token's factor only scales that; algo.importance_sampling_level='sequence-token'%s gives each its own",
             ", ".join(named),
-            " and policy_loss_fn='grpo'" if c.loss_name == "gmpo" else "",
+            " and policy_loss_fn='grpo'" if c.policy_loss_fn == "gmpo" else "",
         )
 
 
 def _token_factors(c: PolicyConfig) -> list[str]:
-    """Those of whet's factors of the policy loss that tell the tokens of a sequence apart, as they are written."""
+    """The chosen factors of the policy loss that differ within a sequence, as they are written."""
     of_tokens = (*_TOKEN_MASKS, "sampler-rejection") if c.rejection_level == "token" else _TOKEN_MASKS
     found = [f"algo.loss_masks=[{name}]" for name in c.loss_masks if name in of_tokens]
     return [*found, "algo.sampler_is='token'"] if c.sampler_is == "token" else found

@@ -93,7 +93,7 @@ class Health:
         """Metrics of bands that no row has had."""
         self._since: dict[str, tuple[int, int]] = {}
         """Of what is wrong: the first step, and how many rows have shown it."""
-        self._said: dict[str, float] = {}
+        self._badness: dict[str, float] = {}
         """How bad it was when it was said."""
 
     def watch(self, step: int, row: Mapping[str, float], rewarded: RewardBatch, batch: TokenBatch) -> None:
@@ -112,7 +112,7 @@ class Health:
                 continue
             count = self._lasts(name, step) if wrong else self._over(name)
             first = 1 if name == "signal" and bool(np.isnan(rewarded.total).all()) else FIRST[name]
-            if count >= first and count >= LONGER * self._said.get(name, 0.0):
+            if count >= first and count >= LONGER * self._badness.get(name, 0.0):
                 self._say(name, count, self._what(name, seen))
         for name, symptom in self.symptoms.items():
             told = symptom.find(row)
@@ -121,7 +121,7 @@ class Health:
             if told and name == "apart":
                 told = apart(row, **self._runs())
             count = self._over(name) if told is None else self._lasts(name, step)
-            if told and count >= symptom.steps and told.badness >= symptom.worse * self._said.get(name, 0.0):
+            if told and count >= symptom.steps and told.badness >= symptom.worse * self._badness.get(name, 0.0):
                 self._say(name, told.badness, told.message, told.fix)
         self._unseen -= row.keys()
         for name in sorted(self._unseen):
@@ -140,7 +140,7 @@ class Health:
         return 0
 
     def _say(self, name: str, badness: float, message: str, fix: str = "") -> None:
-        self._said[name] = badness
+        self._badness[name] = badness
         first, count = self._since[name]
         when = f"step {first}" if count == 1 else f"for {count} steps, since step {first}"
         log.warning("%s: %s%s", when, message, fix and f"; {fix}", extra={"fix": fix, "key": "trainer.warn_when"})
@@ -200,12 +200,12 @@ class Health:
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs to warn as this one would: since when each warning lasts."""
-        return {"since": {name: list(found) for name, found in self._since.items()}, "said": dict(self._said)}
+        return {"since": {name: list(found) for name, found in self._since.items()}, "badness": dict(self._badness)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores `state`; an empty one, of a checkpoint of an earlier version, starts from nothing."""
         self._since = {name: (int(first), int(count)) for name, (first, count) in state.get("since", {}).items()}
-        self._said = {name: float(badness) for name, badness in state.get("said", {}).items()}
+        self._badness = {name: float(badness) for name, badness in state.get("badness", {}).items()}
 
 
 def most_choices(support: Support, vocabulary: int) -> int | None:

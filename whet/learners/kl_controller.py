@@ -148,4 +148,6 @@ def move_reference(cluster: RLCluster, config: PolicyConfig, step: int) -> None:
         mini-batches of a rollout of those are one step here.
     """
     if config.sync_ref_model and step % config.ref_model_sync_steps == 0:
-        cluster.worker(Role.REFERENCE).take_weights(cluster.actor.named_weights(), share=config.ref_model_mixup_alpha)
+        cluster.worker(Role.REFERENCE).load_weights(
+            cluster.actor.named_weights(), mixup_alpha=config.ref_model_mixup_alpha
+        )

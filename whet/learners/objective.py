@@ -1,8 +1,8 @@
-"""From an algorithm's configuration to what it computes: estimator, objective, weighting.
+"""Builds the functions of an algorithm from its configuration: estimator, objective, rewards.
 
-A name in the configuration stands for a function from a plain dict, "package.module:function", or the function itself.
-Such a function is given those of its keyword-only arguments that the configuration has as fields, so that a new loss
-brings its parameters as fields and needs no change here.
+The configuration names a function by its key in a dict, as "package.module:function", or contains the function itself.
+A function receives the fields of the configuration that it has as keyword-only arguments. So a new loss needs only
+fields for its parameters, and no change here.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _NAMES_OF_FIELDS: Mapping[str, Mapping[str, Any]] = {
     "sampler_is": CORRECTIONS,
     "loss_masks": TOKEN_MASKS,
 }
-"""Fields whose names are sometimes given to another."""
+"""Field -> its names, to find the field of a name that was given to another one."""
 
 
 def other_field(value: str) -> str:
@@ -91,7 +91,7 @@ def _bound_function(value: Any, known: Mapping[str, Any], kind: str, config: Alg
 
 
 def check_call(fn: Callable[..., Any], kind: str, *forms: Sequence[str]) -> None:
-    """Raises ConfigError where a function can be called in none of the forms, each the names of its arguments."""
+    """Raises ConfigError if a function can be called in none of the forms; a form is the names of the arguments."""
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):  # a builtin: calling it will tell
@@ -125,7 +125,7 @@ def bind_fields(fn: Callable[..., Any], config: AlgorithmConfig | SupervisedConf
 
 
 def keyword_arguments(fn: Callable[..., Any]) -> set[str]:
-    """The keyword-only arguments of a function that nothing has bound yet."""
+    """The keyword-only arguments of a function, without those that a partial has bound."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):  # a builtin: it has no keywords to give
@@ -164,12 +164,12 @@ def check_token_level(config: PolicyConfig) -> None:
     if isinstance(config.sampler_is, str) and config.sampler_is in CORRECTIONS and config.sampler_is != "token":
         raise ConfigError(
             f"algo.sampler_is={config.sampler_is!r} gives each token the weight of its sequence, and policy loss "
-            f"{config.loss_name!r} multiplies the weights of all its tokens: take algo.sampler_is='token'"
+            f"{config.policy_loss_fn!r} multiplies the weights of all its tokens: take algo.sampler_is='token'"
         )
 
 
 def describe_objective(config: PolicyConfig) -> dict[str, str]:
-    """Which pieces a configuration composes, with their parameters, for the log and environment.json.
+    """The functions of a configuration with their parameters, for the log and environment.json.
 
     >>> made = describe_objective(PolicyConfig(beta=0.1, loss_masks=("off-policy",), policy_loss_fn="reinforce"))
     >>> made["loss"]
@@ -179,7 +179,7 @@ def describe_objective(config: PolicyConfig) -> dict[str, str]:
     """
     factors = [] if config.sampler_is is None else [_with_parameters(config, config.sampler_is, CORRECTIONS)]
     factors += [_with_parameters(config, name, TOKEN_MASKS) for name in config.loss_masks]
-    loss = " * ".join([_with_parameters(config, config.loss_name, POLICY_LOSSES), *factors])
+    loss = " * ".join([_with_parameters(config, config.policy_loss_fn, POLICY_LOSSES), *factors])
     kl = f"{config.beta} * {_display_name(config.kl_loss_mode)}"
     if config.beta and config.kl_type == "loss":
         loss += f" + {kl}" + (f" * {factors[0]}" if config.sampler_is_kl else "")
@@ -193,7 +193,7 @@ def describe_objective(config: PolicyConfig) -> dict[str, str]:
 
 
 def _with_parameters(config: PolicyConfig, value: Any, known: Mapping[str, Any]) -> str:
-    """A piece's name, with the fields that it takes and that are set."""
+    """The name of a function, with the fields that it reads and that are set."""
     fn = _resolve(value, known, "piece")
     taken = {f.name: getattr(config, f.name) for f in fields(config) if f.name in keyword_arguments(fn)}
     words = ", ".join(f"{name}={_display_name(value)}" for name, value in taken.items() if value is not None)
@@ -201,7 +201,7 @@ def _with_parameters(config: PolicyConfig, value: Any, known: Mapping[str, Any])
 
 
 def _display_name(value: Any) -> str:
-    """A value, or what a function is called."""
+    """A value, or the name of a function."""
     return function_name(value) if callable(value) else str(value)
 
 
@@ -232,7 +232,7 @@ def make_estimator(config: AlgorithmConfig) -> Callable[..., Tensor]:
 def advantage_inputs(
     batch: TokenBatch, rewards: RewardBatch, *, clip: tuple[float, float] | None = None
 ) -> AdvantageInputs:
-    """The inputs of an advantage estimator. Args: batch: scored. rewards: of it. clip: bounds of the total."""
+    """The argument of an estimator, from a step. Args: batch: scored. rewards: of it. clip: bounds of the total."""
     total = torch.from_numpy(rewards.total)
     return AdvantageInputs(
         rewards=total if clip is None else total.clamp(*clip),
@@ -249,7 +249,7 @@ def advantage_inputs(
 
 def policy_loss(config: PolicyConfig) -> Callable[..., Any]:
     """The policy loss of a configuration. Raises ConfigError: nothing has this name."""
-    return _resolve(config.loss_name, POLICY_LOSSES, "policy loss")
+    return _resolve(config.policy_loss_fn, POLICY_LOSSES, "policy loss")
 
 
 def kl_estimate(config: PolicyConfig) -> Callable[[Tensor], Tensor]:
@@ -277,7 +277,7 @@ def make_objective(config: PolicyConfig) -> Objective:
     names = [] if config.sampler_is is None else [config.sampler_is]
     corrections = [_bound_function(name, CORRECTIONS, "sampler_is", config) for name in names]
     kl_factors = tuple(corrections) if config.sampler_is_kl else ()
-    surrogate = _bound_function(config.loss_name, POLICY_LOSSES, "policy loss", config)
+    surrogate = _bound_function(config.policy_loss_fn, POLICY_LOSSES, "policy loss", config)
     if corrections and "correction" in keyword_arguments(surrogate):  # it has the correction in its own weight
         check_token_level(config)
         surrogate, corrections = functools.partial(surrogate, correction=corrections[0]), []

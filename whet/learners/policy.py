@@ -164,7 +164,7 @@ class PolicyLearner(RLLearner):
                 "off); give RLCluster(reference=...) a model of its own, or set algo.sync_ref_model=False"
             )
         if self.needs_teacher:
-            check_teacher(rl_cluster, self.teacher_column or "", c.loss_name)
+            check_teacher(rl_cluster, self.teacher_column or "", c.policy_loss_fn)
         compares = c.sampler_is is not None or self.objective.has(off_policy_mask, sampler_kl_mask, sampler_rejection)
         if compares and not rl_cluster.rollout.caps.logprobs:
             raise ConfigError(
@@ -292,8 +292,8 @@ class PolicyLearner(RLLearner):
         self.cluster.release_engine_memory()
         mini = self._ranked(mini)
         with self.cluster.trace.span("update"):
-            keep = with_signal if self.skips else trained
-            found = self.cluster.actor_trainer.update(mini, keep=keep, report=self._of_whole)
+            select = with_signal if self.skips else trained
+            found = self.cluster.actor_trainer.update(mini, select=select, adjust_metrics=self._of_whole)
             return step.log({**found, **self.kl_controller.after_update(found)})
 
     def _ranked(self, mini: TokenBatch) -> TokenBatch:

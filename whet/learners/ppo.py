@@ -1,6 +1,6 @@
 """PPOLearner: proximal policy optimisation with a critic.
 
-    r_t = −β KL_t, and at the last token the reward besides              beta, kl_method, kl_type; the rewards
+    r_t = −β KL_t, and at the last token the reward besides              beta, kl_loss_mode, kl_type; the rewards
     A_t = Σ_k (γλ)^k (r_{t+k} + γ V_{t+k+1} − V_{t+k}), whitened         gamma, gae_lambda, whiten_advantages
     R_t = A_t + V_t, before whitening                                    what the critic learns: value_loss_fn
     l_t = −min(ρ_t A_t, clip(ρ_t, 1 − ε_low, 1 + ε_high) A_t) − c H_t    policy_loss_fn, per token; ρ_t = π / π_old
@@ -157,7 +157,7 @@ class PPOLearner(PolicyLearner):
         with self.cluster.trace.span("update_critic"):
             for part in _parts(mini, self.algo_config.critic_updates):
                 learned = part.replace(mask=part.mask & (part.need("has_reward") > 0))
-                step = step.log(self.critic_trainer.update(learned, keep=trained))
+                step = step.log(self.critic_trainer.update(learned, select=trained))
         return step if step.index <= self.algo_config.critic_warmup_steps else super().update(step, mini)
 
     def _critic_loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:

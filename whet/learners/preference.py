@@ -32,7 +32,7 @@ from whet.learners.step import ExampleStep
 from whet.learners.supervised import ROWS_AT_ONCE, SupervisedLearner
 from whet.learners.supervised_task import Encoder, SupervisedTask
 from whet.metrics import Last, Mean, Metric
-from whet.ops.preference import REWARD_REDUCTIONS, StepPasses, mismatched
+from whet.ops.preference import REWARD_REDUCTIONS, StepPasses, mismatched_rows
 from whet.run.run import Run
 from whet.train.supervised_models import SupervisedModels
 from whet.types import Example, TokenBatch
@@ -212,7 +212,7 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
         c = self.algo_config
         if c.sync_ref_model and step.index % c.ref_model_sync_steps == 0:
             weights = self.models.trained.named_weights()
-            self.models.worker(Role.REFERENCE).take_weights(weights, share=c.ref_model_mixup_alpha)
+            self.models.worker(Role.REFERENCE).load_weights(weights, mixup_alpha=c.ref_model_mixup_alpha)
         super().after_step(run, step)
 
     # ---- pieces --------------------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
             logprobs = _needed(self.models.worker(Role.REFERENCE).logprobs(batch).logprobs)
             each = iter(logprobs.split(batch.lengths.tolist()))
             found |= {_digest(e): [next(each).clone() for _ in e.sequences] for e in part}
-        self.models.free(Role.REFERENCE)
+        self.models.unload(Role.REFERENCE)
         return found
 
     def _passes(self, batch: TokenBatch) -> StepPasses:
@@ -258,7 +258,7 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
         if not self.needs.mismatched_pass or batch.num_groups < 2:
             return StepPasses(logprobs=logprobs)
         limits = [n for n in (policy.max_tokens, self.models.positions, self.data.max_length) if n is not None]
-        rows = mismatched(batch, max_length=min(limits))
+        rows = mismatched_rows(batch, max_length=min(limits))
         own = _needed(policy.logprobs(rows).logprobs)
         if self.needs.reference:
             rows = rows.with_token_columns(

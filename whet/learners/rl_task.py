@@ -14,7 +14,7 @@ import numpy as np
 from whet.config import Mode, Role, dump_tree
 from whet.data.lengths import LengthStats, check_prompt_lengths
 from whet.data.preview import prompt_lines
-from whet.data.prompt_stream import PromptStream, compute_checksums, unbatch
+from whet.data.prompt_stream import PromptStream, batch_to_rows, compute_checksums
 from whet.data.prompts import PromptEncoder
 from whet.data.sources import load_rows
 from whet.data.text_parts import decode_ids
@@ -98,7 +98,7 @@ class RLTask(Task):
         if stream.kind == "rows":
             prompt = stream.source[0]
         else:
-            first = unbatch(stream.first, encode.prompt_column)[0] if stream.kind == "batches" else stream.first
+            first = batch_to_rows(stream.first, encode.prompt_column)[0] if stream.kind == "batches" else stream.first
             prompt = encode(first)
             encode.reset_counts()  # the row is encoded again when it is read
         if prompt is not None:

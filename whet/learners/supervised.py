@@ -67,7 +67,7 @@ class SupervisedLearner(Generic[C]):
                 raise ConfigError(f"data.{name} is for the command line; from Python give train() the rows themselves")
         self.settings = settings
         self.observers = list(observers)
-        if (optim := models.trained.optim) is not None and optim.take_usual_rate(self.usual_lr):
+        if (optim := models.trained.optim) is not None and optim.set_default_lr(self.usual_lr):
             log.info("%s: learning rate %g, the default here", models.role.section, self.usual_lr)
 
     def train(self, train_ds: Any, eval_ds: Any = None) -> Run:
@@ -128,20 +128,20 @@ class SupervisedLearner(Generic[C]):
         """One optimizer step on the whole batch."""
         with self.models.trace.span("update"):
             found = self.models.trainer.update(step.batch)
-        self.models.advance(self.models.trained)
+        self.models.finish_step(self.models.trained)
         return step.log(found)
 
     def measure(self, step: ExampleStep) -> ExampleStep:
         """The loss and its metrics, without an update: weighed over all the examples, whose passes may be many."""
         trainer, examples = self.models.trainer, step.examples
-        whole = trainer.weighted(step_batch := self.batch(step).batch)
+        whole = trainer.add_loss_weights(step_batch := self.batch(step).batch)
         group = step_batch.group_of.index_select(0, step_batch.trajectory_of)
         for start in range(0, len(examples), ROWS_AT_ONCE):
             chosen = (group >= start) & (group < start + ROWS_AT_ONCE)
             part = step.replace(
                 examples=examples[start : start + ROWS_AT_ONCE], batch=whole.select(chosen.nonzero().flatten())
             )
-            step = step.log(trainer.measure(self.score(part).batch))
+            step = step.log(trainer.evaluate_batch(self.score(part).batch))
         return step
 
     def after_step(self, run: Run, step: ExampleStep) -> None:

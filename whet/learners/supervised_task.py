@@ -92,7 +92,7 @@ class SupervisedTask(Task):
         if stream.kind == "rows":
             self.check_fit(stream.source)
         elif data.max_length is not None:
-            self.models.fit(self.learner.data.max_length or 0)
+            self.models.raise_token_budget(self.learner.data.max_length or 0)
         return stream
 
     def _show_first(self, stream: PromptStream, rows: Any) -> None:
@@ -142,7 +142,7 @@ class SupervisedTask(Task):
                     "another model's: set tokenizer to this one's"
                 )
             longest = max(longest, sum(lengths))
-        self.models.fit(longest)
+        self.models.raise_token_budget(longest)
 
     # ---- what is written and compared ----------------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ def with_steps(config: RunConfig) -> RunConfig:
     trainer = config.trainer
     if not config.algo.dynamic_sampling or trainer.max_steps is not None:
         return config
-    rows, size = commands.data(config)[0], config.data.batch_size
+    rows, size = commands.load_train_and_eval(config)[0], config.data.batch_size
     if not hasattr(rows, "__len__"):
         raise ConfigError(
             "the data have no length, so the number of epochs gives no number of steps; write trainer.total_steps=..."

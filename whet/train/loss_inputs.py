@@ -19,7 +19,7 @@ def is_per_unit(batch: TokenBatch) -> bool:
     """Whether the batch has weights per unit, and not per token. Raises DataError if it has both or neither."""
     if (batch.weights is None) == (batch.unit_weights is None):
         raise DataError(
-            "the batch has no loss weights; call RoleTrainer.weighted(batch) once per optimizer step"
+            "the batch has no loss weights; call RoleTrainer.add_loss_weights(batch) once per optimizer step"
             if batch.weights is None
             else "the batch has both weights and unit_weights; a loss is per token or per unit: set one of them to None"
         )

@@ -73,13 +73,13 @@ class Optim:
         if self.config is not None:
             check_schedule(self.config)
         self.optimizer = make_optimizer(self.masters, config)
-        self.made = group_settings(self.optimizer)
+        self.initial_settings = group_settings(self.optimizer)
         self.updates = 0
         self.schedule: Any = None
         self._taken_up = False
         self.total_updates: int | None = None if self.config is None else self.config.total_steps
 
-    def begin_anew(self, config: OptimConfig) -> None:
+    def restart(self, config: OptimConfig) -> None:
         """Another run on these weights: the schedule begins at its beginning. The moments are kept where the settings
         are the same but for the number of updates, and are 0 otherwise.
 
@@ -94,17 +94,17 @@ class Optim:
         self.schedule, self._taken_up, self.updates = None, False, 0
         if not same:
             self.optimizer = make_optimizer(self.masters, config)
-            self.made = group_settings(self.optimizer)
-        for group, made in zip(self.optimizer.param_groups, self.made, strict=True):
+            self.initial_settings = group_settings(self.optimizer)
+        for group, made in zip(self.optimizer.param_groups, self.initial_settings, strict=True):
             set_setting(group, "lr", made["lr"])
 
-    def take_usual_rate(self, lr: float) -> bool:
+    def set_default_lr(self, lr: float) -> bool:
         """Takes a learning rate where the configuration gives none, before the first update. Returns: if it did."""
         if self.config is None or self.config.lr is not None:
             return False
         self.config = dataclasses.replace(self.config, lr=lr)
         self.optimizer = make_optimizer(self.masters, self.config)
-        self.made = group_settings(self.optimizer)
+        self.initial_settings = group_settings(self.optimizer)
         return True
 
     def close(self) -> None:
@@ -153,7 +153,7 @@ class Optim:
             asks = f"optim.warmup_ratio={c.warmup_ratio}" if c.warmup_ratio else f"optim.schedule={c.schedule!r}"
             raise ConfigError(f"{asks} needs the number of updates; set optim.total_steps or trainer.max_steps")
         warmup = int(c.warmup_ratio * total) if c.warmup_ratio and total else c.warmup_steps
-        return _made_schedule(c, self.optimizer, total, warmup)
+        return _make_schedule(c, self.optimizer, total, warmup)
 
     @torch.no_grad()
     def step(self) -> tuple[float, float, bool]:
@@ -209,7 +209,7 @@ class Optim:
         save_file(tensors, path, metadata={FORMAT_KEY: str(CHECKPOINT_FORMAT)})  # one key: more have no order
         return {
             "kind": type(self.optimizer).__name__,
-            "made": self.made,
+            "initial_settings": self.initial_settings,
             "groups": [g | {"params": names} for g, names in zip(state["param_groups"], groups, strict=True)],
             "plain": plain,
             "wrapped": wrapped,
@@ -224,7 +224,7 @@ class Optim:
 
         Raises: CheckpointError: it doesn't fit this model or this optimizer, or is of a format not known here.
         """
-        needs = ("kind", "made", "groups", "plain", "wrapped", "schedule", "updates", "total_updates")
+        needs = ("kind", "initial_settings", "groups", "plain", "wrapped", "schedule", "updates", "total_updates")
         if missing := [n for n in needs if n not in rest]:
             raise CheckpointError(
                 f"{path.parent}/state.pt has an unexpected format: no {', '.join(missing)}; resume from another step-* "
@@ -248,7 +248,7 @@ class Optim:
             self.optimizer.load_state_dict({"state": state, "param_groups": found})
         except (KeyError, ValueError) as e:
             raise CheckpointError(f"{path}: the optimizer state does not fit this model ({e})") from e
-        for group, now, before in zip(self.optimizer.param_groups, self.made, made, strict=True):
+        for group, now, before in zip(self.optimizer.param_groups, self.initial_settings, made, strict=True):
             for name, value in now.items():
                 if name not in before or before[name] != value:
                     set_setting(group, name, value)
@@ -267,7 +267,7 @@ class Optim:
         """The rates that the schedule gives here and now: those that were saved, unless a setting changed."""
         if isinstance(self.schedule, torch.optim.lr_scheduler.LambdaLR):
             for group, now, factor in zip(
-                self.optimizer.param_groups, self.made, self.schedule.lr_lambdas, strict=True
+                self.optimizer.param_groups, self.initial_settings, self.schedule.lr_lambdas, strict=True
             ):
                 set_setting(group, "initial_lr", now["lr"])
                 group["lr"] = group["initial_lr"] * factor(self.schedule.last_epoch)
@@ -333,7 +333,7 @@ def _is_endless(c: OptimConfig) -> bool:
     return c.schedule in _ENDLESS and not c.warmup_ratio
 
 
-def _made_schedule(c: OptimConfig, optimizer: torch.optim.Optimizer, total: int | None, warmup: int) -> Any:
+def _make_schedule(c: OptimConfig, optimizer: torch.optim.Optimizer, total: int | None, warmup: int) -> Any:
     """The schedule of transformers that a configuration names."""
     from transformers import get_scheduler
 
@@ -359,7 +359,7 @@ def check_schedule(c: OptimConfig) -> None:
     for warmup in sorted({0, c.warmup_steps or int(c.warmup_ratio > 0)}):
         trial = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=c.rate)
         try:
-            schedule = _made_schedule(c, trial, c.total_steps or _TRIAL_UPDATES, warmup)
+            schedule = _make_schedule(c, trial, c.total_steps or _TRIAL_UPDATES, warmup)
             trial.step()
             schedule.step()
         except Exception as error:  # transformers checks few of its arguments: they fail where they are used

@@ -235,7 +235,7 @@ class Checkpoints:
                 worker.replaced = True
             elif worker.replaced:
                 raise CheckpointError(
-                    f"the {role.value}'s weights were changed after loading (take_weights), but {folder} was written "
+                    f"the {role.value}'s weights were changed after loading (load_weights), but {folder} was written "
                     "before that; reload the original models, then resume"
                 )
         for role in sorted(set(replaced) - {role.value for role in self.only_read}):

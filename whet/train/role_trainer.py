@@ -18,12 +18,12 @@ from whet.train.metric_reduction import Reductions
 from whet.train.worker import REDUCTIONS, Divergence, Loss, Metrics, ModelWorker
 from whet.types import TokenBatch
 
-__all__ = ["Keep", "Report", "RoleTrainer", "TrainingHooks", "check_ids", "lower_lr_advice"]
+__all__ = ["MetricsAdjuster", "RoleTrainer", "SequenceSelector", "TrainingHooks", "check_ids", "lower_lr_advice"]
 
 log = logging.getLogger("whet")
 
-Keep = Callable[[TokenBatch], Tensor]
-Report = Callable[[Metrics, TokenBatch, TokenBatch], Metrics]
+SequenceSelector = Callable[[TokenBatch], Tensor]
+MetricsAdjuster = Callable[[Metrics, TokenBatch, TokenBatch], Metrics]
 
 MAX_SKIPPED = 10
 """Updates in a row that may be skipped before the run ends: nothing is learned from then on."""
@@ -180,7 +180,7 @@ class RoleTrainer:
         """The training hooks."""
         return self._hooks
 
-    def weighted(self, batch: TokenBatch) -> TokenBatch:
+    def add_loss_weights(self, batch: TokenBatch) -> TokenBatch:
         """The batch with the weights of its tokens, or units: made from all of it, once per optimizer step."""
         if batch.weights is not None or batch.unit_weights is not None:
             return batch
@@ -231,29 +231,36 @@ class RoleTrainer:
             "divergence": self.divergence,
         }
 
-    def update(self, batch: TokenBatch, *, keep: Keep | None = None, report: Report | None = None) -> Metrics:
+    def update(
+        self,
+        batch: TokenBatch,
+        *,
+        select: SequenceSelector | None = None,
+        adjust_metrics: MetricsAdjuster | None = None,
+    ) -> Metrics:
         """One optimizer step on one mini-batch: weighs its tokens, selects, runs forward and backward, steps.
 
         Args:
             batch: the whole mini-batch, with `weights`, or they are made here.
-            keep: gives the sequences that are run, Long [M], from the weighted mini-batch: those left out have no
+            select: gives the sequences that are run, Long [M], from the weighted mini-batch: those left out have no
                 gradient, and have been counted in the weights. None = all.
-            report: (metrics, whole, run) -> metrics, where those of the part that was run have to stand for the whole.
+            adjust_metrics: `f(metrics, whole, run) -> metrics`; it makes the metrics of the sequences that were run
+                stand for the whole mini-batch.
 
         Returns: the loss's metrics, grad_norm, learning_rate, optim/skipped, under the role's prefix.
         Raises: TrainingError: the tenth update in a row whose gradient is not finite.
         """
         self._hooks.on_train_step_start(self)
-        whole = self.weighted(batch)
-        run = whole if keep is None else whole.select(keep(whole))
+        whole = self.add_loss_weights(batch)
+        run = whole if select is None else whole.select(select(whole))
         metrics = self.worker.forward_backward(run, self.loss, **self._asked, reductions=self._reductions(whole))
         metrics = merge(_per_update(metrics), self.worker.optim_step())
         if metrics["optim/skipped"].value:
             self._note_skipped(metrics)
         else:
             self.skipped, self._updated_version = 0, self.worker.version
-        if report is not None:
-            metrics = report(metrics, whole, run)
+        if adjust_metrics is not None:
+            metrics = adjust_metrics(metrics, whole, run)
         metrics = self._prefixed(metrics)
         self._hooks.on_train_step_end(self, self.train_steps, metrics)
         for listener in list(self.listeners):
@@ -308,17 +315,17 @@ class RoleTrainer:
         metrics: Metrics = {}
         for item in _listed(batches):
             self._hooks.on_eval_step_start(self)
-            found = self.measure(self._checked(item))
+            found = self.evaluate_batch(self._checked(item))
             self._hooks.on_eval_step_end(self, found)
             metrics = merge(metrics, _per_update(found))
         return metrics
 
-    def measure(self, batch: TokenBatch) -> Metrics:
+    def evaluate_batch(self, batch: TokenBatch) -> Metrics:
         """The loss and its metrics on a batch, or on a part of one that was weighed as a whole: then they add up.
 
         Args: batch: with weights, or they are made here.
         """
-        batch = self.weighted(batch)
+        batch = self.add_loss_weights(batch)
         found = self.worker.evaluate(batch, self.loss, **self._asked, reductions=self._reductions(batch))
         return self._prefixed(found)
 

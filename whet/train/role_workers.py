@@ -147,7 +147,7 @@ class RoleWorkers:
             return given, self.load(Role.REFERENCE, given)
         if policy.adapter is not None:
             log.info("reference: the actor as it is now, on the same base: no second copy")
-            return policy.module, policy.start_view()
+            return policy.module, policy.snapshot_view()
         if isinstance(actor, nn.Module):
             given = copy.deepcopy(actor)
         elif isinstance(actor, RoleConfig):
@@ -267,7 +267,7 @@ class RoleWorkers:
                 f"{len(self.tokenizer)}; give a model of the same tokenizer"
             )
 
-    def fit(self, longest: int) -> None:
+    def raise_token_budget(self, longest: int) -> None:
         """Raises the token budget of the micro-batches to what must stay together, where the user has set none.
 
         Args: longest: tokens of the longest sequence, or pair, to come.
@@ -281,13 +281,13 @@ class RoleWorkers:
                 )
                 worker.max_tokens = budget
 
-    def advance(self, worker: ModelWorker) -> None:
+    def finish_step(self, worker: ModelWorker) -> None:
         """Ends a step of a model that is trained: its weights have another version."""
         worker.version += 1
         self._plan_cache.clear()
-        self.give_back(worker)
+        self.release_memory(worker)
 
-    def free(self, role: Role) -> None:
+    def unload(self, role: Role) -> None:
         """Takes the weights of a role that nothing reads any more out of memory; those of another's module stay."""
         worker = self.worker(role)
         if not worker.loaded.is_view:
@@ -296,7 +296,7 @@ class RoleWorkers:
             release_freed_memory()
             empty_cache(device)
 
-    def give_back(self, worker: ModelWorker) -> None:
+    def release_memory(self, worker: ModelWorker) -> None:
         """Lets freed memory leave the process: the next phase takes its own elsewhere."""
         release_freed_memory()
         empty_cache(worker.device)

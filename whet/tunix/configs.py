@@ -17,10 +17,12 @@ from pydantic_core import ArgsKwargs
 
 from whet import config as core
 from whet.config.algo.base import OverlongBuffer
+from whet.config.algo.choices import CHOICES
 from whet.config.base import config
 from whet.config.engines import SGLangOptions, VLLMOptions
 from whet.config.fields import Bool, Count, Float, Fn, Int, Name, Number, Seconds, Tree
-from whet.errors import ConfigError, nearest
+from whet.errors import ConfigError, lookup_error, nearest
+from whet.util.references import is_ref
 
 __all__ = [
     "FLAT_NAMES",
@@ -75,21 +77,22 @@ def core_config(value: T) -> T:
     return kind(**fields)
 
 
-def _renamed(given: Any, names: Mapping[str, str]) -> Any:
-    """What a configuration is made from, with Tunix's names of fields replaced by whet's.
+def _rename(arguments: Any, tunix_name: str, name: str, default: Any = None) -> Any:
+    """The arguments of a configuration, with Tunix's name of a field replaced by whet's.
 
-    Raises: ConfigError: a field has a value under both of its names.
+    Args: default: of the field; where one of the two names has it, the value of the other counts.
+    Raises: ConfigError: the field has a value under both of its names.
     """
-    values = given.kwargs if isinstance(given, ArgsKwargs) else given
-    if not isinstance(values, Mapping):
-        return given
-    found = dict(values)
-    for theirs in names.keys() & values.keys():
-        value, own = found.pop(theirs), names[theirs]
-        if found.get(own) is not None:
-            raise ConfigError(f"{theirs} and {own} are the same key; give it once")
-        found[own] = value
-    return ArgsKwargs((), found) if isinstance(given, ArgsKwargs) else found
+    values = arguments.kwargs if isinstance(arguments, ArgsKwargs) else arguments
+    if not isinstance(values, Mapping) or tunix_name not in values:
+        return arguments
+    renamed = dict(values)
+    value = renamed.pop(tunix_name)
+    if renamed.get(name, default) == default:
+        renamed[name] = value
+    elif value != default:
+        raise ConfigError(f"{tunix_name} and {name} are the same key; give it once")
+    return ArgsKwargs((), renamed) if isinstance(arguments, ArgsKwargs) else renamed
 
 
 def _zero_for_none(value: Any) -> Any:
@@ -119,6 +122,21 @@ class GRPOConfig(core.GRPOConfig):
     """The name of the algorithm. No effect: the other fields define the algorithm."""
     kl_loss_mode: Name | Fn = "kl"
     """KL estimate. The gradient of "kl" does not depend on the reference; that of "low_var_kl" does."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rename_loss(cls, arguments: Any) -> Any:
+        """Reads Tunix's name of the policy loss."""
+        values = arguments.kwargs if isinstance(arguments, ArgsKwargs) else arguments
+        loss = values.get("loss_algo", "grpo") if isinstance(values, Mapping) else "grpo"
+        if loss not in ("grpo", "gspo-token"):
+            raise ConfigError(f"loss_algo should be either grpo or gspo-token. Received: {loss}")
+        return _rename(arguments, "loss_algo", "policy_loss_fn", "grpo")
+
+    @property
+    def loss_algo(self) -> Any:
+        """policy_loss_fn."""
+        return self.policy_loss_fn
 
 
 @config
@@ -183,6 +201,21 @@ class PPOConfig(core.PPOConfig):
     """The name of the algorithm. No effect: the other fields define the algorithm."""
 
     REFUSED: ClassVar[dict[str, str]] = {"mini_batch_size": "set it in RLTrainingConfig"}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rename_kl(cls, arguments: Any) -> Any:
+        """Reads Tunix's name of the KL estimate."""
+        values = arguments.kwargs if isinstance(arguments, ArgsKwargs) else arguments
+        mode = values.get("kl_method") if isinstance(values, Mapping) else None
+        if isinstance(mode, str) and mode not in CHOICES["kl_loss_mode"] and not is_ref(mode):
+            raise lookup_error("kl_method", mode, CHOICES["kl_loss_mode"])
+        return _rename(arguments, "kl_method", "kl_loss_mode", "low_var_kl")
+
+    @property
+    def kl_method(self) -> Any:
+        """kl_loss_mode."""
+        return self.kl_loss_mode
 
 
 GrpoConfig, PpoConfig = GRPOConfig, PPOConfig
@@ -417,9 +450,9 @@ class TrainingConfig(core.TrainingConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _budget_name(cls, given: Any) -> Any:
+    def _rename_budget(cls, arguments: Any) -> Any:
         """Reads Tunix's name of the token budget."""
-        return _renamed(given, {"max_seq_token_per_tpu": "max_tokens_per_microbatch"})
+        return _rename(arguments, "max_seq_token_per_tpu", "max_tokens_per_microbatch")
 
     @property
     def max_seq_token_per_tpu(self) -> int | None:

@@ -102,7 +102,7 @@ def test_help_says_the_default_that_the_class_has(capsys):
     assert "\n  algo.num_generations=1 " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("command", "own"), [("grpo", "algo.loss_algo=grpo"), ("ppo", "algo.gae_lambda=0.95")])
+@pytest.mark.parametrize(("command", "own"), [("grpo", "algo.policy_loss_fn=grpo"), ("ppo", "algo.gae_lambda=0.95")])
 def test_help_all_lists_every_key_with_its_docstring(command, own, capsys):
     main([command, "--help", "all"])
     text = capsys.readouterr().out

@@ -70,12 +70,12 @@ def words(tmp_path, model_folder):
 
 def test_a_stream_that_is_to_be_shuffled_says_that_it_keeps_its_order(words, caplog):
     streamed = [*words, "data.streaming=true"]
-    rows, _ = commands.data(load_run(streamed))
+    rows, _ = commands.load_train_and_eval(load_run(streamed))
     assert [row["answer"] for row in rows] == list(range(1, 11))
     assert "data.shuffle has no effect on a stream without data.shuffle_buffer: it keeps its own order" in caplog.text
     caplog.clear()
-    commands.data(load_run([*streamed, "data.shuffle=false"]))
-    commands.data(load_run(words))
+    commands.load_train_and_eval(load_run([*streamed, "data.shuffle=false"]))
+    commands.load_train_and_eval(load_run(words))
     assert caplog.text == ""
 
 
@@ -229,7 +229,7 @@ def test_what_is_wrong_is_said_in_one_message_with_status_2(words, change, words
 def test_a_reference_is_loaded_only_for_the_divergence(words):
     with_kl = [w for w in words if not w.startswith("algo.beta")]
     for argv, roles in ((words, {"actor"}), ([*with_kl, "algo.beta=0.1"], {"actor", "reference"})):
-        learner, train, held = commands.build(load_run(argv))
+        learner, train, held = commands.make_rl_learner(load_run(argv))
         assert {role.value for role in learner.cluster.workers} == roles
         assert len(list(train)) == 10 and held is None
 
@@ -254,10 +254,10 @@ def test_a_teacher_takes_the_place_of_rewards(words, tmp_path, capsys):
 
 
 def test_rows_are_held_out_once_and_never_trained_on(words, tmp_path):
-    train, held = commands.data(load_run([*words, "data.eval_fraction=0.3"]))
+    train, held = commands.load_train_and_eval(load_run([*words, "data.eval_fraction=0.3"]))
     train, held = [r["prompt"] for r in train], [r["prompt"] for r in held]
     assert len(held) == 3 and len(train) == 7 and not set(train) & set(held)
-    train, held = commands.data(load_run([*words, f"data.eval_path={tmp_path / 'chats.jsonl'}"]))
+    train, held = commands.load_train_and_eval(load_run([*words, f"data.eval_path={tmp_path / 'chats.jsonl'}"]))
     assert len(list(train)) == len(list(held)) == 10
 
 
@@ -268,11 +268,11 @@ def test_evaluation_data_are_not_the_training_split_and_take_the_subset(words, t
     folder = str(tmp_path / "set")
     argv = [*words, f"data.eval_path={folder}", f"data.path={folder}"]
     argv = [w for w in argv if not w.startswith("data=")]
-    assert commands.data(load_run(argv)) == ([{"prompt": "train"}], [{"prompt": "test"}])
-    assert commands.data(load_run([*argv, "data.eval_split=train"]))[1] == [{"prompt": "train"}]
+    assert commands.load_train_and_eval(load_run(argv)) == ([{"prompt": "train"}], [{"prompt": "test"}])
+    assert commands.load_train_and_eval(load_run([*argv, "data.eval_split=train"]))[1] == [{"prompt": "train"}]
     asked = []
     monkeypatch.setattr("whet.cli.rows.load_rows", lambda source, **k: asked.append((source, k["split"], k["subset"])))
-    commands.data(load_run([*argv, "data.subset=main"]))
+    commands.load_train_and_eval(load_run([*argv, "data.subset=main"]))
     assert asked == [(folder, "train", "main"), (folder, None, "main")]
 
 
@@ -293,11 +293,11 @@ def test_evaluation_on_the_training_data_is_said(words, tmp_path, monkeypatch, c
         "data.eval_split=train",
     ):
         caplog.clear()
-        _, evaluated = commands.data(load_run([*words, *given.split()]))
+        _, evaluated = commands.load_train_and_eval(load_run([*words, *given.split()]))
         assert len(evaluated) == 10 and "evaluations are of the training data" in caplog.text
     caplog.clear()
-    commands.data(load_run([*words, "data.eval_path=chats.jsonl", "data.eval_split=test"]))
-    commands.data(load_run([*words, "data.eval_fraction=0.5"]))
+    commands.load_train_and_eval(load_run([*words, "data.eval_path=chats.jsonl", "data.eval_split=test"]))
+    commands.load_train_and_eval(load_run([*words, "data.eval_fraction=0.5"]))
     assert caplog.text == ""
 
 
@@ -348,10 +348,10 @@ def test_ppo_has_a_critic_of_the_actors_model_and_a_reward_model_among_its_rewar
         (["grpo", "critic.lr=1"], "critic: GRPO has no critic; leave it out, or train with whet ppo"),
         (["ppo", "reward_model.dtype=float32"], "reward_model has no model; write reward_model.model="),
         (["ppo", "reward=reward_model"], "reward names reward_model, and there is none; set reward_model.model"),
-        (["ppo", "algo.loss_algo=grpo"], "unknown key algo.loss_algo"),
+        (["ppo", "algo.loss_algo=grpo"], "unknown key algo.loss_algo; did you mean algo.policy_loss_fn"),
+        (["ppo", "algo.kl_method=kl"], "unknown key algo.kl_method; did you mean algo.kl_loss_mode"),
         (["grpo", "algo.gae_lambda=1"], "unknown key algo.gae_lambda"),
         (["ppo", "algo.gae_lambda=1.5"], "gae_lambda must be between 0 and 1, got 1.5"),
-        (["ppo", "algo.kl_method=kl", "algo.kl_loss_mode=mse_kl"], "both choose the KL estimate"),
         (["ppo", "algo.clip_range_value=0"], "clip_range_value must be positive"),
         (["ppo", "algo.epsilon_low=-0.1"], "epsilon_low must not be negative"),
     ],

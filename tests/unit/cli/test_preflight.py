@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from whet.cli import main
-from whet.cli.commands import build
+from whet.cli.commands import make_rl_learner
 from whet.cli.preflight import check_run
 from whet.cluster import RLCluster
 from whet.config import (
@@ -169,7 +169,7 @@ def test_reward_functions_are_looked_at_beside_the_data_before_a_model_is_loaded
 
     def refused(reward, *more):
         with pytest.raises((ConfigError, DataError, AssertionError)) as error:
-            build(load_run([*words, f"reward=[{reward}]", *more]))
+            make_rl_learner(load_run([*words, f"reward=[{reward}]", *more]))
         return findings(error)
 
     lengths = ["rollout.max_prompt_length=64", "rollout.max_tokens_to_generate=4"]  # rows, not prompts, are looked at

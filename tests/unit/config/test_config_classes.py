@@ -132,7 +132,6 @@ def test_modes_and_roles_are_their_strings():
     ("given", "message"),
     [
         ({"num_generations": 1}, "num_generations must be greater than 1"),
-        ({"loss_algo": "ppo"}, "loss_algo should be either grpo or gspo-token"),
         ({"epsilon_c": 1.0}, "epsilon_c must be greater than 1"),
         ({"beta": -0.1}, "beta must not be negative"),
         ({"sampler_is": "sequences"}, "did you mean sequence"),

@@ -76,9 +76,9 @@ def test_what_does_nothing_or_ends_after_a_rollout_is_refused(fields, said):
         GRPOConfig(**fields)
 
 
-def test_the_kl_s_correction_goes_by_ppos_name_of_the_estimate_too():
+def test_the_kl_s_correction_goes_by_ppos_estimate_too():
     with pytest.raises(ConfigError, match=r"kl_loss_mode='mse_kl'.*k1 and k3 alone"):
-        PPOConfig(**CORRECTED, kl_type="loss", kl_method="mse_kl")
+        PPOConfig(**CORRECTED, kl_type="loss", kl_loss_mode="mse_kl")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pyarrow import csv, parquet
 
 from whet.data import prompt_stream
 from whet.data.files import stream_files
-from whet.data.prompt_stream import PromptStream, epoch_order, hold_out, unbatch
+from whet.data.prompt_stream import PromptStream, batch_to_rows, epoch_order, hold_out
 from whet.data.prompts import PromptEncoder
 from whet.data.sources import load_rows
 from whet.data.tokenizer import byte_tokenizer
@@ -376,7 +376,7 @@ def test_batches_that_do_not_fit_are_named():
         list(PromptStream(Batches([2, 3])))
     for column in ("abc", ["x"], 7):
         with pytest.raises(DataError, match="column 'answer' of a batch of 2"):
-            unbatch({"prompts": ["a", "b"], "answer": column})
+            batch_to_rows({"prompts": ["a", "b"], "answer": column})
 
 
 def test_the_log_line_tells_order_size_and_what_a_resume_does():

@@ -43,7 +43,6 @@ OTHER = {
     "kl_clamp_value": 0.01,
     "kl_loss_mode": "kl",
     "kl_mask_threshold": 0.001,
-    "kl_method": "kl",
     "loss_agg_norm": 3.0,
     "loss_agg_units": "all",
     "norm_var": True,

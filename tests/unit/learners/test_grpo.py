@@ -402,11 +402,11 @@ def test_clip_settings_reach_the_loss():
 
 def test_the_ratio_of_gspo_is_one_for_a_whole_sequence():
     seen = []
-    for algo in ({"loss_algo": "gspo-token"}, {"policy_loss_fn": "gspo-token"}, {}):
+    for algo in ({"policy_loss_fn": "gspo-token"}, {}):
         made = learner(cluster(lr=1e-3), num_iterations=2, **algo)
         made.train(rows(4))
         seen.append(weights_of(made.cluster.actor.module))
-    assert same(seen[0], seen[1]) and gap(seen[0], seen[2]) > 1e-5
+    assert gap(seen[0], seen[1]) > 1e-5
 
 
 def test_the_scale_of_dr_grpo_is_the_longest_completion_unless_given():

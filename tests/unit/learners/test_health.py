@@ -246,7 +246,7 @@ def test_what_is_kept_makes_a_resumed_watch_warn_as_the_uninterrupted_one(tiny, 
         texts.append(said(caplog))
     assert texts[0] == texts[1] and len(texts[0]) == 2
     other.restore({})  # a checkpoint of an earlier version
-    assert other.state() == {"since": {}, "said": {}}
+    assert other.state() == {"since": {}, "badness": {}}
 
 
 def test_a_resumed_run_says_since_which_step_of_the_whole_run(tmp_path, caplog):

@@ -34,7 +34,7 @@ def test_a_loss_aggregation_may_be_a_reference(tmp_path, monkeypatch):
     made = learner(loss_agg_mode="weighting_of_mine:ones")
     group = Group(prompt=prompt("a"), completions=(completion([7, 256]), completion([8], 1)))
     batch = made.assign_advantages(made.batch(rewarded(made, group))).batch
-    assert made.cluster.actor_trainer.weighted(batch).weights.tolist() == [1.0, 1.0, 1.0]
+    assert made.cluster.actor_trainer.add_loss_weights(batch).weights.tolist() == [1.0, 1.0, 1.0]
 
 
 def test_only_the_length_limit_truncates():

@@ -110,7 +110,7 @@ def test_tunix_names_are_tunix_numbers(agg):
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_trl_names_are_trl_numbers(level):
-    row, a = run(loss_algo="gspo-token" if level == "sequence" else "grpo")
+    row, a = run(policy_loss_fn="gspo-token" if level == "sequence" else "grpo")
     mask, log_ratio = a["mask"], a["logprobs"] - a["old_logprobs"]
     if level == "sequence":
         log_ratio = (log_ratio * mask).sum(1, keepdims=True) / mask.sum(1, keepdims=True)
@@ -195,7 +195,7 @@ def test_units_that_divide_the_loss_are_those_trained_or_all(monkeypatch):
         monkeypatch.setattr(made, "update", lambda step, mini, u=update, s=seen: (s.append(mini), u(step, mini))[1])
         made.train(rows(4))
         (mini,) = seen
-        weights = made.cluster.actor_trainer.weighted(mini).weights
+        weights = made.cluster.actor_trainer.add_loss_weights(mini).weights
         trained = len(mini.trajectory[mini.mask].unique())
         assert 0 < trained < 16
         losses[units] = (float(weights.sum()), trained)

@@ -116,7 +116,7 @@ def gradient(made, rows):
     examples = [encode(row, i) for i, row in enumerate(rows)]
     step = made.score(made.batch(ExampleStep(index=1, examples=examples)))
     trainer = made.models.trainer
-    worker, whole = trainer.worker, trainer.weighted(step.batch)
+    worker, whole = trainer.worker, trainer.add_loss_weights(step.batch)
     found = worker.forward_backward(whole, trainer.loss, **trainer._asked, reductions=trainer.reductions)
     passes = len(worker.micro_batches(whole, None, trainer.scores))
     return {n: p.grad for n, p in worker.module.named_parameters()}, made._finished(found), passes
@@ -207,15 +207,15 @@ def test_a_resumed_run_equals_the_uninterrupted_to_the_bit(name, algo, folder, t
 
 def test_the_reference_moves_where_that_is_due_and_as_far_as_is_said(folder):
     made = learner("sigmoid", folder, loop(num_epochs=None, max_steps=3), sync_ref_model=True, ref_model_sync_steps=2)
-    reference, seen, take = made.models.worker(Role.REFERENCE), [], made.models.worker(Role.REFERENCE).take_weights
+    reference, seen, load = made.models.worker(Role.REFERENCE), [], made.models.worker(Role.REFERENCE).load_weights
 
-    def taking(weights, share):
+    def taking(weights, mixup_alpha):
         before, policy = weights_of(reference.module), weights_of(made.models.trained.module)
-        take(weights, share)
+        load(weights, mixup_alpha)
         after = weights_of(reference.module)
         seen.append((made.models.trained.version, gap(after, {n: 0.4 * before[n] + 0.6 * policy[n] for n in policy})))
 
-    reference.take_weights = taking
+    reference.load_weights = taking
     made.train(PAIRS)
     assert [step for step, _ in seen] == [2] and seen[0][1] < 1e-6
 

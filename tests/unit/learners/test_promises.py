@@ -116,9 +116,7 @@ def test_ready_made_batches_under_another_column_name_are_batches():
     assert [row["prompts/count"] for row in run.rows] == [2.0, 2.0]
 
 
-def test_two_names_for_the_loss_are_refused_and_unknown_kl_modes_before_any_rollout():
-    with pytest.raises(ConfigError, match="both choose the loss"):
-        learner(loss_algo="gspo-token", policy_loss_fn="ppo")
+def test_unknown_kl_modes_are_refused_before_any_rollout():
     with pytest.raises(ConfigError, match="unknown KL mode 'k4'"):
         learner(cluster(reference=tiny_model(1)), beta=0.1, kl_loss_mode="k4")
     with pytest.raises(ConfigError, match="sampler_is_threshold must be positive"):

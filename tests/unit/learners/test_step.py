@@ -77,7 +77,7 @@ def test_only_the_first_update_of_fresh_tokens_is_on_policy():
     made.update(step, first)  # the weights have a version of their own now, and these tokens are of the one before
     seen.append(f"{differs}/max" in made.update(step, first).metrics)
     assert seen == [True, False, False]
-    weighted = trainer.weighted(first)
+    weighted = trainer.add_loss_weights(first)
     assert differs in made.cluster.actor.forward_backward(weighted, made.loss, entropy=True)  # the same loss, the same
 
 

@@ -54,7 +54,7 @@ def test_the_clip_of_sequences_is_counted_by_sequence_whatever_chose_the_level()
     for fields, name in (
         ({}, by_token),
         ({"importance_sampling_level": "sequence"}, by_sequence),
-        ({"loss_algo": "gspo-token"}, by_sequence),
+        ({"policy_loss_fn": "gspo-token"}, by_sequence),
         ({"policy_loss_fn": "cispo", "importance_sampling_level": "sequence"}, "sequence_cispo_clip_ratio"),
     ):
         surrogate = make_objective(GRPOConfig(**fields)).surrogate
@@ -92,7 +92,7 @@ def test_vespo_takes_a_correction_of_tokens_alone(monkeypatch):
         ({"policy_loss_fn": "reinforce", "epsilon": 0.1}, r"epsilon=0\.1 has no effect .*leave epsilon at 0\.2"),
         ({"sapo_temperature_neg": 2.0}, r"neg=2\.0 has no effect without policy_loss_fn=sapo; set that"),
         (
-            {"loss_algo": "gspo-token", "importance_sampling_level": "sequence"},
+            {"policy_loss_fn": "gspo-token", "importance_sampling_level": "sequence"},
             "_level='sequence' has no effect",
         ),
     ],

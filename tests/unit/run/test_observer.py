@@ -171,7 +171,7 @@ class Adaptive(GRPOLearner):
 
     def after_step(self, run, step):
         reference = self.cluster.worker("reference")
-        reference.take_weights(self.cluster.actor.named_weights(), share=0.5)
+        reference.load_weights(self.cluster.actor.named_weights(), mixup_alpha=0.5)
         super().after_step(run, step)
 
 

@@ -41,12 +41,12 @@ class Noted(TrainingHooks):
 def test_a_mean_over_prompts_counts_the_prompts_of_the_whole_batch():
     # prompts of 3 + 1 and 4 tokens, the first of which is of two completions: 1 / (4 * 2) each
     batch = random_batch((3, [3, 1]), (2, [4]))
-    assert trainer(loss_agg_mode="prompt-mean-token-mean").weighted(batch).weights.tolist() == [0.125] * 8
+    assert trainer(loss_agg_mode="prompt-mean-token-mean").add_loss_weights(batch).weights.tolist() == [0.125] * 8
     batch = batch.replace(mask=batch.trajectory != 2)
     t = trainer(loss_agg_mode="prompt-mean-token-mean")
-    assert t.weighted(batch).weights.tolist() == [0.25] * 4 + [0.0] * 4
+    assert t.add_loss_weights(batch).weights.tolist() == [0.25] * 4 + [0.0] * 4
     t.with_loss_fn(clipped_surrogate, loss_agg_units="all")
-    assert t.weighted(batch).weights.tolist() == [0.125] * 4 + [0.0] * 4
+    assert t.add_loss_weights(batch).weights.tolist() == [0.125] * 4 + [0.0] * 4
 
 
 def test_a_mean_over_all_completions_counts_one_of_two_sequences_once():
@@ -54,7 +54,7 @@ def test_a_mean_over_all_completions_counts_one_of_two_sequences_once():
     batch = TokenBatch.from_groups([Group(prompt=prompt("a"), completions=forks)])
     batch = batch.replace(mask=batch.trajectory == 0)
     t = trainer(loss_agg_mode="sequence-mean-token-mean").with_loss_fn(clipped_surrogate, loss_agg_units="all")
-    assert t.weighted(batch).weights.tolist() == [0.125] * 4 + [0.0] * 2
+    assert t.add_loss_weights(batch).weights.tolist() == [0.125] * 4 + [0.0] * 2
 
 
 def test_an_update_is_one_step_down_the_gradient_of_the_weighted_loss():
@@ -151,14 +151,14 @@ def test_metrics_of_several_updates_are_means_over_updates():
 def test_forks_of_one_episode_are_one_unit_of_the_weights():
     forks = (completion([7, 8]), completion([9, 10], prefix=[97, 5]), completion([7, 8], 1))
     batch = TokenBatch.from_groups([Group(prompt=prompt("a"), completions=forks)])
-    weights = trainer(loss_agg_mode="sequence-mean-token-mean").weighted(batch).weights
+    weights = trainer(loss_agg_mode="sequence-mean-token-mean").add_loss_weights(batch).weights
     assert weights.tolist() == [1 / 8] * 4 + [1 / 4] * 2
 
 
 def test_weights_that_a_batch_brings_are_kept():
     batch = random_batch((3, [4, 2]))
     brought = batch.replace(weights=torch.arange(6.0))
-    assert trainer().weighted(brought) is brought
+    assert trainer().add_loss_weights(brought) is brought
 
 
 def test_a_loss_without_metrics_is_called_for_its_tensor_alone():
@@ -233,11 +233,11 @@ def test_what_is_left_out_of_an_update_has_been_weighed_and_is_reported_of_the_w
         return {**found, "left_out": Mean(float(whole.num_tokens - run.num_tokens))}
 
     t, plain = trainer(), trainer()
-    found = t.update(batch, keep=lambda whole: torch.tensor([0, 2]), report=report)
+    found = t.update(batch, select=lambda whole: torch.tensor([0, 2]), adjust_metrics=report)
     ((whole, run),) = calls
     assert whole.weights.sum().item() == pytest.approx(1.0) and run.num_sequences == 2
     assert torch.equal(run.weights, whole.select(torch.tensor([0, 2])).weights) and found["left_out"].value == 2.0
-    plain.update(plain.weighted(batch).select(torch.tensor([0, 2])))
+    plain.update(plain.add_loss_weights(batch).select(torch.tensor([0, 2])))
     assert same(weights_of(t.worker.module), weights_of(plain.worker.module))
 
 

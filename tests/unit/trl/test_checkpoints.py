@@ -1,7 +1,6 @@
 """Checkpoints of a front: folders by themselves, which others load, and from which a run goes on."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -99,27 +98,6 @@ def test_a_save_that_fails_leaves_nothing_and_loses_nothing(run, tmp_path, monke
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-4"]
     assert (tmp_path / "checkpoint-4" / "model.safetensors").read_bytes() == before
 
-
-def test_one_of_links_by_an_earlier_version_is_resumed_or_says_what_is_missing(run, tmp_path):
-    folder, made = run
-    link, whole = tmp_path / "checkpoint-2", tmp_path / ".whet" / "run-1" / "step-000002"
-    shutil.copytree(folder / "checkpoint-2", whole / "actor")
-    for name in ("optimizer.safetensors", "state.pt"):
-        (whole / "actor" / "whet" / name).rename(whole / "actor" / name)
-    (whole / "actor" / "whet").rmdir()
-    (whole / "actor" / "run.pt").rename(whole / "run.pt")
-    link.mkdir()
-    for file in (whole / "actor").iterdir():
-        (link / file.name).symlink_to(os.path.relpath(file, link))
-    (link / "whet").symlink_to(os.path.relpath(whole, link))
-    shutil.copytree(link, tmp_path / "copy" / "checkpoint-2", symlinks=True)
-    with pytest.raises(CheckpointError, match=r"has written it as links, and ../.whet/run-1/step-000002.* is gone"):
-        trainer(tmp_path / "copy").train(resume_from_checkpoint=True)
-    again = trainer(tmp_path, save_total_limit=1)
-    again.train(resume_from_checkpoint=True)
-    assert same(weights_of(again.model), weights_of(made.model))
-    assert [p.name for p in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
-    assert not whole.exists()  # nothing else leads to it
 
 
 def test_an_output_dir_that_another_run_writes_or_that_is_a_file_is_refused(run, tmp_path):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from whet.config.algo.advantage import NEED_GROUPS, AdvantageFields
 from whet.config.algo.correction import CorrectionFields
 from whet.config.algo.entropy import EntropyFields
@@ -56,8 +54,3 @@ class PolicyConfig(SelectionFields, CorrectionFields, EntropyFields, KLFields, S
                 "dynamic_sampling with num_generations=1 would leave out every group, since one reward is equal to "
                 "itself; set group_reward_bounds, or dynamic_sampling=false"
             )
-
-    @property
-    def loss_name(self) -> Any:
-        """The policy loss: a name or a function."""
-        return self.policy_loss_fn

@@ -7,12 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from whet.config.algo.choices import CHOICES
 from whet.config.algo.policy import PolicyConfig
 from whet.config.base import config
 from whet.config.fields import Bool, Count, Float, Fn, Name, Number
-from whet.errors import ConfigError, lookup_error
-from whet.util.references import is_ref
+from whet.errors import ConfigError
 
 __all__ = ["PPOConfig"]
 
@@ -44,8 +42,6 @@ class PPOConfig(PolicyConfig):
     kl_type: Literal["loss", "reward", "advantage"] = "reward"
     """Where the KL acts: "reward" = subtracted from each token's reward before the advantage estimator, "loss" = a term
     of the loss, "advantage" = subtracted from the advantage after the estimator."""
-    kl_method: Name | Fn = "low_var_kl"
-    """The KL estimate, by Tunix's name of kl_loss_mode; set one of the two."""
     epsilon_low: Float | None = None
     """The ratio is clipped below 1 - ε_low; None = epsilon."""
     entropy_coef: Annotated[Float, BeforeValidator(_or_zero)] = 0.0
@@ -76,14 +72,6 @@ class PPOConfig(PolicyConfig):
             raise ConfigError(f"clip_range_value must be positive, got {self.clip_range_value!r}")
         if self.epsilon_low is not None and self.epsilon_low < 0:
             raise ConfigError(f"epsilon_low must not be negative, got {self.epsilon_low!r}")
-        known = CHOICES["kl_loss_mode"]
-        if isinstance(self.kl_method, str) and self.kl_method not in known and not is_ref(self.kl_method):
-            raise lookup_error("kl_method", self.kl_method, known)
-        if "low_var_kl" not in (self.kl_method, self.kl_loss_mode) and self.kl_method != self.kl_loss_mode:
-            raise ConfigError(
-                f"kl_method={self.kl_method!r} and kl_loss_mode={self.kl_loss_mode!r} both choose the KL estimate; "
-                "leave one at 'low_var_kl'"
-            )
 
     @property
     def clip_range(self) -> tuple[float, float]:
@@ -93,7 +81,6 @@ class PPOConfig(PolicyConfig):
 
     @property
     def keywords(self) -> Mapping[str, Any]:
-        """The fields by name; epsilon_low replaces epsilon, and kl_method replaces kl_loss_mode."""
+        """The fields by name; epsilon_low replaces epsilon."""
         low, high = self.clip_range
-        mode = self.kl_loss_mode if self.kl_method == "low_var_kl" else self.kl_method
-        return {**super().keywords, "epsilon": low, "epsilon_high": high, "kl_loss_mode": mode}
+        return {**super().keywords, "epsilon": low, "epsilon_high": high}

@@ -23,7 +23,7 @@ SWITCHES: Mapping[str, tuple[str, ...]] = {
     "use_adaptive_entropy": ("entropy_coef_delta", "entropy_coef_max", "entropy_coef_min", "entropy_target"),
 }
 """Field -> the fields that have an effect only while it is set."""
-_KL = ("kl_clamp_value", "kl_loss_mode", "kl_method", "use_bias_correction_kl")
+_KL = ("kl_clamp_value", "kl_loss_mode", "use_bias_correction_kl")
 """Fields that have an effect only where a KL to the reference is computed."""
 
 
@@ -99,5 +99,5 @@ def check_fields_read(config: Any, read: Collection[str] | None = None) -> None:
 
 def _chosen(config: Any, choice: str) -> tuple[Any, ...]:
     """The values of a field that chooses functions by name."""
-    value = getattr(config, "loss_name" if choice == "policy_loss_fn" else choice, None)
+    value = getattr(config, choice, None)
     return value if isinstance(value, tuple) else () if value is None else (value,)

@@ -169,7 +169,7 @@ class TRLLearner(GRPOLearner):
         mini = super()._ranked(mini)
         if not self.kl_controller.has_entropy_bonus:
             return mini
-        mini = self.cluster.actor_trainer.weighted(mini)
+        mini = self.cluster.actor_trainer.add_loss_weights(mini)
         acts = mini.mask
         if self.objective.has(high_entropy_mask):
             acts = acts & (mini.need("entropy_rank") >= 1 - self.algo_config.top_entropy_quantile - 1e-6)
@@ -198,5 +198,5 @@ class TRLLearner(GRPOLearner):
                                 groups=self.rollout(prompts, step=step, mode=Mode.EVAL)))  # fmt: skip
         made = self.assign_advantages(self.score(self.batch(made)))
         batch = made.batch
-        found = self.cluster.actor_trainer.measure(self._ranked(batch))
+        found = self.cluster.actor_trainer.evaluate_batch(self._ranked(batch))
         return flat({**made.metrics, **total_metrics(made.rewards), **found}), batch

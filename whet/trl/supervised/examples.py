@@ -103,7 +103,9 @@ class TextPairEncoder(PreferenceEncoder):
     """
 
     def _sequences(self, read: RowAnswers, options: Mapping[str, Any], number: int) -> list[list[TrainSequence]]:
-        texts = [answer.said for answer in read.answers if answer.prompt is None and isinstance(answer.said, str)]
+        texts = [
+            answer.response for answer in read.answers if answer.prompt is None and isinstance(answer.response, str)
+        ]
         if len(texts) != 2:
             return super()._sequences(read, options, number)
         prompt = texts[0][: _common_prefix(*texts)]

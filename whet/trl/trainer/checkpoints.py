@@ -7,15 +7,13 @@
                   reference/                                                                 if it moves
 
 A folder is complete or absent, and holds no links: it may be copied, moved and removed. Several runs may share an
-output_dir; as in transformers, a run replaces checkpoints of its own steps and leaves the others. Checkpoints of
-earlier versions, with links into output_dir/.whet, can be read.
+output_dir; as in transformers, a run replaces checkpoints of its own steps and leaves the others.
 """
 
 from __future__ import annotations
 
 import re
 import secrets
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -32,10 +30,6 @@ __all__ = ["TrainerCheckpoints", "checkpoint_path", "find_checkpoint", "rotate_c
 
 class NoCheckpoint(CheckpointError, ValueError):
     """There is no checkpoint to resume from: transformers raises a ValueError."""
-
-
-_LINK = "whet"
-"""In checkpoints of earlier versions: a link to the folder that a resume reads."""
 
 
 class TrainerCheckpoints(Checkpoints):
@@ -75,9 +69,8 @@ class TrainerCheckpoints(Checkpoints):
         return None if self.root is None else checkpoint_path(self.root, self._front.state.global_step)
 
     def place(self, folder: Path, role: str) -> Path:
-        """The model in training is the checkpoint itself, so that others load it; in earlier versions it was not."""
-        own = role == self._front.role.value and not (folder / role).is_dir()
-        return folder if own else folder / role
+        """The model in training lies in the checkpoint's own folder, so that other libraries load it from there."""
+        return folder if role == self._front.role.value else folder / role
 
     def save(self, step: int, state: Mapping[str, Any], *, tokenizer: Any, keep: int | None) -> Path | None:
         """Writes the checkpoint of now, in place of one of its name by another run."""
@@ -104,8 +97,8 @@ class TrainerCheckpoints(Checkpoints):
     def load_best(self, folder: Path) -> None:
         """Loads the weights of a checkpoint. Raises CheckpointError: it is gone."""
         try:
-            whole, role = _whole(folder), self._front.role
-            self.trainers[role].worker.load(self.place(whole, role.value))
+            _check_resumable(folder)
+            self.trainers[self._front.role].worker.load(folder)
         except CheckpointError as error:
             raise CheckpointError(f"load_best_model_at_end can't load {folder}: {error}; leave it as it is") from error
 
@@ -128,37 +121,30 @@ def rotate_checkpoints(output_dir: str, keep: int | None, never: Sequence[Path])
     spare = [folder for folder in folders if folder.absolute() not in kept]
     excess = 0 if keep is None else len(folders) - max(keep, len(folders) - len(spare))
     for folder in spare[: max(excess, 0)]:
-        if (folder / _LINK).is_symlink():
-            shutil.rmtree((folder / _LINK).resolve(), ignore_errors=True)
         remove_checkpoint(folder)
 
 
-def find_checkpoint(output_dir: str, asked: str | Literal[True]) -> Path:
-    """What a run resumes from. Args: asked: True = the newest checkpoint, or its folder.
+def find_checkpoint(output_dir: str, requested: str | Literal[True]) -> Path:
+    """The checkpoint that a run resumes from. Args: requested: True = the newest checkpoint, or its folder.
 
-    Raises: NoCheckpoint: there is none. CheckpointError: it has no state to go on from.
+    Raises: NoCheckpoint: there is none. CheckpointError: it has no state to resume from.
     """
-    if asked is True:
+    if requested is True:
         folders = _saved(output_dir)
         if not folders:
             raise NoCheckpoint(f"No valid checkpoint found in output directory ({output_dir}); train without resume")
-        asked = str(folders[-1])
-    return _whole(Path(asked))
+        requested = str(folders[-1])
+    folder = Path(requested)
+    _check_resumable(folder)
+    return folder
 
 
-def _whole(folder: Path) -> Path:
-    """The folder that a resume reads. Raises NoCheckpoint: there is none. CheckpointError: it can't be resumed."""
-    link = folder / _LINK
-    found = link.resolve() if link.is_symlink() else folder
-    if (found / "run.pt").is_file():
-        return found
+def _check_resumable(folder: Path) -> None:
+    """Raises NoCheckpoint: the folder does not exist. CheckpointError: it has no state to resume from."""
+    if (folder / "run.pt").is_file():
+        return
     if not folder.is_dir():
-        raise NoCheckpoint(f"{folder} is not there: no valid checkpoint; give a folder checkpoint-* of output_dir")
-    if link.is_symlink():
-        raise CheckpointError(
-            f"{folder} can't be resumed: an earlier version of whet has written it as links, and {link.readlink()}, "
-            "which they lead to, is gone; copy the .whet folder of its output_dir along, or go on from a model"
-        )
+        raise NoCheckpoint(f"{folder} does not exist: no valid checkpoint; give a folder checkpoint-* of output_dir")
     raise CheckpointError(
         f"{folder} can't be resumed: it has no run.pt, so it was written with save_only_model=True or by TRL; give the "
         "folder as the model to go on from its weights"

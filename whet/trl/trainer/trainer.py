@@ -351,7 +351,7 @@ class Trainer(HubMixin):
         self.models.checkpoints.root = None if root is None else Path(root).absolute()
         held = self.worker.optim
         if held is not None and held.config is not None:
-            held.begin_anew(optimizer_config(self.args, self.max_steps or None))
+            held.restart(optimizer_config(self.args, self.max_steps or None))
             handler: Any = self.callback_handler
             handler.optimizer = held.optimizer
         elif self._has_own_class and held is not None and held.updates:
