@@ -285,8 +285,7 @@ class TunixLearner(RLLearner):
         count = sum(map(len, texts))
         rewards, inputs = self._rewards, self.reward_manager.inputs(groups, texts, mode=Mode.TRAIN, extras={})
         if rewards is None or len(rewards.total) != count:
-            total = np.full(count, np.nan)
-            return RewardBatch(groups=list(groups), total=total, metrics={}, table={}, texts=texts, inputs=inputs)
+            return RewardBatch(groups=list(groups), table={}, texts=texts, inputs=inputs)
         return dataclasses.replace(rewards, groups=list(groups), texts=texts, inputs=inputs)
 
 
@@ -304,7 +303,7 @@ GrpoLearner, PpoLearner = GRPOLearner, PPOLearner
 def _external_metrics(step: Step) -> dict[str, tuple[Any, Any]]:
     """The rewards and completions of a step for an external logger: name -> (value, aggregation)."""
     rewards = step.rewards
-    total = np.nan_to_num(step.batch.rewards.numpy() if step.has("batch") else rewards.total)
+    total = np.nan_to_num(rewards.total)
     table = {name: np.nan_to_num(values) for name, values in rewards.table.items()}
     lengths = np.array([len(c.tokens) for g in rewards.groups for c in g.completions])
     metrics: dict[str, tuple[Any, Any]] = {

@@ -56,7 +56,6 @@ def mismatched_rows(batch: TokenBatch, max_length: int | None = None) -> TokenBa
         ends=ends,
         trajectory_of=torch.arange(n),
         group_of=torch.arange(n),
-        rewards=torch.full((n,), torch.nan, dtype=torch.float64),
         token_columns={name: batch.token_columns[name].index_select(0, places) for name in kept},
         sequence_columns={"chosen": torch.ones(n)},
     )
