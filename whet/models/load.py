@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from whet.config.lora import LoraConfig
-from whet.errors import ConfigError, lookup_error
+from whet.errors import ConfigError, format_exception, lookup_error
 from whet.models.adapters import Adapter
 from whet.models.attention import ATTENTION, KERNELS
 from whet.models.heads import Head, has_score_head, score_layer, with_score_head
@@ -259,9 +259,8 @@ def usable_device(device: torch.device | str) -> torch.device:
         found = torch.device(device)
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch built without it: AssertionError
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
-            f"device {str(device)!r} can't be used here: {why:.200}; give cpu, cuda, cuda:1 ..."
+            f"device {str(device)!r} can't be used here: {format_exception(error, 200)}; give cpu, cuda, cuda:1 ..."
         ) from error
     return found
 
