@@ -19,7 +19,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
 from whet.errors import ConfigError, lookup_error
-from whet.models.matmul import onednn_refusal
+from whet.models.matmul import onednn_unsupported_reason
 from whet.native.segments import OPERATOR
 
 __all__ = ["MODES", "checkpoint_activations"]
@@ -27,7 +27,7 @@ __all__ = ["MODES", "checkpoint_activations"]
 MODES = ("none", "selective", "full")
 
 _aten = torch.ops.aten
-_DEAR = [
+_SAVED_OPERATORS = [
     _aten.mm.default,
     _aten.addmm.default,
     _aten._grouped_mm.default,
@@ -70,4 +70,7 @@ def checkpoint_activations(module: PreTrainedModel, mode: str = "full") -> None:
 
 def _dear() -> list[Any]:
     """The operators whose results are held, products by oneDNN among them where it multiplies."""
-    return [*_DEAR, *([torch.ops.mkldnn._linear_pointwise.default] if onednn_refusal() is None else [])]
+    return [
+        *_SAVED_OPERATORS,
+        *([torch.ops.mkldnn._linear_pointwise.default] if onednn_unsupported_reason() is None else []),
+    ]

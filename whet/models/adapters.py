@@ -23,19 +23,19 @@ import torch
 from torch import Tensor, nn
 
 from whet.errors import ConfigError
-from whet.models.quantized import dequantized, quantized_layer
+from whet.models.quantized import dequantize, is_quantized_layer
 from whet.ops.counter_rng import address_key
 from whet.ops.masked import to_fp32
 
 __all__ = [
     "BASE_LAYER",
     "Adapter",
-    "AddressedDropout",
-    "adapter_layer",
+    "SeededDropout",
     "base_parameters",
     "base_weights",
     "effective_weight",
-    "low_rank",
+    "is_adapter_layer",
+    "lora_factors",
     "merged_weight",
     "plain_linear",
 ]
@@ -44,12 +44,12 @@ BASE_LAYER = re.compile(r"\.base_layer(?=\.|$)")
 """What PEFT puts into the name of a layer that it wraps."""
 
 
-class AddressedDropout(nn.Module):
+class SeededDropout(nn.Module):
     """Dropout of an adapter's input, whose draws have an address: a resumed run and a recomputed layer draw the same.
 
-    Off unless `Adapter.dropping` is around. Args: p: share of numbers dropped. number: of the layer in its model.
+    Off unless `Adapter.dropout_on` is around. Args: p: share of numbers dropped. number: of the layer in its model.
 
-    >>> AddressedDropout(0.5, 0)(torch.ones(3))
+    >>> SeededDropout(0.5, 0)(torch.ones(3))
     tensor([1., 1., 1.])
     """
 
@@ -72,20 +72,20 @@ class AddressedDropout(nn.Module):
 class Adapter:
     """The adapter layers of a module. Args: layers: they, by their names in the module.
 
-    Example: `with loaded.adapter.off(): ...` runs the base model.
+    Example: `with loaded.adapter.disabled(): ...` runs the base model.
     """
 
     def __init__(self, layers: dict[str, Any]) -> None:
         self.layers = layers
 
     @classmethod
-    def of(cls, module: nn.Module) -> Adapter | None:
+    def from_module(cls, module: nn.Module) -> Adapter | None:
         """The adapter of a module; None = it has none.
 
-        >>> Adapter.of(nn.Linear(2, 2)) is None
+        >>> Adapter.from_module(nn.Linear(2, 2)) is None
         True
         """
-        layers = {name: layer for name, layer in module.named_modules() if adapter_layer(layer)}
+        layers = {name: layer for name, layer in module.named_modules() if is_adapter_layer(layer)}
         return cls(layers) if layers else None
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -110,7 +110,7 @@ class Adapter:
 
         return [layer for layer in self.layers.values() if isinstance(layer, LoraLayer)]
 
-    def adds_nothing(self) -> bool:
+    def is_untrained(self) -> bool:
         """Whether the model is its base: B is 0 in each layer, as in an adapter that was not trained yet."""
         found = self._lora()
         return len(found) == len(self.layers) and not any(bool(p.any()) for x in found for p in x.lora_B.parameters())
@@ -121,7 +121,7 @@ class Adapter:
         return max((d.p for d in self._dropouts()), default=0.0)
 
     @contextmanager
-    def dropping(self, *address: int) -> Iterator[None]:
+    def dropout_on(self, *address: int) -> Iterator[None]:
         """Around a pass of training, forward and backward: its dropout is on. Args: address: of the pass, up to 4."""
         key = address_key(*address, *(0,) * (4 - len(address)))
         found = list(self._dropouts())
@@ -133,12 +133,12 @@ class Adapter:
             for drop in found:
                 drop.key = None
 
-    def _dropouts(self) -> Iterator[AddressedDropout]:
+    def _dropouts(self) -> Iterator[SeededDropout]:
         for layer in self._lora():
-            yield from (d for d in layer.lora_dropout.values() if isinstance(d, AddressedDropout))
+            yield from (d for d in layer.lora_dropout.values() if isinstance(d, SeededDropout))
 
     @contextmanager
-    def off(self) -> Iterator[None]:
+    def disabled(self) -> Iterator[None]:
         """The base model alone, for a while; which parameters take a gradient is as before, inside and after.
 
         Raises: ConfigError: an adapter is merged into its base layer, which can't be told from it any more.
@@ -161,10 +161,10 @@ class Adapter:
             p.requires_grad_(gradient)
 
 
-def adapter_layer(layer: nn.Module) -> bool:
+def is_adapter_layer(layer: nn.Module) -> bool:
     """Whether PEFT has wrapped this layer. Where its package was never imported, none is.
 
-    >>> adapter_layer(nn.Linear(2, 2))
+    >>> is_adapter_layer(nn.Linear(2, 2))
     False
     """
     if "peft" not in sys.modules:
@@ -185,7 +185,7 @@ def plain_linear(layer: nn.Module) -> nn.Linear | None:
     """
     if type(layer) is nn.Linear:
         return layer
-    if not adapter_layer(layer):
+    if not is_adapter_layer(layer):
         return None
     from peft.tuners.lora.layer import Linear
 
@@ -210,19 +210,19 @@ def effective_weight(layer: nn.Module) -> Tensor:
     base = plain_linear(layer)
     if base is None:
         raise TypeError(f"a {type(layer).__name__} has no effective weight; run it as a module")
-    return base.weight.detach() if base is layer else _with_adapter(base.weight.detach(), layer)
+    return base.weight.detach() if base is layer else _add_low_rank(base.weight.detach(), layer)
 
 
-def _with_adapter(weight: Tensor, layer: Any) -> Tensor:
+def _add_low_rank(weight: Tensor, layer: Any) -> Tensor:
     """W + Σ s B A of a layer's active adapters, W given."""
     total = to_fp32(weight)
-    for name in _active(layer):
+    for name in _active_names(layer):
         b, a = to_fp32(layer.lora_B[name].weight), to_fp32(layer.lora_A[name].weight)
         total = total + layer.scaling[name] * (b @ a)
     return total.to(weight.dtype)
 
 
-def _active(layer: Any) -> list[str]:
+def _active_names(layer: Any) -> list[str]:
     """The names of the adapters that a layer adds to its base."""
     if layer.merged or layer.disable_adapters:
         return []
@@ -230,16 +230,16 @@ def _active(layer: Any) -> list[str]:
 
 
 @torch.no_grad()
-def low_rank(layer: nn.Module) -> tuple[Tensor, Tensor, float] | None:
+def lora_factors(layer: nn.Module) -> tuple[Tensor, Tensor, float] | None:
     """A [r I], B [O r] and s of what a layer adds to its base; None = nothing.
 
     Those of several adapters are put together: B of the others is scaled so that one s is that of all.
     Args: layer: one that `plain_linear` knows.
 
-    >>> low_rank(nn.Linear(2, 3)) is None
+    >>> lora_factors(nn.Linear(2, 3)) is None
     True
     """
-    if not adapter_layer(layer) or not (names := _active(layer)):
+    if not is_adapter_layer(layer) or not (names := _active_names(layer)):
         return None
     made: Any = layer
     scale = made.scaling[names[0]]
@@ -261,7 +261,7 @@ def base_parameters(module: nn.Module) -> dict[str, tuple[nn.Parameter, Any]]:
     >>> list(base_parameters(nn.Linear(2, 2)))
     ['weight', 'bias']
     """
-    adapter = Adapter.of(module)
+    adapter = Adapter.from_module(module)
     every = module.named_parameters(remove_duplicate=False)
     if adapter is None:
         return {name: (p, None) for name, p in every}
@@ -278,15 +278,15 @@ def base_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     Raises: ConfigError: a layer whose adapter is more than s B A.
     """
     for name, (p, layer) in base_parameters(module).items():
-        weight = dequantized(p).detach()
+        weight = dequantize(p).detach()
         yield name, weight if layer is None else merged_weight(layer, weight, name)
 
 
 def merged_weight(layer: Any, weight: Tensor, name: str) -> Tensor:
     """W + Σ s B A of an adapted layer. Args: weight: its W, plain. name: of it, for the message."""
-    if plain_linear(layer) is None and not quantized_layer(layer.get_base_layer()):
+    if plain_linear(layer) is None and not is_quantized_layer(layer.get_base_layer()):
         raise ConfigError(
             f"the adapter of {name} is more than a product of two matrices, so whet can't merge it; merge the model "
             "with PEFT's merge_and_unload, and give that"
         )
-    return _with_adapter(weight, layer)
+    return _add_low_rank(weight, layer)

@@ -18,9 +18,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from whet.errors import ConfigError, DataError, lookup_error
 from whet.models.buckets import BucketRow, segment_positions
-from whet.models.flex import FlexCase, FlexRow, flex_failed, flex_refusal
-from whet.native.build import note
-from whet.native.segments import SegmentTables, attend_segments, segment_refusal
+from whet.models.flex import FlexCase, FlexRow, flex_unsupported_reason, record_flex_failure
+from whet.native.build import log_fallback
+from whet.native.segments import SegmentTables, attend_segments, segments_unsupported_reason
 
 __all__ = ["ATTENTION", "KERNELS", "Layout", "SegmentLayout", "whet_attn"]
 
@@ -120,7 +120,7 @@ class SegmentLayout(Layout):
         return SegmentLayout(self.lengths, self.parents, device, attention=self.attention, multiple=self.multiple)
 
     @functools.cached_property
-    def plain(self) -> BucketRow:
+    def bucket_row(self) -> BucketRow:
         """The segments as buckets of padded calls."""
         with torch.inference_mode(False):  # they outlive this pass, and the next one may need a gradient
             return BucketRow(self.lengths, self.parents, self.position_ids.device, self.multiple)
@@ -150,19 +150,19 @@ class SegmentLayout(Layout):
             raise DataError(
                 f"a layout of 1 row of {self.position_ids.shape[1]} tokens was given {q.shape[0]} of {q.shape[2]}"
             )
-        if self._by_flex(q, k, v, window, softcap, sinks, scale):
+        if self._use_flex(q, k, v, window, softcap, sinks, scale):
             try:
                 return self._flex.attend(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
             except Exception as error:  # as in the probe; another length may be compiled again
-                case = FlexCase.of(q, k, v, scale=scale, softcap=softcap, sinks=sinks)
-                self._refuse(flex_failed(case, error))
+                case = FlexCase.from_call(q, k, v, scale=scale, softcap=softcap, sinks=sinks)
+                self._raise_if_required(record_flex_failure(case, error))
         if self.attention == "auto" and not q.is_cuda:
             capped = softcap is not None or sinks is not None
-            reason = "scores have caps or sinks" if capped else segment_refusal(q, k, v)
+            reason = "scores have caps or sinks" if capped else segments_unsupported_reason(q, k, v)
             if reason is None:
                 return attend_segments(q, k, v, self._table(q.shape[1] // k.shape[1]), scale=scale, window=window)
-            note("attention of training", reason)
-        return self.plain.attend(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
+            log_fallback("attention of training", reason)
+        return self.bucket_row.attend(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
 
     def _table(self, group: int) -> SegmentTables:
         """The native kernels' tables for so many query heads of a KV head."""
@@ -170,7 +170,7 @@ class SegmentLayout(Layout):
             self._tables[group] = SegmentTables(self.lengths, self.parents, group)
         return self._tables[group]
 
-    def _by_flex(
+    def _use_flex(
         self,
         q: Tensor,
         k: Tensor,
@@ -183,14 +183,14 @@ class SegmentLayout(Layout):
         """Whether flex serves this call. Rows without masks are faster in torch's operator."""
         if self.attention == "plain" or (self.attention == "auto" and not q.is_cuda):
             return False
-        if self.attention == "auto" and softcap is None and sinks is None and self.plain.unmasked(window):
+        if self.attention == "auto" and softcap is None and sinks is None and self.bucket_row.needs_no_mask(window):
             return False
-        reason = flex_refusal(FlexCase.of(q, k, v, scale=scale, softcap=softcap, sinks=sinks))
+        reason = flex_unsupported_reason(FlexCase.from_call(q, k, v, scale=scale, softcap=softcap, sinks=sinks))
         if reason is not None:
-            self._refuse(reason)
+            self._raise_if_required(reason)
         return reason is None
 
-    def _refuse(self, reason: str) -> None:
+    def _raise_if_required(self, reason: str) -> None:
         """Raises: ConfigError: where flex was asked for."""
         if self.attention == "flex":
             raise ConfigError(f'attention "flex" can\'t serve this model: {reason}; set it to auto or plain')

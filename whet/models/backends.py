@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from whet.models.quantized import quantized_parts
+from whet.models.quantized import quantized_layer_names
 from whet.native.build import Unavailable
 from whet.native.layers import LayerKernels, layer_kernels
 from whet.native.segments import SegmentKernels, kernels_for
@@ -36,15 +36,15 @@ def training_backends(loaded: LoadedModel) -> dict[str, str]:
     elif first.device.type != "cpu" or loaded.attention != "auto":
         attention = loaded.attention
     else:
-        attention = _words(kernels_for(first.device, first.dtype))
+        attention = _describe(kernels_for(first.device, first.dtype))
     known = first.device.type == "cpu" and first.dtype.itemsize in (2, 4)
-    found = {"attention": attention, "layers": _words(layer_kernels()) if known else "the module's"}
+    found = {"attention": attention, "layers": _describe(layer_kernels()) if known else "the module's"}
     if loaded.adapter is not None:
         found["adapter"] = f"PEFT's layers around {len(loaded.adapter.layers)} frozen ones, which run as without"
-    if bits := quantized_parts(loaded.module):
+    if bits := quantized_layer_names(loaded.module):
         found["base"] = f"bitsandbytes, 4 bits in {len(bits)} layers"
     return found
 
 
-def _words(kernels: SegmentKernels | LayerKernels | Unavailable) -> str:
+def _describe(kernels: SegmentKernels | LayerKernels | Unavailable) -> str:
     return f"torch ({kernels})" if isinstance(kernels, Unavailable) else f"native ({kernels.compiler})"

@@ -20,9 +20,9 @@ from whet.models.self_check import probe_tokens
 
 __all__ = ["check_causal"]
 
-TOKENS = 8
+NUM_TOKENS = 8
 """Run; the log-probabilities of the first half are looked at."""
-SHARE = 1e-4
+MAX_GRADIENT_RATIO = 1e-4
 """Of the largest gradient of an earlier token, the largest of a later one: 0 except where masks are not infinite, from
 5e-3 in untrained encoders."""
 
@@ -45,17 +45,19 @@ def check_causal(module: PreTrainedModel, name: str) -> None:
         return
     sizes: dict[str, Any] = vars(module.config)
     try:
-        size = _gradient(module, probe_tokens(module.config.vocab_size, sizes.get("max_position_embeddings"))[:TOKENS])
+        size = _gradient(
+            module, probe_tokens(module.config.vocab_size, sizes.get("max_position_embeddings"))[:NUM_TOKENS]
+        )
     except Exception as error:  # a model's own code may raise anything
         dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in module.parameters()})
         several = f"its parameters are {' and '.join(dtypes)}: bring them to one, model.to(dtype)"
         sizes_of = "the sizes in its config.json must fit each other, and its forward must give logits for input_ids"
         raise ConfigError(
-            f"{name!r} ({module.config.model_type}) can't run {TOKENS} tokens: {format_exception(error, 200)}; "
+            f"{name!r} ({module.config.model_type}) can't run {NUM_TOKENS} tokens: {format_exception(error, 200)}; "
             f"{several if len(dtypes) > 1 else sizes_of}"
         ) from error
     half = len(size) // 2
-    if size.isfinite().all() and size[half:].max() > SHARE * size[:half].max():
+    if size.isfinite().all() and size[half:].max() > MAX_GRADIENT_RATIO * size[:half].max():
         hint = " (its config says is_decoder: false)" if sizes.get("is_decoder") is False else ""
         raise ConfigError(
             f"{name!r} ({module.config.model_type}) is not causal: its logits at a token depend on the tokens after "

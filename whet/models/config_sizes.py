@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 from whet.errors import format_exception
 from whet.util.model_paths import check_hub, model_folder
 
-__all__ = ["ABSENT", "config_positions", "of_config", "read_positions", "read_width"]
+__all__ = ["MISSING_IS_NONE", "config_positions", "read_config", "read_positions", "read_width"]
 
 logger = logging.getLogger("whet")
 
 T = TypeVar("T")
 
-ABSENT: Any = {
+MISSING_IS_NONE: Any = {
     "_raise_exceptions_for_gated_repo": False,
     "_raise_exceptions_for_missing_entries": False,
     "_raise_exceptions_for_connection_errors": False,
@@ -38,15 +38,15 @@ def read_positions(path: str, trust_remote_code: bool = False) -> int | None:
         as for read_model.
     Returns: None where it has no bound, or where the config can't be read, which loading the model will tell.
     """
-    return of_config(path, trust_remote_code, config_positions)
+    return read_config(path, trust_remote_code, config_positions)
 
 
 def read_width(path: str, trust_remote_code: bool = False) -> int | None:
     """The hidden size of a model, by its config alone. Args, Returns: as read_positions."""
-    return of_config(path, trust_remote_code, lambda config: int(config.get_text_config().hidden_size))
+    return read_config(path, trust_remote_code, lambda config: int(config.get_text_config().hidden_size))
 
 
-def of_config(path: str, trust_remote_code: bool, ask: Callable[[Any], T]) -> T | None:
+def read_config(path: str, trust_remote_code: bool, ask: Callable[[Any], T]) -> T | None:
     """What a model's config says; None where it can't be read."""
     from transformers import AutoConfig
     from transformers.utils.hub import cached_file
@@ -54,8 +54,8 @@ def of_config(path: str, trust_remote_code: bool, ask: Callable[[Any], T]) -> T 
     place = model_folder(path)
     check_hub(place)
     try:
-        base = cached_file(place, "adapter_config.json", **ABSENT)
-        if base is not None and cached_file(place, "config.json", **ABSENT) is None:
+        base = cached_file(place, "adapter_config.json", **MISSING_IS_NONE)
+        if base is not None and cached_file(place, "config.json", **MISSING_IS_NONE) is None:
             place = model_folder(json.loads(Path(base).read_bytes())["base_model_name_or_path"])
         return ask(AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code))
     except Exception as error:  # of any of the libraries that read it

@@ -15,11 +15,11 @@ from whet.errors import ConfigError
 from whet.models.adapters import Adapter
 from whet.models.heads import Head
 
-__all__ = ["LoadedModel", "Start"]
+__all__ = ["LoadedModel", "ParameterSnapshot"]
 
 
 @dataclass(frozen=True)
-class Start:
+class ParameterSnapshot:
     """What a view is read with: copies of trained parameters, as they were when it was made."""
 
     tensors: tuple[tuple[nn.Parameter, Tensor], ...]
@@ -27,7 +27,7 @@ class Start:
     """The adapter added nothing then: it is switched off, and none of it is copied."""
 
     @contextmanager
-    def swapped_in(self) -> Iterator[None]:
+    def swap_in(self) -> Iterator[None]:
         """Around forward passes without a gradient."""
         held = [(p, p.data) for p, _ in self.tensors]
         try:
@@ -53,7 +53,7 @@ class LoadedModel:
     """In train mode, with every dropout at 0: eval mode would turn activation checkpointing off."""
     packable: bool
     """True = it takes a layout, and its attention is whet's."""
-    reasons: tuple[str, ...]
+    unpackable_reasons: tuple[str, ...]
     """Why it is not packable."""
     lm_head: Head
     """What makes logits of the module's output layer; of kind "none" for a critic or a reward model."""
@@ -68,7 +68,7 @@ class LoadedModel:
     """Another record owns the module: this one is only read, as it was when the view was made."""
     saved_dtype: torch.dtype = torch.float32
     """What its weights were saved in where it was read, or what a module was given in: what it is written in again."""
-    start: Start | None = None
+    snapshot: ParameterSnapshot | None = None
     """What a view swaps in while it is read; None = nothing but the adapter is switched off."""
 
     @property
@@ -92,7 +92,7 @@ class LoadedModel:
             raise ConfigError(f"{self.name} has no adapter to switch off; load the reference as a model of its own")
         return dataclasses.replace(self, is_view=True)
 
-    def start_view(self) -> LoadedModel:
+    def snapshot_view(self) -> LoadedModel:
         """The model as it is now, while its adapter is trained: the reference of an adapted actor.
 
         Where the adapter adds nothing yet it is the base with the adapter off, bit for bit; of one that was trained
@@ -101,18 +101,18 @@ class LoadedModel:
         """
         view, adapter = self.base_view(), self.adapter
         assert adapter is not None
-        off, own = adapter.adds_nothing(), {id(p) for p in adapter.parameters()}
+        off, own = adapter.is_untrained(), {id(p) for p in adapter.parameters()}
         score = None if self.score_head is None else id(self.score_head.weight)
         copied = [p for p in self.module.parameters() if p.requires_grad and not (off and id(p) in own)]
         kept = tuple((p, p.detach().clone()) for p in copied if id(p) != score)
-        return dataclasses.replace(view, start=Start(kept, adapter_off=off))
+        return dataclasses.replace(view, snapshot=ParameterSnapshot(kept, adapter_off=off))
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
+    def use_view(self) -> Iterator[None]:
         """Around forward passes: inside, a view is what it was made of."""
         with ExitStack() as stack:
-            if self.is_view and self.adapter is not None and (self.start is None or self.start.adapter_off):
-                stack.enter_context(self.adapter.off())
-            if self.start is not None:
-                stack.enter_context(self.start.swapped_in())
+            if self.is_view and self.adapter is not None and (self.snapshot is None or self.snapshot.adapter_off):
+                stack.enter_context(self.adapter.disabled())
+            if self.snapshot is not None:
+                stack.enter_context(self.snapshot.swap_in())
             yield

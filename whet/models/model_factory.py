@@ -12,12 +12,12 @@ from typing import Any
 from whet.errors import ConfigError, WhetError, format_exception
 from whet.util.references import resolve_callable
 
-__all__ = ["made_model"]
+__all__ = ["call_model_factory"]
 
 CALL = "it is called as function(folder=..., seed=...), and returns the folder into which it wrote the model"
 
 
-def made_model(reference: str, folder: str, seed: int) -> str:
+def call_model_factory(reference: str, folder: str, seed: int) -> str:
     """Calls the function, and checks what it returns.
 
     Args: reference: to the function. folder: where it is to write a model. seed: of the run.
@@ -25,7 +25,7 @@ def made_model(reference: str, folder: str, seed: int) -> str:
     Raises: ConfigError: no such function, it does not take these arguments, it raised, or it returned something else.
         An error of whet's own goes through.
 
-    Example: made_model("whet.demo:pupil", "run/start", 0).
+    Example: call_model_factory("whet.demo:pupil", "run/start", 0).
     """
     make = resolve_callable(reference, "model")
     _check_arguments(make, reference)

@@ -14,17 +14,17 @@ from torch import nn
 from whet.models.attention import ATTENTION
 from whet.models.config_sizes import config_positions
 
-__all__ = ["evaluating", "max_positions", "native_attention"]
+__all__ = ["eval_mode", "max_positions", "transformers_attention"]
 
 
 @contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
+def eval_mode(module: nn.Module) -> Iterator[None]:
     """Eval mode for a while; afterwards every submodule is in the mode it was in.
 
     Args: module: any module.
 
     >>> m = nn.Dropout()
-    >>> with evaluating(m):
+    >>> with eval_mode(m):
     ...     print(m.training)
     False
     >>> m.training
@@ -49,7 +49,7 @@ def max_positions(module: nn.Module) -> int | None:
 
 
 @contextmanager
-def native_attention(module: nn.Module) -> Iterator[None]:
+def transformers_attention(module: nn.Module) -> Iterator[None]:
     """One of transformers' attentions for a while, for a module that was loaded for whet's layouts.
 
     Args: module: a model of transformers; untouched where it has its own attention already.

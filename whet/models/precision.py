@@ -15,7 +15,7 @@ from whet.errors import ConfigError
 from whet.models.loaded_model import LoadedModel
 from whet.util.cpu import cpu_facts
 
-__all__ = ["DTYPES", "compute_dtype", "fitting_dtype"]
+__all__ = ["DTYPES", "auto_dtype", "compute_dtype"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
@@ -37,10 +37,10 @@ def compute_dtype(name: str, loaded: LoadedModel) -> torch.dtype:
             raise ConfigError(f"dtype={name!r} is not one of auto, {', '.join(DTYPES)}")
         return DTYPES[name]
     width = loaded.module.config.get_text_config().hidden_size  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
-    return fitting_dtype(next(loaded.module.parameters()).device, int(width))
+    return auto_dtype(next(loaded.module.parameters()).device, int(width))
 
 
-def fitting_dtype(device: torch.device, width: int) -> torch.dtype:
+def auto_dtype(device: torch.device, width: int) -> torch.dtype:
     """What "auto" stands for. Args: device: where the model computes. width: its hidden size."""
     if device.type == "cuda":
         hardware = torch.cuda.is_bf16_supported(including_emulation=False)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from whet.errors import ConfigError
 from whet.models.adapters import Adapter
 
-__all__ = ["ENCODER", "KINDS", "Prompt", "prompted", "save_prompt"]
+__all__ = ["ENCODER", "KINDS", "PromptAdapter", "is_prompt_tuned", "save_prompt"]
 
 ENCODER = "prompt_encoder.safetensors"
 """The file of what makes the virtual tokens."""
@@ -33,10 +33,10 @@ KINDS = ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
 """PEFT's kinds that are trained."""
 
 
-def prompted(model: object) -> bool:
+def is_prompt_tuned(model: object) -> bool:
     """Whether a model is PEFT's around one whose prompt is learned.
 
-    >>> prompted(nn.Linear(2, 2))
+    >>> is_prompt_tuned(nn.Linear(2, 2))
     False
     """
     if "peft" not in sys.modules:
@@ -46,7 +46,7 @@ def prompted(model: object) -> bool:
     return isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning
 
 
-class Prompt(Adapter):
+class PromptAdapter(Adapter):
     """The learned prompt of a model, whose decoder from now on reads it before each row; the states are of the rows.
 
     Args: model: PEFT's. new: nothing has trained it yet, so that a reference is the model without it.
@@ -70,12 +70,12 @@ class Prompt(Adapter):
         """Its name."""
         return self.model.active_adapter
 
-    def adds_nothing(self) -> bool:
+    def is_untrained(self) -> bool:
         """Whether a reference is the model without it."""
         return self.new
 
     @contextmanager
-    def off(self) -> Iterator[None]:
+    def disabled(self) -> Iterator[None]:
         """The model without it, for a while."""
         held, self.on = self.on, False
         try:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import sys
 
 from whet.native.build import Unavailable
-from whet.native.decode import load_kernels
+from whet.native.decode import decode_kernels
 from whet.native.layers import layer_kernels
 from whet.native.segments import segment_kernels
 
 __all__ = ["FAMILIES", "main"]
 
 FAMILIES = {
-    "decode": ("decode steps of the embedded engine", load_kernels),
+    "decode": ("decode steps of the embedded engine", decode_kernels),
     "segments": ("attention of training and scoring", segment_kernels),
     "layers": ("norms, gates and gradients of weights in training", layer_kernels),
 }

@@ -29,10 +29,10 @@ __all__ = [
     "Library",
     "Unavailable",
     "cache_folder",
-    "enabled",
+    "kernels_enabled",
+    "load_functions",
     "load_library",
-    "load_made",
-    "note",
+    "log_fallback",
     "unsupported_cpu",
 ]
 
@@ -80,7 +80,7 @@ def load_library(source: str) -> Library | Unavailable:
     >>> isinstance(load_library("decode"), (Library, Unavailable))
     True
     """
-    if not enabled():
+    if not kernels_enabled():
         return Unavailable(f"WHET_NATIVE={os.environ['WHET_NATIVE']} switches them off")
     if platform.system() != "Linux":
         return Unavailable(f"no native kernels on {platform.system()}")
@@ -93,14 +93,14 @@ def load_library(source: str) -> Library | Unavailable:
             return Unavailable("no C++ compiler (g++) is installed")
         version = _run(*compiler, "--version").splitlines()[0]
         ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)  # torch's own: a second runtime would have threads of its own
-        return Library(_built(source, compiler, version), version)
+        return Library(_load_or_build(source, compiler, version), version)
     except (OSError, subprocess.SubprocessError, IndexError, ValueError) as error:  # ValueError: quotes in $CXX
         said = error.stderr if isinstance(error, subprocess.CalledProcessError) and error.stderr else str(error)
         lines = said.strip().splitlines() or [type(error).__name__]
         return Unavailable(f"building them failed: {next((x for x in lines if 'error' in x), lines[0])}")
 
 
-def enabled() -> bool:
+def kernels_enabled() -> bool:
     """Whether WHET_NATIVE leaves the kernels on, as it does where it is not set. Raises: ConfigError: another word."""
     word = os.environ.get("WHET_NATIVE", "")
     if word.lower() not in (*ON, *OFF):
@@ -108,7 +108,7 @@ def enabled() -> bool:
     return word.lower() in ON
 
 
-def load_made(source: str, make: Callable[[Library], K]) -> K | Unavailable:
+def load_functions(source: str, make: Callable[[Library], K]) -> K | Unavailable:
     """The functions of a library over tensors. Args: make: makes them. Returns: them, or why there are none."""
     found = load_library(source)
     if isinstance(found, Unavailable):
@@ -127,7 +127,7 @@ def unsupported_cpu() -> Unavailable | None:
 
 
 @functools.cache
-def note(what: str, reason: str) -> None:
+def log_fallback(what: str, reason: str) -> None:
     """Logs once why something uses torch."""
     log.info("%s: using torch instead of the C++ kernels: %s", what, reason)
 
@@ -162,7 +162,7 @@ def _run(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_S).stdout
 
 
-def _built(source: str, compiler: list[str], version: str) -> ctypes.CDLL:
+def _load_or_build(source: str, compiler: list[str], version: str) -> ctypes.CDLL:
     """The library, after a build if it is not in the cache. Raises: OSError, SubprocessError."""
     sources = (x.read_text(encoding="utf-8") for x in sorted(SOURCE.iterdir()) if x.suffix in (".cpp", ".h"))
     parts = (*sources, version, shlex.join(compiler), " ".join(FLAGS), _processor())
@@ -170,9 +170,9 @@ def _built(source: str, compiler: list[str], version: str) -> ctypes.CDLL:
     try:
         path = cache_folder() / name
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not _own(path.parent):
+        if not _is_private(path.parent):
             raise PermissionError(f"{path.parent} can be written by others")
-        if path.exists() and _own(path):
+        if path.exists() and _is_private(path):
             with contextlib.suppress(OSError):  # cut short by a power cut: built again
                 return ctypes.CDLL(str(path))
         room = tempfile.TemporaryDirectory(dir=path.parent)
@@ -189,7 +189,7 @@ def _built(source: str, compiler: list[str], version: str) -> ctypes.CDLL:
         return ctypes.CDLL(str(made))  # stays loaded when the folder goes
 
 
-def _own(path: Path) -> bool:
+def _is_private(path: Path) -> bool:
     """Whether no other user can write it: what lies there is loaded as code."""
     found = path.lstat()
     return found.st_uid == os.geteuid() and not found.st_mode & 0o022

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import record_function
 
-from whet.native.build import Library, Unavailable, load_made, unsupported_cpu
+from whet.native.build import Library, Unavailable, load_functions, unsupported_cpu
 from whet.native.self_check import Comparison, self_check
 
 __all__ = ["LayerKernels", "layer_kernels"]
@@ -126,7 +126,7 @@ def layer_kernels() -> LayerKernels | Unavailable:
     >>> isinstance(layer_kernels(), (LayerKernels, Unavailable))
     True
     """
-    return unsupported_cpu() or self_check(load_made("layers", LayerKernels), _comparisons)
+    return unsupported_cpu() or self_check(load_functions("layers", LayerKernels), _comparisons)
 
 
 def _comparisons(kernels: LayerKernels) -> Iterator[Comparison]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
 
-from whet.native.build import Library, Unavailable, load_made, unsupported_cpu
+from whet.native.build import Library, Unavailable, load_functions, unsupported_cpu
 from whet.native.self_check import Comparison, self_check
 from whet.util.cpu import cpu_facts
 
@@ -32,7 +32,7 @@ __all__ = [
     "attend_segments",
     "kernels_for",
     "segment_kernels",
-    "segment_refusal",
+    "segments_unsupported_reason",
 ]
 
 MAX_STRIPES = 8
@@ -124,18 +124,18 @@ def segment_kernels() -> SegmentKernels | Unavailable:
     >>> isinstance(segment_kernels(), (SegmentKernels, Unavailable))
     True
     """
-    return unsupported_cpu() or self_check(_built(), _comparisons)
+    return unsupported_cpu() or self_check(_load_kernels(), _comparisons)
 
 
 @functools.cache
-def _built() -> SegmentKernels | Unavailable:
+def _load_kernels() -> SegmentKernels | Unavailable:
     """The kernels before their trial."""
-    return load_made("segments", SegmentKernels)
+    return load_functions("segments", SegmentKernels)
 
 
 def _kernels() -> SegmentKernels:
     """Those that run, where they have been asked for before."""
-    kernels = _built()
+    kernels = _load_kernels()
     assert not isinstance(kernels, Unavailable), kernels
     return kernels
 
@@ -159,7 +159,7 @@ def _matrix_instructions() -> bool:
     return "amx_bf16" in cpu_facts()["flags"]
 
 
-def segment_refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+def segments_unsupported_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Why the kernels can't serve a call. Args: q: [1 H T D]. k: [1 K T D]. v: [1 K T E]. Returns: None = they can."""
     if not q.dtype == k.dtype == v.dtype:
         return f"queries, keys and values are {q.dtype}, {k.dtype} and {v.dtype}"

@@ -35,7 +35,8 @@ class Comparison(NamedTuple):
 def self_check(kernels: K | Unavailable, check: Callable[[K], Iterable[Comparison]]) -> K | Unavailable:
     """Kernels whose results are right; else why they are not used.
 
-    Args: kernels: as load_made gives them. check: what to compare. It runs in a thread of its own, where no hook, mode
+    Args: kernels: as load_functions gives them. check: what to compare; runs in a thread of its own, where no hook,
+        mode
         or grad state of the layer that asks first reaches it; it ends at the first difference.
 
     >>> import torch

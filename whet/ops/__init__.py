@@ -1,16 +1,16 @@
-"""Pure maths of reinforcement learning on token sequences: torch in, torch out.
+"""The maths of reinforcement learning on token sequences: torch in, torch out.
 
-Nothing here knows of models, data sets, devices or configurations; only torch, whet.types and whet.errors are imported.
-LossInputs, which every loss receives, is whet.types'.
+It does not depend on models, data sets, devices or configurations, and imports only torch, whet.types and whet.errors.
+Every loss receives a LossInputs, which whet.types defines.
 """
 
 from whet.ops.advantages import (
     ADVANTAGE_ESTIMATORS,
     AdvantageInputs,
-    Grouped,
+    GroupedRewards,
     advantages_and_returns,
     batch_normalized,
-    best_alone,
+    best_of_group,
     estimate,
     gae_advantages,
     group_relative,
@@ -101,7 +101,7 @@ __all__ = [
     "TOKEN_MASKS",
     "VALUE_LOSSES",
     "AdvantageInputs",
-    "Grouped",
+    "GroupedRewards",
     "LossInputs",
     "Objective",
     "Support",
@@ -111,7 +111,7 @@ __all__ = [
     "aggregate",
     "allowed_tokens",
     "batch_normalized",
-    "best_alone",
+    "best_of_group",
     "binary_kl_mask",
     "check_beta",
     "check_shapes",

@@ -1,7 +1,7 @@
 """Corrections for the gap between the sampler's logprobs and the trainer's of the same tokens.
 
-A sampler logprob that is NaN is unknown: its token counts as one on which the two agree, a weight of 1 (as in TRL), and
-is left out of mismatch_metrics and of what an update logs. Engines never report one; a rollout of a user's own may.
+A sampler logprob of NaN means unknown. Its token has a weight of 1, as if the two agreed (as in TRL), and is left out
+of mismatch_metrics and of the metrics of an update. Engines never report NaN; a user's own rollout may.
 Dim legend: s tokens of a micro-batch, S of a batch.
 """
 
@@ -128,7 +128,7 @@ def sampler_rejection(
     rejection_lower: float | None = 0.999,
     rejection_threshold: float | None = 1.001,
 ) -> Tensor:
-    """1 for sequences on which sampler and trainer agree, 0 for those whose ratio leaves a band.
+    """1 for sequences on which sampler and trainer agree, 0 for those with a ratio outside a band.
 
     m = 1 where lower ≤ exp(clip(δ, ±20)) ≤ threshold, δ the mean (geometric), the sum (sequence) or the token's own:
     see sampler_log_ratio.
@@ -240,7 +240,7 @@ def sampling_metrics(x: LossInputs, *, recorded: bool = True) -> dict[str, Tenso
 def weight_metrics(
     weights: Tensor, log_ratio: Tensor, *, mask: Tensor, threshold: float | None, lower: float | None
 ) -> dict[str, float]:
-    """What a correction makes of a batch.
+    """The metrics of a correction's weights.
 
     Args: weights [S]: of sampler_importance. log_ratio [S]: before its bounds. mask: Bool [S]. threshold, lower: the
         bounds, None = none.

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from whet.data.tokenizer import pad_token_id
 from whet.errors import EngineError
-from whet.models.modes import evaluating, native_attention
+from whet.models.modes import eval_mode, transformers_attention
 from whet.ops.counter_rng import address_key
 from whet.rollout.base import EngineCaps, Output, Request, Sampling
 from whet.rollout.queue_engine import QueueEngine
@@ -138,7 +138,7 @@ class BaseRolloutAdapter(QueueEngine):
         config = tunix_config(sampling, self._config, seed=address_key(*batch[0].address) % 2**31)
         with ExitStack() as stack:
             if self._module is not None:
-                for context in (torch.no_grad(), native_attention(self._module), evaluating(self._module)):
+                for context in (torch.no_grad(), transformers_attention(self._module), eval_mode(self._module)):
                     stack.enter_context(context)
             out = self.rollout.generate(texts, rollout_config=config)
         if len(out.tokens) != len(batch):

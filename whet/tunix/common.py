@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from whet.errors import ConfigError, DataError, lookup_error
-from whet.models.modes import native_attention
+from whet.models.modes import transformers_attention
 from whet.ops import LOSS_AGG_MODES, aggregate, kl_divergence, token_weights
 from whet.ops import entropy as entropy_of_logits
 from whet.tunix.padded import TrainExample, completion_mask
@@ -211,7 +211,7 @@ def compute_score(
 
 def _forward(model: nn.Module, ids: Tensor, positions: Tensor, seen: Tensor) -> Any:
     device = next(model.parameters()).device
-    with native_attention(model):
+    with transformers_attention(model):
         return model(
             input_ids=ids.to(device),
             attention_mask=seen.long().to(device),

@@ -1,4 +1,4 @@
-"""Advantages by statistics of the whole batch, or against something other than the group.
+"""Advantages from statistics of the whole batch, or with another baseline than the group.
 
 Dim legend: J trajectories, S tokens, g the group of i, r the outcome with the rewards of single tokens
 (AdvantageInputs.returns), r_t the same at single tokens (rewards_by_token). Computed in float64, returned in fp32.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from whet.ops.advantages.group_statistics import Grouped
+from whet.ops.advantages.group_statistics import GroupedRewards
 from whet.ops.advantages.inputs import AdvantageInputs, with_greedy_rewards
 from whet.ops.masked import masked_whiten
 
@@ -39,9 +39,9 @@ def batch_normalized(
     >>> batch_normalized(tensor([0., 1., 3., 6.]), tensor([0, 0, 1, 1]), advantage_eps=0.0)  # a = ∓1/2, ∓3/2: σ² = 5/3
     tensor([-0.3873,  0.3873, -1.1619,  1.1619])
     """
-    g = Grouped.by(rewards, group_ids)
+    g = GroupedRewards.by(rewards, group_ids)
     centred = torch.where(g.given & g.spread, g.rewards - g.mean, 0.0)
-    std = Grouped(centred, g.given, torch.zeros_like(g.of), 1).std(advantage_ddof)
+    std = GroupedRewards(centred, g.given, torch.zeros_like(g.of), 1).std(advantage_ddof)
     return g.advantages(centred / (std + advantage_eps))
 
 
@@ -54,7 +54,7 @@ def minus_mean(
     advantage_eps: float = 1e-6,
     advantage_ddof: int = 1,
 ) -> Tensor:
-    """Reward less the mean of the group, or of the batch.
+    """The reward minus the mean of the group, or of the batch.
 
     Aᵢ = rᵢ − b, with norm_var (rᵢ − b) / (σ + ε); b and σ, mean and deviation of the group, or of all rewards where
     global_norm asks for it and where a group has one reward.
@@ -72,7 +72,7 @@ def minus_mean(
     >>> minus_mean(tensor([1., 0., 5.]), tensor([0, 0, 1])), minus_mean(tensor([1., 0., 5.]), tensor([0, 1, 2]))
     (tensor([ 0.5000, -0.5000,  3.0000]), tensor([-1., -2.,  3.]))
     """
-    g = Grouped.by(rewards, group_ids)
+    g = GroupedRewards.by(rewards, group_ids)
     wide = torch.full_like(g.given, global_norm) | (g.count < 2)
     centred = g.rewards - torch.where(wide, g.whole.mean, g.mean)
     if norm_var:
@@ -82,7 +82,7 @@ def minus_mean(
 
 
 def whitened_returns(x: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
-    """What each token earns from there on, whitened over all tokens of the batch.
+    """The return from each token on, whitened over all tokens of the batch.
 
     A_t = (G_t − μ) / √(v + 1e-8), G_t = r_t + γ G_{t+1} over the trained tokens of a trajectory, μ and v their mean and
     unbiased variance over the trained tokens of the batch whose trajectories have a reward.
@@ -98,7 +98,7 @@ def whitened_returns(x: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
     >>> whitened_returns(x, gamma=0.0)  # returns 0, 1, 0, 3: mean 1, variance 2
     tensor([-0.7071,  0.0000, -0.7071,  1.4142])
     """
-    given = Grouped.by(x.rewards, x.group_of).given
+    given = GroupedRewards.by(x.rewards, x.group_of).given
     kept = x.mask & given.index_select(0, x.trajectory)
     return masked_whiten(_returns_to_go(x, gamma), kept).float()
 
@@ -121,7 +121,7 @@ def whitened_relative(x: AdvantageInputs) -> Tensor:
     >>> whitened_relative(x)  # -1 three times and 1: mean -1/2, variance 1
     tensor([-0.5000, -0.5000, -0.5000,  1.5000])
     """
-    g = Grouped.by(x.returns, x.group_of)
+    g = GroupedRewards.by(x.returns, x.group_of)
     centred = torch.where(g.given & g.spread, g.rewards - g.mean, 0.0)
     kept = x.mask & g.given.index_select(0, x.trajectory)
     return masked_whiten(centred.index_select(0, x.trajectory), kept).float()
@@ -129,9 +129,9 @@ def whitened_relative(x: AdvantageInputs) -> Tensor:
 
 @with_greedy_rewards
 def minus_greedy(x: AdvantageInputs) -> Tensor:
-    """What each token earns from there on, less the reward of the greedy completion of its prompt.
+    """The return from each token on, minus the reward of the greedy completion of its prompt.
 
-    A_t = G_t − b_g, G_t = Σ_{s ≥ t} r_s; with an outcome alone that is r − b_g at every token.
+    A_t = G_t − b_g, G_t = Σ_{s ≥ t} r_s; with only an outcome that is r − b_g at every token.
     Args: x: needs greedy_rewards. The greedy completion's own token rewards (a KL) are not in b_g.
     Returns: [S], fp32; 0 at tokens that are not trained, without a reward, and where the greedy completion has none.
     Raises: DataError: an infinite reward, or no greedy rewards.
@@ -143,7 +143,7 @@ def minus_greedy(x: AdvantageInputs) -> Tensor:
     >>> minus_greedy(x)
     tensor([ 0.5000,  0.5000, -0.5000])
     """
-    given = Grouped.by(x.rewards, x.group_of).given
+    given = GroupedRewards.by(x.rewards, x.group_of).given
     baseline = x.need("greedy_rewards").double().index_select(0, x.group_of)
     kept = x.mask & (given & ~baseline.isnan()).index_select(0, x.trajectory)
     found = _returns_to_go(x, gamma=1.0) - baseline.index_select(0, x.trajectory)
@@ -177,10 +177,10 @@ def reward_decoupled(x: AdvantageInputs, *, advantage_eps: float = 1e-6, advanta
         columns.append((1.0, x.returns - x.rewards))
     total = torch.zeros(len(x.rewards), dtype=torch.float64)
     for weight, rewards in columns:
-        g = Grouped.by(rewards, x.group_of)
+        g = GroupedRewards.by(rewards, x.group_of)
         z = (g.rewards - g.mean) / (g.std(advantage_ddof) + advantage_eps)
         total += weight * torch.where(g.given & g.spread, z, 0.0)
-    batch = Grouped.by(torch.where(x.rewards.isnan(), torch.nan, total), torch.zeros_like(x.group_of))
+    batch = GroupedRewards.by(torch.where(x.rewards.isnan(), torch.nan, total), torch.zeros_like(x.group_of))
     return batch.advantages((batch.rewards - batch.mean) / (batch.std(advantage_ddof) + advantage_eps))
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from whet.errors import DataError
-from whet.ops.advantages.group_statistics import Grouped
+from whet.ops.advantages.group_statistics import GroupedRewards
 from whet.ops.advantages.inputs import AdvantageInputs
 
-__all__ = ["best_alone", "group_relative", "leave_one_out", "length_weighted", "mean_only", "relative_to_success"]
+__all__ = ["best_of_group", "group_relative", "leave_one_out", "length_weighted", "mean_only", "relative_to_success"]
 
 
 def group_relative(
@@ -45,7 +45,7 @@ def group_relative(
     >>> group_relative(tensor([1., 0., 5.]), tensor([0, 0, 1]), scale_rewards="none")  # group 0 has mean 0.5
     tensor([ 0.5000, -0.5000,  0.0000])
     """
-    g = Grouped.by(rewards, group_ids)
+    g = GroupedRewards.by(rewards, group_ids)
     scale = g.scale(scale_rewards, advantage_ddof)
     centred = g.rewards - g.mean
     return g.advantages(centred if scale is None else centred / (scale + advantage_eps))
@@ -88,12 +88,12 @@ def leave_one_out(
     >>> leave_one_out(tensor([1., 2., 3.]), tensor([0, 0, 0]))  # 1 - 5/2, 2 - 4/2, 3 - 3/2
     tensor([-1.5000,  0.0000,  1.5000])
     """
-    g = Grouped.by(rewards, group_ids)
+    g = GroupedRewards.by(rewards, group_ids)
     found = g.rewards - (g.total - g.rewards) / (g.count - 1).clamp(min=1)
     if not normalize_advantages:
         return g.advantages(found)
     compared = g.given & (g.count > 1)
-    whole = Grouped(torch.where(compared, found, 0.0), compared, torch.zeros_like(g.of), 1)
+    whole = GroupedRewards(torch.where(compared, found, 0.0), compared, torch.zeros_like(g.of), 1)
     return g.advantages((found - whole.mean) / (whole.std(advantage_ddof) + advantage_eps))
 
 
@@ -113,12 +113,12 @@ def length_weighted(x: AdvantageInputs) -> Tensor:
     >>> length_weighted(x)  # baseline (3·1 + 1·0) / 4
     tensor([ 0.2500, -0.7500])
     """
-    g = Grouped.by(x.returns, x.group_of)
+    g = GroupedRewards.by(x.returns, x.group_of)
     lengths = torch.where(g.given, x.lengths, 0).double()
     return g.advantages(g.rewards - g.sum(lengths * g.rewards) / g.sum(lengths).clamp(min=1))
 
 
-def best_alone(
+def best_of_group(
     rewards: Tensor,
     group_ids: Tensor,
     *,
@@ -126,7 +126,7 @@ def best_alone(
     advantage_eps: float = 1e-6,
     advantage_ddof: int = 1,
 ) -> Tensor:
-    """What the best completion of a group adds to the best of the others: a gradient of pass@k.
+    """The difference between the best and the second-best reward of a group, for the best alone: a gradient of pass@k.
 
     A = (r₁ − r₂) / (σ + ε) for the best, 0 for the others, r₁ and r₂ the two largest rewards of the group; 0 where
     several are best. σ, ε as in group_relative.
@@ -136,10 +136,10 @@ def best_alone(
     Source: arXiv:2503.19595; agrees with verl's grpo_passk, which refuses a group of one.
 
     >>> from torch import tensor
-    >>> best_alone(tensor([1., 4., 2.]), tensor([0, 0, 0]), scale_rewards="none")
+    >>> best_of_group(tensor([1., 4., 2.]), tensor([0, 0, 0]), scale_rewards="none")
     tensor([0., 2., 0.])
     """
-    g = Grouped.by(rewards, group_ids)
+    g = GroupedRewards.by(rewards, group_ids)
     is_best = g.given & (g.rewards == g.extreme("amax")[g.of])
     alone = is_best & (g.sum(is_best.long()) == 1)
     second = g.extreme("amax", among=~is_best)[g.of]
@@ -162,7 +162,7 @@ def relative_to_success(rewards: Tensor, group_ids: Tensor, *, advantage_eps: fl
     >>> relative_to_success(tensor([1., 0., 0., 0.]), tensor([0, 0, 0, 0]), advantage_eps=0.0)  # (1 - 1/4) / (1/4)
     tensor([ 3., -1., -1., -1.])
     """
-    g = Grouped.by(rewards, group_ids)
+    g = GroupedRewards.by(rewards, group_ids)
     if (g.rewards < 0).any():
         at = int((g.rewards < 0).nonzero()[0])
         raise DataError(

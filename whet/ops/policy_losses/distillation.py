@@ -1,4 +1,4 @@
-"""What a teacher teaches: by the tokens sampled, as a part of their advantage, or by whole distributions."""
+"""Losses that learn from a teacher: by the sampled tokens, as part of their advantage, or by whole distributions."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def distillation(x: LossInputs, *, teacher_coef: float = 1.0, importance_samplin
     """On-policy distillation on the sampled tokens: the reverse KL to a teacher is part of the advantage.
 
     l = −r·(A − c·(log π_old − log π_teacher)); r, the importance ratio at a level of IMPORTANCE_LEVELS, has the
-    gradient. Where all rewards are equal A is 0 and the teacher alone teaches.
+    gradient. Where all rewards are equal, A is 0 and only the teacher has an effect.
 
     Args:
-        x: needs advantages, and teacher_logprobs [s]: what the teacher gives the same tokens; old_logprobs None =
+        x: needs advantages, and teacher_logprobs [s]: the teacher's logprobs of the same tokens; old_logprobs None =
             logprobs.detach(). All three are constants.
         teacher_coef: c.
         importance_sampling_level: a name of IMPORTANCE_LEVELS.

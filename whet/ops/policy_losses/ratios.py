@@ -1,4 +1,4 @@
-"""The importance ratio π/π_old of a token or of its sequence: a choice that most policy losses share.
+"""The importance ratio π/π_old of a token or of its sequence, which most policy losses use.
 
 Dim legend: s tokens of a micro-batch, whole sequences laid end to end.
 """
@@ -89,7 +89,7 @@ def log_ratios(x: LossInputs, level: str) -> tuple[Tensor, Tensor]:
 
 
 def ratio_metrics(log_ratio: Tensor, used: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """What Tunix reports of the ratio: ppo_kl (−log_ratio, before any clamp), is_ratio and log_ratio_abs as used."""
+    """Tunix's metrics of the ratio: ppo_kl (−log_ratio, before any clamp), is_ratio and log_ratio_abs as used."""
     return {"is_ratio": torch.where(mask, used.exp(), 0.0), "log_ratio_abs": used.abs(), "ppo_kl": -log_ratio}
 
 

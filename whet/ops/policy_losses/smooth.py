@@ -1,4 +1,4 @@
-"""Surrogates of the ratio itself, with its gradient: a soft gate in place of the clip, and a clip alone."""
+"""Surrogates with the gradient of the ratio: a soft gate instead of the clip, and only a clip."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def soft_gate(
     sapo_temperature_neg: float = 1.05,
     importance_sampling_level: str = "token",
 ) -> LossOutput:
-    """SAPO: a sigmoid of the ratio, whose gradient fades as the policy moves away and never ends.
+    """SAPO: a sigmoid of the ratio. Its gradient fades as the policy moves away and never becomes 0.
 
     l = −A·σ(τ(r − 1))·4/τ, τ = τ_pos where A > 0, else τ_neg. At r = 1 its gradient is that of −A·r.
 
@@ -55,7 +55,7 @@ def soft_gate(
 def clipped_ratio(
     x: LossInputs, *, epsilon: float = 0.2, epsilon_high: float | None = None, importance_sampling_level: str = "token"
 ) -> LossOutput:
-    """The clipped ratio alone, which TorchRL calls CISPO: outside the range no token has a gradient, whatever A.
+    """Only the clipped ratio, which TorchRL calls CISPO: outside the range no token has a gradient, whatever A is.
 
     l = −A·clip(r, 1 − ε, 1 + ε_high), with the gradient of r. It is here so that such runs can be repeated; a token
     that has become unlikely can't be pushed back up (A > 0, r < 1 − ε), which cispo and clipped_surrogate do.
