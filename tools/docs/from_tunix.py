@@ -443,7 +443,7 @@ print([row["reward"] for row in run.rows])
 - **Devices**: Tunix has a mesh for each role. whet runs one process on one device; leave `role_to_mesh` out.
 - **Optimizer**: an optax transformation in Tunix; in whet an `OptimConfig`, which has fields for clipping, schedule and
   decay, or a function that makes a torch optimizer.
-- **Model**: Tunix calls a loading function of the model family twice; whet loads a Hugging Face folder or hub name once.
+- **Model**: Tunix calls a loader of the model family twice; whet reads a Hugging Face folder or hub name once.
   `reference="actor"` is the actor's state at the start.
 - **LoRA**: Tunix applies qwix before it makes the cluster. In whet set
   `actor=RoleConfig(model=FOLDER, lora=LoraConfig(r=16))`; the reference is the base model under the adapter.
