@@ -1,4 +1,4 @@
-"""Completions on the disk: one row each, always with the same columns, as a parquet file that is whole or absent."""
+"""Files of completions: parquet, one row per completion, the same columns in every file, written atomically."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from whet.storage.files import to_json, write_atomic
 __all__ = ["REWARD", "read_completions", "write_completions"]
 
 REWARD = "reward/"
-"""What the column of a reward function begins with."""
+"""The prefix of the column of a reward function."""
 OPTIONAL = ("prompt_text", "prompt_tokens", "advantage", "info")
-"""Columns that are null where they are not given."""
+"""Columns that are null if they are not given."""
 
 
 def write_completions(path: Path, *, step: int, columns: Mapping[str, Any], rewards: Mapping[str, Any]) -> None:
     """Writes a file of completions.
 
     Args: path: the file. step, columns, rewards: as in `RunFolder.write_completions`.
-    Raises: DataError: a column is missing, unknown, or of another length. CheckpointError: it can't be written.
+    Raises: DataError: a column is missing, unknown, or has another length. CheckpointError: the file can't be
+        written.
     """
     import pyarrow.parquet as pq
 
@@ -42,18 +43,18 @@ def write_completions(path: Path, *, step: int, columns: Mapping[str, Any], rewa
 
 
 def read_completions(path: Path) -> tuple[dict[str, list[Any]], dict[str, list[float]]]:
-    """What `write_completions` wrote.
+    """Reads a file that `write_completions` wrote.
 
-    Returns: the columns, and the rewards by function, NaN where one was NaN or None.
-    Raises: CheckpointError: the file can't be read, or lacks a column.
+    Returns: the columns, and the rewards by function; null rewards are NaN.
+    Raises: CheckpointError: the file can't be read, or a column is missing.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         table = pq.read_table(path)
-        there = [n for n in _types() if n != "reward" and (n in table.column_names or n not in OPTIONAL)]
-        columns = {name: table.column(name).to_pylist() for name in there}
+        present = [n for n in _types() if n != "reward" and (n in table.column_names or n not in OPTIONAL)]
+        columns = {name: table.column(name).to_pylist() for name in present}
         columns["reward"] = table.column("reward").to_pylist()
     except (OSError, KeyError, pa.ArrowException) as error:
         raise CheckpointError(f"{path} is not a file of completions: {error}; remove it") from error
@@ -63,7 +64,7 @@ def read_completions(path: Path) -> tuple[dict[str, list[Any]], dict[str, list[f
 
 
 def _types() -> dict[str, Any]:
-    """The columns and what they hold."""
+    """The columns and their types."""
     import pyarrow as pa
 
     return {
@@ -113,7 +114,7 @@ def _numbers(values: Sequence[Any]) -> list[float | None]:
 
 
 def _text(value: Any) -> Any:
-    """Text that UTF-8 can hold; messages as JSON; anything else as it is."""
+    """Makes text valid UTF-8 and messages JSON; returns any other value unchanged."""
     if isinstance(value, list | tuple) and value and isinstance(value[0], Mapping):
         value = to_json(value)
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value

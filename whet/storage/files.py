@@ -1,7 +1,7 @@
-"""Files that are whole or absent: a temporary of a random name next to the target, fsync, rename.
+"""Atomic file writes: a temporary file with a random name next to the target, fsync, then rename.
 
-A temporary is made, never opened: its name can't be foreseen, and one that is there already is not followed. Those of
-killed processes are known by their pattern, `.tmp-<16 hex digits>-<name>`, and swept where a folder is locked.
+A temporary file is always created, never opened: its name is unpredictable, and an existing file or link is an error.
+Killed processes leave files named `.tmp-<16 hex digits>-<name>`; whoever locks the folder next removes them.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{16}-.+", re.DOTALL)
 
 
 def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], None]) -> None:
-    """Writes a file so that a reader, or a kill at any moment, sees the old one or the new one.
+    """Writes a file atomically: after a kill at any moment, it has the old content or the new content.
 
-    Args: path: the file, in a folder that is there. content: its bytes, or a function that writes them.
+    Args: path: a file in an existing folder. content: its bytes, or a function that writes them.
     Raises: CheckpointError: the disk is full or the folder can't be written; the old file stays.
     """
     place = temporary_path(path)
@@ -66,12 +66,12 @@ def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], None]) -> Non
 
 
 def temporary_path(path: Path) -> Path:
-    """A random name next to a file or folder, which nobody can predict. It ends as the file's own does."""
+    """An unpredictable name next to a file or folder, with the same suffix."""
     return path.with_name(f".tmp-{secrets.token_hex(8)}-{path.name}")
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a name is one of `temporary_path`'s.
+    """Whether a name comes from `temporary_path`.
 
     >>> is_temporary(temporary_path(Path("x.json")).name), is_temporary(".tmp-mine"), is_temporary("x.json")
     (True, False, False)
@@ -80,13 +80,13 @@ def is_temporary(name: str) -> bool:
 
 
 def create_file(path: Path) -> BinaryIO:
-    """Opens a new file for writing. Raises: FileExistsError: anything is there, be it a link to nowhere."""
+    """Opens a new file for writing. Raises: FileExistsError: the path exists, even as a dangling link."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.fdopen(os.open(path, flags, 0o666), "wb")
 
 
 def open_for_append(path: Path) -> BinaryIO:
-    """Opens a file for appending, made if absent. Raises: OSError: it is a symbolic link, or not a regular file."""
+    """Opens a file for appending, or creates it. Raises: OSError: it is a symbolic link or not a regular file."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     handle = os.open(path, flags, 0o666)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -96,7 +96,7 @@ def open_for_append(path: Path) -> BinaryIO:
 
 
 def unused_path(path: Path, word: str) -> Path:
-    """The first of <stem>.<word>-1<suffix>, <stem>.<word>-2<suffix> ... that nothing has, links to nowhere included.
+    """The first of <stem>.<word>-1<suffix>, <stem>.<word>-2<suffix> ... that doesn't exist, even as a dangling link.
 
     >>> unused_path(Path("nowhere/metrics.jsonl"), "before").name
     'metrics.before-1.jsonl'
@@ -108,9 +108,9 @@ def unused_path(path: Path, word: str) -> Path:
 
 
 def remove_path(path: Path, *, strict: bool = False) -> None:
-    """Removes a file, a link (not what it points to) or a folder, as far as that is possible.
+    """Removes a file, a link (not its target) or a folder. An absent path is not an error.
 
-    Args: path: what to remove; nothing there is not an error. strict: raise OSError where something stays.
+    Args: path: the path to remove. strict: raise OSError if it can't be removed; otherwise ignore it.
     """
     with nullcontext() if strict else suppress(OSError):
         if path.is_dir() and not path.is_symlink():
@@ -120,7 +120,7 @@ def remove_path(path: Path, *, strict: bool = False) -> None:
 
 
 def fsync(path: Path) -> None:
-    """Has what a file holds, or the names in a folder, on the disk."""
+    """Flushes a file's content, or a folder's list of names, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -129,11 +129,11 @@ def fsync(path: Path) -> None:
 
 
 def make_writable_folder(path: str | Path, key: str) -> Path:
-    """A folder that files can be written to, made where it is not there: found out before a run, not after it.
+    """Creates a folder if it is absent, and checks that files can be written to it, so that a run fails at its start.
 
-    Args: path: the folder. key: where it was given, for the message.
-    Returns: its absolute path: a reward function may change the working folder.
-    Raises: ConfigError: it can't be made or written.
+    Args: path: the folder. key: its configuration key, for the message.
+    Returns: the absolute path, since a reward function may change the working folder.
+    Raises: ConfigError: the folder can't be created or written.
     """
     folder = Path(path).absolute()
     try:
@@ -147,17 +147,20 @@ def make_writable_folder(path: str | Path, key: str) -> Path:
 
 
 def check_writable(path: str | Path, key: str) -> None:
-    """Checks that files can be written to a folder. Removes the folders it made. Raises: as make_writable_folder."""
+    """Checks that files can be written to a folder, and leaves no new folder behind.
+
+    Raises: ConfigError: as make_writable_folder.
+    """
     folder = Path(path).absolute()
-    made = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
+    created = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
     make_writable_folder(folder, key)
-    for place in made:
-        with suppress(OSError):  # another run's by now
+    for place in created:
+        with suppress(OSError):  # another process may use it by now
             place.rmdir()
 
 
 def write_error(path: Path, error: OSError) -> CheckpointError:
-    """The error for a file of a run that the disk did not take.
+    """The error for a file of a run that couldn't be written.
 
     >>> print(write_error(Path("a/x.json"), OSError("No space left")))
     a/x.json can't be written: No space left; make room or fix its permissions, then resume with trainer.resume=latest
@@ -168,10 +171,11 @@ def write_error(path: Path, error: OSError) -> CheckpointError:
 
 
 def read_json(source: Path | bytes) -> Any:
-    """What a JSON file or line says, whoever has written it.
+    """Parses JSON from an untrusted file or line.
 
     Args: source: the file, or its bytes.
-    Raises: OSError: it can't be read. ValueError: not JSON in UTF-8, cut short, NaN, nested too deep, huge numbers.
+    Raises: OSError: the file can't be read. ValueError: it is not JSON in UTF-8, is cut short, has NaN or too many
+        digits in a number, or is nested too deep.
 
     >>> read_json(b'{"step": 3}')
     {'step': 3}
@@ -188,7 +192,7 @@ def _no_constant(word: str) -> None:
 
 
 def finite_or_none(value: object) -> float | None:
-    """A number as a float; None for whatever else a file may hold in its place.
+    """A finite number as a float; None for every other value.
 
     >>> finite_or_none(3), finite_or_none(10**400), finite_or_none(math.nan), finite_or_none("3")
     (3.0, None, None, None)
@@ -200,9 +204,9 @@ def finite_or_none(value: object) -> float | None:
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """JSON that every reader takes: NaN and infinities become null, numpy's numbers and arrays plain ones.
+    """Standard JSON: NaN and infinities become null; numpy's numbers and arrays become numbers and lists.
 
-    Args: value: nested dicts, lists and scalars. indent: spaces, for people.
+    Args: value: nested dicts, lists and scalars. indent: spaces per level; None = one line.
     """
     return json.dumps(_plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
 

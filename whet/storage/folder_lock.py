@@ -1,7 +1,7 @@
-"""The lock of a folder: held by one process while it writes there, free when it ends, however it ends.
+"""FolderLock: only one process at a time writes to a folder. The lock ends with the process, however it ends.
 
-Left out on purpose: file systems without locks (an error is raised), and other hosts where a network's file system does
-not carry them.
+Not supported: file systems without locks (they raise an error), and processes on other hosts if the network file system
+does not share locks.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ __all__ = ["FolderLock", "check_unlocked"]
 
 
 class FolderLock:
-    """Holds a folder's `.lock` until it is released or the process dies.
+    """Holds a folder's `.lock` until it is released or the process ends.
 
-    The system's lock ends with the process, but a forked child would keep it alive: where the process named in the
-    file is gone, the file is replaced.
+    The kernel's lock ends with the process, but a forked child can keep it alive. So the file names the process that
+    took the lock, and the file is replaced if that process has ended.
 
-    Args: folder: it exists. setting: the key that names the folder, for the messages.
-    Raises: ConfigError: another process holds it; `.lock` is a link or not a regular file. OSError: it can't be made.
+    Args: folder: an existing folder. setting: the configuration key of the folder, for messages.
+    Raises: ConfigError: another process holds the lock, or `.lock` is a link or not a regular file. OSError: the file
+        can't be created or locked.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -38,47 +39,47 @@ class FolderLock:
 
     def __init__(self, folder: Path, setting: str) -> None:
         self.path, self._setting = folder / ".lock", setting
-        self._handle: int | None = self._taken()
+        self._handle: int | None = self._acquire()
 
     def release(self) -> None:
         """Releases the lock."""
         if self._handle is not None:
-            self._let_go(self._handle)
+            self._remove_and_close(self._handle)
             self._handle = None
 
-    def _let_go(self, handle: int) -> None:
-        if _same_file(handle, self.path):  # not one by which somebody took the folder over
+    def _remove_and_close(self, handle: int) -> None:
+        if _same_file(handle, self.path):  # it may belong to another process by now
             with suppress(OSError):
                 self.path.unlink()
         os.close(handle)
 
-    def _taken(self) -> int:
+    def _acquire(self) -> int:
         while True:
-            handle = self._opened()
+            handle = self._open()
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError):
-                self._check_gone(handle)
+                self._remove_stale(handle)
                 continue
             except OSError as error:
                 os.close(handle)
                 raise OSError(f"{self.path} can't be locked: {error}") from error
-            if not _same_file(handle, self.path):  # one that was replaced meanwhile
+            if not _same_file(handle, self.path):  # another process replaced it meanwhile
                 os.close(handle)
                 continue
             try:
                 os.ftruncate(handle, 0)
-                os.pwrite(handle, json.dumps(_me()).encode(), 0)
+                os.pwrite(handle, json.dumps(_this_process()).encode(), 0)
             except BaseException:
-                self._let_go(handle)
+                self._remove_and_close(handle)
                 raise
             return handle
 
-    def _check_gone(self, handle: int) -> None:
-        """Takes the file away from a holder that has ended. Raises ConfigError where it may live."""
+    def _remove_stale(self, handle: int) -> None:
+        """Removes the file if its holder has ended. Raises ConfigError if the holder may still run."""
         try:
             holder = _holder(os.pread(handle, 4096, 0))
-            if not holder or holder["host"] != socket.gethostname() or _alive(holder):
+            if not holder or holder["host"] != socket.gethostname() or _is_alive(holder):
                 who = f"process {holder['pid']} on {holder['host']}" if holder else "another process"
                 raise ConfigError(
                     f"{self.path.parent} is in use by {who}; end it, or set another {self._setting}"
@@ -88,8 +89,8 @@ class FolderLock:
         finally:
             os.close(handle)
 
-    def _opened(self) -> int:
-        """The file, made if absent; it is written into, so it must be no other file by another name."""
+    def _open(self) -> int:
+        """Opens the file, or creates it. It will be overwritten, so it must not be a link to another file."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         refused = ConfigError(
             f"{self.path} is a link or not a regular file, so it is not whet's lock; remove it, or set another "
@@ -109,10 +110,13 @@ class FolderLock:
 
 
 def check_unlocked(folder: str | Path, setting: str) -> None:
-    """Raises ConfigError where another process holds a folder's lock. Args: folder: may be absent. setting: its key."""
+    """Raises ConfigError if another process holds the lock of a folder, which may be absent.
+
+    Args: folder: the folder. setting: its configuration key.
+    """
     place = Path(folder).absolute()
     if os.path.lexists(place / ".lock"):
-        with suppress(OSError):  # it can't be written: said where that is looked at
+        with suppress(OSError):  # check_writable reports a folder that can't be written
             FolderLock(place, setting).release()
 
 
@@ -123,12 +127,12 @@ def _same_file(handle: int, path: Path) -> bool:
         return False
 
 
-def _me() -> dict[str, Any]:
-    return {"pid": os.getpid(), "host": socket.gethostname(), "started": _started(os.getpid())}
+def _this_process() -> dict[str, Any]:
+    return {"pid": os.getpid(), "host": socket.gethostname(), "started": _start_time(os.getpid())}
 
 
 def _holder(text: bytes) -> dict[str, Any] | None:
-    """Who holds the lock, as the file has it; None where whet did not write it."""
+    """The process that the file names; None if whet did not write the file."""
     try:
         found = read_json(text)
     except ValueError:
@@ -139,20 +143,20 @@ def _holder(text: bytes) -> dict[str, Any] | None:
     return found if type(pid) is int and 0 < pid < 2**31 else None
 
 
-def _started(pid: int) -> str | None:
-    """When a process began, in the kernel's ticks; None where that can't be known."""
+def _start_time(pid: int) -> str | None:
+    """The start time of a process in the kernel's ticks; None if it is unknown."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
         return None
 
 
-def _alive(holder: Mapping[str, Any]) -> bool:
-    """Whether the very process that took the lock still runs, not another with its number."""
+def _is_alive(holder: Mapping[str, Any]) -> bool:
+    """Whether the process that took the lock still runs; another process may have its number now."""
     try:
         os.kill(holder["pid"], 0)
     except ProcessLookupError:
         return False
     except PermissionError:
         return True
-    return holder.get("started") in (None, _started(holder["pid"]))
+    return holder.get("started") in (None, _start_time(holder["pid"]))

@@ -1,9 +1,9 @@
-"""An optimizer's state in a checkpoint: plain tensors under the names of the parameters that they belong to.
+"""An optimizer's state in a checkpoint: plain tensors, named after their parameters.
 
     optimizer.safetensors   "model.norm.weight.exp_avg": [D] ...     "<parameter>.<key>", any order
-    state.pt, "optim"       groups: [{"params": [names], "lr": ...}], what is not a tensor, the place in the schedule
+    state.pt, "optim"       groups: [{"params": [names], "lr": ...}], values that are not tensors, the schedule's state
 
-A name identifies a tensor whatever the groups of the optimizer are, so parts of the state can be read.
+A tensor's name does not depend on the optimizer's groups, so parts of the state can be read.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from whet.util.tensor_subclasses import is_wrapper
 __all__ = ["FORMAT_KEY", "WRAPPED", "check_moment_shapes", "flatten_state", "load_optimizer_state", "unflatten_state"]
 
 FORMAT_KEY = "whet_format"
-"""In the metadata of optimizer.safetensors."""
+"""The key of the format number in the metadata of optimizer.safetensors."""
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
-"""Entries of torch's own optimizers that are shaped as their parameter."""
+"""Entries of torch's optimizers that have the shape of their parameter."""
 WRAPPED: dict[str, str] = {"OptimState8bit": "torchao.optim.subclass_8bit"}
-"""Tensor subclasses that a state may hold, and their modules: a file names a class of this list, and no other."""
+"""Tensor subclasses that a state may hold, and their modules. A file can't name another class."""
 
 
 def flatten_state(
     state: Mapping[Any, Mapping[str, Any]],
 ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
-    """An optimizer's state as what safetensors can hold, and the rest.
+    """Splits an optimizer's state into tensors for safetensors and plain values.
 
-    Args: state: what the optimizer holds of each parameter, by the parameter's name.
-    Returns: tensors "<name>.<key>", copies on the CPU; plain values under such names; and for each tensor subclass
-        under its name what it is made of, its parts being tensors "<name>.<key>.<part>".
-    Raises: CheckpointError: a tensor subclass that is not in WRAPPED.
+    Args: state: parameter name -> the optimizer's entries for it.
+    Returns: tensors by "<name>.<key>", copies on the CPU; plain values by such names; and a description of each tensor
+        subclass by its name, with its inner tensors among the tensors as "<name>.<key>.<part>".
+    Raises: CheckpointError: a tensor subclass is not in WRAPPED.
 
     >>> import torch
     >>> flatten_state({"norm.weight": {"m": torch.zeros(2), "n": 3}})
@@ -61,10 +61,10 @@ def flatten_state(
                         "save no checkpoints, or take another optim.name"
                     )
                 parts, context = value.__tensor_flatten__()
-                tensors |= {f"{name}.{part}": _copied(getattr(value, part)) for part in parts}
+                tensors |= {f"{name}.{part}": _copy_to_cpu(getattr(value, part)) for part in parts}
                 wrapped[name] = {"kind": kind, "parts": list(parts), "context": context}
             else:
-                tensors[name] = _copied(value)
+                tensors[name] = _copy_to_cpu(value)
     return tensors, plain, wrapped
 
 
@@ -74,23 +74,24 @@ def unflatten_state(
     wrapped: Mapping[str, Any],
     parameters: Collection[str],
 ) -> dict[str, dict[str, Any]]:
-    """What `flatten_state` took apart.
+    """Puts together what `flatten_state` returned.
 
     Args:
-        tensors, plain, wrapped: what it returned.
-        parameters: the names that there may be.
-    Returns: by parameter, its entries.
-    Raises: CheckpointError: a class that is not in WRAPPED, one whose package is not installed, another name.
+        tensors, plain, wrapped: the results of `flatten_state`.
+        parameters: the valid parameter names.
+    Returns: parameter name -> its entries.
+    Raises: CheckpointError: a tensor subclass is not in WRAPPED or its package is not installed, or a name belongs to
+        no parameter.
 
     >>> import torch
     >>> unflatten_state({"norm.weight.m": torch.zeros(2)}, {"norm.weight.n": 3}, {}, ["norm.weight"])
     {'norm.weight': {'m': tensor([0., 0.]), 'n': 3}}
     """
     values: dict[str, Any] = {**tensors, **plain}
-    for name, made_of in wrapped.items():
-        cls = _class(made_of["kind"])
-        parts = {part: values.pop(f"{name}.{part}") for part in made_of["parts"]}
-        values[name] = cls.__tensor_unflatten__(parts, made_of["context"], None, None)
+    for name, description in wrapped.items():
+        cls = _class(description["kind"])
+        parts = {part: values.pop(f"{name}.{part}") for part in description["parts"]}
+        values[name] = cls.__tensor_unflatten__(parts, description["context"], None, None)
     known = frozenset(parameters)
     entries: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
@@ -100,7 +101,7 @@ def unflatten_state(
 
 
 def _split(name: str, parameters: Collection[str]) -> tuple[str, str]:
-    """The parameter and the key that a name is made of; both may have dots, but no parameter lies within another."""
+    """Splits a name into parameter and key. Both may have dots; no parameter's name is a prefix of another's."""
     parameter, _, key = name.rpartition(".")
     while parameter and parameter not in parameters:
         parameter, _, more = parameter.rpartition(".")
@@ -122,7 +123,7 @@ def _class(kind: str) -> Any:
         raise CheckpointError(f"the optimizer's state holds a {kind}: {error}") from error
 
 
-def _copied(value: Tensor) -> Tensor:
+def _copy_to_cpu(value: Tensor) -> Tensor:
     return value.detach().cpu().contiguous().clone()
 
 
@@ -132,18 +133,18 @@ def _copied(value: Tensor) -> Tensor:
 def load_optimizer_state(
     path: Path, rest: Mapping[str, Any], groups: Sequence[Sequence[str]]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, dict[str, Any]]]:
-    """Reads an optimizer's state in the order that the optimizer has here.
+    """Reads a saved optimizer's state, with the groups in the order of the current optimizer.
 
     Args:
         path: optimizer.safetensors.
-        rest: "optim" of the state.pt next to it.
-        groups: the names of the parameters of each group of the optimizer here.
+        rest: the entry "optim" of the state.pt next to it.
+        groups: the parameter names of each group of the current optimizer.
 
     Returns:
-        the settings of each group; the settings that each was made with; the entries of each parameter by its name.
+        the settings of each group; the settings that each group began with; parameter name -> its entries.
 
     Raises:
-        CheckpointError: it can't be read, is of a format not known here, or has other parameters or groups.
+        CheckpointError: the file can't be read, has an unknown format, or has other parameters or groups.
     """
     try:
         with safe_open(path, "pt") as file:
@@ -161,7 +162,7 @@ def load_optimizer_state(
 
 
 def _group_of(path: Path, names: Sequence[str], saved: Sequence[Mapping[str, Any]]) -> int:
-    """Which saved group has just these parameters."""
+    """The index of the saved group with exactly these parameters."""
     for i, group in enumerate(saved):
         if set(group["params"]) == set(names):
             return i
@@ -174,7 +175,7 @@ def _group_of(path: Path, names: Sequence[str], saved: Sequence[Mapping[str, Any
 
 
 def check_moment_shapes(path: Path, entries: Mapping[str, Mapping[str, Any]], masters: Mapping[str, Tensor]) -> None:
-    """Raises CheckpointError where a moment is not shaped as its parameter."""
+    """Raises CheckpointError if a moment has another shape than its parameter."""
     for name, entry in entries.items():
         for key in MOMENTS:
             value = entry.get(key)

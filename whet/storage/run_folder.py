@@ -3,10 +3,10 @@
     config.yaml  config_full.yaml  environment.json  metrics.jsonl  summary.json  .lock
     completions/{train,eval}-000012.parquet
 
-metrics.jsonl grows by a line per step and mode, {step, mode, version, name: value}; it is repaired when a run is
-resumed, and kept as it was where lines of it were damaged. Every other file is written whole or not at all.
-What lies here may have been written by anybody: it is checked, and no link of a fixed name is followed. Checkpoints
-lie here too, but are not this module's.
+metrics.jsonl gets one line per step and mode, {step, mode, version, name: value}. Resuming a run repairs the file. If
+it has damaged lines, a copy of the old file is kept. Every other file is written atomically: a reader sees the whole
+file or none. The files may have been written by anybody, so they are checked before use, and symbolic links are not
+followed. Checkpoints are in the same folder, but storage/checkpoint.py writes them.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ _COMPLETIONS = re.compile(r"(?:train|eval)-([0-9]+)\.parquet", re.ASCII)
 
 
 class RunFolder:
-    """One run's folder, locked while it is open. Made on rank 0 alone.
+    """One run's folder. It is locked while it is open. Only rank 0 creates it.
 
     Args:
-        path: made if absent.
-        resume_step: None = a new run, which the folder must not hold one of; else what was written after this step is
-            removed, and the run continues there; from 0 or less, where no step is kept, what an older run wrote of its
-            steps is moved aside instead. A function that says the step is called once the folder is locked, so that it
-            may read and change what lies there.
-    Raises: ConfigError: the path is empty or can't be written, another process has the folder open, or a new run was
-        asked for where one lies. CheckpointError: what lies there can't be read or repaired.
+        path: the folder; it is created if it doesn't exist.
+        resume_step: None = a new run; the folder must not hold a run yet. A number removes everything that was written
+            after this step, and the run continues from there. A number of 0 or less keeps no step: the older run's
+            files are renamed instead of removed. A function that returns the number is called after the folder is
+            locked, so it may read and change the folder.
+    Raises: ConfigError: the path is empty or can't be written, another process has the folder open, or a new run finds
+        an older run there. CheckpointError: the files there can't be read or repaired.
 
     Example: with RunFolder("runs/a") as folder: folder.log(step=1, mode="train", version=0, values={"reward": 0.5})
     """
@@ -65,7 +65,7 @@ class RunFolder:
             raise ConfigError(f"the run folder's name is empty, {str(path)!r}; give trainer.run_dir=runs/a or the like")
         self.path = Path(path).absolute()  # a reward function may change the working folder
         parts = (self.path, self.path / "completions", self.path / "metrics.jsonl")
-        self._made = [part for part in parts if not os.path.lexists(part)]
+        self._created = [part for part in parts if not os.path.lexists(part)]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             (self.path / "completions").mkdir(exist_ok=True)
@@ -81,14 +81,14 @@ class RunFolder:
             else:
                 step = resume_step() if callable(resume_step) else resume_step
             try:
-                self._tidy()
+                self._remove_temporary_files()
                 if step is not None:
                     self._rewind(step)
                 self._metrics = open_for_append(self.path / "metrics.jsonl")
             except OSError as error:
                 raise write_error(self.path, error) from error
         except BaseException:
-            self._let_go()
+            self._release()
             raise
 
     def __enter__(self) -> RunFolder:
@@ -98,40 +98,40 @@ class RunFolder:
         self.close()
 
     def close(self) -> None:
-        """Ends writing and lets others open the folder."""
+        """Closes the files and releases the lock."""
         if not self._metrics.closed:
-            with suppress(OSError):  # what a full disk did not take was said when it was written
+            with suppress(OSError):  # a full disk has raised its error at the write already
                 self._metrics.close()
-            self._let_go()
+            self._release()
 
-    def _let_go(self) -> None:
-        """Lets others open the folder; what a run that never began has made there is taken away."""
+    def _release(self) -> None:
+        """Releases the lock. If the run has written nothing, removes the files and folders that it created."""
         rows, completions = self.path / "metrics.jsonl", self.path / "completions"
-        with suppress(OSError):  # what holds something stays
+        with suppress(OSError):  # a folder that isn't empty stays
             others = {p.name for p in self.path.iterdir()} - {".lock", rows.name, completions.name}
             if not others and not (rows.exists() and rows.stat().st_size):
-                if completions in self._made:
+                if completions in self._created:
                     completions.rmdir()
-                if rows in self._made:
+                if rows in self._created:
                     rows.unlink(missing_ok=True)
         self._lock.release()
-        if self.path in self._made:
+        if self.path in self._created:
             with suppress(OSError):
                 self.path.rmdir()
 
     @property
     def checkpoints(self) -> Path:
-        """Where checkpoints lie."""
+        """The folder of the checkpoints."""
         return self.path / "checkpoints"
 
     def _refuse_old_run(self) -> None:
-        """Raises ConfigError where a run lies here, in rows that can be read or not."""
+        """Raises ConfigError if the folder holds a run, even one with an unreadable metrics.jsonl."""
         check_no_run(self.path)
-        if _read(self.path / "metrics.jsonl").torn:  # all that a killed run has left: the first row begins there
+        if _read(self.path / "metrics.jsonl").torn:  # a run was killed while it wrote its first row
             write_atomic(self.path / "metrics.jsonl", b"")
 
-    def _tidy(self) -> None:
-        """Removes what killed processes left half written; the last model comes back that was about to be replaced."""
+    def _remove_temporary_files(self) -> None:
+        """Removes half-written files of killed processes; restores final/ if its replacement was interrupted."""
         for folder in (self.path, self.path / "completions"):
             for file in list(folder.iterdir()):
                 if is_temporary(file.name):
@@ -143,9 +143,11 @@ class RunFolder:
     # ---- configuration and environment ---------------------------------------------------------------------------
 
     def write_config(self, config: Any) -> None:
-        """Writes config.yaml, which --config reads, without what was not set and has no effect, and config_full.yaml.
+        """Writes config.yaml with the keys that were set or have an effect, and config_full.yaml with every key.
 
-        Args: config: a configuration, its sections by their names, or its tree.
+        --config reads either file.
+
+        Args: config: a configuration, a mapping of its sections by name, or its tree.
         """
         write_atomic(self.path / FULL_CONFIG_FILE, dump(config).encode())
         write_atomic(self.path / "config.yaml", dump(minimal_config(config)).encode())
@@ -157,7 +159,7 @@ class RunFolder:
     # ---- metrics -------------------------------------------------------------------------------------------------
 
     def log(self, *, step: int, mode: str, version: int, values: Mapping[str, float]) -> None:
-        """Appends one row to metrics.jsonl; it is on the disk when this returns.
+        """Appends one row to metrics.jsonl and waits until it is on the disk.
 
         Args:
             step: the global step.
@@ -174,13 +176,13 @@ class RunFolder:
             raise write_error(self.path / "metrics.jsonl", error) from error
 
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl in order; a torn last line is left out, and so are damaged ones."""
+        """The rows of metrics.jsonl in order, without damaged lines and without a last line that a kill cut short."""
         return _read(self.path / "metrics.jsonl").rows
 
     def _rewind(self, step: int) -> None:
-        """Removes what was written after a step, and what a kill left half written."""
+        """Removes everything that was written after a step, and a last line that a kill cut short."""
         if step <= 0 and has_steps(self.path):
-            self._set_aside()
+            self._rename_old_run()
         found = _read(self.path / "metrics.jsonl")
         if found.damaged:
             self._keep_damaged(found)
@@ -194,32 +196,26 @@ class RunFolder:
             remove_path(self.path / "final", strict=True)
         if _number(self.path / "summary.json", "steps") > step:
             (self.path / "summary.json").unlink()
-        (self.path / "model_card.md").unlink(missing_ok=True)  # written anew at the end
+        (self.path / "model_card.md").unlink(missing_ok=True)  # the end of the run writes it again
 
     def _keep_damaged(self, found: _Rows) -> None:
-        """Keeps metrics.jsonl as it was, next to the one written without its damaged lines."""
+        """Copies metrics.jsonl, damaged lines included, to metrics.damaged-N.jsonl."""
         kept = unused_path(self.path / "metrics.jsonl", "damaged")
         with create_file(kept) as file:
             file.write(found.content)
             file.flush()
             os.fsync(file.fileno())
         log.warning(
-            "%s: %d of its lines are not rows and are left out from now on; the file as it was is kept as %s",
+            "%s: %d lines are damaged and were removed; the original file is kept as %s",
             self.path / "metrics.jsonl",
             found.damaged,
             kept.name,
         )
 
-    def _set_aside(self) -> None:
-        """Renames the rows and completions of a run that starts over: they may be all that is left of it."""
+    def _rename_old_run(self) -> None:
+        """Renames the older run's files when a run starts over; there may be no other copy of them."""
         n = 1
-        names = (
-            "completions",
-            "final",
-            "summary.json",
-            "wandb-id.txt",
-            "metrics.jsonl",
-        )  # last the rows: they tell all
+        names = ("completions", "final", "summary.json", "wandb-id.txt", "metrics.jsonl")  # rows last: they mark a run
         renamed = lambda name: self.path / f"{Path(name).stem}.before-{n}{Path(name).suffix}"
         while any(os.path.lexists(renamed(name)) for name in names):
             n += 1
@@ -228,7 +224,7 @@ class RunFolder:
                 (self.path / name).rename(renamed(name))
         (self.path / "completions").mkdir()
         log.warning(
-            "%s holds steps but no checkpoint of them; starting over, the old rows and completions are kept as "
+            "%s has steps but no checkpoint, so the run starts over; the old rows and completions are kept as "
             "metrics.before-%d.jsonl and completions.before-%d/",
             self.path,
             n,
@@ -240,18 +236,18 @@ class RunFolder:
     def write_completions(
         self, *, step: int, mode: str, columns: Mapping[str, Any], rewards: Mapping[str, Any]
     ) -> Path:
-        """Writes completions/<mode>-<step>.parquet, one row per completion, always with the same columns.
+        """Writes completions/<mode>-<step>.parquet: one row per completion, with the same columns every time.
 
         Args:
             step: the global step.
             mode: "train" or "eval".
-            columns: a sequence each: row, generation, prompt (text, or messages), prompt_text and prompt_tokens (as
-                the model was given it, and its ids), completion (text), tokens (ids), logprobs, reward, advantage,
-                finish_reason, version, info (a mapping, written as JSON; empty ones become null); all but
-                `prompt_text`, `prompt_tokens`, `advantage` and `info` are required, and NaN or None becomes null.
-            rewards: per function, "exact" -> "reward/exact".
-        Returns: the file.
-        Raises: DataError: a column is missing, unknown, or of another length.
+            columns: name -> sequence: row, generation, prompt (text or messages), prompt_text (the text that the model
+                read), prompt_tokens (its ids), completion (text), tokens (ids), logprobs, reward, advantage,
+                finish_reason, version, info (a mapping, written as JSON; an empty one becomes null). `prompt_text`,
+                `prompt_tokens`, `advantage` and `info` are optional. NaN and None become null.
+            rewards: function -> its rewards; "exact" becomes the column "reward/exact".
+        Returns: the file's path.
+        Raises: DataError: a column is missing, unknown, or has another length.
         """
         path = self.path / "completions" / f"{mode}-{step:06d}.parquet"
         write_completions(path, step=step, columns=columns, rewards=rewards)
@@ -259,7 +255,7 @@ class RunFolder:
 
 
 def check_no_run(path: str | Path) -> None:
-    """Raises ConfigError where a run lies in a folder, in rows that can be read or not."""
+    """Raises ConfigError if a folder holds a run, even one with an unreadable metrics.jsonl."""
     path = Path(path).absolute()
     found = _read(path / "metrics.jsonl")
     if found.rows or found.damaged:
@@ -277,7 +273,7 @@ def has_steps(path: str | Path) -> bool:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The rows of a run folder that may be open elsewhere; [] where there are none.
+    """The rows of a run folder, which another process may have open; [] if there are none.
 
     >>> read_metrics("nowhere")
     []
@@ -286,7 +282,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _number(path: Path, name: str) -> int:
-    """A whole number in a JSON file; -1 where there is none."""
+    """An integer in a JSON file; -1 if there is none."""
     try:
         found = read_json(path)
     except (OSError, ValueError):
@@ -297,23 +293,23 @@ def _number(path: Path, name: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _Rows:
-    """What metrics.jsonl holds."""
+    """The parsed metrics.jsonl."""
 
     content: bytes
     rows: list[dict[str, Any]]
     lines: list[bytes]
     """The line of each row."""
     damaged: int
-    """Lines that are not rows."""
+    """The number of lines that are not rows."""
     torn: bool
-    """Whether a kill has cut the last line short."""
+    """Whether a kill cut the last line short."""
 
 
 def _read(path: Path) -> _Rows:
-    """Reads metrics.jsonl. Raises CheckpointError where that is not possible."""
+    """Reads metrics.jsonl. Raises CheckpointError if the file can't be read."""
     try:
         if path.is_symlink():
-            raise OSError("it is a symbolic link, and rows are written to no other file than this one")
+            raise OSError("it is a symbolic link, and whet does not follow links in a run folder")
         content = path.read_bytes() if path.is_file() else b""
     except OSError as error:
         raise CheckpointError(f"{path} can't be read: {error}; remove it or fix its permissions") from error
@@ -330,7 +326,7 @@ def _read(path: Path) -> _Rows:
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """The row that a line holds; None where it holds none."""
+    """Parses a line; None if it is not a row."""
     try:
         row = read_json(line)
     except ValueError:

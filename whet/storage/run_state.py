@@ -1,8 +1,8 @@
-"""run.pt: the run's own state in a checkpoint, and what is looked at before any of it is believed.
+"""run.pt: the run's own state in a checkpoint, and the checks of its fields.
 
-A file read with weights_only=True holds no code, but any numbers and containers: a field that is missing, of another
-type or out of range is an error here, not in the middle of a run. What only one reader can judge (whether a place lies
-within the data) is that reader's.
+torch.load with weights_only=True runs no code, but the numbers and containers may have any value. A field that is
+missing, has another type or is out of range raises an error here, not in the middle of a run. A check that needs more
+than this file (such as whether a position lies within the data) is done by the reader of the field.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from whet.storage.checkpoint import check_format, read_state, step_of
 __all__ = ["check_storable", "read_run_state"]
 
 MAX_COUNT = 2**63 - 1
-"""No count is larger: it has to fit a 64-bit word."""
+"""The largest count: counts are 64-bit integers."""
 
 
 def read_run_state(path: Path, needs: Iterable[str] = ()) -> dict[str, Any]:
-    """The run's own state.
+    """Reads and checks the run's own state.
 
-    Args: path: run.pt in the folder of a checkpoint. needs: entries that the reader needs, besides those
-        that every run writes.
-    Raises: CheckpointError: it can't be read, is of a format that this release does not know, or has a field that no
-        run writes.
+    Args: path: run.pt in the folder of a checkpoint. needs: required entries, in addition to those that every run
+        writes.
+    Raises: CheckpointError: the file can't be read, has a format that this release does not know, lacks a field, or
+        has a field with an invalid value.
     """
     state = read_state(path)
     if "format" in state:
@@ -45,21 +45,21 @@ def read_run_state(path: Path, needs: Iterable[str] = ()) -> dict[str, Any]:
             f"{path} is of step {step!r:.40}, but its folder is named {path.parent.name}; rename the folder back, or "
             "resume from another step-* folder"
         )
-    for name, (what, holds) in _FIELDS.items():
-        _check(path, name, state[name], what, holds)
-    for name, (what, holds) in _OPTIONAL.items():
+    for name, (rule, is_valid) in _FIELDS.items():
+        _check(path, name, state[name], rule, is_valid)
+    for name, (rule, is_valid) in _OPTIONAL.items():
         if name in state:
-            _check(path, name, state[name], what, holds)
+            _check(path, name, state[name], rule, is_valid)
     if "cluster" in state:
-        for name, (what, holds) in _CLUSTER.items():
-            _check(path, f"cluster.{name}", state["cluster"].get(name), what, holds)
+        for name, (rule, is_valid) in _CLUSTER.items():
+            _check(path, f"cluster.{name}", state["cluster"].get(name), rule, is_valid)
     return state
 
 
 def check_storable(value: Any, name: str) -> None:
-    """Raises CheckpointError for what a file read with weights_only=True can't hold, with its place.
+    """Raises CheckpointError if torch.load with weights_only=True could not read a value back.
 
-    Args: value: plain containers of plain values and tensors. name: what it is, for the message.
+    Args: value: nested dicts, lists and tuples of plain values and tensors. name: the value's name, for the message.
 
     >>> check_storable({"beta": 0.1, "counts": [1, 2]}, "learner.state()")
     """
@@ -77,11 +77,11 @@ def check_storable(value: Any, name: str) -> None:
         )
 
 
-def _check(path: Path, name: str, value: Any, what: str, holds: Callable[[Any], bool]) -> None:
-    if not holds(value):
+def _check(path: Path, name: str, value: Any, rule: str, is_valid: Callable[[Any], bool]) -> None:
+    if not is_valid(value):
         shown = repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
         raise CheckpointError(
-            f"{path} has {shown:.60} as {name}, which must be {what}; resume from an earlier step-* folder"
+            f"{path} has {shown:.60} as {name}, which must be {rule}; resume from an earlier step-* folder"
         )
 
 
@@ -126,14 +126,17 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "tokens": ("a whole number from 0", _count),
     "updates": ("a mapping of whole numbers from 0", lambda x: _mapping(x, _count)),
 }
-"""Fields that every run writes: what each must be, and a check of it."""
+"""Fields that every run writes: the description of a valid value, and its check."""
 _OPTIONAL: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "cluster": ("a mapping", _mapping),
-    "health": ("since when warnings last", _health),
+    "health": ("a mapping of the warnings that are active", _health),
     "learner": ("a mapping by name", _mapping),
-    "models": ("what each role computes in", lambda x: _mapping(x) and set(x) == {"dtypes"} and _names(x["dtypes"])),
+    "models": (
+        "a mapping of the dtype of each role",
+        lambda x: _mapping(x) and set(x) == {"dtypes"} and _names(x["dtypes"]),
+    ),
 }
-"""Fields that only some kinds of run write."""
+"""Fields that only some kinds of runs write."""
 _CLUSTER: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "next_id": ("a whole number from 0", _count),
     "dtypes": ("a mapping of names", _names),

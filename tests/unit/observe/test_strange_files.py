@@ -165,7 +165,7 @@ def test_damaged_rows_are_counted_and_the_file_as_it_was_is_kept(tmp_path, caplo
             assert [r["step"] for r in folder.rows()] == [1, 2, 2]
         assert path.read_bytes() == good + odd
         assert (tmp_path / f"metrics.damaged-{n}.jsonl").read_bytes() == damaged
-        assert f"{len(BAD)} of its lines are not rows" in caplog.text and f"metrics.damaged-{n}.jsonl" in caplog.text
+        assert f"{len(BAD)} lines are damaged" in caplog.text and f"metrics.damaged-{n}.jsonl" in caplog.text
     with path.open("ab") as file:
         file.write(b'{"step": 2, "torn')  # by a kill: no damage
     RunFolder(tmp_path, resume_step=2).close()
