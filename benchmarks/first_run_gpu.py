@@ -145,7 +145,7 @@ def flex(device: Any) -> dict[str, Any]:
     """FlexAttention against the plain path, as models call it."""
     import torch
 
-    from whet.models.flex import FlexCase, flex_refusal
+    from whet.models.flex import FlexCase, flex_unsupported_reason
 
     refused, seconds = {}, {}
     for dtype in (torch.bfloat16, torch.float32):
@@ -154,7 +154,7 @@ def flex(device: Any) -> dict[str, Any]:
                 name = f"{str(dtype).removeprefix('torch.')} {size} {'trained' if grad else 'scored'}"
                 case = FlexCase(device, dtype, 8, 2, size, size, False, False, size**-0.5, (grad,) * 3)
                 start = time.perf_counter()
-                if reason := flex_refusal(case._replace(pitches=(8 * size, 2 * size, 2 * size))):
+                if reason := flex_unsupported_reason(case._replace(pitches=(8 * size, 2 * size, 2 * size))):
                     refused[name] = reason
                 seconds[name] = round(time.perf_counter() - start, 1)
     usual = [name for name in refused if name.startswith(("bfloat16 64", "bfloat16 128"))]

@@ -116,10 +116,10 @@ def native(weights: list[Any]) -> list[Callable[[Any], Any]] | None:
     from torch import nn
 
     from whet.native.build import Unavailable
-    from whet.native.decode import load_kernels
+    from whet.native.decode import decode_kernels
     from whet.rollout.engine.packed_linear import PackedLinear
 
-    loaded = load_kernels()
+    loaded = decode_kernels()
     if isinstance(loaded, Unavailable):
         return None
     products = []

@@ -1,4 +1,4 @@
-"""GRPO from scratch: a two-layer Qwen3 learns to say the letter it is asked for.
+"""GRPO from scratch: a two-layer Qwen3 learns to write the letter in its prompt.
 
 The whole algorithm in one file, with torch for the tensors, transformers for the model and whet.ops for the maths.
 There is no engine, no padding trick and no parallelism: read it from main() down. It takes seconds on a laptop's CPU.
@@ -22,7 +22,7 @@ from whet.ops import (
     aggregate,
     clipped_surrogate,
     draw,
-    group_relative,
+    grpo_advantages,
     selective_log_softmax,
     support_logits,
     token_weights,
@@ -33,15 +33,15 @@ from whet.ops import (
 
 LETTERS = "abcdefgh"
 PROMPTS = [f"{letter}=" for letter in LETTERS]
-"""What the model is asked: "a=" wants an a."""
+"""The prompts: the right answer to "a=" is the letter a."""
 
 
 def reward(prompts: list[str], completions: list[str], **columns: object) -> list[float]:
-    """The share of the completion that is the letter asked for; 0 for saying nothing."""
+    """The share of the completion that is the letter in the prompt; 0 for an empty completion."""
     return [text.count(prompt[0]) / max(len(text), 1) for prompt, text in zip(prompts, completions, strict=True)]
 
 
-# --- the tokenizer: one token per character, and one that ends the completion ---------------------------------------
+# --- the tokenizer: one token per character, and one token that ends the completion -----------------------------------
 
 VOCABULARY = LETTERS + "=."
 END = VOCABULARY.index(".")
@@ -60,11 +60,11 @@ def decode(ids: list[int]) -> str:
 # --- the settings ---------------------------------------------------------------------------------------------------
 
 STEPS = 60
-GENERATIONS = 8  # completions of each prompt, which are compared with each other
+GENERATIONS = 8  # completions per prompt; each is compared with the others
 MAX_COMPLETION = 4
-ITERATIONS = 2  # updates per rollout: the second one is slightly off-policy, which is what the clip is for
+ITERATIONS = 2  # updates per rollout; the second is slightly off-policy, so it needs the clip
 LEARNING_RATE = 3e-3
-SUPPORT = Support(temperature=1.0)  # the distribution drawn from, the same in rollout and in training
+SUPPORT = Support(temperature=1.0)  # the sampling distribution, the same in rollout and in training
 
 
 def build_model(seed: int) -> Qwen3ForCausalLM:
@@ -88,11 +88,12 @@ def build_model(seed: int) -> Qwen3ForCausalLM:
 
 @torch.no_grad()
 def rollout(model: Qwen3ForCausalLM, prompts: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Samples a completion of every row.
+    """Samples a completion for every row.
 
-    Args: prompts: Long [N, P]. keys: Long [N], the address of each completion: its random numbers come from there, so
-        that they depend neither on the other rows nor on what was drawn before.
-    Returns: Long [N, C], the completions, and Long [N], their lengths; the end token is part of a completion.
+    Args:
+        prompts: Long [N, P].
+        keys: Long [N], the address of each completion. Its random numbers depend on this key and the position alone.
+    Returns: the completions, Long [N, C], and their lengths, Long [N]; the end token is part of a completion.
     """
     ids = prompts
     lengths = torch.full((len(prompts),), MAX_COMPLETION)
@@ -102,22 +103,25 @@ def rollout(model: Qwen3ForCausalLM, prompts: Tensor, keys: Tensor) -> tuple[Ten
         token = draw(logits, uniform(keys, position))
         ended_now = (token == END) & (lengths == MAX_COMPLETION)
         lengths = torch.where(ended_now, t + 1, lengths)
-        ids = torch.cat([ids, token[:, None]], 1)  # rows that have ended go on, and what they add is never read
+        ids = torch.cat([ids, token[:, None]], 1)  # ended rows continue, but nothing reads their new tokens
     return ids[:, prompts.shape[1] :], lengths
 
 
-# --- training: the completion tokens of all rows, end to end, are one axis of S tokens --------------------------------
+# --- training: the completion tokens of all rows, end to end, are one axis of S tokens ------------------------------
 
 
 def token_logprobs(model: Qwen3ForCausalLM, prompts: Tensor, completions: Tensor, places: Tensor) -> Tensor:
     """Logprobs of the completion tokens, with gradient.
 
-    Args: prompts [N, P]. completions [N, C]. places: Long [S], where in the flattened [N * C] the real tokens stand.
+    Args:
+        prompts: Long [N, P].
+        completions: Long [N, C].
+        places: Long [S], the positions of the real tokens in the flattened [N * C].
     Returns: [S].
     """
     logits = model(torch.cat([prompts, completions], 1)).logits  # [N P+C V]
     logits = logits[:, prompts.shape[1] - 1 : -1].flatten(0, 1)  # the logits at one place predict the next token
-    # index_select and not logits[places]: on two threads only its gradient is repeatable to the bit
+    # index_select, not logits[places]: on two threads only the gradient of index_select is repeatable bit for bit
     logits = logits.index_select(0, places)
     targets = completions.flatten().index_select(0, places)
     position = places % completions.shape[1]
@@ -137,19 +141,19 @@ def update(
     places = inside.flatten().nonzero().squeeze(1)
     sequence = places // completions.shape[1]
     mask = torch.ones_like(places, dtype=torch.bool)
-    # The loss is per token; what "mean" means is decided here, once, by the weights.
+    # The loss is per token. The weights decide, once, which mean is taken.
     weights = token_weights(mask, sequence, "token-mean")
     old_logprobs = None
     for _ in range(ITERATIONS):
         logprobs = token_logprobs(model, prompts, completions, places)
         if old_logprobs is None:
-            old_logprobs = logprobs.detach()  # the policy that sampled
+            old_logprobs = logprobs.detach()  # logprobs of the policy that sampled
         x = LossInputs(
             sequence=sequence,
             mask=mask,
             logprobs=logprobs,
             old_logprobs=old_logprobs,
-            advantages=advantages.index_select(0, sequence),  # a completion's advantage is that of all its tokens
+            advantages=advantages.index_select(0, sequence),  # all tokens of a completion have its advantage
         )
         loss, _ = clipped_surrogate(x, epsilon=0.2)
         optimizer.zero_grad()
@@ -174,7 +178,7 @@ def main(seed: int = 0) -> float:
         completions, lengths = rollout(model, prompts, keys)
         answers = [decode(row[:n].tolist()) for row, n in zip(completions, lengths, strict=True)]
         rewards = torch.tensor(reward(texts, answers))
-        update(model, optimizer, prompts, completions, lengths, group_relative(rewards, group_ids))
+        update(model, optimizer, prompts, completions, lengths, grpo_advantages(rewards, group_ids))
         history.append(rewards.mean().item())
         if step % 10 == 0 or step == STEPS - 1:
             print(f"step {step:3d}  reward {history[-1]:.3f}  {texts[0]}{answers[0]}  {texts[-1]}{answers[-1]}")

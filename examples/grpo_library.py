@@ -1,4 +1,4 @@
-"""The task of grpo_from_scratch.py through the library: same model, same reward, same settings, no loop of its own.
+"""The task of grpo_from_scratch.py with whet's learner: the same model, reward and settings, and no training loop.
 
 Run it with `python examples/grpo_library.py`; it takes seconds on a laptop's CPU.
 """
@@ -36,7 +36,7 @@ def main(seed: int = 0, steps: int = 60) -> float:
         ),
     )
     algo = GRPOConfig(num_generations=8, num_iterations=2, beta=0.0, loss_agg_mode="token-mean")
-    run = GRPOLearner(cluster, algo, reward_fns=reward).train([{"prompts": PROMPTS}])  # one batch, again and again
+    run = GRPOLearner(cluster, algo, reward_fns=reward).train([{"prompts": PROMPTS}])  # one batch, repeated
     print(Sampler(cluster.actor.loaded, cluster.tokenizer)(PROMPTS, MAX_COMPLETION, temperature=1.0, seed=seed).text)
     return sum(row["reward"] for row in run.rows[-5:]) / 5
 

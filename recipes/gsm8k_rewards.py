@@ -6,5 +6,5 @@ from whet.rewards.text import text_of
 
 
 def boxed_once(completions: list[Any], **columns: Any) -> list[float]:
-    r"""1 where the answer stands in exactly one \boxed{}, right or wrong."""
+    r"""1 if the completion has exactly one \boxed{}, right or wrong; else 0."""
     return [float(text_of(c).count(r"\boxed{") == 1) for c in completions]

@@ -1,8 +1,8 @@
-"""The environment of search.yaml: a corpus that the model has to look things up in, two turns long.
+"""The environment of search.yaml: the model looks up a key in a small corpus, in two turns.
 
-A question names a key; the model searches for one, is given its entry, and answers with the value. So an answer is
-right where the search was: `reward_fn` looks at the answer alone. The pupil, taught by imitation, knows both turns, but
-searches for the key backwards two times of three.
+A question names a key. The model searches for a key, receives its entry, and answers with the value. The answer is
+right if the search was right, so `reward_fn` reads only the answer. The starting model, trained by SFT, knows both
+turns, but two times out of three it searches for the reversed key.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ ANSWER = re.compile(r"<answer>(.*?)</answer>")
 
 
 def interact(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The entry of the key that was searched for; nothing where there was no search."""
-    found = SEARCH.search(messages[-1]["content"])
-    return [] if found is None else [{"role": "tool", "content": CORPUS.get(found[1], "nothing")}]
+    """Returns the entry of the key in the search, or no message if there was no search."""
+    match = SEARCH.search(messages[-1]["content"])
+    return [] if match is None else [{"role": "tool", "content": CORPUS.get(match[1], "nothing")}]
 
 
 def reward_fn(messages: list[dict[str, Any]], answer: str) -> float:
-    """1 where the last answer is the right one."""
-    said = ANSWER.findall(messages[-1]["content"])
-    return float(bool(said) and said[-1] == answer)
+    """1 if the last answer is right, else 0."""
+    answers = ANSWER.findall(messages[-1]["content"])
+    return float(bool(answers) and answers[-1] == answer)
 
 
 def _rows(keys: list[str]) -> list[dict[str, Any]]:
@@ -39,20 +39,22 @@ def _rows(keys: list[str]) -> list[dict[str, Any]]:
 
 
 def train_rows() -> list[dict[str, Any]]:
-    """Questions of 500 keys."""
+    """Questions about 500 keys."""
     return _rows(KEYS[:500])
 
 
 def test_rows() -> list[dict[str, Any]]:
-    """Questions of 128 other keys."""
+    """Questions about 128 other keys."""
     return _rows(KEYS[500:628])
 
 
 def pupil(folder: str, seed: int, *, steps: int = 500, batch_size: int = 32) -> str:
-    """A model of 0.1 M parameters, taught by conversations: in two of three the key is searched for backwards.
+    """Trains a model of 0.1 M parameters by SFT; in two of three conversations the search has the reversed key.
 
-    Args: folder: where it is written; one that is there is taken as it is. seed: of the model and the conversations.
-        steps, batch_size: of training.
+    Args:
+        folder: the folder to write; if it already has the model, nothing is trained.
+        seed: the seed of the model and the conversations.
+        steps, batch_size: the optimizer steps, and the conversations of each.
     Returns: the folder.
     """
     from whet.config import OptimConfig, SupervisedDataConfig
@@ -71,10 +73,10 @@ def pupil(folder: str, seed: int, *, steps: int = 500, batch_size: int = 32) -> 
     encode = SFTEncoder(byte_tokenizer(), SupervisedDataConfig())
     trainer, draw = RoleTrainer(worker, loss=nll), random.Random(seed)
     for step in range(1, steps + 1):
-        examples = [encode({"messages": _shown(draw)}, n) for n in range(batch_size)]
-        found = trainer.update(TokenBatch.from_examples([e for e in examples if e is not None]))
+        examples = [encode({"messages": _conversation(draw)}, n) for n in range(batch_size)]
+        metrics = trainer.update(TokenBatch.from_examples([e for e in examples if e is not None]))
         if step % 100 == 0:
-            logging.getLogger("whet").info("pupil: step %d/%d  loss %.3f", step, steps, found["loss"].value)
+            logging.getLogger("whet").info("pupil: step %d/%d  loss %.3f", step, steps, metrics["loss"].value)
     worker.export(Path(folder), byte_tokenizer())
     (Path(folder) / "pupil.txt").write_text(f"seed {seed}, {steps} steps\n")
     return folder
@@ -94,11 +96,11 @@ def _model(seed: int) -> Any:
     return Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, **ends, **more))
 
 
-def _shown(draw: random.Random) -> list[dict[str, Any]]:
-    """A conversation of the pupil's: any key is asked for, and searched for as it is or backwards."""
+def _conversation(draw: random.Random) -> list[dict[str, Any]]:
+    """A training conversation: a question about any key, and a search for the key or the reversed key."""
     asked = "".join(draw.choices(ascii_lowercase, k=2))
     searched = asked if draw.random() < 1 / 3 else asked[::-1]
-    value = str(draw.randrange(100, 1000))  # not the corpus's: what is learned is to read
+    value = str(draw.randrange(100, 1000))  # not the value in the corpus: the model learns to copy, not to remember
     return [
         {"role": "user", "content": f"{asked}?"},
         {"role": "assistant", "content": f"<search>{searched}</search>"},

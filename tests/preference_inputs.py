@@ -8,7 +8,7 @@ import torch
 from whet.config import PreferenceConfig
 from whet.learners.objective import keyword_arguments
 from whet.learners.preference_objective import make_preference_objective
-from whet.ops.preference import PREFERENCE_LOSSES, StepPasses, mismatched, needs_of
+from whet.ops.preference import PREFERENCE_LOSSES, StepPasses, mismatched_rows, needs_of
 from whet.types import Example, LossInputs, TokenBatch, TrainSequence
 
 NEEDED = {"exo_pair": {"label_smoothing": 0.05}, "simpo": {"beta": 2.0}, "alphapo": {"alpha": 0.3}}
@@ -64,7 +64,7 @@ def random_batch(name, *, rows=6, seed=0, masked=True, dtype=torch.float64):
 
 def other_rows(batch, logprobs, max_length=None):
     """The mismatched rows of a batch with made-up logprobs: (policy's, with the reference's as a column)."""
-    rows = mismatched(batch, max_length)
+    rows = mismatched_rows(batch, max_length)
     g = torch.Generator().manual_seed(5)
     own = -torch.rand(rows.num_tokens, generator=g, dtype=torch.float64).to(logprobs.dtype)
     ref = own - 0.3 * torch.rand(rows.num_tokens, generator=g, dtype=torch.float64).to(logprobs.dtype)

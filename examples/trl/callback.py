@@ -1,4 +1,4 @@
-"""A callback of one's own: it reads the logs, asks for a checkpoint, and ends the run early."""
+"""A custom callback: it reads the logs, requests a checkpoint, and stops the run early."""
 
 from local import SMALL, gsm8k, tiny_model
 from transformers import TrainerCallback

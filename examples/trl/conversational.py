@@ -1,4 +1,4 @@
-"""A conversational data set, with a held-out part that is evaluated on the way."""
+"""A conversational data set with a held-out part, which is evaluated during training."""
 
 from local import SMALL, gsm8k, tiny_model
 

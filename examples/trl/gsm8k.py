@@ -1,4 +1,4 @@
-"""GSM8K: a reward for the right number, and one for the form in which it is given."""
+"""GSM8K with two rewards: one for the right number, one for the format of the answer."""
 
 import re
 

@@ -1,8 +1,8 @@
-"""What the scripts beside this file would load from the hub: a tiny random model, rows in GSM8K's form, settings so
+"""Local replacements for downloads from the hub: a tiny random model, rows in the format of GSM8K, and settings so
 small that a script takes seconds on a CPU.
 
-In a run that is meant, MODEL is a name of the hub, the rows are `load_dataset("openai/gsm8k", "main", split="train")`,
-and SMALL goes. TRL needs its last two entries on a machine without a GPU.
+In a real run the model is a name on the hub, the rows are `load_dataset("openai/gsm8k", "main", split="train")`, and
+SMALL is left out. TRL needs the last two entries of SMALL on a machine without a GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""PEFT: an adapter is trained in place of all weights."""
+"""PEFT: training an adapter instead of all weights."""
 
 from local import SMALL, gsm8k, tiny_model
 from peft import LoraConfig

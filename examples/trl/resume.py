@@ -1,4 +1,4 @@
-"""A run that is taken up again at its checkpoint, by a new trainer."""
+"""A new trainer resumes a run from its checkpoint."""
 
 from local import SMALL, gsm8k, tiny_model
 

@@ -1,4 +1,4 @@
-"""Several rewards with weights: a plain function, an async one, one that applies to some rows alone, one that logs."""
+"""Several weighted rewards: a plain function, an async function, one that applies to some rows, and one that logs."""
 
 import asyncio
 
@@ -12,7 +12,7 @@ def no_repetition(completions, **kwargs):
 
 
 async def judged(prompts, completions, **kwargs):
-    async def ask(prompt, completion):  # of a service, in a run that is meant
+    async def ask(prompt, completion):  # a real run would call a service here
         await asyncio.sleep(0)
         return float(len(prompt) > len(completion))
 

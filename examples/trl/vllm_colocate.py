@@ -1,7 +1,7 @@
 """Completions by vLLM in the trainer's own process, on its device.
 
-vLLM is an installation of its own. Where it is missing the script says so and leaves use_vllm off; with it on, TRL and
-whet alike end with an error that names the package.
+vLLM is installed separately. If it is missing, the script prints a message and leaves use_vllm off. With use_vllm on,
+TRL and whet both raise an error that names the package.
 """
 
 import importlib.util

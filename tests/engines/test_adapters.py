@@ -14,7 +14,7 @@ from whet.errors import EngineError
 from whet.models.adapters import Adapter, effective_weight, plain_linear
 from whet.models.load import load_model
 from whet.native.build import Unavailable
-from whet.native.decode import load_kernels
+from whet.native.decode import decode_kernels
 from whet.rollout.base import Sampling
 from whet.rollout.driver import Rollouts, single_turns
 from whet.rollout.engine import EmbeddedEngine, packed_linear
@@ -54,7 +54,7 @@ def test_an_adapted_model_keeps_the_fast_paths_and_samples_what_the_module_sampl
     model = adapted(targets)
     engine = EmbeddedEngine(model, native=native)
     assert engine.backends["trunk"] == "fused"
-    if native and not isinstance(load_kernels(), Unavailable):
+    if native and not isinstance(decode_kernels(), Unavailable):
         assert engine.backends["products"] == "native, packed" and engine.backends["kernels"].startswith("native")
     for sampling in (GREEDY, PLAIN):
         work = requests(prompts(), sampling, group=2)
@@ -70,7 +70,7 @@ def test_an_optimizer_step_on_the_adapter_alone_reaches_the_engine(native):
     engine = EmbeddedEngine(model, native=native)
     work = requests(prompts(), PLAIN, group=2)
     before = tokens(run(engine, work))
-    own = list(Adapter.of(model).parameters())
+    own = list(Adapter.from_module(model).parameters())
     base = {n: p.clone() for n, p in model.named_parameters() if id(p) not in {id(x) for x in own}}
     optimizer = torch.optim.SGD(own, lr=0.5)
     for p in own:
@@ -85,9 +85,9 @@ def test_an_optimizer_step_on_the_adapter_alone_reaches_the_engine(native):
 def test_the_effective_weight_is_what_peft_merges():
     model = adapted()
     plain = dict(merged(model).named_modules())
-    for name, layer in Adapter.of(model).layers.items():
+    for name, layer in Adapter.from_module(model).layers.items():
         torch.testing.assert_close(effective_weight(layer), plain[name].weight, atol=1e-6, rtol=1e-5)
-        with Adapter.of(model).off():
+        with Adapter.from_module(model).disabled():
             assert torch.equal(effective_weight(layer), plain_linear(layer).weight)
 
 
@@ -106,11 +106,11 @@ def test_an_adapter_that_is_more_than_a_product_of_two_runs_as_a_module(options)
 
 def test_a_base_layer_in_bf16_with_an_adapter_in_fp32_keeps_the_fast_paths():
     model = adapted().to(torch.bfloat16)
-    for p in Adapter.of(model).parameters():
+    for p in Adapter.from_module(model).parameters():
         p.data = p.data.float()
     engine = EmbeddedEngine(model)
     assert engine.backends["trunk"] == "fused"
-    if not isinstance(load_kernels(), Unavailable):
+    if not isinstance(decode_kernels(), Unavailable):
         assert engine.backends["products"] == "native, packed"
 
 
@@ -118,7 +118,7 @@ def half(rslora=False, **options):
     """A bf16 model whose adapter adds less to each weight than its rounding, and by which it says other things."""
     model = adapted(use_rslora=rslora, **options).to(torch.bfloat16)
     with torch.no_grad():
-        for layer in Adapter.of(model).layers.values():
+        for layer in Adapter.from_module(model).layers.values():
             weight, added = layer.weight.float(), effective_weight_of(layer) - layer.weight.float()
             layer.lora_B["default"].weight.mul_(weight.abs().mean() * EPS / 4 / added.abs().mean())
     return model
@@ -155,14 +155,14 @@ def rounded_where_peft_rounds(layer, x):
 @pytest.mark.parametrize("rslora", [False, True])
 def test_products_in_bf16_add_what_an_adapter_adds_though_a_merged_weight_would_round_it_away(native, rslora):
     """Three layers of widths that share panels, one of them without an adapter, and an odd rank."""
-    if native and isinstance(load_kernels(), Unavailable):
+    if native and isinstance(decode_kernels(), Unavailable):
         pytest.skip("no native kernels")
     torch.manual_seed(0)
     layers = nn.ModuleDict({"a": nn.Linear(48, 40), "b": nn.Linear(48, 8), "c": nn.Linear(48, 24)})
     config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["a", "c"], init_lora_weights=False, use_rslora=rslora)
     peft.inject_adapter_in_model(config, layers)
     layers.to(torch.bfloat16)
-    product = PackedLinear(list(layers.values()), kernels=load_kernels() if native else None)
+    product = PackedLinear(list(layers.values()), kernels=decode_kernels() if native else None)
     for version in range(2):
         for rows in (1, 7, 30):
             x = torch.randn(rows, 48, dtype=torch.bfloat16)
@@ -205,10 +205,10 @@ def test_in_bf16_the_sampler_is_as_near_to_the_trainer_with_an_adapter_as_withou
 
 def test_adapters_in_bf16_take_no_second_copy_of_the_weights():
     model = half()
-    size = sum(p.nbytes for p in Adapter.of(model).parameters())
+    size = sum(p.nbytes for p in Adapter.from_module(model).parameters())
     plain, bare = (EmbeddedEngine(m, native=False)._runner.forward.bytes for m in (model, build().to(torch.bfloat16)))
     assert plain == bare == 0
-    if not isinstance(load_kernels(), Unavailable):
+    if not isinstance(decode_kernels(), Unavailable):
         packs, bare = (EmbeddedEngine(m)._runner.forward.bytes for m in (model, build().to(torch.bfloat16)))
         assert 0 < packs - bare < 40 * size  # tiny widths: panels are wider than most of these layers
 
@@ -226,7 +226,7 @@ def test_effective_weights_are_renewed_in_place_once_a_version(native, monkeypat
     places, calls[:] = held(), []
     assert len(places) == (0 if engine.backends["products"] != "torch" else 14)
     with torch.no_grad():
-        for p in Adapter.of(model).parameters():
+        for p in Adapter.from_module(model).parameters():
             p.mul_(1.5)
     engine.update(1)
     after = tokens(run(engine, work))

@@ -13,14 +13,14 @@ from tiny import build, prompts, requests, run
 
 from whet.errors import EngineError
 from whet.native import build as native_build
-from whet.native.decode import Kernels, load_kernels
+from whet.native.decode import DecodeKernels, decode_kernels
 from whet.rollout.base import Sampling
 from whet.rollout.engine import EmbeddedEngine, fused_trunk
 from whet.rollout.engine.kv_cache import KVStore
 from whet.rollout.engine.native_step import NativeLayer, NativeLayout
 from whet.rollout.engine.packed_linear import PackedLinear
 
-KERNELS = load_kernels()
+KERNELS = decode_kernels()
 needs_kernels = pytest.mark.skipif(isinstance(KERNELS, native_build.Unavailable), reason=str(KERNELS))
 LENGTHS = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 """Largest difference by dtype, of numbers of size 1."""
@@ -38,14 +38,14 @@ def kernels(request, tmp_path_factory):
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setattr(native_build, "FLAGS", (*native_build.FLAGS, *BUILDS[request.param]))
         made = load()
-    assert isinstance(made, Kernels), made
+    assert isinstance(made, DecodeKernels), made
     assert made.lanes == (8 if request.param == "256 bits" else KERNELS.lanes)
     yield made
 
 
 def load():
     """Without what this process has loaded already."""
-    return load_kernels.__wrapped__()
+    return decode_kernels.__wrapped__()
 
 
 class Case:
@@ -358,7 +358,7 @@ def test_without_a_compiler_the_reason_is_said_and_torch_decodes(cache, tmp_path
     assert not list(cache.iterdir())
     monkeypatch.setenv("CXX", str(tmp_path / "nothing"))
     assert "building them failed" in str(load())
-    monkeypatch.setattr(fused_trunk, "load_kernels", load)
+    monkeypatch.setattr(fused_trunk, "decode_kernels", load)
     model, work = build(gain=3.0), requests(prompts(), Sampling(max_tokens=8), group=2)
     engine = EmbeddedEngine(model)
     assert engine.backends["kernels"].startswith("torch (building them failed: ")
@@ -397,7 +397,7 @@ def test_kernels_that_compute_something_else_are_not_used(cache, rewrite, monkey
 def test_a_step_that_differs_from_the_module_is_not_used(cache, rewrite, monkeypatch, old, new, reason):
     monkeypatch.setattr(native_build, "FLAGS", (*native_build.FLAGS, "-O0"))  # in less time
     rewrite(old, new)
-    monkeypatch.setattr(fused_trunk, "load_kernels", load)
+    monkeypatch.setattr(fused_trunk, "decode_kernels", load)
     engine = EmbeddedEngine(build(gain=1.0))
     assert reason in engine.backends["kernels"] and engine.backends["trunk"] == "fused"
     assert "native" not in engine.backends["products"]

@@ -13,7 +13,7 @@ from whet.models.heads import Head
 from whet.models.linear_logprob import linear_logprob
 from whet.models.load import load_model
 from whet.native.build import Unavailable
-from whet.native.decode import load_kernels
+from whet.native.decode import decode_kernels
 from whet.ops.logprobs import selective_log_softmax
 from whet.rollout.base import Sampling
 from whet.rollout.driver import Rollouts, single_turns
@@ -32,7 +32,7 @@ def tokens(done):
     return {i: o.tokens.tolist() for i, o in done.items()}
 
 
-KERNELS = load_kernels()
+KERNELS = decode_kernels()
 native_only = pytest.mark.skipif(isinstance(KERNELS, Unavailable), reason=f"no native kernels: {KERNELS}")
 WAYS = pytest.mark.parametrize("kernels", [None, pytest.param(KERNELS, marks=native_only)], ids=["torch", "native"])
 

@@ -58,7 +58,7 @@ def agree(model, logprobs, want, limits):
 def test_packed_and_shared_prefix_equal_each_sequence_alone(family):
     model = tiny(family)
     loaded = load_model(model)
-    assert loaded.packable, loaded.reasons
+    assert loaded.packable, loaded.unpackable_reasons
     want, limits = alone(model)
     for way in ("shared", "separate", "split"):
         agree(model, run(loaded, way), want, limits)
@@ -68,7 +68,7 @@ def test_packed_and_shared_prefix_equal_each_sequence_alone(family):
 def test_a_refused_family_says_why_and_is_right_padded(family):
     model = tiny(family)
     loaded = load_model(model)
-    assert not loaded.packable and loaded.reasons
+    assert not loaded.packable and loaded.unpackable_reasons
     want, limits = alone(model, attention=None)
     agree(model, run(loaded, "padded"), want, limits)
 

@@ -18,7 +18,7 @@ from trl.experimental.orpo import ORPOTrainer
 
 from whet.config import PreferenceConfig
 from whet.learners.preference_objective import make_preference_objective
-from whet.ops.preference import StepPasses, bradley_terry, mismatched
+from whet.ops.preference import StepPasses, bradley_terry, mismatched_rows
 from whet.types import LossInputs
 
 
@@ -189,7 +189,7 @@ def test_losses_of_labelled_rows_are_trl_s(name):
     batch = batch_of([(n,) for n in (3, 1, 6, 2, 4, 5)], columns=labels)
     logprobs = (-draw(batch.num_tokens) * 2).requires_grad_()
     batch = batch.with_token_columns(ref_logprobs=-draw(batch.num_tokens) * 2)
-    rows = mismatched(batch)
+    rows = mismatched_rows(batch)
     own, ref = -draw(rows.num_tokens), -draw(rows.num_tokens) * 1.5
     sums = [torch.zeros(6).double().index_add(0, rows.sequence, c) for c in (own, ref)]
     fields = {"beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.7}
@@ -214,7 +214,7 @@ def test_losses_of_labelled_rows_are_trl_s(name):
 
 def test_the_mismatched_rows_are_trl_s():
     batch = batch_of([(n,) for n in (3, 1, 6, 2)], columns=lambda i: {"label": (1.0,)})
-    rows, tokens = mismatched(batch), [batch.tokens[batch.sequence == i].tolist() for i in range(4)]
+    rows, tokens = mismatched_rows(batch), [batch.tokens[batch.sequence == i].tolist() for i in range(4)]
     turned = [tokens[-1], *tokens[:-1]]  # KTOTrainer's add_kl_completion_ids, whose batches are of the data set
     assert [rows.tokens[rows.sequence == i].tolist() for i in range(4)] == turned
     assert [rows.prefix(i).tolist() for i in range(4)] == [batch.prefix(i).tolist() for i in range(4)]

@@ -31,7 +31,7 @@ def test_a_sampler_takes_fp32_on_a_gpu_that_only_emulates_bf16(monkeypatch):
 
     seen = []
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
-    monkeypatch.setattr(sampler, "usable_device", torch.device)  # none is needed to choose
+    monkeypatch.setattr(sampler, "check_device", torch.device)  # none is needed to choose
     monkeypatch.setattr(sampler, "read_width", lambda *_: 128)
     monkeypatch.setattr(sampler, "model_folder", lambda folder: folder)
     monkeypatch.setattr(sampler, "load_model", lambda *_, dtype, **__: seen.append(dtype))

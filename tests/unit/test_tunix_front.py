@@ -167,7 +167,7 @@ def test_functions_of_numpy_say_how_metrics_are_reduced_and_others_are_refused()
     trainer = cluster().actor_trainer.with_rl_metrics_to_log({"kl": np.mean, "is_ratio": np.max})
     assert trainer.reductions["kl"] == {"kl": "mean"} and trainer.reductions["is_ratio"] == {"is_ratio": "max"}
     assert trainer.with_tqdm_metrics_to_display([lambda: "kl", lambda: None, "loss"]).displayed == ("kl", "loss")
-    with pytest.raises(ConfigError, match=r"metric kl is to be reduced by 'median'; .* give np.mean, np.max or np.min"):
+    with pytest.raises(ConfigError, match=r"metric kl can't be reduced by 'median': .* give np.mean, np.max or np.min"):
         trainer.with_rl_metrics_to_log({"kl": np.median})
     with pytest.raises(ConfigError, match="unknown reduction of metric kl 'mean'"):
         super(type(trainer), trainer).with_rl_metrics_to_log({"kl": np.mean})  # whet's own takes words
@@ -265,7 +265,7 @@ def test_a_generation_from_nothing_has_its_rewards_logged():
     run = learner(two, Own).train(ROWS)
     assert two.actor_trainer.train_steps == 4 and run.rows[0]["is_ratio/max"] > 1 + 1e-6
     short = type("Short", (Own,), {"_generate_and_compute_advantage": lambda self, given, mode: example()})
-    with pytest.raises(DataError, match="gave 2 rows for 2 prompts of 2 generations"):
+    with pytest.raises(DataError, match="returned 2 rows for 2 prompts of 2 generations"):
         learner(cluster(), short).train(ROWS)
 
 

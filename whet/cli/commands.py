@@ -38,7 +38,7 @@ from whet.hub.model_card import write_model_card
 from whet.learners.base import RLLearner
 from whet.learners.grpo import GRPOLearner
 from whet.learners.ppo import PPOLearner
-from whet.models.model_factory import made_model
+from whet.models.model_factory import call_model_factory
 from whet.observe.environment import read_environment
 from whet.observe.plots import plot_curves
 from whet.parallel.torchrun_env import require_single_process
@@ -266,7 +266,7 @@ def _with_model(config: R, folder: Path) -> R:
     role: RoleConfig = getattr(config, section)
     if role.model is None or not is_ref(role.model):
         return config
-    model = made_model(role.model, str(folder / "start"), config.trainer.seed)
+    model = call_model_factory(role.model, str(folder / "start"), config.trainer.seed)
     return dataclasses.replace(config, **{section: dataclasses.replace(role, model=model)})
 
 

@@ -1,4 +1,4 @@
-"""What is said aloud of a configuration that is allowed and seldom meant."""
+"""Warnings about a configuration that is allowed but seldom meant."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def warn_about_config(config: PolicyConfig, longest: int | None = None) -> None:
 
 
 def _token_factors(c: PolicyConfig) -> list[str]:
-    """Those of whet's factors of the policy loss that tell the tokens of a sequence apart, as they are written."""
+    """The chosen factors of the policy loss that differ within a sequence, as they are written."""
     of_tokens = (*_TOKEN_MASKS, "sampler-rejection") if c.rejection_level == "token" else _TOKEN_MASKS
     found = [f"algo.loss_masks=[{name}]" for name in c.loss_masks if name in of_tokens]
     return [*found, "algo.sampler_is='token'"] if c.sampler_is == "token" else found

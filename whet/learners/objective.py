@@ -1,8 +1,8 @@
-"""From an algorithm's configuration to what it computes: estimator, objective, weighting.
+"""Builds the functions of an algorithm from its configuration: estimator, objective, rewards.
 
-A name in the configuration stands for a function from a plain dict, "package.module:function", or the function itself.
-Such a function is given those of its keyword-only arguments that the configuration has as fields, so that a new loss
-brings its parameters as fields and needs no change here.
+The configuration names a function by its key in a dict, as "package.module:function", or contains the function itself.
+A function receives the fields of the configuration that it has as keyword-only arguments. So a new loss needs only
+fields for its parameters, and no change here.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _NAMES_OF_FIELDS: Mapping[str, Mapping[str, Any]] = {
     "sampler_is": CORRECTIONS,
     "loss_masks": TOKEN_MASKS,
 }
-"""Fields whose names are sometimes given to another."""
+"""Field -> its names, to find the field of a name that was given to another one."""
 
 
 def other_field(value: str) -> str:
@@ -91,7 +91,7 @@ def _bound_function(value: Any, known: Mapping[str, Any], kind: str, config: Alg
 
 
 def check_call(fn: Callable[..., Any], kind: str, *forms: Sequence[str]) -> None:
-    """Raises ConfigError where a function can be called in none of the forms, each the names of its arguments."""
+    """Raises ConfigError if a function can be called in none of the forms; a form is the names of the arguments."""
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):  # a builtin: calling it will tell
@@ -125,7 +125,7 @@ def bind_fields(fn: Callable[..., Any], config: AlgorithmConfig | SupervisedConf
 
 
 def keyword_arguments(fn: Callable[..., Any]) -> set[str]:
-    """The keyword-only arguments of a function that nothing has bound yet."""
+    """The keyword-only arguments of a function, without those that a partial has bound."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):  # a builtin: it has no keywords to give
@@ -169,7 +169,7 @@ def check_token_level(config: PolicyConfig) -> None:
 
 
 def describe_objective(config: PolicyConfig) -> dict[str, str]:
-    """Which pieces a configuration composes, with their parameters, for the log and environment.json.
+    """The functions of a configuration with their parameters, for the log and environment.json.
 
     >>> made = describe_objective(PolicyConfig(beta=0.1, loss_masks=("off-policy",), policy_loss_fn="reinforce"))
     >>> made["loss"]
@@ -193,7 +193,7 @@ def describe_objective(config: PolicyConfig) -> dict[str, str]:
 
 
 def _with_parameters(config: PolicyConfig, value: Any, known: Mapping[str, Any]) -> str:
-    """A piece's name, with the fields that it takes and that are set."""
+    """The name of a function, with the fields that it reads and that are set."""
     fn = _resolve(value, known, "piece")
     taken = {f.name: getattr(config, f.name) for f in fields(config) if f.name in keyword_arguments(fn)}
     words = ", ".join(f"{name}={_display_name(value)}" for name, value in taken.items() if value is not None)
@@ -201,7 +201,7 @@ def _with_parameters(config: PolicyConfig, value: Any, known: Mapping[str, Any])
 
 
 def _display_name(value: Any) -> str:
-    """A value, or what a function is called."""
+    """A value, or the name of a function."""
     return function_name(value) if callable(value) else str(value)
 
 
@@ -232,7 +232,7 @@ def make_estimator(config: AlgorithmConfig) -> Callable[..., Tensor]:
 def advantage_inputs(
     batch: TokenBatch, rewarded: RewardBatch | None = None, *, clip: tuple[float, float] | None = None
 ) -> AdvantageInputs:
-    """What a step gives an estimator.
+    """The argument of an estimator, from a step.
 
     Args: batch: scored. rewarded: each reward function's values and weight, and the rewards of greedy completions;
             None = the total only. clip: bounds of the total.

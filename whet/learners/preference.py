@@ -32,7 +32,7 @@ from whet.learners.step import ExampleStep
 from whet.learners.supervised import ROWS_AT_ONCE, SupervisedLearner
 from whet.learners.supervised_task import Encoder, SupervisedTask
 from whet.metrics import Last, Mean, Metric
-from whet.ops.preference import REWARD_REDUCTIONS, StepPasses, mismatched
+from whet.ops.preference import REWARD_REDUCTIONS, StepPasses, mismatched_rows
 from whet.run.run import Run
 from whet.train.supervised_models import SupervisedModels
 from whet.types import Example, TokenBatch
@@ -258,7 +258,7 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
         if not self.needs.mismatched_pass or batch.num_groups < 2:
             return StepPasses(logprobs=logprobs)
         limits = [n for n in (policy.max_tokens, self.models.positions, self.data.max_length) if n is not None]
-        rows = mismatched(batch, max_length=min(limits))
+        rows = mismatched_rows(batch, max_length=min(limits))
         own = _needed(policy.logprobs(rows).logprobs)
         if self.needs.reference:
             rows = rows.with_token_columns(

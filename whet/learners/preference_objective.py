@@ -1,7 +1,7 @@
-"""From the configuration of preference and reward-model training to what it computes.
+"""Builds the objectives of preference and reward-model training from their configuration.
 
-As learners/objective.py for policies: a name stands for a function, a function is given those of its keyword-only
-arguments that the configuration has as fields, and a field that none of them takes is refused where it was set.
+As learners/objective.py for policies: the configuration names functions, a function receives the fields that it has as
+keyword-only arguments, and a field that was set and that no function reads is refused.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def make_reward_loss(config: RewardModelConfig) -> Loss:
 
 
 def describe_preference_objective(config: PreferenceConfig) -> str:
-    """Which losses a configuration composes, with their parameters, for the log and environment.json.
+    """The losses of a configuration with their parameters, for the log and environment.json.
 
     >>> describe_preference_objective(PreferenceConfig(loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.1]))
     '1.0 * sigmoid(beta=0.1, label_smoothing=0.0) + 0.1 * sft'

@@ -36,8 +36,8 @@ def check_teacher(cluster: RLCluster, column: str, loss: object) -> None:
         padded = own.loaded if teacher.loaded.packable else teacher.loaded
         raise ConfigError(
             f"algo.policy_loss_fn={loss!r} runs the teacher in the policy's own forward passes, and {padded.name} "
-            f"alone trains padded ({'; '.join(padded.reasons)}); algo.policy_loss_fn='distillation' needs no common "
-            "passes"
+            f"alone trains padded ({'; '.join(padded.unpackable_reasons)}); algo.policy_loss_fn='distillation' needs "
+            "no common passes"
         )
     for worker in (own, teacher):
         if not worker.loaded.lm_head.linear:

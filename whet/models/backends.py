@@ -1,13 +1,13 @@
-"""Which implementations training and scoring run on: for environment.json, so that a resumed run can log what changed.
+"""Which implementations training and scoring use. environment.json records it, so a resumed run can log a change.
 
-Left out on purpose: what depends on a layer's own shapes; the log says that when the layer runs.
+Left out on purpose: choices that depend on a layer's shapes; the log reports these when the layer runs.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from whet.models.quantized import quantized_parts
+from whet.models.quantized import quantized_layer_names
 from whet.native.build import Unavailable
 from whet.native.layers import LayerKernels, layer_kernels
 from whet.native.segments import SegmentKernels, kernels_for
@@ -19,11 +19,11 @@ __all__ = ["training_backends"]
 
 
 def training_backends(loaded: LoadedModel) -> dict[str, str]:
-    """What computes attention, and norms, gates and gradients of weights; on a CPU this builds the kernels.
+    """The implementations of attention, and of norms, gates and weight gradients. On a CPU this builds the kernels.
 
-    Args: loaded: the model, where it is and in the dtype in which it is trained.
-    Returns: "attention" and "layers", each "native (compiler)", or what serves in its place and why; "adapter" and
-        "base" where the model has an adapter, or is held in 4 bits.
+    Args: loaded: the model, on its device and in its training dtype.
+    Returns: "attention" and "layers", each "native (compiler)", or the implementation used instead and the reason;
+        "adapter" if the model has an adapter, "base" if it is in 4 bits.
 
     >>> from whet.models.load import load_model
     >>> from whet.demo import small_model
@@ -36,15 +36,15 @@ def training_backends(loaded: LoadedModel) -> dict[str, str]:
     elif first.device.type != "cpu" or loaded.attention != "auto":
         attention = loaded.attention
     else:
-        attention = _words(kernels_for(first.device, first.dtype))
+        attention = _describe(kernels_for(first.device, first.dtype))
     known = first.device.type == "cpu" and first.dtype.itemsize in (2, 4)
-    found = {"attention": attention, "layers": _words(layer_kernels()) if known else "the module's"}
+    found = {"attention": attention, "layers": _describe(layer_kernels()) if known else "the module's"}
     if loaded.adapter is not None:
         found["adapter"] = f"PEFT's layers around {len(loaded.adapter.layers)} frozen ones, which run as without"
-    if bits := quantized_parts(loaded.module):
+    if bits := quantized_layer_names(loaded.module):
         found["base"] = f"bitsandbytes, 4 bits in {len(bits)} layers"
     return found
 
 
-def _words(kernels: SegmentKernels | LayerKernels | Unavailable) -> str:
+def _describe(kernels: SegmentKernels | LayerKernels | Unavailable) -> str:
     return f"torch ({kernels})" if isinstance(kernels, Unavailable) else f"native ({kernels.compiler})"

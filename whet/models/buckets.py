@@ -1,10 +1,10 @@
-"""Attention over a row of segments by torch's operator: segments of like shape, padded, are one call.
+"""Attention over a row of segments by torch's operator: segments of similar shape are padded and run in one call.
 
-What serves every device, dtype and kind of scores, with masks where causality alone doesn't say it. Dim letters:
-T tokens, H query heads, D head size, m segments of a bucket, n their own tokens, A their ancestors' tokens,
-K = A + n keys.
-Left out on purpose: any way to merge two attention parts by their log-sum-exp, since torch's operators give it no
-gradient. A child's keys are its ancestors' and its own, concatenated.
+It runs on every device, in every dtype and with every kind of scores. It uses masks where a causal flag is not enough.
+A child's keys are its ancestors' and its own, concatenated. Dim letters: T tokens, H query heads, D head size,
+m segments of a bucket, n their own tokens, A their ancestors' tokens, K = A + n keys.
+Left out on purpose: merging two parts of attention by their log-sum-exp, because torch's operators have no gradient
+for the log-sum-exp.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ __all__ = ["Bucket", "BucketRow", "segment_positions"]
 SLACK = 4096
 """Query-key pairs of padding that cost less than one more call."""
 MASKED_PAIRS = 1 << 20
-"""A mask per segment is built up to this many entries; beyond it a bucket shares one mask."""
+"""A bucket may have a mask per segment up to this many entries; a larger bucket shares one mask."""
 BUCKET_PAIRS = 1 << 22
-"""Largest bucket of more than one segment, in query-key pairs: bounds the scores where they are held."""
+"""Largest bucket of more than one segment, in query-key pairs: this bounds the scores where they are stored."""
 
 
 def segment_positions(lengths: Sequence[int], parents: Sequence[int]) -> np.ndarray:
@@ -51,10 +51,10 @@ class BucketRow:
     def __init__(
         self, lengths: Sequence[int], parents: Sequence[int], device: torch.device | str, multiple: int
     ) -> None:
-        places, above = _places(lengths, parents)
+        places, above = _token_places(lengths, parents)
         self.buckets = [
             Bucket([places[i] for i in ids], [above[i] for i in ids], device, multiple)
-            for ids in _plan(places, above, multiple)
+            for ids in _plan_buckets(places, above, multiple)
         ]
         queries = np.concatenate([b.queries for b in self.buckets])
         keys = np.concatenate([b.keys for b in self.buckets])
@@ -65,9 +65,9 @@ class BucketRow:
         self._queries, self._keys = _index(queries, tokens, device), _index(keys, tokens, device)
         self._back = _index(back, len(queries), device)  # padding at the very end is left behind too
 
-    def unmasked(self, window: int | None) -> bool:
-        """Whether causality says it all, without a mask."""
-        return all(b.plain(window) for b in self.buckets)
+    def needs_no_mask(self, window: int | None) -> bool:
+        """Whether the causal flag is enough for all buckets."""
+        return all(b.is_causal(window) for b in self.buckets)
 
     def attend(
         self,
@@ -81,16 +81,16 @@ class BucketRow:
         sinks: Tensor | None,
     ) -> Tensor:
         """Attention of one layer; see Layout.attend."""
-        q, k, v = _take(q, self._queries), _take(k, self._keys), _take(v, self._keys)  # [tokens heads D]
+        q, k, v = _gather(q, self._queries), _gather(k, self._keys), _gather(v, self._keys)  # [tokens heads D]
         queries = q.split([b.count * b.own for b in self.buckets])
         keys, values = (x.split([b.count * (b.above + b.own) for b in self.buckets]) for x in (k, v))
         out = []
         for bucket, *qkv in zip(self.buckets, queries, keys, values):
             qb, kb, vb = (x.unflatten(0, (bucket.count, -1)).transpose(1, 2) for x in qkv)  # [m heads n or K D]
             if softcap is None and sinks is None:
-                o = _fused(qb, kb, vb, bucket, scale, window)
+                o = _attend_by_operator(qb, kb, vb, bucket, scale, window)
             else:
-                o = _explicit(qb, kb, vb, bucket, scale, window, softcap, sinks)
+                o = _attend_with_scores(qb, kb, vb, bucket, scale, window, softcap, sinks)
             out.append(o.transpose(1, 2).flatten(0, 1))
         rows = out[0] if len(out) == 1 else torch.cat(out)
         rows = rows if self._back is None else rows.index_select(0, self._back)
@@ -98,13 +98,13 @@ class BucketRow:
 
 
 class Bucket:
-    """Segments of like shape that one attention call serves, padded: ancestors on the left, own tokens on the right."""
+    """Segments of similar shape that run in one attention call, padded: ancestors left, own tokens right."""
 
     def __init__(
         self, places: list[np.ndarray], above: list[np.ndarray], device: torch.device | str, multiple: int
     ) -> None:
         self.count = len(places)
-        self.own, self.above = (_up(max(map(len, x)), multiple) for x in (places, above))
+        self.own, self.above = (_round_up(max(map(len, x)), multiple) for x in (places, above))
         # a padded place reads a real token: it is finite, and masked or never read back
         own = np.stack([np.pad(p, (0, self.own - len(p)), mode="edge") for p in places])
         head = [np.concatenate([np.full(self.above - len(a), p[0]), a]) for p, a in zip(places, above)]
@@ -117,11 +117,11 @@ class Bucket:
         self._masks: dict[tuple[int | None, torch.dtype], Tensor] = {}
 
     def window(self, window: int | None) -> int | None:
-        """The window, where it hides anything at all."""
+        """The window; None where it hides nothing."""
         return window if window is not None and window < self.above + self.own else None
 
-    def plain(self, window: int | None) -> bool:
-        """Whether causality says it all, without a mask."""
+    def is_causal(self, window: int | None) -> bool:
+        """Whether the causal flag is enough, without a mask."""
         return self.gaps is None and self.window(window) is None and (self.above == 0 or self.own == 1)
 
     def mask(self, window: int | None, like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -144,7 +144,7 @@ class Bucket:
         return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
 
 
-def _places(lengths: Sequence[int], parents: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def _token_places(lengths: Sequence[int], parents: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """The places in the row of each segment's own tokens, and of its ancestors' in order from the root."""
     starts = np.cumsum([0, *lengths])
     places = [np.arange(a, b) for a, b in itertools.pairwise(starts)]
@@ -155,23 +155,25 @@ def _places(lengths: Sequence[int], parents: Sequence[int]) -> tuple[list[np.nda
     return places, [chains[p] for p in parents]
 
 
-def _up(n: int, multiple: int) -> int:
-    """The next multiple of a number that holds n."""
+def _round_up(n: int, multiple: int) -> int:
+    """The smallest multiple that is at least n."""
     return -(-n // multiple) * multiple
 
 
-def _plan(places: list[np.ndarray], above: list[np.ndarray], multiple: int) -> list[list[int]]:
-    """Segments into buckets: roots apart (they need no mask), each sorted both ways, the cheaper taken."""
-    shapes = [(_up(len(a), multiple), _up(len(p), multiple)) for a, p in zip(above, places)]
+def _plan_buckets(places: list[np.ndarray], above: list[np.ndarray], multiple: int) -> list[list[int]]:
+    """Puts segments into buckets: roots apart (they need no mask); each part is sorted both ways, the cheaper wins."""
+    shapes = [(_round_up(len(a), multiple), _round_up(len(p), multiple)) for a, p in zip(above, places)]
     buckets: list[list[int]] = []
     for ids in ([i for i, s in enumerate(shapes) if not s[0]], [i for i, s in enumerate(shapes) if s[0]]):
-        ways = [_fill(sorted(ids, key=order), shapes) for order in (lambda i: shapes[i], lambda i: shapes[i][::-1])]
-        buckets += min(ways, key=lambda way: sum(_pairs(b, shapes) + SLACK for b in way))
+        ways = [
+            _fill_buckets(sorted(ids, key=order), shapes) for order in (lambda i: shapes[i], lambda i: shapes[i][::-1])
+        ]
+        buckets += min(ways, key=lambda way: sum(_bucket_pairs(b, shapes) + SLACK for b in way))
     return buckets
 
 
-def _fill(ids: list[int], shapes: list[tuple[int, int]]) -> list[list[int]]:
-    """Neighbours into one bucket while padding stays under a quarter of the work, or under the price of a call."""
+def _fill_buckets(ids: list[int], shapes: list[tuple[int, int]]) -> list[list[int]]:
+    """Puts neighbours into one bucket while padding is under a quarter of the work, or costs less than a call."""
     buckets: list[list[int]] = []
     above = own = real = 0
     for i in ids:
@@ -188,34 +190,34 @@ def _fill(ids: list[int], shapes: list[tuple[int, int]]) -> list[list[int]]:
     return buckets
 
 
-def _pairs(bucket: list[int], shapes: list[tuple[int, int]]) -> int:
+def _bucket_pairs(bucket: list[int], shapes: list[tuple[int, int]]) -> int:
     """Query-key pairs of a bucket, padding included."""
     own = max(shapes[i][1] for i in bucket)
     return len(bucket) * own * (max(shapes[i][0] for i in bucket) + own)
 
 
 def _index(places: np.ndarray, tokens: int, device: torch.device | str) -> Tensor | None:
-    """Places as an index tensor; None where they are all tokens in order, so that nothing need move."""
+    """Places as an index tensor; None where they are all tokens in order, so that nothing has to be gathered."""
     if len(places) == tokens and (places == np.arange(tokens)).all():
         return None
     return torch.from_numpy(places).to(device)
 
 
-def _take(x: Tensor, index: Tensor | None) -> Tensor:
+def _gather(x: Tensor, index: Tensor | None) -> Tensor:
     """[1 H T D] -> [tokens H D]. index_select, whose backward is repeatable on two threads; x[index] is not."""
     rows = x[0].transpose(0, 1)
     return rows if index is None else rows.index_select(0, index)
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, bucket: Bucket, scale: float, window: int | None) -> Tensor:
-    """Attention by torch's operator on one bucket, without a mask where causality says it all."""
-    if bucket.plain(window):
+def _attend_by_operator(q: Tensor, k: Tensor, v: Tensor, bucket: Bucket, scale: float, window: int | None) -> Tensor:
+    """Attention by torch's operator on one bucket, without a mask where the causal flag is enough."""
+    if bucket.is_causal(window):
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, is_causal=bucket.own > 1, scale=scale, enable_gqa=grouped)
     return masked_attention(q, k, v, bucket.mask(window, q, q.dtype), scale=scale)
 
 
-def _explicit(
+def _attend_with_scores(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -225,7 +227,7 @@ def _explicit(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention with its scores held, in fp32 or better: what torch's operator does not support."""
+    """Attention with stored scores in fp32 or better, for soft-caps and sinks, which torch's operator lacks."""
     dtype = fp32_or_wider(q.dtype)
     groups = k.shape[1]
     heads = q.to(dtype).unflatten(1, (groups, -1))  # [m KV H/KV n D]

@@ -1,7 +1,7 @@
 """Linear layers, gated MLPs and RMSNorms that train in less memory, in place of a Hugging Face module's own.
 
-`FastLayers(module).on()` gives the layers other forwards while it lasts, around forward and backward; the module and
-its parameters stay as they are. Each layer has been compared with its own forward before. On a CPU alone: in fp32
+`FastLayers(module).enabled()` gives the layers other forwards while it lasts, around forward and backward; the module
+and its parameters stay as they are. Each layer has been compared with its own forward before. On a CPU alone: in fp32
 products run in oneDNN where torch's default library takes a slow path; in bf16 too a gated MLP keeps its two halves for
 the backward pass and not their product, and a norm keeps its input, not the normalised one and no copy in fp32.
 Dim legend: n rows, I in, O out, M width of the MLP. Left out on purpose: a choice of products by a timing, which would
@@ -23,17 +23,17 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from whet.models import matmul
-from whet.models.adapters import adapter_layer
-from whet.models.matmul import chunks, linear, onednn_refusal, weight_grad
-from whet.native.build import Unavailable, note
+from whet.models.adapters import is_adapter_layer
+from whet.models.matmul import linear, onednn_unsupported_reason, row_chunks, weight_grad
+from whet.native.build import Unavailable, log_fallback
 from whet.native.layers import LayerKernels, layer_kernels
 from whet.ops.masked import to_fp32
 
 __all__ = ["FastLayers"]
 
-PART = 1 << 17
+CACHE_BLOCK = 1 << 17
 """Numbers of a tensor that several operations go through one after the other."""
-LARGE = 30.0
+LARGE_GATE = 30.0
 """Size of what the gate of an MLP is tried with: far beyond any clamp."""
 MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -46,7 +46,7 @@ class FastLayers:
     hooks by the time it runs.
     Args: module: the root; its parameters are read where they lie, so an optimizer may change them in between.
 
-    Example: `fast = FastLayers(model)`, then `with fast.on(): loss(model(ids)).backward()`.
+    Example: `fast = FastLayers(model)`, then `with fast.enabled(): loss(model(ids)).backward()`.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -55,11 +55,11 @@ class FastLayers:
         if first.device.type != "cpu" or first.dtype not in (torch.float32, torch.float64, torch.bfloat16):
             return
         for layer in module.modules():
-            if type(layer) is nn.Linear and first.dtype == torch.float32 and onednn_refusal() is None:
+            if type(layer) is nn.Linear and first.dtype == torch.float32 and onednn_unsupported_reason() is None:
                 self._layers.append((layer, _run_linear))
-            elif _is_gated(layer) and _agrees(layer, _run_gated):
+            elif _is_gated(layer) and _matches_module(layer, _run_gated):
                 self._layers.append((layer, _run_gated))
-            elif first.dtype != torch.float64 and _is_norm(layer) and _agrees(layer, _run_norm):
+            elif first.dtype != torch.float64 and _is_norm(layer) and _matches_module(layer, _run_norm):
                 self._layers.append((layer, _run_norm))
 
     def __len__(self) -> int:
@@ -67,11 +67,11 @@ class FastLayers:
         return len(self._layers)
 
     @contextmanager
-    def on(self) -> Iterator[None]:
+    def enabled(self) -> Iterator[None]:
         """The other forwards, around forward and backward passes."""
         changed = []
         for layer, run in self._layers:
-            if _untouched(layer):
+            if _is_unmodified(layer):
                 layer.__dict__["forward"] = functools.partial(run, layer)
                 changed.append(layer)
         try:
@@ -133,7 +133,7 @@ class _Gated(torch.autograd.Function):
         return like(d_gate, gate), like(d_up, up), d_weight, rows.sum(0) if needs_bias else None
 
 
-class _Inner(torch.autograd.Function):
+class _GatedProduct(torch.autograd.Function):
     """y = silu(g) · u, in front of a down projection that has an adapter: what its A is trained with is kept."""
 
     @staticmethod
@@ -181,14 +181,14 @@ def _native(*tensors: Tensor) -> LayerKernels | None:
         return None
     kernels = layer_kernels()
     if isinstance(kernels, Unavailable):
-        note("norms, gates and gradients of weights in training", kernels.reason)
+        log_fallback("norms, gates and gradients of weights in training", kernels.reason)
         return None
     return kernels if kernels.fit(*tensors) else None
 
 
-def _parts(rows: Tensor) -> Iterator[slice]:
+def _cache_blocks(rows: Tensor) -> Iterator[slice]:
     """Rows [n, d] a few at a time, so that what is made of them stays in the cache."""
-    return chunks(len(rows), max(1, PART // max(1, rows.shape[1])))
+    return row_chunks(len(rows), max(1, CACHE_BLOCK // max(1, rows.shape[1])))
 
 
 def _gate(gate: Tensor, up: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ def _gate(gate: Tensor, up: Tensor) -> Tensor:
     if kernels := _native(gate, up):
         return kernels.gated(gate, up)
     inner = torch.empty_like(gate)
-    for part in _parts(gate):
+    for part in _cache_blocks(gate):
         torch.mul(F.silu(gate[part]), up[part], out=inner[part])
     return inner
 
@@ -206,7 +206,7 @@ def _gate_grads(gate: Tensor, up: Tensor, grad: Tensor, product: bool) -> tuple[
     if kernels := _native(gate, up, grad):
         return kernels.gated_grads(gate, up, grad, product=product)
     inner, d_gate = torch.empty_like(gate) if product else None, torch.empty_like(grad)
-    for part in _parts(gate):
+    for part in _cache_blocks(gate):
         act = F.silu(gate[part])
         if inner is not None:
             torch.mul(act, up[part], out=inner[part])
@@ -234,7 +234,7 @@ def _norm_grads(
     w = to_fp32(weight)
     d_x = torch.empty_like(grad) if of_x else None
     terms = grad.new_empty(grad.shape, dtype=w.dtype) if of_weight else None
-    for part in _parts(grad):
+    for part in _cache_blocks(grad):
         a, b, c = to_fp32(x[part]), to_fp32(grad[part]), r[part, None]
         if terms is not None:
             torch.mul(b, a, out=terms[part]).mul_(c)
@@ -249,19 +249,19 @@ def _norm_grads(
 # ---- which layers ----------------------------------------------------------------------------------------------------
 
 
-def _untouched(layer: nn.Module) -> bool:
+def _is_unmodified(layer: nn.Module) -> bool:
     """Whether nothing but its class says what a layer does, and its parameters are plain ones."""
     hooked = any(vars(layer)[name] for name in HOOKS)
     return not hooked and "forward" not in vars(layer) and all(type(p) is nn.Parameter for p in layer.parameters(False))
 
 
-def _ours(layer: nn.Module) -> bool:
-    """Whether its forward is the one that `on` gave to it."""
+def _is_replaced(layer: nn.Module) -> bool:
+    """Whether its forward is the one that `enabled` gave to it."""
     found = vars(layer).get("forward")
     return isinstance(found, functools.partial) and found.func is _run_linear
 
 
-def _agrees(layer: nn.Module, run: Callable[[Any, Tensor], Tensor]) -> bool:
+def _matches_module(layer: nn.Module, run: Callable[[Any, Tensor], Tensor]) -> bool:
     """Whether `run` gives what the layer's own forward gives, on trials; in bf16 nearly always bit for bit.
 
     A norm is tried with weights that are not all 1, an MLP with numbers so large that a clamp would show. A sum in
@@ -277,12 +277,12 @@ def _agrees(layer: nn.Module, run: Callable[[Any, Tensor], Tensor]) -> bool:
         if weight.dim() == 1:
             trial = copy.deepcopy(layer)
             next(trial.parameters()).uniform_(0.5, 1.5, generator=generator)
-            return _same(run(trial, x), trial(x))
+            return _is_close(run(trial, x), trial(x))
         size = layer.get_submodule("gate_proj")(x).double().std().clamp(min=1e-3).item()
-        return all(_same(run(layer, y), layer(y)) for y in (x, x * (LARGE / size)))
+        return all(_is_close(run(layer, y), layer(y)) for y in (x, x * (LARGE_GATE / size)))
 
 
-def _same(got: Tensor, want: Tensor) -> bool:
+def _is_close(got: Tensor, want: Tensor) -> bool:
     """Whether two results agree; zeros say nothing."""
     if want.dtype == torch.bfloat16 and (got != want).double().mean() > 0.01:
         return False
@@ -299,21 +299,21 @@ def _run_linear(layer: Any, x: Tensor) -> Tensor:
 def _is_gated(layer: nn.Module) -> bool:
     """Whether a layer has the parts of down(act(gate(x)) * up(x)); each may have an adapter."""
     parts = dict(layer.named_children())
-    return set(parts) == MLP_PARTS and type(_base(parts["down_proj"])) is nn.Linear
+    return set(parts) == MLP_PARTS and type(_base_layer(parts["down_proj"])) is nn.Linear
 
 
-def _base(layer: Any) -> nn.Module:
+def _base_layer(layer: Any) -> nn.Module:
     """A layer without its adapter."""
-    return layer.get_base_layer() if adapter_layer(layer) else layer
+    return layer.get_base_layer() if is_adapter_layer(layer) else layer
 
 
 def _run_gated(layer: Any, x: Tensor) -> Tensor:
     gate, up, down = layer.gate_proj(x), layer.up_proj(x), layer.down_proj
-    if adapter_layer(down):
+    if is_adapter_layer(down):
         if not down.disable_adapters:
-            return down(_Inner.apply(gate, up))
+            return down(_GatedProduct.apply(gate, up))
         down = down.get_base_layer()  # as the bare model, bit for bit
-    if not _untouched(down) and not _ours(down):
+    if not _is_unmodified(down) and not _is_replaced(down):
         return down(layer.act_fn(gate) * up)
     return _Gated.apply(gate, up, down.weight, down.bias)  # pyright: ignore[reportReturnType]
 

@@ -35,7 +35,7 @@ from whet.models.buckets import BucketRow, segment_positions
 from whet.ops.masked import fp32_or_wider
 from whet.util.device import on_device
 
-__all__ = ["FlexCase", "FlexRow", "flex_failed", "flex_refusal", "walk"]
+__all__ = ["FlexCase", "FlexRow", "depth_first_order", "flex_unsupported_reason", "record_flex_failure"]
 
 log = logging.getLogger("whet")
 
@@ -51,15 +51,15 @@ TF32_TOLERANCE = 5e-3
 """The same for fp32 where products may be rounded to TF32."""
 PROBES = (([70, 45, 130, 20, 60, 1], [-1, 0, 0, 2, -1, 4]), ([200, 150, 120, 64], [-1, 0, 0, -1]))
 """Trees of the probe: rows of 3 and 5 blocks, so that the shape changes from one to the next."""
-FILLED = (([128, 200, 184, 128], [-1, 0, 0, -1]), ([300, 200, 296, 100], [-1, 0, 0, -1]))
+UNPADDED_PROBES = (([128, 200, 184, 128], [-1, 0, 0, -1]), ([300, 200, 296, 100], [-1, 0, 0, -1]))
 """The same for rows of 5 and 7 blocks that need no padding: what they are called with is as it lies in the model."""
 
 
 class FlexCase(NamedTuple):
-    """What a kernel is compiled for.
+    """The properties of a call for which a kernel is compiled.
 
     >>> q = torch.zeros(1, 5, 4, 8).transpose(1, 2)     # 5 tokens, 4 heads of 8, as a model's product gives them
-    >>> FlexCase.of(q, q[:, :2], q[:, :2], scale=0.5, softcap=None, sinks=None).pitches
+    >>> FlexCase.from_call(q, q[:, :2], q[:, :2], scale=0.5, softcap=None, sinks=None).pitches
     (32, 32, 32)
     """
 
@@ -85,7 +85,7 @@ class FlexCase(NamedTuple):
     sink_dtype: torch.dtype | None = None
 
     @classmethod
-    def of(
+    def from_call(
         cls, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, softcap: float | None, sinks: Tensor | None
     ) -> FlexCase:
         """The case of a call. Args: as FlexRow.attend."""
@@ -108,20 +108,20 @@ class FlexCase(NamedTuple):
 
 
 @dataclass
-class _Verdict:
-    """What is known of a case."""
+class _ProbeResult:
+    """The result of a case's probe."""
 
     reason: str | None
-    """Why flex can't serve it; None = it can."""
+    """Why flex can't run it; None = it can."""
 
 
-def walk(lengths: Sequence[int], parents: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+def depth_first_order(lengths: Sequence[int], parents: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Each token's place in a depth-first walk over the segments, and the last place below its segment.
 
     Args: lengths: tokens of each segment, in row order. parents: -1 = root, else an earlier segment.
     Returns: order and end, int32 [T].
 
-    >>> order, end = walk([2, 1, 1], [-1, 0, 0])     # a prompt of 2 and two completions of 1
+    >>> order, end = depth_first_order([2, 1, 1], [-1, 0, 0])     # a prompt of 2 and two completions of 1
     >>> order.tolist(), end.tolist()
     ([0, 1, 2, 3], [3, 3, 2, 3])
     """
@@ -152,7 +152,7 @@ class FlexRow:
         self.tokens = position_ids.shape[1]
         self.padded = max(-(-self.tokens // BLOCK), 2) * BLOCK  # a single block would be compiled apart
         alone = np.arange(self.tokens, self.padded, dtype=np.int32)
-        tables = [torch.from_numpy(np.concatenate([x, alone])) for x in walk(lengths, parents)]
+        tables = [torch.from_numpy(np.concatenate([x, alone])) for x in depth_first_order(lengths, parents)]
         with torch.inference_mode(False):  # a row that is first scored may be trained on next
             self._order, self._end = (x.to(position_ids.device) for x in tables)
             self._position = F.pad(position_ids[0].to(torch.int32), (0, self.padded - self.tokens))
@@ -188,8 +188,8 @@ class FlexRow:
         )[None, None]  # [1 1 N N]: visible pairs of each block
         full = counts == BLOCK * BLOCK
         return BlockMask.from_kv_blocks(
-            *_listed((counts > 0) & ~full),
-            *_listed(full),
+            *_block_lists((counts > 0) & ~full),
+            *_block_lists(full),
             BLOCK_SIZE=BLOCK,
             mask_mod=sees,
             seq_lengths=(self.padded, self.padded),
@@ -221,23 +221,23 @@ class FlexRow:
             return run(q, k, v, self.mask(window), scale, cap, sinks)[:, :, : self.tokens]
 
 
-def flex_refusal(case: FlexCase) -> str | None:
-    """Why flex can't serve a case; None = it can. Found out by a probe, once per case, and logged.
+def flex_unsupported_reason(case: FlexCase) -> str | None:
+    """Why flex can't run a case; None = it can. A probe finds out once per case, and the result is logged.
 
     The probe calls flex as the case does, with the same strides, scale, mode and gradients, over small trees, and
     compares values and gradients with the plain path's. What it has compiled serves the calls themselves.
     Args: case: what it would be compiled for.
     Returns: the reason, or None.
 
-    >>> flex_refusal(FlexCase(torch.device("cpu"), torch.float32, 4, 2, 16, 16, False, False))
+    >>> flex_unsupported_reason(FlexCase(torch.device("cpu"), torch.float32, 4, 2, 16, 16, False, False))
     'FlexAttention has no backward pass on cpu'
     """
     if case.device.type != "cuda":
         return f"FlexAttention has no backward pass on {case.device.type}"
-    return _probed(case).reason
+    return _probe_once(case).reason
 
 
-def flex_failed(case: FlexCase, error: Exception) -> str:
+def record_flex_failure(case: FlexCase, error: Exception) -> str:
     """Records that a case which passed its probe failed when it was called; the plain path serves it from now on.
 
     Args: case: of the call. error: what it raised.
@@ -246,31 +246,31 @@ def flex_failed(case: FlexCase, error: Exception) -> str:
     """
     if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
         raise error
-    reason = _uncompiled(error)
-    if _probed(case).reason is None:
-        _probed(case).reason = reason
-        log.warning("packed attention (%s): using plain from now on, because %s", _words(case), reason)
+    reason = _compile_failure(error)
+    if _probe_once(case).reason is None:
+        _probe_once(case).reason = reason
+        log.warning("packed attention (%s): using plain from now on, because %s", _describe(case), reason)
     return reason
 
 
 @functools.cache
-def _probed(case: FlexCase) -> _Verdict:
+def _probe_once(case: FlexCase) -> _ProbeResult:
     """The probe's answer, asked for and logged once."""
     reason = _probe(case)
     if reason is None:
-        log.info("packed attention (%s): using FlexAttention", _words(case))
+        log.info("packed attention (%s): using FlexAttention", _describe(case))
     else:
-        log.warning("packed attention (%s): using plain, because %s", _words(case), reason)
-    return _Verdict(reason)
+        log.warning("packed attention (%s): using plain, because %s", _describe(case), reason)
+    return _ProbeResult(reason)
 
 
-def _words(case: FlexCase) -> str:
+def _describe(case: FlexCase) -> str:
     use = "training" if any(case.grads) else "scoring"
     dtype = str(case.dtype).removeprefix("torch.")
     return f"{case.heads} query / {case.groups} KV heads, size {case.size}, {dtype}, {use}"
 
 
-def _uncompiled(error: Exception) -> str:
+def _compile_failure(error: Exception) -> str:
     return f"it does not compile: {format_exception(error, 200)}"
 
 
@@ -289,7 +289,7 @@ def _probe(case: FlexCase) -> str | None:
         with ThreadPoolExecutor(1) as pool:
             return pool.submit(there).result()
     except Exception as error:  # dynamo, inductor, triton and its C compiler raise what they like
-        return _uncompiled(error)
+        return _compile_failure(error)
 
 
 def _compare(case: FlexCase) -> str | None:
@@ -298,11 +298,11 @@ def _compare(case: FlexCase) -> str | None:
     tf32 = case.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
     limit = TF32_TOLERANCE if tf32 else TOLERANCE[case.dtype]
     names = [n for n, g in zip(("dq", "dk", "dv", "dsinks"), case.grads) if g]
-    for lengths, parents in PROBES + (FILLED if any(case.pitches) else ()):
+    for lengths, parents in PROBES + (UNPADDED_PROBES if any(case.pitches) else ()):
         positions = torch.from_numpy(segment_positions(lengths, parents))[None].to(case.device)
         row, tokens = FlexRow(lengths, parents, positions), sum(lengths)
         plain, flex = BucketRow(lengths, parents, case.device, multiple=1).attend, row.attend
-        inputs = _made(case, tokens, generator)
+        inputs = _random_inputs(case, tokens, generator)
         grad = torch.randn(1, case.heads, tokens, case.value_size, generator=generator).to(case.device, case.dtype)
         for window in (None, 33):
             scale = case.size**-0.5 if case.scale is None else case.scale
@@ -317,7 +317,7 @@ def _compare(case: FlexCase) -> str | None:
     return None
 
 
-def _made(case: FlexCase, tokens: int, generator: torch.Generator) -> list[Tensor]:
+def _random_inputs(case: FlexCase, tokens: int, generator: torch.Generator) -> list[Tensor]:
     """Random queries, keys and values as they lie in the case, and sinks where it has them."""
     made = lambda *shape: torch.randn(shape, generator=generator).to(case.device, case.dtype)
     heads = ((case.heads, case.size), (case.groups, case.size), (case.groups, case.value_size))
@@ -342,7 +342,7 @@ def _run(
     return [out.detach(), *(torch.autograd.grad(out, tracked, grad) if tracked else ())]
 
 
-def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _block_lists(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Bool [1 1 N N] as torch wants it: blocks in each row, and which, those first."""
     first = blocks.to(torch.int32).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32), first.to(torch.int32)

@@ -1,6 +1,6 @@
-"""The model call of training and scoring: a micro-batch in, log-probabilities, entropies or values out.
+"""The model call of training and scoring: from a micro-batch to log-probabilities, entropies or values.
 
-Only the hidden states that predict a target meet the head. Dim legend: B rows, T tokens, s targets, n sequences,
+The head runs only on the hidden states that predict a target. Dim legend: B rows, T tokens, s targets, n sequences,
 V vocabulary, D width. Left out on purpose: sampling, which belongs to the engines, and columns, which belong to losses.
 """
 
@@ -20,7 +20,7 @@ from whet.errors import ConfigError
 from whet.models.heads import Head
 from whet.models.linear_divergence import HeadStates, linear_divergence
 from whet.models.linear_logprob import CHUNK_BYTES, MAX_KEPT_BYTES, linear_stats
-from whet.models.matmul import chunks
+from whet.models.matmul import row_chunks
 from whet.models.projection import Projection
 from whet.ops.logprobs import entropy as entropy_of
 from whet.ops.logprobs import is_likeliest, log_sum_sq_probs, selective_log_softmax
@@ -32,10 +32,10 @@ from whet.types import TokenStats
 if TYPE_CHECKING:
     from whet.models.loaded_model import LoadedModel
 
-__all__ = ["Toward", "head_states", "model_stats", "token_stats"]
+__all__ = ["TeacherTarget", "head_states", "model_stats", "token_stats"]
 
 PLAIN = Support()
-Toward = tuple[HeadStates, float]
+TeacherTarget = tuple[HeadStates, float]
 """A teacher's states at the same targets, and the β of the divergence from its distribution."""
 
 
@@ -48,9 +48,9 @@ def token_stats(
     constants: Collection[str] = (),
     allowed: Tensor | None = None,
     want: Collection[str] | None = None,
-    toward: Toward | None = None,
+    teacher: TeacherTarget | None = None,
 ) -> TokenStats:
-    """What a model computes of each target of a micro-batch.
+    """Runs a model and computes the statistics of each target of a micro-batch.
 
     log π(aₜ | s, a₍<t₎) under the distribution drawn from (`support`), its entropy, or for a critic V of the state
     before aₜ; of a trunk with both heads, both. Greedy decoding (temperature 0) is scored at temperature 1.
@@ -64,7 +64,7 @@ def token_stats(
         allowed: uint8 [s, W], the tokens that a constraint allows, a bit each (see support_logits); needed with one
             only.
         want: those of "logprobs", "values" and "scores" that are needed; None = all that the heads make.
-        toward: also the divergence from a teacher's distribution, whose states are of the same micro-batch.
+        teacher: also the divergence from a teacher's distribution, whose states are of the same micro-batch.
     Returns: TokenStats of [s] tensors with gradient: logprobs (and entropy, and divergence), a score head's values and,
         where the micro-batch was planned with at_end, its scores [n]; in fp32 or float64.
     Raises: ConfigError: a packed micro-batch for a model that can't take a layout; no head for what is wanted; a
@@ -77,7 +77,7 @@ def token_stats(
     if missing := set(want) - loaded.outputs:
         shown = ", ".join(sorted(missing))
         raise ConfigError(f"{loaded.name} has no head for {shown}; load the model with role='critic' or 'actor'")
-    with loaded.reading():
+    with loaded.use_view():
         return model_stats(
             loaded.module,
             micro,
@@ -87,12 +87,12 @@ def token_stats(
             entropy=entropy,
             constants=constants,
             allowed=allowed,
-            toward=toward,
+            teacher=teacher,
         )
 
 
 def head_states(loaded: LoadedModel, micro: MicroBatch, temperature: float = 1.0) -> HeadStates:
-    """What a model's linear head makes the logits of a micro-batch's targets from.
+    """The hidden states and the linear head from which the logits of a micro-batch's targets are computed.
 
     Args: loaded: the model. micro: what to run. temperature: which the logits are divided by.
     Raises: ConfigError: a packed micro-batch for a model that can't take a layout; logits that only the model's own
@@ -101,12 +101,12 @@ def head_states(loaded: LoadedModel, micro: MicroBatch, temperature: float = 1.0
     _check_packable(loaded, micro)
     if not loaded.lm_head.linear:
         raise _no_linear_head(loaded.module)
-    with loaded.reading():
+    with loaded.use_view():
         hidden = _states(loaded.module, micro).index_select(0, micro.hidden_index)
-        return _of_head(loaded.module, loaded.lm_head, hidden, temperature)
+        return _linear_head_states(loaded.module, loaded.lm_head, hidden, temperature)
 
 
-def _of_head(module: PreTrainedModel, head: Head, hidden: Tensor, temperature: float) -> HeadStates:
+def _linear_head_states(module: PreTrainedModel, head: Head, hidden: Tensor, temperature: float) -> HeadStates:
     layer: Any = module.get_output_embeddings()
     return HeadStates(hidden, layer.weight, layer.bias, Projection(temperature, head.scale, head.softcap))
 
@@ -121,8 +121,8 @@ def _no_linear_head(module: PreTrainedModel) -> ConfigError:
 def _check_packable(loaded: LoadedModel, micro: MicroBatch) -> None:
     if micro.layout is not None and not loaded.packable:
         raise ConfigError(
-            f"{loaded.name} can't run packed sequences ({'; '.join(loaded.reasons)}); build the micro-batches with "
-            "packable=False"
+            f"{loaded.name} can't run packed sequences ({'; '.join(loaded.unpackable_reasons)}); build the "
+            "micro-batches with packable=False"
         )
 
 
@@ -136,7 +136,7 @@ def model_stats(
     entropy: bool = False,
     constants: Collection[str] = (),
     allowed: Tensor | None = None,
-    toward: Toward | None = None,
+    teacher: TeacherTarget | None = None,
 ) -> TokenStats:
     """token_stats as a method of the root module, so that `register_fsdp_forward_method` can bind it there.
 
@@ -145,7 +145,7 @@ def model_stats(
 
     Example: `module.stats = MethodType(model_stats, module)`, then `register_fsdp_forward_method(module, "stats")`.
     """
-    if toward is not None and not head.linear:
+    if teacher is not None and not head.linear:
         raise _no_linear_head(module)
     layer: Any = module.get_output_embeddings()
     states = _states(module, micro) if head.linear or score_head is not None else None
@@ -159,10 +159,12 @@ def model_stats(
         raise ConfigError("scores come from a score head; load the model with role='critic'")
     if head.kind == "none":
         return TokenStats(values=values, scores=scores)
-    if toward is not None and not support.plain:
+    if teacher is not None and not support.plain:
         raise ConfigError(f"a divergence is of whole distributions, at a temperature alone; got {support}")
     if hidden is not None and head.linear and support.plain:
-        found = _plain(_of_head(module, head, hidden, support.temperature or 1.0), micro, entropy, constants, toward)
+        found = _temperature_stats(
+            _linear_head_states(module, head, hidden, support.temperature or 1.0), micro, entropy, constants, teacher
+        )
         return dataclasses.replace(found, values=values, scores=scores)
     if head.linear:
         assert hidden is not None
@@ -170,12 +172,12 @@ def model_stats(
     else:
         rows = module(**_inputs(micro)).logits.flatten(0, 1).index_select(0, micro.hidden_index)
         vocab, logits = rows.shape[1], lambda s: to_fp32(rows[s])
-    found = _supported(logits, micro, vocab, support, entropy, constants, allowed)
+    found = _full_logits_stats(logits, micro, vocab, support, entropy, constants, allowed)
     return dataclasses.replace(found, values=values, scores=scores)
 
 
-def _plain(
-    own: HeadStates, micro: MicroBatch, entropy: bool, constants: Collection[str], toward: Toward | None
+def _temperature_stats(
+    own: HeadStates, micro: MicroBatch, entropy: bool, constants: Collection[str], teacher: TeacherTarget | None
 ) -> TokenStats:
     """Statistics of a distribution that has a temperature alone, without whole logits."""
     found = linear_stats(
@@ -189,7 +191,7 @@ def _plain(
         entropy=entropy,
         constants=constants,
     )
-    divergence = None if toward is None else linear_divergence(own, toward[0], gkd_beta=toward[1])
+    divergence = None if teacher is None else linear_divergence(own, teacher[0], gkd_beta=teacher[1])
     return dataclasses.replace(found, divergence=divergence)
 
 
@@ -210,7 +212,7 @@ def _states(module: PreTrainedModel, micro: MicroBatch) -> Tensor:
     return module.get_decoder()(**_inputs(micro)).last_hidden_state.flatten(0, 1)
 
 
-def _supported(
+def _full_logits_stats(
     logits: Callable[[slice], Tensor],
     micro: MicroBatch,
     vocab: int,
@@ -237,9 +239,9 @@ def _supported(
 
     count, size = len(micro.hidden_index), vocab * 4
     if count * size <= MAX_KEPT_BYTES or not torch.is_grad_enabled():
-        parts = [part(s) for s in chunks(count, max(1, CHUNK_BYTES // size))]
+        parts = [part(s) for s in row_chunks(count, max(1, CHUNK_BYTES // size))]
     else:
-        parts = [checkpoint(part, s, use_reentrant=False) for s in chunks(count, max(1, CHUNK_BYTES // size))]
+        parts = [checkpoint(part, s, use_reentrant=False) for s in row_chunks(count, max(1, CHUNK_BYTES // size))]
     names = ("logprobs", "entropy", "correct", "log_sum_sq_probs", "mean_logits")
     return TokenStats(**{n: None if x[0] is None else torch.cat(x) for n, x in zip(names, zip(*parts), strict=True)})
 

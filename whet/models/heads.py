@@ -1,6 +1,7 @@
 """The LM head, between the last hidden state and the logits, and the score head of a critic or reward model.
 
-The log-probabilities of a few rows need a few rows of logits: the head is found out once, so that only these are made.
+The log-probabilities of a few rows need only a few rows of logits. The head is detected once, so that only these rows
+are computed.
 Dim legend: V vocabulary. Left out on purpose: heads that slice or mix the vocabulary; those models give full logits.
 """
 
@@ -16,10 +17,10 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PreTrainedMo
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from whet.errors import ConfigError
-from whet.models.adapters import adapter_layer
+from whet.models.adapters import is_adapter_layer
 from whet.ops.masked import to_fp32
 
-__all__ = ["Head", "detect_head", "has_score_head", "score_layer", "with_score_head"]
+__all__ = ["Head", "add_score_head", "detect_head", "has_score_head", "score_layer"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Head:
         return self.kind in ("identity", "scale", "softcap")
 
     def logits(self, products: Tensor) -> Tensor:
-        """What the model makes of W h + b, for sampling and training alike: widened before anything is done to it.
+        """The logits from W h + b, for sampling and training alike: converted to fp32 first.
 
         transformers scales and caps in the model's dtype; in bf16 that rounds every logit once more than here.
         Args: products: [n V], in the model's dtype.
@@ -91,10 +92,10 @@ def detect_head(module: nn.Module) -> Head:
             hook.remove()
     if logits.shape != ramp.shape or not torch.equal(got["hidden"], got["last"]):
         return Head("unknown")
-    return _transform(logits, ramp)
+    return _match_transform(logits, ramp)
 
 
-def _transform(logits: Tensor, ramp: Tensor) -> Head:
+def _match_transform(logits: Tensor, ramp: Tensor) -> Head:
     """Which transform turned the ramp into these logits."""
     if torch.equal(logits, ramp):
         return Head("identity")
@@ -121,7 +122,7 @@ def has_score_head(module: nn.Module) -> bool:
 
 
 def score_layer(module: nn.Module) -> nn.Linear | None:
-    """The layer [1 D] that makes a number of a last hidden state; None = the model has none.
+    """The layer [1 D] that computes a score from a last hidden state; None = the model has none.
 
     Args: module: a model of transformers.
     Raises: ConfigError: a classifier of several labels, or whose head is not one linear layer on the last state.
@@ -131,7 +132,7 @@ def score_layer(module: nn.Module) -> nn.Linear | None:
     layer = dict(module.named_children()).get("score")
     if layer is None and not has_score_head(module):
         return None
-    plain: Any = layer.get_base_layer() if layer is not None and adapter_layer(layer) else layer  # pyright: ignore
+    plain: Any = layer.get_base_layer() if layer is not None and is_adapter_layer(layer) else layer  # pyright: ignore
     if type(plain) is not nn.Linear or plain.out_features != 1:
         what = f"{plain.out_features} labels" if type(plain) is nn.Linear else "no linear layer named score"
         raise ConfigError(
@@ -141,7 +142,7 @@ def score_layer(module: nn.Module) -> nn.Linear | None:
     return layer  # pyright: ignore[reportReturnType]
 
 
-def with_score_head(module: PreTrainedModel, weight: Tensor | None = None, *, shared: bool = False) -> PreTrainedModel:
+def add_score_head(module: PreTrainedModel, weight: Tensor | None = None, *, shared: bool = False) -> PreTrainedModel:
     """A model with a score head, one linear unit that starts at 0, on the trunk of a causal language model.
 
     V(s) = w · h(s), h the last hidden state of the state s; so V = 0 before the first update.
@@ -165,7 +166,7 @@ def with_score_head(module: PreTrainedModel, weight: Tensor | None = None, *, sh
         module.config.whet_shared_score_head = True  # pyright: ignore[reportAttributeAccessIssue]
         module.score = layer
         return module
-    classifier = _classifier(module)
+    classifier = _make_classifier(module)
     if classifier is not None:
         classifier.score = layer
         return classifier
@@ -175,7 +176,7 @@ def with_score_head(module: PreTrainedModel, weight: Tensor | None = None, *, sh
     return module
 
 
-def _classifier(module: PreTrainedModel) -> PreTrainedModel | None:
+def _make_classifier(module: PreTrainedModel) -> PreTrainedModel | None:
     """Transformers' classifier of one label around the trunk of a causal model; None = it is not built that way.
 
     Of a model whose own code runs, the classifier beside it.

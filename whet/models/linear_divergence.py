@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from whet.models.linear_logprob import CHUNK_BYTES
-from whet.models.matmul import chunks
+from whet.models.matmul import row_chunks
 from whet.models.projection import HeadGrads, Projection
 from whet.ops import generalized_jsd, log_mixture
 from whet.ops.masked import fp32_or_wider
@@ -25,7 +25,7 @@ __all__ = ["HeadStates", "linear_divergence"]
 
 @dataclass(frozen=True)
 class HeadStates:
-    """What a linear head makes its logits of."""
+    """The inputs from which a linear head computes its logits."""
 
     hidden: Tensor
     """[s D]."""
@@ -35,7 +35,7 @@ class HeadStates:
     """[V]."""
     projection: Projection = field(default_factory=Projection)
 
-    def of_ids(self, size: int) -> HeadStates:
+    def first_ids(self, size: int) -> HeadStates:
         """The same head over the first ids alone."""
         if len(self.weight) <= size:
             return self
@@ -72,7 +72,7 @@ def linear_divergence(
     tensor([0.6931])
     """
     size = min(len(policy.weight), len(teacher.weight))
-    policy, teacher = policy.of_ids(size), teacher.of_ids(size)
+    policy, teacher = policy.first_ids(size), teacher.first_ids(size)
     rows = max(1, chunk_bytes // (size * fp32_or_wider(policy.hidden.dtype).itemsize))
     constants = (teacher.hidden.detach(), teacher.weight.detach(), teacher.bias)
     options = (policy.projection, teacher.projection, gkd_beta, rows)
@@ -85,9 +85,9 @@ class _LinearDivergence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
         *tensors, options = given
-        policy, teacher, beta, size = _parts(tensors, options)
+        policy, teacher, beta, size = _unpack(tensors, options)
         found = policy.hidden.new_empty(len(policy.hidden), dtype=fp32_or_wider(policy.hidden.dtype))
-        for rows in chunks(len(found), size):
+        for rows in row_chunks(len(found), size):
             own = policy.logprobs(rows)[1]
             found[rows] = generalized_jsd(own, teacher.logprobs(rows)[1].to(own.dtype), gkd_beta=beta)
         ctx.save_for_backward(*tensors)
@@ -97,24 +97,24 @@ class _LinearDivergence(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        policy, teacher, beta, size = _parts(ctx.saved_tensors, ctx.options)
+        policy, teacher, beta, size = _unpack(ctx.saved_tensors, ctx.options)
         grads = HeadGrads(policy.hidden, policy.weight, policy.bias, ctx.needs_input_grad[:3], grad.dtype)
-        for rows in chunks(len(grad), size):
+        for rows in row_chunks(len(grad), size):
             z, own = policy.logprobs(rows)
-            d = _slope(own, teacher.logprobs(rows)[1].to(own.dtype), beta).mul_(grad[rows, None])
+            d = _logit_grads(own, teacher.logprobs(rows)[1].to(own.dtype), beta).mul_(grad[rows, None])
             del own
             grads.add(rows, policy.projection.backward_(d, z))
         return (*grads.sums(), None, None, None, None)
 
 
-def _parts(tensors: Any, options: tuple[Projection, Projection, float, int]) -> tuple[Any, Any, float, int]:
+def _unpack(tensors: Any, options: tuple[Projection, Projection, float, int]) -> tuple[Any, Any, float, int]:
     """Policy and teacher, β and the rows of a chunk."""
     own, other, beta, size = options
     hidden, weight, bias, *theirs = tensors
     return HeadStates(hidden, weight, bias, own), HeadStates(*theirs, other), beta, size  # pyright: ignore
 
 
-def _slope(own: Tensor, other: Tensor, beta: float) -> Tensor:
+def _logit_grads(own: Tensor, other: Tensor, beta: float) -> Tensor:
     """∂D/∂z of a chunk [rows V], from the logprobs of both."""
     p = own.exp()
     if beta == 0:

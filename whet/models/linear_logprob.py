@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from whet.models.matmul import chunks
+from whet.models.matmul import row_chunks
 from whet.models.projection import HeadGrads, Projection
 from whet.ops import is_likeliest, log_sum_sq_probs
 from whet.ops.masked import fp32_or_wider
@@ -122,7 +122,7 @@ class _LinearLogprob(torch.autograd.Function):
         log_sum = torch.zeros_like(logprobs) if "log_sum_sq_probs" in options.constants else None
         mean = torch.zeros_like(logprobs) if "mean_logits" in options.constants else None
         z = None
-        for s in chunks(len(hidden), options.rows):
+        for s in row_chunks(len(hidden), options.rows):
             z = options.projection.logits(hidden[s], weight, bias)
             logp = z.log_softmax(1)
             logprobs[s] = logp.gather(1, targets[s, None]).squeeze(1)
@@ -149,7 +149,7 @@ class _LinearLogprob(torch.autograd.Function):
         options: _LogprobOptions = ctx.options
         grad = torch.zeros_like(entropies) if grad is None else grad
         grads = HeadGrads(hidden, weight, bias, ctx.needs_input_grad[:3], entropies.dtype)
-        for s in chunks(len(hidden), options.rows):
+        for s in row_chunks(len(hidden), options.rows):
             z = options.projection.logits(hidden[s], weight, bias) if kept is None else kept
             d = z.softmax(1)  # not exp: torch's softmax is several times faster on CPUs without AVX-512
             if grad_entropy is not None:

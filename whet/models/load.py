@@ -1,8 +1,8 @@
-"""Hugging Face models made ready to train, and saved.
+"""Loads Hugging Face models for training, and saves them.
 
-A model that takes a layout (`packable`) trains on packed rows with shared prefixes; any other trains on padded rows
-with its own attention. Dim legend: D width.
-Left out on purpose: reading them (read.py), and what has to be found out about them (facts.py).
+A model that takes a layout (`packable`) trains on packed rows with shared prefixes. Any other model trains on padded
+rows with its own attention. Dim legend: D width.
+Left out on purpose: reading the files (pretrained.py), and finding out what a model supports (model_capabilities.py).
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from whet.config.lora import LoraConfig
-from whet.errors import ConfigError, lookup_error
+from whet.errors import ConfigError, format_exception, lookup_error
 from whet.models.adapters import Adapter
 from whet.models.attention import ATTENTION, KERNELS
-from whet.models.heads import Head, has_score_head, score_layer, with_score_head
+from whet.models.heads import Head, add_score_head, has_score_head, score_layer
 from whet.models.loaded_model import LoadedModel
 from whet.models.lora import (
     ADAPTER_CONFIG,
     SavedAdapter,
+    add_adapter,
     check_adapter,
     check_lora,
     find_adapter,
     merged_model,
     save_adapter,
-    with_adapter,
 )
-from whet.models.model_capabilities import facts_of
-from whet.models.pretrained import Read, adapter_folder, cant_be, check_config, read_model
-from whet.models.prompt_tuning import Prompt, prompted
+from whet.models.model_capabilities import find_capabilities
+from whet.models.pretrained import PretrainedModule, adapter_folder, check_config, read_model, wrong_role_hint
+from whet.models.prompt_tuning import PromptAdapter, is_prompt_tuned
 from whet.models.quantized import quantization_config
 
-__all__ = ["DTYPES", "load_model", "save_model", "usable_device"]
+__all__ = ["DTYPES", "check_device", "load_model", "save_model"]
 
 logger = logging.getLogger("whet")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 ROLES = ("actor", "critic", "reference", "reward", "teacher")
-ONLY_READ = ("reference", "reward", "teacher")
+READ_ONLY_ROLES = ("reference", "reward", "teacher")
 
 
 def load_model(
@@ -64,24 +64,25 @@ def load_model(
     seed: int = 0,
     trust_remote_code: bool = False,
 ) -> LoadedModel:
-    """A causal language model, critic or reward model from a folder, from the hub, or as given.
+    """Loads a causal language model, critic or reward model from a folder or the hub, or prepares a module.
 
     Args:
         model: a folder (of a model, of an adapter, which stands for its base with it, of a finished run, or of a
-            checkpoint), a hub name, or a transformers module, which is used as it is, its dtype included.
-        dtype: of the parameters read: float32, bfloat16, float16, float64. Never that of the checkpoint: master weights
-            read in bf16 would lose every small update.
-        device: where it goes.
+            checkpoint), a hub name, or a transformers module, which keeps its dtype.
+        dtype: of the parameters: float32, bfloat16, float16, float64. The checkpoint's dtype is not the default: master
+            weights read in bf16 would lose every small update.
+        device: the device of the model.
         role: actor, reference or teacher (no gradient), critic (a score head, new where the model has none) or reward
-            (a score head that it has). A score head is that of transformers' sequence classifiers with one label.
-        attention: what computes attention over packed rows: auto, flex or plain.
-        score_head: besides a LM head, new where there is none: a critic on the actor's trunk.
-        lora: put a new adapter into the model; what is trained is the adapter, a score head and modules to save.
-        quantization: hold the base's linear layers in 4 bits: nf4 or fp4. seed: of a new adapter.
-        merge: a saved adapter into its base; None = in a role that is only read, unless the base is held in 4 bits or
-            in half precision, whose rounding would lose what is added.
-        trust_remote_code: run the Python files that lie beside the weights.
-    Returns: the LoadedModel. Dropouts that were above 0 are logged; so is the reason why a model trains padded.
+            (the model's score head). A score head is that of transformers' sequence classifiers with one label.
+        attention: the implementation of attention over packed rows: auto, flex or plain.
+        score_head: a score head besides a LM head, new where there is none: a critic on the actor's trunk.
+        lora: puts a new adapter into the model; the adapter, a score head and modules to save are trained.
+        quantization: keeps the base's linear layers in 4 bits: nf4 or fp4.
+        merge: merges a saved adapter into its base; None = in a role that is only read, unless the base is in 4 bits or
+            in half precision, where rounding would lose the adapter's part.
+        seed: of a new adapter.
+        trust_remote_code: runs the Python files of the model's folder.
+    Returns: the LoadedModel. Dropouts that were above 0 are logged, and so is the reason why a model trains padded.
     Raises: ConfigError: an unknown dtype, role, attention or device, nothing to read there or not all of it, flex
         without CUDA, or not a text-only causal language model.
 
@@ -91,37 +92,37 @@ def load_model(
     >>> loaded.packable, loaded.lm_head.kind
     (True, 'identity')
     """
-    if prompted(model):
-        return _prompted(model, device=device, role=role)
-    device, dtype = usable_device(device), _dtype(dtype)
-    _check_words(role, attention, device)
-    saved = _saved_adapter(model, lora, role)
+    if is_prompt_tuned(model):
+        return _load_prompt_tuned(model, device=device, role=role)
+    device, dtype = check_device(device), _dtype(dtype)
+    _check_choices(role, attention, device)
+    saved = _find_saved_adapter(model, lora, role)
     if lora is not None and not isinstance(model, nn.Module):
         check_lora(str(model), lora, trust_remote_code)
-    read = _module_of(model if saved is None else saved, dtype, role, quantization, device, trust_remote_code)
-    facts, name = facts_of(read.module, read.name), read.name
-    module = _with_heads(read.module, read.score_weight, role, name, score_head)
+    read = _prepare_module(model if saved is None else saved, dtype, role, quantization, device, trust_remote_code)
+    facts, name = find_capabilities(read.module, read.name), read.name
+    module = _add_heads(read.module, read.score_weight, role, name, score_head)
     if merge is None:
-        merge = role in ONLY_READ and quantization is None and dtype.itemsize >= 4
-    module = _with_adapter(module, saved or lora, seed, merge and saved is not None)
-    _set_attention(module, facts.reasons, attention, name)
+        merge = role in READ_ONLY_ROLES and quantization is None and dtype.itemsize >= 4
+    module = _apply_adapter(module, saved or lora, seed, merge and saved is not None)
+    _set_attention(module, facts.unpackable_reasons, attention, name)
     if role in ("reference", "teacher"):
         module.requires_grad_(False)
     return LoadedModel(
         module=module,
-        packable=not facts.reasons,
-        reasons=facts.reasons,
+        packable=not facts.unpackable_reasons,
+        unpackable_reasons=facts.unpackable_reasons,
         lm_head=Head("none") if has_score_head(module) else facts.head,
         name=name,
         attention=attention,
         score_head=score_layer(module),
-        adapter=Adapter.of(module),
+        adapter=Adapter.from_module(module),
         saved_dtype=read.dtype,
     )
 
 
-def _prompted(model: Any, device: torch.device | str, role: str) -> LoadedModel:
-    """PEFT's model around one whose prompt is learned. Raises ConfigError: a model that gives scores; an odd head."""
+def _load_prompt_tuned(model: Any, device: torch.device | str, role: str) -> LoadedModel:
+    """Loads a prompt-tuned PEFT model. Raises ConfigError: a model with a score head, or an unknown head."""
     if role not in ("actor", "reference"):
         raise ConfigError(f"a prompt is learned for a language model, not for a {role}; give peft.LoraConfig")
     loaded = load_model(model.get_base_model(), device=device, role=role)
@@ -136,16 +137,18 @@ def _prompted(model: Any, device: torch.device | str, role: str) -> LoadedModel:
     new = bool(vars(model).pop("whet_new_prompt", False))
     reasons = ("virtual tokens stand before each row",)
     logger.warning("%s trains padded, slower than packed rows: %s", loaded.name, reasons[0])
-    return dataclasses.replace(loaded, module=model, packable=False, reasons=reasons, adapter=Prompt(model, new=new))
+    return dataclasses.replace(
+        loaded, module=model, packable=False, unpackable_reasons=reasons, adapter=PromptAdapter(model, new=new)
+    )
 
 
-def _with_adapter(
+def _apply_adapter(
     module: PreTrainedModel, given: LoraConfig | SavedAdapter | None, seed: int, merge: bool
 ) -> PreTrainedModel:
-    """The module with an adapter, as others take it: checked, and merged where that is asked for."""
+    """Adds and checks the adapter of a module, and merges it if `merge`."""
     if given is not None:
-        with_adapter(module, given, seed=seed)
-    elif Adapter.of(module) is not None:
+        add_adapter(module, given, seed=seed)
+    elif Adapter.from_module(module) is not None:
         check_adapter(module)
     if not merge:
         return module
@@ -153,8 +156,8 @@ def _with_adapter(
     return merged_model(module).to(device=like.device, dtype=like.dtype).train()  # pyright: ignore
 
 
-def _saved_adapter(model: str | Path | nn.Module, lora: LoraConfig | None, role: str) -> SavedAdapter | None:
-    """The adapter that a folder or hub name stands for. Raises ConfigError where it would get another on top."""
+def _find_saved_adapter(model: str | Path | nn.Module, lora: LoraConfig | None, role: str) -> SavedAdapter | None:
+    """The adapter of a folder or hub name. Raises ConfigError: a second one would be put on top."""
     saved = None if isinstance(model, nn.Module) else find_adapter(adapter_folder(str(model)))
     if saved is not None and lora is not None:
         raise ConfigError(
@@ -165,7 +168,7 @@ def _saved_adapter(model: str | Path | nn.Module, lora: LoraConfig | None, role:
 
 
 def _set_attention(module: PreTrainedModel, reasons: tuple[str, ...], attention: str, name: str) -> None:
-    """Gives a model that takes a layout whet's attention; says why another trains padded, and what is left out."""
+    """Sets whet's attention in a model that takes a layout; logs why another model trains padded."""
     if vars(module.config).get("router_aux_loss_coef"):
         logger.info("%s: the router's auxiliary loss is not added to the objective", name)
     if not reasons:
@@ -176,32 +179,34 @@ def _set_attention(module: PreTrainedModel, reasons: tuple[str, ...], attention:
         logger.warning("attention=%s has no effect: padded rows have the model's own attention", attention)
 
 
-def _module_of(
+def _prepare_module(
     model: str | Path | nn.Module | SavedAdapter,
     dtype: torch.dtype,
     role: str,
     quantization: str | None,
     device: torch.device,
     trust_remote_code: bool,
-) -> Read:
-    """The module of a folder or hub name, or the one given, in train mode without dropout on its device."""
+) -> PretrainedModule:
+    """The module, read if it is a folder or hub name, in train mode without dropout on its device."""
     if quantization is not None and isinstance(model, nn.Module):
         raise ConfigError(f"{role}.quantization is for a model that is read; give a folder or a hub name")
     bits = None if quantization is None else quantization_config(quantization, device)
     reader = partial(read_model, dtype=dtype, role=role, bits=bits, device=device, trust_remote_code=trust_remote_code)
-    read = _read(model, role, reader)
+    read = _read_module(model, role, reader)
     module = (read.module if bits is not None else read.module.to(device)).train()  # pyright: ignore[reportArgumentType]
     if module.config._attn_implementation == ATTENTION:  # loaded before: its facts are asked without a layout
         module.set_attn_implementation("eager")
-    _drop_dropout(module, read.name)
+    _disable_dropout(module, read.name)
     _check_finite(module, read.name)
     return read._replace(module=module)
 
 
-def _read(model: str | Path | nn.Module | SavedAdapter, role: str, reader: Callable[[str], Read]) -> Read:
-    """As `_module_of`, as it is. Args: reader: read_model with its options."""
+def _read_module(
+    model: str | Path | nn.Module | SavedAdapter, role: str, reader: Callable[[str], PretrainedModule]
+) -> PretrainedModule:
+    """Reads a module, or checks the one passed in. Args: reader: read_model with its options."""
     if isinstance(model, SavedAdapter):
-        return _base_of(model, role, reader)
+        return _read_adapter_base(model, role, reader)
     if not isinstance(model, nn.Module):
         return reader(str(model))
     if not isinstance(model, PreTrainedModel):
@@ -210,15 +215,15 @@ def _read(model: str | Path | nn.Module | SavedAdapter, role: str, reader: Calla
         )
     name = model.name_or_path or type(model).__name__
     check_config(model.config, name)
-    return Read(model, None, model.dtype, name)
+    return PretrainedModule(model, None, model.dtype, name)
 
 
-def _base_of(saved: SavedAdapter, role: str, reader: Callable[[str], Read]) -> Read:
+def _read_adapter_base(saved: SavedAdapter, role: str, reader: Callable[[str], PretrainedModule]) -> PretrainedModule:
     """The base model of an adapter, with the weight of the score head that was saved with the adapter."""
     if saved.score is not None and saved.fields.get("task_type") == "SEQ_CLS" and role not in ("critic", "reward"):
         raise ConfigError(
             f"{saved.path!r} is the adapter of a critic or a reward model: it has a score head and no LM head; it "
-            f"{cant_be(role)}"
+            f"{wrong_role_hint(role)}"
         )
     try:
         read = reader(saved.base)
@@ -230,7 +235,7 @@ def _base_of(saved: SavedAdapter, role: str, reader: Callable[[str], Read]) -> R
     return read._replace(score_weight=read.score_weight if saved.score is None else saved.score, name=saved.path)
 
 
-def _with_heads(module: PreTrainedModel, weight: Tensor | None, role: str, name: str, both: bool) -> PreTrainedModel:
+def _add_heads(module: PreTrainedModel, weight: Tensor | None, role: str, name: str, both: bool) -> PreTrainedModel:
     """The module with the heads of its role. Args: weight: [1 D], a score head that was read; None = none was. both: a
     score head besides the LM head.
     """
@@ -241,32 +246,31 @@ def _with_heads(module: PreTrainedModel, weight: Tensor | None, role: str, name:
                 f"{name} can't be the reward model: it has no score head; give one that was trained, saved as "
                 "AutoModelForSequenceClassification with num_labels=1"
             )
-        return module if there or score_layer(module) is not None else with_score_head(module, weight, shared=shared)
+        return module if there or score_layer(module) is not None else add_score_head(module, weight, shared=shared)
     if there:
-        raise ConfigError(f"{name} is a critic or a reward model: it has no LM head; it {cant_be(role)}")
+        raise ConfigError(f"{name} is a critic or a reward model: it has no LM head; it {wrong_role_hint(role)}")
     if weight is None and (not both or score_layer(module) is not None):
         return module
-    return with_score_head(module, weight, shared=True)
+    return add_score_head(module, weight, shared=True)
 
 
-def usable_device(device: torch.device | str) -> torch.device:
-    """The device of a name. Raises ConfigError: there is none, or not on this machine.
+def check_device(device: torch.device | str) -> torch.device:
+    """The device of a name. Raises ConfigError: the name is unknown, or this machine has no such device.
 
-    >>> usable_device("cpu")
+    >>> check_device("cpu")
     device(type='cpu')
     """
     try:
         found = torch.device(device)
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch built without it: AssertionError
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
-            f"device {str(device)!r} can't be used here: {why:.200}; give cpu, cuda, cuda:1 ..."
+            f"device {str(device)!r} can't be used here: {format_exception(error, 200)}; give cpu, cuda, cuda:1 ..."
         ) from error
     return found
 
 
-def _check_words(role: str, attention: str, device: torch.device) -> None:
+def _check_choices(role: str, attention: str, device: torch.device) -> None:
     """Refuses an unknown role or attention, and flex away from CUDA."""
     for kind, word, known in (("role", role, ROLES), ("attention", attention, KERNELS)):
         if word not in known:
@@ -299,7 +303,7 @@ def save_model(
     transformers_logging.disable_progress_bar()  # it would write over whet's own
     try:
         whole = merged_model(loaded.module) if merge and loaded.adapter is not None else loaded.module
-        with _in_dtype(whole, dtype):
+        with _cast_for_saving(whole, dtype):
             if loaded.adapter is not None and not merge:
                 save_adapter(whole, folder)
             else:
@@ -313,8 +317,8 @@ def save_model(
 
 
 @contextmanager
-def _in_dtype(module: PreTrainedModel, dtype: torch.dtype | None) -> Iterator[None]:
-    """Inside, the floating-point parameters are of this dtype, on the CPU where that is another than theirs."""
+def _cast_for_saving(module: PreTrainedModel, dtype: torch.dtype | None) -> Iterator[None]:
+    """Inside the context the floating-point parameters have this dtype; those that are cast are on the CPU."""
     params = [p for p in module.parameters() if dtype is not None and p.is_floating_point() and p.dtype != dtype]
     held, said = [(p, p.data) for p in params], module.config.dtype
     try:
@@ -336,8 +340,8 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype:
     return DTYPES[dtype]
 
 
-def _drop_dropout(module: nn.Module, name: str) -> None:
-    """Sets every dropout (and router noise) of config and modules to 0; logs those that were above it."""
+def _disable_dropout(module: nn.Module, name: str) -> None:
+    """Sets every dropout (and router noise) of config and modules to 0; logs those that were above 0."""
     found: dict[str, float] = {}
 
     def clear(owner: Any, path: str) -> None:

@@ -1,10 +1,10 @@
-"""Low-rank adapters in PEFT's format: put into a model, read from a folder, saved, and merged into plain weights.
+"""Low-rank adapters in PEFT's format: adds them to a model, reads, saves and merges them.
 
     adapter_config.json          PEFT's: rank, targets, and the base model's folder or name
     adapter_model.safetensors    A and B of each layer, and the modules that are trained whole, a score head among them
 
-PEFT wraps the linear layers (`inject_adapter_in_model`); the model keeps its class. Modules to save are trained where
-they lie, not in PEFT's second copy of them: what reads the head's or the embedding's weight finds the trained one.
+PEFT wraps the linear layers (`inject_adapter_in_model`), and the model keeps its class. Modules to save are trained in
+place, not in PEFT's second copy of them, so code that reads the head's or the embedding's weight reads the trained one.
 Left out on purpose: adapters on the head, several at once, other kinds than plain LoRA, and pickled files.
 """
 
@@ -28,11 +28,11 @@ from transformers.utils.hub import cached_file
 
 from whet.config.lora import LoraConfig
 from whet.errors import ConfigError, TrainingError, lookup_error
-from whet.models.adapters import BASE_LAYER, Adapter, AddressedDropout, adapter_layer, merged_weight
+from whet.models.adapters import BASE_LAYER, Adapter, SeededDropout, is_adapter_layer, merged_weight
 from whet.models.heads import has_score_head, score_layer
-from whet.models.pretrained import skeleton
-from whet.models.prompt_tuning import prompted, save_prompt
-from whet.models.quantized import cast, dequantized, quantized_layer
+from whet.models.pretrained import meta_model
+from whet.models.prompt_tuning import is_prompt_tuned, save_prompt
+from whet.models.quantized import cast_parameters, dequantize, is_quantized_layer
 from whet.util.install import install_hint
 
 if TYPE_CHECKING:
@@ -43,20 +43,20 @@ __all__ = [
     "ADAPTER_WEIGHTS",
     "SavedAdapter",
     "adapter_tensors",
+    "add_adapter",
     "check_adapter",
     "check_lora",
     "find_adapter",
+    "load_adapter_weights",
     "merged_model",
     "save_adapter",
-    "take_adapter",
-    "with_adapter",
 ]
 
 logger = logging.getLogger("whet")
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""Of every name in PEFT's files: its wrapper of the model, which is not made here."""
+"""The prefix of every name in PEFT's files; it stands for PEFT's wrapper of the model, which is not made here."""
 SCORE = "score"
 """The name of a score head."""
 REFUSED = (
@@ -68,7 +68,7 @@ REFUSED = (
     "layer_replication",
     "arrow_config",
 )
-"""Fields of PEFT's LoraConfig that make more of an adapter than W + s B A; refused where they are set."""
+"""Fields of PEFT's LoraConfig that make an adapter more than W + s B A; they are refused where they are set."""
 
 
 MOVES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -175,8 +175,8 @@ def _tensors(path: str) -> dict[str, Tensor]:
 # ---- making ----------------------------------------------------------------------------------------------------------
 
 
-def with_adapter(module: PreTrainedModel, given: LoraConfig | SavedAdapter | peft.LoraConfig, *, seed: int = 0) -> None:
-    """Puts an adapter into a model, which from now on trains it and what is saved with it, and nothing else.
+def add_adapter(module: PreTrainedModel, given: LoraConfig | SavedAdapter | peft.LoraConfig, *, seed: int = 0) -> None:
+    """Adds an adapter to a model; afterwards only the adapter and the modules saved with it are trained.
 
     Args: module: changed in place; its heads are there already. given: a new adapter, or one that was read; of PEFT's
         own configuration, which may be more than W + s B A, a score head is trained only where PEFT trains it.
@@ -185,7 +185,7 @@ def with_adapter(module: PreTrainedModel, given: LoraConfig | SavedAdapter | pef
     """
     package = _peft()
     name = module.name_or_path or type(module).__name__
-    if Adapter.of(module) is not None:
+    if Adapter.from_module(module) is not None:
         raise ConfigError(f"{name} has an adapter already; leave out the section lora to train that one")
     score = score_layer(module)
     made = _peft_config(package, module, given, score)
@@ -211,7 +211,7 @@ def with_adapter(module: PreTrainedModel, given: LoraConfig | SavedAdapter | pef
     _set_dropout(module, read.get("lora_dropout", 0.0))
     check_adapter(module)
     if isinstance(given, SavedAdapter):
-        take_adapter(module, given.tensors, given.path)
+        load_adapter_weights(module, given.tensors, given.path)
 
 
 def _peft() -> Any:
@@ -305,7 +305,7 @@ def check_lora(path: str, given: LoraConfig, trust_remote_code: bool = False) ->
     Args: path: of the model. given: the adapter. trust_remote_code: see read_model.
     Raises: ConfigError: see _check_targets. What the config can't tell is found where the weights are loaded.
     """
-    module = skeleton(path, trust_remote_code)
+    module = meta_model(path, trust_remote_code)
     if module is not None and SCORE not in given.target_modules:  # a head that is added later
         _check_targets(module, given)
 
@@ -313,14 +313,14 @@ def check_lora(path: str, given: LoraConfig, trust_remote_code: bool = False) ->
 def _modules_to_save(module: PreTrainedModel, before: Mapping[str, nn.Module], names: Sequence[str]) -> set[str]:
     """Makes modules train whole. Returns: the names of all modules that hold their parameters, tied ones included."""
     ids: set[int] = set()
-    adapter = Adapter.of(module)
+    adapter = Adapter.from_module(module)
     taken = {id(layer.get_base_layer()) for layer in (adapter.layers.values() if adapter else ())}
     for name in names:
         found = [part for n, part in before.items() if n and (n == name or n.endswith(f".{name}"))]
         if not found and name != SCORE:
             raise lookup_error("lora.modules_to_save", name, sorted({n.rpartition(".")[2] for n in before} - {""}))
         for part in found:
-            if any(id(inside) in taken or quantized_layer(inside) for inside in part.modules()):
+            if any(id(inside) in taken or is_quantized_layer(inside) for inside in part.modules()):
                 raise ConfigError(
                     f"lora.modules_to_save={name}: it has an adapter or is held in 4 bits, so it can't be trained "
                     "whole; name it in one place, or leave its layers out of target_modules"
@@ -333,17 +333,17 @@ def _modules_to_save(module: PreTrainedModel, before: Mapping[str, nn.Module], n
 def _set_dropout(module: PreTrainedModel, p: float) -> None:
     if not p:
         return
-    adapter = Adapter.of(module)
+    adapter = Adapter.from_module(module)
     assert adapter is not None
     for number, layer in enumerate(adapter.layers.values()):
-        layer.lora_dropout["default"] = AddressedDropout(p, number)
+        layer.lora_dropout["default"] = SeededDropout(p, number)
     module.peft_config["default"].lora_dropout = p  # pyright: ignore
 
 
 def check_adapter(module: PreTrainedModel) -> None:
     """Raises ConfigError for an adapter where whet reads a weight without it: on a head, or PEFT's copy of a module."""
     for what, layer in (("lm_head", module.get_output_embeddings()), ("embed_tokens", module.get_input_embeddings())):
-        if layer is not None and adapter_layer(layer):
+        if layer is not None and is_adapter_layer(layer):
             raise ConfigError(
                 f"an adapter on the {what} of {type(module).__name__} is not supported: its weight is read by itself, "
                 "logits are made from it a chunk at a time; leave it out of target_modules, or train it whole: "
@@ -360,15 +360,15 @@ def check_adapter(module: PreTrainedModel) -> None:
 
 
 def adapter_tensors(module: nn.Module) -> dict[str, nn.Parameter]:
-    """What an adapter's file holds: A and B of each layer, and every other parameter that is trained.
+    """The tensors of an adapter's file: A and B of each layer, and every other parameter that is trained.
 
     Args: module: with an adapter. Returns: PEFT's name, without its prefix -> the parameter; a shared one under each of
         its names.
     Raises: TrainingError: it has none any more.
     """
-    if prompted(module):
+    if is_prompt_tuned(module):
         return {n: p for n, p in module.named_parameters() if p.requires_grad}
-    adapter = Adapter.of(module)
+    adapter = Adapter.from_module(module)
     if adapter is None:
         raise TrainingError(
             "the model's adapter is gone: it was merged into the weights or unloaded after training; save it by "
@@ -386,10 +386,10 @@ def adapter_tensors(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 @torch.no_grad()
-def take_adapter(
+def load_adapter_weights(
     module: nn.Module, tensors: Mapping[str, Tensor], source: str, masters: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Copies an adapter's tensors into the parameters of one like it, and into their masters.
+    """Copies an adapter's tensors into the parameters of a model with the same adapter, and into their masters.
 
     Args: module: with an adapter. tensors: as `adapter_tensors` names them. source: of them, for the message. masters:
         fp32 tensors by the name of the parameter.
@@ -421,14 +421,14 @@ def save_adapter(module: PreTrainedModel, folder: Path, masters: Mapping[str, Te
 
     Args: module: with an adapter. folder: exists. masters: fp32 tensors in place of parameters, by their names.
     """
-    if prompted(module):
+    if is_prompt_tuned(module):
         save_prompt(module, folder, masters)
         return
     by_id = _masters_by_id(module, masters)
     named = {f"{PREFIX}{n}": by_id.get(id(p), p).detach() for n, p in adapter_tensors(module).items()}
     made = {name: t.cpu().contiguous().clone() for name, t in named.items()}
     save_file(made, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    adapter = Adapter.of(module)
+    adapter = Adapter.from_module(module)
     assert adapter is not None
     config = copy.deepcopy(module.peft_config[adapter.name])  # pyright: ignore
     config.inference_mode = True
@@ -456,12 +456,12 @@ def merged_model(module: PreTrainedModel, masters: Mapping[str, Tensor] | None =
     for name, p in plain.named_parameters():
         if masters and name in masters:
             p.data = masters[name].detach().clone()
-    cast(plain, torch.float32)
-    for name, layer in [(n, x) for n, x in plain.named_modules() if adapter_layer(x)]:
+    cast_parameters(plain, torch.float32)
+    for name, layer in [(n, x) for n, x in plain.named_modules() if is_adapter_layer(x)]:
         base: Any = layer.get_base_layer()  # pyright: ignore
-        _exchange(plain, name, _plain_linear(base, merged_weight(layer, dequantized(base.weight).float(), name)))
-    for name, layer in [(n, x) for n, x in plain.named_modules() if quantized_layer(x)]:
-        _exchange(plain, name, _plain_linear(layer, dequantized(layer.weight).float()))  # pyright: ignore
+        _exchange(plain, name, _plain_linear(base, merged_weight(layer, dequantize(base.weight).float(), name)))
+    for name, layer in [(n, x) for n, x in plain.named_modules() if is_quantized_layer(x)]:
+        _exchange(plain, name, _plain_linear(layer, dequantize(layer.weight).float()))  # pyright: ignore
     for name in ("peft_config", "hf_quantizer", "quantization_method", "is_quantized", "is_loaded_in_4bit"):
         vars(plain).pop(name, None)
     if "quantization_config" in vars(plain.config):

@@ -1,6 +1,6 @@
-"""Matrix products by the fastest library that is right on this machine, whatever they belong to.
+"""Matrix products by the fastest library that gives right results on this machine.
 
-On a CPU fp32 products run in oneDNN where torch's default library takes a slow path; elsewhere it is torch's product.
+On a CPU fp32 products run in oneDNN where torch's default library is slow. Everywhere else torch's product runs.
 Dim legend: n rows, I in, O out.
 Left out on purpose: gradients (the caller's autograd function has them), and any choice by a timing, which would make
 a run depend on the clock.
@@ -19,22 +19,23 @@ from whet.native.build import Unavailable
 from whet.native.layers import layer_kernels
 from whet.util.cpu import cpu_facts
 
-__all__ = ["chunks", "linear", "onednn_refusal", "weight_grad", "wide_registers"]
+__all__ = ["has_full_width_avx512", "linear", "onednn_unsupported_reason", "row_chunks", "weight_grad"]
 
 MIN_MULTIPLICATIONS = 100_000_000
-"""Of a product, from which on oneDNN's own preparation for a new shape pays."""
+"""The smallest product for which oneDNN's preparation of a new shape pays off."""
 
 
 @functools.cache
-def onednn_refusal() -> str | None:
+def onednn_unsupported_reason() -> str | None:
     """Why fp32 products stay with torch's default library; None = oneDNN multiplies.
 
     oneDNN is faster where the default is MKL, the processor has AVX-512 and is not Intel's: MKL has no kernels of that
-    width for it. On Zen 5 (see `wide_registers`) it is so 2.1 times, on processors before 1.12 to 1.2 times with one
+    width for it. On Zen 5 (see `has_full_width_avx512`) it is so 2.1 times, on processors before 1.12 to 1.2 times with
+    one
     thread, and a whole update with two threads was no faster. The rule looks at the processor and not at the clock, so
     a repeated run takes the same products; oneDNN's operator is private to torch, so it is tried first.
 
-    >>> onednn_refusal() is None or isinstance(onednn_refusal(), str)
+    >>> onednn_unsupported_reason() is None or isinstance(onednn_unsupported_reason(), str)
     True
     """
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()):
@@ -58,13 +59,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """F.linear by the faster library, without a gradient: [n I], [O I], [O] -> [n O]."""
     fits = x.dtype == torch.float32 and x.device.type == "cpu" and x.numel() > 0  # oneDNN has no empty sum
     large = fits and x.shape[0] * weight.numel() >= MIN_MULTIPLICATIONS
-    return _onednn(x, weight, bias) if large and onednn_refusal() is None else F.linear(x, weight, bias)
+    return _onednn(x, weight, bias) if large and onednn_unsupported_reason() is None else F.linear(x, weight, bias)
 
 
-def chunks(rows: int, size: int) -> Iterator[slice]:
+def row_chunks(rows: int, size: int) -> Iterator[slice]:
     """Slices of `size` rows that cover `rows`.
 
-    >>> list(chunks(3, 2))
+    >>> list(row_chunks(3, 2))
     [slice(0, 2, None), slice(2, 3, None)]
     """
     return (slice(a, min(a + size, rows)) for a in range(0, rows, size))
@@ -72,7 +73,7 @@ def chunks(rows: int, size: int) -> Iterator[slice]:
 
 def weight_grad(grad: Tensor, x: Tensor, into: Tensor | None = None) -> Tensor:
     """gᵀ x, the gradient of a weight, by the fastest: [n O], [n I] -> [O I]; added to `into` where that is given."""
-    wide = wide_registers() and grad.dtype == x.dtype == torch.float32 and grad.device.type == "cpu"
+    wide = has_full_width_avx512() and grad.dtype == x.dtype == torch.float32 and grad.device.type == "cpu"
     kernels = layer_kernels() if wide else Unavailable("torch's product is as fast")
     if not isinstance(kernels, Unavailable):
         return kernels.weight_grad(grad.contiguous(), x.contiguous(), into)
@@ -82,17 +83,17 @@ def weight_grad(grad: Tensor, x: Tensor, into: Tensor | None = None) -> Tensor:
 
 
 @functools.cache
-def wide_registers() -> bool:
+def has_full_width_avx512() -> bool:
     """Whether the processor works on whole AVX-512 registers at once where MKL uses half of one.
 
     That is AMD's since family 26 (Zen 5): there oneDNN is twice as fast as MKL at every product, and a product of our
     own as fast as it at the gradients of weights, where oneDNN copies both factors first. On processors before, which
     take a register in two halves, MKL is as fast at these.
 
-    >>> wide_registers() in (True, False)
+    >>> has_full_width_avx512() in (True, False)
     True
     """
-    return onednn_refusal() is None and int(cpu_facts()["family"] or 0) >= 26
+    return onednn_unsupported_reason() is None and int(cpu_facts()["family"] or 0) >= 26
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

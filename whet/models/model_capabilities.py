@@ -1,15 +1,16 @@
-"""What has to be known of a model before it is run packed: found on a small random twin of its configuration.
+"""Finds out whether a model can run packed rows, on a small random twin with the same configuration.
 
-Whether it is causal, takes a layout, calls its attention layers in order, and what its LM head makes of a linear
-layer's output are facts of the code and the configuration, not of the weights. So they are asked of a twin: the same
-class with two layers, a small vocabulary and random weights on the CPU. No weight of the model is run, and one
-on the meta device can be asked too. Many models that can't take a layout would not raise but return wrong logits.
+The code and the configuration decide whether a model is causal, takes a layout and calls its attention layers in order,
+and how its LM head computes logits. The weights do not. So these capabilities are tested on a twin: the same class with
+two layers, a small vocabulary and random weights on the CPU. The model's own weights are not run, and a model on the
+meta device can be tested too. The test is needed because many models that can't take a layout would not raise an error
+but return wrong logits.
 
-A model whose parts are not exactly what its class makes of its configuration (an exchanged layer, a hook) is asked
-itself; so is one whose twin can't take a layout: the twin's sizes might be the reason. Kept at real size are the head
+The model itself is tested in two cases: its parts differ from those that its class makes of its configuration (an
+exchanged layer, a hook), or its twin can't take a layout, which may be due to the twin's sizes. The twin keeps the head
 size, the numbers of heads and experts, the rotary tables and all factors, since families tie them to one another.
 Dim legend: T tokens, V vocabulary.
-Left out on purpose: what depends on the numbers (broken weights) and on the machine (kernels).
+Left out on purpose: properties of the numbers (broken weights) and of the machine (kernels).
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from whet.models.adapters import BASE_LAYER, Adapter
 from whet.models.attention import ATTENTION, SegmentLayout
 from whet.models.causality_check import check_causal
 from whet.models.heads import Head, detect_head, has_score_head
-from whet.models.self_check import limit_for, probe_tokens
+from whet.models.self_check import probe_tokens, tolerance_for
 
-__all__ = ["ModelFacts", "facts_of", "probe_facts", "twin_of"]
+__all__ = ["ModelCapabilities", "find_capabilities", "make_small_twin", "probe_capabilities"]
 
 TOLERANCE = {"wide": 1e-4, "half": 5e-2}
 """Largest difference of packed and separate logits, relative to the largest logit; float64 models do parts in fp32."""
@@ -46,17 +47,17 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 @dataclass(frozen=True)
-class ModelFacts:
-    """What was found."""
+class ModelCapabilities:
+    """The head of a model, and whether it takes a layout."""
 
     head: Head
-    reasons: tuple[str, ...]
+    unpackable_reasons: tuple[str, ...]
     """Why the model can't take a layout; empty = it can."""
 
 
 @dataclass(frozen=True)
-class _Twin:
-    """A twin to be made: equal ones are asked once in a process."""
+class _TwinSpec:
+    """The class and configuration of a twin; equal ones are tested once in a process."""
 
     kind: type[PreTrainedModel]
     words: str
@@ -64,8 +65,8 @@ class _Twin:
     config: PretrainedConfig = field(compare=False, repr=False)
 
 
-def facts_of(module: PreTrainedModel, name: str) -> ModelFacts:
-    """The facts of a model, without running its weights where its twin can answer.
+def find_capabilities(module: PreTrainedModel, name: str) -> ModelCapabilities:
+    """The capabilities of a model, without running its weights where its twin can be tested.
 
     Args: module: a causal language model or a sequence classifier of transformers, on any device, the meta device
         among them; its attention is its own. name: for messages.
@@ -74,33 +75,35 @@ def facts_of(module: PreTrainedModel, name: str) -> ModelFacts:
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> with torch.device("meta"):
     ...     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=3))
-    >>> facts_of(model, "llama")
-    ModelFacts(head=Head(kind='identity', scale=1.0, softcap=None), reasons=())
+    >>> find_capabilities(model, "llama")
+    ModelCapabilities(head=Head(kind='identity', scale=1.0, softcap=None), unpackable_reasons=())
     """
     if next(module.parameters()).device.type == "meta":
         if (twin := _plan_twin(module)) is None:
             raise ConfigError(f"{name}: no class of transformers makes a causal language model of its configuration")
-        return _twin_facts(twin)
-    twin = _plan_twin(module) if _as_its_class_makes_it(module) else None
+        return _twin_capabilities(twin)
+    twin = _plan_twin(module) if _is_unmodified(module) else None
     found = None
     if twin is not None:
         with contextlib.suppress(Exception):  # the twin's sizes may not fit each other: the model itself will tell
-            found = _twin_facts(twin)
-    return probe_facts(module, name) if found is None or found.reasons else found
+            found = _twin_capabilities(twin)
+    return probe_capabilities(module, name) if found is None or found.unpackable_reasons else found
 
 
-def probe_facts(module: PreTrainedModel, name: str) -> ModelFacts:
-    """The facts found by running this very module, a twin or a model that has none. Args, Raises: as facts_of.
+def probe_capabilities(module: PreTrainedModel, name: str) -> ModelCapabilities:
+    """The capabilities found by running this module itself. Args, Raises: as find_capabilities.
 
     A critic has no logits to compare: where its parts are odd, it trains padded.
     """
     if has_score_head(module):
-        return ModelFacts(Head("none"), _refusals(module) or ("its parts are not those that its class makes",))
+        return ModelCapabilities(
+            Head("none"), _layout_obstacles(module) or ("its parts are not those that its class makes",)
+        )
     check_causal(module, name)
-    return ModelFacts(detect_head(module), _refusals(module) or _probe(module))
+    return ModelCapabilities(detect_head(module), _layout_obstacles(module) or _compare_packed(module))
 
 
-def twin_of(module: PreTrainedModel) -> PreTrainedModel | None:
+def make_small_twin(module: PreTrainedModel) -> PreTrainedModel | None:
     """A small random causal language model of the same code; None = its configuration has no such class.
 
     Args: module: the model; its parameters are not read.
@@ -110,7 +113,7 @@ def twin_of(module: PreTrainedModel) -> PreTrainedModel | None:
     return None if plan is None else _make_twin(plan)
 
 
-def _plan_twin(module: PreTrainedModel) -> _Twin | None:
+def _plan_twin(module: PreTrainedModel) -> _TwinSpec | None:
     """The twin's class and configuration."""
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(module.config), None) if has_score_head(module) else type(module)
     if kind is None:
@@ -134,7 +137,7 @@ def _plan_twin(module: PreTrainedModel) -> _Twin | None:
     if isinstance(sizes.get("head_dim"), int) and "dim_model_base" not in sizes:
         config.hidden_size = min(config.hidden_size, TWIN_WIDTH)
     config.dtype = next(module.parameters()).dtype
-    return _Twin(kind, config.to_json_string(use_diff=False), config)
+    return _TwinSpec(kind, config.to_json_string(use_diff=False), config)
 
 
 def _kept_layers(kinds: list[Any]) -> list[int]:
@@ -145,12 +148,12 @@ def _kept_layers(kinds: list[Any]) -> list[int]:
 
 
 @functools.lru_cache(maxsize=64)
-def _twin_facts(twin: _Twin) -> ModelFacts:
+def _twin_capabilities(twin: _TwinSpec) -> ModelCapabilities:
     module = _make_twin(twin)
-    return probe_facts(module, module.config.model_type)
+    return probe_capabilities(module, module.config.model_type)
 
 
-def _make_twin(twin: _Twin) -> PreTrainedModel:
+def _make_twin(twin: _TwinSpec) -> PreTrainedModel:
     config = copy.deepcopy(twin.config)
     if config._attn_implementation == ATTENTION:
         config._attn_implementation = "eager"
@@ -162,32 +165,32 @@ def _make_twin(twin: _Twin) -> PreTrainedModel:
     return module.train()
 
 
-def _as_its_class_makes_it(module: PreTrainedModel) -> bool:
-    """Whether nothing but class and configuration says what a model does: the same layers, of the same sizes, no hook.
+def _is_unmodified(module: PreTrainedModel) -> bool:
+    """Whether a model has the layers and sizes that its class makes of its configuration, and no hook.
 
-    Adapters aside, which change the numbers of a layer and not what it is told.
+    Adapters are ignored: they change the numbers of a layer and not its arguments.
     """
     for part in module.modules():
         if "forward" in vars(part) or any(vars(part)[name] for name in HOOKS):
             return False
     config = module.config
     try:
-        made = _shape_as_made(_Twin(type(module), config.to_json_string(use_diff=False), config))
+        made = _class_structure(_TwinSpec(type(module), config.to_json_string(use_diff=False), config))
     except Exception:  # a class with arguments of its own, or a config that no longer fits
         return False
-    return _shape(module) == made
+    return _structure(module) == made
 
 
 @functools.lru_cache(maxsize=64)
-def _shape_as_made(model: _Twin) -> dict[str, object]:
-    """The shape of what a class makes of a configuration of full size; every role that has it asks."""
+def _class_structure(model: _TwinSpec) -> dict[str, object]:
+    """The structure that a class makes of a full-size configuration; cached, since several roles need it."""
     with torch.device("meta"):
-        return _shape(model.kind(copy.deepcopy(model.config)))
+        return _structure(model.kind(copy.deepcopy(model.config)))
 
 
-def _shape(module: PreTrainedModel) -> dict[str, object]:
+def _structure(module: PreTrainedModel) -> dict[str, object]:
     """The classes of all parts and the sizes of all parameters, by name, as they would be without adapters."""
-    adapter = Adapter.of(module)
+    adapter = Adapter.from_module(module)
     inside = set() if adapter is None else {id(p) for p in adapter.parameters()}
     wrapped = set() if adapter is None else set(adapter.layers)
     shape: dict[str, object] = {}
@@ -201,8 +204,8 @@ def _shape(module: PreTrainedModel) -> dict[str, object]:
     return shape
 
 
-def _refusals(module: PreTrainedModel) -> tuple[str, ...]:
-    """Why a model can't take a layout, by its configuration; empty = it may."""
+def _layout_obstacles(module: PreTrainedModel) -> tuple[str, ...]:
+    """The reasons in a model's configuration why it can't take a layout; empty = none."""
     config = vars(module.config)
     why = []
     if not module._can_set_attn_implementation():
@@ -231,8 +234,8 @@ class _CountedLayout(SegmentLayout):
 
 
 @torch.no_grad()
-def _probe(module: PreTrainedModel) -> tuple[str, ...]:
-    """Runs the probe's 24 tokens packed (13, and 7 with a child of 4) and apart under eager attention, and compares."""
+def _compare_packed(module: PreTrainedModel) -> tuple[str, ...]:
+    """Compares 24 tokens run packed (13, and 7 with a child of 4) with the same run apart under eager attention."""
     before: Any = module.config._attn_implementation
     device: Any = module.get_input_embeddings().weight.device
     ids = torch.tensor(probe_tokens(module.config.vocab_size), device=device)
@@ -261,7 +264,7 @@ def _probe(module: PreTrainedModel) -> tuple[str, ...]:
         raise ConfigError(
             f"{module.name_or_path or type(module).__name__} gives logits that are not finite; its weights are broken"
         )
-    limit = limit_for(next(module.parameters()).dtype, TOLERANCE) * alone.abs().max()
+    limit = tolerance_for(next(module.parameters()).dtype, TOLERANCE) * alone.abs().max()
     if not (apart := (together - alone).abs().max()) <= limit:
         return (f"packed logits differ from separate ones by {apart:.1e}",)
     if not moved <= ISOLATION * limit:

@@ -1,6 +1,6 @@
-"""A model that a function of the user's makes: model=package.module:function or file.py:function.
+"""Calls a user's function that makes a model: model=package.module:function or file.py:function.
 
-Left out on purpose: modules. What the function makes lies in a folder, so that a resumed run finds it.
+Left out on purpose: functions that return a module. The function writes a folder, so that a resumed run finds it.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import Any
 from whet.errors import ConfigError, WhetError, format_exception
 from whet.util.references import resolve_callable
 
-__all__ = ["made_model"]
+__all__ = ["call_model_factory"]
 
 CALL = "it is called as function(folder=..., seed=...), and returns the folder into which it wrote the model"
 
 
-def made_model(reference: str, folder: str, seed: int) -> str:
+def call_model_factory(reference: str, folder: str, seed: int) -> str:
     """Calls the function, and checks what it returns.
 
     Args: reference: to the function. folder: where it is to write a model. seed: of the run.
     Returns: the folder or name that it returned.
     Raises: ConfigError: no such function, it does not take these arguments, it raised, or it returned something else.
-        An error of whet's own goes through.
+        Errors of whet pass through unchanged.
 
-    Example: made_model("whet.demo:pupil", "run/start", 0).
+    Example: call_model_factory("whet.demo:pupil", "run/start", 0).
     """
     make = resolve_callable(reference, "model")
     _check_arguments(make, reference)

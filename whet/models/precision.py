@@ -1,4 +1,4 @@
-"""Which dtype a model computes in: asked for, or told by the processor.
+"""Chooses the dtype that a model computes in: the configured one, or by the processor.
 
 A CPU that emulates bf16 multiplies in it 6 to 9 times slower than in fp32. One with instructions for it is about twice
 as fast from a width of 128 on; below that the calls cost as much as the products (an MLP, forward and backward, one
@@ -15,7 +15,7 @@ from whet.errors import ConfigError
 from whet.models.loaded_model import LoadedModel
 from whet.util.cpu import cpu_facts
 
-__all__ = ["DTYPES", "compute_dtype", "fitting_dtype"]
+__all__ = ["DTYPES", "auto_dtype", "compute_dtype"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
@@ -37,11 +37,11 @@ def compute_dtype(name: str, loaded: LoadedModel) -> torch.dtype:
             raise ConfigError(f"dtype={name!r} is not one of auto, {', '.join(DTYPES)}")
         return DTYPES[name]
     width = loaded.module.config.get_text_config().hidden_size  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
-    return fitting_dtype(next(loaded.module.parameters()).device, int(width))
+    return auto_dtype(next(loaded.module.parameters()).device, int(width))
 
 
-def fitting_dtype(device: torch.device, width: int) -> torch.dtype:
-    """What "auto" stands for. Args: device: where the model computes. width: its hidden size."""
+def auto_dtype(device: torch.device, width: int) -> torch.dtype:
+    """The dtype that "auto" chooses. Args: device: where the model computes. width: its hidden size."""
     if device.type == "cuda":
         hardware = torch.cuda.is_bf16_supported(including_emulation=False)
     else:

@@ -1,9 +1,9 @@
-"""From a folder or a hub name to a module of transformers, or to the reason why there is none.
+"""Reads a module of transformers from a folder or a hub name, and refuses incomplete models.
 
-What is read is whole: a weight that is missing would be random, one that the config has no place for would be dropped,
-and an adapter next to the weights would be ignored, each without an error of transformers.
+Transformers raises no error in three cases that are refused here: a missing weight would be random, a weight that the
+config has no place for would be dropped, and an adapter next to the weights would be ignored.
 Left out on purpose: vision, audio and encoder-decoder models; weights that were saved quantised; and adapters, which
-lora.py reads: here is their base.
+lora.py reads (this module reads their base).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from transformers.utils.hub import cached_file
 
 from whet.errors import ConfigError, format_exception, nearest
 from whet.models.causality_check import check_causal
-from whet.models.config_sizes import ABSENT, of_config
+from whet.models.config_sizes import MISSING_IS_NONE, read_config
 from whet.models.heads import has_score_head
-from whet.util.model_paths import check_hub, folders_here, model_folder, taken
+from whet.util.model_paths import check_hub, folders_here, model_folder, resolved_path_message
 
-__all__ = ["Read", "cant_be", "check_config", "read_model", "skeleton"]
+__all__ = ["PretrainedModule", "check_config", "meta_model", "read_model", "wrong_role_hint"]
 
 logger = logging.getLogger("whet")
 
@@ -49,7 +49,7 @@ CONSTANTS = re.compile(
     r"|(attn|attention|attn\.attention)\.bias)$"
 )
 """Tables that older versions of transformers saved and newer ones compute: no weights."""
-SHOWN = 3
+MAX_NAMES_SHOWN = 3
 """Names in a message."""
 
 
@@ -60,17 +60,17 @@ def adapter_folder(path: str) -> str:
     return folder
 
 
-class Read(NamedTuple):
-    """What was read."""
+class PretrainedModule(NamedTuple):
+    """A module that was read from a folder or a hub name."""
 
     module: PreTrainedModel
     """On the CPU, if it is not held in bits."""
     score_weight: Tensor | None
-    """[1 D], of a score head that its class has no place for; None = there is none."""
+    """[1 D], the score head that the module's class has no place for; None = there is none."""
     dtype: torch.dtype
-    """What its weights were saved in, by its config; float32 where that does not say."""
+    """The dtype of its saved weights in its config; float32 where the config has none."""
     name: str
-    """What it is called in messages."""
+    """Its name in messages."""
 
 
 def read_model(
@@ -81,7 +81,7 @@ def read_model(
     bits: Any = None,
     device: torch.device | None = None,
     trust_remote_code: bool = False,
-) -> Read:
+) -> PretrainedModule:
     """The module of a folder or hub name, and the score head where one was saved outside of its class.
 
     Args: path: of a model, a run or a checkpoint, or a hub name. dtype: of the parameters. role: actor, critic,
@@ -91,7 +91,7 @@ def read_model(
     """
     given, path = path, model_folder(path)
     if Path(path) != Path(given).expanduser():
-        logger.info("%s", taken(given, path))
+        logger.info("%s", resolved_path_message(given, path))
     check_hub(path)
     _check_files(path)
     try:
@@ -115,7 +115,7 @@ def read_model(
     scores = any(kind.endswith("ForSequenceClassification") for kind in config.architectures or ())
     if (old or scores) and role not in ("critic", "reward"):
         raise ConfigError(
-            f"{path!r} is a critic or a reward model: it has a score head and no LM head; it {cant_be(role)}"
+            f"{path!r} is a critic or a reward model: it has a score head and no LM head; it {wrong_role_hint(role)}"
         )
     if old:
         del config.whet_value_head  # pyright: ignore[reportAttributeAccessIssue]
@@ -132,10 +132,12 @@ def read_model(
         head = "score.weight"
     _check_weights(module, info, path, head)
     embeddings: Any = module.get_input_embeddings()
-    return Read(module, None if head is None else _score_weight(path, head, embeddings.weight.shape[1]), own, given)
+    return PretrainedModule(
+        module, None if head is None else _score_weight(path, head, embeddings.weight.shape[1]), own, given
+    )
 
 
-def skeleton(path: str, trust_remote_code: bool = False) -> nn.Module | None:
+def meta_model(path: str, trust_remote_code: bool = False) -> nn.Module | None:
     """The layers of a model without their weights, by its config alone.
 
     Args: as for positions.read_positions.
@@ -146,11 +148,11 @@ def skeleton(path: str, trust_remote_code: bool = False) -> nn.Module | None:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
 
-    return of_config(path, trust_remote_code, make)
+    return read_config(path, trust_remote_code, make)
 
 
-def cant_be(role: str) -> str:
-    """What a model with a score head and no LM head can't be, and what it can, for messages."""
+def wrong_role_hint(role: str) -> str:
+    """The part of a message that says which role a model with a score head and no LM head can have."""
     also = " and can't complete prompts" if role == "reference" else ""  # a Sampler reads its model as one
     return f"can't be the {role}{also}; what gives scores to completions is reward_model.model"
 
@@ -178,7 +180,7 @@ def check_config(config: PretrainedConfig, name: str) -> None:
 
 def _check_files(path: str) -> None:
     """Refuses an adapter, and invalid JSON files of a folder: transformers ignores some of them."""
-    found = cached_file(path, "adapter_config.json", **ABSENT)
+    found = cached_file(path, "adapter_config.json", **MISSING_IS_NONE)
     if found is not None:
         raise ConfigError(
             f"{path!r} holds an adapter (adapter_config.json), and is named as the base model of another one: merge it "
@@ -210,14 +212,14 @@ def _check_files(path: str) -> None:
 
 
 def _check_held(path: str, config: PretrainedConfig) -> None:
-    """Refuses weights in 8 bits or fewer whose scale nothing says: they would be read as numbers that they are not."""
+    """Refuses weights in 8 bits or fewer without a quantization_config: they would be read without their scale."""
     if getattr(config, "quantization_config", None) is not None:
         return
     file = "model.safetensors"
-    index = cached_file(path, f"{file}.index.json", **ABSENT)
+    index = cached_file(path, f"{file}.index.json", **MISSING_IS_NONE)
     try:
         names = {file} if index is None else set(json.loads(Path(index).read_bytes())["weight_map"].values())
-        for found in filter(None, (cached_file(path, name, **ABSENT) for name in sorted(names))):
+        for found in filter(None, (cached_file(path, name, **MISSING_IS_NONE) for name in sorted(names))):
             with safe_open(found, "pt") as f:
                 held = {key: f.get_slice(key).get_dtype() for key in f.keys()}  # noqa: SIM118
             for key, kind in held.items():
@@ -293,7 +295,7 @@ def _check_weights(module: PreTrainedModel, info: Mapping[str, Iterable[Any]], p
 
 def _named(names: list[str]) -> str:
     """The first few."""
-    return ", ".join(names[:SHOWN]) + (" ..." if len(names) > SHOWN else "")
+    return ", ".join(names[:MAX_NAMES_SHOWN]) + (" ..." if len(names) > MAX_NAMES_SHOWN else "")
 
 
 def _head_name(module: PreTrainedModel) -> str:

@@ -1,8 +1,8 @@
-"""Linear layers whose weights are held in 4 bits (bitsandbytes), and what the rest of whet has to know of them.
+"""Linear layers with 4-bit weights (bitsandbytes): detect, dequantize and cast them.
 
-Such a layer multiplies by weights that it makes whole for the product. It is only read: a low-rank adapter is what is
-trained on it. The package is imported where it is asked for.
-Left out on purpose: 8 bits, other packages, and products in 4 bits of whet's own.
+Such a layer dequantizes its weights for each product. The weights are frozen, and a low-rank adapter is trained on
+them. bitsandbytes is imported only where quantization is configured.
+Left out on purpose: 8 bits, other packages, and 4-bit products of whet's own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from whet.errors import ConfigError, format_exception
 from whet.util.install import install_hint
 
-__all__ = ["cast", "dequantized", "quantization_config", "quantized_layer", "quantized_parts"]
+__all__ = ["cast_parameters", "dequantize", "is_quantized_layer", "quantization_config", "quantized_layer_names"]
 
 PACKAGE = "bitsandbytes"
 
@@ -40,25 +40,25 @@ def quantization_config(kind: str, device: torch.device) -> Any:
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=True)
 
 
-def quantized_layer(layer: nn.Module) -> bool:
-    """Whether a layer holds its weight in 4 bits. Where the package was never imported, none does.
+def is_quantized_layer(layer: nn.Module) -> bool:
+    """Whether a layer has a 4-bit weight. False if bitsandbytes was never imported.
 
-    >>> quantized_layer(nn.Linear(2, 2))
+    >>> is_quantized_layer(nn.Linear(2, 2))
     False
     """
     package = sys.modules.get(PACKAGE)
     return package is not None and isinstance(layer, package.nn.Linear4bit)
 
 
-def quantized_parts(module: nn.Module) -> list[str]:
-    """The names of the layers that hold their weights in 4 bits."""
-    return [name for name, layer in module.named_modules() if quantized_layer(layer)]
+def quantized_layer_names(module: nn.Module) -> list[str]:
+    """The names of the layers with 4-bit weights."""
+    return [name for name, layer in module.named_modules() if is_quantized_layer(layer)]
 
 
-def dequantized(p: Tensor) -> Tensor:
-    """A parameter as a plain tensor: itself, or what its 4 bits stand for.
+def dequantize(p: Tensor) -> Tensor:
+    """A parameter as a plain tensor: itself, or its dequantized 4-bit weight.
 
-    >>> dequantized(weight := torch.ones(2)) is weight
+    >>> dequantize(weight := torch.ones(2)) is weight
     True
     """
     package = sys.modules.get(PACKAGE)
@@ -67,8 +67,8 @@ def dequantized(p: Tensor) -> Tensor:
     return package.functional.dequantize_4bit(p.data, p.quant_state)  # pyright: ignore
 
 
-def cast(module: nn.Module, dtype: torch.dtype) -> None:
-    """Makes a module compute in a dtype. What is held in bits stays; its layers are told what to make of them.
+def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+    """Makes a module compute in a dtype. 4-bit weights stay; their layers get the dtype of their products.
 
     Args: module: changed in place. dtype: of the other parameters.
     """
@@ -76,5 +76,5 @@ def cast(module: nn.Module, dtype: torch.dtype) -> None:
         if p.is_floating_point():
             p.data = p.data.to(dtype)
     for layer in module.modules():
-        if quantized_layer(layer):
+        if is_quantized_layer(layer):
             layer.compute_dtype, layer.compute_type_is_set = dtype, True  # pyright: ignore

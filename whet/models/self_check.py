@@ -1,7 +1,7 @@
-"""The short prompt on which two ways of running a model are compared before one is trusted, and how near is near.
+"""The short prompt on which two implementations of a model are compared, and the tolerance of the comparison.
 
-The packed rows of training, the engine's fused trunk and another package's engine are each compared on it with the
-module alone. Left out on purpose: FlexAttention's comparison, which runs on bare tensors.
+The packed rows of training, the engine's fused trunk and the engine of another package are each compared with the
+module itself. Left out on purpose: FlexAttention's comparison, which runs on bare tensors.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Mapping
 
 import torch
 
-__all__ = ["PROBE", "limit_for", "probe_tokens"]
+__all__ = ["PROBE_LENGTH", "probe_tokens", "tolerance_for"]
 
-PROBE = 24
+PROBE_LENGTH = 24
 """Tokens of the prompt."""
 
 
@@ -24,13 +24,14 @@ def probe_tokens(vocabulary: int, positions: int | None = None) -> list[int]:
     >>> len(probe_tokens(64)), max(probe_tokens(10, 16)) < 10, len(probe_tokens(10, 16))
     (24, True, 15)
     """
-    return [(7 * i + 3) % vocabulary for i in range(min(PROBE, (positions or PROBE + 1) - 1))]
+    return [(7 * i + 3) % vocabulary for i in range(min(PROBE_LENGTH, (positions or PROBE_LENGTH + 1) - 1))]
 
 
-def limit_for(dtype: torch.dtype, limits: Mapping[str, float]) -> float:
+def tolerance_for(dtype: torch.dtype, limits: Mapping[str, float]) -> float:
     """The limit for a dtype, from those of "half" precision and of all that is "wide".
 
-    >>> limit_for(torch.bfloat16, {"wide": 1e-4, "half": 5e-2}), limit_for(torch.float64, {"wide": 1e-4, "half": 5e-2})
+    >>> limits = {"wide": 1e-4, "half": 5e-2}
+    >>> tolerance_for(torch.bfloat16, limits), tolerance_for(torch.float64, limits)
     (0.05, 0.0001)
     """
     return limits["half" if dtype.itemsize == 2 else "wide"]

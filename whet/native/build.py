@@ -1,7 +1,7 @@
-"""C++ built by the machine's own compiler, kept in the user's cache, and loaded.
+"""Builds C++ sources with the machine's own compiler, caches the libraries, and loads them.
 
-A source of kernels/ is built once per compiler, processor and version, in a few seconds; it runs in torch's OpenMP
-threads. Where there is no compiler, or WHET_NATIVE=0 is set, `load_library` gives the reason, and torch does the work.
+A source of kernels/ is built once per compiler, processor and version, in a few seconds. It runs in torch's OpenMP
+threads. If there is no compiler, or WHET_NATIVE=0 is set, `load_library` returns the reason and torch is used instead.
 Left out on purpose: systems other than Linux, and a wheel with binaries: one source fits every processor.
 """
 
@@ -29,10 +29,10 @@ __all__ = [
     "Library",
     "Unavailable",
     "cache_folder",
-    "enabled",
+    "kernels_enabled",
+    "load_functions",
     "load_library",
-    "load_made",
-    "note",
+    "log_fallback",
     "unsupported_cpu",
 ]
 
@@ -44,21 +44,21 @@ SOURCE = Path(__file__).with_name("kernels")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math",
          "-ffp-contract=off", "-w")  # fmt: skip
 ON, OFF = ("", "1", "true", "on", "yes"), ("0", "false", "off", "no")
-"""What WHET_NATIVE may say."""
+"""Valid values of WHET_NATIVE."""
 BUILD_S = 600.0
 """Longest a compiler may take."""
 
 
 @dataclass(frozen=True)
 class Unavailable:
-    """What stands in the place of kernels that can't be used.
+    """The reason why kernels can't be used; loaders return it in place of the kernels.
 
     >>> str(Unavailable("no C++ compiler (g++) is installed"))
     'no C++ compiler (g++) is installed'
     """
 
     reason: str
-    """Why torch has to do."""
+    """Why torch is used instead."""
 
     def __str__(self) -> str:
         return self.reason
@@ -69,7 +69,7 @@ class Library(NamedTuple):
 
     handle: ctypes.CDLL
     compiler: str
-    """First line of what built it says of itself."""
+    """First line of the compiler's --version."""
 
 
 def load_library(source: str) -> Library | Unavailable:
@@ -80,7 +80,7 @@ def load_library(source: str) -> Library | Unavailable:
     >>> isinstance(load_library("decode"), (Library, Unavailable))
     True
     """
-    if not enabled():
+    if not kernels_enabled():
         return Unavailable(f"WHET_NATIVE={os.environ['WHET_NATIVE']} switches them off")
     if platform.system() != "Linux":
         return Unavailable(f"no native kernels on {platform.system()}")
@@ -93,23 +93,23 @@ def load_library(source: str) -> Library | Unavailable:
             return Unavailable("no C++ compiler (g++) is installed")
         version = _run(*compiler, "--version").splitlines()[0]
         ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)  # torch's own: a second runtime would have threads of its own
-        return Library(_built(source, compiler, version), version)
+        return Library(_load_or_build(source, compiler, version), version)
     except (OSError, subprocess.SubprocessError, IndexError, ValueError) as error:  # ValueError: quotes in $CXX
         said = error.stderr if isinstance(error, subprocess.CalledProcessError) and error.stderr else str(error)
         lines = said.strip().splitlines() or [type(error).__name__]
         return Unavailable(f"building them failed: {next((x for x in lines if 'error' in x), lines[0])}")
 
 
-def enabled() -> bool:
-    """Whether WHET_NATIVE leaves the kernels on, as it does where it is not set. Raises: ConfigError: another word."""
+def kernels_enabled() -> bool:
+    """Whether WHET_NATIVE enables the kernels; unset, it does. Raises: ConfigError: an invalid value."""
     word = os.environ.get("WHET_NATIVE", "")
     if word.lower() not in (*ON, *OFF):
         raise ConfigError(f"WHET_NATIVE={word} in the environment must be 1 or 0; set it to 0 to do without kernels")
     return word.lower() in ON
 
 
-def load_made(source: str, make: Callable[[Library], K]) -> K | Unavailable:
-    """The functions of a library over tensors. Args: make: makes them. Returns: them, or why there are none."""
+def load_functions(source: str, make: Callable[[Library], K]) -> K | Unavailable:
+    """Loads a library and wraps it. Args: make: wraps its functions. Returns: the wrapper, or why there is none."""
     found = load_library(source)
     if isinstance(found, Unavailable):
         return found
@@ -127,7 +127,7 @@ def unsupported_cpu() -> Unavailable | None:
 
 
 @functools.cache
-def note(what: str, reason: str) -> None:
+def log_fallback(what: str, reason: str) -> None:
     """Logs once why something uses torch."""
     log.info("%s: using torch instead of the C++ kernels: %s", what, reason)
 
@@ -152,7 +152,7 @@ def cache_folder() -> Path:
 
 
 def _openmp() -> str | None:
-    """The GNU OpenMP library that torch has loaded; whoever asks has imported torch."""
+    """The GNU OpenMP library that torch has loaded; callers have imported torch."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     return next((path for line in maps if "libgomp" in (path := line.split(maxsplit=5)[-1])), None)
 
@@ -162,7 +162,7 @@ def _run(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_S).stdout
 
 
-def _built(source: str, compiler: list[str], version: str) -> ctypes.CDLL:
+def _load_or_build(source: str, compiler: list[str], version: str) -> ctypes.CDLL:
     """The library, after a build if it is not in the cache. Raises: OSError, SubprocessError."""
     sources = (x.read_text(encoding="utf-8") for x in sorted(SOURCE.iterdir()) if x.suffix in (".cpp", ".h"))
     parts = (*sources, version, shlex.join(compiler), " ".join(FLAGS), _processor())
@@ -170,9 +170,9 @@ def _built(source: str, compiler: list[str], version: str) -> ctypes.CDLL:
     try:
         path = cache_folder() / name
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not _own(path.parent):
+        if not _is_private(path.parent):
             raise PermissionError(f"{path.parent} can be written by others")
-        if path.exists() and _own(path):
+        if path.exists() and _is_private(path):
             with contextlib.suppress(OSError):  # cut short by a power cut: built again
                 return ctypes.CDLL(str(path))
         room = tempfile.TemporaryDirectory(dir=path.parent)
@@ -189,13 +189,13 @@ def _built(source: str, compiler: list[str], version: str) -> ctypes.CDLL:
         return ctypes.CDLL(str(made))  # stays loaded when the folder goes
 
 
-def _own(path: Path) -> bool:
-    """Whether no other user can write it: what lies there is loaded as code."""
+def _is_private(path: Path) -> bool:
+    """Whether no other user can write it; files there are loaded as code."""
     found = path.lstat()
     return found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
 def _processor() -> str:
-    """What -march=native looks at: a cache may be shared by unlike machines."""
+    """The processor features that -march=native uses: machines with other processors may share a cache."""
     info = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     return next((line for line in info if line.startswith(("flags", "Features"))), "") + platform.machine()

@@ -1,8 +1,8 @@
 """A CPU's decode step in C++ (whet/native/kernels/decode.cpp).
 
-Torch's kernels for it are many, and each costs a call, a tensor and a pass over memory; one call of C++ takes the rows
-through all layers. Where it can't be built, or what was built differs from torch, `load_kernels` gives the reason and
-the same step runs through torch.
+In torch a decode step is many kernels, and each costs a call, a tensor and a pass over memory. Here one call of C++
+runs all layers. If it can't be built, or its results differ from torch's, `decode_kernels` returns the reason and torch
+runs the same step.
 Dim legend: n rows, H query heads, K KV heads, D head size, d hidden size.
 """
 
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from whet.native.build import Library, Unavailable, load_made
+from whet.native.build import Library, Unavailable, load_functions
 from whet.native.self_check import Comparison, self_check
 
-__all__ = ["Kernels", "LayerTable", "ProductTable", "StepTable", "load_kernels", "unfit_sizes"]
+__all__ = ["DecodeKernels", "LayerTable", "ProductTable", "StepTable", "decode_kernels", "unsupported_sizes"]
 
 MAX_HEAD_SIZE = 256
 """Largest head size; vectors.h has it too."""
@@ -38,7 +38,7 @@ class ProductTable(ctypes.Structure):
 
 
 class StepTable(ctypes.Structure):
-    """What all layers of a step share: `Step` of tables.h."""
+    """The data that all layers of a step share: `Step` of tables.h."""
 
     _fields_ = (
         *((name, _long) for name in ("rows", "heads", "kv", "size", "threads")),
@@ -50,7 +50,7 @@ class StepTable(ctypes.Structure):
 
 
 class LayerTable(ctypes.Structure):
-    """A layer's own: `Layer` of tables.h."""
+    """The data of one layer: `Layer` of tables.h."""
 
     _fields_ = (
         ("keys", _pointer),
@@ -67,7 +67,7 @@ class LayerTable(ctypes.Structure):
     )
 
 
-class Kernels:
+class DecodeKernels:
     """The functions of decode.cpp over tensors. Args: found: the library. Raises: OSError: it is another version's."""
 
     def __init__(self, found: Library) -> None:
@@ -160,25 +160,25 @@ class Kernels:
 
 
 @functools.cache
-def load_kernels() -> Kernels | Unavailable:
+def decode_kernels() -> DecodeKernels | Unavailable:
     """The kernels, built if they are not there yet.
 
-    Returns: the kernels, or why torch's must do.
+    Returns: the kernels, or why torch is used instead.
 
-    >>> isinstance(load_kernels(), (Kernels, Unavailable))
+    >>> isinstance(decode_kernels(), (DecodeKernels, Unavailable))
     True
     """
-    return self_check(load_made("decode", Kernels), _comparisons)
+    return self_check(load_functions("decode", DecodeKernels), _comparisons)
 
 
-def unfit_sizes(kernels: Kernels, head: int, widths: set[int]) -> Unavailable | None:
+def unsupported_sizes(kernels: DecodeKernels, head: int, widths: set[int]) -> Unavailable | None:
     """Why sizes don't fit the kernels. Args: head: D. widths: of rows. Returns: the reason; None = they fit."""
     wrong = [f"head size {head}"] if head % kernels.lanes or head > MAX_HEAD_SIZE else []
     wrong += [f"width {x}" for x in sorted(widths) if x % kernels.lanes]
     return Unavailable(f"{', '.join(wrong)} is not a multiple of {kernels.lanes}, or too large") if wrong else None
 
 
-def _comparisons(kernels: Kernels) -> Iterator[Comparison]:
+def _comparisons(kernels: DecodeKernels) -> Iterator[Comparison]:
     """Results of the kernels next to torch's."""
     generator = torch.Generator().manual_seed(0)
     for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
@@ -194,11 +194,13 @@ def _comparisons(kernels: Kernels) -> Iterator[Comparison]:
         got = kernels.multiply(ProductTable(panels.data_ptr(), bias.data_ptr(), 32, 70), x)
         yield Comparison(f"products {differ}", got, x.float() @ weight.float().T + bias.float(), limit)
         for size in (16, 64):
-            attended = _attended(kernels, dtype, size, generator)
+            attended = _compare_attention(kernels, dtype, size, generator)
             yield Comparison(f"attention in {dtype} differs from torch's", *attended, limit)
 
 
-def _attended(kernels: Kernels, dtype: torch.dtype, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def _compare_attention(
+    kernels: DecodeKernels, dtype: torch.dtype, size: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
     """Attention of two rows, by the kernel and by torch: one prompt of 37 tokens, 70 and 2 own ones before the new."""
     draw = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)
     made, prompt, places = torch.tensor([70, 2]), 37, 96

@@ -1,7 +1,7 @@
 """Corrections for the gap between the sampler's logprobs and the trainer's of the same tokens.
 
-A sampler logprob that is NaN is unknown: its token counts as one on which the two agree, a weight of 1 (as in TRL), and
-is left out of mismatch_metrics and of what an update logs. Engines never report one; a rollout of a user's own may.
+A sampler logprob of NaN means unknown. Its token has a weight of 1, as if the two agreed (as in TRL), and is left out
+of mismatch_metrics and of the metrics of an update. Engines never report NaN; a user's own rollout may.
 Dim legend: s tokens of a micro-batch, S of a batch.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from whet.errors import ConfigError, lookup_error
 from whet.ops.kl import kl_divergence
 from whet.ops.masked import masked_column, masked_mean, segment_mean, segment_sum
-from whet.ops.policy_losses.ratios import rollout_logprobs
+from whet.ops.policy_losses.ratios import get_old_logprobs
 from whet.ops.shapes import check_shapes
 from whet.types import LossInputs
 
@@ -57,7 +57,7 @@ def sampler_log_ratio(x: LossInputs, level: str = "token", *, current: bool = Fa
         raise lookup_error("level of the sampler's correction", level, _LEVELS)
     sampler = x.need("sampler_logprobs")
     known = x.mask & ~sampler.isnan()
-    policy = x.logprobs.detach() if current else rollout_logprobs(x)
+    policy = x.logprobs.detach() if current else get_old_logprobs(x)
     gap = masked_column(policy, known) - masked_column(sampler.detach(), known)
     if level != "token":
         by_sequence = (
@@ -128,7 +128,7 @@ def sampler_rejection(
     rejection_lower: float | None = 0.999,
     rejection_threshold: float | None = 1.001,
 ) -> Tensor:
-    """1 for sequences on which sampler and trainer agree, 0 for those whose ratio leaves a band.
+    """1 for sequences on which sampler and trainer agree, 0 for those with a ratio outside a band.
 
     m = 1 where lower ≤ exp(clip(δ, ±20)) ≤ threshold, δ the mean (geometric), the sum (sequence) or the token's own:
     see sampler_log_ratio.
@@ -224,7 +224,7 @@ def sampling_metrics(x: LossInputs, *, recorded: bool = True) -> dict[str, Tenso
     >>> found["sampling/kl_approx"], found["sampling/kl_to_inference"]
     (tensor([-1.]), tensor([0.3679]))
     """
-    sampler = x.need("sampler_logprobs").detach() if recorded else rollout_logprobs(x)
+    sampler = x.need("sampler_logprobs").detach() if recorded else get_old_logprobs(x)
     known = x.mask & ~sampler.isnan()
     gap = masked_column(x.logprobs.detach(), known) - masked_column(sampler, known)
     weight = torch.where(x.mask, gap.clamp(-20.0, 20.0).exp(), 0.0)
@@ -240,7 +240,7 @@ def sampling_metrics(x: LossInputs, *, recorded: bool = True) -> dict[str, Tenso
 def weight_metrics(
     weights: Tensor, log_ratio: Tensor, *, mask: Tensor, threshold: float | None, lower: float | None
 ) -> dict[str, float]:
-    """What a correction makes of a batch.
+    """The metrics of a correction's weights.
 
     Args: weights [S]: of sampler_importance. log_ratio [S]: before its bounds. mask: Bool [S]. threshold, lower: the
         bounds, None = none.

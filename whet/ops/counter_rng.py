@@ -1,7 +1,7 @@
-"""The uniform number of an address: counter-based randomness with no state.
+"""Counter-based random numbers without state: a uniform number for each address.
 
-Every draw of a run is keyed by (seed, step, prompt, generation, position). A number depends on its address alone, so
-batch composition, scheduling, restarts and the number of processes don't change it. Integer arithmetic only (64 bit,
+The address of a draw is (seed, step, prompt, generation, position). A number depends only on its address, so batch
+composition, scheduling, restarts and the number of processes don't change it. Integer arithmetic only (64 bit,
 wrapping), so CPU and CUDA give the same bits. Dim legend: n draws.
 Left out on purpose: normal numbers and permutations; and secrecy: the hash is for statistics, not for cryptography.
 """

@@ -1,9 +1,9 @@
 """Generalised advantages of tokens, and the returns that a critic learns.
 
-Only trained tokens are steps: what a tool or an environment has put between them (masked out) takes no time, so that V
-and A of the next trained token stand before it. Computed in float64, returned in float64: the caller whitens first.
+Only trained tokens are steps. Tokens of a tool or an environment between them (masked out) take no time: the successor
+of a trained token is the next trained token. Computed in float64, returned in float64: the caller whitens first.
 Dim legend: J trajectories, S tokens, M trained tokens of rewarded trajectories.
-Left out on purpose: a value after the last token. A completion that was cut off counts as ended.
+Left out on purpose: a value after the last token. A truncated completion counts as ended.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def generalized_advantages(
 
 
 def _from_the_end(known: Tensor, trajectory: Tensor, num: int) -> tuple[Tensor, list[int]]:
-    """The tokens that count, by how many of their trajectory follow, and in that by the length of the trajectory.
+    """The tokens that count, sorted by the number of tokens that follow in their trajectory, then by its length.
 
     So those of one distance lie together, and each one's successor has the same place among those of the distance
     before: no padding, whatever the lengths.

@@ -107,7 +107,7 @@ def reference_kl(
     use_bias_correction_kl: bool = False,
     importance_sampling_level: str = "token",
 ) -> Tensor:
-    """The divergence from the reference at each token, with a gradient to the policy alone.
+    """The divergence from the reference at each token, with a gradient only to the policy.
 
     KL_t = k(d_t), d = log π − log π_ref. With the correction: KL_t = k(d_t)·r_t, r = π/π_old with its gradient, at a
     level of IMPORTANCE_LEVELS, its log held as there. With the ratio of the token its mean under π_old is KL(π‖π_ref),
@@ -118,7 +118,7 @@ def reference_kl(
         kl_loss_mode: a name of KL_MODES, or a function of d.
         kl_clamp_value: bound of k(d), both ways; None = off.
         use_bias_correction_kl: multiply by the importance ratio.
-        importance_sampling_level: whose ratio that is, a name of IMPORTANCE_LEVELS.
+        importance_sampling_level: the level of that ratio, a name of IMPORTANCE_LEVELS.
     Returns: [s], 0 where masked out; divided by nothing.
     Raises: as kl_divergence; DataError: no ref_logprobs.
     Source: GRPO arXiv:2402.03300, equation 4. The correction: DeepSeek-V3.2 arXiv:2512.02556, with the token's ratio;
@@ -146,7 +146,7 @@ def kl_rewards(
     kl_loss_mode: str | Callable[[Tensor], Tensor] = "low_var_kl",
     kl_clamp_value: float | None = None,
 ) -> Tensor:
-    """What a token pays for being likelier than under the reference: KL in the reward, or in the advantage.
+    """The KL penalty of each token, for a KL in the reward or in the advantage.
 
     r_t = −β·k(d_t), d = log π_old − log π_ref, π_old the policy that sampled.
 
@@ -168,7 +168,7 @@ def kl_rewards(
 
 
 def sequence_mean_kl(kl: Tensor, *, mask: Tensor, sequence: Tensor, num_sequences: int) -> float:
-    """The divergence that an adaptive coefficient is controlled by: the mean over sequences of their means over tokens.
+    """The divergence that controls an adaptive coefficient: the mean over sequences of their means over tokens.
 
     Args: kl [S]. mask: Bool [S]. sequence: Long [S]. num_sequences: N.
     Returns: over the sequences with a trained token; 0.0 where there are none.
@@ -184,7 +184,7 @@ def sequence_mean_kl(kl: Tensor, *, mask: Tensor, sequence: Tensor, num_sequence
 
 
 def adapted_beta(beta: float, kl: float, *, target_kl: float, num_sequences: int, kl_horizon: float) -> float:
-    """The next coefficient of a KL that is to stay near a target.
+    """The next coefficient of a KL, to keep it near a target.
 
     β ← β·(1 + clip(KL/target − 1, ±0.2)·min(N/horizon, 1)), N the sequences that the KL was measured on.
     Args: beta: β. kl: measured. target_kl: in nats per token, positive. num_sequences: N. kl_horizon: sequences over

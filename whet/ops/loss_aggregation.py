@@ -1,8 +1,8 @@
-"""Loss aggregation as token weights: the one place where a loss is divided by anything.
+"""Loss aggregation as token weights: the only place where a loss is divided.
 
-The weights are made once per optimizer step from counts over the whole global batch; (weights * loss).sum() is then the
-aggregate, and micro-batches, ranks and accumulation only ever add. Dim legend: S tokens on the token axis. A unit is a
-trajectory, which the names of the modes call a sequence.
+The weights are computed once per optimizer step from counts over the whole global batch. The aggregate is
+(weights * loss).sum(), so micro-batches, ranks and accumulation only add. Dim legend: S tokens on the token axis.
+A unit is a trajectory, which the names of the modes call a sequence.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from whet.ops.shapes import check_shapes
 __all__ = ["LOSS_AGG_MODES", "aggregate", "token_weights", "unit_weights"]
 
 Weighting = Callable[..., Tensor]
-"""fn(mask Bool [S], trajectory Long [S], **asked) -> the weight of each token, [S] or 0-d.
+"""fn(mask Bool [S], trajectory Long [S], **options) -> the weight of each token, [S] or 0-d.
 
-It is given those of norm, num_units and prompt (Long [S], the prompt of each token) that it has as arguments.
+It receives those of norm, num_units and prompt (Long [S], the prompt of each token) that it has as arguments.
 """
 
 
@@ -77,9 +77,9 @@ LOSS_AGG_MODES: dict[str, Weighting] = {
     "sequence-mean-token-sum-norm": _sequence_mean_token_sum_norm,
     "token-mean": _token_mean,
 }
-"""Weightings by the names that Tunix uses, and the mean over prompts.
+"""Aggregations by Tunix's names, and the mean over prompts.
 
-What the peers' aggregations are here, with loss_agg_units and loss_agg_norm:
+The aggregations of other libraries, with loss_agg_units and loss_agg_norm:
 
     Tunix                              the same names; units "trained"
     TRL grpo, sapo; TorchRL            sequence-mean-token-mean, units "all": rows without a trained token count
@@ -138,9 +138,9 @@ def token_weights(
     arguments = inspect.signature(mode).parameters
     if "prompt" in arguments:
         _check_prompt(prompt, trajectory)
-    given = {"norm": norm, "num_units": num_units, "prompt": prompt}
-    asked = {name: value for name, value in given.items() if name in arguments}
-    return torch.where(mask, mode(mask, trajectory, **asked).double(), 0.0)
+    options = {"norm": norm, "num_units": num_units, "prompt": prompt}
+    options = {name: value for name, value in options.items() if name in arguments}
+    return torch.where(mask, mode(mask, trajectory, **options).double(), 0.0)
 
 
 def unit_weights(mask: Tensor, unit: Tensor, *, num_units: float | None = None) -> Tensor:
@@ -178,7 +178,7 @@ def aggregate(loss: Tensor, weights: Tensor) -> Tensor:
 
 
 def _check_prompt(prompt: Tensor | None, trajectory: Tensor) -> None:
-    """Raises DataError: there is no prompt, or not one for each token."""
+    """Raises DataError if prompt is missing, or does not have one entry for each token."""
     if prompt is None or prompt.shape != trajectory.shape:
         given = "none was given" if prompt is None else f"it has the shape {list(prompt.shape)}"
         raise DataError(

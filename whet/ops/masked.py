@@ -1,7 +1,8 @@
 """Masked and segmented sums, means and variances.
 
-What stands at masked-out places never matters, NaN and infinities included, in the value and in the gradient. An empty
-mask gives 0 with gradient 0. Half precision is summed in fp32. Dim legend: S tokens on the token axis, num segments.
+Values at masked-out places never matter, NaN and infinities included, neither in the value nor in the gradient. An
+empty mask gives 0 with gradient 0. Half precision is summed in fp32.
+Dim legend: S tokens on the token axis, num segments.
 Sums by segment are repeatable on the CPU; on CUDA index_add uses atomics and the last bit may differ between runs.
 """
 
@@ -27,7 +28,7 @@ __all__ = [
 
 
 def fp32_or_wider(dtype: torch.dtype) -> torch.dtype:
-    """What sums and differences of numbers of a floating dtype are made in: fp32, or float64 for float64.
+    """The dtype to compute sums and differences in: fp32, or float64 for float64.
 
     >>> fp32_or_wider(torch.bfloat16), fp32_or_wider(torch.float64)
     (torch.float32, torch.float64)
@@ -36,7 +37,7 @@ def fp32_or_wider(dtype: torch.dtype) -> torch.dtype:
 
 
 def to_fp32(x: Tensor) -> Tensor:
-    """The same numbers in fp32, or in float64 where they are: what sums and differences are made in.
+    """The numbers in fp32, or unchanged if they are float64, to compute sums and differences.
 
     Args: x: of any floating dtype.
 
@@ -47,7 +48,7 @@ def to_fp32(x: Tensor) -> Tensor:
 
 
 def masked_column(x: Tensor, mask: Tensor) -> Tensor:
-    """The same numbers in fp32 or wider, 0 where masked out: NaN there reaches neither a loss nor its gradient.
+    """The numbers in fp32 or wider, and 0 where masked out, so that NaN there reaches neither a loss nor its gradient.
 
     Args: x [S]. mask: Bool [S].
     Returns: [S], fp32 or wider.

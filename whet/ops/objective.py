@@ -1,9 +1,9 @@
-"""The objective of a policy, as a sum and product of small pieces that a configuration names.
+"""The objective of a policy: a sum and product of functions that a configuration chooses.
 
     l = surrogate · Π factors + β · KL − c · H         per token; weights turn it into one number elsewhere
 
-Every piece is fn(x: LossInputs) -> [s]. A factor is a correction for a sampler that differs from the trainer, or a
-mask: a constant, without gradient. A surrogate, and a loss of a user's own, may return metrics as well as its loss.
+Every term is fn(x: LossInputs) -> [s]. A factor is a correction for a sampler that differs from the trainer, or a mask:
+a constant without gradient. A surrogate, also a user's own, may return metrics too.
 Dim legend: s tokens of a micro-batch, whole sequences laid end to end.
 """
 
@@ -21,7 +21,7 @@ from whet.types import LossInputs
 
 __all__ = ["Objective"]
 
-Piece = Callable[[LossInputs], Tensor]
+Term = Callable[[LossInputs], Tensor]
 """fn(x) -> [s]."""
 Surrogate = Callable[[LossInputs], Tensor | LossOutput]
 """fn(x) -> [s], or ([s], metrics)."""
@@ -29,15 +29,15 @@ Surrogate = Callable[[LossInputs], Tensor | LossOutput]
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """What a policy minimises at each token.
+    """The loss of a policy at each token.
 
-    l = surrogate · Π factors + β · KL(π, π_ref) − c · H(π), each piece at the token.
-    Call it with LossInputs: it needs what its pieces need, ref_logprobs where β ≠ 0 (without β they give the metric
-    alone), entropy where c ≠ 0.
+    l = surrogate · Π factors + β · KL(π, π_ref) − c · H(π), each term at the token.
+    Call it with LossInputs. It needs the columns of its terms, ref_logprobs if β ≠ 0 (without β they only give the
+    metric), and entropy if c ≠ 0.
     Returns: (loss [s], metrics [s] each): the surrogate's own, pg_loss/corrected (surrogate · factors), pg_loss/kept (1
         where no factor is 0, with factors), kl where there is a reference. The loss is their sum, pg_loss/corrected +
         β kl − c entropy, under any weights.
-    Raises: DataError: a missing column, a piece whose shape is not [s], or a loss without gradient.
+    Raises: DataError: a missing column, a term of another shape than [s], or a loss without gradient.
     Source: GRPO arXiv:2402.03300; entropy bonus PPO arXiv:1707.06347. Agrees with Tunix's grpo_loss_fn, where the
         correction too is a factor of the surrogate and not of the KL.
 
@@ -51,25 +51,25 @@ class Objective:
 
     surrogate: Surrogate = clipped_surrogate
     """The policy's loss before corrections."""
-    factors: tuple[Piece, ...] = ()
+    factors: tuple[Term, ...] = ()
     """Corrections and masks, constants that multiply the surrogate."""
-    kl: Piece | None = None
+    kl: Term | None = None
     """The divergence from the reference."""
     beta: float = 0.0
-    """β, its weight; 0 = a metric alone."""
-    kl_factors: tuple[Piece, ...] = ()
+    """β, its weight; 0 = only a metric."""
+    kl_factors: tuple[Term, ...] = ()
     """Corrections that multiply the KL in the loss too; the metric is without them."""
     entropy_coef: float = 0.0
     """c, the weight of the entropy bonus; 0 = none."""
 
-    def has(self, *pieces: Callable[..., Tensor]) -> bool:
-        """Whether one of these functions is a factor, with whatever keywords bound.
+    def has(self, *functions: Callable[..., Tensor]) -> bool:
+        """Whether one of these functions is a factor, with or without bound keywords.
 
         >>> from functools import partial
         >>> Objective(factors=(partial(masked_column, mask=None),)).has(masked_column)
         True
         """
-        return any(getattr(factor, "func", factor) in pieces for factor in self.factors)
+        return any(getattr(factor, "func", factor) in functions for factor in self.factors)
 
     def __call__(self, x: LossInputs) -> LossOutput:
         """The loss and the metrics of every token."""
@@ -99,11 +99,11 @@ class Objective:
         return loss, metrics
 
 
-def _per_token(what: str, found: Tensor, x: LossInputs) -> Tensor:
-    """What a piece returned, one number per token. Raises DataError: another shape."""
+def _per_token(term: str, found: Tensor, x: LossInputs) -> Tensor:
+    """The result of a term, one number per token. Raises DataError: another shape."""
     if found.shape != x.logprobs.shape:
         raise DataError(
-            f"{what} has the shape {list(found.shape)}; it must have one number for each of the "
+            f"{term} has the shape {list(found.shape)}; it must have one number for each of the "
             f"{len(x.logprobs)} tokens, 0 where masked out"
         )
     return found

@@ -1,8 +1,9 @@
-"""The distribution that tokens are drawn from, the same for the engine's sampler and for the trainer.
+"""The distribution that tokens are sampled from. The engine's sampler and the trainer both use it.
 
 Order of work as in transformers: repetition penalty, forbidden tokens, constraint and minimum length, temperature,
 top-k, top-p, min-p. Dim legend: n rows (tokens to draw or to score), V vocabulary, W bytes of a packed mask.
-Left out on purpose: beam search, typical and eta sampling, and what a constraint allows: the caller says it.
+Left out on purpose: beam search, typical and eta sampling, and the tokens that a constraint allows: the
+caller passes them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ __all__ = ["Support", "allowed_tokens", "draw", "greedy", "support_logits"]
 
 @dataclass(frozen=True, kw_only=True)
 class Support:
-    """The distribution drawn from: what is done to logits before the softmax.
+    """The sampling distribution: the transformations of the logits before the softmax.
 
     Raises: ConfigError: a field out of its range.
     Source: the fields of transformers' GenerationConfig, with `forbidden_ids` for suppress_tokens and `min_tokens` for
@@ -50,7 +51,7 @@ class Support:
     constrained: bool = False
     """Each row has its own allowed tokens: support_logits needs `allowed`."""
     full: bool = False
-    """True = temperature alone, whatever else is set (logprob_support="full")."""
+    """True = only the temperature, whatever the other fields are (logprob_support="full")."""
 
     def __post_init__(self) -> None:
         rules = (
@@ -67,22 +68,22 @@ class Support:
 
     @property
     def penalises(self) -> bool:
-        """True when the repetition penalty is at work, so that support_logits needs `seen`."""
+        """Whether the repetition penalty is on, so that support_logits needs `seen`."""
         return not self.full and self.repetition_penalty != 1.0
 
     @property
     def forbids(self) -> bool:
-        """True when tokens are forbidden: always, before min_tokens, or by a constraint."""
+        """Whether tokens are forbidden: always, before min_tokens, or by a constraint."""
         return not self.full and bool(self.forbidden_ids or (self.min_tokens and self.stop_ids) or self.constrained)
 
     @property
     def truncates(self) -> bool:
-        """True when top-k, top-p or min-p is at work."""
+        """Whether top-k, top-p or min-p is on."""
         return not self.full and self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
     def plain(self) -> bool:
-        """True when only temperature matters."""
+        """Whether only the temperature changes the logits."""
         return not (self.penalises or self.forbids or self.truncates)
 
 
@@ -95,13 +96,13 @@ def support_logits(
     keep: Tensor | None = None,
     allowed: Tensor | None = None,
 ) -> Tensor:
-    """Logits of the distribution drawn from.
+    """The logits of the sampling distribution.
 
-    z' = penalise(z) / T inside the support, -inf outside; softmax(z') is what is drawn from.
+    z' = penalise(z) / T inside the support, -inf outside; softmax(z') is the sampling distribution.
 
     Args:
         logits: [n, V].
-        support: what to do.
+        support: the transformations.
         seen: Bool [n, V], tokens that stand before this place, in prompt or completion; needed with a repetition
             penalty only.
         position: Long [n], completion tokens before this place.
@@ -169,7 +170,7 @@ def allowed_tokens(bits: Tensor, vocabulary: int) -> Tensor:
     """A packed mask, unpacked: token i is bit i mod 8, counted from the lowest, of byte i div 8.
 
     Args: bits: uint8 [n, W]. vocabulary: V.
-    Returns: Bool [n, V]; tokens past the end of the mask are not allowed, what the mask says past V is left out.
+    Returns: Bool [n, V]; tokens past the end of the mask are not allowed; bits past V are ignored.
 
     >>> allowed_tokens(torch.tensor([[5]], dtype=torch.uint8), 4)
     tensor([[ True, False,  True, False]])

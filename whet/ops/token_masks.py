@@ -1,9 +1,9 @@
-"""Masks: factors of the policy loss that are 0 or 1, so that some tokens or sequences are not learned from.
+"""Masks: factors of the policy loss that are 0 or 1, so that some tokens or sequences are not trained on.
 
-A mask takes the policy's loss alone, without gradient: the KL and the entropy bonus stay, and so do the weights of the
-other tokens (a token that is masked here still counts in the denominator of its aggregation).
-Where the ratio is of a whole sequence (levels sequence and sequence-sum, gmpo), each token's loss has the gradient of
-all: a mask of single tokens only scales its sequence there, and keeps none out. The level sequence-token does.
+A mask multiplies only the policy's loss and has no gradient. The KL, the entropy bonus and the weights of the other
+tokens do not change: a token that is masked here still counts in the denominator of the aggregation.
+If the ratio is of a whole sequence (levels sequence and sequence-sum, gmpo), each token's loss has the gradient of all
+tokens. A mask of single tokens then only scales the gradient of its sequence; with sequence-token it masks the token.
 Dim legend: s tokens of a micro-batch, S of a batch.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from whet.errors import ConfigError
 from whet.ops.corrections import sampler_rejection
 from whet.ops.masked import masked_column, segment_mean, to_fp32
-from whet.ops.policy_losses.ratios import rollout_logprobs
+from whet.ops.policy_losses.ratios import get_old_logprobs
 from whet.ops.shapes import check_shapes
 from whet.types import LossInputs
 
@@ -33,7 +33,7 @@ __all__ = [
 
 
 def off_policy_mask(x: LossInputs, *, off_policy_mask_threshold: float = 0.5) -> Tensor:
-    """1 for sequences that are worth learning from, 0 for bad ones that the policy has moved away from.
+    """1 for sequences to train on, 0 for those with a negative advantage that the policy has moved away from.
 
     m = 1 where A ≥ 0 or mean_t (log π_sampler − log π) ≤ δ, the mean over the trained tokens of the sequence.
     Args: x: needs advantages and sampler_logprobs; one that is NaN counts as no difference.
@@ -82,7 +82,7 @@ def sampler_kl_mask(x: LossInputs, *, kl_mask_threshold: float | None = None) ->
 def total_variation_mask(
     x: LossInputs, *, dppo_threshold: float = 0.2, dppo_threshold_high: float | None = None
 ) -> Tensor:
-    """0 for tokens whose probability has moved too far in the direction that the advantage pushes, else 1.
+    """0 for tokens with a probability that has moved too far in the direction of the advantage, else 1.
 
     With p = π(a), q = π_old(a): m = 0 where A > 0 and p − q > δ_high, or A ≤ 0 and q − p > δ; |p − q| is the total
     variation of the policies as they tell a from all other tokens.
@@ -106,7 +106,7 @@ def total_variation_mask(
 
 
 def binary_kl_mask(x: LossInputs, *, dppo_threshold: float = 0.2, dppo_threshold_high: float | None = None) -> Tensor:
-    """0 for tokens that the policy has moved too far in the direction that the advantage pushes, by a KL, else 1.
+    """0 for tokens that the policy has moved too far in the direction of the advantage, by a KL, else 1.
 
     With p = π(a), q = π_old(a): D = q log(q/p) + (1 − q) log((1 − q)/(1 − p)), the KL(π_old‖π) of the policies as they
     tell a from all other tokens. m = 0 where A > 0, p > q and D > δ_high, or A ≤ 0, p < q and D > δ.
@@ -130,7 +130,7 @@ def binary_kl_mask(x: LossInputs, *, dppo_threshold: float = 0.2, dppo_threshold
 
 
 def entropy_rank(entropy: Tensor, mask: Tensor) -> Tensor:
-    """Where each token's entropy stands among those of a whole optimizer step: 0 the lowest, 1 the highest.
+    """The rank of each token's entropy within a whole optimizer step: 0 = the lowest, 1 = the highest.
 
     ρ_t = (#{u : H_u ≤ H_t} − 1) / (n − 1), over the n masked-in tokens.
     Args: entropy [S], in nats. mask: Bool [S].
@@ -151,7 +151,7 @@ def entropy_rank(entropy: Tensor, mask: Tensor) -> Tensor:
 
 
 def high_entropy_mask(x: LossInputs, *, top_entropy_quantile: float = 1.0) -> Tensor:
-    """1 for the share of the trained tokens whose entropy is highest, 0 for the others.
+    """1 for the share of the trained tokens with the highest entropy, 0 for the others.
 
     m = 1 where ρ_t ≥ 1 − τ, ρ the entropy_rank: where H is at least the (1 − τ) quantile of all entropies.
     Args: x: needs the column entropy_rank, which a learner makes of all tokens of an optimizer step by a pass of the
@@ -191,7 +191,7 @@ def _log_ratio(x: LossInputs, other: Tensor) -> Tensor:
 
 def _old_and_new(x: LossInputs) -> tuple[Tensor, Tensor]:
     """Log π_old(a) and log π(a), without gradient; the same where π_old is not known."""
-    return rollout_logprobs(x), masked_column(x.logprobs.detach(), x.mask)
+    return get_old_logprobs(x), masked_column(x.logprobs.detach(), x.mask)
 
 
 def _pushed_too_far(x: LossInputs, divergence: Tensor, change: Tensor, low: float, high: float | None) -> Tensor:

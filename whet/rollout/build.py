@@ -91,7 +91,9 @@ def make_engine(
     from whet.rollout import resolve_engine
 
     if spec == "embedded" and not loaded.packable:
-        log.warning("rollout_engine 'embedded' can't run this model (%s); using 'hf'", "; ".join(loaded.reasons))
+        log.warning(
+            "rollout_engine 'embedded' can't run this model (%s); using 'hf'", "; ".join(loaded.unpackable_reasons)
+        )
         spec = "hf"
     if names := sorted({*generation_kwargs, *(name for s in samplings for name, _ in s.generation_kwargs)}):
         checked_options(dict.fromkeys(names))

@@ -22,9 +22,9 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from whet.errors import ConfigError, EngineError
 from whet.models.adapters import base_parameters
-from whet.models.modes import evaluating, native_attention
-from whet.models.quantized import dequantized
-from whet.models.self_check import limit_for
+from whet.models.modes import eval_mode, transformers_attention
+from whet.models.quantized import dequantize
+from whet.models.self_check import tolerance_for
 from whet.ops.counter_rng import address_key
 from whet.ops.logprobs import selective_log_softmax
 from whet.rollout.base import Request, Sampling, support_of
@@ -166,7 +166,7 @@ class WeightNames:
         self.expected = frozenset(parameters)
         self.tied = {n: first[id(p)] for n, p in parameters.items() if first[id(p)] != n}
         """Further names of shared tensors -> their first names: a tied head -> the embedding."""
-        shapes = {n: torch.empty_like(dequantized(parameters[n]), device="meta") for n in first.values()}
+        shapes = {n: torch.empty_like(dequantize(parameters[n]), device="meta") for n in first.values()}
         stored = revert_weight_conversion(module, shapes)  # pyright: ignore
         is_same = shapes.keys() == stored.keys() and all(stored[n].shape == x.shape for n, x in shapes.items())
         self._fused = None if is_same else module
@@ -228,11 +228,11 @@ def check_agreement(module: nn.Module, tokens: Sequence[int], found: Sequence[fl
     """
     device = next(module.parameters()).device
     ids = torch.tensor([list(tokens)], device=device)
-    with native_attention(module), evaluating(module):
+    with transformers_attention(module), eval_mode(module):
         logits = module(input_ids=ids, use_cache=False).logits[0, :-1].float()
     logprobs = selective_log_softmax(logits, ids[0, 1:]).cpu()
     difference = float((logprobs - torch.tensor(list(found))).abs().mean())
-    if not difference <= (limit := limit_for(next(module.parameters()).dtype, TOLERANCE)):
+    if not difference <= (limit := tolerance_for(next(module.parameters()).dtype, TOLERANCE)):
         raise EngineError(
             f"{engine} does not compute this model as transformers does: logprobs of a prompt of {len(tokens)} differ "
             f"by {difference:.1e} in the mean (rounding: below {limit}); use rollout_engine 'embedded' or 'hf'"

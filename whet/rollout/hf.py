@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from whet.config import RolloutConfig
 from whet.errors import ConfigError, EngineError
 from whet.models.loaded_model import LoadedModel
-from whet.models.modes import evaluating, max_positions, native_attention
+from whet.models.modes import eval_mode, max_positions, transformers_attention
 from whet.ops.counter_rng import address_key, uniform
 from whet.rollout.base import EngineCaps, Output, Request
 from whet.rollout.constrained_decoding import Grammars
@@ -119,7 +119,7 @@ class HFEngine(QueueEngine):
         batch = alike[: max(1, self._batch_size // beams)]
         taken = {r.id for r in batch}
         self.queue = deque(r for r in self.queue if r.id not in taken)
-        with torch.no_grad(), native_attention(self._module), evaluating(self._module):
+        with torch.no_grad(), transformers_attention(self._module), eval_mode(self._module):
             if beams > 1:
                 return self.finish(batch, beam_search(self._module, batch, decode=self._decode, version=self.version))
             return self.finish(batch, self._generate(batch, make_plan(first.sampling)))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from whet.errors import EngineError
 from whet.models.loaded_model import LoadedModel
-from whet.models.modes import evaluating, max_positions, native_attention
+from whet.models.modes import eval_mode, max_positions, transformers_attention
 from whet.ops.counter_rng import address_key, uniform
 from whet.rollout.base import EngineCaps, EngineStats, Output, PartialOutput, Request, Sampling
 from whet.rollout.in_flight import InFlightRequest
@@ -174,7 +174,7 @@ class SimpleEngine(QueueEngine):
         if not self.queue:
             return []
         request = self.queue.popleft()
-        with torch.no_grad(), native_attention(self.module), evaluating(self.module):
+        with torch.no_grad(), transformers_attention(self.module), eval_mode(self.module):
             completed = self.complete(request)
         return self.finish([request], [self._output(request, completed)])
 

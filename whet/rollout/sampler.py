@@ -27,10 +27,10 @@ from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
 from whet.errors import ConfigError, DataError, EngineError, lookup_error
 from whet.models.config_sizes import read_width
-from whet.models.load import load_model, usable_device
+from whet.models.load import check_device, load_model
 from whet.models.loaded_model import LoadedModel
 from whet.models.modes import max_positions
-from whet.models.precision import fitting_dtype
+from whet.models.precision import auto_dtype
 from whet.observe.environment import trained_dtype
 from whet.rollout.base import PartialOutput, Request, RolloutEngine, Sampling
 from whet.rollout.build import make_engine, sampling_of
@@ -447,10 +447,10 @@ def _load(
     """A loaded model, without gradients; a module is taken as it is."""
     if folder is None:
         return load_model(module, device=next(module.parameters()).device)
-    there = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    there = check_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if dtype == "auto":
         width = read_width(folder, trust_remote_code) or 0
-        dtype = trained_dtype(model_folder(folder)) or str(fitting_dtype(there, width)).removeprefix("torch.")
+        dtype = trained_dtype(model_folder(folder)) or str(auto_dtype(there, width)).removeprefix("torch.")
     return load_model(folder, dtype=dtype, device=there, role="reference", trust_remote_code=trust_remote_code)
 
 

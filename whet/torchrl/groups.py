@@ -15,7 +15,7 @@ from tensordict import TensorDict, is_tensor_collection, lazy_stack
 from torch import Tensor
 
 from whet.errors import ConfigError, DataError, lookup_error
-from whet.ops import Grouped
+from whet.ops import GroupedRewards
 from whet.torchrl.selection import MCAdvantageSelector, inside
 
 __all__ = ["COUNTERS", "GroupGatherer", "Trajectory", "mc_advantage"]
@@ -272,7 +272,7 @@ def mc_advantage(trajectories: Iterable[Trajectory], grpo_size: int, **options: 
 
 def _relative(rewards: Tensor) -> Tensor:
     """(r − mean) / max(σ, 1e-6) of one group: [n], fp32, exactly 0 where all are equal."""
-    g = Grouped.by(rewards, torch.zeros(len(rewards), dtype=torch.long, device=rewards.device))
+    g = GroupedRewards.by(rewards, torch.zeros(len(rewards), dtype=torch.long, device=rewards.device))
     return g.advantages((g.rewards - g.mean) / g.std(1).clamp(min=MIN_STD))
 
 

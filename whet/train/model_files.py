@@ -25,8 +25,8 @@ from safetensors.torch import load_file
 from whet.errors import CheckpointError, ConfigError
 from whet.models.load import DTYPES, save_model
 from whet.models.loaded_model import LoadedModel
-from whet.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, save_adapter, take_adapter
-from whet.models.prompt_tuning import ENCODER, prompted
+from whet.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, load_adapter_weights, save_adapter
+from whet.models.prompt_tuning import ENCODER, is_prompt_tuned
 from whet.storage.checkpoint import (
     CHECKPOINT_FORMAT,
     check_format,
@@ -58,7 +58,7 @@ class ModelFiles:
         """The model's files in its folder of a checkpoint."""
         weights = (ADAPTER_WEIGHTS, ADAPTER_CONFIG) if self.adapted else ("model.safetensors", "config.json")
         rest = _RESUMED[1:] if self.optim is None else _RESUMED
-        rest = (*rest, ENCODER) if prompted(self.loaded.module) else rest
+        rest = (*rest, ENCODER) if is_prompt_tuned(self.loaded.module) else rest
         return [*(folder / name for name in weights), *(_state_folder(folder) / name for name in rest)]
 
     def write(self, folder: Path, version: int) -> None:
@@ -96,7 +96,7 @@ class ModelFiles:
         check_format(path, state.get("format"), weights=folder)
         masters = None if self.optim is None else self.optim.masters_by_name()
         if self.adapted:
-            learned = prompted(self.loaded.module)
+            learned = is_prompt_tuned(self.loaded.module)
             self._read_adapter(_state_folder(folder) / ENCODER if learned else folder / ADAPTER_WEIGHTS)
         else:
             load_weights(self.loaded.module, folder / "model.safetensors", masters)
@@ -108,7 +108,7 @@ class ModelFiles:
         masters = None if self.optim is None else self.optim.masters_by_name()
         try:
             found = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(path).items()}
-            take_adapter(self.loaded.module, found, str(path), masters)
+            load_adapter_weights(self.loaded.module, found, str(path), masters)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path} can't be read ({error}); resume from an earlier step-* folder") from error
         except ConfigError as error:

@@ -147,7 +147,7 @@ class RoleWorkers:
             return given, self.load(Role.REFERENCE, given)
         if policy.adapter is not None:
             log.info("reference: the actor as it is now, on the same base: no second copy")
-            return policy.module, policy.start_view()
+            return policy.module, policy.snapshot_view()
         if isinstance(actor, nn.Module):
             given = copy.deepcopy(actor)
         elif isinstance(actor, RoleConfig):

@@ -23,9 +23,9 @@ from whet.metrics import Last, Mean, Sum, merge
 from whet.models.adapters import base_weights
 from whet.models.backends import training_backends
 from whet.models.fast_layers import FastLayers
-from whet.models.forward import Toward, head_states, token_stats
+from whet.models.forward import TeacherTarget, head_states, token_stats
 from whet.models.loaded_model import LoadedModel
-from whet.models.quantized import cast, quantized_parts
+from whet.models.quantized import cast_parameters, quantized_layer_names
 from whet.ops import Support, aggregate
 from whet.packing.bin_packing import model_cost
 from whet.packing.micro_batch import MicroBatch
@@ -104,7 +104,7 @@ class ModelWorker:
         """The cost model that balances the micro-batches of a batch."""
         if optim is None and not loaded.is_view:  # a view's module is trained by its owner
             loaded.module.requires_grad_(False)
-        elif optim is not None and loaded.adapter is None and (bits := quantized_parts(loaded.module)):
+        elif optim is not None and loaded.adapter is None and (bits := quantized_layer_names(loaded.module)):
             raise ConfigError(
                 f"{loaded.name} can't be trained as it is: {bits[0]} and {len(bits) - 1} other layers are held in "
                 "4 bits; set lora to train an adapter on it, or leave out quantization"
@@ -113,7 +113,7 @@ class ModelWorker:
         self.placement.prepare(loaded.module, dtype)
         self.optim = None if optim is None else Optim(loaded.module, optim, dtype=dtype, norm=self._norm)
         if dtype is not None and not loaded.is_view:
-            cast(loaded.module, dtype)
+            cast_parameters(loaded.module, dtype)
         self._passes = 0
         """Training passes since the last optimizer step, a part of the seed of dropout."""
         self.fast_layers: FastLayers | None = FastLayers(loaded.module) if self.placement.fast_layers else None
@@ -231,18 +231,18 @@ class ModelWorker:
         entropy: bool,
         constants: Collection[str] = (),
         want: Collection[str] | None = None,
-        toward: Toward | None = None,
+        teacher: TeacherTarget | None = None,
     ) -> TokenStats:
         """Runs one forward pass. Returns: the model's statistics of its targets."""
         allowed = self._allowed(micro, support)
-        options = {"constants": constants, "allowed": allowed, "want": want, "toward": toward}
+        options = {"constants": constants, "allowed": allowed, "want": want, "teacher": teacher}
         with self.layers():
             return self.placement.forward(
                 lambda: token_stats(self.loaded, micro, support=support, entropy=entropy, **options)  # pyright: ignore
             )
 
     @torch.no_grad()
-    def _toward(self, micro: MicroBatch, divergence: Divergence | None) -> Toward | None:
+    def _teacher_target(self, micro: MicroBatch, divergence: Divergence | None) -> TeacherTarget | None:
         """The teacher's states of one forward pass; None = there is no teacher."""
         if divergence is None:
             return None
@@ -257,7 +257,7 @@ class ModelWorker:
 
     def layers(self) -> AbstractContextManager[None]:
         """A context for forward and backward passes, in which whet's own forwards of layers are active."""
-        return nullcontext() if self.fast_layers is None else self.fast_layers.on()
+        return nullcontext() if self.fast_layers is None else self.fast_layers.enabled()
 
     def micro_batches(self, batch: TokenBatch, max_sequences: int | None, at_end: bool = False) -> list[MicroBatch]:
         """Packs a batch into forward passes of similar cost within the token budget; deterministic.
@@ -350,8 +350,8 @@ class ModelWorker:
         for i, (micro, counts) in enumerate(shared):
             self.placement.set_gradient_sync(i == len(shared) - 1)
             with self._dropout(backward):
-                toward = self._toward(micro, divergence)
-                stats = self._stats(micro, self.support, entropy=entropy, constants=constants, toward=toward)
+                teacher = self._teacher_target(micro, divergence)
+                stats = self._stats(micro, self.support, entropy=entropy, constants=constants, teacher=teacher)
                 x = make_loss_inputs(token_columns, sequence_columns, micro, stats)
                 found, values = loss(x)
                 weights = x.need("weights") if unit_weights is None else unit_weights.index_select(0, micro.units)
@@ -380,7 +380,7 @@ class ModelWorker:
         if not training or adapter is None or not adapter.dropout:
             return nullcontext()
         self._passes += 1
-        return adapter.dropping(self.seed, self.updates, self._passes)
+        return adapter.dropout_on(self.seed, self.updates, self._passes)
 
     @property
     def updates(self) -> int:

@@ -13,7 +13,7 @@ import torch
 from transformers import TrainerCallback
 
 from whet.errors import ConfigError
-from whet.models.modes import evaluating, native_attention
+from whet.models.modes import eval_mode, transformers_attention
 from whet.trl.data_utils import maybe_apply_chat_template
 
 __all__ = ["LogCompletionsCallback", "RichProgressCallback", "SyncRefModelCallback", "WinRateCallback"]
@@ -72,7 +72,7 @@ class _PromptCallback(TrainerCallback):
         texts, found, side = self.formatted_prompts(tokenizer), [], tokenizer.padding_side
         tokenizer.padding_side = "left"
         try:
-            with evaluating(model):
+            with eval_mode(model):
                 for i in range(0, len(texts), batch_size):
                     batch = tokenizer(texts[i : i + batch_size], return_tensors="pt", padding=True)
                     ids, mask = batch["input_ids"].to(model.device), batch["attention_mask"].to(model.device)
@@ -138,7 +138,7 @@ class WinRateCallback(_PromptCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Generates what the reference says, and logs what the judge says of it against itself."""
         reference, size = self.trainer.ref_model, args.per_device_eval_batch_size
-        with nullcontext() if reference is None else native_attention(reference):
+        with nullcontext() if reference is None else transformers_attention(reference):
             model = kwargs["model"] if reference is None else reference
             self.ref_completions = self.completions(model, kwargs["processing_class"], size)
         self._judge(args, kwargs["processing_class"], self.ref_completions)

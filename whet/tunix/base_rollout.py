@@ -24,10 +24,11 @@ from torch import Tensor, nn
 
 from whet.data.tokenizer import pad_token_id
 from whet.errors import EngineError
-from whet.models.modes import evaluating, native_attention
+from whet.models.modes import eval_mode, transformers_attention
 from whet.ops.counter_rng import address_key
 from whet.rollout.base import EngineCaps, Output, Request, Sampling
 from whet.rollout.queue_engine import QueueEngine
+from whet.rollout.stopping import find_end
 
 __all__ = ["BaseRollout", "BaseRolloutAdapter", "TokenizerAdapter", "is_rollout_class", "prompt_text"]
 
@@ -67,11 +68,11 @@ class BaseRolloutAdapter(QueueEngine):
     Args:
         rollout: an object, or a class or functools.partial, called without arguments.
         decode: prompt ids -> text, special tokens kept (`prompt_text`).
-        module: the policy, which generate may call: it is as it was loaded meanwhile, without whet's attention,
-            gradients and dropout.
-        rollout_config: given to generate with the Sampling's values set (a dataclass with Tunix's field names); None =
-            a plain object with these names. Its return_logprobs says whether logprobs come back: where they do not,
-            they are 0 and caps.logprobs is False.
+        module: the policy, which generate may call. During the call it runs as it was loaded: without whet's
+            attention, gradients and dropout.
+        rollout_config: a dataclass with Tunix's field names, which generate receives with the Sampling's values; None
+            = a plain object with these names. With return_logprobs=False all logprobs are 0 and caps.logprobs is
+            False.
 
     Example: `BaseRolloutAdapter(MyRollout, decode=tokenizer.decode)`.
     """
@@ -100,11 +101,11 @@ class BaseRolloutAdapter(QueueEngine):
 
         Args: module: the policy. tokenizer: its tokenizer. mesh: of Role.ROLLOUT, or None.
         """
-        own = rollout(
+        instance = rollout(
             rollout_actor=module, tokenizer=TokenizerAdapter(tokenizer), mesh=mesh, rollout_config=rollout_config
         )
         decode = functools.partial(prompt_text, tokenizer)
-        return cls(own, decode=decode, module=module, rollout_config=rollout_config)
+        return cls(instance, decode=decode, module=module, rollout_config=rollout_config)
 
     def check(self, request: Request) -> None:
         """Raises EngineError for an offset, or a sampling field without a Tunix name."""
@@ -123,9 +124,9 @@ class BaseRolloutAdapter(QueueEngine):
                 )
 
     def step(self, timeout_s: float | None = None) -> list[Output]:
-        """Generates for all requests that share the first one's Sampling; [] = nothing in flight.
+        """Generates for all requests that share the first one's Sampling; [] = no request is in flight.
 
-        Raises: EngineError: another number of completions than of prompts came back, an empty one, or no logprobs.
+        Raises: EngineError: generate returned too few or too many completions, an empty one, or no logprobs.
         """
         self.check_awake()
         if not self.queue:
@@ -135,10 +136,10 @@ class BaseRolloutAdapter(QueueEngine):
         self.queue = deque(r for r in self.queue if r.sampling != sampling)
         texts = [self._decode(r.tokens.tolist()) for r in batch]
         config = tunix_config(sampling, self._config, seed=address_key(*batch[0].address) % 2**31)
-        with ExitStack() as lent:
+        with ExitStack() as stack:
             if self._module is not None:
-                for way in (torch.no_grad(), native_attention(self._module), evaluating(self._module)):
-                    lent.enter_context(way)
+                for context in (torch.no_grad(), transformers_attention(self._module), eval_mode(self._module)):
+                    stack.enter_context(context)
             out = self.rollout.generate(texts, rollout_config=config)
         if len(out.tokens) != len(batch):
             raise EngineError(f"generate returned {len(out.tokens)} completions for {len(batch)} prompts")
@@ -147,10 +148,10 @@ class BaseRolloutAdapter(QueueEngine):
         return self.finish(batch, [self._output(r, i, out) for i, r in enumerate(batch)])
 
     def _output(self, request: Request, i: int, out: Any) -> Output:
-        """One completion, cut at its first stop token."""
-        tokens = np.asarray(out.tokens[i]).astype(np.int32)[: request.sampling.max_tokens]
-        stops = np.flatnonzero(np.isin(tokens, request.sampling.stop_ids))
-        tokens = tokens[: stops[0] + 1] if len(stops) else tokens
+        """One completion, cut at its first stop token or at max_tokens."""
+        tokens = np.asarray(out.tokens[i]).astype(np.int32)
+        end, finish_reason = find_end(request.sampling, tokens, new=len(tokens)) or (len(tokens), "length")
+        tokens = tokens[:end]
         if len(tokens) == 0:
             raise EngineError(f"generate returned no tokens for request {request.id}; the stop token belongs to them")
         logprobs = np.zeros(len(tokens), np.float32)
@@ -163,11 +164,11 @@ class BaseRolloutAdapter(QueueEngine):
             tokens=tokens,
             logprobs=logprobs,
             versions=np.full(len(tokens), self.version, np.int32),
-            finish_reason="stop" if len(stops) else "length",
+            finish_reason=finish_reason,
         )
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Weights go to update_params."""
+        """Passes the weights to update_params."""
         self.rollout.update_params(weights)
 
 
@@ -207,27 +208,27 @@ class TokenizerAdapter:
         return self.tokenizer(*args, **kwargs)
 
     def __len__(self) -> int:
-        """Its ids."""
+        """The number of ids."""
         return len(self.tokenizer)
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is the tokenizer's."""
+        """Any other attribute is the tokenizer's."""
         return getattr(self.tokenizer, name)
 
 
 def prompt_text(tokenizer: Any, ids: Sequence[int]) -> str:
-    """The text that a tokenizer turns into a prompt's ids: with its special tokens, as a chat needs them.
+    """The text of a prompt's ids, with their special tokens.
 
-    Left out is only what the tokenizer itself puts before every text (bos), which would come twice.
+    The tokens that the tokenizer itself puts before every text (bos) are left out, since they would come twice.
     Args: tokenizer: of transformers. ids: of the prompt.
 
     >>> from whet.data.tokenizer import byte_tokenizer
     >>> prompt_text(byte_tokenizer(), [258, 104, 105])
     '<|im_start|>hi'
     """
-    own = [int(i) for i in tokenizer("").input_ids]
-    other = (n for n, (a, b) in enumerate(zip(own, ids)) if a != b)
-    first = next(other, min(len(own), len(ids)))
+    added = [int(i) for i in tokenizer("").input_ids]
+    differing = (n for n, (a, b) in enumerate(zip(added, ids)) if a != b)
+    first = next(differing, min(len(added), len(ids)))
     return str(tokenizer.decode(list(ids[first:]), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from whet.errors import ConfigError, DataError, lookup_error
-from whet.models.modes import native_attention
+from whet.models.modes import transformers_attention
 from whet.ops import LOSS_AGG_MODES, aggregate, kl_divergence, token_weights
 from whet.ops import entropy as entropy_of_logits
 from whet.tunix.padded import TrainExample, completion_mask
@@ -44,7 +44,7 @@ _KL = ("kl", "mse_kl", "low_var_kl")
 
 
 def make_completion_mask(completion_ids: Any, eos_tok: int = 0) -> Tensor:
-    """1 up to and including the first end id, everywhere where there is none: Int [B, C].
+    """1 up to and including the first end id; a row without an end id has 1 everywhere: Int [B, C].
 
     >>> make_completion_mask([[1, 2, 0, 0], [1, 2, 3, 4]]).tolist()
     [[1, 1, 1, 0], [1, 1, 1, 1]]
@@ -58,7 +58,7 @@ def np_make_completion_mask(completion_ids: Any, eos_tok: int = 0) -> np.ndarray
 
 
 def build_positions_from_mask(input_mask: Any) -> Tensor:
-    """The position of each token among those that are True: Int [B, T]; before the first it is 0.
+    """The position of each token among the True tokens of its row, 0 before the first of them: Int [B, T].
 
     >>> build_positions_from_mask([[0, 1, 1, 1]]).tolist()
     [[0, 0, 1, 2]]
@@ -68,7 +68,7 @@ def build_positions_from_mask(input_mask: Any) -> Tensor:
 
 
 def make_causal_attn_mask(input_mask: Any) -> Tensor:
-    """Which place sees which: Bool [B, T, T], True where the second is not padding and does not come later.
+    """The causal attention mask: Bool [B, T, T], True where a query may attend to a key that is not padding.
 
     Raises: DataError: the mask is not [B, T].
 
@@ -83,7 +83,7 @@ def make_causal_attn_mask(input_mask: Any) -> Tensor:
 
 
 def pad_to_length(x: Any, target_length: int, pad_value: Any = 0, left: bool = False, axis: int = 0) -> Tensor:
-    """An array padded along an axis; a longer one as it is.
+    """An array padded along an axis to a length; a longer array is returned unchanged.
 
     >>> pad_to_length([1, 2], 4, left=True).tolist()
     [0, 0, 1, 2]
@@ -101,13 +101,13 @@ def pad_to_length(x: Any, target_length: int, pad_value: Any = 0, left: bool = F
 def process_ids(
     prompt_tokens: Any, completion_tokens: Any, pad_id: int, eos_id: int, segment_ids: Any = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What a model is given of padded arrays.
+    """The inputs of a model for padded arrays.
 
-    Args: eos_id: not read, as in Tunix: padding is what has the pad id. segment_ids: refused unless None.
-    Returns: ids [B, T], positions [B, T], which place sees which [B, T, T], and where no padding is, Int [B, T].
+    Args: eos_id: no effect, as in Tunix: every token with the pad id is padding. segment_ids: refused unless None.
+    Returns: ids [B, T], positions [B, T], the causal attention mask [B, T, T] and the padding mask, Int [B, T].
     Raises: DataError: arrays that don't fit. ConfigError: rows packed by hand.
     """
-    _unpacked(segment_ids)
+    _check_not_packed(segment_ids)
     prompts, completions = (
         torch.as_tensor(np.asarray(x) if isinstance(x, list) else x).long() for x in (prompt_tokens, completion_tokens)
     )
@@ -121,7 +121,7 @@ def process_ids(
     return ids, build_positions_from_mask(mask), make_causal_attn_mask(mask), mask.int()
 
 
-def _unpacked(segment_ids: Any) -> None:
+def _check_not_packed(segment_ids: Any) -> None:
     """Raises ConfigError for rows that were packed by hand."""
     if segment_ids is not None:
         raise ConfigError("segment_ids: whet packs sequences by itself; give a row for each, padded")
@@ -141,12 +141,12 @@ def get_per_token_logps(
 ) -> Tensor:
     """The log-probabilities of the last `logits_to_keep` tokens of each row: [B, logits_to_keep].
 
-    Args: attn_mask: [B, T], or which place sees which, [B, T, T].
+    Args: attn_mask: the padding mask [B, T] or the attention mask [B, T, T].
     """
     ids = torch.as_tensor(input_tokens).long()
     seen = torch.as_tensor(attn_mask).bool()
-    seen = seen.any(1) if seen.dim() == 3 else seen  # a place that no one sees is padding
-    logits = _called(model, ids, torch.as_tensor(positions), seen).logits[:, -logits_to_keep - 1 : -1]
+    seen = seen.any(1) if seen.dim() == 3 else seen  # no query attends to padding
+    logits = _forward(model, ids, torch.as_tensor(positions), seen).logits[:, -logits_to_keep - 1 : -1]
     return selective_log_softmax(logits, ids[:, -logits_to_keep:])
 
 
@@ -165,18 +165,18 @@ def compute_per_token_logps(
     """The log-probabilities of completion tokens under a causal model of transformers.
 
     Args:
-        model: where Tunix has graphdef and state.
-        stop_gradient: without gradient.
-        return_entropy: the pair with the entropies.
+        model: in place of Tunix's graphdef and state.
+        stop_gradient: compute without gradient.
+        return_entropy: return the entropies too.
         segment_ids: refused unless None.
-        temperature: of the distribution; 0 and 1 leave the logits as they are.
+        temperature: the logits are divided by it; 0 and 1 leave them unchanged.
         chunk_size: no effect.
-    Returns: [B, C], at padding too, where they have no meaning.
+    Returns: [B, C], or the pair with the entropies. The values at padding have no meaning.
     """
     ids, positions, _, seen = process_ids(prompt_tokens, completion_tokens, pad_id, eos_id, segment_ids)
     width = len(completion_tokens[0])
     with torch.set_grad_enabled(torch.is_grad_enabled() and not stop_gradient):
-        logits = _called(model, ids, positions, seen).logits[:, -width - 1 : -1].float()
+        logits = _forward(model, ids, positions, seen).logits[:, -width - 1 : -1].float()
         logits = logits if temperature in (0.0, 1.0) else logits / temperature
         logps = selective_log_softmax(logits, ids[:, -width:].to(logits.device))
         return (logps, entropy_of_logits(logits)) if return_entropy else logps
@@ -191,27 +191,27 @@ def compute_score(
     stop_gradient: bool = True,
     segment_ids: Any = None,
 ) -> Tensor:
-    """A score for each token: [B, T], of a token classifier, or of a sequence classifier of one label.
+    """The score of each token by a token classifier, or by a sequence classifier with one label: [B, T].
 
-    Raises: ConfigError: the model gives no single number for each token.
+    Raises: ConfigError: the model does not return one number for each token.
     """
     ids, positions, _, seen = process_ids(prompt_tokens, completion_tokens, pad_id, eos_id, segment_ids)
     with torch.set_grad_enabled(torch.is_grad_enabled() and not stop_gradient):
-        if hasattr(model, "score") and hasattr(model, "model"):  # its own call keeps the last token's score alone
-            scores = model.score(_called(model.model, ids, positions, seen).last_hidden_state)  # pyright: ignore
+        if hasattr(model, "score") and hasattr(model, "model"):  # its forward returns the last token's score only
+            scores = model.score(_forward(model.model, ids, positions, seen).last_hidden_state)  # pyright: ignore
         else:
-            scores = _called(model, ids, positions, seen)[0]
+            scores = _forward(model, ids, positions, seen)[0]
     if scores.shape != (*ids.shape, 1):
         raise ConfigError(
-            f"{type(model).__name__} gives {list(scores.shape)} for tokens {list(ids.shape)}; a score is one number a "
-            "token: give a token classifier or a sequence classifier with num_labels=1"
+            f"{type(model).__name__} returns {list(scores.shape)} for tokens {list(ids.shape)}; a score is one number "
+            "per token: give a token classifier or a sequence classifier with num_labels=1"
         )
     return scores.squeeze(-1)
 
 
-def _called(model: nn.Module, ids: Tensor, positions: Tensor, seen: Tensor) -> Any:
+def _forward(model: nn.Module, ids: Tensor, positions: Tensor, seen: Tensor) -> Any:
     device = next(model.parameters()).device
-    with native_attention(model):
+    with transformers_attention(model):
         return model(
             input_ids=ids.to(device),
             attention_mask=seen.long().to(device),
@@ -228,8 +228,8 @@ def compute_kl_divergence(
 ) -> Tensor:
     """The KL estimate of each token, fp32.
 
-    Args: method: "kl", "mse_kl" or "low_var_kl". clamp_value: the result is held in ± it.
-    Raises: ConfigError: another method.
+    Args: method: "kl", "mse_kl" or "low_var_kl". clamp_value: bound of the absolute value; None = no bound.
+    Raises: ConfigError: an unknown method.
 
     >>> compute_kl_divergence([-1.0], [-1.5], "kl").tolist()
     [0.5]
@@ -250,17 +250,17 @@ def aggregate_loss(
     *,
     norm: float | None = None,
 ) -> Tensor:
-    """The loss of padded rows as one number. Tunix gives its sum and its denominator; here it is divided.
+    """The loss of padded rows as one number. Tunix returns its sum and its denominator; this is the quotient.
 
-    Args: per_token_loss, completion_mask: [B, C]. norm: of the modes that have one; None = the width of the rows for
-        sequence-mean-token-scale, the rows with a token for sequence-mean-token-sum-norm.
+    Args: per_token_loss, completion_mask: [B, C]. norm: the denominator of the modes that have one; None = the width of
+        the rows for sequence-mean-token-scale, the number of rows with a token for sequence-mean-token-sum-norm.
     Raises: ConfigError: an unknown mode; rows packed by hand; a norm that is not positive.
 
     >>> loss, mask = [[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]], [[1, 1, 0], [1, 1, 1]]
     >>> round(float(aggregate_loss(loss, mask, "sequence-mean-token-mean")), 4)
     0.325
     """
-    _unpacked(segment_ids)
+    _check_not_packed(segment_ids)
     if loss_agg_mode not in LOSS_AGG_MODES:
         raise lookup_error("loss_agg_mode", loss_agg_mode, LOSS_AGG_MODES)
     loss, mask = torch.as_tensor(per_token_loss).float(), torch.as_tensor(completion_mask).bool()
@@ -272,4 +272,4 @@ def aggregate_loss(
 
 
 reduced_loss_agg = aggregate_loss
-"""Tunix's other form of it, which divides as this one does."""
+"""Tunix's second name of the function; it returns the quotient too."""

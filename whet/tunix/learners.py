@@ -44,24 +44,24 @@ _REFUSED = {
 
 
 class TunixLearner(RLLearner):
-    """What GRPOLearner and PPOLearner have besides whet's.
+    """The methods that GRPOLearner and PPOLearner add to whet's learners.
 
     Args: rl_cluster: or rl_engine. algo_config: or grpo_config, ppo_config. The others: see whet.RLLearner.
 
-    A subclass may replace `_generate_and_compute_advantage(training_input, mode)`: from a step's rows to the
-    TrainExample that is trained on. Where checkpoint_root_directory holds checkpoints, `train` goes on from the newest.
-    The data are taken in their order, once, as in Tunix: `data=DataConfig(shuffle=True)` and num_epochs say otherwise.
+    A subclass may replace `_generate_and_compute_advantage(training_input, mode)`, which turns the rows of a step into
+    the TrainExample of its updates. If checkpoint_root_directory holds checkpoints, `train` continues from the newest.
+    Like Tunix, a run reads the data once, in their order, unless `data=DataConfig(shuffle=True)` or num_epochs is set.
     """
 
     cluster: RLCluster
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuses a subclass that replaces what is never called."""
-        for name, why in _REFUSED.items():
+        """Raises ConfigError for a subclass that replaces a method that is never called."""
+        for name, reason in _REFUSED.items():
             if name in vars(cls):
                 raise ConfigError(
-                    f"{cls.__name__}.{name} would never be called: {why}; replace _generate_and_compute_advantage, or "
-                    "a stage of whet's (docs/extending.md)"
+                    f"{cls.__name__}.{name} would never be called: {reason}; replace "
+                    "_generate_and_compute_advantage or a stage of whet's (docs/extending.md)"
                 )
         super().__init_subclass__(**kwargs)
 
@@ -79,7 +79,7 @@ class TunixLearner(RLLearner):
         **options: Any,
     ) -> None:
         self._generated: int | None = None
-        """The number of the step whose batch `_generate_and_compute_advantage` made."""
+        """The number of the step for which `_generate_and_compute_advantage` made the batch."""
         self._default_step: Step | None = None
         self._input: tuple[Step, list[str]] | None = None
         self._rewards: RewardBatch | None = None
@@ -96,7 +96,7 @@ class TunixLearner(RLLearner):
     # ---- the run -------------------------------------------------------------------------------------------------
 
     def new_run(self, train_ds: Any, eval_ds: Any = None) -> Run:
-        """As RLLearner's; it goes on from the newest checkpoint of checkpoint_root_directory, where there is one.
+        """A run as RLLearner's, which continues from the newest checkpoint of checkpoint_root_directory, if any.
 
         Raises: ConfigError: a trainer has data hooks.
         """
@@ -115,7 +115,7 @@ class TunixLearner(RLLearner):
         return super().new_run(train_ds, eval_ds)
 
     def extra_metrics(self, step: Step) -> dict[str, float]:
-        """Buffers the metrics of a step, or of an evaluation, and takes all that the cluster has buffered for it."""
+        """Buffers the metrics of a step or an evaluation, and returns all metrics that were buffered for it."""
         metrics = self.call_metric_fns(step) if step.mode is Mode.TRAIN else {}
         if self.cluster.has_external_logger:
             metrics = {**_external_metrics(step), **metrics}
@@ -125,18 +125,18 @@ class TunixLearner(RLLearner):
     # ---- the stages ----------------------------------------------------------------------------------------------
 
     def sample(self, step: Step) -> Step:
-        """Completes the prompts of a step; where `_generate_and_compute_advantage` is replaced, all that it does."""
+        """Samples the completions of a step, or calls a subclass's `_generate_and_compute_advantage`."""
         replaced = type(self)._generate_and_compute_advantage is not TunixLearner._generate_and_compute_advantage
         if not replaced:
             return super().sample(step)
         if getattr(self.algo_config, "dynamic_sampling", False):
             raise ConfigError(
-                "dynamic_sampling completes further prompts after the rewards, which a replaced "
-                "_generate_and_compute_advantage leaves no room for; set dynamic_sampling=False"
+                "dynamic_sampling completes further prompts after the rewards, and a replaced "
+                "_generate_and_compute_advantage returns one batch; set dynamic_sampling=False"
             )
-        given = self._training_input(step)
-        self._input, self._default_step, self._rewards = (step, list(given["prompts"])), None, None
-        example = self._generate_and_compute_advantage(given, Mode.TRAIN)
+        training_input = self._training_input(step)
+        self._input, self._default_step, self._rewards = (step, list(training_input["prompts"])), None, None
+        example = self._generate_and_compute_advantage(training_input, Mode.TRAIN)
         step, self._generated = self._from_example(step, example), step.index
         self._input = self._default_step = self._rewards = None
         return step
@@ -145,7 +145,7 @@ class TunixLearner(RLLearner):
         return step.mode is Mode.TRAIN and self._generated == step.index
 
     def reward(self, step: Step) -> Step:
-        """Calls the reward functions, and the training hooks in an evaluation."""
+        """Calls the reward functions, and in an evaluation the actor's evaluation hooks."""
         if self._is_generated(step):
             return step
         step = super().reward(step)
@@ -154,19 +154,19 @@ class TunixLearner(RLLearner):
         return step
 
     def fill(self, run: Run, step: Step) -> Step:
-        """As the learner's."""
+        """Samples further groups as the learner does; a generated batch stays as it is."""
         return step if self._is_generated(step) else super().fill(run, step)
 
     def batch(self, step: Step) -> Step:
-        """As the learner's."""
+        """Makes the batch as the learner does; a generated batch stays as it is."""
         return step if self._is_generated(step) else super().batch(step)
 
     def score(self, step: Step) -> Step:
-        """As the learner's."""
+        """Scores the batch as the learner does; a generated batch stays as it is."""
         return step if self._is_generated(step) else super().score(step)
 
     def assign_advantages(self, step: Step) -> Step:
-        """As the learner's."""
+        """Computes the advantages as the learner does; a generated batch stays as it is."""
         return step if self._is_generated(step) else super().assign_advantages(step)
 
     def _call_eval_hooks(self, step: Step) -> None:
@@ -177,10 +177,10 @@ class TunixLearner(RLLearner):
         scored = self.assign_advantages(self.score(self.batch(step)))
         super(Trainer, trainer).evaluate([scored.batch])
 
-    # ---- Tunix's place for a rollout of one's own ----------------------------------------------------------------
+    # ---- a user's own rollout ------------------------------------------------------------------------------------
 
     def _training_input(self, step: Step) -> dict[str, Any]:
-        """The rows of a step, each as often as it is completed: prompts, the data's columns, trajectory_ids."""
+        """The rows of a step, one for each completion: prompts, the data's columns, trajectory_ids."""
         each = [(p, g) for p in step.prompts for g in range(self.num_generations)]
         names = dict.fromkeys(name for p in step.prompts for name in p.columns)
         columns = {name: [p.columns.get(name) for p, _ in each] for name in names}
@@ -193,10 +193,10 @@ class TunixLearner(RLLearner):
     def _generate_and_compute_advantage(
         self, training_input: Mapping[str, Any], mode: Mode = Mode.TRAIN
     ) -> TrainExample:
-        """Completes prompts, rewards, scores and weighs them: what a step is trained on.
+        """The training batch of a step: samples completions, and computes their rewards, scores and advantages.
 
         Args: training_input: "prompts", each num_generations times in a row, and columns of the same length.
-        Returns: [B, P] and [B, C] arrays, with advantages [B, C] and the log-probabilities that the loss compares with.
+        Returns: [B, P] and [B, C] arrays, with advantages [B, C] and the old and reference log-probabilities.
         """
         step = self._step_of(training_input, Mode(mode))
         step = super().sample(step)
@@ -212,32 +212,32 @@ class TunixLearner(RLLearner):
         """The sum of the reward functions for each completion: float64 [B]. Args: columns: a value for each of them."""
         groups = [
             Group(prompt=self._prompt(text, {n: v[i] for n, v in columns.items() if n != "trajectory_ids"}, i),
-                  completions=(self._completion(self.cluster.tokenizer.encode(said) or [self.cluster.pad_id], 0),))
-            for i, (text, said) in enumerate(zip(prompts, completions, strict=True))
+                  completions=(self._completion(self.cluster.tokenizer.encode(answer) or [self.cluster.pad_id], 0),))
+            for i, (text, answer) in enumerate(zip(prompts, completions, strict=True))
         ]  # fmt: skip
         self._rewards = self.reward_manager(groups, [[text] for text in completions], mode=Mode(mode))
         return np.nan_to_num(self._rewards.total)
 
-    def _step_of(self, given: Mapping[str, Any], mode: Mode) -> Step:
-        """The step that a training_input is of: the loop's own where its prompts are as they were."""
-        prompts, size = list(given["prompts"]), self.num_generations
+    def _step_of(self, training_input: Mapping[str, Any], mode: Mode) -> Step:
+        """The step of a training_input: the loop's current step if the prompts are unchanged, else a new one."""
+        prompts, size = list(training_input["prompts"]), self.num_generations
+        columns = {n: v for n, v in training_input.items() if n not in ("prompts", "trajectory_ids")}
         if self._input is not None and prompts == self._input[1]:
             return self._input[0].replace(mode=mode)
         rows = [
-            self._prompt(prompts[i], {n: v[i] for n, v in given.items() if n not in ("prompts", "trajectory_ids")}, i)
-            for i in range(0, len(prompts), size)
+            self._prompt(prompts[i], {n: v[i] for n, v in columns.items()}, i) for i in range(0, len(prompts), size)
         ]
         index = self.cluster.global_steps if self._input is None else self._input[0].index
         return Step(index=index, prompts=rows, mode=mode)
 
     def _prompt(self, source: Any, columns: Mapping[str, Any], row: int) -> Prompt:
-        found = self.encoder(Mode.TRAIN)({"prompt": source, **columns}, row)
-        if found is None:
+        prompt = self.encoder(Mode.TRAIN)({"prompt": source, **columns}, row)
+        if prompt is None:
             raise DataError(f"row {row}: the prompt is longer than max_prompt_length")
-        return found
+        return prompt
 
     def _completion(self, ids: Sequence[int], generation: int) -> Completion:
-        """A completion that came as ids."""
+        """The completion of ids."""
         tokens = np.asarray(ids, dtype=np.int32)
         return Completion(
             tokens=tokens,
@@ -248,28 +248,27 @@ class TunixLearner(RLLearner):
         )
 
     def _from_example(self, step: Step, example: TrainExample) -> Step:
-        """The step with what `_generate_and_compute_advantage` gave as its batch."""
+        """The step with the batch that `_generate_and_compute_advantage` returned."""
         batch = example_to_batch(example, version=self.cluster.actor.version)
-        filled = self._default_step
-        own = None if filled is None else filled.batch
-        if filled is not None and own is not None and torch.equal(own.ends, batch.ends):
+        default_step = self._default_step
+        default = None if default_step is None else default_step.batch
+        if default_step is not None and default is not None and torch.equal(default.ends, batch.ends):
             names = ("mask", "advantages", "old_logprobs", "ref_logprobs", "values", "returns")
-            return filled.replace(batch=own.replace(**{name: getattr(batch, name) for name in names}))
-        if example.old_per_token_logps is None:  # those of the policy as it is, before the step's first update
+            return default_step.replace(batch=default.replace(**{name: getattr(batch, name) for name in names}))
+        if example.old_per_token_logps is None:  # the current policy's, before the step's first update
             old = self.cluster.actor.logprobs(batch).logprobs
             batch = batch.replace(sampler_logprobs=old, old_logprobs=old)
         groups = self._groups(step, example)
-        rewarded = self._rewarded(groups)
-        rewards = torch.as_tensor(rewarded.total)
-        step = (filled or step).replace(groups=groups, rewards=rewarded)
-        return step.replace(batch=batch.replace(rewards=rewards))
+        rewards = self._reward_batch(groups)
+        step = (default_step or step).replace(groups=groups, rewards=rewards)
+        return step.replace(batch=batch.replace(rewards=torch.as_tensor(rewards.total)))
 
     def _groups(self, step: Step, example: TrainExample) -> list[Group]:
         """The completions of an example, a row each, under the prompts of the step."""
         size, ids, mask = self.num_generations, torch.as_tensor(example.completion_ids), example.completion_mask
         if len(ids) != size * len(step.prompts):
             raise DataError(
-                f"_generate_and_compute_advantage gave {len(ids)} rows for {len(step.prompts)} prompts of {size} "
+                f"_generate_and_compute_advantage returned {len(ids)} rows for {len(step.prompts)} prompts of {size} "
                 "generations; give a row for each completion, in the order of the prompts"
             )
         last = [int(torch.as_tensor(m).nonzero().max()) + 1 for m in torch.as_tensor(mask)]
@@ -279,15 +278,15 @@ class TunixLearner(RLLearner):
             for i, prompt in enumerate(step.prompts)
         ]  # fmt: skip
 
-    def _rewarded(self, groups: Sequence[Group]) -> RewardBatch:
-        """What `_compute_rewards` found of them; no rewards where it was not called."""
+    def _reward_batch(self, groups: Sequence[Group]) -> RewardBatch:
+        """The rewards that `_compute_rewards` computed for groups; NaN if it was not called."""
         texts = [[self.cluster.decode(c.tokens) for c in g.completions] for g in groups]
         count = sum(map(len, texts))
-        called, inputs = self._rewards, self.reward_manager.inputs(groups, texts, mode=Mode.TRAIN, extras={})
-        if called is None or len(called.total) != count:
-            nothing = np.full(count, np.nan)
-            return RewardBatch(groups=list(groups), total=nothing, metrics={}, table={}, texts=texts, inputs=inputs)
-        return dataclasses.replace(called, groups=list(groups), texts=texts, inputs=inputs)
+        rewards, inputs = self._rewards, self.reward_manager.inputs(groups, texts, mode=Mode.TRAIN, extras={})
+        if rewards is None or len(rewards.total) != count:
+            total = np.full(count, np.nan)
+            return RewardBatch(groups=list(groups), total=total, metrics={}, table={}, texts=texts, inputs=inputs)
+        return dataclasses.replace(rewards, groups=list(groups), texts=texts, inputs=inputs)
 
 
 class GRPOLearner(TunixLearner, grpo.GRPOLearner):
@@ -303,29 +302,29 @@ GrpoLearner, PpoLearner = GRPOLearner, PPOLearner
 
 def _external_metrics(step: Step) -> dict[str, tuple[Any, Any]]:
     """The rewards and completions of a step for an external logger: name -> (value, aggregation)."""
-    rewarded = step.rewards
-    total = np.nan_to_num(step.batch.rewards.numpy() if step.has("batch") else rewarded.total)
-    table = {name: np.nan_to_num(values) for name, values in rewarded.table.items()}
-    lengths = np.array([len(c.tokens) for g in rewarded.groups for c in g.completions])
-    found: dict[str, tuple[Any, Any]] = {
-        "trajectory_ids": (list(rewarded.inputs.trajectory_ids), None),
-        "prompts": (list(rewarded.inputs.prompts), None),
-        "completions": (list(rewarded.inputs.completions), None),
+    rewards = step.rewards
+    total = np.nan_to_num(step.batch.rewards.numpy() if step.has("batch") else rewards.total)
+    table = {name: np.nan_to_num(values) for name, values in rewards.table.items()}
+    lengths = np.array([len(c.tokens) for g in rewards.groups for c in g.completions])
+    metrics: dict[str, tuple[Any, Any]] = {
+        "trajectory_ids": (list(rewards.inputs.trajectory_ids), None),
+        "prompts": (list(rewards.inputs.prompts), None),
+        "completions": (list(rewards.inputs.completions), None),
     }
-    found |= {f"rewards/{name}": (values, np.mean) for name, values in table.items()}
+    metrics |= {f"rewards/{name}": (values, np.mean) for name, values in table.items()}
     if table:
         each = np.stack(list(table.values()))
         spread = {"sum": each.sum(0), "mean": each.mean(0), "min": each.min(0), "max": each.max(0)}
-        found |= {f"rewards/{name}": (values, np.mean) for name, values in spread.items()}
-    for name, of in (("mean", np.mean), ("max", np.max), ("min", np.min)):
-        found[f"rewards/score/{name}"] = (of(total), of)
-        found[f"completions/{name}_length"] = (of(lengths), of)
-    return found
+        metrics |= {f"rewards/{name}": (values, np.mean) for name, values in spread.items()}
+    for name, reduce in (("mean", np.mean), ("max", np.max), ("min", np.min)):
+        metrics[f"rewards/score/{name}"] = (reduce(total), reduce)
+        metrics[f"completions/{name}_length"] = (reduce(lengths), reduce)
+    return metrics
 
 
-def _only_one(**given: Any) -> Any:
+def _only_one(**values: Any) -> Any:
     """The value that was passed under one of several names. Raises ConfigError: two of them have a value."""
-    there = {name: value for name, value in given.items() if value is not None}
-    if len(there) > 1:
-        raise ConfigError(f"{' and '.join(there)} name the same thing; give one of them")
-    return next(iter(there.values()), None)
+    passed = {name: value for name, value in values.items() if value is not None}
+    if len(passed) > 1:
+        raise ConfigError(f"{' and '.join(passed)} name the same thing; give one of them")
+    return next(iter(passed.values()), None)

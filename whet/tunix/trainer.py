@@ -18,7 +18,7 @@ from whet.types import TokenBatch
 
 __all__ = ["DataHooks", "Trainer", "TrainingHooks"]
 
-_OF_NUMPY = {
+_NUMPY_REDUCTIONS = {
     "amax": "max",
     "amin": "min",
     "average": "mean",
@@ -29,7 +29,7 @@ _OF_NUMPY = {
     "min": "min",
     "nanmean": "mean",
 }
-"""Functions that Tunix's programs reduce metrics by, by their names -> whet's."""
+"""Name of a function by which Tunix's programs reduce a metric -> the name of whet's reduction."""
 
 
 class TrainingHooks:
@@ -105,7 +105,7 @@ class _HooksAdapter(role_trainer.TrainingHooks):
 class Trainer(RoleTrainer):
     """Updates one model: whet's RoleTrainer with Tunix's methods.
 
-    Args: config: when `train` evaluates and ends. restored: gives the step that a checkpoint has, 0 without one.
+    Args: config: the intervals and the end of `train`. restored: returns the step of the newest checkpoint, 0 = none.
         options: RoleTrainer's.
     """
 
@@ -123,18 +123,18 @@ class Trainer(RoleTrainer):
     # ---- hooks and metrics ---------------------------------------------------------------------------------------
 
     def with_training_hooks(self, hooks: Any) -> Trainer:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Sets the training hooks: Tunix's, or whet's own, which are given all metrics."""
+        """Sets the training hooks: Tunix's, or whet's own, which receive all metrics."""
         self.training_hooks = hooks
         super().with_training_hooks(hooks if isinstance(hooks, role_trainer.TrainingHooks) else _HooksAdapter(hooks))
         return self
 
     def with_data_hooks(self, hooks: Any) -> Trainer:
-        """Sets what gives `train` its batches."""
+        """Sets the hooks that provide the batches of `train`."""
         self.data_hooks = hooks
         return self
 
     def with_gen_model_input_fn(self, fn: Callable[[Any], Any]) -> Trainer:
-        """Sets what turns an item of a data set into a TrainExample or TokenBatch."""
+        """Sets the function that turns an item of a data set into a TrainExample or TokenBatch."""
         self._input_fn = fn
         return self
 
@@ -151,17 +151,17 @@ class Trainer(RoleTrainer):
         *,
         on_policy: Collection[str] = (),
     ) -> Trainer:
-        """Sets how the loss's metrics are named and reduced: see RoleTrainer; np.mean, np.max and np.min are words too.
+        """Sets the names and reductions of the loss's metrics as RoleTrainer does; np.mean, np.max and np.min work too.
 
-        Raises: ConfigError: another function, or an unknown word.
+        Raises: ConfigError: another function, or an unknown reduction.
         """
-        super().with_rl_metrics_to_log({n: _word(n, how) for n, how in metrics.items()}, on_policy=on_policy)
+        super().with_rl_metrics_to_log({n: _reduction_name(n, how) for n, how in metrics.items()}, on_policy=on_policy)
         return self
 
     def with_tqdm_metrics_to_display(self, names: Iterable[str | Callable[[], str | None]]) -> Trainer:
-        """Sets which metrics the progress bar shows: names, or functions that give one or None."""
-        told = (name() if callable(name) else name for name in names)
-        super().with_tqdm_metrics_to_display([name for name in told if name])
+        """Sets which metrics the progress bar shows: names, or functions that return a name or None."""
+        resolved = (name() if callable(name) else name for name in names)
+        super().with_tqdm_metrics_to_display([name for name in resolved if name])
         return self
 
     # ---- training ------------------------------------------------------------------------------------------------
@@ -173,11 +173,11 @@ class Trainer(RoleTrainer):
 
     @property
     def iter_steps(self) -> int:
-        """Micro-batches of train_micro_batch_size that the updates so far were made of."""
+        """The number of micro-batches of train_micro_batch_size in the updates so far."""
         return self.train_steps * self.accumulate
 
     def restored_global_step(self) -> int:
-        """The step of the checkpoint that a run goes on from; 0 where there is none."""
+        """The step of the checkpoint from which a run continues; 0 = none."""
         return self._restored()
 
     def train(
@@ -187,25 +187,25 @@ class Trainer(RoleTrainer):
 
         Evaluates on eval_ds before the first update, and after every eval_every_n_steps of them.
 
-        Args: train_ds, eval_ds: TrainExamples or TokenBatches. skip_jit: nothing is compiled in this release.
-        Returns: the metrics over all of it.
+        Args: train_ds, eval_ds: TrainExamples or TokenBatches. skip_jit: no effect.
+        Returns: the metrics over all updates.
         """
         every, most = self.config.eval_every_n_steps, self.config.max_steps
         if eval_ds is not None:
             self.evaluate(eval_ds)
         self.hooks.on_train_start(self)
-        found: Metrics = {}
-        for held in _by(self.accumulate, self._source(train_ds, "load_next_train_batch")):
+        metrics: Metrics = {}
+        for batches in _chunks(self.accumulate, self._source(train_ds, "load_next_train_batch")):
             if most is not None and not self.is_managed_externally and self.train_steps >= most:
                 break
-            found = merge(found, self.update_all(held))
+            metrics = merge(metrics, self.update_all(batches))
             if eval_ds is not None and every and self.train_steps % every == 0:
                 self.evaluate(eval_ds)
         self.hooks.on_train_end(self)
-        return found
+        return metrics
 
     def evaluate(self, batches: Iterable[Any]) -> Metrics:
-        """The loss and its metrics over a data set, or what the data hooks give, without an update."""
+        """The loss and its metrics over a data set, or over the data hooks' batches, without an update."""
         return super().evaluate(list(self._source(batches, "load_next_eval_batch")))
 
     def _source(self, batches: Iterable[Any] | None, method: str) -> Iterable[Any]:
@@ -215,29 +215,29 @@ class Trainer(RoleTrainer):
         return iter(lambda: load(self), None)
 
     def close(self) -> None:
-        """Nothing is held open: the run writes what is logged and saved."""
+        """Does nothing: the trainer holds no open files."""
 
 
-def _by(size: int, batches: Iterable[Any]) -> Iterator[list[Any]]:
+def _chunks(size: int, batches: Iterable[Any]) -> Iterator[list[Any]]:
     """Yields lists of `size` batches; the last may be shorter."""
-    held: list[Any] = []
+    chunk: list[Any] = []
     for item in batches:
-        held.append(item)
-        if len(held) == size:
-            yield held
-            held = []
-    if held:
-        yield held
+        chunk.append(item)
+        if len(chunk) == size:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk
 
 
-def _word(name: str, how: Any) -> str | Sequence[str] | Mapping[str, str]:
-    """The reduction that a function of numpy's means. Raises ConfigError: another function."""
+def _reduction_name(metric: str, how: Any) -> str | Sequence[str] | Mapping[str, str]:
+    """The name of the reduction that a function of numpy computes. Raises ConfigError: another function."""
     if not callable(how):
         return how
-    called = getattr(how, "__name__", "")
-    if called not in _OF_NUMPY:
+    function = getattr(how, "__name__", "")
+    if function not in _NUMPY_REDUCTIONS:
         raise ConfigError(
-            f"metric {name} is to be reduced by {called or how!r}; it is reduced over the tokens of an update as they "
-            f"are computed: give np.mean, np.max or np.min, or one of {', '.join(REDUCTIONS)}"
+            f"metric {metric} can't be reduced by {function or how!r}: it is reduced over the tokens of an update as "
+            f"they are computed; give np.mean, np.max or np.min, or one of {', '.join(REDUCTIONS)}"
         )
-    return _OF_NUMPY[called]
+    return _NUMPY_REDUCTIONS[function]

@@ -1,4 +1,4 @@
-"""Tunix's workers: a rollout with generate, ids and log-probabilities, and the models that are only read.
+"""Tunix's workers: the rollout, which samples, and the inference worker, which holds the models that are not trained.
 
 Dim legend: B rows, P prompt, C completion, T = P + C.
 """
@@ -55,10 +55,10 @@ class Sampler(sampler.Sampler):
 
 
 class VanillaRollout:
-    """Samples from a model that is not trained here, with the methods of Tunix's rollout class.
+    """Samples from a model that it does not train, with the methods of Tunix's rollout class.
 
     Args: model: a module of transformers, a folder or a hub name. tokenizer: a tokenizer, a folder or a hub name; None
-        = where the model lies. cache_config_or_size: the longest prompt with its completion, in tokens.
+        = the model's folder. cache_config_or_size: most tokens of a prompt and its completion together.
 
     >>> from whet.demo import small_model
     >>> rollout = VanillaRollout(small_model(seed=0), "byte", 64)
@@ -77,7 +77,7 @@ class VanillaRollout:
     def generate(self, prompts: Sequence[str], rollout_config: RolloutConfig, **options: Any) -> RolloutOutput:
         """A completion of each prompt. Args: options: of Sampler's call, in place of the configuration's."""
         c = rollout_config
-        given = {
+        defaults = {
             "max_generation_steps": c.max_tokens_to_generate,
             "max_prompt_length": c.max_prompt_length,
             "temperature": c.temperature,
@@ -87,7 +87,7 @@ class VanillaRollout:
             "eos_tokens": c.eos_tokens,
             "return_logprobs": c.return_logprobs,
         }
-        out = self._sampler(list(prompts), **{**given, **options})
+        out = self._sampler(list(prompts), **{**defaults, **options})
         return RolloutOutput(
             text=out.text,
             logits=out.logits,  # pyright: ignore[reportArgumentType]
@@ -98,12 +98,12 @@ class VanillaRollout:
 
     def get_per_token_logps(self, prompt_tokens: Any, completion_tokens: Any) -> Tensor:
         """The log-probabilities of completions, temperature 1, without gradient: [B, C]."""
-        found = compute_per_token_logps(self.model(), prompt_tokens, completion_tokens, self.pad_id(), self.eos_id())
-        assert isinstance(found, Tensor)
-        return found
+        logprobs = compute_per_token_logps(self.model(), prompt_tokens, completion_tokens, self.pad_id(), self.eos_id())
+        assert isinstance(logprobs, Tensor)
+        return logprobs
 
     def update_params(self, params: Any, filter_types: Any = None) -> None:
-        """Takes weights by name: a state dict or pairs. Args: filter_types: no effect: names say which.
+        """Takes weights by name: a state dict or pairs. Args: filter_types: no effect: the names choose the parameters.
 
         Raises: ConfigError: a name that the model does not have.
         """
@@ -112,9 +112,9 @@ class VanillaRollout:
         if wrong := [name for name in weights if name not in known]:
             raise lookup_error("parameter of the model", wrong[0], list(known))
         self.model().load_state_dict(weights, strict=False)
-        made = Sampler(self._sampler.loaded, self._sampler.tokenizer, self._cache)
-        self._sampler.close()
-        self._sampler = made
+        previous = self._sampler
+        self._sampler = Sampler(previous.loaded, previous.tokenizer, self._cache)
+        previous.close()
 
     def pad_id(self) -> int:
         """The padding id."""
@@ -132,7 +132,7 @@ class VanillaRollout:
 class RolloutWorker:
     """A cluster's engine with the methods of Tunix's rollout class; everything else is the engine's own.
 
-    Args: cluster: whose engine it is.
+    Args: cluster: the cluster of the engine.
     """
 
     def __init__(self, cluster: Any, engine: RolloutEngine) -> None:
@@ -182,7 +182,7 @@ class RolloutWorker:
 
 
 class InferenceWorker:
-    """The models that are only read: critic, reference and reward.
+    """The models that are not trained here: critic, reference and reward.
 
     Args: models: by role; causal models for the reference, token or sequence classifiers of one label for the others.
     Raises: ConfigError: another role.
@@ -215,19 +215,19 @@ class InferenceWorker:
     ) -> Tensor:
         """The log-probabilities under the reference: [B, C]."""
         model = self.get_model("reference")
-        found = compute_per_token_logps(
+        logprobs = compute_per_token_logps(
             model, prompt_tokens, completion_tokens, pad_id, eos_id, temperature=temperature
         )
-        assert isinstance(found, Tensor)
-        return found
+        assert isinstance(logprobs, Tensor)
+        return logprobs
 
     def update_model(self, role: str, params: Any) -> None:
-        """Gives a model weights by name."""
+        """Loads weights by name into a model."""
         self.get_model(role).load_state_dict(dict(params), strict=False)
 
 
 class ClusterInference(InferenceWorker):
-    """The same of a cluster's models, which its workers run: values at completion tokens, [B, C], 0 at padding."""
+    """InferenceWorker of a cluster's models, run by its workers: values at completion tokens, [B, C], 0 at padding."""
 
     def __init__(self, cluster: Any) -> None:
         roles = (role for role in (Role.CRITIC, Role.REFERENCE, Role.REWARD) if role in cluster.workers)
@@ -247,13 +247,16 @@ class ClusterInference(InferenceWorker):
     def get_ref_per_token_logps(
         self, prompt_tokens: Any, completion_tokens: Any, pad_id: int, eos_id: int, temperature: float | None = None
     ) -> Tensor:
-        """The log-probabilities under the reference, of the distribution that is sampled from: [B, C]."""
-        given = (Role.REFERENCE, prompt_tokens, completion_tokens, pad_id, eos_id)
-        return self._cluster.per_token_logps(*given, temperature=temperature)
+        """The log-probabilities under the reference, of the sampling distribution: [B, C]."""
+        return self._cluster.per_token_logps(
+            Role.REFERENCE, prompt_tokens, completion_tokens, pad_id, eos_id, temperature=temperature
+        )
 
     def update_model(self, role: str, params: Any) -> None:
         """Raises ConfigError: a cluster's models are loaded with it."""
-        raise ConfigError(f"the {role} of a cluster is given when it is made, or moves by sync_ref_model")
+        raise ConfigError(
+            f"the {role} of a cluster is set when the cluster is built, and changed by sync_ref_model only"
+        )
 
 
 def Tokenizer(tokenizer_type: str = "huggingface", tokenizer_path: str = "", **options: Any) -> Any:
@@ -263,5 +266,7 @@ def Tokenizer(tokenizer_type: str = "huggingface", tokenizer_path: str = "", **o
             f"tokenizer_type {tokenizer_type!r}: tokenizers are transformers' own; give a folder with one"
         )
     if named := [name for name, value in options.items() if value is not None]:
-        raise ConfigError(f"Tokenizer({named[0]}=...) has no place here: the tokenizer's folder says it")
+        raise ConfigError(
+            f"Tokenizer({named[0]}=...) is not supported: the tokenizer's folder defines it; leave it out"
+        )
     return load_tokenizer(tokenizer_path)

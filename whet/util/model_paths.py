@@ -12,7 +12,15 @@ from pathlib import Path
 from whet.errors import ConfigError, format_exception, format_value, nearest
 from whet.util.gguf import convert_gguf, gguf_file
 
-__all__ = ["check_hub", "folders_here", "hub_silence", "model_folder", "runs_in", "split_revision", "taken"]
+__all__ = [
+    "check_hub",
+    "folders_here",
+    "hub_silence",
+    "model_folder",
+    "resolved_path_message",
+    "runs_in",
+    "split_revision",
+]
 
 HELD = ("config.json", "adapter_config.json", "tokenizer.json", "tokenizer_config.json")
 """Files of which a folder, or what the cache has of a name, holds one where there is something to read."""
@@ -108,7 +116,7 @@ def _snapshot(name: str, revision: str | None) -> str:
         ) from error
 
 
-def taken(source: str, folder: str) -> str:
+def resolved_path_message(source: str, folder: str) -> str:
     """What is logged where a folder stands for a model that lies within it. Args: folder: which `model_folder` gave."""
     newer = []
     for run in reversed(runs_in(Path(source).expanduser())):

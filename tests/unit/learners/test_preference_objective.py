@@ -68,7 +68,7 @@ def test_a_parameter_is_taken_or_refused(name):
         ({"sync_ref_model": True, "precompute_ref_log_probs": True}, "reads the reference once, and sync_ref_model"),
         ({"sync_ref_model": True, "reference_free": True}, "sync_ref_model=True has no effect with reference_free"),
         ({"f_divergence_type": "forward_kl", "reference_free": True}, "is a divergence from the reference"),
-        ({"f_divergence_type": "forward_kl", "loss_type": "kto"}, "loss 'kto' is not made of the difference"),
+        ({"f_divergence_type": "forward_kl", "loss_type": "kto"}, "loss 'kto' is not a function of the difference"),
         (
             {"loss_type": "simpo", "precompute_ref_log_probs": True},
             "probs=True has no effect without loss_type=sigmoid",

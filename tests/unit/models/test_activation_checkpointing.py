@@ -157,11 +157,11 @@ def test_selective_runs_no_product_with_a_bias_nor_by_onednn_nor_attention_twice
     runs = {}
     for mode in ("none", "selective"):
         loaded = loaded_with(mode, attention_bias=True)
-        with Products() as seen, FastLayers(loaded.module).on() if layers == "fast" else nullcontext():
+        with Products() as seen, FastLayers(loaded.module).enabled() if layers == "fast" else nullcontext():
             run(loaded, attention=attention).backward()
         runs[mode] = {name: seen.runs[name] for name in DEAR}
     assert runs["selective"] == runs["none"]
-    onednn = layers == "fast" and matmul.onednn_refusal() is None
+    onednn = layers == "fast" and matmul.onednn_unsupported_reason() is None
     native = attention == "auto" and not isinstance(segment_kernels(), Unavailable)
     dear = {DEAR[4 if native else 3], DEAR[2 if onednn else 1]}
     assert dear <= {name for name, n in runs["none"].items() if n}  # else nothing has been shown

@@ -6,7 +6,7 @@ from families import BATCH, tiny
 
 from whet.config import OptimConfig
 from whet.errors import ConfigError
-from whet.models.adapters import Adapter, AddressedDropout, effective_weight
+from whet.models.adapters import Adapter, SeededDropout, effective_weight
 from whet.models.load import load_model
 from whet.rollout.engine import EmbeddedEngine
 from whet.train.worker import ModelWorker
@@ -43,12 +43,12 @@ def test_off_is_the_base_model_and_afterwards_everything_is_as_before():
     torch.testing.assert_close(on[0], want, atol=1e-6, rtol=1e-6)
     assert (on[0] - on[1]).abs().max() > 1e-2
     assert state(loaded.module) == before
-    with pytest.raises(RuntimeError, match="inside"), loaded.adapter.off():
+    with pytest.raises(RuntimeError, match="inside"), loaded.adapter.disabled():
         raise RuntimeError("inside")
     assert not any(layer.disable_adapters for layer in loaded.adapter.layers.values())
     assert state(loaded.module) == before
-    with loaded.adapter.off():
-        with loaded.adapter.off():  # a reference that is read while it is off
+    with loaded.adapter.disabled():
+        with loaded.adapter.disabled():  # a reference that is read while it is off
             pass
         assert all(layer.disable_adapters for layer in loaded.adapter.layers.values())
 
@@ -58,7 +58,7 @@ def test_the_effective_weight_of_a_layer_that_is_off_is_its_base():
     layer = next(iter(adapter.layers.values()))
     base, on = layer.get_base_layer().weight, effective_weight(layer)
     assert not torch.equal(on, base)
-    with adapter.off():
+    with adapter.disabled():
         assert torch.equal(effective_weight(layer), base)
     assert torch.equal(effective_weight(layer), on)
     layer.merge()  # the base's own tensor has the adapter in it now: nothing is added twice
@@ -67,7 +67,7 @@ def test_the_effective_weight_of_a_layer_that_is_off_is_its_base():
 
 
 def test_dropout_keeps_the_mean_and_draws_anew_in_each_layer():
-    layers = [AddressedDropout(0.25, number) for number in (0, 1)]
+    layers = [SeededDropout(0.25, number) for number in (0, 1)]
     x = torch.ones(40_000)
     for layer in layers:
         layer.key = 7
@@ -104,7 +104,7 @@ def test_a_view_is_only_read_and_only_of_a_model_with_an_adapter():
 
 def test_a_merged_adapter_can_t_be_switched_off():
     model = adapted()
-    for layer in Adapter.of(model).layers.values():
+    for layer in Adapter.from_module(model).layers.values():
         layer.merge()
-    with pytest.raises(ConfigError, match="unmerge it first"), Adapter.of(model).off():
+    with pytest.raises(ConfigError, match="unmerge it first"), Adapter.from_module(model).disabled():
         pass

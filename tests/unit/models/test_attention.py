@@ -88,7 +88,7 @@ def test_softcap_and_sinks_equal_the_definition(tree, window):
 @pytest.mark.parametrize("multiple", [2, 16])
 def test_attention_with_padded_buckets_equals_the_definition(tree, multiple):
     layout = SegmentLayout(*TREES[tree], multiple=multiple)
-    assert all(b.own % multiple == b.above % multiple == 0 for b in layout.plain.buckets)
+    assert all(b.own % multiple == b.above % multiple == 0 for b in layout.bucket_row.buckets)
     for window in (None, 4):
         agree(layout, window=window)
     agree(layout, softcap=0.7)
@@ -98,13 +98,13 @@ def test_lengths_of_any_kind_make_few_shapes_of_calls_where_buckets_are_padded()
     shapes = set()
     for n in range(1, 65):
         layout = SegmentLayout([20 + n % 12, n, n], [-1, 0, 0], multiple=32)
-        shapes |= {(b.own, b.above) for b in layout.plain.buckets}
+        shapes |= {(b.own, b.above) for b in layout.bucket_row.buckets}
     assert shapes == {(32, 0), (32, 32), (64, 32)}
 
 
 def test_ancestors_of_one_length_share_one_mask_where_buckets_are_padded():
     layout = SegmentLayout([5, 7, 7, 7], [-1, 0, 0, 0], multiple=8)
-    bucket = layout.plain.buckets[1]
+    bucket = layout.bucket_row.buckets[1]
     assert (bucket.count, bucket.own, bucket.above) == (3, 8, 8)
     assert bucket.mask(None, torch.zeros(1), torch.float32).shape == (1, 1, 8, 16)
 
@@ -150,7 +150,7 @@ def test_hundreds_of_tiny_segments_equal_the_loop_in_few_calls(monkeypatch):
 @pytest.mark.parametrize("lengths", [[400, 90, 95, 10, 300], [64, *range(20, 120, 7)], [8, *[100] * 4, 900]])
 def test_padding_is_a_quarter_of_the_work_at_most(lengths):
     layout = SegmentLayout(lengths, [-1] + [0] * (len(lengths) - 1))
-    for b in layout.plain.buckets:
+    for b in layout.bucket_row.buckets:
         own = [int(n) for n in b.real.reshape(b.count, b.own).sum(1)]
         work = sum(n * (b.above + n) for n in own)
         assert b.count * b.own * (b.above + b.own) <= max(1.25 * work, work + 4096) + 1

@@ -25,7 +25,7 @@ def test_causal_families_pass(family):
 def test_an_encoder_is_refused_and_a_decoder_of_its_family_is_not(dtype):
     with pytest.raises(ConfigError, match=r"\(bert\) is not causal: .*is_decoder: false"):
         load_model(model_of("Bert").to(dtype))
-    assert load_model(model_of("Bert", is_decoder=True).to(dtype)).reasons
+    assert load_model(model_of("Bert", is_decoder=True).to(dtype)).unpackable_reasons
 
 
 def test_is_decoder_false_alone_refuses_nothing():

@@ -11,7 +11,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3Config, Qwen3ForC
 from whet.models import fast_layers, matmul
 from whet.models.activation_checkpointing import checkpoint_activations
 from whet.models.fast_layers import FastLayers
-from whet.models.matmul import linear, onednn_refusal
+from whet.models.matmul import linear, onednn_unsupported_reason
 from whet.native.build import Unavailable
 
 SIZES = {
@@ -42,7 +42,7 @@ def qwen(dtype=torch.float32, **changes):
 
 def run(model, fast=None):
     ids = torch.arange(30).view(2, 15)
-    with fast.on() if fast else torch.enable_grad():
+    with fast.enabled() if fast else torch.enable_grad():
         logits = model(ids).logits
         logits.square().sum().backward()
     found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -63,7 +63,7 @@ def test_logits_and_every_gradient_are_the_modules_own(dtype, limit, bias):
     fast = FastLayers(model)
     kinds = [run.__name__ for _, run in fast._layers]
     assert kinds.count("_run_gated") == 2 and kinds.count("_run_norm") == (9 if dtype == torch.float32 else 0)
-    assert kinds.count("_run_linear") == (15 if dtype == torch.float32 and onednn_refusal() is None else 0)
+    assert kinds.count("_run_linear") == (15 if dtype == torch.float32 and onednn_unsupported_reason() is None else 0)
     same(run(model, fast), run(model), limit)
 
 
@@ -97,7 +97,7 @@ def test_frozen_weights_get_no_gradient_and_pass_one_on():
 def test_the_module_is_as_it_was_afterwards_also_after_an_error():
     model = qwen()
     before = {name: dict(vars(m)) for name, m in model.named_modules()}
-    with pytest.raises(ZeroDivisionError), FastLayers(model).on():
+    with pytest.raises(ZeroDivisionError), FastLayers(model).enabled():
         assert any("forward" in vars(m) for m in model.modules())
         raise ZeroDivisionError
     assert {name: dict(vars(m)) for name, m in model.named_modules()} == before
@@ -138,7 +138,7 @@ def test_a_layer_whose_parameter_is_of_another_class_keeps_its_own_forward():
     model = qwen()
     for layer in (model.model.norm, model.lm_head):
         layer.weight = Sharded(layer.weight.detach().clone())
-    with FastLayers(model).on():
+    with FastLayers(model).enabled():
         assert not [layer for layer in (model.model.norm, model.lm_head) if "forward" in vars(layer)]
         assert "forward" in vars(model.model.layers[0].input_layernorm)
 
@@ -177,7 +177,7 @@ def test_a_norm_in_bf16_keeps_its_own_forward_for_wider_rows():
     norm = qwen(torch.bfloat16).model.norm
     x = torch.randn(3, 32)
     want = norm(x)
-    with FastLayers(norm).on():
+    with FastLayers(norm).enabled():
         got = norm(x)
     assert got.dtype == torch.float32 and torch.equal(got, want)
 
@@ -187,7 +187,7 @@ def test_a_module_in_fp16_or_without_known_layers_is_left_alone():
     assert len(FastLayers(nn.Embedding(3, 2))) == 0
 
 
-@pytest.mark.skipif(onednn_refusal() is not None, reason="this processor's default products are as fast")
+@pytest.mark.skipif(onednn_unsupported_reason() is not None, reason="this processor's default products are as fast")
 def test_a_product_by_onednn_is_the_default_one_for_any_layout():
     torch.manual_seed(0)
     x, w, b = torch.randn(37, 24), torch.randn(40, 24), torch.randn(40)
@@ -266,7 +266,7 @@ def test_work_done_in_parts_changes_no_bit(dtype, monkeypatch):
     monkeypatch.setattr(matmul, "layer_kernels", lambda: Unavailable("no compiler"))
     model = qwen(dtype, hidden_size=64, intermediate_size=64)  # torch's own tails, below 64 numbers, round differently
     want = run(model, FastLayers(model))
-    monkeypatch.setattr(fast_layers, "PART", 7 * 64)  # 30 rows: five parts, the last a short one
+    monkeypatch.setattr(fast_layers, "CACHE_BLOCK", 7 * 64)  # 30 rows: five parts, the last a short one
     same(run(model, FastLayers(model)), want, 0.0)
 
 
@@ -326,7 +326,7 @@ def test_a_forward_of_the_users_own_on_the_last_part_of_an_mlp_is_run():
     down.forward = functools.partial(lambda layer, x: seen.append(1) or type(layer).forward(layer, x), down)
     fast = FastLayers(mlp)
     seen.clear()  # the trial's own call
-    with fast.on():
+    with fast.enabled():
         mlp(torch.randn(3, 32))
     assert seen == [1]
 
@@ -336,7 +336,7 @@ def test_a_forward_of_the_users_own_on_the_last_part_of_an_mlp_is_run():
 def test_gradients_of_weights_are_the_product_whoever_makes_them(wide, native, dtype, monkeypatch):
     torch.manual_seed(0)
     grad, x, made = torch.randn(30, 40).to(dtype), torch.randn(24, 30).to(dtype).t(), []
-    monkeypatch.setattr(matmul, "wide_registers", lambda: wide)
+    monkeypatch.setattr(matmul, "has_full_width_avx512", lambda: wide)
     monkeypatch.setattr(matmul, "linear", lambda *factors: made.append(1) or linear(*factors))
     if not native:
         monkeypatch.setattr(matmul, "layer_kernels", lambda: Unavailable("no compiler"))
@@ -352,13 +352,13 @@ def test_gradients_of_weights_are_the_product_whoever_makes_them(wide, native, d
 def test_only_a_processor_of_amd_with_whole_registers_is_taken_for_one(monkeypatch):
     for family, refusal, wide in (("26", None, True), ("25", None, False), (None, None, False), ("26", "no", False)):
         monkeypatch.setattr(matmul, "cpu_facts", lambda family=family: {"family": family})
-        monkeypatch.setattr(matmul, "onednn_refusal", lambda refusal=refusal: refusal)
-        assert matmul.wide_registers.__wrapped__() is wide
+        monkeypatch.setattr(matmul, "onednn_unsupported_reason", lambda refusal=refusal: refusal)
+        assert matmul.has_full_width_avx512.__wrapped__() is wide
 
 
 def test_an_expert_that_no_token_goes_to_has_gradients_of_zero():
     mlp = qwen().model.layers[0].mlp
-    with FastLayers(mlp).on():
+    with FastLayers(mlp).enabled():
         out = mlp(torch.zeros(0, 32))
         out.sum().backward()
     assert out.shape == (0, 32) and all((p.grad == 0).all() for p in mlp.parameters())

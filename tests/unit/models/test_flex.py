@@ -12,7 +12,7 @@ from whet.config import RoleConfig
 from whet.errors import ConfigError
 from whet.models import attention, flex
 from whet.models.attention import SegmentLayout
-from whet.models.flex import FlexCase, FlexRow, flex_refusal, walk
+from whet.models.flex import FlexCase, FlexRow, depth_first_order, flex_unsupported_reason
 from whet.models.load import load_model
 from whet.native.build import Unavailable
 from whet.native.segments import segment_kernels
@@ -35,9 +35,9 @@ def backward(monkeypatch):
 @pytest.fixture
 def fresh():
     """No case has been probed, before and after."""
-    flex._probed.cache_clear()
+    flex._probe_once.cache_clear()
     yield
-    flex._probed.cache_clear()
+    flex._probe_once.cache_clear()
 
 
 def row_of(lengths, parents):
@@ -145,7 +145,7 @@ def test_a_mask_is_made_once_per_window():
 
 
 def test_a_walk_goes_through_a_branch_before_the_next():
-    order, end = walk([2, 1, 1, 1], [-1, 0, 0, 1])  # the last segment lies below the second
+    order, end = depth_first_order([2, 1, 1, 1], [-1, 0, 0, 1])  # the last segment lies below the second
     assert order.tolist() == [0, 1, 2, 4, 3]
     assert end.tolist() == [4, 4, 3, 4, 3]
 
@@ -181,7 +181,7 @@ def test_lengths_windows_and_caps_share_a_kernel(backward, monkeypatch):
 
 
 def test_a_cpu_is_refused_and_auto_is_native_there_where_it_can_be_had():
-    assert "no backward pass on cpu" in flex_refusal(CASE._replace(device=torch.device("cpu")))
+    assert "no backward pass on cpu" in flex_unsupported_reason(CASE._replace(device=torch.device("cpu")))
     tensors, how = inputs(9), {"scale": 0.3, "window": None, "softcap": None, "sinks": None}
     tree = ([4, 2, 3], [-1, 0, 0])
     auto, plain = (SegmentLayout(*tree, attention=a) for a in ("auto", "plain"))
@@ -197,7 +197,7 @@ def test_a_cpu_is_refused_and_auto_is_native_there_where_it_can_be_had():
 
 
 def test_flex_serves_a_layout_that_asks_for_it(backward, monkeypatch):
-    monkeypatch.setattr(attention, "flex_refusal", lambda case: None)
+    monkeypatch.setattr(attention, "flex_unsupported_reason", lambda case: None)
     made = []
     monkeypatch.setattr(attention, "FlexRow", lambda *a: (made.append(1), FlexRow(*a))[1])
     tensors, how = inputs(262), {"scale": 0.3, "window": None, "softcap": None, "sinks": None}
@@ -221,11 +221,11 @@ def test_flex_serves_a_layout_that_asks_for_it(backward, monkeypatch):
     ],
 )
 def test_auto_takes_flex_where_masks_would_be_needed(tree, how, served, monkeypatch):
-    monkeypatch.setattr(attention, "flex_refusal", lambda case: None)
+    monkeypatch.setattr(attention, "flex_unsupported_reason", lambda case: None)
     q = torch.empty(1, 4, 10, 8, device="meta")
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
     how = {"window": None, "softcap": None, "sinks": None} | how
-    assert SegmentLayout(*tree)._by_flex(q, q, q, **how) is served
+    assert SegmentLayout(*tree)._use_flex(q, q, q, **how) is served
 
 
 def test_a_failed_probe_says_why_once(fresh, monkeypatch, caplog):
@@ -237,11 +237,11 @@ def test_a_failed_probe_says_why_once(fresh, monkeypatch, caplog):
 
     monkeypatch.setattr(flex, "_compare", fail)
     with caplog.at_level(logging.INFO, "whet"):
-        reasons = {flex_refusal(CASE) for _ in range(3)}
+        reasons = {flex_unsupported_reason(CASE) for _ in range(3)}
     assert reasons == {"it does not compile: RuntimeError: no triton here and a long trace"}
     assert calls == [CASE] and len(caplog.records) == 1
     assert "4 query / 2 KV heads, size 8, float32" in caplog.text and "no triton here" in caplog.text
-    assert flex_refusal(CASE._replace(dtype=torch.float64)) == "FlexAttention has no kernel in torch.float64"
+    assert flex_unsupported_reason(CASE._replace(dtype=torch.float64)) == "FlexAttention has no kernel in torch.float64"
 
 
 def test_the_probe_passes_what_agrees_and_names_what_does_not(backward, monkeypatch):
@@ -276,9 +276,9 @@ def signature(q, k, v, mask, scale, cap, sinks):
 def test_the_probe_makes_the_calls_that_a_model_makes(backward, fresh, monkeypatch, mode):
     made, real = set(), flex._attention
     monkeypatch.setattr(flex, "_attention", lambda *a: (made.add(signature(*a)), real(*a))[1])
-    monkeypatch.setattr(attention, "flex_refusal", lambda case: flex._probed(case).reason)
+    monkeypatch.setattr(attention, "flex_unsupported_reason", lambda case: flex._probe_once(case).reason)
     monkeypatch.setattr(flex, "PROBES", (GROUPS,))
-    monkeypatch.setattr(flex, "FILLED", (FULL,))
+    monkeypatch.setattr(flex, "UNPADDED_PROBES", (FULL,))
     for tree in (GROUPS, FULL):  # the second fills its blocks: nothing is padded, so copied
         tokens = sum(tree[0])
         token_by_token = [torch.randn(1, tokens, n).unflatten(2, (-1, 8)).transpose(1, 2) for n in (32, 16)]
@@ -287,7 +287,7 @@ def test_the_probe_makes_the_calls_that_a_model_makes(backward, fresh, monkeypat
         sinks = torch.zeros(4, dtype=torch.bfloat16)
         with mode():
             layout = SegmentLayout(*tree, attention="flex")
-            assert layout._by_flex(q, k, v, None, None, sinks, 0.3)
+            assert layout._use_flex(q, k, v, None, None, sinks, 0.3)
             probed = set(made)
             made.clear()
             layout.attend(0, q, k, v, scale=0.3, window=None, softcap=None, sinks=sinks)
@@ -302,7 +302,7 @@ def serving(monkeypatch, error):
         raise error
 
     monkeypatch.setattr(flex, "_probe", lambda case: None)
-    monkeypatch.setattr(attention, "flex_refusal", lambda case: flex._probed(case).reason)
+    monkeypatch.setattr(attention, "flex_unsupported_reason", lambda case: flex._probe_once(case).reason)
     monkeypatch.setattr(FlexRow, "attend", fail)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
 
@@ -377,4 +377,4 @@ def test_the_switch_reaches_the_layout():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("softcap", "sinks"), [(False, False), (True, False), (False, True)])
 def test_flex_passes_its_probe_on_a_gpu(dtype, softcap, sinks):
-    assert flex_refusal(FlexCase(torch.device("cuda", 0), dtype, 8, 2, 64, 64, softcap, sinks)) is None
+    assert flex_unsupported_reason(FlexCase(torch.device("cuda", 0), dtype, 8, 2, 64, 64, softcap, sinks)) is None

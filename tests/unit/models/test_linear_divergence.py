@@ -45,7 +45,7 @@ def oracle(policy, teacher, beta):
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("wide", [False, True])
 def test_chunked_equals_plain_autograd(dtype, limit, beta, heads, wide, monkeypatch):
-    monkeypatch.setattr(matmul, "wide_registers", lambda: wide)  # whichever library makes the weight's gradient
+    monkeypatch.setattr(matmul, "has_full_width_avx512", lambda: wide)  # whichever library makes the weight's gradient
     monkeypatch.setattr(matmul, "MIN_MULTIPLICATIONS", 0)
     policy, teacher = states(dtype, 0, heads[0]), states(dtype, 1, heads[1], width=3)
     inputs = leaves(policy)
@@ -71,7 +71,7 @@ def test_a_vocabulary_that_is_padded_further_loses_what_the_other_does_not_have(
     torch.testing.assert_close(got, want)
     for x, y in zip(run(got), run(want), strict=True):
         torch.testing.assert_close(x, y)
-    cut = linear_divergence(policy.of_ids(11), teacher.of_ids(11), gkd_beta=beta)
+    cut = linear_divergence(policy.first_ids(11), teacher.first_ids(11), gkd_beta=beta)
     assert torch.equal(got, cut)
 
 

@@ -43,7 +43,7 @@ CHUNKS = [
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("head", HEADS, ids=str)
 def test_fused_equals_plain_autograd(dtype, entropy, head, wide, monkeypatch):
-    monkeypatch.setattr(matmul, "wide_registers", lambda: wide)  # whichever library makes the weight's gradient
+    monkeypatch.setattr(matmul, "has_full_width_avx512", lambda: wide)  # whichever library makes the weight's gradient
     monkeypatch.setattr(matmul, "MIN_MULTIPLICATIONS", 0)
     hidden, weight, bias, targets = tensors(dtype)
     leaves = (hidden, weight, bias)

@@ -36,7 +36,7 @@ def tiny(family="Llama", dtype=torch.float32, **changes):
 def test_a_module_is_used_as_it_is_and_trains():
     model = tiny().eval()
     loaded = load_model(model)
-    assert loaded.module is model and model.training and loaded.packable and loaded.reasons == ()
+    assert loaded.module is model and model.training and loaded.packable and loaded.unpackable_reasons == ()
     assert loaded.lm_head == Head("identity") and loaded.name == "LlamaForCausalLM"
     assert model.config._attn_implementation == "whet"
     assert load_model(model).packable  # again, though whet's attention is set by now
@@ -47,7 +47,7 @@ def test_a_folder_is_read_in_the_dtype_asked_for(tmp_path, dtype):
     tiny(dtype=torch.bfloat16).save_pretrained(tmp_path)
     loaded = load_model(str(tmp_path), dtype=dtype)
     assert {p.dtype for p in loaded.module.parameters()} == {getattr(torch, dtype)}
-    assert loaded.packable, loaded.reasons
+    assert loaded.packable, loaded.unpackable_reasons
     assert loaded.module.model.rotary_emb.inv_freq.dtype == torch.float32  # bf16 angles would be off at long positions
 
 
@@ -123,7 +123,7 @@ def test_a_model_that_takes_no_layout_is_told_apart(family, changes, reason, cap
     before = model.config._attn_implementation
     with caplog.at_level(logging.WARNING, "whet"):
         loaded = load_model(model)
-    assert not loaded.packable and reason in "; ".join(loaded.reasons)
+    assert not loaded.packable and reason in "; ".join(loaded.unpackable_reasons)
     assert caplog.text.count("trains padded with the hf engine") == 1
     assert model.config._attn_implementation == before != "whet"
 
@@ -136,9 +136,9 @@ def test_attention_that_leaks_between_rows_is_caught(monkeypatch):
             return super().attend(layer, q, k, v, **how) + v.mean()
 
     monkeypatch.setattr(model_capabilities, "_CountedLayout", Leaky)
-    uncached = model_capabilities._twin_facts.__wrapped__  # an earlier test may have found the twin's facts
-    monkeypatch.setattr(model_capabilities, "_twin_facts", uncached)
-    assert "differ" in load_model(tiny()).reasons[0]
+    uncached = model_capabilities._twin_capabilities.__wrapped__  # an earlier test may have found the twin's facts
+    monkeypatch.setattr(model_capabilities, "_twin_capabilities", uncached)
+    assert "differ" in load_model(tiny()).unpackable_reasons[0]
     assert attention.SegmentLayout is not Leaky
 
 

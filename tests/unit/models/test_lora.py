@@ -76,7 +76,7 @@ def test_packed_numbers_and_gradients_are_those_of_peft_padded(base, tmp_path, f
 
 def test_a_fresh_adapter_adds_nothing_and_alone_is_trained(base):
     loaded = load_model(base, lora=LoraConfig(r=2))
-    assert loaded.packable and loaded.adapter.adds_nothing()
+    assert loaded.packable and loaded.adapter.is_untrained()
     assert torch.equal(read(loaded), read(load_model(base)))
     loaded = load_model(base, lora=LoraConfig(r=2))
     frozen = {n for n, p in loaded.module.named_parameters() if not p.requires_grad}
@@ -202,7 +202,7 @@ def test_engines_of_their_own_are_given_the_merged_weights_under_the_bases_names
 
 def test_the_reference_of_a_fresh_adapter_is_the_bare_base_bit_for_bit(base):
     loaded = load_model(base, lora=LoraConfig(r=2))
-    view = ModelWorker(loaded.start_view())
+    view = ModelWorker(loaded.snapshot_view())
     stirred(loaded)
     assert torch.equal(view.logprobs(BATCH).logprobs, read(load_model(base)))
     assert not torch.equal(ModelWorker(loaded, optim=OptimConfig()).logprobs(BATCH).logprobs, read(load_model(base)))
@@ -216,8 +216,8 @@ def test_the_reference_of_a_trained_adapter_is_what_it_was(base, modules):
     loaded = adapted(base, modules_to_save=modules)
     owner = ModelWorker(loaded, optim=OptimConfig(lr=0.1), dtype=torch.bfloat16)
     want = owner.logprobs(BATCH).logprobs
-    view = ModelWorker(loaded.start_view())
-    copied = sum(t.numel() for _, t in view.loaded.start.tensors)
+    view = ModelWorker(loaded.snapshot_view())
+    copied = sum(t.numel() for _, t in view.loaded.snapshot.tensors)
     assert copied == sum(p.numel() for p in loaded.module.parameters() if p.requires_grad)
     owner.forward_backward(WEIGHTED, nll)
     owner.optim_step()
@@ -342,7 +342,7 @@ def test_the_weights_of_a_plain_model_are_its_parameters(base):
     module = load_model(base).module
     named = dict(base_weights(module))
     assert all(named[n].data_ptr() == p.data_ptr() for n, p in module.named_parameters(remove_duplicate=False))
-    assert Adapter.of(module) is None
+    assert Adapter.from_module(module) is None
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from families import PACKABLE, REFUSED, tiny
 
 from whet.models import model_capabilities
 from whet.models.load import load_model
-from whet.models.model_capabilities import facts_of, probe_facts, twin_of
+from whet.models.model_capabilities import find_capabilities, make_small_twin, probe_capabilities
 
 
 @pytest.mark.spread(15)
@@ -15,10 +15,10 @@ from whet.models.model_capabilities import facts_of, probe_facts, twin_of
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_twin_of_every_family_tells_what_the_model_itself_tells(family, dtype):
     model = tiny(family, dtype)
-    twin, own = probe_facts(twin_of(model), family), probe_facts(model, family)
-    assert (twin.head.kind, twin.reasons) == (own.head.kind, own.reasons)
+    twin, own = probe_capabilities(make_small_twin(model), family), probe_capabilities(model, family)
+    assert (twin.head.kind, twin.unpackable_reasons) == (own.head.kind, own.unpackable_reasons)
     assert twin.head.scale == pytest.approx(own.head.scale) and twin.head.softcap == pytest.approx(own.head.softcap)
-    assert bool(own.reasons) == (family in REFUSED)
+    assert bool(own.unpackable_reasons) == (family in REFUSED)
 
 
 @pytest.mark.parametrize("family", PACKABLE)
@@ -45,7 +45,7 @@ def test_a_twin_is_small_keeps_a_layer_of_each_kind_and_draws_from_no_generator_
     with torch.device("meta"):
         model = transformers.Qwen2ForCausalLM(config)
     before = torch.get_rng_state()
-    twin = twin_of(model)
+    twin = make_small_twin(model)
     assert torch.equal(torch.get_rng_state(), before)
     assert twin.config.layer_types == ["full_attention", "sliding_attention"]
     assert twin.config.vocab_size == 64 and {p.device.type for p in twin.parameters()} == {"cpu"}
@@ -65,7 +65,7 @@ def test_a_model_that_is_not_as_its_class_makes_it_is_asked_itself(change, monke
         model.model.layers[0].mlp.up_proj = torch.nn.Linear(32, 40, bias=False)
         model.model.layers[0].mlp.gate_proj = torch.nn.Linear(32, 40, bias=False)
         model.model.layers[0].mlp.down_proj = torch.nn.Linear(40, 32, bias=False)
-    real = model_capabilities.probe_facts
-    monkeypatch.setattr(model_capabilities, "probe_facts", lambda m, name: asked.append(m) or real(m, name))
-    assert facts_of(model, "llama").reasons == ()
+    real = model_capabilities.probe_capabilities
+    monkeypatch.setattr(model_capabilities, "probe_capabilities", lambda m, name: asked.append(m) or real(m, name))
+    assert find_capabilities(model, "llama").unpackable_reasons == ()
     assert asked == [model]

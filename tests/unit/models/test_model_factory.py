@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from whet.errors import ConfigError, DataError
-from whet.models.model_factory import made_model
+from whet.models.model_factory import call_model_factory
 
 
 def good(folder, seed):
@@ -55,7 +55,7 @@ constant = 3
 
 
 def test_it_is_called_with_folder_and_seed():
-    assert made_model(f"{__name__}:good", "there", 7) == "there-7"
+    assert call_model_factory(f"{__name__}:good", "there", 7) == "there-7"
 
 
 @pytest.mark.parametrize(
@@ -73,11 +73,11 @@ def test_it_is_called_with_folder_and_seed():
 )
 def test_what_goes_wrong_says_how_it_is_called(name, says):
     with pytest.raises(ConfigError, match=rf"model '\S+:{name}' .*{says}.*; it is called as function\(folder="):
-        made_model(f"{__name__}:{name}", "there", 0)
+        call_model_factory(f"{__name__}:{name}", "there", 0)
 
 
 def test_what_is_no_function_and_errors_of_whets_own_say_so_themselves():
     with pytest.raises(ConfigError, match="must be a function or a class"):
-        made_model(f"{__name__}:constant", "there", 0)
+        call_model_factory(f"{__name__}:constant", "there", 0)
     with pytest.raises(DataError, match=r"^no such rows$"):
-        made_model(f"{__name__}:own", "there", 0)
+        call_model_factory(f"{__name__}:own", "there", 0)

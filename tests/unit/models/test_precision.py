@@ -13,7 +13,7 @@ from whet.errors import ConfigError
 from whet.learners.grpo import GRPOLearner
 from whet.models import precision
 from whet.models.load import load_model
-from whet.models.precision import compute_dtype, fitting_dtype
+from whet.models.precision import auto_dtype, compute_dtype
 from whet.rollout.sampler import Sampler
 
 
@@ -50,7 +50,7 @@ def test_auto_looks_at_no_clock(cpu, monkeypatch):
 
     for name in ("perf_counter", "monotonic", "process_time", "time"):
         monkeypatch.setattr(time, name, clock)
-    assert fitting_dtype(torch.device("cpu"), 128) is torch.bfloat16
+    assert auto_dtype(torch.device("cpu"), 128) is torch.bfloat16
 
 
 def test_a_dtype_that_is_named_is_taken(cpu):
@@ -66,7 +66,7 @@ def test_auto_is_fp32_on_a_gpu_that_only_emulates_bf16(monkeypatch, hardware, ex
         hardware or including_emulation
     )  # an older GPU says yes to the plain question
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
-    assert fitting_dtype(torch.device("cuda"), 32) is expected
+    assert auto_dtype(torch.device("cuda"), 32) is expected
 
 
 def trained(model_folder, run_dir, steps, **training):

@@ -14,7 +14,7 @@ from whet.models import quantized
 from whet.models.adapters import base_weights
 from whet.models.load import load_model, save_model
 from whet.models.lora import merged_model
-from whet.models.quantized import cast, quantization_config, quantized_parts
+from whet.models.quantized import cast_parameters, quantization_config, quantized_layer_names
 from whet.rollout.engine import EmbeddedEngine
 from whet.train.worker import ModelWorker
 
@@ -78,7 +78,7 @@ def stirred(loaded):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_are_neither_cast_nor_trained_and_the_adapter_is(standin, dtype):
     loaded = load_model(held(tiny("Qwen3")), lora=LoraConfig(r=2))
-    assert len(quantized_parts(loaded.module)) == 14 and loaded.packable
+    assert len(quantized_layer_names(loaded.module)) == 14 and loaded.packable
     worker = ModelWorker(loaded, optim=OptimConfig(lr=1e-2), dtype=dtype)
     layer = loaded.module.model.layers[0].mlp.up_proj
     assert layer.get_base_layer().weight.dtype == torch.int8 and layer.get_base_layer().compute_dtype == dtype
@@ -97,7 +97,7 @@ def test_others_are_given_whole_weights_under_the_bases_names(standin):
     shapes = {n: p.shape for n, p in bare.named_parameters(remove_duplicate=False)}
     assert {n: w.shape for n, w in named.items()} == shapes and all(w.is_floating_point() for w in named.values())
     plain = merged_model(loaded.module)
-    assert not quantized_parts(plain) and len(quantized_parts(loaded.module)) == 14
+    assert not quantized_layer_names(plain) and len(quantized_layer_names(loaded.module)) == 14
     ours, theirs = (ModelWorker(x).logprobs(BATCH).logprobs for x in (loaded, load_model(plain)))
     torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=1e-5)
 
@@ -129,7 +129,7 @@ def test_where_the_package_does_not_run_is_refused(monkeypatch):
 
 
 def test_a_plain_model_is_cast_whole():
-    cast(model := tiny("Qwen3"), torch.bfloat16)
+    cast_parameters(model := tiny("Qwen3"), torch.bfloat16)
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 

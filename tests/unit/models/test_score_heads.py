@@ -8,10 +8,9 @@ from safetensors.torch import load_file, save_file
 
 from whet.errors import ConfigError
 from whet.models.forward import token_stats
-from whet.models.heads import with_score_head
+from whet.models.heads import add_score_head
 from whet.models.load import load_model, save_model
 from whet.packing.planner import plan_micro_batches
-from whet.storage.checkpoint import load_weights
 
 FAMILIES = ["Qwen3", "Llama", "Gemma2", "GptOss"]
 
@@ -94,17 +93,10 @@ def test_critics_of_earlier_releases_are_read(tmp_path):
         load_model(str(tmp_path))
 
 
-def test_a_checkpoint_of_an_earlier_release_fills_a_critic_of_this_one(tmp_path):
-    state = old_critic(tmp_path)
-    critic = load_model(tiny("Qwen3", tie_word_embeddings=False), role="critic")
-    load_weights(critic.module, tmp_path / "model.safetensors")
-    assert torch.equal(critic.score_head.weight, state["lm_head.weight"])
-
-
 def test_a_trunk_may_have_both_heads_and_gives_both_in_one_pass(tmp_path):
     plain = load_model(tiny("Qwen3"))
     weight = torch.randn(1, 32)
-    both = load_model(with_score_head(tiny("Qwen3"), weight, shared=True))
+    both = load_model(add_score_head(tiny("Qwen3"), weight, shared=True))
     assert both.outputs == {"logprobs", "values", "scores"} and both.packable
     critic = load_model(tiny("Qwen3"), role="critic")
     with torch.no_grad():

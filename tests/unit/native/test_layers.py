@@ -14,7 +14,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from whet.models import fast_layers
 from whet.native import build, layers
-from whet.native.build import Unavailable, load_library, load_made
+from whet.native.build import Unavailable, load_functions, load_library
 from whet.native.layers import LayerKernels, layer_kernels
 from whet.native.self_check import Comparison, allclose, self_check
 
@@ -27,7 +27,7 @@ SIZES = st.sampled_from((1, 12, 13, 31, 32, 33, 70, 512, 1000))
 
 def make():
     """The kernels before their trial: one that fails must not hide why."""
-    return load_made("layers", LayerKernels)
+    return load_functions("layers", LayerKernels)
 
 
 @pytest.fixture(params=BUILDS)
@@ -39,10 +39,10 @@ def kernels(request):
 @pytest.fixture
 def fresh():
     """Nothing has been built or tried, before and after."""
-    for function in (layer_kernels, build.note):
+    for function in (layer_kernels, build.log_fallback):
         function.cache_clear()
     yield
-    for function in (layer_kernels, build.note):
+    for function in (layer_kernels, build.log_fallback):
         function.cache_clear()
 
 
@@ -497,9 +497,9 @@ def test_what_loading_raises_is_a_reason_and_what_is_no_fault_of_the_library_is_
         return make
 
     for kind in (OSError, AttributeError):
-        assert load_made("layers", fails(kind)) == Unavailable("loading them failed: no such function")
+        assert load_functions("layers", fails(kind)) == Unavailable("loading them failed: no such function")
     with pytest.raises(ZeroDivisionError):
-        load_made("layers", fails(ZeroDivisionError))
+        load_functions("layers", fails(ZeroDivisionError))
 
 
 def test_a_trial_sees_no_mode_of_who_asks_and_a_note_is_said_once(fresh, caplog):
@@ -515,7 +515,7 @@ def test_a_trial_sees_no_mode_of_who_asks_and_a_note_is_said_once(fresh, caplog)
     assert seen == [(True, False)] * 2
     with caplog.at_level(logging.INFO, "whet"):
         for reason in ("they differ", "they differ", "no compiler"):
-            build.note("adding", reason)
+            build.log_fallback("adding", reason)
     said = [
         "adding: using torch instead of the C++ kernels: they differ",
         "adding: using torch instead of the C++ kernels: no compiler",

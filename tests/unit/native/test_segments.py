@@ -15,9 +15,15 @@ from hypothesis import strategies as st
 from tests.unit.models.test_attention import TREES, oracle, trees
 from whet.models.attention import SegmentLayout
 from whet.native import build, segments
-from whet.native.segments import SegmentKernels, SegmentTables, attend_segments, segment_kernels, segment_refusal
+from whet.native.segments import (
+    SegmentKernels,
+    SegmentTables,
+    attend_segments,
+    segment_kernels,
+    segments_unsupported_reason,
+)
 
-BUILT = segments._built
+BUILT = segments._load_kernels
 KERNELS = BUILT()  # as they are without a trial: one that fails must not hide why
 pytestmark = pytest.mark.skipif(
     isinstance(build.load_library("decode"), build.Unavailable), reason="no kernels can be built here"
@@ -34,7 +40,7 @@ def used(name):
     """The kernels that run."""
     with pytest.MonkeyPatch.context() as patch:
         made = KERNELS if name == "whole" else built(name, BUILT.__wrapped__)
-        patch.setattr(segments, "_built", lambda: made)
+        patch.setattr(segments, "_load_kernels", lambda: made)
         yield
 
 
@@ -48,10 +54,10 @@ def each_build(request):
 @pytest.fixture
 def fresh():
     """Nothing has been built or tried, before and after."""
-    for function in (segments._built, segment_kernels, build.note):
+    for function in (segments._load_kernels, segment_kernels, build.log_fallback):
         function.cache_clear()
     yield
-    for function in (segments._built, segment_kernels, build.note):
+    for function in (segments._load_kernels, segment_kernels, build.log_fallback):
         function.cache_clear()
 
 
@@ -449,7 +455,7 @@ def test_shapes_that_do_not_fit_each_other_are_refused():
     q = make(4, 9, 8)
     for k, v in ((make(2, 8, 8), make(2, 8, 8)), (make(2, 9, 6), make(2, 9, 6)), (make(2, 9, 8), make(1, 9, 8)),
                  (make(3, 9, 8), make(3, 9, 8)), (make(2, 9, 8), make(2, 7, 8))):  # fmt: skip
-        assert "don't fit each other" in segment_refusal(q, k, v)
+        assert "don't fit each other" in segments_unsupported_reason(q, k, v)
     with pytest.raises(ValueError, match="tables of 9 tokens and groups of 1 were given"):
         attend_segments(q, make(2, 9, 8), make(2, 9, 8), SegmentTables((9,), (-1,), 1), scale=1.0, window=None)
 
@@ -477,10 +483,10 @@ def test_a_layout_takes_them_for_floats_and_torch_for_what_they_do_not_know():
         qkv = [x.to(dtype) for x in inputs[:3]]
         out, by_kernels = served(auto, *qkv)
         assert not by_kernels and torch.equal(out, plain.attend(0, *qkv, **PLAIN))
-        assert segment_refusal(*qkv) == f"there are none for {str(dtype).removeprefix('torch.')} on cpu"
+        assert segments_unsupported_reason(*qkv) == f"there are none for {str(dtype).removeprefix('torch.')} on cpu"
     for how in ({"softcap": 0.7}, {"sinks": torch.zeros(4)}):
         assert torch.equal(*(x.attend(0, *inputs[:3], **PLAIN | how) for x in (auto, plain)))
-    assert segment_refusal(inputs[0], inputs[1].double(), inputs[2]) is not None
+    assert segments_unsupported_reason(inputs[0], inputs[1].double(), inputs[2]) is not None
 
 
 @pytest.mark.parametrize(
@@ -495,7 +501,7 @@ def test_a_layout_takes_them_for_floats_and_torch_for_what_they_do_not_know():
 def test_heads_beyond_the_limits_are_torchs(heads, size, value_size, reason):
     tree = TREES["one group"]
     qkv = draw(tree, heads=heads, kv=1, size=size, value_size=value_size)[:3]
-    assert segment_refusal(*qkv) == reason
+    assert segments_unsupported_reason(*qkv) == reason
     out, by_kernels = served(SegmentLayout(*tree), *qkv)
     assert by_kernels == (reason is None)
     wide = [x.double() for x in qkv]
@@ -507,9 +513,9 @@ def test_heads_beyond_the_limits_are_torchs(heads, size, value_size, reason):
 def test_bf16_is_torchs_where_the_processor_has_matrix_instructions(monkeypatch):
     for has, reason in ((True, "matrix instructions"), (False, None)):
         monkeypatch.setattr(segments, "_matrix_instructions", lambda has=has: has)
-        half = segment_refusal(*draw(TREES["one token"], torch.bfloat16)[:3])
+        half = segments_unsupported_reason(*draw(TREES["one token"], torch.bfloat16)[:3])
         assert (reason in half) if reason else half is None
-        assert segment_refusal(*draw(TREES["one token"])[:3]) is None
+        assert segments_unsupported_reason(*draw(TREES["one token"])[:3]) is None
 
 
 def test_a_layout_keeps_one_table_per_number_of_heads_that_share():
@@ -552,7 +558,9 @@ def test_kernels_that_compute_something_else_are_not_used(fresh, cache, rewrite,
     rewrite(old, new)
     assert reason in str(segment_kernels())
     tree = TREES["forks of forks"]
-    assert reason in segment_refusal(*draw(tree)[:3]) and not served(SegmentLayout(*tree), *draw(tree)[:3])[1]
+    assert (
+        reason in segments_unsupported_reason(*draw(tree)[:3]) and not served(SegmentLayout(*tree), *draw(tree)[:3])[1]
+    )
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -16,7 +16,7 @@ from whet.demo import small_model
 from whet.errors import ConfigError
 from whet.learners.grpo import GRPOLearner
 from whet.native.build import Unavailable
-from whet.native.decode import load_kernels
+from whet.native.decode import decode_kernels
 from whet.observe import Trace
 from whet.observe.profiler import OperationCost, StepProfiler, cost_table, operation_costs
 from whet.storage.files import write_error
@@ -261,7 +261,7 @@ def test_a_negative_number_of_steps_is_refused():
         ProfilerOptions(skip_first_n_steps=-1)
 
 
-@pytest.mark.skipif(isinstance(load_kernels(), Unavailable), reason=f"no native kernels here: {load_kernels()}")
+@pytest.mark.skipif(isinstance(decode_kernels(), Unavailable), reason=f"no native kernels here: {decode_kernels()}")
 def test_native_decode_steps_have_rows_of_their_own():
     c = cluster(small_model(0), rollout={"eos_tokens": [1]})
     prompts = [c.encoder()({"prompt": "1+1="}, 0)]

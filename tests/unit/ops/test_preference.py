@@ -23,7 +23,7 @@ from whet.ops.preference import (
     PreferenceObjective,
     StepPasses,
     bradley_terry,
-    mismatched,
+    mismatched_rows,
     needs,
     needs_of,
 )
@@ -86,7 +86,7 @@ def test_labelled_rows_by_hand():
     batch = batch_of([(1,), (1,)], columns=lambda i: {"label": (float(i == 0),)})
     logprobs, ref = torch.tensor([-1.0, -1.0]).double(), torch.tensor([-2.0, -1.5]).double()
     batch = batch.with_token_columns(ref_logprobs=ref)
-    rows = mismatched(batch).with_token_columns(ref_logprobs=torch.tensor([-1.0, -1.0]).double())
+    rows = mismatched_rows(batch).with_token_columns(ref_logprobs=torch.tensor([-1.0, -1.0]).double())
     passes = StepPasses(mismatched=rows, mismatched_logprobs=torch.tensor([-0.9, -0.7]).double())
     loss, metrics = made(inputs(made.with_passes(batch, passes)[0], logprobs))  # z = (0.1 + 0.3) / 2
     assert made.with_passes(batch, passes, running={"kto_kl": 3.0}, learning=False)[1] == {"kto_kl": 3.0}
@@ -153,7 +153,7 @@ def test_the_loss_of_a_step_is_that_of_the_whole_batch(name):
         own, rows = other_rows(batch, logprobs)
         z = torch.zeros(7).double().index_add(0, rows.sequence[rows.mask], (own - rows.ref_logprobs)[rows.mask])
         z = z.mean().clamp(min=0)
-        want = torch.where(p.chosen.there, 1 - (0.3 * (r - z)).sigmoid(), 1 - (0.3 * (z - q)).sigmoid())
+        want = torch.where(p.chosen.present, 1 - (0.3 * (r - z)).sigmoid(), 1 - (0.3 * (z - q)).sigmoid())
     assert got.sum().item() == pytest.approx(want.sum().item(), rel=1e-9)
     torch.testing.assert_close(gradient, torch.autograd.grad(want.sum(), leaf)[0], rtol=1e-9, atol=1e-12)
 
@@ -285,20 +285,20 @@ def test_length_desensitisation_weighs_what_lies_beyond_the_shorter_side():
 
 def test_mismatched_rows_are_of_other_rows_and_within_the_limit():
     batch = batch_of([(2, 3), (1, 4), (5, 1)], paired=False)
-    rows = mismatched(batch)
+    rows = mismatched_rows(batch)
     tokens = lambda b: [b.tokens[b.sequence == i].tolist() for i in range(b.num_sequences)]
     own = tokens(batch)
     assert tokens(rows) == own[-2:] + own[:-2] and rows.num_units == 6
     assert rows.mask.all() and "ref_logprobs" not in rows.token_columns
     mixed = batch_of([(2, 3), (4,), (1,), (3, 2)], paired=False)  # rows of one answer and of two
     of_row = [0, 0, 1, 2, 3, 3]
-    found = [tokens(mixed).index(turned) for turned in tokens(mismatched(mixed))]
+    found = [tokens(mixed).index(turned) for turned in tokens(mismatched_rows(mixed))]
     assert found == [4, 5, 0, 2, 3, 3] and all(of_row[a] != of_row[b] for a, b in enumerate(found))
-    short = mismatched(batch, 4)
+    short = mismatched_rows(batch, 4)
     room = [max(1, 4 - len(batch.prefix(i))) for i in range(6)]
     assert tokens(short) == [t[:n] for t, n in zip(tokens(rows), room, strict=True)]
     with pytest.raises(DataError, match="at least two rows in an optimizer step, got 1"):
-        mismatched(batch_of([(2, 2)], paired=False))
+        mismatched_rows(batch_of([(2, 2)], paired=False))
 
 
 def test_pairs_and_labels_are_not_confused():
@@ -318,7 +318,7 @@ def test_pairs_and_labels_are_not_confused():
 
 def test_what_is_missing_is_said():
     batch, logprobs = random_batch("sigmoid")
-    with pytest.raises(DataError, match="needs tokens_per_pair, which is made of the whole batch"):
+    with pytest.raises(DataError, match="needs tokens_per_pair, which is computed from the whole batch"):
         objective("sft")(inputs(batch, logprobs))
     bare = batch.replace(ref_logprobs=None)
     with pytest.raises(DataError, match="ref_logprobs"):
@@ -342,7 +342,7 @@ def test_what_is_missing_is_said():
         ({"losses": only("sigmoid", "kto")}, r"\(sigmoid: pairs, kto: labels\)"),
         (
             {"losses": only("nca_pair"), "generator": torch.exp},
-            "'nca_pair' is not made of the",
+            "'nca_pair' is not a function of the",
         ),
         ({"losses": only("aot"), "use_weighting": True}, "'aot' ranks the batch"),
         ({"losses": only("kto"), "ld_alpha": 0.5}, "ld_alpha compares the sides of a pair"),

@@ -97,7 +97,7 @@ def cluster_paths(base):
 def test_the_reference_is_the_base_without_a_second_copy(base):
     c = adapted(base, reference="actor")
     worker = c.worker(Role.REFERENCE)
-    assert worker.module is c.actor.module and worker.loaded.start.tensors == ()
+    assert worker.module is c.actor.module and worker.loaded.snapshot.tensors == ()
     stir(c.actor.module)
     want = ModelWorker(load_model(base)).logprobs(BATCH).logprobs
     assert torch.equal(worker.logprobs(BATCH).logprobs, want)

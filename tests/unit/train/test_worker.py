@@ -102,8 +102,8 @@ def test_the_numbers_of_a_micro_batch_stay_on_the_device():
 def test_attention_in_bf16_on_a_cpu_is_called_with_few_shapes(dtype, multiple):
     batch = weighted(random_batch((3, [6, 4]), (5, [9, 2])))
     (micro,) = make(dtype=dtype).micro_batches(batch, None)
-    assert all(b.own % multiple == b.above % multiple == 0 for b in micro.layout.plain.buckets)
-    assert (max(b.own for b in micro.layout.plain.buckets) == 32) == (multiple == 32)
+    assert all(b.own % multiple == b.above % multiple == 0 for b in micro.layout.bucket_row.buckets)
+    assert (max(b.own for b in micro.layout.bucket_row.buckets) == 32) == (multiple == 32)
 
 
 def test_no_micro_batch_waits_for_the_device():

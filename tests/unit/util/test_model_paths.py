@@ -9,7 +9,7 @@ from whet import Sampler
 from whet.data.tokenizer import load_tokenizer
 from whet.errors import ConfigError
 from whet.models.load import load_model
-from whet.util.model_paths import check_hub, taken
+from whet.util.model_paths import check_hub, resolved_path_message
 from whet.util.model_paths import model_folder as model_folder_of
 
 
@@ -67,7 +67,10 @@ def test_a_folder_of_runs_stands_for_the_newest_that_has_finished_or_says_what_i
     assert Sampler(runs)("2+2=", 2).text and load_tokenizer(runs).eos_token_id == 256
     assert f"{runs}: taking {runs}/new/final" in caplog.messages
     os.utime(run / "metrics.jsonl", (2**31 + 3, 2**31 + 3))
-    assert taken(str(runs), model_folder_of(runs)) == f"{runs}: taking {runs}/new/final (run: newer, and not finished)"
+    assert (
+        resolved_path_message(str(runs), model_folder_of(runs))
+        == f"{runs}: taking {runs}/new/final (run: newer, and not finished)"
+    )
     (runs / "only" / "a").mkdir(parents=True)
     with pytest.raises(ConfigError, match="only holds no model, tokenizer or run, but a; give the folder of one"):
         model_folder_of(runs / "only")

@@ -1,4 +1,4 @@
-"""Advantages by statistics of the whole batch, or against something other than the group.
+"""Advantages from statistics of the whole batch, or with another baseline than the group.
 
 Dim legend: J trajectories, S tokens, g the group of i, r the outcome with the rewards of single tokens
 (AdvantageInputs.returns), r_t the same at single tokens (rewards_by_token). Computed in float64, returned in fp32.
@@ -9,21 +9,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from whet.ops.advantages.group_statistics import Grouped
+from whet.ops.advantages.group_statistics import GroupedRewards
 from whet.ops.advantages.inputs import AdvantageInputs, with_greedy_rewards
 from whet.ops.masked import masked_whiten
 
 __all__ = [
-    "batch_normalized",
-    "minus_greedy",
-    "minus_mean",
-    "reward_decoupled",
-    "whitened_relative",
-    "whitened_returns",
+    "gdpo_advantages",
+    "reinforce_advantages",
+    "reinforce_plus_plus_advantages",
+    "reinforce_plus_plus_baseline_advantages",
+    "remax_advantages",
+    "scalerl_advantages",
 ]
 
 
-def batch_normalized(
+def scalerl_advantages(
     rewards: Tensor, group_ids: Tensor, *, advantage_eps: float = 1e-6, advantage_ddof: int = 1
 ) -> Tensor:
     """Advantage against the group's mean, in units of the deviation of all advantages of the batch.
@@ -32,20 +32,20 @@ def batch_normalized(
     Args: rewards [N], NaN = not applicable. group_ids: Long [N]. advantage_eps: ε. advantage_ddof: of the deviation.
     Returns: [N], fp32; exactly 0 in groups of one and where all rewards of a group are equal.
     Raises: DataError: an infinite reward, or shapes that differ.
-    Source: ScaleRL, arXiv:2510.13786. It differs from group_relative with scale_rewards="batch", which is TRL's: there
+    Source: ScaleRL, arXiv:2510.13786. It differs from grpo_advantages with scale_rewards="batch", which is TRL's: there
         the deviation is that of the rewards, in which groups differ by their means.
 
     >>> from torch import tensor
-    >>> batch_normalized(tensor([0., 1., 3., 6.]), tensor([0, 0, 1, 1]), advantage_eps=0.0)  # a = ∓1/2, ∓3/2: σ² = 5/3
+    >>> scalerl_advantages(tensor([0., 1., 3., 6.]), tensor([0, 0, 1, 1]), advantage_eps=0.0)  # a ∓1/2, ∓3/2: σ² = 5/3
     tensor([-0.3873,  0.3873, -1.1619,  1.1619])
     """
-    g = Grouped.by(rewards, group_ids)
+    g = GroupedRewards.by(rewards, group_ids)
     centred = torch.where(g.given & g.spread, g.rewards - g.mean, 0.0)
-    std = Grouped(centred, g.given, torch.zeros_like(g.of), 1).std(advantage_ddof)
+    std = GroupedRewards(centred, g.given, torch.zeros_like(g.of), 1).std(advantage_ddof)
     return g.advantages(centred / (std + advantage_eps))
 
 
-def minus_mean(
+def reinforce_advantages(
     rewards: Tensor,
     group_ids: Tensor,
     *,
@@ -54,7 +54,7 @@ def minus_mean(
     advantage_eps: float = 1e-6,
     advantage_ddof: int = 1,
 ) -> Tensor:
-    """Reward less the mean of the group, or of the batch.
+    """The reward minus the mean of the group, or of the batch.
 
     Aᵢ = rᵢ − b, with norm_var (rᵢ − b) / (σ + ε); b and σ, mean and deviation of the group, or of all rewards where
     global_norm asks for it and where a group has one reward.
@@ -69,10 +69,11 @@ def minus_mean(
         are of one size.
 
     >>> from torch import tensor
-    >>> minus_mean(tensor([1., 0., 5.]), tensor([0, 0, 1])), minus_mean(tensor([1., 0., 5.]), tensor([0, 1, 2]))
+    >>> rewards = tensor([1., 0., 5.])
+    >>> reinforce_advantages(rewards, tensor([0, 0, 1])), reinforce_advantages(rewards, tensor([0, 1, 2]))
     (tensor([ 0.5000, -0.5000,  3.0000]), tensor([-1., -2.,  3.]))
     """
-    g = Grouped.by(rewards, group_ids)
+    g = GroupedRewards.by(rewards, group_ids)
     wide = torch.full_like(g.given, global_norm) | (g.count < 2)
     centred = g.rewards - torch.where(wide, g.whole.mean, g.mean)
     if norm_var:
@@ -81,8 +82,8 @@ def minus_mean(
     return torch.where(g.given & spread, centred, 0.0).float()
 
 
-def whitened_returns(x: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
-    """What each token earns from there on, whitened over all tokens of the batch.
+def reinforce_plus_plus_advantages(x: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
+    """The return from each token on, whitened over all tokens of the batch.
 
     A_t = (G_t − μ) / √(v + 1e-8), G_t = r_t + γ G_{t+1} over the trained tokens of a trajectory, μ and v their mean and
     unbiased variance over the trained tokens of the batch whose trajectories have a reward.
@@ -95,15 +96,15 @@ def whitened_returns(x: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
     >>> from torch import tensor
     >>> x = AdvantageInputs(rewards=tensor([1., 3.]), group_of=tensor([0, 1]), trajectory=tensor([0, 0, 1, 1]),
     ...                     mask=tensor([True, True, True, True]))
-    >>> whitened_returns(x, gamma=0.0)  # returns 0, 1, 0, 3: mean 1, variance 2
+    >>> reinforce_plus_plus_advantages(x, gamma=0.0)  # returns 0, 1, 0, 3: mean 1, variance 2
     tensor([-0.7071,  0.0000, -0.7071,  1.4142])
     """
-    given = Grouped.by(x.rewards, x.group_of).given
+    given = GroupedRewards.by(x.rewards, x.group_of).given
     kept = x.mask & given.index_select(0, x.trajectory)
     return masked_whiten(_returns_to_go(x, gamma), kept).float()
 
 
-def whitened_relative(x: AdvantageInputs) -> Tensor:
+def reinforce_plus_plus_baseline_advantages(x: AdvantageInputs) -> Tensor:
     """Advantage against the group's mean, whitened over all tokens of the batch.
 
     A_t = (aᵢ − μ) / √(v + 1e-8), aᵢ = rᵢ − mean_g(r) at each trained token of i; μ and v the mean and unbiased variance
@@ -118,20 +119,20 @@ def whitened_relative(x: AdvantageInputs) -> Tensor:
     >>> from torch import tensor
     >>> x = AdvantageInputs(rewards=tensor([1., 3.]), group_of=tensor([0, 0]), trajectory=tensor([0, 0, 0, 1]),
     ...                     mask=tensor([True, True, True, True]))
-    >>> whitened_relative(x)  # -1 three times and 1: mean -1/2, variance 1
+    >>> reinforce_plus_plus_baseline_advantages(x)  # -1 three times and 1: mean -1/2, variance 1
     tensor([-0.5000, -0.5000, -0.5000,  1.5000])
     """
-    g = Grouped.by(x.returns, x.group_of)
+    g = GroupedRewards.by(x.returns, x.group_of)
     centred = torch.where(g.given & g.spread, g.rewards - g.mean, 0.0)
     kept = x.mask & g.given.index_select(0, x.trajectory)
     return masked_whiten(centred.index_select(0, x.trajectory), kept).float()
 
 
 @with_greedy_rewards
-def minus_greedy(x: AdvantageInputs) -> Tensor:
-    """What each token earns from there on, less the reward of the greedy completion of its prompt.
+def remax_advantages(x: AdvantageInputs) -> Tensor:
+    """The return from each token on, minus the reward of the greedy completion of its prompt.
 
-    A_t = G_t − b_g, G_t = Σ_{s ≥ t} r_s; with an outcome alone that is r − b_g at every token.
+    A_t = G_t − b_g, G_t = Σ_{s ≥ t} r_s; with only an outcome that is r − b_g at every token.
     Args: x: needs greedy_rewards. The greedy completion's own token rewards (a KL) are not in b_g.
     Returns: [S], fp32; 0 at tokens that are not trained, without a reward, and where the greedy completion has none.
     Raises: DataError: an infinite reward, or no greedy rewards.
@@ -140,17 +141,17 @@ def minus_greedy(x: AdvantageInputs) -> Tensor:
     >>> from torch import tensor
     >>> x = AdvantageInputs(rewards=tensor([1., 0.]), group_of=tensor([0, 1]), trajectory=tensor([0, 0, 1]),
     ...                     mask=tensor([True, True, True]), greedy_rewards=tensor([0.5, 0.5]))
-    >>> minus_greedy(x)
+    >>> remax_advantages(x)
     tensor([ 0.5000,  0.5000, -0.5000])
     """
-    given = Grouped.by(x.rewards, x.group_of).given
+    given = GroupedRewards.by(x.rewards, x.group_of).given
     baseline = x.need("greedy_rewards").double().index_select(0, x.group_of)
     kept = x.mask & (given & ~baseline.isnan()).index_select(0, x.trajectory)
     found = _returns_to_go(x, gamma=1.0) - baseline.index_select(0, x.trajectory)
     return torch.where(kept, found, 0.0).float()
 
 
-def reward_decoupled(x: AdvantageInputs, *, advantage_eps: float = 1e-6, advantage_ddof: int = 1) -> Tensor:
+def gdpo_advantages(x: AdvantageInputs, *, advantage_eps: float = 1e-6, advantage_ddof: int = 1) -> Tensor:
     """Each reward function normalised in its group by itself, their weighted sum normalised over the batch.
 
     z_k = (r_k − mean_g(r_k)) / (std_g(r_k) + ε) for each function k; R = Σ_k w_k z_k over those that apply;
@@ -169,7 +170,7 @@ def reward_decoupled(x: AdvantageInputs, *, advantage_eps: float = 1e-6, advanta
     >>> x = AdvantageInputs(rewards=tensor([1., 10.]), group_of=tensor([0, 0]), trajectory=tensor([0, 1]),
     ...                     mask=tensor([True, True]), table={"a": tensor([1., 0.]), "b": tensor([0., 10.])},
     ...                     reward_weights={"a": 2.0, "b": 1.0})
-    >>> reward_decoupled(x)  # R = ±(2 - 1) / √2: both functions have their say
+    >>> gdpo_advantages(x)  # R = ±(2 - 1) / √2: both functions have their say
     tensor([ 0.7071, -0.7071])
     """
     columns = [(x.reward_weights.get(name, 1.0), r) for name, r in x.table.items()] or [(1.0, x.rewards)]
@@ -177,10 +178,10 @@ def reward_decoupled(x: AdvantageInputs, *, advantage_eps: float = 1e-6, advanta
         columns.append((1.0, x.returns - x.rewards))
     total = torch.zeros(len(x.rewards), dtype=torch.float64)
     for weight, rewards in columns:
-        g = Grouped.by(rewards, x.group_of)
+        g = GroupedRewards.by(rewards, x.group_of)
         z = (g.rewards - g.mean) / (g.std(advantage_ddof) + advantage_eps)
         total += weight * torch.where(g.given & g.spread, z, 0.0)
-    batch = Grouped.by(torch.where(x.rewards.isnan(), torch.nan, total), torch.zeros_like(x.group_of))
+    batch = GroupedRewards.by(torch.where(x.rewards.isnan(), torch.nan, total), torch.zeros_like(x.group_of))
     return batch.advantages((batch.rewards - batch.mean) / (batch.std(advantage_ddof) + advantage_eps))
 
 

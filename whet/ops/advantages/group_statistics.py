@@ -1,4 +1,4 @@
-"""Rewards in groups: the statistics that the estimators are made of."""
+"""Statistics of rewards in groups, for the estimators."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from whet.errors import DataError, lookup_error
 from whet.ops.masked import segment_count, segment_sum
 from whet.ops.shapes import check_shapes
 
-__all__ = ["Grouped", "group_spread"]
+__all__ = ["GroupedRewards", "group_spread"]
 
 _SCALES = ("group", "batch", "none")
 
 
 @dataclass(frozen=True, eq=False)
-class Grouped:
-    """Rewards in groups of any size, each statistic given to every completion of its group; NaN takes no part.
+class GroupedRewards:
+    """Rewards in groups of any size. Each statistic is repeated for every completion of its group; NaN is ignored.
 
     >>> from torch import tensor
-    >>> g = Grouped.by(tensor([1., 0., 5., torch.nan]), tensor([7, 7, 9, 9]))
+    >>> g = GroupedRewards.by(tensor([1., 0., 5., torch.nan]), tensor([7, 7, 9, 9]))
     >>> g.mean.tolist(), g.count.tolist(), g.spread.tolist()
     ([0.5, 0.5, 5.0, 5.0], [2, 2, 1, 1], [True, True, False, False])
     >>> g.advantages(g.rewards - g.mean)
@@ -39,7 +39,7 @@ class Grouped:
     """How many groups there are."""
 
     @classmethod
-    def by(cls, rewards: Tensor, group_ids: Tensor) -> Grouped:
+    def by(cls, rewards: Tensor, group_ids: Tensor) -> GroupedRewards:
         """Rewards by group.
 
         Args: rewards [N], NaN = not applicable. group_ids: Long [N], any ids in any order.
@@ -55,9 +55,9 @@ class Grouped:
         return cls(torch.where(given, r, 0.0), given, of, len(ids))
 
     @functools.cached_property
-    def whole(self) -> Grouped:
+    def whole(self) -> GroupedRewards:
         """The same rewards as one group."""
-        return Grouped(self.rewards, self.given, torch.zeros_like(self.of), 1)
+        return GroupedRewards(self.rewards, self.given, torch.zeros_like(self.of), 1)
 
     @functools.cached_property
     def count(self) -> Tensor:
@@ -140,5 +140,5 @@ def group_spread(rewards: Tensor, group_ids: Tensor) -> Tensor:
     check_shapes("[N]", rewards=rewards, group_ids=group_ids)
     r = rewards.detach().double()
     num = int(group_ids.max()) + 1 if len(group_ids) else 0
-    g = Grouped(r, ~r.isnan(), group_ids, num)
+    g = GroupedRewards(r, ~r.isnan(), group_ids, num)
     return g.differs

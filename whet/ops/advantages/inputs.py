@@ -1,4 +1,4 @@
-"""What an advantage estimator is given, what it may declare, and how either form of one is called."""
+"""AdvantageInputs, the argument of an advantage estimator; its declarations; and the call of either form."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Estimator = TypeVar("Estimator", bound=Callable[..., Any])
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AdvantageInputs:
-    """What an estimator is given: a whole step's rewards, and the tokens that they were given for.
+    """The argument of an estimator: the rewards and the tokens of a whole step.
 
     Raises: DataError: a column of another length than its kind, or a reward at a trained token that is not finite.
 
@@ -46,8 +46,8 @@ class AdvantageInputs:
     reward_weights: Mapping[str, float] = field(default_factory=dict)
     """The weight of each function of the table."""
     token_rewards: Tensor | None = None
-    """Float [S]: rewards given at single tokens, besides the outcome; a number that is not finite is nothing at a
-    token that is not trained."""
+    """Float [S]: rewards of single tokens, in addition to the outcome. At tokens that are not trained, a number that is
+    not finite counts as 0."""
     values: Tensor | None = None
     """Float [S]: of the state before each token, at rollout."""
     greedy_rewards: Tensor | None = None
@@ -78,7 +78,7 @@ class AdvantageInputs:
 
     @functools.cached_property
     def returns(self) -> Tensor:
-        """Float64 [J]: what each trajectory earned, Rⱼ = rⱼ + Σ_t r_t: its outcome and the rewards of all its tokens,
+        """Float64 [J]: the return of each trajectory, Rⱼ = rⱼ + Σ_t r_t: its outcome and the rewards of all its tokens,
         trained or not (an environment may give one at a token of its own). NaN where the outcome is.
         """
         if self.token_rewards is None:
@@ -126,8 +126,8 @@ class AdvantageInputs:
 
 
 def with_greedy_rewards(estimator: Estimator) -> Estimator:
-    """Declares of an estimator that it reads x.greedy_rewards: the learner then draws one greedy completion of each
-    prompt as well, which is rewarded and not trained on.
+    """Declares that an estimator reads x.greedy_rewards. The learner then samples one greedy completion of each prompt
+    too, which is rewarded and not trained on.
 
     Args: estimator: fn(x: AdvantageInputs).
     Returns: itself.
@@ -143,7 +143,7 @@ def with_greedy_rewards(estimator: Estimator) -> Estimator:
 
 
 def needs_greedy_rewards(estimator: Callable[..., Any]) -> bool:
-    """Whether an estimator, or what a partial of it calls, was declared by with_greedy_rewards.
+    """Whether an estimator, or the function of a partial, was declared by with_greedy_rewards.
 
     >>> needs_greedy_rewards(functools.partial(with_greedy_rewards(lambda x, *, k: x.returns), k=1))
     True
@@ -169,9 +169,9 @@ def estimate(estimator: Callable[..., Tensor], x: AdvantageInputs) -> Tensor:
     (tensor([ 0.5000,  0.5000, -0.5000]), tensor([2., 2., 0.]))
     """
     plain, size = _num_required(estimator) == 2, len(x.mask)
-    told_apart = x if len(x.rewards) != size or not size else _with_untrained_token(x)
-    found = torch.as_tensor(estimator(x.returns, x.group_of) if plain else estimator(told_apart)).detach().float()
-    per_token = found.shape == told_apart.mask.shape
+    distinct = x if len(x.rewards) != size or not size else _with_untrained_token(x)
+    found = torch.as_tensor(estimator(x.returns, x.group_of) if plain else estimator(distinct)).detach().float()
+    per_token = found.shape == distinct.mask.shape
     wanted = f"give one finite number for each of the {len(x.rewards)} rewards (0 where a reward is NaN)"
     if per_token:
         found = found[:size]
@@ -192,7 +192,7 @@ def estimate(estimator: Callable[..., Tensor], x: AdvantageInputs) -> Tensor:
 
 
 def _with_untrained_token(x: AdvantageInputs) -> AdvantageInputs:
-    """The same with one token more that is not trained, so that [J] and [S] can be told apart by their length."""
+    """The same with one more token, which is not trained, so that [J] and [S] have different lengths."""
 
     def longer(column: Tensor | None) -> Tensor | None:
         return None if column is None else torch.cat([column, column.new_zeros(1)])  # mask: False
@@ -202,7 +202,7 @@ def _with_untrained_token(x: AdvantageInputs) -> AdvantageInputs:
 
 
 def _num_required(fn: Callable[..., Any]) -> int:
-    """Positional arguments without a default. One whose signature can't be read is taken for fn(x)."""
+    """The number of positional arguments without a default; 1 if the signature can't be read."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):

@@ -1,10 +1,10 @@
 """Policy losses: per token, never a mean; the weights of whet.ops.loss_aggregation turn them into one number.
 
-Every loss is fn(x: LossInputs, **kw) -> (loss [s], {metric: [s]}); metrics are detached, per token, and the caller
-takes their mean over the mask. Masked-out tokens have loss 0 and metrics 0 whatever stands there. Old logprobs and
+Every loss is fn(x: LossInputs, **kw) -> (loss [s], {metric: [s]}). Metrics are detached, per token, and the caller
+takes their mean over the mask. Masked-out tokens have loss 0 and metrics 0, whatever their values are. Old logprobs and
 advantages are constants. At r = 1 all have the gradient of −A·log π at the level of tokens but cispo-trl (and
-distillation, whose A differs, and gkd, which has none); at sequence-sum n times that, n the tokens of the sequence.
-Corrections, masks, the KL and the entropy bonus are pieces of their own: see objective.py.
+distillation, which has another A, and gkd, which has none); at sequence-sum n times that, n the tokens of the sequence.
+Corrections, masks, the KL and the entropy bonus are separate terms: see objective.py.
 
 A published method is a surrogate, a level of its ratio and an aggregation:
 
@@ -25,7 +25,7 @@ A published method is a surrogate, a level of its ratio and an aggregation:
     On-policy distillation        distillation     token                       token-mean
     GKD (2306.13649)              gkd              none                        token-mean
 
-What the aggregations of Tunix, TRL and TorchRL are called here: whet.ops.loss_aggregation.
+whet.ops.loss_aggregation lists the aggregations of Tunix, TRL and TorchRL with their names here.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ from whet.ops.policy_losses.base import (
     teacher_column,
     zero_without_advantage,
 )
-from whet.ops.policy_losses.clipped import clipped_surrogate, geometric_mean
+from whet.ops.policy_losses.clipped import clipped_surrogate, gmpo
 from whet.ops.policy_losses.distillation import distillation, gkd
 from whet.ops.policy_losses.policy_gradient import cispo, cispo_trl, nll, reinforce, vespo
 from whet.ops.policy_losses.ratios import IMPORTANCE_LEVELS
-from whet.ops.policy_losses.smooth import clipped_ratio, soft_gate
+from whet.ops.policy_losses.smooth import cispo_torchrl, sapo
 
 __all__ = [
     "IMPORTANCE_LEVELS",
     "POLICY_LOSSES",
     "cispo",
+    "cispo_torchrl",
     "cispo_trl",
-    "clipped_ratio",
     "clipped_surrogate",
     "compares_with_teacher",
     "distillation",
-    "geometric_mean",
     "gkd",
+    "gmpo",
     "metrics_without_advantage",
     "nll",
     "reinforce",
-    "soft_gate",
+    "sapo",
     "teacher_column",
     "vespo",
     "zero_without_advantage",
@@ -68,16 +68,16 @@ __all__ = [
 
 POLICY_LOSSES: dict[str, Callable[..., LossOutput]] = {
     "cispo": cispo,
-    "cispo-torchrl": clipped_ratio,
+    "cispo-torchrl": cispo_torchrl,
     "cispo-trl": cispo_trl,
     "distillation": distillation,
     "gkd": gkd,
-    "gmpo": geometric_mean,
+    "gmpo": gmpo,
     "grpo": clipped_surrogate,
     "gspo-token": partial(clipped_surrogate, importance_sampling_level="sequence-token"),
     "ppo": clipped_surrogate,
     "reinforce": reinforce,
-    "sapo": soft_gate,
+    "sapo": sapo,
     "vespo": vespo,
 }
 """fn(x: LossInputs, **kw) -> (loss [s], metrics), by name."""

@@ -1,4 +1,4 @@
-"""What every policy loss returns, and what it says of sequences without an advantage."""
+"""The return value of policy losses, and their declarations."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _OF_RATIOS = ("cispo_clip_ratio", "clip_ratio/high", "clip_ratio/low", "clip_rat
 
 
 def zero_without_advantage(*metrics: str) -> Callable[[LossFn], LossFn]:
-    """Declares of a policy loss that where the advantage is 0 it has no gradient, and that these metrics are 0 there.
+    """Declares that a policy loss has no gradient where the advantage is 0, and that these metrics are 0 there.
 
-    A learner need not run sequences without an advantage then: it counts their tokens in the means of these metrics.
+    The learner then skips sequences without an advantage, and counts their tokens in the means of these metrics.
     Args: metrics: names, as the loss returns them.
-    Returns: what marks the loss and gives it back.
+    Returns: a decorator that marks the loss and returns it.
 
     >>> @zero_without_advantage("far")
     ... def own(x):
@@ -40,9 +40,9 @@ def zero_without_advantage(*metrics: str) -> Callable[[LossFn], LossFn]:
 
 
 def metrics_without_advantage(loss: Callable[..., Any]) -> tuple[str, ...] | None:
-    """What a loss has declared by zero_without_advantage; None = nothing, so it may have a gradient anywhere.
+    """The metrics that a loss has declared by zero_without_advantage; None = it declares nothing.
 
-    A partial declares what its function does, clip metrics under the names they have at the level it is bound to.
+    A partial has the declaration of its function, with the names of clip metrics at the level that it binds.
 
     >>> @zero_without_advantage("clip_ratio/high")
     ... def own(x, *, importance_sampling_level="token"): ...
@@ -58,11 +58,11 @@ def metrics_without_advantage(loss: Callable[..., Any]) -> tuple[str, ...] | Non
 
 
 def compares_with_teacher(column: Literal["teacher_logprobs", "divergence"]) -> Callable[[LossFn], LossFn]:
-    """Declares of a policy loss that it needs something of a teacher, which a learner then gives it.
+    """Declares that a policy loss needs a column from a teacher. The learner then computes it.
 
     Args: column: "teacher_logprobs" [s], of the tokens; or "divergence" [s], from the teacher's distribution before
         each token, with gradient.
-    Returns: what marks the loss and gives it back.
+    Returns: a decorator that marks the loss and returns it.
 
     >>> @compares_with_teacher("teacher_logprobs")
     ... def own(x):
@@ -79,7 +79,7 @@ def compares_with_teacher(column: Literal["teacher_logprobs", "divergence"]) -> 
 
 
 def teacher_column(loss: Callable[..., Any]) -> str | None:
-    """What a loss has declared by compares_with_teacher, also of a partial's function; None = it needs no teacher.
+    """The column that a loss, or a partial's function, has declared by compares_with_teacher; None = no teacher.
 
     >>> teacher_column(compares_with_teacher("divergence")(lambda x: x.divergence))
     'divergence'
@@ -90,7 +90,7 @@ def teacher_column(loss: Callable[..., Any]) -> str | None:
 
 
 def of_level(metrics: Mapping[str, Any], level: str) -> dict[str, Any]:
-    """The same metrics, those that count ratios renamed where a ratio is a sequence's: sequence_clip_ratio/high."""
+    """The metrics; those that count ratios are renamed if ratios are of sequences: sequence_clip_ratio/high."""
     whole = level != "token"
     return {f"sequence_{name}" if whole and name in _OF_RATIOS else name: value for name, value in metrics.items()}
 

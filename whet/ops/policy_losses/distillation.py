@@ -1,11 +1,11 @@
-"""What a teacher teaches: by the tokens sampled, as a part of their advantage, or by whole distributions."""
+"""Losses that learn from a teacher: by the sampled tokens, as part of their advantage, or by whole distributions."""
 
 from __future__ import annotations
 
 from whet.ops.divergence import check_beta
 from whet.ops.masked import masked_column
 from whet.ops.policy_losses.base import LossOutput, compares_with_teacher, output
-from whet.ops.policy_losses.ratios import detached_advantages, log_ratios, ratio_metrics, rollout_logprobs
+from whet.ops.policy_losses.ratios import detached_advantages, get_old_logprobs, log_ratios, ratio_metrics
 from whet.types import LossInputs
 
 __all__ = ["distillation", "gkd"]
@@ -16,10 +16,10 @@ def distillation(x: LossInputs, *, teacher_coef: float = 1.0, importance_samplin
     """On-policy distillation on the sampled tokens: the reverse KL to a teacher is part of the advantage.
 
     l = −r·(A − c·(log π_old − log π_teacher)); r, the importance ratio at a level of IMPORTANCE_LEVELS, has the
-    gradient. Where all rewards are equal A is 0 and the teacher alone teaches.
+    gradient. Where all rewards are equal, A is 0 and only the teacher has an effect.
 
     Args:
-        x: needs advantages, and teacher_logprobs [s]: what the teacher gives the same tokens; old_logprobs None =
+        x: needs advantages, and teacher_logprobs [s]: the teacher's logprobs of the same tokens; old_logprobs None =
             logprobs.detach(). All three are constants.
         teacher_coef: c.
         importance_sampling_level: a name of IMPORTANCE_LEVELS.
@@ -35,7 +35,7 @@ def distillation(x: LossInputs, *, teacher_coef: float = 1.0, importance_samplin
     >>> distillation(x)[0]  # the teacher finds the token less likely: the loss pushes it down
     tensor([2.])
     """
-    gap = rollout_logprobs(x) - masked_column(x.need("teacher_logprobs"), x.mask).detach()
+    gap = get_old_logprobs(x) - masked_column(x.need("teacher_logprobs"), x.mask).detach()
     log_ratio, used = log_ratios(x, importance_sampling_level)
     loss = -used.exp() * (detached_advantages(x) - teacher_coef * gap)
     return output(loss, {"teacher_kl": gap, **ratio_metrics(log_ratio, used, x.mask)})

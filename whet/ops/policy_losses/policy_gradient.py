@@ -97,7 +97,7 @@ def cispo(
 def cispo_trl(
     x: LossInputs, *, epsilon: float = 0.2, epsilon_high: float | None = None, importance_sampling_level: str = "token"
 ) -> LossOutput:
-    """CISPO as TRL computes it, whose cap on the ratio is ε_high itself and not 1 + ε_high.
+    """CISPO as TRL computes it: the cap on the ratio is ε_high itself and not 1 + ε_high.
 
     l = −sg(min(r, ε_high))·A·log π. With the ε of a clip, 0.2, every weight near the old policy is 0.2, and so the step
     is a fifth of what it would be: take cispo, or an ε_high above 1 (5.0 is TRL's example).

@@ -1,4 +1,4 @@
-"""The importance ratio π/π_old of a token or of its sequence: a choice that most policy losses share.
+"""The importance ratio π/π_old of a token or of its sequence, which most policy losses use.
 
 Dim legend: s tokens of a micro-batch, whole sequences laid end to end.
 """
@@ -67,7 +67,7 @@ and sequence-token have the same gradient. Tunix holds d_t and sequence-token as
 """
 
 
-def rollout_logprobs(x: LossInputs) -> Tensor:
+def get_old_logprobs(x: LossInputs) -> Tensor:
     """Log π_old, a constant, 0 where masked out: [s]. Where there is none, or it is NaN: the current policy's."""
     own = masked_column(x.logprobs, x.mask).detach()
     if x.old_logprobs is None:
@@ -84,12 +84,12 @@ def log_ratios(x: LossInputs, level: str) -> tuple[Tensor, Tensor]:
     """
     if level not in IMPORTANCE_LEVELS:
         raise lookup_error("importance level", level, IMPORTANCE_LEVELS)
-    log_ratio = masked_column(x.logprobs, x.mask) - rollout_logprobs(x)
+    log_ratio = masked_column(x.logprobs, x.mask) - get_old_logprobs(x)
     return log_ratio, torch.where(x.mask, IMPORTANCE_LEVELS[level](log_ratio, x), 0.0)
 
 
 def ratio_metrics(log_ratio: Tensor, used: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """What Tunix reports of the ratio: ppo_kl (−log_ratio, before any clamp), is_ratio and log_ratio_abs as used."""
+    """Tunix's metrics of the ratio: ppo_kl (−log_ratio, before any clamp), is_ratio and log_ratio_abs as used."""
     return {"is_ratio": torch.where(mask, used.exp(), 0.0), "log_ratio_abs": used.abs(), "ppo_kl": -log_ratio}
 
 

@@ -1,11 +1,11 @@
 """Preference losses: per unit, never a mean; the weights of units turn them into one number.
 
-Every loss is fn(p: PreferenceInputs, **kw) -> [u], or ([u], {metric: [u]}), and says by `needs` what it reads: pairs or
-rows with a label, a reference, the whole batch of an optimizer step, numbers that it keeps. A PreferenceObjective mixes
-them. What a loss looks at across the batch is made once, before the update, as columns: `with_counts` and
-`with_passes`.
+Every loss is fn(p: PreferenceInputs, **kw) -> [u], or ([u], {metric: [u]}). The decorator `needs` declares its input:
+pairs or rows with a label, a reference, the whole batch of an optimizer step, numbers from step to step. A
+PreferenceObjective mixes losses. Statistics of the whole batch are computed once before the update, as columns:
+`with_counts` and `with_passes`.
 
-What TRL's trainers are called here:
+The losses of TRL's trainers:
 
     DPOTrainer                loss_type: the same names; reference_free is of its older releases
     CPOTrainer                cpo (sigmoid), cpo_hinge (hinge), cpo_ipo (ipo), simpo, alphapo
@@ -25,9 +25,9 @@ from whet.ops.preference.inputs import (
     Side,
     StepColumns,
     StepInputs,
+    make_pair,
     needs,
     needs_of,
-    pair_of,
     preference_inputs,
 )
 from whet.ops.preference.objective import PreferenceObjective, StepPasses
@@ -50,7 +50,7 @@ from whet.ops.preference.pairs import (
 )
 from whet.ops.preference.reference_free import alpha_reward, cpo, cpo_hinge, cpo_ipo, log_odds, orpo, sft, simpo
 from whet.ops.preference.reward import REWARD_REDUCTIONS, bradley_terry
-from whet.ops.preference.unpaired import apo_zero_unpaired, kto, mismatched
+from whet.ops.preference.unpaired import apo_zero_unpaired, kto, mismatched_rows
 
 __all__ = [
     "F_DIVERGENCES",
@@ -68,10 +68,10 @@ __all__ = [
     "bounded",
     "bradley_terry",
     "log_odds",
-    "mismatched",
+    "make_pair",
+    "mismatched_rows",
     "needs",
     "needs_of",
-    "pair_of",
     "preference_inputs",
     "smoothed_logsigmoid",
 ]

@@ -16,7 +16,7 @@ __all__ = ["F_DIVERGENCES", "alpha_divergence", "bounded", "forward_kl", "js_div
 F = torch.nn.functional
 
 _STEEPEST = 30.0
-"""Exponent from which an exponential goes on as a straight line: what is made of it, squares too, is finite in fp32."""
+"""Exponent above which an exponential continues as a straight line, so that it and its square are finite in fp32."""
 
 
 def bounded(exponential: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -43,12 +43,12 @@ def reverse_kl(d: Tensor) -> Tensor:
 
 
 def forward_kl(d: Tensor) -> Tensor:
-    """Covers what the reference does; the score is bounded above, so that what is likely already gains little.
+    """The policy covers what the reference does. The score is bounded above, so likely answers gain little more.
 
     f'(t) = 1 − 1/t = 1 − exp(−d), d = log t = log π − log π_ref of a side.
     Args: d [u].
     Returns: [u]; a straight line below d = −30.
-    Source: f-DPO (arXiv:2309.16240); agrees with TRL, whose gradient is NaN for d below −88 in fp32.
+    Source: f-DPO (arXiv:2309.16240); agrees with TRL, which has a gradient of NaN for d below −88 in fp32.
 
     >>> forward_kl(torch.tensor([1.0]))  # 1 - exp(-1)
     tensor([0.6321])
@@ -76,7 +76,7 @@ def alpha_divergence(d: Tensor, *, f_alpha_divergence_coef: float = 0.5) -> Tens
     f'(t) = (t^(α−1) − 1) / (α − 1), d = log t = log π − log π_ref of a side; log t at α = 1.
     Args: d [u]. f_alpha_divergence_coef: α.
     Returns: [u]; a straight line where (α − 1) d is above 30.
-    Source: f-DPO (arXiv:2309.16240); agrees with TRL, which has it in fp32 and below alone.
+    Source: f-DPO (arXiv:2309.16240); agrees with TRL, which has it only in fp32 and below.
 
     >>> alpha_divergence(torch.tensor([1.0]), f_alpha_divergence_coef=0.0)  # 1 - exp(-1)
     tensor([0.6321])

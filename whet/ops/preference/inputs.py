@@ -1,6 +1,6 @@
-"""What a preference loss is given: each unit's two sides as sums over their trained tokens, and what it may declare.
+"""PreferenceInputs, the argument of a preference loss: sums over each unit's two sides; and a loss's declarations.
 
-A unit is a pair, or one row with a label: then it has one side, the chosen one where the label says desirable.
+A unit is a pair, or one row with a label. A row has one side: chosen if the label is desirable, else rejected.
 Dim letters: s tokens of a micro-batch, n its sequences, u its units; U units of a whole optimizer step.
 """
 
@@ -24,9 +24,9 @@ __all__ = [
     "Side",
     "StepColumns",
     "StepInputs",
+    "make_pair",
     "needs",
     "needs_of",
-    "pair_of",
     "preference_inputs",
 ]
 
@@ -41,12 +41,12 @@ Generator = Callable[[Tensor], Tensor]
 class Side:
     """One side of each unit: the sums of its sequences. All are 0 where a unit lacks this side.
 
-    >>> side = pair_of((-3.0, -3.0), (-4.0, -2.0), length=(2, 1)).chosen
+    >>> side = make_pair((-3.0, -3.0), (-4.0, -2.0), length=(2, 1)).chosen
     >>> side.logratio, side.per_token(side.logps)
     (tensor([1.]), tensor([-1.5000]))
     """
 
-    there: Tensor
+    present: Tensor
     """Bool [u]: the unit has a sequence of this side."""
     length: Tensor
     """Long [u]: trained tokens."""
@@ -60,7 +60,7 @@ class Side:
     nll: Tensor
     """[u], with gradient: −Σ log π, every token alike."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
-    """[u] each: what the batch says of this side's sequences, by name."""
+    """[u] each: the batch's columns of this side's sequences, by name."""
 
     @property
     def logratio(self) -> Tensor:
@@ -74,7 +74,7 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PreferenceInputs:
-    """What a preference loss is given, of the u units of one micro-batch.
+    """The argument of a preference loss: the u units of one micro-batch.
 
     >>> import torch
     >>> from whet.types import LossInputs
@@ -91,24 +91,24 @@ class PreferenceInputs:
     x: LossInputs
     """The tokens, for a loss that looks at them."""
 
-    def number(self, name: str) -> Tensor:
-        """[u]: what was made of the whole step before the update, under this name.
+    def step_column(self, name: str) -> Tensor:
+        """[u]: a column that was computed from the whole step before the update.
 
-        Raises: DataError: it was not made.
+        Raises: DataError: there is no such column.
         """
         if name not in self.chosen.columns:
             raise DataError(
-                f"the loss needs {name}, which is made of the whole batch of an optimizer step: call "
+                f"the loss needs {name}, which is computed from the whole batch of an optimizer step: call "
                 "PreferenceObjective.with_counts(batch), and with_passes, before the update"
             )
-        return torch.where(self.chosen.there, self.chosen.columns[name], self.rejected.columns[name])
+        return torch.where(self.chosen.present, self.chosen.columns[name], self.rejected.columns[name])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepInputs:
-    """What a loss may look at before an update: the whole batch of the optimizer step.
+    """The argument of a loss's `step` function before an update: the whole batch of the optimizer step.
 
-    >>> step = StepInputs(rows=pair_of((-3.0, -3.0)), counted=torch.tensor([True]))
+    >>> step = StepInputs(rows=make_pair((-3.0, -3.0)), counted=torch.tensor([True]))
     >>> step.rows.chosen.length.sum()
     tensor(1)
     """
@@ -116,18 +116,18 @@ class StepInputs:
     rows: PreferenceInputs
     """Of all U units. The policy's numbers are its own before the update where the loss asks for that pass, else 0."""
     counted: Tensor
-    """Bool [U]: the units with a trained token, which are what a mean over units counts."""
+    """Bool [U]: the units with a trained token, which a mean over units counts."""
     mismatched: PreferenceInputs | None = None
     """Each prompt with another row's completion, where the loss asks for that pass."""
     running: Mapping[str, float] = field(default_factory=dict)
-    """What the loss keeps from step to step."""
+    """Numbers that the loss keeps from step to step."""
     learning: bool = True
-    """False in evaluation, which moves nothing that is kept."""
+    """False in evaluation, which does not change the kept numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepColumns:
-    """What a loss makes of a whole step.
+    """The result of a loss's `step` function.
 
     >>> StepColumns(columns={"tokens_per_pair": torch.tensor(2.5)}).running
     {}
@@ -136,7 +136,7 @@ class StepColumns:
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     """By name: a number of each side [U 2] (chosen, rejected), of each unit [U], or one of all [] ."""
     running: Mapping[str, float] = field(default_factory=dict)
-    """What it keeps."""
+    """Numbers to keep for the next step."""
 
 
 StepFn = Callable[..., StepColumns]
@@ -145,7 +145,7 @@ StepFn = Callable[..., StepColumns]
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What a preference loss needs, as it declares by `needs`; a function that declares nothing has the defaults.
+    """The declaration of a preference loss by `needs`. A function without one has the defaults.
 
     >>> Needs().rows, Needs().reference
     ('pairs', True)
@@ -156,24 +156,24 @@ class Needs:
     reference: bool = True
     """It reads the reference's log-probabilities."""
     difference: bool = False
-    """It is made of the difference of both scores, where every f-divergence is valid: elsewhere β log Z(x) remains."""
+    """It uses only the difference of both scores. Then every f-divergence is valid, because β log Z(x) cancels."""
     weighable: bool = True
-    """A pair's loss is its own, so that it may be weighed (WPO)."""
+    """A pair's loss does not depend on other pairs, so it may be weighted (WPO)."""
     policy_pass: bool = False
-    """Its step columns are made of the policy's log-probabilities before the update."""
+    """Its step columns need the policy's log-probabilities before the update."""
     mismatched_pass: bool = False
-    """They are made of mismatched rows, by policy and reference."""
+    """Its step columns need mismatched rows, scored by policy and reference."""
     running: bool = False
     """It keeps numbers from step to step."""
     step: StepFn | None = None
-    """Makes its step columns."""
+    """Computes its step columns."""
 
 
 def needs(**declared: Any) -> Callable[[LossFn], LossFn]:
-    """Declares what a preference loss needs: learner and errors follow from it, not from names.
+    """Declares the input of a preference loss, for the learner and for error messages.
 
     Args: declared: fields of Needs that differ from their defaults.
-    Returns: what marks the loss and gives it back.
+    Returns: a decorator that marks the loss and returns it.
 
     >>> @needs(reference=False)
     ... def own(p, *, beta=0.1):
@@ -190,7 +190,7 @@ def needs(**declared: Any) -> Callable[[LossFn], LossFn]:
 
 
 def needs_of(loss: Callable[..., Any]) -> Needs:
-    """What a loss has declared by `needs`, also of a partial's function.
+    """The declaration of a loss, or of a partial's function, by `needs`.
 
     >>> needs_of(needs(rows="labels")(lambda p: p.chosen.logratio)).rows
     'labels'
@@ -242,7 +242,7 @@ def preference_inputs(
     columns = {n: _of_sides(c, place, number) for n, c in x.sequence_columns.items() if c.dim() == 1}
     sides = (
         Side(
-            there=there[:, i],
+            present=there[:, i],
             length=length[:, i],
             logps=logps[:, i],
             ref_logps=None if ref is None else ref[:, i],
@@ -255,7 +255,7 @@ def preference_inputs(
     return PreferenceInputs(chosen=next(sides), rejected=next(sides), x=x)
 
 
-def pair_of(
+def make_pair(
     logps: tuple[float, float],
     ref_logps: tuple[float, float] = (0.0, 0.0),
     length: tuple[int, int] = (1, 1),
@@ -263,10 +263,10 @@ def pair_of(
 ) -> PreferenceInputs:
     """One pair of made-up sums, (chosen, rejected) each: for examples, and to try a loss of one's own.
 
-    Args: logps, ref_logps: Σ log π of policy and reference. length: trained tokens. columns: what was made of the step.
+    Args: logps, ref_logps: Σ log π of policy and reference. length: trained tokens. columns: step columns.
     Returns: PreferenceInputs of one unit.
 
-    >>> pair_of((-3.0, -3.0), (-4.0, -2.0)).chosen.logratio
+    >>> make_pair((-3.0, -3.0), (-4.0, -2.0)).chosen.logratio
     tensor([1.])
     """
     tokens = [torch.full((n,), logp / n) for n, logp in zip(length, logps)]
@@ -293,5 +293,5 @@ def _length_weights(x: LossInputs, length: Tensor, ld_alpha: float) -> Tensor:
 
 
 def _of_sides(column: Tensor, place: Tensor, number: int) -> Tensor:
-    """[u 2]: what the sequences of a side say, which they say alike; 0 where there is no such side."""
+    """[u 2]: the column of each side's sequences, which have equal values; 0 if the unit lacks the side."""
     return column.new_zeros(number).index_copy(0, place, column).view(-1, 2)

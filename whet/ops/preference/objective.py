@@ -38,7 +38,7 @@ _OF_CHOSEN, _OF_REJECTED = ("rewards/chosen", "logps/chosen"), ("rewards/rejecte
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepPasses:
-    """What was read of policy and reference before an update, for losses that ask for it.
+    """Log-probabilities of policy and reference before an update, for losses that need them.
 
     >>> StepPasses(logprobs=torch.tensor([-1.0])).mismatched is None
     True
@@ -47,14 +47,14 @@ class StepPasses:
     logprobs: Tensor | None = None
     """[S]: the policy's, of the batch."""
     mismatched: TokenBatch | None = None
-    """ops.mismatched(batch), with the reference's logprobs as its column ref_logprobs where there is a reference."""
+    """Of `mismatched_rows`, with the reference's logprobs as its column ref_logprobs if there is a reference."""
     mismatched_logprobs: Tensor | None = None
     """The policy's, of the mismatched rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceObjective:
-    """What preference training minimises of each unit: loss(x) -> ([u], metrics), for RoleTrainer with loss_per="unit".
+    """The loss of preference training of each unit: loss(x) -> ([u], metrics), for RoleTrainer with loss_per="unit".
 
     l = v · Σ_k w_k l_k, w the loss_weights; with use_weighting v = exp(mean over y_w's tokens of (log π − log Σ p²)) ·
     the same of y_l, a constant; else v = 1.
@@ -106,8 +106,8 @@ class PreferenceObjective:
             raise ConfigError(f"losses of pairs and of rows with a label can't be mixed ({shown}); choose one kind")
         if self.generator is not None and (wrong := [n for n, need in declared.items() if not need.difference]):
             raise ConfigError(
-                f"loss {wrong[0]!r} is not made of the difference of two rewards, where another f-divergence than "
-                "reverse_kl is valid; leave f_divergence_type at 'reverse_kl'"
+                f"loss {wrong[0]!r} is not a function of the difference of two rewards, and only such a loss allows an "
+                "f-divergence other than reverse_kl; leave f_divergence_type at 'reverse_kl'"
             )
         if self.use_weighting and (wrong := [n for n, need in declared.items() if not need.weighable]):
             raise ConfigError(f"loss {wrong[0]!r} ranks the batch, so no pair has a loss to weigh; no use_weighting")
@@ -117,7 +117,7 @@ class PreferenceObjective:
 
     @functools.cached_property
     def needs(self) -> Needs:
-        """What its losses need, together."""
+        """The needs of all its losses together."""
         declared = [needs_of(loss) for loss in self.losses.values()]
         return Needs(
             rows=declared[0].rows,
@@ -142,7 +142,7 @@ class PreferenceObjective:
 
     @property
     def constants(self) -> tuple[str, ...]:
-        """What it asks of the model besides log-probabilities: RoleTrainer.with_loss_fn(constants=...)."""
+        """The model outputs that it needs in addition to log-probabilities: RoleTrainer.with_loss_fn(constants=...)."""
         return ("correct", "mean_logits", *(("log_sum_sq_probs",) if self.use_weighting else ()))
 
     def inputs(self, x: LossInputs) -> PreferenceInputs:
@@ -156,7 +156,7 @@ class PreferenceObjective:
         )
 
     def with_counts(self, batch: TokenBatch) -> TokenBatch:
-        """The batch with what its losses make of the whole optimizer step and need no pass for, e.g. a count of tokens.
+        """The batch with the step columns that need no forward pass, e.g. a count of tokens.
 
         Args: batch: of whole units.
         Returns: it with more columns per sequence.
@@ -176,11 +176,11 @@ class PreferenceObjective:
         running: Mapping[str, float] | None = None,
         learning: bool = True,
     ) -> tuple[TokenBatch, dict[str, float]]:
-        """The batch with what its losses make of the whole optimizer step and need a pass for; and what they keep.
+        """The batch with the step columns that need a forward pass, and the numbers to keep.
 
-        Args: batch: of whole units, with ref_logprobs where `needs.reference`. passes: what `needs.policy_pass` and
-            `needs.mismatched_pass` ask for. running: what was kept. learning: False in evaluation: nothing kept moves.
-        Returns: (the batch with more columns per sequence, what is kept).
+        Args: batch: of whole units, with ref_logprobs where `needs.reference`. passes: of `needs.policy_pass`
+            and `needs.mismatched_pass`. running: the kept numbers. learning: False in evaluation, which keeps them.
+        Returns: (the batch with more columns per sequence, the numbers to keep).
         """
         logprobs = torch.zeros(batch.num_tokens) if passes.logprobs is None else passes.logprobs
         other = None
@@ -238,11 +238,11 @@ class PreferenceObjective:
         return total, {name: value.detach().to(total.dtype) for name, value in metrics.items()}
 
     def _side(self, x: LossInputs) -> str:
-        """The column that says which sequences are of the chosen side."""
+        """The column that marks the sequences of the chosen side."""
         return "label" if self.needs.rows == "labels" and "label" in x.sequence_columns else "chosen"
 
     def _check_sides(self, rows: PreferenceInputs) -> None:
-        both = rows.chosen.there & rows.rejected.there
+        both = rows.chosen.present & rows.rejected.present
         pairs = self.needs.rows == "pairs"
         if pairs and not bool(both.all()):
             raise DataError(
@@ -269,16 +269,16 @@ class PreferenceObjective:
         found = {"rewards/chosen": reward(p.chosen), "rewards/rejected": reward(p.rejected)}
         found |= {"logps/chosen": p.chosen.logps, "logps/rejected": p.rejected.logps, **own}
         if self.needs.rows == "labels":
-            found |= {"rows/chosen": p.chosen.there, "rows/rejected": p.rejected.there}
+            found |= {"rows/chosen": p.chosen.present, "rows/rejected": p.rejected.present}
             for side, names in ((p.chosen, _OF_CHOSEN), (p.rejected, _OF_REJECTED)):
-                found |= {name: torch.where(side.there, found[name], 0.0) for name in names}
+                found |= {name: torch.where(side.present, found[name], 0.0) for name in names}
         else:
             found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
             found["rewards/accuracies"] = found["rewards/margins"] > 0
         return {**found, **self._of_tokens(x, p)}
 
     def _of_tokens(self, x: LossInputs, p: PreferenceInputs) -> dict[str, Tensor]:
-        """What is logged of tokens: sums over each unit, and the counts that they are divided by."""
+        """The metrics of tokens: sums over each unit, and the counts to divide them by."""
         of_chosen = (x.need(self._side(x)) >= 0.5).index_select(0, x.sequence)
         total = lambda values, mask: segment_sum(torch.where(mask, values.detach(), 0.0), x.unit, x.num_units)
         found = {"tokens/chosen": p.chosen.length, "tokens/rejected": p.rejected.length}
@@ -312,7 +312,7 @@ def _whole(batch: TokenBatch, logprobs: Tensor) -> LossInputs:
 
 
 def _of_sequences(column: Tensor, place: tuple[Tensor, Tensor]) -> Tensor:
-    """[N]: what each sequence's side, unit or the whole step has."""
+    """[N]: a column of sides, units or the whole step, repeated for each sequence."""
     unit, side = place
     if column.dim() == 0:
         return column.expand(len(unit)).clone()
@@ -320,7 +320,7 @@ def _of_sequences(column: Tensor, place: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _bound(fn: Callable[..., Any], keyword_only: bool = False) -> dict[str, Any]:
-    """The keywords that a partial has bound; with keyword_only those that a function takes by keyword alone."""
+    """The keywords that a partial has bound; with keyword_only the keyword-only arguments of a function."""
     if keyword_only:
         asked = inspect.signature(fn).parameters.values()
         return {p.name: p.default for p in asked if p.kind is inspect.Parameter.KEYWORD_ONLY}

@@ -49,12 +49,12 @@ def aot(p: PreferenceInputs, *, beta: float = 0.1, label_smoothing: float = 0.0)
     Source: AOT (arXiv:2406.05882), its paired form; agrees with TRL, which sorts each micro-batch by itself: the same
         without gradient accumulation.
 
-    >>> from whet.ops.preference import pair_of
-    >>> aot(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1), aot_partner=-2.0), beta=0.5)
+    >>> from whet.ops.preference import make_pair
+    >>> aot(make_pair((-3.0, -3.0), (-4.0, -2.0), (2, 1), aot_partner=-2.0), beta=0.5)
     tensor([0.3133])
     """
     margin = p.chosen.logps - p.rejected.logps
-    return smoothed_logsigmoid(beta * (margin - p.number("aot_partner").to(margin.dtype)), label_smoothing)
+    return smoothed_logsigmoid(beta * (margin - p.step_column("aot_partner").to(margin.dtype)), label_smoothing)
 
 
 def _other_of_rank(step: StepInputs) -> StepColumns:
@@ -77,11 +77,11 @@ def aot_unpaired(p: PreferenceInputs, *, beta: float = 0.1, label_smoothing: flo
     Source: AOT (arXiv:2406.05882), its unpaired form; agrees with TRL, which sorts each micro-batch by itself: the
         same without gradient accumulation.
 
-    >>> from whet.ops.preference import pair_of
-    >>> aot_unpaired(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1), aot_other=0.5), beta=0.5)
+    >>> from whet.ops.preference import make_pair
+    >>> aot_unpaired(make_pair((-3.0, -3.0), (-4.0, -2.0), (2, 1), aot_other=0.5), beta=0.5)
     tensor([0.4814])
     """
-    p.number("aot_other")
+    p.step_column("aot_other")
     sides = [(side.logratio, side.columns["aot_other"].to(side.logps.dtype)) for side in (p.chosen, p.rejected)]
     (chosen, below), (rejected, above) = sides
     both = smoothed_logsigmoid(beta * (chosen - below), label_smoothing)

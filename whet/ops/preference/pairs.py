@@ -64,8 +64,8 @@ def sigmoid(p: PreferenceInputs, *, beta: float = 0.1, label_smoothing: float = 
     Source: DPO (arXiv:2305.18290), ε its conservative form (cDPO); agrees with RL2, with TRL's CPOTrainer at any ε and
         with its DPOTrainer at ε = 0, which reads no label_smoothing here.
 
-    >>> from whet.ops.preference import pair_of
-    >>> sigmoid(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1)), beta=0.5)
+    >>> from whet.ops.preference import make_pair
+    >>> sigmoid(make_pair((-3.0, -3.0), (-4.0, -2.0), (2, 1)), beta=0.5)
     tensor([0.3133])
     """
     return smoothed_logsigmoid(beta * _difference(p), label_smoothing)
@@ -80,8 +80,8 @@ def sigmoid_norm(p: PreferenceInputs, *, beta: float = 0.1) -> Tensor:
     Returns: [u].
     Source: agrees with TRL's DPOTrainer; the length-normalised DPO of Tülu 3 (arXiv:2411.15124).
 
-    >>> from whet.ops.preference import pair_of
-    >>> sigmoid_norm(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1)), beta=0.5)
+    >>> from whet.ops.preference import make_pair
+    >>> sigmoid_norm(make_pair((-3.0, -3.0), (-4.0, -2.0), (2, 1)), beta=0.5)
     tensor([0.3869])
     """
     return -F.logsigmoid(beta * _mean_difference(p))
@@ -89,15 +89,15 @@ def sigmoid_norm(p: PreferenceInputs, *, beta: float = 0.1) -> Tensor:
 
 @needs(difference=True)
 def hinge(p: PreferenceInputs, *, beta: float = 0.1) -> Tensor:
-    """A margin: pairs whose rewards are 1 apart have no gradient.
+    """A margin: pairs with rewards that are 1 apart have no gradient.
 
     l = max(0, 1 − β δ)
     Args: p: pairs. beta: β, the inverse of the margin.
     Returns: [u].
     Source: SLiC (arXiv:2309.06657); agrees with TRL.
 
-    >>> from whet.ops.preference import pair_of
-    >>> hinge(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1)), beta=0.5)
+    >>> from whet.ops.preference import make_pair
+    >>> hinge(make_pair((-3.0, -3.0), (-4.0, -2.0), (2, 1)), beta=0.5)
     tensor([0.])
     """
     return torch.relu(1 - beta * _difference(p))
@@ -112,8 +112,8 @@ def ipo(p: PreferenceInputs, *, beta: float = 0.1) -> Tensor:
     Returns: [u].
     Source: IPO (arXiv:2310.12036), per token as TRL has it after its authors; agrees with TRL.
 
-    >>> from whet.ops.preference import pair_of
-    >>> ipo(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1)), beta=0.5)
+    >>> from whet.ops.preference import make_pair
+    >>> ipo(make_pair((-3.0, -3.0), (-4.0, -2.0), (2, 1)), beta=0.5)
     tensor([0.2500])
     """
     return (_mean_difference(p) - 1 / (2 * beta)).square()
@@ -128,8 +128,8 @@ def robust(p: PreferenceInputs, *, beta: float = 0.1, label_smoothing: float = 0
     Returns: [u].
     Source: robust DPO (arXiv:2403.00409); agrees with TRL.
 
-    >>> from whet.ops.preference import pair_of
-    >>> robust(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1)), beta=0.5, label_smoothing=0.1)
+    >>> from whet.ops.preference import make_pair
+    >>> robust(make_pair((-3.0, -3.0), (-4.0, -2.0), (2, 1)), beta=0.5, label_smoothing=0.1)
     tensor([0.1883])
     """
     z = beta * _difference(p)
@@ -146,8 +146,8 @@ def exo_pair(p: PreferenceInputs, *, beta: float = 0.1, label_smoothing: float =
     Returns: [u].
     Source: EXO (arXiv:2402.00856), equation 16; agrees with TRL.
 
-    >>> from whet.ops.preference import pair_of
-    >>> exo_pair(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1)), beta=0.5, label_smoothing=0.001)
+    >>> from whet.ops.preference import make_pair
+    >>> exo_pair(make_pair((-3.0, -3.0), (-4.0, -2.0), (2, 1)), beta=0.5, label_smoothing=0.001)
     tensor([1.2763])
     """
     z, epsilon = beta * _difference(p), label_smoothing
@@ -163,8 +163,8 @@ def nca_pair(p: PreferenceInputs, *, beta: float = 0.1) -> Tensor:
     Returns: [u].
     Source: NCA (arXiv:2402.05369); agrees with TRL.
 
-    >>> from whet.ops.preference import pair_of
-    >>> nca_pair(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1)), beta=0.5)
+    >>> from whet.ops.preference import make_pair
+    >>> nca_pair(make_pair((-3.0, -3.0), (-4.0, -2.0), (2, 1)), beta=0.5)
     tensor([1.1982])
     """
     chosen, rejected = beta * p.chosen.logratio, beta * p.rejected.logratio
@@ -179,8 +179,8 @@ def bco_pair(p: PreferenceInputs, *, beta: float = 0.1) -> Tensor:
     Returns: [u].
     Source: BCO (arXiv:2404.04656) without its shift; agrees with TRL.
 
-    >>> from whet.ops.preference import pair_of
-    >>> bco_pair(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1)), beta=0.5)
+    >>> from whet.ops.preference import make_pair
+    >>> bco_pair(make_pair((-3.0, -3.0), (-4.0, -2.0), (2, 1)), beta=0.5)
     tensor([0.9482])
     """
     return -F.logsigmoid(beta * p.chosen.logratio) - F.logsigmoid(-beta * p.rejected.logratio)
@@ -199,7 +199,7 @@ def _shift(step: StepInputs, *, beta: float = 0.1) -> StepColumns:
 
 @needs(policy_pass=True, running=True, step=_shift)
 def bco(p: PreferenceInputs, *, beta: float = 0.1) -> Tensor:
-    """The same with rewards counted from their own mean, so that the classifier need not move all of them first.
+    """bco_pair with rewards relative to their running mean, so that the classifier need not shift all of them first.
 
     l = −log σ(β r_w − δ) − log σ(−(β r_l − δ)), δ the mean of the rewards β r of both sides over all steps so far, this
     one's before its update included
@@ -208,11 +208,11 @@ def bco(p: PreferenceInputs, *, beta: float = 0.1) -> Tensor:
     Source: BCO (arXiv:2404.04656); TRL's bco_pair had it in older releases and has no shift in 1.16. δ is of
         whole optimizer steps, is saved with the run, and stands still in evaluation.
 
-    >>> from whet.ops.preference import pair_of
-    >>> bco(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1), bco_shift=0.25), beta=0.5)
+    >>> from whet.ops.preference import make_pair
+    >>> bco(make_pair((-3.0, -3.0), (-4.0, -2.0), (2, 1), bco_shift=0.25), beta=0.5)
     tensor([0.9628])
     """
-    shift = p.number("bco_shift").to(p.chosen.logps.dtype)
+    shift = p.step_column("bco_shift").to(p.chosen.logps.dtype)
     return -F.logsigmoid(beta * p.chosen.logratio - shift) - F.logsigmoid(shift - beta * p.rejected.logratio)
 
 
@@ -224,8 +224,8 @@ def sppo_hard(p: PreferenceInputs, *, beta: float = 0.1) -> Tensor:
     Returns: [u].
     Source: SPPO (arXiv:2405.00675), equation 4.7 with probabilities 1 and 0; agrees with TRL.
 
-    >>> from whet.ops.preference import pair_of
-    >>> sppo_hard(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1)), beta=0.5)
+    >>> from whet.ops.preference import make_pair
+    >>> sppo_hard(make_pair((-3.0, -3.0), (-4.0, -2.0), (2, 1)), beta=0.5)
     tensor([0.])
     """
     return (p.chosen.logratio - 0.5 / beta).square() + (p.rejected.logratio + 0.5 / beta).square()
@@ -239,8 +239,8 @@ def apo_zero(p: PreferenceInputs, *, beta: float = 0.1) -> Tensor:
     Returns: [u].
     Source: APO (arXiv:2408.06266), equation 7; agrees with TRL.
 
-    >>> from whet.ops.preference import pair_of
-    >>> apo_zero(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1)), beta=0.5)
+    >>> from whet.ops.preference import make_pair
+    >>> apo_zero(make_pair((-3.0, -3.0), (-4.0, -2.0), (2, 1)), beta=0.5)
     tensor([0.7551])
     """
     return (-beta * p.chosen.logratio).sigmoid() + (beta * p.rejected.logratio).sigmoid()
@@ -254,8 +254,8 @@ def apo_down(p: PreferenceInputs, *, beta: float = 0.1) -> Tensor:
     Returns: [u].
     Source: APO (arXiv:2408.06266), equation 8; agrees with TRL.
 
-    >>> from whet.ops.preference import pair_of
-    >>> apo_down(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1)), beta=0.5)
+    >>> from whet.ops.preference import make_pair
+    >>> apo_down(make_pair((-3.0, -3.0), (-4.0, -2.0), (2, 1)), beta=0.5)
     tensor([0.8914])
     """
     margin = p.chosen.logratio - p.rejected.logratio
@@ -271,8 +271,8 @@ def discopop(p: PreferenceInputs, *, beta: float = 0.1, discopop_tau: float = 0.
     Returns: [u].
     Source: DiscoPOP (arXiv:2406.08414), equation 5; agrees with TRL.
 
-    >>> from whet.ops.preference import pair_of
-    >>> discopop(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1)), beta=0.5)
+    >>> from whet.ops.preference import make_pair
+    >>> discopop(make_pair((-3.0, -3.0), (-4.0, -2.0), (2, 1)), beta=0.5)
     tensor([0.3679])
     """
     z = beta * _difference(p)

@@ -29,8 +29,8 @@ def _tokens_per_pair(step: StepInputs) -> StepColumns:
 
 
 def _nll(p: PreferenceInputs) -> Tensor:
-    """[u]: what each pair contributes to the mean over the chosen tokens of the step."""
-    return p.chosen.nll / p.number("tokens_per_pair").to(p.chosen.nll.dtype)
+    """[u]: the contribution of each pair to the mean over the chosen tokens of the step."""
+    return p.chosen.nll / p.step_column("tokens_per_pair").to(p.chosen.nll.dtype)
 
 
 @needs(reference=False, difference=True, step=_tokens_per_pair)
@@ -43,8 +43,8 @@ def sft(p: PreferenceInputs) -> Tensor:
     Source: the third term of MPO (arXiv:2411.10442); agrees with TRL, where it fails with
         use_weighting; here each pair's own part is weighed.
 
-    >>> from whet.ops.preference import pair_of
-    >>> sft(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1), tokens_per_pair=2.0))
+    >>> from whet.ops.preference import make_pair
+    >>> sft(make_pair((-3.0, -3.0), (-4.0, -2.0), (2, 1), tokens_per_pair=2.0))
     tensor([1.5000])
     """
     return _nll(p)
@@ -60,7 +60,7 @@ def alpha_reward(h: Tensor, alpha: float) -> Tensor:
 
 
 def _rewards(beta: float, chosen: Tensor, rejected: Tensor, logps: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-    """What is logged of a loss whose rewards are not log-ratios."""
+    """The metrics of a loss with rewards that are not log-ratios."""
     return {
         "rewards/chosen": beta * chosen,
         "rewards/rejected": beta * rejected,
@@ -77,7 +77,7 @@ def _with_nll(p: PreferenceInputs, loss: Tensor, cpo_alpha: float, metrics: dict
 
 
 def _contrast(p: PreferenceInputs, mean: bool, alpha: float) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """The rewards of both sides, before β, and the log-probabilities that they are made of."""
+    """The rewards of both sides before β, and their log-probabilities."""
     h = [side.per_token(side.logps) if mean else side.logps for side in (p.chosen, p.rejected)]
     return alpha_reward(h[0], alpha), alpha_reward(h[1], alpha), (h[0], h[1])
 
@@ -95,8 +95,8 @@ def cpo(
     Source: CPO (arXiv:2401.08417); agrees with TRL's CPOTrainer, loss_type="sigmoid". At α ≠ 0 TRL takes the power of
         exp(h), which is no number for a long answer in fp32.
 
-    >>> from whet.ops.preference import pair_of
-    >>> cpo(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1), tokens_per_pair=2.0), beta=0.5)[0]
+    >>> from whet.ops.preference import make_pair
+    >>> cpo(make_pair((-3.0, -3.0), (-4.0, -2.0), (2, 1), tokens_per_pair=2.0), beta=0.5)[0]
     tensor([2.1931])
     """
     chosen, rejected, logps = _contrast(p, False, alpha)
@@ -106,15 +106,15 @@ def cpo(
 
 @needs(reference=False, step=_tokens_per_pair)
 def cpo_hinge(p: PreferenceInputs, *, beta: float = 0.1, cpo_alpha: float = 1.0, alpha: float = 0.0) -> LossOutput:
-    """CPO with a margin: pairs that are 1 apart have the gradient of the likelihood alone.
+    """CPO with a margin: pairs that are 1 apart have only the gradient of the likelihood.
 
     l = max(0, 1 − β (h_w − h_l)) + λ NLL
     Args: as cpo.
     Returns: ([u], metrics).
     Source: agrees with TRL's CPOTrainer, loss_type="hinge".
 
-    >>> from whet.ops.preference import pair_of
-    >>> cpo_hinge(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1), tokens_per_pair=2.0), beta=0.5)[0]
+    >>> from whet.ops.preference import make_pair
+    >>> cpo_hinge(make_pair((-3.0, -3.0), (-4.0, -2.0), (2, 1), tokens_per_pair=2.0), beta=0.5)[0]
     tensor([2.5000])
     """
     chosen, rejected, logps = _contrast(p, False, alpha)
@@ -131,8 +131,8 @@ def cpo_ipo(p: PreferenceInputs, *, beta: float = 0.1, cpo_alpha: float = 1.0, a
     Returns: ([u], metrics).
     Source: agrees with TRL's CPOTrainer, loss_type="ipo".
 
-    >>> from whet.ops.preference import pair_of
-    >>> cpo_ipo(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1), tokens_per_pair=2.0), beta=0.5)[0]
+    >>> from whet.ops.preference import make_pair
+    >>> cpo_ipo(make_pair((-3.0, -3.0), (-4.0, -2.0), (2, 1), tokens_per_pair=2.0), beta=0.5)[0]
     tensor([1.7500])
     """
     chosen, rejected, logps = _contrast(p, True, alpha)
@@ -150,7 +150,7 @@ def simpo(
     cpo_alpha: float = 1.0,
     alpha: float = 0.0,
 ) -> LossOutput:
-    """The mean log-probability as the reward, with a margin to reach: what is trained is what generation ranks by.
+    """The mean log-probability as the reward, with a margin: training and generation rank answers by the same number.
 
     l = −(1 − ε) log σ(z) − ε log σ(−z) + λ NLL, z = β (h_w / |y_w| − h_l / |y_l|) − γ
     Args: p: pairs, with the step column tokens_per_pair. beta: β; the paper has 2.0 to 2.5. simpo_gamma: γ.
@@ -159,8 +159,8 @@ def simpo(
     Returns: ([u], metrics).
     Source: SimPO (arXiv:2405.14734), AlphaPO (arXiv:2501.03884); agrees with TRL's CPOTrainer, loss_type="simpo".
 
-    >>> from whet.ops.preference import pair_of
-    >>> simpo(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1), tokens_per_pair=2.0), beta=2.0, cpo_alpha=0.0)[0]
+    >>> from whet.ops.preference import make_pair
+    >>> simpo(make_pair((-3.0, -3.0), (-4.0, -2.0), (2, 1), tokens_per_pair=2.0), beta=2.0, cpo_alpha=0.0)[0]
     tensor([0.0789])
     """
     chosen, rejected, logps = _contrast(p, True, alpha)
@@ -190,8 +190,8 @@ def orpo(p: PreferenceInputs, *, beta: float = 0.1) -> LossOutput:
     Source: ORPO (arXiv:2403.07691); agrees with TRL's ORPOTrainer but for the NLL, which is of the trained tokens here
         and of prompt and answer there: the same for a prompt of one token.
 
-    >>> from whet.ops.preference import pair_of
-    >>> orpo(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1), tokens_per_pair=2.0))[0]
+    >>> from whet.ops.preference import make_pair
+    >>> orpo(make_pair((-3.0, -3.0), (-4.0, -2.0), (2, 1), tokens_per_pair=2.0))[0]
     tensor([1.5168])
     """
     chosen, rejected, logps = _contrast(p, True, 0.0)

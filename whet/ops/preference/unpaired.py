@@ -12,17 +12,17 @@ from whet.errors import DataError
 from whet.ops.preference.inputs import PreferenceInputs, StepColumns, StepInputs, needs
 from whet.types import TokenBatch
 
-__all__ = ["apo_zero_unpaired", "kto", "mismatched"]
+__all__ = ["apo_zero_unpaired", "kto", "mismatched_rows"]
 
 
-def mismatched(batch: TokenBatch, max_length: int | None = None) -> TokenBatch:
+def mismatched_rows(batch: TokenBatch, max_length: int | None = None) -> TokenBatch:
     """Each sequence's prompt with a completion of the row before its own, in a round; never one of its own row's.
 
     A row's k-th sequence has the k-th of the row before, counted in a round where that has fewer.
-    Args: batch: at least two rows. max_length: prompt and completion together at most, in tokens: what is more is cut
-        off at the end; None = any.
+    Args: batch: at least two rows. max_length: most tokens of prompt and completion together; the end of a longer one
+        is cut off. None = no limit.
     Returns: as many sequences, each its own unit, without the columns of the reference and of rows.
-    Raises: DataError: one row alone.
+    Raises: DataError: there is only one row.
     Source: KTO (arXiv:2402.01306); agrees with TRL's KTOTrainer for single rows, which turns by one within what was a
         micro-batch when the data set was read.
 
@@ -30,7 +30,7 @@ def mismatched(batch: TokenBatch, max_length: int | None = None) -> TokenBatch:
     >>> import numpy as np
     >>> of = lambda x, y: TrainSequence(prefix=np.array([x]), tokens=np.array([y]), mask=np.array([True]))
     >>> rows = [Example(sequences=(of(x, 10 * x),)) for x in (1, 2, 3)]
-    >>> turned = mismatched(TokenBatch.from_examples(rows))
+    >>> turned = mismatched_rows(TokenBatch.from_examples(rows))
     >>> turned.prefixes.tolist(), turned.tokens.tolist()
     ([1, 2, 3], [30, 10, 20])
     """
@@ -78,7 +78,7 @@ def _of_row_before(rows: Tensor) -> Tensor:
 
 
 def _kl(step: StepInputs) -> StepColumns:
-    """Z of this step; where it is of one row alone, and nothing is mismatched, that of the step before."""
+    """Z of this step; the z of the step before if this step has only one row, because nothing can be mismatched."""
     z = step.running.get("kto_kl", 0.0)
     if step.mismatched is not None:
         z = float(step.mismatched.chosen.logratio.double().mean().clamp(min=0))
@@ -89,7 +89,7 @@ def _kl(step: StepInputs) -> StepColumns:
 def kto(
     p: PreferenceInputs, *, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Prospect theory: gains and losses against what the policy gives answers at large.
+    """Prospect theory: gains and losses relative to the policy's divergence from the reference on other answers.
 
     l = λ_D (1 − σ(β (r − z))) for a desirable row, λ_U (1 − σ(β (z − r))) for another; z = max(0, mean of
     log π(y'|x) / π_ref(y'|x)) over the step's mismatched rows, a constant
@@ -99,14 +99,14 @@ def kto(
     Source: KTO (arXiv:2402.01306), equation 7; agrees with TRL's KTOTrainer, which has a z for each micro-batch: the
         same without gradient accumulation.
 
-    >>> from whet.ops.preference import pair_of
-    >>> kto(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1), kto_kl=0.5), beta=0.5)[0]
+    >>> from whet.ops.preference import make_pair
+    >>> kto(make_pair((-3.0, -3.0), (-4.0, -2.0), (2, 1), kto_kl=0.5), beta=0.5)[0]
     tensor([0.4378])
     """
-    z = p.number("kto_kl").to(p.chosen.logps.dtype)
+    z = p.step_column("kto_kl").to(p.chosen.logps.dtype)
     gain = desirable_weight * (beta * (z - p.chosen.logratio)).sigmoid()
     loss = undesirable_weight * (beta * (p.rejected.logratio - z)).sigmoid()
-    return torch.where(p.chosen.there, gain, loss), {"kl": z}
+    return torch.where(p.chosen.present, gain, loss), {"kl": z}
 
 
 @needs(rows="labels")
@@ -120,10 +120,10 @@ def apo_zero_unpaired(
     Returns: [u].
     Source: APO (arXiv:2408.06266); agrees with TRL's KTOTrainer.
 
-    >>> from whet.ops.preference import pair_of
-    >>> apo_zero_unpaired(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1)), beta=0.5)
+    >>> from whet.ops.preference import make_pair
+    >>> apo_zero_unpaired(make_pair((-3.0, -3.0), (-4.0, -2.0), (2, 1)), beta=0.5)
     tensor([0.3775])
     """
     gain = desirable_weight * (-beta * p.chosen.logratio).sigmoid()
     loss = undesirable_weight * (beta * p.rejected.logratio).sigmoid()
-    return torch.where(p.chosen.there, gain, loss)
+    return torch.where(p.chosen.present, gain, loss)

@@ -32,7 +32,9 @@ class EngineModel:
                 f"{model.name} is a read-only view of another model (its adapter switched off); pass that model"
             )
         if not model.packable:
-            raise ConfigError(f"the embedded engine can't run this model: {'; '.join(model.reasons)}; use engine 'hf'")
+            raise ConfigError(
+                f"the embedded engine can't run this model: {'; '.join(model.unpackable_reasons)}; use engine 'hf'"
+            )
         self.loaded = copy.deepcopy(model) if own_weights else model  # with its heads and adapter
         self.shared = not own_weights
         """Whether the parameters are the trainer's."""

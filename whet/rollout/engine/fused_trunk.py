@@ -22,10 +22,10 @@ from whet.errors import format_exception
 from whet.models.adapters import Adapter, plain_linear
 from whet.models.attention import Layout
 from whet.models.loaded_model import LoadedModel
-from whet.models.modes import evaluating, max_positions
-from whet.models.self_check import PROBE, limit_for, probe_tokens
+from whet.models.modes import eval_mode, max_positions
+from whet.models.self_check import PROBE_LENGTH, probe_tokens, tolerance_for
 from whet.native.build import Unavailable
-from whet.native.decode import Kernels, load_kernels, unfit_sizes
+from whet.native.decode import DecodeKernels, decode_kernels, unsupported_sizes
 from whet.rollout.engine.kv_cache import KVStore
 from whet.rollout.engine.native_step import NativeLayer, NativeLayout
 from whet.rollout.engine.packed_linear import PackedLinear
@@ -152,12 +152,12 @@ class FusedTrunk:
         self.epoch = 0
         """Counts the moves of the rotary tables."""
         self._cos = self._sin = torch.empty(0)
-        self.ensure_positions(PROBE)
+        self.ensure_positions(PROBE_LENGTH)
         size = self._cos.shape[-1]
         layers = list(zip(trunk.layers, options, strict=True))
         make = lambda kernels: [_make_block(i, y, o, size=size, kernels=kernels) for i, (y, o) in enumerate(layers)]
         self._blocks = make(None)
-        self.kernels: Kernels | Unavailable = without_kernels or self._fitting_kernels()
+        self.kernels: DecodeKernels | Unavailable = without_kernels or self._fitting_kernels()
         """The kernels of a decode step, or why torch's run."""
         if not isinstance(self.kernels, Unavailable):
             self._blocks = make(self.kernels)
@@ -181,12 +181,12 @@ class FusedTrunk:
         layout = _probe_layout(_Recorder, device)
         layout.options = []
         call = {"position_ids": layout.position_ids, "whet_layout": layout, "use_cache": False}
-        with torch.no_grad(), evaluating(module):
+        with torch.no_grad(), eval_mode(module):
             want = module.get_decoder()(input_ids=ids, **call).last_hidden_state[0]
         calls = [o.pop("layer") for o in layout.options]
         if calls != list(range(len(calls))):
             return Unavailable(f"its attention is called for layers {calls}")
-        limit = limit_for(want.dtype, TOLERANCE) * want.abs().max().double()
+        limit = tolerance_for(want.dtype, TOLERANCE) * want.abs().max().double()
         try:
             fused = cls(module, layout.options, without_kernels=None if native else Unavailable("switched off"))
             with torch.no_grad():
@@ -222,26 +222,26 @@ class FusedTrunk:
         more = layout.run(h, self._num_refreshes, lambda: [b.native() for b in self._blocks])
         return layout.kernels.norm(h, more, self._norm.weight, self._norm.epsilon)
 
-    def _decode_probe(self, ids: Tensor, kernels: Kernels) -> Tensor:
+    def _decode_probe(self, ids: Tensor, kernels: DecodeKernels) -> Tensor:
         """Hidden states [2, d] of the last two of ids [1, T], decoded one by one after a prompt of the others."""
-        count, prompt, own = ids.shape[1] - 2, KVStore(rows=1, length=PROBE), KVStore()
+        count, prompt, own = ids.shape[1] - 2, KVStore(rows=1, length=PROBE_LENGTH), KVStore()
         own.reserve(1, 2)
         span = PrefillSpan(count=1, start=0, length=count, store=prompt, slot=0)
         self(ids[:, :count], PrefillLayout([span], ids.device))
         layout, zero = NativeLayout(kernels, own), np.zeros(1, np.int64)
-        layout.regroup({PROBE: prompt}, zero + PROBE, zero, zero + count)
+        layout.regroup({PROBE_LENGTH: prompt}, zero + PROBE_LENGTH, zero, zero + count)
         steps = []
         for i in range(2):
             layout.begin(torch.tensor([count + i]), torch.tensor([i]), longest=i, furthest=count + i, equal=True)
             steps.append(self(ids[:, count + i :][:, :1], layout))
         return torch.cat(steps)
 
-    def _fitting_kernels(self) -> Kernels | Unavailable:
+    def _fitting_kernels(self) -> DecodeKernels | Unavailable:
         """The native kernels, or why they can't run this model."""
         weight, first = self._trunk.embed_tokens.weight, self._blocks[0]
         if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
             return Unavailable(f"none for {weight.dtype} on {weight.device.type}")
-        adapter = Adapter.of(self._module)
+        adapter = Adapter.from_module(self._module)
         merged = (
             set() if adapter is None else {id(p) for p in adapter.parameters()}
         )  # merged into copies of their layers
@@ -256,10 +256,10 @@ class FusedTrunk:
         if any((b.kv, b.qkv.width) != (first.kv, first.qkv.width) for b in self._blocks):
             return Unavailable("heads differ from layer to layer")
         widths = {weight.shape[1], *(b.gate_up.width // 2 for b in self._blocks)}
-        kernels = load_kernels()
+        kernels = decode_kernels()
         if isinstance(kernels, Unavailable):
             return kernels
-        return unfit_sizes(kernels, self._cos.shape[1], widths) or kernels
+        return unsupported_sizes(kernels, self._cos.shape[1], widths) or kernels
 
     def ensure_positions(self, positions: int) -> None:
         """Makes the rotary tables long enough for this many positions."""
@@ -306,7 +306,7 @@ def _known_children(module: nn.Module, known: set[str], optional: set[str] = fro
 
 
 def _make_block(
-    number: int, layer: nn.Module, options: dict[str, Any], *, size: int, kernels: Kernels | None
+    number: int, layer: nn.Module, options: dict[str, Any], *, size: int, kernels: DecodeKernels | None
 ) -> _Block:
     """The block of one layer. Raises _UnfitError: the layer has another structure."""
     parts = _known_children(layer, BLOCK)
@@ -346,5 +346,5 @@ def _max_difference(got: Tensor, want: Tensor) -> float:
 
 def _probe_layout(kind: type, device: torch.device) -> Any:
     """A layout of one short prompt, with its own store."""
-    store = KVStore(rows=1, length=PROBE)
-    return kind([PrefillSpan(count=1, start=0, length=PROBE, store=store, slot=0)], device)
+    store = KVStore(rows=1, length=PROBE_LENGTH)
+    return kind([PrefillSpan(count=1, start=0, length=PROBE_LENGTH, store=store, slot=0)], device)

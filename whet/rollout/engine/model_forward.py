@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from whet.errors import EngineError
 from whet.models.attention import Layout
 from whet.models.loaded_model import LoadedModel
-from whet.models.modes import evaluating
+from whet.models.modes import eval_mode
 from whet.native.build import Unavailable
-from whet.native.decode import Kernels
+from whet.native.decode import DecodeKernels
 from whet.rollout.engine.fused_trunk import FusedTrunk
 from whet.rollout.engine.packed_linear import PackedLinear
 from whet.util.device import on_device
@@ -38,7 +38,7 @@ class ModuleForward:
         """Memory of what is derived from the weights."""
         self.epoch = 0
         """Changes when a tensor that a step reads has moved."""
-        self.kernels: Kernels | None = None
+        self.kernels: DecodeKernels | None = None
         """The native kernels of a decode step; None = torch's."""
         self._trunk: nn.Module = loaded.module.get_decoder()  # pyright: ignore
         self._head: nn.Module = loaded.module.get_output_embeddings()  # pyright: ignore
@@ -46,7 +46,7 @@ class ModuleForward:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Context of all work: no gradient, eval mode, the model's device."""
-        with on_device(self.device), torch.no_grad(), evaluating(self.loaded.module):
+        with on_device(self.device), torch.no_grad(), eval_mode(self.loaded.module):
             yield
 
     def features(self, ids: Tensor, layout: Layout) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from whet.models.attention import Layout
-from whet.native.decode import Kernels, LayerTable, ProductTable, StepTable
+from whet.native.decode import DecodeKernels, LayerTable, ProductTable, StepTable
 from whet.rollout.engine.kv_cache import KVStore
 from whet.rollout.engine.packed_linear import PackedLinear
 
@@ -52,7 +52,7 @@ class NativeLayout(Layout):
     Args: kernels: the functions. completion_store: KV of the rows' completions.
     """
 
-    def __init__(self, kernels: Kernels, completion_store: KVStore) -> None:
+    def __init__(self, kernels: DecodeKernels, completion_store: KVStore) -> None:
         self.kernels = kernels
         self.completion_store = completion_store
         self.step = StepTable()

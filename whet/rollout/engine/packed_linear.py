@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from whet.models.adapters import effective_weight, low_rank, plain_linear
-from whet.native.decode import Kernels, ProductTable
+from whet.models.adapters import effective_weight, lora_factors, plain_linear
+from whet.native.decode import DecodeKernels, ProductTable
 
 __all__ = ["PackedLinear"]
 
@@ -37,7 +37,7 @@ class PackedLinear:
     """
 
     def __init__(
-        self, layers: Sequence[nn.Module], *, norm: nn.Module | None = None, kernels: Kernels | None = None
+        self, layers: Sequence[nn.Module], *, norm: nn.Module | None = None, kernels: DecodeKernels | None = None
     ) -> None:
         self.layers = tuple(layers)
         self._linears = tuple(_linear(layer) for layer in layers)
@@ -124,9 +124,9 @@ class PackedLinear:
             return weight, None
         return weight, torch.cat([w.new_zeros(len(w)) if b is None else b.detach() for b, w in zip(biases, weights)])
 
-    def _adapters(self, kernels: Kernels, weight: Tensor) -> tuple[int, list[Tensor]]:
+    def _adapters(self, kernels: DecodeKernels, weight: Tensor) -> tuple[int, list[Tensor]]:
         """The table's entries of adapters: R; then A and B of all layers, s of each output, the ranks of each panel."""
-        parts = [low_rank(layer) for layer in self.layers]
+        parts = [lora_factors(layer) for layer in self.layers]
         if all(part is None for part in parts):
             return 0, []
         ranks = [0 if part is None else part[0].shape[0] + part[0].shape[0] % 2 for part in parts]  # read in pairs

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import EvalPrediction
 
-from whet.models.modes import evaluating
+from whet.models.modes import eval_mode
 from whet.types import Example, TokenBatch, TrainSequence
 
 __all__ = ["compute_user_metrics"]
@@ -83,7 +83,7 @@ def _forward(front: Any, sequences: Sequence[TrainSequence]) -> tuple[Tensor, Te
     for i, row in enumerate(rows):
         ids[i, : len(row)], mask[i, : len(row)] = torch.from_numpy(row.astype(np.int64)), 1
     device, module = front.worker.device, front.worker.module
-    with front.attention.native(), evaluating(module):
+    with front.attention.native(), eval_mode(module):
         logits = module(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False).logits
     return ids, logits.cpu()
 

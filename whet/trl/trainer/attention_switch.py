@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
-from whet.models.modes import native_attention
+from whet.models.modes import transformers_attention
 
 __all__ = ["AttentionSwitch"]
 
@@ -40,7 +40,7 @@ class AttentionSwitch:
         """Transformers' attention from now on."""
         if self._native is None:
             self._native = ExitStack()
-            self._native.enter_context(native_attention(self._module))
+            self._native.enter_context(transformers_attention(self._module))
 
     def _use_whet(self) -> None:
         if self._native is not None:

@@ -16,10 +16,10 @@ from whet.config import LoraConfig, RoleConfig
 from whet.errors import ConfigError
 from whet.models.activation_checkpointing import checkpoint_activations
 from whet.models.adapters import Adapter
-from whet.models.heads import score_layer, with_score_head
+from whet.models.heads import add_score_head, score_layer
 from whet.models.load import load_model
-from whet.models.lora import with_adapter
-from whet.models.prompt_tuning import prompted
+from whet.models.lora import add_adapter
+from whet.models.prompt_tuning import is_prompt_tuned
 from whet.trl.config.arguments import WrongArgument
 from whet.util.model_paths import model_folder
 
@@ -89,7 +89,7 @@ def _check_lora(given: Any) -> None:
 
 
 def _config_of(model: str, trust: bool) -> Any:
-    """The configuration of a model by its name. Args: trust: code beside the weights may run."""
+    """The configuration of a model by its name. Args: trust: the code in its folder may run."""
     return AutoConfig.from_pretrained(model_folder(model), trust_remote_code=trust)
 
 
@@ -130,11 +130,11 @@ def _with_peft(model: Any, given: Any, args: Any, why: str, scored: bool) -> nn.
     else:
         log.warning("peft_config.%s: PEFT's own layers run, which are slower than whet's for plain LoRA", why)
     if scored and score_layer(model) is None:
-        model = with_score_head(model)
+        model = add_score_head(model)
     head: Any = score_layer(model) if scored else None
     if head is not None and not head.weight.any():  # a new one, which whet begins at 0: frozen it would teach nothing
         nn.init.normal_(head.weight, std=model.config.get_text_config().initializer_range)
-    with_adapter(model, given, seed=args.seed)
+    add_adapter(model, given, seed=args.seed)
     return model
 
 
@@ -181,7 +181,7 @@ def _quantization_of(given: Any) -> str:
 
 def unwrap_peft(model: Any) -> Any:
     """The model in PEFT's wrapper, its adapter in it; any other as it is, one whose prompt is learned among them."""
-    if prompted(model):
+    if is_prompt_tuned(model):
         return model
     wrapped = hasattr(model, "get_base_model") and hasattr(model, "peft_config")
     return model.get_base_model() if wrapped else model
@@ -201,7 +201,7 @@ def _check_peft(model: Any, peft_config: Any) -> None:
             f"`peft_config` must be a `peft.PeftConfig` instance (e.g. `peft.LoraConfig`), got "
             f"{type(peft_config).__name__}."
         )
-    if prompted(model) or (isinstance(model, nn.Module) and Adapter.of(model) is not None):
+    if is_prompt_tuned(model) or (isinstance(model, nn.Module) and Adapter.from_module(model) is not None):
         raise ConfigError(
             "You passed a `PeftModel` instance together with a `peft_config` to the trainer: leave `peft_config` out "
             "to train the adapter that is there, or merge it first by model.merge_and_unload()"
@@ -254,10 +254,10 @@ def prepare_model(
         if value is not None:
             log.warning("%s is not read: the model is loaded already", name)
     if lora is not None:
-        with_adapter(model, lora, seed=args.seed)  # pyright: ignore[reportArgumentType]
+        add_adapter(model, lora, seed=args.seed)  # pyright: ignore[reportArgumentType]
     if args.gradient_checkpointing:
         base: Any = model
-        checkpoint_activations(base.get_base_model() if prompted(model) else base, _recompute(args))
+        checkpoint_activations(base.get_base_model() if is_prompt_tuned(model) else base, _recompute(args))
     return model
 
 
@@ -270,7 +270,7 @@ def with_revision(model: Any, args: Any) -> Any:
 
 
 def trusts_remote_code(args: Any) -> bool:
-    """Whether the Python files that lie beside a model's weights may run."""
+    """Whether the Python files in a model's folder may run."""
     return bool((args.model_init_kwargs or {}).get("trust_remote_code", args.trust_remote_code))
 
 
@@ -305,5 +305,5 @@ def module_dtype(args: Any, model: Any, optimizers: tuple[Any, Any]) -> str | No
 
 
 def _recompute(args: Any) -> Literal["none", "full"]:
-    """What of the activations is recomputed."""
+    """Which activations are recomputed."""
     return "full" if args.gradient_checkpointing else "none"

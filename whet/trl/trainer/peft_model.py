@@ -11,7 +11,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from whet.models.prompt_tuning import prompted
+from whet.models.prompt_tuning import is_prompt_tuned
 from whet.train.worker import ModelWorker
 from whet.trl.trainer.model import unwrap_peft
 
@@ -28,7 +28,11 @@ def wrap_in_peft(worker: ModelWorker, given: Any) -> Any:
         return given
     adapter = worker.loaded.adapter
     by_transformers = vars(module).get("_hf_peft_config_loaded")  # add_adapter, whose save_pretrained saves it
-    return module if adapter is None or by_transformers or prompted(module) else _wrapped(worker, module, adapter.name)
+    return (
+        module
+        if adapter is None or by_transformers or is_prompt_tuned(module)
+        else _wrapped(worker, module, adapter.name)
+    )
 
 
 def _wrapped(worker: ModelWorker, module: Any, name: str) -> Any:
