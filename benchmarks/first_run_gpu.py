@@ -315,12 +315,12 @@ def offload(device: Any) -> dict[str, Any]:
     here = [torch.randn(300, 40, device=device).mul(9).to(dtype).t() for dtype in kinds]
     here.append(torch.ones((), device=device))
     before, away = [x.clone() for x in here], Offload(device, "cpu" if device.type == "cuda" else "cpu:0")
-    away.out(here)
+    away.to_host(here)
     bytes_away = away.held_bytes
     need(bytes_away == sum(x.nbytes for x in before), f"{bytes_away} bytes lie on the host")
     pinned = all(x.device.type == "cpu" and x.is_pinned() for x in here) if device.type == "cuda" else True
     need(pinned, "it is not on the host, or not pinned")
-    away.back(here)
+    away.to_device(here)
     need(all(a.device == b.device and a.equal(b) for a, b in zip(here, before)), "it came back changed")
     return {"bytes": bytes_away}
 

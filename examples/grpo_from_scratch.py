@@ -22,7 +22,7 @@ from whet.ops import (
     aggregate,
     clipped_surrogate,
     draw,
-    group_relative,
+    grpo_advantages,
     selective_log_softmax,
     support_logits,
     token_weights,
@@ -178,7 +178,7 @@ def main(seed: int = 0) -> float:
         completions, lengths = rollout(model, prompts, keys)
         answers = [decode(row[:n].tolist()) for row, n in zip(completions, lengths, strict=True)]
         rewards = torch.tensor(reward(texts, answers))
-        update(model, optimizer, prompts, completions, lengths, group_relative(rewards, group_ids))
+        update(model, optimizer, prompts, completions, lengths, grpo_advantages(rewards, group_ids))
         history.append(rewards.mean().item())
         if step % 10 == 0 or step == STEPS - 1:
             print(f"step {step:3d}  reward {history[-1]:.3f}  {texts[0]}{answers[0]}  {texts[-1]}{answers[-1]}")

@@ -136,7 +136,7 @@ def test_a_schedule_that_spans_the_run_spans_its_new_length_and_says_so(tmp_path
     assert train("a", max_steps=2) == [1.0, 0.5]
     assert "now runs over" not in caplog.text
     assert train("a", max_steps=4, resume="latest") == [1.0, 0.5, 0.5, 0.25]
-    assert "optim.schedule=linear now runs over 4 updates, not 2 as when it was saved; 2 of them" in caplog.text
+    assert "optim.schedule=linear now runs over 4 updates; it was saved with 2, and 2 updates are done" in caplog.text
 
 
 def test_counters_go_on_where_the_checkpoint_left_them(tmp_path):

@@ -16,7 +16,7 @@ from helpers import advantage_inputs
 from peer_code import function, run, source, statements_from
 from torch import tensor
 
-from whet.ops import ADVANTAGE_ESTIMATORS, estimate, group_relative, minus_mean, reward_decoupled
+from whet.ops import ADVANTAGE_ESTIMATORS, estimate, gdpo_advantages, grpo_advantages, reinforce_advantages
 from whet.rewards.length import overlong
 
 EPS = 1e-6
@@ -200,10 +200,10 @@ def ours(case, eps=1e-4):
     groups = torch.arange(12) // 4
     if case == "gdpo":
         x = advantage_inputs(total, groups, table=columns, reward_weights=WEIGHTS)
-        return reward_decoupled(x, advantage_eps=eps).tolist()
+        return gdpo_advantages(x, advantage_eps=eps).tolist()
     if case == "rloo":
         return ADVANTAGE_ESTIMATORS["rloo"](total, groups).tolist()
-    return group_relative(total, groups, scale_rewards=case, advantage_eps=eps).tolist()
+    return grpo_advantages(total, groups, scale_rewards=case, advantage_eps=eps).tolist()
 
 
 def theirs(case):
@@ -242,12 +242,12 @@ def test_where_rewards_are_equal_trl_leaves_noise_and_whet_nothing():
     rewards = torch.full((7,), 0.9)
     noise = (rewards - rewards.mean()) / (rewards.std() + 1e-4)  # TRL's line in fp32: 0.000594 each
     assert noise.abs().max() > 1e-4
-    assert group_relative(rewards, torch.zeros(7, dtype=torch.long), advantage_eps=1e-4).tolist() == [0.0] * 7
+    assert grpo_advantages(rewards, torch.zeros(7, dtype=torch.long), advantage_eps=1e-4).tolist() == [0.0] * 7
 
 
 def test_async_grpo_takes_the_deviation_of_the_population():
     rewards = [1.0, 0.0, 0.25, NAN]
-    got = group_relative(tensor(rewards), torch.zeros(4, dtype=torch.long), advantage_eps=1e-8, advantage_ddof=0)
+    got = grpo_advantages(tensor(rewards), torch.zeros(4, dtype=torch.long), advantage_eps=1e-8, advantage_ddof=0)
     # mean 5/12, squares (49 + 25 + 4) / 144 = 13/24, / 3
     std = math.sqrt(13 / 72)
     assert got.tolist() == pytest.approx([7 / 12 / std, -5 / 12 / std, -1 / 6 / std, 0], rel=1e-6)
@@ -265,7 +265,7 @@ MC = {
 
 @pytest.mark.parametrize("rewards", MC)
 def test_torchrl_bounds_the_deviation_where_whet_adds_nothing(rewards):
-    got = group_relative(tensor(rewards), torch.zeros(len(rewards), dtype=torch.long), advantage_eps=0.0).tolist()
+    got = grpo_advantages(tensor(rewards), torch.zeros(len(rewards), dtype=torch.long), advantage_eps=0.0).tolist()
     assert got == pytest.approx(MC[rewards], rel=1e-5)
     llm = pytest.importorskip("torchrl.objectives.llm")
     tensordict = pytest.importorskip("tensordict")
@@ -280,7 +280,8 @@ def test_below_the_bound_torchrl_and_whet_differ():
     rewards = tensor([0.0, 1e-7], dtype=torch.float64)  # deviation 7.07e-8: TorchRL divides by 1e-6
     bounded = (rewards - rewards.mean()) / rewards.std().clamp_min(1e-6)
     assert bounded.tolist() == pytest.approx([-0.05, 0.05])
-    assert group_relative(rewards, tensor([0, 0]), advantage_eps=0.0).tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
+    found = grpo_advantages(rewards, tensor([0, 0]), advantage_eps=0.0)
+    assert found.tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
 
 
 R = [0.57450044, 0.09968603, 0.7419659, 0.8941783, 0.59656656, 0.45325184]
@@ -304,7 +305,7 @@ def test_tunix_gives_nothing_to_leave_one_out_of_one():
 
 
 def test_recorded_from_trl_on_right_and_wrong():
-    got = group_relative(tensor([1.0, 0, 0, 1]), tensor([0, 0, 0, 0]), advantage_eps=1e-4)
+    got = grpo_advantages(tensor([1.0, 0, 0, 1]), tensor([0, 0, 0, 0]), advantage_eps=1e-4)
     assert got.tolist() == pytest.approx([0.8659, -0.8659, -0.8659, 0.8659], abs=5e-5)
 
 
@@ -318,7 +319,7 @@ def test_rl2s_formula(size, norm_var, global_norm):
     baseline, std = rows.mean(-1, keepdim=True), rows.std(-1, keepdim=True)
     want = ((rows - baseline) / (std + torch.finfo(torch.float32).eps) if norm_var else rows - baseline).flatten()
     options = {"global_norm": global_norm, "norm_var": norm_var, "advantage_eps": torch.finfo(torch.float32).eps}
-    got = minus_mean(rewards, torch.arange(6) // size, **options)
+    got = reinforce_advantages(rewards, torch.arange(6) // size, **options)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 

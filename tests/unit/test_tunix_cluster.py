@@ -24,7 +24,7 @@ from helpers import (
 import whet.tunix
 from whet.config import DataConfig, GRPOConfig, Mode, OptimConfig
 from whet.errors import ConfigError, DataError
-from whet.ops import group_relative
+from whet.ops import grpo_advantages
 from whet.rollout.base import EngineCaps, Output, Request, Sampling
 from whet.rollout.queue_engine import QueueEngine
 from whet.tunix import GRPOLearner, MetricsBuffer, RolloutConfig, TrainExample
@@ -253,7 +253,7 @@ def test_a_grpo_step_written_from_the_verbs_is_the_first_step_of_the_learner():
     by_hand = tunix_cluster(reference=tiny_model(1), rollout={"temperature": 0.9})
     out = by_hand.generate([p for p in data for _ in range(group)], seed=7)
     rewards = torch.tensor(length_reward(out.text))
-    advantages = group_relative(rewards, torch.arange(4).repeat_interleave(group))
+    advantages = grpo_advantages(rewards, torch.arange(4).repeat_interleave(group))
     assert (advantages != 0).any()
     prompts, completions = out.left_padded_prompt_tokens, right_padded(out.tokens)
     ref = by_hand.get_ref_per_token_logps(prompts, completions, by_hand.pad_id, by_hand.eos_ids)

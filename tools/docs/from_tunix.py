@@ -92,17 +92,17 @@ _DONE = {
 }
 """Fields of the external engines that are accepted without effect."""
 _NARROWER = {
-    "vllm_model_version": "folder or name whose config it takes; the weights are the actor's",
+    "vllm_model_version": "a folder or name; its config is used, and the weights are the actor's",
     "vllm_lora_config": "refused when the engine is built unless None: whole weights are sent",
     "vllm_hbm_utilization": "on a CPU, the share of the host's memory that the KV may take",
     "vllm_logprobs_mode": "processed_logprobs or raw_logprobs",
     "vllm_enable_dp_attention": "refused when the engine is built unless False: one device",
     "vllm_sampling_kwargs": "those that change the distribution are refused",
-    "sglang_jax_model_version": "folder or name whose config it takes; the weights are the actor's",
+    "sglang_jax_model_version": "a folder or name; its config is used, and the weights are the actor's",
     "sglang_jax_enable_deterministic_sampling": "draws follow the request's seed only with it",
     "sglang_jax_enable_static_lora": "refused when the engine is built unless False: whole weights are sent",
 }
-"""Fields of the external engines whose meaning is narrower here."""
+"""Fields of the external engines that have a narrower meaning here."""
 
 
 def _external(engine: str, defaults: dict[str, Any]) -> dict[str, Field]:
@@ -235,9 +235,9 @@ TUNIX_FIELDS: dict[type, dict[str, Field]] = {
         "actor_optimizer": Field(REQUIRED, "other", "an OptimConfig, a torch optimizer factory or its reference"),
         "critic_optimizer": Field(None, "other", "the same; None = as the actor's"),
         "mini_batch_size": Field(None),
-        "train_micro_batch_size": Field(None, "other", "an upper bound, besides the token budget"),
+        "train_micro_batch_size": Field(None, "other", "an upper bound, in addition to the token budget"),
         "rollout_micro_batch_size": Field(None),
-        "compute_logps_micro_batch_size": Field(None, "other", "an upper bound, besides the token budget"),
+        "compute_logps_micro_batch_size": Field(None, "other", "an upper bound, in addition to the token budget"),
         "compute_logps_chunk_size": Field(0, "no effect", "logits are always made a chunk at a time"),
     },
     ClusterConfig: {
@@ -305,14 +305,14 @@ PROGRAMS: tuple[tuple[str, str, str], ...] = (
     (
         "`GRPOLearner`, `PPOLearner`",
         "works",
-        "`rl_engine=` or `rl_cluster=`; trains on rows or batches in their order, once; goes on from the newest "
+        "`rl_engine=` or `rl_cluster=`; trains on rows or batches in their order, once; continues from the newest "
         "checkpoint of checkpoint_root_directory",
     ),
     (
         "`_generate_and_compute_advantage`",
         "works",
-        "may be replaced, with `super()` and without: what it returns is trained on; `_compute_rewards` calls the "
-        "reward functions. Not with dynamic_sampling",
+        "a subclass may replace it, with or without `super()`; training uses the batch that it returns; "
+        "`_compute_rewards` calls the reward functions. Not with dynamic_sampling",
     ),
     (
         "`prepare_dataset`, `_prepare_data`, `_run_global_step`",
@@ -344,7 +344,7 @@ PROGRAMS: tuple[tuple[str, str, str], ...] = (
         "`generate(prompts, rollout_config)`, `get_per_token_logps`, `pad_id()`, `eos_id()`, `model()`; "
         "`update_params` is refused: the engine reads the actor's weights",
     ),
-    ("`VanillaRollout`", "works", "samples from a model of its own; `update_params` takes weights by name"),
+    ("`VanillaRollout`", "works", "samples from its own model; `update_params` takes weights by name"),
     (
         "`InferenceWorker`",
         "works",
@@ -360,20 +360,20 @@ PROGRAMS: tuple[tuple[str, str, str], ...] = (
     (
         "`PerfMetricsConfig`, `PerfMetricsExport`",
         "other",
-        "the export of PerfMetricsExport has no effect, as time/ metrics are always there; a function of your own is "
-        "refused, as there are no Tunix spans",
+        "the export of PerfMetricsExport has no effect: time/ metrics are always logged; a function of your own is "
+        "refused, because whet has no Tunix spans",
     ),
     ("`PPOConfig.mini_batch_size`", "refused", "it is RLTrainingConfig's"),
     ("`TokenizerAdapter`, `Tokenizer`", "other", "around a tokenizer of transformers, from a folder or a hub name"),
     ("`Sampler`, `CacheConfig`", "works", "[generating](generating.md)"),
     ("data queues, resharding, `rl.agentic`", "refused", "one process: nothing is queued, resharded or awaited"),
 )
-"""What Tunix's programs call besides configurations: the name, its state here, a note."""
+"""Names that Tunix's programs use apart from configurations: the name, its state here, a note."""
 
 _SCRIPT = """## A script, before and after
 
-What changes is what belongs to JAX: the mesh, the optimizer of optax, how a model is read, the second copy of it. What
-is said of the training stays, word for word. In Tunix:
+The parts that belong to JAX change: the mesh, the optax optimizer, and the loading of the model and its second copy.
+The configuration of the training stays the same, word for word. In Tunix:
 
 ```python skip
 import jax
@@ -405,18 +405,18 @@ with mesh:
     learner.train(batches)
 ```
 
-Here:
+In whet:
 
 ```python
 from whet.tunix import ClusterConfig, GRPOConfig, GRPOLearner, OptimConfig, RLCluster, RLTrainingConfig, RolloutConfig
 from whet.demo import small_model
 
 
-def digits(prompts, completions, **columns):  # a reward function is called as there
+def digits(prompts, completions, **columns):  # a reward function has the same signature
     return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
 
 
-batches = [{"prompts": ["1+1=", "2+2="]}, {"prompts": ["3+3=", "4+4="]}]  # and so are batches
+batches = [{"prompts": ["1+1=", "2+2="]}, {"prompts": ["3+3=", "4+4="]}]  # and batches have the same form
 optimizer = OptimConfig(
     lr=3e-6, betas=(0.9, 0.99), weight_decay=0.1, schedule="cosine", warmup_steps=1, max_grad_norm=0.1
 )
@@ -438,38 +438,40 @@ run = learner.train(batches)
 print([row["reward"] for row in run.rows])
 ```
 
-- **Names**: `whet.tunix` has those of Tunix's packages in one place; what is not there says so when it is imported.
-- **Devices**: there a mesh for each role; here one process on the device there is, and `role_to_mesh` is left out.
-- **Optimizer**: there a transformation of optax; here `OptimConfig` with clipping, schedule and decay as fields, or a
-  function that makes an optimizer of torch.
-- **Model**: there a function for each family, called twice; here a folder or hub name of Hugging Face, read once.
-  `reference="actor"` is its state at the start.
-- **An adapter**: there LoRA by qwix, before the cluster is made; here
-  `actor=RoleConfig(model=FOLDER, lora=LoraConfig(r=16))`, and the reference is the base under it.
-- **KL**: `kl_loss_mode="kl"` by default, as there; `"low_var_kl"` pulls towards the reference.
-- **The data**: in their order, once, as there; `data=DataConfig(shuffle=True)` and `num_epochs` say otherwise.
-- **A second start**: where `checkpoint_root_directory` holds checkpoints, `train` goes on from the newest, as there.
-- **What comes out**: there checkpoints of Orbax; here, where `run_dir` is given, a Hugging Face folder in `final/` and
+- **Names**: `whet.tunix` has the names of all of Tunix's packages. Importing a name that whet does not offer raises an
+  error with the reason.
+- **Devices**: Tunix has a mesh for each role. whet runs one process on one device; leave `role_to_mesh` out.
+- **Optimizer**: an optax transformation in Tunix; in whet an `OptimConfig`, which has fields for clipping, schedule and
+  decay, or a function that makes a torch optimizer.
+- **Model**: Tunix calls a loader of the model family twice; whet reads a Hugging Face folder or hub name once.
+  `reference="actor"` is the actor's state at the start.
+- **LoRA**: Tunix applies qwix before it makes the cluster. In whet set
+  `actor=RoleConfig(model=FOLDER, lora=LoraConfig(r=16))`; the reference is the base model under the adapter.
+- **KL**: the default is `kl_loss_mode="kl"`, as in Tunix; `"low_var_kl"` pulls towards the reference.
+- **Second names**: `loss_algo` is read into `policy_loss_fn`, and `kl_method` into `kl_loss_mode`.
+- **Data**: read once, in their order, as in Tunix, unless `data=DataConfig(shuffle=True)` or `num_epochs` is set.
+- **Resume**: if `checkpoint_root_directory` holds checkpoints, `train` continues from the newest, as in Tunix.
+- **Output**: Tunix writes Orbax checkpoints. With `run_dir`, whet writes a Hugging Face folder in `final/`, and
   checkpoints that resume exactly.
 
-The same run as a command, with the same words, and without a program: `whet grpo model=FOLDER data=train.jsonl
+The same run as a command, with the same keys and without a program: `whet grpo model=FOLDER data=train.jsonl
 reward=rewards.py:digits algo.beta=0.08 rollout.temperature=0.9 ...`.
 """
 """A Tunix script before and after; a test runs the second half."""
 
 _INTRO = f"""# From Tunix
 
-`from whet.tunix import ...` is the changed line of a Tunix program. Names, defaults and error messages of Tunix's
-configuration are kept where whet has the thing. First a script, then every field, then what programs call.
+A Tunix program changes one line: `from whet.tunix import ...`. Tunix's names, defaults and error messages are kept for
+everything that whet offers. This page shows a script, then every field, then the names that programs use.
 
 {_SCRIPT}
 ## Every field
 
 {{legend}}
 
-Configurations are frozen: `dataclasses.replace(config, beta=0.0)` makes another. A wrong keyword or type is an error
-when the object is made, with the nearest name. `GrpoConfig` and `GrpoLearner` are the same as `GRPOConfig` and
-`GRPOLearner`. Sizes of batches count prompts; a *step* is one rollout, wherever a step is counted.
+Configurations are frozen: `dataclasses.replace(config, beta=0.0)` makes a changed copy. A wrong keyword or type raises
+an error that suggests the nearest name. `GrpoConfig` and `GrpoLearner` are the same as `GRPOConfig` and
+`GRPOLearner`. Sizes of batches count prompts; a *step* is always one rollout.
 """
 
 
@@ -492,4 +494,3 @@ def page() -> str:
     rows = [*PROGRAMS, *((f"`{name}`", "refused", reason) for name, reason in ABSENT.items())]
     parts.append(f"## Names, methods and hooks\n\n{table(['in Tunix', 'in whet.tunix', 'note'], rows)}\n")
     return "\n".join(parts)
-

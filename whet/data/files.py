@@ -85,7 +85,7 @@ def stream_files(paths: Sequence[Path]) -> StreamedFiles:
 
 
 class StreamedFiles:
-    """The rows of data files, as often as they are asked for, or from a place where an earlier reader stood.
+    """The rows of data files. They can be read repeatedly, and from the saved place of an earlier reader.
 
     `state_dict` says where the newest iterator stands, and `load_state_dict` lets the next one begin there, as those of
     datasets.IterableDataset do. A .jsonl file goes on at its byte, a .parquet file at its row group and an .arrow file
@@ -103,7 +103,7 @@ class StreamedFiles:
         return dict(self._at)
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Lets the next iterator begin where that of the state stood."""
+        """Makes the next iterator continue from a saved state."""
         self._start = dict(state_dict)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,12 @@ class MixedRows(Sequence[Any]):
         """A checksum of the lengths and weights, by which a resumed run knows its mixture again."""
         return zlib.crc32(repr((self._ends.tolist(), self.weights)).encode())
 
+    @cached_property
+    def _turns(self) -> np.ndarray:
+        """The data set of each row of an epoch, before any shuffling; the same in every epoch. int64 [N]."""
+        assert self.weights is not None
+        return _evenly(normalize_weights(self.weights), len(self))
+
     def order(self, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
         """The places of the rows of one epoch of a mixture with weights.
 
@@ -89,7 +96,7 @@ class MixedRows(Sequence[Any]):
         assert self.weights is not None
         ordered = permutation if shuffle else lambda rows, *_: np.arange(rows)
         total = len(self)
-        turns = _evenly(normalize_weights(self.weights), total)
+        turns = self._turns
         counts = np.bincount(turns, minlength=len(self.parts))
         places = np.empty(total, dtype=np.int64)
         for number, (part, count) in enumerate(zip(self.parts, counts.tolist(), strict=True)):
@@ -117,11 +124,11 @@ class MixedStream:
             self.state_dict, self.load_state_dict = self._state_dict, self._load_state_dict
 
     def _state_dict(self) -> dict[str, Any]:
-        """How many rows were taken of each stream, and where each stands."""
+        """The number of rows taken from each stream, and the state of each stream."""
         return {"taken": self.taken.tolist(), "streams": [s.state_dict() for s in self.streams]}  # pyright: ignore
 
     def _load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Lets the next iterator begin where that of the state stood."""
+        """Makes the next iterator continue from a saved state."""
         self._start = state_dict
         for stream, state in zip(self.streams, state_dict["streams"], strict=True):
             stream.load_state_dict(state)  # pyright: ignore[reportAttributeAccessIssue]

@@ -382,13 +382,10 @@ class PromptStream:
             yield from (held[place] for place in permutation(len(held), self.seed, self.epoch, used // size).tolist())
             used += len(held)
             self._note_place(used)
-        for item in items:
-            used += 1
-            self._note_place(used)
-            yield item
+        yield from items
 
     def _note_place(self, used: int) -> None:
-        """Notes where the source stands after `used` items, for a resume."""
+        """Records the state of the source after `used` items, for a resume."""
         if self._begin is not None:
             self._block = (used, self.source.state_dict())
 
@@ -494,9 +491,13 @@ class PromptStream:
             if len(held) == self.batch_size:
                 self.batch += 1
                 full, held = held, []
+                if not self.shuffle_buffer:  # else each block of the buffer records it
+                    self._note_place(self.used)
                 yield full
         if held and self.last_batch == "keep":
             self.batch += 1
+            if not self.shuffle_buffer:
+                self._note_place(self.used)
             yield held
         elif held:
             self.dropped_rows += len(held)

@@ -1,9 +1,10 @@
-"""Whether a chat template shows what the messages say: it may not trim, rewrite or leave out.
+"""Checks that a chat template shows the text of every message: it may not trim, rewrite or omit any.
 
-The template is run a second time with stand-ins for what is said. A stand-in that is missing was left out; and where
-the stand-ins, replaced by what they stand for, give another text, what was said was changed. Tags (<think>, </think>)
-and the white space beside them stay in a stand-in, since templates look for them.
-Left out on purpose: what a message is beside its words: names, ids, weights.
+The template runs a second time on messages in which stand-ins replace the text. A missing stand-in means that the
+template omitted the text. If the output with the stand-ins replaced by the original text differs from the first output,
+the template changed the text. Tags (<think>, </think>) and the white space next to them are kept, since templates look
+for them.
+Left out on purpose: everything in a message except its text: names, ids, weights.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from whet.types import Message
 __all__ = ["RenderedText", "find_changed_text"]
 
 WORDS = ("content", "reasoning_content", "reasoning", "thinking")
-"""Keys of a message that hold what is said."""
+"""Keys of a message that hold text."""
 TAG = re.compile("(<[^<>\n\ue000]{1,40}>)")
 STAND_IN = re.compile("\ue000([0-9]+)\ue001")
 MAX_SHOWN = 160
@@ -30,25 +31,25 @@ MAX_SHOWN = 160
 
 @dataclass(frozen=True)
 class RenderedText:
-    """What a template made of the first messages. Example: Shown("<user>hi<end>", 1, {})."""
+    """The output of a template for the first messages. Example: RenderedText("<user>hi<end>", 1, {})."""
 
     text: str
     messages: int
-    """How many."""
+    """How many messages were rendered."""
     options: Mapping[str, Any]
-    """What the template was given besides."""
+    """Further arguments of the template."""
 
 
 class _StandIns:
-    """What is said, and its stand-ins."""
+    """The texts of messages and their stand-ins."""
 
     def __init__(self) -> None:
         self.words: list[str] = []
         self.whose: list[int] = []
-        """The message of each."""
+        """The place of the message that holds each text."""
         self.place = -1
         self.escaped: set[int] = set()
-        """Those that a template may write as JSON does: of tools' calls and answers."""
+        """The stand-ins that a template may write as JSON: those in tool calls and tool answers."""
 
     def of_text(self, text: str, json_too: bool) -> str:
         """A text of stand-ins: one for each stretch between tags, white space at the ends of the text included."""
@@ -108,7 +109,7 @@ class _StandIns:
         return [self._leaves(v) for v in value] if isinstance(value, list | tuple) else value
 
     def shows(self, with_stand_ins: str, text: str) -> bool:
-        """Whether the text is the one of stand-ins, with what they stand for."""
+        """Whether replacing the stand-ins by their texts gives `text`."""
         if STAND_IN.sub(lambda found: self.words[int(found[1])], with_stand_ins) == text:
             return True
         pieces = STAND_IN.split(with_stand_ins)
@@ -116,7 +117,7 @@ class _StandIns:
         return bool(self.escaped) and re.fullmatch("".join(pattern), text) is not None
 
     def either(self, number: int) -> str:
-        """The pattern of how a stand-in's words may stand in a text."""
+        """A pattern of all the ways in which a template may write the text of a stand-in."""
         words = self.words[number]
         ways = [words, json.dumps(words, ensure_ascii=False)[1:-1], json.dumps(words)[1:-1]]
         known = dict.fromkeys(ways if number in self.escaped else ways[:1])
@@ -126,12 +127,12 @@ class _StandIns:
 def find_changed_text(
     template: ChatTemplate, messages: Sequence[Message], shown: Sequence[RenderedText], row: int = 0
 ) -> str:
-    """What is wrong where a template changes or leaves out what messages say: both texts; "" where it does not.
+    """Describes the first text of a message that a template changes or omits, with both texts; "" where there is none.
 
     Args:
-        template: made the texts.
+        template: rendered the texts.
         messages: a conversation.
-        shown: what the template made of it; what a message says has to stand in one of them.
+        shown: the outputs of the template; the text of each message has to occur in one of them.
         row: for the message of an error.
     Raises: DataError: the template prints a list or a mapping as Python would.
     """
@@ -156,7 +157,7 @@ def find_changed_text(
 
 
 def _texts_with_stand_ins(message: Message) -> list[str]:
-    """All that a message says, as its texts."""
+    """All texts of a message that contain a stand-in."""
     found: list[str] = []
 
     def walk(value: Any) -> None:
@@ -175,9 +176,9 @@ def _texts_with_stand_ins(message: Message) -> list[str]:
 
 
 def _says_all(template: ChatTemplate, messages: Sequence[Message], shown: RenderedText, row: int) -> bool:
-    """Whether all that is said stands in a text, where the template writes other things for other words.
+    """Whether the output shows all texts, for templates that write something else around other texts.
 
-    White space at the ends counts as said if it makes a difference.
+    White space at the ends of a text counts where it changes the output.
     """
     for place, message in enumerate(messages[: shown.messages]):
         content = message.get("content")
@@ -191,7 +192,7 @@ def _says_all(template: ChatTemplate, messages: Sequence[Message], shown: Render
 
 
 def _first_change(messages: Sequence[Message], stands: _StandIns, with_stand_ins: str, text: str) -> str:
-    """Names the first message whose words stand otherwise in the text, with both."""
+    """Describes the first message that the output shows with a different text, with both texts."""
     at, pieces, number = 0, STAND_IN.split(with_stand_ins), 0
     for place in range(0, len(pieces) - 2, 2):
         number, after = int(pieces[place + 1]), pieces[place + 2]
@@ -207,7 +208,7 @@ def _first_change(messages: Sequence[Message], stands: _StandIns, with_stand_ins
 
 
 def _turn(messages: Sequence[Message], place: int, text: str) -> str:
-    """What a text goes on with after the message before one."""
+    """The rest of the output after the message before `place`."""
     before = messages[place - 1].get("content") if place else None
     at = text.find(before) if isinstance(before, str) else -1
     return text[at + len(str(before)) :] if at >= 0 else text
@@ -227,7 +228,7 @@ def _cut(text: str, other: str) -> str:
 
 
 def _refuse_python(messages: Sequence[Message], shown: RenderedText, row: int) -> None:
-    """Raises DataError where a list or a mapping stands in the text as Python prints it."""
+    """Raises DataError where the output contains a list or a mapping as Python prints it."""
     values: list[Any] = [m.get(key) for m in messages for key in (*WORDS, "tool_calls")]
     for value in (node for v in (*values, shown.options.get("tools")) for node in _nodes(v)):
         printed = repr(value)
@@ -239,7 +240,7 @@ def _refuse_python(messages: Sequence[Message], shown: RenderedText, row: int) -
 
 
 def _nodes(value: Any) -> list[Any]:
-    """The lists and mappings in a value that are not empty, the outer ones first."""
+    """The non-empty lists and mappings in a value, outer ones first."""
     if isinstance(value, Mapping):
         return [dict(value), *(n for inner in value.values() for n in _nodes(inner))] if value else []
     if isinstance(value, list | tuple):

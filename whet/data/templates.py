@@ -1,4 +1,4 @@
-"""Chat templates: from messages to the text that a tokenizer's template makes of them.
+"""Chat templates: render messages as text by the template of a tokenizer.
 
 Left out on purpose: images, and templates of our own.
 """
@@ -25,21 +25,21 @@ DAY = "strftime_now"
 """transformers' function by which a template writes the date; as an argument of the template, the day that it is to
 write, as ISO text."""
 KEPT = 64
-"""Texts of stand-ins that are kept."""
+"""The number of rendered texts in the cache."""
 _WRITTEN = re.compile(rf"""{DAY}\(\s*(['"])(.*?)\1\s*\)""")
 
 
 LIMIT_S = 60.0
-"""Seconds in which a template must have written one conversation; they take less than a thousandth of one."""
+"""The time limit, in seconds, for rendering one conversation; it usually takes less than a millisecond."""
 
 
 class _Endless(Exception):
-    """A template has had its time."""
+    """A template exceeded the time limit."""
 
 
 @contextmanager
 def _limited() -> Iterator[None]:
-    """Ends what runs inside by an alarm; only on the main thread, and where nobody else has set one."""
+    """Stops the body by an alarm at the time limit; only on the main thread, and where no other alarm is set."""
     mine = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
     if not mine or signal.getitimer(signal.ITIMER_REAL)[0]:
         yield
@@ -76,7 +76,7 @@ class ChatTemplate:
 
     @property
     def has_marks(self) -> bool:
-        """Whether the template marks what the assistant says: {% generation %}."""
+        """Whether the template marks the assistant's text by {% generation %}."""
         text = self.tokenizer.chat_template
         return isinstance(text, str) and re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", text) is not None
 
@@ -89,7 +89,7 @@ class ChatTemplate:
             )
 
     def text(self, messages: Sequence[Message], *, asks: bool = False, row: int = 0, **options: Any) -> str:
-        """The messages as the template writes them.
+        """Renders the messages.
 
         Args:
             messages: at least one.
@@ -101,7 +101,7 @@ class ChatTemplate:
         return self._apply(messages, row, {"tokenize": False, "add_generation_prompt": asks, **options})
 
     def text_of_stand_ins(self, messages: Sequence[Message], row: int, options: Mapping[str, Any]) -> str:
-        """`text`, kept for messages that come again: rows of one build share stand-ins (data/template_check.py)."""
+        """`text` with a cache: rows of the same form have the same stand-ins (data/template_check.py)."""
         key = repr((messages, options))
         if key not in self._kept:
             if len(self._kept) >= KEPT:
@@ -110,11 +110,11 @@ class ChatTemplate:
         return self._kept[key]
 
     def header(self, messages: Sequence[Message], turn: str, *, row: int = 0, **options: Any) -> str:
-        """What the assistant is given when it is to say the turn after the messages.
+        """Renders the messages and the header of the assistant's next turn.
 
         Args: messages: all before the turn. turn: the text of the messages and the turn. row, options: as for `text`.
-        Returns: the messages' text with the assistant's header. Where the turn thinks, and chat_template_kwargs say
-            nothing of it, it is the header of a turn that thinks.
+        Returns: the text of the messages and the header. Where the turn contains thinking and chat_template_kwargs do
+            not set enable_thinking, it is the header for a turn with thinking.
         """
         text = self.text(messages, asks=True, row=row, **options)
         if turn.startswith(text) or not self.thinks_as_turns_do or "enable_thinking" in options:
@@ -123,8 +123,8 @@ class ChatTemplate:
         return thinking if turn.startswith(thinking) else text
 
     def opening(self, turn: Message, row: int = 0, **options: Any) -> str:
-        """What stands before what the assistant says where nothing was said before it: templates can't be asked that,
-        so it is what two different first turns begin with.
+        """The text before the assistant's content where its turn is the first message. Templates can't render a header
+        without messages, so this is the common beginning of two different first turns.
         """
         others = ({"role": turn["role"], "content": letter} for letter in "\ue002\ue003")
         return common_prefix(*(self.text([other], row=row, **options) for other in others))
@@ -168,15 +168,15 @@ def _dated(template: str, day: str) -> str:
 
 
 def _cause(messages: Sequence[Message]) -> str:
-    """What of a conversation templates refuse most often."""
+    """The part of a conversation that templates reject most often."""
     if any(isinstance(m.get("content"), list | tuple) for m in messages):
         return "the content from a list of parts to its text"
     return "the row (or data.system_prompt)" if messages[0]["role"] == "system" else "the row"
 
 
 def uses_chat_template(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None) -> bool:
-    """Whether plain text goes through a chat template where that is left open (apply_chat_template=auto): where there
-    is one, the tokenizer's or among the template's arguments.
+    """Whether apply_chat_template=auto renders plain text by a chat template: where the tokenizer or the arguments
+    have one.
 
     >>> from whet.data.tokenizer import byte_tokenizer
     >>> uses_chat_template(byte_tokenizer())
@@ -191,7 +191,7 @@ def writes_date(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] |
 
 
 def common_prefix(a: str, b: str) -> str:
-    """What two texts begin with alike.
+    """The common beginning of two texts.
 
     >>> common_prefix("now", "never")
     'n'

@@ -31,7 +31,7 @@ class Field(NamedTuple):
         state: what happens to the field here.
         note: the difference, or the reason and the alternative.
         kind: its type, for a command line; None = the type of the default.
-        harmless: of a refused field, values besides the default that change nothing and are accepted.
+        harmless: of a refused field, values other than the default that change nothing and are accepted.
         key: whet's key, or several with commas, that the value goes to; "" = not one key.
     """
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from whet.config import read_yaml
 from whet.config.monitoring import BEFORE_STOP, BEST
-from whet.errors import CheckpointError, ConfigError, WhetError, nearest
+from whet.errors import CheckpointError, ConfigError, WhetError, format_exception, nearest
 from whet.hub.base_model import licence_of_card
 from whet.hub.model_card import make_model_card, read_card_facts
 from whet.storage.checkpoint import step_of, verify_checkpoint, write_folder_atomic
@@ -425,4 +425,4 @@ def _hub_error(error: Exception, what: str, fix: str) -> WhetError:
     silent = hub_silence(error)
     if silent:
         return ConfigError(f"the hub does not answer ({silent}); check the network, and send it again")
-    return ConfigError(f"{what}: {(str(error).strip() or type(error).__name__).splitlines()[0]}; {fix}")
+    return ConfigError(f"{what}: {format_exception(error)}; {fix}")

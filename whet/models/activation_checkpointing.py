@@ -1,12 +1,13 @@
-"""Activation checkpointing: which activations of a layer are held for the backward pass, and which are made again.
+"""Activation checkpointing: which activations of a layer are saved for the backward pass, and which are recomputed.
 
-    mode         held per layer                                    made again in the backward pass
-    none         everything the backward pass reads                nothing
-    selective    its input, and what products and attention gave   norms, rotary, activations, sums: all that is cheap
-    full         its input                                         the whole layer: about a third more time
+    mode         saved per layer                           recomputed in the backward pass
+    none         everything the backward pass reads        nothing
+    selective    its input, results of products, attention cheap operations: norms, rotary, activations, sums
+    full         its input                                 the whole layer, in about a third more time
 
-The gradients are those of "none" bit for bit: the same operations run on the same numbers, and no dropout draws
-between them. Left out on purpose: offloading activations to the host, and torch.compile's own choice of what to hold.
+The gradients equal those of "none" bit for bit: the same operations run on the same numbers, and no dropout draws
+random numbers between them.
+Left out on purpose: offloading activations to the host, and torch.compile's own choice of what to save.
 """
 
 from __future__ import annotations
@@ -38,14 +39,15 @@ _SAVED_OPERATORS = [
     _aten._scaled_dot_product_fused_attention_overrideable.default,
     OPERATOR,
 ]
-"""What "selective" holds. Not bmm: where attention is written out it makes the scores, quadratic in the length."""
+"""Operators with results that "selective" saves. It does not save bmm: eager attention computes its scores with bmm,
+and their size is quadratic in the length."""
 
 
 def checkpoint_activations(module: PreTrainedModel, mode: str = "full") -> None:
     """Makes a transformers model recompute activations of its layers in the backward pass.
 
     Args: module: a model in train mode: transformers leaves layers in eval mode as they are. Keywords of a layer, a
-        packed layout among them, are given to the second run as to the first. mode: one of MODES.
+        packed layout among them, are passed to the second run as to the first. mode: one of MODES.
     Raises: ConfigError: another mode, or a model whose layers transformers can't checkpoint.
     Source: full: arXiv:1604.06174, a segment per layer; selective: arXiv:2205.05198 holds the products as well.
 
@@ -69,7 +71,7 @@ def checkpoint_activations(module: PreTrainedModel, mode: str = "full") -> None:
 
 
 def _dear() -> list[Any]:
-    """The operators whose results are held, products by oneDNN among them where it multiplies."""
+    """The operators with results that are saved; products by oneDNN are among them where it is used."""
     return [
         *_SAVED_OPERATORS,
         *([torch.ops.mkldnn._linear_pointwise.default] if onednn_unsupported_reason() is None else []),

@@ -1,11 +1,11 @@
-"""Low-rank adapters that PEFT has put into a model: which layers have one, off and on, and a layer's effective weight.
+"""Low-rank adapters that PEFT has put into a model: find them, switch them off and on, compute effective weights.
 
     y = W x + b + Σ s B A x        effective weight: W + Σ s B A, over the active adapters
 
-The form is PEFT's `inject_adapter_in_model`: the model keeps its class, some of its linear layers are wrapped. What
-multiplies few rows by a copy of the weights (the engine's fused trunk, the native kernels) copies the effective weight
-in fp32. In half precision what is added is often less than the rounding of W, so a rounded sum would lose it: there the
-engine multiplies by both, W x and s B A x, as the layer itself does.
+The adapters have the form of PEFT's `inject_adapter_in_model`: the model keeps its class, and some of its linear layers
+are wrapped. The engine's fused trunk and the native kernels multiply by a copy of the weights. In fp32 they copy the
+effective weight. In half precision the adapter's part is often smaller than the rounding of W, and a rounded sum would
+lose it. There the engine multiplies by both, W x and s B A x, as the layer itself does.
 Dim legend: O out, I in, r rank.
 Left out on purpose: making, saving and merging adapters (lora.py); other kinds than plain LoRA (DoRA, biases of an
 adapter), whose layers run as their own modules.
@@ -41,13 +41,13 @@ __all__ = [
 ]
 
 BASE_LAYER = re.compile(r"\.base_layer(?=\.|$)")
-"""What PEFT puts into the name of a layer that it wraps."""
+"""The part that PEFT adds to the name of a layer that it wraps."""
 
 
 class SeededDropout(nn.Module):
-    """Dropout of an adapter's input, whose draws have an address: a resumed run and a recomputed layer draw the same.
+    """Dropout of an adapter's input with a seed per pass and layer: a resumed run and a recomputed layer draw the same.
 
-    Off unless `Adapter.dropout_on` is around. Args: p: share of numbers dropped. number: of the layer in its model.
+    It is off outside of `Adapter.dropout_on`. Args: p: share of numbers dropped. number: index of the layer.
 
     >>> SeededDropout(0.5, 0)(torch.ones(3))
     tensor([1., 1., 1.])
@@ -57,7 +57,7 @@ class SeededDropout(nn.Module):
         super().__init__()
         self.p, self.number = p, number
         self.key: int | None = None
-        """The address of a pass; None = off."""
+        """The seed of a pass; None = off."""
 
     def forward(self, x: Tensor) -> Tensor:
         """X with a share p of its numbers 0, the others divided by 1 - p."""
@@ -70,7 +70,7 @@ class SeededDropout(nn.Module):
 
 
 class Adapter:
-    """The adapter layers of a module. Args: layers: they, by their names in the module.
+    """The adapter layers of a module. Args: layers: the layers by their names in the module.
 
     Example: `with loaded.adapter.disabled(): ...` runs the base model.
     """
@@ -89,14 +89,14 @@ class Adapter:
         return cls(layers) if layers else None
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The adapter's own, without those of the base layers."""
+        """The adapter's own parameters, without those of the base layers."""
         for layer in self.layers.values():
             base = {id(p) for p in layer.get_base_layer().parameters()}
             yield from (p for p in layer.parameters() if id(p) not in base)
 
     @property
     def name(self) -> str:
-        """Its name. Raises ConfigError: there are several, of which none can be told to be the one to train."""
+        """The adapter's name. Raises ConfigError: the model has several, so the one to train is unknown."""
         names = sorted({name for layer in self._lora() for name in layer.lora_A})
         if len(names) != 1:
             raise ConfigError(
@@ -105,13 +105,13 @@ class Adapter:
         return names[0]
 
     def _lora(self) -> list[Any]:
-        """Its layers of PEFT's kind LoRA."""
+        """The layers that are LoRA layers of PEFT."""
         from peft.tuners.lora import LoraLayer
 
         return [layer for layer in self.layers.values() if isinstance(layer, LoraLayer)]
 
     def is_untrained(self) -> bool:
-        """Whether the model is its base: B is 0 in each layer, as in an adapter that was not trained yet."""
+        """Whether the model equals its base: B is 0 in each layer, as in an adapter that was not trained yet."""
         found = self._lora()
         return len(found) == len(self.layers) and not any(bool(p.any()) for x in found for p in x.lora_B.parameters())
 
@@ -122,7 +122,7 @@ class Adapter:
 
     @contextmanager
     def dropout_on(self, *address: int) -> Iterator[None]:
-        """Around a pass of training, forward and backward: its dropout is on. Args: address: of the pass, up to 4."""
+        """Switches dropout on for one training pass, forward and backward. Args: address: up to 4 numbers: the seed."""
         key = address_key(*address, *(0,) * (4 - len(address)))
         found = list(self._dropouts())
         for drop in found:
@@ -139,9 +139,9 @@ class Adapter:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """The base model alone, for a while; which parameters take a gradient is as before, inside and after.
+        """Runs the base model without its adapter inside the context. `requires_grad` of parameters does not change.
 
-        Raises: ConfigError: an adapter is merged into its base layer, which can't be told from it any more.
+        Raises: ConfigError: an adapter is merged into its base layer, so the two can't be separated.
         """
         if merged := [name for name, layer in self.layers.items() if layer.merged]:
             raise ConfigError(f"the adapter is merged into {merged[0]}, so it can't be switched off; unmerge it first")
@@ -153,7 +153,7 @@ class Adapter:
             self._switch(found, on=True)
 
     def _switch(self, layers: list[Any], *, on: bool) -> None:
-        """PEFT's switch, which would also set whether the adapter's parameters take a gradient."""
+        """Calls PEFT's switch and restores `requires_grad` of the adapter's parameters, which PEFT changes."""
         takes = [(p, p.requires_grad) for p in self.parameters()]
         for layer in layers:
             layer.enable_adapters(on)
@@ -162,7 +162,7 @@ class Adapter:
 
 
 def is_adapter_layer(layer: nn.Module) -> bool:
-    """Whether PEFT has wrapped this layer. Where its package was never imported, none is.
+    """Whether PEFT has wrapped this layer. False if PEFT was never imported.
 
     >>> is_adapter_layer(nn.Linear(2, 2))
     False
@@ -175,7 +175,7 @@ def is_adapter_layer(layer: nn.Module) -> bool:
 
 
 def plain_linear(layer: nn.Module) -> nn.Linear | None:
-    """The linear layer whose weight, or effective weight, is all that a layer does; None = it does something else.
+    """The linear layer that a layer computes by its weight or effective weight; None = the layer does something else.
 
     Args: layer: any module.
     Returns: itself where it is a plain linear layer, the base layer of one with plain LoRA, else None.
@@ -214,7 +214,7 @@ def effective_weight(layer: nn.Module) -> Tensor:
 
 
 def _add_low_rank(weight: Tensor, layer: Any) -> Tensor:
-    """W + Σ s B A of a layer's active adapters, W given."""
+    """W + Σ s B A of a layer's active adapters, for this W."""
     total = to_fp32(weight)
     for name in _active_names(layer):
         b, a = to_fp32(layer.lora_B[name].weight), to_fp32(layer.lora_A[name].weight)
@@ -231,9 +231,9 @@ def _active_names(layer: Any) -> list[str]:
 
 @torch.no_grad()
 def lora_factors(layer: nn.Module) -> tuple[Tensor, Tensor, float] | None:
-    """A [r I], B [O r] and s of what a layer adds to its base; None = nothing.
+    """The factors A [r I], B [O r] and s that a layer adds to its base; None = it adds nothing.
 
-    Those of several adapters are put together: B of the others is scaled so that one s is that of all.
+    Several adapters are concatenated: B of the others is scaled so that one s serves all.
     Args: layer: one that `plain_linear` knows.
 
     >>> lora_factors(nn.Linear(2, 3)) is None
@@ -249,7 +249,7 @@ def lora_factors(layer: nn.Module) -> tuple[Tensor, Tensor, float] | None:
     return torch.cat(first), torch.cat(second, 1), scale
 
 
-# ---- the model without adapters, as engines with weights of their own and other programs know it ---------------------
+# ---- the model without adapters, for engines with their own weights and for other programs ---------------------------
 
 
 def base_parameters(module: nn.Module) -> dict[str, tuple[nn.Parameter, Any]]:
@@ -272,7 +272,7 @@ def base_parameters(module: nn.Module) -> dict[str, tuple[nn.Parameter, Any]]:
 
 @torch.no_grad()
 def base_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of a model as it would be without adapters, one at a time: merged, 4-bit weights made whole again.
+    """(name, tensor) of a model without adapters, one at a time: adapters are merged and 4-bit weights dequantized.
 
     Args: module: any model; it is not changed.
     Raises: ConfigError: a layer whose adapter is more than s B A.

@@ -1,9 +1,10 @@
 """Attention over packed rows that share prefixes, under the name "whet" in transformers' registry.
 
-A layout says who sees whom; it goes down the model as the keyword `whet_layout=` and arrives, once per layer, at
-`whet_attn`. Importing this module registers the name. Three paths serve a layout: on a CPU C++ of our own
-(native/segments.py); on a GPU FlexAttention where masks would be needed and its probe agrees (flex.py); else torch's
-operator, bucket by bucket (buckets.py). Dim letters: B rows, T tokens, H query heads, D head size.
+A layout defines which tokens a token attends to. The model passes it down as the keyword `whet_layout=`, and each layer
+calls `whet_attn` with it. Importing this module registers the name. Three implementations run a layout: the C++ kernels
+on a CPU (native/segments.py); FlexAttention on a GPU, where masks would be needed and its probe passes (flex.py); and
+torch's operator, one call per bucket, everywhere else (buckets.py).
+Dim letters: B rows, T tokens, H query heads, D head size.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ __all__ = ["ATTENTION", "KERNELS", "Layout", "SegmentLayout", "whet_attn"]
 ATTENTION = "whet"
 """The name under which transformers finds `whet_attn`."""
 KERNELS = ("auto", "flex", "plain")
-"""What serves a layout: the best that pays and agrees, always flex, or torch's operator bucket by bucket."""
+"""Implementations of a layout: the fastest that passes its check, always flex, or torch's operator per bucket."""
 HARMLESS = frozenset({"cache_position", "output_attentions", "output_router_logits", "position_ids", "use_cache"})
-"""Keywords that models pass along and that say nothing about who sees whom."""
+"""Keywords that models pass along and that do not change which tokens are attended to."""
 
 
 class Layout:
-    """Who sees whom in one forward pass; a plain class, since FSDP2 rebuilds dataclasses and casts their tensors.
+    """Which tokens attend to which in one forward pass. A plain class: FSDP2 rebuilds dataclasses and casts tensors.
 
     Example: `model(input_ids, position_ids=layout.position_ids, whet_layout=layout, use_cache=False)`.
     """
@@ -69,10 +70,10 @@ class Layout:
 
 
 class SegmentLayout(Layout):
-    """Segments end to end in one row: each sees its ancestors whole, and itself causally. Immutable.
+    """Segments end to end in one row: each attends to all of its ancestors, and to itself causally. Immutable.
 
-    Packing is all roots; a group is one root and a child per completion; forks go deeper. Positions start at 0 in a
-    root and continue after the parent in a child, so a child's tokens see what they would see alone.
+    Packed sequences are roots. A group is one root and a child per completion; forks are deeper. Positions start at 0
+    in a root and continue after the parent in a child, so a child's tokens attend to the same tokens as unpacked ones.
 
     Args:
         lengths: tokens of each segment, in row order.
@@ -80,8 +81,8 @@ class SegmentLayout(Layout):
         device: where the index tensors live.
         attention: one of KERNELS; "auto" takes the native kernels on a CPU, and flex on a GPU where masks would be
             needed and the probe agrees.
-        multiple: in torch's operator, what a bucket's own tokens and its ancestors' are padded to a multiple of, so
-            that fewer shapes of calls occur.
+        multiple: in torch's operator, a bucket's own tokens and its ancestors' are padded to a multiple of it, so that
+            fewer shapes occur.
     Raises: DataError: an empty segment, or a parent that is not an earlier segment.
 
     >>> SegmentLayout([2, 1, 2], [-1, 0, 0]).position_ids      # a prompt of 2 and two completions
@@ -116,7 +117,7 @@ class SegmentLayout(Layout):
         self._tables: dict[int, SegmentTables] = {}
 
     def to(self, device: torch.device | str) -> SegmentLayout:
-        """The same on another device."""
+        """The same layout on another device."""
         return SegmentLayout(self.lengths, self.parents, device, attention=self.attention, multiple=self.multiple)
 
     @functools.cached_property
@@ -143,8 +144,8 @@ class SegmentLayout(Layout):
     ) -> Tensor:
         """Attention of one layer; see Layout.attend.
 
-        Raises: DataError: more than one row, or not as many tokens as the layout has. ConfigError: flex is asked for
-            and can't serve.
+        Raises: DataError: more than one row, or not as many tokens as the layout has. ConfigError: attention="flex" and
+            FlexAttention can't run this call.
         """
         if q.shape[0] != 1 or q.shape[2] != self.position_ids.shape[1]:
             raise DataError(
@@ -180,7 +181,7 @@ class SegmentLayout(Layout):
         sinks: Tensor | None,
         scale: float | None = None,
     ) -> bool:
-        """Whether flex serves this call. Rows without masks are faster in torch's operator."""
+        """Whether FlexAttention runs this call. Rows without masks are faster in torch's operator."""
         if self.attention == "plain" or (self.attention == "auto" and not q.is_cuda):
             return False
         if self.attention == "auto" and softcap is None and sinks is None and self.bucket_row.needs_no_mask(window):
@@ -191,7 +192,7 @@ class SegmentLayout(Layout):
         return reason is None
 
     def _raise_if_required(self, reason: str) -> None:
-        """Raises: ConfigError: where flex was asked for."""
+        """Raises: ConfigError: attention="flex"."""
         if self.attention == "flex":
             raise ConfigError(f'attention "flex" can\'t serve this model: {reason}; set it to auto or plain')
 
@@ -210,7 +211,7 @@ def whet_attn(
     whet_layout: Layout | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers calls in each layer; hands over to the layout.
+    """The attention function that transformers calls in each layer; it calls the layout.
 
     Args:
         module: the attention module, with its layer_idx.
@@ -218,10 +219,10 @@ def whet_attn(
         key, value: [B KV T D].
         attention_mask: must be None.
         s_aux: [H] sink scores.
-        whet_layout: who sees whom. The others as transformers.
+        whet_layout: which tokens attend to which. The others are those of transformers.
     Returns: ([B T H D], None).
-    Raises: ConfigError: no layout, a mask, dropout, or a keyword that this function does not know: it may change
-        what a token sees.
+    Raises: ConfigError: no layout, a mask, dropout, or a keyword that this function does not know, since it may change
+        which tokens are attended to.
 
     Example: `model.set_attn_implementation("whet")`, after which the model's forward takes `whet_layout=`.
     """
@@ -243,7 +244,7 @@ def whet_attn(
     return out.transpose(1, 2).contiguous(), None
 
 
-# On import, and again without harm: a model can be told to use the name as soon as this module is there. No mask
-# function is registered with it: without one transformers makes no mask and, before that, does not ask position ids
-# whether they are packed, for which it would wait for the device in every pass.
+# A model can use the name as soon as this module is imported; registering twice is harmless. No mask function is
+# registered: without one transformers makes no mask, and it does not read the position ids to see whether they are
+# packed, which would wait for the device in every pass.
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, whet_attn)

@@ -1,6 +1,6 @@
-"""Which implementations training and scoring run on: for environment.json, so that a resumed run can log what changed.
+"""Which implementations training and scoring use. environment.json records it, so a resumed run can log a change.
 
-Left out on purpose: what depends on a layer's own shapes; the log says that when the layer runs.
+Left out on purpose: choices that depend on a layer's shapes; the log reports these when the layer runs.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ __all__ = ["training_backends"]
 
 
 def training_backends(loaded: LoadedModel) -> dict[str, str]:
-    """What computes attention, and norms, gates and gradients of weights; on a CPU this builds the kernels.
+    """The implementations of attention, and of norms, gates and weight gradients. On a CPU this builds the kernels.
 
-    Args: loaded: the model, where it is and in the dtype in which it is trained.
-    Returns: "attention" and "layers", each "native (compiler)", or what serves in its place and why; "adapter" and
-        "base" where the model has an adapter, or is held in 4 bits.
+    Args: loaded: the model, on its device and in its training dtype.
+    Returns: "attention" and "layers", each "native (compiler)", or the implementation used instead and the reason;
+        "adapter" if the model has an adapter, "base" if it is in 4 bits.
 
     >>> from whet.models.load import load_model
     >>> from whet.demo import small_model

@@ -1,10 +1,10 @@
-"""Attention over a row of segments by torch's operator: segments of like shape, padded, are one call.
+"""Attention over a row of segments by torch's operator: segments of similar shape are padded and run in one call.
 
-What serves every device, dtype and kind of scores, with masks where causality alone doesn't say it. Dim letters:
-T tokens, H query heads, D head size, m segments of a bucket, n their own tokens, A their ancestors' tokens,
-K = A + n keys.
-Left out on purpose: any way to merge two attention parts by their log-sum-exp, since torch's operators give it no
-gradient. A child's keys are its ancestors' and its own, concatenated.
+It runs on every device, in every dtype and with every kind of scores. It uses masks where a causal flag is not enough.
+A child's keys are its ancestors' and its own, concatenated. Dim letters: T tokens, H query heads, D head size,
+m segments of a bucket, n their own tokens, A their ancestors' tokens, K = A + n keys.
+Left out on purpose: merging two parts of attention by their log-sum-exp, because torch's operators have no gradient
+for the log-sum-exp.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ __all__ = ["Bucket", "BucketRow", "segment_positions"]
 SLACK = 4096
 """Query-key pairs of padding that cost less than one more call."""
 MASKED_PAIRS = 1 << 20
-"""A mask per segment is built up to this many entries; beyond it a bucket shares one mask."""
+"""A bucket may have a mask per segment up to this many entries; a larger bucket shares one mask."""
 BUCKET_PAIRS = 1 << 22
-"""Largest bucket of more than one segment, in query-key pairs: bounds the scores where they are held."""
+"""Largest bucket of more than one segment, in query-key pairs: this bounds the scores where they are stored."""
 
 
 def segment_positions(lengths: Sequence[int], parents: Sequence[int]) -> np.ndarray:
@@ -66,7 +66,7 @@ class BucketRow:
         self._back = _index(back, len(queries), device)  # padding at the very end is left behind too
 
     def needs_no_mask(self, window: int | None) -> bool:
-        """Whether causality says it all, without a mask."""
+        """Whether the causal flag is enough for all buckets."""
         return all(b.is_causal(window) for b in self.buckets)
 
     def attend(
@@ -98,7 +98,7 @@ class BucketRow:
 
 
 class Bucket:
-    """Segments of like shape that one attention call serves, padded: ancestors on the left, own tokens on the right."""
+    """Segments of similar shape that run in one attention call, padded: ancestors left, own tokens right."""
 
     def __init__(
         self, places: list[np.ndarray], above: list[np.ndarray], device: torch.device | str, multiple: int
@@ -117,11 +117,11 @@ class Bucket:
         self._masks: dict[tuple[int | None, torch.dtype], Tensor] = {}
 
     def window(self, window: int | None) -> int | None:
-        """The window, where it hides anything at all."""
+        """The window; None where it hides nothing."""
         return window if window is not None and window < self.above + self.own else None
 
     def is_causal(self, window: int | None) -> bool:
-        """Whether causality says it all, without a mask."""
+        """Whether the causal flag is enough, without a mask."""
         return self.gaps is None and self.window(window) is None and (self.above == 0 or self.own == 1)
 
     def mask(self, window: int | None, like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -156,12 +156,12 @@ def _token_places(lengths: Sequence[int], parents: Sequence[int]) -> tuple[list[
 
 
 def _round_up(n: int, multiple: int) -> int:
-    """The next multiple of a number that holds n."""
+    """The smallest multiple that is at least n."""
     return -(-n // multiple) * multiple
 
 
 def _plan_buckets(places: list[np.ndarray], above: list[np.ndarray], multiple: int) -> list[list[int]]:
-    """Segments into buckets: roots apart (they need no mask), each sorted both ways, the cheaper taken."""
+    """Puts segments into buckets: roots apart (they need no mask); each part is sorted both ways, the cheaper wins."""
     shapes = [(_round_up(len(a), multiple), _round_up(len(p), multiple)) for a, p in zip(above, places)]
     buckets: list[list[int]] = []
     for ids in ([i for i, s in enumerate(shapes) if not s[0]], [i for i, s in enumerate(shapes) if s[0]]):
@@ -173,7 +173,7 @@ def _plan_buckets(places: list[np.ndarray], above: list[np.ndarray], multiple: i
 
 
 def _fill_buckets(ids: list[int], shapes: list[tuple[int, int]]) -> list[list[int]]:
-    """Neighbours into one bucket while padding stays under a quarter of the work, or under the price of a call."""
+    """Puts neighbours into one bucket while padding is under a quarter of the work, or costs less than a call."""
     buckets: list[list[int]] = []
     above = own = real = 0
     for i in ids:
@@ -197,7 +197,7 @@ def _bucket_pairs(bucket: list[int], shapes: list[tuple[int, int]]) -> int:
 
 
 def _index(places: np.ndarray, tokens: int, device: torch.device | str) -> Tensor | None:
-    """Places as an index tensor; None where they are all tokens in order, so that nothing need move."""
+    """Places as an index tensor; None where they are all tokens in order, so that nothing has to be gathered."""
     if len(places) == tokens and (places == np.arange(tokens)).all():
         return None
     return torch.from_numpy(places).to(device)
@@ -210,7 +210,7 @@ def _gather(x: Tensor, index: Tensor | None) -> Tensor:
 
 
 def _attend_by_operator(q: Tensor, k: Tensor, v: Tensor, bucket: Bucket, scale: float, window: int | None) -> Tensor:
-    """Attention by torch's operator on one bucket, without a mask where causality says it all."""
+    """Attention by torch's operator on one bucket, without a mask where the causal flag is enough."""
     if bucket.is_causal(window):
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, is_causal=bucket.own > 1, scale=scale, enable_gqa=grouped)
@@ -227,7 +227,7 @@ def _attend_with_scores(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention with its scores held, in fp32 or better: what torch's operator does not support."""
+    """Attention with stored scores in fp32 or better, for soft-caps and sinks, which torch's operator lacks."""
     dtype = fp32_or_wider(q.dtype)
     groups = k.shape[1]
     heads = q.to(dtype).unflatten(1, (groups, -1))  # [m KV H/KV n D]

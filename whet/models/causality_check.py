@@ -1,9 +1,9 @@
-"""Whether a model is causal: its logits at a token may not depend on the tokens after it.
+"""Checks that a model is causal: its logits at a token must not depend on later tokens.
 
-An encoder (BERT and its relatives) runs, samples and trains like any other, on log-probabilities of tokens that it has
-seen; its config does not tell it apart, since causal families say is_decoder: false too.
+An encoder such as BERT runs, samples and trains without an error, on log-probabilities of tokens that it has already
+seen. Its config does not reveal it, since causal families have is_decoder: false too.
 Dim legend: T tokens, d embedding size.
-Left out on purpose: parameters made in inference mode, of which there is no gradient.
+Left out on purpose: parameters made in inference mode, which have no gradient.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from whet.models.self_check import probe_tokens
 __all__ = ["check_causal"]
 
 NUM_TOKENS = 8
-"""Run; the log-probabilities of the first half are looked at."""
+"""Tokens that are run; the log-probabilities of the first half are checked."""
 MAX_GRADIENT_RATIO = 1e-4
-"""Of the largest gradient of an earlier token, the largest of a later one: 0 except where masks are not infinite, from
-5e-3 in untrained encoders."""
+"""The most that a later token's gradient may be, as a share of the largest gradient of an earlier token. It is 0 unless
+masks are finite; untrained encoders have at least 5e-3."""
 
 
 def check_causal(module: PreTrainedModel, name: str) -> None:
-    """Runs a few tokens and asks for the gradient of the first ones' log-probabilities with respect to the later ones.
+    """Runs a few tokens and checks that log-probabilities of the first ones have no gradient in the later ones.
 
-    Args: module: a causal language model of transformers with its own attention; its parts are left in the mode that
-        it is in itself. name: for messages.
-    Raises: ConfigError: it can't run them, or the gradient is not 0.
+    Args: module: a causal language model of transformers with its own attention; afterwards all its parts are in the
+        mode of the module. name: for messages.
+    Raises: ConfigError: the model can't run the tokens, or the gradient is not 0.
 
     >>> from transformers import BertConfig, BertLMHeadModel
     >>> sizes = dict(vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
@@ -67,7 +67,7 @@ def check_causal(module: PreTrainedModel, name: str) -> None:
 
 
 def _gradient(module: PreTrainedModel, tokens: list[int]) -> Tensor:
-    """[T]: how much the log-probabilities that the first half predicts depend on the embedding of each token."""
+    """[T]: the largest gradient of the first half's log-probabilities in the embedding of each token."""
     embeddings: list[Tensor] = []
 
     def cut(_: Any, __: Any, output: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a model's config alone says of its positions and width: for commands that load no model."""
+"""Reads the positions and the width of a model from its config, for commands that load no model."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ MISSING_IS_NONE: Any = {
     "_raise_exceptions_for_missing_entries": False,
     "_raise_exceptions_for_connection_errors": False,
 }
-"""With these a file that is not there is None."""
+"""Options of `cached_file` that give None for a missing file."""
 
 
 def config_positions(config: Any) -> int | None:
-    """Tokens that the positions of a model of this config reach; None where it has none (recurrent models)."""
+    """The most tokens that the positions of this config cover; None where it has no bound (recurrent models)."""
     config = config.get_text_config()
     return config.max_position_embeddings if hasattr(config, "max_position_embeddings") else None
 
 
 def read_positions(path: str, trust_remote_code: bool = False) -> int | None:
-    """Tokens that a model's positions reach, by its config alone.
+    """The most tokens that a model's positions cover, read from its config.
 
-    Args: path: of a model, a run, a checkpoint or an adapter (whose base is asked), or a hub name. trust_remote_code:
-        as for read_model.
-    Returns: None where it has no bound, or where the config can't be read, which loading the model will tell.
+    Args: path: of a model, a run, a checkpoint or an adapter (its base is read), or a hub name. trust_remote_code: as
+        for read_model.
+    Returns: None where there is no bound, or where the config can't be read: loading the model reports that.
     """
     return read_config(path, trust_remote_code, config_positions)
 
 
 def read_width(path: str, trust_remote_code: bool = False) -> int | None:
-    """The hidden size of a model, by its config alone. Args, Returns: as read_positions."""
+    """The hidden size of a model, read from its config. Args, Returns: as read_positions."""
     return read_config(path, trust_remote_code, lambda config: int(config.get_text_config().hidden_size))
 
 
 def read_config(path: str, trust_remote_code: bool, ask: Callable[[Any], T]) -> T | None:
-    """What a model's config says; None where it can't be read."""
+    """Calls `ask` with a model's config; None where the config can't be read."""
     from transformers import AutoConfig
     from transformers.utils.hub import cached_file
 

@@ -56,7 +56,7 @@ UNPADDED_PROBES = (([128, 200, 184, 128], [-1, 0, 0, -1]), ([300, 200, 296, 100]
 
 
 class FlexCase(NamedTuple):
-    """What a kernel is compiled for.
+    """The properties of a call for which a kernel is compiled.
 
     >>> q = torch.zeros(1, 5, 4, 8).transpose(1, 2)     # 5 tokens, 4 heads of 8, as a model's product gives them
     >>> FlexCase.from_call(q, q[:, :2], q[:, :2], scale=0.5, softcap=None, sinks=None).pitches
@@ -109,10 +109,10 @@ class FlexCase(NamedTuple):
 
 @dataclass
 class _ProbeResult:
-    """What is known of a case."""
+    """The result of a case's probe."""
 
     reason: str | None
-    """Why flex can't serve it; None = it can."""
+    """Why flex can't run it; None = it can."""
 
 
 def depth_first_order(lengths: Sequence[int], parents: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -222,7 +222,7 @@ class FlexRow:
 
 
 def flex_unsupported_reason(case: FlexCase) -> str | None:
-    """Why flex can't serve a case; None = it can. Found out by a probe, once per case, and logged.
+    """Why flex can't run a case; None = it can. A probe finds out once per case, and the result is logged.
 
     The probe calls flex as the case does, with the same strides, scale, mode and gradients, over small trees, and
     compares values and gradients with the plain path's. What it has compiled serves the calls themselves.

@@ -1,6 +1,6 @@
-"""The model call of training and scoring: a micro-batch in, log-probabilities, entropies or values out.
+"""The model call of training and scoring: from a micro-batch to log-probabilities, entropies or values.
 
-Only the hidden states that predict a target meet the head. Dim legend: B rows, T tokens, s targets, n sequences,
+The head runs only on the hidden states that predict a target. Dim legend: B rows, T tokens, s targets, n sequences,
 V vocabulary, D width. Left out on purpose: sampling, which belongs to the engines, and columns, which belong to losses.
 """
 
@@ -50,7 +50,7 @@ def token_stats(
     want: Collection[str] | None = None,
     teacher: TeacherTarget | None = None,
 ) -> TokenStats:
-    """What a model computes of each target of a micro-batch.
+    """Runs a model and computes the statistics of each target of a micro-batch.
 
     log π(aₜ | s, a₍<t₎) under the distribution drawn from (`support`), its entropy, or for a critic V of the state
     before aₜ; of a trunk with both heads, both. Greedy decoding (temperature 0) is scored at temperature 1.
@@ -92,7 +92,7 @@ def token_stats(
 
 
 def head_states(loaded: LoadedModel, micro: MicroBatch, temperature: float = 1.0) -> HeadStates:
-    """What a model's linear head makes the logits of a micro-batch's targets from.
+    """The hidden states and the linear head from which the logits of a micro-batch's targets are computed.
 
     Args: loaded: the model. micro: what to run. temperature: which the logits are divided by.
     Raises: ConfigError: a packed micro-batch for a model that can't take a layout; logits that only the model's own

@@ -1,6 +1,7 @@
 """The LM head, between the last hidden state and the logits, and the score head of a critic or reward model.
 
-The log-probabilities of a few rows need a few rows of logits: the head is found out once, so that only these are made.
+The log-probabilities of a few rows need only a few rows of logits. The head is detected once, so that only these rows
+are computed.
 Dim legend: V vocabulary. Left out on purpose: heads that slice or mix the vocabulary; those models give full logits.
 """
 
@@ -41,7 +42,7 @@ class Head:
         return self.kind in ("identity", "scale", "softcap")
 
     def logits(self, products: Tensor) -> Tensor:
-        """What the model makes of W h + b, for sampling and training alike: widened before anything is done to it.
+        """The logits from W h + b, for sampling and training alike: converted to fp32 first.
 
         transformers scales and caps in the model's dtype; in bf16 that rounds every logit once more than here.
         Args: products: [n V], in the model's dtype.
@@ -121,7 +122,7 @@ def has_score_head(module: nn.Module) -> bool:
 
 
 def score_layer(module: nn.Module) -> nn.Linear | None:
-    """The layer [1 D] that makes a number of a last hidden state; None = the model has none.
+    """The layer [1 D] that computes a score from a last hidden state; None = the model has none.
 
     Args: module: a model of transformers.
     Raises: ConfigError: a classifier of several labels, or whose head is not one linear layer on the last state.

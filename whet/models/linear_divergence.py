@@ -25,7 +25,7 @@ __all__ = ["HeadStates", "linear_divergence"]
 
 @dataclass(frozen=True)
 class HeadStates:
-    """What a linear head makes its logits of."""
+    """The inputs from which a linear head computes its logits."""
 
     hidden: Tensor
     """[s D]."""

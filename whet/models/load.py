@@ -1,8 +1,8 @@
-"""Hugging Face models made ready to train, and saved.
+"""Loads Hugging Face models for training, and saves them.
 
-A model that takes a layout (`packable`) trains on packed rows with shared prefixes; any other trains on padded rows
-with its own attention. Dim legend: D width.
-Left out on purpose: reading them (read.py), and what has to be found out about them (facts.py).
+A model that takes a layout (`packable`) trains on packed rows with shared prefixes. Any other model trains on padded
+rows with its own attention. Dim legend: D width.
+Left out on purpose: reading the files (pretrained.py), and finding out what a model supports (model_capabilities.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from whet.config.lora import LoraConfig
-from whet.errors import ConfigError, lookup_error
+from whet.errors import ConfigError, format_exception, lookup_error
 from whet.models.adapters import Adapter
 from whet.models.attention import ATTENTION, KERNELS
 from whet.models.heads import Head, add_score_head, has_score_head, score_layer
@@ -64,24 +64,25 @@ def load_model(
     seed: int = 0,
     trust_remote_code: bool = False,
 ) -> LoadedModel:
-    """A causal language model, critic or reward model from a folder, from the hub, or as given.
+    """Loads a causal language model, critic or reward model from a folder or the hub, or prepares a module.
 
     Args:
         model: a folder (of a model, of an adapter, which stands for its base with it, of a finished run, or of a
-            checkpoint), a hub name, or a transformers module, which is used as it is, its dtype included.
-        dtype: of the parameters read: float32, bfloat16, float16, float64. Never that of the checkpoint: master weights
-            read in bf16 would lose every small update.
-        device: where it goes.
+            checkpoint), a hub name, or a transformers module, which keeps its dtype.
+        dtype: of the parameters: float32, bfloat16, float16, float64. The checkpoint's dtype is not the default: master
+            weights read in bf16 would lose every small update.
+        device: the device of the model.
         role: actor, reference or teacher (no gradient), critic (a score head, new where the model has none) or reward
-            (a score head that it has). A score head is that of transformers' sequence classifiers with one label.
-        attention: what computes attention over packed rows: auto, flex or plain.
-        score_head: besides a LM head, new where there is none: a critic on the actor's trunk.
-        lora: put a new adapter into the model; what is trained is the adapter, a score head and modules to save.
-        quantization: hold the base's linear layers in 4 bits: nf4 or fp4. seed: of a new adapter.
-        merge: a saved adapter into its base; None = in a role that is only read, unless the base is held in 4 bits or
-            in half precision, whose rounding would lose what is added.
-        trust_remote_code: run the Python files that lie beside the weights.
-    Returns: the LoadedModel. Dropouts that were above 0 are logged; so is the reason why a model trains padded.
+            (the model's score head). A score head is that of transformers' sequence classifiers with one label.
+        attention: the implementation of attention over packed rows: auto, flex or plain.
+        score_head: a score head besides a LM head, new where there is none: a critic on the actor's trunk.
+        lora: puts a new adapter into the model; the adapter, a score head and modules to save are trained.
+        quantization: keeps the base's linear layers in 4 bits: nf4 or fp4.
+        merge: merges a saved adapter into its base; None = in a role that is only read, unless the base is in 4 bits or
+            in half precision, where rounding would lose the adapter's part.
+        seed: of a new adapter.
+        trust_remote_code: runs the Python files of the model's folder.
+    Returns: the LoadedModel. Dropouts that were above 0 are logged, and so is the reason why a model trains padded.
     Raises: ConfigError: an unknown dtype, role, attention or device, nothing to read there or not all of it, flex
         without CUDA, or not a text-only causal language model.
 
@@ -121,7 +122,7 @@ def load_model(
 
 
 def _load_prompt_tuned(model: Any, device: torch.device | str, role: str) -> LoadedModel:
-    """PEFT's model around one whose prompt is learned. Raises ConfigError: a model that gives scores; an odd head."""
+    """Loads a prompt-tuned PEFT model. Raises ConfigError: a model with a score head, or an unknown head."""
     if role not in ("actor", "reference"):
         raise ConfigError(f"a prompt is learned for a language model, not for a {role}; give peft.LoraConfig")
     loaded = load_model(model.get_base_model(), device=device, role=role)
@@ -144,7 +145,7 @@ def _load_prompt_tuned(model: Any, device: torch.device | str, role: str) -> Loa
 def _apply_adapter(
     module: PreTrainedModel, given: LoraConfig | SavedAdapter | None, seed: int, merge: bool
 ) -> PreTrainedModel:
-    """The module with an adapter, as others take it: checked, and merged where that is asked for."""
+    """Adds and checks the adapter of a module, and merges it if `merge`."""
     if given is not None:
         add_adapter(module, given, seed=seed)
     elif Adapter.from_module(module) is not None:
@@ -156,7 +157,7 @@ def _apply_adapter(
 
 
 def _find_saved_adapter(model: str | Path | nn.Module, lora: LoraConfig | None, role: str) -> SavedAdapter | None:
-    """The adapter that a folder or hub name stands for. Raises ConfigError where it would get another on top."""
+    """The adapter of a folder or hub name. Raises ConfigError: a second one would be put on top."""
     saved = None if isinstance(model, nn.Module) else find_adapter(adapter_folder(str(model)))
     if saved is not None and lora is not None:
         raise ConfigError(
@@ -167,7 +168,7 @@ def _find_saved_adapter(model: str | Path | nn.Module, lora: LoraConfig | None, 
 
 
 def _set_attention(module: PreTrainedModel, reasons: tuple[str, ...], attention: str, name: str) -> None:
-    """Gives a model that takes a layout whet's attention; says why another trains padded, and what is left out."""
+    """Sets whet's attention in a model that takes a layout; logs why another model trains padded."""
     if vars(module.config).get("router_aux_loss_coef"):
         logger.info("%s: the router's auxiliary loss is not added to the objective", name)
     if not reasons:
@@ -186,7 +187,7 @@ def _prepare_module(
     device: torch.device,
     trust_remote_code: bool,
 ) -> PretrainedModule:
-    """The module of a folder or hub name, or the one given, in train mode without dropout on its device."""
+    """The module, read if it is a folder or hub name, in train mode without dropout on its device."""
     if quantization is not None and isinstance(model, nn.Module):
         raise ConfigError(f"{role}.quantization is for a model that is read; give a folder or a hub name")
     bits = None if quantization is None else quantization_config(quantization, device)
@@ -203,7 +204,7 @@ def _prepare_module(
 def _read_module(
     model: str | Path | nn.Module | SavedAdapter, role: str, reader: Callable[[str], PretrainedModule]
 ) -> PretrainedModule:
-    """As `_prepare_module`, as it is. Args: reader: read_model with its options."""
+    """Reads a module, or checks the one passed in. Args: reader: read_model with its options."""
     if isinstance(model, SavedAdapter):
         return _read_adapter_base(model, role, reader)
     if not isinstance(model, nn.Module):
@@ -254,7 +255,7 @@ def _add_heads(module: PreTrainedModel, weight: Tensor | None, role: str, name: 
 
 
 def check_device(device: torch.device | str) -> torch.device:
-    """The device of a name. Raises ConfigError: there is none, or not on this machine.
+    """The device of a name. Raises ConfigError: the name is unknown, or this machine has no such device.
 
     >>> check_device("cpu")
     device(type='cpu')
@@ -263,9 +264,8 @@ def check_device(device: torch.device | str) -> torch.device:
         found = torch.device(device)
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch built without it: AssertionError
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
-            f"device {str(device)!r} can't be used here: {why:.200}; give cpu, cuda, cuda:1 ..."
+            f"device {str(device)!r} can't be used here: {format_exception(error, 200)}; give cpu, cuda, cuda:1 ..."
         ) from error
     return found
 
@@ -318,7 +318,7 @@ def save_model(
 
 @contextmanager
 def _cast_for_saving(module: PreTrainedModel, dtype: torch.dtype | None) -> Iterator[None]:
-    """Inside, the floating-point parameters are of this dtype, on the CPU where that is another than theirs."""
+    """Inside the context the floating-point parameters have this dtype; those that are cast are on the CPU."""
     params = [p for p in module.parameters() if dtype is not None and p.is_floating_point() and p.dtype != dtype]
     held, said = [(p, p.data) for p in params], module.config.dtype
     try:
@@ -341,7 +341,7 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def _disable_dropout(module: nn.Module, name: str) -> None:
-    """Sets every dropout (and router noise) of config and modules to 0; logs those that were above it."""
+    """Sets every dropout (and router noise) of config and modules to 0; logs those that were above 0."""
     found: dict[str, float] = {}
 
     def clear(owner: Any, path: str) -> None:

@@ -1,4 +1,4 @@
-"""LoadedModel: a model ready to train, with its heads, its adapter and what whet has found out about it."""
+"""LoadedModel: a model ready to train, with its heads, its adapter and its capabilities."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = ["LoadedModel", "ParameterSnapshot"]
 
 @dataclass(frozen=True)
 class ParameterSnapshot:
-    """What a view is read with: copies of trained parameters, as they were when it was made."""
+    """Copies of the trained parameters of a view, from the time when the view was made."""
 
     tensors: tuple[tuple[nn.Parameter, Tensor], ...]
     adapter_off: bool
-    """The adapter added nothing then: it is switched off, and none of it is copied."""
+    """The adapter was untrained then: the view switches it off, and none of it is copied."""
 
     @contextmanager
     def swap_in(self) -> Iterator[None]:
-        """Around forward passes without a gradient."""
+        """Swaps the copies in for forward passes without a gradient."""
         held = [(p, p.data) for p, _ in self.tensors]
         try:
             for p, tensor in self.tensors:
@@ -54,32 +54,32 @@ class LoadedModel:
     packable: bool
     """True = it takes a layout, and its attention is whet's."""
     unpackable_reasons: tuple[str, ...]
-    """Why it is not packable."""
+    """Why the model is not packable; empty = it is."""
     lm_head: Head
-    """What makes logits of the module's output layer; of kind "none" for a critic or a reward model."""
+    """The transform from the output layer to logits; of kind "none" for a critic or a reward model."""
     name: str
     attention: str = "auto"
-    """What serves its layouts, one of models.attention.KERNELS."""
+    """The implementation of its layouts, one of models.attention.KERNELS."""
     score_head: nn.Linear | None = None
-    """[1 D]: one number of a last hidden state. A part of the module, so that it is trained and saved with it."""
+    """[1 D]: computes one number from a last hidden state. It is part of the module, which trains and saves it."""
     adapter: Adapter | None = None
     """The low-rank layers inside the module, where there are some."""
     is_view: bool = False
-    """Another record owns the module: this one is only read, as it was when the view was made."""
+    """Another LoadedModel owns the module; this one only reads it, as it was when the view was made."""
     saved_dtype: torch.dtype = torch.float32
-    """What its weights were saved in where it was read, or what a module was given in: what it is written in again."""
+    """The dtype of its saved weights, or of the module that was passed in; the model is saved in it again."""
     snapshot: ParameterSnapshot | None = None
-    """What a view swaps in while it is read; None = nothing but the adapter is switched off."""
+    """The parameters that a view swaps in; None = a view only switches the adapter off."""
 
     @property
     def outputs(self) -> frozenset[str]:
-        """What the heads make: "logprobs" of tokens, "values" of states and "scores" of last states."""
+        """The outputs of the heads: "logprobs" of tokens, "values" of states and "scores" of last states."""
         language = {"logprobs"} if self.lm_head.kind != "none" else set()
         return frozenset(language if self.score_head is None else language | {"values", "scores"})
 
     @property
     def num_ids(self) -> int:
-        """Token ids that it can read: the rows of its embedding, padding included."""
+        """The rows of its embedding, padding included: the token ids that it can read."""
         return int(self.module.get_input_embeddings().weight.shape[0])  # pyright: ignore
 
     def base_view(self) -> LoadedModel:
@@ -109,7 +109,7 @@ class LoadedModel:
 
     @contextmanager
     def use_view(self) -> Iterator[None]:
-        """Around forward passes: inside, a view is what it was made of."""
+        """Around forward passes: inside, a view has the weights of the time when it was made."""
         with ExitStack() as stack:
             if self.is_view and self.adapter is not None and (self.snapshot is None or self.snapshot.adapter_off):
                 stack.enter_context(self.adapter.disabled())

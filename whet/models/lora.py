@@ -1,10 +1,10 @@
-"""Low-rank adapters in PEFT's format: put into a model, read from a folder, saved, and merged into plain weights.
+"""Low-rank adapters in PEFT's format: adds them to a model, reads, saves and merges them.
 
     adapter_config.json          PEFT's: rank, targets, and the base model's folder or name
     adapter_model.safetensors    A and B of each layer, and the modules that are trained whole, a score head among them
 
-PEFT wraps the linear layers (`inject_adapter_in_model`); the model keeps its class. Modules to save are trained where
-they lie, not in PEFT's second copy of them: what reads the head's or the embedding's weight finds the trained one.
+PEFT wraps the linear layers (`inject_adapter_in_model`), and the model keeps its class. Modules to save are trained in
+place, not in PEFT's second copy of them, so code that reads the head's or the embedding's weight reads the trained one.
 Left out on purpose: adapters on the head, several at once, other kinds than plain LoRA, and pickled files.
 """
 
@@ -56,7 +56,7 @@ logger = logging.getLogger("whet")
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""Of every name in PEFT's files: its wrapper of the model, which is not made here."""
+"""The prefix of every name in PEFT's files; it stands for PEFT's wrapper of the model, which is not made here."""
 SCORE = "score"
 """The name of a score head."""
 REFUSED = (
@@ -68,7 +68,7 @@ REFUSED = (
     "layer_replication",
     "arrow_config",
 )
-"""Fields of PEFT's LoraConfig that make more of an adapter than W + s B A; refused where they are set."""
+"""Fields of PEFT's LoraConfig that make an adapter more than W + s B A; they are refused where they are set."""
 
 
 MOVES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
@@ -176,7 +176,7 @@ def _tensors(path: str) -> dict[str, Tensor]:
 
 
 def add_adapter(module: PreTrainedModel, given: LoraConfig | SavedAdapter | peft.LoraConfig, *, seed: int = 0) -> None:
-    """Puts an adapter into a model, which from now on trains it and what is saved with it, and nothing else.
+    """Adds an adapter to a model; afterwards only the adapter and the modules saved with it are trained.
 
     Args: module: changed in place; its heads are there already. given: a new adapter, or one that was read; of PEFT's
         own configuration, which may be more than W + s B A, a score head is trained only where PEFT trains it.
@@ -360,7 +360,7 @@ def check_adapter(module: PreTrainedModel) -> None:
 
 
 def adapter_tensors(module: nn.Module) -> dict[str, nn.Parameter]:
-    """What an adapter's file holds: A and B of each layer, and every other parameter that is trained.
+    """The tensors of an adapter's file: A and B of each layer, and every other parameter that is trained.
 
     Args: module: with an adapter. Returns: PEFT's name, without its prefix -> the parameter; a shared one under each of
         its names.
@@ -389,7 +389,7 @@ def adapter_tensors(module: nn.Module) -> dict[str, nn.Parameter]:
 def load_adapter_weights(
     module: nn.Module, tensors: Mapping[str, Tensor], source: str, masters: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Copies an adapter's tensors into the parameters of one like it, and into their masters.
+    """Copies an adapter's tensors into the parameters of a model with the same adapter, and into their masters.
 
     Args: module: with an adapter. tensors: as `adapter_tensors` names them. source: of them, for the message. masters:
         fp32 tensors by the name of the parameter.

@@ -1,6 +1,6 @@
-"""Matrix products by the fastest library that is right on this machine, whatever they belong to.
+"""Matrix products by the fastest library that gives right results on this machine.
 
-On a CPU fp32 products run in oneDNN where torch's default library takes a slow path; elsewhere it is torch's product.
+On a CPU fp32 products run in oneDNN where torch's default library is slow. Everywhere else torch's product runs.
 Dim legend: n rows, I in, O out.
 Left out on purpose: gradients (the caller's autograd function has them), and any choice by a timing, which would make
 a run depend on the clock.
@@ -22,7 +22,7 @@ from whet.util.cpu import cpu_facts
 __all__ = ["has_full_width_avx512", "linear", "onednn_unsupported_reason", "row_chunks", "weight_grad"]
 
 MIN_MULTIPLICATIONS = 100_000_000
-"""Of a product, from which on oneDNN's own preparation for a new shape pays."""
+"""The smallest product for which oneDNN's preparation of a new shape pays off."""
 
 
 @functools.cache

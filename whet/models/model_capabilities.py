@@ -1,15 +1,16 @@
-"""What has to be known of a model before it is run packed: found on a small random twin of its configuration.
+"""Finds out whether a model can run packed rows, on a small random twin with the same configuration.
 
-Whether it is causal, takes a layout, calls its attention layers in order, and what its LM head makes of a linear
-layer's output are facts of the code and the configuration, not of the weights. So they are asked of a twin: the same
-class with two layers, a small vocabulary and random weights on the CPU. No weight of the model is run, and one
-on the meta device can be asked too. Many models that can't take a layout would not raise but return wrong logits.
+The code and the configuration decide whether a model is causal, takes a layout and calls its attention layers in order,
+and how its LM head computes logits. The weights do not. So these capabilities are tested on a twin: the same class with
+two layers, a small vocabulary and random weights on the CPU. The model's own weights are not run, and a model on the
+meta device can be tested too. The test is needed because many models that can't take a layout would not raise an error
+but return wrong logits.
 
-A model whose parts are not exactly what its class makes of its configuration (an exchanged layer, a hook) is asked
-itself; so is one whose twin can't take a layout: the twin's sizes might be the reason. Kept at real size are the head
+The model itself is tested in two cases: its parts differ from those that its class makes of its configuration (an
+exchanged layer, a hook), or its twin can't take a layout, which may be due to the twin's sizes. The twin keeps the head
 size, the numbers of heads and experts, the rotary tables and all factors, since families tie them to one another.
 Dim legend: T tokens, V vocabulary.
-Left out on purpose: what depends on the numbers (broken weights) and on the machine (kernels).
+Left out on purpose: properties of the numbers (broken weights) and of the machine (kernels).
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 @dataclass(frozen=True)
 class ModelCapabilities:
-    """What was found."""
+    """The head of a model, and whether it takes a layout."""
 
     head: Head
     unpackable_reasons: tuple[str, ...]
@@ -56,7 +57,7 @@ class ModelCapabilities:
 
 @dataclass(frozen=True)
 class _TwinSpec:
-    """A twin to be made: equal ones are asked once in a process."""
+    """The class and configuration of a twin; equal ones are tested once in a process."""
 
     kind: type[PreTrainedModel]
     words: str
@@ -65,7 +66,7 @@ class _TwinSpec:
 
 
 def find_capabilities(module: PreTrainedModel, name: str) -> ModelCapabilities:
-    """The facts of a model, without running its weights where its twin can answer.
+    """The capabilities of a model, without running its weights where its twin can be tested.
 
     Args: module: a causal language model or a sequence classifier of transformers, on any device, the meta device
         among them; its attention is its own. name: for messages.
@@ -90,7 +91,7 @@ def find_capabilities(module: PreTrainedModel, name: str) -> ModelCapabilities:
 
 
 def probe_capabilities(module: PreTrainedModel, name: str) -> ModelCapabilities:
-    """The facts found by running this very module, a twin or a model that has none. Args, Raises: as find_capabilities.
+    """The capabilities found by running this module itself. Args, Raises: as find_capabilities.
 
     A critic has no logits to compare: where its parts are odd, it trains padded.
     """
@@ -165,9 +166,9 @@ def _make_twin(twin: _TwinSpec) -> PreTrainedModel:
 
 
 def _is_unmodified(module: PreTrainedModel) -> bool:
-    """Whether nothing but class and configuration says what a model does: the same layers, of the same sizes, no hook.
+    """Whether a model has the layers and sizes that its class makes of its configuration, and no hook.
 
-    Adapters aside, which change the numbers of a layer and not what it is told.
+    Adapters are ignored: they change the numbers of a layer and not its arguments.
     """
     for part in module.modules():
         if "forward" in vars(part) or any(vars(part)[name] for name in HOOKS):
@@ -182,7 +183,7 @@ def _is_unmodified(module: PreTrainedModel) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _class_structure(model: _TwinSpec) -> dict[str, object]:
-    """The shape of what a class makes of a configuration of full size; every role that has it asks."""
+    """The structure that a class makes of a full-size configuration; cached, since several roles need it."""
     with torch.device("meta"):
         return _structure(model.kind(copy.deepcopy(model.config)))
 
@@ -204,7 +205,7 @@ def _structure(module: PreTrainedModel) -> dict[str, object]:
 
 
 def _layout_obstacles(module: PreTrainedModel) -> tuple[str, ...]:
-    """Why a model can't take a layout, by its configuration; empty = it may."""
+    """The reasons in a model's configuration why it can't take a layout; empty = none."""
     config = vars(module.config)
     why = []
     if not module._can_set_attn_implementation():
@@ -234,7 +235,7 @@ class _CountedLayout(SegmentLayout):
 
 @torch.no_grad()
 def _compare_packed(module: PreTrainedModel) -> tuple[str, ...]:
-    """Runs the probe's 24 tokens packed (13, and 7 with a child of 4) and apart under eager attention, and compares."""
+    """Compares 24 tokens run packed (13, and 7 with a child of 4) with the same run apart under eager attention."""
     before: Any = module.config._attn_implementation
     device: Any = module.get_input_embeddings().weight.device
     ids = torch.tensor(probe_tokens(module.config.vocab_size), device=device)

@@ -1,6 +1,6 @@
-"""A model that a function of the user's makes: model=package.module:function or file.py:function.
+"""Calls a user's function that makes a model: model=package.module:function or file.py:function.
 
-Left out on purpose: modules. What the function makes lies in a folder, so that a resumed run finds it.
+Left out on purpose: functions that return a module. The function writes a folder, so that a resumed run finds it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def call_model_factory(reference: str, folder: str, seed: int) -> str:
     Args: reference: to the function. folder: where it is to write a model. seed: of the run.
     Returns: the folder or name that it returned.
     Raises: ConfigError: no such function, it does not take these arguments, it raised, or it returned something else.
-        An error of whet's own goes through.
+        Errors of whet pass through unchanged.
 
     Example: call_model_factory("whet.demo:pupil", "run/start", 0).
     """

@@ -1,7 +1,7 @@
-"""Borrowing the trainer's module for generation, and giving it back as it was.
+"""Switches the trainer's module to the modes that generation needs, and back.
 
-A trained module stands in train mode, since eval mode would turn activation checkpointing off; generation wants
-neither checkpointing nor a router's noise. Left out on purpose: anything that touches parameters.
+A trained module is in train mode, since eval mode would turn activation checkpointing off. Generation needs neither
+checkpointing nor a router's noise. Left out on purpose: anything that changes parameters.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["eval_mode", "max_positions", "transformers_attention"]
 
 @contextmanager
 def eval_mode(module: nn.Module) -> Iterator[None]:
-    """Eval mode for a while; afterwards every submodule is in the mode it was in.
+    """Eval mode inside the context; afterwards every submodule is in its former mode.
 
     Args: module: any module.
 
@@ -40,19 +40,19 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
 
 
 def max_positions(module: nn.Module) -> int | None:
-    """Tokens that the model's positions reach.
+    """The most tokens that the model's positions cover.
 
     Args: module: a model of transformers.
-    Returns: its config's max_position_embeddings, under whatever name; None where it has none (recurrent models).
+    Returns: its config's max_position_embeddings, under any name; None where it has none (recurrent models).
     """
     return config_positions(module.config)
 
 
 @contextmanager
 def transformers_attention(module: nn.Module) -> Iterator[None]:
-    """One of transformers' attentions for a while, for a module that was loaded for whet's layouts.
+    """An attention of transformers inside the context, for a module that was loaded for whet's layouts.
 
-    Args: module: a model of transformers; untouched where it has its own attention already.
+    Args: module: a model of transformers; unchanged where it has its own attention already.
     """
     config = module.config.get_text_config()  # pyright: ignore
     if config._attn_implementation != ATTENTION:

@@ -1,4 +1,4 @@
-"""Which dtype a model computes in: asked for, or told by the processor.
+"""Chooses the dtype that a model computes in: the configured one, or by the processor.
 
 A CPU that emulates bf16 multiplies in it 6 to 9 times slower than in fp32. One with instructions for it is about twice
 as fast from a width of 128 on; below that the calls cost as much as the products (an MLP, forward and backward, one
@@ -41,7 +41,7 @@ def compute_dtype(name: str, loaded: LoadedModel) -> torch.dtype:
 
 
 def auto_dtype(device: torch.device, width: int) -> torch.dtype:
-    """What "auto" stands for. Args: device: where the model computes. width: its hidden size."""
+    """The dtype that "auto" chooses. Args: device: where the model computes. width: its hidden size."""
     if device.type == "cuda":
         hardware = torch.cuda.is_bf16_supported(including_emulation=False)
     else:

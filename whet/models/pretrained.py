@@ -1,9 +1,9 @@
-"""From a folder or a hub name to a module of transformers, or to the reason why there is none.
+"""Reads a module of transformers from a folder or a hub name, and refuses incomplete models.
 
-What is read is whole: a weight that is missing would be random, one that the config has no place for would be dropped,
-and an adapter next to the weights would be ignored, each without an error of transformers.
+Transformers raises no error in three cases that are refused here: a missing weight would be random, a weight that the
+config has no place for would be dropped, and an adapter next to the weights would be ignored.
 Left out on purpose: vision, audio and encoder-decoder models; weights that were saved quantised; and adapters, which
-lora.py reads: here is their base.
+lora.py reads (this module reads their base).
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ def adapter_folder(path: str) -> str:
 
 
 class PretrainedModule(NamedTuple):
-    """What was read."""
+    """A module that was read from a folder or a hub name."""
 
     module: PreTrainedModel
     """On the CPU, if it is not held in bits."""
     score_weight: Tensor | None
-    """[1 D], of a score head that its class has no place for; None = there is none."""
+    """[1 D], the score head that the module's class has no place for; None = there is none."""
     dtype: torch.dtype
-    """What its weights were saved in, by its config; float32 where that does not say."""
+    """The dtype of its saved weights in its config; float32 where the config has none."""
     name: str
-    """What it is called in messages."""
+    """Its name in messages."""
 
 
 def read_model(
@@ -152,7 +152,7 @@ def meta_model(path: str, trust_remote_code: bool = False) -> nn.Module | None:
 
 
 def wrong_role_hint(role: str) -> str:
-    """What a model with a score head and no LM head can't be, and what it can, for messages."""
+    """The part of a message that says which role a model with a score head and no LM head can have."""
     also = " and can't complete prompts" if role == "reference" else ""  # a Sampler reads its model as one
     return f"can't be the {role}{also}; what gives scores to completions is reward_model.model"
 
@@ -212,7 +212,7 @@ def _check_files(path: str) -> None:
 
 
 def _check_held(path: str, config: PretrainedConfig) -> None:
-    """Refuses weights in 8 bits or fewer whose scale nothing says: they would be read as numbers that they are not."""
+    """Refuses weights in 8 bits or fewer without a quantization_config: they would be read without their scale."""
     if getattr(config, "quantization_config", None) is not None:
         return
     file = "model.safetensors"

@@ -1,6 +1,6 @@
-"""From hidden states to logits by a linear head, and back to gradients, a chunk of rows at a time.
+"""Computes logits from hidden states by a linear head, and their gradients, one chunk of rows at a time.
 
-What autograd functions over a head's logits share: they make logits in the forward pass and again in the backward one.
+Autograd functions over a head's logits share it: they compute logits in the forward pass and again in the backward one.
 Dim legend: s rows (hidden states with a target), D width, V vocabulary.
 """
 

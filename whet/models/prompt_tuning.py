@@ -1,11 +1,11 @@
-"""Prompts that are learned, by PEFT's own module: virtual tokens before every row (prompt tuning and p-tuning), or keys
-and values before those of every layer (prefix tuning).
+"""Prompt tuning by PEFT's own module: learned virtual tokens before every row (prompt tuning and p-tuning), or learned
+keys and values before those of every layer (prefix tuning).
 
-    adapter_config.json, adapter_model.safetensors    PEFT's: what the virtual tokens have become
-    prompt_encoder.safetensors                        what makes them, which training goes on from
+    adapter_config.json, adapter_model.safetensors    PEFT's files, with the final virtual tokens
+    prompt_encoder.safetensors                        the encoder of the virtual tokens, from which training continues
 
-The model is PEFT's PeftModel around a language model or a classifier whose weights are frozen. It trains padded, since
-a layout of packed rows has no place for the virtual tokens.
+The model is PEFT's PeftModel around a frozen language model or classifier. It trains padded, since a layout of packed
+rows has no place for the virtual tokens.
 Dim legend: B rows, T tokens, v virtual tokens. Left out on purpose: sampling with one, and several at once.
 """
 
@@ -28,13 +28,13 @@ from whet.models.adapters import Adapter
 __all__ = ["ENCODER", "KINDS", "PromptAdapter", "is_prompt_tuned", "save_prompt"]
 
 ENCODER = "prompt_encoder.safetensors"
-"""The file of what makes the virtual tokens."""
+"""The file of the encoder of the virtual tokens."""
 KINDS = ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
 """PEFT's kinds that are trained."""
 
 
 def is_prompt_tuned(model: object) -> bool:
-    """Whether a model is PEFT's around one whose prompt is learned.
+    """Whether a model is a PEFT model with a learned prompt.
 
     >>> is_prompt_tuned(nn.Linear(2, 2))
     False
@@ -47,9 +47,9 @@ def is_prompt_tuned(model: object) -> bool:
 
 
 class PromptAdapter(Adapter):
-    """The learned prompt of a model, whose decoder from now on reads it before each row; the states are of the rows.
+    """The learned prompt of a model. The model's decoder then reads it before each row and returns the rows' states.
 
-    Args: model: PEFT's. new: nothing has trained it yet, so that a reference is the model without it.
+    Args: model: PEFT's. new: the prompt is untrained, so the reference is the model without it.
     Raises: ConfigError: another kind than `KINDS`.
     """
 
@@ -62,21 +62,21 @@ class PromptAdapter(Adapter):
         vars(model)["get_decoder"] = lambda: self.states
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """What makes the virtual tokens."""
+        """The parameters of the prompt's encoder."""
         return self.model.prompt_encoder.parameters()
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """The name of the active adapter."""
         return self.model.active_adapter
 
     def is_untrained(self) -> bool:
-        """Whether a reference is the model without it."""
+        """Whether the prompt is untrained, so the reference is the model without it."""
         return self.new
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """The model without it, for a while."""
+        """Runs the model without the prompt inside the context."""
         held, self.on = self.on, False
         try:
             yield
@@ -84,7 +84,7 @@ class PromptAdapter(Adapter):
             self.on = held
 
     def states(self, input_ids: Tensor, attention_mask: Tensor, **kwargs: Any) -> Any:
-        """What the decoder makes of rows, without the places of virtual tokens.
+        """The decoder's output for rows, without the places of virtual tokens.
 
         Args: input_ids, attention_mask: [B T]. kwargs: of the decoder.
         """

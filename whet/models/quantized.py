@@ -1,8 +1,8 @@
-"""Linear layers whose weights are held in 4 bits (bitsandbytes), and what the rest of whet has to know of them.
+"""Linear layers with 4-bit weights (bitsandbytes): detect, dequantize and cast them.
 
-Such a layer multiplies by weights that it makes whole for the product. It is only read: a low-rank adapter is what is
-trained on it. The package is imported where it is asked for.
-Left out on purpose: 8 bits, other packages, and products in 4 bits of whet's own.
+Such a layer dequantizes its weights for each product. The weights are frozen, and a low-rank adapter is trained on
+them. bitsandbytes is imported only where quantization is configured.
+Left out on purpose: 8 bits, other packages, and 4-bit products of whet's own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def quantization_config(kind: str, device: torch.device) -> Any:
 
 
 def is_quantized_layer(layer: nn.Module) -> bool:
-    """Whether a layer holds its weight in 4 bits. Where the package was never imported, none does.
+    """Whether a layer has a 4-bit weight. False if bitsandbytes was never imported.
 
     >>> is_quantized_layer(nn.Linear(2, 2))
     False
@@ -51,12 +51,12 @@ def is_quantized_layer(layer: nn.Module) -> bool:
 
 
 def quantized_layer_names(module: nn.Module) -> list[str]:
-    """The names of the layers that hold their weights in 4 bits."""
+    """The names of the layers with 4-bit weights."""
     return [name for name, layer in module.named_modules() if is_quantized_layer(layer)]
 
 
 def dequantize(p: Tensor) -> Tensor:
-    """A parameter as a plain tensor: itself, or what its 4 bits stand for.
+    """A parameter as a plain tensor: itself, or its dequantized 4-bit weight.
 
     >>> dequantize(weight := torch.ones(2)) is weight
     True
@@ -68,7 +68,7 @@ def dequantize(p: Tensor) -> Tensor:
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
-    """Makes a module compute in a dtype. What is held in bits stays; its layers are told what to make of them.
+    """Makes a module compute in a dtype. 4-bit weights stay; their layers get the dtype of their products.
 
     Args: module: changed in place. dtype: of the other parameters.
     """

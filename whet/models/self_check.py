@@ -1,7 +1,7 @@
-"""The short prompt on which two ways of running a model are compared before one is trusted, and how near is near.
+"""The short prompt on which two implementations of a model are compared, and the tolerance of the comparison.
 
-The packed rows of training, the engine's fused trunk and another package's engine are each compared on it with the
-module alone. Left out on purpose: FlexAttention's comparison, which runs on bare tensors.
+The packed rows of training, the engine's fused trunk and the engine of another package are each compared with the
+module itself. Left out on purpose: FlexAttention's comparison, which runs on bare tensors.
 """
 
 from __future__ import annotations

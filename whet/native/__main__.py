@@ -1,6 +1,7 @@
 """`python -m whet.native`: builds all kernels, compares them with torch, and prints what runs on this machine.
 
-For an image or a login node, so that no first step waits for a compiler. Exit code 1: one of them can't be used.
+Run it when an image is built, or on a login node, so that no first step waits for a compiler. The exit code is 1 if one
+of them can't be used.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ FAMILIES = {
     "segments": ("attention of training and scoring", segment_kernels),
     "layers": ("norms, gates and gradients of weights in training", layer_kernels),
 }
-"""What each source of kernels/ is for, and what loads it."""
+"""Each source of kernels/: its purpose, and the function that loads it."""
 
 
 def main() -> int:

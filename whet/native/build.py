@@ -1,7 +1,7 @@
-"""C++ built by the machine's own compiler, kept in the user's cache, and loaded.
+"""Builds C++ sources with the machine's own compiler, caches the libraries, and loads them.
 
-A source of kernels/ is built once per compiler, processor and version, in a few seconds; it runs in torch's OpenMP
-threads. Where there is no compiler, or WHET_NATIVE=0 is set, `load_library` gives the reason, and torch does the work.
+A source of kernels/ is built once per compiler, processor and version, in a few seconds. It runs in torch's OpenMP
+threads. If there is no compiler, or WHET_NATIVE=0 is set, `load_library` returns the reason and torch is used instead.
 Left out on purpose: systems other than Linux, and a wheel with binaries: one source fits every processor.
 """
 
@@ -44,21 +44,21 @@ SOURCE = Path(__file__).with_name("kernels")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math",
          "-ffp-contract=off", "-w")  # fmt: skip
 ON, OFF = ("", "1", "true", "on", "yes"), ("0", "false", "off", "no")
-"""What WHET_NATIVE may say."""
+"""Valid values of WHET_NATIVE."""
 BUILD_S = 600.0
 """Longest a compiler may take."""
 
 
 @dataclass(frozen=True)
 class Unavailable:
-    """What stands in the place of kernels that can't be used.
+    """The reason why kernels can't be used; loaders return it in place of the kernels.
 
     >>> str(Unavailable("no C++ compiler (g++) is installed"))
     'no C++ compiler (g++) is installed'
     """
 
     reason: str
-    """Why torch has to do."""
+    """Why torch is used instead."""
 
     def __str__(self) -> str:
         return self.reason
@@ -69,7 +69,7 @@ class Library(NamedTuple):
 
     handle: ctypes.CDLL
     compiler: str
-    """First line of what built it says of itself."""
+    """First line of the compiler's --version."""
 
 
 def load_library(source: str) -> Library | Unavailable:
@@ -101,7 +101,7 @@ def load_library(source: str) -> Library | Unavailable:
 
 
 def kernels_enabled() -> bool:
-    """Whether WHET_NATIVE leaves the kernels on, as it does where it is not set. Raises: ConfigError: another word."""
+    """Whether WHET_NATIVE enables the kernels; unset, it does. Raises: ConfigError: an invalid value."""
     word = os.environ.get("WHET_NATIVE", "")
     if word.lower() not in (*ON, *OFF):
         raise ConfigError(f"WHET_NATIVE={word} in the environment must be 1 or 0; set it to 0 to do without kernels")
@@ -109,7 +109,7 @@ def kernels_enabled() -> bool:
 
 
 def load_functions(source: str, make: Callable[[Library], K]) -> K | Unavailable:
-    """The functions of a library over tensors. Args: make: makes them. Returns: them, or why there are none."""
+    """Loads a library and wraps it. Args: make: wraps its functions. Returns: the wrapper, or why there is none."""
     found = load_library(source)
     if isinstance(found, Unavailable):
         return found
@@ -152,7 +152,7 @@ def cache_folder() -> Path:
 
 
 def _openmp() -> str | None:
-    """The GNU OpenMP library that torch has loaded; whoever asks has imported torch."""
+    """The GNU OpenMP library that torch has loaded; callers have imported torch."""
     maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
     return next((path for line in maps if "libgomp" in (path := line.split(maxsplit=5)[-1])), None)
 
@@ -190,12 +190,12 @@ def _load_or_build(source: str, compiler: list[str], version: str) -> ctypes.CDL
 
 
 def _is_private(path: Path) -> bool:
-    """Whether no other user can write it: what lies there is loaded as code."""
+    """Whether no other user can write it; files there are loaded as code."""
     found = path.lstat()
     return found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
 def _processor() -> str:
-    """What -march=native looks at: a cache may be shared by unlike machines."""
+    """The processor features that -march=native uses: machines with other processors may share a cache."""
     info = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     return next((line for line in info if line.startswith(("flags", "Features"))), "") + platform.machine()

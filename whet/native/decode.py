@@ -1,8 +1,8 @@
 """A CPU's decode step in C++ (whet/native/kernels/decode.cpp).
 
-Torch's kernels for it are many, and each costs a call, a tensor and a pass over memory; one call of C++ takes the rows
-through all layers. Where it can't be built, or what was built differs from torch, `decode_kernels` gives the reason and
-the same step runs through torch.
+In torch a decode step is many kernels, and each costs a call, a tensor and a pass over memory. Here one call of C++
+runs all layers. If it can't be built, or its results differ from torch's, `decode_kernels` returns the reason and torch
+runs the same step.
 Dim legend: n rows, H query heads, K KV heads, D head size, d hidden size.
 """
 
@@ -38,7 +38,7 @@ class ProductTable(ctypes.Structure):
 
 
 class StepTable(ctypes.Structure):
-    """What all layers of a step share: `Step` of tables.h."""
+    """The data that all layers of a step share: `Step` of tables.h."""
 
     _fields_ = (
         *((name, _long) for name in ("rows", "heads", "kv", "size", "threads")),
@@ -50,7 +50,7 @@ class StepTable(ctypes.Structure):
 
 
 class LayerTable(ctypes.Structure):
-    """A layer's own: `Layer` of tables.h."""
+    """The data of one layer: `Layer` of tables.h."""
 
     _fields_ = (
         ("keys", _pointer),
@@ -163,7 +163,7 @@ class DecodeKernels:
 def decode_kernels() -> DecodeKernels | Unavailable:
     """The kernels, built if they are not there yet.
 
-    Returns: the kernels, or why torch's must do.
+    Returns: the kernels, or why torch is used instead.
 
     >>> isinstance(decode_kernels(), (DecodeKernels, Unavailable))
     True

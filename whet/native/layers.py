@@ -1,8 +1,8 @@
 """RMSNorms, gates and gradients of weights in training, in C++ (kernels/layers.cpp).
 
-Norms and gates are one pass over memory, forward and backward. Through torch they are several operations, and in bf16
-twice as many: each reads and writes all numbers again. Where they can't be built, or differ from torch on a trial,
-`layer_kernels` gives the reason.
+Norms and gates take one pass over memory, forward and backward. In torch they are several operations, and twice as many
+in bf16; each reads and writes all numbers again. If the kernels can't be built, or differ from torch in a self-check,
+`layer_kernels` returns the reason.
 Dim letters: n rows, d numbers of a row, I in, O out.
 """
 
@@ -121,7 +121,7 @@ class LayerKernels:
 
 @functools.cache
 def layer_kernels() -> LayerKernels | Unavailable:
-    """The kernels, built if they are not there yet. Returns: them, or why torch's operations must do.
+    """The kernels, built if necessary. Returns: the kernels, or why torch's operations are used instead.
 
     >>> isinstance(layer_kernels(), (LayerKernels, Unavailable))
     True

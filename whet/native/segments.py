@@ -1,8 +1,8 @@
 """Attention of training over a row of segments, in C++ (kernels/segments.cpp): forward, backward, and their tables.
 
-Torch's operator knows one sequence a row, so segments that share prefixes go to it as buckets of gathered and padded
-keys under masks; and its products are MKL's. Here a block of queries goes up the chain of its ancestors where they lie.
-Where it can't be built, or differs from the formula on a trial, `segment_kernels` gives the reason.
+Torch's operator takes one sequence per row, so segments that share prefixes need buckets of gathered and padded keys
+under masks, and its products are MKL's. Here a block of queries reads its ancestors' keys in place. If the kernels
+can't be built, or differ from the formula in a self-check, `segment_kernels` returns the reason.
 Dim letters: T tokens, H query heads, K KV heads, g = H / K, D head size, E of values, b blocks.
 Left out on purpose: soft-capped scores, sinks and float64, which stay with torch.
 """
@@ -119,7 +119,7 @@ class SegmentTables:
 
 @functools.cache
 def segment_kernels() -> SegmentKernels | Unavailable:
-    """The kernels, built if they are not there yet. Returns: them, or why torch's operator must do.
+    """The kernels, built if necessary. Returns: the kernels, or why torch's operator is used instead.
 
     >>> isinstance(segment_kernels(), (SegmentKernels, Unavailable))
     True
@@ -129,19 +129,19 @@ def segment_kernels() -> SegmentKernels | Unavailable:
 
 @functools.cache
 def _load_kernels() -> SegmentKernels | Unavailable:
-    """The kernels before their trial."""
+    """The kernels before their self-check."""
     return load_functions("segments", SegmentKernels)
 
 
 def _kernels() -> SegmentKernels:
-    """Those that run, where they have been asked for before."""
+    """The kernels; callers have checked that they are available."""
     kernels = _load_kernels()
     assert not isinstance(kernels, Unavailable), kernels
     return kernels
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> SegmentKernels | Unavailable:
-    """The kernels for tensors of a kind, or why torch's operator must do.
+    """The kernels for tensors of a device and dtype, or why torch's operator is used instead.
 
     >>> kernels_for(torch.device("cpu"), torch.float64)
     Unavailable(reason='there are none for float64 on cpu')
@@ -160,7 +160,7 @@ def _matrix_instructions() -> bool:
 
 
 def segments_unsupported_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Why the kernels can't serve a call. Args: q: [1 H T D]. k: [1 K T D]. v: [1 K T E]. Returns: None = they can."""
+    """Why the kernels can't run a call. Args: q: [1 H T D]. k: [1 K T D]. v: [1 K T E]. Returns: None = they can."""
     if not q.dtype == k.dtype == v.dtype:
         return f"queries, keys and values are {q.dtype}, {k.dtype} and {v.dtype}"
     kernels = kernels_for(q.device, q.dtype)

@@ -1,7 +1,7 @@
-"""The self-check of native kernels: what they give on this machine is compared with torch before they are trusted.
+"""The self-check of native kernels: their results on this machine are compared with torch's before they are used.
 
-A compiler, a flag or a processor may be wrong, and wrong numbers train without an error. Each family of kernels brings
-its own shapes and tolerances, as `Comparison`s; here they are compared.
+A compiler, a flag or a processor may be faulty, and training on wrong numbers raises no error. Each family of kernels
+defines its shapes and tolerances as `Comparison`s, which are compared here.
 Left out on purpose: any test of speed.
 """
 
@@ -33,7 +33,7 @@ class Comparison(NamedTuple):
 
 
 def self_check(kernels: K | Unavailable, check: Callable[[K], Iterable[Comparison]]) -> K | Unavailable:
-    """Kernels whose results are right; else why they are not used.
+    """The kernels if their results are right; else why they are not used.
 
     Args: kernels: as load_functions gives them. check: what to compare; runs in a thread of its own, where no hook,
         mode

@@ -16,7 +16,7 @@ from torch import Tensor
 from whet.errors import ConfigError, lookup_error
 from whet.ops.kl import kl_divergence
 from whet.ops.masked import masked_column, masked_mean, segment_mean, segment_sum
-from whet.ops.policy_losses.ratios import rollout_logprobs
+from whet.ops.policy_losses.ratios import get_old_logprobs
 from whet.ops.shapes import check_shapes
 from whet.types import LossInputs
 
@@ -57,7 +57,7 @@ def sampler_log_ratio(x: LossInputs, level: str = "token", *, current: bool = Fa
         raise lookup_error("level of the sampler's correction", level, _LEVELS)
     sampler = x.need("sampler_logprobs")
     known = x.mask & ~sampler.isnan()
-    policy = x.logprobs.detach() if current else rollout_logprobs(x)
+    policy = x.logprobs.detach() if current else get_old_logprobs(x)
     gap = masked_column(policy, known) - masked_column(sampler.detach(), known)
     if level != "token":
         by_sequence = (
@@ -224,7 +224,7 @@ def sampling_metrics(x: LossInputs, *, recorded: bool = True) -> dict[str, Tenso
     >>> found["sampling/kl_approx"], found["sampling/kl_to_inference"]
     (tensor([-1.]), tensor([0.3679]))
     """
-    sampler = x.need("sampler_logprobs").detach() if recorded else rollout_logprobs(x)
+    sampler = x.need("sampler_logprobs").detach() if recorded else get_old_logprobs(x)
     known = x.mask & ~sampler.isnan()
     gap = masked_column(x.logprobs.detach(), known) - masked_column(sampler, known)
     weight = torch.where(x.mask, gap.clamp(-20.0, 20.0).exp(), 0.0)

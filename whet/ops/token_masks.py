@@ -17,7 +17,7 @@ from torch import Tensor
 from whet.errors import ConfigError
 from whet.ops.corrections import sampler_rejection
 from whet.ops.masked import masked_column, segment_mean, to_fp32
-from whet.ops.policy_losses.ratios import rollout_logprobs
+from whet.ops.policy_losses.ratios import get_old_logprobs
 from whet.ops.shapes import check_shapes
 from whet.types import LossInputs
 
@@ -191,7 +191,7 @@ def _log_ratio(x: LossInputs, other: Tensor) -> Tensor:
 
 def _old_and_new(x: LossInputs) -> tuple[Tensor, Tensor]:
     """Log π_old(a) and log π(a), without gradient; the same where π_old is not known."""
-    return rollout_logprobs(x), masked_column(x.logprobs.detach(), x.mask)
+    return get_old_logprobs(x), masked_column(x.logprobs.detach(), x.mask)
 
 
 def _pushed_too_far(x: LossInputs, divergence: Tensor, change: Tensor, low: float, high: float | None) -> Tensor:

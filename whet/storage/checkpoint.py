@@ -231,7 +231,7 @@ def verify_checkpoint(folder: Path, needs: Iterable[str] = ()) -> None:
         return
     try:
         found = read_json(path)
-        if not isinstance(found, dict):
+        if not isinstance(found, dict) or "format" not in found:
             raise ValueError("no mapping of names to checksums")
         check_format(path, found.get("format"), weights=folder)
         sums = found.get("sums")

@@ -1,8 +1,8 @@
 """The optimizer of one model: fp32 masters, schedule, clipping, and its state in safetensors.
 
-Where the module computes in fp32 its parameters are the masters. Where it computes in bf16, fp32 masters lie next to
-the optimizer, gradients are added to them in fp32 as each one is made, and after a step the module's own parameters
-are written in place, so that an engine which reads them has nothing to fetch.
+If the module computes in fp32, its parameters are the masters. If it computes in bf16, the optimizer keeps fp32 masters
+in addition. Each gradient is added to its master in fp32 as soon as it is computed. After a step the module's own
+parameters are overwritten in place, so an engine that reads them needs no weight transfer.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ __all__ = ["Optim"]
 log = logging.getLogger("whet")
 
 MAX_UNCLIPPED = math.sqrt(torch.finfo(torch.float32).max)
-"""Of the norm of a gradient that nothing clips: the squares of a larger one would make moments infinite for ever."""
+"""The largest norm of a gradient that is not clipped. The squares of a larger one would make moments infinite."""
 _ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt")
-"""Schedules that don't ask how many updates there will be."""
+"""Schedules that don't depend on the number of updates."""
 _SCALE_ALL: Callable[[list[Tensor], float], object] | None = getattr(torch, "_foreach_mul_", None)
-"""Private to torch: many tensors in one call."""
+"""A private function of torch that scales many tensors in one call."""
 _TRIAL_UPDATES = 1_000_000
-"""Of a schedule that is only tried; more than any warm-up or decay that its arguments may name."""
+"""The number of updates for the trial of a schedule; it exceeds any warm-up or decay in its arguments."""
 
 
 class Optim:
     """Masters, optimizer, schedule and clipping of one module.
 
     Args:
-        module: whose parameters with requires_grad are trained.
-        config: an OptimConfig, or a factory `f(parameters) -> torch.optim.Optimizer`, which then has a constant rate of
-            its own and no clipping.
-        dtype: what the module is to compute in; None = as it does.
-        norm: of all gradients together, as a placement knows them.
+        module: its parameters with requires_grad are trained.
+        config: an OptimConfig, or a factory `f(parameters) -> torch.optim.Optimizer`. A factory's optimizer has its own
+            constant rate and no clipping.
+        dtype: the dtype that the module computes in; None = its current one.
+        norm: a function that computes the norm of all gradients; None = `total_norm`.
     """
 
     def __init__(
@@ -76,30 +76,33 @@ class Optim:
         self.initial_settings = group_settings(self.optimizer)
         self.updates = 0
         self.schedule: Any = None
-        self._taken_up = False
+        self._loaded = False
         self.total_updates: int | None = None if self.config is None else self.config.total_steps
 
     def restart(self, config: OptimConfig) -> None:
-        """Another run on these weights: the schedule begins at its beginning. The moments are kept where the settings
-        are the same but for the number of updates, and are 0 otherwise.
+        """Prepares for another run on these weights, with the schedule at its start.
 
-        Args: config: of the new run.
-        Raises: ConfigError: a factory has made the optimizer; a schedule that can't be stepped.
+        The moments are kept if the settings differ only in the number of updates; otherwise they are 0.
+
+        Args: config: the new run's settings.
+        Raises: ConfigError: the optimizer came from a factory, or the schedule fails at its first step.
         """
         if self.config is None:
-            raise ConfigError("the optimizer is a user's own, whose schedule whet can't begin again")
+            raise ConfigError(
+                "the optimizer came from a factory, so whet can't restart its schedule; give an OptimConfig"
+            )
         check_schedule(config)
         same = dataclasses.replace(config, total_steps=self.config.total_steps) == self.config
         self.config, self.total_updates = config, config.total_steps
-        self.schedule, self._taken_up, self.updates = None, False, 0
+        self.schedule, self._loaded, self.updates = None, False, 0
         if not same:
             self.optimizer = make_optimizer(self.masters, config)
             self.initial_settings = group_settings(self.optimizer)
-        for group, made in zip(self.optimizer.param_groups, self.initial_settings, strict=True):
-            set_setting(group, "lr", made["lr"])
+        for group, initial in zip(self.optimizer.param_groups, self.initial_settings, strict=True):
+            set_setting(group, "lr", initial["lr"])
 
     def set_default_lr(self, lr: float) -> bool:
-        """Takes a learning rate where the configuration gives none, before the first update. Returns: if it did."""
+        """Sets the rate, before the first update, if the configuration has none. Returns: whether it was set."""
         if self.config is None or self.config.lr is not None:
             return False
         self.config = dataclasses.replace(self.config, lr=lr)
@@ -108,7 +111,7 @@ class Optim:
         return True
 
     def close(self) -> None:
-        """Takes its hooks off the parameters, which would hold the masters; frees gradients."""
+        """Removes the hooks from the parameters, since they hold the masters, and frees the gradients."""
         for hook in self._hooks:
             hook.remove()
         for tensor in (*self.params.values(), *self.masters.values()):
@@ -119,15 +122,15 @@ class Optim:
         return self.masters
 
     def plan(self, total_updates: int | None) -> None:
-        """Tells the schedule how many updates there will be; `total_steps` of the configuration comes first.
+        """Sets the number of updates for the schedule, unless the configuration has `total_steps`.
 
-        The first time after `load`, a total other than the saved one rebuilds the schedule for it, at the number of
-        updates taken.
+        On the first call after `load`, a number other than the saved one rebuilds the schedule; the number of updates
+        so far is kept.
         """
-        taken_up, self._taken_up = self._taken_up, False
-        asked = None if self.config is None else self.config.total_steps
+        loaded, self._loaded = self._loaded, False
+        configured = None if self.config is None else self.config.total_steps
         fresh = self.schedule is None and self.total_updates is None
-        if not (fresh or taken_up) or asked is not None or total_updates in (None, self.total_updates):
+        if not (fresh or loaded) or configured is not None or total_updates in (None, self.total_updates):
             return
         before, self.total_updates = self.total_updates, total_updates
         if self.config is None or self.schedule is None or _is_endless(self.config):
@@ -137,7 +140,7 @@ class Optim:
         self.schedule.load_state_dict(place)
         self._set_rates()
         log.warning(
-            "optim.schedule=%s now runs over %d updates, not %s as when it was saved; %d of them are taken",
+            "optim.schedule=%s now runs over %d updates; it was saved with %s, and %d updates are done",
             self.config.schedule,
             total_updates,
             before,
@@ -145,23 +148,23 @@ class Optim:
         )
 
     def _scheduler(self) -> Any:
-        """Made at the first step, when the number of updates is known."""
+        """Makes the schedule. It is called at the first step, when the number of updates is known."""
         if self.config is None:
             return None
         c, total = self.config, self.total_updates
         if total is None and not _is_endless(c):
-            asks = f"optim.warmup_ratio={c.warmup_ratio}" if c.warmup_ratio else f"optim.schedule={c.schedule!r}"
-            raise ConfigError(f"{asks} needs the number of updates; set optim.total_steps or trainer.max_steps")
+            needs = f"optim.warmup_ratio={c.warmup_ratio}" if c.warmup_ratio else f"optim.schedule={c.schedule!r}"
+            raise ConfigError(f"{needs} needs the number of updates; set optim.total_steps or trainer.max_steps")
         warmup = int(c.warmup_ratio * total) if c.warmup_ratio and total else c.warmup_steps
         return _make_schedule(c, self.optimizer, total, warmup)
 
     @torch.no_grad()
     def step(self) -> tuple[float, float, bool]:
-        """One update from the accumulated gradients, which are cleared.
+        """Makes one update from the accumulated gradients, and clears them.
 
-        Returns: (norm of the whole gradient before clipping, learning rate used, whether the update was skipped
-            because the norm was not finite, or, where nothing clips it, beyond float32). A skipped update moves neither
-            weights, moments nor the schedule.
+        Returns: (norm of the gradient before clipping, learning rate, whether the update was skipped). An update is
+            skipped if the norm is not finite, or if clipping is off and the norm exceeds MAX_UNCLIPPED. A skipped
+            update changes neither the weights nor the moments nor the schedule.
         """
         if self.schedule is None:
             self.schedule = self._scheduler()
@@ -184,9 +187,9 @@ class Optim:
         return norm, rate, not finite
 
     def _names(self) -> list[list[str]]:
-        """The parameters of each of the optimizer's groups, by name.
+        """The parameter names of each of the optimizer's groups.
 
-        Raises: CheckpointError: one is not the model's.
+        Raises: CheckpointError: a parameter is not one of the model's.
         """
         name_of = {id(m): name for name, m in self.masters.items()}
         try:
@@ -200,13 +203,15 @@ class Optim:
     def save(self, path: Path) -> dict[str, Any]:
         """Writes the moments to a safetensors file and returns the rest as plain containers, for torch.save.
 
-        Both name the parameters as the model does: who reads them needs no order.
+        Both use the model's parameter names, so their order doesn't matter.
         """
         groups = self._names()
         flat = [name for names in groups for name in names]
         state = self.optimizer.state_dict()
         tensors, plain, wrapped = flatten_state({flat[i]: entry for i, entry in state["state"].items()})
-        save_file(tensors, path, metadata={FORMAT_KEY: str(CHECKPOINT_FORMAT)})  # one key: more have no order
+        save_file(
+            tensors, path, metadata={FORMAT_KEY: str(CHECKPOINT_FORMAT)}
+        )  # one key: safetensors writes several in no fixed order
         return {
             "kind": type(self.optimizer).__name__,
             "initial_settings": self.initial_settings,
@@ -219,10 +224,11 @@ class Optim:
         }
 
     def load(self, path: Path, rest: Mapping[str, Any]) -> None:
-        """Restores what `save` wrote and returned. A setting (rate, betas, decay) that was made other than the saved
-        optimizer's stays as it is here; moments, counts and the place in the schedule are the saved ones.
+        """Restores what `save` wrote and returned: moments, counts and the position in the schedule.
 
-        Raises: CheckpointError: it doesn't fit this model or this optimizer, or is of a format not known here.
+        A setting (rate, betas, decay) that the configuration changed since the save keeps its new value.
+
+        Raises: CheckpointError: the state doesn't fit this model or this optimizer, or has an unknown format.
         """
         needs = ("kind", "initial_settings", "groups", "plain", "wrapped", "schedule", "updates", "total_updates")
         if missing := [n for n in needs if n not in rest]:
@@ -238,33 +244,33 @@ class Optim:
             )
         groups = self._names()
         flat = [name for names in groups for name in names]
-        saved, made, entries = load_optimizer_state(path, rest, groups)
+        saved, before, entries = load_optimizer_state(path, rest, groups)
         check_moment_shapes(path, entries, self.masters)
         self._load_schedule(rest)
-        whole = self.optimizer.state_dict()["param_groups"]
-        found = [g | {"params": now["params"]} for g, now in zip(saved, whole, strict=True)]
+        current = self.optimizer.state_dict()["param_groups"]
+        found = [g | {"params": now["params"]} for g, now in zip(saved, current, strict=True)]
         try:
             state = {i: entries[name] for i, name in enumerate(flat) if name in entries}
             self.optimizer.load_state_dict({"state": state, "param_groups": found})
         except (KeyError, ValueError) as e:
             raise CheckpointError(f"{path}: the optimizer state does not fit this model ({e})") from e
-        for group, now, before in zip(self.optimizer.param_groups, self.initial_settings, made, strict=True):
-            for name, value in now.items():
-                if name not in before or before[name] != value:
+        for group, new, old in zip(self.optimizer.param_groups, self.initial_settings, before, strict=True):
+            for name, value in new.items():
+                if name not in old or old[name] != value:
                     set_setting(group, name, value)
         self._set_rates()
 
     def _load_schedule(self, rest: Mapping[str, Any]) -> None:
-        """The place in the schedule. Before the groups: making a schedule sets their rate to the first one."""
-        self.updates, self._taken_up = rest["updates"], True
-        asked = None if self.config is None else self.config.total_steps
-        self.total_updates = rest["total_updates"] if asked is None else asked
+        """Restores the schedule, before the groups: a new schedule sets their rate to its first one."""
+        self.updates, self._loaded = rest["updates"], True
+        configured = None if self.config is None else self.config.total_steps
+        self.total_updates = rest["total_updates"] if configured is None else configured
         if rest["schedule"] is not None and (schedule := self._scheduler()) is not None:
             schedule.load_state_dict(rest["schedule"])
             self.schedule = schedule
 
     def _set_rates(self) -> None:
-        """The rates that the schedule gives here and now: those that were saved, unless a setting changed."""
+        """Sets the rates that the schedule has now: the saved ones, unless a setting changed."""
         if isinstance(self.schedule, torch.optim.lr_scheduler.LambdaLR):
             for group, now, factor in zip(
                 self.optimizer.param_groups, self.initial_settings, self.schedule.lr_lambdas, strict=True
@@ -275,14 +281,14 @@ class Optim:
 
 
 def _master(p: nn.Parameter, compute: torch.dtype) -> Tensor:
-    """The fp32 tensor that is optimised in place of p: p itself where it computes in fp32 or better."""
+    """The tensor that is optimized for p: an fp32 copy, or p itself if it computes in fp32 or fp64."""
     if p.dtype == compute and compute in (torch.float32, torch.float64):
         return p
     return nn.Parameter(p.detach().float().clone())
 
 
 def total_norm(grads: Sequence[Tensor]) -> float:
-    """sqrt(Σ g²) over all numbers of all gradients; summed in float64 where float32 overflows.
+    """sqrt(Σ g²) over all elements of all gradients; summed in float64 if float32 overflows.
 
     >>> round(total_norm([torch.tensor([3e30]), torch.tensor([4e30])]) / 1e30, 6)
     5.0
@@ -294,7 +300,7 @@ def total_norm(grads: Sequence[Tensor]) -> float:
 
 
 def _scale(grads: list[Tensor], factor: float) -> None:
-    """Multiplies gradients in place; in two steps where the factor would lose digits, or vanish, as a float32."""
+    """Multiplies gradients in place, in two steps if the factor is too small for a normal float32."""
     tiny = factor < torch.finfo(torch.float32).tiny
     for _ in range(2 if tiny else 1):
         by = math.sqrt(factor) if tiny else factor
@@ -306,8 +312,9 @@ def _scale(grads: list[Tensor], factor: float) -> None:
 
 
 def _gradient(master: Tensor) -> Tensor:
-    """A master's gradient; zero where nothing was run for it, so that a step of skipped groups is the step of zero
-    gradients that it stands for (moments decay, momentum moves).
+    """A master's gradient; zeros if it has none.
+
+    So a step whose groups were all skipped is a step with zero gradients: moments decay, momentum moves.
     """
     if master.grad is None:
         master.grad = torch.zeros_like(master)
@@ -334,7 +341,7 @@ def _is_endless(c: OptimConfig) -> bool:
 
 
 def _make_schedule(c: OptimConfig, optimizer: torch.optim.Optimizer, total: int | None, warmup: int) -> Any:
-    """The schedule of transformers that a configuration names."""
+    """Makes the schedule that a configuration names, with transformers."""
     from transformers import get_scheduler
 
     return get_scheduler(
@@ -347,9 +354,9 @@ def _make_schedule(c: OptimConfig, optimizer: torch.optim.Optimizer, total: int 
 
 
 def check_schedule(c: OptimConfig) -> None:
-    """Raises ConfigError for a schedule that transformers doesn't know, or that fails at its first step.
+    """Raises ConfigError if transformers doesn't know the schedule, or if it fails at its first step.
 
-    It is tried on an optimizer of its own, also without warm-up, during which few arguments are used.
+    The check steps it on a trial optimizer, also without warm-up, since few arguments are used during warm-up.
     """
     from transformers import SchedulerType
 
@@ -362,7 +369,7 @@ def check_schedule(c: OptimConfig) -> None:
             schedule = _make_schedule(c, trial, c.total_steps or _TRIAL_UPDATES, warmup)
             trial.step()
             schedule.step()
-        except Exception as error:  # transformers checks few of its arguments: they fail where they are used
+        except Exception as error:  # transformers checks few arguments before it uses them
             raise ConfigError(
                 f"optim.schedule={c.schedule!r} with optim.schedule_kwargs={dict(c.schedule_kwargs)!r} can't be "
                 f"stepped: {format_exception(error)}; fix the arguments, or use another schedule"

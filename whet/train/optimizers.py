@@ -3,12 +3,12 @@
     adamw        decoupled decay, fused where torch has a kernel (CPU, CUDA, Apple, Intel); the default
     adam         the same, but decay joins the gradient
     sgd          with momentum where optim.momentum is above 0
-    adamw8bit    adamw whose moments take a byte a number (torchao; the extra `quant`)
+    adamw8bit    adamw with 8-bit moments (torchao; the extra `quant`)
     muon         torch's Muon for the matrices of the layers, adamw for embeddings, heads and vectors
 
-The 8-bit moments are quantised in blocks of 256 by a dynamic map; tensors of less than 4096 numbers, and those whose
-size is not a multiple of 256, keep fp32 moments. Masters stay fp32 with each of them. Left out on purpose: optimizers
-whose state is paged to the host, which `offload_to_cpu` does for all of these, and schedule-free ones.
+The 8-bit moments are quantized in blocks of 256 with a dynamic map. A tensor with fewer than 4096 elements, or with a
+size that is not divisible by 256, keeps fp32 moments. Masters are always fp32. Not supported: optimizers that page
+their state to the host (`offload_to_cpu` does that for all of these), and schedule-free optimizers.
 """
 
 from __future__ import annotations
@@ -30,25 +30,23 @@ __all__ = ["OPTIMIZERS", "check_optimizer", "group_settings", "make_optimizer", 
 Groups = list[dict[str, Any]]
 
 _FUSED = frozenset({"cpu", "cuda", "mps", "xpu"})
-"""Kinds of device that torch has a fused Adam for."""
-
-
+"""Device types for which torch has a fused Adam."""
 _EMBEDDING = re.compile(r"(^|[._])(embed\w*|wte|wpe|lm_head|score|classifier)([._]|$)")
-"""Names of the matrices that Muon is not meant for: a row of theirs belongs to a token or to a class."""
+"""Names of the matrices that Muon does not train: each row belongs to a token or to a class."""
 
 
 def make_optimizer(masters: Mapping[str, Tensor], config: OptimConfig | Callable[..., Any]) -> torch.optim.Optimizer:
-    """The torch optimizer of a model's masters; matrices decay, vectors (norms, biases) don't.
+    """Makes the torch optimizer of a model's masters. Matrices decay, vectors (norms, biases) don't.
 
     Args: masters: fp32 tensors by name. config: an OptimConfig, or `f(tensors) -> torch.optim.Optimizer`.
     Returns: the optimizer.
-    Raises: ConfigError: an unknown name, a factory that fails or makes something else, torchao missing for adamw8bit.
+    Raises: ConfigError: the name is unknown, the factory fails or returns something else, or adamw8bit lacks torchao.
 
     >>> type(make_optimizer({"w": torch.nn.Parameter(torch.ones(2, 2))}, OptimConfig(name="sgd"))).__name__
     'SGD'
     """
     if not isinstance(config, OptimConfig):
-        return _made(config, "an optimizer factory", list(masters.values()))
+        return _call_factory(config, "an optimizer factory", list(masters.values()))
     if config.name == "muon":
         return _muon(masters, config)
     groups = [
@@ -58,13 +56,16 @@ def make_optimizer(masters: Mapping[str, Tensor], config: OptimConfig | Callable
     groups = [g for g in groups if g["params"]]
     check_optimizer(config)
     if ":" in config.name:
-        return _made(resolve_callable(config.name, "optim.name"), f"optim.name={config.name!r}", groups, lr=config.rate)
+        return _call_factory(
+            resolve_callable(config.name, "optim.name"), f"optim.name={config.name!r}", groups, lr=config.rate
+        )
     return OPTIMIZERS[config.name](groups, config)
 
 
 def check_optimizer(config: Any) -> None:
-    """Raises ConfigError for the name of an optimizer that there is not. Args: config: an OptimConfig, a name; others
-    are known when they are called.
+    """Raises ConfigError for an unknown optimizer name.
+
+    Args: config: an OptimConfig or a name. A factory is not checked until it is called.
     """
     name = config.name if isinstance(config, OptimConfig) else config
     if not isinstance(name, str):
@@ -91,12 +92,12 @@ def _adamw8bit(groups: Groups, c: OptimConfig) -> torch.optim.Optimizer:
 
 
 def _adamw8bit_class() -> Any:
-    """The class. Raises ConfigError where its package is not installed."""
+    """The class of torchao. Raises ConfigError if torchao is not installed."""
     try:
         from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigError(
-            f"optim.name='adamw8bit' needs torchao ({error}); {install_hint('quant')}, or take adamw"
+            f"optim.name='adamw8bit' needs torchao ({error}); {install_hint('quant')}, or set optim.name=adamw"
         ) from error
     return AdamW8bit
 
@@ -105,9 +106,9 @@ class Muon(torch.optim.Optimizer):
     """torch.optim.Muon for some groups of parameters and AdamW for the others, as one optimizer.
 
     Muon's steps are scaled to the size of AdamW's (adjust_lr_fn="match_rms_adamw", Liu et al. 2025, arXiv 2502.16982,
-    equation 4), so that one learning rate serves both.
+    equation 4), so both use the same learning rate.
 
-    Args: muon, adamw: both optimizers, made.
+    Args: muon, adamw: the two optimizers.
     """
 
     def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW | None) -> None:
@@ -116,7 +117,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Makes a step of each; their states and groups are this optimizer's own."""
+        """Steps both optimizers. They share this optimizer's state and groups."""
         groups = iter(self.param_groups)
         for part in self._parts:
             part.state, part.param_groups = self.state, [next(groups) for _ in part.param_groups]
@@ -124,11 +125,11 @@ class Muon(torch.optim.Optimizer):
 
 
 def _muon(masters: Mapping[str, Tensor], c: OptimConfig) -> torch.optim.Optimizer:
-    """Muon for the matrices of the layers. Raises: ConfigError: there is none."""
+    """Muon for the matrices of the layers. Raises: ConfigError: the model trains none."""
     decays: dict[str, Any] = {"weight_decay": c.weight_decay}
     matrices = [m for name, m in masters.items() if m.dim() == 2 and not _EMBEDDING.search(name)]
     if not matrices:
-        raise ConfigError("optim.name='muon' is for matrices of layers, and none is trained here; take adamw")
+        raise ConfigError("optim.name='muon' is for matrices of layers, and none is trained here; set optim.name=adamw")
     chosen = {id(m) for m in matrices}
     others = [m for m in masters.values() if id(m) not in chosen]
     groups: Groups = [
@@ -153,22 +154,22 @@ def _fused(groups: Groups) -> bool:
     return all(p.device.type in _FUSED for g in groups for p in g["params"])
 
 
-def _made(factory: Any, name: str, tensors: Any, **rate: float) -> torch.optim.Optimizer:
-    """What a factory makes. Raises ConfigError where it is not callable, fails, or makes something else."""
+def _call_factory(factory: Any, name: str, tensors: Any, **rate: float) -> torch.optim.Optimizer:
+    """Calls a factory. Raises ConfigError if it is not callable, fails, or does not return an optimizer."""
     call = f"factory({'groups, lr=...' if rate else 'parameters'}) -> torch.optim.Optimizer"
     try:
-        made = factory(tensors, **rate)
+        optimizer = factory(tensors, **rate)
     except Exception as error:  # a factory is the user's own code
         raise ConfigError(f"{name} raised {format_exception(error)}; it is called as {call}") from error
-    if not isinstance(made, torch.optim.Optimizer):
+    if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
-            f"{name} must return a torch.optim.Optimizer, got {type(made).__name__}; it is called as {call}"
+            f"{name} must return a torch.optim.Optimizer, got {type(optimizer).__name__}; it is called as {call}"
         )
-    return made
+    return optimizer
 
 
 def group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The settings of each group, without its parameters; a rate that is held as a tensor is a number here."""
+    """The settings of each group, without its parameters; a rate that is a tensor becomes a number."""
     return [
         {n: float(v) if isinstance(v, Tensor) else v for n, v in group.items() if n != "params"}
         for group in optimizer.param_groups
@@ -176,5 +177,5 @@ def group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def set_setting(group: dict[str, Any], name: str, value: Any) -> None:
-    """Sets a setting of a group; one that is held as a tensor (a compiled optimizer's rate) stays one."""
+    """Sets a setting of a group. A setting that is a tensor (the rate of a compiled optimizer) stays a tensor."""
     group[name] = torch.tensor(value) if isinstance(group.get(name), Tensor) else value

@@ -1,5 +1,5 @@
-"""Checkpoints of a run's roles: every trained worker, every read-only one whose weights were replaced, and the run's
-own state in one folder, whole or absent.
+"""Checkpoints of a run. One folder, written atomically, holds every trained role, every read-only role with replaced
+weights, and the run's own state.
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ log = logging.getLogger("whet")
 
 
 class Checkpoints:
-    """Saves and restores the trained roles, and those of the others whose weights are not what was loaded.
+    """Saves and restores the trained roles, and read-only roles with weights that changed after loading.
 
-    Args: root: where the folders lie; None = none are written. trainers: the roles that are trained. workers: all
-        roles; of those that are not trained, the ones with `replaced` weights are saved too.
+    Args:
+        root: the folder of the checkpoints; None = no checkpoints are written.
+        trainers: the trained roles.
+        workers: all roles; a read-only role is saved if its worker is `replaced`.
     Raises: ConfigError: root is empty.
     """
 
@@ -53,25 +55,26 @@ class Checkpoints:
         workers: Mapping[Role, ModelWorker] | None = None,
     ) -> None:
         if root is not None and not str(root).strip():
-            raise ConfigError("the folder of checkpoints has an empty name; give trainer.checkpoint_root_directory one")
+            raise ConfigError("trainer.checkpoint_root_directory is empty; give it the name of a folder")
         self.root = None if root is None else Path(root).absolute()
         self.trainers = trainers
         self.only_read = {role: w for role, w in (workers or {}).items() if role not in trainers}
         self.run: str | None = secrets.token_hex(8)
-        """Who writes here, so that no run removes another's; None = the checkpoint that it resumed has no run.json."""
+        """The run's id, so that no run removes another's checkpoints; None = the resumed checkpoint has no run.json."""
         self._lock: FolderLock | None = None
-        self._made = False
+        self._created = False
         self._protected: dict[str, int] = {}
-        """The steps whose checkpoints are kept whatever their number, by what they are kept as."""
+        """Pointer name -> step of a checkpoint that max_to_keep does not remove."""
 
     def open(self, *, new: bool = False) -> None:
-        """Creates the folder, checks that it can be written, locks it, and removes what a kill left half written.
+        """Creates the folder, checks that it can be written, locks it, and removes half-written files of killed runs.
 
-        Args: new: for a new run, which would take another's checkpoints there for its own.
-        Raises: CheckpointError: it can't be written. ConfigError: another process uses it, or a new run finds some.
+        Args: new: the run is a new one, so the folder must not hold checkpoints.
+        Raises: CheckpointError: the folder can't be written. ConfigError: another process uses it, or a new run finds
+            checkpoints there.
         """
         if self.root is not None and self._lock is None:
-            self._made = not self.root.exists()
+            self._created = not self.root.exists()
             self._lock = open_checkpoint_root(self.root)
         if new and self.exist():
             raise ConfigError(
@@ -79,32 +82,32 @@ class Checkpoints:
             )
 
     def close(self) -> None:
-        """Releases the lock; a folder that was made and stayed empty is taken away."""
+        """Releases the lock. Removes the folder if this run created it and it is empty."""
         if self._lock is not None:
             self._lock.release()
-            with suppress(OSError):  # what holds something stays
-                if self._made:
+            with suppress(OSError):  # a folder that isn't empty stays
+                if self._created:
                     self._lock.path.parent.rmdir()
         self._lock = None
 
     def find(self, resume: str) -> Path | None:
-        """The checkpoint that `resume` names: see parallel.find_checkpoint."""
+        """The checkpoint that `resume` names: see storage.checkpoint.find_checkpoint."""
         return find_checkpoint(resume, self.root)
 
     def exist(self) -> bool:
-        """Whether a run has saved any here."""
+        """Whether the folder holds a checkpoint."""
         return self.root is not None and bool(list_checkpoints(self.root))
 
     def _is_own(self, folder: Path) -> bool:
-        """Whether a checkpoint lies among those of this run, under a step's name."""
+        """Whether a checkpoint is one of this run's step-* folders."""
         if self.root is None or step_of(folder) is None:
             return False
         return folder.absolute().parent.resolve() == self.root.resolve()
 
     def discard(self, *, after: int) -> None:
-        """Removes the checkpoints of steps that a run resumed before them will run again.
+        """Removes the checkpoints after a step, since the resumed run will do those steps again.
 
-        Raises: CheckpointError: one of them is another run's, and none is removed; or one can't be removed.
+        Raises: CheckpointError: one belongs to another run (then none is removed), or one can't be removed.
         """
         late = [p for p in ([] if self.root is None else list_checkpoints(self.root)) if (step_of(p) or 0) > after]
         for folder in late:
@@ -118,28 +121,31 @@ class Checkpoints:
                 remove_checkpoint(folder)
             except OSError as error:
                 raise CheckpointError(
-                    f"{folder}, of a later step, can't be removed: {error}; fix the permissions of its folder"
+                    f"{folder} is from a later step and can't be removed: {error}; fix the permissions of its folder"
                 ) from error
 
     def save(self, step: int, state: Mapping[str, Any], *, tokenizer: Any, keep: int | None) -> Path | None:
         """Writes the checkpoint of a step.
 
-        Args: state: the run's own, plain containers and tensors. tokenizer: saved with the weights, so that
-            transformers loads them. keep: folders to keep; None = all.
-        Returns: the folder; None where there is no root.
-        Raises: CheckpointError: it could not be written, or the folder of that step is another run's.
+        Args:
+            step: the global step.
+            state: the run's own state, as plain containers and tensors.
+            tokenizer: saved with the weights, so that transformers loads the folder.
+            keep: the number of checkpoints to keep; None = all.
+        Returns: the folder; None if there is no root.
+        Raises: CheckpointError: it could not be written, or the folder of that step belongs to another run.
         """
         if self.root is None:
             return None
 
-        write = partial(self.fill, state=state, tokenizer=tokenizer)
+        write = partial(self.write_files, state=state, tokenizer=tokenizer)
         folder = write_checkpoint(self.root, step, write, run=self.run, keep=keep, spared=self._protected.values())
         for name in self._protected:
             self._point(name)
         return folder
 
-    def fill(self, folder: Path, *, state: Mapping[str, Any], tokenizer: Any) -> None:
-        """Writes a checkpoint's files, but for what a folder of checkpoints adds. Args: folder: empty."""
+    def write_files(self, folder: Path, *, state: Mapping[str, Any], tokenizer: Any) -> None:
+        """Writes the files of the roles and run.pt into an empty folder. write_checkpoint adds its own files."""
         replaced = [role for role, worker in self.only_read.items() if worker.replaced]
         for role, trainer in self.trainers.items():
             place = self.place(folder, role.value)
@@ -155,19 +161,19 @@ class Checkpoints:
         write_state({**state, **own, "format": CHECKPOINT_FORMAT}, folder / "run.pt")
 
     def place(self, folder: Path, role: str) -> Path:
-        """Where the files of a trained role lie. Args: folder: the checkpoint, which may be still to be filled."""
+        """The folder of a trained role in a checkpoint, which may not exist yet."""
         return folder / role
 
     def of_step(self, step: int) -> Path | None:
-        """The folder of a step's checkpoint, which may be still to be written; None = none are."""
+        """The folder of a step's checkpoint, which may not exist yet; None = no checkpoints are written."""
         return None if self.root is None else self.root / f"step-{step:06d}"
 
     def protect(self, name: str, step: int | None) -> bool:
-        """Keeps the checkpoint of a step, whatever their number, in place of the one that was kept as `name` before.
+        """Protects the checkpoint of a step from removal, in place of the one that `name` protected before.
 
-        Args: name: of a text file next to the checkpoints that says which it is. step: it may be written later; None =
-            no checkpoint.
-        Returns: whether it is there already.
+        Args: name: the text file next to the checkpoints that names the folder. step: the step, which may not be saved
+            yet; None = protect none.
+        Returns: whether the checkpoint exists.
         """
         if step is None:
             self._protected.pop(name, None)
@@ -178,7 +184,7 @@ class Checkpoints:
         return self._point(name)
 
     def _point(self, name: str) -> bool:
-        """Writes the file that names a checkpoint set aside, if it is there. Returns: whether it is."""
+        """Writes the file that names a protected checkpoint, if the checkpoint exists. Returns: whether it exists."""
         if self.root is None or not (self.root / f"step-{self._protected[name]:06d}" / "run.pt").is_file():
             return False
         write_pointer(self.root, f"step-{self._protected[name]:06d}", name)
@@ -188,10 +194,10 @@ class Checkpoints:
     def export(
         folder: Path, step: int, worker: ModelWorker, tokenizer: Any, *, merge: bool = False, dtype: str = "auto"
     ) -> None:
-        """Writes a model in Hugging Face's format, the folder whole or absent, with run.json: the step it is of.
+        """Writes a model in Hugging Face's format, with its step in run.json. The folder is written atomically.
 
-        Args: merge: an adapter's base with it merged, in place of the adapter alone. dtype: see ModelWorker.export.
-        Raises: CheckpointError: it could not be written; an older one stays.
+        Args: merge: write the base with the adapter merged, not the adapter alone. dtype: see ModelWorker.export.
+        Raises: CheckpointError: it could not be written; an older folder stays.
         """
 
         def write(place: Path) -> None:
@@ -201,9 +207,9 @@ class Checkpoints:
         write_folder_atomic(folder, write)
 
     def load(self, folder: Path) -> None:
-        """Restores the roles that `save` wrote. Raises CheckpointError where they don't fit.
+        """Restores the roles that `save` wrote. Raises CheckpointError if they don't fit.
 
-        Where the checkpoint lies among this run's own, the run continues as the one that has written it.
+        If the checkpoint is in this run's folder, the run takes over the id of the run that wrote it.
         """
         state = self.state(folder)
         updates = state["updates"]
@@ -217,17 +223,18 @@ class Checkpoints:
             trainer.load(self.place(folder, role.value), skipped=state["skipped"].get(role.value, 0))
             if trainer.train_steps != updates[role.value]:
                 raise CheckpointError(
-                    f"{folder / 'run.pt'} says {updates[role.value]} updates of the {role.value}, its optimizer's "
-                    f"state says {trainer.train_steps}; resume from another step-* folder"
+                    f"{folder / 'run.pt'} records {updates[role.value]} updates of the {role.value}, but its "
+                    f"optimizer's state records {trainer.train_steps}; resume from another step-* folder"
                 )
         self._load_replaced(folder, state["replaced"])
         if self._is_own(folder):
             self.run = read_run_id(folder)
 
     def _load_replaced(self, folder: Path, replaced: Collection[str]) -> None:
-        """Restores the roles that are not trained and whose weights were replaced.
+        """Restores the read-only roles with replaced weights.
 
-        Raises: CheckpointError: a role's weights were replaced here and not in the checkpoint: those loaded are gone.
+        Raises: CheckpointError: a role's weights were replaced here but not in the checkpoint, so the original weights
+            are gone.
         """
         for role, worker in self.only_read.items():
             if role.value in replaced:
@@ -244,7 +251,8 @@ class Checkpoints:
     def verify(self, folder: Path) -> None:
         """Checks a checkpoint before it is resumed.
 
-        Raises: CheckpointError: a file is missing or has changed, or it lies elsewhere and other checkpoints here.
+        Raises: CheckpointError: a file is missing or has changed, or the checkpoint is in another folder while this
+            run's folder holds checkpoints of its own.
         """
         if self.exist() and not self._is_own(folder):
             raise CheckpointError(
@@ -261,7 +269,7 @@ class Checkpoints:
     def state(folder: Path, needs: Collection[str] = ()) -> dict[str, Any]:
         """The run's own state in a checkpoint.
 
-        Args: needs: entries that the reader requires, besides those that every run writes.
-        Raises: CheckpointError: it is not what `save` wrote, or of another step than its folder.
+        Args: needs: required entries, in addition to those that every run writes.
+        Raises: CheckpointError: `save` did not write it, or its step is not that of the folder's name.
         """
         return read_run_state(folder / "run.pt", needs)

@@ -33,8 +33,8 @@ __all__ = [
 
 Row = Mapping[str, Any]
 _ANSWERS = ("chosen", "rejected", "completion")
-_SAID = ("messages", "prompt", *_ANSWERS)
-_FORMS = (
+_TEXT_COLUMNS = ("messages", "prompt", *_ANSWERS)
+_COLUMN_SETS = (
     {"messages"},
     {"prompt"},
     {"prompt", "completion"},
@@ -43,7 +43,7 @@ _FORMS = (
     {"prompt", "completion", "label"},
 )
 """The columns of rows that a chat template is applied to."""
-_AT_ONCE = 1000
+_BATCH_ROWS = 1000
 """Rows of a batch of datasets.map."""
 
 
@@ -51,12 +51,12 @@ _AT_ONCE = 1000
 
 
 def is_conversational(example: Row) -> bool:
-    """Whether what a row says are lists of messages.
+    """Whether a row holds lists of messages.
 
     >>> is_conversational({"prompt": [{"role": "user", "content": "1+1?"}]}), is_conversational({"prompt": "1+1="})
     (True, False)
     """
-    return any(_is_messages(example[name], "role") for name in _SAID if name in example)
+    return any(_is_messages(example[name], "role") for name in _TEXT_COLUMNS if name in example)
 
 
 def is_conversational_from_value(example: Row) -> bool:
@@ -69,38 +69,40 @@ def is_conversational_from_value(example: Row) -> bool:
 
 
 def maybe_convert_to_chatml(example: Row) -> dict[str, Any]:
-    """A row whose messages have `role` and `content`, in `messages` where they were in `conversations`.
+    """The row with `role` and `content` in every message; the column `conversations` becomes `messages`.
 
     >>> maybe_convert_to_chatml({"conversations": [{"from": "user", "value": "1+1?"}]})
     {'messages': [{'role': 'user', 'content': '1+1?'}]}
     """
     names = {"from": "role", "value": "content"}
 
-    def renamed(said: Any) -> Any:
-        if not isinstance(said, list):
-            return said
-        return [{names.get(k, k): v for k, v in m.items()} if isinstance(m, Mapping) else m for m in said]
+    def rename_keys(value: Any) -> Any:
+        if not isinstance(value, list):
+            return value
+        return [{names.get(k, k): v for k, v in m.items()} if isinstance(m, Mapping) else m for m in value]
 
-    row = {name: renamed(said) if name in (*_SAID, "conversations") else said for name, said in example.items()}
-    return {"messages" if name == "conversations" else name: said for name, said in row.items()}
+    columns = (*_TEXT_COLUMNS, "conversations")
+    row = {name: rename_keys(value) if name in columns else value for name, value in example.items()}
+    return {"messages" if name == "conversations" else name: value for name, value in row.items()}
 
 
 def apply_chat_template(
     example: Row, processing_class: Any, tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
     **template_kwargs: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """The texts that a chat template makes of a row's conversations.
+    """The conversations of a row as texts of the chat template.
 
     Args: example: messages; prompt, alone or with an answer, with a label or without; a pair; with chat_template_kwargs
         of its own. processing_class: the tokenizer. tools: functions or schemas. template_kwargs: for the template.
-    Returns: the row's columns as texts, `messages` as `text`. Prompt and answer together are what the template makes of
-        the whole: where it shows the prompt alone otherwise, the prompt ends before that.
+    Returns: the row's columns as texts, `messages` as `text`. Prompt and answer together equal the template's text of
+        the whole conversation. If the template renders the prompt differently without the answer, the prompt ends
+        before the first difference.
     Raises: DataError: other columns, a text among messages, or a prompt that ends in a system turn.
     """
-    keys = {name for name in example if name in (*_SAID, "label")}
-    if keys not in _FORMS:
+    keys = {name for name in example if name in (*_TEXT_COLUMNS, "label")}
+    if keys not in _COLUMN_SETS:
         raise DataError(
-            f"Invalid keys in the example: {sorted(keys)}; give {' or '.join(map(str, map(sorted, _FORMS)))}"
+            f"Invalid keys in the example: {sorted(keys)}; give {' or '.join(map(str, map(sorted, _COLUMN_SETS)))}"
         )
     options = {
         "tools": tools or None,
@@ -108,22 +110,22 @@ def apply_chat_template(
         **(example.get("chat_template_kwargs") or {}),
         **template_kwargs,
     }
-    shown: Callable[..., str] = partial(processing_class.apply_chat_template, **options)
+    render: Callable[..., str] = partial(processing_class.apply_chat_template, **options)
     answers = [name for name in _ANSWERS if name in example]
-    found: dict[str, Any] = {"text": shown(example["messages"])} if "messages" in example else {}
+    found: dict[str, Any] = {"text": render(example["messages"])} if "messages" in example else {}
     if "prompt" in example:
         if isinstance(example["prompt"], str):
             raise DataError("the prompt is a text and the answers are messages; apply maybe_extract_prompt first")
         role = example["prompt"][-1]["role"]
         if role not in ("user", "tool", "assistant"):
             raise DataError(f"Invalid role in the last message: {role}; a prompt ends with user, tool or assistant")
-        said = role == "assistant"
-        alone = shown(example["prompt"], continue_final_message=said, add_generation_prompt=not said)
-        wholes = {name: shown(example["prompt"] + example[name]) for name in answers}
-        found["prompt"] = commonprefix([alone, *wholes.values()])  # noqa: RUF071 - of characters
+        unfinished = role == "assistant"
+        prompt = render(example["prompt"], continue_final_message=unfinished, add_generation_prompt=not unfinished)
+        wholes = {name: render(example["prompt"] + example[name]) for name in answers}
+        found["prompt"] = commonprefix([prompt, *wholes.values()])  # noqa: RUF071 - of characters
         found |= {name: whole[len(found["prompt"]) :] for name, whole in wholes.items()}
     else:
-        found |= {name: shown(example[name]) for name in answers}
+        found |= {name: render(example[name]) for name in answers}
     return found | ({"label": example["label"]} if "label" in example else {})
 
 
@@ -131,7 +133,7 @@ def maybe_apply_chat_template(
     example: Row, processing_class: Any, tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
     **template_kwargs: Any,
 ) -> Any:  # fmt: skip
-    """`apply_chat_template` of a row of conversations; any other as it is."""
+    """`apply_chat_template` of a row of conversations; any other row is returned unchanged."""
     if not is_conversational(example):
         return example
     return apply_chat_template(example, processing_class, tools, **template_kwargs)
@@ -147,9 +149,9 @@ def _is_messages(value: Any, *names: str) -> bool:
 
 
 def extract_prompt(example: Row) -> dict[str, Any]:
-    """A pair with what both answers begin with as its prompt: messages, or characters.
+    """The pair with the common beginning of its answers, in messages or in characters, as its prompt.
 
-    A blank before the answers is theirs; each keeps a message or a character at least.
+    A space before the first difference stays with the answers; each answer keeps at least one message or character.
 
     >>> extract_prompt({"chosen": "The sky is blue.", "rejected": "The sky is green."})
     {'prompt': 'The sky is', 'chosen': ' blue.', 'rejected': ' green.'}
@@ -165,7 +167,7 @@ def extract_prompt(example: Row) -> dict[str, Any]:
 
 
 def maybe_extract_prompt(example: Row) -> Any:
-    """`extract_prompt` of a pair without a prompt of its own form; any other row as it is."""
+    """`extract_prompt` of a pair that has no prompt of the same form; any other row is returned unchanged."""
     if "chosen" not in example or "rejected" not in example:
         return example
     forms = [is_conversational({"prompt": example[name]}) for name in ("prompt", "chosen") if name in example]
@@ -177,29 +179,29 @@ def maybe_extract_prompt(example: Row) -> Any:
 def unpair_preference_dataset(
     dataset: Any, num_proc: int | None = None, desc: str | None = None, **map_kwargs: Any
 ) -> Any:
-    """Rows with `completion` and `label` of pairs: of every thousand first the chosen answers, then the rejected ones.
+    """Pairs as rows with `completion` and `label`: in every batch of 1000 the chosen answers, then the rejected ones.
 
     Args: dataset: a Dataset, a DatasetDict, or their streams. The rest is for its `map`.
     """
-    given = {"num_proc": num_proc, "desc": desc, **map_kwargs}
-    more = {name: value for name, value in given.items() if value is not None}
-    return dataset.map(_both, batched=True, remove_columns=_columns(dataset), **more)
+    options = {"num_proc": num_proc, "desc": desc, **map_kwargs}
+    options = {name: value for name, value in options.items() if value is not None}
+    return dataset.map(_unpair_batch, batched=True, remove_columns=_columns(dataset), **options)
 
 
 def maybe_unpair_preference_dataset(dataset: Any, num_proc: int | None = None, desc: str | None = None) -> Any:
-    """`unpair_preference_dataset` of pairs; any other data set as it is."""
+    """`unpair_preference_dataset` of pairs; any other data set is returned unchanged."""
     pairs = {"chosen", "rejected"} <= {*_columns(dataset)}
     return unpair_preference_dataset(dataset, num_proc, desc) if pairs else dataset
 
 
 def _columns(dataset: Any) -> list[str]:
-    """The columns of a data set, or of the first of several; of a stream that does not say them, its first row's."""
+    """The columns of a data set or of the first of several; a stream without column names is read for its first row."""
     several = isinstance(dataset, datasets.DatasetDict | datasets.IterableDatasetDict)
     first: Any = next(iter(dataset.values())) if several else dataset
     return list(next(iter(first))) if first.column_names is None else list(first.column_names)
 
 
-def _both(batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+def _unpair_batch(batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
     """A batch of pairs as rows, the chosen answers first."""
     found = {name: values * 2 for name, values in batch.items() if name not in ("chosen", "rejected")}
     labels = [True] * len(batch["chosen"]) + [False] * len(batch["chosen"])
@@ -207,12 +209,12 @@ def _both(batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
 
 
 def unpair_rows(rows: Iterable[Row]) -> Iterator[dict[str, Any]]:
-    """Pairs of any iterable as `unpair_preference_dataset` has them, prompts extracted where there are none."""
+    """The rows of `unpair_preference_dataset` for any iterable of pairs; a missing prompt is extracted."""
     rows = iter(rows)
-    while part := list(islice(rows, _AT_ONCE)):
-        whole = [row if "prompt" in row else {**row, **extract_prompt(row)} for row in part]
+    while batch := list(islice(rows, _BATCH_ROWS)):
+        pairs = [row if "prompt" in row else {**row, **extract_prompt(row)} for row in batch]
         for side, label in (("chosen", True), ("rejected", False)):
-            for row in whole:
+            for row in pairs:
                 kept = {name: value for name, value in row.items() if name not in ("chosen", "rejected")}
                 yield {**kept, "completion": row[side], "label": label}
 
@@ -221,36 +223,36 @@ def unpair_rows(rows: Iterable[Row]) -> Iterator[dict[str, Any]]:
 
 
 def truncate_dataset(dataset: Any, max_length: int, map_kwargs: Mapping[str, Any] | None = None) -> Any:
-    """Rows whose lists are cut at the end. Args: max_length: of each list. map_kwargs: for the data set's `map`."""
+    """The rows with every list cut to max_length items. Args: map_kwargs: for the data set's `map`."""
 
     def cut(batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
         return {name: [v[:max_length] if _is_list(v) else v for v in values] for name, values in batch.items()}
 
-    return _mapped(dataset, cut, map_kwargs)
+    return _map_batches(dataset, cut, map_kwargs)
 
 
 def pack_dataset(
     dataset: Any, seq_length: int, strategy: str = "bfd", map_kwargs: Mapping[str, Any] | None = None
 ) -> Any:
-    """Rows of lists, put together to rows of at most seq_length, a thousand at a time.
+    """The rows packed into rows of at most seq_length items, in batches of 1000 rows.
 
     Args:
         dataset: a Dataset, a DatasetDict, or their streams; every column holds lists of one length in a row.
-        seq_length: of a pack.
-        strategy: bfd = rows stay whole, those that are longer are cut; bfd_split = these are divided; wrapped = rows
-            stand end to end, and a pack ends wherever it is full.
+        seq_length: the items of a pack.
+        strategy: bfd = rows stay whole, and longer rows are cut; bfd_split = longer rows are divided; wrapped = rows
+            are concatenated and cut wherever a pack is full.
         map_kwargs: for the data set's `map`.
-    Returns: the packs; with bfd and bfd_split the lengths of the rows in each as seq_lengths.
+    Returns: the packs; with bfd and bfd_split the column seq_lengths has the lengths of the rows in each pack.
     Raises: ConfigError: an unknown strategy. DataError: a column that holds no lists, or lists of other lengths.
     """
     known = ("bfd", "bfd_split", "wrapped")
     if strategy not in known:
         raise lookup_error("packing strategy", strategy, known)
-    return _mapped(dataset, partial(_packs, size=seq_length, strategy=strategy), map_kwargs)
+    return _map_batches(dataset, partial(_packs, size=seq_length, strategy=strategy), map_kwargs)
 
 
 def _packs(batch: Mapping[str, list[Any]], size: int, strategy: str) -> dict[str, list[Any]]:
-    """A batch as packs."""
+    """The packs of a batch of rows."""
     lengths = _lengths(batch)
     if strategy == "wrapped":
         ends = range(0, sum(lengths), size)
@@ -271,31 +273,31 @@ def _packs(batch: Mapping[str, list[Any]], size: int, strategy: str) -> dict[str
 
 
 def _lengths(batch: Mapping[str, list[Any]]) -> list[int]:
-    """The length of each row, which all of its columns have."""
-    found: list[int] | None = None
+    """The length of each row. Raises DataError: a column without lists, or with other lengths."""
+    lengths: list[int] | None = None
     for name, values in batch.items():
         if not all(_is_list(value) for value in values):
             raise DataError(f"Packing requires all columns to be lists of lists, and {name!r} is not; remove it first")
-        own = [len(value) for value in values]
-        if found is not None and own != found:
+        column_lengths = [len(value) for value in values]
+        if lengths is not None and column_lengths != lengths:
             raise DataError(
                 f"All columns must have values of the same length, and {name!r} has others; remove it first"
             )
-        found = own
-    return found or []
+        lengths = column_lengths
+    return lengths or []
 
 
 def _is_list(value: Any) -> bool:
     return isinstance(value, list | tuple)
 
 
-def _mapped(dataset: Any, fn: Callable[[Any], dict[str, list[Any]]], map_kwargs: Mapping[str, Any] | None) -> Any:
-    """A data set of what a function makes of its batches, which are lists whatever its format is, in that format."""
+def _map_batches(dataset: Any, fn: Callable[[Any], dict[str, list[Any]]], map_kwargs: Mapping[str, Any] | None) -> Any:
+    """The data set with a function mapped over its batches of lists; its format stays."""
     if isinstance(dataset, datasets.DatasetDict | datasets.IterableDatasetDict):
-        return type(dataset)({name: _mapped(split, fn, map_kwargs) for name, split in dataset.items()})
-    made = dataset.with_format(None).map(fn, batched=True, **(map_kwargs or {}))
+        return type(dataset)({name: _map_batches(split, fn, map_kwargs) for name, split in dataset.items()})
+    mapped = dataset.with_format(None).map(fn, batched=True, **(map_kwargs or {}))
     if isinstance(dataset, datasets.IterableDataset):
-        return made.with_format(dataset._formatting and dataset._formatting.format_type)
-    own = dataset.format
-    shown = [*own["columns"], *(name for name in made.column_names if name not in dataset.column_names)]
-    return made.with_format(own["type"], shown, own["output_all_columns"], **own["format_kwargs"])
+        return mapped.with_format(dataset._formatting and dataset._formatting.format_type)
+    previous = dataset.format
+    shown = [*previous["columns"], *(name for name in mapped.column_names if name not in dataset.column_names)]
+    return mapped.with_format(previous["type"], shown, previous["output_all_columns"], **previous["format_kwargs"])

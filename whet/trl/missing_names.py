@@ -7,7 +7,9 @@ from collections.abc import Mapping
 __all__ = ["MISSING_NAMES"]
 
 _WHET = "whet trains that by its own command or classes"
-_TEMPLATES = "the template is asked what of a conversation is trained, and needs no marks for it; leave it out"
+_TEMPLATES = (
+    "whet finds the trained tokens of a conversation with the template itself, which needs no marks; leave it out"
+)
 _LOSS = "take loss_type of whet.trl's DPOTrainer"
 MISSING_NAMES: Mapping[str, str] = {
     "AutoModelForCausalLMWithValueHead": "PPO's critic is a model of its own: whet ppo, or whet's PPOLearner",

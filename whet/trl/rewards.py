@@ -38,7 +38,7 @@ def think_format_reward(completions: Sequence[Any], **kwargs: Any) -> list[float
 
 
 def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int) -> Callable[..., list[float]]:
-    """DAPO's punishment of completions that come near the limit: 0, then falling to −1 over the last tokens.
+    """DAPO's punishment of completions near the length limit: 0, then falling to −1 over the last tokens.
 
     Args: max_completion_len: L, where −1 is reached. soft_punish_cache: c, the last tokens before it.
     Returns: fn(completion_ids) -> 0 up to L − c tokens, (L − c − n) / c up to L, −1 beyond.
@@ -60,7 +60,7 @@ def get_soft_overlong_punishment(max_completion_len: int, soft_punish_cache: int
 def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0) -> Callable[..., list[float]]:
     """The share of repeated n-grams of tokens times a penalty.
 
-    Args: ngram_size: n. max_penalty: of a completion that only repeats itself; not positive.
+    Args: ngram_size: n. max_penalty: the reward of a completion that only repeats itself; not positive.
     Raises: ConfigError: a positive penalty.
 
     >>> get_repetition_penalty_reward(2)(completion_ids=[[1, 2, 3, 4], [5, 5, 5, 5, 5]])
@@ -70,12 +70,12 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
         raise ConfigError(f"max_penalty {max_penalty} should not be positive; give -1.0, say")
 
     def repetition_penalty_reward(completion_ids: Sequence[Sequence[int]], **kwargs: Any) -> list[float]:
-        found = []
+        penalties = []
         for ids in completion_ids:
             grams = list(zip(*(ids[i:] for i in range(ngram_size)), strict=False))
             repeated = 1 - len(set(grams)) / len(grams) if grams else 0
-            found.append(repeated * max_penalty if repeated else 0.0)
-        return found
+            penalties.append(repeated * max_penalty if repeated else 0.0)
+        return penalties
 
     return repetition_penalty_reward
 
@@ -83,11 +83,11 @@ def get_repetition_penalty_reward(ngram_size: int = 3, max_penalty: float = -1.0
 def accuracy_reward(
     completions: Sequence[Any], solution: Sequence[str], log_extra: LogExtra | None = None, **kwargs: Any
 ) -> list[float | None]:
-    r"""1 where the formula of a completion, boxed first, equals that of the solution; None where that has none.
+    r"""1 if the formula of a completion (boxed ones first) equals the solution's, else 0; None without a formula there.
 
     Example: accuracy_reward([[{"content": r"It is \boxed{\frac{1}{3}}"}]], [r"\frac{1}{3}"]) -> [1.0]
     """
-    return _logged([_text(c) for c in completions], solution, log_extra, "[skipped]")
+    return _compute_accuracy([_text(c) for c in completions], solution, log_extra, "[skipped]")
 
 
 def reasoning_accuracy_reward(
@@ -97,15 +97,15 @@ def reasoning_accuracy_reward(
     log_extra: LogExtra | None = None,
     **kwargs: Any,
 ) -> list[float | None]:
-    """accuracy_reward of what follows the reasoning; 0 where that does not end.
+    """accuracy_reward of the text after the reasoning; 0 if the reasoning does not end.
 
-    Args: reasoning_delimiters: what ends it, the first that a completion has; None = ["</think>"].
+    Args: reasoning_delimiters: strings that end it; the first one in a completion counts; None = ["</think>"].
     """
     ends = ["</think>"] if reasoning_delimiters is None else reasoning_delimiters
     answers = [
         next((text.split(end)[-1] for end in ends if end in text), None) for text in (_text(c) for c in completions)
     ]
-    return _logged(answers, solution, log_extra, "[skipped]")
+    return _compute_accuracy(answers, solution, log_extra, "[skipped]")
 
 
 def get_cosine_scaled_reward(
@@ -117,56 +117,56 @@ def get_cosine_scaled_reward(
 ) -> Callable[..., list[float | None]]:
     """accuracy_reward scaled by length: v_min + (v_max − v_min) (1 + cos(π n / L)) / 2, n at most L.
 
-    Args: max_len: L, in tokens. The others: the values of a wrong and a right completion; of a wrong one the greatest
-        is that of the longest.
+    Args: max_len: L, in tokens. The others: the range of values of wrong and of right completions. The longest wrong
+        completion has the greatest value of its range.
     Source: "Demystifying Long Chain-of-Thought Reasoning", arXiv:2502.03373, appendix C.1.
     """
 
     def cosine_scaled_reward(
         completions: Sequence[Any], solution: Sequence[str], completion_ids: Sequence[Sequence[int]], **kwargs: Any
     ) -> list[float | None]:
-        found: list[float | None] = []
+        rewards: list[float | None] = []
         for right, ids in zip(accuracy_reward(completions, solution), completion_ids, strict=True):
             low, high = (min_value_correct, max_value_correct) if right else (max_value_wrong, min_value_wrong)
             share = (1 + math.cos(math.pi * min(len(ids) / max_len, 1.0))) / 2
-            found.append(None if right is None else low + (high - low) * share)
-        return found
+            rewards.append(None if right is None else low + (high - low) * share)
+        return rewards
 
     return cosine_scaled_reward
 
 
-# ---- pieces ----------------------------------------------------------------------------------------------------------
+# ---- helpers ---------------------------------------------------------------------------------------------------------
 
 
 def _text(completion: Any) -> str:
-    """A completion's text: of a conversation that of its first message."""
+    """The text of a completion; of a conversation, the text of its first message."""
     return completion if isinstance(completion, str) else str(completion[0]["content"])
 
 
-def _logged(
+def _compute_accuracy(
     answers: Sequence[str | None], solution: Sequence[str], log_extra: LogExtra | None, skipped: str
 ) -> list[float | None]:
-    """The rewards of answers; None among them = the reasoning has no end. What was read is logged."""
-    compare = _comparison()
-    found: list[float | None] = []
-    read: list[tuple[str, str]] = []
+    """The accuracy of each answer, 0 for None (reasoning without an end). Logs the parsed formulas."""
+    compare = _load_comparison()
+    rewards: list[float | None] = []
+    parsed: list[tuple[str, str]] = []
     for answer, gold in zip(answers, solution, strict=True):
         if answer is None:
-            found.append(0.0)
-            read.append(("[incomplete reasoning]", "[incomplete reasoning]"))
+            rewards.append(0.0)
+            parsed.append(("[incomplete reasoning]", "[incomplete reasoning]"))
             continue
-        reward, *words = compare(answer, gold)
-        found.append(reward)
-        read.append((words[0], words[1] if reward is not None else skipped))
+        reward, *texts = compare(answer, gold)
+        rewards.append(reward)
+        parsed.append((texts[0], texts[1] if reward is not None else skipped))
     if log_extra is not None:
         log_extra("solution", list(solution))
-        log_extra("gold_parsed", [gold for gold, _ in read])
-        log_extra("answer_parsed", [answer for _, answer in read])
-    return found
+        log_extra("gold_parsed", [gold for gold, _ in parsed])
+        log_extra("answer_parsed", [answer for _, answer in parsed])
+    return rewards
 
 
-def _comparison() -> Callable[[str, str], tuple[float | None, str, str]]:
-    """Gives fn(answer, gold) -> (reward, what was read of the gold, and of the answer).
+def _load_comparison() -> Callable[[str, str], tuple[float | None, str, str]]:
+    """Loads math-verify. Returns: fn(answer, gold) -> (reward, parsed gold, parsed answer).
 
     Raises: ConfigError: math-verify is not installed.
     """
@@ -185,13 +185,13 @@ def _comparison() -> Callable[[str, str], tuple[float | None, str, str]]:
         expected = parse(gold, parsing_timeout=limit)  # pyright: ignore[reportArgumentType]
         if len(expected) == 0:
             return None, "[unparseable]", ""
-        given = parse(
+        answered = parse(
             answer,
             extraction_config=[extraction],
             extraction_mode="first_match",
             parsing_timeout=limit,  # pyright: ignore[reportArgumentType]
         )
-        right = float(verify(expected, given, timeout_seconds=_VERIFY_S if main else None))
-        return right, str(expected), str(given) if given else "[unparseable]"
+        right = float(verify(expected, answered, timeout_seconds=_VERIFY_S if main else None))
+        return right, str(expected), str(answered) if answered else "[unparseable]"
 
     return compare

@@ -109,7 +109,7 @@ class ModelConfig:
     bnb_4bit_quant_storage: str | None = None
 
     def __post_init__(self) -> None:
-        """Checks the bits; one target that stands for all is a word."""
+        """Checks the bits; a list with one target becomes that target, which may name a set such as all-linear."""
         if self.load_in_8bit and self.load_in_4bit:
             raise ConfigError("You can't use 8 bit and 4 bit precision at the same time; set one of them")
         if isinstance(self.lora_target_modules, list) and len(self.lora_target_modules) == 1:
@@ -124,15 +124,15 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> Any:
     """
     import datasets
 
-    asked, streaming = mixture_config.datasets, mixture_config.streaming
-    if not asked:
+    configs, streaming = mixture_config.datasets, mixture_config.streaming
+    if not configs:
         raise ConfigError("No datasets were loaded from the mixture configuration: `datasets` is empty; name one")
-    shares = [one.fraction for one in asked if one.fraction is not None]
-    if shares and len(shares) < len(asked):
+    shares = [one.fraction for one in configs if one.fraction is not None]
+    if shares and len(shares) < len(configs):
         raise ConfigError("`fraction` must be set for either all datasets in the mixture or none of them")
     if shares and streaming:
         raise ConfigError("`fraction` is not supported with streaming datasets, which have no length; leave one out")
-    parts: list[Any] = [_loaded(one, streaming) for one in asked]
+    parts: list[Any] = [_load_rows(one, streaming) for one in configs]
     if shares:
         whole = min(len(part) * sum(shares) / share for part, share in zip(parts, shares, strict=True) if share > 0)
         parts = [
@@ -144,7 +144,7 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> Any:
     return (datasets.IterableDatasetDict if streaming else datasets.DatasetDict)({"train": rows})
 
 
-def _loaded(one: DatasetConfig, streaming: bool) -> Any:
+def _load_rows(one: DatasetConfig, streaming: bool) -> Any:
     """The rows of one data set of a mixture."""
     import datasets
 
@@ -155,7 +155,7 @@ def _loaded(one: DatasetConfig, streaming: bool) -> Any:
 
 
 def init_zero_verbose() -> None:
-    """Logs errors alone, and warnings of Python's as one line each."""
+    """Logs errors only, and each Python warning as one line."""
     logging.basicConfig(format="%(message)s", level=logging.ERROR)
 
     def show(message: Any, category: type[Warning], filename: str, lineno: int, *_: Any, **__: Any) -> None:
@@ -188,7 +188,7 @@ def get_peft_config(model_args: Any) -> Any:
 
 
 def get_quantization_config(model_args: Any) -> Any:
-    """The configuration of 4 or 8 bits; None for neither."""
+    """The quantization configuration for 4 or 8 bits; None = neither is set."""
     if not (model_args.load_in_4bit or model_args.load_in_8bit):
         return None
     from transformers import BitsAndBytesConfig
@@ -205,7 +205,7 @@ def get_quantization_config(model_args: Any) -> Any:
 
 
 class TrlParser(HfArgumentParser):
-    """HfArgumentParser that also reads `--config file.yaml`, whose keys are the flags and `env` environment variables.
+    """HfArgumentParser that also reads `--config file.yaml`: keys are flags, `env` holds environment variables.
 
     Args: dataclass_types: one or several. kwargs: of HfArgumentParser.
     Raises: ConfigError: one of them has a field `config`.
@@ -226,30 +226,31 @@ class TrlParser(HfArgumentParser):
         fail_with_unknown_args: bool = True,
         separate_remaining_strings: bool = False,
     ) -> tuple[Any, ...]:
-        """The dataclasses, from the command line over the file over the defaults.
+        """The dataclasses: the command line overrides the file, and the file overrides the defaults.
 
-        Args: args: None = the program's own. return_remaining_strings: the last element is what nothing has read.
-            fail_with_unknown_args: a key of the file that nothing reads is an error. separate_remaining_strings: the
-            file's and the command line's stand apart.
+        Args: args: None = the program's own. return_remaining_strings: the last element has the unread strings.
+            fail_with_unknown_args: an unread key of the file is an error. separate_remaining_strings: the unread
+            strings of the file and of the command line are two elements.
         Raises: ConfigError: the file is not a mapping, or has an unknown key.
         """
         words = sys.argv[1:] if args is None else list(args)
-        left: list[str] = []
+        unread: list[str] = []
         if "--config" in words:
             at = words.index("--config")
             _, path = words.pop(at), words.pop(at)
-            left = self._take(path)
-        found = self.parse_args_into_dataclasses(args=words, return_remaining_strings=return_remaining_strings)
+            unread = self._read_config(path)
+        parsed = self.parse_args_into_dataclasses(args=words, return_remaining_strings=return_remaining_strings)
         if return_remaining_strings:
-            mine = found[-1]
-            return (*found[:-1], left, mine) if separate_remaining_strings else (*found[:-1], left + mine)
-        if fail_with_unknown_args and left:
+            remaining = parsed[-1]
+            both = (unread, remaining) if separate_remaining_strings else (unread + remaining,)
+            return (*parsed[:-1], *both)
+        if fail_with_unknown_args and unread:
             known = [action.dest for action in _actions(self)]
-            raise ConfigError(f"Unknown arguments from config file: {left}{nearest(left[0].lstrip('-'), known)}")
-        return found
+            raise ConfigError(f"Unknown arguments from config file: {unread}{nearest(unread[0].lstrip('-'), known)}")
+        return parsed
 
-    def _take(self, path: str) -> list[str]:
-        """Makes a file's values the defaults. Returns: those that nothing reads, as words."""
+    def _read_config(self, path: str) -> list[str]:
+        """Makes the values of a file the defaults. Returns: the unread keys and values, as flags."""
         values = read_yaml(Path(path))
         env = values.pop("env", {})
         if not isinstance(env, dict):
@@ -258,7 +259,7 @@ class TrlParser(HfArgumentParser):
         return self.set_defaults_with_config(**values)
 
     def set_defaults_with_config(self, **values: Any) -> list[str]:
-        """Other defaults, by name, none of them required any more. Returns: what nothing reads, as words."""
+        """Sets defaults by name, which are then not required. Returns: the unread keys and values, as flags."""
         known: set[str] = set()
         for action in _actions(self):
             if action.dest in values:
@@ -268,10 +269,10 @@ class TrlParser(HfArgumentParser):
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """A parser's arguments, those of its subcommands among them."""
+    """The arguments of a parser and of its subcommands."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            for of_command in action.choices.values():
-                yield from _actions(of_command)
+            for subparser in action.choices.values():
+                yield from _actions(subparser)
         else:
             yield action

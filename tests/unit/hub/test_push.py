@@ -195,7 +195,7 @@ def test_a_dry_run_asks_nobody_and_sends_the_same(finished, capsys):
             {"fails": ConnectionError("refused")},
             r"the hub does not answer \(refused\); check the network",
         ),
-        ({}, {"fails": ValueError("too large")}, "me/sums did not accept the model: too large"),
+        ({}, {"fails": ValueError("too large")}, "me/sums did not accept the model: ValueError: too large"),
         ({"which": "bst"}, {}, "which='bst': there is no .*; there are final, step-000002, step-000003"),
         ({"which": "before_stop"}, {}, "the run had no trainer.stop_when"),
         ({"merged": True}, {}, "is not an adapter"),

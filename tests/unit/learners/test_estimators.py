@@ -16,7 +16,7 @@ from whet.errors import ConfigError, DataError
 from whet.learners.grpo import GRPOLearner
 from whet.learners.objective import make_estimator, reward_functions
 from whet.learners.step import Step
-from whet.ops import ADVANTAGE_ESTIMATORS, mean_only, with_greedy_rewards
+from whet.ops import ADVANTAGE_ESTIMATORS, drgrpo_advantages, with_greedy_rewards
 from whet.rewards.length import overlong
 from whet.rewards.manager import RewardManager
 from whet.rewards.reward_batch import RewardBatch
@@ -149,7 +149,7 @@ def test_groups_of_one_are_refused_for_estimators_that_compare_within_groups(nam
 
 
 @pytest.mark.parametrize(
-    "name", [*sorted({"reinforce", "reinforce_plus_plus", "remax"}), mean_only, "whet.ops:mean_only"]
+    "name", [*sorted({"reinforce", "reinforce_plus_plus", "remax"}), drgrpo_advantages, "whet.ops:drgrpo_advantages"]
 )
 def test_groups_of_one_are_taken_for_the_others_and_for_functions(name):
     step = first_step(learner(num_generations=1, advantage_estimator=name))

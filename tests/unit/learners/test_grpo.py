@@ -11,7 +11,7 @@ from whet.errors import ConfigError, EngineError
 from whet.learners.grpo import GRPOLearner
 from whet.learners.policy import with_signal
 from whet.learners.step import Step
-from whet.ops import clipped_surrogate, group_relative, mean_only, token_weights
+from whet.ops import clipped_surrogate, drgrpo_advantages, grpo_advantages, token_weights
 from whet.packing import plan_cache as plans_module
 from whet.rollout.base import EngineCaps
 from whet.rollout.hf import HFEngine
@@ -351,7 +351,7 @@ def test_a_step_whose_completions_are_all_masked_out_is_a_step_of_zero_gradients
 
 
 def half_advantage(rewards, group_ids):
-    return group_relative(rewards, group_ids) / 2
+    return grpo_advantages(rewards, group_ids) / 2
 
 
 def by_hand(mask, unit_of, norm, num_units):
@@ -361,7 +361,7 @@ def by_hand(mask, unit_of, norm, num_units):
 @pytest.mark.parametrize("field", ["advantage_estimator", "policy_loss_fn", "loss_agg_mode"])
 def test_parts_are_names_functions_or_references(field):
     choices = {
-        "advantage_estimator": ("drgrpo", mean_only, "whet.ops:mean_only"),
+        "advantage_estimator": ("drgrpo", drgrpo_advantages, "whet.ops:drgrpo_advantages"),
         "policy_loss_fn": ("grpo", clipped_surrogate, "whet.ops:clipped_surrogate"),
         "loss_agg_mode": ("token-mean", by_hand, f"{__name__}:by_hand"),
     }[field]
@@ -545,7 +545,7 @@ def test_metric_functions_see_the_samples_and_land_in_the_row():
     assert seen["answer"] == [a for a in (1, 2, 3, 4) for _ in range(4)]
     assert seen["prompts"][::4] == [f"{i}+1=" for i in range(4)]
     assert seen["rewards"] == length_reward(seen["completions"])
-    want = group_relative(torch.tensor(seen["rewards"]), torch.arange(4).repeat_interleave(4))
+    want = grpo_advantages(torch.tensor(seen["rewards"]), torch.arange(4).repeat_interleave(4))
     torch.testing.assert_close(torch.tensor(seen["advantages"]), want)
     assert run.rows[0]["mine/best"] == max(seen["rewards"])
 

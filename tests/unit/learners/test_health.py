@@ -15,7 +15,7 @@ from whet.config import DataConfig, GRPOConfig, Mode
 from whet.config.monitoring import Band
 from whet.learners.grpo import GRPOLearner
 from whet.learners.health import LONGER, Health, most_choices
-from whet.ops import Support, group_relative
+from whet.ops import Support, grpo_advantages
 from whet.rewards.manager import RewardManager
 from whet.types import Group, TokenBatch
 
@@ -39,7 +39,7 @@ def said(caplog):
     return found
 
 
-def sample(rewards=(1.0, 0.0), *, alike=False, trained=True, estimator=group_relative, **options):
+def sample(rewards=(1.0, 0.0), *, alike=False, trained=True, estimator=grpo_advantages, **options):
     """What two completions of one prompt come to: (rewarded, batch)."""
 
     def judge(completions):

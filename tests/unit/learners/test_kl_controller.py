@@ -9,7 +9,7 @@ from whet.config import DataConfig, GRPOConfig
 from whet.errors import ConfigError, EngineError
 from whet.learners.grpo import GRPOLearner
 from whet.learners.step import Step
-from whet.ops import group_relative, high_entropy_mask, leave_one_out
+from whet.ops import grpo_advantages, high_entropy_mask, rloo_advantages
 from whet.rollout.base import EngineCaps
 from whet.rollout.hf import HFEngine
 from whet.run.observer import Observer
@@ -42,14 +42,14 @@ def test_kl_in_the_reward_is_paid_before_the_estimator_and_after_the_clip(estima
     rewards = total if clip is None else total.clamp(*clip)
     assert clip is None or not torch.equal(rewards, total)
     total = rewards + torch.zeros(16, dtype=torch.float64).index_add(0, batch.sequence, paid)
-    known = {"grpo": group_relative, "rloo": leave_one_out}[estimator](total, batch.group_of)
+    known = {"grpo": grpo_advantages, "rloo": rloo_advantages}[estimator](total, batch.group_of)
     torch.testing.assert_close(batch.advantages, known[batch.sequence], atol=1e-5, rtol=0)
 
 
 def test_kl_in_the_advantage_is_taken_after_the_estimator():
     step = assigned(learner(kl_type="advantage", kl_loss_mode="mse_kl"))
     batch = step.batch
-    plain = group_relative(torch.from_numpy(step.rewards.total), batch.group_of)[batch.sequence]
+    plain = grpo_advantages(torch.from_numpy(step.rewards.total), batch.group_of)[batch.sequence]
     paid = 0.1 * 0.5 * (batch.old_logprobs - batch.ref_logprobs).square()
     torch.testing.assert_close(batch.advantages, plain - paid, atol=1e-6, rtol=0)
     assert batch.token_rewards is None

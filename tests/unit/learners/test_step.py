@@ -8,7 +8,7 @@ from whet.config import DataConfig, GRPOConfig
 from whet.errors import ConfigError, DataError
 from whet.learners.grpo import GRPOLearner
 from whet.learners.step import Step
-from whet.ops import group_relative
+from whet.ops import grpo_advantages
 from whet.types import Group
 
 
@@ -23,7 +23,7 @@ def test_an_estimator_reads_the_table_of_rewards_their_weights_and_lengths():
     def decoupled(x):
         """Each function normalised in its group, then weighed (GDPO); shorter ones a little better."""
         seen.append(x)
-        parts = [x.reward_weights[name] * group_relative(r, x.group_of) for name, r in x.table.items()]
+        parts = [x.reward_weights[name] * grpo_advantages(r, x.group_of) for name, r in x.table.items()]
         return torch.stack(parts).sum(0) - 0.01 * x.lengths
 
     def fine(completions):
@@ -40,7 +40,7 @@ def test_an_estimator_reads_the_table_of_rewards_their_weights_and_lengths():
     assert list(x.table) == ["fine", "short"] and x.reward_weights == {"fine": 1.0, "short": 0.5}
     assert x.table["fine"].tolist() == [1.0, 0.0] and x.table["short"].dtype == torch.float64
     assert x.table["short"].isnan().tolist() == [True, False] and x.lengths.tolist() == [3, 1]
-    want = group_relative(torch.tensor([1.0, 0.0]), torch.tensor([0, 0])) - 0.01 * torch.tensor([3.0, 1.0])
+    want = grpo_advantages(torch.tensor([1.0, 0.0]), torch.tensor([0, 0])) - 0.01 * torch.tensor([3.0, 1.0])
     torch.testing.assert_close(step.batch.advantages, want[[0, 0, 0, 1]])
 
 

@@ -17,12 +17,12 @@ from whet.ops.advantages import (
     ADVANTAGE_ESTIMATORS,
     AdvantageInputs,
     GroupedRewards,
+    drgrpo_advantages,
     estimate,
-    group_relative,
     group_spread,
-    leave_one_out,
-    mean_only,
+    grpo_advantages,
     needs_greedy_rewards,
+    rloo_advantages,
 )
 
 NAN = math.nan
@@ -169,7 +169,7 @@ def test_fp32_rewards_are_computed_on_in_float64(name):
 def test_large_offsets_don_t_cost_precision():
     # rewards of 1e6 + {0, .01}: fp32 has a spacing of .0625 there
     r = tensor([1e6, 1e6 + 0.01], dtype=torch.float64)
-    assert mean_only(r, tensor([0, 0])).tolist() == pytest.approx([-0.005, 0.005], rel=1e-5)
+    assert drgrpo_advantages(r, tensor([0, 0])).tolist() == pytest.approx([-0.005, 0.005], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name != "gae"])
@@ -315,7 +315,7 @@ def step(**columns):
 def test_an_estimator_of_two_arguments_is_given_rewards_and_groups():
     mine = lambda r, g: r + 10 * g  # whatever their names
     assert estimate(mine, step()).tolist() == [1, 1, 0, 12, 15, 15]
-    plain = functools.partial(group_relative, scale_rewards="none")
+    plain = functools.partial(grpo_advantages, scale_rewards="none")
     assert estimate(plain, step()).tolist() == [0.5, 0.5, -0.5, -1.5, 1.5, 1.5]
 
 
@@ -360,4 +360,4 @@ def test_remax_alone_asks_for_greedy_completions():
 
 def test_leave_one_out_is_the_centred_reward_times_g_over_g_minus_one():
     r, ids = tensor([0.0, 1, 5, 2]), torch.zeros(4, dtype=torch.long)
-    torch.testing.assert_close(leave_one_out(r, ids), mean_only(r, ids) * 4 / 3)
+    torch.testing.assert_close(rloo_advantages(r, ids), drgrpo_advantages(r, ids) * 4 / 3)

@@ -8,7 +8,7 @@ from helpers import advantage_inputs as inputs
 from torch import tensor
 
 from whet.errors import DataError
-from whet.ops.advantages import ADVANTAGE_ESTIMATORS, estimate, group_relative, minus_mean, reward_decoupled
+from whet.ops.advantages import ADVANTAGE_ESTIMATORS, estimate, gdpo_advantages, grpo_advantages, reinforce_advantages
 
 NAN = math.nan
 TWO = tensor([0, 0, 1, 1])
@@ -30,7 +30,7 @@ def test_every_estimator_is_worked_out_here():
 
 def test_grpo():
     # mean 1/2, deviations ±1/2, sample variance 4/4/3 = 1/3: 0.5 / (0.577350 + 1e-4) = 0.865875
-    got = group_relative(tensor([1.0, 0, 0, 1]), torch.zeros(4, dtype=torch.long), advantage_eps=1e-4)
+    got = grpo_advantages(tensor([1.0, 0, 0, 1]), torch.zeros(4, dtype=torch.long), advantage_eps=1e-4)
     assert got.tolist() == close(0.865875, -0.865875, -0.865875, 0.865875)
     # the population's deviation is 1/2
     assert call("grpo", [1.0, 0, 0, 1], [0, 0, 0, 0], advantage_ddof=0, advantage_eps=0.0) == [1, -1, -1, 1]
@@ -146,19 +146,19 @@ def test_gdpo_normalises_each_function_by_itself():
     half = 1 / math.sqrt(2)
     sums = tensor([-3 * half, 3 * half, half, -half], dtype=torch.float64)  # mean 0, squares 2·(9/2 + 1/2) = 10, / 3
     want = (sums / math.sqrt(10 / 3)).tolist()
-    assert reward_decoupled(x, advantage_eps=0.0).tolist() == pytest.approx(want, abs=1e-6)
+    assert gdpo_advantages(x, advantage_eps=0.0).tolist() == pytest.approx(want, abs=1e-6)
     # "gdpo" of one function alone is GRPO, normalised once more
     alone = inputs([0.0, 12, 12, 2], TWO)
-    once = group_relative(alone.rewards, TWO, advantage_eps=0.0).double()
-    assert reward_decoupled(alone, advantage_eps=0.0).tolist() == close(*(once / once.std()).tolist())
+    once = grpo_advantages(alone.rewards, TWO, advantage_eps=0.0).double()
+    assert gdpo_advantages(alone, advantage_eps=0.0).tolist() == close(*(once / once.std()).tolist())
 
 
 def test_gdpo_leaves_a_function_out_where_it_has_no_say():
     table = {"a": tensor([0.0, 1, NAN]).double(), "b": tensor([NAN, NAN, NAN]).double()}
     x = inputs([0.0, 1.0, NAN], [0, 0, 0], table=table)
-    assert reward_decoupled(x, advantage_eps=0.0).tolist() == close(-1 / math.sqrt(2), 1 / math.sqrt(2), 0)
+    assert gdpo_advantages(x, advantage_eps=0.0).tolist() == close(-1 / math.sqrt(2), 1 / math.sqrt(2), 0)
 
 
 def test_parameters_reach_an_estimator_bound():
     x = inputs([1.0, 0.0], [0, 1])
-    assert estimate(lambda r, g: minus_mean(r, g, global_norm=True), x).tolist() == [0.5, -0.5]
+    assert estimate(lambda r, g: reinforce_advantages(r, g, global_norm=True), x).tolist() == [0.5, -0.5]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from whet.ops import POLICY_LOSSES, TOKEN_MASKS, AdvantageInputs, group_relative
+from whet.ops import POLICY_LOSSES, TOKEN_MASKS, AdvantageInputs, grpo_advantages
 from whet.ops.policy_losses import IMPORTANCE_LEVELS
 from whet.types import LossInputs
 
@@ -62,4 +62,4 @@ def test_a_token_reward_before_the_first_trained_token_is_that_tokens():
 
 def test_rewards_that_differ_by_rounding_alone_are_equal():
     rewards = torch.tensor([0.1 + 0.2, 0.3], dtype=torch.float64)
-    assert group_relative(rewards, torch.tensor([0, 0]), advantage_eps=0.0).tolist() == [0.0, 0.0]
+    assert grpo_advantages(rewards, torch.tensor([0, 0]), advantage_eps=0.0).tolist() == [0.0, 0.0]

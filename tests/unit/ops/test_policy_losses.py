@@ -11,14 +11,14 @@ from whet.errors import ConfigError, DataError
 from whet.ops.policy_losses import (
     POLICY_LOSSES,
     cispo,
+    cispo_torchrl,
     cispo_trl,
-    clipped_ratio,
     clipped_surrogate,
     distillation,
-    geometric_mean,
+    gmpo,
     nll,
     reinforce,
-    soft_gate,
+    sapo,
     vespo,
 )
 from whet.types import LossInputs
@@ -243,7 +243,7 @@ def test_cispo_keeps_the_gradient_of_a_clipped_token():
     lower = functools.partial(cispo, cispo_epsilon_low=0.3)
     assert gradient(lower, x)[2].tolist() == pytest.approx([-1.2, 0.7])
     assert gradient(cispo_trl, x)[2].tolist() == pytest.approx([-0.2, 0.2])  # the cap is epsilon itself
-    _, metrics, slope = gradient(clipped_ratio, x)  # TorchRL's: the opposite
+    _, metrics, slope = gradient(cispo_torchrl, x)  # TorchRL's: the opposite
     assert slope.tolist() == [0, 0]
     assert metrics["clip_ratio/high"].tolist() == [1, 0] and metrics["clip_ratio/low"].tolist() == [0, 1]
 
@@ -251,12 +251,12 @@ def test_cispo_keeps_the_gradient_of_a_clipped_token():
 def test_gmpo_clips_each_token_in_log_space_on_the_side_of_its_advantage():
     # logs .9 and -.9 in ±.4: (.4 - .9) / 2 where A > 0, (.9 - .4) / 2 where A < 0
     x = inputs([0.9, -0.9] * 2, [0, 0, 1, 1], old_logprobs=[0.0] * 4, advantages=[1, 1, -1, -1])
-    loss, metrics, slope = gradient(functools.partial(geometric_mean, epsilon=0.4), x)
+    loss, metrics, slope = gradient(functools.partial(gmpo, epsilon=0.4), x)
     low, high = math.exp(-0.25), math.exp(0.25)
     assert loss.tolist() == pytest.approx([-low, -low, high, high])
     assert slope.tolist() == pytest.approx([0, -low, high, 0])
     assert metrics["clip_ratio/high"].tolist() == [1, 0, 0, 0] and metrics["clip_ratio/low"].tolist() == [0, 0, 0, 1]
-    wider = functools.partial(geometric_mean, epsilon=0.4, epsilon_high=1.0)
+    wider = functools.partial(gmpo, epsilon=0.4, epsilon_high=1.0)
     loss, metrics, _ = gradient(wider, x)
     assert loss.tolist() == pytest.approx([-1.0, -1.0, high, high])
     assert metrics["clip_ratio/region"].tolist() == [0, 0, 0, 1]
@@ -265,7 +265,7 @@ def test_gmpo_clips_each_token_in_log_space_on_the_side_of_its_advantage():
 def test_sapo_is_a_sigmoid_of_the_ratio():
     # r = 2: A = 1, τ = 1: -4 σ(1); A = -1, τ = 2: 2 σ(2). Gradient 4 σ(1 - σ) r
     x = inputs(log(2, 2), old_logprobs=[0.0, 0.0], advantages=[1, -1])
-    loss, _, slope = gradient(functools.partial(soft_gate, sapo_temperature_neg=2.0), x)
+    loss, _, slope = gradient(functools.partial(sapo, sapo_temperature_neg=2.0), x)
     one, two = (1 / (1 + math.exp(-t)) for t in (1, 2))
     assert loss.tolist() == pytest.approx([-4 * one, 2 * two])
     assert slope.tolist() == pytest.approx([-8 * one * (1 - one), 8 * two * (1 - two)])
@@ -300,9 +300,9 @@ def test_reinforce_and_distillation_by_hand():
     [
         (clipped_surrogate, {"delta": 0.0}, r"delta 0\.0 must be at least 1"),
         (cispo, {"cispo_epsilon_low": -1.0}, r"must be at least 0"),
-        (soft_gate, {"sapo_temperature_pos": 0.0}, "sapo_temperature_pos 0.0 must be positive"),
+        (sapo, {"sapo_temperature_pos": 0.0}, "sapo_temperature_pos 0.0 must be positive"),
         (vespo, {"vespo_k_neg": math.nan}, "vespo_k_neg nan must be positive"),
-        (geometric_mean, {"epsilon": -0.1}, r"epsilon -0\.1 must be at least 0"),
+        (gmpo, {"epsilon": -0.1}, r"epsilon -0\.1 must be at least 0"),
     ],
 )
 def test_parameters_out_of_range_are_refused(loss, fields, message):

@@ -113,7 +113,7 @@ def test_muon_goes_on_after_a_resume_as_if_nothing_had_happened(tmp_path):
 
 
 def test_muon_without_a_matrix_of_a_layer_is_refused():
-    with pytest.raises(ConfigError, match="none is trained here; take adamw"):
+    with pytest.raises(ConfigError, match=r"none is trained here; set optim\.name=adamw"):
         optimizers.make_optimizer({"embed_tokens.weight": nn.Parameter(torch.ones(2, 2))}, OptimConfig(name="muon"))
 
 

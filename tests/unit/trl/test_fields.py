@@ -115,7 +115,7 @@ def test_what_can_t_be_is_an_error_with_what_to_do(given, message):
         (SFTConfig, {"label_smoothing_factor": 0.1}, "DPO has label_smoothing"),
         (DPOConfig, {"loss_type": "sigmod"}, "did you mean sigmoid"),
         (DPOConfig, {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "one for each"),
-        (DPOConfig, {"f_divergence_type": "js_divergence", "loss_type": ["apo_zero"]}, "not made of the difference"),
+        (DPOConfig, {"f_divergence_type": "js_divergence", "loss_type": ["apo_zero"]}, "a function of the difference"),
         (DPOConfig, {"sync_ref_model": True, "precompute_ref_log_probs": True}, "choose one"),
         (DPOConfig, {"loss_type": "exo_pair"}, "divides by label_smoothing"),
         (RewardConfig, {"center_rewards_coefficient": -1.0}, "must not be negative"),

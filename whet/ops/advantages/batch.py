@@ -14,16 +14,16 @@ from whet.ops.advantages.inputs import AdvantageInputs, with_greedy_rewards
 from whet.ops.masked import masked_whiten
 
 __all__ = [
-    "batch_normalized",
-    "minus_greedy",
-    "minus_mean",
-    "reward_decoupled",
-    "whitened_relative",
-    "whitened_returns",
+    "gdpo_advantages",
+    "reinforce_advantages",
+    "reinforce_plus_plus_advantages",
+    "reinforce_plus_plus_baseline_advantages",
+    "remax_advantages",
+    "scalerl_advantages",
 ]
 
 
-def batch_normalized(
+def scalerl_advantages(
     rewards: Tensor, group_ids: Tensor, *, advantage_eps: float = 1e-6, advantage_ddof: int = 1
 ) -> Tensor:
     """Advantage against the group's mean, in units of the deviation of all advantages of the batch.
@@ -32,11 +32,11 @@ def batch_normalized(
     Args: rewards [N], NaN = not applicable. group_ids: Long [N]. advantage_eps: ε. advantage_ddof: of the deviation.
     Returns: [N], fp32; exactly 0 in groups of one and where all rewards of a group are equal.
     Raises: DataError: an infinite reward, or shapes that differ.
-    Source: ScaleRL, arXiv:2510.13786. It differs from group_relative with scale_rewards="batch", which is TRL's: there
+    Source: ScaleRL, arXiv:2510.13786. It differs from grpo_advantages with scale_rewards="batch", which is TRL's: there
         the deviation is that of the rewards, in which groups differ by their means.
 
     >>> from torch import tensor
-    >>> batch_normalized(tensor([0., 1., 3., 6.]), tensor([0, 0, 1, 1]), advantage_eps=0.0)  # a = ∓1/2, ∓3/2: σ² = 5/3
+    >>> scalerl_advantages(tensor([0., 1., 3., 6.]), tensor([0, 0, 1, 1]), advantage_eps=0.0)  # a ∓1/2, ∓3/2: σ² = 5/3
     tensor([-0.3873,  0.3873, -1.1619,  1.1619])
     """
     g = GroupedRewards.by(rewards, group_ids)
@@ -45,7 +45,7 @@ def batch_normalized(
     return g.advantages(centred / (std + advantage_eps))
 
 
-def minus_mean(
+def reinforce_advantages(
     rewards: Tensor,
     group_ids: Tensor,
     *,
@@ -69,7 +69,8 @@ def minus_mean(
         are of one size.
 
     >>> from torch import tensor
-    >>> minus_mean(tensor([1., 0., 5.]), tensor([0, 0, 1])), minus_mean(tensor([1., 0., 5.]), tensor([0, 1, 2]))
+    >>> rewards = tensor([1., 0., 5.])
+    >>> reinforce_advantages(rewards, tensor([0, 0, 1])), reinforce_advantages(rewards, tensor([0, 1, 2]))
     (tensor([ 0.5000, -0.5000,  3.0000]), tensor([-1., -2.,  3.]))
     """
     g = GroupedRewards.by(rewards, group_ids)
@@ -81,7 +82,7 @@ def minus_mean(
     return torch.where(g.given & spread, centred, 0.0).float()
 
 
-def whitened_returns(x: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
+def reinforce_plus_plus_advantages(x: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
     """The return from each token on, whitened over all tokens of the batch.
 
     A_t = (G_t − μ) / √(v + 1e-8), G_t = r_t + γ G_{t+1} over the trained tokens of a trajectory, μ and v their mean and
@@ -95,7 +96,7 @@ def whitened_returns(x: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
     >>> from torch import tensor
     >>> x = AdvantageInputs(rewards=tensor([1., 3.]), group_of=tensor([0, 1]), trajectory=tensor([0, 0, 1, 1]),
     ...                     mask=tensor([True, True, True, True]))
-    >>> whitened_returns(x, gamma=0.0)  # returns 0, 1, 0, 3: mean 1, variance 2
+    >>> reinforce_plus_plus_advantages(x, gamma=0.0)  # returns 0, 1, 0, 3: mean 1, variance 2
     tensor([-0.7071,  0.0000, -0.7071,  1.4142])
     """
     given = GroupedRewards.by(x.rewards, x.group_of).given
@@ -103,7 +104,7 @@ def whitened_returns(x: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
     return masked_whiten(_returns_to_go(x, gamma), kept).float()
 
 
-def whitened_relative(x: AdvantageInputs) -> Tensor:
+def reinforce_plus_plus_baseline_advantages(x: AdvantageInputs) -> Tensor:
     """Advantage against the group's mean, whitened over all tokens of the batch.
 
     A_t = (aᵢ − μ) / √(v + 1e-8), aᵢ = rᵢ − mean_g(r) at each trained token of i; μ and v the mean and unbiased variance
@@ -118,7 +119,7 @@ def whitened_relative(x: AdvantageInputs) -> Tensor:
     >>> from torch import tensor
     >>> x = AdvantageInputs(rewards=tensor([1., 3.]), group_of=tensor([0, 0]), trajectory=tensor([0, 0, 0, 1]),
     ...                     mask=tensor([True, True, True, True]))
-    >>> whitened_relative(x)  # -1 three times and 1: mean -1/2, variance 1
+    >>> reinforce_plus_plus_baseline_advantages(x)  # -1 three times and 1: mean -1/2, variance 1
     tensor([-0.5000, -0.5000, -0.5000,  1.5000])
     """
     g = GroupedRewards.by(x.returns, x.group_of)
@@ -128,7 +129,7 @@ def whitened_relative(x: AdvantageInputs) -> Tensor:
 
 
 @with_greedy_rewards
-def minus_greedy(x: AdvantageInputs) -> Tensor:
+def remax_advantages(x: AdvantageInputs) -> Tensor:
     """The return from each token on, minus the reward of the greedy completion of its prompt.
 
     A_t = G_t − b_g, G_t = Σ_{s ≥ t} r_s; with only an outcome that is r − b_g at every token.
@@ -140,7 +141,7 @@ def minus_greedy(x: AdvantageInputs) -> Tensor:
     >>> from torch import tensor
     >>> x = AdvantageInputs(rewards=tensor([1., 0.]), group_of=tensor([0, 1]), trajectory=tensor([0, 0, 1]),
     ...                     mask=tensor([True, True, True]), greedy_rewards=tensor([0.5, 0.5]))
-    >>> minus_greedy(x)
+    >>> remax_advantages(x)
     tensor([ 0.5000,  0.5000, -0.5000])
     """
     given = GroupedRewards.by(x.rewards, x.group_of).given
@@ -150,7 +151,7 @@ def minus_greedy(x: AdvantageInputs) -> Tensor:
     return torch.where(kept, found, 0.0).float()
 
 
-def reward_decoupled(x: AdvantageInputs, *, advantage_eps: float = 1e-6, advantage_ddof: int = 1) -> Tensor:
+def gdpo_advantages(x: AdvantageInputs, *, advantage_eps: float = 1e-6, advantage_ddof: int = 1) -> Tensor:
     """Each reward function normalised in its group by itself, their weighted sum normalised over the batch.
 
     z_k = (r_k − mean_g(r_k)) / (std_g(r_k) + ε) for each function k; R = Σ_k w_k z_k over those that apply;
@@ -169,7 +170,7 @@ def reward_decoupled(x: AdvantageInputs, *, advantage_eps: float = 1e-6, advanta
     >>> x = AdvantageInputs(rewards=tensor([1., 10.]), group_of=tensor([0, 0]), trajectory=tensor([0, 1]),
     ...                     mask=tensor([True, True]), table={"a": tensor([1., 0.]), "b": tensor([0., 10.])},
     ...                     reward_weights={"a": 2.0, "b": 1.0})
-    >>> reward_decoupled(x)  # R = ±(2 - 1) / √2: both functions have their say
+    >>> gdpo_advantages(x)  # R = ±(2 - 1) / √2: both functions have their say
     tensor([ 0.7071, -0.7071])
     """
     columns = [(x.reward_weights.get(name, 1.0), r) for name, r in x.table.items()] or [(1.0, x.rewards)]

@@ -13,10 +13,17 @@ from whet.errors import DataError
 from whet.ops.advantages.group_statistics import GroupedRewards
 from whet.ops.advantages.inputs import AdvantageInputs
 
-__all__ = ["best_of_group", "group_relative", "leave_one_out", "length_weighted", "mean_only", "relative_to_success"]
+__all__ = [
+    "drgrpo_advantages",
+    "grpo_advantages",
+    "maxrl_advantages",
+    "opo_advantages",
+    "pass_at_k_advantages",
+    "rloo_advantages",
+]
 
 
-def group_relative(
+def grpo_advantages(
     rewards: Tensor,
     group_ids: Tensor,
     *,
@@ -42,7 +49,7 @@ def group_relative(
         reward itself.
 
     >>> from torch import tensor
-    >>> group_relative(tensor([1., 0., 5.]), tensor([0, 0, 1]), scale_rewards="none")  # group 0 has mean 0.5
+    >>> grpo_advantages(tensor([1., 0., 5.]), tensor([0, 0, 1]), scale_rewards="none")  # group 0 has mean 0.5
     tensor([ 0.5000, -0.5000,  0.0000])
     """
     g = GroupedRewards.by(rewards, group_ids)
@@ -51,7 +58,7 @@ def group_relative(
     return g.advantages(centred if scale is None else centred / (scale + advantage_eps))
 
 
-def mean_only(rewards: Tensor, group_ids: Tensor) -> Tensor:
+def drgrpo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """Advantage of each completion against the mean of its group, not scaled.
 
     Aᵢ = rᵢ − mean_g(r).
@@ -61,13 +68,13 @@ def mean_only(rewards: Tensor, group_ids: Tensor) -> Tensor:
     Source: Dr. GRPO, arXiv:2503.20783; agrees with Tunix.
 
     >>> from torch import tensor
-    >>> mean_only(tensor([1., 0.]), tensor([0, 0]))
+    >>> drgrpo_advantages(tensor([1., 0.]), tensor([0, 0]))
     tensor([ 0.5000, -0.5000])
     """
-    return group_relative(rewards, group_ids, scale_rewards="none")
+    return grpo_advantages(rewards, group_ids, scale_rewards="none")
 
 
-def leave_one_out(
+def rloo_advantages(
     rewards: Tensor,
     group_ids: Tensor,
     *,
@@ -85,7 +92,7 @@ def leave_one_out(
     Source: RLOO, arXiv:2402.14740; agrees with Tunix, verl and TRL.
 
     >>> from torch import tensor
-    >>> leave_one_out(tensor([1., 2., 3.]), tensor([0, 0, 0]))  # 1 - 5/2, 2 - 4/2, 3 - 3/2
+    >>> rloo_advantages(tensor([1., 2., 3.]), tensor([0, 0, 0]))  # 1 - 5/2, 2 - 4/2, 3 - 3/2
     tensor([-1.5000,  0.0000,  1.5000])
     """
     g = GroupedRewards.by(rewards, group_ids)
@@ -97,7 +104,7 @@ def leave_one_out(
     return g.advantages((found - whole.mean) / (whole.std(advantage_ddof) + advantage_eps))
 
 
-def length_weighted(x: AdvantageInputs) -> Tensor:
+def opo_advantages(x: AdvantageInputs) -> Tensor:
     """Advantage of each completion against the mean of its group by length.
 
     Aᵢ = rᵢ − Σ_g l r / Σ_g l, l the trained tokens of a completion: the baseline of least variance where the squared
@@ -110,7 +117,7 @@ def length_weighted(x: AdvantageInputs) -> Tensor:
     >>> from torch import tensor
     >>> x = AdvantageInputs(rewards=tensor([1., 0.]), group_of=tensor([0, 0]), trajectory=tensor([0, 0, 0, 1]),
     ...                     mask=tensor([True, True, True, True]))
-    >>> length_weighted(x)  # baseline (3·1 + 1·0) / 4
+    >>> opo_advantages(x)  # baseline (3·1 + 1·0) / 4
     tensor([ 0.2500, -0.7500])
     """
     g = GroupedRewards.by(x.returns, x.group_of)
@@ -118,7 +125,7 @@ def length_weighted(x: AdvantageInputs) -> Tensor:
     return g.advantages(g.rewards - g.sum(lengths * g.rewards) / g.sum(lengths).clamp(min=1))
 
 
-def best_of_group(
+def pass_at_k_advantages(
     rewards: Tensor,
     group_ids: Tensor,
     *,
@@ -129,14 +136,14 @@ def best_of_group(
     """The difference between the best and the second-best reward of a group, for the best alone: a gradient of pass@k.
 
     A = (r₁ − r₂) / (σ + ε) for the best, 0 for the others, r₁ and r₂ the two largest rewards of the group; 0 where
-    several are best. σ, ε as in group_relative.
+    several are best. σ, ε as in grpo_advantages.
     Args: rewards [N], NaN = not applicable. group_ids: Long [N]. The others: as there.
     Returns: [N], fp32; exactly 0 in groups of one and where all rewards of a group are equal.
     Raises: DataError: an infinite reward, or shapes that differ. ConfigError: an unknown scale_rewards.
     Source: arXiv:2503.19595; agrees with verl's grpo_passk, which refuses a group of one.
 
     >>> from torch import tensor
-    >>> best_of_group(tensor([1., 4., 2.]), tensor([0, 0, 0]), scale_rewards="none")
+    >>> pass_at_k_advantages(tensor([1., 4., 2.]), tensor([0, 0, 0]), scale_rewards="none")
     tensor([0., 2., 0.])
     """
     g = GroupedRewards.by(rewards, group_ids)
@@ -148,7 +155,7 @@ def best_of_group(
     return g.advantages(gain if scale is None else gain / (scale + advantage_eps))
 
 
-def relative_to_success(rewards: Tensor, group_ids: Tensor, *, advantage_eps: float = 1e-6) -> Tensor:
+def maxrl_advantages(rewards: Tensor, group_ids: Tensor, *, advantage_eps: float = 1e-6) -> Tensor:
     """Advantage of each completion as a share of its group's success: prompts that are seldom solved weigh more.
 
     Aᵢ = (rᵢ − mean_g(r)) / (mean_g(r) + ε): with rewards of 0 and 1, the gradient of the log of the probability of
@@ -159,7 +166,7 @@ def relative_to_success(rewards: Tensor, group_ids: Tensor, *, advantage_eps: fl
     Source: MaxRL, arXiv:2602.02710, with rewards of 0 and 1; ε as in TRL's example of it.
 
     >>> from torch import tensor
-    >>> relative_to_success(tensor([1., 0., 0., 0.]), tensor([0, 0, 0, 0]), advantage_eps=0.0)  # (1 - 1/4) / (1/4)
+    >>> maxrl_advantages(tensor([1., 0., 0., 0.]), tensor([0, 0, 0, 0]), advantage_eps=0.0)  # (1 - 1/4) / (1/4)
     tensor([ 3., -1., -1., -1.])
     """
     g = GroupedRewards.by(rewards, group_ids)

@@ -40,27 +40,27 @@ from whet.ops.policy_losses.base import (
     teacher_column,
     zero_without_advantage,
 )
-from whet.ops.policy_losses.clipped import clipped_surrogate, geometric_mean
+from whet.ops.policy_losses.clipped import clipped_surrogate, gmpo
 from whet.ops.policy_losses.distillation import distillation, gkd
 from whet.ops.policy_losses.policy_gradient import cispo, cispo_trl, nll, reinforce, vespo
 from whet.ops.policy_losses.ratios import IMPORTANCE_LEVELS
-from whet.ops.policy_losses.smooth import clipped_ratio, soft_gate
+from whet.ops.policy_losses.smooth import cispo_torchrl, sapo
 
 __all__ = [
     "IMPORTANCE_LEVELS",
     "POLICY_LOSSES",
     "cispo",
+    "cispo_torchrl",
     "cispo_trl",
-    "clipped_ratio",
     "clipped_surrogate",
     "compares_with_teacher",
     "distillation",
-    "geometric_mean",
     "gkd",
+    "gmpo",
     "metrics_without_advantage",
     "nll",
     "reinforce",
-    "soft_gate",
+    "sapo",
     "teacher_column",
     "vespo",
     "zero_without_advantage",
@@ -68,16 +68,16 @@ __all__ = [
 
 POLICY_LOSSES: dict[str, Callable[..., LossOutput]] = {
     "cispo": cispo,
-    "cispo-torchrl": clipped_ratio,
+    "cispo-torchrl": cispo_torchrl,
     "cispo-trl": cispo_trl,
     "distillation": distillation,
     "gkd": gkd,
-    "gmpo": geometric_mean,
+    "gmpo": gmpo,
     "grpo": clipped_surrogate,
     "gspo-token": partial(clipped_surrogate, importance_sampling_level="sequence-token"),
     "ppo": clipped_surrogate,
     "reinforce": reinforce,
-    "sapo": soft_gate,
+    "sapo": sapo,
     "vespo": vespo,
 }
 """fn(x: LossInputs, **kw) -> (loss [s], metrics), by name."""

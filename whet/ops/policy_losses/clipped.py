@@ -11,7 +11,7 @@ from whet.ops.policy_losses.base import LossOutput, of_level, output, zero_witho
 from whet.ops.policy_losses.ratios import detached_advantages, log_ratios, ratio_metrics, upper
 from whet.types import LossInputs
 
-__all__ = ["clipped_surrogate", "geometric_mean"]
+__all__ = ["clipped_surrogate", "gmpo"]
 
 CLIP_METRICS = ("clip_ratio/high", "clip_ratio/low", "clip_ratio/region")
 
@@ -78,7 +78,7 @@ def clipped_surrogate(
 
 
 @zero_without_advantage(*CLIP_METRICS)
-def geometric_mean(x: LossInputs, *, epsilon: float = 0.2, epsilon_high: float | None = None) -> LossOutput:
+def gmpo(x: LossInputs, *, epsilon: float = 0.2, epsilon_high: float | None = None) -> LossOutput:
     """GMPO: the geometric mean of a sequence's token ratios, each clipped in log space on the side that A points to.
 
     l = −A·exp((1/n) Σ_t c_t), c_t = min(d_t, ε_high) where A > 0, else max(d_t, −ε); d_t = log π − log π_old held in
@@ -94,7 +94,7 @@ def geometric_mean(x: LossInputs, *, epsilon: float = 0.2, epsilon_high: float |
 
     >>> x = LossInputs(sequence=torch.tensor([0, 0]), mask=torch.tensor([True, True]), advantages=torch.ones(2),
     ...                logprobs=torch.tensor([.9, -.4]), old_logprobs=torch.zeros(2))
-    >>> geometric_mean(x, epsilon=0.4)[0]  # -exp((0.4 - 0.4) / 2)
+    >>> gmpo(x, epsilon=0.4)[0]  # -exp((0.4 - 0.4) / 2)
     tensor([-1., -1.])
     """
     high = upper(epsilon, epsilon_high)

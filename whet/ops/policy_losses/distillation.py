@@ -5,7 +5,7 @@ from __future__ import annotations
 from whet.ops.divergence import check_beta
 from whet.ops.masked import masked_column
 from whet.ops.policy_losses.base import LossOutput, compares_with_teacher, output
-from whet.ops.policy_losses.ratios import detached_advantages, log_ratios, ratio_metrics, rollout_logprobs
+from whet.ops.policy_losses.ratios import detached_advantages, get_old_logprobs, log_ratios, ratio_metrics
 from whet.types import LossInputs
 
 __all__ = ["distillation", "gkd"]
@@ -35,7 +35,7 @@ def distillation(x: LossInputs, *, teacher_coef: float = 1.0, importance_samplin
     >>> distillation(x)[0]  # the teacher finds the token less likely: the loss pushes it down
     tensor([2.])
     """
-    gap = rollout_logprobs(x) - masked_column(x.need("teacher_logprobs"), x.mask).detach()
+    gap = get_old_logprobs(x) - masked_column(x.need("teacher_logprobs"), x.mask).detach()
     log_ratio, used = log_ratios(x, importance_sampling_level)
     loss = -used.exp() * (detached_advantages(x) - teacher_coef * gap)
     return output(loss, {"teacher_kl": gap, **ratio_metrics(log_ratio, used, x.mask)})

@@ -67,7 +67,7 @@ and sequence-token have the same gradient. Tunix holds d_t and sequence-token as
 """
 
 
-def rollout_logprobs(x: LossInputs) -> Tensor:
+def get_old_logprobs(x: LossInputs) -> Tensor:
     """Log π_old, a constant, 0 where masked out: [s]. Where there is none, or it is NaN: the current policy's."""
     own = masked_column(x.logprobs, x.mask).detach()
     if x.old_logprobs is None:
@@ -84,7 +84,7 @@ def log_ratios(x: LossInputs, level: str) -> tuple[Tensor, Tensor]:
     """
     if level not in IMPORTANCE_LEVELS:
         raise lookup_error("importance level", level, IMPORTANCE_LEVELS)
-    log_ratio = masked_column(x.logprobs, x.mask) - rollout_logprobs(x)
+    log_ratio = masked_column(x.logprobs, x.mask) - get_old_logprobs(x)
     return log_ratio, torch.where(x.mask, IMPORTANCE_LEVELS[level](log_ratio, x), 0.0)
 
 

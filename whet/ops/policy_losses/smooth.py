@@ -15,11 +15,11 @@ from whet.ops.policy_losses.ratios import (
 )
 from whet.types import LossInputs
 
-__all__ = ["clipped_ratio", "soft_gate"]
+__all__ = ["cispo_torchrl", "sapo"]
 
 
 @zero_without_advantage()
-def soft_gate(
+def sapo(
     x: LossInputs,
     *,
     sapo_temperature_pos: float = 1.0,
@@ -40,7 +40,7 @@ def soft_gate(
 
     >>> x = LossInputs(sequence=torch.tensor([0]), mask=torch.tensor([True]), logprobs=torch.tensor([0.]),
     ...                old_logprobs=torch.tensor([0.]), advantages=torch.tensor([3.]))
-    >>> soft_gate(x)[0]  # -3 * 0.5 * 4
+    >>> sapo(x)[0]  # -3 * 0.5 * 4
     tensor([-6.])
     """
     check_positive(sapo_temperature_pos=sapo_temperature_pos, sapo_temperature_neg=sapo_temperature_neg)
@@ -52,7 +52,7 @@ def soft_gate(
 
 
 @zero_without_advantage("clip_ratio/high", "clip_ratio/low", "clip_ratio/region")
-def clipped_ratio(
+def cispo_torchrl(
     x: LossInputs, *, epsilon: float = 0.2, epsilon_high: float | None = None, importance_sampling_level: str = "token"
 ) -> LossOutput:
     """Only the clipped ratio, which TorchRL calls CISPO: outside the range no token has a gradient, whatever A is.
@@ -67,7 +67,7 @@ def clipped_ratio(
 
     >>> x = LossInputs(sequence=torch.tensor([0]), mask=torch.tensor([True]), logprobs=torch.tensor([-1.]),
     ...                old_logprobs=torch.tensor([0.]), advantages=torch.tensor([2.]))
-    >>> clipped_ratio(x)[0]  # r = 1/e is held at 0.8
+    >>> cispo_torchrl(x)[0]  # r = 1/e is held at 0.8
     tensor([-1.6000])
     """
     low, high = 1 - epsilon, 1 + upper(epsilon, epsilon_high)

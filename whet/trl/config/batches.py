@@ -26,7 +26,7 @@ _VARIED = (
     "generation_batch_size",
     "steps_per_generation",
 )
-"""The fields of which others are tried where a setting does not work."""
+"""The fields for which other values are tried if a setting does not work."""
 _NEAREST = 3
 
 

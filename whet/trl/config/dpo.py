@@ -66,13 +66,13 @@ def sigmoid(p: PreferenceInputs, *, beta: float = 0.1) -> Tensor:
 
 
 class _DPO(SupervisedArguments):
-    """What DPOConfig has besides its fields."""
+    """The methods of DPOConfig."""
 
     TABLE: ClassVar[Table] = {**TRAINING_FIELDS, **SUPERVISED_FIELDS, **DPO_FIELDS}
     OLD: ClassVar[Table] = {**OLD_TRAINING_FIELDS, **OLD_DPO_FIELDS}
 
     def _check(self) -> None:
-        """What of its values is not there."""
+        """Raises ConfigError for values that whet does not support."""
         super()._check()
         for name in OLD_DPO_FIELDS:
             if getattr(self, name) is not None:

@@ -18,7 +18,7 @@ log = logging.getLogger("whet")
 
 _SERVER = "only read with vllm_mode='server', which is refused"
 _CB = "whet's own engine batches continuously in any case"
-_KEPT = "the corrections are of the embedded engine's own logprobs only where use_vllm is set, as there"
+_KEPT = "the corrections are of the embedded engine's own logprobs only where use_vllm is set, as in TRL"
 
 GRPO_FIELDS: Table = {
     "model_init_kwargs": other(None, "dtype is read as fp32 masters with bf16=...; torch_dtype, device_map and "
@@ -78,7 +78,7 @@ GRPO_FIELDS: Table = {
         "(dapo, cispo, vespo with steps_per_generation other than the accumulation); cispo's cap is ε_high itself, "
         "as there, with a warning",
     ),
-    "mask_truncated_completions": other(False, "their rows count in the means over rows, as there"),
+    "mask_truncated_completions": other(False, "their rows count in the means over rows, as in TRL"),
     "sync_ref_model": works(False),
     "ref_model_mixup_alpha": works(0.6),
     "ref_model_sync_steps": other(512, "optimizer steps, rounded up to whole rollouts"),
@@ -106,7 +106,7 @@ GRPO_FIELDS: Table = {
     "use_transformers_continuous_batching": inert(False, _CB),
     "transformers_continuous_batching_config": inert(None, _CB, dict),
     "use_transformers_paged": inert(False, _CB),
-    "vllm_importance_sampling_cap": other(None, "vllm_importance_sampling_clip_max, as there", float),
+    "vllm_importance_sampling_cap": other(None, "vllm_importance_sampling_clip_max, as in TRL", float),
 }  # fmt: skip
 """Field -> what it is here."""
 
@@ -129,7 +129,7 @@ COMPAT = {"0.16": {"temperature": 0.9, "top_k": 50, "beta": 0.04, "max_completio
 
 
 class _GRPO(RLArguments):
-    """What GRPOConfig has besides its fields."""
+    """The methods of GRPOConfig."""
 
     TABLE: ClassVar[Table] = {**TRAINING_FIELDS, **GRPO_FIELDS}
     OLD: ClassVar[Table] = {**OLD_TRAINING_FIELDS, **OLD_GRPO_FIELDS}
@@ -143,7 +143,7 @@ class _GRPO(RLArguments):
         return {**super().renamed(), "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max"}
 
     def _check(self) -> None:
-        """TRL's rules, and what of its values is not there."""
+        """Checks TRL's rules, and raises ConfigError for values that whet does not support."""
         if isinstance(self.scale_rewards, bool):
             self.scale_rewards = "group" if self.scale_rewards else "none"
         if (self.liger_kernel_config or {}).get("fused_linear_cross_entropy"):

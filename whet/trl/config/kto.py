@@ -22,7 +22,7 @@ KTO_FIELDS: Table = {
     "precompute_ref_log_probs": other(False, "not with loss_type='kto', which reads the reference on the mismatched "
                                              "rows of each update"),
     "precompute_ref_batch_size": inert(None, "passes go by max_tokens_per_microbatch", int),
-    "train_sampling_strategy": works("sequential", "with loss_type='kto' nothing else, as there"),
+    "train_sampling_strategy": works("sequential", "with loss_type='kto' nothing else, as in TRL"),
     "loss_type": works("kto", "or apo_zero_unpaired"),
     "beta": works(0.1),
     "desirable_weight": works(1.0),

@@ -17,20 +17,20 @@ REWARD_FIELDS: Table = {
     **TEMPLATE_FIELDS,
     "learning_rate": works(1e-4),
     "disable_dropout": NO_DROPOUT,
-    "max_length": works(1024, "pairs that are longer are left out, as there", int),
+    "max_length": works(1024, "pairs that are longer are left out, as in TRL", int),
     "center_rewards_coefficient": works(None, kind=float),
 }
 """Field -> what it is here."""
 
 
 class _Reward(SupervisedArguments):
-    """What RewardConfig has besides its fields."""
+    """The methods of RewardConfig."""
 
     TABLE: ClassVar[Table] = {**TRAINING_FIELDS, **SUPERVISED_FIELDS, **REWARD_FIELDS}
     OLD: ClassVar[Table] = OLD_TRAINING_FIELDS
 
     def _check(self) -> None:
-        """What of its values is not there."""
+        """Raises ConfigError for values that whet does not support."""
         super()._check()
         self.to_whet()
 

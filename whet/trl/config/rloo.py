@@ -41,7 +41,7 @@ OLD_RLOO_FIELDS: Table = {name: row for name, row in OLD_GRPO_FIELDS.items() if 
 
 
 class _RLOO(RLArguments):
-    """What RLOOConfig has besides its fields."""
+    """The methods of RLOOConfig."""
 
     TABLE: ClassVar[Table] = {**TRAINING_FIELDS, **RLOO_FIELDS}
     OLD: ClassVar[Table] = {**OLD_TRAINING_FIELDS, **OLD_RLOO_FIELDS}

@@ -34,7 +34,7 @@ SFT_FIELDS: Table = {
     "packing": other(False, "passes are packed in any case, and no row sees another: the option decides how many rows "
                             "make up a step, which are those of so many packs of max_length tokens"),
     "packing_strategy": other("bfd", "bfd, bfd_split and wrapped make TRL's packs; in wrapped ones rows see each "
-                                      "other, as there"),
+                                      "other, as in TRL"),
     "padding_free": inert(False, "nothing is padded in any case"),
     "eval_packing": works(None, "None = as packing; the evaluation is weighed over all its tokens in any case", bool),
     "completion_only_loss": works(None, "None = where rows have prompt and completion", bool),
@@ -55,7 +55,7 @@ _PACKING = ("bfd", "bfd_split", "wrapped")
 
 
 class _SFT(SupervisedArguments):
-    """What SFTConfig has besides its fields."""
+    """The methods of SFTConfig."""
 
     TABLE: ClassVar[Table] = {**TRAINING_FIELDS, **SUPERVISED_FIELDS, **SFT_FIELDS}
     OLD: ClassVar[Table] = {**OLD_TRAINING_FIELDS, **OLD_SFT_FIELDS}
@@ -66,7 +66,7 @@ class _SFT(SupervisedArguments):
         return {**super().renamed(), "max_seq_length": "max_length"}
 
     def _check(self) -> None:
-        """What of its values is not there."""
+        """Raises ConfigError for values that whet does not support."""
         super()._check()
         if self.packing and self.packing_strategy not in _PACKING:
             raise lookup_error("packing_strategy", self.packing_strategy, _PACKING)
@@ -108,5 +108,5 @@ def from_training_arguments(args: Any) -> Any:
         return args
     given = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.init and f.name in SFTConfig.TABLE}
     if not given["fsdp"]:
-        del given["fsdp_config"]  # of which transformers makes a dict of defaults
+        del given["fsdp_config"]  # transformers makes a dict of defaults from it
     return SFTConfig(**{name: getattr(value, "value", value) for name, value in given.items()})

@@ -63,7 +63,7 @@ class SupervisedArguments(Arguments):
     """The base of the configurations of supervised training."""
 
     def _check(self) -> None:
-        """What of its values is not there: a way to cut or order rows."""
+        """Raises ConfigError for values that whet does not support, such as some ways to cut or order rows."""
         super()._check()
         if "truncation_mode" in self.TABLE and self.truncation_mode not in ON_LONG:
             raise lookup_error("truncation_mode", self.truncation_mode, ON_LONG)

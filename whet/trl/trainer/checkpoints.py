@@ -83,7 +83,7 @@ class TrainerCheckpoints(Checkpoints):
         state = {**state, "trl": self._front.resume_state()}  # which knows now whether this one is the best
 
         def fill(place: Path) -> None:
-            self.fill(place, state=state, tokenizer=tokenizer)
+            self.write_files(place, state=state, tokenizer=tokenizer)
             separate_training_state(place)
             self._front.save_user_files(place)
 

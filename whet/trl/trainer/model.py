@@ -89,7 +89,7 @@ def _check_lora(given: Any) -> None:
 
 
 def _config_of(model: str, trust: bool) -> Any:
-    """The configuration of a model by its name. Args: trust: code beside the weights may run."""
+    """The configuration of a model by its name. Args: trust: the code in its folder may run."""
     return AutoConfig.from_pretrained(model_folder(model), trust_remote_code=trust)
 
 
@@ -270,7 +270,7 @@ def with_revision(model: Any, args: Any) -> Any:
 
 
 def trusts_remote_code(args: Any) -> bool:
-    """Whether the Python files that lie beside a model's weights may run."""
+    """Whether the Python files in a model's folder may run."""
     return bool((args.model_init_kwargs or {}).get("trust_remote_code", args.trust_remote_code))
 
 
@@ -305,5 +305,5 @@ def module_dtype(args: Any, model: Any, optimizers: tuple[Any, Any]) -> str | No
 
 
 def _recompute(args: Any) -> Literal["none", "full"]:
-    """What of the activations is recomputed."""
+    """Which activations are recomputed."""
     return "full" if args.gradient_checkpointing else "none"
