@@ -26,7 +26,7 @@ _DATA = {
     "data": "rows: json, jsonl, csv or parquet file, folder or hub name",
     "data.batch_size": "rows per step",
     "data.eval_path": "rows for evaluation",
-    "data.eval_fraction": "share of `data` held out for evaluation, in place of eval_path",
+    "data.eval_fraction": "share of `data` held out for evaluation",
     "data.system_prompt": "system prompt of conversations that have none",
 }
 _REWARD: Group = (
@@ -48,7 +48,7 @@ _SAMPLING = {
 _RUN = {
     "trainer.run_dir": "output folder; default: runs/<date>-<time>",
     "trainer.max_steps": "number of steps; default: as many as the data have",
-    "trainer.eval_every_n_steps": "evaluation interval; 0: before the first and after the last step",
+    "trainer.eval_every_n_steps": "evaluation interval; 0: before and after training alone",
     "trainer.keep_best": "metric, e.g. accuracy: keep the best evaluation's checkpoint",
     "trainer.loggers": "tensorboard, wandb, trackio",
     "trainer.resume": "latest: continue the run in run_dir",
