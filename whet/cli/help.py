@@ -19,14 +19,14 @@ _ADAPTER = {
     "actor.lora.rank": "rank of a LoRA adapter, e.g. 16; default: no adapter",
 }
 _OPTIM = {
-    "actor.schedule": "of the learning rate: constant, linear, cosine, ...",
+    "actor.schedule": "learning-rate schedule: constant, linear, cosine, ...",
     "actor.warmup_steps": "steps in which the learning rate rises from 0",
 }
 _DATA = {
     "data": "rows: json, jsonl, csv or parquet file, folder or hub name",
     "data.batch_size": "rows per step",
     "data.eval_path": "rows for evaluation",
-    "data.eval_fraction": "or the share of `data` that is held out for evaluation",
+    "data.eval_fraction": "share of `data` held out for evaluation",
     "data.system_prompt": "system prompt of conversations that have none",
 }
 _REWARD: Group = (
@@ -42,17 +42,17 @@ _LENGTHS = {
 }
 _SAMPLING = {
     **_LENGTHS,
-    "rollout.temperature": "1.0: samples from the policy itself",
+    "rollout.temperature": "sampling temperature; 1.0: the policy's own distribution",
     "rollout.env_path": "env.py: tools and several turns (whet docs environments)",
 }
 _RUN = {
     "trainer.run_dir": "output folder; default: runs/<date>-<time>",
     "trainer.max_steps": "number of steps; default: as many as the data have",
-    "trainer.eval_every_n_steps": "0: only before the first step and after the last",
+    "trainer.eval_every_n_steps": "evaluation interval; 0: before and after training alone",
     "trainer.keep_best": "metric, e.g. accuracy: keep the best evaluation's checkpoint",
     "trainer.loggers": "tensorboard, wandb, trackio",
     "trainer.resume": "latest: continue the run in run_dir",
-    "trainer.seed": "of the sampling and of the order of the data",
+    "trainer.seed": "random seed of the sampling and of the order of the data",
 }
 _RL_RUN: Group = (
     "Run",
@@ -77,8 +77,8 @@ FIRST: Mapping[str, Sequence[Group]] = {
             "Algorithm",
             {
                 "algo.preset": "a published method: dapo, dr_grpo, gspo (whet docs papers)",
-                "algo.advantage_estimator": "drgrpo, rloo, scalerl, ... (whet docs algorithms)",
-                "algo.policy_loss_fn": "gspo-token, cispo, sapo, gmpo, ...",
+                "algo.advantage_estimator": "advantages: drgrpo, rloo, scalerl, ... (whet docs algorithms)",
+                "algo.policy_loss_fn": "policy loss: gspo-token, cispo, sapo, gmpo, ...",
                 "algo.beta": "weight of the KL penalty; 0.0: no reference model is loaded",
                 "algo.num_iterations": "optimizer passes over each rollout",
             },
@@ -168,7 +168,7 @@ FIRST: Mapping[str, Sequence[Group]] = {
                 "num_generations": "completions per prompt, for pass@k; default: 1",
                 "temperature": "0.0: greedy",
                 "max_tokens": "longest completion in tokens",
-                "seed": "of the sampling",
+                "seed": "random seed of the sampling",
             },
         ),
         (
@@ -256,7 +256,7 @@ FIRST: Mapping[str, Sequence[Group]] = {
         (
             "Keys, with the values of the recipe",
             {
-                "seed=0": "of the sampling and of the order of the data",
+                "seed=0": "random seed of the sampling and of the order of the data",
                 "trainer.run_dir=runs/demo": "output folder",
                 "trainer.max_steps=150": "number of steps",
                 "data.batch_size=32": "prompts per step",
@@ -377,7 +377,7 @@ def command_help(command: str, about: str, topic: str, kind: type, short: Mappin
         return "\n".join([*usage, *note, "", "Keys:", keys, *rest, *examples])
     more = []
     if command != "demo":
-        more = [f"`...`: no default. `whet {command} --help all` prints every key"]
+        more = [f"`...`: not set. `whet {command} --help all` prints every key"]
     if command in ("grpo", "ppo", "sft", "rm", "dpo"):
         more[0] += ", `--help trainer` those of a section"
         more += ["--print_config prints the configuration and exits; --profile profiles the second step."]

@@ -1,8 +1,8 @@
-"""What is looked at before a run loads data and models: names, references, sizes, loggers, folders; all at once.
+"""Checks a command before it loads data and models: names, references, sizes, loggers, folders.
 
-Each check raises what it finds; `raise_all` makes them all and raises one error that lists their findings. Once the
-data are read, and before a model is, reward functions are looked at beside them. Lengths are settle.py's; what a model
-can do is found where it is loaded.
+Each check raises an error; `raise_all` makes all checks and raises one error that lists what they found. Reward
+functions are checked once the data are read and before a model is. resolve_defaults.py checks lengths, and the model is
+checked where it is loaded.
 """
 
 from __future__ import annotations

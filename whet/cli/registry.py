@@ -30,7 +30,7 @@ COMMANDS = {
     "recipes": "list the recipes; whet recipes copy NAME copies one to this folder",
     "docs": "list the pages of the documentation; whet docs NAME prints one",
     "schema": "print the JSON schema of a YAML file, for editors: whet schema grpo",
-    "completion": "print a script that completes words in a shell: whet completion bash, zsh or fish",
+    "completion": "print a shell completion script: whet completion bash, zsh or fish",
     "env": "print the versions and the hardware, for a bug report",
     "version": "print the version",
 }

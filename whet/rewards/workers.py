@@ -4,7 +4,7 @@ A call is of the whole batch, so that a function sees what it would see otherwis
 judges each completion by itself (functions.per_completion) is called for each, by all the processes. Rewards have their
 place by completion, so neither how many processes there are nor which of them is faster changes any.
 Left out on purpose: a sandbox. The processes have the user's rights; and forks: a process with torch's threads can't be
-forked safely, so each is a program of its own (process.py).
+forked safely, so each is a program of its own (worker_process.py).
 """
 
 from __future__ import annotations

@@ -108,9 +108,10 @@ def make_engine(
             f"the engine {cls.__name__} has no submit; derive it from SimpleEngine, where you write complete alone; "
             "whet.tunix.RLCluster takes a class with Tunix's generate"
         )
-    if hasattr(engine_class, "from_config"):
+    from_config = getattr(engine_class, "from_config", None)
+    if from_config is not None:
         grammars = grammars or grammars_of(loaded, tokenizer)
-        engine = engine_class.from_config(config, loaded, decode=decode, grammars=grammars, samplings=samplings)
+        engine = from_config(config, loaded, decode=decode, grammars=grammars, samplings=samplings)
     else:
         engine = engine_class(loaded, decode=decode)
     if missing := [n for n in dir(RolloutEngine) if n[0] != "_" and not hasattr(engine, n)]:

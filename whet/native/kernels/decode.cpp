@@ -72,7 +72,7 @@ void run(const Step& s, const Layer* layers, int64_t count) {
 
 extern "C" {
 
-// What native.py must know, or know alike: numbers of one SIMD register (widths must be multiples of it), the largest
+// What decode.py must know, or know alike: numbers of one SIMD register (widths must be multiples of it), the largest
 // head size, bytes of the tables.
 int64_t whet_fact(int64_t which) {
     const int64_t facts[] = {W, MAX_HEAD_SIZE, sizeof(Product), sizeof(Step), sizeof(Layer)};
