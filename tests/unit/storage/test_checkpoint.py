@@ -379,7 +379,7 @@ def test_sums_of_another_format_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"sums\.json has format 2, .*reads format 1; resume with"):
         verify_checkpoint(folder)
     (folder / "sums.json").write_text(json.dumps(whole["sums"]))
-    with pytest.raises(CheckpointError, match=r"sums\.json has format None, .*reads format 1; resume with"):
+    with pytest.raises(CheckpointError, match=r"no mapping of names to checksums.*earlier step"):
         verify_checkpoint(folder)
     (folder / "sums.json").write_text(json.dumps({"format": 1}))
     with pytest.raises(CheckpointError, match=r"sums\.json can't be read \(no mapping"):
