@@ -14,7 +14,6 @@ Dim letters: N sequences, J trajectories, S tokens.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -47,22 +46,6 @@ __all__ = ["RLLearner"]
 
 log = logging.getLogger("whet")
 
-_STAGES = {
-    "sample": ("step",),
-    "reward": ("step",),
-    "fill": ("run", "step"),
-    "batch": ("step",),
-    "score": ("step",),
-    "assign_advantages": ("step",),
-    "minibatches": ("step",),
-    "update": ("step", "mini"),
-    "after_step": ("run", "step"),
-}
-"""What each stage takes."""
-_OLD_NAMES = ("batch", "groups", "mini", "prompts", "rewarded")
-"""What the stages took when a step was passed on in parts."""
-
-
 class RLLearner:
     """Trains the actor of a cluster on rewards.
 
@@ -78,28 +61,7 @@ class RLLearner:
         data: how rows become batches.
         settings: the whole configuration, or its tree, for the run folder; None = what the learner knows of it.
         observers: told of each event of a run (run.observer.Observer).
-    Raises: ConfigError: among others, where a subclass has stages of the form before Step.
     """
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuses a subclass whose stages are written for batches, not steps."""
-        super().__init_subclass__(**kwargs)
-        for name, takes in _STAGES.items():
-            stage = vars(cls).get(name)
-            if not inspect.isfunction(stage):
-                continue
-            signature = inspect.signature(stage)
-            try:
-                signature.bind("self", *takes)
-                fits = not any(given in _OLD_NAMES for given in list(signature.parameters)[1:2])
-            except TypeError:
-                fits = False
-            if not fits:
-                raise ConfigError(
-                    f"{cls.__name__}.{name}{signature} is not what the loop calls: a stage takes a Step and returns "
-                    f"it, {name}(self, {', '.join(takes)}); the batch is step.batch, given back with "
-                    "step.replace(batch=...), and metrics with step.log(...); see whet docs extending"
-                )
 
     def __init__(
         self,

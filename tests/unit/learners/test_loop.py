@@ -495,4 +495,4 @@ def test_a_row_says_what_the_engine_ran_and_how_full_its_steps_were():
     for row in made.train([{"prompt": "abc" * n} for n in range(1, 9)]).rows:
         assert row["rollout/prefilled_tokens"] == row["rollout/reused_tokens"]  # of two generations, the second reuses
         assert row["rollout/prefilled_tokens"] == row["prompts/count"] * row["prompts/mean_length"]
-        assert row["rollout/occupancy"] == pytest.approx(8, abs=2)
+        assert row["rollout/mean_batch_size"] == pytest.approx(8, abs=2)
