@@ -217,10 +217,6 @@ class RLTask(Task):
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
-    def on_step_begin(self, run: Run, index: int) -> None:
-        """Tells the cluster the number of the step."""
-        self.cluster.global_steps = index
-
     def on_step_end(self, run: Run, step: Step) -> None:
         """Keeps the completions, shows some where that is asked for, and warns of what goes wrong."""
         self._store(run, step)
@@ -277,9 +273,9 @@ class RLTask(Task):
             "learner": self.learner.state(),
         }
 
-    def restore(self, state: Mapping[str, Any], step: int) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Restores what `state` gave."""
-        self.cluster.restore(state["cluster"], step)
+        self.cluster.restore(state["cluster"])
         self.diagnostics.restore(state["diagnostics"])
         self.learner.restore(state["learner"])
 
