@@ -157,7 +157,7 @@ class RLTrainer(Trainer):
             ),
         )
         self.agents.attach(self.cluster, template_options(args))
-        learner.batches, learner.agents, learner.front = args.batches, self.agents, self
+        learner.batches, learner.agents, learner.trainer = args.batches, self.agents, self
         learner.make_task = lambda learner: RLCallbackTask(learner, self)
         self._connect_rewards(learner)
         return learner

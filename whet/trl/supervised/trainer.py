@@ -289,10 +289,10 @@ class SupervisedTrainer(Trainer):
 
 
 def learner_class(kind: type[SupervisedLearner[Any]]) -> Callable[..., Any]:
-    """A subclass of a learner for a front: its rows are Examples already, and its task calls the front's callbacks.
+    """A subclass of a learner that takes Examples as rows and reports to the trainer's callbacks.
 
     Args: kind: the learner's class.
-    Returns: the subclass; the front sets `make_task`.
+    Returns: the subclass; the trainer sets `make_task`.
     """
 
     class FrontLearner(kind):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]
