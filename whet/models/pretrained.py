@@ -290,8 +290,8 @@ def _check_weights(module: PreTrainedModel, info: Mapping[str, Iterable[Any]], p
     if dropped:
         raise ConfigError(
             f"{path!r} has weights without a place in the model of its config.json, which would be dropped "
-            f"({len(dropped)}): {_join_names(dropped)}; copy config.json again from the model's source, or remove these "
-            "weights from the files"
+            f"({len(dropped)}): {_join_names(dropped)}; copy config.json again from the model's source, or remove "
+            "these weights from the files"
         )
 
 
