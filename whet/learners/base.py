@@ -46,6 +46,7 @@ __all__ = ["RLLearner"]
 
 log = logging.getLogger("whet")
 
+
 class RLLearner:
     """Trains the actor of a cluster on rewards.
 

@@ -355,8 +355,9 @@ class PolicyLearner(RLLearner):
         return {"kl_controller": self.kl_controller.state()} if self.kl_controller.moves else {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores `state`; what an earlier version did not save starts as in a new run."""
-        self.kl_controller.restore(state.get("kl_controller", {}))
+        """Restores `state`. Coefficients that did not move when it was saved are those of the configuration."""
+        if "kl_controller" in state:
+            self.kl_controller.restore(state["kl_controller"])
 
     # ---- what the configuration implies --------------------------------------------------------------------------
 

@@ -33,9 +33,9 @@ from whet.errors import ConfigError
 from whet.learners.objective import advantage_inputs, bind_fields, other_field
 from whet.learners.policy import PolicyLearner, trained
 from whet.learners.step import Step
-from whet.learners.step_metrics import of_known, value_metrics
+from whet.learners.step_metrics import advantage_metrics, of_known, value_metrics
 from whet.metrics import Mean
-from whet.ops import LOSS_AGG_MODES, VALUE_LOSSES, advantages_and_returns
+from whet.ops import LOSS_AGG_MODES, VALUE_LOSSES, advantages_and_returns, estimate, whiten_trained
 from whet.rewards.reward_batch import RewardBatch
 from whet.run.observer import Observer
 from whet.train.metric_reduction import Metrics
@@ -139,15 +139,21 @@ class PPOLearner(PolicyLearner):
         return step.replace(batch=step.batch.replace(values=values))
 
     def assign_advantages(self, step: Step) -> Step:
-        """The estimator's advantages, and the returns that the critic learns."""
-        step = super().assign_advantages(step)
-        x = advantage_inputs(step.batch, step.rewards, clip=self.algo_config.reward_clip_range)
-        _, returns = bind_fields(advantages_and_returns, self.algo_config)(x)  # whatever the estimator is
-        batch = with_has_reward(step.batch.replace(returns=returns.float()), step.rewards)
-        if self.algo_config.beta and self.algo_config.kl_type == "reward":
+        """The estimator's advantages, and the returns that the critic learns: generalised with every estimator."""
+        c = self.algo_config
+        x = advantage_inputs(step.batch, step.rewards, clip=c.reward_clip_range)
+        advantages, returns = advantages_and_returns(x, gamma=c.gamma, gae_lambda=c.gae_lambda)
+        if c.advantage_estimator == "gae":
+            advantages = estimate(lambda x: whiten_trained(x, advantages) if c.whiten_advantages else advantages, x)
+        else:
+            advantages = estimate(self.estimator, x)
+        batch = step.batch.replace(advantages=advantages, returns=returns.float())
+        batch = with_has_reward(self.kl_controller.in_advantage(batch), step.rewards)
+        step = step.replace(batch=batch).log(advantage_metrics(batch)).log(value_metrics(x, batch))
+        if c.beta and c.kl_type == "reward":
             penalty = self.kl_controller.sampled_kl(batch, -self.kl_controller.beta)[batch.mask].double()
             step = step.log({"rewards/reward_kl_penalty": Mean(float(penalty.sum()), len(penalty))})
-        return step.replace(batch=batch).log(value_metrics(x, batch))
+        return step
 
     def update(self, step: Step, mini: TokenBatch) -> Step:
         """Updates the critic on every trained token, and the actor after critic_warmup_steps."""
