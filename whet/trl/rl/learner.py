@@ -165,9 +165,9 @@ class TRLLearner(GRPOLearner):
             for rows in torch.arange(batch.num_sequences).split(self.batches.rows):
                 yield batch.select(rows)
 
-    def _ranked(self, mini: TokenBatch) -> TokenBatch:
-        """As PolicyLearner's, and with each token's share of the mean entropy where there is a bonus."""
-        mini = super()._ranked(mini)
+    def with_update_columns(self, mini: TokenBatch) -> TokenBatch:
+        """As PolicyLearner's, with each token's share of the mean entropy where there is a bonus."""
+        mini = super().with_update_columns(mini)
         if not self.kl_controller.has_entropy_bonus:
             return mini
         mini = self.cluster.actor_trainer.add_loss_weights(mini)
@@ -199,5 +199,5 @@ class TRLLearner(GRPOLearner):
                                 groups=self.rollout(prompts, step=step, mode=Mode.EVAL)))  # fmt: skip
         made = self.assign_advantages(self.score(self.batch(made)))
         batch = made.batch
-        found = self.cluster.actor_trainer.evaluate_batch(self._ranked(batch))
+        found = self.cluster.actor_trainer.evaluate_batch(self.with_update_columns(batch))
         return flat({**made.metrics, **total_metrics(made.rewards), **found}), batch

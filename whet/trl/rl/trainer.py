@@ -204,7 +204,7 @@ class RLTrainer(Trainer):
             own = [fn for fn in now if fn not in self.agents.rewards]
             self.reward_funcs = make_reward_functions(own, None, self.processing_class, self.args, self.agents.rewards)
             self._functions = list(self.reward_funcs)
-            learner.take_rewards(self.reward_funcs)
+            learner.set_reward_fns(self.reward_funcs)
             self._connect_rewards(learner)
             self.reward_func_names = list(learner.reward_manager.fns)
 
