@@ -43,8 +43,12 @@ def run(tmp_path):
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     (folder / "config.yaml").write_text("actor:\n  optim: {lr: 0.1}\nreward: exact\n")
     for name, step in (("train-000001", 1), ("train-000002", 2), ("train-000003", 3), ("eval-000003", 3)):
-        found = completions([1.0, 0.0, None, 1.0], [[72, 105], [33], [0xC3, 0xA9], [65]], [[-0.5, math.nan]] + [[-1.0]] * 3)
-        write_completions(folder / "completions" / f"{name}.parquet", step=step, columns=found, rewards={"exact": found["reward"]})
+        found = completions(
+            [1.0, 0.0, None, 1.0], [[72, 105], [33], [0xC3, 0xA9], [65]], [[-0.5, math.nan]] + [[-1.0]] * 3
+        )
+        write_completions(
+            folder / "completions" / f"{name}.parquet", step=step, columns=found, rewards={"exact": found["reward"]}
+        )
     return folder
 
 
@@ -62,7 +66,9 @@ def test_a_report_has_the_metrics_settings_and_completions_of_a_run(run, tmp_pat
     key, (data,) = received(tmp_path / "out/data/runs.js")
     assert key == "runs" and data["name"] == "a" and data["config"] == {"actor.optim.lr": 0.1, "reward": "exact"}
     train = data["metrics"]["train"]
-    assert train["steps"] == [1, 2, 3] and train["columns"]["reward"] == [0.25, 0.5, 0.75] and "kl" not in train["columns"]
+    assert (
+        train["steps"] == [1, 2, 3] and train["columns"]["reward"] == [0.25, 0.5, 0.75] and "kl" not in train["columns"]
+    )
     assert [(w["step"], w["metric"]) for w in data["warnings"]] == [(1, "truncated")]
     assert "rollout.max_tokens_to_generate" in data["warnings"][0]["message"]
     assert [(c["mode"], c["step"], c["n"]) for c in data["completions"]] == [
@@ -96,7 +102,10 @@ def test_a_prompt_that_comes_twice_in_a_step_is_two_groups(tmp_path):
 def test_large_runs_leave_out_steps_and_say_so(run, tmp_path):
     write_report([run], tmp_path / "out", max_mb=1e-3)
     (data,) = received(tmp_path / "out/data/runs.js")[1]
-    assert data["left_out"] == 2 and [(c["mode"], c["step"]) for c in data["completions"]] == [("eval", 3), ("train", 3)]
+    assert data["left_out"] == 2 and [(c["mode"], c["step"]) for c in data["completions"]] == [
+        ("eval", 3),
+        ("train", 3),
+    ]
 
 
 def test_damaged_completions_are_left_out_with_a_warning(run, tmp_path, caplog):
