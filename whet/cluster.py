@@ -87,7 +87,7 @@ class RLCluster(RoleWorkers):
             module_dtype=module_dtype,
         )
         _check_given(cluster_config, (actor, critic, reference, reward, teacher))
-        self.cluster_config, self.global_steps = cluster_config, 0
+        self.cluster_config = cluster_config
         self.training_config: RLTrainingConfig = cluster_config.training_config
         config = self.training_config
         if isinstance(actor, nn.Module):
@@ -325,9 +325,8 @@ class RLCluster(RoleWorkers):
         """What a resumed cluster needs besides its workers: counters, lengths, and what each role computes in."""
         return {**super().state(), **self._rollouts.state()}
 
-    def restore(self, state: Mapping[str, Any], step: int) -> None:
-        """Takes `state` back after the workers were loaded; the engine gets their weights."""
-        self.global_steps = step
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restores `state` after the workers were loaded; the engine gets their weights."""
         self._rollouts.restore(state)
 
     def describe(self) -> dict[str, Any]:

@@ -115,11 +115,35 @@ class Recorded(TrainingHooks):
 def test_hooks_are_given_the_loss_as_a_number_and_evaluations_fire_them():
     c, hooks = cluster(mini_batch_size=2, train_micro_batch_size=1), Recorded()
     c.actor_trainer.with_training_hooks(hooks)
-    learner(c).train(ROWS, ROWS[:1])
+    learner(c).train(ROWS, ROWS[:1], skip_jit=True)
     assert hooks.events == ["start", "eval", 1, 2, "eval", "end"] and c.actor_trainer.iter_steps == 4
     before = weights_of(c.actor.module)
     learner(c).evaluate(ROWS[:1])
     assert gap(before, weights_of(c.actor.module)) == 0  # an evaluation's loss trains nothing
+
+
+def test_hooks_are_called_around_each_update_and_each_evaluation():
+    class Noted(Recorded):
+        def on_train_step_start(self, train_ctx):
+            self.events.append(("start", train_ctx.train_steps))
+
+        def on_eval_step_start(self, train_ctx):
+            self.events.append("eval start")
+
+    hooks = Noted()
+    trainer = cluster().actor_trainer.with_training_hooks(hooks)
+    assert trainer.training_hooks is hooks
+    trainer.update_all([example(), example()])
+    trainer.evaluate([example()])
+    assert hooks.events == [("start", 0), 1, ("start", 1), 2, "eval start", "eval"]
+
+
+def test_a_loss_without_metrics_is_called_for_its_tensor_alone():
+    nll = lambda x: -x.logprobs
+    a, b = cluster().actor_trainer.with_loss_fn(nll, has_aux=False), cluster().actor_trainer
+    b.with_loss_fn(lambda x: (nll(x), {}))
+    assert a.update_all([example()])["loss"].value == b.update_all([example()])["loss"].value
+    assert gap(weights_of(a.model), weights_of(b.model)) == 0
 
 
 def example(rows=2):

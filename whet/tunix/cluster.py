@@ -58,6 +58,8 @@ class RLEngine(cluster.RLCluster):
         if (options := perf_options(perf_config)) is not None:
             training = dataclasses.replace(core.training_config, perf_metrics_options=core_config(options))
             core = dataclasses.replace(core, training_config=training)
+        self.global_steps = 0
+        """The number of the last step that began."""
         self._calls = 0  # of generate without a seed: each call draws for itself
         self._metrics = MetricsBuffers()
         self._restored: int | None = None
@@ -345,10 +347,10 @@ class RLEngine(cluster.RLCluster):
         """The state of whet's cluster, and the number of calls that drew without a seed."""
         return {**super().state(), "calls": self._calls}
 
-    def restore(self, state: Mapping[str, Any], step: int) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Restores `state`. A run of `whet grpo` has counted no calls."""
         self._calls = state.get("calls", 0)
-        super().restore(state, step)
+        super().restore(state)
 
 
 RLCluster = RLEngine
