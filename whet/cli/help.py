@@ -375,7 +375,8 @@ def command_help(command: str, about: str, topic: str, kind: type, short: Mappin
                 f"--help {topic}: there is no such section or key{near}; the sections are {', '.join(known)}"
             )
         return keys
-    words = {"push": "[RUN] ", "report": "[RUN ...] ", "data": "[grpo|ppo|sft|rm|dpo] [rows=N] ", "demo": ""}.get(command, "")
+    data_words = "[grpo|ppo|sft|rm|dpo] [rows=N] "
+    words = {"push": "[RUN] ", "report": "[RUN ...] ", "data": data_words}.get(command, "")
     files = "" if command == "demo" else "[--config FILE ...] "
     usage = [f"usage: whet {command} {words}{files}{flags}[key=value ...]", "", about]
     note = [_NOTES[command]] if command in _NOTES else []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,10 @@ class TokenTexts:
         return texts
 
     def _text(self, token: int) -> str | None:
-        """A token's text; None if it is a part of a character. It is decoded after itself, since a first token may
-        lose its leading space."""
+        """A token's text; None if it is a part of a character.
+
+        It is decoded after itself, since a first token may lose its leading space.
+        """
         if token not in self._texts:
             once = self._decode([token])
             twice = self._decode([token, token])
@@ -65,10 +68,10 @@ def load_token_texts(run: str | Path, model: Any = None) -> TokenTexts | None:
     for folder in [*folders, *([Path(model)] if isinstance(model, str) else [])]:
         if (path := folder / "tokenizer.json").is_file():
             try:
-                tokenizer = Tokenizer.from_file(str(path))
+                decode = Tokenizer.from_file(str(path)).decode
             except Exception:  # the library raises Exception itself for a damaged file
                 continue
-            return TokenTexts(lambda ids: tokenizer.decode(ids, skip_special_tokens=False))
+            return TokenTexts(partial(decode, skip_special_tokens=False))
     return None
 
 

@@ -1,4 +1,4 @@
-"""Reads what the report shows of a run folder: metrics, configuration, versions, warnings, and a list of its completions.
+"""Reads what the report shows of a run folder: metrics, configuration, versions and a list of completions.
 
 It takes nothing but files, so a run can be shown while it goes on, on another machine, and without its model.
 """

@@ -486,6 +486,7 @@ function drawGroups(list, count, chunk, file) {
   if (by) groups = groups.map(g => [by(g), g]).sort((a, b) => (Number.isNaN(a[0]) ? 1 : Number.isNaN(b[0]) ? -1 : a[0] - b[0])).map(([, g]) => g);
   const order = { best: (a, b) => b.item.r - a.item.r, worst: (a, b) => a.item.r - b.item.r, long: (a, b) => b.item.n - a.item.n, spread: (a, b) => b.item.r - a.item.r }[v.sort];
   if (order) for (const g of groups) g.items.sort(order);
+  if (v.sort === "spread") for (const g of groups) if (g.items.length > 2) g.items.splice(1, 0, g.items.pop()); // the best beside the worst
   const shown = groups.reduce((a, g) => a + g.items.length, 0), total = chunk.groups.reduce((a, g) => a + g.items.length, 0);
   count.textContent = `${shown} of ${total} completions`;
   list.replaceChildren();
