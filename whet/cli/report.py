@@ -7,7 +7,7 @@ from typing import Any
 
 from whet.cli.output import print_text
 from whet.config.report import ReportConfig
-from whet.learners.symptoms import symptoms
+from whet.learners.diagnostics import symptoms
 from whet.report.report import write_report
 
 __all__ = ["find_warnings", "report"]

@@ -38,9 +38,9 @@ class TokenTexts:
     def __call__(self, tokens: Sequence[int]) -> list[str]:
         """The texts of tokens. Args: tokens [S]: ids."""
         texts: list[str] = []
-        for partial, ids in groupby(tokens, key=lambda t: self._text(t) is None):
-            of_run = list(ids)
-            texts += [self._decode(of_run), *[""] * (len(of_run) - 1)] if partial else map(self._text, of_run)  # type: ignore[arg-type]
+        for has_text, ids in groupby(tokens, key=lambda t: self._text(t) is not None):
+            run = list(ids)
+            texts += [self._text(t) or "" for t in run] if has_text else [self._decode(run), *[""] * (len(run) - 1)]
         return texts
 
     def _text(self, token: int) -> str | None:
