@@ -128,7 +128,7 @@ def test_grpo_refuses_the_estimator_that_needs_a_critic():
 
 def test_modes_and_roles_are_their_strings():
     assert Mode.TRAIN == "train" and Mode("eval") is Mode.EVAL and str(Mode.TRAIN) == "Mode.TRAIN"
-    assert [r.value for r in Role] == ["actor", "critic", "reference", "reward", "rollout", "teacher"]
+    assert [r.value for r in Role] == ["actor", "critic", "reference", "reward", "teacher"]
 
 
 # ---- ranges --------------------------------------------------------------------------------------------------------
