@@ -209,6 +209,10 @@ def _run_command(command: str, words: list[str], config: Any) -> None:
         from whet.cli.report import report
 
         report(config)
+    elif command == "watch":
+        from whet.cli.report import watch
+
+        watch(config)
     elif command == "demo":
         from whet.cli.commands import demo
 
@@ -274,6 +278,10 @@ def _config(command: str, words: list[str]) -> Any:
         from whet.config.report import load_report
 
         return load_report(words)
+    if command == "watch":
+        from whet.config.report import load_watch
+
+        return load_watch(words)
     from whet.config.generate import load_sampling
 
     return load_sampling(kind, words)
@@ -306,6 +314,10 @@ def _check(command: str, config: Any) -> None:
         from whet.config.report import check_report
 
         check_report(config)
+    elif command == "watch":
+        from whet.config.report import check_watch
+
+        check_watch(config)
     elif command != "demo":
         from whet.config.generate import check_sampling
 
