@@ -294,7 +294,7 @@ def test_a_row_drawn_again_expects_the_longest_completion_that_it_had():
     again = c.sample(prompts[::-1], num_generations=2, step=1)
     assert seen == [[None] * 4, [None] * 4, [longest[1]] * 2 + [longest[0]] * 2]
     resumed = cluster(rollout=stops)
-    resumed.restore(c.state(), 2)
+    resumed.restore(c.state())
     seen = expecting(resumed)
     resumed.sample(prompts, num_generations=1, step=2)
     assert seen == [[max(len(x.tokens) for x in g.completions) for g in again[::-1]]]
@@ -318,7 +318,7 @@ def test_a_cluster_that_only_trains_builds_no_engine(monkeypatch):
     c.sync_weights()
     assert c.actor.version == 1 and "rollout" not in c.describe()
     state = c.state()
-    c.restore(state, 1)
+    c.restore(state)
     assert c.state().keys() == state.keys() == {"next_id", "dtypes", "lengths"}
     c.close()
 

@@ -28,7 +28,6 @@ from whet.config.fields import (
     Text,
     Tree,
 )
-from whet.config.meshes import Meshes
 from whet.config.model import OptimConfig
 from whet.config.monitoring import Band, KeepBestOptions
 from whet.config.rewards import check_workers
@@ -390,8 +389,9 @@ class ClusterConfig:
     whet.errors.ConfigError: rollout_config is a dict without Mode.TRAIN; give it an entry for training
     """
 
-    role_to_mesh: Meshes | None = None
-    """Torch's DeviceMesh of each role, of one device; None or {} = all on this process's device."""
+    device: Name | None = None
+    """Where the models are loaded that are not given as modules: cpu, cuda, cuda:1 ...; None = the GPU if there is
+    one."""
     rollout_engine: Name | Fn = "embedded"
     """"embedded", "hf", "vllm", "sglang", "mock", "package.module:name", or an engine's class or partial."""
     offload_to_cpu: Bool = False

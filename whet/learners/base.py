@@ -14,7 +14,6 @@ Dim letters: N sequences, J trajectories, S tokens.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -47,27 +46,12 @@ __all__ = ["RLLearner"]
 
 log = logging.getLogger("whet")
 
-_STAGES = {
-    "sample": ("step",),
-    "reward": ("step",),
-    "fill": ("run", "step"),
-    "batch": ("step",),
-    "score": ("step",),
-    "assign_advantages": ("step",),
-    "minibatches": ("step",),
-    "update": ("step", "mini"),
-    "after_step": ("run", "step"),
-}
-"""What each stage takes."""
-_OLD_NAMES = ("batch", "groups", "mini", "prompts", "rewarded")
-"""What the stages took when a step was passed on in parts."""
-
 
 class RLLearner:
     """Trains the actor of a cluster on rewards.
 
     Args:
-        rl_cluster: models, engine, configuration.
+        cluster: the models, the engine and the configuration.
         algo_config: the algorithm's.
         reward_fns: functions `fn(prompts, completions, **columns) -> list[float | None]`, or of one conversation
             `fn(messages, answer) -> float`, names, or "file.py:function"; None = the reward_fn of rollout.env_path.
@@ -78,32 +62,11 @@ class RLLearner:
         data: how rows become batches.
         settings: the whole configuration, or its tree, for the run folder; None = what the learner knows of it.
         observers: told of each event of a run (run.observer.Observer).
-    Raises: ConfigError: among others, where a subclass has stages of the form before Step.
     """
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuses a subclass whose stages are written for batches, not steps."""
-        super().__init_subclass__(**kwargs)
-        for name, takes in _STAGES.items():
-            stage = vars(cls).get(name)
-            if not inspect.isfunction(stage):
-                continue
-            signature = inspect.signature(stage)
-            try:
-                signature.bind("self", *takes)
-                fits = not any(given in _OLD_NAMES for given in list(signature.parameters)[1:2])
-            except TypeError:
-                fits = False
-            if not fits:
-                raise ConfigError(
-                    f"{cls.__name__}.{name}{signature} is not what the loop calls: a stage takes a Step and returns "
-                    f"it, {name}(self, {', '.join(takes)}); the batch is step.batch, given back with "
-                    "step.replace(batch=...), and metrics with step.log(...); see whet docs extending"
-                )
 
     def __init__(
         self,
-        rl_cluster: RLCluster,
+        cluster: RLCluster,
         algo_config: AlgorithmConfig,
         reward_fns: Any,
         metric_fns: Sequence[Callable[..., Any]] | None = None,
@@ -113,11 +76,11 @@ class RLLearner:
         settings: Any = None,
         observers: Sequence[Observer] = (),
     ) -> None:
-        self.rl_cluster = self.cluster = rl_cluster
-        check_trainable(rl_cluster.sampling())
-        rl_cluster.build_engine()
+        self.cluster = cluster
+        check_trainable(cluster.sampling())
+        cluster.build_engine()
         self.algo_config = algo_config
-        self.config = rl_cluster.training_config
+        self.config = cluster.training_config
         self.metric_fns = list(metric_fns or ())
         self.data_shuffle_seed = data_shuffle_seed
         self.data = data or DataConfig()
@@ -126,10 +89,10 @@ class RLLearner:
                 raise ConfigError(f"data.{name} is for `whet grpo`; from Python give train() the rows themselves")
         self.settings = settings
         self.observers = list(observers)
-        self.environment = environment_of(rl_cluster)
+        self.environment = environment_of(cluster)
         self.encoders: dict[Mode, PromptEncoder] = {}
         """The encoder of each mode, once it is made; one that encoded the rows before may be put here."""
-        if not reward_fns and self.environment is not None and Role.REWARD not in rl_cluster.workers:
+        if not reward_fns and self.environment is not None and Role.REWARD not in cluster.workers:
             reward_fns = self.environment.reward_fn
         self.take_rewards(reward_fns)
 
@@ -161,14 +124,13 @@ class RLLearner:
         )
         return with_reward_model(reward_fns, model)
 
-    def train(self, train_ds: Any, eval_ds: Any = None, skip_jit: bool = False) -> Run:
+    def train(self, train_ds: Any, eval_ds: Any = None) -> Run:
         """Trains until max_steps or the data's end.
 
         Args:
             train_ds: rows (a data set, a list of dicts, an iterable of them) or batches (dicts of lists with the key
                 "prompts").
             eval_ds: the same; evaluated whole, of several splits the one named test, validation or alike.
-            skip_jit: nothing is compiled in this release.
         Returns: the finished run: its step, its metrics (rows, of evaluations too), its evaluations, its folder.
         """
         run = self.new_run(train_ds, eval_ds)

@@ -99,7 +99,7 @@ class PolicyLearner(RLLearner):
 
     def __init__(
         self,
-        rl_cluster: RLCluster,
+        cluster: RLCluster,
         algo_config: PolicyConfig,
         reward_fns: Any,
         metric_fns: Sequence[Callable[..., Any]] | None = None,
@@ -112,7 +112,7 @@ class PolicyLearner(RLLearner):
         check_instance(algo_config, self.CONFIG, "algo_config")
         raise_all(objective_checks(algo_config))
         super().__init__(
-            rl_cluster,
+            cluster,
             algo_config,
             reward_fns,
             metric_fns,
@@ -126,53 +126,53 @@ class PolicyLearner(RLLearner):
         self.objective = make_objective(c)
         self.kl_controller = KLController(c)
         self.teacher_column = teacher_column(self.objective.surrogate)
-        self.check(rl_cluster)
+        self.check(cluster)
         self.zero_metrics = metrics_without_advantage(self.objective.surrogate)
         self.skips = not (self.zero_metrics is None or self.needs_reference or self.kl_controller.has_entropy_bonus)
         mode = resolve_name(c.loss_agg_mode, LOSS_AGG_MODES, "loss_agg_mode")
         norm = c.loss_agg_norm
         if norm is None and c.loss_agg_mode == "sequence-mean-token-scale":
-            norm = float(rl_cluster.rollout_for().most_tokens)
-        trainer = rl_cluster.actor_trainer
+            norm = float(cluster.rollout_for().most_tokens)
+        trainer = cluster.actor_trainer
         trainer.with_loss_fn(
             self.loss,
             loss_agg_mode=mode,
             loss_agg_norm=norm,
             loss_agg_units=c.loss_agg_units,
             entropy=True,
-            divergence=divergence_from(rl_cluster, c.gkd_beta) if self.teacher_column == "divergence" else None,
+            divergence=divergence_from(cluster, c.gkd_beta) if self.teacher_column == "divergence" else None,
         )
         trainer.with_rl_metrics_to_log({**_METRICS, **trainer.reductions}, on_policy=_ON_POLICY)
-        for worker in rl_cluster.workers.values():
+        for worker in cluster.workers.values():
             worker.set_max_sequences(
                 training=self._sequences(self.config.train_micro_batch_size),
                 reading=self._sequences(self.config.compute_logps_micro_batch_size),
             )
 
-    def check(self, rl_cluster: RLCluster) -> None:
+    def check(self, cluster: RLCluster) -> None:
         """Raises ConfigError where cluster and configuration don't fit; warns where nothing would be learned."""
         c = self.algo_config
         check_dynamic_sampling(self, c, self.config.max_steps)
-        if self.needs_reference and Role.REFERENCE not in rl_cluster.workers:
+        if self.needs_reference and Role.REFERENCE not in cluster.workers:
             raise ConfigError(
                 f"algo.beta={c.beta}, algo.force_compute_kl={c.force_compute_kl}: the KL needs a reference model; pass "
                 "RLCluster(reference=...), or set algo.beta=0.0 and algo.force_compute_kl=False"
             )
-        if c.sync_ref_model and rl_cluster.worker(Role.REFERENCE).loaded.is_view:
+        if c.sync_ref_model and cluster.worker(Role.REFERENCE).loaded.is_view:
             raise ConfigError(
                 "algo.sync_ref_model=True moves the reference, which here is a view of the actor (its adapter switched "
                 "off); give RLCluster(reference=...) a model of its own, or set algo.sync_ref_model=False"
             )
         if self.needs_teacher:
-            check_teacher(rl_cluster, self.teacher_column or "", c.policy_loss_fn)
+            check_teacher(cluster, self.teacher_column or "", c.policy_loss_fn)
         compares = c.sampler_is is not None or self.objective.has(off_policy_mask, sampler_kl_mask, sampler_rejection)
-        if compares and not rl_cluster.rollout.caps.logprobs:
+        if compares and not cluster.rollout.caps.logprobs:
             raise ConfigError(
                 f"algo.sampler_is={c.sampler_is!r}, algo.loss_masks={list(c.loss_masks)}: the engine reports no "
                 "logprobs to compare with; set algo.sampler_is=None and leave out off-policy, sampler-kl and "
                 "sampler-rejection"
             )
-        warn_about_config(c, rl_cluster.rollout_for().max_tokens_to_generate)
+        warn_about_config(c, cluster.rollout_for().max_tokens_to_generate)
 
     def _sequences(self, prompts: int | None) -> int | None:
         """Sequences of a micro-batch of so many prompts."""
@@ -355,8 +355,9 @@ class PolicyLearner(RLLearner):
         return {"kl_controller": self.kl_controller.state()} if self.kl_controller.moves else {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores `state`; what an earlier version did not save starts as in a new run."""
-        self.kl_controller.restore(state.get("kl_controller", {}))
+        """Restores `state`. Coefficients that did not move when it was saved are those of the configuration."""
+        if "kl_controller" in state:
+            self.kl_controller.restore(state["kl_controller"])
 
     # ---- what the configuration implies --------------------------------------------------------------------------
 

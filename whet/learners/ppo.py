@@ -33,9 +33,9 @@ from whet.errors import ConfigError
 from whet.learners.objective import advantage_inputs, bind_fields, other_field
 from whet.learners.policy import PolicyLearner, trained
 from whet.learners.step import Step
-from whet.learners.step_metrics import of_known, value_metrics
+from whet.learners.step_metrics import advantage_metrics, of_known, value_metrics
 from whet.metrics import Mean
-from whet.ops import LOSS_AGG_MODES, VALUE_LOSSES, advantages_and_returns
+from whet.ops import LOSS_AGG_MODES, VALUE_LOSSES, advantages_and_returns, estimate, whiten_trained
 from whet.rewards.reward_batch import RewardBatch
 from whet.run.observer import Observer
 from whet.train.metric_reduction import Metrics
@@ -57,7 +57,7 @@ class PPOLearner(PolicyLearner):
     """Trains the actor by PPO, and a critic with it: see RLLearner for the arguments.
 
     Args:
-        rl_cluster: with a critic; with a reference where beta is not 0.
+        cluster: with a critic; with a reference where beta is not 0.
         ppo_config, algo_config: the algorithm's configuration, under one of its two names.
         reward_fns: as RLLearner's; None where the cluster has a reward model.
     Raises: ConfigError: no critic, no reward, no reference where beta asks for one; what PolicyLearner refuses.
@@ -70,7 +70,7 @@ class PPOLearner(PolicyLearner):
 
     def __init__(
         self,
-        rl_cluster: RLCluster,
+        cluster: RLCluster,
         ppo_config: PPOConfig | None = None,
         reward_fns: Any = None,
         metric_fns: Sequence[Callable[..., Any]] | None = None,
@@ -85,8 +85,8 @@ class PPOLearner(PolicyLearner):
         if len(given) != 1:
             raise ConfigError("PPOLearner takes ppo_config= or algo_config=, which are the same: give one of them")
         config = check_instance(given[0], PPOConfig, "ppo_config" if algo_config is None else "algo_config")
-        self.shares_trunk = Role.CRITIC not in rl_cluster.workers
-        if self.shares_trunk and rl_cluster.actor.loaded.score_head is None:
+        self.shares_trunk = Role.CRITIC not in cluster.workers
+        if self.shares_trunk and cluster.actor.loaded.score_head is None:
             raise ConfigError(
                 "PPO requires a critic model; pass RLCluster(critic=...), for example the actor's folder, or "
                 'critic="actor" for a score head on the actor\'s trunk'
@@ -102,13 +102,13 @@ class PPOLearner(PolicyLearner):
                     f"{name}={getattr(config, name)!r} is for a critic with a model of its own; this one shares the "
                     f"actor's updates: leave it at {usual!r}"
                 )
-        if not reward_fns and Role.REWARD not in rl_cluster.workers and rl_cluster.rollout_for().env_path is None:
+        if not reward_fns and Role.REWARD not in cluster.workers and cluster.rollout_for().env_path is None:
             raise ConfigError(
                 "PPO requires one of `reward_fns` or a reward model to be set; give the learner reward_fns=[...], or "
                 "pass RLCluster(reward=...)"
             )
         super().__init__(
-            rl_cluster,
+            cluster,
             config,
             reward_fns,
             metric_fns,
@@ -122,9 +122,9 @@ class PPOLearner(PolicyLearner):
         if self.shares_trunk:
             self.skips = False  # a sequence without an advantage has values to learn
             named = {f"critic/{name}": _under_critic(name, how) for name, how in _METRICS.items()}
-            rl_cluster.actor_trainer.with_rl_metrics_to_log({**named, **rl_cluster.actor_trainer.reductions})
+            cluster.actor_trainer.with_rl_metrics_to_log({**named, **cluster.actor_trainer.reductions})
             return
-        self.critic_trainer = rl_cluster.critic_trainer
+        self.critic_trainer = cluster.critic_trainer
         mode = resolve_name(config.value_loss_agg_mode, LOSS_AGG_MODES, "value_loss_agg_mode", hint=other_field)
         self.critic_trainer.with_loss_fn(self._critic_loss, loss_agg_mode=mode, loss_agg_units=config.loss_agg_units)
         self.critic_trainer.with_rl_metrics_to_log({**_METRICS, **self.critic_trainer.reductions})
@@ -139,15 +139,21 @@ class PPOLearner(PolicyLearner):
         return step.replace(batch=step.batch.replace(values=values))
 
     def assign_advantages(self, step: Step) -> Step:
-        """The estimator's advantages, and the returns that the critic learns."""
-        step = super().assign_advantages(step)
-        x = advantage_inputs(step.batch, step.rewards, clip=self.algo_config.reward_clip_range)
-        _, returns = bind_fields(advantages_and_returns, self.algo_config)(x)  # whatever the estimator is
-        batch = with_has_reward(step.batch.replace(returns=returns.float()), step.rewards)
-        if self.algo_config.beta and self.algo_config.kl_type == "reward":
+        """The estimator's advantages, and the returns that the critic learns: generalised with every estimator."""
+        c = self.algo_config
+        x = advantage_inputs(step.batch, step.rewards, clip=c.reward_clip_range)
+        advantages, returns = advantages_and_returns(x, gamma=c.gamma, gae_lambda=c.gae_lambda)
+        if c.advantage_estimator == "gae":
+            advantages = estimate(lambda x: whiten_trained(x, advantages) if c.whiten_advantages else advantages, x)
+        else:
+            advantages = estimate(self.estimator, x)
+        batch = step.batch.replace(advantages=advantages, returns=returns.float())
+        batch = with_has_reward(self.kl_controller.in_advantage(batch), step.rewards)
+        step = step.replace(batch=batch).log(advantage_metrics(batch)).log(value_metrics(x, batch))
+        if c.beta and c.kl_type == "reward":
             penalty = self.kl_controller.sampled_kl(batch, -self.kl_controller.beta)[batch.mask].double()
             step = step.log({"rewards/reward_kl_penalty": Mean(float(penalty.sum()), len(penalty))})
-        return step.replace(batch=batch).log(value_metrics(x, batch))
+        return step
 
     def update(self, step: Step, mini: TokenBatch) -> Step:
         """Updates the critic on every trained token, and the actor after critic_warmup_steps."""

@@ -134,9 +134,9 @@ def _turn_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
 
 
 def engine_metrics(done: EngineStats) -> dict[str, Metric]:
-    """What the engine did for a step; without occupancy where it reports no steps.
+    """What the engine did for a step; without the mean batch size where it reports no steps.
 
-    >>> engine_metrics(EngineStats(steps=10, row_steps=70))["rollout/occupancy"].value
+    >>> engine_metrics(EngineStats(steps=10, row_steps=70))["rollout/mean_batch_size"].value
     7.0
     """
     found: dict[str, Metric] = {
@@ -144,7 +144,7 @@ def engine_metrics(done: EngineStats) -> dict[str, Metric]:
         "rollout/reused_tokens": Sum(float(done.reused)),
     }
     if done.steps:
-        found["rollout/occupancy"] = Mean(float(done.row_steps), done.steps)
+        found["rollout/mean_batch_size"] = Mean(float(done.row_steps), done.steps)
     return found
 
 

@@ -218,7 +218,6 @@ class Run:
         self.profiler.set_num_steps(None if total is None else total - self.step)
         for role, trainer in self.roles.trainers.items():
             trainer.worker.plan(None if total is None else self.task.total_updates(role, total, size))
-            trainer.hooks.on_train_start(trainer)
             trainer.listeners.append(self._on_update)
         self._begun = True
         self._notify("on_run_begin", self)
@@ -467,7 +466,7 @@ class Run:
         self.stream.restore(state["stream"])
         self.step, self.tokens = state["step"], state["tokens"]
         self.checkpoints.load(checkpoint)
-        self.task.restore(state, self.step)
+        self.task.restore(state)
         self.observers.restore(state["observers"])
         set_random_state(state["random"])
         self.checkpoints.discard(after=self.step)
@@ -504,8 +503,6 @@ class Run:
     def _finish(self) -> None:
         self._signals.effect = "all steps are done, and the run ends once final/ and the last evaluation are written"
         self.profiler.close()
-        for trainer in self.roles.trainers.values():
-            trainer.hooks.on_train_end(trainer)
         if self.step == 0:
             raise DataError(
                 "the run ended without a single step: every row was dropped; raise rollout.max_prompt_length, in "

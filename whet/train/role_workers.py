@@ -19,11 +19,10 @@ from torch import nn
 
 from whet.config import OptimConfig, Role, RoleConfig, TrainingConfig
 from whet.config.lora import LORA_LR
-from whet.config.meshes import checked_meshes
 from whet.data.tokenizer import check_same_ids, load_tokenizer
 from whet.errors import ConfigError, format_value
 from whet.models.activation_checkpointing import checkpoint_activations
-from whet.models.load import load_model
+from whet.models.load import check_device, load_model
 from whet.models.loaded_model import LoadedModel
 from whet.models.precision import compute_dtype
 from whet.observe.loggers import check_loggers
@@ -59,11 +58,11 @@ Given = nn.Module | str | RoleConfig
 
 
 class RoleWorkers:
-    """The models of a run: `add` gives a role its worker, `train` a trainer to those that are trained.
+    """The models of a run: `add` gives a role its worker, `add_trainer` a trainer to those that are trained.
 
     Args:
         config: of the loop.
-        role_to_mesh: device mesh of each role; None = all on this process's device.
+        device: where models are loaded that are not given as modules; None = the GPU if there is one.
         offload_to_cpu: keep on a GPU only what the phase needs.
         module_dtype: what models that are given as modules compute in, as RoleConfig.dtype; None = their own dtype.
     """
@@ -78,13 +77,13 @@ class RoleWorkers:
         self,
         config: TrainingConfig,
         *,
-        role_to_mesh: Mapping[Role, Any] | None = None,
+        device: str | None = None,
         offload_to_cpu: bool = False,
         module_dtype: str | None = None,
     ) -> None:
         require_single_process()
         self._loop, self._offload, self._module_dtype = config, offload_to_cpu, module_dtype
-        self._meshes = checked_meshes(role_to_mesh)
+        self._device = None if device is None else check_device(device)
         self.trace = Trace()
         found = None if config.resume is None else Checkpoints(config.checkpoint_root, {}).find(config.resume)
         noted = None if found is None else Checkpoints.state(found, needs=(self.ENTRY,))
@@ -214,8 +213,8 @@ class RoleWorkers:
         empty_cache(worker.device)  # an engine with an allocator of its own looks at what is free
         return worker
 
-    def train(self, role: Role, loss: Loss, *, accumulate: int = 1, plain: bool = False) -> RoleTrainer:
-        """Gives a role its trainer. Args: plain: its metrics have their plain names, whatever the role."""
+    def add_trainer(self, role: Role, loss: Loss, *, accumulate: int = 1, plain: bool = False) -> RoleTrainer:
+        """Gives a role its trainer. Args: plain: its metrics have no prefix, whatever the role."""
         trainer = RoleTrainer(self._workers[role], loss=loss, accumulate=accumulate, role=role)
         if plain:
             trainer.prefix = ""
@@ -245,11 +244,8 @@ class RoleWorkers:
         return Placement()
 
     def device(self, role: Role) -> torch.device:
-        """Where a role's model is loaded: its mesh's kind of device, or the GPU if there is one."""
-        mesh = self._meshes.get(role)
-        if mesh is not None:
-            return torch.device(mesh.device_type)
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        """The device on which a role's model is loaded."""
+        return self._device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def check_same_ids(self, role: Role, model: Given, actor: Given) -> None:
         """Raises ConfigError where a role that is compared with the policy reads other token ids than it writes.

@@ -22,6 +22,7 @@ from whet.config.base import config
 from whet.config.engines import SGLangOptions, VLLMOptions
 from whet.config.fields import Bool, Count, Float, Fn, Int, Name, Number, Seconds, Tree
 from whet.errors import ConfigError, lookup_error, nearest
+from whet.tunix.roles import Meshes, Role
 from whet.util.references import is_ref
 
 __all__ = [
@@ -485,7 +486,9 @@ class ClusterConfig(core.ClusterConfig):
     'embedded'
     """
 
-    role_to_logical_axis_rule: dict[core.Role, Any] | None = None
+    role_to_mesh: Meshes | None = None
+    """Torch's DeviceMesh of each role, of one device; None or {} = all on this process's device."""
+    role_to_logical_axis_rule: dict[Role, Any] | None = None
     """Must be None: parameters are sharded by mesh axis, there are no logical axes."""
     training_config: RLTrainingConfig = field(default_factory=RLTrainingConfig)
     """The loop."""

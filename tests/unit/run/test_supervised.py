@@ -69,7 +69,7 @@ class Imitation(Task):
     def state(self):
         return {"seen": self.seen}
 
-    def restore(self, state, step):
+    def restore(self, state):
         self.seen = state["seen"]
 
 
