@@ -47,6 +47,7 @@ from whet.run.signals import Stopped
 from whet.storage.files import finite_or_none, to_json, write_atomic
 from whet.train.role_checkpoints import Checkpoints
 from whet.train.role_workers import ACTOR
+from whet.util.garbage import pause_collector
 from whet.util.package_files import recipe_path
 from whet.util.references import is_ref
 
@@ -83,7 +84,8 @@ def train(config: R, make_learner: Callable[[R], tuple[Any, Any, Any]]) -> dict[
     from transformers.utils import logging as transformers_logging
 
     require_single_process()
-    check_run(config)
+    with pause_collector():
+        check_run(config)
     transformers_logging.disable_progress_bar()
     started = time.monotonic()
     named = config.trainer.run_dir is not None
@@ -93,7 +95,8 @@ def train(config: R, make_learner: Callable[[R], tuple[Any, Any, Any]]) -> dict[
     try:
         _set_threads(config)
         config = _with_model(config, folder)
-        learner, train_ds, eval_ds = make_learner(config)
+        with pause_collector():
+            learner, train_ds, eval_ds = make_learner(config)
         try:
             run = learner.train(train_ds, eval_ds)
         except KeyboardInterrupt as stop:
