@@ -245,6 +245,10 @@ def _config(command: str, words: list[str]) -> Any:
         from whet.config.push import load_push
 
         return load_push(words)
+    if command == "report":
+        from whet.config.report import load_report
+
+        return load_report(words)
     from whet.config.generate import load_sampling
 
     return load_sampling(kind, words)
@@ -273,6 +277,10 @@ def _check(command: str, config: Any) -> None:
         from whet.config.push import check_push
 
         check_push(config)
+    elif command == "report":
+        from whet.config.report import check_report
+
+        check_report(config)
     elif command != "demo":
         from whet.config.generate import check_sampling
 

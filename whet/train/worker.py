@@ -208,9 +208,8 @@ class ModelWorker:
     ) -> TokenStats:
         out: dict[str, Tensor] = {}
         apart = batch.replace(unit_of=None, unit_weights=None)  # what is read of a sequence needs no other
-        want = {*names} - {"entropy"}
         for micro, counts in self.placement.split_passes(self.micro_batches(apart, max_sequences, "scores" in names)):
-            stats = self._stats(micro, support, entropy="entropy" in names, want=want)
+            stats = self._stats(micro, support, entropy="entropy" in names, outputs={*names} - {"entropy"})
             for name in names:
                 column = getattr(stats, name)
                 size, at = (
@@ -230,12 +229,12 @@ class ModelWorker:
         *,
         entropy: bool,
         constants: Collection[str] = (),
-        want: Collection[str] | None = None,
+        outputs: Collection[str] | None = None,
         teacher: TeacherTarget | None = None,
     ) -> TokenStats:
         """Runs one forward pass. Returns: the model's statistics of its targets."""
         allowed = self._allowed(micro, support)
-        options = {"constants": constants, "allowed": allowed, "want": want, "teacher": teacher}
+        options = {"constants": constants, "allowed": allowed, "outputs": outputs, "teacher": teacher}
         with self.layers():
             return self.placement.forward(
                 lambda: token_stats(self.loaded, micro, support=support, entropy=entropy, **options)  # pyright: ignore
