@@ -191,10 +191,11 @@ def _log_inputs(command: str, config: Any, words: list[str]) -> None:
 
 
 def _run_command(command: str, words: list[str], config: Any) -> None:
-    name = {"eval": "evaluate"}.get(command, command)
-    module = "supervised" if command in SUPERVISED_COMMANDS else "commands" if command in TRAINING_COMMANDS else name
+    name = "evaluate" if command == "eval" else command
+    module = {**dict.fromkeys(TRAINING_COMMANDS, "commands"), **dict.fromkeys(SUPERVISED_COMMANDS, "supervised")}
+    module["watch"] = "report"
     with pause_collector():
-        function = getattr(import_module(f"whet.cli.{module}"), name)
+        function = getattr(import_module(f"whet.cli.{module.get(command, name)}"), name)
     function(words if command == "demo" else config)
 
 
@@ -249,6 +250,10 @@ def _config(command: str, words: list[str]) -> Any:
         from whet.config.report import load_report
 
         return load_report(words)
+    if command == "watch":
+        from whet.config.report import load_watch
+
+        return load_watch(words)
     from whet.config.generate import load_sampling
 
     return load_sampling(kind, words)
@@ -281,6 +286,10 @@ def _check(command: str, config: Any) -> None:
         from whet.config.report import check_report
 
         check_report(config)
+    elif command == "watch":
+        from whet.config.report import check_watch
+
+        check_watch(config)
     elif command != "demo":
         from whet.config.generate import check_sampling
 
