@@ -205,6 +205,14 @@ def _run_command(command: str, words: list[str], config: Any) -> None:
         from whet.cli.push import push
 
         push(config)
+    elif command == "report":
+        from whet.cli.report import report
+
+        report(config)
+    elif command == "watch":
+        from whet.cli.report import watch
+
+        watch(config)
     elif command == "demo":
         from whet.cli.commands import demo
 
@@ -266,6 +274,14 @@ def _config(command: str, words: list[str]) -> Any:
         from whet.config.push import load_push
 
         return load_push(words)
+    if command == "report":
+        from whet.config.report import load_report
+
+        return load_report(words)
+    if command == "watch":
+        from whet.config.report import load_watch
+
+        return load_watch(words)
     from whet.config.generate import load_sampling
 
     return load_sampling(kind, words)
@@ -294,6 +310,14 @@ def _check(command: str, config: Any) -> None:
         from whet.config.push import check_push
 
         check_push(config)
+    elif command == "report":
+        from whet.config.report import check_report
+
+        check_report(config)
+    elif command == "watch":
+        from whet.config.report import check_watch
+
+        check_watch(config)
     elif command != "demo":
         from whet.config.generate import check_sampling
 
