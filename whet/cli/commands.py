@@ -48,6 +48,7 @@ from whet.run.signals import Stopped
 from whet.storage.files import finite_or_none, to_json, write_atomic
 from whet.train.role_checkpoints import Checkpoints
 from whet.train.role_workers import ACTOR
+from whet.util.garbage import pause_collector
 from whet.util.package_files import recipe_path
 from whet.util.references import is_ref
 
@@ -84,7 +85,8 @@ def train(config: R, make_learner: Callable[[R], tuple[Any, Any, Any]]) -> dict[
     from transformers.utils import logging as transformers_logging
 
     ranks = join_processes(config.trainer.collective_timeout_s)
-    ranks.call_on_writer(lambda: check_run(config))  # one rank alone may lock a folder to look at it
+    with pause_collector():
+        ranks.call_on_writer(lambda: check_run(config))  # one rank alone may lock a folder to look at it
     transformers_logging.disable_progress_bar()
     started = time.monotonic()
     named = config.trainer.run_dir is not None
@@ -94,7 +96,8 @@ def train(config: R, make_learner: Callable[[R], tuple[Any, Any, Any]]) -> dict[
     try:
         _set_threads(config)
         config = _with_model(config, folder, ranks)
-        learner, train_ds, eval_ds = make_learner(config)
+        with pause_collector():
+            learner, train_ds, eval_ds = make_learner(config)
         try:
             run = learner.train(train_ds, eval_ds)
         except KeyboardInterrupt as stop:
