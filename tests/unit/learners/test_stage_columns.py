@@ -148,8 +148,8 @@ def documented(function):
 
 
 def compare(cases, stages, train, monkeypatch):
-    """Asserts that each stage reads and writes only what it and the stages that it overrides list, and that each name on
-    a list is read or written by some learner."""
+    """Asserts that each stage reads and writes only what it and the stages that it overrides list, and that some learner
+    reads or writes each name on a list."""
     seen = {}
     for case, make in cases.items():
         learner, data = make()
