@@ -148,8 +148,7 @@ def documented(function):
 
 
 def compare(cases, stages, train, monkeypatch):
-    """Asserts that each stage reads and writes only what it and the stages that it overrides list, and that some learner
-    reads or writes each name on a list."""
+    """Checks each stage against its list and those of the stages it overrides; some learner must use each name."""
     seen = {}
     for case, make in cases.items():
         learner, data = make()
