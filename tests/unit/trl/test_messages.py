@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import WhetError
-from whet.learners.symptoms import symptoms
+from whet.learners.diagnostics import symptoms
 from whet.run.signals import Stopped
 from whet.train.role_trainer import lower_lr_advice
 from whet.trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
@@ -31,7 +31,7 @@ class Sends(TrainerCallback):
     """Asks the run to stop, as a signal does."""
 
     def on_step_end(self, args, state, control, **_):
-        self.front.run._signals.stop_requested = True
+        self.trainer.run._signals.stop_requested = True
 
 
 def grpo(folder, data=None, reward=length_reward, **kwargs):
@@ -47,7 +47,7 @@ def sft(folder, data, callbacks=(), **kwargs):
 def stopped(folder, **kwargs):
     """A run that is asked to stop after its first step."""
     made = sft(folder, [{"text": "abc"}] * 4, [sends := Sends()], **kwargs)
-    sends.front = made
+    sends.trainer = made
     made.train()
 
 

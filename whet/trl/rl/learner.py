@@ -34,17 +34,17 @@ _SHARE = "entropy_share"
 
 
 class TRLLearner(GRPOLearner):
-    """Trains as TRL's GRPOTrainer does: see RLLearner for the arguments. The front sets the attributes below."""
+    """Trains as TRL's GRPOTrainer does; RLLearner describes the arguments. The trainer sets the attributes below."""
 
     batches: Batches
     agents: Agents
-    front: Any
-    """The trainer, for rollout_func."""
+    trainer: Any
+    """The trainer, which rollout_func receives."""
     make_task: Any
     """(learner) -> the RLTask of a run."""
 
     def new_task(self, eval_ds: Any = None) -> RLTask:
-        """The task that tells the front's callbacks; evaluations are the front's."""
+        """The task that calls the trainer's callbacks. It runs no evaluations: the trainer does."""
         return self.make_task(self)
 
     # ---- rollouts ------------------------------------------------------------------------------------------------
@@ -61,7 +61,8 @@ class TRLLearner(GRPOLearner):
         """Completes prompts: by rollout_func, by the model's own `generate` where that was replaced, by the engine."""
         number = self.num_generations_of(mode)
         if self.agents.rollout_func is not None:
-            return self.parse_messages(self.agents.call_rollout_func(self.front, prompts, number, self.cluster.eos_ids))
+            groups = self.agents.call_rollout_func(self.trainer, prompts, number, self.cluster.eos_ids)
+            return self.parse_messages(groups)
         prompts, play = self.agents.start_episodes(self, prompts, number, mode, first)
         if (own := self._own_generate()) is not None:
             return self.parse_messages(self._generated(own, prompts, number, play, (step, first), mode))
@@ -71,8 +72,8 @@ class TRLLearner(GRPOLearner):
 
     def _own_generate(self) -> nn.Module | None:
         """The model whose `generate` makes completions: a user has replaced it, or asks for beams."""
-        own = find_custom_generate(self.front.model, self.cluster.actor.module)
-        return self.cluster.actor.module if own is None and beam_options(self.front.args) else own
+        own = find_custom_generate(self.trainer.model, self.cluster.actor.module)
+        return self.cluster.actor.module if own is None and beam_options(self.trainer.args) else own
 
     def _generated(
         self, model: nn.Module, prompts: Sequence[Prompt], number: int, play: Any, place: tuple[int, int], mode: Mode
@@ -89,7 +90,7 @@ class TRLLearner(GRPOLearner):
         else:
             episodes = [Episode(prompt, (0, step, first + i, g), play(sampling))
                         for i, prompt in enumerate(prompts) for g in range(number)]  # fmt: skip
-        with self.front.attention.native():
+        with self.trainer.attention.native():
             return generate_groups(
                 model,
                 episodes,
@@ -100,7 +101,7 @@ class TRLLearner(GRPOLearner):
                     **names,
                     "top_k": config.top_k or 0,
                     **config.generation_kwargs,
-                    **beam_options(self.front.args),
+                    **beam_options(self.trainer.args),
                 },
                 version=self.cluster.actor.version,
             )
@@ -164,9 +165,9 @@ class TRLLearner(GRPOLearner):
             for rows in torch.arange(batch.num_sequences).split(self.batches.rows):
                 yield batch.select(rows)
 
-    def _ranked(self, mini: TokenBatch) -> TokenBatch:
-        """As PolicyLearner's, and with each token's share of the mean entropy where there is a bonus."""
-        mini = super()._ranked(mini)
+    def with_update_columns(self, mini: TokenBatch) -> TokenBatch:
+        """As PolicyLearner's, with each token's share of the mean entropy where there is a bonus."""
+        mini = super().with_update_columns(mini)
         if not self.kl_controller.has_entropy_bonus:
             return mini
         mini = self.cluster.actor_trainer.add_loss_weights(mini)
@@ -198,5 +199,5 @@ class TRLLearner(GRPOLearner):
                                 groups=self.rollout(prompts, step=step, mode=Mode.EVAL)))  # fmt: skip
         made = self.assign_advantages(self.score(self.batch(made)))
         batch = made.batch
-        found = self.cluster.actor_trainer.evaluate_batch(self._ranked(batch))
+        found = self.cluster.actor_trainer.evaluate_batch(self.with_update_columns(batch))
         return flat({**made.metrics, **total_metrics(made.rewards), **found}), batch

@@ -12,12 +12,12 @@ from whet.errors import ConfigError
 __all__ = ["eval_loader", "train_loader"]
 
 
-def train_loader(front: Any) -> DataLoader[Any]:
+def train_loader(trainer: Any) -> DataLoader[Any]:
     """The first epoch: batches of a generation's rows, each row once a completion, each batch once a micro-step.
 
-    Args: front: the trainer. Raises: ConfigError: train_dataset is a stream.
+    Args: trainer: the trainer. Raises: ConfigError: train_dataset is a stream.
     """
-    args, rows = front.args, front.train_rows()
+    args, rows = trainer.args, trainer.train_rows()
     if not isinstance(rows, list):
         raise ConfigError("train_dataset is a stream, which has no loader; iterate over train_dataset itself")
     seed = args.seed if args.data_seed is None else args.data_seed
@@ -28,21 +28,21 @@ def train_loader(front: Any) -> DataLoader[Any]:
     return _loader(rows, places, args.generation_batch_size, args.dataloader_num_workers)
 
 
-def eval_loader(front: Any, eval_dataset: Any = None) -> DataLoader[Any]:
-    """An evaluation's rows, each once a completion. Args: front: the trainer. eval_dataset: in place of its own.
+def eval_loader(trainer: Any, eval_dataset: Any = None) -> DataLoader[Any]:
+    """An evaluation's rows, each once a completion. Args: trainer: the trainer. eval_dataset: in place of its own.
 
     Raises: ConfigError: there are none, or several sets.
     """
-    front.read_eval_data()
-    sets = front.eval_rows
+    trainer.read_eval_data()
+    sets = trainer.eval_rows
     if isinstance(eval_dataset, str):
-        sets, given = {"": sets.get(eval_dataset)}, front.eval_dataset[eval_dataset]
+        sets, given = {"": sets.get(eval_dataset)}, trainer.eval_dataset[eval_dataset]
     else:
-        given = front.eval_dataset if eval_dataset is None else eval_dataset
-        sets = sets if eval_dataset is None else front.eval_sets(eval_dataset)
+        given = trainer.eval_dataset if eval_dataset is None else eval_dataset
+        sets = sets if eval_dataset is None else trainer.eval_sets(eval_dataset)
     if list(sets) != [""]:
         raise ConfigError(f"get_eval_dataloader: give one evaluation set of {', '.join(sets) or 'none'}")
-    args, rows = front.args, sets[""]
+    args, rows = trainer.args, sets[""]
     number = args.num_generations_eval or args.num_generations
     places = [i for i in range(len(rows)) for _ in range(number)]
     workers = args.dataloader_num_workers if hasattr(given, "__len__") else 0

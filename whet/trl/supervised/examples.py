@@ -6,7 +6,7 @@ docs/data.md says how whet reads rows and which tokens it trains; docs/from-trl.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,11 +22,13 @@ __all__ = [
     "ExampleStream",
     "FormattedRows",
     "IdentityEncoder",
+    "LabelledSequence",
     "PairOrIdsEncoder",
     "SFTOrIdsEncoder",
     "TextPairEncoder",
     "first_row",
     "has_rows",
+    "label_mask",
     "make_examples",
     "pair_columns",
     "scored_columns",
@@ -61,8 +63,35 @@ def _sequence(answer: _Ids, number: int) -> list[TrainSequence]:
     return [TrainSequence(prefix=ids[:given], tokens=ids[given:], mask=mask[given:])]
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LabelledSequence(TrainSequence):
+    """A sequence with the label of its first token. Nothing predicts this token, unless rows are packed end to end."""
+
+    first_trained: bool
+
+
+def label_mask(s: TrainSequence) -> np.ndarray:
+    """Returns bool [P + C]: the tokens that have a label in TRL, the first one included."""
+    mask = np.concatenate([np.zeros(len(s.prefix), bool), s.mask])
+    mask[0] = isinstance(s, LabelledSequence) and s.first_trained
+    return mask
+
+
 class SFTOrIdsEncoder(SFTEncoder):
     """Rows of SFT, or of `input_ids` with `labels` (-100 = not trained) or completion_mask and assistant_masks."""
+
+    def __call__(self, row: Mapping[str, Any], number: int = 0) -> Example | None:
+        """The row as an Example of LabelledSequences: see RowEncoder."""
+        example = super().__call__(row, number)
+        if example is None:
+            return None
+        first = self.trains_all
+        (s, *_), (answer, *_) = example.sequences, self._read(row, number).answers
+        if isinstance(answer, _Ids):
+            at_end = self.data.on_long == "truncate_left"
+            first = answer.mask[-len(s.prefix) - len(s.tokens) if at_end else 0]
+        sequences = tuple(LabelledSequence(**vars(s), first_trained=first) for s in example.sequences)
+        return replace(example, sequences=sequences)
 
     def _read(self, row: Mapping[str, Any], number: int) -> RowAnswers:
         if "input_ids" not in row:
@@ -202,7 +231,7 @@ def sft_columns(examples: Sequence[Example]) -> dict[str, list[Any]]:
     """
 
     def labels(s: TrainSequence) -> list[int]:
-        return [-100] * len(s.prefix) + np.where(s.mask, s.tokens, -100).tolist()
+        return np.where(label_mask(s), _ids(s), -100).tolist()
 
     rows: dict[str, list[Any]] = {
         "input_ids": [[i for s in e.sequences for i in _ids(s)] for e in examples],

@@ -14,6 +14,7 @@ from itertools import islice
 import numpy as np
 
 from whet.data.lengths import truncate_end
+from whet.trl.supervised.examples import LabelledSequence, label_mask
 from whet.types import Example, TrainSequence
 
 __all__ = ["best_fit", "pack_best_fit", "pack_wrapped"]
@@ -63,7 +64,7 @@ def pack_best_fit(examples: Iterable[Example], size: int, *, split: bool) -> Ite
     examples = iter(examples)
     while part := list(islice(examples, _AT_ONCE)):
         whole = [s for e in part for s in e.sequences]
-        made = [p for s in whole for p in (_parts(s, size) if split else [truncate_end(s, size)]) if p is not None]
+        made = [p for s in whole for p in (_split(s, size) if split else [truncate_end(s, size)]) if p is not None]
         lengths = [len(s.prefix) + len(s.tokens) for s in made]
         for pack in best_fit(lengths, size):
             yield Example(sequences=tuple(made[i] for i in pack), row=part[0].row)
@@ -79,18 +80,20 @@ def pack_wrapped(examples: Iterable[Example], size: int) -> Iterator[Example]:
     while part := list(islice(examples, _AT_ONCE)):
         whole = [s for e in part for s in e.sequences]
         ids = np.concatenate([x for s in whole for x in (s.prefix, s.tokens)])
-        mask = np.concatenate([x for s in whole for x in (np.arange(len(s.prefix)) == 0, s.mask)])
-        mask[0] = False
-        for piece in _parts(TrainSequence(prefix=ids[:1], tokens=ids[1:], mask=mask[1:]), size):
+        for piece in _parts(ids, np.concatenate([label_mask(s) for s in whole]), size):
             yield Example(sequences=(piece,), row=part[0].row)
 
 
-def _parts(sequence: TrainSequence, size: int) -> Iterator[TrainSequence]:
-    """A sequence in parts; the first token of each is given, and a part that trains nothing is left out."""
-    ids = np.concatenate([sequence.prefix, sequence.tokens])
-    mask = np.concatenate([np.zeros(len(sequence.prefix), bool), sequence.mask])
+def _split(s: TrainSequence, size: int) -> Iterator[TrainSequence]:
+    return _parts(np.concatenate([s.prefix, s.tokens]), label_mask(s), size)
+
+
+def _parts(ids: np.ndarray, mask: np.ndarray, size: int) -> Iterator[TrainSequence]:
+    """Tokens in parts of a size; the first token of each is given, and a part that trains nothing is left out."""
     for start in range(0, len(ids), size):
         its, trained = ids[start : start + size], mask[start : start + size]
         given = max(1, int(np.argmax(trained)))
         if trained[given:].any():
-            yield TrainSequence(prefix=its[:given], tokens=its[given:], mask=trained[given:])
+            yield LabelledSequence(
+                prefix=its[:given], tokens=its[given:], mask=trained[given:], first_trained=bool(trained[0])
+            )

@@ -25,35 +25,35 @@ Predicted = tuple[Tensor, Any]
 """Logits or scores, and labels."""
 
 
-def compute_user_metrics(front: Any, examples: Sequence[Example]) -> dict[str, float]:
+def compute_user_metrics(trainer: Any, examples: Sequence[Example]) -> dict[str, float]:
     """What a user's compute_metrics makes of an evaluation set.
 
-    Args: front: the trainer, with compute_metrics and preprocess_logits_for_metrics. examples: the rows.
+    Args: trainer: the trainer, with compute_metrics and preprocess_logits_for_metrics. examples: the rows.
     """
-    size, compute = front.args.per_device_eval_batch_size, front.compute_metrics
+    size, compute = trainer.args.per_device_eval_batch_size, trainer.compute_metrics
     parts = [examples[i : i + size] for i in range(0, len(examples), size)]
-    kind = {"SFT": _of_texts, "DPO": _of_pairs, "Reward": _of_scores}[front.METHOD]
+    kind = {"SFT": _of_texts, "DPO": _of_pairs, "Reward": _of_scores}[trainer.METHOD]
     found: dict[str, float] = {}
     made: list[tuple[np.ndarray, Any]] = []
     for i, part in enumerate(parts):
-        logits, labels = kind(front, part)
-        if front.preprocess_logits_for_metrics is not None:
-            logits = front.preprocess_logits_for_metrics(logits, labels)
+        logits, labels = kind(trainer, part)
+        if trainer.preprocess_logits_for_metrics is not None:
+            logits = trainer.preprocess_logits_for_metrics(logits, labels)
         arrays = logits.float().cpu().numpy(), labels.numpy() if isinstance(labels, Tensor) else labels
-        if front.args.batch_eval_metrics:
+        if trainer.args.batch_eval_metrics:
             found = compute(EvalPrediction(*arrays), compute_result=i == len(parts) - 1)
         else:
             made.append(arrays)
-    if front.args.batch_eval_metrics:
+    if trainer.args.batch_eval_metrics:
         return found
     labels = _joined([labels for _, labels in made]) if isinstance(made[0][1], np.ndarray) else ()
     return compute(EvalPrediction(_joined([logits for logits, _ in made]), labels))  # pyright: ignore[reportArgumentType]
 
 
-def _of_texts(front: Any, examples: Sequence[Example]) -> Predicted:
+def _of_texts(trainer: Any, examples: Sequence[Example]) -> Predicted:
     """[B T V] and [B T], -100 where nothing is trained."""
     sequences = [s for e in examples for s in e.sequences]
-    ids, logits = _forward(front, sequences)
+    ids, logits = _forward(trainer, sequences)
     labels = torch.full_like(ids, _NONE)
     for row, s in zip(labels, sequences, strict=True):
         trained = torch.from_numpy(np.where(s.mask, s.tokens, _NONE)).to(row)
@@ -61,29 +61,29 @@ def _of_texts(front: Any, examples: Sequence[Example]) -> Predicted:
     return logits, labels
 
 
-def _of_pairs(front: Any, examples: Sequence[Example]) -> Predicted:
+def _of_pairs(trainer: Any, examples: Sequence[Example]) -> Predicted:
     """[2B T V] and the ids [2B T]: the chosen answers, then the rejected ones."""
-    ids, logits = _forward(front, [e.sequences[side] for side in (0, 1) for e in examples])
+    ids, logits = _forward(trainer, [e.sequences[side] for side in (0, 1) for e in examples])
     return logits, ids
 
 
-def _of_scores(front: Any, examples: Sequence[Example]) -> Predicted:
+def _of_scores(trainer: Any, examples: Sequence[Example]) -> Predicted:
     """[2B 1]: the scores of the chosen answers, then of the rejected ones; there are no labels."""
     batch = TokenBatch.from_examples([Example(sequences=e.sequences, row=e.row) for e in examples])
-    return front.worker.scores(batch).view(-1, 2).T.reshape(-1, 1), ()
+    return trainer.worker.scores(batch).view(-1, 2).T.reshape(-1, 1), ()
 
 
 @torch.no_grad()
-def _forward(front: Any, sequences: Sequence[TrainSequence]) -> tuple[Tensor, Tensor]:
+def _forward(trainer: Any, sequences: Sequence[TrainSequence]) -> tuple[Tensor, Tensor]:
     """The ids [B T], filled up on the right, and their logits [B T V], on the CPU."""
     rows = [np.concatenate([s.prefix, s.tokens]) for s in sequences]
-    width, tokenizer = max(map(len, rows)), front.processing_class
+    width, tokenizer = max(map(len, rows)), trainer.processing_class
     fill = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     ids, mask = torch.full((len(rows), width), fill), torch.zeros(len(rows), width, dtype=torch.long)
     for i, row in enumerate(rows):
         ids[i, : len(row)], mask[i, : len(row)] = torch.from_numpy(row.astype(np.int64)), 1
-    device, module = front.worker.device, front.worker.module
-    with front.attention.native(), eval_mode(module):
+    device, module = trainer.worker.device, trainer.worker.module
+    with trainer.attention.native(), eval_mode(module):
         logits = module(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False).logits
     return ids, logits.cpu()
 

@@ -33,12 +33,12 @@ class NoCheckpoint(CheckpointError, ValueError):
 
 
 class TrainerCheckpoints(Checkpoints):
-    """The checkpoints of a front. Args: front: the trainer. root: output_dir; None = none that a resume could read."""
+    """A trainer's checkpoints. Args: trainer: the trainer. root: output_dir; None = no resumable checkpoints."""
 
-    def __init__(self, front: Any, root: str | None) -> None:
-        models = front.models
+    def __init__(self, trainer: Any, root: str | None) -> None:
+        models = trainer.models
         super().__init__(root, models.trainers, models.workers)
-        self._front = front
+        self._trainer = trainer
 
     def open(self, *, new: bool = False) -> None:
         """Makes and locks output_dir, and removes what a kill left half written. Args: new: makes no difference."""
@@ -66,11 +66,11 @@ class TrainerCheckpoints(Checkpoints):
 
     def of_step(self, step: int) -> Path | None:
         """The checkpoint of now."""
-        return None if self.root is None else checkpoint_path(self.root, self._front.state.global_step)
+        return None if self.root is None else checkpoint_path(self.root, self._trainer.state.global_step)
 
     def place(self, folder: Path, role: str) -> Path:
         """The model in training lies in the checkpoint's own folder, so that other libraries load it from there."""
-        return folder if role == self._front.role.value else folder / role
+        return folder if role == self._trainer.role.value else folder / role
 
     def save(self, step: int, state: Mapping[str, Any], *, tokenizer: Any, keep: int | None) -> Path | None:
         """Writes the checkpoint of now, in place of one of its name by another run."""
@@ -79,17 +79,17 @@ class TrainerCheckpoints(Checkpoints):
             return None
         if read_run_id(folder) == self.run:
             return folder
-        self._front.prepare_save()
-        state = {**state, "trl": self._front.resume_state()}  # which knows now whether this one is the best
+        self._trainer.prepare_save()
+        state = {**state, "trl": self._trainer.resume_state()}  # which knows now whether this one is the best
 
         def fill(place: Path) -> None:
             self.write_files(place, state=state, tokenizer=tokenizer)
             separate_training_state(place)
-            self._front.save_user_files(place)
+            self._trainer.save_user_files(place)
 
         def write(place: Path) -> None:
             write_with_checksums(place, fill, run=self.run, step=step)
-            self._front.state.save_to_json(str(place / "trainer_state.json"))
+            self._trainer.state.save_to_json(str(place / "trainer_state.json"))
 
         write_folder_atomic(folder, write)
         return folder
@@ -98,7 +98,7 @@ class TrainerCheckpoints(Checkpoints):
         """Loads the weights of a checkpoint. Raises CheckpointError: it is gone."""
         try:
             _check_resumable(folder)
-            self.trainers[self._front.role].worker.load(folder)
+            self.trainers[self._trainer.role].worker.load(folder)
         except CheckpointError as error:
             raise CheckpointError(f"load_best_model_at_end can't load {folder}: {error}; leave it as it is") from error
 

@@ -62,15 +62,15 @@ ATTRIBUTES: Mapping[str, str] = {
 """Attribute that scripts read -> the alternative."""
 
 
-def missing_attribute(front: Any, name: str) -> Any:
+def missing_attribute(trainer: Any, name: str) -> Any:
     """The argument of this name, which TRL's trainers have as an attribute too.
 
     Raises: AttributeError: there is none; for a name of TRL's trainers with the alternative.
     """
-    args = vars(front).get("args")
+    args = vars(trainer).get("args")
     if args is not None and name in args.TABLE:
         return getattr(args, name)
-    kind = type(front)
+    kind = type(trainer)
     instead = {**ATTRIBUTES, **kind.NOT_CALLED}.get(name)
     if instead is None:
         raise AttributeError(

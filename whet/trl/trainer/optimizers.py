@@ -35,19 +35,19 @@ _BY_METRIC = (ReduceLROnPlateau, GreedyLR)
 class LRView:
     """The lr_scheduler of callbacks: the current rates, and the state of whet's own schedule.
 
-    Args: front: the trainer. Its optimizer makes the schedule at its first step, and steps it.
+    Args: trainer: the trainer. Its optimizer makes the schedule at its first step, and steps it.
     """
 
-    def __init__(self, front: Any) -> None:
-        self._front = front
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
 
     def get_last_lr(self) -> list[float]:
         """The learning rate of each group of parameters, of the update that comes next."""
-        return [float(group["lr"]) for group in self._front.optimizer.param_groups]
+        return [float(group["lr"]) for group in self._trainer.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
         """The schedule's state; empty before the first update."""
-        schedule = self._front.worker.optim.schedule
+        schedule = self._trainer.worker.optim.schedule
         return {} if schedule is None else schedule.state_dict()
 
 
@@ -85,8 +85,9 @@ def optimizer_from_class(
         ]
         optimizer = kind([g for g in groups if g["params"]], **kwargs)
         warmup = args.get_warmup_steps(total)
-        own = args.lr_scheduler_kwargs
-        scheduler = get_scheduler(args.lr_scheduler_type, optimizer, warmup, total, scheduler_specific_kwargs=own)
+        scheduler = get_scheduler(
+            args.lr_scheduler_type, optimizer, warmup, total, scheduler_specific_kwargs=args.lr_scheduler_kwargs
+        )
         take(scheduler)
         return _stepping(optimizer, scheduler, args.max_grad_norm)
 
@@ -107,33 +108,37 @@ def _stepping(optimizer: Any, scheduler: Any, max_grad_norm: float) -> torch.opt
     return optimizer
 
 
-def begin_schedule(front: Any) -> None:
-    """Makes the schedule of a front's next run where it goes by an evaluation and the optimizer is whet's own, whose
-    rate is constant but for it.
+def begin_schedule(trainer: Any) -> None:
+    """Makes the schedule of the next run if it follows an evaluation and the optimizer is whet's own.
+
+    Without this schedule the optimizer's rate is constant.
     """
-    optim = front.worker.optim
+    optim = trainer.worker.optim
     if optim is None or optim.config is None:
         return
-    front.scheduler = None
-    if front.args.lr_scheduler_type in BY_EVALUATION:
-        own = front.args.lr_scheduler_kwargs
-        front.scheduler = get_scheduler(front.args.lr_scheduler_type, optim.optimizer, scheduler_specific_kwargs=own)
-    front.callback_handler.lr_scheduler = front.scheduler or LRView(front)
+    trainer.scheduler = None
+    if trainer.args.lr_scheduler_type in BY_EVALUATION:
+        trainer.scheduler = get_scheduler(
+            trainer.args.lr_scheduler_type,
+            optim.optimizer,
+            scheduler_specific_kwargs=trainer.args.lr_scheduler_kwargs,
+        )
+    trainer.callback_handler.lr_scheduler = trainer.scheduler or LRView(trainer)
 
 
-def step_schedule(front: Any, value: float) -> None:
+def step_schedule(trainer: Any, value: float) -> None:
     """Steps a schedule that follows a metric. Args: value: of the evaluation."""
-    if isinstance(front.scheduler, _BY_METRIC):
-        front.scheduler.step(value)
-        _keep_rates(front.worker.optim)
+    if isinstance(trainer.scheduler, _BY_METRIC):
+        trainer.scheduler.step(value)
+        _keep_rates(trainer.worker.optim)
 
 
-def restore_schedule(front: Any, state: Mapping[str, Any]) -> None:
+def restore_schedule(trainer: Any, state: Mapping[str, Any]) -> None:
     """Restores a schedule from what `serializable_state` has kept of it; the rest is as the schedule has it."""
-    front.scheduler.load_state_dict({**front.scheduler.state_dict(), **state})
-    if isinstance(front.scheduler, _BY_METRIC):
-        optim = front.worker.optim
-        for group, rate in zip(optim.optimizer.param_groups, front.scheduler.get_last_lr(), strict=True):
+    trainer.scheduler.load_state_dict({**trainer.scheduler.state_dict(), **state})
+    if isinstance(trainer.scheduler, _BY_METRIC):
+        optim = trainer.worker.optim
+        for group, rate in zip(optim.optimizer.param_groups, trainer.scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
         _keep_rates(optim)
 

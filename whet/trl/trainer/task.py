@@ -36,14 +36,14 @@ _FLAGS = ("should_log", "should_evaluate", "should_save")
 
 
 class CallbackTask(Task):
-    """A mixin for a learner's task that calls the front's callbacks.
+    """A mixin for a learner's task that calls the trainer's callbacks.
 
-    Args: learner: of the run. front: the trainer with callbacks, state and control.
+    Args: learner: the run's learner. trainer: the object with the callbacks, the state and the control.
     """
 
-    def __init__(self, learner: Any, front: Trainer) -> None:
+    def __init__(self, learner: Any, trainer: Trainer) -> None:
         super().__init__(learner)  # pyright: ignore[reportCallIssue]
-        self.front = front
+        self.trainer = trainer
         self._flags: set[str] = set()
         self._updates = 0
         self._last: dict[str, float] = {}
@@ -53,100 +53,99 @@ class CallbackTask(Task):
 
     def on_run_begin(self, run: Any) -> None:
         """on_train_begin, the evaluation before the first step, on_epoch_begin."""
-        front = self.front
-        front.run = run
-        front.begin(resumed=self._restored)
-        front.call_event("on_train_begin")
-        if front.args.eval_on_start and not self._restored:
-            front.evaluate()
-        front.call_event("on_epoch_begin")
+        trainer = self.trainer
+        trainer.run = run
+        trainer.begin(resumed=self._restored)
+        trainer.call_event("on_train_begin")
+        if trainer.args.eval_on_start and not self._restored:
+            trainer.evaluate()
+        trainer.call_event("on_epoch_begin")
 
     def on_step_begin(self, run: Any, index: int) -> None:
         """on_step_begin, of the first update."""
         super().on_step_begin(run, index)
         self._updates = 0
         self._flags = set()
-        self.front.call_event("on_step_begin")
+        self.trainer.call_event("on_step_begin")
 
     def on_update_end(self, run: Any, trainer: RoleTrainer, metrics: Metrics) -> None:
         """on_optimizer_step and on_step_end; on_step_begin of the next update, if there is one."""
-        front = self.front
-        front.call_event("on_pre_optimizer_step")
-        front.call_event("on_optimizer_step")
-        front.state.global_step += 1
-        front.set_epoch()
-        front.call_event("on_step_end")
+        self.trainer.call_event("on_pre_optimizer_step")
+        self.trainer.call_event("on_optimizer_step")
+        self.trainer.state.global_step += 1
+        self.trainer.set_epoch()
+        self.trainer.call_event("on_step_end")
         self._last = {name: metrics[name].value for name in _LAST_UPDATE if name in metrics}
         self._updates += 1
-        self._flags |= {name for name in _FLAGS if getattr(front.control, name)}
-        if self._updates < front.updates_per_step:
-            front.call_event("on_step_begin")
+        self._flags |= {name for name in _FLAGS if getattr(self.trainer.control, name)}
+        if self._updates < self.trainer.updates_per_step:
+            self.trainer.call_event("on_step_begin")
 
     def on_step_end(self, run: Any, step: BaseStep) -> None:
         """Logs, evaluates and saves where a callback requested it, then ends the epoch or the run."""
         super().on_step_end(run, step)
-        front, batch = self.front, step.batch
-        front.state.num_input_tokens_seen += int((batch.prefix_lengths[batch.prefix_of] + batch.lengths).sum())
-        front.losses.append(float(run.rows[-1].get("loss", 0.0)))
-        front.record_step(run.rows[-1], step)
-        front.window.add(self._last)
+        trainer, batch = self.trainer, step.batch
+        trainer.state.num_input_tokens_seen += int((batch.prefix_lengths[batch.prefix_of] + batch.lengths).sum())
+        trainer.losses.append(float(run.rows[-1].get("loss", 0.0)))
+        trainer.record_step(run.rows[-1], step)
+        trainer.window.add(self._last)
         for name in self._flags:
-            setattr(front.control, name, True)
+            setattr(trainer.control, name, True)
         self._act_on_flags(run)
-        if front.at_epoch_end() or front.control.should_training_stop:
-            front.call_event("on_epoch_end")
+        if trainer.at_epoch_end() or trainer.control.should_training_stop:
+            trainer.call_event("on_epoch_end")
             self._act_on_flags(run)
-            if front.state.global_step < front.state.max_steps and not front.control.should_training_stop:
-                front.call_event("on_epoch_begin")
-        if front.control.should_epoch_stop:
+            if trainer.state.global_step < trainer.state.max_steps and not trainer.control.should_training_stop:
+                trainer.call_event("on_epoch_begin")
+        if trainer.control.should_epoch_stop:
             raise ConfigError(
                 "a callback has set control.should_epoch_stop, and an epoch can't be left early here; set "
                 "should_training_stop, or train on fewer rows"
             )
-        if front.control.should_training_stop:
+        if trainer.control.should_training_stop:
             run.control.stop = True
 
     def _act_on_flags(self, run: Any) -> None:
         """Logs, evaluates and saves as the flags of `control` say."""
-        front = self.front
-        if front.control.should_log:
-            front.log_window()
-        if front.control.should_evaluate:
-            front.record_best(front.evaluate())
-        if front.control.should_save:
-            front.control.should_save = False
-            if front.args.save_only_model or run.checkpoints.root is None:
-                front.save_weights()
+        trainer = self.trainer
+        if trainer.control.should_log:
+            trainer.log_window()
+        if trainer.control.should_evaluate:
+            trainer.record_best(trainer.evaluate())
+        if trainer.control.should_save:
+            trainer.control.should_save = False
+            if trainer.args.save_only_model or run.checkpoints.root is None:
+                trainer.save_weights()
             else:
                 run.save()
 
     def on_save(self, run: Any, folder: Path | None) -> None:
         """on_save, where a checkpoint was written."""
         if folder is not None:
-            self.front.after_save(folder)
+            self.trainer.after_save(folder)
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """The state of the run and of the trainer."""
-        return {**super().state(), "trl": self.front.resume_state()}
+        return {**super().state(), "trl": self.trainer.resume_state()}
 
-    def restore(self, state: Mapping[str, Any], step: int) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Restores both. Raises CheckpointError: another learner wrote the checkpoint."""
-        super().restore(state, step)
+        super().restore(state)
         if "trl" not in state:
             raise CheckpointError(
                 "the checkpoint was not written by whet.trl; resume it with the learner that wrote it"
             )
-        self.front.load_resume_state(state["trl"])
-        if self.front.args.restore_callback_states_from_checkpoint:
+        self.trainer.load_resume_state(state["trl"])
+        if self.trainer.args.restore_callback_states_from_checkpoint:
             self._restore_callbacks()
         self._restored = True
 
     def _restore_callbacks(self) -> None:
         """Restores the callbacks that have a state in the checkpoint."""
-        held = {n: s if isinstance(s, list) else [s] for n, s in self.front.state.stateful_callbacks.items()}
-        for callback in self.front.callback_handler.callbacks:
+        held = {n: s if isinstance(s, list) else [s] for n, s in self.trainer.state.stateful_callbacks.items()}
+        for callback in self.trainer.callback_handler.callbacks:
             if states := held.get(type(callback).__name__):
                 state, *held[type(callback).__name__] = states
                 vars(callback).update({**vars(type(callback)(**state.get("args", {}))), **state.get("attributes", {})})
@@ -161,5 +160,5 @@ class SupervisedCallbackTask(CallbackTask, SupervisedTask):
 
     @property
     def evaluated_examples(self) -> list[Example]:
-        """All evaluation sets of the front."""
-        return [example for rows in self.front.eval_rows.values() for example in rows]
+        """All evaluation sets of the trainer."""
+        return [example for rows in self.trainer.eval_rows.values() for example in rows]
