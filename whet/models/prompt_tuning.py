@@ -57,7 +57,7 @@ class PromptAdapter(Adapter):
         super().__init__({})
         self.kind: str = model.active_peft_config.peft_type.value
         if self.kind not in KINDS:
-            raise ConfigError(f"peft_type {self.kind} is not taken; give one of {', '.join(KINDS)}, or LoRA")
+            raise ConfigError(f"peft_type {self.kind} is not supported; give one of {', '.join(KINDS)}, or LoRA")
         self.model, self.new, self.on = model, new, True
         vars(model)["get_decoder"] = lambda: self.states
 

@@ -46,7 +46,7 @@ class _PromptCallback(TrainerCallback):
     """What generates for the prompts of the evaluation data, every `freq` steps."""
 
     def __init__(self, trainer: Any, generation_config: Any, num_prompts: int | None, freq: int | None) -> None:
-        given = getattr(trainer, "given_eval", None)  # where eval_dataset shows token ids
+        given = getattr(trainer, "raw_eval_dataset", None)  # where eval_dataset shows token ids
         data = trainer.eval_dataset if given is None else given
         if data is None:
             raise ConfigError(f"Trainer must have an evaluation dataset to use the {type(self).__name__}; give it one")

@@ -115,7 +115,7 @@ def _unlaunched(words: list[str]) -> list[str]:
             value = left[at + 1] if at + 1 < len(left) else ""
             if value not in taken:
                 raise ConfigError(
-                    f"{flag}={value!r} is not taken: one process trains here; leave it out, and for the same step "
+                    f"{flag}={value!r} is not supported: one process trains here; leave it out, and for the same step "
                     "multiply gradient_accumulation_steps by the number of processes"
                 )
             del left[at : at + 2]

@@ -106,10 +106,10 @@ def test_a_file_s_chat_template_and_a_function_that_makes_texts(tmp_path):
 @pytest.mark.parametrize(
     ("method", "given", "kind", "message"),
     [
-        ("SFT", {"compute_loss_func": len}, ConfigError, "compute_loss_func is not taken: write a loss"),
-        ("SFT", {"data_collator": len}, ConfigError, "data_collator is not taken.*completion_only_loss"),
+        ("SFT", {"compute_loss_func": len}, ConfigError, "compute_loss_func is not supported: write a loss"),
+        ("SFT", {"data_collator": len}, ConfigError, "data_collator is not supported.*completion_only_loss"),
         ("Reward", {"optimizer_cls_and_kwargs": (len, {}), "optimizers": (len, None)}, ConfigError, "give one of them"),
-        ("SFT", {"formatting_func": len}, ConfigError, "no part is the completion"),
+        ("SFT", {"formatting_func": len}, ConfigError, "has no separate completion"),
         ("SFT", {"assistant_only_loss": True, "rows": [{"text": "a"}]}, ConfigError, "not conversational"),
         ("SFT", {"eos_token": "<none>"}, ConfigError, "`eos_token` .*not found in the vocabulary"),
         ("SFT", {"dataset_kwargs": {"skip_prepare_dataset": True}}, ConfigError, "needs rows of input_ids"),
@@ -117,7 +117,7 @@ def test_a_file_s_chat_template_and_a_function_that_makes_texts(tmp_path):
         ("SFT", {"rows": [{"text": "abc"}], "max_length": 1}, DataError, "no row is left to train on"),
         ("SFT", {"rows": [{"input_ids": [1, 2], "labels": [1]}]}, DataError, "row 0 has 2 token ids and 1 labels"),
         ("SFT", {"rows": iter(ANSWERS), "max_steps": -1}, ConfigError, "set max_steps"),
-        ("SFT", {"dataloader_drop_last": True, "gradient_accumulation_steps": 9}, ConfigError, "leaves nothing of 4"),
+        ("SFT", {"dataloader_drop_last": True, "gradient_accumulation_steps": 9}, ConfigError, "drops all 4 rows"),
         ("DPO", {"rows": [{"prompt": "a", "chosen": "b"}]}, DataError, "chosen and rejected"),
         ("DPO", {"args": 1}, ConfigError, "no field 'args'"),
         ("DPO", {"rows": {"train": PAIRS}}, DataError, "`train_dataset` must be a `Dataset`.*, got `dict`"),
@@ -373,7 +373,7 @@ def test_common_mistakes_raise_the_class_that_trl_raises_and_no_column_is_taken_
     config = peft.LoraConfig(r=2, target_modules=["q_proj"])
     with pytest.raises(ValueError, match="You passed a `PeftModel` instance together with a `peft_config`"):
         trainer(tmp_path, model=peft.get_peft_model(tiny_model(), config), peft_config=config)
-    with pytest.raises(ValueError, match="dataset_text_field='body' is no column of the rows, which have text"):
+    with pytest.raises(ValueError, match="dataset_text_field='body' is not a column of the rows, which have text"):
         trainer(tmp_path, rows=[{"text": "abc"}], dataset_text_field="body")
 
 

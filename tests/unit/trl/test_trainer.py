@@ -339,7 +339,7 @@ def test_reward_models_by_name_and_as_modules(by, tmp_path):
             "require `dispatch_batches=False`",
         ),
         ({"generation_kwargs": {"do_sample": False}}, ConfigError, "do_sample=False"),
-        ({"generation_kwargs": {"max_length": 9}}, ConfigError, "max_length is not taken; set max_completion_length"),
+        ({"generation_kwargs": {"max_length": 9}}, ConfigError, "max_length is not supported; set max_completion_length"),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else str(value),
 )

@@ -89,7 +89,7 @@ class Arguments:
         for name, row in self.TABLE.items():
             value = getattr(self, name)
             if row.refuses(value):
-                raise ConfigError(f"{name}={value!r} is not taken: {row.note}")
+                raise ConfigError(f"{name}={value!r} is not supported: {row.note}")
             if row.kind is dict and isinstance(value, str) and (row.state != "no effect" or value.startswith("{")):
                 setattr(self, name, _mapping(name, value))
         self._fill_in()
@@ -117,7 +117,7 @@ class Arguments:
         for name, only in _ONLY.items():
             value = getattr(self, name, None)
             if value is not None and value != only:
-                raise ConfigError(f"{name}={value!r} is not taken: {self.OLD[name].note}")
+                raise ConfigError(f"{name}={value!r} is not supported: {self.OLD[name].note}")
 
     @classmethod
     def renamed(cls) -> dict[str, str]:

@@ -64,7 +64,7 @@ class _KTO(SupervisedArguments):
             )
         if self.precompute_ref_log_probs:
             raise ConfigError(
-                "precompute_ref_log_probs=True is not taken with loss_type='kto', which reads the reference on the "
+                "precompute_ref_log_probs=True is not supported with loss_type='kto', which reads the reference on the "
                 "mismatched rows of each update; leave it out, or take loss_type='apo_zero_unpaired'"
             )
 

@@ -41,7 +41,7 @@ def apply_launcher(args: Any) -> None:
         args.bf16 = True
     elif precision != "no" and args.bf16 is False:
         raise ConfigError(
-            f"ACCELERATE_MIXED_PRECISION={precision} is not taken: it needs a scaled loss, which is not offered; "
+            f"ACCELERATE_MIXED_PRECISION={precision} is not supported: it needs a scaled loss, which is not offered; "
             "launch with --mixed_precision bf16 or no"
         )
     for name, what in _SHARDED.items():

@@ -97,11 +97,11 @@ class RLArguments(Arguments):
         """Refuses options that don't go with vLLM."""
         if self.vllm_mode != "colocate":
             raise ConfigError(
-                f"vllm_mode={self.vllm_mode!r} is not taken: vLLM runs in this process; set vllm_mode='colocate'"
+                f"vllm_mode={self.vllm_mode!r} is not supported: vLLM runs in this process; set vllm_mode='colocate'"
             )
         if (regex := self.vllm_structured_outputs_regex) is not None:
             raise ConfigError(
-                f"vllm_structured_outputs_regex={regex!r} is not taken with use_vllm=True: its logprobs would be those "
+                f"vllm_structured_outputs_regex={regex!r} is not supported with use_vllm=True: logprobs would be those "
                 "of a constrained distribution; leave use_vllm out, whet's own engine has it"
             )
         cut = {name: getattr(self, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}

@@ -80,7 +80,7 @@ class _SFT(SupervisedArguments):
             )
         if given := given - _NOT_READ:
             raise ConfigError(
-                f"dataset_kwargs: {sorted(given)[0]!r} is not taken; give rows as they are to be trained on, or rows "
+                f"dataset_kwargs: {sorted(given)[0]!r} is not supported; give the rows to train on unchanged, or rows "
                 "of input_ids and labels"
             )
         resolve_name(self.loss_type, SFT_LOSSES, "SFT loss")

@@ -69,6 +69,6 @@ class SupervisedArguments(Arguments):
             raise lookup_error("truncation_mode", self.truncation_mode, ON_LONG)
         if self.train_sampling_strategy not in ("random", "sequential"):
             raise ConfigError(
-                f"train_sampling_strategy={self.train_sampling_strategy!r} is not taken: passes are packed, and "
+                f"train_sampling_strategy={self.train_sampling_strategy!r} is not supported: passes are packed, and "
                 "nothing is padded, so rows need not be of like length; take 'random' or 'sequential'"
             )

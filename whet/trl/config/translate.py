@@ -278,7 +278,7 @@ def rollout_config(args: Any, longest_prompt: int) -> RolloutConfig:
             value = given.pop(name)
             fields[_GENERATE.get(name, name)] = tuple(value) if isinstance(value, list) else value
     if taken := sorted(given.keys() & _ELSEWHERE.keys()):
-        raise ConfigError(f"generation_kwargs: {taken[0]} is not taken; {_ELSEWHERE[taken[0]]}")
+        raise ConfigError(f"generation_kwargs: {taken[0]} is not supported; {_ELSEWHERE[taken[0]]}")
     fields |= {"top_k": fields["top_k"] or None, "min_p": fields["min_p"] or 0.0}
     given = {name: value for name, value in given.items() if name not in beam_options(args)}
     regex = args.vllm_structured_outputs_regex
