@@ -55,13 +55,13 @@ class RLCluster(RoleWorkers):
             model of the actor's tokenizer; the padding of its vocabulary may be another.
         tokenizer: a tokenizer, a folder or a hub name.
         reward_tokenizer: the reward model's; None = what lies in its folder, else the policy's.
-        cluster_config: meshes, engine, training and rollout configuration.
+        cluster_config: device, engine, training and rollout configuration.
         module_dtype: what models that are given as modules compute in: "auto", "float32" or "bfloat16", as
             RoleConfig.dtype; None = the dtype that each has.
-    Raises: ConfigError: a model that can't be loaded, a mesh or a role that this release does not have.
+    Raises: ConfigError: a model can't be loaded, or this machine does not have the device.
 
     Example: RLCluster(actor="Qwen/Qwen3-0.6B", tokenizer="Qwen/Qwen3-0.6B", cluster_config=ClusterConfig(
-        role_to_mesh=None, rollout_config=RolloutConfig(), training_config=RLTrainingConfig()))
+        rollout_config=RolloutConfig(), training_config=RLTrainingConfig()))
     """
 
     ENTRY = "cluster"
@@ -82,12 +82,12 @@ class RLCluster(RoleWorkers):
         check_instance(cluster_config, ClusterConfig, "cluster_config")
         super().__init__(
             cluster_config.training_config,
-            role_to_mesh=cluster_config.role_to_mesh,
+            device=cluster_config.device,
             offload_to_cpu=cluster_config.offload_to_cpu,
             module_dtype=module_dtype,
         )
         _check_given(cluster_config, (actor, critic, reference, reward, teacher))
-        self.cluster_config, self.global_steps = cluster_config, 0
+        self.cluster_config = cluster_config
         self.training_config: RLTrainingConfig = cluster_config.training_config
         config = self.training_config
         if isinstance(actor, nn.Module):
@@ -122,7 +122,7 @@ class RLCluster(RoleWorkers):
             if model is not None:
                 self.check_same_ids(role, model, actor)
         self._train_roles(config)
-        self.checkpoints = Checkpoints(config.checkpoint_root, self._trainers, self._workers)
+        self.checkpoints = Checkpoints(config.checkpoint_root, self._trainers, self._workers, ranks=self.ranks)
         self._rollouts = PolicyRollouts(self._make_engine, self.actor, vocab_size=policy.module.config.vocab_size)
 
     def _train_roles(self, config: RLTrainingConfig) -> None:
@@ -130,7 +130,7 @@ class RLCluster(RoleWorkers):
         accumulate = (config.mini_batch_size or 1) // (config.train_micro_batch_size or config.mini_batch_size or 1)
         for role, loss in ((Role.ACTOR, clipped_surrogate), (Role.CRITIC, clipped_value)):
             if role in self._workers:
-                self.train(role, loss, accumulate=accumulate)
+                self.add_trainer(role, loss, accumulate=accumulate)
 
     def _load(self, role: Role, model: Given, actor: Given, policy: LoadedModel) -> tuple[Given, LoadedModel]:
         """A role's model beside the actor, and what it comes from."""
@@ -325,9 +325,8 @@ class RLCluster(RoleWorkers):
         """What a resumed cluster needs besides its workers: counters, lengths, and what each role computes in."""
         return {**super().state(), **self._rollouts.state()}
 
-    def restore(self, state: Mapping[str, Any], step: int) -> None:
-        """Takes `state` back after the workers were loaded; the engine gets their weights."""
-        self.global_steps = step
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restores `state` after the workers were loaded; the engine gets their weights."""
         self._rollouts.restore(state)
 
     def describe(self) -> dict[str, Any]:

@@ -381,7 +381,7 @@ def test_occupancy_is_the_share_of_the_batch_and_of_the_cache(model):
     begin(engine, requests(prompts((5, 9, 12)), Sampling(max_tokens=20), group=2))
     s = engine.stats()
     assert (s.live, s.waiting, s.occupancy) == (6, 0, 0.75)
-    assert (s.steps, s.row_steps, s.mean_rows, s.generated) == (4, 24, 6.0, 30)
+    assert (s.steps, s.row_steps, s.mean_batch_size, s.generated) == (4, 24, 6.0, 30)
     assert s.kv_occupancy == s.kv_tokens / 1000 and s.kv_bytes == engine.kv_bytes
     drain(engine)
     assert engine.stats().generated == 120 and engine.stats().live == 0
@@ -433,7 +433,7 @@ def test_a_shelf_drops_the_oldest_first_and_what_is_asked_for_last():
 def test_stats_of_a_new_engine_are_zero(model):
     s = EmbeddedEngine(model, max_batch=3).stats()
     assert s == EngineStats(max_batch=3)
-    assert (s.occupancy, s.kv_occupancy, s.mean_rows, s.kv_bytes_bound) == (0, 0, 0, None)
+    assert (s.occupancy, s.kv_occupancy, s.mean_batch_size, s.kv_bytes_bound) == (0, 0, 0, None)
 
 
 @pytest.mark.parametrize("form", [{"native": False}, {"fast": False}], ids=["torch", "module"])

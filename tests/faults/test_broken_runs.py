@@ -432,7 +432,7 @@ def test_a_state_of_another_step_than_its_folders_is_refused_and_nothing_is_remo
     folder = _made(root / "step-000001")
     needs = (
         "cluster",
-        "health",
+        "diagnostics",
         "inputs",
         "learner",
         "observers",

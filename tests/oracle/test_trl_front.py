@@ -79,7 +79,7 @@ def ours(args, batch, given, monkeypatch):
     learner = learner_of(args)
     found = SimpleNamespace(entropy=given["entropy"].detach())
     monkeypatch.setattr(learner.cluster.actor, "logprobs", lambda *_, **__: found)
-    mini = learner.cluster.actor_trainer.add_loss_weights(learner._ranked(batch))
+    mini = learner.cluster.actor_trainer.add_loss_weights(learner.with_update_columns(batch))
     own = {n: c for n, c in mini.token_columns.items() if n not in ("tokens", "mask")}
     x = LossInputs(
         sequence=mini.sequence, mask=mini.mask, token_columns=own,

@@ -1,8 +1,6 @@
-"""Given by hand: padded arrays of numpy, meshes, configurations, models. Right ones work, others are told."""
+"""Given by hand: padded arrays of numpy, configurations, models. Right ones work, others are told."""
 
 from __future__ import annotations
-
-from types import SimpleNamespace
 
 import pytest
 from helpers import cluster, tiny_model
@@ -22,32 +20,6 @@ def told(error, make, *words, **keys):
 @pytest.fixture(scope="module")
 def made():
     return cluster(actor_optimizer=OptimConfig(name="sgd", lr=0.1, max_grad_norm=0.0), rollout={"temperature": 0.9})
-
-
-@pytest.mark.parametrize(
-    ("meshes", "said"),
-    [
-        ("cuda", "the meshes are 'cuda' (str), and must be a dict of Role to mesh"),
-        ({Role.ACTOR: "cuda"}, "the mesh of actor is 'cuda' (str); a mesh is torch's DeviceMesh of one device"),
-        ({"rollout": {"fsdp": 2}}, "the mesh of rollout is {'fsdp': 2} (dict); a mesh is torch's DeviceMesh"),
-        ({Role.ACTOR: ((1, 1), ("fsdp", "tp"))}, "the mesh of actor is ((1, 1), ('fsdp', 'tp')) (tuple)"),
-        ({"actr": None}, "unknown role of a mesh 'actr'; did you mean actor?"),
-    ],
-)
-def test_what_is_no_mesh_is_told(meshes, said):
-    assert said in told(ConfigError, ClusterConfig, role_to_mesh=meshes)
-    assert said in told(ConfigError, SupervisedModels, actor=tiny_model(), tokenizer="byte", role_to_mesh=meshes)
-
-
-def test_a_mesh_of_one_device_says_where_a_role_lies_and_one_of_two_is_refused():
-    class Mesh(SimpleNamespace):
-        def size(self):
-            return self.devices
-
-    meshes = {"actor": Mesh(device_type="cpu", devices=1), "critic": None}
-    assert ClusterConfig(role_to_mesh=meshes).role_to_mesh.keys() == {Role.ACTOR}
-    with pytest.raises(ConfigError, match="the mesh of actor has 2 devices, and one process trains on one"):
-        ClusterConfig(role_to_mesh={"actor": Mesh(device_type="cpu", devices=2)})
 
 
 def test_a_list_or_a_dict_in_place_of_an_object_is_told(made):
@@ -71,3 +43,16 @@ def test_a_list_or_a_dict_in_place_of_an_object_is_told(made):
     assert "must be of SFTConfig" in told(
         ConfigError, whet.SFTLearner, SupervisedModels(actor=tiny_model(), tokenizer="byte"), [RoleConfig()]
     )
+
+
+def test_models_are_loaded_on_the_device_of_the_configuration_and_an_unknown_one_is_refused():
+    given = {"actor": tiny_model(), "tokenizer": "byte"}
+    made = whet.RLCluster(**given, cluster_config=ClusterConfig(device="meta"))
+    assert made.device(Role.ACTOR).type == "meta" and made.actor.device.type == "cpu"  # a module stays where it is
+    assert SupervisedModels(**given, device="meta").device(Role.ACTOR).type == "meta"
+    for make in (
+        lambda: whet.RLCluster(**given, cluster_config=ClusterConfig(device="gpu")),
+        lambda: SupervisedModels(**given, device="gpu"),
+    ):
+        with pytest.raises(ConfigError, match=r"device 'gpu' can't be used here: .*; give cpu, cuda, cuda:1"):
+            make()

@@ -21,7 +21,7 @@ from helpers import (
     weights_of,
 )
 
-import whet.tunix
+from whet import tunix
 from whet.config import DataConfig, GRPOConfig, Mode, OptimConfig
 from whet.errors import ConfigError, DataError
 from whet.ops import grpo_advantages
@@ -344,24 +344,24 @@ def test_metrics_buffered_by_a_reward_function_stand_in_the_row():
 def use_like_tunix():
     """Tunix's classes by their names, from models to a trained policy."""
     model, tokenizer = tiny_model(), "byte"
-    rl_cluster = whet.tunix.RLCluster(
+    rl_cluster = tunix.RLCluster(
         actor=model,
         reference=model,
         tokenizer=tokenizer,
-        cluster_config=whet.ClusterConfig(
+        cluster_config=tunix.ClusterConfig(
             role_to_mesh=None,
             rollout_engine="embedded",
-            training_config=whet.RLTrainingConfig(
-                actor_optimizer=whet.OptimConfig(lr=1e-2),
+            training_config=tunix.RLTrainingConfig(
+                actor_optimizer=tunix.OptimConfig(lr=1e-2),
                 eval_every_n_steps=2,
                 max_steps=2,
                 mini_batch_size=2,
             ),
-            rollout_config=whet.RolloutConfig(max_tokens_to_generate=8, temperature=0.9, max_prompt_length=32),
+            rollout_config=tunix.RolloutConfig(max_tokens_to_generate=8, temperature=0.9, max_prompt_length=32),
         ),
     )
-    learner = whet.GRPOLearner(
-        rl_cluster, algo_config=whet.GRPOConfig(num_generations=4, beta=0.04), reward_fns=[length_reward]
+    learner = tunix.GRPOLearner(
+        rl_cluster, algo_config=tunix.GRPOConfig(num_generations=4, beta=0.04), reward_fns=[length_reward]
     )
     batches = [{"prompts": ["1+1=", "2+2="], "answer": [2, 4]}, {"prompts": ["3=", "4="], "answer": [3, 4]}]
     return learner.train(batches, batches[:1])

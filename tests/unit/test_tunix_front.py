@@ -1,6 +1,7 @@
 """Programs of Tunix's users with one import changed: external loggers, hooks, a resume, overrides, workers, helpers."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -115,11 +116,35 @@ class Recorded(TrainingHooks):
 def test_hooks_are_given_the_loss_as_a_number_and_evaluations_fire_them():
     c, hooks = cluster(mini_batch_size=2, train_micro_batch_size=1), Recorded()
     c.actor_trainer.with_training_hooks(hooks)
-    learner(c).train(ROWS, ROWS[:1])
+    learner(c).train(ROWS, ROWS[:1], skip_jit=True)
     assert hooks.events == ["start", "eval", 1, 2, "eval", "end"] and c.actor_trainer.iter_steps == 4
     before = weights_of(c.actor.module)
     learner(c).evaluate(ROWS[:1])
     assert gap(before, weights_of(c.actor.module)) == 0  # an evaluation's loss trains nothing
+
+
+def test_hooks_are_called_around_each_update_and_each_evaluation():
+    class Noted(Recorded):
+        def on_train_step_start(self, train_ctx):
+            self.events.append(("start", train_ctx.train_steps))
+
+        def on_eval_step_start(self, train_ctx):
+            self.events.append("eval start")
+
+    hooks = Noted()
+    trainer = cluster().actor_trainer.with_training_hooks(hooks)
+    assert trainer.training_hooks is hooks
+    trainer.update_all([example(), example()])
+    trainer.evaluate([example()])
+    assert hooks.events == [("start", 0), 1, ("start", 1), 2, "eval start", "eval"]
+
+
+def test_a_loss_without_metrics_is_called_for_its_tensor_alone():
+    nll = lambda x: -x.logprobs
+    a, b = cluster().actor_trainer.with_loss_fn(nll, has_aux=False), cluster().actor_trainer
+    b.with_loss_fn(lambda x: (nll(x), {}))
+    assert a.update_all([example()])["loss"].value == b.update_all([example()])["loss"].value
+    assert gap(weights_of(a.model), weights_of(b.model)) == 0
 
 
 def example(rows=2):
@@ -171,6 +196,58 @@ def test_functions_of_numpy_say_how_metrics_are_reduced_and_others_are_refused()
         trainer.with_rl_metrics_to_log({"kl": np.median})
     with pytest.raises(ConfigError, match="unknown reduction of metric kl 'mean'"):
         super(type(trainer), trainer).with_rl_metrics_to_log({"kl": np.mean})  # whet's own takes words
+
+
+def test_a_default_of_tunix_s_without_effect_is_not_warned_of(caplog):
+    c = cluster()
+    learner(c)
+    assert "kl_loss_mode" not in caplog.text
+    GRPOLearner(c, GRPOConfig(num_generations=2, beta=0.0, kl_loss_mode="mse_kl"), [distinct])
+    assert "kl_loss_mode='mse_kl': no effect while beta is 0.0" in caplog.text
+
+
+# ---- meshes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("meshes", "message"),
+    [
+        ("cuda", "the meshes are 'cuda' (str), and must be a dict of Role to mesh"),
+        ({Role.ACTOR: "cuda"}, "the mesh of actor is 'cuda' (str); a mesh is torch's DeviceMesh of one device"),
+        ({"rollout": {"fsdp": 2}}, "the mesh of rollout is {'fsdp': 2} (dict); a mesh is torch's DeviceMesh"),
+        ({Role.ACTOR: ((1, 1), ("fsdp", "tp"))}, "the mesh of actor is ((1, 1), ('fsdp', 'tp')) (tuple)"),
+        ({"actr": None}, "unknown role of a mesh 'actr'; did you mean actor?"),
+    ],
+)
+def test_a_wrong_mesh_is_refused(meshes, message):
+    with pytest.raises(ConfigError) as error:
+        ClusterConfig(role_to_mesh=meshes)
+    assert message in str(error.value)
+
+
+def test_a_mesh_of_one_device_says_where_a_role_lies_and_one_of_two_is_refused():
+    class Mesh(SimpleNamespace):
+        def size(self):
+            return self.devices
+
+    meshes = {"actor": Mesh(device_type="cpu", devices=1), "critic": None}
+    assert ClusterConfig(role_to_mesh=meshes).role_to_mesh.keys() == {Role.ACTOR}
+    with pytest.raises(ConfigError, match="the mesh of actor has 2 devices, and one process trains on one"):
+        ClusterConfig(role_to_mesh={"actor": Mesh(device_type="cpu", devices=2)})
+
+
+def test_a_mesh_says_on_which_kind_of_device_a_role_is_loaded():
+    mesh = SimpleNamespace(device_type="meta")
+    config = ClusterConfig(role_to_mesh={Role.REFERENCE: mesh, Role.ROLLOUT: None})
+    made = RLCluster(actor=tiny_model(), tokenizer=byte_tokenizer(), cluster_config=config)
+    assert made.r2m == {Role.REFERENCE: mesh}
+    assert made.device(whet.config.Role.REFERENCE).type == made.device(Role.REFERENCE).type == "meta"
+    assert made.device(Role.ACTOR).type != "meta"
+
+
+def test_a_role_equals_whet_s_role_of_that_name():
+    assert {role.value for role in Role} == {role.value for role in whet.config.Role} | {"rollout"}
+    assert all(Role(role.value) == role and hash(Role(role.value)) == hash(role) for role in whet.config.Role)
 
 
 # ---- resume ----------------------------------------------------------------------------------------------------------

@@ -41,12 +41,14 @@ from whet.learners.ppo import PPOLearner
 from whet.models.model_factory import call_model_factory
 from whet.observe.environment import read_environment
 from whet.observe.plots import plot_curves
-from whet.parallel.torchrun_env import require_single_process
+from whet.parallel.processes import join_processes
+from whet.parallel.ranks import Ranks
 from whet.run.run import Run
 from whet.run.signals import Stopped
 from whet.storage.files import finite_or_none, to_json, write_atomic
 from whet.train.role_checkpoints import Checkpoints
 from whet.train.role_workers import ACTOR
+from whet.util.garbage import pause_collector
 from whet.util.package_files import recipe_path
 from whet.util.references import is_ref
 
@@ -82,18 +84,20 @@ def train(config: R, make_learner: Callable[[R], tuple[Any, Any, Any]]) -> dict[
     """
     from transformers.utils import logging as transformers_logging
 
-    require_single_process()
-    check_run(config)
+    ranks = join_processes(config.trainer.collective_timeout_s)
+    with pause_collector():
+        ranks.call_on_writer(lambda: check_run(config))  # one rank alone may lock a folder to look at it
     transformers_logging.disable_progress_bar()
     started = time.monotonic()
     named = config.trainer.run_dir is not None
-    config = _with_run_dir(config)
+    config = _with_run_dir(config, ranks)
     folder = Path(config.trainer.run_dir or "").absolute()
     log.info("run folder: %s", folder)
     try:
         _set_threads(config)
-        config = _with_model(config, folder)
-        learner, train_ds, eval_ds = make_learner(config)
+        config = _with_model(config, folder, ranks)
+        with pause_collector():
+            learner, train_ds, eval_ds = make_learner(config)
         try:
             run = learner.train(train_ds, eval_ds)
         except KeyboardInterrupt as stop:
@@ -101,11 +105,13 @@ def train(config: R, make_learner: Callable[[R], tuple[Any, Any, Any]]) -> dict[
         finally:
             learner.close()
     except BaseException:
-        if not named:
+        if not named and ranks.is_writer:
             with suppress(OSError):
                 folder.rmdir()  # where nothing was written, only the name taken
         raise
     summary = summarise(run, config, time.monotonic() - started)
+    if not ranks.is_writer:
+        return summary
     try:
         write_atomic(folder / "summary.json", (to_json(summary, indent=1) + "\n").encode("utf-8", "replace"))
         if plot_curves(run.rows, folder / "curves.png") is not None:
@@ -243,10 +249,16 @@ def _set_threads(config: AnyRun) -> None:
         log.info("threads: %d; where other programs use these cores, OMP_NUM_THREADS=1 may be faster", available)
 
 
-def _with_run_dir(config: R) -> R:
+def _with_run_dir(config: R, ranks: Ranks) -> R:
     """Adds a run folder where none was given: runs/<date>-<time>, followed by -2 and so on where that exists."""
     if config.trainer.run_dir is not None:
         return config
+    folder = ranks.call_on_writer(_make_run_dir)
+    return dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, run_dir=folder))
+
+
+def _make_run_dir() -> str:
+    """Makes a run folder with a new name."""
     wanted = folder = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     try:
         wanted.parent.mkdir(exist_ok=True)
@@ -257,16 +269,17 @@ def _with_run_dir(config: R) -> R:
             folder = wanted.with_name(f"{wanted.name}-{n}")
     except OSError as error:
         raise ConfigError(f"{folder} can't be made: {error}; give another trainer.run_dir") from error
-    return dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, run_dir=str(folder)))
+    return str(folder)
 
 
-def _with_model(config: R, folder: Path) -> R:
+def _with_model(config: R, folder: Path, ranks: Ranks) -> R:
     """Calls the function that makes the model, where there is one, and replaces it by the folder of the model."""
     section = config.TRAINED
     role: RoleConfig = getattr(config, section)
     if role.model is None or not is_ref(role.model):
         return config
-    model = call_model_factory(role.model, str(folder / "start"), config.trainer.seed)
+    factory, place, seed = role.model, str(folder / "start"), config.trainer.seed
+    model = ranks.call_on_writer(lambda: call_model_factory(factory, place, seed))
     return dataclasses.replace(config, **{section: dataclasses.replace(role, model=model)})
 
 

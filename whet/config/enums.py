@@ -21,15 +21,14 @@ class Mode(str, Enum):  # noqa: UP042 - str(Mode.TRAIN) is "Mode.TRAIN", which S
 class Role(str, Enum):  # noqa: UP042
     """The role of a model.
 
-    >>> Role("actor"), Role.ROLLOUT.value
-    (<Role.ACTOR: 'actor'>, 'rollout')
+    >>> Role("actor"), Role.TEACHER.value
+    (<Role.ACTOR: 'actor'>, 'teacher')
     """
 
     ACTOR = "actor"
     CRITIC = "critic"
     REFERENCE = "reference"
     REWARD = "reward"
-    ROLLOUT = "rollout"
     TEACHER = "teacher"
 
     @property

@@ -28,7 +28,6 @@ from whet.config.fields import (
     Text,
     Tree,
 )
-from whet.config.meshes import Meshes
 from whet.config.model import OptimConfig
 from whet.config.monitoring import Band, KeepBestOptions
 from whet.config.rewards import check_workers
@@ -170,6 +169,9 @@ class TrainingConfig:
     stop_when: dict[Name, Band] | None = None
     """Stop when a metric leaves a band, and keep the checkpoint before that: stop_when.entropy.below=0.05
     stop_when.entropy.steps=3. eval/<name> is a metric of evaluations. None = off."""
+    collective_timeout_s: Seconds = 1800.0
+    """Longest time that a process waits for the others under torchrun, in seconds; then the run ends with an error.
+    It must exceed the longest time that one rank alone rewards or saves."""
 
     REFUSED: ClassVar[dict[str, str]] = {
         "gradient_accumulation_steps": "an update covers all of its rows, however many fit into memory at once; set "
@@ -390,8 +392,9 @@ class ClusterConfig:
     whet.errors.ConfigError: rollout_config is a dict without Mode.TRAIN; give it an entry for training
     """
 
-    role_to_mesh: Meshes | None = None
-    """Torch's DeviceMesh of each role, of one device; None or {} = all on this process's device."""
+    device: Name | None = None
+    """Where the models are loaded that are not given as modules: cpu, cuda, cuda:1 ...; None = the GPU if there is
+    one."""
     rollout_engine: Name | Fn = "embedded"
     """"embedded", "hf", "vllm", "sglang", "mock", "package.module:name", or an engine's class or partial."""
     offload_to_cpu: Bool = False

@@ -290,23 +290,14 @@ class PromptStream:
             place that no such data have.
         """
         now = self.state()
-        newer = {
-            "columns_digest",
-            "length",
-            "read_digest",
-            "shuffle_buffer",
-            "mixture",
-            "first_digest",
-            "block",
-            "source",
-        }
-        if missing := sorted(now.keys() - state.keys() - newer):
+        only_at_a_place = {"first_digest", "block", "source"}  # a source that can go on at its place has these
+        if missing := sorted(now.keys() - state.keys() - only_at_a_place):
             raise CheckpointError(
                 f"the checkpoint's data position has no {', '.join(missing)}: another version of whet wrote it; resume "
                 "with that version, or start a new run"
             )
         for name in ("rows", "batch_size", "seed", "shuffle", "length", "shuffle_buffer"):
-            if state.get(name, now[name]) != now[name]:
+            if state[name] != now[name]:
                 raise CheckpointError(
                     f"the checkpoint's data have {name} {state[name]}, these have {now[name]}; resume with the same "
                     "data and settings, or start a new run"
@@ -316,12 +307,12 @@ class PromptStream:
                 "the rows are not those of the checkpoint: same number of rows, but a prompt was changed or reordered; "
                 "resume with the same data, or start a new run"
             )
-        if state.get("columns_digest", now["columns_digest"]) != now["columns_digest"]:
+        if state["columns_digest"] != now["columns_digest"]:
             raise CheckpointError(
                 "the rows are not those of the checkpoint: same prompts, but another column (an answer, say) was "
                 "changed; resume with the same data, or start a new run"
             )
-        if state.get("mixture", now["mixture"]) != now["mixture"]:
+        if state["mixture"] != now["mixture"]:
             raise CheckpointError(
                 "the mixture is not that of the checkpoint: a weight or the length of one of its data sets changed; "
                 "resume with the same data.path, or start a new run"
@@ -332,7 +323,7 @@ class PromptStream:
         if self.kind != "rows" and self._begin is not None and "source" in state:
             self._items = self._from_place(state)
         elif self.kind != "rows":
-            self._items = self._skipped(self.used, state.get("read_digest"))
+            self._items = self._skipped(self.used, state["read_digest"])
 
     def _check_place(self, state: Mapping[str, int]) -> None:
         """Raises CheckpointError for a place that no run over these data comes to."""
@@ -342,7 +333,7 @@ class PromptStream:
         if possible and self.kind == "rows":
             possible = used == min(batch * self.batch_size, len(self.source))
         elif possible:  # a batch takes an item at least
-            possible = batch <= used and (state.get("length", -1) < 0 or used <= state["length"])
+            possible = batch <= used and (state["length"] < 0 or used <= state["length"])
         if not possible:
             shown = ", ".join(f"{name} {n!r:.30}" for name, n in places.items())
             raise CheckpointError(
@@ -367,7 +358,7 @@ class PromptStream:
                 f"the data can't go on at the checkpoint's place: {format_exception(error)}; resume with the same "
                 "data, or start a new run in another trainer.run_dir"
             ) from error
-        self.read_digest, block = state.get("read_digest", 0), state["block"]
+        self.read_digest, block = state["read_digest"], state["block"]
         self._block = (block, state["source"])
         return islice(self._shuffled(iterate_rows(self.source, "the data"), block), self.used - block, None)
 
@@ -389,8 +380,8 @@ class PromptStream:
         if self._begin is not None:
             self._block = (used, self.source.state_dict())
 
-    def _skipped(self, used: int, expected: int | None) -> Iterator[Any]:
-        """The items after those that were used, which are read here and compared; None = there is nothing to compare.
+    def _skipped(self, used: int, expected: int) -> Iterator[Any]:
+        """The items after those that were used, which are read here and compared by their digest.
 
         Raises: CheckpointError: they are fewer, or others.
         """
@@ -407,7 +398,7 @@ class PromptStream:
                 f"the data end after {count} {what}, and the checkpoint had read {used} of this pass over them; resume "
                 "with the same data, or start a new run in another trainer.run_dir"
             )
-        if expected not in (None, self.read_digest):
+        if expected != self.read_digest:
             raise CheckpointError(
                 f"the first {used} {what} are not those that the run had read before the checkpoint: one was changed, "
                 "reordered, added or removed; resume with the same data, or start a new run in another trainer.run_dir"
@@ -430,6 +421,7 @@ class PromptStream:
                     "data.batch_size, trainer.last_batch='keep', or data that can be read again"
                 )
             self.epoch, self.batch, self.used, self.read_digest = self.epoch + 1, 0, 0, 0
+            self._block = None
             if self.kind != "rows" and isinstance(self.encode, RowEncoder) and (found := self.encode.describe_counts()):
                 log.warning("%s", found)
             if self.once:

@@ -30,10 +30,10 @@ class GRPOLearner(PolicyLearner):
     CONFIG = GRPOConfig
     algo_config: GRPOConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def check(self, rl_cluster: RLCluster) -> None:
+    def check(self, cluster: RLCluster) -> None:
         """Raises ConfigError where all completions of a group would be the same."""
-        super().check(rl_cluster)
-        check_drawn(rl_cluster.rollout_for())
+        super().check(cluster)
+        check_drawn(cluster.rollout_for())
 
 
 def check_drawn(rollout: RolloutConfig) -> None:

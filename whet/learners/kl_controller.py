@@ -132,10 +132,8 @@ class KLController:
         return {"beta": self.beta, "entropy_coef": self.entropy_coef, "entropy": self.entropy}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores `state`; what is not there stays."""
-        self.beta = state.get("beta", self.beta)
-        self.entropy_coef = state.get("entropy_coef", self.entropy_coef)
-        self.entropy = state.get("entropy", self.entropy)
+        """Restores `state`."""
+        self.beta, self.entropy_coef, self.entropy = state["beta"], state["entropy_coef"], state["entropy"]
 
 
 def move_reference(cluster: RLCluster, config: PolicyConfig, step: int) -> None:

@@ -20,7 +20,7 @@ from whet.data.sources import load_rows
 from whet.data.text_parts import decode_ids
 from whet.errors import DataError
 from whet.evaluation.estimators import pass_at_k, settled_ks
-from whet.learners.health import Health
+from whet.learners.diagnostics import Diagnostics
 from whet.learners.show_samples import describe_sample
 from whet.learners.step import Step
 from whet.learners.step_metrics import completion_columns, completion_metrics, known_totals, spread, total_metrics
@@ -48,15 +48,18 @@ class RLTask(Task):
     Args: learner: whose run it is. eval_ds: rows, batches or a reference to them, evaluated whole; None = none.
     """
 
-    required_state = ("cluster", "health", "learner")
+    required_state = ("cluster", "diagnostics", "learner")
 
     def __init__(self, learner: RLLearner, eval_ds: Any = None) -> None:
         self.learner, self.cluster = learner, learner.cluster
         self.eval_ds = eval_ds
         self.has_evaluation = eval_ds is not None
-        bands = learner.config.warn_when
-        templated = learner.data.apply_chat_template
-        self.health = Health(self.cluster, of_rewards=learner.learns_from_rewards, bands=bands, templated=templated)
+        self.diagnostics = Diagnostics(
+            self.cluster,
+            learns_from_rewards=learner.learns_from_rewards,
+            bands=learner.config.warn_when,
+            templated=learner.data.apply_chat_template,
+        )
         self._eval_prompts: list[Prompt] | None = None
 
     # ---- data ----------------------------------------------------------------------------------------------------
@@ -214,17 +217,13 @@ class RLTask(Task):
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
-    def on_step_begin(self, run: Run, index: int) -> None:
-        """Tells the cluster the number of the step."""
-        self.cluster.global_steps = index
-
     def on_step_end(self, run: Run, step: Step) -> None:
         """Keeps the completions, shows some where that is asked for, and warns of what goes wrong."""
         self._store(run, step)
         every = self.learner.config.show_samples
         if every and step.index % every == 0:
             log.info("%s", describe_sample(step.index, step.rewards))
-        self.health.watch(step.index, run.rows[-1], step.rewards, step.batch)
+        self.diagnostics.check(step.index, run.rows[-1], step.rewards, step.batch)
 
     def progress_fields(self, row: Mapping[str, float]) -> dict[str, str]:
         """Mean length, the share that was truncated, and the KL where one is measured."""
@@ -270,14 +269,14 @@ class RLTask(Task):
         """The cluster's, the warnings' and the learner's own."""
         return {
             "cluster": self.cluster.state(),
-            "health": self.health.state(),
+            "diagnostics": self.diagnostics.state(),
             "learner": self.learner.state(),
         }
 
-    def restore(self, state: Mapping[str, Any], step: int) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Restores what `state` gave."""
-        self.cluster.restore(state["cluster"], step)
-        self.health.restore(state["health"])
+        self.cluster.restore(state["cluster"])
+        self.diagnostics.restore(state["diagnostics"])
         self.learner.restore(state["learner"])
 
 

@@ -236,7 +236,7 @@ class SupervisedTask(Task):
         """What the models compute in, and the learner's own."""
         return {"models": self.models.state(), "learner": self.learner.state()}
 
-    def restore(self, state: Mapping[str, Any], step: int) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Restores the learner's; the models were made as they were."""
         self.learner.restore(state["learner"])
 

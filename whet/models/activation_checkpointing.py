@@ -1,8 +1,8 @@
-"""Activation checkpointing: which activations of a layer are saved for the backward pass, and which are recomputed.
+"""Activation checkpointing: saves some activations of a layer for the backward pass, and recomputes the others.
 
     mode         saved per layer                           recomputed in the backward pass
     none         everything the backward pass reads        nothing
-    selective    its input, results of products, attention cheap operations: norms, rotary, activations, sums
+    selective    its input, matrix products, attention     cheap operations: norms, rotary, activations, sums
     full         its input                                 the whole layer, in about a third more time
 
 The gradients equal those of "none" bit for bit: the same operations run on the same numbers, and no dropout draws
@@ -39,17 +39,17 @@ _SAVED_OPERATORS = [
     _aten._scaled_dot_product_fused_attention_overrideable.default,
     OPERATOR,
 ]
-"""Operators with results that "selective" saves. It does not save bmm: eager attention computes its scores with bmm,
+"""The operators whose results "selective" saves. It does not save bmm: eager attention computes its scores with bmm,
 and their size is quadratic in the length."""
 
 
 def checkpoint_activations(module: PreTrainedModel, mode: str = "full") -> None:
     """Makes a transformers model recompute activations of its layers in the backward pass.
 
-    Args: module: a model in train mode: transformers leaves layers in eval mode as they are. Keywords of a layer, a
-        packed layout among them, are passed to the second run as to the first. mode: one of MODES.
-    Raises: ConfigError: another mode, or a model whose layers transformers can't checkpoint.
-    Source: full: arXiv:1604.06174, a segment per layer; selective: arXiv:2205.05198 holds the products as well.
+    Args: module: a model in train mode, because transformers does not checkpoint layers in eval mode. The second run of
+        a layer gets the same keyword arguments as the first. mode: one of MODES.
+    Raises: ConfigError: an unknown mode, or a model with layers that transformers can't checkpoint.
+    Source: full: arXiv:1604.06174, a segment per layer; selective: arXiv:2205.05198, which saves the products too.
 
     Example: `checkpoint_activations(loaded.module, "selective")`, once, before the first forward pass.
     """
@@ -57,22 +57,15 @@ def checkpoint_activations(module: PreTrainedModel, mode: str = "full") -> None:
         raise lookup_error("gradient_checkpointing", mode, MODES)
     if mode == "none":
         return
-    # no generator is kept: every dropout is 0, so nothing is drawn in a layer
+    # every dropout is 0, so no random state has to be preserved
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if mode == "selective":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _dear())
+        onednn = [torch.ops.mkldnn._linear_pointwise.default] if onednn_unsupported_reason() is None else []
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, [*_SAVED_OPERATORS, *onednn])
     try:
-        if hasattr(module, "activation_checkpointing_enable"):  # the older name warns where this one is there
+        if hasattr(module, "activation_checkpointing_enable"):  # newer transformers warn about the older name
             module.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
         else:
             module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     except ValueError as error:
         raise ConfigError(f"{error} Set gradient_checkpointing=none for {type(module).__name__}") from error
-
-
-def _dear() -> list[Any]:
-    """The operators with results that are saved; products by oneDNN are among them where it is used."""
-    return [
-        *_SAVED_OPERATORS,
-        *([torch.ops.mkldnn._linear_pointwise.default] if onednn_unsupported_reason() is None else []),
-    ]

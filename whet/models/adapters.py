@@ -45,9 +45,9 @@ BASE_LAYER = re.compile(r"\.base_layer(?=\.|$)")
 
 
 class SeededDropout(nn.Module):
-    """Dropout of an adapter's input with a seed per pass and layer: a resumed run and a recomputed layer draw the same.
+    """Dropout on an adapter's input, seeded per pass and layer: resumed runs and recomputed layers draw the same.
 
-    It is off outside of `Adapter.dropout_on`. Args: p: share of numbers dropped. number: index of the layer.
+    It is off outside of `Adapter.dropout_on`. Args: p: share of the numbers that are dropped. number: layer index.
 
     >>> SeededDropout(0.5, 0)(torch.ones(3))
     tensor([1., 1., 1.])
@@ -57,10 +57,10 @@ class SeededDropout(nn.Module):
         super().__init__()
         self.p, self.number = p, number
         self.key: int | None = None
-        """The seed of a pass; None = off."""
+        """The seed of this pass; None = dropout is off."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """X with a share p of its numbers 0, the others divided by 1 - p."""
+        """Sets a share p of the numbers of x to 0, and divides the others by 1 - p."""
         if self.key is None:
             return x
         generator = torch.Generator(x.device)
@@ -105,32 +105,32 @@ class Adapter:
         return names[0]
 
     def _lora(self) -> list[Any]:
-        """The layers that are LoRA layers of PEFT."""
+        """PEFT's LoRA layers among the adapter layers."""
         from peft.tuners.lora import LoraLayer
 
         return [layer for layer in self.layers.values() if isinstance(layer, LoraLayer)]
 
     def is_untrained(self) -> bool:
-        """Whether the model equals its base: B is 0 in each layer, as in an adapter that was not trained yet."""
-        found = self._lora()
-        return len(found) == len(self.layers) and not any(bool(p.any()) for x in found for p in x.lora_B.parameters())
+        """Whether the model equals its base: B is 0 in each layer, as in a new adapter."""
+        layers = self._lora()
+        return len(layers) == len(self.layers) and not any(bool(p.any()) for x in layers for p in x.lora_B.parameters())
 
     @property
     def dropout(self) -> float:
-        """The largest share of its input that is dropped in training."""
+        """The dropout probability in training, the largest of all layers."""
         return max((d.p for d in self._dropouts()), default=0.0)
 
     @contextmanager
     def dropout_on(self, *address: int) -> Iterator[None]:
         """Switches dropout on for one training pass, forward and backward. Args: address: up to 4 numbers: the seed."""
         key = address_key(*address, *(0,) * (4 - len(address)))
-        found = list(self._dropouts())
-        for drop in found:
+        dropouts = list(self._dropouts())
+        for drop in dropouts:
             drop.key = key
         try:
             yield
         finally:
-            for drop in found:
+            for drop in dropouts:
                 drop.key = None
 
     def _dropouts(self) -> Iterator[SeededDropout]:
@@ -145,20 +145,20 @@ class Adapter:
         """
         if merged := [name for name, layer in self.layers.items() if layer.merged]:
             raise ConfigError(f"the adapter is merged into {merged[0]}, so it can't be switched off; unmerge it first")
-        found = [layer for layer in self.layers.values() if not layer.disable_adapters]
-        self._switch(found, on=False)
+        enabled = [layer for layer in self.layers.values() if not layer.disable_adapters]
+        self._switch(enabled, on=False)
         try:
             yield
         finally:
-            self._switch(found, on=True)
+            self._switch(enabled, on=True)
 
     def _switch(self, layers: list[Any], *, on: bool) -> None:
         """Calls PEFT's switch and restores `requires_grad` of the adapter's parameters, which PEFT changes."""
-        takes = [(p, p.requires_grad) for p in self.parameters()]
+        states = [(p, p.requires_grad) for p in self.parameters()]
         for layer in layers:
             layer.enable_adapters(on)
-        for p, gradient in takes:
-            p.requires_grad_(gradient)
+        for p, requires_grad in states:
+            p.requires_grad_(requires_grad)
 
 
 def is_adapter_layer(layer: nn.Module) -> bool:
@@ -175,10 +175,10 @@ def is_adapter_layer(layer: nn.Module) -> bool:
 
 
 def plain_linear(layer: nn.Module) -> nn.Linear | None:
-    """The linear layer that a layer computes by its weight or effective weight; None = the layer does something else.
+    """The linear layer behind a plain or LoRA layer; None = it computes something else.
 
     Args: layer: any module.
-    Returns: itself where it is a plain linear layer, the base layer of one with plain LoRA, else None.
+    Returns: the layer itself if it is a plain linear layer, the base layer if it has plain LoRA, else None.
 
     >>> plain_linear(nn.SiLU()) is None
     True
@@ -192,17 +192,17 @@ def plain_linear(layer: nn.Module) -> nn.Linear | None:
     if type(layer) is not Linear or type(base := layer.get_base_layer()) is not nn.Linear:
         return None
     names = [name for name in layer.active_adapters if name in layer.lora_A]
-    biased = any(layer.lora_B[name].bias is not None for name in names)
-    noisy = any(isinstance(drop := layer.lora_dropout[name], nn.Dropout) and drop.p for name in names)
-    return None if biased or noisy or any(name in layer.lora_variant for name in names) else base
+    has_bias = any(layer.lora_B[name].bias is not None for name in names)
+    has_dropout = any(isinstance(drop := layer.lora_dropout[name], nn.Dropout) and drop.p for name in names)
+    return None if has_bias or has_dropout or any(name in layer.lora_variant for name in names) else base
 
 
 @torch.no_grad()
 def effective_weight(layer: nn.Module) -> Tensor:
     """W, or W + Σ s B A where the layer has active adapters: [O I], in W's dtype, without a gradient.
 
-    The sum is made in fp32 or wider and rounded once. Args: layer: one that `plain_linear` knows.
-    Returns: the layer's own tensor where there is nothing to add.
+    The sum is computed in fp32 or wider and rounded once. Args: layer: a layer for which `plain_linear` is not None.
+    Returns: the layer's own tensor if there is nothing to add.
 
     >>> effective_weight(layer := nn.Linear(2, 3)).data_ptr() == layer.weight.data_ptr()
     True
@@ -226,48 +226,48 @@ def _active_names(layer: Any) -> list[str]:
     """The names of the adapters that a layer adds to its base."""
     if layer.merged or layer.disable_adapters:
         return []
-    return [name for name in layer.active_adapters if name in layer.lora_A]  # another layer may have one of this name
+    return [name for name in layer.active_adapters if name in layer.lora_A]  # some are only in other layers
 
 
 @torch.no_grad()
 def lora_factors(layer: nn.Module) -> tuple[Tensor, Tensor, float] | None:
     """The factors A [r I], B [O r] and s that a layer adds to its base; None = it adds nothing.
 
-    Several adapters are concatenated: B of the others is scaled so that one s serves all.
-    Args: layer: one that `plain_linear` knows.
+    Several adapters are concatenated. The B of each is scaled, so that one s is right for all.
+    Args: layer: a layer for which `plain_linear` is not None.
 
     >>> lora_factors(nn.Linear(2, 3)) is None
     True
     """
     if not is_adapter_layer(layer) or not (names := _active_names(layer)):
         return None
-    made: Any = layer
-    scale = made.scaling[names[0]]
-    first = [made.lora_A[name].weight for name in names]
-    second = [made.lora_B[name].weight for name in names]
-    second[1:] = [b * (made.scaling[name] / scale) for name, b in zip(names[1:], second[1:])]
-    return torch.cat(first), torch.cat(second, 1), scale
+    lora: Any = layer
+    scale = lora.scaling[names[0]]
+    a = [lora.lora_A[name].weight for name in names]
+    b = [lora.lora_B[name].weight for name in names]
+    b[1:] = [x * (lora.scaling[name] / scale) for name, x in zip(names[1:], b[1:])]
+    return torch.cat(a), torch.cat(b, 1), scale
 
 
-# ---- the model without adapters, for engines with their own weights and for other programs ---------------------------
+# ---- the merged weights, for engines with weights of their own and for other programs --------------------------------
 
 
 def base_parameters(module: nn.Module) -> dict[str, tuple[nn.Parameter, Any]]:
-    """The parameters that a model would have without adapters, by the names that they would have.
+    """The parameters of a model without its adapters, under the names that they have in the base model.
 
-    Args: module: any model. Returns: name -> (the parameter, the layer that adds an adapter to it or None); a shared
-    parameter under each of its names.
+    Args: module: any model. Returns: name -> (the parameter, the layer that adds an adapter to it, or None). A shared
+        parameter is listed under each of its names.
 
     >>> list(base_parameters(nn.Linear(2, 2)))
     ['weight', 'bias']
     """
     adapter = Adapter.from_module(module)
-    every = module.named_parameters(remove_duplicate=False)
+    parameters = module.named_parameters(remove_duplicate=False)
     if adapter is None:
-        return {name: (p, None) for name, p in every}
-    own = {id(p) for p in adapter.parameters()}
+        return {name: (p, None) for name, p in parameters}
+    adapter_ids = {id(p) for p in adapter.parameters()}
     layers = {f"{name}.base_layer.weight": layer for name, layer in adapter.layers.items()}
-    return {BASE_LAYER.sub("", name): (p, layers.get(name)) for name, p in every if id(p) not in own}
+    return {BASE_LAYER.sub("", name): (p, layers.get(name)) for name, p in parameters if id(p) not in adapter_ids}
 
 
 @torch.no_grad()
@@ -283,10 +283,10 @@ def base_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def merged_weight(layer: Any, weight: Tensor, name: str) -> Tensor:
-    """W + Σ s B A of an adapted layer. Args: weight: its W, plain. name: of it, for the message."""
+    """W + Σ s B A of an adapted layer. Args: weight: W, dequantized. name: the layer's name, for messages."""
     if plain_linear(layer) is None and not is_quantized_layer(layer.get_base_layer()):
         raise ConfigError(
-            f"the adapter of {name} is more than a product of two matrices, so whet can't merge it; merge the model "
-            "with PEFT's merge_and_unload, and give that"
+            f"the adapter of {name} is more than a product of two matrices, so whet can't merge it; merge it with "
+            "PEFT's merge_and_unload, and load the merged model"
         )
     return _add_low_rank(weight, layer)

@@ -1,9 +1,10 @@
 """Attention over packed rows that share prefixes, under the name "whet" in transformers' registry.
 
 A layout defines which tokens a token attends to. The model passes it down as the keyword `whet_layout=`, and each layer
-calls `whet_attn` with it. Importing this module registers the name. Three implementations run a layout: the C++ kernels
-on a CPU (native/segments.py); FlexAttention on a GPU, where masks would be needed and its probe passes (flex.py); and
-torch's operator, one call per bucket, everywhere else (buckets.py).
+calls `whet_attn` with it. Importing this module registers the name. Three implementations run a layout:
+- the C++ kernels, on a CPU (native/segments.py);
+- FlexAttention, on a GPU if the rows need masks and the probe passes (flex.py);
+- torch's operator, with one call per bucket, in all other cases (buckets.py).
 Dim letters: B rows, T tokens, H query heads, D head size.
 """
 
@@ -28,13 +29,15 @@ __all__ = ["ATTENTION", "KERNELS", "Layout", "SegmentLayout", "whet_attn"]
 ATTENTION = "whet"
 """The name under which transformers finds `whet_attn`."""
 KERNELS = ("auto", "flex", "plain")
-"""Implementations of a layout: the fastest that passes its check, always flex, or torch's operator per bucket."""
-HARMLESS = frozenset({"cache_position", "output_attentions", "output_router_logits", "position_ids", "use_cache"})
-"""Keywords that models pass along and that do not change which tokens are attended to."""
+"""Implementations of a layout. auto = the fastest that works here; plain = torch's operator, a call per bucket."""
+IGNORED_KEYWORDS = frozenset(
+    {"cache_position", "output_attentions", "output_router_logits", "position_ids", "use_cache"}
+)
+"""Keyword arguments of models that do not change which tokens are attended to."""
 
 
 class Layout:
-    """Which tokens attend to which in one forward pass. A plain class: FSDP2 rebuilds dataclasses and casts tensors.
+    """Defines which tokens attend to which in one forward pass. Not a dataclass: FSDP2 would rebuild and cast it.
 
     Example: `model(input_ids, position_ids=layout.position_ids, whet_layout=layout, use_cache=False)`.
     """
@@ -57,7 +60,7 @@ class Layout:
         """Attention of one layer.
 
         Args:
-            layer: its place in the model.
+            layer: index of the layer.
             q: [B H T D].
             k, v: [B KV T D] (the head size of v may differ).
             scale: factor of the scores.
@@ -70,19 +73,20 @@ class Layout:
 
 
 class SegmentLayout(Layout):
-    """Segments end to end in one row: each attends to all of its ancestors, and to itself causally. Immutable.
+    """Segments in one row: each attends to all of its ancestors, and causally to itself. Immutable.
 
-    Packed sequences are roots. A group is one root and a child per completion; forks are deeper. Positions start at 0
-    in a root and continue after the parent in a child, so a child's tokens attend to the same tokens as unpacked ones.
+    Packed sequences are roots. A group is one root (the prompt) with one child per completion; forks make deeper trees.
+    Positions start at 0 in a root, and continue after the parent in a child. So a token attends to the same tokens, at
+    the same positions, as in an unpacked sequence.
 
     Args:
         lengths: tokens of each segment, in row order.
         parents: -1 = root, else an earlier segment.
-        device: where the index tensors live.
-        attention: one of KERNELS; "auto" takes the native kernels on a CPU, and flex on a GPU where masks would be
-            needed and the probe agrees.
-        multiple: in torch's operator, a bucket's own tokens and its ancestors' are padded to a multiple of it, so that
-            fewer shapes occur.
+        device: the device of the index tensors.
+        attention: one of KERNELS. "auto" uses the native kernels on a CPU, and flex on a GPU if the rows need masks and
+            the probe passes.
+        multiple: torch's operator pads the tokens of a bucket, and those of its ancestors, to a multiple of this
+            number, so that fewer shapes occur.
     Raises: DataError: an empty segment, or a parent that is not an earlier segment.
 
     >>> SegmentLayout([2, 1, 2], [-1, 0, 0]).position_ids      # a prompt of 2 and two completions
@@ -123,7 +127,7 @@ class SegmentLayout(Layout):
     @functools.cached_property
     def bucket_row(self) -> BucketRow:
         """The segments as buckets of padded calls."""
-        with torch.inference_mode(False):  # they outlive this pass, and the next one may need a gradient
+        with torch.inference_mode(False):  # the buckets outlive this pass, and the next pass may need a gradient
             return BucketRow(self.lengths, self.parents, self.position_ids.device, self.multiple)
 
     @functools.cached_property
@@ -144,8 +148,8 @@ class SegmentLayout(Layout):
     ) -> Tensor:
         """Attention of one layer; see Layout.attend.
 
-        Raises: DataError: more than one row, or not as many tokens as the layout has. ConfigError: attention="flex" and
-            FlexAttention can't run this call.
+        Raises: DataError: the tensors have more than one row, or another number of tokens than the layout.
+            ConfigError: attention="flex", and FlexAttention can't run this call.
         """
         if q.shape[0] != 1 or q.shape[2] != self.position_ids.shape[1]:
             raise DataError(
@@ -154,7 +158,7 @@ class SegmentLayout(Layout):
         if self._use_flex(q, k, v, window, softcap, sinks, scale):
             try:
                 return self._flex.attend(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
-            except Exception as error:  # as in the probe; another length may be compiled again
+            except Exception as error:  # many classes, as in the probe: another length may be compiled again
                 case = FlexCase.from_call(q, k, v, scale=scale, softcap=softcap, sinks=sinks)
                 self._raise_if_required(record_flex_failure(case, error))
         if self.attention == "auto" and not q.is_cuda:
@@ -166,7 +170,7 @@ class SegmentLayout(Layout):
         return self.bucket_row.attend(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
 
     def _table(self, group: int) -> SegmentTables:
-        """The native kernels' tables for so many query heads of a KV head."""
+        """The tables of the native kernels. Args: group: query heads per KV head."""
         if group not in self._tables:
             self._tables[group] = SegmentTables(self.lengths, self.parents, group)
         return self._tables[group]
@@ -181,7 +185,7 @@ class SegmentLayout(Layout):
         sinks: Tensor | None,
         scale: float | None = None,
     ) -> bool:
-        """Whether FlexAttention runs this call. Rows without masks are faster in torch's operator."""
+        """Whether FlexAttention runs this call. Rows that need no mask are faster in torch's operator."""
         if self.attention == "plain" or (self.attention == "auto" and not q.is_cuda):
             return False
         if self.attention == "auto" and softcap is None and sinks is None and self.bucket_row.needs_no_mask(window):
@@ -221,8 +225,8 @@ def whet_attn(
         s_aux: [H] sink scores.
         whet_layout: which tokens attend to which. The others are those of transformers.
     Returns: ([B T H D], None).
-    Raises: ConfigError: no layout, a mask, dropout, or a keyword that this function does not know, since it may change
-        which tokens are attended to.
+    Raises: ConfigError: no layout, a mask, dropout, or an unknown keyword, which may change which tokens are attended
+        to.
 
     Example: `model.set_attn_implementation("whet")`, after which the model's forward takes `whet_layout=`.
     """
@@ -234,7 +238,7 @@ def whet_attn(
         raise ConfigError("attention_mask and whet_layout were both given; pass only whet_layout")
     if dropout:
         raise ConfigError(f'attention "{ATTENTION}" has no dropout, got {dropout}; set the dropout of the config to 0')
-    if unknown := set(extra) - HARMLESS:
+    if unknown := set(extra) - IGNORED_KEYWORDS:
         raise ConfigError(
             f'attention "{ATTENTION}" does not know {", ".join(sorted(unknown))}; train this model padded'
         )
@@ -244,7 +248,6 @@ def whet_attn(
     return out.transpose(1, 2).contiguous(), None
 
 
-# A model can use the name as soon as this module is imported; registering twice is harmless. No mask function is
-# registered: without one transformers makes no mask, and it does not read the position ids to see whether they are
-# packed, which would wait for the device in every pass.
+# No mask function is registered. Without one, transformers makes no mask, and it does not read the position ids to find
+# out whether the rows are packed, which would synchronise with the device in every pass.
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, whet_attn)

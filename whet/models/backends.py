@@ -1,6 +1,6 @@
-"""Which implementations training and scoring use. environment.json records it, so a resumed run can log a change.
+"""Names the implementations that training and scoring use; environment.json records them, so a resume can log changes.
 
-Left out on purpose: choices that depend on a layer's shapes; the log reports these when the layer runs.
+Left out on purpose: choices that depend on the shapes of a layer; the log reports them when the layer runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["training_backends"]
 
 
 def training_backends(loaded: LoadedModel) -> dict[str, str]:
-    """The implementations of attention, and of norms, gates and weight gradients. On a CPU this builds the kernels.
+    """The implementations of attention and of norms, gates and weight gradients. On a CPU it builds the kernels first.
 
     Args: loaded: the model, on its device and in its training dtype.
     Returns: "attention" and "layers", each "native (compiler)", or the implementation used instead and the reason;
@@ -37,13 +37,13 @@ def training_backends(loaded: LoadedModel) -> dict[str, str]:
         attention = loaded.attention
     else:
         attention = _describe(kernels_for(first.device, first.dtype))
-    known = first.device.type == "cpu" and first.dtype.itemsize in (2, 4)
-    found = {"attention": attention, "layers": _describe(layer_kernels()) if known else "the module's"}
+    has_kernels = first.device.type == "cpu" and first.dtype.itemsize in (2, 4)
+    backends = {"attention": attention, "layers": _describe(layer_kernels()) if has_kernels else "the module's"}
     if loaded.adapter is not None:
-        found["adapter"] = f"PEFT's layers around {len(loaded.adapter.layers)} frozen ones, which run as without"
-    if bits := quantized_layer_names(loaded.module):
-        found["base"] = f"bitsandbytes, 4 bits in {len(bits)} layers"
-    return found
+        backends["adapter"] = f"PEFT's layers around {len(loaded.adapter.layers)} frozen ones, which run as without"
+    if quantized := quantized_layer_names(loaded.module):
+        backends["base"] = f"bitsandbytes, 4 bits in {len(quantized)} layers"
+    return backends
 
 
 def _describe(kernels: SegmentKernels | LayerKernels | Unavailable) -> str:

@@ -1,10 +1,9 @@
-"""Attention over a row of segments by torch's operator: segments of similar shape are padded and run in one call.
+"""Attention over a row of segments by torch's operator: one call per bucket of padded segments of similar shape.
 
-It runs on every device, in every dtype and with every kind of scores. It uses masks where a causal flag is not enough.
-A child's keys are its ancestors' and its own, concatenated. Dim letters: T tokens, H query heads, D head size,
-m segments of a bucket, n their own tokens, A their ancestors' tokens, K = A + n keys.
-Left out on purpose: merging two parts of attention by their log-sum-exp, because torch's operators have no gradient
-for the log-sum-exp.
+It works on every device, in every dtype and with every kind of scores. It uses masks if a causal flag is not enough.
+The keys of a child are those of its ancestors and its own. Dim letters: T tokens, H query heads, D head size,
+m segments of a bucket, n their own tokens, A tokens of their ancestors, K = A + n keys.
+Left out on purpose: merging two parts of the attention by log-sum-exp, for which torch's operators have no gradient.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from whet.ops.masked import fp32_or_wider
 __all__ = ["Bucket", "BucketRow", "segment_positions"]
 
 SLACK = 4096
-"""Query-key pairs of padding that cost less than one more call."""
+"""Padding up to this many query-key pairs costs less than another call."""
 MASKED_PAIRS = 1 << 20
-"""A bucket may have a mask per segment up to this many entries; a larger bucket shares one mask."""
+"""A bucket of at most this many query-key pairs may have a mask per segment; a larger one shares one mask."""
 BUCKET_PAIRS = 1 << 22
-"""Largest bucket of more than one segment, in query-key pairs: this bounds the scores where they are stored."""
+"""The most query-key pairs of a bucket of several segments; it bounds the memory of stored scores."""
 
 
 def segment_positions(lengths: Sequence[int], parents: Sequence[int]) -> np.ndarray:
-    """The position of each token of a row of segments: from 0 in a root, after its parent's last in a child.
+    """The position of each token of a row: it starts at 0 in a root, and continues after the parent in a child.
 
     Args: lengths: tokens of each segment, in row order. parents: -1 = root, else an earlier segment.
     Returns: int64 [T].
@@ -39,14 +38,14 @@ def segment_positions(lengths: Sequence[int], parents: Sequence[int]) -> np.ndar
     >>> segment_positions([2, 1, 2], [-1, 0, 0]).tolist()
     [0, 1, 2, 2, 3]
     """
-    above: list[int] = []
+    starts: list[int] = []
     for parent in parents:
-        above.append(above[parent] + lengths[parent] if parent >= 0 else 0)
-    return np.concatenate([a + np.arange(n) for a, n in zip(above, lengths)])
+        starts.append(starts[parent] + lengths[parent] if parent >= 0 else 0)
+    return np.concatenate([start + np.arange(n) for start, n in zip(starts, lengths)])
 
 
 class BucketRow:
-    """Segments of a row as buckets. Args: lengths, parents, device, multiple: as SegmentLayout has them."""
+    """The segments of a row as buckets. Args: lengths, parents, device, multiple: see SegmentLayout."""
 
     def __init__(
         self, lengths: Sequence[int], parents: Sequence[int], device: torch.device | str, multiple: int
@@ -63,7 +62,7 @@ class BucketRow:
         back = np.empty(tokens, dtype=np.int64)
         back[queries[real]] = np.flatnonzero(real)
         self._queries, self._keys = _index(queries, tokens, device), _index(keys, tokens, device)
-        self._back = _index(back, len(queries), device)  # padding at the very end is left behind too
+        self._back = _index(back, len(queries), device)  # this drops all padding
 
     def needs_no_mask(self, window: int | None) -> bool:
         """Whether the causal flag is enough for all buckets."""
@@ -98,14 +97,14 @@ class BucketRow:
 
 
 class Bucket:
-    """Segments of similar shape that run in one attention call, padded: ancestors left, own tokens right."""
+    """Segments of similar shape in one attention call: ancestors are padded on the left, own tokens on the right."""
 
     def __init__(
         self, places: list[np.ndarray], above: list[np.ndarray], device: torch.device | str, multiple: int
     ) -> None:
         self.count = len(places)
         self.own, self.above = (_round_up(max(map(len, x)), multiple) for x in (places, above))
-        # a padded place reads a real token: it is finite, and masked or never read back
+        # padding repeats a real token: its values are finite, and they are masked or dropped
         own = np.stack([np.pad(p, (0, self.own - len(p)), mode="edge") for p in places])
         head = [np.concatenate([np.full(self.above - len(a), p[0]), a]) for p, a in zip(places, above)]
         self.queries = own.reshape(-1)
@@ -117,7 +116,7 @@ class Bucket:
         self._masks: dict[tuple[int | None, torch.dtype], Tensor] = {}
 
     def window(self, window: int | None) -> int | None:
-        """The window; None where it hides nothing."""
+        """The window; None = it hides no key."""
         return window if window is not None and window < self.above + self.own else None
 
     def is_causal(self, window: int | None) -> bool:
@@ -125,31 +124,31 @@ class Bucket:
         return self.gaps is None and self.window(window) is None and (self.above == 0 or self.own == 1)
 
     def mask(self, window: int | None, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """[1 or m, 1, n, K], 0 or -inf. Own place i is at chain place above + i, so gaps on the left shift nothing."""
+        """[1 or m, 1, n, K] of 0 or -inf. Own token i is key above + i in every segment, whatever its padding."""
         key = (self.window(window), dtype)
         if key not in self._masks:
-            with torch.inference_mode(False):  # it outlives this pass, and the next one may need a gradient
-                self._masks[key] = self._mask(key[0], like.device, dtype)
+            with torch.inference_mode(False):  # the mask outlives this pass, and the next pass may need a gradient
+                self._masks[key] = self._make_mask(key[0], like.device, dtype)
         return self._masks[key]
 
-    def _mask(self, window: int | None, device: torch.device, dtype: torch.dtype) -> Tensor:
+    def _make_mask(self, window: int | None, device: torch.device, dtype: torch.dtype) -> Tensor:
         i = torch.arange(self.own, device=device)[:, None] + self.above
         j = torch.arange(self.above + self.own, device=device)
-        seen = j <= i
+        visible = j <= i
         if window is not None:
-            seen &= j > i - window
-        seen = seen[None, None]
+            visible &= j > i - window
+        visible = visible[None, None]
         if self.gaps is not None:
-            seen = seen & (j >= self.gaps[:, None, None, None])
-        return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
+            visible = visible & (j >= self.gaps[:, None, None, None])
+        return torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, -torch.inf)
 
 
 def _token_places(lengths: Sequence[int], parents: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """The places in the row of each segment's own tokens, and of its ancestors' in order from the root."""
+    """For each segment, the indices of its own tokens in the row, and of its ancestors' tokens from the root on."""
     starts = np.cumsum([0, *lengths])
     places = [np.arange(a, b) for a, b in itertools.pairwise(starts)]
     chains: dict[int, np.ndarray] = {-1: np.arange(0)}
-    for p in parents:  # a parent comes before its children, so its own chain is known
+    for p in parents:  # a parent comes before its children, so its chain is known
         if p not in chains:
             chains[p] = np.concatenate([chains[parents[p]], places[p]])
     return places, [chains[p] for p in parents]
@@ -161,19 +160,19 @@ def _round_up(n: int, multiple: int) -> int:
 
 
 def _plan_buckets(places: list[np.ndarray], above: list[np.ndarray], multiple: int) -> list[list[int]]:
-    """Puts segments into buckets: roots apart (they need no mask); each part is sorted both ways, the cheaper wins."""
+    """Puts segments into buckets, roots separately (they need no mask). Two sort orders are tried; the cheaper wins."""
     shapes = [(_round_up(len(a), multiple), _round_up(len(p), multiple)) for a, p in zip(above, places)]
     buckets: list[list[int]] = []
     for ids in ([i for i, s in enumerate(shapes) if not s[0]], [i for i, s in enumerate(shapes) if s[0]]):
-        ways = [
+        plans = [
             _fill_buckets(sorted(ids, key=order), shapes) for order in (lambda i: shapes[i], lambda i: shapes[i][::-1])
         ]
-        buckets += min(ways, key=lambda way: sum(_bucket_pairs(b, shapes) + SLACK for b in way))
+        buckets += min(plans, key=lambda plan: sum(_bucket_pairs(b, shapes) + SLACK for b in plan))
     return buckets
 
 
 def _fill_buckets(ids: list[int], shapes: list[tuple[int, int]]) -> list[list[int]]:
-    """Puts neighbours into one bucket while padding is under a quarter of the work, or costs less than a call."""
+    """Puts neighbours into one bucket as long as padding is under a quarter of the work, or costs less than a call."""
     buckets: list[list[int]] = []
     above = own = real = 0
     for i in ids:
@@ -197,20 +196,20 @@ def _bucket_pairs(bucket: list[int], shapes: list[tuple[int, int]]) -> int:
 
 
 def _index(places: np.ndarray, tokens: int, device: torch.device | str) -> Tensor | None:
-    """Places as an index tensor; None where they are all tokens in order, so that nothing has to be gathered."""
+    """The places as an index tensor; None = they are all tokens in order, so a gather is not needed."""
     if len(places) == tokens and (places == np.arange(tokens)).all():
         return None
     return torch.from_numpy(places).to(device)
 
 
 def _gather(x: Tensor, index: Tensor | None) -> Tensor:
-    """[1 H T D] -> [tokens H D]. index_select, whose backward is repeatable on two threads; x[index] is not."""
+    """[1 H T D] -> [tokens H D]. index_select's backward is deterministic with several threads; x[index]'s isn't."""
     rows = x[0].transpose(0, 1)
     return rows if index is None else rows.index_select(0, index)
 
 
 def _attend_by_operator(q: Tensor, k: Tensor, v: Tensor, bucket: Bucket, scale: float, window: int | None) -> Tensor:
-    """Attention by torch's operator on one bucket, without a mask where the causal flag is enough."""
+    """Attention of one bucket by torch's operator, without a mask if the causal flag is enough."""
     if bucket.is_causal(window):
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, is_causal=bucket.own > 1, scale=scale, enable_gqa=grouped)
@@ -227,7 +226,7 @@ def _attend_with_scores(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention with stored scores in fp32 or better, for soft-caps and sinks, which torch's operator lacks."""
+    """Attention with stored scores in fp32 or wider, for soft-caps and sinks, which torch's operator does not have."""
     dtype = fp32_or_wider(q.dtype)
     groups = k.shape[1]
     heads = q.to(dtype).unflatten(1, (groups, -1))  # [m KV H/KV n D]

@@ -26,38 +26,38 @@ MISSING_IS_NONE: Any = {
 
 
 def config_positions(config: Any) -> int | None:
-    """The most tokens that the positions of this config cover; None where it has no bound (recurrent models)."""
+    """The most positions of a model with this config; None = it has no limit (recurrent models)."""
     config = config.get_text_config()
     return config.max_position_embeddings if hasattr(config, "max_position_embeddings") else None
 
 
 def read_positions(path: str, trust_remote_code: bool = False) -> int | None:
-    """The most tokens that a model's positions cover, read from its config.
+    """The most positions of a model, read from its config.
 
-    Args: path: of a model, a run, a checkpoint or an adapter (its base is read), or a hub name. trust_remote_code: as
-        for read_model.
-    Returns: None where there is no bound, or where the config can't be read: loading the model reports that.
+    Args: path: folder of a model, a run, a checkpoint or an adapter (its base is read), or a hub name.
+        trust_remote_code: see read_model.
+    Returns: None if there is no limit, or if the config can't be read; loading the model reports the error.
     """
     return read_config(path, trust_remote_code, config_positions)
 
 
 def read_width(path: str, trust_remote_code: bool = False) -> int | None:
-    """The hidden size of a model, read from its config. Args, Returns: as read_positions."""
+    """The hidden size of a model, read from its config. Args, Returns: see read_positions."""
     return read_config(path, trust_remote_code, lambda config: int(config.get_text_config().hidden_size))
 
 
-def read_config(path: str, trust_remote_code: bool, ask: Callable[[Any], T]) -> T | None:
-    """Calls `ask` with a model's config; None where the config can't be read."""
+def read_config(path: str, trust_remote_code: bool, function: Callable[[Any], T]) -> T | None:
+    """Calls a function with the config of a model, and returns its result; None if the config can't be read."""
     from transformers import AutoConfig
     from transformers.utils.hub import cached_file
 
-    place = model_folder(path)
-    check_hub(place)
+    folder = model_folder(path)
+    check_hub(folder)
     try:
-        base = cached_file(place, "adapter_config.json", **MISSING_IS_NONE)
-        if base is not None and cached_file(place, "config.json", **MISSING_IS_NONE) is None:
-            place = model_folder(json.loads(Path(base).read_bytes())["base_model_name_or_path"])
-        return ask(AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code))
-    except Exception as error:  # of any of the libraries that read it
+        base = cached_file(folder, "adapter_config.json", **MISSING_IS_NONE)
+        if base is not None and cached_file(folder, "config.json", **MISSING_IS_NONE) is None:
+            folder = model_folder(json.loads(Path(base).read_bytes())["base_model_name_or_path"])
+        return function(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code))
+    except Exception as error:  # several libraries read it, with many exception classes
         logger.debug("the config of %s can't be read: %s", path, format_exception(error))
         return None

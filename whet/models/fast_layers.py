@@ -1,11 +1,12 @@
-"""Linear layers, gated MLPs and RMSNorms that train in less memory, in place of a Hugging Face module's own.
+"""Linear layers, gated MLPs and RMSNorms that train faster and in less memory than those of a Hugging Face module.
 
-`FastLayers(module).enabled()` gives the layers other forwards while it lasts, around forward and backward; the module
-and its parameters stay as they are. Each layer has been compared with its own forward before. On a CPU alone: in fp32
-products run in oneDNN where torch's default library takes a slow path; in bf16 too a gated MLP keeps its two halves for
-the backward pass and not their product, and a norm keeps its input, not the normalised one and no copy in fp32.
-Dim legend: n rows, I in, O out, M width of the MLP. Left out on purpose: a choice of products by a timing, which would
-make a run depend on the clock; rotary embeddings, which are not a module; and general products (matmul.py).
+Inside `FastLayers(module).enabled()` the layers have other forward functions, for forward and backward passes. The
+module and its parameters do not change. Each replacement is compared with the layer's own forward first. Only a CPU has
+replacements. In fp32, products run in oneDNN where torch's default library is slow. In fp32 and bf16, a gated MLP saves
+its two halves for the backward pass instead of their product as well, and a norm saves only its input.
+Dim legend: n rows, I in, O out, M width of the MLP.
+Left out on purpose: choosing a library by timing, because then a run would depend on the clock; rotary embeddings,
+which are not a module; and general products (matmul.py).
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ from whet.ops.masked import to_fp32
 __all__ = ["FastLayers"]
 
 CACHE_BLOCK = 1 << 17
-"""Numbers of a tensor that several operations go through one after the other."""
+"""Elements per block when several operations process a tensor block by block, so that a block stays in the cache."""
 LARGE_GATE = 30.0
-"""Size of what the gate of an MLP is tried with: far beyond any clamp."""
+"""Size of the gate's values in the second comparison of an MLP, far beyond any clamp."""
 MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class FastLayers:
-    """The layers of a module that can have another forward: the same numbers to rounding, gradients as well.
+    """The layers of a module that have a faster forward with the same outputs and gradients, up to rounding.
 
-    A layer of a kind that isn't known, or whose numbers differ on a trial, keeps its own forward; so does one that has
-    hooks by the time it runs.
-    Args: module: the root; its parameters are read where they lie, so an optimizer may change them in between.
+    A layer keeps its own forward if its kind is not known, if its outputs differ in the comparison, or if it has hooks
+    when it runs.
+    Args: module: the root. Its parameters are not copied, so an optimizer may update them.
 
     Example: `fast = FastLayers(model)`, then `with fast.enabled(): loss(model(ids)).backward()`.
     """
@@ -59,16 +60,17 @@ class FastLayers:
                 self._layers.append((layer, _run_linear))
             elif _is_gated(layer) and _matches_module(layer, _run_gated):
                 self._layers.append((layer, _run_gated))
+            # in float64 the modules normalise in fp32, and _Norm does not: there they keep their own forward
             elif first.dtype != torch.float64 and _is_norm(layer) and _matches_module(layer, _run_norm):
                 self._layers.append((layer, _run_norm))
 
     def __len__(self) -> int:
-        """How many layers there are."""
+        """The number of layers with a faster forward."""
         return len(self._layers)
 
     @contextmanager
     def enabled(self) -> Iterator[None]:
-        """The other forwards, around forward and backward passes."""
+        """Uses the faster forwards inside the context; forward and backward passes go inside."""
         changed = []
         for layer, run in self._layers:
             if _is_unmodified(layer):
@@ -85,7 +87,7 @@ class FastLayers:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[n I] of [..., I], where n may be 0: an expert that no token goes to."""
+    """[..., I] as [n I]; n may be 0, for an expert without tokens."""
     return x.reshape(-1, x.shape[-1])
 
 
@@ -111,7 +113,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Gated(torch.autograd.Function):
-    """y = (silu(g) · u) Wᵀ + b; silu(g) · u is made again in the backward pass."""
+    """y = (silu(g) · u) Wᵀ + b; the backward pass computes silu(g) · u again."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -134,7 +136,7 @@ class _Gated(torch.autograd.Function):
 
 
 class _GatedProduct(torch.autograd.Function):
-    """y = silu(g) · u, in front of a down projection that has an adapter: what its A is trained with is kept."""
+    """y = silu(g) · u, before a down projection with an adapter, which saves y itself for the gradient of its A."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -145,15 +147,15 @@ class _GatedProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         gate, up = ctx.saved_tensors
-        own = _rows(grad).clone()  # the gradient of up is written in its place
-        d_gate, d_up, _ = _gate_grads(_rows(gate), _rows(up), own, False)
+        grad = _rows(grad).clone()  # _gate_grads writes the gradient of up into it
+        d_gate, d_up, _ = _gate_grads(_rows(gate), _rows(up), grad, False)
         return d_gate.view_as(gate), d_up.view_as(up)
 
 
 class _Norm(torch.autograd.Function):
     """y = (x r) w, r = (mean(x²) + ε)^-½. ∂/∂x = r (g w) − x r³ mean(g w x).
 
-    In bf16 x r is rounded before it meets w, as modules do it; all else is in fp32.
+    In bf16, x r is rounded before the product with w, as in the modules; all else is in fp32.
     """
 
     @staticmethod
@@ -176,7 +178,7 @@ class _Norm(torch.autograd.Function):
 
 
 def _native(*tensors: Tensor) -> LayerKernels | None:
-    """The kernels, if they can take these rows."""
+    """The native kernels; None = they can't process these rows."""
     if tensors[0].dtype not in (torch.float32, torch.bfloat16):
         return None
     kernels = layer_kernels()
@@ -187,7 +189,7 @@ def _native(*tensors: Tensor) -> LayerKernels | None:
 
 
 def _cache_blocks(rows: Tensor) -> Iterator[slice]:
-    """Rows [n, d] a few at a time, so that what is made of them stays in the cache."""
+    """Slices of the rows [n, d], so small that the results for a slice stay in the cache."""
     return row_chunks(len(rows), max(1, CACHE_BLOCK // max(1, rows.shape[1])))
 
 
@@ -202,7 +204,7 @@ def _gate(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _gate_grads(gate: Tensor, up: Tensor, grad: Tensor, product: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Gradients of silu(gate) · up, that of up in the place of `grad`, and, where wanted, the product again."""
+    """The gradients of silu(gate) · up, and the product again if `product`. The gradient of up overwrites `grad`."""
     if kernels := _native(gate, up, grad):
         return kernels.gated_grads(gate, up, grad, product=product)
     inner, d_gate = torch.empty_like(gate) if product else None, torch.empty_like(grad)
@@ -228,7 +230,7 @@ def _norm(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
 def _norm_grads(
     x: Tensor, weight: Tensor, r: Tensor, grad: Tensor, of_x: bool, of_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of (x r) w, those wanted: [n d], and [d] in fp32 or float64."""
+    """The gradients of (x r) w that are needed: [n d], and [d] in fp32 or float64."""
     if kernels := _native(x, weight, grad):
         return kernels.norm_grads(x, weight, r, grad, of_x=of_x, of_weight=of_weight)
     w = to_fp32(weight)
@@ -240,7 +242,7 @@ def _norm_grads(
             torch.mul(b, a, out=terms[part]).mul_(c)
         if d_x is not None:
             inner = b * w
-            # no product of a matrix and a vector: a row's rounding must not depend on how many rows there are
+            # not a matrix-vector product: the rounding of a row must not depend on the number of rows
             slope = (inner * a).sum(-1, keepdim=True).mul_(c**3).div_(-x.shape[-1])
             d_x[part] = inner.mul_(c).addcmul_(a, slope)
     return d_x, None if terms is None else terms.sum(0)
@@ -250,25 +252,25 @@ def _norm_grads(
 
 
 def _is_unmodified(layer: nn.Module) -> bool:
-    """Whether nothing but its class says what a layer does, and its parameters are plain ones."""
+    """Whether a layer has no hooks, no forward of its own and only plain parameters."""
     hooked = any(vars(layer)[name] for name in HOOKS)
     return not hooked and "forward" not in vars(layer) and all(type(p) is nn.Parameter for p in layer.parameters(False))
 
 
 def _is_replaced(layer: nn.Module) -> bool:
-    """Whether its forward is the one that `enabled` gave to it."""
-    found = vars(layer).get("forward")
-    return isinstance(found, functools.partial) and found.func is _run_linear
+    """Whether `enabled` has replaced the forward of a linear layer."""
+    forward = vars(layer).get("forward")
+    return isinstance(forward, functools.partial) and forward.func is _run_linear
 
 
 def _matches_module(layer: nn.Module, run: Callable[[Any, Tensor], Tensor]) -> bool:
-    """Whether `run` gives what the layer's own forward gives, on trials; in bf16 nearly always bit for bit.
+    """Whether `run` computes the same as the layer's own forward, on random inputs; in bf16 nearly always bit for bit.
 
-    A norm is tried with weights that are not all 1, an MLP with numbers so large that a clamp would show. A sum in
-    another order moves a number of fp32 in its last place, and so one in thousands of bf16 by one of its own; a
-    rounding at another place moves many.
+    A norm is compared with weights other than 1, and an MLP also with numbers so large that a clamp would show. Another
+    order of summation changes the last bit of an fp32 number, and so one bf16 number in thousands. Rounding at another
+    place changes many of them.
     """
-    if len(inspect.signature(type(layer).forward).parameters) != 2:  # itself and x: no gate, no mask
+    if len(inspect.signature(type(layer).forward).parameters) != 2:  # self and x: no gate, no mask
         return False
     weight = next(layer.parameters())
     generator = torch.Generator().manual_seed(0)
@@ -282,12 +284,13 @@ def _matches_module(layer: nn.Module, run: Callable[[Any, Tensor], Tensor]) -> b
         return all(_is_close(run(layer, y), layer(y)) for y in (x, x * (LARGE_GATE / size)))
 
 
-def _is_close(got: Tensor, want: Tensor) -> bool:
-    """Whether two results agree; zeros say nothing."""
-    if want.dtype == torch.bfloat16 and (got != want).double().mean() > 0.01:
+def _is_close(actual: Tensor, expected: Tensor) -> bool:
+    """Whether two results agree; False if all numbers are 0, which would show nothing."""
+    if expected.dtype == torch.bfloat16 and (actual != expected).double().mean() > 0.01:
         return False
-    limit = 1e-5 if want.dtype != torch.bfloat16 else torch.finfo(torch.bfloat16).eps
-    return bool(want.abs().max() > 0 and (got - want).abs().max() <= limit * want.abs().max())
+    limit = 1e-5 if expected.dtype != torch.bfloat16 else torch.finfo(torch.bfloat16).eps
+    largest = expected.abs().max()
+    return bool(largest > 0 and (actual - expected).abs().max() <= limit * largest)
 
 
 def _run_linear(layer: Any, x: Tensor) -> Tensor:
@@ -297,7 +300,7 @@ def _run_linear(layer: Any, x: Tensor) -> Tensor:
 
 
 def _is_gated(layer: nn.Module) -> bool:
-    """Whether a layer has the parts of down(act(gate(x)) * up(x)); each may have an adapter."""
+    """Whether a layer has the submodules of down(act(gate(x)) * up(x)); each may have an adapter."""
     parts = dict(layer.named_children())
     return set(parts) == MLP_PARTS and type(_base_layer(parts["down_proj"])) is nn.Linear
 
@@ -312,15 +315,14 @@ def _run_gated(layer: Any, x: Tensor) -> Tensor:
     if is_adapter_layer(down):
         if not down.disable_adapters:
             return down(_GatedProduct.apply(gate, up))
-        down = down.get_base_layer()  # as the bare model, bit for bit
+        down = down.get_base_layer()  # the same as in the base model, bit for bit
     if not _is_unmodified(down) and not _is_replaced(down):
         return down(layer.act_fn(gate) * up)
     return _Gated.apply(gate, up, down.weight, down.bias)  # pyright: ignore[reportReturnType]
 
 
 def _is_norm(layer: nn.Module) -> bool:
-    """Whether a layer has the parts of an RMSNorm times its weight."""
-    # in float64 too the modules norm in fp32: there they keep their own
+    """Whether a layer has the weight and the epsilon of an RMSNorm."""
     named = [name for name, _ in layer.named_parameters()]
     return named == ["weight"] and isinstance(vars(layer).get("variance_epsilon"), float)
 

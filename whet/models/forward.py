@@ -1,7 +1,8 @@
-"""The model call of training and scoring: from a micro-batch to log-probabilities, entropies or values.
+"""The forward pass of training and scoring: from a micro-batch to log-probabilities, entropies or values.
 
-The head runs only on the hidden states that predict a target. Dim legend: B rows, T tokens, s targets, n sequences,
-V vocabulary, D width. Left out on purpose: sampling, which belongs to the engines, and columns, which belong to losses.
+The head runs only on the hidden states that predict a target.
+Dim legend: B rows, T tokens, s targets, n sequences, V vocabulary, D width.
+Left out on purpose: sampling (the engines do it), and the columns of a batch (the losses read them).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ __all__ = ["TeacherTarget", "head_states", "model_stats", "token_stats"]
 
 PLAIN = Support()
 TeacherTarget = tuple[HeadStates, float]
-"""A teacher's states at the same targets, and the β of the divergence from its distribution."""
+"""The teacher's states at the same targets, and the β of the divergence."""
 
 
 def token_stats(
@@ -47,42 +48,42 @@ def token_stats(
     entropy: bool = False,
     constants: Collection[str] = (),
     allowed: Tensor | None = None,
-    want: Collection[str] | None = None,
+    outputs: Collection[str] | None = None,
     teacher: TeacherTarget | None = None,
 ) -> TokenStats:
-    """Runs a model and computes the statistics of each target of a micro-batch.
+    """Runs a model, and computes the statistics of each target of a micro-batch.
 
-    log π(aₜ | s, a₍<t₎) under the distribution drawn from (`support`), its entropy, or for a critic V of the state
-    before aₜ; of a trunk with both heads, both. Greedy decoding (temperature 0) is scored at temperature 1.
+    An LM head gives log π(aₜ | s, a₍<t₎) under the sampler's distribution (`support`), and its entropy. A score head
+    gives V of the state before aₜ. Greedy decoding (temperature 0) is scored at temperature 1.
 
     Args:
         loaded: the model.
-        micro: what to run; with a layout where the model is packable, else padded.
+        micro: the micro-batch; it has a layout if the model is packable, and is padded if not.
         support: the sampler's distribution.
-        entropy: also the entropies.
-        constants: also these of types.loss.CONSTANTS, which have no gradient.
-        allowed: uint8 [s, W], the tokens that a constraint allows, a bit each (see support_logits); needed with one
-            only.
-        want: those of "logprobs", "values" and "scores" that are needed; None = all that the heads make.
-        teacher: also the divergence from a teacher's distribution, whose states are of the same micro-batch.
-    Returns: TokenStats of [s] tensors with gradient: logprobs (and entropy, and divergence), a score head's values and,
-        where the micro-batch was planned with at_end, its scores [n]; in fp32 or float64.
-    Raises: ConfigError: a packed micro-batch for a model that can't take a layout; no head for what is wanted; a
-        divergence under a support that is not the temperature alone.
+        entropy: compute the entropies too.
+        constants: compute these of types.loss.CONSTANTS too; they have no gradient.
+        allowed: uint8 [s, W], one bit for each token that a constraint allows (see support_logits); None = no
+            constraint.
+        outputs: "logprobs", "values" and "scores", as needed; None = all that the heads compute.
+        teacher: compute the divergence from this teacher's distribution too; its states are of the same micro-batch.
+    Returns: TokenStats of [s] tensors with a gradient, in fp32 or float64: logprobs, entropy and divergence, and the
+        values of a score head. With a micro-batch that was planned with at_end, also its scores [n].
+    Raises: ConfigError: a packed micro-batch for a model that is not packable; an output without its head; a divergence
+        under a support that is more than a temperature.
 
     Example: `[token_stats(loaded, m) for m in plan_micro_batches(batch, max_tokens=4096, packable=loaded.packable)]`.
     """
     _check_packable(loaded, micro)
-    want = loaded.outputs if want is None else want
-    if missing := set(want) - loaded.outputs:
-        shown = ", ".join(sorted(missing))
-        raise ConfigError(f"{loaded.name} has no head for {shown}; load the model with role='critic' or 'actor'")
+    outputs = loaded.outputs if outputs is None else outputs
+    if missing := set(outputs) - loaded.outputs:
+        names = ", ".join(sorted(missing))
+        raise ConfigError(f"{loaded.name} has no head for {names}; load the model with role='critic' or 'actor'")
     with loaded.use_view():
         return model_stats(
             loaded.module,
             micro,
-            head=loaded.lm_head if "logprobs" in want else Head("none"),
-            score_head=loaded.score_head if {"values", "scores"} & set(want) else None,
+            head=loaded.lm_head if "logprobs" in outputs else Head("none"),
+            score_head=loaded.score_head if {"values", "scores"} & set(outputs) else None,
             support=support,
             entropy=entropy,
             constants=constants,
@@ -92,11 +93,10 @@ def token_stats(
 
 
 def head_states(loaded: LoadedModel, micro: MicroBatch, temperature: float = 1.0) -> HeadStates:
-    """The hidden states and the linear head from which the logits of a micro-batch's targets are computed.
+    """The hidden states and the linear head that give the logits of a micro-batch's targets.
 
-    Args: loaded: the model. micro: what to run. temperature: which the logits are divided by.
-    Raises: ConfigError: a packed micro-batch for a model that can't take a layout; logits that only the model's own
-        forward makes.
+    Args: loaded: the model. micro: the micro-batch. temperature: the logits are divided by it.
+    Raises: ConfigError: a packed micro-batch for a model that is not packable; a model without a linear head.
     """
     _check_packable(loaded, micro)
     if not loaded.lm_head.linear:
@@ -113,8 +113,8 @@ def _linear_head_states(module: PreTrainedModel, head: Head, hidden: Tensor, tem
 
 def _no_linear_head(module: PreTrainedModel) -> ConfigError:
     return ConfigError(
-        f"{type(module).__name__} has no linear head, so that its whole distribution can't be compared chunk by chunk; "
-        "algo.policy_loss_fn='distillation' compares the sampled tokens"
+        f"{type(module).__name__} has no linear head, so its full distribution can't be compared chunk by chunk; set "
+        "algo.policy_loss_fn='distillation', which compares the sampled tokens"
     )
 
 
@@ -140,8 +140,8 @@ def model_stats(
 ) -> TokenStats:
     """token_stats as a method of the root module, so that `register_fsdp_forward_method` can bind it there.
 
-    Args: module: the root. head: its LM head, of kind "none" where no logprobs are wanted. score_head: what makes
-        values; None = none are wanted. The others and the result as in token_stats.
+    Args: module: the root module. head: its LM head, of kind "none" if logprobs are not needed. score_head: the head
+        that computes values; None = values are not needed. The other arguments and the result: see token_stats.
 
     Example: `module.stats = MethodType(model_stats, module)`, then `register_fsdp_forward_method(module, "stats")`.
     """
@@ -160,43 +160,43 @@ def model_stats(
     if head.kind == "none":
         return TokenStats(values=values, scores=scores)
     if teacher is not None and not support.plain:
-        raise ConfigError(f"a divergence is of whole distributions, at a temperature alone; got {support}")
+        raise ConfigError(f"a divergence compares full distributions, which may have a temperature only; got {support}")
     if hidden is not None and head.linear and support.plain:
-        found = _temperature_stats(
+        stats = _temperature_stats(
             _linear_head_states(module, head, hidden, support.temperature or 1.0), micro, entropy, constants, teacher
         )
-        return dataclasses.replace(found, values=values, scores=scores)
+        return dataclasses.replace(stats, values=values, scores=scores)
     if head.linear:
         assert hidden is not None
         vocab, logits = layer.weight.shape[0], lambda s: head.logits(F.linear(hidden[s], layer.weight, layer.bias))
     else:
         rows = module(**_inputs(micro)).logits.flatten(0, 1).index_select(0, micro.hidden_index)
         vocab, logits = rows.shape[1], lambda s: to_fp32(rows[s])
-    found = _full_logits_stats(logits, micro, vocab, support, entropy, constants, allowed)
-    return dataclasses.replace(found, values=values, scores=scores)
+    stats = _full_logits_stats(logits, micro, vocab, support, entropy, constants, allowed)
+    return dataclasses.replace(stats, values=values, scores=scores)
 
 
 def _temperature_stats(
-    own: HeadStates, micro: MicroBatch, entropy: bool, constants: Collection[str], teacher: TeacherTarget | None
+    states: HeadStates, micro: MicroBatch, entropy: bool, constants: Collection[str], teacher: TeacherTarget | None
 ) -> TokenStats:
-    """Statistics of a distribution that has a temperature alone, without whole logits."""
-    found = linear_stats(
-        own.hidden,
-        own.weight,
+    """Statistics of a distribution with a temperature only, without storing all logits."""
+    stats = linear_stats(
+        states.hidden,
+        states.weight,
         micro.targets,
-        bias=own.bias,
-        temperature=own.projection.temperature,
-        scale=own.projection.scale,
-        softcap=own.projection.softcap,
+        bias=states.bias,
+        temperature=states.projection.temperature,
+        scale=states.projection.scale,
+        softcap=states.projection.softcap,
         entropy=entropy,
         constants=constants,
     )
-    divergence = None if teacher is None else linear_divergence(own, teacher[0], gkd_beta=teacher[1])
-    return dataclasses.replace(found, divergence=divergence)
+    divergence = None if teacher is None else linear_divergence(states, teacher[0], gkd_beta=teacher[1])
+    return dataclasses.replace(stats, divergence=divergence)
 
 
 def _inputs(micro: MicroBatch) -> dict[str, object]:
-    """The keywords of the forward pass."""
+    """The keyword arguments of the forward pass."""
     if micro.layout is None:
         return {"input_ids": micro.input_ids, "attention_mask": micro.attention_mask, "use_cache": False}
     return {
@@ -208,7 +208,7 @@ def _inputs(micro: MicroBatch) -> dict[str, object]:
 
 
 def _states(module: PreTrainedModel, micro: MicroBatch) -> Tensor:
-    """[B·T D]: the last hidden states of all places."""
+    """[B·T D]: the last hidden states of all tokens."""
     return module.get_decoder()(**_inputs(micro)).last_hidden_state.flatten(0, 1)
 
 
@@ -221,50 +221,51 @@ def _full_logits_stats(
     constants: Collection[str],
     allowed: Tensor | None,
 ) -> TokenStats:
-    """Statistics from whole logits, in chunks of rows; more than one chunk is made again in the backward pass."""
-    first, before = _first_places(micro, vocab) if support.penalises else (None, None)
+    """Statistics from full logits, in chunks of rows; several chunks are computed again in the backward pass."""
+    first_places, places = _first_places(micro, vocab) if support.penalises else (None, None)
     position = _turn_positions(micro) if support.min_tokens else micro.position
 
-    def part(s: slice) -> tuple[Tensor | None, ...]:
+    def chunk_stats(s: slice) -> tuple[Tensor | None, ...]:
         seen = None
-        if first is not None and before is not None:
-            seen = first.index_select(0, micro.sequence[s]) < before[s, None]
-        keep = micro.targets[s]
-        inside = None if allowed is None else allowed[s].to(keep.device)
-        z = support_logits(logits(s), support, seen=seen, position=position[s], keep=keep, allowed=inside)
-        correct = is_likeliest(z, keep) if "correct" in constants else None
+        if first_places is not None and places is not None:
+            seen = first_places.index_select(0, micro.sequence[s]) < places[s, None]
+        targets = micro.targets[s]
+        bits = None if allowed is None else allowed[s].to(targets.device)
+        z = support_logits(logits(s), support, seen=seen, position=position[s], keep=targets, allowed=bits)
+        correct = is_likeliest(z, targets) if "correct" in constants else None
         log_sum = log_sum_sq_probs(z.detach()) if "log_sum_sq_probs" in constants else None
         mean = to_fp32(z.detach()).mean(-1) if "mean_logits" in constants else None
-        return selective_log_softmax(z, keep), entropy_of(z) if entropy else None, correct, log_sum, mean
+        return selective_log_softmax(z, targets), entropy_of(z) if entropy else None, correct, log_sum, mean
 
     count, size = len(micro.hidden_index), vocab * 4
+    slices = row_chunks(count, max(1, CHUNK_BYTES // size))
     if count * size <= MAX_KEPT_BYTES or not torch.is_grad_enabled():
-        parts = [part(s) for s in row_chunks(count, max(1, CHUNK_BYTES // size))]
+        chunks = [chunk_stats(s) for s in slices]
     else:
-        parts = [checkpoint(part, s, use_reentrant=False) for s in row_chunks(count, max(1, CHUNK_BYTES // size))]
+        chunks = [checkpoint(chunk_stats, s, use_reentrant=False) for s in slices]
     names = ("logprobs", "entropy", "correct", "log_sum_sq_probs", "mean_logits")
-    return TokenStats(**{n: None if x[0] is None else torch.cat(x) for n, x in zip(names, zip(*parts), strict=True)})
+    return TokenStats(**{n: None if x[0] is None else torch.cat(x) for n, x in zip(names, zip(*chunks), strict=True)})
 
 
 def _turn_positions(micro: MicroBatch) -> Tensor:
-    """Long [s]: tokens of the same turn before each target, which is what the sampler's min_tokens counts.
+    """Long [s]: the number of tokens of the same turn before each target, as the sampler's min_tokens counts them.
 
-    A turn is a run of sampled tokens; what stands between two turns is counted on from the first.
+    A turn is a run of sampled tokens. The tokens between two turns keep their position in the completion.
 
-    Example: a completion whose third token comes from an environment: positions 0, 1, 2, 0, 1.
+    Example: in a completion of 5, the third token comes from an environment: positions 0, 1, 2, 0, 1.
     """
     sampled = (micro.batch.versions >= 0).to(micro.token_index.device).index_select(0, micro.token_index)
-    place = torch.arange(len(sampled), device=sampled.device)
-    begins = (micro.position == 0) | ~sampled.roll(1)
-    first = torch.where(begins, place, 0).cummax(0).values
-    return torch.where(sampled, place - first, micro.position)
+    index = torch.arange(len(sampled), device=sampled.device)
+    starts = (micro.position == 0) | ~sampled.roll(1)
+    start = torch.where(starts, index, 0).cummax(0).values
+    return torch.where(sampled, index - start, micro.position)
 
 
 def _first_places(micro: MicroBatch, vocab: int) -> tuple[Tensor, Tensor]:
-    """What a repetition penalty needs: which tokens stand before a target in its own sequence, prefix included.
+    """The data of a repetition penalty, which tell whether a token occurs before a target in its sequence.
 
-    Returns: int32 [n V], where each token first stands in each sequence, a place past the end where it does not; Long
-    [s], the place of each target in its sequence.
+    Returns: int32 [n V], the place where each token first occurs in each sequence, prefix included (past the end if it
+        does not occur); long [s], the place of each target in its sequence.
     """
     batch, device = micro.batch, micro.input_ids.device
     ends, lengths = batch.ends.tolist(), batch.lengths.tolist()

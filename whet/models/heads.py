@@ -1,8 +1,8 @@
-"""The LM head, between the last hidden state and the logits, and the score head of a critic or reward model.
+"""The LM head, which computes logits from the last hidden states, and the score head of a critic or reward model.
 
-The log-probabilities of a few rows need only a few rows of logits. The head is detected once, so that only these rows
-are computed.
-Dim legend: V vocabulary. Left out on purpose: heads that slice or mix the vocabulary; those models give full logits.
+Training needs the logits of a few rows. The head's transform is detected once, so that only these rows are computed.
+Dim legend: V vocabulary.
+Left out on purpose: heads that slice or mix the vocabulary. Such a model computes all its logits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Head", "add_score_head", "detect_head", "has_score_head", "score_lay
 
 @dataclass(frozen=True)
 class Head:
-    """The transform after the head's linear layer.
+    """The transform of the LM head after its linear layer.
 
     logits = cap(scale · (W h + b)), cap(x) = c tanh(x / c), c = softcap.
     Example: Gemma2 is Head("softcap", softcap=30.0), Granite Head("scale", scale=0.125), a critic's Head("none").
@@ -38,7 +38,7 @@ class Head:
 
     @property
     def linear(self) -> bool:
-        """True where logits can be made from hidden states and the head's weight."""
+        """Whether the logits can be computed from hidden states and the head's weight."""
         return self.kind in ("identity", "scale", "softcap")
 
     def logits(self, products: Tensor) -> Tensor:
@@ -57,10 +57,10 @@ class Head:
 
 
 def detect_head(module: nn.Module) -> Head:
-    """Finds the head's transform: the linear layer's output is replaced by a ramp, and the logits show what it became.
+    """Finds the head's transform: a ramp replaces the output of the linear layer, and the logits show the transform.
 
     Args: module: a causal language model of transformers, on any device.
-    Returns: its Head. The ramp is logarithmic up to 1e4, since a short linear one does not saturate a soft-cap.
+    Returns: the Head. The ramp is logarithmic up to 1e4, because a short linear ramp does not saturate a soft-cap.
 
     >>> from transformers import CohereConfig, CohereForCausalLM
     >>> sizes = dict(hidden_size=8, num_attention_heads=2, num_key_value_heads=1, intermediate_size=8, pad_token_id=0)
@@ -73,16 +73,16 @@ def detect_head(module: nn.Module) -> Head:
     half = torch.logspace(-2, 4, layer.out_features // 2, device=layer.weight.device)
     middle = half.new_zeros(layer.out_features - 2 * len(half))
     ramp = torch.cat([-half.flip(0), middle, half])  # [V]
-    got: dict[str, Tensor] = {}
+    states: dict[str, Tensor] = {}
 
-    def replace(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        got["hidden"] = inputs[0]
+    def replace_output(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        states["head_input"] = inputs[0]
         return ramp.expand_as(output).clone()
 
-    def keep(_: nn.Module, inputs: Any, output: Any) -> None:
-        got["last"] = output[0]
+    def record_output(_: nn.Module, inputs: Any, output: Any) -> None:
+        states["trunk_output"] = output[0]
 
-    hooks = [layer.register_forward_hook(replace), trunk.register_forward_hook(keep)]
+    hooks = [layer.register_forward_hook(replace_output), trunk.register_forward_hook(record_output)]
     try:
         ids = torch.arange(8, device=ramp.device)[None] % layer.out_features
         with torch.no_grad():
@@ -90,13 +90,8 @@ def detect_head(module: nn.Module) -> Head:
     finally:
         for hook in hooks:
             hook.remove()
-    if logits.shape != ramp.shape or not torch.equal(got["hidden"], got["last"]):
+    if logits.shape != ramp.shape or not torch.equal(states["head_input"], states["trunk_output"]):
         return Head("unknown")
-    return _match_transform(logits, ramp)
-
-
-def _match_transform(logits: Tensor, ramp: Tensor) -> Head:
-    """Which transform turned the ramp into these logits."""
     if torch.equal(logits, ramp):
         return Head("identity")
     scale, cap = (logits[-1] / ramp[-1]).item(), logits[-1].item()
@@ -117,48 +112,48 @@ def has_score_head(module: nn.Module) -> bool:
     >>> has_score_head(LlamaForSequenceClassification(LlamaConfig(num_hidden_layers=1, vocab_size=16, **sizes)))
     True
     """
-    old = "whet_value_head" in vars(module.config)  # pyright: ignore[reportArgumentType]
-    return old or type(module).__name__.endswith("ForSequenceClassification")
+    replaced = "whet_value_head" in vars(module.config)  # pyright: ignore[reportArgumentType]
+    return replaced or type(module).__name__.endswith("ForSequenceClassification")
 
 
 def score_layer(module: nn.Module) -> nn.Linear | None:
-    """The layer [1 D] that computes a score from a last hidden state; None = the model has none.
+    """The layer [1 D] that computes a score from the last hidden state; None = the model has none.
 
     Args: module: a model of transformers.
-    Raises: ConfigError: a classifier of several labels, or whose head is not one linear layer on the last state.
+    Raises: ConfigError: a classifier with several labels, or with a head that is not one linear layer.
     """
     if "whet_value_head" in vars(module.config):  # pyright: ignore[reportArgumentType]
         return module.get_output_embeddings()  # pyright: ignore[reportCallIssue]
     layer = dict(module.named_children()).get("score")
     if layer is None and not has_score_head(module):
         return None
-    plain: Any = layer.get_base_layer() if layer is not None and is_adapter_layer(layer) else layer  # pyright: ignore
-    if type(plain) is not nn.Linear or plain.out_features != 1:
-        what = f"{plain.out_features} labels" if type(plain) is nn.Linear else "no linear layer named score"
+    base: Any = layer.get_base_layer() if layer is not None and is_adapter_layer(layer) else layer  # pyright: ignore
+    if type(base) is not nn.Linear or base.out_features != 1:
+        problem = f"{base.out_features} labels" if type(base) is nn.Linear else "no linear layer named score"
         raise ConfigError(
-            f"{type(module).__name__} has {what}; a critic or a reward model needs a single-label score head: load it "
-            "with AutoModelForSequenceClassification and num_labels=1, train it, and give that"
+            f"{type(module).__name__} has {problem}; a critic or a reward model needs a single-label score head: load "
+            "it with AutoModelForSequenceClassification and num_labels=1, train it, and give that"
         )
     return layer  # pyright: ignore[reportReturnType]
 
 
 def add_score_head(module: PreTrainedModel, weight: Tensor | None = None, *, shared: bool = False) -> PreTrainedModel:
-    """A model with a score head, one linear unit that starts at 0, on the trunk of a causal language model.
+    """Puts a score head, one linear unit that starts at 0, on the trunk of a causal language model.
 
-    V(s) = w · h(s), h the last hidden state of the state s; so V = 0 before the first update.
-    The model is transformers' own sequence classifier with one label, around the same trunk; where transformers has
-    none for a family, the language model with its head replaced.
+    V(s) = w · h(s), where h(s) is the last hidden state; so V = 0 before the first update.
+    The result is transformers' sequence classifier with one label, around the same trunk. If transformers has no
+    classifier for the family, it is the language model with its LM head replaced.
 
     Args:
         module: a causal language model; its parameters are shared, not copied.
-        weight: [1 D], a score head saved earlier.
-        shared: keep the LM head too: the module itself, with one more layer.
-    Returns: the model; for a trunk that is shared, the one given.
+        weight: [1 D], a score head that was saved.
+        shared: keep the LM head too, and add the score head to the module itself.
+    Returns: the model; `module` itself if `shared`.
 
     Example: `load_model(path, role="critic")` ends with it.
     """
-    old, embedding = module.get_output_embeddings(), module.get_input_embeddings().weight
-    like: Tensor = embedding if old is None else old.weight  # pyright: ignore[reportAssignmentType]
+    lm_head, embedding = module.get_output_embeddings(), module.get_input_embeddings().weight
+    like: Tensor = embedding if lm_head is None else lm_head.weight  # pyright: ignore[reportAssignmentType]
     layer = nn.Linear(like.shape[1], 1, bias=False, device=like.device, dtype=like.dtype)
     with torch.no_grad():
         layer.weight.zero_() if weight is None else layer.weight.copy_(weight)
@@ -177,30 +172,30 @@ def add_score_head(module: PreTrainedModel, weight: Tensor | None = None, *, sha
 
 
 def _make_classifier(module: PreTrainedModel) -> PreTrainedModel | None:
-    """Transformers' classifier of one label around the trunk of a causal model; None = it is not built that way.
+    """Transformers' sequence classifier with one label, around the trunk of a causal model; None = there is none.
 
-    Of a model whose own code runs, the classifier beside it.
+    For a model that runs code of its own, the classifier comes from that code.
     """
-    kind: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(module.config), None)
-    own = (getattr(module.config, "auto_map", None) or {}).get("AutoModelForSequenceClassification")
-    if kind is None and own is not None and type(module).__module__.startswith("transformers_modules."):
-        kind = get_class_from_dynamic_module(own, module.name_or_path or "")
+    cls: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(module.config), None)
+    reference = (getattr(module.config, "auto_map", None) or {}).get("AutoModelForSequenceClassification")
+    if cls is None and reference is not None and type(module).__module__.startswith("transformers_modules."):
+        cls = get_class_from_dynamic_module(reference, module.name_or_path or "")
     prefix = module.base_model_prefix
-    if kind is None or kind.base_model_prefix != prefix or module.base_model is module:
+    if cls is None or cls.base_model_prefix != prefix or module.base_model is module:
         return None
     config = copy.deepcopy(module.config)
     config.num_labels = 1
-    config.architectures = [kind.__name__]
+    config.architectures = [cls.__name__]
     with torch.device("meta"):
-        made = kind(config)
-    named = (*made.named_parameters(), *made.named_buffers())
-    outside = {name for name, _ in named if not name.startswith(f"{prefix}.")}
-    if outside != {"score.weight"} or type(made.base_model) is not type(module.base_model):
+        classifier = cls(config)
+    tensors = (*classifier.named_parameters(), *classifier.named_buffers())
+    outside = {name for name, _ in tensors if not name.startswith(f"{prefix}.")}
+    if outside != {"score.weight"} or type(classifier.base_model) is not type(module.base_model):
         return None
-    if made.base_model.state_dict().keys() != module.base_model.state_dict().keys():
+    if classifier.base_model.state_dict().keys() != module.base_model.state_dict().keys():
         return None
-    setattr(made, prefix, module.base_model)
-    kept: Any = module.base_model.config
-    made.config = kept
-    kept.num_labels, kept.architectures = 1, config.architectures
-    return made.train(module.training)
+    setattr(classifier, prefix, module.base_model)
+    shared_config: Any = module.base_model.config
+    classifier.config = shared_config
+    shared_config.num_labels, shared_config.architectures = 1, config.architectures
+    return classifier.train(module.training)

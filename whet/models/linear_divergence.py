@@ -1,8 +1,8 @@
-"""The divergence of a policy's linear head from a teacher's over the whole vocabulary, without holding [rows, V].
+"""The divergence of a policy from a teacher over the whole vocabulary, without storing [s, V] logits.
 
-One autograd function: the logits of both are made chunk by chunk, and again in the backward pass.
+It is one autograd function. It computes the logits of both heads chunk by chunk, and again in the backward pass.
 Dim legend: s rows (hidden states with a target), D width (each model has its own), V vocabulary.
-Left out on purpose: logits that are kept where they are few, and a teacher with a gradient.
+Left out on purpose: keeping small logits for the backward pass, and a teacher with a gradient.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class HeadStates:
     projection: Projection = field(default_factory=Projection)
 
     def first_ids(self, size: int) -> HeadStates:
-        """The same head over the first ids alone."""
+        """The same head over the first `size` token ids."""
         if len(self.weight) <= size:
             return self
         bias = None if self.bias is None else self.bias[:size]
         return HeadStates(self.hidden, self.weight[:size], bias, self.projection)
 
     def logprobs(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """[rows V] twice: the logits of some rows, and their log-softmax."""
+        """The logits and the log-softmax of some rows: [rows V] each."""
         z = self.projection.logits(self.hidden[rows], self.weight, self.bias)
         return z, z.log_softmax(1)
 
@@ -53,17 +53,17 @@ def linear_divergence(
 ) -> Tensor:
     """The generalised Jensen-Shannon divergence of each row's distribution from a teacher's.
 
-    Dᵢ = generalized_jsd(log p, log q, β), p and q the softmax of both heads' logits z over the ids that both have: a
-    vocabulary that is padded further than the other's loses what is beyond the other's end.
+    Dᵢ = generalized_jsd(log p, log q, β), where p and q are the softmax of each head's logits z. If one vocabulary is
+    padded further than the other, the ids that only one model has are left out.
     ∂D/∂z[j] = pⱼ (gⱼ − Σ_v p_v g_v), g = (1 − β) (log p − log m); at β = 1 g = log p − log q; at β = 0 it is pⱼ − qⱼ.
 
     Args:
-        policy: with gradient.
-        teacher: of the same rows; a constant.
-        gkd_beta: β: 0 the forward KL, 1 the reverse KL.
-        chunk_bytes: of the logits of one model in one chunk; a few times this is held.
-    Returns: [s], in nats; fp32, or float64 for float64 input. The gradients of weight and bias are summed in that
-        precision, whatever theirs is.
+        policy: the trained head; it gets a gradient.
+        teacher: the teacher's head for the same rows; it gets none.
+        gkd_beta: β. 0 is the forward KL, 1 the reverse KL.
+        chunk_bytes: size of the logits of one model in one chunk; the memory in use is a few times this.
+    Returns: [s], in nats; fp32, or float64 for float64 input. The gradients of weight and bias are summed in this
+        precision, and then cast to their dtypes.
     Raises: ConfigError: β is not in [0, 1].
     Source: agrees with TRL's GKDTrainer.generalized_jsd_loss, summed over the vocabulary; memory as linear_logprob.
 
@@ -83,16 +83,16 @@ class _LinearDivergence(torch.autograd.Function):
     """See linear_divergence."""
 
     @staticmethod
-    def forward(ctx: Any, *given: Any) -> Tensor:
-        *tensors, options = given
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        *tensors, options = args
         policy, teacher, beta, size = _unpack(tensors, options)
-        found = policy.hidden.new_empty(len(policy.hidden), dtype=fp32_or_wider(policy.hidden.dtype))
-        for rows in row_chunks(len(found), size):
-            own = policy.logprobs(rows)[1]
-            found[rows] = generalized_jsd(own, teacher.logprobs(rows)[1].to(own.dtype), gkd_beta=beta)
+        divergence = policy.hidden.new_empty(len(policy.hidden), dtype=fp32_or_wider(policy.hidden.dtype))
+        for rows in row_chunks(len(divergence), size):
+            logp = policy.logprobs(rows)[1]
+            divergence[rows] = generalized_jsd(logp, teacher.logprobs(rows)[1].to(logp.dtype), gkd_beta=beta)
         ctx.save_for_backward(*tensors)
         ctx.options = options
-        return found
+        return divergence
 
     @staticmethod
     @once_differentiable
@@ -100,26 +100,26 @@ class _LinearDivergence(torch.autograd.Function):
         policy, teacher, beta, size = _unpack(ctx.saved_tensors, ctx.options)
         grads = HeadGrads(policy.hidden, policy.weight, policy.bias, ctx.needs_input_grad[:3], grad.dtype)
         for rows in row_chunks(len(grad), size):
-            z, own = policy.logprobs(rows)
-            d = _logit_grads(own, teacher.logprobs(rows)[1].to(own.dtype), beta).mul_(grad[rows, None])
-            del own
+            z, logp = policy.logprobs(rows)
+            d = _logit_grads(logp, teacher.logprobs(rows)[1].to(logp.dtype), beta).mul_(grad[rows, None])
+            del logp  # [rows V]: the memory is needed
             grads.add(rows, policy.projection.backward_(d, z))
         return (*grads.sums(), None, None, None, None)
 
 
 def _unpack(tensors: Any, options: tuple[Projection, Projection, float, int]) -> tuple[Any, Any, float, int]:
-    """Policy and teacher, β and the rows of a chunk."""
-    own, other, beta, size = options
-    hidden, weight, bias, *theirs = tensors
-    return HeadStates(hidden, weight, bias, own), HeadStates(*theirs, other), beta, size  # pyright: ignore
+    """The policy, the teacher, β and the rows of a chunk."""
+    policy_projection, teacher_projection, beta, size = options
+    policy = HeadStates(*tensors[:3], policy_projection)  # pyright: ignore
+    return policy, HeadStates(*tensors[3:], teacher_projection), beta, size  # pyright: ignore
 
 
-def _logit_grads(own: Tensor, other: Tensor, beta: float) -> Tensor:
-    """∂D/∂z of a chunk [rows V], from the logprobs of both."""
-    p = own.exp()
+def _logit_grads(policy: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    """∂D/∂z [rows V] of a chunk, from the log-probabilities of both."""
+    p = policy.exp()
     if beta == 0:
-        return p.sub_(other.exp())
-    none = own == -torch.inf  # 0 · inf would be NaN
-    g = (own - log_mixture(own, other, beta).masked_fill(none, 0.0)).masked_fill_(none, 0.0)
+        return p.sub_(teacher.exp())
+    impossible = policy == -torch.inf  # 0 · inf would be NaN
+    g = (policy - log_mixture(policy, teacher, beta).masked_fill(impossible, 0.0)).masked_fill_(impossible, 0.0)
     g -= (p * g).sum(1, keepdim=True)
     return g.mul_(p).mul_(1.0 if beta == 1 else 1 - beta)

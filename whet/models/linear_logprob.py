@@ -1,9 +1,10 @@
-"""Log-probabilities and entropies of a linear head, without holding [rows, V] logits.
+"""Log-probabilities and entropies of a linear head, without storing [s, V] logits.
 
-One autograd function: logits are made chunk by chunk, and again in the backward pass; where they are few they are kept
-instead, which is faster. Dim legend: s rows (hidden states with a target), D width, V vocabulary.
-Left out on purpose: the gradient in the forward pass (a loss may need whole sequences before its weights are known),
-and chunks over the vocabulary.
+It is one autograd function. It computes the logits chunk by chunk, and again in the backward pass. If they are small it
+keeps them for the backward pass, which is faster.
+Dim legend: s rows (hidden states with a target), D width, V vocabulary.
+Left out on purpose: computing the gradient in the forward pass (a loss may need whole sequences first), and chunks over
+the vocabulary.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ from whet.types import TokenStats
 __all__ = ["CHUNK_BYTES", "MAX_KEPT_BYTES", "linear_logprob", "linear_stats"]
 
 CHUNK_BYTES = 100_000_000
-"""Logits of one chunk."""
+"""Size of the logits of one chunk."""
 MAX_KEPT_BYTES = 16_000_000
 """Logits up to this size are kept for the backward pass."""
 _CONSTANTS = ("correct", "log_sum_sq_probs", "mean_logits")
-"""Those of types.loss.CONSTANTS, in the order in which they come."""
+"""The names of types.loss.CONSTANTS, in the order of the results of _LinearLogprob."""
 
 
 @dataclass(frozen=True)
 class _LogprobOptions:
-    """What a call does, besides its tensors."""
+    """The arguments of a call besides its tensors."""
 
     projection: Projection
     entropy: bool
     constants: frozenset[str]
     rows: int
-    """Rows of a chunk."""
-    held: bool
+    """Rows per chunk."""
+    keep_logits: bool
 
 
 def linear_stats(
@@ -56,12 +57,12 @@ def linear_stats(
     entropy: bool = False,
     constants: Collection[str] = (),
     chunk_bytes: int = CHUNK_BYTES,
-    held_bytes: int = MAX_KEPT_BYTES,
+    max_kept_bytes: int = MAX_KEPT_BYTES,
 ) -> TokenStats:
-    """Log-probability of each target under softmax of a linear head, that distribution's entropy, and what it is asked.
+    """The log-probability of each target under the softmax of a linear head, and statistics of that distribution.
 
-    zᵢ = cap(scale · (W hᵢ + b)) / τ, cap(x) = c tanh(x / c) where softcap c is given;
-    log π(yᵢ) = zᵢ[yᵢ] − ls(zᵢ), H = ls(zᵢ) − Σⱼ pⱼ zᵢ[j], ls the log-sum-exp, p = softmax(zᵢ), y the targets.
+    zᵢ = cap(scale · (W hᵢ + b)) / τ, where cap(x) = c tanh(x / c) with a softcap c, and cap(x) = x without;
+    log π(yᵢ) = zᵢ[yᵢ] − ls(zᵢ) and H = ls(zᵢ) − Σⱼ pⱼ zᵢ[j], ls the log-sum-exp, p = softmax(zᵢ), y the targets.
     ∂log π/∂z = onehot(y) − p, ∂H/∂z[j] = −pⱼ (log pⱼ + H).
 
     Args:
@@ -70,42 +71,42 @@ def linear_stats(
         targets: Long [s].
         bias: [V].
         temperature: τ > 0.
-        scale, softcap: the head's.
-        entropy: also the entropies.
-        constants: also these of types.loss.CONSTANTS, which have no gradient.
-        chunk_bytes, held_bytes: see the constants of these names.
+        scale, softcap: of the head.
+        entropy: compute the entropies too.
+        constants: compute these of types.loss.CONSTANTS too; they have no gradient.
+        chunk_bytes, max_kept_bytes: see CHUNK_BYTES and MAX_KEPT_BYTES.
 
     Returns: TokenStats of [s], in nats; fp32, or float64 for float64 input. The gradients of weight and bias are summed
-        in that precision, whatever theirs is.
-    Source: agrees with F.linear, float(), log_softmax, gather; memory as in Liger Kernel's fused linear losses
-        (arXiv:2410.10989), but recomputed in the backward pass, not differentiated in the forward one.
+        in this precision, and then cast to their dtypes.
+    Source: agrees with F.linear, float(), log_softmax, gather. The memory is that of Liger Kernel's fused linear losses
+        (arXiv:2410.10989); they differentiate in the forward pass, this function recomputes in the backward pass.
 
     >>> linear_stats(torch.ones(1, 2), torch.zeros(4, 2), torch.tensor([3]), constants=("correct",)).correct
     tensor([False])
     """
     dtype = fp32_or_wider(hidden.dtype)
     size = weight.shape[0] * dtype.itemsize
-    held = hidden.shape[0] * size <= held_bytes
-    rows = max(1, hidden.shape[0] if held else chunk_bytes // size)
-    options = _LogprobOptions(Projection(temperature, scale, softcap), entropy, frozenset(constants), rows, held)
-    logprobs, entropies, *found = _LinearLogprob.apply(hidden, weight, bias, targets, options)  # pyright: ignore
+    keep_logits = hidden.shape[0] * size <= max_kept_bytes
+    rows = max(1, hidden.shape[0] if keep_logits else chunk_bytes // size)
+    options = _LogprobOptions(Projection(temperature, scale, softcap), entropy, frozenset(constants), rows, keep_logits)
+    logprobs, entropies, *values = _LinearLogprob.apply(hidden, weight, bias, targets, options)  # pyright: ignore
     return TokenStats(
-        logprobs=logprobs, entropy=entropies if entropy else None, **dict(zip(_CONSTANTS, found, strict=True))
+        logprobs=logprobs, entropy=entropies if entropy else None, **dict(zip(_CONSTANTS, values, strict=True))
     )
 
 
 def linear_logprob(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
-    """The log-probabilities and, with entropy=True, the entropies of linear_stats alone.
+    """The log-probabilities of linear_stats, and its entropies with entropy=True.
 
-    Args: as linear_stats.
+    Args: see linear_stats.
     Returns: ([s], [s] or None).
 
     >>> linear_logprob(torch.ones(1, 2), torch.zeros(4, 2), torch.tensor([3]), entropy=True)[0]     # log 1/4
     tensor([-1.3863])
     """
-    found = linear_stats(hidden, weight, targets, **options)
-    assert found.logprobs is not None
-    return found.logprobs, found.entropy
+    stats = linear_stats(hidden, weight, targets, **options)
+    assert stats.logprobs is not None
+    return stats.logprobs, stats.entropy
 
 
 class _LinearLogprob(torch.autograd.Function):
@@ -134,10 +135,10 @@ class _LinearLogprob(torch.autograd.Function):
                 mean[s] = z.mean(1)
             if options.entropy:
                 entropies[s] = -_finite(logp, bias).mul_(z.softmax(1)).sum(1)
-        kept = z if options.held and any(ctx.needs_input_grad) else None
+        kept = z if options.keep_logits and any(ctx.needs_input_grad) else None
         ctx.save_for_backward(hidden, weight, bias, targets, entropies, kept)
         ctx.options = options
-        ctx.set_materialize_grads(False)  # an entropy that is only looked at costs nothing in backward
+        ctx.set_materialize_grads(False)  # an entropy that is only logged costs nothing in backward
         constants = [x for x in (None if options.entropy else entropies, correct, log_sum, mean) if x is not None]
         ctx.mark_non_differentiable(*constants)
         return logprobs, entropies, correct, log_sum, mean
@@ -163,5 +164,5 @@ class _LinearLogprob(torch.autograd.Function):
 
 
 def _finite(logp: Tensor, bias: Tensor | None) -> Tensor:
-    """Logprobs [rows V], 0 in place of -inf: p log p is 0 for a token that the bias forbids, not 0 * -inf."""
+    """Logprobs [rows V] with 0 in place of -inf: p log p of a token that the bias forbids is 0, and not 0 * -inf."""
     return logp if bias is None else logp.masked_fill_(logp == -torch.inf, 0.0)

@@ -1,9 +1,9 @@
-"""Matrix products by the fastest library that gives right results on this machine.
+"""Matrix products by the fastest library that computes correct results on this machine.
 
-On a CPU fp32 products run in oneDNN where torch's default library is slow. Everywhere else torch's product runs.
+On a CPU, fp32 products run in oneDNN if torch's default library is slow. In all other cases torch's own product runs.
 Dim legend: n rows, I in, O out.
-Left out on purpose: gradients (the caller's autograd function has them), and any choice by a timing, which would make
-a run depend on the clock.
+Left out on purpose: gradients (the caller's autograd function computes them), and a choice by timing, because then a
+run would depend on the clock.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ MIN_MULTIPLICATIONS = 100_000_000
 
 @functools.cache
 def onednn_unsupported_reason() -> str | None:
-    """Why fp32 products stay with torch's default library; None = oneDNN multiplies.
+    """Why fp32 products use torch's default library; None = they use oneDNN.
 
-    oneDNN is faster where the default is MKL, the processor has AVX-512 and is not Intel's: MKL has no kernels of that
-    width for it. On Zen 5 (see `has_full_width_avx512`) it is so 2.1 times, on processors before 1.12 to 1.2 times with
-    one
-    thread, and a whole update with two threads was no faster. The rule looks at the processor and not at the clock, so
-    a repeated run takes the same products; oneDNN's operator is private to torch, so it is tried first.
+    oneDNN is faster if the default library is MKL and the processor is AMD's with AVX-512, because MKL has no AVX-512
+    kernels for AMD. On Zen 5 (see `has_full_width_avx512`) oneDNN is 2.1 times faster. On earlier processors it is 1.12
+    to 1.2 times faster with one thread, and a full update with two threads is no faster. The choice depends on the
+    processor and not on a timing, so a repeated run uses the same library. oneDNN's operator is private to torch, so
+    its results are compared first.
 
     >>> onednn_unsupported_reason() is None or isinstance(onednn_unsupported_reason(), str)
     True
@@ -47,8 +47,8 @@ def onednn_unsupported_reason() -> str | None:
     x, w, b = (torch.randn(*shape, generator=generator) for shape in ((33, 48), (40, 48), (40,)))
     try:
         for weight, bias in ((w, b), (w, None), (w.t().contiguous().t(), None)):
-            got, want = _onednn(x, weight, bias), F.linear(x, weight, bias)
-            if got.shape != want.shape or not (got - want).abs().max() <= 1e-5 * want.abs().max():
+            actual, expected = _onednn(x, weight, bias), F.linear(x, weight, bias)
+            if actual.shape != expected.shape or not (actual - expected).abs().max() <= 1e-5 * expected.abs().max():
                 return "oneDNN's products differ from the default's"
     except (RuntimeError, AttributeError) as error:  # the operator is private: it may be missing or refuse
         return f"oneDNN's product failed: {str(error).splitlines()[0]}"
@@ -56,8 +56,8 @@ def onednn_unsupported_reason() -> str | None:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear by the faster library, without a gradient: [n I], [O I], [O] -> [n O]."""
-    fits = x.dtype == torch.float32 and x.device.type == "cpu" and x.numel() > 0  # oneDNN has no empty sum
+    """F.linear by the fastest library, without a gradient: [n I], [O I], [O] -> [n O]."""
+    fits = x.dtype == torch.float32 and x.device.type == "cpu" and x.numel() > 0  # oneDNN fails on empty tensors
     large = fits and x.shape[0] * weight.numel() >= MIN_MULTIPLICATIONS
     return _onednn(x, weight, bias) if large and onednn_unsupported_reason() is None else F.linear(x, weight, bias)
 
@@ -72,7 +72,7 @@ def row_chunks(rows: int, size: int) -> Iterator[slice]:
 
 
 def weight_grad(grad: Tensor, x: Tensor, into: Tensor | None = None) -> Tensor:
-    """gᵀ x, the gradient of a weight, by the fastest: [n O], [n I] -> [O I]; added to `into` where that is given."""
+    """gᵀ x, the gradient of a weight, by the fastest library: [n O], [n I] -> [O I]. It is added to `into` if given."""
     wide = has_full_width_avx512() and grad.dtype == x.dtype == torch.float32 and grad.device.type == "cpu"
     kernels = layer_kernels() if wide else Unavailable("torch's product is as fast")
     if not isinstance(kernels, Unavailable):
@@ -84,11 +84,11 @@ def weight_grad(grad: Tensor, x: Tensor, into: Tensor | None = None) -> Tensor:
 
 @functools.cache
 def has_full_width_avx512() -> bool:
-    """Whether the processor works on whole AVX-512 registers at once where MKL uses half of one.
+    """Whether the processor computes with full AVX-512 registers, of which MKL uses half.
 
-    That is AMD's since family 26 (Zen 5): there oneDNN is twice as fast as MKL at every product, and a product of our
-    own as fast as it at the gradients of weights, where oneDNN copies both factors first. On processors before, which
-    take a register in two halves, MKL is as fast at these.
+    AMD's processors do since family 26 (Zen 5). There, oneDNN is twice as fast as MKL at every product, and the native
+    kernel is as fast for the gradients of weights, for which oneDNN copies both factors. Earlier processors split a
+    register into halves, so MKL is as fast there.
 
     >>> has_full_width_avx512() in (True, False)
     True

@@ -1,6 +1,6 @@
-"""Calls a user's function that makes a model: model=package.module:function or file.py:function.
+"""Calls a user's function that creates a model: model=package.module:function or file.py:function.
 
-Left out on purpose: functions that return a module. The function writes a folder, so that a resumed run finds it.
+Left out on purpose: functions that return a module. The function writes a folder, so that a resumed run can load it.
 """
 
 from __future__ import annotations
@@ -18,37 +18,33 @@ CALL = "it is called as function(folder=..., seed=...), and returns the folder i
 
 
 def call_model_factory(reference: str, folder: str, seed: int) -> str:
-    """Calls the function, and checks what it returns.
+    """Calls the function, and checks its result.
 
-    Args: reference: to the function. folder: where it is to write a model. seed: of the run.
-    Returns: the folder or name that it returned.
-    Raises: ConfigError: no such function, it does not take these arguments, it raised, or it returned something else.
+    Args: reference: names the function. folder: the function writes the model there. seed: the run's seed.
+    Returns: the folder or name that the function returned.
+    Raises: ConfigError: the function does not exist, does not take these arguments, raised, or returned something else.
         Errors of whet pass through unchanged.
 
     Example: call_model_factory("whet.demo:pupil", "run/start", 0).
     """
-    make = resolve_callable(reference, "model")
-    _check_arguments(make, reference)
+    function: Any = resolve_callable(reference, "model")
     try:
-        made: Any = make(folder=folder, seed=seed)
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some built-in functions have no signature
+        signature = None
+    try:
+        if signature is not None:
+            signature.bind(folder="", seed=0)
+    except TypeError as error:
+        raise ConfigError(f"model {reference!r} takes {signature}: {error}; {CALL}") from error
+    try:
+        result: Any = function(folder=folder, seed=seed)
     except WhetError:
         raise
     except (Exception, SystemExit) as error:  # the user's own code
         raise ConfigError(f"model {reference!r} raised {format_exception(error)}; {CALL}") from error
-    if not isinstance(made, str | Path) or not str(made):
-        what = "an empty name" if made == "" else f"a {type(made).__name__}"
-        hint = " (save it: model.save_pretrained(folder))" if hasattr(made, "save_pretrained") else ""
-        raise ConfigError(f"model {reference!r} returned {what}{hint}; {CALL}")
-    return str(made)
-
-
-def _check_arguments(make: Any, reference: str) -> None:
-    """Raises ConfigError where a function can't be called as CALL says."""
-    try:
-        signature = inspect.signature(make)
-    except (TypeError, ValueError):  # some built-in functions have none: the call will tell
-        return
-    try:
-        signature.bind(folder="", seed=0)
-    except TypeError as error:
-        raise ConfigError(f"model {reference!r} takes {signature}: {error}; {CALL}") from error
+    if not isinstance(result, str | Path) or not str(result):
+        kind = "an empty name" if result == "" else f"a {type(result).__name__}"
+        hint = " (save it: model.save_pretrained(folder))" if hasattr(result, "save_pretrained") else ""
+        raise ConfigError(f"model {reference!r} returned {kind}{hint}; {CALL}")
+    return str(result)

@@ -1,7 +1,7 @@
 """Switches the trainer's module to the modes that generation needs, and back.
 
-A trained module is in train mode, since eval mode would turn activation checkpointing off. Generation needs neither
-checkpointing nor a router's noise. Left out on purpose: anything that changes parameters.
+A trained module is in train mode, because eval mode would switch activation checkpointing off. Generation needs neither
+checkpointing nor router noise.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["eval_mode", "max_positions", "transformers_attention"]
 
 @contextmanager
 def eval_mode(module: nn.Module) -> Iterator[None]:
-    """Eval mode inside the context; afterwards every submodule is in its former mode.
+    """Switches a module to eval mode inside the context, and restores the mode of every submodule afterwards.
 
     Args: module: any module.
 
@@ -30,29 +30,29 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
     >>> m.training
     True
     """
-    modes = [(m, m.training) for m in module.modules()]
+    modes = [(submodule, submodule.training) for submodule in module.modules()]
     module.eval()
     try:
         yield
     finally:
-        for m, mode in modes:
-            m.training = mode
+        for submodule, mode in modes:
+            submodule.training = mode
 
 
 def max_positions(module: nn.Module) -> int | None:
-    """The most tokens that the model's positions cover.
+    """The most positions of a model.
 
     Args: module: a model of transformers.
-    Returns: its config's max_position_embeddings, under any name; None where it has none (recurrent models).
+    Returns: max_position_embeddings of its config, or its equivalent; None = no limit (recurrent models).
     """
     return config_positions(module.config)
 
 
 @contextmanager
 def transformers_attention(module: nn.Module) -> Iterator[None]:
-    """An attention of transformers inside the context, for a module that was loaded for whet's layouts.
+    """Switches a module from whet's attention to one of transformers inside the context.
 
-    Args: module: a model of transformers; unchanged where it has its own attention already.
+    Args: module: a model of transformers; a module with another attention than whet's does not change.
     """
     config = module.config.get_text_config()  # pyright: ignore
     if config._attn_implementation != ATTENTION:

@@ -1,17 +1,17 @@
-"""Chooses the dtype that a model computes in: the configured one, or by the processor.
+"""Chooses the compute dtype of a model: the configured one, or with "auto" by the processor.
 
-A CPU that emulates bf16 multiplies in it 6 to 9 times slower than in fp32. One with instructions for it is about twice
-as fast from a width of 128 on; below that the calls cost as much as the products (an MLP, forward and backward, one
-thread of an AMD Zen 5: 0.9 times the speed of fp32 at width 32, 1.3 at 64, 1.9 at 128, 2.2 at 256). "auto" goes by the
-instructions and the width, never by a clock, so that a command computes alike every time. The result decides bits: a
-run records it, and a resumed run uses the record, on another processor too.
+A CPU that emulates bf16 is 6 to 9 times slower with it than with fp32. A CPU with bf16 instructions is about twice as
+fast for models of width 128 or more; below that width the calls cost as much as the products. (An MLP, forward and
+backward, on one thread of an AMD Zen 5 has 0.9 times the speed of fp32 at width 32, 1.3 at 64, 1.9 at 128, 2.2 at 256.)
+"auto" depends on the instructions and the width, and never on a timing, so a command always computes the same. A run
+records the dtype, and a resumed run uses the recorded one, on another processor too.
 """
 
 from __future__ import annotations
 
 import torch
 
-from whet.errors import ConfigError
+from whet.errors import lookup_error
 from whet.models.loaded_model import LoadedModel
 from whet.util.cpu import cpu_facts
 
@@ -19,29 +19,29 @@ __all__ = ["DTYPES", "auto_dtype", "compute_dtype"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 BF16_FLAGS = {"avx512_bf16", "amx_bf16"}
-"""Instructions of a CPU with which products in bf16 are faster than in fp32."""
+"""CPU instructions that make bf16 products faster than fp32 products."""
 BF16_WIDTH = 128
-"""Hidden size from which on they are so by more than their rounding costs."""
+"""The smallest hidden size for which bf16 is fast enough to be worth its rounding."""
 
 
 def compute_dtype(name: str, loaded: LoadedModel) -> torch.dtype:
     """The compute dtype of a model.
 
-    Args: name: "float32", "bfloat16", or "auto": bf16 on a GPU that has it in hardware, and on a CPU with AVX-512 BF16
-        or AMX for a model of width 128 or more, else fp32. loaded: the model, on its device.
+    Args: name: "float32", "bfloat16" or "auto". "auto" is bf16 on a GPU with bf16 hardware, and on a CPU with AVX-512
+        BF16 or AMX for a model of width 128 or more; otherwise it is fp32. loaded: the model, on its device.
     Returns: the dtype.
-    Raises: ConfigError: another name.
+    Raises: ConfigError: an unknown name.
     """
     if name != "auto":
         if name not in DTYPES:
-            raise ConfigError(f"dtype={name!r} is not one of auto, {', '.join(DTYPES)}")
+            raise lookup_error("dtype", name, ("auto", *DTYPES))
         return DTYPES[name]
     width = loaded.module.config.get_text_config().hidden_size  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
     return auto_dtype(next(loaded.module.parameters()).device, int(width))
 
 
 def auto_dtype(device: torch.device, width: int) -> torch.dtype:
-    """The dtype that "auto" chooses. Args: device: where the model computes. width: its hidden size."""
+    """The dtype that "auto" chooses. Args: device: the model's device. width: its hidden size."""
     if device.type == "cuda":
         hardware = torch.cuda.is_bf16_supported(including_emulation=False)
     else:

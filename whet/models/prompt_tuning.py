@@ -1,12 +1,13 @@
-"""Prompt tuning by PEFT's own module: learned virtual tokens before every row (prompt tuning and p-tuning), or learned
-keys and values before those of every layer (prefix tuning).
+"""Prompt tuning with PEFT's module: learned virtual tokens before every row (prompt tuning and p-tuning), or learned
+keys and values in every layer (prefix tuning).
 
     adapter_config.json, adapter_model.safetensors    PEFT's files, with the final virtual tokens
     prompt_encoder.safetensors                        the encoder of the virtual tokens, from which training continues
 
 The model is PEFT's PeftModel around a frozen language model or classifier. It trains padded, since a layout of packed
 rows has no place for the virtual tokens.
-Dim legend: B rows, T tokens, v virtual tokens. Left out on purpose: sampling with one, and several at once.
+Dim legend: B rows, T tokens, v virtual tokens.
+Left out on purpose: sampling with a learned prompt, and several prompts at once.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ __all__ = ["ENCODER", "KINDS", "PromptAdapter", "is_prompt_tuned", "save_prompt"
 ENCODER = "prompt_encoder.safetensors"
 """The file of the encoder of the virtual tokens."""
 KINDS = ("PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING")
-"""PEFT's kinds that are trained."""
+"""The kinds of prompt learning that can be trained."""
 
 
 def is_prompt_tuned(model: object) -> bool:
@@ -47,17 +48,17 @@ def is_prompt_tuned(model: object) -> bool:
 
 
 class PromptAdapter(Adapter):
-    """The learned prompt of a model. The model's decoder then reads it before each row and returns the rows' states.
+    """The learned prompt of a model. The model's decoder reads it before each row, and returns the states of the row.
 
-    Args: model: PEFT's. new: the prompt is untrained, so the reference is the model without it.
-    Raises: ConfigError: another kind than `KINDS`.
+    Args: model: PEFT's model. new: the prompt is untrained, so the reference is the model without it.
+    Raises: ConfigError: a kind that is not in `KINDS`.
     """
 
     def __init__(self, model: Any, *, new: bool) -> None:
         super().__init__({})
         self.kind: str = model.active_peft_config.peft_type.value
         if self.kind not in KINDS:
-            raise ConfigError(f"peft_type {self.kind} is not supported; give one of {', '.join(KINDS)}, or LoRA")
+            raise ConfigError(f"peft_type {self.kind} is not supported; use one of {', '.join(KINDS)}, or LoRA")
         self.model, self.new, self.on = model, new, True
         vars(model)["get_decoder"] = lambda: self.states
 
@@ -77,51 +78,52 @@ class PromptAdapter(Adapter):
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """Runs the model without the prompt inside the context."""
-        held, self.on = self.on, False
+        was_on, self.on = self.on, False
         try:
             yield
         finally:
-            self.on = held
+            self.on = was_on
 
     def states(self, input_ids: Tensor, attention_mask: Tensor, **kwargs: Any) -> Any:
-        """The decoder's output for rows, without the places of virtual tokens.
+        """The decoder's output for some rows, without the virtual tokens.
 
-        Args: input_ids, attention_mask: [B T]. kwargs: of the decoder.
+        Args: input_ids, attention_mask: [B T]. kwargs: for the decoder.
         """
         decoder = self.model.get_base_model().get_decoder()
         if not self.on:
             return decoder(input_ids=input_ids, attention_mask=attention_mask, **kwargs)
         count = self.model.active_peft_config.num_virtual_tokens
-        made = self.model.get_prompt(len(input_ids))
+        prompt = self.model.get_prompt(len(input_ids))
         mask = torch.cat([attention_mask.new_ones(len(input_ids), count), attention_mask], 1)
         if self.kind == "PREFIX_TUNING":
-            return decoder(input_ids=input_ids, attention_mask=mask, past_key_values=made, **kwargs)
+            return decoder(input_ids=input_ids, attention_mask=mask, past_key_values=prompt, **kwargs)
         tokens = decoder.get_input_embeddings()(input_ids)
-        found = decoder(inputs_embeds=torch.cat([made.to(tokens.dtype), tokens], 1), attention_mask=mask, **kwargs)
-        found.last_hidden_state = found.last_hidden_state[:, count:]
-        return found
+        output = decoder(inputs_embeds=torch.cat([prompt.to(tokens.dtype), tokens], 1), attention_mask=mask, **kwargs)
+        output.last_hidden_state = output.last_hidden_state[:, count:]
+        return output
 
 
 @torch.no_grad()
 def save_prompt(model: Any, folder: Path, masters: Mapping[str, Tensor] | None = None) -> None:
     """Writes a learned prompt; PeftModel.from_pretrained(base, folder) loads it.
 
-    Args: model: PEFT's. folder: exists. masters: fp32 tensors in place of parameters, by their names.
+    Args: model: PEFT's model. folder: an existing folder. masters: fp32 tensors that replace parameters, by the
+        parameters' names.
     """
     parameters: dict[str, Tensor] = {**dict(model.named_parameters()), **(masters or {})}
     by_name = {n: t.detach() for n, t in parameters.items() if n.startswith("prompt_enc")}
     encoder = {n: t.cpu().contiguous().clone() for n, t in by_name.items()}
     save_file(encoder, folder / ENCODER, metadata={"format": "pt"})
     params = dict(model.named_parameters())
-    held = {n: params[n].data for n in by_name}
+    originals = {n: params[n].data for n in by_name}
     try:
         for name, tensor in by_name.items():
             params[name].data = tensor
-        made = model.get_prompt_embedding_to_save(model.active_adapter)
+        embeddings = model.get_prompt_embedding_to_save(model.active_adapter)
     finally:
-        for name, data in held.items():
+        for name, data in originals.items():
             params[name].data = data
-    save_file({"prompt_embeddings": made.cpu().contiguous()}, folder / "adapter_model.safetensors")
+    save_file({"prompt_embeddings": embeddings.cpu().contiguous()}, folder / "adapter_model.safetensors")
     config = copy.deepcopy(model.active_peft_config)
     config.inference_mode = True
     config.save_pretrained(str(folder))

@@ -22,19 +22,19 @@ PACKAGE = "bitsandbytes"
 
 
 def quantization_config(kind: str, device: torch.device) -> Any:
-    """Transformers' configuration of a base model in 4 bits. Args: kind: nf4 or fp4. device: where the model goes.
+    """Transformers' configuration of a base model in 4 bits. Args: kind: nf4 or fp4. device: the model's device.
 
-    Raises: ConfigError: bitsandbytes is not installed, or does not run there.
+    Raises: ConfigError: bitsandbytes is not installed, or does not support the device.
     """
     try:
         import bitsandbytes  # noqa: F401  # pyright: ignore[reportMissingImports, reportUnusedImport]
-    except Exception as error:  # its import loads a library of its own, which raises what it likes
+    except Exception as error:  # the import loads a native library, with many exception classes
         raise ConfigError(
             f"quantization={kind} needs bitsandbytes ({format_exception(error, 200)}); "
-            f"{install_hint('qlora')}, or leave quantization out: lora alone trains an adapter on the whole weights"
+            f"{install_hint('qlora')}, or leave quantization out: lora alone trains an adapter on unquantised weights"
         ) from error
     if device.type not in ("cuda", "cpu", "xpu"):
-        raise ConfigError(f"quantization={kind} does not run on {device.type}: bitsandbytes has CUDA, XPU and the CPU")
+        raise ConfigError(f"quantization={kind} does not run on {device.type}: bitsandbytes supports cuda, xpu and cpu")
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=True)
@@ -68,9 +68,9 @@ def dequantize(p: Tensor) -> Tensor:
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
-    """Makes a module compute in a dtype. 4-bit weights stay; their layers get the dtype of their products.
+    """Makes a module compute in a dtype. 4-bit weights do not change, but their layers compute in it.
 
-    Args: module: changed in place. dtype: of the other parameters.
+    Args: module: changed in place. dtype: dtype of the other parameters.
     """
     for p in module.parameters():
         if p.is_floating_point():

@@ -1,10 +1,10 @@
-"""Torch's attention operator under a mask, for query heads that share key heads.
+"""Torch's attention operator with a mask, for query heads that share key heads (grouped-query attention).
 
-On a GPU the kernels that take a mask take no shared heads (before torch 2.14), and the operator falls back on holding
-all scores: 4 GB for 8,192 tokens and 16 heads, twice. With the keys repeated a kernel fits, but they are then held
-once for each query head, in training until the backward pass. So the first heads of all groups are one call there, the
-second ones another: no key is repeated and no score is held.
-Left out on purpose: calls without a mask, which have kernels for shared heads.
+On a GPU, the kernels that take a mask do not support shared heads (before torch 2.14). The operator then stores all
+scores, twice: 4 GB for 8,192 tokens and 16 heads. Repeated keys would need a copy for each query head, until the
+backward pass. So there is one call for the first query head of every group, one for the second heads, and so on. No key
+is repeated, and no scores are stored.
+Left out on purpose: calls without a mask, for which kernels support shared heads.
 Dim legend: B rows, H query heads, KV key heads, T queries, K keys, D head size.
 """
 
@@ -23,8 +23,8 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: fl
     Args:
         q: [B H T D].
         k, v: [B KV K D] (the head size of v may differ).
-        mask: [T K] or [1 or B, 1, T, K], bool (True = seen) or added to the scores.
-        scale: factor of the scores.
+        mask: [T K] or [1 or B, 1, T, K], bool (True = visible), or numbers that are added to the scores.
+        scale: the scores are multiplied by it.
     Returns: [B H T D of v].
 
     >>> one = torch.ones(1, 2, 1, 8)

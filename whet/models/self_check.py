@@ -1,7 +1,7 @@
-"""The short prompt on which two implementations of a model are compared, and the tolerance of the comparison.
+"""A short prompt for comparing two implementations of a model, and the tolerance of the comparison.
 
-The packed rows of training, the engine's fused trunk and the engine of another package are each compared with the
-module itself. Left out on purpose: FlexAttention's comparison, which runs on bare tensors.
+Packed rows, the engine's fused trunk and the engines of other packages are each compared with the module itself.
+Left out on purpose: the comparison of FlexAttention, which needs only tensors.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 __all__ = ["PROBE_LENGTH", "probe_tokens", "tolerance_for"]
 
 PROBE_LENGTH = 24
-"""Tokens of the prompt."""
+"""Length of the prompt in tokens."""
 
 
 def probe_tokens(vocabulary: int, positions: int | None = None) -> list[int]:
-    """The prompt: ids that differ from one to the next.
+    """The ids of the prompt; neighbours differ.
 
-    Args: vocabulary: ids that the model knows. positions: of the model; one is left for a token after the prompt.
+    Args: vocabulary: size of the vocabulary. positions: the model's limit; the prompt leaves room for one more token.
 
     >>> len(probe_tokens(64)), max(probe_tokens(10, 16)) < 10, len(probe_tokens(10, 16))
     (24, True, 15)
@@ -28,7 +28,7 @@ def probe_tokens(vocabulary: int, positions: int | None = None) -> list[int]:
 
 
 def tolerance_for(dtype: torch.dtype, limits: Mapping[str, float]) -> float:
-    """The limit for a dtype, from those of "half" precision and of all that is "wide".
+    """The limit for a dtype: limits["half"] for 16 bits, limits["wide"] for more.
 
     >>> limits = {"wide": 1e-4, "half": 5e-2}
     >>> tolerance_for(torch.bfloat16, limits), tolerance_for(torch.float64, limits)

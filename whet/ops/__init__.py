@@ -13,6 +13,7 @@ from whet.ops.advantages import (
     estimate,
     gae_advantages,
     gdpo_advantages,
+    generalized_advantages,
     group_spread,
     grpo_advantages,
     maxrl_advantages,
@@ -25,6 +26,7 @@ from whet.ops.advantages import (
     remax_advantages,
     rloo_advantages,
     scalerl_advantages,
+    whiten_trained,
     with_greedy_rewards,
 )
 from whet.ops.corrections import (
@@ -39,7 +41,6 @@ from whet.ops.corrections import (
 )
 from whet.ops.counter_rng import address_key, uniform
 from whet.ops.divergence import check_beta, generalized_jsd, log_mixture
-from whet.ops.gae import generalized_advantages
 from whet.ops.kl import KL_MODES, adapted_beta, kl_divergence, kl_rewards, reference_kl, sequence_mean_kl
 from whet.ops.logprobs import entropy, is_likeliest, log_sum_sq_probs, selective_log_softmax
 from whet.ops.loss_aggregation import LOSS_AGG_MODES, aggregate, token_weights, unit_weights
@@ -185,6 +186,7 @@ __all__ = [
     "unit_weights",
     "vespo",
     "weight_metrics",
+    "whiten_trained",
     "with_greedy_rewards",
     "zero_without_advantage",
 ]

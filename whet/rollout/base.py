@@ -231,7 +231,7 @@ class EngineStats:
     """The state of an engine, and its counts since it was built. Numbers that an engine does not know are 0.
 
     >>> now = EngineStats(live=6, max_batch=8, steps=10, row_steps=70, prefilled=32)
-    >>> now.occupancy, now.mean_rows, now.since(EngineStats(prefilled=30)).prefilled
+    >>> now.occupancy, now.mean_batch_size, now.since(EngineStats(prefilled=30)).prefilled
     (0.75, 7.0, 2)
     """
 
@@ -283,7 +283,7 @@ class EngineStats:
         return self.kv_bytes // self.kv_tokens * self.kv_tokens_bound
 
     @property
-    def mean_rows(self) -> float:
+    def mean_batch_size(self) -> float:
         """Mean number of sequences of a decode step."""
         return self.row_steps / self.steps if self.steps else 0.0
 

@@ -81,7 +81,5 @@ class Task(Observer):
         """
         return {}
 
-    def restore(  # pyright: ignore[reportIncompatibleMethodOverride]  (an observer's takes no step)
-        self, state: Mapping[str, Any], step: int
-    ) -> None:
-        """Restores the entries, after the models are loaded. Args: state: all of run.pt. step: the last one done."""
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restores the entries, after the models are loaded. Args: state: all of run.pt."""

@@ -93,13 +93,13 @@ def _mapping(value: Any, holds: Callable[[Any], bool] = lambda _: True) -> bool:
     return isinstance(value, Mapping) and all(isinstance(key, str) and holds(x) for key, x in value.items())
 
 
-def _health(value: Any) -> bool:
+def _diagnostics(value: Any) -> bool:
     pair = lambda x: isinstance(x, list) and len(x) == 2 and all(_count(n) for n in x)
     parts = {
         "since": lambda x: _mapping(x, pair),
-        "badness": lambda x: _mapping(x, lambda n: isinstance(n, float | int)),
+        "severity": lambda x: _mapping(x, lambda n: isinstance(n, float | int)),
     }
-    return _mapping(value) and all(name in parts and parts[name](part) for name, part in value.items())
+    return _mapping(value) and set(value) == set(parts) and all(parts[name](part) for name, part in value.items())
 
 
 def _names(value: Any) -> bool:
@@ -129,7 +129,7 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 """Fields that every run writes: the description of a valid value, and its check."""
 _OPTIONAL: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "cluster": ("a mapping", _mapping),
-    "health": ("a mapping of the warnings that are active", _health),
+    "diagnostics": ("a mapping of the warnings that are active", _diagnostics),
     "learner": ("a mapping by name", _mapping),
     "models": (
         "a mapping of the dtype of each role",

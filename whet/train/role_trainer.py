@@ -1,4 +1,4 @@
-"""RoleTrainer: the update of one role, with its loss, its hooks and the metrics that it reports."""
+"""RoleTrainer: the update of one role, with its loss and the metrics that it reports."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from whet.train.metric_reduction import Reductions
 from whet.train.worker import REDUCTIONS, Divergence, Loss, Metrics, ModelWorker
 from whet.types import TokenBatch
 
-__all__ = ["MetricsAdjuster", "RoleTrainer", "SequenceSelector", "TrainingHooks", "check_ids", "lower_lr_advice"]
+__all__ = ["MetricsAdjuster", "RoleTrainer", "SequenceSelector", "check_ids", "lower_lr_advice"]
 
 log = logging.getLogger("whet")
 
@@ -29,35 +29,8 @@ MAX_SKIPPED = 10
 """Updates in a row that may be skipped before the run ends: nothing is learned from then on."""
 
 
-class TrainingHooks:
-    """Called around training; override what you need. `trainer` is the RoleTrainer, whose `worker` is the model.
-
-    >>> class Print(TrainingHooks):
-    ...     def on_train_step_end(self, trainer, step, metrics):
-    ...         print(step, metrics["loss"].value)
-    """
-
-    def on_train_start(self, trainer: RoleTrainer) -> None:
-        """Before the first update."""
-
-    def on_train_end(self, trainer: RoleTrainer) -> None:
-        """After the last update."""
-
-    def on_train_step_start(self, trainer: RoleTrainer) -> None:
-        """Before each update."""
-
-    def on_train_step_end(self, trainer: RoleTrainer, step: int, metrics: Metrics) -> None:
-        """After each update; step counts updates from 1."""
-
-    def on_eval_step_start(self, trainer: RoleTrainer) -> None:
-        """Before each evaluation batch."""
-
-    def on_eval_step_end(self, trainer: RoleTrainer, metrics: Metrics) -> None:
-        """After each evaluation batch."""
-
-
 class RoleTrainer:
-    """Updates one model: loss, token weights, hooks, metrics.
+    """Updates one model: loss, token weights, metrics.
 
     Args:
         worker: the model.
@@ -98,14 +71,12 @@ class RoleTrainer:
         self.on_policy_metrics: frozenset[str] = frozenset()
         """Metrics of the loss that are logged of updates on policy alone."""
         self.listeners: list[Callable[[RoleTrainer, Metrics], Any]] = []
-        """Told of each update and its metrics, after the hooks."""
+        """Called after each update, with its metrics."""
         self._updated_version: int | None = None
-        self._hooks = TrainingHooks()
 
     def with_loss_fn(
         self,
         loss: Loss,
-        has_aux: bool = True,
         *,
         loss_agg_mode: str | Weighting | None = None,
         loss_agg_norm: float | None = None,
@@ -116,13 +87,12 @@ class RoleTrainer:
         scores: bool | None = None,
         divergence: Divergence | None = None,
     ) -> RoleTrainer:
-        """Sets the loss: `loss(x: LossInputs) -> (per token [s], {name: [s]})`, or the first alone if not has_aux.
+        """Sets the loss: `loss(x: LossInputs) -> (per token [s], {name: [s]})`.
 
         A loss per unit returns [u] in place of [s], and weighs all units with a trained token alike.
 
         Args:
             loss: of every token.
-            has_aux: it returns metrics too.
             loss_agg_mode, loss_agg_norm: how token losses become one number.
             loss_agg_units: which trajectories (units) a mean over them counts: those with a trained token, or all.
             loss_per: what the loss returns a number for: each token, or each unit of TokenBatch.unit_of.
@@ -131,7 +101,7 @@ class RoleTrainer:
             scores: the loss needs x.scores, of a model with a value head.
             divergence: the loss needs x.divergence, from this teacher's distribution.
         """
-        self.loss: Loss = loss if has_aux else lambda x: (loss(x), {})  # pyright: ignore[reportAttributeAccessIssue, reportAssignmentType]
+        self.loss = loss
         self.loss_agg_mode = loss_agg_mode or self.loss_agg_mode
         if loss_agg_mode is not None or loss_agg_norm is not None:
             self.loss_agg_norm = loss_agg_norm
@@ -169,16 +139,6 @@ class RoleTrainer:
         """Sets which metrics the progress bar shows next to the reward."""
         self.displayed = tuple(names)
         return self
-
-    def with_training_hooks(self, hooks: TrainingHooks) -> RoleTrainer:
-        """Sets the training hooks."""
-        self._hooks = hooks
-        return self
-
-    @property
-    def hooks(self) -> TrainingHooks:
-        """The training hooks."""
-        return self._hooks
 
     def add_loss_weights(self, batch: TokenBatch) -> TokenBatch:
         """The batch with the weights of its tokens, or units: made from all of it, once per optimizer step."""
@@ -250,7 +210,6 @@ class RoleTrainer:
         Returns: the loss's metrics, grad_norm, learning_rate, optim/skipped, under the role's prefix.
         Raises: TrainingError: the tenth update in a row whose gradient is not finite.
         """
-        self._hooks.on_train_step_start(self)
         whole = self.add_loss_weights(batch)
         run = whole if select is None else whole.select(select(whole))
         metrics = self.worker.forward_backward(run, self.loss, **self._asked, reductions=self._reductions(whole))
@@ -262,7 +221,6 @@ class RoleTrainer:
         if adjust_metrics is not None:
             metrics = adjust_metrics(metrics, whole, run)
         metrics = self._prefixed(metrics)
-        self._hooks.on_train_step_end(self, self.train_steps, metrics)
         for listener in list(self.listeners):
             listener(self, metrics)
         return metrics
@@ -314,10 +272,7 @@ class RoleTrainer:
         """The loss and its metrics over a data set, without an update."""
         metrics: Metrics = {}
         for item in _listed(batches):
-            self._hooks.on_eval_step_start(self)
-            found = self.evaluate_batch(self._checked(item))
-            self._hooks.on_eval_step_end(self, found)
-            metrics = merge(metrics, _per_update(found))
+            metrics = merge(metrics, _per_update(self.evaluate_batch(self._checked(item))))
         return metrics
 
     def evaluate_batch(self, batch: TokenBatch) -> Metrics:

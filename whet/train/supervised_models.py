@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -32,7 +32,7 @@ class SupervisedModels(RoleWorkers):
             and "actor" is the actor as it begins, which needs no second copy where an adapter is trained.
         tokenizer: a tokenizer, a folder or a hub name.
         config: of the loop.
-        role_to_mesh: device mesh of each role; None = all on this process's device.
+        device: where models are loaded that are not given as modules; None = the GPU if there is one.
         module_dtype: what models that are given as modules compute in, as RoleConfig.dtype; None = their own dtype.
         optimizer: of the model that is trained, in place of its RoleConfig's: an OptimConfig, a name or a factory.
         offload_to_cpu: keep on a GPU only what the phase needs.
@@ -50,14 +50,12 @@ class SupervisedModels(RoleWorkers):
         tokenizer: Any,
         config: SupervisedTrainingConfig | None = None,
         optimizer: OptimConfig | str | Callable[..., Any] | None = None,
-        role_to_mesh: Mapping[Role, Any] | None = None,
+        device: str | None = None,
         module_dtype: str | None = None,
         offload_to_cpu: bool = False,
     ) -> None:
         self.config = check_instance(config or SupervisedTrainingConfig(), SupervisedTrainingConfig, "config")
-        super().__init__(
-            self.config, role_to_mesh=role_to_mesh, offload_to_cpu=offload_to_cpu, module_dtype=module_dtype
-        )
+        super().__init__(self.config, device=device, offload_to_cpu=offload_to_cpu, module_dtype=module_dtype)
         if (actor is None) == (reward_model is None):
             raise ConfigError("supervised training trains one model; give SupervisedModels actor= or reward_model=")
         raise_all(model_checks(self.config, (actor, reward_model, reference), (optimizer,)))
@@ -82,8 +80,8 @@ class SupervisedModels(RoleWorkers):
             self.add(role, model, made, own_optimizer, max_tokens=budget, trained=role is self.role)
         if reference is not None:
             self.check_same_ids(Role.REFERENCE, reference, given)
-        self.train(self.role, nll, plain=True)
-        self.checkpoints = Checkpoints(self.config.checkpoint_root, self._trainers, self._workers)
+        self.add_trainer(self.role, nll, plain=True)
+        self.checkpoints = Checkpoints(self.config.checkpoint_root, self._trainers, self._workers, ranks=self.ranks)
 
     @property
     def trainer(self) -> RoleTrainer:

@@ -6,7 +6,7 @@ What each is here, and what is not there: docs/from-tunix.md. The names are impo
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from whet.config import LoraConfig, Mode, OptimConfig, Role, RoleConfig
+    from whet.config import LoraConfig, Mode, OptimConfig, RoleConfig
     from whet.tunix import common
     from whet.tunix.base_rollout import BaseRollout, TokenizerAdapter
     from whet.tunix.cluster import RLCluster, RLEngine
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from whet.tunix.metrics_buffer import MetricsBuffer
     from whet.tunix.padded import RolloutOutput, TrainExample
     from whet.tunix.perf import PerfMetricsConfig, PerfMetricsExport
+    from whet.tunix.roles import Role
     from whet.tunix.trainer import DataHooks, Trainer, TrainingHooks
     from whet.tunix.workers import InferenceWorker, Sampler, Tokenizer, VanillaRollout
 
@@ -83,7 +84,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "whet.config": ("LoraConfig", "Mode", "OptimConfig", "Role", "RoleConfig"),
+    "whet.config": ("LoraConfig", "Mode", "OptimConfig", "RoleConfig"),
     "whet.tunix.base_rollout": ("BaseRollout", "TokenizerAdapter"),
     "whet.tunix.cluster": ("RLCluster", "RLEngine"),
     "whet.tunix.configs": (
@@ -108,6 +109,7 @@ _MODULES = {
     "whet.tunix.metrics_buffer": ("MetricsBuffer",),
     "whet.tunix.padded": ("RolloutOutput", "TrainExample"),
     "whet.tunix.perf": ("PerfMetricsConfig", "PerfMetricsExport"),
+    "whet.tunix.roles": ("Role",),
     "whet.tunix.trainer": ("DataHooks", "Trainer", "TrainingHooks"),
     "whet.tunix.workers": ("InferenceWorker", "Sampler", "Tokenizer", "VanillaRollout"),
 }

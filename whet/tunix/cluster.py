@@ -11,21 +11,23 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 
 from whet import cluster
-from whet.config import Mode, RLTrainingConfig, Role
+from whet.config import Mode, Role
 from whet.config.base import check_instance
 from whet.config.length_aliases import accepts_length_aliases
 from whet.errors import ConfigError
 from whet.observe.trace import Trace
-from whet.ops import Support, clipped_surrogate, clipped_value
+from whet.ops import Support
 from whet.rollout import resolve_engine
 from whet.rollout.base import RolloutEngine
 from whet.rollout.text import encode_texts, one_or_many
 from whet.storage.checkpoint import step_of
 from whet.train.role_trainer import RoleTrainer, check_ids
-from whet.train.worker import Metrics
+from whet.train.worker import Loss, Metrics
+from whet.tunix import roles
 from whet.tunix.base_rollout import BaseRolloutAdapter, is_rollout_class
 from whet.tunix.configs import ClusterConfig, RolloutConfig, core_config
 from whet.tunix.metrics_buffer import MetricsBuffer, MetricsBuffers
@@ -58,25 +60,24 @@ class RLEngine(cluster.RLCluster):
         if (options := perf_options(perf_config)) is not None:
             training = dataclasses.replace(core.training_config, perf_metrics_options=core_config(options))
             core = dataclasses.replace(core, training_config=training)
+        self.global_steps = 0
+        """The number of the last step that began."""
         self._calls = 0  # of generate without a seed: each call draws for itself
         self._metrics = MetricsBuffers()
         self._restored: int | None = None
         super().__init__(tokenizer=inner_tokenizer(tokenizer), cluster_config=core, **models)
 
-    def _train_roles(self, config: RLTrainingConfig) -> None:
-        """Gives Tunix's trainers to the roles that are trained."""
-        size = config.mini_batch_size or 1
-        accumulate = size // (config.train_micro_batch_size or size)
-        for role, loss in ((Role.ACTOR, clipped_surrogate), (Role.CRITIC, clipped_value)):
-            if role in self._workers:
-                self._trainers[role] = Trainer(
-                    self._workers[role],
-                    config=config,
-                    restored=lambda: self.restored_step,
-                    loss=loss,
-                    accumulate=accumulate,
-                    role=role,
-                )
+    def add_trainer(self, role: Role, loss: Loss, *, accumulate: int = 1, plain: bool = False) -> RoleTrainer:
+        """Gives a role a trainer with Tunix's methods. Args: plain: no effect: metrics have the prefix of the role."""
+        self._trainers[role] = trainer = Trainer(
+            self._workers[role],
+            config=self.training_config,
+            restored=lambda: self.restored_step,
+            loss=loss,
+            accumulate=accumulate,
+            role=role,
+        )
+        return trainer
 
     def _make_engine(self) -> RolloutEngine:
         """Builds the engine that the configuration names, or makes one of a class with Tunix's rollout methods."""
@@ -88,7 +89,7 @@ class RLEngine(cluster.RLCluster):
                 rollout,
                 self.actor.loaded.module,
                 tokenizer=self.tokenizer,
-                mesh=self.r2m.get(Role.ROLLOUT),
+                mesh=self.r2m.get(roles.Role.ROLLOUT),
                 rollout_config=self.get_rollout_config(),
             )
 
@@ -105,9 +106,14 @@ class RLEngine(cluster.RLCluster):
         return ClusterInference(self)
 
     @property
-    def r2m(self) -> dict[Role, Any]:
+    def r2m(self) -> dict[roles.Role, Any]:
         """The mesh of each role that has one."""
-        return dict(self.cluster_config.role_to_mesh or {})
+        return dict(getattr(self.tunix_config, "role_to_mesh", None) or {})
+
+    def device(self, role: Role) -> torch.device:
+        """The device on which a role's model is loaded: the kind of its mesh, or the GPU if there is one."""
+        mesh = self.r2m.get(roles.Role(role))
+        return super().device(role) if mesh is None else torch.device(mesh.device_type)
 
     @property
     def restored_step(self) -> int:
@@ -301,14 +307,14 @@ class RLEngine(cluster.RLCluster):
             metrics = {**metrics, **{f"eval/{n}": m for n, m in trainer.evaluate(eval_ds).items()}}
         return metrics
 
-    def train(  # pyright: ignore[reportIncompatibleMethodOverride]
+    def train(
         self, role: Role, train_ds: Iterable[Any], eval_ds: Iterable[Any] | None = None, skip_jit: bool = False
     ) -> Metrics:
         """Updates the actor or the critic: see update_actor. Raises ConfigError: a role that is not trained."""
         if role not in self._trainers:
             trained = ", ".join(r.value for r in self._trainers)
             raise ConfigError(f"the role {getattr(role, 'value', role)!r} is not trained; these are: {trained}")
-        update = self.update_actor if role is Role.ACTOR else self.update_critic
+        update = self.update_actor if role == Role.ACTOR else self.update_critic
         return update(train_ds, eval_ds, skip_jit)
 
     def eval_actor(self, eval_ds: Iterable[Any] | None) -> Metrics | None:
@@ -345,10 +351,10 @@ class RLEngine(cluster.RLCluster):
         """The state of whet's cluster, and the number of calls that drew without a seed."""
         return {**super().state(), "calls": self._calls}
 
-    def restore(self, state: Mapping[str, Any], step: int) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Restores `state`. A run of `whet grpo` has counted no calls."""
         self._calls = state.get("calls", 0)
-        super().restore(state, step)
+        super().restore(state)
 
 
 RLCluster = RLEngine

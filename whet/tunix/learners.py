@@ -19,6 +19,7 @@ from whet.learners import grpo, ppo
 from whet.learners.base import RLLearner
 from whet.learners.step import Step
 from whet.rewards.reward_batch import RewardBatch
+from whet.run.observer import Observer
 from whet.run.run import Run
 from whet.tunix.cluster import RLCluster
 from whet.tunix.configs import core_config
@@ -37,7 +38,7 @@ _REFUSED = {
     "prepare_dataset": "there is no queue that examples are put into",
     "_prepare_data": "there is no queue that examples are put into",
     "_process_accumulated_batches": "a step's prompts are completed together",
-    "_run_global_step": "the loop is `train`, of the stages sample, reward, fill, batch, score, assign_advantages",
+    "_run_global_step": "the loop is `train`, of the stages sample, reward, select_groups, batch, score ...",
     "_compute_trajectory_ids": "a trajectory's id is its row and its generation",
 }
 """Methods of Tunix's learners that a subclass may not replace, and why."""
@@ -87,13 +88,20 @@ class TunixLearner(RLLearner):
         cluster = check_instance(_only_one(rl_cluster=rl_cluster, rl_engine=rl_engine), RLCluster, "rl_cluster")
         options.setdefault("data", DataConfig(shuffle=False))
         super().__init__(cluster, core_config(config), reward_fns, metric_fns, data_shuffle_seed, **options)
+        self.observers.insert(0, _RunEvents())
 
     @property
-    def rl_engine(self) -> Any:
-        """The cluster, by its later name."""
+    def rl_cluster(self) -> RLCluster:
+        """The cluster, by Tunix's name."""
         return self.cluster
 
+    rl_engine = rl_cluster
+
     # ---- the run -------------------------------------------------------------------------------------------------
+
+    def train(self, train_ds: Any, eval_ds: Any = None, skip_jit: bool = False) -> Run:
+        """Trains until max_steps or the data's end: see RLLearner.train. Args: skip_jit: no effect."""
+        return super().train(train_ds, eval_ds)
 
     def new_run(self, train_ds: Any, eval_ds: Any = None) -> Run:
         """A run as RLLearner's, which continues from the newest checkpoint of checkpoint_root_directory, if any.
@@ -153,9 +161,9 @@ class TunixLearner(RLLearner):
             self._call_eval_hooks(step)
         return step
 
-    def fill(self, run: Run, step: Step) -> Step:
+    def select_groups(self, run: Run, step: Step) -> Step:
         """Samples further groups as the learner does; a generated batch stays as it is."""
-        return step if self._is_generated(step) else super().fill(run, step)
+        return step if self._is_generated(step) else super().select_groups(run, step)
 
     def batch(self, step: Step) -> Step:
         """Makes the batch as the learner does; a generated batch stays as it is."""
@@ -287,6 +295,26 @@ class TunixLearner(RLLearner):
         if rewards is None or len(rewards.total) != count:
             return RewardBatch(groups=list(groups), table={}, texts=texts, inputs=inputs)
         return dataclasses.replace(rewards, groups=list(groups), texts=texts, inputs=inputs)
+
+
+class _RunEvents(Observer):
+    """Tells the cluster the number of each step, and calls the training hooks at the start and the end of a run."""
+
+    def on_run_begin(self, run: Run) -> None:
+        _call_hooks(run, "on_train_start")
+
+    def on_step_begin(self, run: Run, index: int) -> None:
+        run.roles.global_steps = index  # pyright: ignore[reportAttributeAccessIssue]
+
+    def on_run_end(self, run: Run, error: BaseException | None) -> None:
+        if error is None:
+            _call_hooks(run, "on_train_end")
+
+
+def _call_hooks(run: Run, name: str) -> None:
+    for trainer in run.roles.trainers.values():
+        if isinstance(trainer, Trainer):
+            trainer.call_hook(name)
 
 
 class GRPOLearner(TunixLearner, grpo.GRPOLearner):

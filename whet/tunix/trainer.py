@@ -10,9 +10,9 @@ from torch import nn
 from whet.config import TrainingConfig
 from whet.errors import ConfigError
 from whet.metrics import merge
-from whet.train import role_trainer
 from whet.train.metric_reduction import REDUCTIONS, Metrics
 from whet.train.role_trainer import RoleTrainer
+from whet.train.worker import Loss
 from whet.tunix.padded import example_to_batch
 from whet.types import TokenBatch
 
@@ -77,31 +77,6 @@ class DataHooks:
         raise NotImplementedError
 
 
-class _HooksAdapter(role_trainer.TrainingHooks):
-    """Calls Tunix's hooks from whet's. Args: hooks: an object with the methods of TrainingHooks."""
-
-    def __init__(self, hooks: Any) -> None:
-        self.hooks = hooks
-
-    def on_train_start(self, trainer: RoleTrainer) -> None:
-        self.hooks.on_train_start(trainer)
-
-    def on_train_end(self, trainer: RoleTrainer) -> None:
-        self.hooks.on_train_end(trainer)
-
-    def on_train_step_start(self, trainer: RoleTrainer) -> None:
-        self.hooks.on_train_step_start(trainer)
-
-    def on_train_step_end(self, trainer: RoleTrainer, step: int, metrics: Metrics) -> None:
-        self.hooks.on_train_step_end(trainer, step, metrics[f"{trainer.prefix}loss"].value)
-
-    def on_eval_step_start(self, trainer: RoleTrainer) -> None:
-        self.hooks.on_eval_step_start(trainer)
-
-    def on_eval_step_end(self, trainer: RoleTrainer, metrics: Metrics) -> None:
-        self.hooks.on_eval_step_end(trainer, metrics[f"{trainer.prefix}loss"].value)
-
-
 class Trainer(RoleTrainer):
     """Updates one model: whet's RoleTrainer with Tunix's methods.
 
@@ -113,7 +88,7 @@ class Trainer(RoleTrainer):
         super().__init__(worker, **options)
         self.config = config
         self.training_hooks: Any = None
-        """The training hooks that were set."""
+        """The training hooks that were set: an object with the methods of TrainingHooks."""
         self.data_hooks: Any = None
         """The data hooks that were set."""
         self.is_managed_externally = False
@@ -122,11 +97,15 @@ class Trainer(RoleTrainer):
 
     # ---- hooks and metrics ---------------------------------------------------------------------------------------
 
-    def with_training_hooks(self, hooks: Any) -> Trainer:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Sets the training hooks: Tunix's, or whet's own, which receive all metrics."""
+    def with_training_hooks(self, hooks: Any) -> Trainer:
+        """Sets the training hooks. Args: hooks: an object with the methods of TrainingHooks."""
         self.training_hooks = hooks
-        super().with_training_hooks(hooks if isinstance(hooks, role_trainer.TrainingHooks) else _HooksAdapter(hooks))
         return self
+
+    def call_hook(self, name: str, *args: Any) -> None:
+        """Calls a method of the training hooks, if any are set. Args: name: of the method. args: after train_ctx."""
+        if self.training_hooks is not None:
+            getattr(self.training_hooks, name)(self, *args)
 
     def with_data_hooks(self, hooks: Any) -> Trainer:
         """Sets the hooks that provide the batches of `train`."""
@@ -164,7 +143,30 @@ class Trainer(RoleTrainer):
         super().with_tqdm_metrics_to_display([name for name in resolved if name])
         return self
 
+    def with_loss_fn(self, loss: Loss, has_aux: bool = True, **options: Any) -> Trainer:
+        """Sets the loss as RoleTrainer does.
+
+        Args: has_aux: the loss returns (per token [s], {name: [s]}); without it, the first alone. options: see
+            RoleTrainer.with_loss_fn.
+        """
+        super().with_loss_fn(loss if has_aux else lambda x: (loss(x), {}), **options)  # pyright: ignore
+        return self
+
     # ---- training ------------------------------------------------------------------------------------------------
+
+    def update(self, batch: TokenBatch, **options: Any) -> Metrics:
+        """One optimizer step on one mini-batch, as RoleTrainer's, between the hooks."""
+        self.call_hook("on_train_step_start")
+        metrics = super().update(batch, **options)
+        self.call_hook("on_train_step_end", self.train_steps, metrics[f"{self.prefix}loss"].value)
+        return metrics
+
+    def evaluate_batch(self, batch: TokenBatch) -> Metrics:
+        """The loss and its metrics on a batch, as RoleTrainer's, between the hooks."""
+        self.call_hook("on_eval_step_start")
+        metrics = super().evaluate_batch(batch)
+        self.call_hook("on_eval_step_end", metrics[f"{self.prefix}loss"].value)
+        return metrics
 
     @property
     def model(self) -> nn.Module:
@@ -193,7 +195,7 @@ class Trainer(RoleTrainer):
         every, most = self.config.eval_every_n_steps, self.config.max_steps
         if eval_ds is not None:
             self.evaluate(eval_ds)
-        self.hooks.on_train_start(self)
+        self.call_hook("on_train_start")
         metrics: Metrics = {}
         for batches in _chunks(self.accumulate, self._source(train_ds, "load_next_train_batch")):
             if most is not None and not self.is_managed_externally and self.train_steps >= most:
@@ -201,7 +203,7 @@ class Trainer(RoleTrainer):
             metrics = merge(metrics, self.update_all(batches))
             if eval_ds is not None and every and self.train_steps % every == 0:
                 self.evaluate(eval_ds)
-        self.hooks.on_train_end(self)
+        self.call_hook("on_train_end")
         return metrics
 
     def evaluate(self, batches: Iterable[Any]) -> Metrics:

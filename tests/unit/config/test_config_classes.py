@@ -117,12 +117,18 @@ def test_a_users_own_class_is_checked_too_and_calls_its_bases():
     refused("greater than 1", PPOConfig, advantage_estimator="rloo")  # which gae, its own, takes
 
 
+def test_grpo_refuses_the_estimator_that_needs_a_critic():
+    message = "advantage_estimator='gae' needs the values of a critic, and GRPO has none; train with PPO"
+    refused(message, GRPOConfig, advantage_estimator="gae")
+    assert PPOConfig().advantage_estimator == "gae"
+
+
 # ---- enums -----------------------------------------------------------------------------------------------------------
 
 
 def test_modes_and_roles_are_their_strings():
     assert Mode.TRAIN == "train" and Mode("eval") is Mode.EVAL and str(Mode.TRAIN) == "Mode.TRAIN"
-    assert [r.value for r in Role] == ["actor", "critic", "reference", "reward", "rollout", "teacher"]
+    assert [r.value for r in Role] == ["actor", "critic", "reference", "reward", "teacher"]
 
 
 # ---- ranges --------------------------------------------------------------------------------------------------------

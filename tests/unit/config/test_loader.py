@@ -1,7 +1,6 @@
 import functools
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -202,10 +201,9 @@ def test_diff_lists_changes_additions_and_losses():
 
 
 def test_objects_are_dumped_by_name_and_read_back_as_references():
-    mesh = SimpleNamespace(device_type="cpu")
-    made = ClusterConfig(rollout_engine=functools.partial(max, 1), role_to_mesh={"actor": mesh})
+    made = ClusterConfig(rollout_engine=functools.partial(max, 1), device="cpu")
     found = dump_tree(made)
-    assert found["rollout_engine"] == "builtins:max" and found["role_to_mesh"] == {"actor": "types:SimpleNamespace"}
+    assert found["rollout_engine"] == "builtins:max" and found["device"] == "cpu"
     assert dump_tree(GRPOConfig(policy_loss_fn=load))["policy_loss_fn"] == "whet.config.loader:load"
 
 

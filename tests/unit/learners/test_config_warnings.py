@@ -31,8 +31,8 @@ def weigh(x, *, norm_var):
         (
             GRPOConfig,
             {"gamma": 0.9},
-            "gamma=0.9 has no effect without advantage_estimator=reinforce_plus_plus or gae; set that, or leave gamma "
-            "at 1.0",
+            "gamma=0.9 has no effect without advantage_estimator=reinforce_plus_plus; set that, or leave gamma at "
+            "1.0",
         ),
         (GRPOConfig, {"norm_var": True}, "norm_var=True has no effect without advantage_estimator=reinforce;"),
         (GRPOConfig, {"global_norm": True}, "global_norm=True has no effect without advantage_estimator=reinforce;"),
@@ -56,7 +56,7 @@ def test_a_parameter_that_the_chosen_estimator_does_not_take_is_refused(cls, fie
         PPOConfig(value_loss_fn=weigh, norm_var=True),
         GRPOConfig(loss_masks=(weigh,), norm_var=True),
         GRPOConfig(advantage_estimator=lambda rewards, group_ids, *, norm_var: rewards, norm_var=True),
-        *(GRPOConfig(advantage_estimator=name) for name in ADVANTAGE_ESTIMATORS),
+        *(GRPOConfig(advantage_estimator=name) for name in ADVANTAGE_ESTIMATORS if name != "gae"),
     ],
 )
 def test_what_some_function_reads_may_be_set(made):

@@ -11,7 +11,7 @@ from whet.config import CheckpointingOptions, DataConfig, GRPOConfig, Mode, Opti
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import ConfigError, DataError, RewardError
 from whet.learners.grpo import GRPOLearner
-from whet.train.role_trainer import TrainingHooks
+from whet.run.observer import Observer
 
 
 def learner(c=None, reward=length_reward, *, shuffle_seed=None, data=None, **algo):
@@ -325,44 +325,25 @@ def test_greedy_training_rollouts_are_refused_and_greedy_evaluation_is_not():
     learner(cluster(rollout={"eval": {"temperature": 0.0}}))
 
 
-# ---- hooks ---------------------------------------------------------------------------------------------------------
+# ---- updates ---------------------------------------------------------------------------------------------------------
 
 
-def test_training_hooks_are_called_from_start_to_end():
-    calls = []
-
-    class Noted(TrainingHooks):
-        def on_train_start(self, trainer):
-            calls.append("start")
-
-        def on_train_step_end(self, trainer, step, metrics):
-            calls.append((step, "grad_norm" in metrics))
-
-        def on_train_end(self, trainer):
-            calls.append("end")
-
-    c = cluster(mini_batch_size=2)
-    c.actor_trainer.with_training_hooks(Noted())
-    learner(c).train(rows(4))
-    assert calls == ["start", (1, True), (2, True), "end"]
-
-
-def test_a_hook_may_sample_between_two_updates_from_the_weights_as_they_are():
+def test_an_observer_may_sample_between_two_updates_from_the_weights_as_they_are():
     held, said, wanted = [], [], []
 
-    class Asking(TrainingHooks):
-        def on_train_step_start(self, trainer):
-            held.append(c.rollout.stats().kv_bytes)
-
-        def on_train_step_end(self, trainer, step, metrics):
+    class Asking(Observer):
+        def on_update_end(self, run, trainer, metrics):
             other = tiny_model()
             other.load_state_dict(c.actor.module.state_dict())
             for made, found in ((c, said), (cluster(other), wanted)):
                 found.append(drawn(made, ["a", "1+"], seed=1))
 
     c, plain = cluster(mini_batch_size=1, lr=5e-2), cluster(mini_batch_size=1, lr=5e-2)
-    c.actor_trainer.with_training_hooks(Asking())
-    learner(c).train(rows(4))
+    update = c.actor_trainer.update
+    c.actor_trainer.update = lambda *a, **k: (held.append(c.rollout.stats().kv_bytes), update(*a, **k))[1]
+    asking = learner(c)
+    asking.observers.append(Asking())
+    asking.train(rows(4))
     assert said == wanted and len({str(s) for s in said}) > 1
     assert held == [0] * 4  # it rests in every update
     learner(plain).train(rows(4))
@@ -514,4 +495,4 @@ def test_a_row_says_what_the_engine_ran_and_how_full_its_steps_were():
     for row in made.train([{"prompt": "abc" * n} for n in range(1, 9)]).rows:
         assert row["rollout/prefilled_tokens"] == row["rollout/reused_tokens"]  # of two generations, the second reuses
         assert row["rollout/prefilled_tokens"] == row["prompts/count"] * row["prompts/mean_length"]
-        assert row["rollout/occupancy"] == pytest.approx(8, abs=2)
+        assert row["rollout/mean_batch_size"] == pytest.approx(8, abs=2)

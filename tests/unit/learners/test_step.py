@@ -5,7 +5,7 @@ import torch
 from helpers import cluster, completion, length_reward, prompt, rows
 
 from whet.config import DataConfig, GRPOConfig
-from whet.errors import ConfigError, DataError
+from whet.errors import DataError
 from whet.learners.grpo import GRPOLearner
 from whet.learners.step import Step
 from whet.ops import grpo_advantages
@@ -79,29 +79,3 @@ def test_only_the_first_update_of_fresh_tokens_is_on_policy():
     assert seen == [True, False, False]
     weighted = trainer.add_loss_weights(first)
     assert differs in made.cluster.actor.forward_backward(weighted, made.loss, entropy=True)  # the same loss, the same
-
-
-@pytest.mark.parametrize(
-    ("name", "stage"),
-    [
-        ("assign_advantages", lambda self, batch: batch),
-        ("score", lambda self, batch: batch),
-        ("update", lambda self, mini: None),
-        ("sample", lambda self, prompts, step: []),
-        ("after_step", lambda self, run, step, rewarded, batch: None),
-    ],
-)
-def test_a_subclass_with_stages_for_batches_is_refused_with_the_new_form(name, stage):
-    with pytest.raises(ConfigError, match=rf"Mine\.{name}.*takes a Step and returns it, {name}\(self, "):
-        type("Mine", (GRPOLearner,), {name: stage})
-
-
-def test_a_subclass_with_stages_for_steps_is_taken():
-    class Mine(GRPOLearner):
-        def score(self, s):
-            return super().score(s)
-
-        def update(self, step, mini, *, twice=False):
-            return super().update(step, mini)
-
-    assert Mine.score is not GRPOLearner.score

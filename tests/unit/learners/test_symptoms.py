@@ -8,10 +8,18 @@ import pytest
 from helpers import cluster, completion, length_reward, prompt, rows
 
 from whet.config import DataConfig, GRPOConfig, RLTrainingConfig
+from whet.learners.diagnostics import (
+    BANDS,
+    FIRST_STEPS,
+    SHORTEN_PROMPTS,
+    SYMPTOMS,
+    find_out_of_band,
+    find_sampler_mismatch,
+    find_truncation,
+    symptoms,
+)
 from whet.learners.grpo import GRPOLearner
-from whet.learners.health import FIRST
 from whet.learners.step_metrics import completion_metrics
-from whet.learners.symptoms import BANDS, FULL, SYMPTOMS, apart, beyond, symptoms, truncated
 from whet.rewards.manager import RewardManager
 from whet.types import Group
 
@@ -20,19 +28,23 @@ PAGE = Path(__file__).parents[3] / "docs" / "troubleshooting.md"
 
 def test_most_completions_cut_and_how_many_of_those_scored():
     assert (
-        truncated({})
-        is truncated({"completions/clipped_ratio": 0.5})
-        is truncated({"completions/clipped_ratio": math.nan})
+        find_truncation({})
+        is find_truncation({"completions/clipped_ratio": 0.5})
+        is find_truncation({"completions/clipped_ratio": math.nan})
         is None
     )
     row = {"completions/clipped_ratio": 0.75, "completions/clipped_scored_ratio": 0.02}
-    found = truncated({**row, "completions/max_length": 512.0})
+    found = find_truncation({**row, "completions/max_length": 512.0})
     assert found.message.startswith(
         "75% of completions were truncated, at 512 tokens, and 2% of those scored above 0; raise "
     )
-    assert "rollout.max_tokens_to_generate" in found.message and found.badness == 0.75
-    assert truncated(row, longer=FULL, template=False, end=False).message.endswith(f"scored above 0; {FULL}")
-    assert truncated(row, template=False).message.endswith("by itself, give it its end token (rollout.eos_tokens)")
+    assert "rollout.max_tokens_to_generate" in found.message and found.severity == 0.75
+    assert find_truncation(row, more_room=SHORTEN_PROMPTS, can_set_template=False, can_set_eos=False).message.endswith(
+        f"scored above 0; {SHORTEN_PROMPTS}"
+    )
+    assert find_truncation(row, can_set_template=False).message.endswith(
+        "by itself, give it its end token (rollout.eos_tokens)"
+    )
 
 
 def test_how_many_of_those_cut_scored_is_counted_over_them():
@@ -50,9 +62,9 @@ def test_how_many_of_those_cut_scored_is_counted_over_them():
 
 
 def test_sampler_and_trainer_that_drift_apart():
-    assert apart({}) is apart({"sampling/sampling_logp_difference/mean": 0.05}) is None
-    found = apart({"sampling/sampling_logp_difference/mean": 0.3})
-    assert found.message.startswith("sampler and trainer are 0.3 nats apart") and found.badness == 0.3
+    assert find_sampler_mismatch({}) is find_sampler_mismatch({"sampling/sampling_logp_difference/mean": 0.05}) is None
+    found = find_sampler_mismatch({"sampling/sampling_logp_difference/mean": 0.3})
+    assert found.message.startswith("sampler and trainer are 0.3 nats apart") and found.severity == 0.3
 
 
 @pytest.mark.parametrize(
@@ -64,7 +76,7 @@ def test_sampler_and_trainer_that_drift_apart():
     ],
 )
 def test_the_distance_of_sampler_and_trainer_names_what_runs_and_no_key_that_is_set_already(engine, dtype, helps):
-    message = apart({"sampling/sampling_logp_difference/mean": 0.3}, engine=engine, dtype=dtype).message
+    message = find_sampler_mismatch({"sampling/sampling_logp_difference/mean": 0.3}, engine=engine, dtype=dtype).message
     assert f"({engine} engine, {dtype})" in message
     assert re.findall(r"[a-z_.]+=\w+", message) == helps
 
@@ -78,11 +90,11 @@ def test_the_distance_of_sampler_and_trainer_names_what_runs_and_no_key_that_is_
     ],
 )
 def test_kl_and_entropy_that_leave_their_bands(metric, value, said):
-    found = beyond({metric: value}, metric=metric, band=BANDS[metric])
+    found = find_out_of_band({metric: value}, metric=metric, band=BANDS[metric])
     assert re.search(said, f"{found.message}; {found.fix}")
     inside = {"kl": 0.5, "entropy/token_mean": 0.02}[metric]
     for fine in ({}, {metric: math.nan}, {metric: inside}):
-        assert beyond(fine, metric=metric, band=BANDS[metric]) is None
+        assert find_out_of_band(fine, metric=metric, band=BANDS[metric]) is None
 
 
 def test_bands_of_the_configuration_take_the_place_of_the_usual_ones():
@@ -103,7 +115,7 @@ def test_the_page_shows_every_symptom_with_its_bound():
     page = PAGE.read_text()
     table = [line for line in page.splitlines() if line.startswith("| `")]
     named = {re.match(r"\| `([^`]+)`", line)[1] for line in table}
-    assert {*SYMPTOMS, *BANDS, *FIRST} <= named
+    assert {*SYMPTOMS, *BANDS, *FIRST_STEPS} <= named
     for metric, band in BANDS.items():
         (line,) = [line for line in table if line.startswith(f"| `{metric}`")]
         bounds = [f"{side} {bound:g}" for side, bound in (("below", band.below), ("above", band.above)) if bound]
@@ -114,11 +126,11 @@ def test_the_page_has_the_words_that_a_run_says():
     page = " ".join(PAGE.read_text().split())
     row = {"completions/clipped_ratio": 0.84, "completions/clipped_scored_ratio": 0.07, "completions/max_length": 12.0}
     said = [
-        truncated(row),
-        apart({"sampling/sampling_logp_difference/mean": 0.3}),
-        beyond({"kl": 54.8}, metric="kl", band=BANDS["kl"]),
-        beyond({"entropy/token_mean": 0.012}, metric="entropy/token_mean", band=BANDS["entropy/token_mean"]),
-        beyond({"entropy/token_mean": 7.1}, metric="entropy/token_mean", band=BANDS["entropy/token_mean"]),
+        find_truncation(row),
+        find_sampler_mismatch({"sampling/sampling_logp_difference/mean": 0.3}),
+        find_out_of_band({"kl": 54.8}, metric="kl", band=BANDS["kl"]),
+        find_out_of_band({"entropy/token_mean": 0.012}, metric="entropy/token_mean", band=BANDS["entropy/token_mean"]),
+        find_out_of_band({"entropy/token_mean": 7.1}, metric="entropy/token_mean", band=BANDS["entropy/token_mean"]),
     ]
     messages = [found.message.split("; trainer.stop_when")[0] for found in said if found]
     assert len(messages) == 5 and [message for message in messages if message not in page] == []

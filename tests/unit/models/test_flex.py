@@ -235,7 +235,7 @@ def test_a_failed_probe_says_why_once(fresh, monkeypatch, caplog):
         calls.append(case)
         raise RuntimeError("no triton here\nand a long trace")
 
-    monkeypatch.setattr(flex, "_compare", fail)
+    monkeypatch.setattr(flex, "_compare_with_plain", fail)
     with caplog.at_level(logging.INFO, "whet"):
         reasons = {flex_unsupported_reason(CASE) for _ in range(3)}
     assert reasons == {"it does not compile: RuntimeError: no triton here and a long trace"}
@@ -351,7 +351,7 @@ def test_the_probe_runs_on_the_models_device(monkeypatch):
             current.pop()
 
     monkeypatch.setattr(torch.cuda, "device", Current)
-    monkeypatch.setattr(flex, "_compare", lambda case: f"on {current}")
+    monkeypatch.setattr(flex, "_compare_with_plain", lambda case: f"on {current}")
     assert flex._probe(CASE._replace(device=torch.device("cuda", 1))) == f"on {[torch.device('cuda', 1)]}"
 
 

@@ -63,7 +63,7 @@ def test_the_fused_head_holds_a_chunk_of_logits(name):
         targets = torch.randint(0, VOCAB, (rows,), generator=g)
         with Peak() as seen:
             got, entropies = linear_logprob(
-                hidden, weight, targets, held_bytes=0, chunk_bytes=chunk * ROW, **HEADS[name]
+                hidden, weight, targets, max_kept_bytes=0, chunk_bytes=chunk * ROW, **HEADS[name]
             )
             (got.sum() + (0 if entropies is None else entropies.sum())).backward()
         assert hidden.grad is not None and weight.grad is not None
@@ -116,7 +116,7 @@ def test_a_pass_holds_a_chunk_of_logits(kind, support, tied, train, monkeypatch)
     def peak(completions, chunk):
         monkeypatch.setattr(forward, "CHUNK_BYTES", chunk * ROW)
         monkeypatch.setattr(forward, "MAX_KEPT_BYTES", 0)
-        head = partial(linear_stats, chunk_bytes=chunk * ROW, held_bytes=0)
+        head = partial(linear_stats, chunk_bytes=chunk * ROW, max_kept_bytes=0)
         monkeypatch.setattr(forward, "linear_stats", head)
         (micro,) = plan_micro_batches(random_batch((4, [32] * completions)), max_tokens=10_000)
         loaded.module.zero_grad()

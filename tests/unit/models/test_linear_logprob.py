@@ -30,10 +30,10 @@ HEADS = [
     {"softcap": 2.0, "temperature": 0.5},
 ]
 CHUNKS = [
-    {"held_bytes": 10**9},
-    {"held_bytes": 0},
-    {"held_bytes": 0, "chunk_bytes": 1},
-    {"held_bytes": 0, "chunk_bytes": 300},
+    {"max_kept_bytes": 10**9},
+    {"max_kept_bytes": 0},
+    {"max_kept_bytes": 0, "chunk_bytes": 1},
+    {"max_kept_bytes": 0, "chunk_bytes": 300},
 ]
 
 
@@ -67,11 +67,11 @@ def test_a_tied_weight_sums_both_gradients():
     torch.testing.assert_close(run(linear_logprob), run(oracle), atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("held_bytes", [0, 10**9])
-def test_bf16_sums_in_fp32(held_bytes):
+@pytest.mark.parametrize("max_kept_bytes", [0, 10**9])
+def test_bf16_sums_in_fp32(max_kept_bytes):
     hidden, weight, bias, targets = tensors(torch.bfloat16, rows=64, width=16)
     want, _ = oracle(*(x.detach().float().requires_grad_() for x in (hidden, weight)), targets, bias.detach().float())
-    got, _ = linear_logprob(hidden, weight, targets, bias=bias, held_bytes=held_bytes, chunk_bytes=200)
+    got, _ = linear_logprob(hidden, weight, targets, bias=bias, max_kept_bytes=max_kept_bytes, chunk_bytes=200)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, want, atol=0.1, rtol=0)  # the logits themselves are rounded to 8 bits
     wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
@@ -84,7 +84,7 @@ def test_bf16_sums_in_fp32(held_bytes):
 def test_many_small_gradients_of_a_bf16_head_are_not_lost():
     hidden, weight, bias = (torch.zeros(*size, dtype=torch.bfloat16) for size in ((1024, 2), (8, 2), (8,)))
     weight.requires_grad_(), bias.requires_grad_()
-    got, _ = linear_logprob(hidden + 1, weight, torch.zeros(1024).long(), bias=bias, held_bytes=0, chunk_bytes=1)
+    got, _ = linear_logprob(hidden + 1, weight, torch.zeros(1024).long(), bias=bias, max_kept_bytes=0, chunk_bytes=1)
     got.sum().backward()  # 7/8 or -1/8 a row: a sum in bf16 would stand still at 256
     want = torch.tensor([896.0] + [-128.0] * 7)
     assert torch.equal(bias.grad.float(), want) and torch.equal(weight.grad.float(), want[:, None].expand(8, 2))
@@ -120,14 +120,14 @@ def test_a_head_without_opinion_gives_log_vocabulary():
     assert logprobs.item() == pytest.approx(-1.3862944) and entropies.item() == pytest.approx(1.3862944)  # log 4
 
 
-@pytest.mark.parametrize("held_bytes", [0, 1 << 20])
-def test_a_token_that_the_bias_forbids_adds_nothing_to_the_entropy(held_bytes):
+@pytest.mark.parametrize("max_kept_bytes", [0, 1 << 20])
+def test_a_token_that_the_bias_forbids_adds_nothing_to_the_entropy(max_kept_bytes):
     hidden, weight, bias = torch.randn(3, 4), torch.randn(5, 4), torch.tensor([0.0, -torch.inf, 0.0, 0.1, 0.0])
     allowed = torch.tensor([0, 2, 3, 4])
     targets, leaves = torch.tensor([0, 2, 4]), [hidden.requires_grad_(), weight.requires_grad_()]
     logp = F.linear(hidden, weight[allowed], bias[allowed]).log_softmax(1)
     want = (logp.gather(1, torch.tensor([[0], [1], [3]])).squeeze(1), -(logp.exp() * logp).sum(1))
-    got = linear_logprob(hidden, weight, targets, bias=bias, entropy=True, held_bytes=held_bytes)
+    got = linear_logprob(hidden, weight, targets, bias=bias, entropy=True, max_kept_bytes=max_kept_bytes)
     for a, b in zip(got, want, strict=True):
         assert torch.allclose(a, b, atol=1e-6)
         for x, y in zip(*(torch.autograd.grad(z.sum(), leaves, retain_graph=True) for z in (a, b)), strict=True):

@@ -166,7 +166,7 @@ def test_weights_that_are_cut_misshapen_or_missing_are_refused(tmp_path, damage)
     else:
         del tensors["lm_head.weight"]
         save_file(tensors, path, metadata={"format": "pt"})
-    says = "no weights for 1 parameters.*lm_head" if damage == "missing" else "can't load .*must be whole"
+    says = "no weights for 1 parameters.*lm_head" if damage == "missing" else "can't load .*must be complete"
     with pytest.raises(ConfigError, match=rf"(?s){says}"):
         load_model(str(tmp_path))
 

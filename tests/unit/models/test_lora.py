@@ -284,7 +284,7 @@ def test_a_layer_that_is_recomputed_draws_the_same(base):
         ({"target_modules": ".*nothing"}, "can't put an adapter into"),
         ({"target_modules": ["lm_head"]}, "an adapter on the lm_head"),
         ({"modules_to_save": ("lm_haed",)}, "did you mean lm_head"),
-        ({"modules_to_save": ("q_proj",)}, "it has an adapter"),
+        ({"modules_to_save": ("q_proj",)}, "a module with an adapter"),
     ],
 )
 def test_names_that_fit_nothing_or_the_wrong_thing_are_refused(base, fields, said):
@@ -312,8 +312,8 @@ def without_a_layer(folder):
         (lambda f: changed(f, alora_invocation_tokens=[1]), "alora_invocation_tokens="),
         (lambda f: changed(f, bias="all"), "bias='all'"),
         (lambda f: changed(f, base_model_name_or_path=None), "does not name its base model"),
-        (lambda f: changed(f, base_model_name_or_path="/nowhere/at/all"), "where the model has moved"),
-        (lambda f: changed(f, base_model_name_or_path=str(f)), "named as the base model of another one"),
+        (lambda f: changed(f, base_model_name_or_path="/nowhere/at/all"), "if the model has moved"),
+        (lambda f: changed(f, base_model_name_or_path=str(f)), "another adapter names it as its base model"),
         (lambda f: changed(f, r=4), "is \\[2, 32\\] there and \\[4, 32\\] here"),
         (lambda f: (f / ADAPTER_CONFIG).write_text("{"), "can't read adapter_config.json"),
         (lambda f: (f / ADAPTER_WEIGHTS).write_bytes(b"no"), "can't read adapter_model.safetensors"),
@@ -350,7 +350,7 @@ def test_the_weights_of_a_plain_model_are_its_parameters(base):
     [
         ({"target_modules": ["q_prj"]}, "unknown lora.target_modules 'q_prj'; did you mean q_proj"),
         ({"target_modules": r".*\.q_prj"}, "fits no linear layer; choose from .*q_proj"),
-        ({"r": 999}, r"lora.r=999 \(the rank\) is beyond the width of model.layers.0.mlp.down_proj, which is \d+"),
+        ({"r": 999}, r"lora.r=999 \(the rank\) is above the width of model.layers.0.mlp.down_proj, which is \d+"),
     ],
 )
 def test_an_adapter_that_fits_no_layer_is_refused_before_weights_are_read(base, monkeypatch, fields, said):
@@ -362,4 +362,4 @@ def test_an_adapter_that_fits_no_layer_is_refused_before_weights_are_read(base, 
 def test_a_rank_beyond_what_comes_out_of_key_heads_is_a_warning(base, caplog):
     out = load_model(base).module.model.layers[0].self_attn.k_proj.out_features
     load_model(base, lora=LoraConfig(r=out + 1, target_modules=["k_proj"]))
-    assert f"lora.r={out + 1} (the rank) is beyond what comes out of" in caplog.text
+    assert f"lora.r={out + 1} (the rank) exceeds the output width of" in caplog.text

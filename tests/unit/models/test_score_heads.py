@@ -104,12 +104,12 @@ def test_a_trunk_may_have_both_heads_and_gives_both_in_one_pass(tmp_path):
     (micro,) = plan_micro_batches(BATCH, max_tokens=4096, packable=True)
     got, logprobs, values = token_stats(both, micro), token_stats(plain, micro), token_stats(critic, micro)
     assert torch.equal(got.logprobs, logprobs.logprobs) and torch.equal(got.values, values.values)
-    assert token_stats(both, micro, want={"values"}).logprobs is None
-    assert token_stats(both, micro, want={"logprobs"}).values is None
+    assert token_stats(both, micro, outputs={"values"}).logprobs is None
+    assert token_stats(both, micro, outputs={"logprobs"}).values is None
     (got.logprobs.sum() + got.values.sum()).backward()
     assert both.score_head.weight.grad.any()
     with pytest.raises(ConfigError, match="no head for values"):
-        token_stats(plain, micro, want={"values"})
+        token_stats(plain, micro, outputs={"values"})
     save_model(both, None, tmp_path)
     back = load_model(str(tmp_path))
     assert back.outputs == both.outputs and torch.equal(back.score_head.weight, weight)
@@ -121,7 +121,7 @@ def test_what_gives_no_single_score_is_refused(tmp_path):
         load_model(str(tmp_path / "three"), role="reward")
     with pytest.raises(ConfigError, match="it has no score head"):
         load_model(tiny("Llama"), role="reward")
-    with pytest.raises(ConfigError, match=r"can't complete prompts; what gives scores .* is reward_model"):
+    with pytest.raises(ConfigError, match=r"can't complete prompts; set it as reward_model.model"):
         load_model(classifier(), role="reference")
     with pytest.raises(ConfigError, match="can't be the actor"):
         load_model(classifier())

@@ -345,13 +345,13 @@ def test_a_number_that_is_not_finite_at_a_masked_token_is_nothing():
 
 
 @pytest.mark.parametrize("name", ["reinforce_plus_plus", "remax", "rloo"])
-def test_as_many_tokens_as_trajectories_are_still_tokens(name):
-    """The second trajectory has no token: an engine's error."""
-    x = inputs([1.0, 0.0], [0, 0], [2, 0], token_rewards=tensor([-0.5, 0.25]))
-    want = {"reinforce_plus_plus": [-(0.5**0.5), 0.5**0.5], "remax": [0.75, 1.25], "rloo": [0.75, 0.75]}[name]
+def test_as_many_tokens_as_trajectories_are_one_for_each_or_refused(name):
+    x = inputs([1.0, 0.0], [0, 0], [1, 1], token_rewards=tensor([-0.5, 0.25]))
+    want = {"reinforce_plus_plus": [0.5**0.5, -(0.5**0.5)], "remax": [0.5, 0.25], "rloo": [0.25, -0.25]}[name]
     assert advantages(name, x).tolist() == pytest.approx(want)
-    assert estimate(lambda x: torch.arange(len(x.mask)), x).tolist() == [0, 1]
-    assert estimate(lambda x: torch.arange(len(x.rewards)), x).tolist() == [0, 0]
+    x = inputs([1.0, 0.0], [0, 0], [2, 0])  # the second trajectory has no token: an engine's error
+    with pytest.raises(DataError, match="2 tokens and as many trajectories, but not one token for each in order"):
+        advantages(name, x)
 
 
 def test_remax_alone_asks_for_greedy_completions():

@@ -22,10 +22,10 @@ from whet.errors import CheckpointError, ConfigError, DataError, RewardError
 from whet.learners.grpo import GRPOLearner
 from whet.learners.step import Step
 from whet.run import run as run_module
+from whet.run.observer import Observer
 from whet.run.start_messages import write_environment
 from whet.storage.run_folder import RunFolder
 from whet.train.role_checkpoints import Checkpoints
-from whet.train.role_trainer import TrainingHooks
 
 EACH_STEP = CheckpointingOptions(save_interval_steps=1)
 NEVER = CheckpointingOptions(save_interval_s=1e9)
@@ -53,7 +53,6 @@ def make(model, monkeypatch):
         found.config = config
         monkeypatch.setattr(model, "training_config", config)
         monkeypatch.setattr(model, "checkpoints", Checkpoints(config.checkpoint_root, model.trainers, model.workers))
-        model.actor_trainer.with_training_hooks(TrainingHooks())
         model.actor.optim.updates = 0
         return found
 
@@ -133,15 +132,15 @@ def test_rewards_that_lack_a_column_and_sizes_that_do_not_divide_are_found_befor
         Run(make(mini_batch_size=3), rows(4))
 
 
-def test_schedule_profiler_and_hooks_are_told_of_the_steps_to_come(make, model, monkeypatch):
+def test_schedule_profiler_and_observers_are_told_of_the_steps_to_come(make, model, monkeypatch):
     told = {}
 
-    class Hooks(TrainingHooks):
-        def on_train_start(self, trainer):
-            told["started"] = trainer is model.actor_trainer
+    class Noted(Observer):
+        def on_run_begin(self, run):
+            told["started"] = run.roles is model
 
     made = make(mini_batch_size=1)
-    model.actor_trainer.with_training_hooks(Hooks())
+    made.observers.append(Noted())
     monkeypatch.setattr(model.actor, "plan", lambda total: told.update(updates=total))
     for done, total in ((0, rows(8)), (3, rows(8)), (0, iter(rows(8)))):
         run = Run(made, total)
@@ -277,9 +276,9 @@ def test_steps_count_from_where_the_run_stands_to_max_steps(make, model):
     run = Run(make(max_steps=3), rows(8))
     seen = []
     for number, prompts in run.steps():
-        seen.append((number, [p.row for p in prompts], model.global_steps))
+        seen.append((number, [p.row for p in prompts]))
         run.step = number
-    assert seen == [(1, [0, 1], 1), (2, [2, 3], 2), (3, [4, 5], 3)]
+    assert seen == [(1, [0, 1]), (2, [2, 3]), (3, [4, 5])]
     assert list(run.steps()) == []  # it is done
 
 
@@ -440,7 +439,7 @@ def test_a_resumed_run_stands_where_the_checkpoint_was_and_later_ones_go(make, m
     again._close()
     assert (again.step, again.stream.used, again.progress.start) == (2, 4, 2)
     assert again.tokens == run.rows[1]["num_tokens"] and [row["step"] for row in again.rows] == [1, 2]
-    assert model.global_steps == 2 and saved(tmp_path) == ["step-000001", "step-000002"]
+    assert saved(tmp_path) == ["step-000001", "step-000002"]
     assert all(torch.equal(p, weights[n]) for n, p in model.actor.module.named_parameters())
     assert torch.equal(torch.rand(3), drawn)  # the generators are where they were
 
@@ -507,19 +506,13 @@ def test_a_changed_configuration_is_refused_or_said(make, tmp_path, caplog):
 def test_an_end_that_comes_by_itself_saves_exports_and_evaluates_in_this_order(make, model, tmp_path, monkeypatch):
     told = []
 
-    class Hooks(TrainingHooks):
-        def on_train_end(self, trainer):
-            told.append("hook")
-
-    made = make(run_dir=str(tmp_path), max_steps=1)
-    model.actor_trainer.with_training_hooks(Hooks())
-    run = Run(made, rows(4), rows(1))
+    run = Run(make(run_dir=str(tmp_path), max_steps=1), rows(4), rows(1))
     with run:
         step(run)
         for name, owner in (("save", run), ("evaluate", run), ("export", run.checkpoints), ("close", run.profiler)):
             now = getattr(owner, name)
             monkeypatch.setattr(owner, name, lambda *a, n=name, f=now, **k: (told.append(n), f(*a, **k)))
-    assert told == ["close", "hook", "save", "export", "evaluate"]
+    assert told == ["close", "save", "export", "evaluate"]
     assert json.loads((tmp_path / "final" / "run.json").read_text()) == {"step": 1}
     assert not (tmp_path / ".lock").exists() and run.progress is not None
 

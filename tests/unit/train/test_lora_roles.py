@@ -298,7 +298,7 @@ def test_whet_generate_and_a_new_run_take_the_adapter(words, tmp_path, base, cap
     first = json.loads((tmp_path / "more" / "metrics.jsonl").read_text().splitlines()[0])
     assert first["kl"] == 0.0  # the reference is the policy as it began, not the base
     assert main(["grpo", *words, f"model={run}", f"trainer.run_dir={tmp_path / 'two'}"]) == 2
-    assert "would put a second one on top" in capsys.readouterr().err
+    assert "would add a second one" in capsys.readouterr().err
 
 
 def test_final_is_written_merged_where_that_is_asked_for(words, tmp_path):

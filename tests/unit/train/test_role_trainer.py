@@ -6,8 +6,8 @@ from whet.config import OptimConfig
 from whet.errors import ConfigError, TrainingError
 from whet.metrics import Mean
 from whet.models.load import load_model
-from whet.ops import clipped_surrogate, nll, token_weights
-from whet.train.role_trainer import RoleTrainer, TrainingHooks
+from whet.ops import clipped_surrogate, token_weights
+from whet.train.role_trainer import RoleTrainer
 from whet.train.worker import ModelWorker
 from whet.types import Group, TokenBatch
 
@@ -19,23 +19,6 @@ def trainer(**options):
 
 def batches(count=4):
     return [random_batch((3, [4, 2 + i]), seed=i) for i in range(count)]
-
-
-class Noted(TrainingHooks):
-    def __init__(self):
-        self.calls = []
-
-    def on_train_step_start(self, trainer):
-        self.calls.append(("start", trainer.train_steps))
-
-    def on_train_step_end(self, trainer, step, metrics):
-        self.calls.append(("end", step, metrics["loss"].value))
-
-    def on_eval_step_start(self, trainer):
-        self.calls.append(("eval start",))
-
-    def on_eval_step_end(self, trainer, metrics):
-        self.calls.append(("eval end", metrics["loss"].value))
 
 
 def test_a_mean_over_prompts_counts_the_prompts_of_the_whole_batch():
@@ -104,15 +87,16 @@ def test_what_a_diverged_role_says_names_its_numbers_and_what_a_resume_needs(cap
 
 def test_the_metrics_of_a_critic_have_a_prefix_and_those_of_the_actor_none():
     actor, critic = trainer(), trainer(role="critic").with_rl_metrics_to_log({"ppo_kl": {"KL": "max"}})
-    hooks, parts = Noted(), batches(2)
+    parts = batches(2)
     seen = []
-    hooks.on_train_step_end = hooks.on_eval_step_end = lambda *args: seen.append(set(args[-1]))
-    critic.with_training_hooks(hooks)
+    critic.listeners.append(lambda trainer, metrics: seen.append(set(metrics)))
     for found in (lambda t: t.update(parts[0]), lambda t: t.update_all(parts), lambda t: t.evaluate(parts)):
         plain, named = found(actor), found(critic)
         expected = {f"critic/{'KL' if name == 'ppo_kl' else name}" for name in plain}
-        assert "loss" in plain and named.keys() == expected == seen[-1]
+        assert "loss" in plain and named.keys() == expected
         assert named["critic/loss"].value == plain["loss"].value
+    updated = {f"critic/{'KL' if name == 'ppo_kl' else name}" for name in actor.update(parts[0])}
+    assert len(seen) == 3 and all(names == updated for names in seen)  # one for each update, none for the evaluation
 
 
 def test_accumulated_batches_are_weighted_and_stepped_as_one():
@@ -161,14 +145,6 @@ def test_weights_that_a_batch_brings_are_kept():
     assert trainer().add_loss_weights(brought) is brought
 
 
-def test_a_loss_without_metrics_is_called_for_its_tensor_alone():
-    batch = random_batch((3, [4, 2]))
-    t, other = trainer(loss=nll), trainer().with_loss_fn(lambda x: -x.logprobs, has_aux=False)
-    a, b = t.update(batch), other.update(batch)
-    assert a["loss"].value == b["loss"].value
-    assert same(weights_of(t.worker.module), weights_of(other.worker.module))
-
-
 def test_a_loss_is_given_with_its_aggregation_and_may_ask_for_the_entropy():
     batch = random_batch((3, [4, 2]))
     seen = []
@@ -197,22 +173,6 @@ def test_metrics_are_reduced_and_named_as_asked():
     assert "b" not in found and "c" not in found
     with pytest.raises(ConfigError, match="did you mean mean"):
         t.with_rl_metrics_to_log({"a": "meen"})
-
-
-def test_hooks_are_called_around_each_update_and_evaluation():
-    hooks = Noted()
-    t = trainer().with_training_hooks(hooks)
-    assert t.hooks is hooks
-    t.update_all(batches(2))
-    t.evaluate(batches(1))
-    assert [c[:2] if c[0] in ("start", "end") else c[:1] for c in hooks.calls] == [
-        ("start", 0),
-        ("end", 1),
-        ("start", 1),
-        ("end", 2),
-        ("eval start",),
-        ("eval end",),
-    ]
 
 
 def test_evaluation_is_a_mean_over_batches_and_trains_nothing():

@@ -330,7 +330,7 @@ def test_a_prompt_is_learned_by_peft_s_own_module_and_a_resumed_run_goes_on_with
     tiny_model().save_pretrained(base)
     more = {"peft_config": config, "save_strategy": "steps", "save_steps": 1}
     whole = trainer(tmp_path / "out", "DPO", model=str(base), **more)
-    assert "virtual tokens stand before each row" in caplog.text
+    assert "each row starts with virtual tokens" in caplog.text
     before = {n: p.clone() for n, p in whole.model.named_parameters()}
     whole.train()
     moved = {n for n, p in whole.model.named_parameters() if not torch.equal(p, before[n])}
@@ -474,7 +474,9 @@ def own_code(tmp_path, monkeypatch):
 
 def test_code_beside_the_weights_of_policy_and_reference_runs_only_where_it_is_trusted(tmp_path, monkeypatch):
     folder = own_code(tmp_path, monkeypatch)
-    with pytest.raises(ConfigError, match=r"brings Python code of its own.* set trust_remote_code=True$"):
+    with pytest.raises(
+        ConfigError, match=r"contains Python code, which runs only with your permission.* set trust_remote_code=True$"
+    ):
         trainer(tmp_path, "DPO", model=str(folder))
     made = trainer(tmp_path, "DPO", model=str(folder), trust_remote_code=True)
     assert {type(made.model).__name__, type(made.ref_model).__name__} == {"OwnModel"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from whet.config.algo.policy import PolicyConfig
 from whet.config.base import config
 from whet.config.fields import Size
+from whet.errors import ConfigError
 
 __all__ = ["GRPOConfig"]
 
@@ -24,4 +25,9 @@ class GRPOConfig(PolicyConfig):
     def __post_init__(self) -> None:
         """Checks the ranges."""
         super().__post_init__()
+        if self.advantage_estimator == "gae":
+            raise ConfigError(
+                "advantage_estimator='gae' needs the values of a critic, and GRPO has none; train with PPO (whet ppo, "
+                "PPOConfig), or choose an estimator that reads rewards alone (grpo, rloo, reinforce_plus_plus)"
+            )
         self.check_groups()

@@ -89,6 +89,7 @@ def check_fields_read(config: Any, read: Collection[str] | None = None) -> None:
             continue
         chosen = _chosen(config, choice)
         readers = [r for r, names in config.READS.get(choice, {}).items() if name in names and r not in chosen]
+        readers = [r for r in readers if r != "gae" or hasattr(config, "value_loss_fn")]  # gae needs a critic
         listed = " or ".join(readers[:4]) + " or another" * (len(readers) > 4)
         needs = f"{choice}={f'[{listed}]' if choice == 'loss_masks' else listed}" if readers else choice
         raise ConfigError(

@@ -27,7 +27,12 @@ from whet.ops.advantages.batch import (
     remax_advantages,
     scalerl_advantages,
 )
-from whet.ops.advantages.critic import advantages_and_returns, gae_advantages
+from whet.ops.advantages.gae import (
+    advantages_and_returns,
+    gae_advantages,
+    generalized_advantages,
+    whiten_trained,
+)
 from whet.ops.advantages.group import (
     drgrpo_advantages,
     grpo_advantages,
@@ -48,6 +53,7 @@ __all__ = [
     "estimate",
     "gae_advantages",
     "gdpo_advantages",
+    "generalized_advantages",
     "group_spread",
     "grpo_advantages",
     "maxrl_advantages",
@@ -60,6 +66,7 @@ __all__ = [
     "remax_advantages",
     "rloo_advantages",
     "scalerl_advantages",
+    "whiten_trained",
     "with_greedy_rewards",
 ]
 

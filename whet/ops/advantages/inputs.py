@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -160,7 +160,8 @@ def estimate(estimator: Callable[..., Tensor], x: AdvantageInputs) -> Tensor:
             is given x.returns.
         x: a whole step.
     Returns: fp32 [S], finite.
-    Raises: DataError: another shape, or a number that is not finite at a trained token.
+    Raises: DataError: another shape, or a number that is not finite at a trained token; as many tokens as trajectories,
+        but not one for each in order.
 
     >>> from torch import tensor
     >>> x = AdvantageInputs(rewards=tensor([1., 0.]), group_of=tensor([0, 0]), trajectory=tensor([0, 0, 1]),
@@ -168,37 +169,29 @@ def estimate(estimator: Callable[..., Tensor], x: AdvantageInputs) -> Tensor:
     >>> estimate(lambda rewards, groups: rewards - 0.5, x), estimate(lambda x: x.rewards * x.lengths, x)
     (tensor([ 0.5000,  0.5000, -0.5000]), tensor([2., 2., 0.]))
     """
-    plain, size = _num_required(estimator) == 2, len(x.mask)
-    distinct = x if len(x.rewards) != size or not size else _with_untrained_token(x)
-    found = torch.as_tensor(estimator(x.returns, x.group_of) if plain else estimator(distinct)).detach().float()
-    per_token = found.shape == distinct.mask.shape
-    wanted = f"give one finite number for each of the {len(x.rewards)} rewards (0 where a reward is NaN)"
-    if per_token:
-        found = found[:size]
-    elif found.shape == x.rewards.shape:
-        found = found.index_select(0, x.trajectory)
-    else:
+    number, size = len(x.rewards), len(x.mask)
+    if number == size and not torch.equal(x.trajectory, torch.arange(size)):
         raise DataError(
-            f"the advantage estimator gave an array of shape {list(found.shape)}; {wanted}, or for each of the "
-            f"{len(x.mask)} tokens"
+            f"there are {size} tokens and as many trajectories, but not one token for each in order, so [J] can't be "
+            "told from [S]; every completion has at least its stop token"
         )
-    bad = ~found.isfinite()
-    if (bad & x.mask).any():
+    takes_rewards = _num_required(estimator) == 2
+    advantages = torch.as_tensor(estimator(x.returns, x.group_of) if takes_rewards else estimator(x)).detach().float()
+    rule = f"give one finite number for each of the {number} rewards (0 where a reward is NaN)"
+    if advantages.shape == x.rewards.shape:
+        advantages = advantages.index_select(0, x.trajectory)
+    elif advantages.shape != x.mask.shape:
         raise DataError(
-            f"the advantage estimator gave numbers that are not finite for {int((bad & x.mask).sum())} of "
-            f"{len(x.mask)} tokens, the first at token {int((bad & x.mask).nonzero()[0])}; {wanted}, or for each token"
+            f"the advantage estimator gave an array of shape {list(advantages.shape)}; {rule}, or for each of the "
+            f"{size} tokens"
         )
-    return found.masked_fill(bad, 0.0)
-
-
-def _with_untrained_token(x: AdvantageInputs) -> AdvantageInputs:
-    """The same with one more token, which is not trained, so that [J] and [S] have different lengths."""
-
-    def longer(column: Tensor | None) -> Tensor | None:
-        return None if column is None else torch.cat([column, column.new_zeros(1)])  # mask: False
-
-    names = ("trajectory", "mask", "token_rewards", "values")
-    return replace(x, **{name: longer(getattr(x, name)) for name in names})  # pyright: ignore[reportArgumentType]
+    infinite = ~advantages.isfinite()
+    if (infinite & x.mask).any():
+        raise DataError(
+            f"the advantage estimator gave numbers that are not finite for {int((infinite & x.mask).sum())} of "
+            f"{size} tokens, the first at token {int((infinite & x.mask).nonzero()[0])}; {rule}, or for each token"
+        )
+    return advantages.masked_fill(infinite, 0.0)
 
 
 def _num_required(fn: Callable[..., Any]) -> int:

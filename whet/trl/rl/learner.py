@@ -159,9 +159,9 @@ class TRLLearner(GRPOLearner):
             for rows in torch.arange(batch.num_sequences).split(self.batches.rows):
                 yield batch.select(rows)
 
-    def _ranked(self, mini: TokenBatch) -> TokenBatch:
+    def with_update_columns(self, mini: TokenBatch) -> TokenBatch:
         """Adds each token's share of the mean entropy if there is an entropy bonus."""
-        mini = super()._ranked(mini)
+        mini = super().with_update_columns(mini)
         if not self.kl_controller.has_entropy_bonus:
             return mini
         mini = self.cluster.actor_trainer.add_loss_weights(mini)
@@ -193,5 +193,5 @@ class TRLLearner(GRPOLearner):
         groups = self.rollout(prompts, step=step, mode=Mode.EVAL)
         record = self.reward(Step(index=step, prompts=prompts, mode=Mode.EVAL, groups=groups))
         record = self.assign_advantages(self.score(self.batch(record)))
-        losses = self.cluster.actor_trainer.evaluate_batch(self._ranked(record.batch))
+        losses = self.cluster.actor_trainer.evaluate_batch(self.with_update_columns(record.batch))
         return flat({**record.metrics, **total_metrics(record.rewards), **losses}), record.batch

@@ -12,14 +12,13 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from whet.cluster import RLCluster
-from whet.config import ClusterConfig, DataConfig, Mode, Role, RoleConfig
+from whet.config import ClusterConfig, DataConfig, Mode, RoleConfig
 from whet.data.prompts import PromptEncoder
 from whet.errors import ConfigError
 from whet.models.modes import max_positions
@@ -210,7 +209,7 @@ class RLTrainer(Trainer):
                 user_functions, None, self.processing_class, self.args, environment_rewards
             )
             self._functions = list(self.reward_funcs)
-            learner.take_rewards(self.reward_funcs)
+            learner.set_reward_fns(self.reward_funcs)
             self._connect_rewards(learner)
             self.reward_func_names = list(learner.reward_manager.fns)
 
@@ -238,13 +237,12 @@ class RLTrainer(Trainer):
     def _cluster(self, model: RoleConfig | nn.Module, optimizers: tuple[Any, Any]) -> RLCluster:
         args = self.args
         optim = self.optim(optimizers, None)
-        on_cpu = args.use_cpu and torch.cuda.is_available()
         return RLCluster(
             actor=model,
             reference="actor" if args.beta else None,
             tokenizer=self.processing_class,
             cluster_config=ClusterConfig(
-                role_to_mesh={r: SimpleNamespace(device_type="cpu") for r in Role} if on_cpu else None,
+                device="cpu" if args.use_cpu else None,
                 rollout_engine="vllm" if args.use_vllm else "embedded",
                 rollout_config=rollout_config(args, self._longest_prompt(model)),
                 training_config=rl_training_config(args, self._steps or None, optim, self.resumable_root),

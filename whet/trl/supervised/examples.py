@@ -6,7 +6,7 @@ docs/data.md describes how whet reads rows and which tokens it trains on; docs/f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,12 +21,14 @@ from whet.types import Example, TrainSequence
 __all__ = [
     "ExampleStream",
     "IdentityEncoder",
+    "LabelledSequence",
     "LazyRows",
     "PairOrIdsEncoder",
     "SFTOrIdsEncoder",
     "TextPairEncoder",
     "first_row",
     "has_rows",
+    "label_mask",
     "make_examples",
     "pair_columns",
     "scored_columns",
@@ -62,8 +64,35 @@ def _encode_token_answer(answer: _TokenAnswer, number: int) -> list[TrainSequenc
     return [TrainSequence(prefix=ids[:start], tokens=ids[start:], mask=mask[start:])]
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LabelledSequence(TrainSequence):
+    """A sequence with the label of its first token. Nothing predicts this token, unless rows are packed end to end."""
+
+    first_trained: bool
+
+
+def label_mask(s: TrainSequence) -> np.ndarray:
+    """Returns bool [P + C]: the tokens that have a label in TRL, the first one included."""
+    mask = np.concatenate([np.zeros(len(s.prefix), bool), s.mask])
+    mask[0] = isinstance(s, LabelledSequence) and s.first_trained
+    return mask
+
+
 class SFTOrIdsEncoder(SFTEncoder):
     """Encodes SFT rows, and rows of `input_ids` with `labels` (-100 = not trained), or masks."""
+
+    def __call__(self, row: Mapping[str, Any], number: int = 0) -> Example | None:
+        """The row as an Example of LabelledSequences: see RowEncoder."""
+        example = super().__call__(row, number)
+        if example is None:
+            return None
+        first = self.trains_all
+        (s, *_), (answer, *_) = example.sequences, self._read(row, number).answers
+        if isinstance(answer, _TokenAnswer):
+            at_end = self.data.on_long == "truncate_left"
+            first = answer.mask[-len(s.prefix) - len(s.tokens) if at_end else 0]
+        sequences = tuple(LabelledSequence(**vars(s), first_trained=first) for s in example.sequences)
+        return replace(example, sequences=sequences)
 
     def _read(self, row: Mapping[str, Any], number: int) -> RowAnswers:
         if "input_ids" not in row:
@@ -207,7 +236,7 @@ def sft_columns(examples: Sequence[Example]) -> dict[str, list[Any]]:
     """
 
     def labels(s: TrainSequence) -> list[int]:
-        return [-100] * len(s.prefix) + np.where(s.mask, s.tokens, -100).tolist()
+        return np.where(label_mask(s), _ids(s), -100).tolist()
 
     rows: dict[str, list[Any]] = {
         "input_ids": [[i for s in e.sequences for i in _ids(s)] for e in examples],

@@ -14,6 +14,7 @@ from itertools import islice
 import numpy as np
 
 from whet.data.lengths import truncate_end
+from whet.trl.supervised.examples import LabelledSequence, label_mask
 from whet.types import Example, TrainSequence
 
 __all__ = ["best_fit", "pack_best_fit", "pack_wrapped"]
@@ -85,18 +86,20 @@ def pack_wrapped(examples: Iterable[Example], size: int) -> Iterator[Example]:
     while batch := list(islice(examples, _BATCH)):
         sequences = [s for e in batch for s in e.sequences]
         ids = np.concatenate([x for s in sequences for x in (s.prefix, s.tokens)])
-        mask = np.concatenate([x for s in sequences for x in (np.arange(len(s.prefix)) == 0, s.mask)])
-        mask[0] = False
-        for part in _split_sequence(TrainSequence(prefix=ids[:1], tokens=ids[1:], mask=mask[1:]), size):
+        for part in _split_tokens(ids, np.concatenate([label_mask(s) for s in sequences]), size):
             yield Example(sequences=(part,), row=batch[0].row)
 
 
-def _split_sequence(sequence: TrainSequence, size: int) -> Iterator[TrainSequence]:
-    """Splits a sequence. The first token of a part is not trained; parts without trained tokens are left out."""
-    ids = np.concatenate([sequence.prefix, sequence.tokens])
-    mask = np.concatenate([np.zeros(len(sequence.prefix), bool), sequence.mask])
+def _split_sequence(s: TrainSequence, size: int) -> Iterator[TrainSequence]:
+    return _split_tokens(np.concatenate([s.prefix, s.tokens]), label_mask(s), size)
+
+
+def _split_tokens(ids: np.ndarray, mask: np.ndarray, size: int) -> Iterator[TrainSequence]:
+    """Splits tokens into parts. The first token of a part is not trained; parts without trained tokens are left out."""
     for start in range(0, len(ids), size):
         part, trained = ids[start : start + size], mask[start : start + size]
         prefix = max(1, int(np.argmax(trained)))
         if trained[prefix:].any():
-            yield TrainSequence(prefix=part[:prefix], tokens=part[prefix:], mask=trained[prefix:])
+            yield LabelledSequence(
+                prefix=part[:prefix], tokens=part[prefix:], mask=trained[prefix:], first_trained=bool(trained[0])
+            )

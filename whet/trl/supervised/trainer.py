@@ -11,14 +11,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
-import torch
 from datasets import Dataset
 from torch import nn
 
-from whet.config import Mode, Role, RoleConfig, SupervisedDataConfig, SupervisedTrainingConfig
+from whet.config import Mode, RoleConfig, SupervisedDataConfig, SupervisedTrainingConfig
 from whet.data.supervised import RowEncoder
 from whet.errors import ConfigError
 from whet.learners.step import ExampleStep
@@ -191,14 +189,13 @@ class SupervisedTrainer(Trainer):
 
     def build_models(self, optim: Any, **roles: Any) -> SupervisedModels:
         """Makes the models of a run. Args: optim: the trained model's optimizer. roles: the models by role."""
-        on_cpu = self.args.use_cpu and torch.cuda.is_available()
         return SupervisedModels(
             **roles,
             tokenizer=self.processing_class,
             config=self.loop_config(),
             optimizer=optim,
             module_dtype=self._module_dtype,
-            role_to_mesh={r: SimpleNamespace(device_type="cpu") for r in Role} if on_cpu else None,
+            device="cpu" if self.args.use_cpu else None,
         )
 
     def _examples(self, data: Any, *, evaluation: str = "") -> list[Example] | ExampleStream:

@@ -130,9 +130,9 @@ class CallbackTask(Task):
         """The state of the run and of the trainer."""
         return {**super().state(), "trl": self.trainer.resume_state()}
 
-    def restore(self, state: Mapping[str, Any], step: int) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Restores the state of the run and of the trainer. Raises CheckpointError: another learner's checkpoint."""
-        super().restore(state, step)
+        super().restore(state)
         if "trl" not in state:
             raise CheckpointError(
                 "the checkpoint was not written by whet.trl; resume it with the learner that wrote it"

@@ -1,30 +1,45 @@
-"""The check of the device meshes that scripts of Tunix pass: in one process each has one device."""
+"""Tunix's Role, which has a member for the rollout, and the device mesh of each role, which has one device."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import Enum
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from whet.config.enums import Role
 from whet.errors import ConfigError, format_value, lookup_error
 
-__all__ = ["Meshes", "checked_meshes"]
+__all__ = ["Meshes", "Role", "check_meshes"]
 
 _RULE = "a mesh is torch's DeviceMesh of one device, e.g. init_device_mesh('cuda', (1,))"
 _FIX = "leave role_to_mesh out: a GPU is taken if there is one"
 
 
-def checked_meshes(role_to_mesh: Any) -> dict[Role, Any]:
+class Role(str, Enum):  # noqa: UP042 - as whet.config.Role, whose members equal these
+    """The role of a model, or the rollout.
+
+    >>> Role("actor"), Role.ROLLOUT.value
+    (<Role.ACTOR: 'actor'>, 'rollout')
+    """
+
+    ACTOR = "actor"
+    CRITIC = "critic"
+    REFERENCE = "reference"
+    REWARD = "reward"
+    ROLLOUT = "rollout"
+    TEACHER = "teacher"
+
+
+def check_meshes(role_to_mesh: Any) -> dict[Role, Any]:
     """The mesh of each role that has one.
 
-    Args: role_to_mesh: a mapping of roles, or their names, to meshes; None = none.
-    Raises: ConfigError: it is no mapping, a role is unknown, or a mesh is none or of several devices.
+    Args: role_to_mesh: a mapping from roles, or their names, to meshes or None; None = no meshes.
+    Raises: ConfigError: it is not a mapping, a role is unknown, or a mesh is not a DeviceMesh of one device.
 
-    >>> checked_meshes({"actor": None}), checked_meshes(None)
+    >>> check_meshes({"actor": None}), check_meshes(None)
     ({}, {})
-    >>> checked_meshes({"actor": "cuda"})
+    >>> check_meshes({"actor": "cuda"})
     Traceback (most recent call last):
     whet.errors.ConfigError: the mesh of actor is 'cuda' (str); a mesh is torch's DeviceMesh of one device, e.g. \
 init_device_mesh('cuda', (1,)); leave role_to_mesh out: a GPU is taken if there is one
@@ -46,7 +61,7 @@ init_device_mesh('cuda', (1,)); leave role_to_mesh out: a GPU is taken if there 
 
 
 def _check(name: str, mesh: Any) -> None:
-    """Raises ConfigError for anything but a mesh of one device."""
+    """Raises ConfigError for anything but None or a mesh of one device."""
     if mesh is None:
         return
     if not hasattr(mesh, "device_type"):
@@ -56,5 +71,5 @@ def _check(name: str, mesh: Any) -> None:
         raise ConfigError(f"{name} has {mesh.size()} devices, and one process trains on one; {_RULE}; {_FIX}")
 
 
-Meshes = Annotated[dict[Role, Any], BeforeValidator(checked_meshes)]
+Meshes = Annotated[dict[Role, Any], BeforeValidator(check_meshes)]
 """The device mesh of each role."""
