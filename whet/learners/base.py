@@ -37,7 +37,7 @@ from whet.config.rewards import REWARD_MODEL
 from whet.data.prompts import PromptEncoder
 from whet.errors import ConfigError
 from whet.learners.episodes import load_environment, make_play
-from whet.learners.objective import reward_functions
+from whet.learners.from_config import reward_functions
 from whet.learners.rl_task import RLTask
 from whet.learners.step import Step
 from whet.learners.step_metrics import completion_metrics, engine_metrics, total_metrics

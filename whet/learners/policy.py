@@ -24,8 +24,7 @@ from whet.errors import ConfigError, EngineError, raise_all
 from whet.learners.base import RLLearner
 from whet.learners.config_warnings import warn_about_config
 from whet.learners.dynamic_sampling import check_dynamic_sampling, refill_groups
-from whet.learners.kl_controller import MEASURED_ENTROPY, KLController, move_reference
-from whet.learners.objective import (
+from whet.learners.from_config import (
     advantage_inputs,
     describe_objective,
     make_estimator,
@@ -33,6 +32,7 @@ from whet.learners.objective import (
     objective_checks,
     resolve_name,
 )
+from whet.learners.kl_controller import MEASURED_ENTROPY, KLController, move_reference
 from whet.learners.sampler_mismatch import compare_sampler, with_ess
 from whet.learners.step import Step
 from whet.learners.step_metrics import (

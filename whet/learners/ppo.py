@@ -31,7 +31,7 @@ from whet.cluster import RLCluster
 from whet.config import DataConfig, PPOConfig, Role
 from whet.config.base import check_instance
 from whet.errors import ConfigError
-from whet.learners.objective import advantage_inputs, bind_fields, other_field
+from whet.learners.from_config import advantage_inputs, bind_fields, other_field
 from whet.learners.policy import PolicyLearner, with_trained_tokens
 from whet.learners.step import Step
 from whet.learners.step_metrics import advantage_metrics, average_over_known, value_metrics

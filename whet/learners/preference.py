@@ -22,7 +22,7 @@ from whet.config.base import check_instance
 from whet.config.model import REWARD_LR
 from whet.data.preference import PreferenceEncoder, ScoredPairEncoder, UnpairedEncoder
 from whet.errors import ConfigError, DataError
-from whet.learners.preference_objective import (
+from whet.learners.preference_from_config import (
     describe_preference_objective,
     make_preference_objective,
     make_reward_loss,

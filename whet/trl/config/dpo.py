@@ -9,8 +9,8 @@ from torch import Tensor
 
 from whet.config import PreferenceConfig
 from whet.fronts.field import Table, inert, old, works
-from whet.learners.objective import keyword_arguments
-from whet.learners.preference_objective import make_preference_objective
+from whet.learners.from_config import keyword_arguments
+from whet.learners.preference_from_config import make_preference_objective
 from whet.ops.preference import PREFERENCE_LOSSES, PreferenceInputs, needs
 from whet.ops.preference import sigmoid as SMOOTHED
 from whet.trl.config.arguments import dataclass_of

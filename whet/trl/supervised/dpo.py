@@ -10,7 +10,7 @@ from whet.config import RoleConfig
 from whet.data.supervised import RowEncoder
 from whet.errors import ConfigError
 from whet.learners.preference import PreferenceLearner
-from whet.learners.preference_objective import make_preference_objective
+from whet.learners.preference_from_config import make_preference_objective
 from whet.train.supervised_models import SupervisedModels
 from whet.trl.config.dpo import DPOConfig
 from whet.trl.config.supervised import ON_LONG
