@@ -80,7 +80,7 @@ const whet = {
       go(next);
       document.getElementById(`tab-${next}`).focus();
     };
-    window.onhashchange = () => this.route();
+    window.onhashchange = () => location.hash !== this.routed && this.route();
     this.route();
     if (live) setInterval(() => this.update(), 2000);
   },
@@ -107,6 +107,7 @@ const whet = {
     this.updating = false;
   },
   route() {
+    this.routed = location.hash;
     const [tab, key, group, item] = decodeURIComponent(location.hash.slice(1)).split("/");
     this.view.tab = tab in TABS ? tab : "overview";
     if (this.view.tab === "completions" && key) {
@@ -127,7 +128,8 @@ const whet = {
 
 function go(...parts) {
   const hash = "#" + parts.map(encodeURIComponent).join("/");
-  if (location.hash === hash) whet.route(); else location.hash = hash;
+  if (location.hash !== hash) location.hash = hash;
+  whet.route(); // now, not at the event: the next key may come before it
 }
 
 // ---- elements ------------------------------------------------------------------------------------------------------
