@@ -14,7 +14,7 @@ import numpy as np
 from whet.data.conversations import make_sequence
 from whet.data.preference import PreferenceEncoder, ScoredPairEncoder
 from whet.data.prompt_stream import epoch_order
-from whet.data.supervised import Answer, RowAnswers, RowEncoder, SFTEncoder
+from whet.data.supervised import Answer, AnswerText, RowAnswers, RowEncoder, SFTEncoder
 from whet.errors import DataError
 from whet.types import Example, TrainSequence
 
@@ -72,8 +72,12 @@ class SFTOrIdsEncoder(SFTEncoder):
         names = ("assistant_masks",) if self.trains_all else ("completion_mask", "assistant_masks")
         return RowAnswers([_of_ids(row["input_ids"], *(row[name] for name in names if row.get(name) is not None))])
 
-    def _encode(self, answer: Answer, options: Mapping[str, Any], number: int) -> list[TrainSequence]:
-        return _sequence(answer, number) if isinstance(answer, _Ids) else super()._encode(answer, options, number)
+    def _render_answer(
+        self, answer: Answer, options: Mapping[str, Any], number: int
+    ) -> list[TrainSequence | AnswerText]:
+        if isinstance(answer, _Ids):
+            return [*_sequence(answer, number)]
+        return super()._render_answer(answer, options, number)
 
 
 class PairOrIdsEncoder(ScoredPairEncoder):
@@ -87,8 +91,12 @@ class PairOrIdsEncoder(ScoredPairEncoder):
         answers = [_of_ids(row[f"{side}_{end}"]) for side in ("chosen", "rejected")]
         return RowAnswers(answers, {"chosen": (1.0, 0.0), **margin})
 
-    def _encode(self, answer: Answer, options: Mapping[str, Any], number: int) -> list[TrainSequence]:
-        return _sequence(answer, number) if isinstance(answer, _Ids) else super()._encode(answer, options, number)
+    def _render_answer(
+        self, answer: Answer, options: Mapping[str, Any], number: int
+    ) -> list[TrainSequence | AnswerText]:
+        if isinstance(answer, _Ids):
+            return [*_sequence(answer, number)]
+        return super()._render_answer(answer, options, number)
 
 
 def _common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
@@ -102,12 +110,14 @@ class TextPairEncoder(PreferenceEncoder):
     A blank at its end is the answers'. Prompt and answer are encoded together there, and so they are here.
     """
 
-    def _sequences(self, read: RowAnswers, options: Mapping[str, Any], number: int) -> list[list[TrainSequence]]:
+    def _arrange(
+        self, read: RowAnswers, per_answer: list[list[TrainSequence]], number: int
+    ) -> list[list[TrainSequence]]:
         texts = [
             answer.response for answer in read.answers if answer.prompt is None and isinstance(answer.response, str)
         ]
         if len(texts) != 2:
-            return super()._sequences(read, options, number)
+            return super()._arrange(read, per_answer, number)
         prompt = texts[0][: _common_prefix(*texts)]
         prompt = prompt[:-1] if prompt.endswith(" ") else prompt
         end = str(self.tokenizer.eos_token)
@@ -115,7 +125,7 @@ class TextPairEncoder(PreferenceEncoder):
         ids = [list(self.tokenizer(text, verbose=False).input_ids) for text in (prompt, *both)]
         same = min(_common_prefix(ids[0], made) for made in ids[1:])
         if not same:
-            return super()._sequences(read, options, number)
+            return super()._arrange(read, per_answer, number)
         return [[make_sequence([(made[:same], False), (made[same:], True)])] for made in ids[1:]]
 
 
