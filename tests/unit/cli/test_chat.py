@@ -78,7 +78,7 @@ def test_a_turn_runs_the_template_once(sampler, asked, monkeypatch):
 def test_what_is_no_text_is_refused_in_every_turn_and_not_part_of_the_conversation(sampler):
     c = talk(sampler)
     for count in (0, 2):
-        with pytest.raises(DataError, match="no valid text"):
+        with pytest.raises(DataError, match="not valid text"):
             say(c, "a\udcff")
         assert len(c.messages) == count
         say(c, "hi")
@@ -196,7 +196,7 @@ def test_lines_of_a_pipe_are_answered_on_standard_output_alone(model_folder, mon
     c.reset()
     expected.append(say(c, "hi"))
     assert out == "".join(f"{text}\n" for text in expected)
-    assert "unknown command '/nothing'" in err and "starts again" in err
+    assert "unknown command '/nothing'" in err and "a new conversation starts" in err
 
 
 def test_lines_that_are_no_text_are_an_error_in_words(monkeypatch):
