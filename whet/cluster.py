@@ -122,7 +122,7 @@ class RLCluster(RoleWorkers):
             if model is not None:
                 self.check_same_ids(role, model, actor)
         self._train_roles(config)
-        self.checkpoints = Checkpoints(config.checkpoint_root, self._trainers, self._workers)
+        self.checkpoints = Checkpoints(config.checkpoint_root, self._trainers, self._workers, ranks=self.ranks)
         self._rollouts = PolicyRollouts(self._make_engine, self.actor, vocab_size=policy.module.config.vocab_size)
 
     def _train_roles(self, config: RLTrainingConfig) -> None:

@@ -1,18 +1,14 @@
 """One GRPO update by the real learner: in this process alone, or as one of several over parts of the model."""
 
 import datetime
-import traceback
 
 import torch
 import torch.distributed as dist
 from helpers import cluster, length_reward, rows, tiny_model
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from whet.cluster import RLCluster
 from whet.config import DataConfig, GRPOConfig, OptimConfig
 from whet.learners.grpo import GRPOLearner
-from whet.parallel.fsdp import FSDPPlacement
 
 PATIENCE = datetime.timedelta(seconds=60)
 
@@ -30,7 +26,6 @@ def one_update(prompts):
         rewarded.extend(map(tuple, completion_ids))
         return length_reward(completions)
 
-    torch.set_num_threads(1)
     optimizer = OptimConfig(name="sgd", lr=0.1, max_grad_norm=0.5)
     c = cluster(
         tiny_model(),
@@ -66,13 +61,7 @@ def one_update(prompts):
 
 def one_of(rank, size, folder, prompts):
     """The same as one process of several, over FSDP; what came of it lies in the folder."""
-    try:
-        meeting = f"file://{folder / 'meeting'}"
-        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=PATIENCE)
-        mesh = init_device_mesh("cpu", (size,))
-        RLCluster._placement = lambda *_: FSDPPlacement(mesh)
-        torch.save(one_update(prompts), folder / f"{rank}.pt")
-        dist.destroy_process_group()
-    except BaseException:
-        (folder / f"{rank}.txt").write_text(traceback.format_exc())
-        raise
+    meeting = f"file://{folder / 'meeting'}"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=PATIENCE)
+    torch.save(one_update(prompts), folder / f"{rank}.pt")
+    dist.destroy_process_group()

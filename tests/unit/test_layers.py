@@ -20,7 +20,7 @@ LAYERS = [
     {"evaluation"},
     {"cluster"},
     {"learners"},
-    {"demo"},
+    {"demo", "report"},
     {"cli", "__main__", "trl", "torchrl", "rl2", "tunix", "fronts"},
 ]
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}

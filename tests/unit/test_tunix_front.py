@@ -198,6 +198,14 @@ def test_functions_of_numpy_say_how_metrics_are_reduced_and_others_are_refused()
         super(type(trainer), trainer).with_rl_metrics_to_log({"kl": np.mean})  # whet's own takes words
 
 
+def test_a_default_of_tunix_s_without_effect_is_not_warned_of(caplog):
+    c = cluster()
+    learner(c)
+    assert "kl_loss_mode" not in caplog.text
+    GRPOLearner(c, GRPOConfig(num_generations=2, beta=0.0, kl_loss_mode="mse_kl"), [distinct])
+    assert "kl_loss_mode='mse_kl': no effect while beta is 0.0" in caplog.text
+
+
 # ---- meshes --------------------------------------------------------------------------------------------------------
 
 

@@ -178,7 +178,7 @@ The points above about callbacks, the last step, resuming, masters and overridde
 - `lora_dropout` is kept. The reference of an adapter is what the model was at the beginning, without a second copy.
 - `optimizer_cls_and_kwargs`: as with `optimizers`, the learning rate is the class's, and the schedule the arguments'.
 - `trainer.train_dataset` and `eval_dataset` are the rows as token ids under TRL's names, without those that are left
-  out. The first token of a row, which no model foretells, has the label -100; in TRL it may have its own.
+  out.
 - `compute_metrics` takes a second pass over the evaluation set, since whet's learners hold no logits.
 - `model_tags` are whet and the method. TRL's collators and fused losses are not there: whet packs rows, and reads them
   with kernels of its own.

@@ -237,6 +237,26 @@ FIRST: Mapping[str, Sequence[Group]] = {
             },
         ),
     ),
+    "report": (
+        (
+            "Keys",
+            {
+                "runs": "run folders; `whet report FOLDER ...` is short for it",
+                "out": "folder of the report; default: report/ in the run folder",
+                "max_mb": "megabytes of completions, about; beyond it some steps are left out",
+            },
+        ),
+    ),
+    "watch": (
+        (
+            "Keys",
+            {
+                "runs": "run folders; `whet watch FOLDER ...` is short for it",
+                "host": "address to listen at; others than loopback need the token that is printed",
+                "port": "port to listen at; 0: a free one",
+            },
+        ),
+    ),
     "data": (
         (
             "Keys",
@@ -285,6 +305,8 @@ _EXAMPLES: Mapping[str, Sequence[str]] = {
     ),
     "chat": ("whet chat model=Qwen/Qwen3-0.6B max_tokens=1000",),
     "push": ("whet push runs/a repo=me/sums which=best dry_run=true",),
+    "report": ("whet report runs/a", "whet report runs/a runs/b out=compared"),
+    "watch": ("whet watch runs/a",),
     "data": (
         "whet data data=rows.jsonl model=FOLDER",
         "whet data sft data=chats.jsonl model=FOLDER rows=1",
@@ -364,7 +386,8 @@ def command_help(command: str, about: str, topic: str, kind: type, short: Mappin
                 f"--help {topic}: there is no such section or key{near}; the sections are {', '.join(known)}"
             )
         return keys
-    words = {"push": "[RUN] ", "data": "[grpo|ppo|sft|rm|dpo] [rows=N] ", "demo": ""}.get(command, "")
+    data_words = "[grpo|ppo|sft|rm|dpo] [rows=N] "
+    words = {"push": "[RUN] ", "report": "[RUN ...] ", "watch": "[RUN ...] ", "data": data_words}.get(command, "")
     files = "" if command == "demo" else "[--config FILE ...] "
     usage = [f"usage: whet {command} {words}{files}{flags}[key=value ...]", "", about]
     note = [_NOTES[command]] if command in _NOTES else []

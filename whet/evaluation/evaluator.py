@@ -185,7 +185,7 @@ class Evaluator:
     def __init__(
         self, config: EvalRunConfig, *, model: Any = None, tokenizer: Any = None, data: Any = None, reward: Any = None
     ) -> None:
-        require_single_process()
+        require_single_process("an evaluation")
         self.config = config
         self.model: Any = config.model if model is None else model
         self.tokenizer = config.tokenizer if tokenizer is None else tokenizer

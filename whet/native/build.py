@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import logging
@@ -18,7 +19,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -172,21 +173,42 @@ def _load_or_build(source: str, compiler: list[str], version: str) -> ctypes.CDL
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not _is_private(path.parent):
             raise PermissionError(f"{path.parent} can be written by others")
-        if path.exists() and _is_private(path):
-            with contextlib.suppress(OSError):  # cut short by a power cut: built again
-                return ctypes.CDLL(str(path))
+        if (library := _load_cached(path)) is not None:
+            return library
         room = tempfile.TemporaryDirectory(dir=path.parent)
     except OSError as error:  # no home, or one that can't be written, or that others can write
         path, room = Path(name), tempfile.TemporaryDirectory(prefix="whet-")
         log.warning("native kernels can't be cached and are built for this process only: %s", error)
-    log.info("building native kernels (%s) with %s: some seconds, once", source, compiler[0])
-    with room as folder:
+    with room as folder, _build_lock(path):
+        if (library := _load_cached(path)) is not None:  # another process of this host has built it meanwhile
+            return library
+        log.info("building native kernels (%s) with %s: some seconds, once", source, compiler[0])
         part, made = Path(folder) / f"{source}.o", Path(folder) / name
         _run(*compiler, *FLAGS, "-c", str(SOURCE / f"{source}.cpp"), "-o", str(part))
         _run(*compiler, "-shared", str(part), "-o", str(made))  # OpenMP is torch's, found when it is loaded
         if made.parent.parent == path.parent:
             made = made.replace(path)  # whole or not at all, whoever else builds
         return ctypes.CDLL(str(made))  # stays loaded when the folder goes
+
+
+def _load_cached(path: Path) -> ctypes.CDLL | None:
+    """A library of the cache; None if it is not there, or was cut short by a power cut."""
+    if path.exists() and _is_private(path):
+        with contextlib.suppress(OSError):
+            return ctypes.CDLL(str(path))
+    return None
+
+
+@contextlib.contextmanager
+def _build_lock(path: Path) -> Iterator[None]:
+    """A context in which no other process of this host builds a library for the same cache."""
+    with contextlib.ExitStack() as stack:
+        if path.is_absolute():  # else it is of this process only
+            folder = os.open(path.parent, os.O_RDONLY)
+            stack.callback(os.close, folder)
+            with contextlib.suppress(OSError):  # a file system without locks: both build
+                fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
 
 
 def _is_private(path: Path) -> bool:

@@ -65,7 +65,7 @@ def setup_logging(level: int = logging.INFO) -> None:
         handler: logging.Handler = _AboveBarHandler()
     else:
         handler = logging.StreamHandler(Stderr())
-    handler.setFormatter(_LevelFormatter())
+    handler.setFormatter(_LevelFormatter("%(message)s" if first else f"[rank {os.environ['RANK']}] %(message)s"))
     others = logging.WARNING if first else logging.ERROR
     logging.basicConfig(level=others, handlers=[handler], force=True)
     logging.getLogger("whet").setLevel(level if first else logging.ERROR)

@@ -6,13 +6,15 @@
                                       were computed from the whole batch, so nothing else divides
     rollout                           every rank has the whole model while it samples
 
-Experimental: fp32 only, the module's own layers, every rank samples all prompts, and checkpoints and exports are
-refused. The command line starts one process. Left out on purpose: computing in another dtype than that of the
+    checkpoints, exports      every rank gathers each tensor in turn, and rank 0 writes it
+
+Experimental: fp32 only, and the module's own layers. Left out on purpose: computing in another dtype than that of the
 parameters, which needs torch's MixedPrecisionPolicy, and loading a model that no rank can hold whole.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
@@ -27,7 +29,8 @@ from torch.distributed.tensor import DTensor
 
 from whet.errors import ConfigError
 from whet.parallel.placement import Phase, Placement
-from whet.parallel.ranks import ProcessRanks
+from whet.parallel.ranks import Ranks
+from whet.util.tensor_subclasses import whole_tensor
 
 __all__ = ["FSDPPlacement"]
 
@@ -39,24 +42,31 @@ CALL = "whet_call"
 class FSDPPlacement(Placement):
     """A model sharded over all ranks of a one-dimensional mesh.
 
-    Args: mesh: the ranks; the process group must be initialized first.
+    Args: mesh: the ranks of the shards. ranks: the same processes, for what they agree on.
     Raises: ConfigError: a dtype other than float32.
 
-    Example: `ModelWorker(loaded, optim=OptimConfig(), placement=FSDPPlacement(init_device_mesh("cpu", (2,))))`.
+    Example: `ModelWorker(loaded, optim=OptimConfig(), placement=FSDPPlacement(init_device_mesh("cpu", (2,)), ranks))`.
     """
 
     fast_layers = False
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, ranks: Ranks) -> None:
         super().__init__()
-        self.mesh = mesh
-        self.ranks = ProcessRanks(mesh.get_group())
+        self.mesh, self.ranks = mesh, ranks
 
     def prepare(self, module: nn.Module, dtype: torch.dtype | None) -> None:
-        """Shards every decoder layer, and the rest of the model (embedding, last norm, head) as one more part."""
+        """Shards every decoder layer, and the rest of the model (embedding, last norm, head) as one more part.
+
+        A view's module is sharded already, by the placement of its owner.
+        """
+        if isinstance(module, FSDPModule):
+            return
         dtypes = sorted({str(p.dtype) for p in module.parameters()} | ({str(dtype)} if dtype is not None else set()))
         if dtypes != ["torch.float32"]:
             raise ConfigError(f"FSDP takes only float32 in this release, not {', '.join(dtypes)}; set dtype=float32")
+        meta = lambda p: nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+        # a copy without weights, since fully_shard changes the classes of the modules
+        self._skeleton = copy.deepcopy(module, {id(p): meta(p) for p in module.parameters()})
         trunk: Any = module.get_decoder()  # pyright: ignore[reportCallIssue]
         for layer in trunk.layers:
             fully_shard(layer, mesh=self.mesh)
@@ -70,10 +80,6 @@ class FSDPPlacement(Placement):
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
         """See Placement. After a pass without gradient the root would keep plain parameters, not the optimizer's."""
-        if phase in ("save", "load", "export"):
-            raise ConfigError(
-                f"{phase}: an FSDP-sharded model can't be saved or loaded in this release; use one process"
-            )
         try:
             yield
         finally:
@@ -93,6 +99,19 @@ class FSDPPlacement(Placement):
             self._reshard()
             for part in parts:
                 part.set_reshard_after_forward(part is not self.module, recurse=False)
+
+    @contextmanager
+    def whole_module(self) -> Iterator[nn.Module]:
+        """See Placement: each tensor is gathered in turn, and rank 0 keeps it on the CPU."""
+        self._reshard()
+        masters = {} if self._optim is None else self._optim.masters
+        gathered: dict[int, Any] = {}
+        skeleton = dict(self._skeleton.named_parameters())
+        for name, p in self.module.named_parameters():
+            whole = whole_tensor(masters.get(name, p).detach())
+            if self.ranks.is_writer:
+                gathered[id(skeleton[name])] = nn.Parameter(whole.cpu(), p.requires_grad)
+        yield copy.deepcopy(self._skeleton, gathered) if self.ranks.is_writer else self._skeleton
 
     def _reshard(self) -> None:
         for part in _parts(self.module):
@@ -119,7 +138,7 @@ class FSDPPlacement(Placement):
     def gather_columns(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See Placement."""
         for column in columns.values():
-            dist.all_reduce(column, group=self.ranks.group)
+            dist.all_reduce(column, group=self.mesh.get_group())
         return dict(columns)
 
     def gather_results(self, results: list[Result]) -> list[Result]:

@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from whet.parallel.ranks import Ranks
-
 if TYPE_CHECKING:
     from whet.train.optim import Optim
 
@@ -41,8 +39,6 @@ class Placement:
     """Whether layers may have whet's own forwards, which read parameters as plain tensors."""
 
     def __init__(self) -> None:
-        self.ranks = Ranks()
-        """The processes that train this model."""
         self._module: nn.Module | None = None
         self._optim: Optim | None = None
 
@@ -75,6 +71,13 @@ class Placement:
     @contextmanager
     def weights(self) -> Iterator[nn.Module]:
         """A context for engines: the model's parameters are plain tensors in the dtype that it computes in."""
+        yield self.module
+
+    @contextmanager
+    def whole_module(self) -> Iterator[nn.Module]:
+        """A context for files: the module with all of its weights. Where the model is sharded, rank 0 has a copy with
+        the optimizer's fp32 masters on the CPU, and the other ranks a module without weights.
+        """
         yield self.module
 
     # ---- several processes ---------------------------------------------------------------------------------------

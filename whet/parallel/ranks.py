@@ -3,6 +3,7 @@
     broadcast(value)             rank 0's value on every rank. Whatever ranks could decide differently (by a clock, a
                                  signal or a timing) must go through it; otherwise they wait for one another for ever
     scatter_gather(fn, items)    runs a function on a part of the items on each rank; all results on every rank
+    call_on_writer(fn)           runs a function on rank 0; its result, or its error, on every rank
     is_writer                    whether this process writes files and logs
 
 `Ranks` itself is one process and needs no communication. Every rank must make the same calls in the same order. Left
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from whet.errors import WhetError, format_exception
+from whet.errors import ConfigError, WhetError, format_exception
 
 __all__ = ["ProcessRanks", "Ranks"]
 
@@ -48,6 +49,29 @@ class Ranks:
     def broadcast(self, value: Result) -> Result:
         """Rank 0's value, on every rank. Args: value: of this rank; used on rank 0 only."""
         return self.all_gather(value)[0]
+
+    def call_on_writer(self, fn: Callable[[], Result]) -> Result:
+        """Calls a function on rank 0, such as one that makes or checks files.
+
+        Returns: its result, on every rank.
+        Raises: its own error on rank 0; on the others a ConfigError or WhetError with the same text.
+
+        >>> Ranks().call_on_writer(lambda: 3)
+        3
+        """
+        result, failure = None, None
+        if self.is_writer:
+            try:
+                result = fn()
+            except Exception as error:  # the other ranks must learn of any error
+                failure = error
+        text = str(failure) if isinstance(failure, WhetError) else failure and format_exception(failure)
+        result, text, is_config = self.broadcast((result, text, isinstance(failure, ConfigError)))
+        if failure is not None:
+            raise failure
+        if text is not None:
+            raise (ConfigError if is_config else WhetError)(text)
+        return result  # pyright: ignore[reportReturnType]
 
     def scatter_gather(self, fn: Callable[[Sequence[Item]], Result], items: Sequence[Item]) -> list[Result]:
         """Runs a function over all items, on consecutive items on each rank.
@@ -86,7 +110,7 @@ class Ranks:
 class ProcessRanks(Ranks):
     """The processes of a torch.distributed group.
 
-    Args: group: the processes; None = all. The process group must be initialized first.
+    Args: group: the processes; None = all. Its backend should be gloo, since pickled objects travel through it.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:

@@ -7,7 +7,7 @@ import re
 
 from whet.errors import ConfigError, format_value
 
-__all__ = ["rank", "require_single_process", "world_size"]
+__all__ = ["check_torchrun_env", "local_rank", "rank", "require_single_process", "world_size"]
 
 
 def rank() -> int:
@@ -20,20 +20,32 @@ def world_size() -> int:
     return _number("WORLD_SIZE", 1, least=1)
 
 
-def require_single_process() -> None:
-    """Raises ConfigError if torchrun started several processes, each of which would train its own copy of the model.
+def local_rank() -> int:
+    """The number of this process on its host; 0 without torchrun. Raises ConfigError: LOCAL_RANK is not valid."""
+    return _number("LOCAL_RANK", 0, least=0)
 
-    Also raises ConfigError if RANK, LOCAL_RANK or WORLD_SIZE is not a valid number.
+
+def check_torchrun_env() -> None:
+    """Raises ConfigError if RANK, LOCAL_RANK or WORLD_SIZE is not a valid number, or they contradict each other."""
+    own, count = rank(), world_size()
+    if own >= count:
+        fix = "unset RANK" if count == 1 else "start the processes with torchrun"
+        raise ConfigError(f"RANK is {own} in the environment, and WORLD_SIZE is {count}; {fix}")
+    local_rank()
+
+
+def require_single_process(what: str) -> None:
+    """Raises ConfigError if torchrun started several processes for a program that runs in one.
+
+    Args: what: the program, for the message. Also raises what `check_torchrun_env` raises.
     """
     count = world_size()
     if count > 1:
         raise ConfigError(
-            f"WORLD_SIZE is {count}, and training over several processes is not part of this release; "
-            "start one process (torchrun --nproc_per_node=1, or without torchrun)"
+            f"WORLD_SIZE is {count}, and {what} runs in one process in this release; start one process (torchrun "
+            "--nproc_per_node=1, or without torchrun)"
         )
-    if rank() > 0:
-        raise ConfigError(f"RANK is {rank()} in the environment, and there is one process; unset RANK")
-    _number("LOCAL_RANK", 0, least=0)
+    check_torchrun_env()
 
 
 def _number(name: str, default: int, *, least: int) -> int:

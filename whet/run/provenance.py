@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from whet.config import diff, dump_tree
 from whet.errors import CheckpointError, ConfigError
 from whet.util.references import resolve_ref
+from whet.util.tensor_subclasses import whole_tensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,6 +62,7 @@ _FREE = (
     "reference.gradient_checkpointing",
     "reward_model.gradient_checkpointing",
     "offload_to_cpu",
+    "trainer.collective_timeout_s",
     "trainer.keep_best",
     "trainer.max_steps",
     "trainer.num_epochs",
@@ -296,12 +298,13 @@ def weights_digest(module: nn.Module, *, without: Collection[str] = ()) -> str:
     (False, True)
     """
     found, seen = hashlib.sha256(), set()
-    tensors = {name: t for name, t in module.state_dict().items() if name not in without}
+    tensors = {name: t for name, t in module.state_dict(keep_vars=True).items() if name not in without}
     for name, tensor in sorted(tensors.items()):
-        place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        sharded = hasattr(tensor, "full_tensor")  # a shard may be empty, so its address says nothing
+        place = id(tensor) if sharded else (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() == 0 or place not in seen:
             found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-            found.update(_sums(tensor))
+            found.update(_sums(whole_tensor(tensor)))
         seen.add(place)
     return found.hexdigest()
 

@@ -31,7 +31,6 @@ from whet.observe.notebook import run_html
 from whet.observe.profiler import StepProfiler
 from whet.observe.progress import Progress
 from whet.observe.trace import trace_folder
-from whet.parallel.ranks import Ranks
 from whet.run.builtin_observers import builtin_observers
 from whet.run.observer import Observer, Observers, TrainerControl
 from whet.run.provenance import check_inputs, check_settings, plain
@@ -101,7 +100,10 @@ class Run:
         self.profiler = StepProfiler(config.profiling, folder=config.run_dir, trace=roles.trace)
         self.tokens = 0
         self.inputs: dict[str, Any] | None = None
-        self.observers = Observers([*builtin_observers(config), *observers])
+        self.ranks = roles.ranks
+        """The processes that train together."""
+        own = Observers([*builtin_observers(config), *observers])
+        self.observers = own if self.ranks.is_writer else Observers([])
         self._signals = SignalHandler()
         self._begun = False
         self._begun_at = self._saved_step = 0
@@ -140,11 +142,6 @@ class Run:
         return run_html(f"{self.step} steps", self.train_rows, self.evaluations)
 
     @property
-    def ranks(self) -> Ranks:
-        """The processes that train together."""
-        return self.trainer.worker.placement.ranks
-
-    @property
     def total_steps(self) -> int | None:
         """The number of steps of the whole run; None if the data have no known length."""
         assert self.stream is not None
@@ -176,12 +173,6 @@ class Run:
     def _open(self) -> None:
         c = self.config
         assert self.stream is not None
-        if self.ranks.size > 1 and (c.run_dir or self.checkpoints.root or c.resume):
-            raise ConfigError(
-                f"a run of {self.ranks.size} processes writes no files in this release, and "
-                f"trainer.run_dir={c.run_dir!r}, checkpoint folder {self.checkpoints.root}, resume={c.resume!r}; leave "
-                "these out, or use one process"
-            )
         self.settings = self.task.settings()
         self.task.prepare()
         if not self.task.has_evaluation and c.eval_every_n_steps:
@@ -193,7 +184,7 @@ class Run:
         if self.checkpoints.root is not None or c.resume is not None:
             self.inputs = self.task.inputs()  # before the first update changes a weight
             check_storable(self.task.state(), "the state of the run")
-        if c.run_dir is not None:
+        if c.run_dir is not None and self.ranks.is_writer:
             self.folder = RunFolder(c.run_dir, resume_step=None if c.resume is None else self._resume)
         elif c.resume is not None:
             self._resume()
@@ -211,10 +202,11 @@ class Run:
             self.folder.write_config(self.task.sections())
             passes = self.task.planned_passes(self.stream.batch_size)
             write_environment(self.folder, self.roles, passes, resumed=self.step > 0)
-            self.rows = self.folder.rows()
+        if c.run_dir is not None:
+            self.rows = self.ranks.broadcast([] if self.folder is None else self.folder.rows())
         log_run_length(c, self.stream, self.step)
         self._begun_at, total, size = self.step, self.total_steps, self.stream.batch_size
-        self.timeline = trace_folder(c.perf_metrics_options, c.run_dir)
+        self.timeline = trace_folder(c.perf_metrics_options, c.run_dir) if self.ranks.is_writer else None
         self.profiler.set_num_steps(None if total is None else total - self.step)
         for role, trainer in self.roles.trainers.items():
             trainer.worker.plan(None if total is None else self.task.total_updates(role, total, size))
@@ -425,6 +417,9 @@ class Run:
             return
         if self._finished is None or self._finished[0] != self._updates():
             return
+        if self.ranks.size > 1:  # a checkpoint needs all processes, and the others may not have failed
+            log.warning("step %d is not saved: one of %d processes can't save alone", self.step, self.ranks.size)
+            return
         state = self._finished[1]
         try:
             folder = self._write_checkpoint(state)
@@ -441,10 +436,19 @@ class Run:
         """Restores the checkpoint that `resume` names. Returns: its step; -1 if there is none yet."""
         assert self.config.resume is not None
         self.checkpoints.open()
-        checkpoint = self.checkpoints.find(self.config.resume)
+        checkpoint = self.ranks.call_on_writer(self._find_checkpoint)
         if checkpoint is None:
             log.info("resume=latest: no checkpoint in %s yet; starting from the beginning", self.checkpoints.root)
             return -1
+        self._restore(checkpoint)
+        return self.step
+
+    def _find_checkpoint(self) -> Path | None:
+        """The checkpoint that `resume` names, verified; None if there is none yet. Called on rank 0 only."""
+        assert self.config.resume is not None
+        checkpoint = self.checkpoints.find(self.config.resume)
+        if checkpoint is None:
+            return None
         own, root = self.config.run_dir, self.checkpoints.root
         if own is not None and root is not None and has_steps(own):
             written_by, here = read_run_id(checkpoint), read_environment(own).get("run")
@@ -453,11 +457,10 @@ class Run:
                     f"{checkpoint} belongs to another run, and {own} holds steps of its own; give another "
                     "trainer.run_dir, or resume from the checkpoints that lie there"
                 )
-        self._restore(checkpoint)
-        return self.step
+        self.checkpoints.verify(checkpoint)
+        return checkpoint
 
     def _restore(self, checkpoint: Path) -> None:
-        self.checkpoints.verify(checkpoint)
         state = self.checkpoints.state(checkpoint, self.task.required_state)
         check_settings(state["settings"], self._compared_settings(), allow=self.config.allow_config_change)
         assert self.stream is not None
@@ -509,10 +512,13 @@ class Run:
                 "supervised training data.max_length"
             )
         self.save()  # before the last evaluation, which a longer run doesn't make: its draws must not be saved
-        if self.folder is not None:  # before it too: whoever sent a signal may not wait for an evaluation
-            final, worker = self.folder.path / "final", self.trainer.worker
-            merge, dtype = self.config.merge_adapter, self.config.final_dtype
-            self.checkpoints.export(final, self.step, worker, self.roles.tokenizer, merge=merge, dtype=dtype)
+        if self.config.run_dir is not None:  # before it too: whoever sent a signal may not wait for an evaluation
+            merge, dtype, worker = self.config.merge_adapter, self.config.final_dtype, self.trainer.worker
+            if self.folder is not None:
+                final, tokenizer = self.folder.path / "final", self.roles.tokenizer
+                self.checkpoints.export(final, self.step, worker, tokenizer, merge=merge, dtype=dtype)
+            else:  # another rank writes it
+                worker.export(None)
         evaluated = any(r["mode"] == "eval" and r["step"] == self.step for r in self.rows)
         if self.task.has_evaluation and not evaluated:
             self.evaluate(self.step)

@@ -19,7 +19,7 @@ from torch import Tensor
 from whet.errors import CheckpointError, ConfigError
 from whet.storage.checkpoint import CHECKPOINT_FORMAT, check_format
 from whet.util.references import resolve_ref
-from whet.util.tensor_subclasses import is_wrapper
+from whet.util.tensor_subclasses import is_wrapper, whole_tensor
 
 __all__ = ["FORMAT_KEY", "WRAPPED", "check_moment_shapes", "flatten_state", "load_optimizer_state", "unflatten_state"]
 
@@ -51,6 +51,7 @@ def flatten_state(
     for parameter, entry in state.items():
         for key, value in entry.items():
             name = f"{parameter}.{key}"
+            value = whole_tensor(value) if isinstance(value, Tensor) else value
             if not isinstance(value, Tensor):
                 plain[name] = value
             elif is_wrapper(value):

@@ -45,13 +45,17 @@ _RESUMED = ("optimizer.safetensors", "state.pt")
 
 
 class ModelFiles:
-    """The files of one model. Args: loaded: the model. optim: its optimizer; None = it is not trained.
+    """The files of one model.
+
+    Args: loaded: the model. optim: its optimizer; None = it is not trained. has_masters: the model's own parameters are
+        the optimizer's masters, gathered from several processes.
 
     Example: `ModelFiles(worker.loaded, worker.optim).write(folder, version=3)`.
     """
 
-    def __init__(self, loaded: LoadedModel, optim: Optim | None) -> None:
+    def __init__(self, loaded: LoadedModel, optim: Optim | None, *, has_masters: bool = False) -> None:
         self.loaded, self.optim = loaded, optim
+        self.masters = {} if optim is None or has_masters else optim.masters_by_name()
         self.adapted = loaded.adapter is not None
 
     def paths(self, folder: Path) -> list[Path]:
@@ -61,13 +65,20 @@ class ModelFiles:
         rest = (*rest, ENCODER) if is_prompt_tuned(self.loaded.module) else rest
         return [*(folder / name for name in weights), *(_state_folder(folder) / name for name in rest)]
 
-    def write(self, folder: Path, version: int) -> None:
-        """Writes everything that a resumed worker needs. Args: version: of the policy."""
-        masters = None if self.optim is None else self.optim.masters_by_name()
+    def write(self, folder: Path | None, version: int) -> None:
+        """Writes everything that a resumed worker needs.
+
+        Args: folder: None = another rank writes; this one gives it its shards of the optimizer's state. version: of the
+            policy.
+        """
+        if folder is None:
+            if self.optim is not None:
+                self.optim.save(None)
+            return
         if self.adapted:
-            save_adapter(self.loaded.module, folder, masters)
+            save_adapter(self.loaded.module, folder, self.masters)
         else:
-            save_weights(self.loaded.module, folder / "model.safetensors", masters)
+            save_weights(self.loaded.module, folder / "model.safetensors", self.masters)
             config = copy.deepcopy(self.loaded.module.config)
             config.dtype = self.loaded.saved_dtype  # the model's own; what lies here is its fp32 masters
             config.save_pretrained(folder)
@@ -94,21 +105,19 @@ class ModelFiles:
         path = _state_folder(folder) / "state.pt"
         state = read_state(path, needs=("version",) if self.optim is None else ("version", "optim"))
         check_format(path, state.get("format"), weights=folder)
-        masters = None if self.optim is None else self.optim.masters_by_name()
         if self.adapted:
             learned = is_prompt_tuned(self.loaded.module)
             self._read_adapter(_state_folder(folder) / ENCODER if learned else folder / ADAPTER_WEIGHTS)
         else:
-            load_weights(self.loaded.module, folder / "model.safetensors", masters)
+            load_weights(self.loaded.module, folder / "model.safetensors", self.masters)
         if self.optim is not None:
             self.optim.load(_state_folder(folder) / "optimizer.safetensors", state["optim"])
         return state["version"]
 
     def _read_adapter(self, path: Path) -> None:
-        masters = None if self.optim is None else self.optim.masters_by_name()
         try:
             found = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(path).items()}
-            load_adapter_weights(self.loaded.module, found, str(path), masters)
+            load_adapter_weights(self.loaded.module, found, str(path), self.masters)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{path} can't be read ({error}); resume from an earlier step-* folder") from error
         except ConfigError as error:
@@ -128,7 +137,7 @@ class ModelFiles:
     @contextmanager
     def _masters_in(self) -> Iterator[None]:
         """A context in which the module's parameters are the fp32 masters."""
-        masters = {} if self.optim is None else self.optim.masters_by_name()
+        masters = self.masters
         params = dict(self.loaded.module.named_parameters())
         held = {n: p.data for n, p in params.items() if n in masters and masters[n] is not p}
         try:

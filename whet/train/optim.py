@@ -25,6 +25,7 @@ from whet.errors import CheckpointError, ConfigError, format_exception, lookup_e
 from whet.storage.checkpoint import CHECKPOINT_FORMAT
 from whet.storage.optimizer_state import FORMAT_KEY, check_moment_shapes, flatten_state, load_optimizer_state
 from whet.train.optimizers import group_settings, make_optimizer, set_setting
+from whet.util.tensor_subclasses import shard_like
 
 __all__ = ["Optim"]
 
@@ -200,18 +201,20 @@ class Optim:
                 "state can't be saved by name; save no checkpoints, or build it from the parameters its factory gets"
             ) from None
 
-    def save(self, path: Path) -> dict[str, Any]:
+    def save(self, path: Path | None) -> dict[str, Any]:
         """Writes the moments to a safetensors file and returns the rest as plain containers, for torch.save.
 
-        Both use the model's parameter names, so their order doesn't matter.
+        Both use the model's parameter names, so their order doesn't matter. Args: path: None = another rank writes, and
+            this one gives it its shards.
         """
         groups = self._names()
         flat = [name for names in groups for name in names]
         state = self.optimizer.state_dict()
         tensors, plain, wrapped = flatten_state({flat[i]: entry for i, entry in state["state"].items()})
-        save_file(
-            tensors, path, metadata={FORMAT_KEY: str(CHECKPOINT_FORMAT)}
-        )  # one key: safetensors writes several in no fixed order
+        if path is not None:
+            save_file(
+                tensors, path, metadata={FORMAT_KEY: str(CHECKPOINT_FORMAT)}
+            )  # one key: safetensors writes several in no fixed order
         return {
             "kind": type(self.optimizer).__name__,
             "initial_settings": self.initial_settings,
@@ -250,7 +253,7 @@ class Optim:
         current = self.optimizer.state_dict()["param_groups"]
         found = [g | {"params": now["params"]} for g, now in zip(saved, current, strict=True)]
         try:
-            state = {i: entries[name] for i, name in enumerate(flat) if name in entries}
+            state = {i: self._shard(name, entries[name]) for i, name in enumerate(flat) if name in entries}
             self.optimizer.load_state_dict({"state": state, "param_groups": found})
         except (KeyError, ValueError) as e:
             raise CheckpointError(f"{path}: the optimizer state does not fit this model ({e})") from e
@@ -259,6 +262,12 @@ class Optim:
                 if name not in old or old[name] != value:
                     set_setting(group, name, value)
         self._set_rates()
+
+    def _shard(self, name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """The state of a parameter with its moments sharded as the parameter is, if it is."""
+        master = self.masters[name]
+        is_moment = lambda value: isinstance(value, Tensor) and value.shape == master.shape
+        return {key: shard_like(master, value) if is_moment(value) else value for key, value in entry.items()}
 
     def _load_schedule(self, rest: Mapping[str, Any]) -> None:
         """Restores the schedule, before the groups: a new schedule sets their rate to its first one."""
@@ -281,10 +290,13 @@ class Optim:
 
 
 def _master(p: nn.Parameter, compute: torch.dtype) -> Tensor:
-    """The tensor that is optimized for p: an fp32 copy, or p itself if it computes in fp32 or fp64."""
+    """The tensor that is optimized for p: p itself if it computes in fp32 or fp64, else its values in fp32.
+
+    The values of a p in fp32 are taken, not copied: p gets a copy in the dtype that it computes in.
+    """
     if p.dtype == compute and compute in (torch.float32, torch.float64):
         return p
-    return nn.Parameter(p.detach().float().clone())
+    return nn.Parameter(p.detach().float())
 
 
 def total_norm(grads: Sequence[Tensor]) -> float:
@@ -341,7 +353,9 @@ def _is_endless(c: OptimConfig) -> bool:
 
 
 def _make_schedule(c: OptimConfig, optimizer: torch.optim.Optimizer, total: int | None, warmup: int) -> Any:
-    """Makes the schedule that a configuration names, with transformers."""
+    """Makes the schedule that a configuration names, with transformers; a constant one without, to start sooner."""
+    if _is_plain_constant(c, warmup):
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1)
     from transformers import get_scheduler
 
     return get_scheduler(
@@ -353,11 +367,18 @@ def _make_schedule(c: OptimConfig, optimizer: torch.optim.Optimizer, total: int 
     )
 
 
+def _is_plain_constant(c: OptimConfig, warmup: int) -> bool:
+    """Whether the rate never changes. Args: warmup: the updates of the warm-up."""
+    return c.schedule == "constant" and not warmup and not c.schedule_kwargs
+
+
 def check_schedule(c: OptimConfig) -> None:
     """Raises ConfigError if transformers doesn't know the schedule, or if it fails at its first step.
 
     The check steps it on a trial optimizer, also without warm-up, since few arguments are used during warm-up.
     """
+    if _is_plain_constant(c, c.warmup_steps or int(c.warmup_ratio > 0)):
+        return
     from transformers import SchedulerType
 
     known = [kind.value for kind in SchedulerType]

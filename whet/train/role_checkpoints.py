@@ -8,12 +8,12 @@ import logging
 import secrets
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from whet.config import Role
 from whet.errors import CheckpointError, ConfigError
+from whet.parallel.ranks import Ranks
 from whet.storage.checkpoint import (
     CHECKPOINT_FORMAT,
     find_checkpoint,
@@ -45,6 +45,7 @@ class Checkpoints:
         root: the folder of the checkpoints; None = no checkpoints are written.
         trainers: the trained roles.
         workers: all roles; a read-only role is saved if its worker is `replaced`.
+        ranks: the processes that train together; None = one. Only rank 0 changes files.
     Raises: ConfigError: root is empty.
     """
 
@@ -53,11 +54,13 @@ class Checkpoints:
         root: str | Path | None,
         trainers: Mapping[Role, RoleTrainer],
         workers: Mapping[Role, ModelWorker] | None = None,
+        *,
+        ranks: Ranks | None = None,
     ) -> None:
         if root is not None and not str(root).strip():
             raise ConfigError("trainer.checkpoint_root_directory is empty; give it the name of a folder")
         self.root = None if root is None else Path(root).absolute()
-        self.trainers = trainers
+        self.trainers, self.ranks = trainers, ranks or Ranks()
         self.only_read = {role: w for role, w in (workers or {}).items() if role not in trainers}
         self.run: str | None = secrets.token_hex(8)
         """The run's id, so that no run removes another's checkpoints; None = the resumed checkpoint has no run.json."""
@@ -73,6 +76,8 @@ class Checkpoints:
         Raises: CheckpointError: the folder can't be written. ConfigError: another process uses it, or a new run finds
             checkpoints there.
         """
+        if not self.ranks.is_writer:
+            return
         if self.root is not None and self._lock is None:
             self._created = not self.root.exists()
             self._lock = open_checkpoint_root(self.root)
@@ -109,6 +114,8 @@ class Checkpoints:
 
         Raises: CheckpointError: one belongs to another run (then none is removed), or one can't be removed.
         """
+        if not self.ranks.is_writer:
+            return
         late = [p for p in ([] if self.root is None else list_checkpoints(self.root)) if (step_of(p) or 0) > after]
         for folder in late:
             if read_run_id(folder) != self.run:
@@ -137,16 +144,33 @@ class Checkpoints:
         """
         if self.root is None:
             return None
+        if not self.ranks.is_writer:
+            if self.ranks.broadcast(None) is not None:
+                self.write_files(None, state=state, tokenizer=tokenizer)
+            return self.of_step(step)
+        written: list[Path] = []
 
-        write = partial(self.write_files, state=state, tokenizer=tokenizer)
+        def write(folder: Path) -> None:
+            written.append(self.ranks.broadcast(folder))
+            self.write_files(folder, state=state, tokenizer=tokenizer)
+
         folder = write_checkpoint(self.root, step, write, run=self.run, keep=keep, spared=self._protected.values())
+        if not written:  # the checkpoint was there already
+            self.ranks.broadcast(None)
         for name in self._protected:
             self._point(name)
         return folder
 
-    def write_files(self, folder: Path, *, state: Mapping[str, Any], tokenizer: Any) -> None:
-        """Writes the files of the roles and run.pt into an empty folder. write_checkpoint adds its own files."""
+    def write_files(self, folder: Path | None, *, state: Mapping[str, Any], tokenizer: Any) -> None:
+        """Writes the files of the roles and run.pt into an empty folder. write_checkpoint adds its own files.
+
+        Args: folder: None = another rank writes; this one only gives it the shards of the weights.
+        """
         replaced = [role for role, worker in self.only_read.items() if worker.replaced]
+        if folder is None:
+            for worker in (*(t.worker for t in self.trainers.values()), *(self.only_read[role] for role in replaced)):
+                worker.save(None)
+            return
         for role, trainer in self.trainers.items():
             place = self.place(folder, role.value)
             place.mkdir(exist_ok=True)
@@ -177,7 +201,7 @@ class Checkpoints:
         """
         if step is None:
             self._protected.pop(name, None)
-            if self.root is not None:
+            if self.root is not None and self.ranks.is_writer:
                 (self.root / name).unlink(missing_ok=True)
             return False
         self._protected[name] = step

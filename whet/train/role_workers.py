@@ -30,8 +30,8 @@ from whet.observe.trace import Trace
 from whet.ops import Support
 from whet.packing.plan_cache import PlanCache
 from whet.parallel.placement import Placement
+from whet.parallel.processes import join_processes
 from whet.parallel.ranks import Ranks
-from whet.parallel.torchrun_env import require_single_process
 from whet.train.offload import OffloadPlacement
 from whet.train.optimizers import check_optimizer
 from whet.train.role_checkpoints import Checkpoints
@@ -81,7 +81,8 @@ class RoleWorkers:
         offload_to_cpu: bool = False,
         module_dtype: str | None = None,
     ) -> None:
-        require_single_process()
+        self.ranks: Ranks = join_processes(config.collective_timeout_s)
+        """The processes that train together: `broadcast`, `scatter_gather`, `is_writer`."""
         self._loop, self._offload, self._module_dtype = config, offload_to_cpu, module_dtype
         self._device = None if device is None else check_device(device)
         self.trace = Trace()
@@ -179,11 +180,11 @@ class RoleWorkers:
             support, allowed: the distribution that its logprobs are of; see ModelWorker.
         """
         given, dtype = (RoleConfig(model=model) if isinstance(model, str) else model), None
-        placement = Placement() if loaded.is_view else self._placement(loaded.module.device)
+        placement = self._placement(loaded)
         wanted = given.dtype if isinstance(given, RoleConfig) else self._module_dtype
         if wanted is not None and not loaded.is_view:  # a view is as its owner is
             noted = None if wanted != "auto" else self._noted_dtypes.get(role.value)
-            dtype = placement.ranks.broadcast(compute_dtype(noted or wanted, loaded))  # processors may differ
+            dtype = self.ranks.broadcast(compute_dtype(noted or wanted, loaded))  # processors may differ
         if isinstance(given, RoleConfig) and not loaded.is_view:
             checkpoint_activations(loaded.module, given.gradient_checkpointing)
         own = given.optim if isinstance(given, RoleConfig) else OptimConfig()
@@ -235,8 +236,22 @@ class RoleWorkers:
             return None
         return load_tokenizer(model, trust_remote_code=trusted)
 
-    def _placement(self, device: torch.device) -> Placement:
-        """Where a role's tensors lie, after offload_to_cpu."""
+    def _placement(self, loaded: LoadedModel) -> Placement:
+        """Where a role's tensors lie: sharded where there are several processes, else after offload_to_cpu."""
+        device = loaded.module.device
+        if self.ranks.size > 1:
+            from torch.distributed.device_mesh import init_device_mesh  # imported where processes share a model
+
+            from whet.parallel.fsdp import FSDPPlacement
+
+            if self._offload:
+                raise ConfigError(
+                    f"offload_to_cpu moves whole tensors, and {self.ranks.size} processes have a shard of each; leave "
+                    "it out, or use one process"
+                )
+            return FSDPPlacement(init_device_mesh(device.type, (self.ranks.size,)), self.ranks)
+        if loaded.is_view:
+            return Placement()
         if self._offload and device.type != "cpu":
             return OffloadPlacement()
         if self._offload and not self._workers:
@@ -244,8 +259,9 @@ class RoleWorkers:
         return Placement()
 
     def device(self, role: Role) -> torch.device:
-        """The device on which a role's model is loaded."""
-        return self._device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        """The device on which a role's model is loaded; of several processes each has its own GPU."""
+        usual = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        return self._device or usual
 
     def check_same_ids(self, role: Role, model: Given, actor: Given) -> None:
         """Raises ConfigError where a role that is compared with the policy reads other token ids than it writes.
@@ -314,11 +330,6 @@ class RoleWorkers:
     def trainers(self) -> Mapping[Role, RoleTrainer]:
         """The roles that are trained."""
         return self._trainers
-
-    @property
-    def ranks(self) -> Ranks:
-        """The processes that train together: `agree`, `shared`, `is_writer`."""
-        return next(iter(self._workers.values())).placement.ranks
 
     @property
     def dtypes(self) -> dict[str, str]:

@@ -81,7 +81,7 @@ class SupervisedModels(RoleWorkers):
         if reference is not None:
             self.check_same_ids(Role.REFERENCE, reference, given)
         self.add_trainer(self.role, nll, plain=True)
-        self.checkpoints = Checkpoints(self.config.checkpoint_root, self._trainers, self._workers)
+        self.checkpoints = Checkpoints(self.config.checkpoint_root, self._trainers, self._workers, ranks=self.ranks)
 
     @property
     def trainer(self) -> RoleTrainer:

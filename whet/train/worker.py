@@ -9,6 +9,7 @@ Dim letters: N sequences, S tokens of a batch, s tokens of a micro-batch.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -451,28 +452,37 @@ class ModelWorker:
         """The model's files in a checkpoint."""
         return ModelFiles(self.loaded, self.optim)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path | None) -> None:
         """Writes everything that a resumed worker needs into a folder: weights, optimizer, schedule, version.
 
         The weights have the module's own names, and config.json is beside them, so transformers loads the folder too.
-        Of a model with an adapter only the adapter is written, in PEFT's format.
+        Of a model with an adapter only the adapter is written, in PEFT's format. Args: folder: None = another rank
+            writes, and this one gives it its shards; all ranks must call it.
         """
-        with self.placement.during("save"):
-            self.files.write(folder, self.version)
+        with self.placement.during("save"), self.placement.whole_module() as module:
+            self._files_of(module).write(folder, self.version)
 
     def load(self, folder: Path) -> None:
         """Restores what `save` wrote. Raises CheckpointError if it doesn't fit this model."""
         with self.placement.during("load"):
             self.version = self.files.read(folder)
 
-    def export(self, folder: Path, tokenizer: Any = None, *, merge: bool = False, dtype: str = "auto") -> None:
+    def export(self, folder: Path | None, tokenizer: Any = None, *, merge: bool = False, dtype: str = "auto") -> None:
         """Writes the model in Hugging Face's format, from the fp32 masters where there are any.
 
-        Of a model with an adapter: the adapter in PEFT's format. Args: merge: the whole model instead, merged. dtype:
-            of the weights; auto = what the model was saved in before, of an adapter alone fp32.
+        Of a model with an adapter: the adapter in PEFT's format. Args: folder: as in `save`. merge: the whole model
+            instead, merged. dtype: of the weights; auto = what the model was saved in before, of an adapter alone fp32.
         """
-        with self.placement.during("export"):
-            self.files.export(folder, tokenizer, merge=merge, dtype=dtype)
+        with self.placement.during("export"), self.placement.whole_module() as module:
+            if folder is not None:
+                self._files_of(module).export(folder, tokenizer, merge=merge, dtype=dtype)
+
+    def _files_of(self, module: nn.Module) -> ModelFiles:
+        """The model's files. Args: module: with the weights to write, which may be a copy that is not sharded."""
+        if module is self.module:
+            return self.files
+        copy = dataclasses.replace(self.loaded, module=module)
+        return ModelFiles(copy, self.optim, has_masters=True)
 
     def close(self) -> None:
         """Frees gradients and optimizer state."""

@@ -38,7 +38,7 @@ _REFUSED = {
     "prepare_dataset": "there is no queue that examples are put into",
     "_prepare_data": "there is no queue that examples are put into",
     "_process_accumulated_batches": "a step's prompts are completed together",
-    "_run_global_step": "the loop is `train`, of the stages sample, reward, fill, batch, score, assign_advantages",
+    "_run_global_step": "the loop is `train`, of the stages sample, reward, select_groups, batch, score ...",
     "_compute_trajectory_ids": "a trajectory's id is its row and its generation",
 }
 """Methods of Tunix's learners that a subclass may not replace, and why."""
@@ -161,9 +161,9 @@ class TunixLearner(RLLearner):
             self._call_eval_hooks(step)
         return step
 
-    def fill(self, run: Run, step: Step) -> Step:
+    def select_groups(self, run: Run, step: Step) -> Step:
         """Samples further groups as the learner does; a generated batch stays as it is."""
-        return step if self._is_generated(step) else super().fill(run, step)
+        return step if self._is_generated(step) else super().select_groups(run, step)
 
     def batch(self, step: Step) -> Step:
         """Makes the batch as the learner does; a generated batch stays as it is."""

@@ -1,12 +1,13 @@
-"""Tensors that wrap others, as quantised ones do: what torch asks of them, by the names that its documentation has."""
+"""Tensors that wrap others: quantised ones, and DTensors, of which each process has a shard."""
 
 from __future__ import annotations
 
 from typing import Any, TypeGuard
 
 import torch
+from torch import Tensor
 
-__all__ = ["is_wrapper"]
+__all__ = ["copy_whole", "is_wrapper", "shard_like", "whole_tensor"]
 
 
 def is_wrapper(tensor: Any) -> TypeGuard[Any]:
@@ -20,3 +21,35 @@ def is_wrapper(tensor: Any) -> TypeGuard[Any]:
     return type(tensor) is not torch.Tensor and all(
         hasattr(tensor, name) for name in ("__tensor_flatten__", "__tensor_unflatten__")
     )
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """The whole of a DTensor, gathered from all processes, which must all call this; any other tensor as it is.
+
+    >>> whole_tensor(torch.ones(2))
+    tensor([1., 1.])
+    """
+    gather: Any = getattr(tensor, "full_tensor", None)
+    return tensor if gather is None else gather()
+
+
+@torch.no_grad()
+def copy_whole(target: Tensor, source: Tensor) -> None:
+    """Copies a whole tensor into another one, in place; of a DTensor each process copies its own shard.
+
+    >>> copy_whole(target := torch.zeros(2), torch.ones(2))
+    >>> target
+    tensor([1., 1.])
+    """
+    target.copy_(shard_like(target, source))
+
+
+def shard_like(target: Tensor, source: Tensor) -> Tensor:
+    """A whole tensor, sharded as a DTensor is; as it is where the other one is not a DTensor."""
+    if not hasattr(target, "full_tensor"):
+        return source
+    from torch.distributed.tensor import distribute_tensor  # imported where processes share a model
+
+    like: Any = target
+    source = source.to(device=like.device, dtype=like.dtype)
+    return distribute_tensor(source, like.device_mesh, like.placements, src_data_rank=None)  # no communication

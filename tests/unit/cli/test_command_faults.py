@@ -38,7 +38,7 @@ def test_words_of_set_keep_backslashes_and_say_what_is_open():
 
 
 @pytest.mark.parametrize("content", ["[1, 2]", '{"run.pt": null}'])
-def test_sums_that_are_no_sums_are_an_error_in_split_words(tmp_path, content):
+def test_sums_that_are_no_sums_are_an_error_in_words(tmp_path, content):
     (tmp_path / "run.pt").write_text("x")
     (tmp_path / "sums.json").write_text(content)
     with pytest.raises(CheckpointError, match="earlier step"):
@@ -68,7 +68,7 @@ def test_a_file_that_another_process_has_made_meanwhile_is_kept(tmp_path, monkey
 
 
 @pytest.mark.parametrize("where", ["folder", "full"])
-def test_an_output_that_cannot_be_written_is_an_error_in_split_words(tmp_path, monkeypatch, where):
+def test_an_output_that_cannot_be_written_is_an_error_in_words(tmp_path, monkeypatch, where):
     out = tmp_path / "o.jsonl"
     out.mkdir() if where == "folder" else out.symlink_to("/dev/full")
     with pytest.raises(ConfigError, match="can't be written"):

@@ -3,15 +3,43 @@
 import pytest
 from meeting import together
 
-from whet.errors import RewardError, WhetError
-from whet.parallel.placement import Placement
+from whet.errors import ConfigError, RewardError, WhetError
+from whet.parallel.ranks import Ranks
 
 
 def test_one_process_decides_works_and_writes_alone():
-    ranks = Placement().ranks
+    ranks = Ranks()
     assert ranks.broadcast("mine") == "mine" and ranks.is_writer
     assert ranks.scatter_gather(list, (1, 2, 3)) == [[1, 2, 3]]
     assert ranks.scatter_gather(len, []) == [0]
+
+
+def test_what_rank_0_does_alone_holds_for_all_and_so_does_its_error():
+    called = []
+
+    def make(ranks):
+        return ranks.call_on_writer(lambda: called.append(ranks.rank) or "made")
+
+    def fail(ranks, error):
+        def raises():
+            raise error
+
+        return ranks.call_on_writer(raises)
+
+    assert together(2, make) == ["made"] * 2 and called == [0]
+    for error, kind, text in (
+        (ConfigError("no folder"), ConfigError, "no folder"),
+        (OSError("disk full"), WhetError, "OSError: disk full"),
+    ):
+        found = together(2, lambda ranks: _raised(lambda: fail(ranks, error)))
+        assert found[0] is error and (type(found[1]), str(found[1])) == (kind, text)
+
+
+def _raised(fn):
+    try:
+        return fn()
+    except Exception as error:
+        return error
 
 
 def test_rank_0_decides_and_writes():

@@ -13,6 +13,7 @@ from whet.data.tokenizer import byte_tokenizer
 from whet.errors import ConfigError
 from whet.models.load import load_model
 from whet.observe.trace import Trace
+from whet.parallel.ranks import Ranks
 from whet.run.observer import Observer
 from whet.run.run import Run
 from whet.run.task import Task
@@ -96,6 +97,7 @@ def train(worker, tmp_path, monkeypatch):
             trainers=trainers,
             tokenizer=byte_tokenizer(),
             trace=Trace(),
+            ranks=Ranks(),
             checkpoints=Checkpoints(config.checkpoint_root, trainers),
             describe=dict,
         )

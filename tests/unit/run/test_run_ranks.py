@@ -7,7 +7,7 @@ from helpers import cluster, length_reward, rows
 from meeting import together
 
 from whet.config import CheckpointingOptions, DataConfig, GRPOConfig
-from whet.errors import ConfigError, RewardError, WhetError
+from whet.errors import RewardError, WhetError
 from whet.learners.grpo import GRPOLearner
 from whet.run.observer import Observer
 
@@ -15,46 +15,63 @@ from whet.run.observer import Observer
 def learner(ranks, *observers, **training):
     """One rank's learner; its placement takes part in the meeting."""
     c = cluster(engine="mock", max_steps=3, **training)
-    c.actor.placement.ranks = ranks
+    c.ranks = c.checkpoints.ranks = ranks
     data = DataConfig(batch_size=2, shuffle=False)
     return GRPOLearner(c, GRPOConfig(num_generations=2, beta=0.0), length_reward, data=data, observers=observers)
 
 
 class After(Observer):
-    """Does something after step 1, on one rank."""
+    """Does something after step 1."""
 
-    def __init__(self, ranks, what, rank=1):
-        self.what = what if ranks.rank == rank else lambda run: None
+    def __init__(self, what):
+        self.what = what
 
     def on_step_end(self, run, step):
         if run.step == 1:
             self.what(run)
 
 
-def test_what_one_rank_is_asked_for_all_do():
+def test_what_an_observer_requests_on_rank_0_all_ranks_do():
     def evaluated(ranks):
-        wish = After(ranks, lambda run: setattr(run.control, "evaluate", True))
+        wish = After(lambda run: setattr(run.control, "evaluate", True))
         run = learner(ranks, wish).train(rows(6), rows(1))
         return [row["step"] for row in run.rows if row["mode"] == "eval"]
 
     def stopped(ranks):
-        return learner(ranks, After(ranks, lambda run: setattr(run.control, "stop", True))).train(rows(6)).step
+        return learner(ranks, After(lambda run: setattr(run.control, "stop", True))).train(rows(6)).step
 
     assert together(2, evaluated) == [[0, 1, 3]] * 2
     assert together(2, stopped) == [1, 1]
 
 
+def test_observers_are_notified_on_rank_0_only():
+    def notified(ranks):
+        seen = []
+        learner(ranks, After(lambda run: seen.append(run.step))).train(rows(6))
+        return seen
+
+    assert together(2, notified) == [[1], []]
+
+
 def test_a_signal_that_one_rank_has_ends_all_after_the_same_step():
     def done(ranks):
+        made = learner(ranks)
+        after_step = made.after_step
+
+        def signalled(run, step):
+            run._signals.stop_requested = ranks.rank == 1
+            after_step(run, step)
+
+        made.after_step = signalled
         with pytest.raises(KeyboardInterrupt, match="stopped after step 1"):
-            learner(ranks, After(ranks, lambda run: setattr(run._signals, "stop_requested", True))).train(rows(6))
+            made.train(rows(6))
         return "ended"
 
     assert together(2, done) == ["ended"] * 2
 
 
 @pytest.mark.parametrize("event", ["on_run_begin", "on_step_end", "on_run_end"])
-def test_an_observer_that_fails_on_one_rank_ends_all(event):
+def test_an_observer_that_fails_ends_all_ranks(event):
     class Broken(Observer):
         pass
 
@@ -65,11 +82,11 @@ def test_an_observer_that_fails_on_one_rank_ends_all(event):
 
     def ended(ranks):
         try:
-            learner(ranks, *([Broken()] if ranks.rank else [])).train(rows(6))
+            learner(ranks, Broken()).train(rows(6))
         except (WhetError, KeyboardInterrupt) as error:
             return str(error)
 
-    other, own = together(2, ended)
+    own, other = together(2, ended)
     assert own == "mine"
     assert ("stopped after step 1" if event == "on_step_end" else "failed in another process") in other
 
@@ -93,14 +110,3 @@ def test_rank_0_alone_logs_and_shows_how_far_it_is():
     (logged, shown), other = together(2, seen)
     assert logged == [1, 2, 3] and shown
     assert other == ([], False)
-
-
-@pytest.mark.parametrize("given", ["run_dir", "checkpoint_root_directory"])
-def test_several_processes_that_would_write_one_folder_are_refused(given, tmp_path):
-    def refused(ranks):
-        with pytest.raises(ConfigError, match=r"a run of 2 processes writes no files in this release.*use one process"):
-            learner(ranks, **{given: str(tmp_path / "out")}).train(rows(6))
-        return "refused"
-
-    assert together(2, refused) == ["refused"] * 2
-    assert not (tmp_path / "out").exists()

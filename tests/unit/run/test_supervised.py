@@ -14,6 +14,7 @@ from whet.data.tokenizer import byte_tokenizer
 from whet.metrics import flat
 from whet.models.load import load_model
 from whet.observe.trace import Trace
+from whet.parallel.ranks import Ranks
 from whet.run.provenance import record_inputs
 from whet.run.run import Run
 from whet.run.task import Task
@@ -35,7 +36,7 @@ class Models:
     def __init__(self, config):
         self.worker = ModelWorker(load_model(tiny_model()), optim=OptimConfig(lr=1e-2, schedule="linear"))
         self.trainers = {Role.ACTOR: RoleTrainer(self.worker, loss=nll)}
-        self.tokenizer, self.trace = byte_tokenizer(), Trace()
+        self.tokenizer, self.trace, self.ranks = byte_tokenizer(), Trace(), Ranks()
         self.checkpoints = Checkpoints(config.checkpoint_root, self.trainers)
 
     def describe(self):

@@ -13,7 +13,6 @@ from torch import nn
 
 from whet.config import Role
 from whet.errors import CheckpointError, ConfigError
-from whet.parallel.torchrun_env import rank, require_single_process, world_size
 from whet.storage import checkpoint as module
 from whet.storage.checkpoint import (
     clean_root,
@@ -489,47 +488,6 @@ def test_a_state_that_the_disk_does_not_take_is_the_systems_error(tmp_path):
     assert read_state(tmp_path / "a.pt")["a"].tolist() == [0, 1, 2]
     with pytest.raises(OSError, match="No space left"):
         write_state({"a": 1}, Path("/dev/full"))
-
-
-# ---- processes -----------------------------------------------------------------------------------------------------
-
-
-def test_ranks_are_torchruns_and_more_than_one_is_refused(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert (rank(), world_size()) == (0, 1)
-    require_single_process()
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    assert (rank(), world_size()) == (3, 4)
-    with pytest.raises(ConfigError, match=r"WORLD_SIZE is 4.*start one process"):
-        require_single_process()
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("RANK", "x"), ("RANK", "-1"), ("WORLD_SIZE", "abc"), ("WORLD_SIZE", "0"), ("WORLD_SIZE", "9" * 5000),
-     ("LOCAL_RANK", "-1"), ("LOCAL_RANK", "1.0"), ("RANK", "\u0662")],
-    ids=lambda value: value[:8],
-)  # fmt: skip
-def test_a_variable_of_torchruns_that_is_no_such_number_is_named_with_its_value(name, value, monkeypatch):
-    monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=f"^{name}='{value[:20]}.* in the environment must be a whole number from"):
-        require_single_process()
-
-
-def test_a_rank_without_a_job_of_several_is_refused(monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with pytest.raises(ConfigError, match="RANK is 1 in the environment, and there is one process; unset RANK"):
-        require_single_process()
-
-
-def test_variables_of_torchruns_that_are_empty_count_as_unset(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        monkeypatch.setenv(name, "")
-    assert (rank(), world_size()) == (0, 1)
-    require_single_process()
 
 
 def test_an_exported_folder_is_on_the_disk_with_its_name_before_the_old_one_goes(tmp_path, monkeypatch):

@@ -1,0 +1,227 @@
+"""The page in a headless Chromium: every tab, filter and key does what it says, and nothing is logged as an error."""
+
+import json
+import random
+import shutil
+import threading
+
+import pytest
+
+from whet.report.report import write_report
+from whet.report.server import LiveRuns, make_server
+from whet.storage.completions import write_completions
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+GROUPS, SIZE = 40, 4
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """The report of two runs, of 600 steps, whose completions are of steps 300 and 600 and of an evaluation."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name, final in (("a", 0.9), ("b", 0.4)):
+        draw = random.Random(name)
+        (folder / name / "completions").mkdir(parents=True)
+        rows = [
+            {
+                "step": s,
+                "mode": "train",
+                "version": s,
+                "reward": final * s / 600 + draw.gauss(0, 0.03),
+                "entropy": 1 / s,
+                "num_tokens": 100 * s,
+                "time/step": 2.0,
+                "time/rollout": 1.2,
+                "time/update": 0.7,
+            }
+            for s in range(1, 601)
+        ]
+        rows.append({"step": 600, "mode": "eval", "version": 600, "reward": final, "accuracy": final})
+        (folder / name / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+        (folder / name / "config.yaml").write_text(f"actor: {{lr: {final}}}\nalgo: {{beta: 0}}\n")
+        for file, step in (("train-000300", 300), ("train-000600", 600), ("eval-000600", 600)):
+            n = GROUPS * SIZE
+            texts = [f"<b>answer {i}</b> " + "word " * (i % 7) for i in range(n)]
+            texts[3] = "long " * 10_000
+            write_completions(
+                folder / name / "completions" / f"{file}.parquet",
+                step=step,
+                columns={
+                    "row": [i // SIZE for i in range(n)],
+                    "generation": [i % SIZE for i in range(n)],
+                    "prompt": [f"question {i // SIZE}" for i in range(n)],
+                    "completion": texts,
+                    "tokens": [[1] * (i % 7 + 1) for i in range(n)],
+                    "logprobs": [[-0.5] * (i % 7 + 1) for i in range(n)],
+                    "reward": [float(i % SIZE == 0) if i // SIZE % 2 else 0.5 for i in range(n)],
+                    "advantage": [1.0 - i % 2 for i in range(n)],
+                    "finish_reason": ["length" if i % 10 == 9 else "stop" for i in range(n)],
+                    "version": [step] * n,
+                },
+                rewards={"exact": [0.0] * n, "form": [1.0] * n},
+            )
+    return write_report([folder / "a", folder / "b"], folder / "report")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser, report):
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    problems = []
+    page.on("console", lambda message: problems.append(message.text))
+    page.on("pageerror", lambda error: problems.append(str(error)))
+    page.goto(report.as_uri())
+    yield page
+    assert problems == []
+    page.close()
+
+
+def count(page):
+    return page.inner_text(".bar .dim")
+
+
+def test_every_tab_draws(page):
+    assert page.title() == "a · b · whet" and page.locator(".plot svg").count() >= 4
+    for tab, wanted in (
+        ("metrics", "details"),
+        ("completions", ".group"),
+        ("evaluations", "td:has-text('± ')"),
+        ("time", "rect"),
+        ("config", "tr.differs:has-text('actor.lr')"),
+    ):
+        page.click(f"#tab-{tab}")
+        page.wait_for_selector(wanted)
+        assert page.get_attribute(f"#tab-{tab}", "aria-selected") == "true"
+    assert not page.locator("tr.differs:has-text('algo.beta')").count()
+
+
+def test_the_tabs_follow_the_arrow_keys(page):
+    page.focus("#tab-overview")
+    page.keyboard.press("ArrowRight")
+    assert page.evaluate("document.activeElement.id") == "tab-metrics"
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("ArrowLeft")
+    assert page.evaluate("document.activeElement.id") == "tab-config"
+
+
+def test_a_click_on_a_curve_opens_the_completions_of_its_step(page):
+    svg = page.locator(".plot", has_text="reward").first.locator("svg")
+    box = svg.bounding_box()
+    svg.hover(position={"x": box["width"] * 0.55, "y": 40})
+    assert page.locator(".plot header span").first.inner_text().startswith("step 2")
+    svg.click(position={"x": box["width"] * 0.55, "y": 40})
+    page.wait_for_selector(".group")
+    assert page.evaluate("location.hash") == "#completions/0-train-000300"
+
+
+def test_smoothing_and_axis_redraw_the_curves(page):
+    before = page.locator("path.smooth").first.get_attribute("d")
+    page.fill(".bar input[type=range]", "0.5")
+    assert page.locator("path.smooth").first.get_attribute("d") != before
+    page.fill(".bar input[type=range]", "0")
+    assert page.locator("path.raw").count() == 0
+    page.select_option(".bar select", "hours")
+    assert "0.333" in page.locator(".plot svg").first.text_content()
+    page.select_option(".bar select", "tokens")
+    assert "60k" in page.locator(".plot svg").first.text_content()
+
+
+def test_filters_and_orders_of_completions(page):
+    page.goto(page.url.partition("#")[0] + "#completions/0-train-000600")
+    page.wait_for_selector(".group")
+    assert count(page) == "160 of 160 completions"
+    assert page.locator(".item b", has_text="answer").count() == 0  # a text is no HTML
+    page.select_option("select[aria-label='finish reason']", "length")
+    assert count(page) == "16 of 160 completions"
+    page.select_option("select[aria-label='finish reason']", "")
+    page.fill("input[aria-label='least reward']", "0.9")
+    assert count(page) == "20 of 160 completions"
+    page.fill("input[aria-label='least reward']", "")
+    page.fill("input[aria-label='find text']", "question 39")
+    assert count(page) == "4 of 160 completions"
+    page.fill("input[aria-label='find text']", "nowhere")
+    assert page.locator("text=No completion fits").count() == 1
+    page.fill("input[aria-label='find text']", "")
+    for order, row in (("worst", "row 1"), ("best", "row 0"), ("spread", "row 1"), ("long", "row 1"), ("row", "row 0")):
+        page.select_option("select[aria-label='order']", order)
+        assert page.text_content(".group header b >> nth=0") == row
+    page.click("button[aria-label='previous step']")
+    page.wait_for_url("**/0-train-000300")
+    assert page.is_disabled("button[aria-label='previous step']")
+
+
+def test_long_lists_and_long_texts_are_drawn_in_parts(page):
+    page.goto(page.url.partition("#")[0] + "#completions/0-train-000600")
+    page.wait_for_selector(".group")
+    assert page.locator(".group").count() < GROUPS
+    button = page.locator(".text button.more")
+    assert button.count() == 1
+    button.click()
+    page.locator(".text button.more").click()
+    assert len(page.locator(".text >> nth=3").text_content()) == 50_000
+    for _ in range(5):
+        page.mouse.wheel(0, 20_000)
+        page.wait_for_timeout(100)
+    assert page.locator(".group").count() == GROUPS
+
+
+def test_a_completion_has_an_address_and_a_file(page):
+    page.goto(page.url.partition("#")[0] + "#completions/1-eval-000600")
+    page.wait_for_selector(".group")
+    page.locator(".item button", has_text="link").nth(5).click()
+    assert page.evaluate("location.hash") == "#completions/1-eval-000600/1/1"
+    page.reload()
+    page.wait_for_selector(".item.linked")
+    assert "answer 5" in page.inner_text(".item.linked .text")
+    with page.expect_download() as download:
+        page.locator(".item.linked button", has_text="save").click()
+    saved = json.loads(download.value.path().read_text())
+    assert saved["prompt"] == "question 1" and saved["step"] == 600 and saved["functions"] == ["exact", "form"]
+
+
+def test_missing_data_are_named(browser, report, tmp_path):
+    alone = tmp_path / "index.html"
+    alone.write_text(report.read_text())
+    page = browser.new_page()
+    page.goto(alone.as_uri())
+    assert "data/runs.js is missing" in page.inner_text("main")
+    page.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_narrow_window_scrolls_in_one_direction_only(browser, report, scheme):
+    page = browser.new_page(viewport={"width": 380, "height": 800}, color_scheme=scheme)
+    page.goto(report.as_uri())
+    for tab in ("overview", "completions", "evaluations", "time", "config"):
+        page.click(f"#tab-{tab}")
+        page.wait_for_timeout(100)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 380, tab
+    page.close()
+
+
+def test_the_live_page_draws_new_rows(browser, tmp_path):
+    (tmp_path / "run").mkdir()
+    metrics = tmp_path / "run/metrics.jsonl"
+    row = lambda step: json.dumps({"step": step, "mode": "train", "version": step, "reward": step / 10}) + "\n"
+    metrics.write_text(row(1) + row(2))
+    with make_server(LiveRuns([tmp_path / "run"]), "127.0.0.1", 0, None) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        page = browser.new_page()
+        page.goto(f"http://127.0.0.1:{server.server_address[1]}/")
+        assert page.inner_text(".tile b >> nth=0") == "2"
+        metrics.write_text(row(1) + row(2) + row(3))
+        page.wait_for_selector(".tile b:text-is('3')")
+        metrics.write_text(row(1))  # resumed from its first step
+        page.wait_for_selector(".tile b:text-is('1')")
+        assert page.inner_text("#live") == "live"
+        server.shutdown()
+        page.close()

@@ -1,0 +1,142 @@
+"""The report: what it takes from a run folder, and what it leaves out."""
+
+import json
+import math
+
+import pytest
+
+from whet.cli import main
+from whet.cli.report import find_warnings
+from whet.errors import ConfigError
+from whet.report.completions import TokenTexts, chunk
+from whet.report.report import standard_error, write_report
+from whet.report.run_data import metric_columns, run_data
+from whet.storage.completions import write_completions
+
+
+def completions(rewards, tokens, logprobs, **columns):
+    n = len(rewards)
+    return {
+        "row": [i // 2 for i in range(n)],
+        "generation": [i % 2 for i in range(n)],
+        "prompt": [f"p{i // 2}" for i in range(n)],
+        "completion": ["".join(map(chr, ids)) for ids in tokens],
+        "tokens": tokens,
+        "logprobs": logprobs,
+        "reward": rewards,
+        "finish_reason": ["stop"] * n,
+        "version": [0] * n,
+    } | columns
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run folder of three steps and an evaluation."""
+    folder = tmp_path / "a"
+    (folder / "completions").mkdir(parents=True)
+    clipped = [0.9, 0.1, 0.1]
+    rows = [
+        {"step": s, "mode": "train", "version": s, "reward": r, "completions/clipped_ratio": c, "kl": None}
+        for s, r, c in zip((1, 2, 3), (0.25, 0.5, 0.75), clipped, strict=True)
+    ]
+    rows.append({"step": 3, "mode": "eval", "version": 3, "reward": 0.5})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (folder / "config.yaml").write_text("actor:\n  optim: {lr: 0.1}\nreward: exact\n")
+    for name, step in (("train-000001", 1), ("train-000002", 2), ("train-000003", 3), ("eval-000003", 3)):
+        found = completions(
+            [1.0, 0.0, None, 1.0], [[72, 105], [33], [0xC3, 0xA9], [65]], [[-0.5, math.nan]] + [[-1.0]] * 3
+        )
+        write_completions(
+            folder / "completions" / f"{name}.parquet", step=step, columns=found, rewards={"exact": found["reward"]}
+        )
+    return folder
+
+
+def received(path):
+    """The key and the value of a script of the report."""
+    text = path.read_text().strip()
+    assert text.startswith("whet.receive(") and text.endswith(")")
+    key, value = json.JSONDecoder().raw_decode(text[13:])
+    return key, json.loads(text[13 + value + 1 : -1])
+
+
+def test_a_report_has_the_metrics_settings_and_completions_of_a_run(run, tmp_path):
+    page = write_report([run], tmp_path / "out", find_warnings=find_warnings)
+    assert page.stat().st_size < 1e6 and "<title>a · whet</title>" in page.read_text()
+    key, (data,) = received(tmp_path / "out/data/runs.js")
+    assert key == "runs" and data["name"] == "a" and data["config"] == {"actor.optim.lr": 0.1, "reward": "exact"}
+    train = data["metrics"]["train"]
+    assert (
+        train["steps"] == [1, 2, 3] and train["columns"]["reward"] == [0.25, 0.5, 0.75] and "kl" not in train["columns"]
+    )
+    assert [(w["step"], w["metric"]) for w in data["warnings"]] == [(1, "truncated")]
+    assert "rollout.max_tokens_to_generate" in data["warnings"][0]["message"]
+    assert [(c["mode"], c["step"], c["n"]) for c in data["completions"]] == [
+        ("train", 1, 4),
+        ("train", 2, 4),
+        ("eval", 3, 4),
+        ("train", 3, 4),
+    ]
+    assert data["completions"][2]["se"] == 0.25  # prompts' means 0.5 and 1.0
+    key, found = received(tmp_path / "out/data/0-train-000002.js")
+    assert key == "0-train-000002" and found["functions"] == ["exact"]
+    assert [[item["r"] for item in group["items"]] for group in found["groups"]] == [[1.0, 0.0], [None, 1.0]]
+
+
+def test_tokens_have_their_text_and_logprob(run):
+    bytes_ = TokenTexts(lambda ids: bytes(ids).decode("utf-8", "replace"))
+    (first, second) = chunk(run / "completions/train-000001.parquet", bytes_)["groups"]
+    assert first["items"][0]["len"] == [1, 1] and first["items"][0]["lp"] == [50, None]
+    assert "tokens" not in first["items"][0]  # it is the text
+    assert second["items"][0]["tokens"] == "é" and second["items"][0]["len"] == [1, 0]
+
+
+def test_a_prompt_that_comes_twice_in_a_step_is_two_groups(tmp_path):
+    columns = completions([1.0] * 4, [[65]] * 4, [[0.0]] * 4, row=[7] * 4)
+    write_completions(tmp_path / "train-000001.parquet", step=1, columns=columns, rewards={})
+    found = chunk(tmp_path / "train-000001.parquet", None)
+    assert [len(g["items"]) for g in found["groups"]] == [2, 2] and "lp" not in found["groups"][0]["items"][0]
+    assert standard_error(found) == 0.0
+
+
+def test_large_runs_leave_out_steps_and_say_so(run, tmp_path):
+    write_report([run], tmp_path / "out", max_mb=1e-3)
+    (data,) = received(tmp_path / "out/data/runs.js")[1]
+    assert data["left_out"] == 2 and [(c["mode"], c["step"]) for c in data["completions"]] == [
+        ("eval", 3),
+        ("train", 3),
+    ]
+
+
+def test_damaged_completions_are_left_out_with_a_warning(run, tmp_path, caplog):
+    (run / "completions/train-000002.parquet").write_bytes(b"PAR1")
+    write_report([run], tmp_path / "out")
+    (data,) = received(tmp_path / "out/data/runs.js")[1]
+    assert [c["step"] for c in data["completions"]] == [1, 3, 3] and "the report leaves it out" in caplog.text
+
+
+def test_numbers_keep_six_digits():
+    rows = [{"step": 1, "mode": "train", "a": 123456789.0, "b": 1e-30, "c": float("nan"), "d": 0.0, "e": True}]
+    assert metric_columns(rows)["columns"] == {"a": [123457000], "b": [1e-30], "d": [0.0], "e": [1]}
+
+
+def test_the_command(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["report", "a"]) == 0
+    assert capsys.readouterr().out.startswith("a/report/index.html\n  open it in a browser: file:///")
+    assert main(["report", "a", str(run)]) == 2 and "named twice" in capsys.readouterr().err
+    for words, message in (
+        ([], "no run; write whet report runs/a"),
+        (["b"], "b is no folder"),
+        (["a/completions"], "no metrics.jsonl with rows"),
+        (["a", "max_mb=0"], "max_mb=0: expected megabytes above 0"),
+        (["a", "runs=b"], "both name runs"),
+        (["a", "out=a/config.yaml"], "the report can't be written"),
+    ):
+        assert main(["report", *words]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_missing_run_is_a_config_error(tmp_path):
+    with pytest.raises(ConfigError, match="is no folder"):
+        run_data(tmp_path / "none")

@@ -1,0 +1,134 @@
+"""A file of completions as the report's page reads it: groups of a prompt, with each token's text and logprob."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from whet.storage.completions import read_completions
+
+__all__ = ["TokenTexts", "chunk", "load_token_texts"]
+
+LOGPROB_SCALE = 100
+"""A logprob is written as a whole number of hundredths of a nat, without its sign."""
+_TOKENIZERS = ("final", "checkpoints/*/actor", "start")
+"""Where a run folder may hold tokenizer.json."""
+
+
+class TokenTexts:
+    """The text of each token of a sequence, such that they add up to the text of the whole.
+
+    Args: decode: ids -> text, special tokens included.
+
+    A token that holds a part of a character has no text of its own: the first token of the character shows it whole.
+
+    >>> TokenTexts(lambda ids: bytes(ids).decode("utf-8", "replace"))([72, 105, 0xC3, 0xA9])
+    ['H', 'i', 'é', '']
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._texts: dict[int, str | None] = {}
+
+    def __call__(self, tokens: Sequence[int]) -> list[str]:
+        """The texts of tokens. Args: tokens [S]: ids."""
+        texts: list[str] = []
+        for has_text, ids in groupby(tokens, key=lambda t: self._text(t) is not None):
+            run = list(ids)
+            texts += [self._text(t) or "" for t in run] if has_text else [self._decode(run), *[""] * (len(run) - 1)]
+        return texts
+
+    def _text(self, token: int) -> str | None:
+        """A token's text; None if it is a part of a character.
+
+        It is decoded after itself, since a first token may lose its leading space.
+        """
+        if token not in self._texts:
+            once = self._decode([token])
+            twice = self._decode([token, token])
+            text = twice[len(once) :] if twice.startswith(once) else once
+            self._texts[token] = None if "\N{REPLACEMENT CHARACTER}" in text else text
+        return self._texts[token]
+
+
+def load_token_texts(run: str | Path, model: Any = None) -> TokenTexts | None:
+    """Loads the tokenizer of a run folder, or of the model that its configuration names.
+
+    Args: run: the run folder. model: actor.model, used if it is a folder.
+    Returns: None if there is no tokenizer.json that can be read; completions are then shown without their tokens.
+    """
+    from tokenizers import Tokenizer
+
+    folders = [path for pattern in _TOKENIZERS for path in sorted(Path(run).glob(pattern), reverse=True)]
+    for folder in [*folders, *([Path(model)] if isinstance(model, str) else [])]:
+        if (path := folder / "tokenizer.json").is_file():
+            try:
+                decode = Tokenizer.from_file(str(path)).decode
+            except Exception:  # the library raises Exception itself for a damaged file
+                continue
+            return TokenTexts(partial(decode, skip_special_tokens=False))
+    return None
+
+
+def chunk(path: Path, token_texts: TokenTexts | None) -> dict[str, Any]:
+    """A file of completions, ready for the page.
+
+    Args: path: a file of RunFolder.write_completions. token_texts: None = completions without their tokens.
+    Returns: `functions`, the names of the reward functions; `groups`, each with `row`, `prompt` and `items`. An item
+        has `g` (generation), `r` (reward), `f` (a reward for each function), `a` (advantage), `end` (finish reason),
+        `v` (version), `n` (tokens), `text`, `info`, and, with token texts, `tokens` (their text end to end; absent if
+        it is `text`), `len` (UTF-16 units of each token) and `lp` (see LOGPROB_SCALE; null for tokens that the model
+        did not sample).
+    Raises: CheckpointError: the file can't be read.
+    """
+    columns, rewards = read_completions(path)
+    functions = list(rewards)
+    prompts = columns.get("prompt_text") or columns["prompt"]
+    groups: list[dict[str, Any]] = []
+    previous: tuple[int, int] | None = None
+    for i, (row, generation) in enumerate(zip(columns["row"], columns["generation"], strict=True)):
+        if previous is None or row != previous[0] or generation <= previous[1]:
+            groups.append({"row": row, "prompt": prompts[i] or columns["prompt"][i], "items": []})
+        previous = (row, generation)
+        item = _item(columns, i)
+        item["f"] = [_number(rewards[name][i]) for name in functions]
+        if token_texts is not None:
+            item |= _tokens(columns["tokens"][i], columns["logprobs"][i], token_texts, item["text"])
+        groups[-1]["items"].append(item)
+    return {"functions": functions, "groups": groups}
+
+
+def _item(columns: Mapping[str, Sequence[Any]], i: int) -> dict[str, Any]:
+    item = {
+        "g": columns["generation"][i],
+        "r": _number(columns["reward"][i]),
+        "a": _number(columns["advantage"][i]) if "advantage" in columns else None,
+        "end": columns["finish_reason"][i],
+        "v": columns["version"][i],
+        "n": len(columns["tokens"][i]),
+        "text": columns["completion"][i] or "",
+    }
+    info = columns["info"][i] if "info" in columns else None
+    return {**item, "info": json.loads(info)} if info else item
+
+
+def _tokens(
+    tokens: Sequence[int], logprobs: Sequence[float] | None, token_texts: TokenTexts, text: str
+) -> dict[str, Any]:
+    texts = token_texts(tokens)
+    whole = "".join(texts)
+    known = logprobs if logprobs is not None else [None] * len(tokens)
+    found: dict[str, Any] = {
+        "len": [len(t.encode("utf-16-le", "surrogatepass")) // 2 for t in texts],
+        "lp": [None if p is None or not math.isfinite(p) else round(-p * LOGPROB_SCALE) for p in known],
+    }
+    return found if whole == text else {**found, "tokens": whole}
+
+
+def _number(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")

@@ -1,0 +1,620 @@
+"use strict";
+// The report of runs. Data arrive by whet.receive(key, value) from the scripts in data/: "runs" first, then a file of
+// completions whenever its step is looked at. Every text of a run is set as textContent, never as HTML.
+
+const PANELS = [ // title, metrics (the first that a run has), what it is, lowest value of the axis, log axis
+  ["Learning", [
+    ["reward", ["reward"], "Mean of the completions' total rewards; dots are evaluations."],
+    ["accuracy", ["accuracy", "rewards/accuracies", "mean_token_accuracy"], "Share of right answers.", 0],
+    ["pass@k", ["pass@4", "pass@8", "pass@2", "pass@16"], "Chance that one of k completions is right.", 0],
+    ["loss", ["loss"], "What the optimizer minimises."],
+    ["margin", ["rewards/margins", "margin"], "How far the chosen answers are above the rejected ones."],
+    ["groups without signal", ["frac_reward_zero_std"], "Share of groups whose completions all have the same reward: they teach nothing.", 0],
+  ]],
+  ["Completions", [
+    ["tokens of a completion", ["completions/mean_length"], "Mean length, with the end token.", 0],
+    ["share truncated", ["completions/clipped_ratio"], "Share of completions that reached the limit of tokens.", 0],
+    ["turns", ["turns/mean"], "Turns of the model in an episode.", 0],
+  ]],
+  ["Policy", [
+    ["KL to the reference", ["kl"], "How far the policy has moved from the reference model, in nats a token."],
+    ["KL to the sampler", ["sampling/kl_to_inference", "sampling/kl_approx"], "Between the policy that sampled and the one that is trained, in nats a token."],
+    ["sampler and trainer apart", ["sampling/sampling_logp_difference/mean"], "Mean |difference| of the log-probabilities of sampler and trainer with the same weights.", 0],
+    ["entropy", ["entropy/token_mean", "entropy"], "Of the next token, in nats: 0 is a policy that is certain.", 0],
+    ["share clipped", ["clip_ratio/region_mean", "pg_clipfrac"], "Share of tokens whose ratio left the clip range.", 0],
+    ["effective sample size", ["sampling/ess"], "Of the importance weights, as a share: 1 is on policy.", 0],
+  ]],
+  ["Optimizer", [
+    ["gradient norm", ["grad_norm"], "Before clipping.", 0],
+    ["learning rate", ["learning_rate"], "", 0],
+    ["explained variance", ["critic/explained_variance"], "Of the critic: 1 is perfect, 0 no better than a constant."],
+  ]],
+  ["Speed", [
+    ["tokens per second", ["perf/tokens_per_second"], "Trained tokens by the time of the whole step.", 0],
+    ["seconds a step", ["time/step", "perf/global_step_time"], "", 0],
+    ["memory", ["memory/peak_mb", "memory/peak"], "", 0],
+  ]],
+];
+const PHASES = { rollout: "#4c78a8", rewards: "#f2a541", scoring: "#8e6bbf", update: "#3aa675", weight_sync: "#9aa3ad", eval: "#d0708f", checkpoint: "#a6763c" };
+const OTHER_COLORS = ["#5fb3b3", "#c17fd0", "#7f9a3d", "#d98c5f", "#6c8ecb"];
+const W = 290, H = 128, LEFT = 44, RIGHT = 6, TOP = 8, BOTTOM = 18;
+const FIRST_TEXT = 20000; // characters of a completion that are drawn at once
+const FIRST_GROUPS = 12; // groups that are drawn at once
+const SVG = "http://www.w3.org/2000/svg";
+
+const whet = {
+  data: {}, waiting: {}, runs: [],
+  view: { tab: "overview", smooth: 0.8, x: "step", all: "", file: null, sort: "row", colour: "logprob", text: "", low: "", high: "", end: "", target: null },
+  receive(key, value) {
+    this.data[key] = value;
+    (this.waiting[key] || []).forEach(f => f(value));
+    delete this.waiting[key];
+  },
+  load(key, then, failed) {
+    if (key in this.data) return then(this.data[key]);
+    if (this.waiting[key]) return void this.waiting[key].push(then);
+    this.waiting[key] = [then];
+    const script = document.createElement("script");
+    script.src = `data/${encodeURIComponent(key)}.js`;
+    script.onerror = () => { delete this.waiting[key]; failed(); };
+    document.head.append(script);
+  },
+  start(live) {
+    if (!this.data.runs) {
+      document.getElementById("main").append(el("p", { text: "data/runs.js is missing: keep index.html beside its folder data/." }));
+      return;
+    }
+    this.runs = this.data.runs;
+    const names = this.runs.map(r => r.name);
+    document.getElementById("title").textContent = names.join(" · ");
+    const tabs = document.getElementById("tabs");
+    for (const [id, tab] of Object.entries(TABS)) {
+      const button = el("button", { role: "tab", id: `tab-${id}`, "aria-controls": "main", text: tab.title });
+      button.onclick = () => go(id);
+      tabs.append(button);
+    }
+    tabs.onkeydown = event => {
+      const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+      if (!step) return;
+      const ids = Object.keys(TABS), next = ids[(ids.indexOf(this.view.tab) + step + ids.length) % ids.length];
+      go(next);
+      document.getElementById(`tab-${next}`).focus();
+    };
+    window.onhashchange = () => location.hash !== this.routed && this.route();
+    this.route();
+    if (live) setInterval(() => this.update(), 2000);
+  },
+  async update() { // of a run that goes on: the rows behind those that are here
+    if (this.updating || document.hidden) return;
+    this.updating = true;
+    try {
+      let changed = false;
+      for (const [i, run] of this.runs.entries()) {
+        const at = ["train", "eval"].map(mode => `${mode}=${run.metrics[mode].steps.length}&${mode}_step=${last(run.metrics[mode].steps) ?? -1}`);
+        const response = await fetch(`update?run=${i}&${at.join("&")}`);
+        if (!response.ok) throw new Error(await response.text());
+        const found = await response.json();
+        for (const mode of ["train", "eval"]) changed = appendRows(run.metrics[mode], found.metrics[mode]) || changed;
+        changed = changed || found.completions.length !== run.completions.length;
+        run.completions = found.completions;
+        run.warnings = found.warnings;
+      }
+      document.getElementById("live").textContent = "live";
+      if (changed && this.view.tab !== "completions") this.draw();
+    } catch (error) {
+      document.getElementById("live").textContent = "not reached: the page shows what it had";
+    }
+    this.updating = false;
+  },
+  route() {
+    this.routed = location.hash;
+    const [tab, key, group, item] = decodeURIComponent(location.hash.slice(1)).split("/");
+    this.view.tab = tab in TABS ? tab : "overview";
+    if (this.view.tab === "completions" && key) {
+      this.view.file = key;
+      this.view.target = group === undefined ? null : [Number(group), Number(item)];
+    }
+    this.draw();
+  },
+  draw() {
+    for (const id of Object.keys(TABS)) {
+      const button = document.getElementById(`tab-${id}`);
+      button.setAttribute("aria-selected", id === this.view.tab);
+      button.tabIndex = id === this.view.tab ? 0 : -1;
+    }
+    document.getElementById("main").replaceChildren(TABS[this.view.tab].draw());
+  },
+};
+
+function go(...parts) {
+  const hash = "#" + parts.map(encodeURIComponent).join("/");
+  if (location.hash !== hash) location.hash = hash;
+  whet.route(); // now, not at the event: the next key may come before it
+}
+
+// ---- elements ------------------------------------------------------------------------------------------------------
+
+function el(name, attributes = {}, ...children) {
+  const node = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (value === undefined || value === null || value === false) continue;
+    if (key === "text") node.textContent = value;
+    else if (key.startsWith("on")) node[key] = value;
+    else node.setAttribute(key, value === true ? "" : value);
+  }
+  node.append(...children.filter(child => child !== null && child !== undefined));
+  return node;
+}
+
+function svg(name, attributes = {}, text) {
+  const node = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  if (text !== undefined) node.textContent = text;
+  return node;
+}
+
+function short(value) {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  const size = Math.abs(value);
+  if (size >= 1e9 || (size < 1e-3 && size > 0)) return value.toExponential(1);
+  if (size >= 1e6) return `${Number((value / 1e6).toPrecision(3))}M`;
+  if (size >= 1e4) return `${Number((value / 1e3).toPrecision(3))}k`;
+  return String(Number(value.toPrecision(3)));
+}
+
+const seconds = s => s >= 5400 ? `${(s / 3600).toFixed(1)} h` : s >= 90 ? `${(s / 60).toFixed(0)} min` : `${s.toFixed(1)} s`;
+const last = list => list[list.length - 1];
+const colourOf = i => `var(--run${i % 6})`;
+const selected = (options, value, onchange, label) => {
+  const select = el("select", { onchange: () => onchange(select.value), "aria-label": label });
+  for (const [id, title] of options) select.append(el("option", { value: id, text: title, selected: id === value }));
+  return select;
+};
+
+// ---- series --------------------------------------------------------------------------------------------------------
+
+function column(run, mode, name) {
+  return run.metrics[mode].columns[name];
+}
+
+function axisOf(run, mode) { // the x value of every row of a mode
+  const { steps, columns } = run.metrics[mode];
+  if (whet.view.x === "step" || mode === "eval" && whet.view.x !== "step" && !run.metrics.train.steps.length) return steps;
+  const train = run.metrics.train, at = new Map();
+  let hours = 0;
+  train.steps.forEach((step, i) => {
+    hours += ((train.columns["time/step"] || [])[i] || 0) / 3600;
+    at.set(step, whet.view.x === "hours" ? hours : (train.columns.num_tokens || [])[i]);
+  });
+  return steps.map(step => at.has(step) ? at.get(step) : 0);
+}
+
+function series(run, mode, name) { // [[x, value, step], ...], without missing values
+  const values = column(run, mode, name);
+  if (!values) return [];
+  const xs = axisOf(run, mode), steps = run.metrics[mode].steps, points = [];
+  values.forEach((value, i) => { if (value !== null) points.push([xs[i], value, steps[i]]); });
+  return points;
+}
+
+function smoothed(points, factor) { // an exponential mean, corrected for its start
+  let mean = 0, weight = 0;
+  return points.map(([x, value, step]) => {
+    mean = factor * mean + (1 - factor) * value;
+    weight = factor * weight + (1 - factor);
+    return [x, mean / weight, step];
+  });
+}
+
+function thinned(points, most = 500) { // of each bucket its first, least, greatest and last point
+  if (points.length <= most) return points;
+  const size = Math.ceil(points.length / (most / 4)), kept = [];
+  for (let i = 0; i < points.length; i += size) {
+    const bucket = points.slice(i, i + size);
+    const low = bucket.reduce((a, b) => b[1] < a[1] ? b : a), high = bucket.reduce((a, b) => b[1] > a[1] ? b : a);
+    kept.push(...new Set([bucket[0], ...(low[0] < high[0] ? [low, high] : [high, low]), last(bucket)]));
+  }
+  return kept;
+}
+
+function evalError(run, step) {
+  const file = run.completions.find(f => f.mode === "eval" && f.step === step);
+  return file ? file.se : null;
+}
+
+function appendRows(metrics, found) { // whether there are any
+  const before = found.replace ? 0 : metrics.steps.length, count = found.steps.length;
+  if (found.replace) { metrics.steps = []; metrics.columns = {}; }
+  for (const name of new Set([...Object.keys(metrics.columns), ...Object.keys(found.columns)])) {
+    const old = metrics.columns[name] || Array(before).fill(null);
+    metrics.columns[name] = old.concat(found.columns[name] || Array(count).fill(null));
+  }
+  metrics.steps = metrics.steps.concat(found.steps);
+  return count > 0 || found.replace;
+}
+
+// ---- one chart -----------------------------------------------------------------------------------------------------
+
+function chart(title, names, help, floor) {
+  const lines = [];
+  whet.runs.forEach((run, i) => {
+    for (const mode of ["train", "eval"]) {
+      if (names[0] === "loss" && column(run, mode, "reward") || names[0] === "frac_reward_zero_std" && mode === "eval") continue;
+      const name = names.find(n => series(run, mode, n).length);
+      if (name) lines.push({ run, i, mode, name, points: series(run, mode, name) });
+    }
+  });
+  if (!lines.length) return null;
+  const box = el("div", { class: "plot" }), value = el("span");
+  box.append(el("header", {}, el("b", { text: title, title: [help, lines[0].name].filter(Boolean).join("\n") }), value));
+  const smooth = whet.view.smooth;
+  for (const line of lines) line.smooth = line.mode === "train" && smooth > 0 ? smoothed(line.points, smooth) : line.points;
+  const xs = lines.flatMap(l => [l.points[0][0], last(l.points)[0]]), ys = lines.flatMap(l => l.points.map(p => p[1]));
+  const [x0, x1] = [Math.min(...xs), Math.max(...xs)];
+  const [low, high] = range(ys, floor);
+  const x = v => LEFT + (x1 > x0 ? (v - x0) / (x1 - x0) : .5) * (W - LEFT - RIGHT);
+  const y = v => H - BOTTOM - (Math.min(Math.max(v, low), high) - low) / (high - low) * (H - BOTTOM - TOP);
+  const path = points => thinned(points).map(([a, b], i) => `${i ? "L" : "M"}${x(a).toFixed(1)} ${y(b).toFixed(1)}`).join("");
+  const drawing = svg("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": `${title}: ${lines.map(l => `${l.run.name} ${l.mode} last ${short(last(l.points)[1])}`).join(", ")}` });
+  for (const tick of [low, (low + high) / 2, high]) {
+    drawing.append(svg("line", { class: "axis", x1: LEFT, x2: W - RIGHT, y1: y(tick), y2: y(tick) }));
+    drawing.append(svg("text", { x: LEFT - 4, y: y(tick) + 3, "text-anchor": "end" }, short(tick)));
+  }
+  drawing.append(svg("text", { x: LEFT, y: H - 4 }, short(x0)), svg("text", { x: W - RIGHT, y: H - 4, "text-anchor": "end" }, short(x1)));
+  for (const line of lines) {
+    const colour = colourOf(line.i);
+    if (line.mode === "train") {
+      if (smooth > 0) drawing.append(svg("path", { class: "raw", d: path(line.points), stroke: colour }));
+      if (line.smooth.length > 1) drawing.append(svg("path", { class: "smooth", d: path(line.smooth), stroke: colour }));
+      else drawing.append(svg("circle", { cx: x(line.points[0][0]), cy: y(line.points[0][1]), r: 2.4, fill: colour }));
+      continue;
+    }
+    for (const [a, b, step] of thinned(line.points, 120)) {
+      const error = line.name === "reward" || line.name === "accuracy" ? evalError(line.run, step) : null;
+      if (error) drawing.append(svg("line", { class: "error", x1: x(a), x2: x(a), y1: y(b - error), y2: y(b + error), stroke: colour }));
+      const dot = svg("circle", { cx: x(a), cy: y(b), r: 2.6, fill: "var(--card)", stroke: colour, "stroke-width": 1.5 });
+      dot.append(svg("title", {}, `evaluation at step ${step}: ${short(b)}${error ? ` ± ${short(error)} (standard error)` : ""}`));
+      drawing.append(dot);
+    }
+  }
+  const shown = lines.filter(l => l.mode === "train").length ? lines.filter(l => l.mode === "train") : lines;
+  const rest = shown.map(l => short(last(l.smooth)[1])).join("  ");
+  const cursor = svg("line", { class: "cursor", y1: TOP, y2: H - BOTTOM, visibility: "hidden" });
+  drawing.append(cursor);
+  const nearest = event => {
+    const bounds = drawing.getBoundingClientRect(), at = (event.clientX - bounds.left) / bounds.width * W;
+    return shown.map(l => l.points.reduce((a, b) => Math.abs(x(b[0]) - at) < Math.abs(x(a[0]) - at) ? b : a));
+  };
+  drawing.onpointermove = event => {
+    const points = nearest(event);
+    cursor.setAttribute("x1", x(points[0][0])); cursor.setAttribute("x2", x(points[0][0]));
+    cursor.setAttribute("visibility", "visible");
+    value.textContent = `step ${points[0][2]}: ${points.map(p => short(p[1])).join("  ")}`;
+  };
+  drawing.onpointerleave = () => { cursor.setAttribute("visibility", "hidden"); value.textContent = rest; };
+  drawing.onclick = event => openStep(whet.runs.indexOf(shown[0].run), nearest(event)[0][2]);
+  value.textContent = rest;
+  box.append(drawing);
+  return box;
+}
+
+function range(values, floor) { // the axis: all values, but for single spikes far beyond the others
+  const sorted = [...values].sort((a, b) => a - b), at = q => sorted[Math.min(sorted.length - 1, Math.floor(q * sorted.length))];
+  let low = sorted[0], high = last(sorted);
+  const wide = at(.98) - at(.02);
+  if (sorted.length > 50 && wide > 0) { low = Math.max(low, at(.02) - 2 * wide); high = Math.min(high, at(.98) + 2 * wide); }
+  if (floor !== undefined) low = Math.min(floor, low);
+  if (floor === 0 && high === 0) return [0, 1];
+  return high > low ? [low, high] : [low - (Math.abs(low) / 10 || .5), high + (Math.abs(high) / 10 || .5)];
+}
+
+function openStep(run, step) { // the completions nearest to a step
+  const files = whet.runs[run].completions;
+  if (!files.length) return;
+  const near = files.reduce((a, b) => Math.abs(b.step - step) < Math.abs(a.step - step) ? b : a);
+  go("completions", near.key);
+}
+
+// ---- the tabs ------------------------------------------------------------------------------------------------------
+
+function legend() {
+  if (whet.runs.length < 2) return null;
+  return el("div", { class: "runs" }, ...whet.runs.map((run, i) => el("span", {}, el("i", { class: "swatch", style: `background:${colourOf(i)}` }), run.name)));
+}
+
+function plotControls(redraw) {
+  const slider = el("input", { type: "range", min: 0, max: .99, step: .01, value: whet.view.smooth, "aria-label": "smoothing" });
+  slider.oninput = () => { whet.view.smooth = Number(slider.value); redraw(); };
+  const x = selected([["step", "steps"], ["tokens", "tokens"], ["hours", "hours"]], whet.view.x, v => { whet.view.x = v; redraw(); }, "horizontal axis");
+  return el("div", { class: "bar" }, el("label", {}, "smoothing ", slider), el("label", {}, "over ", x), el("span", { class: "dim", text: "dots: evaluations · a click opens the step's completions" }));
+}
+
+function overview() {
+  const part = el("section"), plots = el("div");
+  part.append(...[legend(), tiles(), warnings()].filter(Boolean));
+  const draw = () => plots.replaceChildren(...PANELS.flatMap(([title, panels]) => {
+    const drawn = panels.map(panel => chart(...panel)).filter(Boolean);
+    return drawn.length ? [el("h2", { text: title }), el("div", { class: "plots" }, ...drawn)] : [];
+  }));
+  draw();
+  part.append(plotControls(draw), plots);
+  return part;
+}
+
+function tiles() {
+  const run = whet.runs[0], box = el("div", { class: "tiles" });
+  const tile = (name, text) => box.append(el("div", { class: "tile" }, el("span", { text: name }), el("b", { text })));
+  const first = run.metrics.train.steps.length ? "train" : "eval";
+  tile("steps", String(last(run.metrics[first].steps)));
+  for (const [mode, name] of [["eval", "accuracy"], ["eval", "reward"], ["eval", "loss"], ["train", "reward"], ["train", "loss"]]) {
+    const points = series(run, mode, name);
+    if (!points.length || box.children.length > 2) continue;
+    if (name === "reward" && column(run, mode, "accuracy")) continue;
+    tile(mode === "eval" ? `held-out ${name}` : name, `${short(points[0][1])} → ${short(last(points)[1])}`);
+  }
+  const times = column(run, "train", "time/step"), tokens = column(run, "train", "num_tokens");
+  if (times) tile("time of all steps", seconds(times.reduce((a, b) => a + (b || 0), 0)));
+  if (tokens) tile("completion tokens", short(last(tokens.filter(v => v !== null))));
+  if (run.config["actor.model"]) tile("model", String(run.config["actor.model"]).split("/").filter(Boolean).slice(-1)[0]);
+  return box;
+}
+
+function warnings() {
+  const found = whet.runs.flatMap(run => run.warnings.map(w => ({ ...w, run })));
+  if (!found.length) return null;
+  const lines = found.map(w => el("p", {}, el("b", { text: `${whet.runs.length > 1 ? w.run.name + ", " : ""}step ${w.step}: ` }), w.message));
+  return el("div", { class: "warnings", role: "note" }, ...lines);
+}
+
+function allMetrics() {
+  const part = el("section"), box = el("div");
+  const names = [...new Set(whet.runs.flatMap(run => ["train", "eval"].flatMap(mode => Object.keys(run.metrics[mode].columns))))];
+  const find = el("input", { type: "search", placeholder: "find a metric", value: whet.view.all, "aria-label": "find a metric" });
+  const draw = () => {
+    const groups = {};
+    for (const name of names.filter(n => n.includes(whet.view.all))) {
+      const group = name.includes("/") ? name.split("/")[0] : "step";
+      (groups[group] = groups[group] || []).push(name);
+    }
+    box.replaceChildren(...Object.entries(groups).map(([group, members]) => {
+      const details = el("details", { open: whet.view.all !== "" || group === "step" }, el("summary", { text: `${group} (${members.length})` }));
+      const fill = () => { if (details.open && details.children.length === 1) details.append(el("div", { class: "plots" }, ...members.map(name => chart(name, [name], "")))); };
+      details.ontoggle = fill;
+      fill();
+      return details;
+    }));
+    if (!box.children.length) box.append(el("p", { class: "dim", text: `no metric has "${whet.view.all}" in its name` }));
+  };
+  find.oninput = () => { whet.view.all = find.value; draw(); };
+  draw();
+  const controls = plotControls(draw);
+  controls.prepend(find);
+  part.append(...[legend(), controls, box].filter(Boolean));
+  return part;
+}
+
+function phasesOf(run) { // the parts of a step's time, without the parts of those parts
+  const names = Object.keys(run.metrics.train.columns).filter(n => /^time\/[^/]+$/.test(n) && n !== "time/step");
+  return names.map(n => n.slice(5));
+}
+
+function timeTab() {
+  const part = el("section");
+  whet.runs.forEach(run => {
+    const phases = phasesOf(run), steps = run.metrics.train.steps;
+    if (!phases.length) return part.append(el("p", { class: "dim", text: `${run.name} has no times of steps` }));
+    const colours = Object.fromEntries(phases.map((p, i) => [p, PHASES[p] || OTHER_COLORS[i % OTHER_COLORS.length]]));
+    const whole = column(run, "train", "time/step") || [], per = Math.max(1, Math.ceil(steps.length / 300));
+    const bars = [];
+    for (let i = 0; i < steps.length; i += per) {
+      const rows = steps.slice(i, i + per).map((_, k) => i + k), mean = f => rows.reduce((a, r) => a + (f(r) || 0), 0) / rows.length;
+      const parts = phases.map(p => [p, mean(r => column(run, "train", `time/${p}`)[r])]);
+      const known = parts.reduce((a, [, v]) => a + v, 0);
+      bars.push({ step: steps[i], parts: [...parts, ["other", Math.max(0, mean(r => whole[r]) - known)]] });
+    }
+    colours.other = "#c9ced6";
+    const w = 1200, h = 170, total = bar => bar.parts.reduce((a, [, v]) => a + v, 0);
+    const sorted = bars.map(total).sort((a, b) => a - b), most = Math.min(last(sorted), 3 * sorted[Math.floor(sorted.length / 2)]) || 1;
+    const drawing = svg("svg", { viewBox: `0 0 ${w} ${h + 16}`, role: "img", "aria-label": `time of each step of ${run.name} by phase` });
+    const width = (w - 50) / bars.length;
+    bars.forEach((bar, i) => {
+      let top = h;
+      for (const [phase, value] of bar.parts) {
+        const height = Math.min(value / most * (h - 10), top);
+        top -= height;
+        if (height < .2) continue;
+        const rect = svg("rect", { x: 46 + i * width, y: top, width: Math.max(.6, width - (width > 4 ? 1 : 0)), height, fill: colours[phase] });
+        rect.append(svg("title", {}, `step ${bar.step}: ${phase} ${value.toFixed(2)} s`));
+        drawing.append(rect);
+      }
+    });
+    drawing.append(svg("text", { x: 42, y: 16, "text-anchor": "end" }, seconds(most)), svg("text", { x: 46, y: h + 13 }, `step ${steps[0]}`), svg("text", { x: w, y: h + 13, "text-anchor": "end" }, `step ${last(steps)}`));
+    const sums = [...phases, "other"].map(p => [p, bars.reduce((a, b) => a + (b.parts.find(q => q[0] === p) || [0, 0])[1] * per, 0)]).sort((a, b) => b[1] - a[1]);
+    const all = sums.reduce((a, [, v]) => a + v, 0) || 1;
+    const table = el("table", {}, el("tr", {}, el("th", { text: "phase" }), el("th", { class: "n", text: "time" }), el("th", { class: "n", text: "share" })));
+    for (const [phase, value] of sums) table.append(el("tr", {}, el("td", {}, el("i", { class: "swatch", style: `background:${colours[phase]}` }), phase), el("td", { class: "n", text: seconds(value) }), el("td", { class: "n", text: `${(100 * value / all).toFixed(1)} %` })));
+    part.append(el("h2", { text: `${run.name}: seconds of a step, by phase` }), el("div", { class: "plot" }, drawing), table);
+  });
+  return part;
+}
+
+function evaluationsTab() {
+  const part = el("section"), names = ["reward", "accuracy", "loss", "completions/mean_length", "completions/clipped_ratio"];
+  whet.runs.forEach(run => {
+    const { steps, columns } = run.metrics.eval;
+    part.append(el("h2", { text: run.name }));
+    if (!steps.length) return part.append(el("p", { class: "dim", text: "no evaluations" }));
+    const extra = Object.keys(columns).filter(n => n.startsWith("pass@")), shown = [...names, ...extra].filter(n => columns[n]);
+    const table = el("table", {}, el("tr", {}, el("th", { text: "step" }), ...shown.map(n => el("th", { class: "n", text: n }))));
+    steps.forEach((step, i) => {
+      const error = evalError(run, step);
+      const row = el("tr", {}, el("td", {}, run.completions.some(f => f.mode === "eval" && f.step === step) ? el("a", { href: `#completions/${last(run.completions.filter(f => f.mode === "eval" && f.step === step)).key}`, text: step }) : String(step)));
+      for (const name of shown) {
+        const value = columns[name][i], spread = error && (name === "reward" || name === "accuracy") ? ` ± ${short(error)}` : "";
+        row.append(el("td", { class: "n", text: value === null ? "–" : short(value) + spread }));
+      }
+      table.append(row);
+    });
+    part.append(el("div", { class: "scroll" }, table), el("p", { class: "dim", text: "± is one standard error, by prompts." }));
+  });
+  return part;
+}
+
+function configTab() {
+  const part = el("section");
+  for (const [title, key] of [["Configuration", "config"], ["Environment", "environment"]]) {
+    const names = [...new Set(whet.runs.flatMap(run => Object.keys(run[key])))];
+    const table = el("table", {}, el("tr", {}, el("th", { text: "key" }), ...whet.runs.map(run => el("th", { text: run.name }))));
+    for (const name of names) {
+      const texts = whet.runs.map(run => name in run[key] ? typeof run[key][name] === "string" ? run[key][name] : JSON.stringify(run[key][name]) : "–");
+      table.append(el("tr", { class: new Set(texts).size > 1 ? "differs" : null }, el("td", { text: name }), ...texts.map(text => el("td", { text }))));
+    }
+    part.append(el("h2", { text: title }), names.length ? el("div", { class: "scroll" }, table) : el("p", { class: "dim", text: "not in the run folder" }));
+  }
+  return part;
+}
+
+// ---- completions ---------------------------------------------------------------------------------------------------
+
+function completionsTab() {
+  const part = el("section"), files = whet.runs.flatMap((run, i) => run.completions.map(f => ({ ...f, run, i })));
+  if (!files.length) return el("p", { class: "dim", text: "The run folder has no completions." });
+  let at = files.findIndex(f => f.key === whet.view.file);
+  if (at < 0) at = files.findLastIndex ? files.findLastIndex(f => f.mode === "train") : files.length - 1;
+  if (at < 0) at = files.length - 1;
+  const file = files[at], list = el("div"), count = el("span", { class: "dim" });
+  whet.view.file = file.key;
+  const redraw = () => whet.load(file.key, chunk => drawGroups(list, count, chunk, file), () => list.replaceChildren(el("p", { class: "bad", text: `data/${file.key}.js is missing` })));
+  const filter = name => value => { whet.view[name] = value; redraw(); };
+  const label = f => `${whet.runs.length > 1 ? f.run.name + " · " : ""}${f.mode} step ${f.step} (${f.n})`;
+  const pick = selected(files.map(f => [f.key, label(f)]), file.key, key => go("completions", key), "step");
+  const move = (step, text, name) => {
+    const same = files.map((f, i) => [f, i]).filter(([f]) => f.mode === file.mode && f.i === file.i).map(([, i]) => i);
+    const next = same[same.indexOf(at) + step];
+    return el("button", { text, "aria-label": name, disabled: next === undefined, onclick: () => go("completions", files[next].key) });
+  };
+  const field = (name, attributes) => { const input = el("input", { ...attributes, value: whet.view[name] }); input.oninput = () => filter(name)(input.value); return input; };
+  const sorts = [["row", "order of the data"], ["best", "best first"], ["worst", "worst first"], ["spread", "widest spread first"], ["long", "longest first"]];
+  const colours = [["logprob", "probability"], ["advantage", "advantage"], ["none", "nothing"]];
+  part.append(el("div", { class: "bar" },
+    move(-1, "←", "previous step"), pick, move(1, "→", "next step"),
+    el("label", {}, "sort ", selected(sorts, whet.view.sort, filter("sort"), "order")),
+    el("label", {}, "colour by ", selected(colours, whet.view.colour, filter("colour"), "colour")),
+    el("label", {}, "reward ", field("low", { type: "number", step: "any", placeholder: "from", "aria-label": "least reward" }), " ", field("high", { type: "number", step: "any", placeholder: "to", "aria-label": "greatest reward" })),
+    el("label", {}, "ended by ", selected([["", "any"], ["stop", "stop"], ["length", "length"]], whet.view.end, filter("end"), "finish reason")),
+    field("text", { type: "search", placeholder: "find text", "aria-label": "find text" }), count));
+  if (file.run.left_out) part.append(el("p", { class: "dim", text: `${file.run.left_out} steps' completions are left out of this report for its size: whet report ${file.run.path} max_mb=1000 has more.` }));
+  list.append(el("p", { class: "dim", text: "loading" }));
+  part.append(list);
+  redraw();
+  return part;
+}
+
+function drawGroups(list, count, chunk, file) {
+  const v = whet.view, low = v.low === "" ? -Infinity : Number(v.low), high = v.high === "" ? Infinity : Number(v.high), text = v.text.toLowerCase();
+  const fits = (item, group) => (item.r === null ? v.low === "" && v.high === "" : item.r >= low && item.r <= high) && (!v.end || item.end === v.end)
+    && (!text || item.text.toLowerCase().includes(text) || group.prompt.toLowerCase().includes(text));
+  const mean = g => { const r = g.items.map(i => i.r).filter(x => x !== null); return r.length ? r.reduce((a, b) => a + b, 0) / r.length : NaN; };
+  const spread = g => { const r = g.items.map(i => i.r).filter(x => x !== null); return r.length ? Math.max(...r) - Math.min(...r) : -1; };
+  const length = g => Math.max(...g.items.map(i => i.n));
+  let groups = chunk.groups.map((group, index) => ({ group, index, items: group.items.map((item, k) => ({ item, k })).filter(({ item }) => fits(item, group)) })).filter(g => g.items.length);
+  const by = { best: g => -mean(g.group), worst: g => mean(g.group), spread: g => -spread(g.group), long: g => -length(g.group) }[v.sort];
+  if (by) groups = groups.map(g => [by(g), g]).sort((a, b) => (Number.isNaN(a[0]) ? 1 : Number.isNaN(b[0]) ? -1 : a[0] - b[0])).map(([, g]) => g);
+  const order = { best: (a, b) => b.item.r - a.item.r, worst: (a, b) => a.item.r - b.item.r, long: (a, b) => b.item.n - a.item.n, spread: (a, b) => b.item.r - a.item.r }[v.sort];
+  if (order) for (const g of groups) g.items.sort(order);
+  if (v.sort === "spread") for (const g of groups) if (g.items.length > 2) g.items.splice(1, 0, g.items.pop()); // the best beside the worst
+  const shown = groups.reduce((a, g) => a + g.items.length, 0), total = chunk.groups.reduce((a, g) => a + g.items.length, 0);
+  count.textContent = `${shown} of ${total} completions`;
+  list.replaceChildren();
+  if (!groups.length) return list.append(el("p", { class: "dim", text: "No completion fits these filters." }));
+  if (v.target) groups = [...groups.filter(g => g.index === v.target[0]), ...groups.filter(g => g.index !== v.target[0])];
+  let next = 0;
+  const more = el("button", { class: "more", text: "show more" });
+  const add = () => {
+    for (const g of groups.slice(next, next + FIRST_GROUPS)) list.insertBefore(groupCard(g, chunk, file), more);
+    next += FIRST_GROUPS;
+    watcher.disconnect();
+    if (next >= groups.length) more.remove(); else watcher.observe(more); // anew: it may be in sight still
+  };
+  const watcher = new IntersectionObserver(entries => entries.some(e => e.isIntersecting) && add(), { rootMargin: "600px" });
+  more.onclick = add;
+  list.append(more);
+  add();
+}
+
+function groupCard({ group, index, items }, chunk, file) {
+  const rewards = group.items.map(i => i.r).filter(r => r !== null), mean = rewards.reduce((a, b) => a + b, 0) / (rewards.length || 1);
+  const head = el("header", {}, el("b", { text: `row ${group.row}` }), el("span", { class: "dim num", text: `  ${group.items.length} completion${group.items.length > 1 ? "s" : ""}, mean reward ${rewards.length ? short(mean) : "–"}` }), el("div", { class: "prompt", tabindex: 0, text: group.prompt }));
+  return el("article", { class: "group" }, head, el("div", { class: "items" }, ...items.map(({ item, k }) => itemCard(item, k, index, group, chunk, file))));
+}
+
+function itemCard(item, k, index, group, chunk, file) {
+  const target = whet.view.target, linked = target && target[0] === index && target[1] === k;
+  const sign = item.a === null ? "" : item.a > 0 ? "good" : item.a < 0 ? "bad" : "dim";
+  const functions = chunk.functions.length > 1 ? chunk.functions.map((name, f) => `${name} ${short(item.f[f])}`).join(", ") : "";
+  const body = el("div", { class: "text", tabindex: 0, role: "region", "aria-label": "completion" });
+  fillText(body, item, 0);
+  const box = el("div", { class: linked ? "item linked" : "item" },
+    el("header", {},
+      el("b", { text: `reward ${item.r === null ? "none" : short(item.r)}` }),
+      item.a === null ? null : el("span", { class: sign, text: `advantage ${item.a > 0 ? "+" : ""}${short(item.a)}` }),
+      el("span", { class: "dim", text: `${item.n} tokens` }),
+      item.end === "stop" ? null : el("span", { class: "bad", text: `ended by ${item.end}` }),
+      functions ? el("span", { class: "dim", text: functions }) : null),
+    body,
+    item.info ? el("details", {}, el("summary", { class: "dim", text: "episode" }), el("pre", { class: "scroll", text: JSON.stringify(item.info, null, 1) })) : null,
+    el("footer", {},
+      el("button", { text: "link", title: "put the address of this completion into the address bar", onclick: () => { history.replaceState(null, "", "#" + ["completions", file.key, index, k].join("/")); if (navigator.clipboard) navigator.clipboard.writeText(location.href).catch(() => {}); } }),
+      el("button", { text: "save", title: "save this completion as JSON", onclick: () => save(`${file.key}-${index}-${k}.json`, { run: file.run.path, mode: file.mode, step: file.step, row: group.row, prompt: group.prompt, functions: chunk.functions, ...item }) })));
+  if (linked) requestAnimationFrame(() => box.scrollIntoView({ block: "center" }));
+  return box;
+}
+
+function fillText(body, item, from) { // a part of a completion, as coloured tokens where they are known
+  const text = item.tokens === undefined ? item.text : item.tokens, v = whet.view;
+  if (!item.len || v.colour === "none") {
+    const plain = item.text;
+    body.append(plain.slice(from, from + FIRST_TEXT));
+    if (plain.length > from + FIRST_TEXT) body.append(moreText(body, item, from + FIRST_TEXT, plain.length));
+    return;
+  }
+  let place = 0, i = 0;
+  while (i < item.len.length && place < from) place += item.len[i++];
+  const fragment = document.createDocumentFragment(), until = place + FIRST_TEXT;
+  for (; i < item.len.length && place < until; i++) {
+    const piece = text.slice(place, place += item.len[i]), lp = item.lp[i];
+    if (!piece) continue;
+    if (lp === null) { fragment.append(el("span", { class: "given", title: "not sampled by the model", text: piece })); continue; }
+    const p = Math.exp(-lp / 100);
+    const colour = v.colour === "advantage" ? advantageColour(item.a) : `rgba(224,96,60,${(.8 * (1 - p)).toFixed(2)})`;
+    fragment.append(el("span", { class: "tok", title: `p ${p.toFixed(3)}, logprob ${(-lp / 100).toFixed(2)}`, style: colour.endsWith(",0.00)") ? null : `background:${colour}`, text: piece }));
+  }
+  body.append(fragment);
+  if (i < item.len.length) body.append(moreText(body, item, place, text.length));
+}
+
+function advantageColour(a) {
+  const strength = Math.min(.6, Math.abs(a || 0) / 3).toFixed(2);
+  return a >= 0 ? `rgba(40,160,100,${strength})` : `rgba(220,70,50,${strength})`;
+}
+
+function moreText(body, item, from, length) {
+  const button = el("button", { class: "more", text: `show more (${short(length - from)} characters)` });
+  button.onclick = () => { button.remove(); fillText(body, item, from); };
+  return button;
+}
+
+function save(name, value) {
+  const link = el("a", { href: URL.createObjectURL(new Blob([JSON.stringify(value, null, 1)], { type: "application/json" })), download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+}
+
+const TABS = {
+  overview: { title: "Overview", draw: overview },
+  metrics: { title: "All metrics", draw: allMetrics },
+  completions: { title: "Completions", draw: completionsTab },
+  evaluations: { title: "Evaluations", draw: evaluationsTab },
+  time: { title: "Time", draw: timeTab },
+  config: { title: "Configuration", draw: configTab },
+};
