@@ -15,7 +15,7 @@ import whet
 import whet.tunix
 from whet.config import Mode, OptimConfig
 from whet.data.tokenizer import byte_tokenizer
-from whet.ops import AdvantageInputs, Objective, clipped_surrogate, reference_kl, sampler_importance
+from whet.ops import AdvantageInputs, PolicyObjective, clipped_surrogate, reference_kl, sampler_importance
 from whet.rewards.call import RewardInputs
 from whet.rewards.reward_batch import RewardBatch
 from whet.types import Completion, Group, Prompt, TokenBatch
@@ -114,7 +114,7 @@ def completion(tokens, generation=0, *, version=0, prefix=None, finish="stop", l
 def grpo_objective(x, *, surrogate=clipped_surrogate, beta=0.0, kl_mode="kl", kl_clamp=None, sampler_is_threshold=None):
     """GRPO's objective, composed by hand."""
     weight = functools.partial(sampler_importance, sampler_is_threshold=sampler_is_threshold)
-    return Objective(
+    return PolicyObjective(
         surrogate=surrogate,
         factors=() if sampler_is_threshold is None else (weight,),
         kl=functools.partial(reference_kl, kl_loss_mode=kl_mode, kl_clamp_value=kl_clamp),

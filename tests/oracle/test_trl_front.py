@@ -15,8 +15,8 @@ from helpers import END, PAD, Events, length_reward, random_batch, rows, tiny_mo
 import whet.trl
 from whet.data.tokenizer import byte_tokenizer
 from whet.envs.tool_calls import ToolTemplate
+from whet.learners.from_config import make_objective
 from whet.learners.kl_controller import KLController
-from whet.learners.objective import make_objective
 from whet.trl import GRPOConfig, GRPOTrainer
 from whet.trl.config.translate import grpo_algorithm as algorithm
 from whet.trl.rl.learner import TRLLearner
@@ -79,7 +79,7 @@ def ours(args, batch, given, monkeypatch):
     learner = learner_of(args)
     found = SimpleNamespace(entropy=given["entropy"].detach())
     monkeypatch.setattr(learner.cluster.actor, "logprobs", lambda *_, **__: found)
-    mini = learner.cluster.actor_trainer.add_loss_weights(learner._ranked(batch))
+    mini = learner.cluster.actor_trainer.add_loss_weights(learner.with_update_columns(batch))
     own = {n: c for n, c in mini.token_columns.items() if n not in ("tokens", "mask")}
     x = LossInputs(
         sequence=mini.sequence, mask=mini.mask, token_columns=own,

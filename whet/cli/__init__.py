@@ -11,6 +11,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from importlib import import_module
 from typing import Any
 
 from whet.cli.help import command_help, topic_of
@@ -25,6 +26,7 @@ from whet.cli.registry import (
     TRAINING_COMMANDS,
     config_class,
 )
+from whet.util.garbage import pause_collector
 from whet.util.streams import flush_or_discard, has_no_reader, ignore_write_errors, open_descriptors
 from whet.util.text_lines import wrap_columns, wrap_text
 
@@ -189,38 +191,12 @@ def _log_inputs(command: str, config: Any, words: list[str]) -> None:
 
 
 def _run_command(command: str, words: list[str], config: Any) -> None:
-    if command == "generate":
-        from whet.cli.generate import generate
-
-        generate(config)
-    elif command == "chat":
-        from whet.cli.chat import chat
-
-        chat(config)
-    elif command == "eval":
-        from whet.cli.evaluate import evaluate
-
-        evaluate(config)
-    elif command == "push":
-        from whet.cli.push import push
-
-        push(config)
-    elif command == "report":
-        from whet.cli.report import report
-
-        report(config)
-    elif command == "demo":
-        from whet.cli.commands import demo
-
-        demo(words)
-    elif command in SUPERVISED_COMMANDS:
-        from whet.cli import supervised
-
-        getattr(supervised, command)(config)
-    else:
-        from whet.cli import commands
-
-        getattr(commands, command)(config)
+    name = "evaluate" if command == "eval" else command
+    module = {**dict.fromkeys(TRAINING_COMMANDS, "commands"), **dict.fromkeys(SUPERVISED_COMMANDS, "supervised")}
+    module["watch"] = "report"
+    with pause_collector():
+        function = getattr(import_module(f"whet.cli.{module.get(command, name)}"), name)
+    function(words if command == "demo" else config)
 
 
 def _check_flags(command: str, words: list[str]) -> None:
@@ -274,6 +250,10 @@ def _config(command: str, words: list[str]) -> Any:
         from whet.config.report import load_report
 
         return load_report(words)
+    if command == "watch":
+        from whet.config.report import load_watch
+
+        return load_watch(words)
     from whet.config.generate import load_sampling
 
     return load_sampling(kind, words)
@@ -306,6 +286,10 @@ def _check(command: str, config: Any) -> None:
         from whet.config.report import check_report
 
         check_report(config)
+    elif command == "watch":
+        from whet.config.report import check_watch
+
+        check_watch(config)
     elif command != "demo":
         from whet.config.generate import check_sampling
 

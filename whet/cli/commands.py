@@ -41,15 +41,19 @@ from whet.learners.ppo import PPOLearner
 from whet.models.model_factory import call_model_factory
 from whet.observe.environment import read_environment
 from whet.observe.plots import plot_curves
+from whet.observe.progress import sparkline
 from whet.parallel.processes import join_processes
 from whet.parallel.ranks import Ranks
 from whet.run.run import Run
 from whet.run.signals import Stopped
+from whet.storage.completions import read_completions
 from whet.storage.files import finite_or_none, to_json, write_atomic
 from whet.train.role_checkpoints import Checkpoints
 from whet.train.role_workers import ACTOR
+from whet.util.garbage import pause_collector
 from whet.util.package_files import recipe_path
 from whet.util.references import is_ref
+from whet.util.text_lines import escape_control_characters, shorten_middle
 
 __all__ = ["demo", "grpo", "load_train_and_eval", "make_rl_learner", "ppo", "train", "without_read_keys"]
 
@@ -84,7 +88,8 @@ def train(config: R, make_learner: Callable[[R], tuple[Any, Any, Any]]) -> dict[
     from transformers.utils import logging as transformers_logging
 
     ranks = join_processes(config.trainer.collective_timeout_s)
-    ranks.call_on_writer(lambda: check_run(config))  # one rank alone may lock a folder to look at it
+    with pause_collector():
+        ranks.call_on_writer(lambda: check_run(config))  # one rank alone may lock a folder to look at it
     transformers_logging.disable_progress_bar()
     started = time.monotonic()
     named = config.trainer.run_dir is not None
@@ -94,7 +99,8 @@ def train(config: R, make_learner: Callable[[R], tuple[Any, Any, Any]]) -> dict[
     try:
         _set_threads(config)
         config = _with_model(config, folder, ranks)
-        learner, train_ds, eval_ds = make_learner(config)
+        with pause_collector():
+            learner, train_ds, eval_ds = make_learner(config)
         try:
             run = learner.train(train_ds, eval_ds)
         except KeyboardInterrupt as stop:
@@ -117,9 +123,15 @@ def train(config: R, make_learner: Callable[[R], tuple[Any, Any, Any]]) -> dict[
         log.warning("summary.json or curves.png could not be written: %s", format_exception(error))
     done = f"{run.step} step{'s' * (run.step != 1)}"
     log.info("%s in %.0f s; final model: %s", done, summary["train_seconds"], folder / "final")
-    before, after = (summary.get(f"eval_{run.task.main_metric}_{when}") for when in ("before", "after"))
+    metric = run.task.main_metric
+    values = [value for row in run.rows if row["mode"] == Mode.TRAIN.value and metric in row for value in [row[metric]]]
+    if len(values) > 1:
+        log.info("%s in training: %.3f %s %.3f", metric, values[0], sparkline(values, 40), values[-1])
+    before, after = (summary.get(f"eval_{metric}_{when}") for when in ("before", "after"))
     if before is not None and after is not None:
-        log.info("evaluation %s: %.3f -> %.3f", run.task.main_metric, before, after)
+        log.info("evaluation %s: %.3f -> %.3f", metric, before, after)
+    for line in compare_examples(folder, [row["step"] for row in run.evaluations]):
+        log.info("%s", line)
     return summary
 
 
@@ -139,9 +151,6 @@ def demo(argv: Sequence[str] = ()) -> dict[str, Any]:
     )
     summary = grpo(config)
     folder = Path(summary["run_dir"])
-    _print_line("")
-    for line in compare_examples(folder, summary["steps"]):
-        _print_line(line)
     _print_line("")
     _print_line(
         f"held-out accuracy (greedy, {summary['eval_prompts']} unseen prompts): "
@@ -306,22 +315,36 @@ def summarise(run: Run, config: AnyRun, seconds: float) -> dict[str, Any]:
     return found
 
 
-def compare_examples(folder: Path, last: int, count: int = 4) -> list[str]:
-    """Example completions of the same held-out prompts, before and after."""
-    import pandas
+def compare_examples(folder: Path, steps: Sequence[int], count: int = 4) -> list[str]:
+    """The first held-out prompts, each with its completion at the first and at the last evaluation.
 
-    before, after = (
-        pandas.read_parquet(folder / "completions" / f"eval-{step:06d}.parquet").set_index("row") for step in (0, last)
-    )
-    lines = ["held-out examples, greedy, before -> after:"]
-    learned = [r for r in before.index if before.reward[r] < after.reward[r]][:count]
-    for row in learned:
-        b, a = before.loc[row], after.loc[row]
-        lines.append(
-            f"  {b.prompt}{b.completion:<24} {'right' if b.reward else 'wrong'} -> {a.completion:<24} "
-            f"{'right' if a.reward else 'wrong'}"
-        )
+    Args: folder: of the run. steps: of its evaluations. count: prompts at most.
+    Returns: lines for a person; none where the run keeps no completions, or was evaluated once.
+    """
+    files = [folder / "completions" / f"eval-{step:06d}.parquet" for step in (*steps[:1], *steps[-1:])]
+    if len({*files}) < 2 or not all(file.is_file() for file in files):
+        return []
+    before, after = (_first_completions(file) for file in files)
+    lines = ["held-out prompts, before and after:"]
+    for row in [row for row in before if row in after][:count]:
+        lines.append(f"  {_one_line(before[row][0])}")
+        for name, (_, completion, reward) in (("before", before[row]), ("after", after[row])):
+            lines.append(f"    {name:<6} (reward {reward:.3g}): {_one_line(completion)}")
     return lines
+
+
+def _first_completions(file: Path) -> dict[int, tuple[str, str, float]]:
+    """Row -> its prompt, its first completion and that one's reward."""
+    columns, _ = read_completions(file)
+    found: dict[int, tuple[str, str, float]] = {}
+    for row, *rest in zip(*(columns[name] for name in ("row", "prompt", "completion", "reward")), strict=True):
+        found.setdefault(row, (rest[0], rest[1], rest[2]))
+    return found
+
+
+def _one_line(text: str) -> str:
+    """A text on one line, shortened in its middle."""
+    return shorten_middle(escape_control_characters(" ".join(text.split())), 160)
 
 
 def _print_line(line: str) -> None:

@@ -132,7 +132,7 @@ def _row_encoder(config: SupervisedRunConfig) -> type[RowEncoder]:
         return SFTEncoder
     if not isinstance(config, DPORunConfig):
         return ScoredPairEncoder
-    from whet.learners.preference_objective import make_preference_objective
+    from whet.learners.preference_from_config import make_preference_objective
 
     paired = make_preference_objective(config.algo).needs.rows == "pairs"
     return PreferenceEncoder if paired else UnpairedEncoder

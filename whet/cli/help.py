@@ -247,6 +247,16 @@ FIRST: Mapping[str, Sequence[Group]] = {
             },
         ),
     ),
+    "watch": (
+        (
+            "Keys",
+            {
+                "runs": "run folders; `whet watch FOLDER ...` is short for it",
+                "host": "address to listen at; others than loopback need the token that is printed",
+                "port": "port to listen at; 0: a free one",
+            },
+        ),
+    ),
     "data": (
         (
             "Keys",
@@ -296,6 +306,7 @@ _EXAMPLES: Mapping[str, Sequence[str]] = {
     "chat": ("whet chat model=Qwen/Qwen3-0.6B max_tokens=1000",),
     "push": ("whet push runs/a repo=me/sums which=best dry_run=true",),
     "report": ("whet report runs/a", "whet report runs/a runs/b out=compared"),
+    "watch": ("whet watch runs/a",),
     "data": (
         "whet data data=rows.jsonl model=FOLDER",
         "whet data sft data=chats.jsonl model=FOLDER rows=1",
@@ -376,7 +387,7 @@ def command_help(command: str, about: str, topic: str, kind: type, short: Mappin
             )
         return keys
     data_words = "[grpo|ppo|sft|rm|dpo] [rows=N] "
-    words = {"push": "[RUN] ", "report": "[RUN ...] ", "data": data_words}.get(command, "")
+    words = {"push": "[RUN] ", "report": "[RUN ...] ", "watch": "[RUN ...] ", "data": data_words}.get(command, "")
     files = "" if command == "demo" else "[--config FILE ...] "
     usage = [f"usage: whet {command} {words}{files}{flags}[key=value ...]", "", about]
     note = [_NOTES[command]] if command in _NOTES else []

@@ -34,9 +34,9 @@ from whet.data.prompts import ANSWER, find_prompt_column
 from whet.data.sources import check_source
 from whet.envs import load_script
 from whet.errors import ConfigError, raise_all
+from whet.learners.from_config import objective_checks, other_field, policy_loss
 from whet.learners.grpo import check_drawn
-from whet.learners.objective import objective_checks, other_field, policy_loss
-from whet.learners.preference_objective import make_preference_objective, make_reward_loss
+from whet.learners.preference_from_config import make_preference_objective, make_reward_loss
 from whet.models.lora import check_lora
 from whet.observe.loggers import check_loggers
 from whet.ops import LOSS_AGG_MODES, SFT_LOSSES, teacher_column

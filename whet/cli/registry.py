@@ -27,6 +27,7 @@ COMMANDS = {
     "chat": "chat with a model: model=FOLDER",
     "eval": "evaluate a model on a data set: model=FOLDER data=FILE reward=NAME",
     "report": "write the page of a run: curves, completions, times, settings: whet report RUN [RUN ...]",
+    "watch": "serve that page live, on this machine: whet watch RUN [RUN ...]",
     "push": "upload a run's model to the Hugging Face hub: whet push RUN repo=NAME",
     "recipes": "list the recipes; whet recipes copy NAME copies one to this folder",
     "docs": "list the pages of the documentation; whet docs NAME prints one",
@@ -60,7 +61,10 @@ INFO_COMMANDS = {
     "version": "",
 }
 """Command that only prints information -> its arguments."""
-FLAGS = {"print_config": ("chat", "eval", "generate", "push", "report", *RUN_COMMANDS), "profile": TRAINING_COMMANDS}
+FLAGS = {
+    "print_config": ("chat", "eval", "generate", "push", "report", "watch", *RUN_COMMANDS),
+    "profile": TRAINING_COMMANDS,
+}
 """Flag (a word without a value, --help aside) -> the commands that take it."""
 
 
@@ -80,6 +84,10 @@ def config_class(command: str) -> tuple[Any, Any]:
         from whet.config.report import ReportConfig
 
         return ReportConfig, {}
+    if command == "watch":
+        from whet.config.report import WatchConfig
+
+        return WatchConfig, {}
     if command in ("chat", "generate"):
         from whet.config.generate import ChatConfig, GenerateConfig, sampling_shorthands
 

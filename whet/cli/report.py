@@ -1,16 +1,19 @@
-"""`whet report`: the page of one run or several."""
+"""`whet report` and `whet watch`: the page of one run or several, as files and live."""
 
 from __future__ import annotations
 
+import secrets
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from whet.cli.output import print_text
-from whet.config.report import ReportConfig
+from whet.config.report import ReportConfig, WatchConfig
 from whet.learners.diagnostics import symptoms
 from whet.report.report import write_report
+from whet.report.server import LOOPBACK, LiveRuns, make_server
 
-__all__ = ["find_warnings", "report"]
+__all__ = ["find_warnings", "report", "watch"]
 
 
 def report(config: ReportConfig) -> Path:
@@ -24,6 +27,21 @@ def report(config: ReportConfig) -> Path:
     page = write_report(config.runs, out, max_mb=config.max_mb, find_warnings=find_warnings)
     print_text(f"{page}\n  open it in a browser: {page.resolve().as_uri()}")
     return page
+
+
+def watch(config: WatchConfig) -> None:
+    """Serves the page of runs until Ctrl-C, and prints its address.
+
+    Args: config: the whole configuration.
+    Raises: ConfigError: a folder is no run, or the address can't be bound.
+    """
+    token = None if config.host in LOOPBACK else secrets.token_urlsafe(24)
+    with make_server(LiveRuns(config.runs, find_warnings), config.host, config.port, token) as server:
+        name = f"[{config.host}]" if ":" in config.host else config.host
+        query = f"?token={token}" if token else ""
+        print_text(f"http://{name}:{server.server_address[1]}/{query}\n  Ctrl-C ends it; the runs go on")
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
 
 
 def find_warnings(data: dict[str, Any]) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from whet.data.prompt_stream import first_row, is_batch
 from whet.data.supervised import SFTEncoder
 from whet.data.tokenizer import load_tokenizer
 from whet.learners.preference import PreferenceLearner, RewardModelLearner
-from whet.learners.preference_objective import make_preference_objective
+from whet.learners.preference_from_config import make_preference_objective
 from whet.learners.sft import SFTLearner
 from whet.learners.supervised_task import Encoder
 from whet.train.role_workers import ACTOR

@@ -1,15 +1,19 @@
-"""The configuration of `whet report`."""
+"""The configurations of `whet report` and `whet watch`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 from whet.config.base import config, config_from_dict
-from whet.config.fields import Float, Name, Strings
+from whet.config.fields import Float, Name, Number, Strings
 from whet.config.loader import parse_config_args
 from whet.errors import ConfigError
 
-__all__ = ["ReportConfig", "check_report", "load_report"]
+__all__ = ["ReportConfig", "WatchConfig", "check_report", "check_watch", "load_report", "load_watch"]
+
+
+C = TypeVar("C")
 
 
 @config
@@ -28,19 +32,44 @@ class ReportConfig:
     """Megabytes of completions, about. Beyond it the report leaves out training steps evenly, and says so."""
 
 
+@config
+class WatchConfig:
+    """Everything that `whet watch` needs.
+
+    >>> load_watch(["runs/a", "port=0"]).port
+    0
+    """
+
+    runs: Strings = ()
+    """Run folders; several are drawn over each other. The first words may be the folders without `runs=`."""
+    host: Name = "127.0.0.1"
+    """Address to listen at. On any other than loopback, the page needs the token that is printed."""
+    port: Number = 7860
+    """Port to listen at; 0 = a free one."""
+
+
 def load_report(argv: Sequence[str]) -> ReportConfig:
     """A ReportConfig from command-line arguments. The first ones may be run folders.
 
     Raises: ConfigError: every problem at once, a line each.
     """
+    return _load(ReportConfig, argv)
+
+
+def load_watch(argv: Sequence[str]) -> WatchConfig:
+    """A WatchConfig from command-line arguments, as `load_report` takes them."""
+    return _load(WatchConfig, argv)
+
+
+def _load(cls: type[C], argv: Sequence[str]) -> C:
     words = list(argv)
     folders = []
     while words and "=" not in words[0] and not words[0].startswith("--"):
         folders.append(words.pop(0))
-    values = parse_config_args(words, cls=ReportConfig)
+    values = parse_config_args(words, cls=cls)
     if folders and "runs" in values:
         raise ConfigError(f"runs={values['runs']} and the words {' '.join(folders)} both name runs; give one of them")
-    return config_from_dict(ReportConfig, {"runs": folders, **values} if folders else values)
+    return config_from_dict(cls, {"runs": folders, **values} if folders else values)
 
 
 def check_report(config: ReportConfig) -> None:
@@ -54,3 +83,16 @@ def check_report(config: ReportConfig) -> None:
         raise ConfigError("no run; write whet report runs/a")
     if not config.max_mb > 0:
         raise ConfigError(f"max_mb={config.max_mb:g}: expected megabytes above 0, e.g. max_mb=200")
+
+
+def check_watch(config: WatchConfig) -> None:
+    """Raises ConfigError if no run is given, or the port is none.
+
+    >>> check_watch(WatchConfig())
+    Traceback (most recent call last):
+    whet.errors.ConfigError: no run; write whet watch runs/a
+    """
+    if not config.runs:
+        raise ConfigError("no run; write whet watch runs/a")
+    if not 0 <= config.port < 65536:
+        raise ConfigError(f"port={config.port}: expected 0 to 65535")

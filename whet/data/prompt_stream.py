@@ -421,6 +421,7 @@ class PromptStream:
                     "data.batch_size, trainer.last_batch='keep', or data that can be read again"
                 )
             self.epoch, self.batch, self.used, self.read_digest = self.epoch + 1, 0, 0, 0
+            self._block = None
             if self.kind != "rows" and isinstance(self.encode, RowEncoder) and (found := self.encode.describe_counts()):
                 log.warning("%s", found)
             if self.once:

@@ -19,7 +19,7 @@ from whet.config.yaml12 import parse
 from whet.errors import ConfigError, DataError, format_exception, lookup_error
 from whet.util.install import install_hint
 
-__all__ = ["PREFIX", "check_tasks", "is_task", "make_task", "task_rows"]
+__all__ = ["PREFIX", "check_tasks", "make_task", "task_rows"]
 
 logger = logging.getLogger("whet")
 
@@ -28,11 +28,6 @@ SIZE = 1000
 """Rows of a split where the options give no size."""
 TEST_SEED = 1_000_000_007
 """Added to the seed for the test split. Item i has the seed `seed + i`, so a near seed would repeat the rows."""
-
-
-def is_task(source: str) -> bool:
-    """Whether a data source names tasks of reasoning-gym."""
-    return source.startswith(PREFIX)
 
 
 def task_rows(source: str, split: str | None) -> list[dict[str, Any]]:

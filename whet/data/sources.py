@@ -22,7 +22,10 @@ from whet.config.data import SOURCE_KEYS, Sources, source_paths
 from whet.data.files import FORMATS, file_format, read_files, stream_files, validate_table
 from whet.data.mixture import MixedRows, MixedStream
 from whet.data.read_errors import convert_read_errors
-from whet.data.reasoning_gym import check_tasks, is_task, task_rows
+from whet.data.reasoning_gym import PREFIX as REASONING_GYM
+from whet.data.reasoning_gym import check_tasks, task_rows
+from whet.data.verifiers import PREFIX as VERIFIERS
+from whet.data.verifiers import check_taskset, taskset_rows
 from whet.errors import ConfigError, DataError, WhetError, format_exception, format_value, nearest
 from whet.util.model_paths import hub_silence, split_revision
 from whet.util.references import is_ref, resolve_ref
@@ -55,9 +58,10 @@ def load_rows(
             holding data files, then those named for the split, or all where no name says a split); a .json, .jsonl,
             .csv, .parquet or .arrow file (it is the split, whatever its name), the first three compressed too; a glob
             of such files; a URL of one; tasks of reasoning-gym, "reasoning_gym:chain_sum?min_terms=2&size=1000&seed=0",
-            with the splits train and test; "package.module:function" or "file.py:function", called without arguments; a
-            list of these, and of mappings {path, weight, subset, split, limit}; or the rows themselves, as a list of
-            mappings with other keys, a datasets.Dataset or any iterable, returned as they are.
+            with the splits train and test; a taskset of verifiers, "verifiers:name?size=1000";
+            "package.module:function" or "file.py:function", called without arguments; a list of these, and of
+            mappings {path, weight, subset, split, limit}; or the rows themselves, as a list of mappings with other
+            keys, a datasets.Dataset or any iterable, returned as they are.
         split: which part of a hub data set, a folder or a DatasetDict; None = the part to evaluate on: the only one,
             or the only one named test, validation, dev or the like. A text "split@source" names both.
         subset: the configuration of a hub data set that has several.
@@ -129,8 +133,10 @@ def _split_at(text: str, split: str | None) -> tuple[str | None, str]:
 
 def _named(text: str, split: str | None, subset: str | None, streaming: bool, is_part: bool) -> Any:
     """The rows of a file, a folder, a function, tasks of reasoning-gym or a hub name."""
-    if is_task(text):
+    if text.startswith(REASONING_GYM):
         return task_rows(text, split)
+    if text.startswith(VERIFIERS):
+        return taskset_rows(text, split)
     with convert_read_errors(format_value(text), "check the path and its permissions"):
         path = Path(text).expanduser()
         if is_part and (path.is_file() or (path / "state.json").is_file()):
@@ -253,8 +259,8 @@ def check_source(source: str, part: str | None = None) -> None:
         asked for.
     """
     _, text = _split_at(source, None)
-    if is_task(text):
-        check_tasks(text)
+    if text.startswith((REASONING_GYM, VERIFIERS)):
+        (check_tasks if text.startswith(REASONING_GYM) else check_taskset)(text)
         return
     with convert_read_errors(format_value(text), "check the path and its permissions"):
         path = Path(text).expanduser()

@@ -1,14 +1,24 @@
 """RLLearner: the loop of every reinforcement learner.
 
-    sample -> reward -> fill -> batch -> score -> assign_advantages -> minibatches -> update -> sync_weights
-    -> after_step
+    stage              what it writes
+    sample             groups, versions: the prompts with their completions
+    reward             rewards: of each function, and their weighted sum for each trajectory, [J]
+    select_groups      groups, rewards: dynamic sampling replaces groups without signal
+    batch              batch: the sequences end to end, as a TokenBatch
+    score              columns of the batch, [S]: old_logprobs, ref_logprobs, and what else the loss compares with
+    assign_advantages  columns of the batch, [S]: advantages, and a critic's returns
+    update             metrics: one optimizer step, for each of the `minibatches`
+    after_step         the row of metrics that is logged
 
-Each stage takes a Step and returns it with what it has found; nothing of a step lies on the learner. GRPO and its
-relatives differ in `batch` (which tokens are trained), `score`, `assign_advantages` and `update`; `planned_passes` says
-what they leave out. What surrounds a step (the order of the data, resuming, logging, evaluation, checkpoints) is in
-run/run.py, and what reinforcement learning adds to that in rl_task.py. Read `train`, then the method that you came for.
+Each stage takes a Step and returns it with more columns; the learner itself keeps nothing of a step. The docstring of a
+stage ends with the columns that it reads and writes: `batch` stands for the columns that every batch has, `batch.x` for
+a further one, and an override lists what it reads and writes in addition. GRPO and its relatives differ in `batch`
+(which tokens are trained), `score`, `assign_advantages` and `update`; `planned_passes` lists the passes that they skip.
 
-Dim letters: N sequences, J trajectories, S tokens.
+The order of the data, resuming, logging, evaluation and checkpoints surround a step. They are in run/run.py, and their
+part for reinforcement learning is in rl_task.py.
+
+Dim letters: J trajectories, S tokens.
 """
 
 from __future__ import annotations
@@ -20,15 +30,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from whet.cluster import RLCluster
 from whet.config import AlgorithmConfig, DataConfig, Mode, Role
 from whet.config.rewards import REWARD_MODEL
 from whet.data.prompts import PromptEncoder
 from whet.errors import ConfigError
-from whet.learners.episodes import environment_of, turns_of
-from whet.learners.objective import reward_functions
+from whet.learners.episodes import load_environment, make_play
+from whet.learners.from_config import reward_functions
 from whet.learners.rl_task import RLTask
 from whet.learners.step import Step
 from whet.learners.step_metrics import completion_metrics, engine_metrics, total_metrics
@@ -60,8 +69,8 @@ class RLLearner:
             aggregation)}`.
         data_shuffle_seed: shuffles the mini-batches of each pass over a step's samples; None = in order.
         data: how rows become batches.
-        settings: the whole configuration, or its tree, for the run folder; None = what the learner knows of it.
-        observers: told of each event of a run (run.observer.Observer).
+        settings: the whole configuration, or its tree, for the run folder; None = the parts that the learner knows.
+        observers: notified of each event of a run (run.observer.Observer).
     """
 
     def __init__(
@@ -89,18 +98,29 @@ class RLLearner:
                 raise ConfigError(f"data.{name} is for `whet grpo`; from Python give train() the rows themselves")
         self.settings = settings
         self.observers = list(observers)
-        self.environment = environment_of(cluster)
+        self.environment = load_environment(cluster)
         self.encoders: dict[Mode, PromptEncoder] = {}
-        """The encoder of each mode, once it is made; one that encoded the rows before may be put here."""
+        """Each mode's encoder, made at its first use. A caller that has encoded rows already may put its own here."""
         if not reward_fns and self.environment is not None and Role.REWARD not in cluster.workers:
             reward_fns = self.environment.reward_fn
-        self.take_rewards(reward_fns)
+        self.set_reward_fns(reward_fns)
 
-    def take_rewards(self, reward_fns: Any) -> None:
-        """Takes the reward functions, in place of those before. Args: reward_fns: as the constructor takes them."""
+    def set_reward_fns(self, reward_fns: Any) -> None:
+        """Replaces the reward functions.
+
+        Args: reward_fns: as the constructor takes them.
+        Raises: ConfigError: "reward_model" is among them, and the cluster has no reward model.
+        """
+        if Role.REWARD in self.cluster.workers:
+            model = self.cluster.reward_model(
+                apply_chat_template=self.data.apply_chat_template, system_prompt=self.data.system_prompt
+            )
+            reward_fns = with_reward_model(reward_fns, model)
+        elif REWARD_MODEL in listed(reward_fns):
+            raise ConfigError(f"{REWARD_MODEL} is among the rewards, and there is none; pass RLCluster(reward=...)")
         algo_config = self.algo_config
         manager = resolve_reward_manager(algo_config.reward_manager)
-        reward_fns, weights = reward_functions(self._with_reward_model(reward_fns), algo_config)
+        reward_fns, weights = reward_functions(reward_fns, algo_config)
         self.reward_manager = manager(
             reward_fns,
             weights,
@@ -110,34 +130,21 @@ class RLLearner:
             algo_fields={f.name: getattr(algo_config, f.name) for f in dataclasses.fields(algo_config)},
         )
 
-    def _with_reward_model(self, reward_fns: Any) -> Any:
-        """The reward functions, and the cluster's reward model: where "reward_model" stands, else as the last.
-
-        Raises: ConfigError: it is named, and the cluster has none.
-        """
-        if Role.REWARD not in self.cluster.workers:
-            if REWARD_MODEL in listed(reward_fns):
-                raise ConfigError(f"{REWARD_MODEL} is among the rewards, and there is none; pass RLCluster(reward=...)")
-            return reward_fns
-        model = self.cluster.reward_model(
-            apply_chat_template=self.data.apply_chat_template, system_prompt=self.data.system_prompt
-        )
-        return with_reward_model(reward_fns, model)
-
     def train(self, train_ds: Any, eval_ds: Any = None) -> Run:
         """Trains until max_steps or the data's end.
 
         Args:
             train_ds: rows (a data set, a list of dicts, an iterable of them) or batches (dicts of lists with the key
                 "prompts").
-            eval_ds: the same; evaluated whole, of several splits the one named test, validation or alike.
-        Returns: the finished run: its step, its metrics (rows, of evaluations too), its evaluations, its folder.
+            eval_ds: the same. All of it is evaluated; a data set with several splits is evaluated on the one named
+                test, validation or the like.
+        Returns: the finished run, with its step, rows of metrics, evaluations and folder.
         """
         run = self.new_run(train_ds, eval_ds)
         with run:
             for index, prompts in run.steps():
                 step = self.sample(Step(index=index, prompts=prompts))
-                step = self.fill(run, self.reward(step))
+                step = self.select_groups(run, self.reward(step))
                 step = self.batch(step)
                 step = self.assign_advantages(self.score(step))
                 for mini in self.minibatches(step):
@@ -147,10 +154,10 @@ class RLLearner:
         return run
 
     def new_run(self, train_ds: Any, eval_ds: Any = None) -> Run:
-        """The run that `train` goes through, not yet open: see there for the arguments. train_ds: None = no steps."""
-        own = type(self)
-        if eval_ds is not None and own.sample is not RLLearner.sample and own.rollout is RLLearner.rollout:
-            log.info("evaluation completes prompts by %s.rollout, not by its `sample`", own.__name__)
+        """The run that `train` goes through, not yet open. Args: as those of `train`; train_ds None = no steps."""
+        cls = type(self)
+        if eval_ds is not None and cls.sample is not RLLearner.sample and cls.rollout is RLLearner.rollout:
+            log.info("evaluation completes prompts by %s.rollout, not by its `sample`", cls.__name__)
         task = self.new_task(eval_ds)
         stream = None if train_ds is None else task.stream(train_ds)
         return Run(task, stream, self.cluster, self.config, observers=self.observers)
@@ -168,23 +175,27 @@ class RLLearner:
     # ---- the stages ----------------------------------------------------------------------------------------------
 
     def sample(self, step: Step) -> Step:
-        """Makes the groups of a step, its prompts completed by `rollout`: `groups`, `versions`."""
+        """Completes the prompts by `rollout`.
+
+        Reads: index, prompts, first, mode. Writes: groups, versions, metrics.
+        """
         before = self.cluster.rollout.stats()
         with self.cluster.trace.span("rollout"):
-            place = {"first": step.first} if step.first else {}
-            groups = self.rollout(step.prompts, step=step.index, mode=step.mode, **place)
+            first = {"first": step.first} if step.first else {}
+            groups = self.rollout(step.prompts, step=step.index, mode=step.mode, **first)
         versions = np.unique(np.concatenate([np.empty(0, int), *(c.versions for g in groups for c in g.completions)]))
-        done = self.cluster.rollout.stats().since(before)
-        return step.replace(groups=groups, versions=tuple(versions[versions >= 0].tolist())).log(engine_metrics(done))
+        stats = self.cluster.rollout.stats().since(before)
+        return step.replace(groups=groups, versions=tuple(versions[versions >= 0].tolist())).log(engine_metrics(stats))
 
     def rollout(self, prompts: Sequence[Prompt], *, step: int, mode: Mode, first: int = 0) -> Sequence[Group]:
-        """Completes prompts, in training and in evaluation alike: the place for episodes of your own.
+        """Completes prompts, in training and in evaluation. Override it for episodes of your own.
 
         Args:
             prompts: encoded.
-            step: under which the draws are addressed.
-            mode: whose sampling parameters, and whose number of completions: `num_generations_of(mode)`.
-            first: place of the first prompt in the step, part of the address; given for further batches alone.
+            step: the number of the step, part of the address of each random draw.
+            mode: decides the sampling parameters and the number of completions, `num_generations_of(mode)`.
+            first: the place of the first prompt in the step, part of the address too. It is passed only for the further
+                batches of dynamic sampling.
         Returns: a group for each prompt.
         """
         return self.cluster.sample(
@@ -194,7 +205,7 @@ class RLLearner:
             first=first,
             mode=mode,
             greedy=self.needs_greedy and mode is Mode.TRAIN,
-            play=turns_of(self.cluster, mode, self.encoder(mode)),
+            play=make_play(self.cluster, mode, self.encoder(mode)),
         )
 
     def encoder(self, mode: Mode) -> PromptEncoder:
@@ -205,10 +216,10 @@ class RLLearner:
         return self.encoders[mode]
 
     def reward(self, step: Step) -> Step:
-        """Calls the reward functions: `rewarded` has each group's rewards, the weighted sums [J], metrics.
+        """Calls the reward functions on the completions, and in a second call on the greedy ones, if there are any.
 
-        They are called once for each completion, and a second time for greedy ones, if there are any: where several
-        processes train, each judges a part of the groups.
+        Where several processes train, each rewards a part of the groups.
+        Reads: groups, mode. Writes: rewards.
         """
 
         def compute_rewards(groups: Sequence[Group]) -> RewardBatch:
@@ -226,36 +237,53 @@ class RLLearner:
         with self.cluster.trace.span("rewards"), self.cluster.reward_weights():
             return step.replace(rewards=RewardBatch.cat(self.cluster.ranks.scatter_gather(compute_all, step.groups)))
 
-    def fill(self, run: Run, step: Step) -> Step:
-        """Selects the groups that are trained on: here all of them. `run.next_batch()` gives more prompts."""
+    def select_groups(self, run: Run, step: Step) -> Step:
+        """Selects the groups that are trained on: here all of them. `run.next_batch()` returns further prompts.
+
+        Reads: nothing. Writes: nothing.
+        """
         return step
 
     def batch(self, step: Step) -> Step:
-        """Lays rewarded groups end to end: `batch`."""
+        """Lays the completions of all groups end to end.
+
+        Reads: groups, rewards. Writes: batch, metrics.
+        """
         return step.replace(batch=TokenBatch.from_groups(step.groups)).log(completion_metrics(step.rewards))
 
     def score(self, step: Step) -> Step:
-        """Adds to the batch what the loss compares with: reference and old log-probabilities, values."""
+        """Adds the columns that the loss compares with: old and reference log-probabilities, values.
+
+        Reads: batch. Writes: nothing.
+        """
         raise NotImplementedError
 
     def assign_advantages(self, step: Step) -> Step:
-        """Turns rewards into an advantage for each token of the batch."""
+        """Turns rewards into an advantage for each token of the batch.
+
+        Reads: batch, rewards. Writes: batch.advantages.
+        """
         raise NotImplementedError
 
     def update(self, step: Step, mini: TokenBatch) -> Step:
-        """One optimizer step on a mini-batch of the step. Returns: the step with its metrics."""
+        """Takes one optimizer step on a mini-batch of the step.
+
+        Reads: nothing. Writes: metrics.
+        """
         raise NotImplementedError
 
     def after_step(self, run: Run, step: Step) -> None:
-        """Logs the step, evaluates and saves where they are due."""
-        metrics = {**step.metrics, **total_metrics(step.rewards)}
-        row = {**flat(metrics), **self.extra_metrics(step)}
+        """Logs the step, then evaluates and saves where they are due.
+
+        Reads: index, mode, rewards, batch, batch.advantages, metrics. Writes: nothing.
+        """
+        row = {**flat({**step.metrics, **total_metrics(step.rewards)}), **self.extra_metrics(step)}
         run.end_step(step, row, num_tokens=step.batch.num_tokens)
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What the learner keeps from step to step (an adaptive coefficient, a count), for checkpoints.
+        """The learner's own state between two steps (an adaptive coefficient, a count), for checkpoints.
 
         Returns: plain numbers, strings, tensors, and lists, tuples and dicts of them.
         """
@@ -264,7 +292,7 @@ class RLLearner:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores `state`, before the first step of a resumed run."""
 
-    # ---- shared pieces -------------------------------------------------------------------------------------------
+    # ---- properties and mini-batches -----------------------------------------------------------------------------
 
     @property
     def num_generations(self) -> int:
@@ -273,52 +301,51 @@ class RLLearner:
 
     @property
     def needs_greedy(self) -> bool:
-        """Whether training takes a greedy completion of each prompt as well, which is rewarded and not trained on."""
+        """Whether training also draws a greedy completion of each prompt, which is rewarded and not trained on."""
         return False
 
     @property
     def learns_from_rewards(self) -> bool:
-        """Whether nothing is learned where no token has an advantage, so that the run warns of it."""
+        """Whether only tokens with an advantage are learned from. If so, the run warns of steps that have none."""
         return True
 
     def num_generations_of(self, mode: Mode) -> int:
-        """Completions of each prompt in a mode: an evaluation's own number, or 1 where it is greedy, or training's."""
+        """Completions of each prompt in a mode. Default of an evaluation: 1 if it is greedy, else as in training."""
         if mode is Mode.TRAIN:
             return self.num_generations
         config = self.cluster.rollout_for(mode)
         return config.num_generations_eval or (1 if config.temperature == 0 else self.num_generations)
 
     def num_updates(self, num_groups: int) -> int:
-        """Optimizer steps that a step of so many groups makes: passes times mini-batches."""
+        """Optimizer steps in a step of `num_groups` groups: passes times mini-batches."""
         return self.num_iterations * -(-num_groups // (self.config.mini_batch_size or num_groups))
 
     def total_updates(self, role: Role, steps: int, num_groups: int) -> int:
-        """Optimizer steps of a role in the first steps of a run, each of so many groups: what its schedule spans."""
+        """Optimizer steps of a role in `steps` steps of `num_groups` groups: the length of its schedule."""
         return steps * self.num_updates(num_groups)
 
     def planned_passes(self, num_groups: int) -> dict[str, str]:
-        """What a step of so many groups runs besides rollout and update, and what it leaves out, with the reason."""
+        """The passes of a step besides rollout and update, and the passes that it skips: name -> "runs: reason"."""
         return {}
 
     def minibatches(self, step: Step) -> Iterator[TokenBatch]:
         """The mini-batches of a step: num_iterations passes over its groups, mini_batch_size groups each.
 
-        Groups stay whole. A step whose prompts are not a multiple of mini_batch_size (some were dropped as too long, or
-        the data's last batch is short) has a smaller last mini-batch, weighted by its own tokens.
+        Groups stay whole. Where the number of groups is not a multiple of mini_batch_size (prompts were dropped as too
+        long, or the data's last batch is short), the last mini-batch is smaller and weighted by its own tokens.
+        Reads: index, batch. Writes: nothing.
         """
         batch = step.batch
         num_groups = batch.num_groups
         size = self.config.mini_batch_size or num_groups
         group_of_sequence = batch.group_of.index_select(0, batch.trajectory_of)
         for iteration in range(self.num_iterations):
-            for chosen in self._order(num_groups, step.index, iteration).split(size):
-                yield batch.select(torch.isin(group_of_sequence, chosen).nonzero().flatten())
-
-    def _order(self, num_groups: int, step: int, iteration: int) -> Tensor:
-        if self.data_shuffle_seed is None:
-            return torch.arange(num_groups)
-        seed = (self.data_shuffle_seed * 1_000_003 + step) * 1_009 + iteration
-        return torch.randperm(num_groups, generator=torch.Generator().manual_seed(seed % 2**63))
+            order = torch.arange(num_groups)
+            if self.data_shuffle_seed is not None:
+                seed = (self.data_shuffle_seed * 1_000_003 + step.index) * 1_009 + iteration
+                order = torch.randperm(num_groups, generator=torch.Generator().manual_seed(seed % 2**63))
+            for groups in order.split(size):
+                yield batch.select(torch.isin(group_of_sequence, groups).nonzero().flatten())
 
     @property
     def num_iterations(self) -> int:
@@ -326,7 +353,7 @@ class RLLearner:
         return 1
 
     def extra_metrics(self, step: Step) -> dict[str, float]:
-        """The metrics of a row that no stage logs: of a step of training, those of the metric functions."""
+        """The metrics of a training step that no stage logs: those of the metric functions."""
         return reduce_metrics(self.call_metric_fns(step)) if step.mode is Mode.TRAIN else {}
 
     def call_metric_fns(self, step: Step) -> dict[str, tuple[Any, Callable[..., Any] | None]]:
@@ -343,7 +370,7 @@ class RLLearner:
     def evaluate(self, eval_ds: Iterable[Any], step: int = 0) -> dict[str, float]:
         """Rewards over a whole data set with the evaluation's rollout configuration.
 
-        Args: eval_ds: rows or batches. step: under which the draws are addressed and the completions stored.
+        Args: eval_ds: rows or batches. step: the number under which the completions are drawn and stored.
         Returns: the metrics of rewards and completions, name -> number.
         """
         return self.new_run(None, eval_ds).evaluate(step)

@@ -1,4 +1,4 @@
-"""Episodes of several turns, as a learner has them: rollout.env_path and rollout.max_turns."""
+"""Episodes of several turns, from rollout.env_path and rollout.max_turns."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from whet.envs import Conversation, Script, load_script
 from whet.models.modes import max_positions
 from whet.rollout.policy_rollouts import Play
 
-__all__ = ["environment_of", "turns_of"]
+__all__ = ["load_environment", "make_play"]
 
 
-def environment_of(cluster: RLCluster) -> Script | None:
-    """The environment of training, checked for evaluation too; None = there is none.
+def load_environment(cluster: RLCluster) -> Script | None:
+    """Loads the environment of training, and checks that of evaluation. Returns: None where there is none.
 
-    Raises: ConfigError: it can't be loaded, or can't answer.
+    Raises: ConfigError: a file can't be loaded, or has no function that answers.
     """
-    found = None
-    for mode in (Mode.EVAL, Mode.TRAIN):
+    scripts = {}
+    for mode in (Mode.TRAIN, Mode.EVAL):
         config = cluster.rollout_for(mode)
-        found = None if config.env_path is None else load_script(config.env_path, turns=config.max_turns)
-    return found
+        scripts[mode] = None if config.env_path is None else load_script(config.env_path, turns=config.max_turns)
+    return scripts[Mode.TRAIN]
 
 
-def turns_of(cluster: RLCluster, mode: Mode, encode: PromptEncoder) -> Play | None:
-    """What an episode of a mode plays; None = one completion. Args: encode: of the mode's prompts."""
+def make_play(cluster: RLCluster, mode: Mode, encode: PromptEncoder) -> Play | None:
+    """Makes the generator of a mode's episodes; None = one completion each. Args: encode: the mode's encoder."""
     config, training = cluster.rollout_for(mode), cluster.training_config
     if config.max_turns == 1:
         return None

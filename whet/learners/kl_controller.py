@@ -17,7 +17,7 @@ from torch import Tensor
 
 from whet.cluster import RLCluster
 from whet.config import PolicyConfig, Role
-from whet.learners.objective import kl_estimate
+from whet.learners.from_config import kl_estimate
 from whet.metrics import Last, Mean, Metric
 from whet.ops import adapted_beta, kl_rewards, sequence_mean_kl
 from whet.types import TokenBatch

@@ -1,10 +1,10 @@
-"""PolicyLearner: what every learner does that trains the actor on advantages. Its subclasses say where those come from.
+"""PolicyLearner: trains the actor on advantages. GRPO and PPO are subclasses, which add where advantages come from.
 
     l_t = surrogate_t · Π factors_t + β KL_t − c H_t     policy_loss_fn, sampler_is and loss_masks, kl_loss_mode
     L   = Σ_t w_t l_t                                    loss_agg_mode, as weights w made once per mini-batch
 
-Old log-probabilities are those of the start of the step also where trainer and engine share weights, and sequences
-without signal are not run.
+Old log-probabilities are those of the start of the step, also where trainer and engine share weights. Sequences without
+signal are not run.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from whet.errors import ConfigError, EngineError, raise_all
 from whet.learners.base import RLLearner
 from whet.learners.config_warnings import warn_about_config
 from whet.learners.dynamic_sampling import check_dynamic_sampling, refill_groups
-from whet.learners.kl_controller import MEASURED_ENTROPY, KLController, move_reference
-from whet.learners.objective import (
+from whet.learners.from_config import (
     advantage_inputs,
     describe_objective,
     make_estimator,
@@ -33,9 +32,15 @@ from whet.learners.objective import (
     objective_checks,
     resolve_name,
 )
+from whet.learners.kl_controller import MEASURED_ENTROPY, KLController, move_reference
 from whet.learners.sampler_mismatch import compare_sampler, with_ess
 from whet.learners.step import Step
-from whet.learners.step_metrics import advantage_metrics, of_known, of_whole_batch, skipped_metrics
+from whet.learners.step_metrics import (
+    advantage_metrics,
+    average_over_known,
+    average_over_mini_batch,
+    skipped_metrics,
+)
 from whet.learners.teacher import check_teacher, divergence_from, with_teacher
 from whet.ops import (
     LOSS_AGG_MODES,
@@ -57,7 +62,7 @@ from whet.run.run import Run
 from whet.train.metric_reduction import Metrics, metric_labels
 from whet.types import LossInputs, TokenBatch
 
-__all__ = ["PolicyLearner", "trained", "with_signal"]
+__all__ = ["PolicyLearner", "with_signal", "with_trained_tokens"]
 
 log = logging.getLogger("whet")
 
@@ -83,7 +88,7 @@ _METRICS = {
 }
 """How the loss's metrics are named and reduced: Tunix's names with Tunix's meaning, else TRL's with TRL's."""
 _ON_POLICY = ("sampling/sampling_logp_difference",)
-"""How far trainer and sampler are apart: once the weights have moved, how far those have moved is in it."""
+"""Metrics of the first update after a rollout alone. After it, the change of the weights is in the difference too."""
 
 
 class PolicyLearner(RLLearner):
@@ -145,12 +150,12 @@ class PolicyLearner(RLLearner):
         trainer.with_rl_metrics_to_log({**_METRICS, **trainer.reductions}, on_policy=_ON_POLICY)
         for worker in cluster.workers.values():
             worker.set_max_sequences(
-                training=self._sequences(self.config.train_micro_batch_size),
-                reading=self._sequences(self.config.compute_logps_micro_batch_size),
+                training=self._num_sequences(self.config.train_micro_batch_size),
+                reading=self._num_sequences(self.config.compute_logps_micro_batch_size),
             )
 
     def check(self, cluster: RLCluster) -> None:
-        """Raises ConfigError where cluster and configuration don't fit; warns where nothing would be learned."""
+        """Raises ConfigError where cluster and configuration don't fit; warns of settings that rarely make sense."""
         c = self.algo_config
         check_dynamic_sampling(self, c, self.config.max_steps)
         if self.needs_reference and Role.REFERENCE not in cluster.workers:
@@ -174,31 +179,39 @@ class PolicyLearner(RLLearner):
             )
         warn_about_config(c, cluster.rollout_for().max_tokens_to_generate)
 
-    def _sequences(self, prompts: int | None) -> int | None:
-        """Sequences of a micro-batch of so many prompts."""
+    def _num_sequences(self, prompts: int | None) -> int | None:
+        """The sequences of a micro-batch of `prompts` prompts."""
         return None if prompts is None else prompts * self.algo_config.num_generations
 
     # ---- the stages ----------------------------------------------------------------------------------------------
 
-    def fill(self, run: Run, step: Step) -> Step:
-        """Where dynamic_sampling is set, replaces groups that teach nothing by groups of further prompts."""
+    def select_groups(self, run: Run, step: Step) -> Step:
+        """Where dynamic_sampling is set, replaces groups without signal by groups of further prompts.
+
+        Reads: index, prompts, groups, rewards, versions, metrics. Writes: prompts, groups, rewards, versions, metrics.
+        """
         if not self.algo_config.dynamic_sampling:
             return step
         return refill_groups(self, self.algo_config, step, run.next_batch)
 
     def batch(self, step: Step) -> Step:
-        """The groups end to end, truncated completions masked where mask_truncated_completions is set."""
+        """Lays the completions end to end, and masks truncated ones where mask_truncated_completions is set.
+
+        Reads: groups, batch. Writes: batch.
+        """
         step = super().batch(step)
         if not self.algo_config.mask_truncated_completions:
             return step
         batch = step.batch
-        whole = torch.tensor([c.finish_reason != "length" for g in step.groups for c in g.completions])
-        return step.replace(batch=batch.replace(mask=batch.mask & whole.index_select(0, batch.sequence)))
+        ended = torch.tensor([c.finish_reason != "length" for g in step.groups for c in g.completions])
+        return step.replace(batch=batch.replace(mask=batch.mask & ended.index_select(0, batch.sequence)))
 
     def score(self, step: Step) -> Step:
-        """Old log-probabilities where several updates follow one rollout, a token that is trained was drawn from an
-        earlier policy, or the KL is of the policy that sampled; the reference's where beta is not 0; the KL in
-        `token_rewards` where kl_type says so.
+        """Adds log-probabilities: the old ones (see `old_logprobs_from`), the reference's where beta is not 0, and a
+        teacher's. With kl_type="reward" it subtracts the KL from `token_rewards`.
+
+        Reads: batch, batch.token_rewards. Writes: batch.old_logprobs, batch.ref_logprobs, batch.teacher_logprobs,
+        batch.sampler_is_mean, batch.token_rewards, metrics.
         """
         cluster, batch = self.cluster, step.batch
         source = self.old_logprobs_from(batch.num_groups, cluster.actor_trainer.stale_versions(batch))
@@ -206,8 +219,8 @@ class PolicyLearner(RLLearner):
             with cluster.trace.span("old_logprobs"):
                 batch = batch.replace(old_logprobs=cluster.actor.logprobs(batch).logprobs)
             if cluster.rollout.caps.logprobs:
-                batch, found = compare_sampler(batch, self.algo_config)
-                step = step.log(found)
+                batch, metrics = compare_sampler(batch, self.algo_config)
+                step = step.log(metrics)
         elif source == "sampler":
             batch = batch.replace(old_logprobs=batch.sampler_logprobs)
         if self.needs_reference:
@@ -218,11 +231,12 @@ class PolicyLearner(RLLearner):
         return step.replace(batch=self.kl_controller.in_reward(batch))
 
     def old_logprobs_from(self, num_groups: int, stale: Sequence[int] = ()) -> Literal["trainer", "sampler", "nowhere"]:
-        """Where old log-probabilities come from; "nowhere": none are needed, the ratio is exactly 1.
+        """Where old log-probabilities come from; "nowhere": none are needed, since the ratio is exactly 1.
 
-        Args: num_groups: of the step. stale: the policy versions of trained tokens, other than the actor's own now.
-        Raises: EngineError: several updates follow a rollout of an engine that reports no logprobs, or tokens are
-            stale.
+        They are needed where several updates follow one rollout, where a trained token was drawn from an earlier policy
+        version, and where the KL is that of the policy that sampled.
+        Args: num_groups: of the step. stale: the policy versions of trained tokens that are not the actor's own now.
+        Raises: EngineError: they are needed, and the engine reports no logprobs.
         """
         c, caps = self.algo_config, self.cluster.rollout.caps
         if c.sampler_is is not None or self.objective.has(sampler_rejection) or not c.use_rollout_logps:
@@ -249,38 +263,41 @@ class PolicyLearner(RLLearner):
         return "nowhere"
 
     def planned_passes(self, num_groups: int) -> dict[str, str]:
-        """What a step runs besides rollout and update, and what it leaves out, each with the reason."""
+        """The passes of a step besides rollout and update, and the passes that it skips, each with the reason."""
         old = {
             "trainer": "runs: sampler_is, sampler-rejection or use_rollout_logps=false asks for the trainer's own",
-            "sampler": "skipped: the sampler's serve",
+            "sampler": "skipped: the sampler's are used",
             "nowhere": "skipped: one update follows each rollout, so the ratio is 1 (unless a token is stale)",
         }
-        found = {
+        passes = {
             **describe_objective(self.algo_config),
             "old_logprobs": old[self.old_logprobs_from(num_groups)],
             "ref_logprobs": "runs: beta or force_compute_kl asks for it"
             if self.needs_reference
             else "skipped: beta is 0",
             "completions with advantage 0": (
-                "skipped: they have no gradient; skipped/tokens counts theirs"
+                "skipped: they have no gradient; skipped/tokens counts their tokens"
                 if self.skips
                 else "run: the KL, or a loss of your own, may have a gradient there"
             ),
         }
         if self.needs_teacher:
-            each = "with each update" if self.teacher_column == "divergence" else "once"
-            found["teacher"] = f"runs {each}: policy_loss_fn learns from it"
+            how_often = "with each update" if self.teacher_column == "divergence" else "once"
+            passes["teacher"] = f"runs {how_often}: policy_loss_fn learns from it"
         if self.objective.has(high_entropy_mask):
-            found["entropy"] = "runs: loss_masks=[top-entropy] asks for it, before each update"
+            passes["entropy"] = "runs: loss_masks=[top-entropy] asks for it, before each update"
         if self.needs_greedy:
-            found["a greedy completion of each prompt"] = "runs: advantage_estimator compares with its reward"
+            passes["a greedy completion of each prompt"] = "runs: advantage_estimator compares with its reward"
         if self.algo_config.mask_truncated_completions:
-            why = "skipped: masked out, so they weigh 0 in any loss; skipped/tokens counts theirs"
-            found["truncated completions"] = why
-        return found
+            reason = "skipped: masked out, so they weigh 0 in any loss; skipped/tokens counts their tokens"
+            passes["truncated completions"] = reason
+        return passes
 
     def assign_advantages(self, step: Step) -> Step:
-        """An advantage for each token: the estimator's, of whole trajectories or of tokens."""
+        """Adds the advantages of the estimator, less the KL with kl_type="advantage".
+
+        Reads: batch.token_rewards, batch.values, batch.old_logprobs, batch.ref_logprobs. Writes: metrics.
+        """
         batch = step.batch
         x = advantage_inputs(batch, step.rewards, clip=self.algo_config.reward_clip_range)
         batch = batch.replace(advantages=estimate(self.estimator, x))
@@ -288,16 +305,20 @@ class PolicyLearner(RLLearner):
         return step.replace(batch=batch).log(advantage_metrics(batch))
 
     def update(self, step: Step, mini: TokenBatch) -> Step:
-        """Updates the actor; sequences that have no gradient are weighed and not run."""
-        self.cluster.release_engine_memory()
-        mini = self._ranked(mini)
-        with self.cluster.trace.span("update"):
-            select = with_signal if self.skips else trained
-            found = self.cluster.actor_trainer.update(mini, select=select, adjust_metrics=self._of_whole)
-            return step.log({**found, **self.kl_controller.after_update(found)})
+        """Updates the actor. Sequences without a gradient are counted in the loss weights and not run.
 
-    def _ranked(self, mini: TokenBatch) -> TokenBatch:
-        """The mini-batch with the column entropy_rank, of the policy as it is, where a mask asks for it."""
+        Reads: batch.advantages, batch.old_logprobs, batch.ref_logprobs, batch.sampler_is_mean, batch.teacher_logprobs,
+        batch.weights. Writes: metrics.
+        """
+        self.cluster.release_engine_memory()
+        mini = self.with_update_columns(mini)
+        with self.cluster.trace.span("update"):
+            select = with_signal if self.skips else with_trained_tokens
+            metrics = self.cluster.actor_trainer.update(mini, select=select, adjust_metrics=self._adjust_metrics)
+            return step.log({**metrics, **self.kl_controller.after_update(metrics)})
+
+    def with_update_columns(self, mini: TokenBatch) -> TokenBatch:
+        """A mini-batch with the columns that are made just before its update: entropy_rank, where a mask needs it."""
         if not self.objective.has(high_entropy_mask):
             return mini
         with self.cluster.trace.span("entropy"):
@@ -305,15 +326,16 @@ class PolicyLearner(RLLearner):
         assert entropy is not None
         return mini.with_token_columns(entropy_rank=entropy_rank(entropy, mini.mask))
 
-    def _of_whole(self, found: Metrics, whole: TokenBatch, run: TokenBatch) -> Metrics:
+    def _adjust_metrics(self, metrics: Metrics, mini: TokenBatch, run: TokenBatch) -> Metrics:
+        """An update's metrics as those of the whole mini-batch. Args: run: the part of it that was run."""
         reductions = self.cluster.actor_trainer.reductions
         if run.sampler_logprobs is not None and self.cluster.rollout.caps.logprobs:
-            found = of_known(found, "sampling/", run, ~run.sampler_logprobs.isnan(), reductions)
+            metrics = average_over_known(metrics, "sampling/", run, ~run.sampler_logprobs.isnan(), reductions)
         zero = {k: how for name in self.zero_metrics or () for k, how in metric_labels(name, reductions).items()}
-        return {**skipped_metrics(whole, run), **of_whole_batch(with_ess(found), whole, run, zero=zero)}
+        return {**skipped_metrics(mini, run), **average_over_mini_batch(with_ess(metrics), mini, run, zero=zero)}
 
     def loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """The objective at each token, as the configuration composes it: [s], and its metrics."""
+        """The objective of the configuration at each token, [s], and its metrics."""
         controller = self.kl_controller
         objective = replace(self.objective, beta=controller.loss_beta, entropy_coef=controller.loss_entropy_coef)
         loss, metrics = objective(x)
@@ -327,19 +349,21 @@ class PolicyLearner(RLLearner):
         return loss, metrics
 
     def after_step(self, run: Run, step: Step) -> None:
-        """Moves the coefficient of the KL and the reference, then logs, evaluates and saves."""
+        """Moves the coefficient of the KL and the reference, then logs, evaluates and saves.
+
+        Reads: batch.old_logprobs, batch.ref_logprobs. Writes: nothing.
+        """
         step = step.log(self.kl_controller.after_step(step.batch))
         move_reference(self.cluster, self.algo_config, step.index)
         super().after_step(run, step)
 
     def new_run(self, train_ds: Any, eval_ds: Any = None) -> Run:
-        """As RLLearner.new_run. Raises ConfigError: a coefficient would not move, or checkpoints would not hold it."""
+        """The run, as RLLearner's. Raises ConfigError: a coefficient can't move, or checkpoints would not hold it."""
         labels = metric_labels("entropy", self.cluster.actor_trainer.reductions)
         if self.algo_config.use_adaptive_entropy and labels.get(MEASURED_ENTROPY) != "mean":
             raise ConfigError(
-                f"algo.use_adaptive_entropy goes by the metric {MEASURED_ENTROPY}, which with_rl_metrics_to_log has "
-                "taken "
-                f'away: {dict(labels)}; add "{MEASURED_ENTROPY}": "mean" to what entropy is logged as'
+                f"algo.use_adaptive_entropy needs the metric {MEASURED_ENTROPY}, which with_rl_metrics_to_log has "
+                f'replaced by {dict(labels)}; add "{MEASURED_ENTROPY}": "mean" to the labels of entropy'
             )
         if self.kl_controller.moves and "kl_controller" not in self.state():
             raise ConfigError(
@@ -351,7 +375,7 @@ class PolicyLearner(RLLearner):
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """The coefficients, where one moves; a learner of your own adds to them: {**super().state(), ...}."""
+        """The coefficients, where one moves. A subclass adds its own: {**super().state(), ...}."""
         return {"kl_controller": self.kl_controller.state()} if self.kl_controller.moves else {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -359,7 +383,7 @@ class PolicyLearner(RLLearner):
         if "kl_controller" in state:
             self.kl_controller.restore(state["kl_controller"])
 
-    # ---- what the configuration implies --------------------------------------------------------------------------
+    # ---- properties ----------------------------------------------------------------------------------------------
 
     @property
     def needs_reference(self) -> bool:
@@ -368,7 +392,7 @@ class PolicyLearner(RLLearner):
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether the loss learns from the cluster's teacher; a learner that brings the column itself says False."""
+        """Whether the loss learns from the cluster's teacher. A subclass that makes the column itself returns False."""
         return self.teacher_column is not None
 
     @property
@@ -399,6 +423,6 @@ def with_signal(batch: TokenBatch) -> Tensor:
     return (size > 0).nonzero().flatten()
 
 
-def trained(batch: TokenBatch) -> Tensor:
-    """The sequences with a token that is trained: Long [M]. All tokens of the others weigh 0, whatever the loss."""
+def with_trained_tokens(batch: TokenBatch) -> Tensor:
+    """The sequences with a trained token: Long [M]. All tokens of the others weigh 0 in any loss."""
     return batch.sequence[batch.mask].unique()

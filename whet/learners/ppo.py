@@ -1,20 +1,21 @@
 """PPOLearner: proximal policy optimisation with a critic.
 
-    r_t = −β KL_t, and at the last token the reward besides              beta, kl_loss_mode, kl_type; the rewards
+    r_t = −β KL_t, plus the reward at the last token                     beta, kl_loss_mode, kl_type; the rewards
     A_t = Σ_k (γλ)^k (r_{t+k} + γ V_{t+k+1} − V_{t+k}), whitened         gamma, gae_lambda, whiten_advantages
-    R_t = A_t + V_t, before whitening                                    what the critic learns: value_loss_fn
+    R_t = A_t + V_t, before whitening                                    the critic's target: value_loss_fn
     l_t = −min(ρ_t A_t, clip(ρ_t, 1 − ε_low, 1 + ε_high) A_t) − c H_t    policy_loss_fn, per token; ρ_t = π / π_old
-    and + c_v (value loss)_t where the critic is a head on the actor's trunk, critic="actor"         vf_coef
+    + c_v (value loss)_t, where the critic is a head on the actor's trunk (critic="actor")               vf_coef
 
-Completions without a reward teach neither. A critic of its own leaves their tokens out of its mean, under
-value_loss_agg_mode; on a shared trunk the value loss has the weights of the policy's tokens, theirs among them, so that
-there it counts for less by their share. The numbers logged of it are over tokens with a reward in both.
+Completions without a reward teach neither actor nor critic. A critic with a model of its own leaves their tokens out of
+its mean, under value_loss_agg_mode. On a shared trunk the value loss has the weights of the policy's tokens, which
+count those tokens, so there it weighs less by their share. The logged means of the value loss are over tokens with a
+reward in both cases.
 
-It is a PolicyLearner that differs in `score` (the critic's values), `assign_advantages` (the critic's returns) and
-`update` (the critic's, and in the first steps that alone).
+It differs from PolicyLearner in `score` (the critic's values), `assign_advantages` (the critic's returns) and `update`
+(the critic's updates, without the actor's in the first steps).
 
-Source: PPO arXiv:1707.06347; agrees with Tunix's PPOLearner. It differs in that rewards stay fractions, evaluation has
-its own sampling parameters, reward functions and a reward model may be used together, and a clip range of 0 is one.
+Source: PPO arXiv:1707.06347; agrees with Tunix's PPOLearner, with these differences: rewards stay fractions, evaluation
+has its own sampling parameters, reward functions and a reward model may be used together, and a clip range of 0 clips.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from whet.cluster import RLCluster
 from whet.config import DataConfig, PPOConfig, Role
 from whet.config.base import check_instance
 from whet.errors import ConfigError
-from whet.learners.objective import advantage_inputs, bind_fields, other_field
-from whet.learners.policy import PolicyLearner, trained
+from whet.learners.from_config import advantage_inputs, bind_fields, other_field
+from whet.learners.policy import PolicyLearner, with_trained_tokens
 from whet.learners.step import Step
-from whet.learners.step_metrics import advantage_metrics, of_known, value_metrics
+from whet.learners.step_metrics import advantage_metrics, average_over_known, value_metrics
 from whet.metrics import Mean
 from whet.ops import LOSS_AGG_MODES, VALUE_LOSSES, advantages_and_returns, estimate, whiten_trained
 from whet.rewards.reward_batch import RewardBatch
@@ -132,14 +133,20 @@ class PPOLearner(PolicyLearner):
     # ---- the stages ----------------------------------------------------------------------------------------------
 
     def score(self, step: Step) -> Step:
-        """What PolicyLearner adds, and the critic's values of the states before each token."""
+        """Adds the columns of PolicyLearner, and the critic's values of the states before each token.
+
+        Reads: nothing. Writes: batch.values.
+        """
         step = super().score(step)
         with self.cluster.trace.span("values"):
             values = self.cluster.critic_worker.values(step.batch)
         return step.replace(batch=step.batch.replace(values=values))
 
     def assign_advantages(self, step: Step) -> Step:
-        """The estimator's advantages, and the returns that the critic learns: generalised with every estimator."""
+        """Adds the estimator's advantages, and the returns that the critic learns: generalised with every estimator.
+
+        Reads: nothing. Writes: batch.returns, batch.has_reward.
+        """
         c = self.algo_config
         x = advantage_inputs(step.batch, step.rewards, clip=c.reward_clip_range)
         advantages, returns = advantages_and_returns(x, gamma=c.gamma, gae_lambda=c.gae_lambda)
@@ -156,79 +163,85 @@ class PPOLearner(PolicyLearner):
         return step
 
     def update(self, step: Step, mini: TokenBatch) -> Step:
-        """Updates the critic on every trained token, and the actor after critic_warmup_steps."""
+        """Updates the critic on every trained token with a reward, and the actor after critic_warmup_steps.
+
+        Reads: index, batch.values, batch.returns, batch.has_reward. Writes: nothing.
+        """
         if self.shares_trunk:
             return super().update(step, mini)
         self.cluster.release_engine_memory()
         with self.cluster.trace.span("update_critic"):
-            for part in _parts(mini, self.algo_config.critic_updates):
-                learned = part.replace(mask=part.mask & (part.need("has_reward") > 0))
-                step = step.log(self.critic_trainer.update(learned, select=trained))
+            for part in _split_mini_batch(mini, self.algo_config.critic_updates):
+                rewarded = part.replace(mask=part.mask & (part.need("has_reward") > 0))
+                step = step.log(self.critic_trainer.update(rewarded, select=with_trained_tokens))
         return step if step.index <= self.algo_config.critic_warmup_steps else super().update(step, mini)
 
     def _critic_loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """The value loss at each token: [s], and its metrics, if it has any."""
-        found = self.value_loss(x)
-        return found if isinstance(found, tuple) else (found, {})
+        """The value loss at each token, [s], and its metrics, if it has any."""
+        result = self.value_loss(x)
+        return result if isinstance(result, tuple) else (result, {})
 
     def loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """The policy's loss at each token, and the value loss besides where the critic shares its trunk."""
+        """The policy's loss at each token, plus the value loss where the critic shares its trunk."""
         loss, metrics = super().loss(x)
         if not self.shares_trunk:
             return loss, metrics
-        value, found = self._critic_loss(x)
-        learned = x.need("has_reward")
-        metrics |= {f"critic/{name}": number * learned for name, number in found.items()}
-        return loss + self.algo_config.vf_coef * value * learned, metrics
+        value_loss, value_metrics = self._critic_loss(x)
+        has_reward = x.need("has_reward")
+        metrics |= {f"critic/{name}": value * has_reward for name, value in value_metrics.items()}
+        return loss + self.algo_config.vf_coef * value_loss * has_reward, metrics
 
-    def _of_whole(self, found: Metrics, whole: TokenBatch, run: TokenBatch) -> Metrics:
-        """As PolicyLearner's; means of a shared critic's metrics are over tokens (sequences) with a reward alone."""
+    def _adjust_metrics(self, metrics: Metrics, mini: TokenBatch, run: TokenBatch) -> Metrics:
+        """As PolicyLearner's; the means of a shared critic's metrics are over tokens (sequences) with a reward."""
         if self.shares_trunk:
-            found = of_known(found, "critic/", run, run.need("has_reward") > 0, self.cluster.actor_trainer.reductions)
-        return super()._of_whole(found, whole, run)
+            reductions = self.cluster.actor_trainer.reductions
+            metrics = average_over_known(metrics, "critic/", run, run.need("has_reward") > 0, reductions)
+        return super()._adjust_metrics(metrics, mini, run)
 
-    # ---- what the configuration implies --------------------------------------------------------------------------
+    # ---- properties ----------------------------------------------------------------------------------------------
 
     def total_updates(self, role: Role, steps: int, num_groups: int) -> int:
-        """The actor makes none in the critic's warm-up; the critic may make several for each of the actor's."""
+        """Optimizer steps of a role. The actor makes none in the critic's warm-up; the critic may make several for each
+        of the actor's.
+        """
         if role is not Role.ACTOR:
             size = self.config.mini_batch_size or num_groups
             sizes = [min(size, num_groups - start) for start in range(0, num_groups, size)]
-            each = sum(len(_cuts(n, self.algo_config.critic_updates)) for n in sizes)
+            each = sum(len(_split_evenly(n, self.algo_config.critic_updates)) for n in sizes)
             return steps * self.num_iterations * each
-        idle = min(steps, self.algo_config.critic_warmup_steps)
-        return super().total_updates(role, steps - idle, num_groups)
+        warmup = min(steps, self.algo_config.critic_warmup_steps)
+        return super().total_updates(role, steps - warmup, num_groups)
 
     def planned_passes(self, num_groups: int) -> dict[str, str]:
-        """What a step runs besides rollout and updates, and what it leaves out, each with the reason."""
-        found = {**super().planned_passes(num_groups), "values": "runs: the critic's, for advantages and returns"}
+        """The passes of a step besides rollout and updates, and the passes that it skips, each with the reason."""
+        passes = {**super().planned_passes(num_groups), "values": "runs: the critic's, for advantages and returns"}
         if self.shares_trunk:
-            found["loss"] += f" + {self.algo_config.vf_coef} * value loss"
-            found["completions with advantage 0"] = "run: their values are learned"
+            passes["loss"] += f" + {self.algo_config.vf_coef} * value loss"
+            passes["completions with advantage 0"] = "run: their values are learned"
         if n := self.algo_config.critic_warmup_steps:
-            found["update of the actor"] = f"skipped in the first {n} steps: critic_warmup_steps"
-        return found
+            passes["update of the actor"] = f"skipped in the first {n} steps: critic_warmup_steps"
+        return passes
 
 
-def _cuts(count: int, parts: int) -> list[range]:
-    """The places of `count` items in at most so many parts, in order; all but the last are of one size.
+def _split_evenly(count: int, parts: int) -> list[range]:
+    """Splits `count` items, in order, into at most `parts` ranges; all but the last have one size.
 
-    >>> _cuts(5, 4)
+    >>> _split_evenly(5, 4)
     [range(0, 2), range(2, 4), range(4, 5)]
     """
     size = -(-count // parts)
     return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
 
-def _parts(mini: TokenBatch, number: int) -> Iterator[TokenBatch]:
-    """A mini-batch in so many parts of whole groups."""
+def _split_mini_batch(mini: TokenBatch, parts: int) -> Iterator[TokenBatch]:
+    """Splits a mini-batch into at most `parts` parts of whole groups."""
     group_of = mini.group_of.index_select(0, mini.trajectory_of)
-    for cut in _cuts(mini.num_groups, number):
-        yield mini.select(((group_of >= cut.start) & (group_of < cut.stop)).nonzero().flatten())
+    for groups in _split_evenly(mini.num_groups, parts):
+        yield mini.select(((group_of >= groups.start) & (group_of < groups.stop)).nonzero().flatten())
 
 
 def with_has_reward(batch: TokenBatch, rewards: RewardBatch) -> TokenBatch:
-    """The batch with the column has_reward [S]: 1 where the trajectory has a reward and a critic learns, else 0."""
+    """The batch with the column has_reward [S]: 1 where the trajectory has a reward to learn from, else 0."""
     known = torch.from_numpy(~np.isnan(rewards.total))
     return batch.with_token_columns(has_reward=known.index_select(0, batch.trajectory).float())
 

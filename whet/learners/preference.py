@@ -1,9 +1,8 @@
 """PreferenceLearner, DPO and its relatives, and RewardModelLearner, on the loop of supervised training.
 
-    batch -> score -> update        score: the reference's log-probabilities, and what a loss reads of the whole step
-
-What a loss needs follows from what it declares (ops.preference.Needs): pairs or rows with a label, a reference, a pass
-of the policy before the update, mismatched rows, numbers that it keeps.
+`score` adds the reference's log-probabilities, and the statistics of the whole step that a loss reads. A loss declares
+its needs (ops.preference.Needs): pairs or rows with a label, a reference, a pass of the policy before the update,
+mismatched rows, and numbers that it keeps between two steps.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from whet.config.base import check_instance
 from whet.config.model import REWARD_LR
 from whet.data.preference import PreferenceEncoder, ScoredPairEncoder, UnpairedEncoder
 from whet.errors import ConfigError, DataError
-from whet.learners.preference_objective import (
+from whet.learners.preference_from_config import (
     describe_preference_objective,
     make_preference_objective,
     make_reward_loss,
@@ -35,6 +34,7 @@ from whet.metrics import Last, Mean, Metric
 from whet.ops.preference import REWARD_REDUCTIONS, StepPasses, mismatched_rows
 from whet.run.run import Run
 from whet.train.supervised_models import SupervisedModels
+from whet.train.worker import ModelWorker
 from whet.types import Example, TokenBatch
 
 __all__ = ["PreferenceLearner", "RewardModelLearner"]
@@ -66,7 +66,7 @@ class RewardModelLearner(SupervisedLearner[RewardModelConfig]):
 
     @property
     def chance(self) -> float | None:
-        """The ln 2 of a coin, where the loss is the usual one."""
+        """Ln 2, the loss of a coin, where the loss is bradley_terry."""
         return math.log(2) if self.algo_config.loss_type == "bradley_terry" else None
 
     def encoder(self) -> Encoder:
@@ -99,8 +99,11 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
                 "with another row's answer, so a step needs two rows at least; raise it, or take apo_zero_unpaired"
             )
         self._running: dict[str, float] = {}
-        self._ahead: tuple[Run, SupervisedTask] | None = None
-        self._kept: dict[bytes, list[Tensor]] | None = None
+        """Numbers that losses keep between two steps, by name."""
+        self._run_ahead: tuple[Run, SupervisedTask] | None = None
+        """The run of `train` and its task, where the reference is computed ahead of the steps."""
+        self._precomputed: dict[bytes, list[Tensor]] | None = None
+        """The reference's log-probabilities of each sequence of an example, by the example's digest."""
         models.trainer.with_loss_fn(
             self.objective, loss_per="unit", constants=self.objective.constants, entropy=c.log_entropy
         )
@@ -133,7 +136,7 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
 
     @property
     def chance(self) -> float | None:
-        """The ln 2 of a coin, where the loss is the sigmoid of a margin alone."""
+        """Ln 2, the loss of a coin, where the loss is sigmoid alone."""
         c = self.algo_config
         return math.log(2) if c.loss_type == ("sigmoid",) and c.loss_weights is None else None
 
@@ -143,7 +146,7 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
         return kind(self.models.tokenizer, self.data)
 
     def new_run(self, train_ds: Any, eval_ds: Any = None) -> Run:
-        """The run that `train` goes through. Raises ConfigError: nothing can be read ahead of a stream."""
+        """The run that `train` goes through. Raises ConfigError: precompute_ref_log_probs with a stream."""
         run = super().new_run(train_ds, eval_ds)
         if self.needs.rows == "labels" and run.stream is not None and run.stream.kind == "rows":  # pyright: ignore[reportAttributeAccessIssue]
             self._check_labels(run.stream.source)  # pyright: ignore[reportAttributeAccessIssue]
@@ -154,7 +157,7 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
                     "is known; set data.streaming=false, or leave it out"
                 )
             assert isinstance(run.task, SupervisedTask)
-            self._ahead = run, run.task
+            self._run_ahead = run, run.task
         return run
 
     def _check_labels(self, examples: Sequence[Example]) -> None:
@@ -178,12 +181,18 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
     # ---- the stages ----------------------------------------------------------------------------------------------
 
     def batch(self, step: ExampleStep) -> ExampleStep:
-        """Lays the examples end to end, with what the losses count over the whole batch."""
+        """Lays the examples end to end, with the counts over the whole batch that the losses need.
+
+        Reads: batch. Writes: nothing.
+        """
         step = super().batch(step)
         return step.replace(batch=self.objective.with_counts(step.batch))
 
     def score(self, step: ExampleStep) -> ExampleStep:
-        """Adds the reference's log-probabilities, and what the losses read of the whole batch before its update."""
+        """Adds the reference's log-probabilities, and the statistics of the batch before its update that losses read.
+
+        Reads: batch, batch.*, examples, mode. Writes: batch.ref_logprobs, batch.*.
+        """
         batch = step.batch
         if self.needs.reference:
             with self.models.trace.span("score"):
@@ -191,133 +200,141 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
         if self.needs.policy_pass or self.needs.mismatched_pass:
             with self.models.trace.span("policy_pass"):
                 learning = step.mode is Mode.TRAIN
-                passes = self._passes(batch)
                 batch, self._running = self.objective.with_passes(
-                    batch, passes, running=self._running, learning=learning
+                    batch, self._passes(batch), running=self._running, learning=learning
                 )
         return step.replace(batch=batch)
 
     def update(self, step: ExampleStep) -> ExampleStep:
-        """One optimizer step on the whole batch."""
+        """Takes one optimizer step on the whole batch, and makes means of the metrics that are summed per unit.
+
+        Reads: metrics. Writes: nothing.
+        """
         step = super().update(step)
-        return step.replace(metrics=self._finished(step.metrics))
+        return step.replace(metrics=self._divide_by_counts(step.metrics))
 
     def measure(self, step: ExampleStep) -> ExampleStep:
-        """The loss and its metrics, without an update; what looks across a batch looks at its parts of 256 rows."""
+        """Computes the loss and its metrics without an update. Statistics of a batch are those of each 256 rows.
+
+        Reads: metrics. Writes: nothing.
+        """
         step = super().measure(step)
-        return step.replace(metrics=self._finished(step.metrics))
+        return step.replace(metrics=self._divide_by_counts(step.metrics))
 
     def after_step(self, run: Run, step: ExampleStep) -> None:
-        """Moves the reference where it is due; logs the step, evaluates and saves."""
+        """Moves the reference where that is due, then logs, evaluates and saves.
+
+        Reads: index. Writes: nothing.
+        """
         c = self.algo_config
         if c.sync_ref_model and step.index % c.ref_model_sync_steps == 0:
             weights = self.models.trained.named_weights()
             self.models.worker(Role.REFERENCE).load_weights(weights, mixup_alpha=c.ref_model_mixup_alpha)
         super().after_step(run, step)
 
-    # ---- pieces --------------------------------------------------------------------------------------------------
+    # ---- parts of the stages -------------------------------------------------------------------------------------
 
     def _ref_logprobs(self, examples: Sequence[Example], batch: TokenBatch) -> Tensor:
-        """[S]: the reference's, read now or ahead of the run."""
+        """The reference's log-probabilities, [S]: computed now, or looked up where they were computed ahead."""
         reference = self.models.worker(Role.REFERENCE)
-        if not self.algo_config.precompute_ref_log_probs or self._ahead is None:  # before a run nothing is kept
-            return _needed(reference.logprobs(batch).logprobs)
-        if self._kept is None:
-            self._kept = self._read_ahead()
-        found = [self._kept.get(_digest(example)) for example in examples]
-        if None not in found:
-            return torch.cat([x for each in found if each is not None for x in each])
+        if not self.algo_config.precompute_ref_log_probs or self._run_ahead is None:
+            return _logprobs(reference, batch)
+        if self._precomputed is None:
+            self._precomputed = self._precompute()
+        known = [self._precomputed.get(_digest(example)) for example in examples]
+        if None not in known:
+            return torch.cat([x for each in known if each is not None for x in each])
         if reference.loaded.is_view:  # the base of an adapter, which stays in memory
-            return _needed(reference.logprobs(batch).logprobs)
+            return _logprobs(reference, batch)
         raise ConfigError(
             "these rows were not there when the reference was read, and its memory has been freed since",
             fix="give them to train() as eval_ds, or leave algo.precompute_ref_log_probs out",
             key="algo.precompute_ref_log_probs",
         )
 
-    def _read_ahead(self) -> dict[bytes, list[Tensor]]:
-        """The reference's log-probabilities of all rows of the run; its weights leave memory."""
-        assert self._ahead is not None, "new_run has noted the run"
-        run, task = self._ahead
+    def _precompute(self) -> dict[bytes, list[Tensor]]:
+        """Computes the reference's log-probabilities of all rows of the run, then frees the memory of its weights."""
+        assert self._run_ahead is not None, "new_run sets it"
+        run, task = self._run_ahead
         source = [] if run.stream is None else run.stream.source  # pyright: ignore[reportAttributeAccessIssue]
-        examples, found = [*source, *task.evaluated_examples], {}
-        log.info("reading the reference over %d rows", len(examples))
+        examples, logprobs_of = [*source, *task.evaluated_examples], {}
+        log.info("computing the reference's log-probabilities of %d rows", len(examples))
         for start in range(0, len(examples), ROWS_AT_ONCE):
             part = examples[start : start + ROWS_AT_ONCE]
             batch = TokenBatch.from_examples([dataclasses.replace(e, columns={}) for e in part])
-            logprobs = _needed(self.models.worker(Role.REFERENCE).logprobs(batch).logprobs)
-            each = iter(logprobs.split(batch.lengths.tolist()))
-            found |= {_digest(e): [next(each).clone() for _ in e.sequences] for e in part}
+            each = iter(_logprobs(self.models.worker(Role.REFERENCE), batch).split(batch.lengths.tolist()))
+            logprobs_of |= {_digest(e): [next(each).clone() for _ in e.sequences] for e in part}
         self.models.unload(Role.REFERENCE)
-        return found
+        return logprobs_of
 
     def _passes(self, batch: TokenBatch) -> StepPasses:
-        """What the losses read of policy and reference before the update."""
+        """The passes of policy and reference before the update that the losses need."""
         policy = self.models.trained
-        logprobs = _needed(policy.logprobs(batch).logprobs) if self.needs.policy_pass else None
+        logprobs = _logprobs(policy, batch) if self.needs.policy_pass else None
         if not self.needs.mismatched_pass or batch.num_groups < 2:
             return StepPasses(logprobs=logprobs)
         limits = [n for n in (policy.max_tokens, self.models.positions, self.data.max_length) if n is not None]
         rows = mismatched_rows(batch, max_length=min(limits))
-        own = _needed(policy.logprobs(rows).logprobs)
+        mismatched_logprobs = _logprobs(policy, rows)
         if self.needs.reference:
-            rows = rows.with_token_columns(
-                ref_logprobs=_needed(self.models.worker(Role.REFERENCE).logprobs(rows).logprobs)
-            )
-        return StepPasses(logprobs=logprobs, mismatched=rows, mismatched_logprobs=own)
+            rows = rows.with_token_columns(ref_logprobs=_logprobs(self.models.worker(Role.REFERENCE), rows))
+        return StepPasses(logprobs=logprobs, mismatched=rows, mismatched_logprobs=mismatched_logprobs)
 
-    def _finished(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-        """What was summed per unit, divided by what there is of it."""
-        found = dict(metrics)
+    def _divide_by_counts(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+        """The metrics, with those that are sums per unit divided by their counts (objective.ratios)."""
+        divided = dict(metrics)
         for name, by in self.objective.ratios.items():
-            total, count = found.get(name), metrics.get(by)
+            total, count = divided.get(name), metrics.get(by)
             if isinstance(total, Mean) and isinstance(count, Mean):
-                found[name] = Mean(total.sum, count.sum)
+                divided[name] = Mean(total.sum, count.sum)
                 if not count.sum:
-                    del found[name]
+                    del divided[name]
         for name in ("tokens/chosen", "tokens/rejected", "tokens/both"):
-            found.pop(name, None)
-        pair = [found.get(f"rewards/{side}") for side in ("chosen", "rejected")]
-        if "rewards/margins" not in found and None not in pair:
-            found["rewards/margins"] = Last(pair[0].value - pair[1].value)  # pyright: ignore[reportOptionalMemberAccess]
-        return found
+            divided.pop(name, None)
+        chosen, rejected = (divided.get(f"rewards/{side}") for side in ("chosen", "rejected"))
+        if "rewards/margins" not in divided and chosen is not None and rejected is not None:
+            divided["rewards/margins"] = Last(chosen.value - rejected.value)
+        return divided
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def planned_passes(self, batch_size: int) -> dict[str, str]:
-        """What a step of so many rows runs besides its update."""
-        c, check_instance = self.algo_config, self.needs
-        found = {
-            "loss": describe_preference_objective(c),
+        """The passes of a step besides its update, each with the reason."""
+        passes = {
+            "loss": describe_preference_objective(self.algo_config),
             "ref_logprobs": "skipped: the loss compares with no reference",
         }
-        if check_instance.reference:
-            ahead = c.precompute_ref_log_probs
-            found["ref_logprobs"] = "read once, before the first step" if ahead else "runs: the loss compares with them"
-        if check_instance.policy_pass:
-            found["policy before the update"] = "runs: the loss looks across the whole batch"
-        if check_instance.mismatched_pass:
-            found["mismatched rows"] = "run: the loss compares with the KL that is measured on them"
-        return found
+        if self.needs.reference:
+            ahead = self.algo_config.precompute_ref_log_probs
+            passes["ref_logprobs"] = (
+                "computed once, before the first step" if ahead else "runs: the loss compares with them"
+            )
+        if self.needs.policy_pass:
+            passes["policy before the update"] = "runs: the loss looks across the whole batch"
+        if self.needs.mismatched_pass:
+            passes["mismatched rows"] = "run: the loss compares with the KL that is measured on them"
+        return passes
 
     def state(self) -> dict[str, Any]:
-        """What the losses keep from step to step."""
+        """The numbers that losses keep between two steps."""
         return {"running": dict(self._running)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores it."""
+        """Restores `state`."""
         self._running = dict(state["running"])
 
 
-def _needed(logprobs: Tensor | None) -> Tensor:
+def _logprobs(worker: ModelWorker, batch: TokenBatch) -> Tensor:
+    """A model's log-probabilities of a batch's tokens: [S]."""
+    logprobs = worker.logprobs(batch).logprobs
     assert logprobs is not None
     return logprobs
 
 
 def _digest(example: Example) -> bytes:
-    """What tells an example from others: its tokens."""
-    made = hashlib.blake2b(digest_size=16)
+    """Identifies an example by its tokens."""
+    digest = hashlib.blake2b(digest_size=16)
     for s in example.sequences:
         for part in (s.prefix, s.tokens):
-            made.update(len(part).to_bytes(8, "little") + part.astype("<i8").tobytes())
-    return made.digest()
+            digest.update(len(part).to_bytes(8, "little") + part.astype("<i8").tobytes())
+    return digest.digest()

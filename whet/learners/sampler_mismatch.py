@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor
 
 from whet.config import PolicyConfig
-from whet.learners.objective import bind_fields
+from whet.learners.from_config import bind_fields
 from whet.metrics import Max, Mean, Metric
 from whet.ops import (
     CORRECTIONS,

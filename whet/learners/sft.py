@@ -11,7 +11,7 @@ from whet.config import SFTConfig
 from whet.config.base import check_instance
 from whet.config.model import SFT_LR
 from whet.data.supervised import SFTEncoder
-from whet.learners.objective import bind_fields, check_call, other_field
+from whet.learners.from_config import bind_fields, check_call, other_field
 from whet.learners.supervised import SupervisedLearner
 from whet.learners.supervised_task import Encoder
 from whet.ops import LOSS_AGG_MODES, SFT_LOSSES

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "advantage_metrics",
+    "average_over_known",
+    "average_over_mini_batch",
     "completion_columns",
     "completion_metrics",
     "engine_metrics",
     "known_totals",
-    "of_known",
-    "of_whole_batch",
     "rollout_metrics",
     "skipped_metrics",
     "spread",
@@ -41,8 +41,8 @@ __all__ = [
 def spread(name: str, values: np.ndarray, *, prefix: bool = False) -> dict[str, Metric]:
     """Mean, max and min of some values, as name/mean or, with `prefix`, as TRL writes it: mean_name.
 
-    >>> sorted(spread("rewards/score", np.array([0.0, 1.0])))
-    ['rewards/score/max', 'rewards/score/mean', 'rewards/score/min']
+    >>> sorted(spread("turns", np.array([0.0, 1.0])))
+    ['turns/max', 'turns/mean', 'turns/min']
     """
     if len(values) == 0:
         return {}
@@ -77,17 +77,18 @@ def completion_metrics(rewards: RewardBatch) -> dict[str, Metric]:
 def total_metrics(rewards: RewardBatch) -> dict[str, Metric]:
     """The metrics of the total, which is trained on. NaN (no function applies) is left out everywhere.
 
-    Tunix's names: rewards/score/{mean,max,min}. TRL's names: reward, the mean; reward_std, the standard deviation
-    (n - 1) over the whole batch; frac_reward_zero_std, the share of groups in which all rewards are equal. whet's own:
+    TRL's names: reward, the mean; reward_std, the standard deviation (n - 1) over the whole batch;
+    frac_reward_zero_std, the share of groups in which all rewards are equal. whet's own: reward_max and reward_min;
     reward_std_within_groups, the mean over groups of the standard deviation in a group (n - 1; 0 for a group of one).
     Standard deviations merge across batches as means.
     """
     parts = known_totals(rewards)
     known = np.concatenate([*parts, np.empty(0)])
     equal = len(parts) - int(rewards.have_spread.sum())
+    bounds = {"reward_max": Max(float(known.max())), "reward_min": Min(float(known.min()))} if len(known) else {}
     return {
-        **spread("rewards/score", known),
         "reward": Mean(float(known.sum()), len(known)),
+        **bounds,
         "reward_std": Mean(sample_std(known), 1) if len(known) else Mean(0.0, 0),
         "reward_std_within_groups": Mean(float(sum(sample_std(part) for part in parts)), len(parts)),
         "frac_reward_zero_std": Mean(float(equal), len(parts)),
@@ -189,35 +190,35 @@ def value_metrics(x: AdvantageInputs, batch: TokenBatch) -> dict[str, Metric]:
     return found
 
 
-def skipped_metrics(whole: TokenBatch, run: TokenBatch) -> dict[str, Metric]:
-    """What of a mini-batch was not run."""
+def skipped_metrics(mini: TokenBatch, run: TokenBatch) -> dict[str, Metric]:
+    """The sequences and tokens of a mini-batch that were not run."""
     return {
-        "skipped/sequences": Sum(float(whole.num_sequences - run.num_sequences)),
-        "skipped/tokens": Sum(float(whole.num_tokens - run.num_tokens)),
+        "skipped/sequences": Sum(float(mini.num_sequences - run.num_sequences)),
+        "skipped/tokens": Sum(float(mini.num_tokens - run.num_tokens)),
     }
 
 
-def of_whole_batch(
-    found: Mapping[str, Metric], whole: TokenBatch, run: TokenBatch, *, zero: Mapping[str, str]
+def average_over_mini_batch(
+    metrics: Mapping[str, Metric], mini: TokenBatch, run: TokenBatch, *, zero: Mapping[str, str]
 ) -> dict[str, Metric]:
     """An update's metrics as those of the whole mini-batch, where sequences without signal were not run.
 
-    What is 0 without an advantage (a clip takes nothing from it) counts the tokens that were not run as 0; entropy is
-    that of the tokens run, under the weights of all; other means are over the tokens run.
+    A metric that is 0 without an advantage, such as a share of clipped tokens, counts the tokens that were not run as
+    0. The entropy is that of the tokens run, under the weights of all. Other means are over the tokens run.
 
     Args:
-        found: of the update.
-        whole: the mini-batch, with its weights.
+        metrics: the update's.
+        mini: the mini-batch, with its weights.
         run: the part of it that was run.
-        zero: the metrics that are 0 without an advantage, and how each was reduced (one of worker.REDUCTIONS).
+        zero: the metrics that are 0 without an advantage, each with its reduction (one of REDUCTIONS).
     """
-    assert whole.weights is not None
+    assert mini.weights is not None
     assert run.weights is not None
-    tokens = int(whole.mask.sum() - run.mask.sum())
+    tokens = int(mini.mask.sum() - run.mask.sum())
     if tokens == 0:
-        return dict(found)
-    sequences = len(whole.sequence[whole.mask].unique()) - len(run.sequence[run.mask].unique())
-    metrics = dict(found)
+        return dict(metrics)
+    sequences = len(mini.sequence[mini.mask].unique()) - len(run.sequence[run.mask].unique())
+    metrics = dict(metrics)
     for name, how in zero.items():
         metric = metrics.get(name)
         if isinstance(metric, Mean) and how in ("mean", "sequence_mean"):
@@ -227,25 +228,29 @@ def of_whole_batch(
         elif isinstance(metric, Max):
             metrics[name] = metric.merge(Max(0.0))
     if isinstance(mean := metrics.get("entropy"), Mean) and run.weights.sum() > 0:
-        metrics["entropy"] = Mean(mean.sum * float(whole.weights.sum() / run.weights.sum()), mean.count)
+        metrics["entropy"] = Mean(mean.sum * float(mini.weights.sum() / run.weights.sum()), mean.count)
     return metrics
 
 
-def of_known(
-    found: Mapping[str, Metric], prefix: str, run: TokenBatch, known: Tensor, reductions: Reductions
+def average_over_known(
+    metrics: Mapping[str, Metric], prefix: str, run: TokenBatch, known: Tensor, reductions: Reductions
 ) -> dict[str, Metric]:
-    """An update's metrics, where those of a prefix are 0 at tokens of which they say nothing: these are not counted.
+    """An update's metrics, with those of a prefix averaged over the tokens alone at which they are known.
 
-    Args: found: of the update. prefix: of the loss's names for them. run: the part of the mini-batch that was run.
-        known: Bool [S], the tokens that they are about. reductions: of the trainer that ran it.
-    Returns: the means over the known tokens, and over the sequences that have one; without those of none.
+    Args:
+        metrics: the update's. Those of the prefix are 0 at tokens at which they are not known.
+        prefix: of the loss's names for them.
+        run: the part of the mini-batch that was run.
+        known: Bool [S].
+        reductions: the trainer's.
+    Returns: all metrics; a mean over no known token is left out.
     """
-    unknown, metrics = run.mask & ~known, dict(found)
+    unknown, metrics = run.mask & ~known, dict(metrics)
     if not unknown.any():
         return metrics
     sequences = {*run.sequence[run.mask].tolist()} - {*run.sequence[run.mask & known].tolist()}
     fewer = {"mean": int(unknown.sum()), "sequence_mean": len(sequences)}
-    names = [name for name in (*found, *reductions) if name.startswith(prefix)]
+    names = [name for name in (*metrics, *reductions) if name.startswith(prefix)]
     hows = {label: how for name in names for label, how in metric_labels(name, reductions).items()}
     for label, how in hows.items():
         metric = metrics.get(label)

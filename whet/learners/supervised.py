@@ -1,9 +1,15 @@
 """SupervisedLearner: the loop of SFT, reward models and preference training.
 
-    batch -> score -> update -> after_step
+    stage       what it writes
+    batch       batch: the examples end to end, as a TokenBatch
+    score       columns of the batch that the loss compares with
+    update      metrics: one optimizer step on the whole batch
+    after_step  the row of metrics that is logged
 
-Each stage takes an ExampleStep and returns it with what it has found. A step is one batch of rows and one update. What
-surrounds a step is in run/run.py, as for reinforcement learning, and what rows become in data/supervised.py.
+Each stage takes an ExampleStep and returns it with more columns. A step is one batch of rows and one update. The
+docstring of a stage ends with the columns that it reads and writes, as in base.py; `batch.*` stands for columns that
+depend on the rows or on the loss. The rest of a run is in run/run.py, as for reinforcement learning, and
+data/supervised.py turns rows into examples.
 """
 
 from __future__ import annotations
@@ -31,18 +37,18 @@ log = logging.getLogger("whet")
 
 C = TypeVar("C", bound=SupervisedConfig)
 ROWS_AT_ONCE = 256
-"""Rows of an evaluation that are laid out at a time."""
+"""An evaluation makes a batch of this many rows at a time."""
 
 
 class SupervisedLearner(Generic[C]):
     """Trains a model on rows.
 
     Args:
-        models: what is trained, and a reference where the loss compares with one.
+        models: the model that is trained, and a reference where the loss compares with one.
         algo_config: the objective's.
         data: how rows become examples and steps.
-        settings: the whole configuration, or its tree, for the run folder; None = what the learner knows of it.
-        observers: told of each event of a run (run.observer.Observer).
+        settings: the whole configuration, or its tree, for the run folder; None = the parts that the learner knows.
+        observers: notified of each event of a run (run.observer.Observer).
     """
 
     paired = False
@@ -75,8 +81,9 @@ class SupervisedLearner(Generic[C]):
 
         Args:
             train_ds: rows: a data set, a list of dicts, an iterable of them.
-            eval_ds: the same; evaluated whole, of several splits the one named test, validation or alike.
-        Returns: the finished run: its step, its metrics (rows, of evaluations too), its evaluations, its folder.
+            eval_ds: the same. All of it is evaluated; a data set with several splits is evaluated on the one named
+                test, validation or the like.
+        Returns: the finished run, with its step, rows of metrics, evaluations and folder.
         """
         run = self.new_run(train_ds, eval_ds)
         with run:
@@ -87,13 +94,13 @@ class SupervisedLearner(Generic[C]):
         return run
 
     def new_run(self, train_ds: Any, eval_ds: Any = None) -> Run:
-        """The run that `train` goes through, not yet open: see there for the arguments. train_ds: None = no steps."""
+        """The run that `train` goes through, not yet open. Args: as those of `train`; train_ds None = no steps."""
         task = self.new_task(eval_ds)
         stream = None if train_ds is None else task.stream(train_ds)
         return Run(task, stream, self.models, self.models.config, observers=self.observers)
 
     def new_task(self, eval_ds: Any = None) -> SupervisedTask:
-        """What a run asks of this learner: see `train` for the argument."""
+        """The task of a run. Args: eval_ds: its evaluation data."""
         return SupervisedTask(self, eval_ds)
 
     def evaluate(self, eval_ds: Any, step: int = 0) -> dict[str, float]:
@@ -112,40 +119,55 @@ class SupervisedLearner(Generic[C]):
     # ---- the stages ----------------------------------------------------------------------------------------------
 
     def encoder(self) -> Encoder:
-        """What makes examples of rows."""
+        """The encoder that turns rows into examples."""
         raise NotImplementedError
 
     def batch(self, step: ExampleStep) -> ExampleStep:
-        """Lays the examples end to end: `batch`."""
+        """Lays the examples end to end, with their columns.
+
+        Reads: examples. Writes: batch, batch.*.
+        """
         version = self.models.trained.version
         return step.replace(batch=TokenBatch.from_examples(step.examples, paired=self.paired, version=version))
 
     def score(self, step: ExampleStep) -> ExampleStep:
-        """Adds to the batch what the loss compares with: nothing here."""
+        """Adds the columns that the loss compares with: none here.
+
+        Reads: nothing. Writes: nothing.
+        """
         return step
 
     def update(self, step: ExampleStep) -> ExampleStep:
-        """One optimizer step on the whole batch."""
+        """Takes one optimizer step on the whole batch.
+
+        Reads: batch, batch.*. Writes: metrics.
+        """
         with self.models.trace.span("update"):
-            found = self.models.trainer.update(step.batch)
+            metrics = self.models.trainer.update(step.batch)
         self.models.finish_step(self.models.trained)
-        return step.log(found)
+        return step.log(metrics)
 
     def measure(self, step: ExampleStep) -> ExampleStep:
-        """The loss and its metrics, without an update: weighed over all the examples, whose passes may be many."""
+        """Computes the loss and its metrics without an update, for an evaluation.
+
+        The loss weights are those of all examples together, which are scored and run ROWS_AT_ONCE at a time.
+        Reads: examples, batch, batch.weights. Writes: metrics.
+        """
         trainer, examples = self.models.trainer, step.examples
-        whole = trainer.add_loss_weights(step_batch := self.batch(step).batch)
-        group = step_batch.group_of.index_select(0, step_batch.trajectory_of)
+        batch = trainer.add_loss_weights(self.batch(step).batch)
+        group_of = batch.group_of.index_select(0, batch.trajectory_of)
         for start in range(0, len(examples), ROWS_AT_ONCE):
-            chosen = (group >= start) & (group < start + ROWS_AT_ONCE)
-            part = step.replace(
-                examples=examples[start : start + ROWS_AT_ONCE], batch=whole.select(chosen.nonzero().flatten())
-            )
-            step = step.log(trainer.evaluate_batch(self.score(part).batch))
+            end = start + ROWS_AT_ONCE
+            part = batch.select(((group_of >= start) & (group_of < end)).nonzero().flatten())
+            scored = self.score(step.replace(examples=examples[start:end], batch=part))
+            step = step.log(trainer.evaluate_batch(scored.batch))
         return step
 
     def after_step(self, run: Run, step: ExampleStep) -> None:
-        """Logs the step, evaluates and saves where they are due."""
+        """Logs the step, then evaluates and saves where they are due.
+
+        Reads: index, batch, metrics. Writes: nothing.
+        """
         batch = step.batch
         step = step.log({"tokens/trained": Sum(float(torch.count_nonzero(batch.mask)))})
         run.end_step(step, flat(step.metrics), num_tokens=len(batch.prefixes) + batch.num_tokens)
@@ -153,11 +175,11 @@ class SupervisedLearner(Generic[C]):
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def planned_passes(self, batch_size: int) -> dict[str, str]:
-        """What a step of so many rows runs besides its update and what it leaves out, with the reason."""
+        """The passes of a step besides its update, and the passes that it skips: name -> "runs: reason"."""
         return {}
 
     def state(self) -> dict[str, Any]:
-        """What the learner keeps from step to step, for checkpoints: plain numbers, strings, tensors."""
+        """The learner's own state between two steps, for checkpoints: plain numbers, strings, tensors."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:

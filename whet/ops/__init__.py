@@ -56,7 +56,6 @@ from whet.ops.masked import (
     segment_sum,
     to_fp32,
 )
-from whet.ops.objective import Objective
 from whet.ops.policy_losses import (
     IMPORTANCE_LEVELS,
     POLICY_LOSSES,
@@ -76,6 +75,7 @@ from whet.ops.policy_losses import (
     vespo,
     zero_without_advantage,
 )
+from whet.ops.policy_objective import PolicyObjective
 from whet.ops.sft_losses import SFT_LOSSES, dynamic_fine_tuning
 from whet.ops.shapes import check_shapes
 from whet.ops.support import Support, allowed_tokens, draw, greedy, support_logits
@@ -104,7 +104,7 @@ __all__ = [
     "AdvantageInputs",
     "GroupedRewards",
     "LossInputs",
-    "Objective",
+    "PolicyObjective",
     "Support",
     "adapted_beta",
     "address_key",

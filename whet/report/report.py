@@ -17,7 +17,7 @@ from whet.evaluation.estimators import estimate
 from whet.report.completions import chunk, load_token_texts
 from whet.report.run_data import CompletionFile, completion_files, run_data
 
-__all__ = ["keep_within", "page_text", "standard_error", "write_report"]
+__all__ = ["keep_within", "page_text", "script_text", "standard_error", "write_report"]
 
 log = logging.getLogger("whet")
 
@@ -54,20 +54,24 @@ def write_report(
             kept = keep_within(files, [f.path.stat().st_size for f in files], max_mb * 1e6 / _GROWTH / len(folders))
             data["left_out"] = len(files) - len(kept)
             data["completions"] = _write_chunks(out, i, run, data, kept)
-        _script(out / "data" / "runs.js", "runs", shown)
-        (out / "index.html").write_text(page_text(" · ".join(data["name"] for data in shown)), encoding="utf-8")
+        _write(out / "data" / "runs.js", script_text("runs", shown))
+        _write(out / "index.html", page_text(" · ".join(data["name"] for data in shown)))
     except OSError as error:
         raise ConfigError(f"{out}: the report can't be written: {error.strerror or error}; set out=FOLDER") from error
     return out / "index.html"
 
 
-def page_text(title: str) -> str:
-    """The page with its style and its program inside, so that it is one file beside its data."""
+def page_text(title: str, *, live: bool = False) -> str:
+    """The page with its style and its program inside, so that it is one file beside its data.
+
+    Args: title: in the window's title. live: the page asks its server for new rows.
+    """
     import html
 
     text = (_PAGE / "index.html").read_text(encoding="utf-8")
     for name in ("page.css", "page.js"):
         text = text.replace(f"/*{name}*/", (_PAGE / name).read_text(encoding="utf-8"))
+    text = text.replace("whet.start(false)", f"whet.start({'true' if live else 'false'})")
     return text.replace("<title></title>", f"<title>{html.escape(title)} · whet</title>")
 
 
@@ -113,13 +117,17 @@ def _write_chunks(
         except CheckpointError as error:
             log.warning("%s; the report leaves it out", error)
             continue
-        key = f"{i}-{file.key}"
-        _script(out / "data" / f"{key}.js", key, found)
-        entry = {"mode": file.mode, "step": file.step, "key": key, "n": sum(len(g["items"]) for g in found["groups"])}
-        listed.append({**entry, "se": standard_error(found)} if file.mode == "eval" else entry)
+        entry = file.entry(i, standard_error(found) if file.mode == "eval" else None)
+        _write(out / "data" / f"{entry['key']}.js", script_text(entry["key"], found))
+        listed.append(entry)
     return listed
 
 
-def _script(path: Path, key: str, value: Any) -> None:
+def script_text(key: str, value: Any) -> str:
+    """A script that hands a value to the page. Args: key: its name there. value: JSON-able."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    path.write_text(f"whet.receive({json.dumps(key)},{text})\n", encoding="utf-8", errors="replace")
+    return f"whet.receive({json.dumps(key)},{text})\n"
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8", errors="replace")

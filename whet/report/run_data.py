@@ -38,6 +38,13 @@ class CompletionFile:
         """The name of the file without its ending: train-000012."""
         return self.path.stem
 
+    def entry(self, run: int, se: float | None) -> dict[str, Any]:
+        """What the page lists. Args: run: the number of the run there. se: standard error of an evaluation's reward."""
+        import pyarrow.parquet as pq
+
+        count = pq.read_metadata(self.path).num_rows
+        return {"mode": self.mode, "step": self.step, "key": f"{run}-{self.key}", "n": count, "se": se}
+
 
 def run_data(folder: str | Path) -> dict[str, Any]:
     """What the report's page needs of a run, as JSON-able values; completions come apart, a file a step.

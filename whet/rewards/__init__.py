@@ -6,6 +6,7 @@ from whet.rewards.maths import math_match
 from whet.rewards.numbers import number_match
 from whet.rewards.reasoning_gym import reasoning_gym, reasoning_gym_number
 from whet.rewards.text import boxed, exact_match, format_match, fuzzy_match, last_number, text_of
+from whet.rewards.verifiers import verifiers
 
 __all__ = [
     "boxed",
@@ -20,5 +21,6 @@ __all__ = [
     "reasoning_gym",
     "reasoning_gym_number",
     "text_of",
+    "verifiers",
     "within_length",
 ]

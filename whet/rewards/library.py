@@ -19,6 +19,7 @@ from whet.rewards.text import (
     read_number,
     stripped,
 )
+from whet.rewards.verifiers import verifiers
 
 __all__ = ["ANSWERS", "READ_BY", "REWARDS"]
 
@@ -32,6 +33,7 @@ REWARDS: dict[str, Callable[..., list[Any]]] = {
     "number_match": number_match,
     "reasoning_gym": reasoning_gym,
     "reasoning_gym_number": reasoning_gym_number,
+    "verifiers": verifiers,
     "within_length": within_length,
 }
 """Reward functions by name."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -11,8 +10,6 @@ from whet.fronts.command import run_command, run_main
 
 __all__ = ["main", "run", "usage"]
 
-_DOTTED = re.compile(r"[a-z_]+(?:\.[a-z_]+)+")
-"""A word of a message that may be a key; a file name can have this form too."""
 _PRINT = ("--print_config", "--print-config")
 
 
@@ -43,10 +40,9 @@ def _train(trainer: str, words: Sequence[str]) -> Any:
     """Translates and trains, or prints the configuration."""
     from whet.cli.output import print_text
     from whet.config import dump
-    from whet.config.base import leaves
-    from whet.errors import WhetError
     from whet.observe.progress import setup_logging
     from whet.rl2.execute import train
+    from whet.rl2.messages import vocabulary
     from whet.rl2.parsed_args import parse_args
     from whet.rl2.translate import translate_args
 
@@ -56,12 +52,8 @@ def _train(trainer: str, words: Sequence[str]) -> Any:
         print_text(dump(config), end="")
         return None
     setup_logging()
-    try:
+    with vocabulary(args).translating():
         return train(args, config)
-    except WhetError as error:
-        if not {key for key, *_ in leaves(type(config), True)}.isdisjoint(_DOTTED.findall(str(error))):
-            error.args = (f"{error}\n(keys named here are whet's: give them as whet.<key>=value)",)
-        raise
 
 
 def usage(trainer: str | None) -> str:

@@ -14,6 +14,7 @@ from whet.config.base import config_from_dict
 from whet.config.loader import merge
 from whet.rl2 import ppo, supervised
 from whet.rl2.common import WhetKeys, translate_models, translate_trainer
+from whet.rl2.messages import vocabulary
 from whet.rl2.parsed_args import CONFIGS, ParsedArgs, copied_values, parse_args
 
 __all__ = ["translate_args", "translate_command", "translated_tree"]
@@ -36,7 +37,8 @@ def translate_command(trainer: str, words: Sequence[str]) -> Any:
 def translate_args(args: ParsedArgs) -> Any:
     """The checked configuration of parsed arguments. Raises ConfigError: as `translate_command` does."""
     kind, tree = translated_tree(args)
-    return config_from_dict(kind, merge(tree, args.whet_keys))
+    with vocabulary(args).translating():
+        return config_from_dict(kind, merge(tree, args.whet_keys))
 
 
 def translated_tree(args: ParsedArgs) -> tuple[type, dict[str, Any]]:

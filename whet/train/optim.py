@@ -290,10 +290,13 @@ class Optim:
 
 
 def _master(p: nn.Parameter, compute: torch.dtype) -> Tensor:
-    """The tensor that is optimized for p: an fp32 copy, or p itself if it computes in fp32 or fp64."""
+    """The tensor that is optimized for p: p itself if it computes in fp32 or fp64, else its values in fp32.
+
+    The values of a p in fp32 are taken, not copied: p gets a copy in the dtype that it computes in.
+    """
     if p.dtype == compute and compute in (torch.float32, torch.float64):
         return p
-    return nn.Parameter(p.detach().float().clone())
+    return nn.Parameter(p.detach().float())
 
 
 def total_norm(grads: Sequence[Tensor]) -> float:
@@ -350,7 +353,9 @@ def _is_endless(c: OptimConfig) -> bool:
 
 
 def _make_schedule(c: OptimConfig, optimizer: torch.optim.Optimizer, total: int | None, warmup: int) -> Any:
-    """Makes the schedule that a configuration names, with transformers."""
+    """Makes the schedule that a configuration names, with transformers; a constant one without, to start sooner."""
+    if _is_plain_constant(c, warmup):
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1)
     from transformers import get_scheduler
 
     return get_scheduler(
@@ -362,11 +367,18 @@ def _make_schedule(c: OptimConfig, optimizer: torch.optim.Optimizer, total: int 
     )
 
 
+def _is_plain_constant(c: OptimConfig, warmup: int) -> bool:
+    """Whether the rate never changes. Args: warmup: the updates of the warm-up."""
+    return c.schedule == "constant" and not warmup and not c.schedule_kwargs
+
+
 def check_schedule(c: OptimConfig) -> None:
     """Raises ConfigError if transformers doesn't know the schedule, or if it fails at its first step.
 
     The check steps it on a trial optimizer, also without warm-up, since few arguments are used during warm-up.
     """
+    if _is_plain_constant(c, c.warmup_steps or int(c.warmup_ratio > 0)):
+        return
     from transformers import SchedulerType
 
     known = [kind.value for kind in SchedulerType]

@@ -18,6 +18,7 @@ from pydantic_core import ArgsKwargs
 from whet import config as core
 from whet.config.algo.base import OverlongBuffer
 from whet.config.algo.choices import CHOICES
+from whet.config.algo.unused_fields import unread_fields
 from whet.config.base import config
 from whet.config.engines import SGLangOptions, VLLMOptions
 from whet.config.fields import Bool, Count, Float, Fn, Int, Name, Number, Seconds, Tree
@@ -73,6 +74,11 @@ def core_config(value: T) -> T:
     kind: Any = next(base for base in type(value).__mro__ if base.__module__ != __name__)
     names = [f.name for f in dataclasses.fields(kind)]
     fields = {name: core_config(getattr(value, name)) for name in names}
+    if isinstance(value, core.PolicyConfig):  # a default of Tunix's that has no effect was not set by the user
+        defaults = {f.name: f.default for f in dataclasses.fields(value)}
+        for name in unread_fields(value):
+            if fields[name] == defaults[name]:
+                del fields[name]
     if "eval" in fields:
         fields["eval"] = {name: override for name, override in fields["eval"].items() if name in names}
     return kind(**fields)

@@ -21,6 +21,7 @@ from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import ConfigError
 from whet.models.load import load_model, save_model
+from whet.storage.run_folder import RunFolder
 
 REWARD = """
 import os, signal
@@ -332,7 +333,7 @@ def test_ppo_has_a_critic_of_the_actors_model_and_a_reward_model_among_its_rewar
     assert said.count("with a fresh score head") == 1 and "judge has no tokenizer" in said
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     first, last = [row for row in rows if row["mode"] == "train"]
-    assert first["rewards/score/mean"] == 0.5 * first["rewards/judge"] + 2.0 * first["rewards/digits"]
+    assert first["reward"] == 0.5 * first["rewards/judge"] + 2.0 * first["rewards/digits"]
     assert "learning_rate" not in first and last["learning_rate"] == 1e-2 and last["critic/learning_rate"] == 1e-3
     saved = tmp_path / "run" / "checkpoints" / "step-000002"
     assert {p.name for p in saved.iterdir() if p.is_dir()} == {"actor", "critic"}
@@ -376,3 +377,24 @@ def test_what_is_loaded_is_said_before_anything_heavy_is_imported(command, capsy
     reward = [] if command == "rm" else ["reward=exact_match"]
     assert main([command, "model=my/model", "data=rows.jsonl", *reward]) == 0
     assert capsys.readouterr().err.splitlines() == ["loading the model my/model and the data rows.jsonl", "work"]
+
+
+def test_the_end_of_a_run_shows_held_out_prompts_before_and_after(tmp_path):
+    def write(step, completions, rewards):
+        n = len(rewards)
+        columns = {
+            "row": [7, 7, 3, 3], "generation": [0, 1, 0, 1], "prompt": ["2+2=\n", "2+2=\n", "1-3=", "1-3="],
+            "completion": completions, "tokens": [[1]] * n, "logprobs": [[-0.5]] * n, "finish_reason": ["stop"] * n,
+            "version": [step] * n, "reward": rewards,
+        }  # fmt: skip
+        with RunFolder(tmp_path) as folder:
+            folder.write_completions(step=step, mode="eval", columns=columns, rewards={"f": rewards})
+
+    write(0, ["5", "4", "2", "-2"], [0.0, 1.0, 0.0, 1.0])
+    assert commands.compare_examples(tmp_path, [0]) == commands.compare_examples(tmp_path, [0, 9]) == []
+    write(20, ["4\n.", "4", "\x1b[2J-2", "2"], [0.5, 1.0, 1.0, 0.0])
+    lines = ["held-out prompts, before and after:", "  2+2="]
+    lines += ["    before (reward 0): 5", "    after  (reward 0.5): 4 ."]
+    assert commands.compare_examples(tmp_path, [0, 10, 20], 1) == lines
+    last = ["  1-3=", "    before (reward 0): 2", "    after  (reward 1): ␛[2J-2"]
+    assert commands.compare_examples(tmp_path, [0, 20]) == [*lines, *last]

@@ -445,6 +445,18 @@ def test_a_stream_of_files_goes_on_at_its_place_without_reading_what_it_had_used
     assert ids(take(again, 1)) == whole[5:6]  # used rows are not looked at
 
 
+@pytest.mark.parametrize("buffer", [0, 4, 7])
+def test_a_stream_that_has_ended_goes_on_with_another_epoch(tmp_path, buffer):
+    paths = [*map(Path, lines(tmp_path, "a.jsonl", "b.jsonl"))]
+    make = lambda epochs: PromptStream(
+        stream_files(paths), batch_size=3, num_epochs=epochs, shuffle_buffer=buffer, shuffle=None if buffer else False
+    )
+    ended, longer = make(1), make(2)
+    first = ids(ended)
+    longer.restore(ended.state())
+    assert first + ids(longer) == ids(make(2))
+
+
 @pytest.mark.parametrize("suffix", ["csv", "parquet", "arrow", "jsonl.gz"])
 def test_streams_of_other_files_resume_too(tmp_path, suffix):
     table, path = pa.Table.from_pylist(rows(25)), tmp_path / f"rows.{suffix}"

@@ -119,7 +119,7 @@ def gradient(made, rows):
     worker, whole = trainer.worker, trainer.add_loss_weights(step.batch)
     found = worker.forward_backward(whole, trainer.loss, **trainer._asked, reductions=trainer.reductions)
     passes = len(worker.micro_batches(whole, None, trainer.scores))
-    return {n: p.grad for n, p in worker.module.named_parameters()}, made._finished(found), passes
+    return {n: p.grad for n, p in worker.module.named_parameters()}, made._divide_by_counts(found), passes
 
 
 def moved():

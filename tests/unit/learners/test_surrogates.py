@@ -10,8 +10,8 @@ from surrogates import cases, gradient, random_inputs
 
 from whet.config import DataConfig, GRPOConfig
 from whet.errors import ConfigError
+from whet.learners.from_config import make_objective
 from whet.learners.grpo import GRPOLearner
-from whet.learners.objective import make_objective
 from whet.ops import CORRECTIONS, POLICY_LOSSES, metrics_without_advantage, vespo
 
 LOGGED = ("pg_clipfrac", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")

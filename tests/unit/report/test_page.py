@@ -3,10 +3,12 @@
 import json
 import random
 import shutil
+import threading
 
 import pytest
 
 from whet.report.report import write_report
+from whet.report.server import LiveRuns, make_server
 from whet.storage.completions import write_completions
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -204,3 +206,22 @@ def test_a_narrow_window_scrolls_in_one_direction_only(browser, report, scheme):
         page.wait_for_timeout(100)
         assert page.evaluate("document.documentElement.scrollWidth") <= 380, tab
     page.close()
+
+
+def test_the_live_page_draws_new_rows(browser, tmp_path):
+    (tmp_path / "run").mkdir()
+    metrics = tmp_path / "run/metrics.jsonl"
+    row = lambda step: json.dumps({"step": step, "mode": "train", "version": step, "reward": step / 10}) + "\n"
+    metrics.write_text(row(1) + row(2))
+    with make_server(LiveRuns([tmp_path / "run"]), "127.0.0.1", 0, None) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        page = browser.new_page()
+        page.goto(f"http://127.0.0.1:{server.server_address[1]}/")
+        assert page.inner_text(".tile b >> nth=0") == "2"
+        metrics.write_text(row(1) + row(2) + row(3))
+        page.wait_for_selector(".tile b:text-is('3')")
+        metrics.write_text(row(1))  # resumed from its first step
+        page.wait_for_selector(".tile b:text-is('1')")
+        assert page.inner_text("#live") == "live"
+        server.shutdown()
+        page.close()

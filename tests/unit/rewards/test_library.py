@@ -76,7 +76,7 @@ def test_no_text_raises(name, text):
 
 
 def test_every_reward_is_proved_and_found_by_name_and_in_the_package():
-    gym = {"reasoning_gym", "reasoning_gym_number"}  # tests/unit/data/test_reasoning_gym.py
+    gym = {"reasoning_gym", "reasoning_gym_number", "verifiers"}  # tests/unit/data/test_{reasoning_gym,verifiers}.py
     assert set(GOLD) | gym == set(REWARDS) and set(READ_BY) <= set(REWARDS.values())
     for name, fn in REWARDS.items():
         assert fn.__name__ == name and getattr(whet.rewards, name) is fn

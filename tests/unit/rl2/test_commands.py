@@ -101,7 +101,7 @@ def test_sft_trains_and_evaluates(place, tmp_path, capsys):
     named = f"whet.trainer.run_dir={tmp_path}/run"
     assert main(["sft", *data, f"actor.model_name={place}/model", *more, *quiet, named]) == 2
     told = " ".join(capsys.readouterr().err.split())
-    assert "set trainer.resume=latest to resume it" in told and "are whet's: give them as whet.<key>=value" in told
+    assert "set trainer.load_ckpt_from=latest to resume it, or another whet.trainer.run_dir" in told
     assert main(["sft", *data, f"actor.model_name={place}/model", *more, *quiet, "whet.trainer.resume=latest"]) == 0
 
 

@@ -9,9 +9,9 @@ import torch
 from helpers import cluster, completion, length_reward, prompt, reward_batch, rows, tiny_model
 
 from whet.config import DataConfig, OptimConfig, PPOConfig, Role
+from whet.learners.from_config import advantage_inputs, bind_fields, make_estimator, make_objective
 from whet.learners.kl_controller import KLController
-from whet.learners.objective import advantage_inputs, bind_fields, make_estimator, make_objective
-from whet.learners.ppo import PPOLearner, _parts
+from whet.learners.ppo import PPOLearner, _split_mini_batch
 from whet.ops import LOSS_AGG_MODES, VALUE_LOSSES, advantages_and_returns, aggregate, estimate, token_weights
 from whet.rl2.translate import translate_command
 from whet.train.optim import Optim
@@ -256,8 +256,8 @@ def test_updates_are_contiguous_slices_of_a_rollout():
     batch, _ = rolled_out(5, 2)
     for number in (1, 2, 4, 9):
         size = math.ceil(5 / min(number, 5))
-        found = [sorted({int(t) for t in part.prefixes[2::3]}) for part in _parts(batch, number)]
-        assert sum(len(p.group_of.unique()) for p in _parts(batch, number)) == 5
+        found = [sorted({int(t) for t in part.prefixes[2::3]}) for part in _split_mini_batch(batch, number)]
+        assert sum(len(p.group_of.unique()) for p in _split_mini_batch(batch, number)) == 5
         assert len(found) == math.ceil(5 / size)
-    rejoined = TokenBatch.cat(list(_parts(batch, 2)))
+    rejoined = TokenBatch.cat(list(_split_mini_batch(batch, 2)))
     assert torch.equal(rejoined.tokens, batch.tokens) and torch.equal(rejoined.trajectory_of, batch.trajectory_of)

@@ -475,7 +475,7 @@ REFUSED = [
     ("actor.dtype=float16", "unknown actor.dtype 'float16'"),
     ("actor.max_length_per_device=16", "holds no prompt besides max_new_tokens=16"),
     ("rollout.train.path=other.jsonl", "these are one key here; give one of them"),
-    ("whet.trainer.sed=1", "unknown key trainer.sed; did you mean trainer.seed"),
+    ("whet.trainer.sed=1", "unknown key whet.trainer.sed; did you mean whet.trainer.seed?"),
     ("actor.lr=fast", "expected a number, got 'fast'"),
     ("hydra.run.dir=x", "hydra's own options are not here"),
 ]

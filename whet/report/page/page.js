@@ -59,7 +59,7 @@ const whet = {
     script.onerror = () => { delete this.waiting[key]; failed(); };
     document.head.append(script);
   },
-  start() {
+  start(live) {
     if (!this.data.runs) {
       document.getElementById("main").append(el("p", { text: "data/runs.js is missing: keep index.html beside its folder data/." }));
       return;
@@ -80,10 +80,34 @@ const whet = {
       go(next);
       document.getElementById(`tab-${next}`).focus();
     };
-    window.onhashchange = () => this.route();
+    window.onhashchange = () => location.hash !== this.routed && this.route();
     this.route();
+    if (live) setInterval(() => this.update(), 2000);
+  },
+  async update() { // of a run that goes on: the rows behind those that are here
+    if (this.updating || document.hidden) return;
+    this.updating = true;
+    try {
+      let changed = false;
+      for (const [i, run] of this.runs.entries()) {
+        const at = ["train", "eval"].map(mode => `${mode}=${run.metrics[mode].steps.length}&${mode}_step=${last(run.metrics[mode].steps) ?? -1}`);
+        const response = await fetch(`update?run=${i}&${at.join("&")}`);
+        if (!response.ok) throw new Error(await response.text());
+        const found = await response.json();
+        for (const mode of ["train", "eval"]) changed = appendRows(run.metrics[mode], found.metrics[mode]) || changed;
+        changed = changed || found.completions.length !== run.completions.length;
+        run.completions = found.completions;
+        run.warnings = found.warnings;
+      }
+      document.getElementById("live").textContent = "live";
+      if (changed && this.view.tab !== "completions") this.draw();
+    } catch (error) {
+      document.getElementById("live").textContent = "not reached: the page shows what it had";
+    }
+    this.updating = false;
   },
   route() {
+    this.routed = location.hash;
     const [tab, key, group, item] = decodeURIComponent(location.hash.slice(1)).split("/");
     this.view.tab = tab in TABS ? tab : "overview";
     if (this.view.tab === "completions" && key) {
@@ -104,7 +128,8 @@ const whet = {
 
 function go(...parts) {
   const hash = "#" + parts.map(encodeURIComponent).join("/");
-  if (location.hash === hash) whet.route(); else location.hash = hash;
+  if (location.hash !== hash) location.hash = hash;
+  whet.route(); // now, not at the event: the next key may come before it
 }
 
 // ---- elements ------------------------------------------------------------------------------------------------------
@@ -195,6 +220,17 @@ function thinned(points, most = 500) { // of each bucket its first, least, great
 function evalError(run, step) {
   const file = run.completions.find(f => f.mode === "eval" && f.step === step);
   return file ? file.se : null;
+}
+
+function appendRows(metrics, found) { // whether there are any
+  const before = found.replace ? 0 : metrics.steps.length, count = found.steps.length;
+  if (found.replace) { metrics.steps = []; metrics.columns = {}; }
+  for (const name of new Set([...Object.keys(metrics.columns), ...Object.keys(found.columns)])) {
+    const old = metrics.columns[name] || Array(before).fill(null);
+    metrics.columns[name] = old.concat(found.columns[name] || Array(count).fill(null));
+  }
+  metrics.steps = metrics.steps.concat(found.steps);
+  return count > 0 || found.replace;
 }
 
 // ---- one chart -----------------------------------------------------------------------------------------------------
