@@ -333,7 +333,7 @@ def test_ppo_has_a_critic_of_the_actors_model_and_a_reward_model_among_its_rewar
     assert said.count("with a fresh score head") == 1 and "judge has no tokenizer" in said
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     first, last = [row for row in rows if row["mode"] == "train"]
-    assert first["rewards/score/mean"] == 0.5 * first["rewards/judge"] + 2.0 * first["rewards/digits"]
+    assert first["reward"] == 0.5 * first["rewards/judge"] + 2.0 * first["rewards/digits"]
     assert "learning_rate" not in first and last["learning_rate"] == 1e-2 and last["critic/learning_rate"] == 1e-3
     saved = tmp_path / "run" / "checkpoints" / "step-000002"
     assert {p.name for p in saved.iterdir() if p.is_dir()} == {"actor", "critic"}
