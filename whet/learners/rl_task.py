@@ -200,8 +200,7 @@ class RLTask(Task):
         """Of the rewards: the total and each function's, with what it is where all are 0 or 1."""
         manager = self.learner.reward_manager
         each = [f"rewards/{name}" for name in manager.fns] if isinstance(manager, RewardManager) else []
-        spreads = [f"rewards/score/{of}" for of in ("mean", "max", "min")]
-        return ("reward", "accuracy", *spreads, *each, *(f"{name}/mean" for name in each))
+        return ("reward", "accuracy", "reward_max", "reward_min", *each, *(f"{name}/mean" for name in each))
 
     def planned_passes(self, batch_size: int) -> dict[str, str]:
         """The learner's."""
@@ -245,7 +244,7 @@ class RLTask(Task):
     def evaluate(self, run: Run, step: int) -> dict[str, float]:
         """Rolls out the whole evaluation set as the learner does, and rewards it.
 
-        Returns: the row that is logged: rewards/score/{mean,max,min}, each function's, lengths.
+        Returns: the row that is logged: reward, reward_max, reward_min, each function's, lengths.
         """
         learner, cluster = self.learner, self.cluster
         self.prepare()

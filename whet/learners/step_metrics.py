@@ -41,8 +41,8 @@ __all__ = [
 def spread(name: str, values: np.ndarray, *, prefix: bool = False) -> dict[str, Metric]:
     """Mean, max and min of some values, as name/mean or, with `prefix`, as TRL writes it: mean_name.
 
-    >>> sorted(spread("rewards/score", np.array([0.0, 1.0])))
-    ['rewards/score/max', 'rewards/score/mean', 'rewards/score/min']
+    >>> sorted(spread("turns", np.array([0.0, 1.0])))
+    ['turns/max', 'turns/mean', 'turns/min']
     """
     if len(values) == 0:
         return {}
@@ -77,17 +77,18 @@ def completion_metrics(rewards: RewardBatch) -> dict[str, Metric]:
 def total_metrics(rewards: RewardBatch) -> dict[str, Metric]:
     """The metrics of the total, which is trained on. NaN (no function applies) is left out everywhere.
 
-    Tunix's names: rewards/score/{mean,max,min}. TRL's names: reward, the mean; reward_std, the standard deviation
-    (n - 1) over the whole batch; frac_reward_zero_std, the share of groups in which all rewards are equal. whet's own:
+    TRL's names: reward, the mean; reward_std, the standard deviation (n - 1) over the whole batch;
+    frac_reward_zero_std, the share of groups in which all rewards are equal. whet's own: reward_max and reward_min;
     reward_std_within_groups, the mean over groups of the standard deviation in a group (n - 1; 0 for a group of one).
     Standard deviations merge across batches as means.
     """
     parts = known_totals(rewards)
     known = np.concatenate([*parts, np.empty(0)])
     equal = len(parts) - int(rewards.have_spread.sum())
+    bounds = {"reward_max": Max(float(known.max())), "reward_min": Min(float(known.min()))} if len(known) else {}
     return {
-        **spread("rewards/score", known),
         "reward": Mean(float(known.sum()), len(known)),
+        **bounds,
         "reward_std": Mean(sample_std(known), 1) if len(known) else Mean(0.0, 0),
         "reward_std_within_groups": Mean(float(sum(sample_std(part) for part in parts)), len(parts)),
         "frac_reward_zero_std": Mean(float(equal), len(parts)),

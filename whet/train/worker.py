@@ -31,6 +31,7 @@ from whet.models.quantized import cast_parameters, quantized_layer_names
 from whet.ops import Support, aggregate, segment_count
 from whet.packing.bin_packing import model_cost
 from whet.packing.micro_batch import MicroBatch
+from whet.packing.path_keys import path_keys
 from whet.packing.plan_cache import PlanCache
 from whet.parallel.placement import Placement
 from whet.train.loss_inputs import check_loss_shapes, has_unit_weights, make_loss_inputs
@@ -131,8 +132,6 @@ class ModelWorker:
         self.optim = None if optim is None else Optim(loaded.module, optim, dtype=dtype, norm=self._norm)
         if dtype is not None and not loaded.is_view:
             cast_parameters(loaded.module, dtype)
-        self._passes = 0
-        """Training passes since the last optimizer step, a part of the seed of dropout."""
         self.fast_layers: FastLayers | None = FastLayers(loaded.module) if self.placement.fast_layers else None
         """whet's own forwards for some layers; None = the module's own only."""
         self.placement.attach(loaded.module, self.optim)
@@ -252,7 +251,7 @@ class ModelWorker:
         """Runs one forward pass. Returns: the model's statistics of its targets."""
         allowed = self._allowed(micro, support)
         options = {"constants": constants, "allowed": allowed, "outputs": outputs, "teacher": teacher}
-        with self.layers():
+        with self.layers(), self.loaded.use_view():
             return self.placement.forward(
                 lambda: token_stats(self.loaded, micro, support=support, entropy=entropy, **options)  # pyright: ignore
             )
@@ -263,8 +262,10 @@ class ModelWorker:
         if divergence is None:
             return None
         teacher = divergence.teacher
-        with teacher.layers():
-            return head_states(teacher.loaded, micro, self.support.temperature or 1.0), divergence.gkd_beta
+        temperature = self.support.temperature or 1.0
+        with teacher.layers(), teacher.loaded.use_view():
+            states = teacher.placement.forward(lambda: head_states(teacher.loaded, micro, temperature))
+        return states, divergence.gkd_beta
 
     def _allowed(self, micro: MicroBatch, support: Support) -> Tensor | None:
         """The tokens that a constraint allows at each target; None = there is no constraint here."""
@@ -365,7 +366,7 @@ class ModelWorker:
         shared = self.placement.split_passes(self.micro_batches(batch, self.max_sequences, scores))
         for i, (micro, counts) in enumerate(shared):
             self.placement.set_gradient_sync(i == len(shared) - 1)
-            with self._dropout(backward):
+            with self._dropout(micro) if backward else nullcontext():
                 teacher = self._teacher_target(micro, divergence)
                 stats = self._stats(micro, self.support, entropy=entropy, constants=constants, teacher=teacher)
                 x = make_loss_inputs(token_columns, sequence_columns, micro, stats)
@@ -390,13 +391,12 @@ class ModelWorker:
         read = torch.cat(numbers).tolist() if numbers else []
         return merge({"loss": Sum(0.0)}, *self.placement.gather_results(list(unpack_metrics(labels, read))))
 
-    def _dropout(self, training: bool) -> AbstractContextManager[None]:
-        """A context for a pass: in training an adapter's dropout is on, seeded for this pass."""
+    def _dropout(self, micro: MicroBatch) -> AbstractContextManager[None]:
+        """A context for a training pass, in which an adapter's dropout is on."""
         adapter = self.loaded.adapter
-        if not training or adapter is None or not adapter.dropout:
+        if adapter is None or not adapter.dropout:
             return nullcontext()
-        self._passes += 1
-        return adapter.dropout_on(self.seed, self.updates, self._passes)
+        return adapter.dropout_on(path_keys(micro).flatten().to(self.device), self.seed, self.updates)
 
     @property
     def updates(self) -> int:
@@ -411,7 +411,6 @@ class ModelWorker:
         assert self.optim is not None, "this worker was made without an optimizer"
         with self.placement.during("step"):
             norm, rate, skipped = self.optim.step()
-        self._passes = 0
         metrics: Metrics = {"learning_rate": Last(rate), "optim/skipped": Sum(float(skipped))}
         return metrics if skipped else {**metrics, "grad_norm": Mean(norm, 1.0)}
 

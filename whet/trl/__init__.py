@@ -1,12 +1,12 @@
-"""TRL's trainers over whet's learners: a script written for TRL runs with its import changed. TRL is not needed.
+"""TRL's trainers over whet's learners: change the import, and a script for TRL runs. TRL itself is not needed.
 
 config/        TRL's configurations: tables of their fields, checks, and the translation to whet's configuration
 trainer/       the base of all trainers: callbacks, state, logs, files
 rl/            GRPOTrainer, RLOOTrainer        agents/    tools, environments, rollout_func
 supervised/    SFTTrainer, DPOTrainer, KTOTrainer, RewardTrainer
-rewards.py     TRL's ready reward functions    scripts.py    the arguments of its scripts
+rewards.py     TRL's reward functions          scripts.py    the arguments of its scripts
 data_utils.py, models.py, callbacks.py         helpers for rows and models, and callbacks
-command.py     `python -m whet.trl`            missing_names.py     names of TRL's that are not here
+command.py     `python -m whet.trl`            missing_names.py     TRL's names that whet.trl lacks
 """
 
 from typing import TYPE_CHECKING, Any
@@ -94,7 +94,7 @@ __all__ = [
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Refuses a name of TRL's that is not there, with what to use instead."""
+        """Raises ImportError with the alternative for a name of TRL's that whet.trl lacks."""
         if name in MISSING_NAMES:
             raise ImportError(f"whet.trl has no {name}: {MISSING_NAMES[name]}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

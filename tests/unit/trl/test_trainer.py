@@ -154,10 +154,10 @@ def test_nothing_but_model_rewards_and_rows_is_needed(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("loss", "level", "more", "said"),
     [
-        ("dapo", "sequence", {}, "weights each sequence by its completion length"),
+        ("dapo", "sequence", {}, "each sequence is weighted by its length"),
         ("grpo", "sequence", {}, ""),
-        ("luspo", "token", {}, "made for importance_sampling_level='sequence'"),
-        ("vespo", "sequence", {}, "ratio of sequences of its own"),
+        ("luspo", "token", {}, "needs importance_sampling_level='sequence'"),
+        ("vespo", "sequence", {}, "computes sequence ratios itself"),
         ("cispo", "token", {}, "the cap of the weights is epsilon_high=0.2 itself"),
         ("cispo", "token", {"epsilon_high": 5.0}, ""),
         ("dapo", "token", {"beta": 0.1}, "the KL is multiplied by the importance ratio"),
@@ -317,8 +317,8 @@ def test_reward_models_by_name_and_as_modules(by, tmp_path):
             r"`train_dataset` must be a `Dataset` or `IterableDataset`, got `DatasetDict`; .*_dataset=data\['train'\]",
         ),
         ({"data": "rows.jsonl"}, DataError, "must be a `Dataset`.*, got `str`; load it first"),
-        ({"data": pandas.DataFrame({"prompt": ["a"]})}, DataError, "got `DataFrame`; make it one: Dataset.from_pandas"),
-        ({"data": ["a"] * 9}, DataError, "train_dataset: its rows are str"),
+        ({"data": pandas.DataFrame({"prompt": ["a"]})}, DataError, "got `DataFrame`; convert it: Dataset.from_pandas"),
+        ({"data": ["a"] * 9}, DataError, "train_dataset: the rows are str"),
         ({"eval_dataset": {"a": rows(2), "b": []}}, DataError, r"eval_dataset\['b'\] has no rows"),
         (
             {"eval_strategy": "steps"},
@@ -339,7 +339,7 @@ def test_reward_models_by_name_and_as_modules(by, tmp_path):
             "require `dispatch_batches=False`",
         ),
         ({"generation_kwargs": {"do_sample": False}}, ConfigError, "do_sample=False"),
-        ({"generation_kwargs": {"max_length": 9}}, ConfigError, "max_length is not taken; set max_completion_length"),
+        ({"generation_kwargs": {"max_length": 9}}, ConfigError, "not supported; set max_completion_length"),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else str(value),
 )
@@ -380,7 +380,7 @@ def test_beams_are_made_by_transformers_generate_and_trained_on(tmp_path, monkey
     monkeypatch.setattr(type(model), "generate", generate)
     trained(trainer(tmp_path, model=model, generation_kwargs={"num_beams": 2, "length_penalty": -0.1, "top_k": 50}))
     assert asked == [(2, -0.1, True)] * 2
-    assert "num_beams=2: what beams find is no sample of the policy" in caplog.text
+    assert "num_beams=2: as in TRL, beam search does not sample from the policy" in caplog.text
 
 
 def test_a_generate_of_the_model_s_own_class_is_used(tmp_path, monkeypatch):
