@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from whet.config import OptimConfig, RoleConfig
 from whet.errors import ConfigError
 from whet.metrics import Last, Mean, Sum, merge
-from whet.models.adapters import base_weights
 from whet.models.backends import training_backends
 from whet.models.fast_layers import FastLayers
 from whet.models.forward import TeacherTarget, head_states, token_stats
 from whet.models.loaded_model import LoadedModel
+from whet.models.lora_layers import base_weights
 from whet.models.quantized import cast_parameters, quantized_layer_names
 from whet.ops import Support, aggregate, segment_count
 from whet.packing.bin_packing import model_cost
