@@ -585,5 +585,5 @@ def test_a_score_is_trained_where_answers_differ_in_their_first_token_alone(tmp_
     judge = AutoModelForSequenceClassification.from_config(config)
     made = trainer(tmp_path, "Reward", rows, model=judge)
     assert [len(s.prefix) + len(s.tokens) for s in made.train_rows()[0].sequences] == [2, 2]
-    with pytest.raises(DataError, match="differ in their first token alone"):
+    with pytest.raises(DataError, match="differ only in their first token"):
         trainer(tmp_path, "DPO", rows)
