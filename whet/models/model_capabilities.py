@@ -26,10 +26,10 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from whet.errors import ConfigError, format_exception
-from whet.models.adapters import BASE_LAYER, Adapter
 from whet.models.attention import ATTENTION, SegmentLayout
 from whet.models.causality_check import check_causal
 from whet.models.heads import Head, detect_head, has_score_head
+from whet.models.lora_layers import BASE_LAYER, Adapter
 from whet.models.self_check import probe_tokens, tolerance_for
 
 __all__ = ["ModelCapabilities", "find_capabilities", "make_small_twin", "probe_capabilities"]
