@@ -70,7 +70,7 @@ def _passes_one(code: str, test: str | tuple[str, str]) -> bool:
         result = _sandbox().run(code, stdin=test[0])
         return result.status == "finished" and _lines(result.stdout) == _lines(test[1])
     end = secrets.token_hex(16)  # a program that exits before its tests does not print it
-    result = _sandbox().run(f"{code}\n{test}\nprint('\n{end}')\n")
+    result = _sandbox().run(f"{code}\n{test}\nprint('\\n{end}')\n")
     return result.status == "finished" and result.stdout.endswith(f"\n{end}\n")
 
 
