@@ -272,8 +272,8 @@ def trusts_remote_code(args: Any) -> bool:
 
 
 _INIT_KWARGS = {
-    "attn_implementation", "device_map", "dtype", "quantization_config", "revision", "torch_dtype", "trust_remote_code",
-    "use_cache",
+    "attn_implementation", "device_map", "dtype", "low_cpu_mem_usage", "quantization_config", "revision", "torch_dtype",
+    "trust_remote_code", "use_cache", "use_safetensors",
 }  # fmt: skip
 """Supported keys of model_init_kwargs."""
 
