@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -177,6 +178,11 @@ class RLCluster(RoleWorkers):
             tokenizer=self._reward_tokenizer,
             **options,
         )
+
+    def reward_weights(self) -> AbstractContextManager[Any]:
+        """A context in which each process may score batches of its own with the reward model, if there is one."""
+        worker = self.workers.get(Role.REWARD)
+        return nullcontext() if worker is None or self.ranks.size == 1 else worker.rollout_weights()
 
     def _make_engine(self) -> RolloutEngine:
         """The engine that the configuration names, over the actor's model."""

@@ -234,7 +234,7 @@ class RLLearner:
             rewards = compute_rewards(groups)
             return rewards.with_greedy(compute_rewards(greedy)) if greedy else rewards
 
-        with self.cluster.trace.span("rewards"):
+        with self.cluster.trace.span("rewards"), self.cluster.reward_weights():
             return step.replace(rewards=RewardBatch.cat(self.cluster.ranks.scatter_gather(compute_all, step.groups)))
 
     def select_groups(self, run: Run, step: Step) -> Step:
