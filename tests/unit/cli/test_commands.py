@@ -245,7 +245,7 @@ def test_a_teacher_takes_the_place_of_rewards(words, tmp_path, capsys):
     assert {p.name for p in (tmp_path / "run" / "checkpoints" / "step-000002").iterdir() if p.is_dir()} == {"actor"}
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["teacher"]["dtype"] == "float32"
     for change, said in (
-        (["algo.policy_loss_fn=grpo"], "teacher has no effect: algo.policy_loss_fn='grpo' does not learn from one"),
+        (["algo.policy_loss_fn=grpo"], "teacher has no effect: algo.policy_loss_fn='grpo' does not use one"),
         (["teacher.model=null"], "teacher has no model; write teacher.model="),
         (["algo.policy_loss_fn=distillation", "algo.gkd_beta=0.1"], "gkd_beta=0.1 has no effect"),
         (["teacher=null"], "no reward; write reward="),
