@@ -53,8 +53,11 @@ Play = Callable[[Sampling], Callable[[Episode], Turns]]
 class PolicyRollouts:
     """A policy's engine, and the driver of its episodes.
 
-    Args: build: makes the engine. policy: gives it weights and version. vocab_size: of the model; None = unknown. ranks:
-        the processes that sample together, each a share of the prompts; None = one.
+    Args:
+        build: makes the engine.
+        policy: gives it weights and version.
+        vocab_size: of the model; None = unknown.
+        ranks: the processes that sample together, each a share of the prompts; None = one.
     """
 
     def __init__(
