@@ -114,8 +114,8 @@ class PolicyRollouts:
                 episodes += [make(g, sampling) for g in range(num_generations)]
                 if greedy:  # it has its own address, so no other draw changes
                     episodes.append(make(num_generations, greedy_sampling))
-            found = self.driver.run(episodes)
-            groups += [_without_greedy(g, num_generations) for g in found] if greedy else found
+            batch_groups = self.driver.run(episodes)
+            groups += [_without_greedy(g, num_generations) for g in batch_groups] if greedy else batch_groups
         if play is None:
             self._lengths.record(kind, groups)
         return groups
@@ -156,8 +156,8 @@ class PolicyRollouts:
 
     def _update(self) -> None:
         policy, caps = self._policy, self.engine.caps
-        own = policy.trained_weights if caps.adapters else policy.named_weights
-        self.engine.update(policy.version, None if caps.shared_weights else own())
+        weights = policy.trained_weights if caps.adapters else policy.named_weights
+        self.engine.update(policy.version, None if caps.shared_weights else weights())
 
     # ---- state and end -------------------------------------------------------------------------------------------
 
