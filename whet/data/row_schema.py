@@ -47,7 +47,9 @@ ROLES = {
 
 TextOrMessages = str | list[Message]
 """A text, or a conversation."""
-EMPTY_PROMPT = "row %d: the prompt has no text; fill it, or leave such rows out (only the first such row is reported)"
+EMPTY_PROMPT = (
+    "row %d: the prompt is empty, so it asks for nothing; fill it, or leave such rows out (only the first is reported)"
+)
 """The warning about a prompt that has no text."""
 
 
