@@ -172,7 +172,7 @@ def test_the_same_is_taken_in_silence(learner, caplog):
         (lambda r: r["tokenizer"].update(chat_template="x"), "tokenizer: other chat_template"),
         (lambda r: r["tokenizer"].update(rules="x"), "tokenizer: other rules"),
         (lambda r: r.update(evaluation=None), "evaluation data: none -> 1 prompts"),
-        (lambda r: r["evaluation"].__setitem__(1, 0), "one was changed or reordered"),
+        (lambda r: r["evaluation"].__setitem__(1, 0), "some were changed or reordered"),
         (lambda r: r["evaluation"].__setitem__(2, 0), "another column"),
         (lambda r: r.pop("models"), "the entry 'models' of the checkpoint's run.pt has an unexpected format"),
         (
