@@ -9,8 +9,6 @@ import torch
 from processes import as_torchrun
 from safetensors.torch import load_file
 
-VARIES = {"OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "LOCAL_RANK"}
-
 
 def run_commands(rank, size, folder, port, commands):
     """Runs commands of `whet` one after the other in a folder, as one of several ranks."""
@@ -47,7 +45,7 @@ def assert_same_run(one, two):
         elif name.endswith("state.pt"):
             assert_same_state(torch.load(a, weights_only=True), torch.load(b, weights_only=True), name)
         elif name.endswith((".yaml", "config.json", "adapter_config.json", "tokenizer.json", "latest", "best")):
-            assert a.read_text() == b.read_text(), name
+            assert a.read_text().replace(str(one.parent), str(two.parent)) == b.read_text(), name
     assert_same_rows(rows_of(one), rows_of(two))
 
 
@@ -76,7 +74,7 @@ def assert_same_rows(a, b):
     assert [row.keys() for row in a] == [row.keys() for row in b]
     for row, other in zip(a, b, strict=True):
         for name, value in row.items():
-            if not name.startswith(("time/", "perf/")):
+            if not name.startswith(("time/", "perf/", "rollout/mean_batch_size")):  # each rank has an engine
                 assert other[name] == (value if value is None or isinstance(value, str) else
                                        pytest.approx(value, rel=1e-4, abs=2e-5)), name  # fmt: skip
 

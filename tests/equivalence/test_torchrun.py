@@ -1,5 +1,6 @@
 """The commands of `whet` on several processes write what one process writes."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -7,32 +8,80 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import full, rows
+import torch
+from helpers import full, rows, tiny_model
 from processes import free_port, needs_gloo, start, wait
-from run_folders import assert_same_run, run_commands
+from run_folders import assert_same_run, rows_of, run_commands
 
 from whet.cli import main
+from whet.models.load import load_model
 
 REWARD = """
-def length(completions, **_):
+import os
+
+def length(completions, completion_ids, mode, **_):
+    with open(f"rewarded-{os.environ.get('RANK')}", "a") as file:
+        file.writelines(f"{mode} {ids}\\n" for ids in completion_ids)
     return [float(sum(map(ord, text)) % 7) for text in completions]
 """
-COMMON = ["trainer.run_dir=run", "trainer.pbar_description=null", "trainer.max_segments_per_packed_row=4"]
+COMMON = ["trainer.pbar_description=null", "trainer.max_segments_per_packed_row=4"]
 GRPO = ["grpo", "model=model", "actor.dtype=float32", "data=rows.jsonl", "data.eval_path=eval.jsonl",
         "reward=reward.py:length", "data.batch_size=3", "algo.num_generations=3", "actor.optim.lr=1e-3",
         "rollout.max_tokens_to_generate=8", *COMMON]  # fmt: skip
+RUN = "trainer.run_dir=run"
+
+
+SUPERVISED = ["model=model", "data.batch_size=5", "trainer.max_steps=2"]
+SGD = ["actor.optim.name=sgd", "actor.optim.lr=0.1"]
+"""For gradients near 0, of which AdamW would make steps of the full size, with the sign of their rounding."""
+LORA = ["actor.lora.r=2", *SGD]
+COMMANDS = {
+    "sft": ["sft", *SUPERVISED, "data=sft.jsonl", "data.eval_path=sft-eval.jsonl", "actor.dtype=float32"],
+    "sft-dropout": ["sft", *SUPERVISED, "data=sft.jsonl", "actor.dtype=float32", *LORA, "actor.lora.lora_dropout=0.3"],
+    "dpo": ["dpo", *SUPERVISED, "data=pairs.jsonl", "actor.dtype=float32", "reference.dtype=float32"],
+    "dpo-lora": ["dpo", *SUPERVISED, "data=pairs.jsonl", "actor.dtype=float32", *LORA],
+    "rm": ["rm", *SUPERVISED, "data=pairs.jsonl", "reward_model.dtype=float32"],
+    "ppo": ["ppo", *(word for word in GRPO[1:] if "generations" not in word), "trainer.max_steps=2",
+            "critic.dtype=float32", "reference.dtype=float32", "algo.beta=0.1"],
+    "grpo-lora": [*GRPO, "trainer.max_steps=2", *LORA, "algo.beta=0.1", "trainer.merge_adapter=true"],
+    "grpo-distillation": [*GRPO, "trainer.max_steps=2", "teacher.model=teacher", "teacher.dtype=float32",
+                          "algo.policy_loss_fn=gkd"],
+    "grpo-reward-model": [*GRPO, "trainer.max_steps=2", "reward=[reward_model, reward.py:length]",
+                          "reward_model.model=judge", "reward_model.dtype=float32", *SGD],
+}  # fmt: skip
+"""Commands of `whet` by their run folders."""
+QUICK = ("sft-dropout", "grpo-lora", "grpo-reward-model")
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory, model_folder, tokenizer):
+    """Folders of models: the policy, a teacher, and a reward model."""
+    root = tmp_path_factory.mktemp("models")
+    (root / "model").symlink_to(model_folder)
+    tiny_model(3).save_pretrained(root / "teacher")
+    judge = load_model(tiny_model(4), role="critic").module
+    with torch.no_grad():
+        judge.score.weight.normal_(generator=torch.Generator().manual_seed(0))
+    judge.save_pretrained(root / "judge")
+    for name in ("teacher", "judge"):
+        tokenizer.save_pretrained(root / name)
+    return root
 
 
 @pytest.fixture
-def folders(tmp_path, model_folder):
-    """Two folders with the same model, rows and reward function, for two runs."""
+def folders(tmp_path, models):
+    """Two folders with the same models, rows and reward function, for two runs."""
     made = []
+    written = [{**row, "completion": "7" * (1 + i % 5)} for i, row in enumerate(rows(12))]
+    pairs = [{**row, "chosen": "7" * (1 + i % 5), "rejected": "3" * (2 + i % 3)} for i, row in enumerate(rows(12))]
+    data = {"rows": rows(12), "eval": rows(3), "sft": written, "sft-eval": written[:3], "pairs": pairs}
     for name in ("one", "several"):
         folder = tmp_path / name
         folder.mkdir()
-        (folder / "model").symlink_to(model_folder)
-        for file, count in (("rows.jsonl", 12), ("eval.jsonl", 3)):
-            (folder / file).write_text("".join(json.dumps(row) + "\n" for row in rows(count)))
+        for model in models.iterdir():
+            (folder / model.name).symlink_to(model)
+        for file, of_file in data.items():
+            (folder / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in of_file))
         (folder / "reward.py").write_text(REWARD)
         made.append(folder)
     return made
@@ -48,16 +97,36 @@ def compare(folders, monkeypatch, commands, size=2):
             assert main(words) == 0
     finally:
         wait(processes, several)
-    assert_same_run(one / "run", several / "run")
+    for run in {word for words in commands for word in words if word.startswith("trainer.run_dir=")}:
+        name = run.removeprefix("trainer.run_dir=")
+        assert_same_run(one / name, several / name)
+
+
+@needs_gloo
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("names", [QUICK, full(tuple(COMMANDS))], ids=["quick", "all"])
+def test_every_command_writes_the_run_of_one_process(folders, monkeypatch, names):
+    compare(folders, monkeypatch, [[*COMMANDS[name], *COMMON, f"trainer.run_dir={name}"] for name in names])
 
 
 @needs_gloo
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("size", [2, full(4)])
-def test_grpo_evaluates_saves_and_resumes_as_one_process(folders, monkeypatch, size):
-    more = [*GRPO, "trainer.checkpointing_options.save_interval_steps=1"]
+def test_grpo_refills_evaluates_saves_and_resumes_as_one_process(folders, monkeypatch, size):
+    """Of four ranks one has no prompt to sample."""
+    more = [
+        *GRPO,
+        RUN,
+        "trainer.checkpointing_options.save_interval_steps=1",
+        "algo.dynamic_sampling=true",
+        "algo.group_reward_bounds=[2.5, 3.5]",
+    ]
     compare(folders, monkeypatch, [[*more, "trainer.max_steps=1"],
                                    [*more, "trainer.max_steps=3", "trainer.resume=latest"]], size)  # fmt: skip
+    drawn = [row["dynamic_sampling/batches"] for row in rows_of(folders[0] / "run") if row["mode"] == "train"]
+    assert max(drawn) > 1
+    one, several = ([path.read_text().splitlines() for path in f.glob("rewarded-*")] for f in folders)
+    assert sorted(itertools.chain(*several)) == sorted(*one) and len(several) == min(size, 3)
 
 
 @needs_gloo
@@ -66,7 +135,7 @@ def test_grpo_evaluates_saves_and_resumes_as_one_process(folders, monkeypatch, s
 @pytest.mark.parametrize("front", ["command", "script"])
 def test_torchrun_itself_starts_them(folders, monkeypatch, front):
     one, several = folders
-    words = [*GRPO, "trainer.max_steps=2"]
+    words = [*GRPO, RUN, "trainer.max_steps=2"]
     (several / "train.py").write_text(f"import sys\nfrom whet.cli import main\nsys.exit(main({words!r}))\n")
     program = ["-m", "whet", *words] if front == "command" else ["train.py"]
     root = str(Path(__file__).parents[2])

@@ -20,12 +20,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from whet.data.checksums import chain_checksum, compute_checksums
 from whet.data.mixture import MixedRows, permutation
 from whet.data.prompts import PROMPT_COLUMNS, PromptEncoder, find_prompt_column
 from whet.data.read_errors import convert_read_errors, iterate_rows
 from whet.data.supervised import RowEncoder
 from whet.errors import CheckpointError, ConfigError, DataError, format_exception, lookup_error
-from whet.storage.checksums import chain_checksum, compute_checksums
 
 __all__ = [
     "PromptStream",
@@ -43,8 +43,8 @@ log = logging.getLogger("whet")
 
 LOG_INTERVAL_S = 10.0
 """Seconds between two log lines on the progress of encoding prompts."""
-STRETCH = 512
-"""Prompts whose texts the tokenizer is given together."""
+ENCODE_BATCH = 512
+"""Rows that are tokenised in one call."""
 HOLD_OUT = 2**32
 """Stands for the epoch in the draw of held-out rows, so that it is not the order of an epoch."""
 
@@ -164,7 +164,7 @@ class PromptStream:
                 raise ConfigError(f"{name} {value} is out of range; give {least} or more")
         self.seed, self.num_epochs, self.last_batch = seed, num_epochs, last_batch
         self.encode, self.prompt_column = encode, prompt_column
-        with convert_read_errors("the data", "fix what makes the rows"):
+        with convert_read_errors("the data", "fix the source of the rows"):
             self.once = iter(source) is source
         has_state = not self.once and hasattr(source, "load_state_dict")
         self._begin: dict[str, Any] | None = source.state_dict() if has_state else None  # pyright: ignore
@@ -524,15 +524,15 @@ def encode_all(rows: Any, encode: Encode, what: str) -> Sequence[Any]:
 
 
 def _encoded(rows: Any, encode: Encode) -> Iterator[Any]:
-    """What is made of each row; prompts in stretches, for which the tokenizer is called once."""
-    given = iterate_rows(rows, "the data")
-    if not isinstance(encode, PromptEncoder):
-        yield from (encode(row, place) for place, row in enumerate(given))
+    """The encoded rows, in order; an encoder gets them in batches, so that it calls the tokenizer once per batch."""
+    items = iterate_rows(rows, "the data")
+    if not isinstance(encode, PromptEncoder | RowEncoder):
+        yield from (encode(row, place) for place, row in enumerate(items))
         return
     place = 0
-    while stretch := list(islice(given, STRETCH)):
-        yield from encode.encode_batch(stretch, place)
-        place += len(stretch)
+    while batch := list(islice(items, ENCODE_BATCH)):
+        yield from encode.encode_batch(batch, place)
+        place += len(batch)
 
 
 def _peek(source: Iterable[Any], once: bool) -> tuple[Any, Iterable[Any]]:

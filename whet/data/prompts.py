@@ -192,7 +192,7 @@ class PromptEncoder:
     def reset_counts(self) -> None:
         """Starts to count anew, for another data set."""
         self.counts = {"encoded": 0, "dropped": 0, "truncated": 0, "changed": 0}
-        self.spread = LengthStats()
+        self.stats = LengthStats()
         """Tokens of each prompt, before any is cut or left out."""
         self._warned_of_empty = False
 
@@ -276,13 +276,13 @@ class PromptEncoder:
     def _fit(self, prompt: Prompt) -> Prompt | None:
         """The prompt if it is within the limit; else it is cut, left out (None), or an error."""
         length, limit = len(prompt.tokens), self.max_prompt_length
-        self.spread.add(length)
+        self.stats.add(length)
         if limit is None or length <= limit:
             return prompt
         if self.on_long_prompt == "error" and not self._all:
             raise DataError(
                 f"row {prompt.row}: the prompt has {length} tokens, over {self._rollout}max_prompt_length {limit}; "
-                f"{self._way_on(length)}"
+                f"{self._length_hint(length)}"
             )
         if self.on_long_prompt == "truncate_left":
             self.counts["truncated"] += 1
@@ -302,12 +302,12 @@ class PromptEncoder:
         finally:
             self._all = False
         if self.on_long_prompt == "error" and (over := self.describe_over_limit()):
-            raise DataError(f"{over}; {self._way_on(self.spread.longest)}")
+            raise DataError(f"{over}; {self._length_hint(self.stats.longest)}")
 
     def describe_over_limit(self) -> str:
         """How many prompts were over the limit, the longest, and what 95 % of all have; "" where none was."""
         limit = self.max_prompt_length
-        return "" if limit is None else self.spread.describe_over(limit, f"{self._rollout}max_prompt_length")
+        return "" if limit is None else self.stats.describe_over(limit, f"{self._rollout}max_prompt_length")
 
     def describe_fate(self) -> str:
         """What was done with prompts over the limit."""
@@ -323,7 +323,7 @@ class PromptEncoder:
         found = [f"{over} ({self.describe_fate()})"] if over else []
         return "; ".join([*found, *([f"the chat template changes what {changed} of them say"] if changed else [])])
 
-    def _way_on(self, length: int) -> str:
+    def _length_hint(self, length: int) -> str:
         return f"raise it to {length}, or set {self._rollout}on_long_prompt to truncate_left or drop"
 
     def is_plain(self, source: str | list[Message]) -> bool:
@@ -389,8 +389,9 @@ class PromptEncoder:
         if changed := changed or self._tools_left_out(messages, written, number):
             if self.on_template_change == "error":
                 raise DataError(
-                    f"row {number}: {changed}; change the row, take another chat template (or "
-                    f"{self._rollout}chat_template_kwargs), or accept it by {self._data}on_template_change=accept"
+                    f"row {number}: {changed}; change the row, use another chat template (or "
+                    f"{self._rollout}chat_template_kwargs), or accept the change with "
+                    f"{self._data}on_template_change=accept"
                 )
             self.counts["changed"] += 1
         return written.text

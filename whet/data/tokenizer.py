@@ -133,16 +133,19 @@ def stop_token_ids(
 
     Args: model_config, generation_config: transformers configs or mappings; their eos_token_id may be an int or a list.
         A text model inside a larger one is asked through its own text config.
+        Their ids outside the model's vocabulary are left out: the model can't generate them.
     Returns: sorted, each once; () where there is none, and then only the length ends a completion.
 
-    >>> stop_token_ids(byte_tokenizer(), {"eos_token_id": [3, 256]}, {"eos_token_id": 7})
+    >>> stop_token_ids(byte_tokenizer(), {"eos_token_id": [3, 256], "vocab_size": 264}, {"eos_token_id": [7, 99999]})
     (3, 7, 256)
     """
-    found = [tokenizer.eos_token_id, _field(generation_config, "eos_token_id"), _field(model_config, "eos_token_id")]
-    ids: set[int] = set()
-    for value in found:
+    own = tokenizer.eos_token_id
+    ids = set() if own is None else {int(own)}
+    size = _field(model_config, "vocab_size")
+    for config in (generation_config, model_config):
+        value = _field(config, "eos_token_id")
         if value is not None:
-            ids.update(int(i) for i in np.atleast_1d(np.asarray(value)))
+            ids.update(int(i) for i in np.atleast_1d(np.asarray(value)) if size is None or i < size)
     return tuple(sorted(ids))
 
 

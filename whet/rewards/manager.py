@@ -22,7 +22,7 @@ from whet.rewards.function_info import make_function_ref
 from whet.rewards.library import REWARDS
 from whet.rewards.maths import math_match
 from whet.rewards.model import RewardModel
-from whet.rewards.resolve import RESERVED, by_name, listed
+from whet.rewards.resolve import by_name, listed
 from whet.rewards.reward_batch import RewardBatch
 from whet.rewards.workers import RewardWorkers
 from whet.types import Group
@@ -267,11 +267,6 @@ def _has_not_failed(groups: Sequence[Group]) -> np.ndarray:
 def _brought_rewards(groups: Sequence[Group], names: Sequence[str] = ()) -> dict[str, np.ndarray]:
     """float64 [J] by name: the rewards that groups bring, those of `names` first; NaN where a group has none."""
     every = dict.fromkeys([*names, *(name for group in groups for name in group.rewards)])
-    if taken := sorted(every.keys() & RESERVED):
-        raise DataError(
-            f"a group brings a reward named {taken[0]!r}, but the metric rewards/{taken[0]} is over all functions; "
-            "rename it"
-        )
     found: dict[str, list[np.ndarray]] = {name: [] for name in every}
     for group in groups:
         size = len({c.generation for c in group.completions})

@@ -17,10 +17,7 @@ from whet.rewards.library import REWARDS
 from whet.rewards.maths import math_match, need_math_verify
 from whet.util.references import is_ref, resolve_name
 
-__all__ = ["RESERVED", "by_name", "listed", "resolve_reward", "with_reward_model"]
-
-RESERVED = frozenset({"max", "mean", "min", "sum"})
-"""Names that no reward may have: rewards/<name> is a metric over all functions."""
+__all__ = ["by_name", "listed", "resolve_reward", "with_reward_model"]
 
 
 def listed(reward_fns: Any) -> list[Any]:
@@ -67,7 +64,7 @@ def by_name(given: Sequence[Any]) -> dict[str, RewardFn]:
     """Reward functions by name; the second of a name is name_2, the third name_3.
 
     Args: given: each as resolve_reward takes it.
-    Raises: ConfigError: as resolve_reward does; a name that is a metric's of all functions.
+    Raises: ConfigError: as resolve_reward does.
 
     >>> list(by_name(["exact_match", "exact_match"]))
     ['exact_match', 'exact_match_2']
@@ -76,10 +73,6 @@ def by_name(given: Sequence[Any]) -> dict[str, RewardFn]:
     for ref in given:
         fn = resolve_reward(ref)
         name = base = _name(ref, fn)
-        if name in RESERVED:
-            raise ConfigError(
-                f"a reward function is named {name!r}, but the metric rewards/{name} is over all functions; rename it"
-            )
         count = 1
         while name in named:
             count += 1

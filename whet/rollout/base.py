@@ -98,7 +98,6 @@ class Sampling:
     """Keep the raw logits of each drawn token (float32 [C, V]): for inspection, not for training."""
 
 
-
 def support_of(sampling: Sampling) -> Support:
     """The distribution whose logprobs the sampler reports and the trainer computes.
 

@@ -1,6 +1,6 @@
 """Checks that every engine makes of a request, and SamplingPlan: the distribution that a request asks for.
 
-Left out on purpose: drawing (engine/sampler.py), and what only one engine refuses.
+Left out on purpose: drawing (engine/sampling.py), and what only one engine refuses.
 """
 
 from __future__ import annotations

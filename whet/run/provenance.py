@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from whet.config import diff, dump_tree
 from whet.errors import CheckpointError, ConfigError
 from whet.util.references import resolve_ref
-from whet.util.tensor_subclasses import whole_tensor
+from whet.util.tensor_subclasses import is_sharded, whole_tensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -303,7 +303,7 @@ def weights_digest(module: nn.Module, *, without: Collection[str] = ()) -> str:
     digest, seen = hashlib.sha256(), set()
     tensors = {name: t for name, t in module.state_dict(keep_vars=True).items() if name not in without}
     for name, tensor in sorted(tensors.items()):
-        sharded = hasattr(tensor, "full_tensor")  # a shard may be empty, so its address says nothing
+        sharded = is_sharded(tensor)  # a shard may be empty, so its address says nothing
         place = id(tensor) if sharded else (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() == 0 or place not in seen:
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())

@@ -67,7 +67,7 @@ def test_what_the_template_changes_is_an_error_that_shows_both_and_can_be_accept
         sft(template, messages)
     text = str(error.value)
     assert text.startswith("row 3: message ") and says in text
-    assert text.endswith("on_template_change=accept") and "or accept it by" in text
+    assert text.endswith("on_template_change=accept") and "or accept the change with" in text
     made, encode = sft(template, messages, on_template_change="accept")
     assert made.sequences and encode.counts["changed"] == 1
     assert encode.describe_counts() == "rows that the chat template changes: 1"

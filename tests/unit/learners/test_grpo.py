@@ -477,7 +477,6 @@ TUNIX = """
     sampler_is/weight_mean sampler_is/weight_min sampler_is/weight_max sampler_is/frac_clipped_at_threshold
     sampler_trainer/logp_diff_mean sampler_trainer/logp_diff_max sampler_trainer/prob_diff_mean
     sampler_trainer/prob_diff_max sampler_trainer/probs_pearson_corr
-    rewards/score/mean rewards/score/max rewards/score/min rewards/sum rewards/mean rewards/min rewards/max
     rewards/length_reward rewards/advantage/mean rewards/advantage/max rewards/advantage/min rewards/advantage/std
     completions/mean_length completions/max_length completions/min_length perf/global_step_time
 """.split()

@@ -151,7 +151,7 @@ def test_it_is_a_column_of_the_table_and_has_no_deadline(folder):
     assert list(model([group], [["2"]]).table) == ["my-rm"]
     made.reward_manager.timeout_s = None
     row = made.train(rows(2)).rows[0]
-    assert row["rewards/score/mean"] == pytest.approx(2 * row["rewards/my-rm"] + 0.5)
+    assert row["reward"] == pytest.approx(2 * row["rewards/my-rm"] + 0.5)
 
 
 def test_the_reward_model_is_only_read_and_needs_a_score_head(folder):

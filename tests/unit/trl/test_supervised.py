@@ -426,7 +426,11 @@ def test_compute_metrics_is_given_logits_or_scores_and_labels(method, tmp_path):
 def test_parameters_are_float16_where_the_model_is_asked_for_so(method, tmp_path):
     tiny_model().save_pretrained(tmp_path / "base")
     made = trainer(
-        tmp_path, method, model=str(tmp_path / "base"), model_init_kwargs={"dtype": torch.float16}, bf16=None
+        tmp_path,
+        method,
+        model=str(tmp_path / "base"),
+        model_init_kwargs={"dtype": torch.float16, "low_cpu_mem_usage": True},
+        bf16=None,
     )
     before = {n: p.clone() for n, p in made.model.named_parameters()}
     made.train()
@@ -585,5 +589,5 @@ def test_a_score_is_trained_where_answers_differ_in_their_first_token_alone(tmp_
     judge = AutoModelForSequenceClassification.from_config(config)
     made = trainer(tmp_path, "Reward", rows, model=judge)
     assert [len(s.prefix) + len(s.tokens) for s in made.train_rows()[0].sequences] == [2, 2]
-    with pytest.raises(DataError, match="differ in their first token alone"):
+    with pytest.raises(DataError, match="differ only in their first token"):
         trainer(tmp_path, "DPO", rows)

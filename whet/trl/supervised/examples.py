@@ -14,7 +14,7 @@ import numpy as np
 from whet.data.conversations import make_sequence
 from whet.data.preference import PreferenceEncoder, ScoredPairEncoder
 from whet.data.prompt_stream import epoch_order
-from whet.data.supervised import Answer, RowAnswers, RowEncoder, SFTEncoder
+from whet.data.supervised import Answer, AnswerText, RowAnswers, RowEncoder, SFTEncoder
 from whet.errors import DataError
 from whet.types import Example, TrainSequence
 
@@ -103,10 +103,12 @@ class SFTOrIdsEncoder(SFTEncoder):
         masks = (row[name] for name in names if row.get(name) is not None)
         return RowAnswers([_token_answer(row["input_ids"], *masks)])
 
-    def _encode(self, answer: Answer, options: Mapping[str, Any], number: int) -> list[TrainSequence]:
+    def _render_answer(
+        self, answer: Answer, options: Mapping[str, Any], number: int
+    ) -> list[TrainSequence | AnswerText]:
         if isinstance(answer, _TokenAnswer):
-            return _encode_token_answer(answer, number)
-        return super()._encode(answer, options, number)
+            return [*_encode_token_answer(answer, number)]
+        return super()._render_answer(answer, options, number)
 
 
 class PairOrIdsEncoder(ScoredPairEncoder):
@@ -120,10 +122,12 @@ class PairOrIdsEncoder(ScoredPairEncoder):
         answers = [_token_answer(row[f"{side}_{suffix}"]) for side in ("chosen", "rejected")]
         return RowAnswers(answers, {"chosen": (1.0, 0.0), **margin})
 
-    def _encode(self, answer: Answer, options: Mapping[str, Any], number: int) -> list[TrainSequence]:
+    def _render_answer(
+        self, answer: Answer, options: Mapping[str, Any], number: int
+    ) -> list[TrainSequence | AnswerText]:
         if isinstance(answer, _TokenAnswer):
-            return _encode_token_answer(answer, number)
-        return super()._encode(answer, options, number)
+            return [*_encode_token_answer(answer, number)]
+        return super()._render_answer(answer, options, number)
 
 
 def _common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
@@ -137,12 +141,14 @@ class TextPairEncoder(PreferenceEncoder):
     A space at the end of the common beginning belongs to the answers. Prompt and answer are encoded together.
     """
 
-    def _sequences(self, read: RowAnswers, options: Mapping[str, Any], number: int) -> list[list[TrainSequence]]:
+    def _arrange(
+        self, read: RowAnswers, per_answer: list[list[TrainSequence]], number: int
+    ) -> list[list[TrainSequence]]:
         texts = [
             answer.response for answer in read.answers if answer.prompt is None and isinstance(answer.response, str)
         ]
         if len(texts) != 2:
-            return super()._sequences(read, options, number)
+            return super()._arrange(read, per_answer, number)
         prompt = texts[0][: _common_prefix(*texts)]
         prompt = prompt[:-1] if prompt.endswith(" ") else prompt
         eos = str(self.tokenizer.eos_token)
@@ -150,7 +156,7 @@ class TextPairEncoder(PreferenceEncoder):
         prompt_ids, *answers = (list(self.tokenizer(text, verbose=False).input_ids) for text in (prompt, *texts))
         start = min(_common_prefix(prompt_ids, answer) for answer in answers)
         if not start:
-            return super()._sequences(read, options, number)
+            return super()._arrange(read, per_answer, number)
         return [[make_sequence([(answer[:start], False), (answer[start:], True)])] for answer in answers]
 
 

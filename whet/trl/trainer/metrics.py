@@ -33,7 +33,7 @@ _SUPERVISED = re.compile(
 """Names that whet and TRL share in supervised training."""
 _TIMED = re.compile(r"loss|runtime|(samples|steps)_per_second")
 """Metrics that transformers computes for each evaluation set."""
-_EXCLUDED = ("rewards/score/", "rewards/advantage/")
+_EXCLUDED = ("rewards/advantage/",)
 _TERMINATED = tuple(f"completions/{how}_terminated_length" for how in ("mean", "min", "max"))
 
 
