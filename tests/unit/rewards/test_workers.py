@@ -202,7 +202,7 @@ class Judge:
 @pytest.mark.parametrize(
     ("fn", "words"),
     [
-        (lambda completions: [1.0], "is a lambda, which worker processes can't import; with reward_workers, give .*file.py:name"),
+        (lambda completions: [1.0], "is a lambda, which worker processes can't import; with .*file.py:name"),
         (Judge(), "an object of class Judge, and each worker process would have a state of its own"),
         (Judge().score, r"a method of an object \(Judge\)"),
         (functools.partial(exact_match, answer=(x for x in "a")), "its bound arguments can't be sent.*generator"),
