@@ -21,7 +21,7 @@ from whet.errors import ConfigError, EngineError
 from whet.ops.logprobs import selective_log_softmax
 from whet.ops.support import support_logits
 from whet.rollout.base import Request, Sampling, support_of
-from whet.rollout.engine.sampler import seen_tokens
+from whet.rollout.engine.sampling import seen_tokens
 from whet.rollout.hf import HFEngine
 from whet.rollout.vllm import VLLMEngine
 

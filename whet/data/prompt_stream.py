@@ -20,12 +20,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from whet.data.checksums import chain_checksum, compute_checksums
 from whet.data.mixture import MixedRows, permutation
 from whet.data.prompts import PROMPT_COLUMNS, PromptEncoder, find_prompt_column
 from whet.data.read_errors import convert_read_errors, iterate_rows
 from whet.data.supervised import RowEncoder
 from whet.errors import CheckpointError, ConfigError, DataError, format_exception, lookup_error
-from whet.storage.checksums import chain_checksum, compute_checksums
 
 __all__ = [
     "PromptStream",

@@ -16,7 +16,7 @@ from whet.envs.script import Script
 from whet.envs.transcript import ChatTranscript
 from whet.errors import RewardError, format_value
 from whet.rewards.call import OnError
-from whet.rewards.deadline import call_in_time
+from whet.rewards.deadline import call_with_deadline
 from whet.rollout.base import Sampling
 from whet.rollout.driver import Episode, Turns
 from whet.types import Message
@@ -87,7 +87,7 @@ class Conversation:
         """The environment's messages. Raises RewardError: interact raised, was late, or returned something else."""
         interact, name, copied = self.script.interact, f"interact of {self.script.name}", copy.deepcopy(list(messages))
         assert interact is not None
-        answer = call_in_time(lambda: interact(copied), name, self.timeout_s)
+        answer = call_with_deadline(lambda: interact(copied), name, self.timeout_s)
         if isinstance(answer, RewardError):
             raise answer
         _check_messages(answer, name)

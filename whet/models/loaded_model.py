@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from whet.errors import ConfigError
-from whet.models.adapters import Adapter
 from whet.models.heads import Head
+from whet.models.lora_layers import Adapter
 from whet.util.tensor_subclasses import is_sharded
 
 __all__ = ["LoadedModel", "ParameterSnapshot"]

@@ -16,9 +16,9 @@ import numpy as np
 from whet.config.rewards import check_workers
 from whet.errors import ConfigError, DataError, lookup_error
 from whet.metrics import Metric, Sum
-from whet.rewards.call import Called, OnError, RewardInputs, call_rewards
+from whet.rewards.call import CallResults, OnError, RewardInputs, call_rewards
 from whet.rewards.columns import check_answers, check_columns
-from whet.rewards.function_info import named
+from whet.rewards.function_info import make_function_ref
 from whet.rewards.library import REWARDS
 from whet.rewards.maths import math_match
 from whet.rewards.model import RewardModel
@@ -94,7 +94,7 @@ class RewardManager:
             )
         pairs = zip(given, self.fns.items(), strict=True)
         away = {name: (one, fn) for one, (name, fn) in pairs if not isinstance(fn, RewardModel)} if workers else {}
-        there = {name: named(one, fn, name) for name, (one, fn) in away.items()}
+        there = {name: make_function_ref(one, fn, name) for name, (one, fn) in away.items()}
         self.workers = RewardWorkers(there, workers) if there else None
 
     def close(self) -> None:
@@ -213,10 +213,10 @@ class RewardManager:
             extras=extras,
         )
 
-    def _call_functions(self, inputs: RewardInputs, seen: np.ndarray) -> Called:
+    def _call_functions(self, inputs: RewardInputs, seen: np.ndarray) -> CallResults:
         """Calls the functions on the trajectories that they see; the others are NaN. Args: seen: Bool [J]."""
         if not seen.any():
-            return Called({name: np.full(len(seen), math.nan) for name in self.fns}, {}, {})
+            return CallResults({name: np.full(len(seen), math.nan) for name in self.fns}, {}, {})
         found = call_rewards(
             self.fns,
             inputs if seen.all() else inputs.select(np.flatnonzero(seen)),

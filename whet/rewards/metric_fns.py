@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from whet.errors import RewardError, format_exception, format_value
-from whet.rewards.call import RewardInputs, copied, function_name, keywords
+from whet.rewards.call import RewardInputs, copy_argument, function_name, select_keywords
 
 __all__ = ["call_metric_fns", "reduce_metrics"]
 
@@ -43,9 +43,9 @@ def call_metric_fns(
     metrics: dict[str, tuple[Any, Callable[..., Any] | None]] = {}
     for fn in fns:
         name = function_name(fn)
-        given = keywords(fn, offered, {}, name=name, kind="metric function")
+        given = select_keywords(fn, offered, {}, name=name, kind="metric function")
         try:
-            made = fn(**{word: copied(value) for word, value in given.items()})
+            made = fn(**{word: copy_argument(value) for word, value in given.items()})
         except KeyboardInterrupt:  # on the caller's thread it is the user's
             raise
         except BaseException as error:

@@ -12,7 +12,7 @@ from typing import Any
 from whet.config.rewards import REWARD_MODEL
 from whet.errors import ConfigError, nearest
 from whet.rewards.call import RewardFn, function_name
-from whet.rewards.conversation import is_of_conversation, of_conversation
+from whet.rewards.conversation import batch_conversation_function, is_conversation_function
 from whet.rewards.library import REWARDS
 from whet.rewards.maths import math_match, need_math_verify
 from whet.util.references import is_ref, resolve_name
@@ -57,7 +57,7 @@ def resolve_reward(ref: Any) -> RewardFn:
     _check_bound(found)
     if found is math_match:
         need_math_verify()
-    return of_conversation(found) if is_of_conversation(found) else found
+    return batch_conversation_function(found) if is_conversation_function(found) else found
 
 
 def by_name(given: Sequence[Any]) -> dict[str, RewardFn]:

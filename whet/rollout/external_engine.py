@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from whet.errors import ConfigError, EngineError
-from whet.models.adapters import base_parameters
+from whet.models.lora_layers import base_parameters
 from whet.models.modes import eval_mode, transformers_attention
 from whet.models.quantized import dequantize
 from whet.models.self_check import tolerance_for

@@ -25,7 +25,7 @@ from whet.models.modes import eval_mode, max_positions, transformers_attention
 from whet.ops.counter_rng import address_key, uniform
 from whet.rollout.base import EngineCaps, Output, Request
 from whet.rollout.constrained_decoding import Grammars
-from whet.rollout.engine.sampler import sample_rows, seen_tokens
+from whet.rollout.engine.sampling import sample_rows, seen_tokens
 from whet.rollout.generate_options import beam_search, check_options, num_beams, processors
 from whet.rollout.in_flight import InFlightRequest
 from whet.rollout.queue_engine import QueueEngine

@@ -1,6 +1,6 @@
 """The checks of a request that all engines share, and SamplingPlan: the distributions of a request.
 
-Left out on purpose: sampling (engine/sampler.py), and checks of a single engine.
+Left out on purpose: sampling (engine/sampling.py), and checks of a single engine.
 """
 
 from __future__ import annotations

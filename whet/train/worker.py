@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +22,19 @@ from torch import Tensor, nn
 from whet.config import OptimConfig, RoleConfig
 from whet.errors import ConfigError
 from whet.metrics import Last, Mean, Sum, merge
-from whet.models.adapters import base_weights
 from whet.models.backends import training_backends
 from whet.models.fast_layers import FastLayers
 from whet.models.forward import TeacherTarget, head_states, token_stats
 from whet.models.loaded_model import LoadedModel
+from whet.models.lora_layers import base_weights
 from whet.models.quantized import cast_parameters, quantized_layer_names
-from whet.ops import Support, aggregate
+from whet.ops import Support, aggregate, segment_count
 from whet.packing.bin_packing import model_cost
 from whet.packing.micro_batch import MicroBatch
 from whet.packing.path_keys import path_keys
 from whet.packing.plan_cache import PlanCache
 from whet.parallel.placement import Placement
-from whet.train.divergence import Divergence, teacher_on_device
-from whet.train.loss_inputs import check_loss_shapes, is_per_unit, make_loss_inputs, trained_units
+from whet.train.loss_inputs import check_loss_shapes, has_unit_weights, make_loss_inputs
 from whet.train.metric_reduction import REDUCTIONS, Metrics, Reductions, reduce_metrics, unpack_metrics
 from whet.train.model_files import ModelFiles
 from whet.train.optim import Optim, total_norm
@@ -44,10 +44,26 @@ __all__ = ["REDUCTIONS", "Allowed", "Divergence", "Loss", "Metrics", "ModelWorke
 
 Loss = Callable[[LossInputs], tuple[Tensor, dict[str, Tensor]]]
 Allowed = Callable[[MicroBatch], Tensor]
-"""Returns uint8 [s, W]: a bit for each token that each target of a micro-batch could be sampled from."""
+"""fn(micro-batch) -> uint8 [s, W]: for each target, a bit for each token that it could be sampled from."""
 BF16_MULTIPLE = 32
 """Micro-batches in bf16 on a CPU are padded to a multiple of this: oneDNN prepares, and keeps in memory, a kernel of
 megabytes for each new shape of attention."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A request for x.divergence, of losses that compare whole distributions with a teacher's.
+
+    The teacher runs the trained model's own micro-batches, without a gradient, so its states of a whole batch are never
+    in memory. It needs the same token budget, and must be packable if the trained model is.
+
+    Example: worker.forward_backward(batch, loss, divergence=Divergence(teacher, gkd_beta=0.5)).
+    """
+
+    teacher: ModelWorker
+    """A worker that is not trained."""
+    gkd_beta: float = 0.5
+    """β: 0 the forward KL, 1 the reverse KL; see ops.generalized_jsd."""
 
 
 class ModelWorker:
@@ -309,7 +325,7 @@ class ModelWorker:
             token.
         Raises: DataError: the batch has no weights, or both kinds; a loss or a metric of another shape.
         """
-        with self.placement.during("backward"), teacher_on_device(divergence):
+        with self.placement.during("backward"), _teacher_on_device(divergence):
             return self._run(batch, loss, entropy, constants, scores, divergence, reductions or {}, backward=True)
 
     @torch.no_grad()
@@ -325,7 +341,7 @@ class ModelWorker:
         reductions: Reductions | None = None,
     ) -> Metrics:
         """The metrics that forward_backward would return, computed without a gradient."""
-        with self.placement.during("read"), teacher_on_device(divergence):
+        with self.placement.during("read"), _teacher_on_device(divergence):
             return self._run(batch, loss, entropy, constants, scores, divergence, reductions or {}, backward=False)
 
     def _run(
@@ -340,7 +356,7 @@ class ModelWorker:
         *,
         backward: bool,
     ) -> Metrics:
-        per_unit = is_per_unit(batch)
+        per_unit = has_unit_weights(batch)
         unit_weights = None if batch.unit_weights is None else batch.unit_weights.to(self.device)
         labels: list[list[tuple[str, str]]] = []
         numbers: list[Tensor] = []  # of each micro-batch, on the device: read once, since a GPU is waited for
@@ -354,23 +370,23 @@ class ModelWorker:
                 teacher = self._teacher_target(micro, divergence)
                 stats = self._stats(micro, self.support, entropy=entropy, constants=constants, teacher=teacher)
                 x = make_loss_inputs(token_columns, sequence_columns, micro, stats)
-                found, values = loss(x)
+                losses, values = loss(x)
                 weights = x.need("weights") if unit_weights is None else unit_weights.index_select(0, micro.units)
-                weights = weights.to(found.dtype)
-                check_loss_shapes(found, values, weights, per_unit)
-                total = aggregate(found, weights if counts else torch.zeros_like(weights))
+                weights = weights.to(losses.dtype)
+                check_loss_shapes(losses, values, weights, per_unit)
+                total = aggregate(losses, weights if counts else torch.zeros_like(weights))
                 if backward:
                     with self.layers():  # checkpointed layers run again
                         total.backward()
             if not counts:
                 continue
-            counted, of, number = (
-                (trained_units(x), torch.arange(x.num_units, device=self.device), x.num_units)
-                if per_unit
-                else (x.mask, x.sequence, x.num_sequences)
-            )
-            named, sums = reduce_metrics(values, counted, weights, reductions, of, number)
-            labels.append(named)
+            if per_unit:
+                mask = segment_count(x.mask, x.unit, x.num_units) > 0  # units with a trained token
+                segments = (torch.arange(x.num_units, device=self.device), x.num_units)
+            else:
+                mask, segments = x.mask, (x.sequence, x.num_sequences)
+            names, sums = reduce_metrics(values, mask, weights, reductions, *segments)
+            labels.append(names)
             numbers.append(torch.stack([total.detach().double(), *sums]))
         read = torch.cat(numbers).tolist() if numbers else []
         return merge({"loss": Sum(0.0)}, *self.placement.gather_results(list(unpack_metrics(labels, read))))
@@ -395,8 +411,8 @@ class ModelWorker:
         assert self.optim is not None, "this worker was made without an optimizer"
         with self.placement.during("step"):
             norm, rate, skipped = self.optim.step()
-        found: Metrics = {"learning_rate": Last(rate), "optim/skipped": Sum(float(skipped))}
-        return found if skipped else {**found, "grad_norm": Mean(norm, 1.0)}
+        metrics: Metrics = {"learning_rate": Last(rate), "optim/skipped": Sum(float(skipped))}
+        return metrics if skipped else {**metrics, "grad_norm": Mean(norm, 1.0)}
 
     # ---- weights and state ---------------------------------------------------------------------------------------
 
@@ -489,3 +505,8 @@ class ModelWorker:
             self.optim.close()
         self.optim = None
         self.placement.release()
+
+
+def _teacher_on_device(divergence: Divergence | None) -> AbstractContextManager[None]:
+    """A context in which the weights of a divergence's teacher are on the device that computes."""
+    return nullcontext() if divergence is None else divergence.teacher.placement.during("read")

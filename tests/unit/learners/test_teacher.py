@@ -99,7 +99,7 @@ def test_loss_and_gradient_are_those_of_whole_logits_however_the_batch_is_cut(be
 def test_a_support_that_is_cut_has_no_whole_distribution():
     batch = random_batch((3, [2])).replace(weights=torch.ones(2))
     worker = ModelWorker(load_model(tiny_model()), optim=OptimConfig(), support=Support(top_k=3))
-    with pytest.raises(ConfigError, match="whole distributions, at a temperature alone"):
+    with pytest.raises(ConfigError, match="compares full distributions, which may have a temperature only"):
         worker.forward_backward(batch, gkd, divergence=Divergence(ModelWorker(load_model(tiny_model(1)))))
 
 

@@ -426,7 +426,11 @@ def test_compute_metrics_is_given_logits_or_scores_and_labels(method, tmp_path):
 def test_parameters_are_float16_where_the_model_is_asked_for_so(method, tmp_path):
     tiny_model().save_pretrained(tmp_path / "base")
     made = trainer(
-        tmp_path, method, model=str(tmp_path / "base"), model_init_kwargs={"dtype": torch.float16}, bf16=None
+        tmp_path,
+        method,
+        model=str(tmp_path / "base"),
+        model_init_kwargs={"dtype": torch.float16, "low_cpu_mem_usage": True},
+        bf16=None,
     )
     before = {n: p.clone() for n, p in made.model.named_parameters()}
     made.train()

@@ -93,6 +93,8 @@ def trained(made, **kwargs):
                 "max_new_tokens": 4,
                 "suppress_tokens": [65],
                 "stop_strings": ["~"],
+                "length_penalty": 1.0,
+                "num_beams": 1,
             },
             "top_p": 0.9,
             "min_p": 0.01,
@@ -713,6 +715,7 @@ def test_numbers_are_shown_and_kept(tmp_path, capsys):
 def test_what_a_script_reads_of_the_trainer(tmp_path):
     made = trainer(tmp_path)
     assert (made.num_generations, made.max_completion_length, made.is_fsdp_enabled) == (3, 6, False)
+    assert made.epsilon_low == made.args.epsilon
     assert made.get_num_trainable_parameters() == sum(p.numel() for p in made.model.parameters())
     for name, instead in (("compute_metrics", "on_evaluate"), ("hp_space", "each trial"),
                           ("data_collator", "no loaders"), ("num_generation", "did you mean")):  # fmt: skip

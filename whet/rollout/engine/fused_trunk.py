@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from whet.errors import format_exception
-from whet.models.adapters import Adapter, plain_linear
 from whet.models.attention import Layout
 from whet.models.loaded_model import LoadedModel
+from whet.models.lora_layers import Adapter, plain_linear
 from whet.models.modes import eval_mode, max_positions
 from whet.models.self_check import PROBE_LENGTH, probe_tokens, tolerance_for
 from whet.native.build import Unavailable

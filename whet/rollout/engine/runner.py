@@ -25,7 +25,7 @@ from whet.rollout.engine.layouts import DecodeLayout
 from whet.rollout.engine.model_forward import make_forward
 from whet.rollout.engine.native_step import NativeLayout
 from whet.rollout.engine.prefill import PrefillLayout, PrefillSpan
-from whet.rollout.engine.sampler import sample_rows, seen_tokens
+from whet.rollout.engine.sampling import sample_rows, seen_tokens
 from whet.rollout.engine.scheduler import Prefix
 from whet.rollout.in_flight import InFlightRequest
 from whet.rollout.requests import SamplingPlan

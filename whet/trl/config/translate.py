@@ -108,7 +108,14 @@ _UNSUPPORTED_KWARGS = {
     "num_return_sequences": "set num_generations",
 }
 """Unsupported options -> the alternative."""
-_BEAMS = ("diversity_penalty", "early_stopping", "length_penalty", "num_beam_groups", "num_beams")
+_BEAMS = {
+    "diversity_penalty": 0.0,
+    "early_stopping": False,
+    "length_penalty": 1.0,
+    "num_beam_groups": 1,
+    "num_beams": 1,
+}
+"""Options of beam search -> the value without effect."""
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -276,7 +283,8 @@ def rollout_config(args: Any, longest_prompt: int) -> RolloutConfig:
         name = unsupported[0]
         raise ConfigError(f"generation_kwargs: {name} is not supported; {_UNSUPPORTED_KWARGS[name]}")
     fields |= {"top_k": fields["top_k"] or None, "min_p": fields["min_p"] or 0.0}
-    kwargs = {name: value for name, value in kwargs.items() if name not in beam_options(args)}
+    beams = {**_BEAMS, **beam_options(args)}
+    kwargs = {name: value for name, value in kwargs.items() if (name, value) not in beams.items()}
     regex = args.vllm_structured_outputs_regex
     return RolloutConfig(
         **fields,

@@ -15,10 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from whet.config import LoraConfig, RoleConfig
 from whet.errors import ConfigError
 from whet.models.activation_checkpointing import checkpoint_activations
-from whet.models.adapters import Adapter
 from whet.models.heads import add_score_head, score_layer
 from whet.models.load import load_model
 from whet.models.lora import add_adapter
+from whet.models.lora_layers import Adapter
 from whet.models.prompt_tuning import is_prompt_tuned
 from whet.trl.config.arguments import WrongArgument
 from whet.util.model_paths import model_folder
@@ -272,8 +272,8 @@ def trusts_remote_code(args: Any) -> bool:
 
 
 _INIT_KWARGS = {
-    "attn_implementation", "device_map", "dtype", "quantization_config", "revision", "torch_dtype", "trust_remote_code",
-    "use_cache",
+    "attn_implementation", "device_map", "dtype", "low_cpu_mem_usage", "quantization_config", "revision", "torch_dtype",
+    "trust_remote_code", "use_cache", "use_safetensors",
 }  # fmt: skip
 """Supported keys of model_init_kwargs."""
 

@@ -60,6 +60,12 @@ ATTRIBUTES: Mapping[str, str] = {
     "vllm_generation": "give use_vllm=True and let the trainer sample, or sample in rollout_func",
 }
 """Attribute that scripts read -> the alternative."""
+_ARGUMENT_OF = {
+    "epsilon_low": "epsilon",
+    "loss_types": "loss_type",
+    "precompute_ref_logps": "precompute_ref_log_probs",
+}
+"""Attribute of TRL's trainers with another name than its argument -> the argument."""
 
 
 def missing_attribute(trainer: Any, name: str) -> Any:
@@ -67,9 +73,9 @@ def missing_attribute(trainer: Any, name: str) -> Any:
 
     Raises: AttributeError: no such argument; for a name of TRL's trainers, the message has the alternative.
     """
-    args = vars(trainer).get("args")
-    if args is not None and name in args.TABLE:
-        return getattr(args, name)
+    args, argument = vars(trainer).get("args"), _ARGUMENT_OF.get(name, name)
+    if args is not None and argument in args.TABLE:
+        return getattr(args, argument)
     kind = type(trainer)
     instead = {**ATTRIBUTES, **kind.NOT_CALLED}.get(name)
     if instead is None:

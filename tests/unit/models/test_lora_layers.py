@@ -6,8 +6,8 @@ from families import BATCH, tiny
 
 from whet.config import OptimConfig
 from whet.errors import ConfigError
-from whet.models.adapters import Adapter, SeededDropout, effective_weight
 from whet.models.load import load_model
+from whet.models.lora_layers import Adapter, SeededDropout, effective_weight
 from whet.rollout.engine import EmbeddedEngine
 from whet.train.worker import ModelWorker
 
