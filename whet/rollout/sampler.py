@@ -122,7 +122,7 @@ class Sampler:
         trust_remote_code: bool = False,
     ) -> None:
         if tokenizer is None and not isinstance(transformer, str | Path):
-            raise ConfigError("a module brings no tokenizer; give tokenizer=: a tokenizer, a folder or a hub name")
+            raise ConfigError("a module has no tokenizer; pass tokenizer=: a tokenizer, a folder or a hub name")
         folder = str(transformer) if isinstance(transformer, str | Path) else None
         self.tokenizer = load_tokenizer(folder if tokenizer is None else tokenizer, trust_remote_code=trust_remote_code)
         self.loaded = (
