@@ -29,7 +29,7 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Returns freed GPU memory to the driver. It waits for the device, so call it after a phase and not after each pass.
+    """Returns freed GPU memory to the driver. It waits for the device: call it after a phase, not after each pass.
 
     Args: device: any device.
 
