@@ -124,7 +124,9 @@ class RLCluster(RoleWorkers):
                 self.check_same_ids(role, model, actor)
         self._train_roles(config)
         self.checkpoints = Checkpoints(config.checkpoint_root, self._trainers, self._workers, ranks=self.ranks)
-        self._rollouts = PolicyRollouts(self._make_engine, self.actor, vocab_size=policy.module.config.vocab_size)
+        self._rollouts = PolicyRollouts(
+            self._make_engine, self.actor, vocab_size=policy.module.config.vocab_size, ranks=self.ranks
+        )
 
     def _train_roles(self, config: RLTrainingConfig) -> None:
         """Gives the roles that are trained their trainers."""
@@ -283,10 +285,10 @@ class RLCluster(RoleWorkers):
         greedy: bool = False,
         play: Play | None = None,
     ) -> list[Group]:
-        """Completes prompts.
+        """Completes prompts. Of several processes each completes a share, and all have all groups.
 
         Args:
-            prompts: encoded.
+            prompts: encoded; the same in all processes.
             num_generations: G, completions of each.
             step: with the seed, the prompt's place and the generation, the address of every draw.
             first: place of the first of these prompts in the step, where they are not its first ones.

@@ -9,8 +9,6 @@ import torch
 from processes import as_torchrun
 from safetensors.torch import load_file
 
-VARIES = {"OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "LOCAL_RANK"}
-
 
 def run_commands(rank, size, folder, port, commands):
     """Runs commands of `whet` one after the other in a folder, as one of several ranks."""
@@ -76,7 +74,7 @@ def assert_same_rows(a, b):
     assert [row.keys() for row in a] == [row.keys() for row in b]
     for row, other in zip(a, b, strict=True):
         for name, value in row.items():
-            if not name.startswith(("time/", "perf/")):
+            if not name.startswith(("time/", "perf/", "rollout/mean_batch_size")):  # each rank has an engine
                 assert other[name] == (value if value is None or isinstance(value, str) else
                                        pytest.approx(value, rel=1e-4, abs=2e-5)), name  # fmt: skip
 

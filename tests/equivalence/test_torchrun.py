@@ -1,5 +1,6 @@
 """The commands of `whet` on several processes write what one process writes."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -10,13 +11,17 @@ import pytest
 import torch
 from helpers import full, rows, tiny_model
 from processes import free_port, needs_gloo, start, wait
-from run_folders import assert_same_run, run_commands
+from run_folders import assert_same_run, rows_of, run_commands
 
 from whet.cli import main
 from whet.models.load import load_model
 
 REWARD = """
-def length(completions, **_):
+import os
+
+def length(completions, completion_ids, mode, **_):
+    with open(f"rewarded-{os.environ.get('RANK')}", "a") as file:
+        file.writelines(f"{mode} {ids}\\n" for ids in completion_ids)
     return [float(sum(map(ord, text)) % 7) for text in completions]
 """
 COMMON = ["trainer.pbar_description=null", "trainer.max_segments_per_packed_row=4"]
@@ -107,10 +112,21 @@ def test_every_command_writes_the_run_of_one_process(folders, monkeypatch, names
 @needs_gloo
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("size", [2, full(4)])
-def test_grpo_evaluates_saves_and_resumes_as_one_process(folders, monkeypatch, size):
-    more = [*GRPO, RUN, "trainer.checkpointing_options.save_interval_steps=1"]
+def test_grpo_refills_evaluates_saves_and_resumes_as_one_process(folders, monkeypatch, size):
+    """Of four ranks one has no prompt to sample."""
+    more = [
+        *GRPO,
+        RUN,
+        "trainer.checkpointing_options.save_interval_steps=1",
+        "algo.dynamic_sampling=true",
+        "algo.group_reward_bounds=[2.5, 3.5]",
+    ]
     compare(folders, monkeypatch, [[*more, "trainer.max_steps=1"],
                                    [*more, "trainer.max_steps=3", "trainer.resume=latest"]], size)  # fmt: skip
+    drawn = [row["dynamic_sampling/batches"] for row in rows_of(folders[0] / "run") if row["mode"] == "train"]
+    assert max(drawn) > 1
+    one, several = ([path.read_text().splitlines() for path in f.glob("rewarded-*")] for f in folders)
+    assert sorted(itertools.chain(*several)) == sorted(*one) and len(several) == min(size, 3)
 
 
 @needs_gloo

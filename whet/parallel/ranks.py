@@ -104,6 +104,7 @@ class Ranks:
         for rank, (_, error) in enumerate(gathered):
             if error is not None:
                 raise WhetError(f"rank {rank} of {self.size} failed: {error}")
+        gathered[self.rank] = (results, None)  # its own objects, not copies of them
         return [result for results, _ in gathered for result in results]
 
 
