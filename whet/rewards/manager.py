@@ -1,7 +1,7 @@
-"""RewardManager: calls the reward functions on the completions of a batch, and weighs what they return.
+"""RewardManager: calls the reward functions on the completions of a batch, and sums their weighted rewards.
 
-J trajectories of a batch, in the order of groups and generations. The forks of one episode are one trajectory, and its
-last fork is rewarded. Left out on purpose: advantages, which an estimator makes of rewards.
+A batch has J trajectories, in the order of groups and generations. The forks of one episode are one trajectory, and its
+last fork is rewarded. An advantage estimator reads the rewards.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LOG = logging.getLogger("whet")
 class RewardManager:
     """One number per trajectory: totalⱼ = Σ_f w_f r_fj over the functions f that apply to j.
 
-    Rewards that a group brings (an environment's) count with weight 1, besides the functions.
+    A group's own rewards (from an environment) have weight 1.
 
     >>> from whet.types import Completion, Prompt
     >>> p = Prompt(tokens=np.array([50, 43, 50, 61]), source="2+2=", columns={"answer": "4"}, row=7)
@@ -48,7 +48,7 @@ class RewardManager:
     """
 
     NAN_IS_NONE: ClassVar[bool] = False
-    """Whether NaN says that a function does not apply, as None does; else it is an error."""
+    """Whether NaN means "not applicable", like None; otherwise NaN is an error."""
 
     def __init__(
         self,

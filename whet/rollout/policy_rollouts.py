@@ -130,8 +130,8 @@ class PolicyRollouts:
                     episodes += [make(g, sampling) for g in range(num_generations)]
                     if greedy:  # it has its own address, so no other draw changes
                         episodes.append(make(num_generations, greedy_sampling))
-                found = self.driver.run(episodes)
-                groups += [_without_greedy(g, num_generations) for g in found] if greedy else found
+                batch_groups = self.driver.run(episodes)
+                groups += [_without_greedy(g, num_generations) for g in batch_groups] if greedy else batch_groups
             return [(g.completions, g.rewards, g.greedy) for g in groups], self.driver.next_id - first_id
 
         shares = self._ranks.scatter_gather(sample_share, range(len(prompts)))
@@ -181,8 +181,8 @@ class PolicyRollouts:
 
     def _update(self) -> None:
         policy, caps = self._policy, self.engine.caps
-        own = policy.trained_weights if caps.adapters else policy.named_weights
-        self.engine.update(policy.version, None if caps.shared_weights else own())
+        weights = policy.trained_weights if caps.adapters else policy.named_weights
+        self.engine.update(policy.version, None if caps.shared_weights else weights())
 
     # ---- state and end -------------------------------------------------------------------------------------------
 

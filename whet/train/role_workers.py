@@ -87,6 +87,7 @@ class RoleWorkers:
         self._loop, self._offload, self._module_dtype = config, offload_to_cpu, module_dtype
         self._device = None if device is None else check_device(device)
         self.trace = Trace()
+        self.ranks.phase = lambda: self.trace.phase
         folder = None if config.resume is None else Checkpoints(config.checkpoint_root, {}).find(config.resume)
         self._saved_dtypes: dict[str, str] = {}
         """The compute dtype of each role in the checkpoint that the run resumes."""

@@ -224,7 +224,7 @@ class ModelWorker:
     ) -> TokenStats:
         out: dict[str, Tensor] = {}
         apart = batch.replace(unit_of=None, unit_weights=None)  # what is read of a sequence needs no other
-        for micro, counts in self.placement.split_passes(self.micro_batches(apart, max_sequences, "scores" in names)):
+        for micro, counts in self._own_passes(apart, max_sequences, "scores" in names):
             stats = self._stats(micro, support, entropy="entropy" in names, outputs={*names} - {"entropy"})
             for name in names:
                 column = getattr(stats, name)
@@ -297,6 +297,20 @@ class ModelWorker:
         )
         return [micro.to(self.device) for micro in planned]
 
+    def _own_passes(self, batch: TokenBatch, max_sequences: int | None, at_end: bool) -> list[tuple[MicroBatch, bool]]:
+        """The passes of a batch that this process runs, and whether each counts."""
+        passes = self.micro_batches(batch, max_sequences, at_end)
+        self.placement.check_same_passes(
+            {
+                "sequences": batch.num_sequences,
+                "tokens": batch.num_tokens,
+                "passes": len(passes),
+                "weight version": self.version,
+                "digest": self.plan_cache.digest.hex(),
+            }
+        )
+        return self.placement.split_passes(passes)
+
     # ---- training ------------------------------------------------------------------------------------------------
 
     def forward_backward(
@@ -363,7 +377,7 @@ class ModelWorker:
         carried = {name: c for name, c in batch.token_columns.items() if name != "tokens"}  # a micro-batch has these
         token_columns = {name: c.to(self.device) for name, c in carried.items()}
         sequence_columns = {name: c.to(self.device) for name, c in batch.sequence_columns.items()}
-        shared = self.placement.split_passes(self.micro_batches(batch, self.max_sequences, scores))
+        shared = self._own_passes(batch, self.max_sequences, scores)
         for i, (micro, counts) in enumerate(shared):
             self.placement.set_gradient_sync(i == len(shared) - 1)
             with self._dropout(micro) if backward else nullcontext():
