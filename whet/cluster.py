@@ -32,7 +32,7 @@ from whet.rollout.driver import Rollouts
 from whet.rollout.policy_rollouts import Play, PolicyRollouts
 from whet.train.role_checkpoints import Checkpoints
 from whet.train.role_trainer import RoleTrainer
-from whet.train.role_workers import ACTOR, Given, RoleWorkers, model_checks, trusts_remote_code
+from whet.train.role_workers import ACTOR, ModelSource, RoleWorkers, model_checks, trusts_remote_code
 from whet.train.worker import Allowed, ModelWorker
 from whet.types import Group, Prompt
 
@@ -124,7 +124,9 @@ class RLCluster(RoleWorkers):
                 self.check_same_ids(role, model, actor)
         self._train_roles(config)
         self.checkpoints = Checkpoints(config.checkpoint_root, self._trainers, self._workers, ranks=self.ranks)
-        self._rollouts = PolicyRollouts(self._make_engine, self.actor, vocab_size=policy.module.config.vocab_size)
+        self._rollouts = PolicyRollouts(
+            self._make_engine, self.actor, vocab_size=policy.module.config.vocab_size, ranks=self.ranks
+        )
 
     def _train_roles(self, config: RLTrainingConfig) -> None:
         """Gives the roles that are trained their trainers."""
@@ -133,7 +135,9 @@ class RLCluster(RoleWorkers):
             if role in self._workers:
                 self.add_trainer(role, loss, accumulate=accumulate)
 
-    def _load(self, role: Role, model: Given, actor: Given, policy: LoadedModel) -> tuple[Given, LoadedModel]:
+    def _load(
+        self, role: Role, model: ModelSource, actor: ModelSource, policy: LoadedModel
+    ) -> tuple[ModelSource, LoadedModel]:
         """A role's model beside the actor, and what it comes from."""
         if role is Role.REFERENCE:
             return self.load_reference(model, actor, policy)
@@ -283,10 +287,10 @@ class RLCluster(RoleWorkers):
         greedy: bool = False,
         play: Play | None = None,
     ) -> list[Group]:
-        """Completes prompts.
+        """Completes prompts. Of several processes each completes a share, and all have all groups.
 
         Args:
-            prompts: encoded.
+            prompts: encoded; the same in all processes.
             num_generations: G, completions of each.
             step: with the seed, the prompt's place and the generation, the address of every draw.
             first: place of the first of these prompts in the step, where they are not its first ones.

@@ -1,6 +1,8 @@
 """The commands of `whet` on several processes write what one process writes."""
 
+import itertools
 import json
+import multiprocessing.connection
 import os
 import subprocess
 import sys
@@ -10,13 +12,17 @@ import pytest
 import torch
 from helpers import full, rows, tiny_model
 from processes import free_port, needs_gloo, start, wait
-from run_folders import assert_same_run, run_commands
+from run_folders import assert_same_rows, assert_same_run, rows_of, run_command, run_commands
 
 from whet.cli import main
 from whet.models.load import load_model
 
 REWARD = """
-def length(completions, **_):
+import os
+
+def length(completions, completion_ids, mode, **_):
+    with open(f"rewarded-{os.environ.get('RANK')}", "a") as file:
+        file.writelines(f"{mode} {ids}\\n" for ids in completion_ids)
     return [float(sum(map(ord, text)) % 7) for text in completions]
 """
 COMMON = ["trainer.pbar_description=null", "trainer.max_segments_per_packed_row=4"]
@@ -82,6 +88,24 @@ def folders(tmp_path, models):
     return made
 
 
+def run_to_failure(folder, words, more=None):
+    """Runs a command on two processes until one has failed and the other has seen it.
+
+    Returns: their exit codes, -9 of one that torchrun would have to end, and their standard errors.
+    """
+    processes = start(2, run_command, folder, free_port(), words, more or {})
+    try:
+        for patience in (60, 5):
+            multiprocessing.connection.wait([p.sentinel for p in processes if p.is_alive()], patience)
+        if processes[0].is_alive():  # it waits for the other one
+            processes[0].join(30)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return [p.exitcode for p in processes], [(folder / f"stderr-{rank}").read_text() for rank in range(2)]
+
+
 def compare(folders, monkeypatch, commands, size=2):
     """Runs commands on several processes, and in this one meanwhile; compares the run folders."""
     one, several = folders
@@ -107,10 +131,87 @@ def test_every_command_writes_the_run_of_one_process(folders, monkeypatch, names
 @needs_gloo
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("size", [2, full(4)])
-def test_grpo_evaluates_saves_and_resumes_as_one_process(folders, monkeypatch, size):
-    more = [*GRPO, RUN, "trainer.checkpointing_options.save_interval_steps=1"]
+def test_grpo_refills_evaluates_saves_and_resumes_as_one_process(folders, monkeypatch, size):
+    """Of four ranks one has no prompt to sample."""
+    more = [
+        *GRPO,
+        RUN,
+        "trainer.checkpointing_options.save_interval_steps=1",
+        "algo.dynamic_sampling=true",
+        "algo.group_reward_bounds=[2.5, 3.5]",
+    ]
     compare(folders, monkeypatch, [[*more, "trainer.max_steps=1"],
                                    [*more, "trainer.max_steps=3", "trainer.resume=latest"]], size)  # fmt: skip
+    drawn = [row["dynamic_sampling/batches"] for row in rows_of(folders[0] / "run") if row["mode"] == "train"]
+    assert max(drawn) > 1
+    one, several = ([path.read_text().splitlines() for path in f.glob("rewarded-*")] for f in folders)
+    assert sorted(itertools.chain(*several)) == sorted(*one) and len(several) == min(size, 3)
+
+
+FAULTY = """
+import os, sys, time
+import whet.models.forward, whet.train.model_files
+
+def length(completions, mode, **_):
+    if mode == "train" and os.environ["RANK"] == "{rank}":
+        {fault}
+    return [float(sum(map(ord, text)) % 7) for text in completions]
+"""
+MISSING = "rewards: the other ranks did not all arrive here: [Rank 0]: Ranks 1 failed to pass monitoredBarrier"
+FAULTS = {
+    "raises": (1, "raise ValueError('judge broke')", "rewards: WhetError: rank 1 of 2 failed: RewardError: reward "),
+    "exits": (1, "os._exit(3)", MISSING),
+    "sleeps": (1, "time.sleep(300)", MISSING),
+    "forward": (1, "whet.models.forward.model_stats = None", "update: RuntimeError: "),
+    "save": (0, "whet.train.model_files.save_weights = None", "checkpoint: TypeError: "),
+}  # fmt: skip
+"""The rank that fails, what its reward function does, and what rank 0 says."""
+
+
+@needs_gloo
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("fault", ["raises", *map(full, ("exits", "sleeps", "forward", "save"))])
+def test_a_fault_of_one_rank_ends_the_others_with_rank_step_and_phase(folders, fault):
+    folder, (rank, code, message) = folders[1], FAULTS[fault]
+    (folder / "reward.py").write_text(FAULTY.format(rank=rank, fault=code))
+    words = [*GRPO, RUN, "trainer.max_steps=2", "trainer.collective_timeout_s=8", "data.eval_path=null",
+             "trainer.checkpointing_options.save_interval_steps=1"]  # fmt: skip
+    codes, output = run_to_failure(folder, words)
+    assert all(codes) and f"rank 0 of 2, step 1, {message}" in output[0], output
+
+
+@needs_gloo
+@pytest.mark.timeout(200)
+def test_ranks_with_other_data_are_told_before_they_compute(folders):
+    folder = folders[1]
+    (folder / "other.jsonl").write_text((folder / "sft.jsonl").read_text().replace("7", "77"))
+    words = [*COMMANDS["sft"], *COMMON, RUN, "data.eval_path=null", "trainer.collective_timeout_s=20"]
+    codes, output = run_to_failure(folder, words, {1: ["data=other.jsonl"]})
+    assert codes == [2, 2] and all("step 1, update: rank 1 has another batch than rank 0: tokens " in x for x in output)
+
+
+@needs_gloo
+@pytest.mark.full
+@pytest.mark.timeout(400)
+def test_max_restarts_goes_on_from_the_last_checkpoint(folders, monkeypatch):
+    one, several = folders
+    first = "os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'"
+    fault = f"{first} and os.path.isdir('run/checkpoints/step-000002') and os._exit(1)"
+    (several / "reward.py").write_text(FAULTY.format(rank=1, fault=fault))
+    words = [*GRPO, RUN, "trainer.max_steps=4", "trainer.checkpointing_options.save_interval_steps=1"]
+    done = torchrun(several, ["-m", "whet", *words, "trainer.resume=latest"], "--max-restarts=1")
+    assert done.returncode == 0, done.stderr
+    assert "resumed from" in done.stderr and "step 2 is done" in done.stderr
+    monkeypatch.chdir(one)
+    assert main(words) == 0
+    assert_same_rows(rows_of(one / "run"), rows_of(several / "run"))
+
+
+def torchrun(folder, program, *options):
+    """Runs a program on two processes that torchrun starts."""
+    root = str(Path(__file__).parents[2])
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *options, *program]
+    return subprocess.run(words, cwd=folder, env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True)
 
 
 @needs_gloo
@@ -122,9 +223,7 @@ def test_torchrun_itself_starts_them(folders, monkeypatch, front):
     words = [*GRPO, RUN, "trainer.max_steps=2"]
     (several / "train.py").write_text(f"import sys\nfrom whet.cli import main\nsys.exit(main({words!r}))\n")
     program = ["-m", "whet", *words] if front == "command" else ["train.py"]
-    root = str(Path(__file__).parents[2])
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *program]
-    done = subprocess.run(torchrun, cwd=several, env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True)
+    done = torchrun(several, program)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("2 processes train together: FSDP over gloo") == 1
     monkeypatch.chdir(one)

@@ -111,7 +111,7 @@ class Chat:
         prompt = self._encode()
         try:
             is_set = self.config.max_tokens is not None
-            return prompt, self.sampler.limit_lengths(self._sampling(), [prompt], given=is_set)[0]
+            return prompt, self.sampler.limit_lengths(self._sampling(), [prompt], fixed=is_set)[0]
         except DataError as error:
             hint = "; /reset starts a new conversation" if len(self.messages) > 2 else ""
             raise DataError(f"{error}{hint}") from error

@@ -51,7 +51,7 @@ def generate(config: GenerateConfig) -> int:
         stack.callback(sampler.close)
         prompts = _encode_prompts(config, sampler, inputs)
         sampling = sampler.sampling(beam_size=config.beam_size, **sampling_keys(config))
-        samplings = sampler.limit_lengths(sampling, prompts, given=config.max_tokens is not None)
+        samplings = sampler.limit_lengths(sampling, prompts, fixed=config.max_tokens is not None)
         seed = secrets.randbits(31) if config.seed is None else config.seed
         start = time.monotonic()
         if out is None and sys.stdout.isatty() and len(prompts) == config.num_generations == 1:

@@ -359,13 +359,13 @@ def first_keys(command: str, kind: type, short: Mapping[str, str]) -> list[str]:
 
     Args: command: of whet. kind: its configuration class. short: its short keys.
     """
-    shown = [
+    groups = [
         (title, {key if "=" in key else f"{key}={_default(kind, key, short)}": text for key, text in keys.items()})
         for title, keys in FIRST[command]
     ]
-    width = max(len(key) for _, keys in shown for key in keys)
+    width = max(len(key) for _, keys in groups for key in keys)
     lines = []
-    for title, keys in shown:
+    for title, keys in groups:
         lines += [f"{title}:", *(f"  {key:{width}}  {text}" for key, text in keys.items())]
     return lines
 
@@ -395,10 +395,10 @@ def command_help(command: str, about: str, topic: str, kind: type, short: Mappin
     if topic and topic != "all":
         keys = help_text(kind, only=short.get(topic, topic))
         if not keys:
-            known = [f.name for f in dataclasses.fields(kind)]
+            sections = [f.name for f in dataclasses.fields(kind)]
             near = nearest(topic, _sections(kind, short))
             raise ConfigError(
-                f"--help {topic}: there is no such section or key{near}; the sections are {', '.join(known)}"
+                f"--help {topic}: there is no such section or key{near}; the sections are {', '.join(sections)}"
             )
         return keys
     words = {

@@ -275,7 +275,7 @@ class _Work:
         self.seed = self.config.seed if c.seed is None else c.seed
         log.info("%s: %d prompts, %d completion(s) of each", self.name, len(self.prompts), self.generations)
         sampling = sampling_of(c, sampler.eos_ids, sampler.tokenizer)
-        self.sampling = sampler.limit_lengths(sampling, self.prompts, given=False)
+        self.sampling = sampler.limit_lengths(sampling, self.prompts, fixed=False)
         if short := sum(s.max_tokens < c.max_tokens_to_generate for s in self.sampling):
             log.warning(
                 "%d of %d prompts leave less than rollout.max_tokens_to_generate=%d of the %s tokens of the context; "

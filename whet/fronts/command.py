@@ -39,7 +39,7 @@ def run_command(
     Returns: the result of `work`; None after the usage.
     Raises: ConfigError: an unknown command.
     """
-    from whet.cli.output import print_text
+    from whet.cli.output import print_text, rank
     from whet.errors import lookup_error
 
     if command in ("-h", "--help", "help"):
@@ -47,4 +47,7 @@ def run_command(
         return None
     if command not in (commands := list(commands)):
         raise lookup_error(f"command of {peer}", command, commands)
+    if rank() == 0:  # the imports take seconds
+        sys.stderr.write(f"{command}: importing torch and transformers\n")
+        sys.stderr.flush()
     return work()

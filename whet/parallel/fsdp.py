@@ -138,6 +138,11 @@ class FSDPPlacement(Placement):
         missing = -(-len(passes) // size) - len(own)
         return own + [(passes[-1], False)] * missing
 
+    def check_same_passes(self, facts: Mapping[str, Any]) -> None:
+        """See Placement."""
+        if not self._whole:
+            self.ranks.check_same("batch", facts)
+
     def set_gradient_sync(self, last: bool) -> None:
         """See Placement."""
         for part in _parts(self.module):

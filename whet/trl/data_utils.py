@@ -287,9 +287,7 @@ def _lengths(batch: Mapping[str, list[Any]]) -> list[int]:
             raise DataError(f"Packing requires all columns to be lists of lists, and {name!r} is not; remove it first")
         column_lengths = [len(value) for value in values]
         if lengths is not None and column_lengths != lengths:
-            raise DataError(
-                f"All columns must have values of the same length, but {name!r} differs; remove it first"
-            )
+            raise DataError(f"All columns must have values of the same length, but {name!r} differs; remove it first")
         lengths = column_lengths
     return lengths or []
 

@@ -40,11 +40,11 @@ def gguf_file(source: Path) -> Path | None:
     Raises: ConfigError: a folder with several, where one must be named; a part of a split file.
     """
     if source.is_dir():
-        found = [] if (source / "config.json").is_file() else sorted(source.glob("*.gguf"))
-        if len(found) > 1:
-            names = ", ".join(file.name for file in found[:8])
-            raise ConfigError(f"{source} holds {len(found)} GGUF files ({names}); give one of them: {found[0]}")
-        return found[0] if found else None
+        files = [] if (source / "config.json").is_file() else sorted(source.glob("*.gguf"))
+        if len(files) > 1:
+            names = ", ".join(file.name for file in files[:8])
+            raise ConfigError(f"{source} holds {len(files)} GGUF files ({names}); give one of them: {files[0]}")
+        return files[0] if files else None
     return source if source.suffix == ".gguf" else None
 
 

@@ -33,7 +33,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """The whole of a DTensor, gathered from all processes, which must all call this; any other tensor as it is.
+    """Gathers a DTensor from all processes, which must all call this; returns any other tensor unchanged.
 
     >>> whole_tensor(torch.ones(2))
     tensor([1., 1.])

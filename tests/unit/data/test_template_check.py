@@ -96,7 +96,7 @@ def test_thinking_that_is_left_out_of_the_last_turn_s_context_alone_is_shown_in_
 )
 def test_lists_and_mappings_are_never_printed_as_python(template, messages, printed):
     for how in ("error", "accept"):
-        with pytest.raises(DataError, match=rf"^row 3: the chat template prints {printed} as Python does"):
+        with pytest.raises(DataError, match=rf"^row 3: the chat template prints {printed} in Python's notation"):
             sft(template, messages, on_template_change=how)
 
 
@@ -122,7 +122,7 @@ def test_tools_are_shown_or_refused():
         (LLAMA, [user("hi ")], r"row 2: message 0 \(user\) says 'hi ', and the chat template shows 'hi'"),
         (QWEN3, [user("a"), said(THINK), user("c")], r"row 2: message 1 \(assistant\) says '<think>"),
         (LLAMA, [user("a"), said(" It is")], r"row 2: message 1 \(assistant\) says ' It is', .* shows 'It is'"),
-        (QWEN, [user(PARTS)], r"row 2: the chat template prints .* as Python"),
+        (QWEN, [user(PARTS)], r"row 2: the chat template prints .* in Python's notation"),
     ],
 )
 def test_prompts_of_rl_are_checked_alike(template, prompt, says):

@@ -90,5 +90,5 @@ def test_a_broken_config_and_an_adapter_alone_are_named_as_the_cause(tokenizer, 
         load_tokenizer(broken)
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "models/base"}')
-    with pytest.raises(ConfigError, match=r"is an adapter and holds no tokenizer; .*tokenizer=models/base$"):
+    with pytest.raises(ConfigError, match=r"is an adapter without a tokenizer; .*tokenizer=models/base$"):
         load_tokenizer(adapter)

@@ -233,7 +233,7 @@ def test_a_folder_is_loaded_without_gradients_and_a_module_is_left_as_it_is(mode
     model = tiny_model()
     Sampler(model, tokenizer)
     assert all(p.requires_grad and p.dtype == torch.float32 for p in model.parameters())
-    with pytest.raises(ConfigError, match="a module brings no tokenizer"):
+    with pytest.raises(ConfigError, match="a module has no tokenizer"):
         Sampler(model)
     with pytest.raises(ConfigError, match=r"can.t|no tokenizer at"):
         Sampler("nothing")

@@ -37,6 +37,7 @@ from whet.trl.trainer.not_provided import NOT_CALLED
 from whet.trl.trainer.task import RLCallbackTask
 from whet.trl.trainer.trainer import Trainer
 from whet.types import TokenBatch
+from whet.util.garbage import pause_collector
 
 __all__ = ["RLTrainer"]
 
@@ -63,6 +64,7 @@ class RLTrainer(Trainer):
 
     aux_loss_enabled = False
 
+    @pause_collector()
     @VOCABULARY.translating()
     def __init__(
         self,

@@ -35,6 +35,7 @@ from whet.trl.trainer.not_provided import NOT_CALLED
 from whet.trl.trainer.task import SupervisedCallbackTask
 from whet.trl.trainer.trainer import Trainer
 from whet.types import Example
+from whet.util.garbage import pause_collector
 
 __all__ = ["SupervisedTrainer", "learner_class"]
 
@@ -65,6 +66,7 @@ class SupervisedTrainer(Trainer):
         "compute_loss": "write a loss for whet's learner (whet docs supervised), or choose loss_type",
     }
 
+    @pause_collector()
     @VOCABULARY.translating()
     def __init__(
         self,
