@@ -32,7 +32,7 @@ from whet.rollout.driver import Rollouts
 from whet.rollout.policy_rollouts import Play, PolicyRollouts
 from whet.train.role_checkpoints import Checkpoints
 from whet.train.role_trainer import RoleTrainer
-from whet.train.role_workers import ACTOR, Given, RoleWorkers, model_checks, trusts_remote_code
+from whet.train.role_workers import ACTOR, ModelSource, RoleWorkers, model_checks, trusts_remote_code
 from whet.train.worker import Allowed, ModelWorker
 from whet.types import Group, Prompt
 
@@ -135,7 +135,9 @@ class RLCluster(RoleWorkers):
             if role in self._workers:
                 self.add_trainer(role, loss, accumulate=accumulate)
 
-    def _load(self, role: Role, model: Given, actor: Given, policy: LoadedModel) -> tuple[Given, LoadedModel]:
+    def _load(
+        self, role: Role, model: ModelSource, actor: ModelSource, policy: LoadedModel
+    ) -> tuple[ModelSource, LoadedModel]:
         """A role's model beside the actor, and what it comes from."""
         if role is Role.REFERENCE:
             return self.load_reference(model, actor, policy)
