@@ -90,10 +90,9 @@ def config_class(command: str) -> tuple[Any, Any]:
 
         return WatchConfig, {}
     if command in ("chat", "generate"):
-        from whet.config.generate import ChatConfig, GenerateConfig, sampling_shorthands
+        from whet.config.generate import SAMPLING_SHORTHANDS, ChatConfig, GenerateConfig
 
-        kind = GenerateConfig if command == "generate" else ChatConfig
-        return kind, sampling_shorthands(kind)
+        return GenerateConfig if command == "generate" else ChatConfig, SAMPLING_SHORTHANDS
     if command in SUPERVISED_COMMANDS:
         kind = {"sft": config.SFTRunConfig, "rm": config.RMRunConfig, "dpo": config.DPORunConfig}[command]
         return kind, config.shorthands(kind)
