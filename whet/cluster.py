@@ -341,7 +341,7 @@ class RLCluster(RoleWorkers):
         self._rollouts.restore(state)
 
     def describe(self) -> dict[str, Any]:
-        """The choices for this machine: compute dtypes, and the back ends of training and of the engine, if it is built."""
+        """The choices for this machine: compute dtypes, and the back ends of training and of the engine, if any."""
         engine = self._rollouts.describe()
         return {**super().describe(), **({} if engine is None else {"rollout": engine})}
 
