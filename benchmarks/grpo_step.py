@@ -2,6 +2,7 @@
 
     python benchmarks/grpo_step.py --peer trl
     python benchmarks/grpo_step.py --front trl      # the drop-in too: whet.trl.GRPOTrainer by its own train()
+    python benchmarks/grpo_step.py --model smollm2  # a pretrained model of 135 M parameters
 
 Rounds are interleaved (whet, peer, whet, peer ...), each side in a process of its own with the same number of threads.
 The ratios are the peer's cost over whet's, the median over the rounds; memory is the peak above the loaded model.
@@ -26,7 +27,7 @@ from common import SIDES, Job
 COSTS = ("step", "rollout", "update", "memory")
 FRONT = "front"
 """The side of the drop-in."""
-MICRO = {"A": 16, "B": 16, "C": 16}
+MICRO = {"A": 16, "B": 16, "C": 16, "S": 16}
 """TRL's completions of one forward and backward pass; `--tune` finds the fastest on a machine."""
 COMPILE_STEPS = 3
 """Further steps for warm-up where `--tune` compiles TRL's model."""
@@ -38,10 +39,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--front", default=None, choices=["trl"], help="measure whet.trl as well, which trains by the peer's script"
     )
-    parser.add_argument("--workloads", default="A,B,C", help=f"some of {','.join(tasks.WORKLOADS)}")
+    parser.add_argument(
+        "--workloads", default=None, help=f"some of {','.join(tasks.WORKLOADS)}; by default A,B,C, and S with smollm2"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="times each side runs")
     parser.add_argument("--steps", type=int, default=2, help="steps measured in a round, after one for warm-up")
-    parser.add_argument("--model", type=Path, default=None, help="folder of a model; by default one of --shape is made")
+    parser.add_argument("--model", default=None, help="smollm2, or a folder; by default one of --shape is made")
     parser.add_argument("--shape", default="25m", choices=list(tasks.SHAPES), help="size of the model that is made")
     parser.add_argument("--peer-micro", type=int, default=None, help="completions of one pass of the peer")
     parser.add_argument(
@@ -52,7 +55,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--tune", action="store_true", help="time each side in each of its settings, once, and stop")
     args = parser.parse_args(argv)
-    args.workloads = args.workloads.split(",")
+    args.workloads = (args.workloads or ("S" if args.model == tasks.SMOLLM2 else "A,B,C")).split(",")
     unknown = [w for w in args.workloads if w not in tasks.WORKLOADS]
     if unknown:
         parser.error(f"--workloads {','.join(unknown)}: known are {', '.join(tasks.WORKLOADS)}")
@@ -238,7 +241,7 @@ def main(argv: list[str] | None = None) -> None:
 
     args = arguments(argv)
     with tempfile.TemporaryDirectory() as folder:
-        model = args.model or Path(folder)
+        model = tasks.smollm2_folder() if args.model == tasks.SMOLLM2 else Path(args.model or folder)
         if args.model is None:
             count = tasks.make_model(model, args.shape, tasks.char_tokenizer())
             print(f"model: a random Qwen3 of {count / 1e6:.1f} M parameters ({args.shape})")
@@ -259,7 +262,7 @@ def main(argv: list[str] | None = None) -> None:
             name: {s: {c: cost[c] for c in COSTS[:-1]} for s, cost in r["cost"].items()} for name, r in results.items()
         },
         "versions": versions,
-        "model": args.shape if args.model is None else args.model.name,
+        "model": args.shape if args.model is None else Path(args.model).name,
         "device": args.device,
         "threads": args.threads,
         "rounds": args.rounds,
@@ -269,9 +272,10 @@ def main(argv: list[str] | None = None) -> None:
         "peer_weights": args.peer_weights if args.dtype == "bfloat16" else "float32",
         "workloads": results,
     }
-    common.finish(
-        "grpo_step" if args.dtype == "float32" else "grpo_step-bf16", result, device=args.device, record=args.record
-    )
+    name = "grpo_step" if args.dtype == "float32" else "grpo_step-bf16"
+    if args.model == tasks.SMOLLM2:
+        name += f"-{tasks.SMOLLM2}"
+    common.finish(name, result, device=args.device, record=args.record)
 
 
 if __name__ == "__main__":

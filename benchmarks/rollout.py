@@ -1,6 +1,7 @@
 """Rollouts in whet's engine and in its peers: the same model, prompts and lengths, on the same machine.
 
     python benchmarks/rollout.py
+    python benchmarks/rollout.py --models smollm2   # a pretrained model of 135 M parameters
 
 For each model and dtype every engine runs in a process of its own with the same number of threads, which loads the
 model once. Rounds are interleaved: one workload in each engine, one engine after the other while the others wait. Timed
@@ -34,7 +35,7 @@ import tasks
 from rollout_sides import SIDES, Spec, Work
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-SHAPE_OF = {"tiny": "tiny", "1m": "1m", "25m": "25m", "0.6b": "qwen3-0.6b"}
+SHAPE_OF = {"tiny": "tiny", "1m": "1m", "25m": "25m", "smollm2": tasks.SMOLLM2, "0.6b": "qwen3-0.6b"}
 TRIED = {
     "whet": ("defaults",),
     "generate": ("dynamic, all", "static, all"),
@@ -93,6 +94,11 @@ def all_workloads(device: str) -> list[Workload]:
         for dtype in DTYPES
         for prompt in (32, 512)
         for kind, new in (("equal", 128), ("mixed", 512))
+    ]
+    found += [
+        Workload(model="smollm2", dtype=dtype, prompt=48, kind=kind, new=64)
+        for dtype in DTYPES
+        for kind in ("equal", "mixed")
     ]
     found.append(Workload(model="0.6b", dtype="bf16", prompt=32, kind="equal", new=32, prompts=2))
     if device == "cuda":
@@ -245,7 +251,8 @@ def stop(running: dict[str, Process]) -> None:
 def make_work(w: Workload, seed: int, *, lengths: list[int] | None = None, greedy: bool = False) -> Work:
     """Prompts of random tokens, others for each seed, so that no cache of the round before helps."""
     rng = random.Random(1000 + seed)
-    prompts = [[rng.randrange(len(tasks.ALPHABET)) for _ in range(w.prompt)] for _ in range(w.prompts)]
+    ids = range(100, 49_000) if w.model == tasks.SMOLLM2 else range(len(tasks.ALPHABET))
+    prompts = [[rng.choice(ids) for _ in range(w.prompt)] for _ in range(w.prompts)]
     return Work(
         prompts=prompts, generations=w.generations, lengths=lengths or w.lengths(), seed=seed, greedy=greedy
     )  # fmt: skip
@@ -356,8 +363,11 @@ def run_model(args: argparse.Namespace, chosen: list[Workload], folder: Path) ->
     """All workloads of a model and dtype: name -> result, and what is common to them."""
     first = chosen[0]
     shape, dtype = SHAPE_OF[first.model], DTYPES[first.dtype]
-    model = folder / "model"
-    tasks.make_model(model, shape, tokenizer := tasks.char_tokenizer(), dtype=dtype)
+    tokenizer = tasks.char_tokenizer()
+    if shape == tasks.SMOLLM2:
+        model = tasks.smollm2_folder()
+    else:
+        tasks.make_model(model := folder / "model", shape, tokenizer, dtype=dtype)
     vocabulary = tasks.SHAPES[shape].get("vocabulary", len(tokenizer))
     spec = spec_of(args, chosen, model)
     hello = make_work(first, 998, lengths=[2] * len(first.lengths()))

@@ -1,6 +1,7 @@
 """A step of SFT and one of DPO in whet and in a peer: the same model, rows, optimizer and machine.
 
     python benchmarks/sft_step.py --peer trl
+    python benchmarks/sft_step.py --model smollm2  # a pretrained model of 135 M parameters
 
 Rounds are interleaved (whet, peer, whet, peer ...), each side in a process of its own with the same number of threads.
 TRL's SFT packs rows to max_length, so the time of a step is taken per token that the model was given; in DPO both sides
@@ -28,6 +29,7 @@ KINDS = ("sft", "dpo")
 COSTS = ("time", "memory")
 PROMPT, SHORTEST, LONGEST = 64, 16, 384
 """Tokens of prompts, and of the shortest and longest answer: evenly spread between them."""
+WORDS = ("the", "of", "and", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by", "on", "not", "he")
 MAX_LENGTH = 512
 MICRO = {"sft": 1, "dpo": 4}
 """TRL's rows of a pass. Packed rows of one pass are laid end to end, and without flash attention each is scored against
@@ -40,6 +42,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kinds", default=",".join(KINDS), help="some of sft,dpo")
     parser.add_argument("--rounds", type=int, default=3, help="times each side runs")
     parser.add_argument("--steps", type=int, default=3, help="steps measured in a round, after one for warm-up")
+    parser.add_argument("--model", default=None, choices=[tasks.SMOLLM2], help="by default a random one of --shape")
     parser.add_argument("--shape", default="25m", choices=list(tasks.SHAPES), help="size of the random model")
     parser.add_argument("--batch", type=int, default=32, help="rows of a step; of DPO half as many pairs")
     parser.add_argument("--micro", type=int, default=None, help=f"rows of one pass of the peer (default: {MICRO})")
@@ -52,16 +55,19 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def make_rows(kind: str, count: int, seed: int) -> list[dict[str, str]]:
-    """Prompts and answers of random letters, one token each; answers of a pair differ in length.
+def make_rows(kind: str, count: int, seed: int, *, words: bool = False) -> list[dict[str, str]]:
+    """Prompts and answers of random letters, or of words with a space before each; answers of a pair differ in length.
+
+    A letter is a token of the random model, and such a word one of a pretrained model.
 
     >>> sorted(make_rows("dpo", 1, 0)[0])
     ['chosen', 'prompt', 'rejected']
     """
     rng = random.Random(seed)
+    parts = [f" {word}" for word in WORDS] if words else list(string.ascii_letters)
 
     def text(length: int) -> str:
-        return "".join(rng.choices(string.ascii_letters, k=length))
+        return "".join(rng.choices(parts, k=length))
 
     answers = ("completion",) if kind == "sft" else ("chosen", "rejected")
     return [
@@ -78,7 +84,8 @@ def make_job(args: argparse.Namespace, kind: str, model: Path, seed: int) -> Sup
     return SupervisedJob(
         kind=kind,
         model=str(model),
-        rows=make_rows(kind, 2 * batch * (args.steps + 1), seed),  # more than TRL's packed rows take
+        # more than TRL's packed rows take
+        rows=make_rows(kind, 2 * batch * (args.steps + 1), seed, words=args.model == tasks.SMOLLM2),
         steps=args.steps + 1,
         batch=batch,
         max_length=MAX_LENGTH,
@@ -136,12 +143,14 @@ def main(argv: list[str] | None = None) -> None:
     """Runs the rounds and prints the result."""
     args = arguments(argv)
     with tempfile.TemporaryDirectory() as folder:
-        count = tasks.make_model(Path(folder), args.shape, tasks.char_tokenizer())
-        print(f"model: a random Qwen3 of {count / 1e6:.1f} M parameters ({args.shape})")
-        results = {kind: run_kind(args, kind, Path(folder)) for kind in args.kinds}
+        model = Path(folder) if args.model is None else tasks.smollm2_folder()
+        if args.model is None:
+            count = tasks.make_model(model, args.shape, tasks.char_tokenizer())
+            print(f"model: a random Qwen3 of {count / 1e6:.1f} M parameters ({args.shape})")
+        results = {kind: run_kind(args, kind, model) for kind in args.kinds}
     result = {
         "ratios": {kind: r.pop("ratios") for kind, r in results.items()},
-        "model": args.shape,
+        "model": args.model or args.shape,
         "device": args.device,
         "threads": args.threads,
         "rounds": args.rounds,
@@ -151,7 +160,7 @@ def main(argv: list[str] | None = None) -> None:
         "max_length": MAX_LENGTH,
         "results": results,
     }
-    common.finish("sft_step", result, device=args.device, record=args.record)
+    common.finish("sft_step" + (f"-{args.model}" if args.model else ""), result, device=args.device, record=args.record)
 
 
 if __name__ == "__main__":

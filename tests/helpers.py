@@ -15,9 +15,11 @@ import whet
 import whet.tunix
 from whet.config import Mode, OptimConfig
 from whet.data.tokenizer import byte_tokenizer
-from whet.ops import AdvantageInputs, Objective, clipped_surrogate, reference_kl, sampler_importance
+from whet.ops import AdvantageInputs, PolicyObjective, clipped_surrogate, reference_kl, sampler_importance
 from whet.rewards.call import RewardInputs
 from whet.rewards.reward_batch import RewardBatch
+from whet.rollout.base import EngineCaps, Output
+from whet.rollout.queue_engine import QueueEngine
 from whet.types import Completion, Group, Prompt, TokenBatch
 
 VOCABULARY = 264
@@ -114,7 +116,7 @@ def completion(tokens, generation=0, *, version=0, prefix=None, finish="stop", l
 def grpo_objective(x, *, surrogate=clipped_surrogate, beta=0.0, kl_mode="kl", kl_clamp=None, sampler_is_threshold=None):
     """GRPO's objective, composed by hand."""
     weight = functools.partial(sampler_importance, sampler_is_threshold=sampler_is_threshold)
-    return Objective(
+    return PolicyObjective(
         surrogate=surrogate,
         factors=() if sampler_is_threshold is None else (weight,),
         kl=functools.partial(reference_kl, kl_loss_mode=kl_mode, kl_clamp_value=kl_clamp),
@@ -327,3 +329,36 @@ class Events(TrainerCallback):
         if not name.startswith("on_"):
             return super().__getattribute__(name)
         return lambda args, state, control, **_: self.seen.append((name, state.global_step))
+
+
+class Replay(QueueEngine):
+    """An engine that returns given completions in their order."""
+
+    caps = EngineCaps(shared_weights=True)
+
+    def __init__(self, loaded, decode, outputs=()):
+        super().__init__("replay")
+        self.outputs, self.closed = outputs, False
+
+    def step(self, timeout_s=None):
+        taken = [self.queue.popleft() for _ in range(len(self.queue))]
+        return [
+            Output(
+                id=r.id,
+                tokens=tokens,
+                logprobs=np.zeros(len(tokens), np.float32),
+                versions=np.zeros(len(tokens), np.int32),
+                finish_reason="stop" if tokens[-1] == END else "length",
+            )
+            for r, tokens in zip(taken, self.outputs)
+        ]
+
+    def close(self):
+        self.closed = True
+
+
+def error_message(error, call, *args, **options):
+    """The message of the error that a call raises."""
+    with pytest.raises(error) as raised:
+        call(*args, **options)
+    return str(raised.value)

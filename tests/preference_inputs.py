@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from whet.config import PreferenceConfig
-from whet.learners.objective import keyword_arguments
-from whet.learners.preference_objective import make_preference_objective
+from whet.learners.from_config import keyword_arguments
+from whet.learners.preference_from_config import make_preference_objective
 from whet.ops.preference import PREFERENCE_LOSSES, StepPasses, mismatched_rows, needs_of
 from whet.types import Example, LossInputs, TokenBatch, TrainSequence
 

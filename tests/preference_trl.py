@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from preference_inputs import batch_of, inputs
 
 from whet.config import PreferenceConfig
-from whet.learners.preference_objective import make_preference_objective
+from whet.learners.preference_from_config import make_preference_objective
 from whet.ops import aggregate, unit_weights
 from whet.ops.preference import StepPasses
 

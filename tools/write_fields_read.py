@@ -10,8 +10,8 @@ from typing import Any
 
 from whet.config import PPOConfig, PreferenceConfig, RewardModelConfig
 from whet.config.base import choices
-from whet.learners.objective import fields_read
-from whet.learners.preference_objective import fields_read_by_loss
+from whet.learners.from_config import fields_read
+from whet.learners.preference_from_config import fields_read_by_loss
 from whet.ops import (
     ADVANTAGE_ESTIMATORS,
     CORRECTIONS,

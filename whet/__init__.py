@@ -5,9 +5,11 @@ This release trains in one process and runs on a CPU; its code for a GPU has not
 The names here are imported when they are first used, so that `import whet` and the command line start at once.
 """
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from whet._version import __version__
+from whet.util.log_lines import DefaultHandler
 
 if TYPE_CHECKING:
     from whet.cluster import RLCluster
@@ -230,3 +232,4 @@ def _warn_of_the_other() -> None:
 
 
 _warn_of_the_other()
+logging.getLogger("whet").addHandler(DefaultHandler())

@@ -10,8 +10,8 @@ from torch import nn
 
 from whet.config import OptimConfig
 from whet.errors import EngineError
-from whet.models.adapters import Adapter, effective_weight, plain_linear
 from whet.models.load import load_model
+from whet.models.lora_layers import Adapter, effective_weight, plain_linear
 from whet.native.build import Unavailable
 from whet.native.decode import decode_kernels
 from whet.rollout.base import Sampling

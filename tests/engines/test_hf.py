@@ -7,7 +7,7 @@ import transformers as tf
 
 from whet.ops.counter_rng import address_key, uniform
 from whet.rollout.base import Request, Sampling
-from whet.rollout.engine.sampler import sample_rows
+from whet.rollout.engine.sampling import sample_rows
 from whet.rollout.hf import HFEngine
 from whet.rollout.requests import make_plan
 

@@ -1,41 +1,109 @@
 """The commands of `whet` on several processes write what one process writes."""
 
+import itertools
 import json
+import multiprocessing.connection
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from helpers import full, rows
+import torch
+from helpers import full, rows, tiny_model
 from processes import free_port, needs_gloo, start, wait
-from run_folders import assert_same_run, run_commands
+from run_folders import assert_same_rows, assert_same_run, rows_of, run_command, run_commands
 
 from whet.cli import main
+from whet.models.load import load_model
 
 REWARD = """
-def length(completions, **_):
+import os
+
+def length(completions, completion_ids, mode, **_):
+    with open(f"rewarded-{os.environ.get('RANK')}", "a") as file:
+        file.writelines(f"{mode} {ids}\\n" for ids in completion_ids)
     return [float(sum(map(ord, text)) % 7) for text in completions]
 """
-COMMON = ["trainer.run_dir=run", "trainer.pbar_description=null", "trainer.max_segments_per_packed_row=4"]
+COMMON = ["trainer.pbar_description=null", "trainer.max_segments_per_packed_row=4"]
 GRPO = ["grpo", "model=model", "actor.dtype=float32", "data=rows.jsonl", "data.eval_path=eval.jsonl",
         "reward=reward.py:length", "data.batch_size=3", "algo.num_generations=3", "actor.optim.lr=1e-3",
         "rollout.max_tokens_to_generate=8", *COMMON]  # fmt: skip
+RUN = "trainer.run_dir=run"
+
+
+SUPERVISED = ["model=model", "data.batch_size=5", "trainer.max_steps=2"]
+SGD = ["actor.optim.name=sgd", "actor.optim.lr=0.1"]
+"""For gradients near 0, of which AdamW would make steps of the full size, with the sign of their rounding."""
+LORA = ["actor.lora.r=2", *SGD]
+COMMANDS = {
+    "sft": ["sft", *SUPERVISED, "data=sft.jsonl", "data.eval_path=sft-eval.jsonl", "actor.dtype=float32"],
+    "sft-dropout": ["sft", *SUPERVISED, "data=sft.jsonl", "actor.dtype=float32", *LORA, "actor.lora.lora_dropout=0.3"],
+    "dpo": ["dpo", *SUPERVISED, "data=pairs.jsonl", "actor.dtype=float32", "reference.dtype=float32"],
+    "dpo-lora": ["dpo", *SUPERVISED, "data=pairs.jsonl", "actor.dtype=float32", *LORA],
+    "rm": ["rm", *SUPERVISED, "data=pairs.jsonl", "reward_model.dtype=float32"],
+    "ppo": ["ppo", *(word for word in GRPO[1:] if "generations" not in word), "trainer.max_steps=2",
+            "critic.dtype=float32", "reference.dtype=float32", "algo.beta=0.1"],
+    "grpo-lora": [*GRPO, "trainer.max_steps=2", *LORA, "algo.beta=0.1", "trainer.merge_adapter=true"],
+    "grpo-distillation": [*GRPO, "trainer.max_steps=2", "teacher.model=teacher", "teacher.dtype=float32",
+                          "algo.policy_loss_fn=gkd"],
+    "grpo-reward-model": [*GRPO, "trainer.max_steps=2", "reward=[reward_model, reward.py:length]",
+                          "reward_model.model=judge", "reward_model.dtype=float32", *SGD],
+}  # fmt: skip
+"""Commands of `whet` by their run folders."""
+QUICK = ("sft-dropout", "grpo-lora", "grpo-reward-model")
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory, model_folder, tokenizer):
+    """Folders of models: the policy, a teacher, and a reward model."""
+    root = tmp_path_factory.mktemp("models")
+    (root / "model").symlink_to(model_folder)
+    tiny_model(3).save_pretrained(root / "teacher")
+    judge = load_model(tiny_model(4), role="critic").module
+    with torch.no_grad():
+        judge.score.weight.normal_(generator=torch.Generator().manual_seed(0))
+    judge.save_pretrained(root / "judge")
+    for name in ("teacher", "judge"):
+        tokenizer.save_pretrained(root / name)
+    return root
 
 
 @pytest.fixture
-def folders(tmp_path, model_folder):
-    """Two folders with the same model, rows and reward function, for two runs."""
+def folders(tmp_path, models):
+    """Two folders with the same models, rows and reward function, for two runs."""
     made = []
+    written = [{**row, "completion": "7" * (1 + i % 5)} for i, row in enumerate(rows(12))]
+    pairs = [{**row, "chosen": "7" * (1 + i % 5), "rejected": "3" * (2 + i % 3)} for i, row in enumerate(rows(12))]
+    data = {"rows": rows(12), "eval": rows(3), "sft": written, "sft-eval": written[:3], "pairs": pairs}
     for name in ("one", "several"):
         folder = tmp_path / name
         folder.mkdir()
-        (folder / "model").symlink_to(model_folder)
-        for file, count in (("rows.jsonl", 12), ("eval.jsonl", 3)):
-            (folder / file).write_text("".join(json.dumps(row) + "\n" for row in rows(count)))
+        for model in models.iterdir():
+            (folder / model.name).symlink_to(model)
+        for file, of_file in data.items():
+            (folder / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in of_file))
         (folder / "reward.py").write_text(REWARD)
         made.append(folder)
     return made
+
+
+def run_to_failure(folder, words, more=None):
+    """Runs a command on two processes until one has failed and the other has seen it.
+
+    Returns: their exit codes, -9 of one that torchrun would have to end, and their standard errors.
+    """
+    processes = start(2, run_command, folder, free_port(), words, more or {})
+    try:
+        for patience in (60, 5):
+            multiprocessing.connection.wait([p.sentinel for p in processes if p.is_alive()], patience)
+        if processes[0].is_alive():  # it waits for the other one
+            processes[0].join(30)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return [p.exitcode for p in processes], [(folder / f"stderr-{rank}").read_text() for rank in range(2)]
 
 
 def compare(folders, monkeypatch, commands, size=2):
@@ -48,16 +116,102 @@ def compare(folders, monkeypatch, commands, size=2):
             assert main(words) == 0
     finally:
         wait(processes, several)
-    assert_same_run(one / "run", several / "run")
+    for run in {word for words in commands for word in words if word.startswith("trainer.run_dir=")}:
+        name = run.removeprefix("trainer.run_dir=")
+        assert_same_run(one / name, several / name)
+
+
+@needs_gloo
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("names", [QUICK, full(tuple(COMMANDS))], ids=["quick", "all"])
+def test_every_command_writes_the_run_of_one_process(folders, monkeypatch, names):
+    compare(folders, monkeypatch, [[*COMMANDS[name], *COMMON, f"trainer.run_dir={name}"] for name in names])
 
 
 @needs_gloo
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("size", [2, full(4)])
-def test_grpo_evaluates_saves_and_resumes_as_one_process(folders, monkeypatch, size):
-    more = [*GRPO, "trainer.checkpointing_options.save_interval_steps=1"]
+def test_grpo_refills_evaluates_saves_and_resumes_as_one_process(folders, monkeypatch, size):
+    """Of four ranks one has no prompt to sample."""
+    more = [
+        *GRPO,
+        RUN,
+        "trainer.checkpointing_options.save_interval_steps=1",
+        "algo.dynamic_sampling=true",
+        "algo.group_reward_bounds=[2.5, 3.5]",
+    ]
     compare(folders, monkeypatch, [[*more, "trainer.max_steps=1"],
                                    [*more, "trainer.max_steps=3", "trainer.resume=latest"]], size)  # fmt: skip
+    drawn = [row["dynamic_sampling/batches"] for row in rows_of(folders[0] / "run") if row["mode"] == "train"]
+    assert max(drawn) > 1
+    one, several = ([path.read_text().splitlines() for path in f.glob("rewarded-*")] for f in folders)
+    assert sorted(itertools.chain(*several)) == sorted(*one) and len(several) == min(size, 3)
+
+
+FAULTY = """
+import os, sys, time
+import whet.models.forward, whet.train.model_files
+
+def length(completions, mode, **_):
+    if mode == "train" and os.environ["RANK"] == "{rank}":
+        {fault}
+    return [float(sum(map(ord, text)) % 7) for text in completions]
+"""
+MISSING = "rewards: the other ranks did not all arrive here: [Rank 0]: Ranks 1 failed to pass monitoredBarrier"
+FAULTS = {
+    "raises": (1, "raise ValueError('judge broke')", "rewards: WhetError: rank 1 of 2 failed: RewardError: reward "),
+    "exits": (1, "os._exit(3)", MISSING),
+    "sleeps": (1, "time.sleep(300)", MISSING),
+    "forward": (1, "whet.models.forward.model_stats = None", "update: RuntimeError: "),
+    "save": (0, "whet.train.model_files.save_weights = None", "checkpoint: TypeError: "),
+}  # fmt: skip
+"""The rank that fails, what its reward function does, and what rank 0 says."""
+
+
+@needs_gloo
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("fault", ["raises", *map(full, ("exits", "sleeps", "forward", "save"))])
+def test_a_fault_of_one_rank_ends_the_others_with_rank_step_and_phase(folders, fault):
+    folder, (rank, code, message) = folders[1], FAULTS[fault]
+    (folder / "reward.py").write_text(FAULTY.format(rank=rank, fault=code))
+    words = [*GRPO, RUN, "trainer.max_steps=2", "trainer.collective_timeout_s=8", "data.eval_path=null",
+             "trainer.checkpointing_options.save_interval_steps=1"]  # fmt: skip
+    codes, output = run_to_failure(folder, words)
+    assert all(codes) and f"rank 0 of 2, step 1, {message}" in output[0], output
+
+
+@needs_gloo
+@pytest.mark.timeout(200)
+def test_ranks_with_other_data_are_told_before_they_compute(folders):
+    folder = folders[1]
+    (folder / "other.jsonl").write_text((folder / "sft.jsonl").read_text().replace("7", "77"))
+    words = [*COMMANDS["sft"], *COMMON, RUN, "data.eval_path=null", "trainer.collective_timeout_s=20"]
+    codes, output = run_to_failure(folder, words, {1: ["data=other.jsonl"]})
+    assert codes == [2, 2] and all("step 1, update: rank 1 has another batch than rank 0: tokens " in x for x in output)
+
+
+@needs_gloo
+@pytest.mark.full
+@pytest.mark.timeout(400)
+def test_max_restarts_goes_on_from_the_last_checkpoint(folders, monkeypatch):
+    one, several = folders
+    first = "os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'"
+    fault = f"{first} and os.path.isdir('run/checkpoints/step-000002') and os._exit(1)"
+    (several / "reward.py").write_text(FAULTY.format(rank=1, fault=fault))
+    words = [*GRPO, RUN, "trainer.max_steps=4", "trainer.checkpointing_options.save_interval_steps=1"]
+    done = torchrun(several, ["-m", "whet", *words, "trainer.resume=latest"], "--max-restarts=1")
+    assert done.returncode == 0, done.stderr
+    assert "resumed from" in done.stderr and "step 2 is done" in done.stderr
+    monkeypatch.chdir(one)
+    assert main(words) == 0
+    assert_same_rows(rows_of(one / "run"), rows_of(several / "run"))
+
+
+def torchrun(folder, program, *options):
+    """Runs a program on two processes that torchrun starts."""
+    root = str(Path(__file__).parents[2])
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *options, *program]
+    return subprocess.run(words, cwd=folder, env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True)
 
 
 @needs_gloo
@@ -66,12 +220,10 @@ def test_grpo_evaluates_saves_and_resumes_as_one_process(folders, monkeypatch, s
 @pytest.mark.parametrize("front", ["command", "script"])
 def test_torchrun_itself_starts_them(folders, monkeypatch, front):
     one, several = folders
-    words = [*GRPO, "trainer.max_steps=2"]
+    words = [*GRPO, RUN, "trainer.max_steps=2"]
     (several / "train.py").write_text(f"import sys\nfrom whet.cli import main\nsys.exit(main({words!r}))\n")
     program = ["-m", "whet", *words] if front == "command" else ["train.py"]
-    root = str(Path(__file__).parents[2])
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *program]
-    done = subprocess.run(torchrun, cwd=several, env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True)
+    done = torchrun(several, program)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("2 processes train together: FSDP over gloo") == 1
     monkeypatch.chdir(one)

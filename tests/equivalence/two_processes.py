@@ -10,6 +10,8 @@ from torch.distributed.tensor import DTensor
 from whet.config import DataConfig, GRPOConfig, OptimConfig
 from whet.learners.grpo import GRPOLearner
 
+VARIES = ("time/", "perf/", "rollout/mean_batch_size")
+"""Metrics of a clock, or of one rank's engine."""
 PATIENCE = datetime.timedelta(seconds=60)
 
 
@@ -53,7 +55,7 @@ def one_update(prompts):
     return {
         "gradients": gradients,
         "weights": {name: whole(p) for name, p in worker.module.named_parameters()},
-        "row": {n: x for n, x in run.rows[0].items() if isinstance(x, float) and not n.startswith(("time/", "perf/"))},
+        "row": {n: x for n, x in run.rows[0].items() if isinstance(x, float) and not n.startswith(VARIES)},
         "passes": passes,
         "rewarded": rewarded,
     }

@@ -119,8 +119,8 @@ def test_changed_evaluation_data_are_refused_and_the_same_go_on(folders):
     for other, said in (
         (evals[:2], "3 prompts -> 2 prompts"),
         (None, "3 prompts -> none"),
-        ([evals[1], evals[0], evals[2]], "same number of prompts, but one was changed or reordered"),
-        ([*evals[:2], {**evals[2], "answer": "4"}], "the same prompts, but another column"),
+        ([evals[1], evals[0], evals[2]], "the number of prompts is the same, but some were changed or reordered"),
+        ([*evals[:2], {**evals[2], "answer": "4"}], "the prompts are the same, but another column"),
     ):
         with pytest.raises(CheckpointError, match=f"evaluation data: {said}"):
             resumed.train(rows(8), other)

@@ -109,7 +109,7 @@ def test_the_programs_of_a_reward_hear_no_ctrl_c(tmp_path, kind):
 
     reward = later if kind == "async" else lambda completions, **_: ran(completions)
     run, _ = train(tmp_path, reward=reward, max_steps=1, count=2)
-    assert run.rows[-1]["rewards/score/mean"] == 1.0
+    assert run.rows[-1]["reward"] == 1.0
 
 
 def test_the_checkpoints_of_another_run_are_not_taken_up_where_a_run_has_its_own(tmp_path):

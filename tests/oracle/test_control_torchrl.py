@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from whet.ops import (
-    Objective,
+    PolicyObjective,
     aggregate,
     clipped_surrogate,
     effective_sample_size,
@@ -123,7 +123,7 @@ def test_the_kl_mask_leaves_out_the_same_tokens_and_another_denominator(threshol
     x = ours(p)
     kept = sampler_kl_mask(x, kl_mask_threshold=threshold)
     assert 0 < kept.mean() < 1
-    objective = Objective(surrogate=clipped_surrogate, factors=(lambda x: kept,))
+    objective = PolicyObjective(surrogate=clipped_surrogate, factors=(lambda x: kept,))
     mine = aggregate(objective(x)[0], token_weights(x.mask, x.sequence, "token-mean"))
     there = theirs(p, kl_mask_threshold=threshold).loss_objective.sum()
     assert mine.item() == pytest.approx((there * kept.mean()).item(), rel=1e-6)  # masked tokens still count here

@@ -18,7 +18,7 @@ from whet.learners.sampler_mismatch import compare_sampler
 from whet.metrics import Mean
 from whet.ops import (
     CORRECTIONS,
-    Objective,
+    PolicyObjective,
     aggregate,
     clipped_surrogate,
     entropy_rank,
@@ -140,7 +140,7 @@ def test_the_kl_in_the_loss_with_and_without_bias_correction(seed, correct, leve
     p = padded(seed)
     at = {"importance_sampling_level": level}
     kl = functools.partial(reference_kl, kl_loss_mode="k3", use_bias_correction_kl=correct, **at)
-    mine = ours(Objective(surrogate=functools.partial(clipped_surrogate, **at), kl=kl, beta=0.3), packed(p))
+    mine = ours(PolicyObjective(surrogate=functools.partial(clipped_surrogate, **at), kl=kl, beta=0.3), packed(p))
     same_loss_and_gradient(p, mine, theirs(p, beta=0.3, use_bias_correction_kl=correct, level=level)[0])
 
 
@@ -150,7 +150,7 @@ def test_the_off_policy_mask(threshold):
     mask = functools.partial(off_policy_mask, off_policy_mask_threshold=threshold)
     x = packed(p)
     assert 0 < mask(x).mean() < 1
-    mine = ours(Objective(surrogate=clipped_surrogate, factors=(mask,)), x)
+    mine = ours(PolicyObjective(surrogate=clipped_surrogate, factors=(mask,)), x)
     same_loss_and_gradient(p, mine, theirs(p, off_policy_mask_threshold=threshold)[0])
 
 
@@ -161,7 +161,7 @@ def test_the_mask_of_high_entropies(share):
     rank[p.mask.bool()] = entropy_rank(p.entropy.detach()[p.mask.bool()], torch.ones(int(p.mask.sum())).bool())
     x = packed(p, entropy_rank=rank)
     factor = functools.partial(high_entropy_mask, top_entropy_quantile=share)
-    mine = ours(Objective(surrogate=clipped_surrogate, factors=(factor,)), x)
+    mine = ours(PolicyObjective(surrogate=clipped_surrogate, factors=(factor,)), x)
     same_loss_and_gradient(p, mine, theirs(p, top_entropy_quantile=share)[0])
 
 
@@ -232,7 +232,7 @@ def test_the_importance_sampling_of_each_mode(mode, low, high, unknown):
     factor = functools.partial(CORRECTIONS[level], sampler_is_mode=how, sampler_is_threshold=high, sampler_is_lower=low)
     x = packed(p)
     torch.testing.assert_close(factor(x), ratio.expand(ROWS, WIDTH)[p.mask.bool()], rtol=1e-6, atol=1e-12)
-    mine = ours(Objective(surrogate=clipped_surrogate, factors=(factor,)), x)
+    mine = ours(PolicyObjective(surrogate=clipped_surrogate, factors=(factor,)), x)
     same_loss_and_gradient(p, mine, theirs(p, correction=ratio)[0])
 
 
@@ -261,13 +261,12 @@ def test_what_is_logged_of_the_importance_sampling(mode, unknown):
 
 def test_the_entropy_bonus_is_under_the_token_weights_here_and_a_token_mean_there():
     p = padded(5)
-    objective = Objective(surrogate=clipped_surrogate, entropy_coef=0.3)
+    objective = PolicyObjective(surrogate=clipped_surrogate, entropy_coef=0.3)
     same_loss_and_gradient(p, ours(objective, packed(p)), theirs(p, entropy_coef=0.3)[0])
     x = packed(p)
     weights = token_weights(x.mask, x.sequence, "sequence-mean-token-mean")
-    bonus = [
-        aggregate(Objective(surrogate=clipped_surrogate, entropy_coef=c)(x)[0], weights).item() for c in (0.0, 1.0)
-    ]
+    losses = [PolicyObjective(surrogate=clipped_surrogate, entropy_coef=c)(x)[0] for c in (0.0, 1.0)]
+    bonus = [aggregate(loss, weights).item() for loss in losses]
     there = [theirs(p, control=grpo, entropy_coef=c)[0].item() for c in (0.0, 1.0)]
     assert bonus[0] == pytest.approx(there[0])
     by_sequence = torch.stack([row[m.bool()].mean() for row, m in zip(p.entropy.detach(), p.mask)]).mean()
@@ -290,7 +289,7 @@ def test_the_adaptive_entropy_coefficient_step_by_step(target):
     for seed in range(5):
         p = padded(seed)
         loss, there = theirs(p, control=lambda new, before=there: carried(new, before), **settings)
-        objective = Objective(surrogate=clipped_surrogate, entropy_coef=mine.loss_entropy_coef)
+        objective = PolicyObjective(surrogate=clipped_surrogate, entropy_coef=mine.loss_entropy_coef)
         same_loss_and_gradient(p, ours(objective, packed(p)), loss)
         entropy = p.entropy.detach()[p.mask.bool()]
         mine.after_update({"entropy/token_mean": Mean(entropy.sum().item(), len(entropy))})

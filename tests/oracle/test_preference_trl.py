@@ -13,7 +13,7 @@ from preference_trl import NAMES, DPOTrainer, Pairs, dpo_trainer
 from trl.trainer.utils import add_fused_lm_head
 
 from whet.config import OptimConfig, PreferenceConfig
-from whet.learners.preference_objective import make_preference_objective
+from whet.learners.preference_from_config import make_preference_objective
 from whet.models.load import load_model
 from whet.ops import unit_weights
 from whet.ops.preference import StepPasses

@@ -17,7 +17,7 @@ from trl.experimental.cpo import CPOTrainer
 from trl.experimental.orpo import ORPOTrainer
 
 from whet.config import PreferenceConfig
-from whet.learners.preference_objective import make_preference_objective
+from whet.learners.preference_from_config import make_preference_objective
 from whet.ops.preference import StepPasses, bradley_terry, mismatched_rows
 from whet.types import LossInputs
 

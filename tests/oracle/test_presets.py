@@ -14,8 +14,8 @@ from helpers import completion, prompt, reward_batch
 from peer_code import function, run, source, statements_from, trl_trainer
 
 from whet import presets
+from whet.learners.from_config import advantage_inputs, bind_fields, make_estimator, make_objective
 from whet.learners.kl_controller import KLController
-from whet.learners.objective import advantage_inputs, bind_fields, make_estimator, make_objective
 from whet.ops import VALUE_LOSSES, advantages_and_returns, estimate, token_weights
 from whet.types import Group, LossInputs, TokenBatch
 

@@ -15,8 +15,8 @@ from helpers import END, PAD, Events, length_reward, random_batch, rows, tiny_mo
 import whet.trl
 from whet.data.tokenizer import byte_tokenizer
 from whet.envs.tool_calls import ToolTemplate
+from whet.learners.from_config import make_objective
 from whet.learners.kl_controller import KLController
-from whet.learners.objective import make_objective
 from whet.trl import GRPOConfig, GRPOTrainer
 from whet.trl.config.translate import grpo_algorithm as algorithm
 from whet.trl.rl.learner import TRLLearner

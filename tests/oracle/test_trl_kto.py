@@ -51,7 +51,7 @@ def test_what_trl_refuses_is_refused():
         ({"per_device_train_batch_size": 1}, "batch size must be > 1"),
         ({"train_sampling_strategy": "random"}, "requires `train_sampling_strategy='sequential'`"),
         ({"loss_type": "bco"}, "unknown loss_type 'bco'"),
-        ({"precompute_ref_log_probs": True}, "not taken with loss_type='kto'"),
+        ({"precompute_ref_log_probs": True}, "not supported with loss_type='kto'"),
     ):
         with pytest.raises(ConfigError, match=message):
             KTOConfig(**given)

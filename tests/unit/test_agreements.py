@@ -86,7 +86,7 @@ def test_a_chat_leaves_room_for_the_tokens_that_must_come(tokenizer):
     sampler = Sampler(tiny_model(max_position_embeddings=256), tokenizer)
     c = Chat(sampler, ChatConfig(min_tokens=100, seed=1, temperature=1.0))
     assert "".join(c.say("x" * 20))
-    with pytest.raises(DataError, match="/reset forgets what was said before"):
+    with pytest.raises(DataError, match="/reset starts a new conversation"):
         all("".join(c.say("x" * 20)) for _ in range(6))
 
 

@@ -14,6 +14,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 NAMES = (
     "common", "tasks", "sides", "machine", "grpo_step", "learning_curve", "train_sides", "train_step",
     "floor", "rollout_sides", "rollout", "learning_tasks", "presets", "supervised_sides", "sft_step", "demo_seeds",
+    "same_script",
 )  # fmt: skip
 
 
@@ -51,7 +52,7 @@ def test_defaults_are_the_recorded_setting(scripts):
         ("train_step", ["--sides", "verl"], "--sides verl: known are whet, naive, trl"),
         ("learning_curve", ["--steps", "5", "--last", "6"], "1..--steps (5)"),
         ("learning_curve", ["--seeds", "1"], "no spread"),
-        ("rollout", ["--models", "1m,9b"], "--models 9b: known are tiny, 1m, 25m, 0.6b"),
+        ("rollout", ["--models", "1m,9b"], "--models 9b: known are tiny, 1m, 25m, smollm2, 0.6b"),
         ("rollout", ["--engines", "sglang"], "known are whet, generate, continuous, vllm"),
         ("rollout", ["--workloads", "25m-fp64-*"], "no workload"),
         ("rollout", ["--rounds", "0"], "at least 1"),
@@ -60,6 +61,7 @@ def test_defaults_are_the_recorded_setting(scripts):
         ("demo_seeds", ["--seeds", "0"], "at least 1"),
         ("sft_step", ["--kinds", "sft,rm"], "--kinds rm: known are sft, dpo"),
         ("sft_step", ["--batch", "1"], "at least 2"),
+        ("same_script", ["--steps", "1"], "--steps at least 2"),
         ("presets", ["--out", "x", "--completions", "40"], "a multiple of 32"),
     ],
 )
@@ -138,6 +140,30 @@ def test_a_ratio_is_the_median_over_rounds_of_peer_over_whet_without_the_first_s
     assert found["ratios"] == {"step": 3.0, "rollout": 3.0, "update": 3.0, "memory": 3.0}
     assert found["spread"]["step"] == [2.0, 8.0]
     assert found["tokens"]["per_step"] == {"whet": 10.0, "trl": 10.0} and found["tokens"]["agree"]
+
+
+def test_a_pretrained_model_has_its_own_workload(scripts):
+    arguments = scripts["grpo_step"].arguments
+    assert arguments(["--model", "smollm2"]).workloads == ["S"]
+    assert arguments(["--model", "smollm2", "--workloads", "A"]).workloads == ["A"]
+
+
+def test_the_same_script_differs_in_one_word(scripts):
+    module = scripts["same_script"]
+    whet, trl = (module.SCRIPT.format(module=m, cpu=True, bf16=False).split("\n") for m in module.MODULES.values())
+    changed = [(a, b) for a, b in zip(whet, trl, strict=True) if a != b]
+    assert changed == [tuple(f"from {name} import GRPOConfig, GRPOTrainer" for name in ("whet.trl", "trl"))]
+
+
+def test_costs_of_the_same_script_are_compared_by_seed(scripts):
+    side = {"start": 1.0, "first": 1.0, "step": 1.0, "memory": 1, "tokens_per_s": 1.0, "cpu": 1.0, "lengths": [4.0]}
+    runs = [
+        {"whet": {**side, "rewards": [0.0, 0.5, 1.0]}, "trl": {**side, "step": s, "rewards": [0.0, 0.0, 0.5]}}
+        for s in (2.0, 9.0, 4.0)
+    ]
+    found = scripts["same_script"].compare(runs)
+    assert found["ratios"]["step"] == 4.0 and found["spread"]["step"] == [2.0, 9.0]
+    assert found["sides"]["whet"]["reward_last"] == (1.0, 0.0) and found["sides"]["trl"]["reward_last"][0] == 0.5
 
 
 def test_lengths_that_differ_beyond_chance_are_reported(scripts):

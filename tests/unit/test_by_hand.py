@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from helpers import cluster, tiny_model
+from helpers import cluster, error_message, tiny_model
 
 import whet
 from whet import ClusterConfig, GRPOConfig, GRPOLearner, OptimConfig, PPOConfig, Role, RoleConfig
 from whet.errors import ConfigError, WhetError
 from whet.train.supervised_models import SupervisedModels
-
-
-def told(error, make, *words, **keys):
-    with pytest.raises(error) as found:
-        make(*words, **keys)
-    return str(found.value)
 
 
 @pytest.fixture(scope="module")
@@ -33,14 +27,14 @@ def test_a_list_or_a_dict_in_place_of_an_object_is_told(made):
         ({"actor": ["m"]}, "a model is a list, ['m']; give a module, a folder or a hub name"),
         ({"reference": {"model": "m"}}, "a model is a dict"),
     ):
-        assert said in told(WhetError, whet.RLCluster, **{**given, **changes})
+        assert said in error_message(WhetError, whet.RLCluster, **{**given, **changes})
     for algo, said in (
         ([GRPOConfig()], "algo_config is of class list, and must be of GRPOConfig; give the object"),
         ({"beta": 0.0}, "write GRPOConfig(**it)"),
         (PPOConfig(), "algo_config is of class PPOConfig, and must be of GRPOConfig"),
     ):
-        assert said in told(ConfigError, GRPOLearner, made, algo, ["exact_match"])
-    assert "must be of SFTConfig" in told(
+        assert said in error_message(ConfigError, GRPOLearner, made, algo, ["exact_match"])
+    assert "must be of SFTConfig" in error_message(
         ConfigError, whet.SFTLearner, SupervisedModels(actor=tiny_model(), tokenizer="byte"), [RoleConfig()]
     )
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import (
     END,
+    Replay,
     cluster,
     drawn,
     length_reward,
@@ -21,12 +22,11 @@ import whet
 from whet.config import DataConfig, GRPOConfig, Mode, RoleConfig, RolloutConfig
 from whet.errors import ConfigError
 from whet.learners.grpo import GRPOLearner
-from whet.rollout.base import EngineCaps, Output
+from whet.rollout.base import EngineCaps
 from whet.rollout.driver import Episode, completion
 from whet.rollout.hf import HFEngine
 from whet.rollout.mock import MockEngine
 from whet.rollout.policy_rollouts import PolicyRollouts
-from whet.rollout.queue_engine import QueueEngine
 from whet.types import TokenBatch
 
 PROMPTS = ["1+1=", "what?", "a", "1+1="]
@@ -65,32 +65,6 @@ def test_sync_weights_raises_the_version_that_tokens_are_stamped_with():
     c.sync_weights()
     assert set(c.sample(encoded)[0].completions[0].versions.tolist()) == {2}
     assert c.actor.version == 2
-
-
-class Replay(QueueEngine):
-    """An engine that says again what was said before."""
-
-    caps = EngineCaps(shared_weights=True)
-
-    def __init__(self, loaded, decode, outputs=()):
-        super().__init__("replay")
-        self.outputs, self.closed = outputs, False
-
-    def step(self, timeout_s=None):
-        taken = [self.queue.popleft() for _ in range(len(self.queue))]
-        return [
-            Output(
-                id=r.id,
-                tokens=tokens,
-                logprobs=np.zeros(len(tokens), np.float32),
-                versions=np.zeros(len(tokens), np.int32),
-                finish_reason="stop" if tokens[-1] == END else "length",
-            )
-            for r, tokens in zip(taken, self.outputs)
-        ]
-
-    def close(self):
-        self.closed = True
 
 
 def test_an_engine_without_a_method_is_refused_by_its_name():

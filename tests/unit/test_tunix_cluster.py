@@ -10,6 +10,7 @@ import torch
 from helpers import (
     END,
     PAD,
+    Replay,
     gap,
     grpo_objective,
     length_reward,
@@ -25,8 +26,7 @@ from whet import tunix
 from whet.config import DataConfig, GRPOConfig, Mode, OptimConfig
 from whet.errors import ConfigError, DataError
 from whet.ops import grpo_advantages
-from whet.rollout.base import EngineCaps, Output, Request, Sampling
-from whet.rollout.queue_engine import QueueEngine
+from whet.rollout.base import Request, Sampling
 from whet.tunix import GRPOLearner, MetricsBuffer, RolloutConfig, TrainExample
 from whet.tunix.base_rollout import BaseRolloutAdapter, prompt_text
 from whet.tunix.padded import completion_mask, padded_batch, prompt_mask
@@ -473,29 +473,3 @@ def test_buffered_values_are_reduced_by_the_aggregation_given_last():
     buffer.add({"x": (np.array([1.0, 2.0]), np.mean), "text": (["a"], None)})
     buffer.add({"x": (6.0, np.mean)})
     assert buffer.reduced() == {"x": 3.0}
-
-
-class Replay(QueueEngine):
-    """An engine that says again what was said before."""
-
-    caps = EngineCaps(shared_weights=True)
-
-    def __init__(self, loaded, decode, outputs=()):
-        super().__init__("replay")
-        self.outputs, self.closed = outputs, False
-
-    def step(self, timeout_s=None):
-        taken = [self.queue.popleft() for _ in range(len(self.queue))]
-        return [
-            Output(
-                id=r.id,
-                tokens=tokens,
-                logprobs=np.zeros(len(tokens), np.float32),
-                versions=np.zeros(len(tokens), np.int32),
-                finish_reason="stop" if tokens[-1] == END else "length",
-            )
-            for r, tokens in zip(taken, self.outputs)
-        ]
-
-    def close(self):
-        self.closed = True

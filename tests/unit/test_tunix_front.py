@@ -36,6 +36,7 @@ from whet.tunix import (
     VanillaRollout,
     common,
 )
+from whet.tunix.learners import _reward_metrics
 
 ROWS = [{"prompts": np.array(["1+1=", "2+2="]), "answer": np.array(["2", "4"])}] * 4
 PAD, EOS, LONGEST = 257, 256, 6
@@ -89,7 +90,9 @@ def test_an_external_logger_sees_rewards_and_completions_of_steps_and_of_evaluat
         assert len(buffer.metrics["completions"][0][0]) == len(buffer.metrics["trajectory_ids"][0][0]) == 4
         assert {"rewards/sum", "rewards/score/max", "completions/mean_length", "prompts"} <= set(buffer.metrics)
     first, row = told[1], next(row for row in run.rows if row["mode"] == "train")
-    assert first.reduced()["rewards/score/mean"] == pytest.approx(row["reward"])
+    assert first.reduced()["rewards/score/mean"] == pytest.approx(row["reward"]) == row["rewards/score/mean"]
+    assert row["rewards/sum"] == row["rewards/mean"] == row["rewards/distinct"]  # there is one function
+    assert (row["rewards/min"], row["rewards/max"]) == (row["rewards/score/min"], row["rewards/score/max"])
     assert first.reduced()["completions/mean_length"] == pytest.approx(row["completions/mean_length"])
     assert "own/length" in first.metrics and row["own/length"] == pytest.approx(first.reduced()["own/length"])
 
@@ -196,6 +199,25 @@ def test_functions_of_numpy_say_how_metrics_are_reduced_and_others_are_refused()
         trainer.with_rl_metrics_to_log({"kl": np.median})
     with pytest.raises(ConfigError, match="unknown reduction of metric kl 'mean'"):
         super(type(trainer), trainer).with_rl_metrics_to_log({"kl": np.mean})  # whet's own takes words
+
+
+def test_rewards_over_several_functions_by_hand():
+    # totals: 1, 3, 2, 2, 5 and one completion to which no function applies
+    nan = np.nan
+    a, b = np.array([1.0, 2, nan, 2, 5, nan]), np.array([0.0, 1, 2, 0, nan, nan])
+    found = _reward_metrics(SimpleNamespace(table={"a": a, "b": b}, total=np.array([1.0, 3, 2, 2, 5, nan])))
+    assert found["rewards/sum"] == (1 + 3 + 2 + 2 + 5) / 5 and found["rewards/mean"] == (0.5 + 1.5 + 2 + 1 + 5) / 5
+    assert (found["rewards/min"], found["rewards/max"]) == (0.0, 5.0)
+    assert [found[f"rewards/score/{how}"] for how in ("mean", "max", "min")] == [2.6, 5.0, 1.0]
+    assert _reward_metrics(SimpleNamespace(table={"a": np.full(2, nan)}, total=np.full(2, nan))) == {}
+
+
+@pytest.mark.parametrize("name", ["max", "mean", "min", "score", "sum"])
+def test_a_reward_may_not_have_the_name_of_a_metric_over_all_functions(name):
+    reward = lambda completions, **_: [0.0] * len(completions)
+    reward.__name__ = name
+    with pytest.raises(ConfigError, match=f"named '{name}', but in whet.tunix the metric rewards/{name} is over all"):
+        GRPOLearner(cluster(), GRPOConfig(num_generations=2, beta=0.0), [reward])
 
 
 def test_a_default_of_tunix_s_without_effect_is_not_warned_of(caplog):

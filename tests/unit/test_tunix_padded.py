@@ -5,7 +5,18 @@ import copy
 import numpy as np
 import pytest
 import torch
-from helpers import END, PAD, completion, prompt, random_batch, same, tiny_model, tunix_cluster, weights_of
+from helpers import (
+    END,
+    PAD,
+    completion,
+    error_message,
+    prompt,
+    random_batch,
+    same,
+    tiny_model,
+    tunix_cluster,
+    weights_of,
+)
 
 from whet import OptimConfig
 from whet.errors import DataError
@@ -112,12 +123,6 @@ def test_padded_shapes_that_do_not_fit_are_refused():
 # ---- made by hand ----------------------------------------------------------------------------------------------------
 
 
-def told(error, make, *words, **keys):
-    with pytest.raises(error) as found:
-        make(*words, **keys)
-    return str(found.value)
-
-
 @pytest.fixture(scope="module")
 def made():
     optimizer = OptimConfig(name="sgd", lr=0.1, max_grad_norm=0.0)
@@ -219,14 +224,14 @@ def test_an_update_by_hand_is_the_gradient_step_of_the_loss(made):
 
 
 def test_what_is_no_list_of_batches_is_told(made):
-    assert "got TrainExample; give a list, e.g. [batch]" in told(DataError, made.update_actor, hand_made())
-    assert "got dict; give a list" in told(DataError, made.update_actor, PADDED)
-    assert "got dict; give TrainExample(**it)" in told(DataError, made.update_actor, [PADDED])
-    assert "got NoneType" in told(DataError, made.update_actor, None)
+    assert "got TrainExample; give a list, e.g. [batch]" in error_message(DataError, made.update_actor, hand_made())
+    assert "got dict; give a list" in error_message(DataError, made.update_actor, PADDED)
+    assert "got dict; give TrainExample(**it)" in error_message(DataError, made.update_actor, [PADDED])
+    assert "got NoneType" in error_message(DataError, made.update_actor, None)
     wrong = hand_made(completion_ids=np.array([[11, 9999, 0], [13, 14, 15]]))
-    assert "token id 9999 is outside the 264 ids" in told(DataError, made.update_actor, [wrong])
+    assert "token id 9999 is outside the 264 ids" in error_message(DataError, made.update_actor, [wrong])
     scored = np.array([[11, 9999, 0]])
-    assert "token id 9999" in told(DataError, made.get_actor_per_token_logps, [[5]], scored, PAD, END)
+    assert "token id 9999" in error_message(DataError, made.get_actor_per_token_logps, [[5]], scored, PAD, END)
 
 
 def test_padded_examples_train_as_the_batches_they_are():

@@ -116,6 +116,12 @@ def _external(engine: str, defaults: dict[str, Any]) -> dict[str, Field]:
 
 
 _OWN_REFUSED = RolloutConfig.REFUSED  # pyright: ignore[reportAttributeAccessIssue]
+_OVERLONG_BUFFER = {
+    "enable": True,
+    "overlong_buffer_length": 4096,
+    "overlong_buffer_penalty": 1.0,
+    "max_response_length": 20480,
+}
 
 TUNIX_FIELDS: dict[type, dict[str, Field]] = {
     AlgorithmConfig: {
@@ -125,12 +131,7 @@ TUNIX_FIELDS: dict[type, dict[str, Field]] = {
         "reward_manager": Field("sequence-level", note="also a class or package.module:name"),
         "kl_clamp_value": Field(None),
         "overlong_buffer": Field(
-            {
-                "enable": True,
-                "overlong_buffer_length": 4096,
-                "overlong_buffer_penalty": 1.0,
-                "max_response_length": 20480,
-            },
+            _OVERLONG_BUFFER,
             "other",
             "off unless `enable`, which DAPOConfig sets; counts tokens, not characters, and takes no more than that",
         ),
@@ -158,12 +159,7 @@ TUNIX_FIELDS: dict[type, dict[str, Field]] = {
         "epsilon_high": Field(0.28),
         "dynamic_sampling": Field(True, note="carried out, with trainer.max_steps; there it is not"),
         "overlong_buffer": Field(
-            {
-                "enable": True,
-                "overlong_buffer_length": 4096,
-                "overlong_buffer_penalty": 1.0,
-                "max_response_length": 20480,
-            },
+            _OVERLONG_BUFFER,
             "other",
             "the same values; counts tokens, not characters, and takes no more than the penalty",
         ),

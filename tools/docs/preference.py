@@ -11,7 +11,7 @@ from tools.docs.algorithms import equation, source
 from tools.docs.table import table
 from whet.config import PreferenceConfig, RewardModelConfig
 from whet.config.base import choices, field_docs
-from whet.learners.objective import keyword_arguments
+from whet.learners.from_config import keyword_arguments
 from whet.ops.preference import F_DIVERGENCES, PREFERENCE_LOSSES, REWARD_LOSSES, needs_of
 
 __all__ = ["PREFERENCE_KNOWN", "page"]
@@ -51,7 +51,7 @@ those of its keyword-only arguments that `algo` has as fields, and says by `need
 import torch.nn.functional as F
 
 from whet.config import PreferenceConfig
-from whet.learners.preference_objective import make_preference_objective
+from whet.learners.preference_from_config import make_preference_objective
 from whet.ops.preference import needs
 
 

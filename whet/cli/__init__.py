@@ -80,8 +80,8 @@ def _dispatch(command: str, words: list[str]) -> None:
             mean = OTHER_NAMES[command]
             raise ConfigError(f"unknown command {command!r}; did you mean {mean}? `whet --help` lists all commands")
         if "=" in command or command.endswith((".yaml", ".yml")):
-            whole = " ".join(["whet grpo", command, *words])
-            raise ConfigError(f"{command!r} is not a command; write the command first, e.g. {whole}")
+            example = " ".join(["whet grpo", command, *words])
+            raise ConfigError(f"{command!r} is not a command; write the command first, e.g. {example}")
         raise lookup_error("command", command, COMMANDS)
     elif (topic := topic_of(words)) is not None:
         _print_help(_command_help(command, words, topic))
@@ -91,6 +91,8 @@ def _dispatch(command: str, words: list[str]) -> None:
         print_text(info_text(command, words))
     elif command == "data":
         _data(words)
+    elif command == "plan":
+        _plan(words)
     else:
         _run(command, words)
 
@@ -124,15 +126,15 @@ def _run(command: str, words: list[str]) -> None:
     _check_flags(command, words)
     if command in TRAINING_COMMANDS:
         words = ["trainer.profile=true" if w == "--profile" else w for w in words]
-    printing = [w for w in words if w in ("--print_config", "--print-config")]
-    given = [w for w in words if w not in printing]
+    print_flags = [w for w in words if w in ("--print_config", "--print-config")]
+    settings = [w for w in words if w not in print_flags]
     try:
-        config = _config(command, given)
+        config = _config(command, settings)
     except ConfigError as error:
-        if command in RUN_COMMANDS and not printing:
-            _check_all(command, given, error)
+        if command in RUN_COMMANDS and not print_flags:
+            _check_all(command, settings, error)
         raise
-    if printing and command != "demo":
+    if print_flags and command != "demo":
         from whet.config import dump
 
         print_text(dump(config), end="")
@@ -153,11 +155,11 @@ def _data(words: list[str]) -> None:
     from whet.errors import ConfigError
 
     kind, words = (words[0], words[1:]) if words and words[0] in RUN_COMMANDS else ("grpo", words)
-    given = [w.removeprefix("--").removeprefix("rows=") for w in words if w.removeprefix("--").startswith("rows=")]
+    row_counts = [w.removeprefix("--").removeprefix("rows=") for w in words if w.removeprefix("--").startswith("rows=")]
     words = [w for w in words if not w.removeprefix("--").startswith("rows=")]
     _check_flags(kind, words)
-    if given and not given[-1].isdecimal():
-        raise ConfigError(f"rows={given[-1]}: expected how many rows to show, 0 or more")
+    if row_counts and not row_counts[-1].isdecimal():
+        raise ConfigError(f"rows={row_counts[-1]}: expected how many rows to show, 0 or more")
     config = _config(kind, words)
     from whet.observe.progress import setup_logging
 
@@ -165,7 +167,28 @@ def _data(words: list[str]) -> None:
     _log_inputs("data", config, words)
     from whet.cli.data import show_data
 
-    show_data(config, rows=int(given[-1]) if given else 3, say=print_text)
+    show_data(config, rows=int(row_counts[-1]) if row_counts else 3, say=print_text)
+
+
+def _plan(words: list[str]) -> None:
+    """`whet plan [grpo|ppo] [memory_gb=N] key=value ...`; its keys are those of the command that would train."""
+    from whet.errors import ConfigError
+
+    kind, words = (words[0], words[1:]) if words and words[0] in ("grpo", "ppo") else ("grpo", words)
+    is_memory = lambda word: word.removeprefix("--").startswith("memory_gb=")
+    sizes = [word.partition("=")[2] for word in words if is_memory(word)]
+    words = [word for word in words if not is_memory(word)]
+    _check_flags(kind, words)
+    try:
+        memory = float(sizes[-1]) if sizes else None
+    except ValueError:
+        memory = -1.0
+    if memory is not None and not 0 < memory < 1e6:
+        raise ConfigError(f"memory_gb={sizes[-1]}: expected the gigabytes of a GPU, such as 24")
+    config = _config(kind, words)
+    from whet.cli.plan import plan
+
+    plan(config, memory)
 
 
 def _log_inputs(command: str, config: Any, words: list[str]) -> None:
@@ -211,11 +234,11 @@ def _check_flags(command: str, words: list[str]) -> None:
             continue
         if name in FLAGS:
             if command not in FLAGS[name]:
-                theirs = ", whet ".join(FLAGS[name])
-                raise ConfigError(f"{word} is not a flag of whet {command}, only of whet {theirs}")
+                owners = ", whet ".join(FLAGS[name])
+                raise ConfigError(f"{word} is not a flag of whet {command}, only of whet {owners}")
             continue
-        own = [flag for flag, commands in FLAGS.items() if command in commands]
-        flags, keys = ["config", "help", *own], _keys(command)
+        command_flags = [flag for flag, commands in FLAGS.items() if command in commands]
+        flags, keys = ["config", "help", *command_flags], _keys(command)
         near = difflib.get_close_matches(name, [*flags, *keys], 1)
         if name not in keys and near and near[0] in flags:
             raise ConfigError(f"unknown flag {word}; did you mean --{near[0]}?")
@@ -327,7 +350,9 @@ def _help() -> str:
 def _command_help(command: str, words: list[str], topic: str) -> str:
     if command in INFO_COMMANDS:
         return f"usage: {f'whet {command} {INFO_COMMANDS[command]}'.rstrip()}\n\n{COMMANDS[command]}"
-    of = {"data": words[0] if words[0] in RUN_COMMANDS else "grpo", "demo": "grpo"}.get(command, command)
+    of = {"data": words[0] if words[0] in RUN_COMMANDS else "grpo", "demo": "grpo", "plan": "grpo"}.get(
+        command, command
+    )
     flags = "".join(f"[--{name}] " for name, takers in FLAGS.items() if command in takers)
     return command_help(command, COMMANDS[command], topic, *config_class(of), flags)
 
@@ -339,11 +364,11 @@ def _print_help(text: str) -> None:
 
 def _print_error(text: str, every_rank: bool = False) -> None:
     """Writes to stderr. A wrong configuration is printed by rank 0 only; other errors may be those of one rank."""
-    own = rank()
-    if own == 0:
+    own_rank = rank()
+    if own_rank == 0:
         sys.stderr.write(text + "\n")
     elif every_rank:
-        sys.stderr.write(f"[rank {own}] {text}\n")
+        sys.stderr.write(f"[rank {own_rank}] {text}\n")
 
 
 if __name__ == "__main__":

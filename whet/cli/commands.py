@@ -170,21 +170,21 @@ def demo(argv: Sequence[str] = ()) -> dict[str, Any]:
 def make_rl_learner(config: RunConfig) -> tuple[RLLearner, Any, Any]:
     """The cluster and learner of a configuration, and its training and evaluation data."""
     check_complete(config)
-    found = resolve_defaults(config, *load_train_and_eval(config))
-    config = found.config
-    check_rewards(config, found.train, found.evaluation)
+    resolved = resolve_defaults(config, *load_train_and_eval(config))
+    config = resolved.config
+    check_rewards(config, resolved.train, resolved.evaluation)
     algo = dataclasses.replace(config.algo, reward_weights=config.reward_weights)
     reference = None
     if algo.beta or algo.force_compute_kl:
-        given = config.reference
-        reference = ACTOR if given is None else dataclasses.replace(given, model=given.model or config.actor.model)
+        role = config.reference
+        reference = ACTOR if role is None else dataclasses.replace(role, model=role.model or config.actor.model)
     cluster = RLCluster(
         actor=config.actor,
         critic=_critic(config) if isinstance(config, PPORunConfig) else None,
         reference=reference,
         reward=config.reward_model,
         teacher=_teacher(config),
-        tokenizer=found.tokenizer,
+        tokenizer=resolved.tokenizer,
         cluster_config=ClusterConfig(
             rollout_engine=config.rollout_engine,
             offload_to_cpu=config.offload_to_cpu,
@@ -194,8 +194,8 @@ def make_rl_learner(config: RunConfig) -> tuple[RLLearner, Any, Any]:
     )
     make = PPOLearner if isinstance(config, PPORunConfig) else GRPOLearner
     learner = make(cluster, algo, list(config.reward_names), data=without_read_keys(config.data), settings=config)  # pyright: ignore
-    learner.encoders.update(found.encoders)
-    return learner, found.train, found.evaluation
+    learner.encoders.update(resolved.encoders)
+    return learner, resolved.train, resolved.evaluation
 
 
 def _teacher(config: RunConfig) -> RoleConfig | None:
@@ -207,12 +207,14 @@ def _teacher(config: RunConfig) -> RoleConfig | None:
 def _critic(config: PPORunConfig) -> RoleConfig:
     """The critic's model: the actor's, with a score head of its own, where none is given."""
     actor = config.actor
-    like = {"lora": actor.lora, "optim": {}} if actor.lora is not None else {}  # with the rate of an adapter
-    critic = config.critic or RoleConfig(dtype=actor.dtype, quantization=actor.quantization, **like)
+    adapter_options = {"lora": actor.lora, "optim": {}} if actor.lora is not None else {}  # with the rate of an adapter
+    critic = config.critic or RoleConfig(dtype=actor.dtype, quantization=actor.quantization, **adapter_options)
     if critic.model is not None:
         return critic
-    how = "" if critic.lora is None else f" and an adapter of rank {critic.lora.r}, lr {critic.optim.lr or LORA_LR:g}"
-    log.info("critic: %s with a fresh score head, whose values are 0 at first%s", actor.model, how)
+    adapter = (
+        "" if critic.lora is None else f" and an adapter of rank {critic.lora.r}, lr {critic.optim.lr or LORA_LR:g}"
+    )
+    log.info("critic: %s with a fresh score head, whose values are 0 at first%s", actor.model, adapter)
     return dataclasses.replace(critic, model=actor.model)
 
 
@@ -265,14 +267,14 @@ def _with_run_dir(config: R, ranks: Ranks) -> R:
 
 def _make_run_dir() -> str:
     """Makes a run folder with a new name."""
-    wanted = folder = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    first = folder = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
     try:
-        wanted.parent.mkdir(exist_ok=True)
+        first.parent.mkdir(exist_ok=True)
         for n in itertools.count(2):
             with suppress(FileExistsError):  # by a run that began in the same second
                 folder.mkdir()
                 break
-            folder = wanted.with_name(f"{wanted.name}-{n}")
+            folder = first.with_name(f"{first.name}-{n}")
     except OSError as error:
         raise ConfigError(f"{folder} can't be made: {error}; give another trainer.run_dir") from error
     return str(folder)
@@ -294,7 +296,7 @@ def summarise(run: Run, config: AnyRun, seconds: float) -> dict[str, Any]:
     evals = run.evaluations
     train = [row for row in run.rows if row["mode"] == Mode.TRAIN.value]
     name = run.task.main_metric
-    found: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "steps": run.step,
         "seed": config.trainer.seed,
         "train_seconds": round(seconds, 1),
@@ -304,15 +306,15 @@ def summarise(run: Run, config: AnyRun, seconds: float) -> dict[str, Any]:
     }
     if evals:
         first = evals[0] if evals[0]["step"] == 0 else {}  # of a run that began elsewhere there is none before it
-        found |= {
+        summary |= {
             f"eval_{name}_before": finite_or_none(first.get(name)),
             f"eval_{name}_after": finite_or_none(evals[-1].get(name)),
         }
         items = run.task.eval_unit
-        found[f"eval_{items}"] = int(finite_or_none(evals[-1].get(f"{items}/count")) or 0)
+        summary[f"eval_{items}"] = int(finite_or_none(evals[-1].get(f"{items}/count")) or 0)
         if "accuracy" in first and "accuracy" in evals[-1]:
-            found |= {"accuracy_before": first["accuracy"], "accuracy_after": evals[-1]["accuracy"]}
-    return found
+            summary |= {"accuracy_before": first["accuracy"], "accuracy_after": evals[-1]["accuracy"]}
+    return summary
 
 
 def compare_examples(folder: Path, steps: Sequence[int], count: int = 4) -> list[str]:
@@ -338,10 +340,10 @@ def compare_examples(folder: Path, steps: Sequence[int], count: int = 4) -> list
 def _first_completions(file: Path) -> dict[int, tuple[str, str, float]]:
     """Row -> its prompt, its first completion and that one's reward."""
     columns, _ = read_completions(file)
-    found: dict[int, tuple[str, str, float]] = {}
+    first: dict[int, tuple[str, str, float]] = {}
     for row, *rest in zip(*(columns[name] for name in ("row", "prompt", "completion", "reward")), strict=True):
-        found.setdefault(row, (rest[0], rest[1], rest[2]))
-    return found
+        first.setdefault(row, (rest[0], rest[1], rest[2]))
+    return first
 
 
 def _one_line(text: str) -> str:

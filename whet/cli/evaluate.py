@@ -31,22 +31,24 @@ def evaluate(config: EvalRunConfig) -> Evaluation:
     if new is not None:
         config = dataclasses.replace(config, out=str(new))
     try:
-        found = Evaluator(config).run("Evaluating")
+        evaluation = Evaluator(config).run("Evaluating")
     except BaseException:
         if new is not None:
             with suppress(OSError):
                 new.rmdir()  # where nothing was written, only the name taken
         raise
     try:
-        show_table(found.results, found.by_source)
+        show_table(evaluation.results, evaluation.by_source)
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise ConfigError(f"standard output can't be written: {error}; the results are in {found.folder}") from error
-    for line in found.examples:
+        raise ConfigError(
+            f"standard output can't be written: {error}; the results are in {evaluation.folder}"
+        ) from error
+    for line in evaluation.examples:
         log.info("%s", line)
-    about = found.about
+    about = evaluation.about
     log.info(
-        "%d prompts in %s in %.0f s; results: %s", about["prompts"], about["dtype"], about["seconds"], found.folder
+        "%d prompts in %s in %.0f s; results: %s", about["prompts"], about["dtype"], about["seconds"], evaluation.folder
     )
-    return found
+    return evaluation

@@ -1,4 +1,4 @@
-"""`whet generate`: completions of prompts, shown or written to a file."""
+"""`whet generate`: completes prompts, and prints the completions or writes them to a file."""
 
 from __future__ import annotations
 
@@ -32,36 +32,36 @@ log = logging.getLogger("whet")
 
 
 class OutputError(ConfigError):
-    """Standard output can't be written: what is made from here on would be made for nobody."""
+    """Standard output can't be written, so generation stops."""
 
 
 def generate(config: GenerateConfig) -> int:
-    """Completes prompts and prints the completions, or writes them.
+    """Completes prompts, and prints the completions or writes them to a file.
 
-    Args: config: the whole configuration.
+    Args: config: the configuration.
     Returns: the number of completions.
-    Raises: ConfigError: no model or no prompts, an output file that exists. DataError: a prompt that is too long.
-        KeyboardInterrupt: it was stopped; with what lies in the output file.
+    Raises: ConfigError: no model, no prompts, or an output file that exists. DataError: a prompt that is too long.
+        KeyboardInterrupt: the user stopped it; the message describes the output file.
     """
     check_sampling(config)
-    inputs = _inputs(config)
-    out = _out_path(config)
+    inputs = _read_inputs(config)
+    out = _check_out_path(config)
     sampler = open_sampler(config, max_batch_size=config.batch_size)
     with ExitStack() as stack:
         stack.callback(sampler.close)
-        prompts = _encoded(config, sampler, inputs)
+        prompts = _encode_prompts(config, sampler, inputs)
         sampling = sampler.sampling(beam_size=config.beam_size, **sampling_keys(config))
-        samplings = sampler.limit_lengths(sampling, prompts, given=config.max_tokens is not None)
+        samplings = sampler.limit_lengths(sampling, prompts, fixed=config.max_tokens is not None)
         seed = secrets.randbits(31) if config.seed is None else config.seed
         start = time.monotonic()
         if out is None and sys.stdout.isatty() and len(prompts) == config.num_generations == 1:
-            count, tokens = 1, _show_live(sampler, prompts[0], samplings[0], seed)
+            count, tokens = 1, _stream_completion(sampler, prompts[0], samplings[0], seed)
         else:
-            file = None if out is None else stack.enter_context(_opened(out, config.overwrite))
+            file = None if out is None else stack.enter_context(_open_output(out, config.overwrite))
             count = tokens = 0
-            for group in _groups(config, sampler, prompts, samplings, seed):
+            for group in _sample_groups(config, sampler, prompts, samplings, seed):
                 try:
-                    show_group(group, sampler, alone=len(prompts) == config.num_generations == 1, file=file)
+                    write_group(group, sampler, is_only=len(prompts) == config.num_generations == 1, file=file)
                 except OSError as error:
                     if file is None and isinstance(error, BrokenPipeError):
                         raise
@@ -69,14 +69,14 @@ def generate(config: GenerateConfig) -> int:
                     raise ConfigError(f"{place} can't be written after {count} completions: {error}") from error
                 count += len(group.completions)
                 tokens += sum(len(c.tokens) for c in group.completions)
-    took = time.monotonic() - start
-    drawn = "" if sampling.temperature == 0 else f", seed={seed}"
-    log.info("%s: %d tokens in %.1f s%s%s", _plural(count), tokens, took, drawn, f" -> {out}" if out else "")
+    seconds = time.monotonic() - start
+    seed_text = "" if sampling.temperature == 0 else f", seed={seed}"
+    log.info("%s: %d tokens in %.1f s%s%s", _plural(count), tokens, seconds, seed_text, f" -> {out}" if out else "")
     return count
 
 
 def open_sampler(config: SamplingConfig, *, max_batch_size: int) -> Sampler:
-    """The Sampler of a configuration; transformers' own progress bars stay silent."""
+    """The Sampler of a configuration, without the progress bars of transformers."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
@@ -94,9 +94,9 @@ def open_sampler(config: SamplingConfig, *, max_batch_size: int) -> Sampler:
 
 
 def sampling_keys(config: SamplingConfig) -> dict[str, Any]:
-    """The keys of a configuration that say how to draw, under the names of `Sampler.sampling`."""
+    """The sampling settings of a configuration, as arguments of `Sampler.sampling`."""
     return {
-        "max_generation_steps": config.max_tokens,
+        "max_tokens": config.max_tokens,
         "temperature": config.effective_temperature,
         "top_p": config.top_p,
         "top_k": config.top_k,
@@ -119,11 +119,11 @@ def show(text: str) -> None:
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise OutputError(f"standard output can't be written: {error}; make room, or send it elsewhere") from error
+        raise OutputError(f"standard output can't be written: {error}; free some space, or redirect it") from error
 
 
-def _inputs(config: GenerateConfig) -> list[Any]:
-    """The prompts as they were given: texts, or lists of messages."""
+def _read_inputs(config: GenerateConfig) -> list[Any]:
+    """The prompts of a configuration: texts, or lists of messages."""
     if config.prompts is not None:
         rows = iterate_rows(load_rows(config.prompts, split=config.split, limit=config.limit), config.prompts)
         return [row[find_prompt_column(row, config.prompt_column, i)] for i, row in enumerate(rows)]
@@ -133,78 +133,83 @@ def _inputs(config: GenerateConfig) -> list[Any]:
 
 
 def _standard_input() -> str:
-    """What comes in on standard input, without the last line's end."""
+    """The text of standard input, without the last line feed."""
     try:
         return sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError as error:
         raise DataError(f"prompt=-: standard input is not {error.encoding} text: {error}; convert it first") from error
 
 
-def _out_path(config: GenerateConfig) -> Path | None:
-    """The file to write, checked before a model is loaded."""
+def _check_out_path(config: GenerateConfig) -> Path | None:
+    """The path of the output file, checked before a model is loaded."""
     if config.out is None:
         return None
     path = Path(config.out)
     if path.suffix != ".jsonl":
-        raise ConfigError(f"out={config.out} must end in .jsonl: a line for each completion is written")
+        raise ConfigError(f"out={config.out} must end in .jsonl; it gets a line of JSON per completion")
     if path.exists() and not config.overwrite:
         raise ConfigError(f"out={config.out} exists; write overwrite=true to replace it, or another name")
     if not path.parent.is_dir():
-        raise ConfigError(f"out={config.out}: there is no folder {path.parent}; make it first")
+        raise ConfigError(f"out={config.out}: there is no folder {path.parent}; create it first")
     return path
 
 
 @contextmanager
-def _opened(path: Path, overwrite: bool) -> Iterator[TextIO]:
-    """A file to write, this process's alone.
+def _open_output(path: Path, overwrite: bool) -> Iterator[TextIO]:
+    """The output file, opened for writing; no other process may create it at the same time.
 
-    One that is there already is replaced at the end, and stays where the end is not reached.
+    An existing file is replaced at the end of the context, and is kept if an error occurs before.
     """
     path = path.resolve()
     replaces, device = overwrite and path.is_file(), overwrite and path.exists() and not path.is_file()
-    place = temporary_path(path) if replaces else path
+    target = temporary_path(path) if replaces else path
     try:
-        file = place.open("w" if device else "x", encoding="utf-8")
+        file = target.open("w" if device else "x", encoding="utf-8")
     except OSError as error:
-        why = f"another process has made {place.name} meanwhile" if isinstance(error, FileExistsError) else str(error)
-        raise ConfigError(f"out={path} can't be written: {why}; give another name") from error
+        exists = isinstance(error, FileExistsError)
+        reason = f"another process has created {target.name} meanwhile" if exists else str(error)
+        raise ConfigError(f"out={path} can't be written: {reason}; use another name") from error
     try:
         yield file
         file.close()
         if replaces:
-            place.replace(path)
+            target.replace(path)
     except KeyboardInterrupt as stop:
         with suppress(OSError):
             file.close()
-        raise KeyboardInterrupt(f"stopped; {_left(path, replaces=replaces, device=device)}") from stop
+        raise KeyboardInterrupt(f"stopped; {_describe_output(path, replaces=replaces, device=device)}") from stop
     finally:
         with suppress(OSError):  # a failed write was reported at its line
             file.close()
         if replaces:
-            place.unlink(missing_ok=True)
+            target.unlink(missing_ok=True)
 
 
-def _left(path: Path, *, replaces: bool, device: bool) -> str:
-    """What a command that was stopped has left where it wrote."""
+def _describe_output(path: Path, *, replaces: bool, device: bool) -> str:
+    """Describes the output file of a command that was stopped."""
     if replaces:
-        return f"{path} is as it was before"
+        return f"{path} has not changed"
     if device:
-        return f"{path} was given what was made"
+        return f"{path} got the completions so far"
     with path.open("rb") as file:
-        whole = sum(line.endswith(b"\n") for line in file)
-    return f"{path} holds {_plural(whole)}"
+        complete = sum(line.endswith(b"\n") for line in file)
+    return f"{path} holds {_plural(complete)}"
 
 
-def _encoded(config: GenerateConfig, sampler: Sampler, inputs: Sequence[Any]) -> list[Prompt]:
-    """The prompts as ids; those over the limit refused, cut or left out."""
-    applied = config.apply_chat_template
-    if applied == "auto":
-        noted = trained_with_chat_template(config.model)
-        applied = uses_chat_template(sampler.tokenizer, config.chat_template_kwargs) if noted is None else noted
-        if applied and any(isinstance(text, str) for text in inputs):
+def _encode_prompts(config: GenerateConfig, sampler: Sampler, inputs: Sequence[Any]) -> list[Prompt]:
+    """The tokenised prompts; those over the limit are refused, truncated or left out."""
+    apply_template = config.apply_chat_template
+    if apply_template == "auto":
+        trained_with_template = trained_with_chat_template(config.model)
+        apply_template = (
+            uses_chat_template(sampler.tokenizer, config.chat_template_kwargs)
+            if trained_with_template is None
+            else trained_with_template
+        )
+        if apply_template and any(isinstance(text, str) for text in inputs):
             log.info("chat template: applied to plain-text prompts (apply_chat_template=auto; false: not)")
     encoder = sampler.encoder(
-        apply_chat_template=applied,
+        apply_chat_template=apply_template,
         system_prompt=config.system_prompt,
         max_prompt_length=config.max_prompt_length,
         on_long_prompt=config.on_long_prompt,
@@ -218,23 +223,23 @@ def _encoded(config: GenerateConfig, sampler: Sampler, inputs: Sequence[Any]) ->
     return prompts
 
 
-def _groups(
+def _sample_groups(
     config: GenerateConfig, sampler: Sampler, prompts: Sequence[Prompt], samplings: Sequence[Sampling], seed: int
 ) -> Iterator[Group]:
-    """The groups of all prompts, a batch at a time, so that the first are seen before the last are made."""
+    """The groups of all prompts, batch by batch, so that the first are printed early."""
     size = max(1, config.batch_size // config.num_generations)
     for first in range(0, len(prompts), size):
-        part = slice(first, first + size)
+        batch = slice(first, first + size)
         yield from sampler.sample(
-            prompts[part], samplings[part], num_generations=config.num_generations, seed=seed, first=first
+            prompts[batch], samplings[batch], num_generations=config.num_generations, seed=seed, first=first
         )
 
 
-def show_group(group: Group, sampler: Sampler, *, alone: bool, file: TextIO | None) -> None:
-    """Writes the completions of a prompt as lines of JSON, or prints them.
+def write_group(group: Group, sampler: Sampler, *, is_only: bool, file: TextIO | None) -> None:
+    """Writes the completions of a prompt to a file as lines of JSON, or prints them.
 
-    Args: alone: the only completion of the only prompt, printed without a heading where no person looks on. file: to
-        write to; None = print.
+    Args: is_only: there is one prompt with one completion, which is printed without a heading unless standard output
+        is a terminal. file: the output file; None = print.
     """
     for c in group.completions:
         text = sampler.decode(c.tokens)
@@ -250,15 +255,17 @@ def show_group(group: Group, sampler: Sampler, *, alone: bool, file: TextIO | No
             }
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
         elif sys.stdout.isatty():
-            _show_rich(group, c.generation, text, f"{len(c.tokens)} tokens, {c.finish_reason}")
+            _print_rich(group, c.generation, text, f"{len(c.tokens)} tokens, {c.finish_reason}")
         else:
-            head = "" if alone else f"--- prompt {group.prompt.row}, generation {c.generation}, {c.finish_reason}\n"
-            sys.stdout.write(f"{head}{text}\n")
+            heading = (
+                "" if is_only else f"--- prompt {group.prompt.row}, generation {c.generation}, {c.finish_reason}\n"
+            )
+            sys.stdout.write(f"{heading}{text}\n")
     (file or sys.stdout).flush()
 
 
-def _show_rich(group: Group, generation: int, text: str, note: str) -> None:
-    """One completion, for a person."""
+def _print_rich(group: Group, generation: int, text: str, note: str) -> None:
+    """Prints one completion to a terminal."""
     from rich.console import Console
     from rich.text import Text
 
@@ -272,12 +279,12 @@ def _show_rich(group: Group, generation: int, text: str, note: str) -> None:
     console.print(Text(f"[{title}] ", style="cyan"), Text(escape_control_characters(text)), sep="")
 
 
-def _show_live(sampler: Sampler, prompt: Prompt, sampling: Sampling, seed: int) -> int:
-    """One completion, token by token; returns the count."""
+def _stream_completion(sampler: Sampler, prompt: Prompt, sampling: Sampling, seed: int) -> int:
+    """Prints one completion token by token, and returns the number of tokens."""
     count, text = 0, TextStream(sampler.decode)
-    for piece in sampler.stream(prompt, sampling, seed=seed):
-        count += len(piece.tokens)
-        show(text.push(piece.tokens, last=piece.finish_reason is not None))
+    for chunk in sampler.stream(prompt, sampling, seed=seed):
+        count += len(chunk.tokens)
+        show(text.push(chunk.tokens, last=chunk.finish_reason is not None))
     show("\n")
     return count
 

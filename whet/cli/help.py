@@ -257,6 +257,20 @@ FIRST: Mapping[str, Sequence[Group]] = {
             },
         ),
     ),
+    "plan": (
+        (
+            "Keys",
+            {
+                "model": "only its config is read",
+                "memory_gb=24": "memory of the GPU; default: plans for 24, 40 and 80",
+                "actor.lora.r": "plan an adapter of this rank",
+                "rollout.max_prompt_length": "default: 512 tokens",
+                "rollout.max_tokens_to_generate": "default: 512 tokens",
+                "trainer.max_tokens_per_microbatch": "default: the most that fits",
+                "actor.gradient_checkpointing": "default: none, or full where that does not fit",
+            },
+        ),
+    ),
     "data": (
         (
             "Keys",
@@ -307,6 +321,7 @@ _EXAMPLES: Mapping[str, Sequence[str]] = {
     "push": ("whet push runs/a repo=me/sums which=best dry_run=true",),
     "report": ("whet report runs/a", "whet report runs/a runs/b out=compared"),
     "watch": ("whet watch runs/a",),
+    "plan": ("whet plan model=Qwen/Qwen3-0.6B rollout.max_tokens_to_generate=1024 memory_gb=24",),
     "data": (
         "whet data data=rows.jsonl model=FOLDER",
         "whet data sft data=chats.jsonl model=FOLDER rows=1",
@@ -344,13 +359,13 @@ def first_keys(command: str, kind: type, short: Mapping[str, str]) -> list[str]:
 
     Args: command: of whet. kind: its configuration class. short: its short keys.
     """
-    shown = [
+    groups = [
         (title, {key if "=" in key else f"{key}={_default(kind, key, short)}": text for key, text in keys.items()})
         for title, keys in FIRST[command]
     ]
-    width = max(len(key) for _, keys in shown for key in keys)
+    width = max(len(key) for _, keys in groups for key in keys)
     lines = []
-    for title, keys in shown:
+    for title, keys in groups:
         lines += [f"{title}:", *(f"  {key:{width}}  {text}" for key, text in keys.items())]
     return lines
 
@@ -380,14 +395,19 @@ def command_help(command: str, about: str, topic: str, kind: type, short: Mappin
     if topic and topic != "all":
         keys = help_text(kind, only=short.get(topic, topic))
         if not keys:
-            known = [f.name for f in dataclasses.fields(kind)]
+            sections = [f.name for f in dataclasses.fields(kind)]
             near = nearest(topic, _sections(kind, short))
             raise ConfigError(
-                f"--help {topic}: there is no such section or key{near}; the sections are {', '.join(known)}"
+                f"--help {topic}: there is no such section or key{near}; the sections are {', '.join(sections)}"
             )
         return keys
-    data_words = "[grpo|ppo|sft|rm|dpo] [rows=N] "
-    words = {"push": "[RUN] ", "report": "[RUN ...] ", "watch": "[RUN ...] ", "data": data_words}.get(command, "")
+    words = {
+        "push": "[RUN] ",
+        "report": "[RUN ...] ",
+        "watch": "[RUN ...] ",
+        "data": "[grpo|ppo|sft|rm|dpo] [rows=N] ",
+        "plan": "[grpo|ppo] [memory_gb=N] ",
+    }.get(command, "")
     files = "" if command == "demo" else "[--config FILE ...] "
     usage = [f"usage: whet {command} {words}{files}{flags}[key=value ...]", "", about]
     note = [_NOTES[command]] if command in _NOTES else []

@@ -36,8 +36,8 @@ def _recipes(word: str = "", name: str = "", folder: str = ".") -> str:
     if not name:
         raise ConfigError(f"which recipe? write whet recipes copy NAME; there are {', '.join(recipes())}")
     copied = copy_recipe(name, folder)
-    own = re.search(r"whet (\w+) --config", copied[0].read_text())
-    command = f"whet {own[1] if own else 'grpo'} --config {copied[0]}"
+    command_match = re.search(r"whet (\w+) --config", copied[0].read_text())
+    command = f"whet {command_match[1] if command_match else 'grpo'} --config {copied[0]}"
     return f"wrote {', '.join(map(str, copied))}\n  {command}"
 
 
@@ -49,9 +49,9 @@ def _docs(name: str = "") -> str:
     return re.sub(r"\]\(([\w-]+)\.md(?:#[^)]*)?\)", r"](whet docs \1)", page(name).rstrip())
 
 
-def _format_list(found: Mapping[str, str]) -> str:
-    width = max(map(len, found), default=0)
-    return "\n".join(f"{name:{width}}  {text}" for name, text in found.items())
+def _format_list(items: Mapping[str, str]) -> str:
+    width = max(map(len, items), default=0)
+    return "\n".join(f"{name:{width}}  {text}" for name, text in items.items())
 
 
 def _schema(command: str = "grpo") -> str:
@@ -64,7 +64,7 @@ def _schema(command: str = "grpo") -> str:
 
 def _config_commands() -> list[str]:
     """The commands that take keys."""
-    return [name for name in COMMANDS if name not in (*INFO_COMMANDS, "data", "demo")]
+    return [name for name in COMMANDS if name not in (*INFO_COMMANDS, "data", "demo", "plan")]
 
 
 def _completion(shell: str) -> str:
@@ -77,12 +77,18 @@ def _completion(shell: str) -> str:
     for name in _config_commands():
         kind, short = config_class(name)
         keys[name] = [f"{key}=" for key in sorted({*(key for key, *_ in leaves(kind, optional=True)), *short})]
-    keys |= {"demo": keys["grpo"], "data": keys["grpo"], "schema": _config_commands(), "completion": list(_SCRIPTS)}
+    keys |= {
+        "demo": keys["grpo"],
+        "data": keys["grpo"],
+        "plan": keys["grpo"],
+        "schema": _config_commands(),
+        "completion": list(_SCRIPTS),
+    }
     return _SCRIPTS[shell](COMMANDS, keys)
 
 
 def _bash(commands: Mapping[str, str], keys: Mapping[str, Sequence[str]]) -> str:
-    cases = "\n".join(f"    {name}) words='{' '.join(found)}' ;;" for name, found in keys.items() if found)
+    cases = "\n".join(f"    {name}) words='{' '.join(words)}' ;;" for name, words in keys.items() if words)
     return f"""# whet completion bash > ~/.local/share/bash-completion/completions/whet
 _whet() {{
   local words='{" ".join(commands)} --help' word="${{COMP_WORDS[COMP_CWORD]}}"
@@ -140,11 +146,11 @@ def _env() -> str:
     facts = collect_environment()
     versions = facts["versions"]
     kernels = build.load_library("decode")
-    extras = {name: found for name in _OPTIONAL if (found := _version(name, metadata)) is not None}
+    extras = {name: version for name in _OPTIONAL if (version := _version(name, metadata)) is not None}
     lines: dict[str, Any] = {
         install.DISTRIBUTION: f"{versions.pop('whet')}, {_commit(install.PACKAGE) or 'not a checkout'}",
-        **{name: found or "not installed" for name, found in versions.items()},
-        "extras": ", ".join(f"{name} {found}" for name, found in extras.items()) or "none",
+        **{name: version or "not installed" for name, version in versions.items()},
+        "extras": ", ".join(f"{name} {version}" for name, version in extras.items()) or "none",
         "platform": " ".join(facts["platform"].values()),
         "processor": f"{facts['cpu']['model']}, {facts['cpu']['cores']} cores, {' '.join(facts['cpu']['flags'])}",
         "devices": ", ".join(facts["devices"]) or "no GPU",
@@ -169,7 +175,7 @@ def _commit(package: Any) -> str | None:
     import subprocess
 
     try:
-        found = subprocess.run(
+        result = subprocess.run(
             ["git", "-C", str(package), "describe", "--always", "--dirty", "--abbrev=12"],
             capture_output=True,
             text=True,
@@ -179,7 +185,7 @@ def _commit(package: Any) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     tracked = (package.parent / ".git").exists()
-    return f"commit {found.stdout.strip()}" if tracked and found.returncode == 0 else None
+    return f"commit {result.stdout.strip()}" if tracked and result.returncode == 0 else None
 
 
 _OPTIONAL = ("accelerate", "bitsandbytes", "llguidance", "math-verify", "matplotlib", "peft", "sglang", "tensorboard",

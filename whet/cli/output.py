@@ -25,6 +25,6 @@ def print_text(text: str, end: str = "\n") -> None:
 
 def rank() -> int:
     """This process's place among several; 0 where there is one, or the environment has no such number."""
-    own, size = (os.environ.get(name, "").strip() for name in ("RANK", "WORLD_SIZE"))
-    several = own.isdecimal() and size.isdecimal() and int(own) < int(size)
-    return int(own) if several else 0
+    number, size = (os.environ.get(name, "").strip() for name in ("RANK", "WORLD_SIZE"))
+    several = number.isdecimal() and size.isdecimal() and int(number) < int(size)
+    return int(number) if several else 0

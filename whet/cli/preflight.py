@@ -1,8 +1,8 @@
 """Checks a command before it loads data and models: names, references, sizes, loggers, folders.
 
-Each check raises an error; `raise_all` makes all checks and raises one error that lists what they found. Reward
-functions are checked once the data are read and before a model is. resolve_defaults.py checks lengths, and the model is
-checked where it is loaded.
+Each check raises an error; `raise_all` runs all checks, and raises one error with all findings. Reward functions are
+checked after the data are loaded, and before a model is. resolve_defaults.py checks lengths; loading a model checks the
+model.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from whet.data.prompts import ANSWER, find_prompt_column
 from whet.data.sources import check_source
 from whet.envs import load_script
 from whet.errors import ConfigError, raise_all
+from whet.learners.from_config import objective_checks, other_field, policy_loss
 from whet.learners.grpo import check_drawn
-from whet.learners.objective import objective_checks, other_field, policy_loss
-from whet.learners.preference_objective import make_preference_objective, make_reward_loss
+from whet.learners.preference_from_config import make_preference_objective, make_reward_loss
 from whet.models.lora import check_lora
 from whet.observe.loggers import check_loggers
 from whet.ops import LOSS_AGG_MODES, SFT_LOSSES, teacher_column
@@ -58,16 +58,15 @@ from whet.util.references import is_ref, resolve_callable, resolve_name
 __all__ = ["check_rewards", "check_run", "check_teacher_used"]
 
 Check = tuple[str, Callable[[], Any]]
-"""The sections that a check reads together, "" = one value alone, which is wrong whatever the others are; the check."""
+"""(the sections that a check reads together, or "" if it reads one value; the check)."""
 
 
 def check_run(config: RunConfig | SupervisedRunConfig, unread: Collection[str] = ()) -> None:
-    """Looks at a run before anything is loaded.
+    """Checks a run before anything is loaded.
 
-    Args: config: of the run. unread: sections that keys were left out of, since they can't be read
-        (partial_config_from_dict). Wrong values are
-        reported, and so is what is wrong with whole sections. A name that is no section may stand for any section.
-    Raises: ConfigError: with every finding, a line each; a single one as the error that it is.
+    Args: config: of the run. unread: sections with keys that could not be read (partial_config_from_dict); checks that
+        combine them with others are skipped. A name that is not a section may belong to any section.
+    Raises: ConfigError: one line per finding; a single finding is raised unchanged.
 
     >>> from whet.config import load_run
     >>> words = ["reward=exact_match", "actor.optim.name=sdg", "trainer.mini_batch_size=3"]
@@ -80,19 +79,19 @@ def check_run(config: RunConfig | SupervisedRunConfig, unread: Collection[str] =
     """
     sections = {field.name for field in dataclasses.fields(config)}
     doubtful = set(unread) if sections.issuperset(unread) else sections
-    own = _of_policy(config, unread) if isinstance(config, RunConfig) else _supervised(config, unread)
-    raise_all(check for reads, check in [*own, *_shared(config)] if doubtful.isdisjoint(reads.split()))
+    checks = _policy_checks(config, unread) if isinstance(config, RunConfig) else _supervised_checks(config, unread)
+    raise_all(check for reads, check in [*checks, *_shared_checks(config)] if doubtful.isdisjoint(reads.split()))
 
 
-def _of_policy(config: RunConfig, unread: Collection[str]) -> Iterator[Check]:
+def _policy_checks(config: RunConfig, unread: Collection[str]) -> Iterator[Check]:
     """The checks of a run of reinforcement learning."""
     yield "", partial(check_complete, config, unread)
     yield "data trainer", partial(config.trainer.resolve_batch_sizes, config.data.batch_size)
-    if not config.rollout.open_lengths:  # else the data settle them
-        sized = partial(ClusterConfig, rollout_config=config.rollout, training_config=config.trainer)
-        yield "rollout trainer", sized
-    given = "" if config.reward is not None else "reward rollout teacher"
-    yield from ((given, partial(resolve_reward, name)) for name in config.reward_names if name != REWARD_MODEL)
+    if not config.rollout.open_lengths:  # otherwise they follow from the data
+        check_sizes = partial(ClusterConfig, rollout_config=config.rollout, training_config=config.trainer)
+        yield "rollout trainer", check_sizes
+    sections = "" if config.reward is not None else "reward rollout teacher"
+    yield from ((sections, partial(resolve_reward, name)) for name in config.reward_names if name != REWARD_MODEL)
     yield "", partial(resolve_reward_manager, config.algo.reward_manager)
     yield from (("algo", check) for check in objective_checks(config.algo))
     yield "", partial(check_engine, config.rollout_engine)
@@ -105,10 +104,10 @@ def _of_policy(config: RunConfig, unread: Collection[str]) -> Iterator[Check]:
         if rollout.env_path is not None:
             yield "rollout", partial(load_script, rollout.env_path, turns=rollout.max_turns)
     for section in ("actor", "critic", "reference", "teacher", "reward_model"):
-        yield from _role(section, getattr(config, section), trained=section in ("actor", "critic"))
+        yield from _role_checks(section, getattr(config, section), trained=section in ("actor", "critic"))
 
 
-def _supervised(config: SupervisedRunConfig, unread: Collection[str]) -> Iterator[Check]:
+def _supervised_checks(config: SupervisedRunConfig, unread: Collection[str]) -> Iterator[Check]:
     """The checks of a supervised run."""
     yield "", partial(check_supervised, config, unread)
     algo = vars(config)["algo"]
@@ -119,13 +118,13 @@ def _supervised(config: SupervisedRunConfig, unread: Collection[str]) -> Iterato
     elif isinstance(algo, SFTConfig):
         yield "", partial(resolve_name, algo.loss_type, SFT_LOSSES, "SFT loss", other_field)
         yield "", partial(resolve_name, algo.loss_agg_mode, LOSS_AGG_MODES, "loss_agg_mode", other_field)
-    yield from _role(config.TRAINED, config.trained, trained=True)
+    yield from _role_checks(config.TRAINED, config.trained, trained=True)
     if isinstance(config, DPORunConfig):
-        yield from _role("reference", config.reference, trained=False)
+        yield from _role_checks("reference", config.reference, trained=False)
 
 
-def _shared(config: RunConfig | SupervisedRunConfig) -> Iterator[Check]:
-    """The checks of any run: data, tokenizer, loggers, folders, what is watched."""
+def _shared_checks(config: RunConfig | SupervisedRunConfig) -> Iterator[Check]:
+    """The checks of every run: data, tokenizer, loggers, folders, keep_best and stop_when."""
     data, trainer = config.data, config.trainer
     part = None if data.eval_path is not None or data.eval_split == data.split else data.eval_split
     paths = (*source_paths(data.path), *source_paths(data.eval_path))
@@ -136,7 +135,7 @@ def _shared(config: RunConfig | SupervisedRunConfig) -> Iterator[Check]:
     if trainer.hub_model_id is not None:
         yield "trainer", partial(check_push, trainer)
     evaluates = data.eval_path is not None or data.eval_split is not None or bool(data.eval_fraction)
-    yield "data trainer", partial(_watched, trainer, evaluates)
+    yield "data trainer", partial(_check_watched, trainer, evaluates)
     if trainer.resume is not None:
         yield "trainer", partial(Checkpoints(trainer.checkpoint_root, {}).find, trainer.resume)
     elif trainer.run_dir is not None:
@@ -147,44 +146,41 @@ def _shared(config: RunConfig | SupervisedRunConfig) -> Iterator[Check]:
             yield "", partial(check_unlocked, folder, f"trainer.{key}")
 
 
-def _role(section: str, role: RoleConfig | None, *, trained: bool) -> Iterator[Check]:
-    """The checks of a role's model: that it can be there, and its optimizer."""
+def _role_checks(section: str, role: RoleConfig | None, *, trained: bool) -> Iterator[Check]:
+    """The checks of a role: its model exists, and its optimizer and adapter are valid."""
     if role is None:
         return
     if role.model is not None:
-        known = is_ref(role.model)
-        looked = (
-            partial(resolve_callable, role.model, f"{section}.model")
-            if known
-            else partial(check_model_exists, role.model)
-        )
-        yield "", looked
-        if role.lora is not None and not known:
+        if is_ref(role.model):
+            yield "", partial(resolve_callable, role.model, f"{section}.model")
+        else:
+            yield "", partial(check_model_exists, role.model)
+        if role.lora is not None and not is_ref(role.model):
             yield section, partial(check_lora, role.model, role.lora, role.trust_remote_code)
     if trained:
         yield "", partial(check_optimizer, role.optim)
         yield "", partial(check_schedule, role.optim)
 
 
-def _watched(trainer: TrainingConfig, evaluates: bool) -> None:
-    """Raises ConfigError: what is watched is of evaluations, and there are none."""
+def _check_watched(trainer: TrainingConfig, evaluates: bool) -> None:
+    """Raises ConfigError if keep_best or stop_when read evaluations, and there are none."""
     watched = [] if trainer.keep_best is None else ["trainer.keep_best"]
     watched += [f"trainer.stop_when.{name}" for name in trainer.stop_when or {} if name.startswith("eval/")]
     if watched and not evaluates:
         raise ConfigError(
-            f"{', '.join(watched)}: of evaluations, and there is no evaluation data; set data.eval_path, "
+            f"{', '.join(watched)} needs evaluations, and there is no evaluation data; set data.eval_path, "
             "data.eval_split or data.eval_fraction"
         )
 
 
 def check_rewards(config: RunConfig, train: Any, evaluation: Any) -> None:
-    """Looks at reward functions beside the data, before a model is loaded.
+    """Checks reward functions against the data, before a model is loaded.
 
-    Args: config: of the run. train, evaluation: rows, ready-made batches, or prompts made of them; None = none.
-    Raises: ConfigError: a function needs a column that is not there. DataError: answers that it can't read.
+    Args: config: of the run. train, evaluation: rows, ready-made batches or encoded prompts; None = there are none.
+    Raises: ConfigError: a function needs a column that is missing. DataError: a function can't read an answer.
     """
     if resolve_reward_manager(config.algo.reward_manager) is not RewardManager:
-        return  # one of the user's own may offer more
+        return  # a reward manager of the user may add columns
     fns = by_name([name for name in config.reward_names if name != REWARD_MODEL])
     fields = {f.name: getattr(config.algo, f.name) for f in dataclasses.fields(config.algo)}
     checks: list[Callable[[], Any]] = []
@@ -195,7 +191,7 @@ def check_rewards(config: RunConfig, train: Any, evaluation: Any) -> None:
         prompt = find_prompt_column(first, config.data.prompt_column)
         taken_off = [ANSWER] if config.data.on_answered == "take_off" else []
         checks.append(partial(check_columns, fns, [*(name for name in first if name != prompt), *taken_off], fields))
-    if config.trainer.on_reward_error == "raise":  # else a warning of the run's
+    if config.trainer.on_reward_error == "raise":  # otherwise the run warns
         for rows, what in ((train, "rows"), (evaluation, "evaluation rows")):
             if has_random_access(rows) and not is_batch(first_row(rows), config.data.prompt_column):
                 columns = ((p.row, p.columns) if isinstance(p, Prompt) else (n, p) for n, p in enumerate(rows))
@@ -204,9 +200,9 @@ def check_rewards(config: RunConfig, train: Any, evaluation: Any) -> None:
 
 
 def check_teacher_used(config: RunConfig) -> None:
-    """Raises ConfigError where nothing would learn from the teacher."""
+    """Raises ConfigError if the loss does not use the teacher."""
     if config.teacher is not None and teacher_column(policy_loss(config.algo)) is None:
         raise ConfigError(
-            f"teacher has no effect: algo.policy_loss_fn={config.algo.policy_loss_fn!r} does not learn from one; "
-            "distillation and gkd do"
+            f"teacher has no effect: algo.policy_loss_fn={config.algo.policy_loss_fn!r} does not use one; set "
+            "distillation or gkd, or leave teacher out"
         )

@@ -51,7 +51,7 @@ def find_warnings(data: dict[str, Any]) -> list[dict[str, Any]]:
     Returns: `step`, `metric` (the symptom's name), `message`.
     """
     steps, columns = data["metrics"]["train"]["steps"], data["metrics"]["train"]["columns"]
-    found = []
+    warnings = []
     for name, symptom in symptoms(None).items():
         in_a_row = 0
         for i, step in enumerate(steps):
@@ -59,6 +59,6 @@ def find_warnings(data: dict[str, Any]) -> list[dict[str, Any]]:
             finding = symptom.find(row)
             in_a_row = in_a_row + 1 if finding else 0
             if finding and in_a_row == symptom.steps:
-                found.append({"step": step, "metric": name, "message": finding.message})
+                warnings.append({"step": step, "metric": name, "message": finding.message})
                 break
-    return sorted(found, key=lambda warning: warning["step"])
+    return sorted(warnings, key=lambda warning: warning["step"])

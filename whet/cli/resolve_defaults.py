@@ -159,33 +159,41 @@ def make_encoder(config: RunConfig, tokenizer: PreTrainedTokenizerBase, mode: Mo
     return PromptEncoder.from_config(tokenizer, rollout, config.data, tools=script.tools)
 
 
-def with_lengths(config: RunConfig, spread: LengthStats) -> RunConfig:
+def with_lengths(config: RunConfig, stats: LengthStats) -> RunConfig:
     """The configuration with both lengths.
 
-    Args: config: of the run. spread: lengths of its prompts; empty = they are not known, and their limit is set.
+    Args: config: of the run. stats: lengths of its prompts; empty = they are unknown, and max_prompt_length is set.
     Raises: DataError: prompts that the model's context has no room for. ConfigError: it has room for none.
     """
     rollout = config.rollout
     model = config.actor.model
     positions = None if model is None or is_ref(model) else read_positions(model, config.actor.trust_remote_code)
-    known = rollout.max_prompt_length if not len(spread) else spread.longest
-    assert known is not None
+    prompt_length = rollout.max_prompt_length if not len(stats) else stats.longest
+    assert prompt_length is not None
     keeps_all = rollout.on_long_prompt == "error" or rollout.max_prompt_length is not None
-    new = rollout.max_tokens_to_generate
-    if new is None:
-        new = max(NEW_TOKENS, rollout.min_tokens)
+    new_tokens = rollout.max_tokens_to_generate
+    if new_tokens is None:
+        new_tokens = max(NEW_TOKENS, rollout.min_tokens)
         if rollout.max_episode_tokens is not None:
-            new = min(new, rollout.max_episode_tokens)
+            new_tokens = min(new_tokens, rollout.max_episode_tokens)
         if positions is not None:
-            new = max(1, min(new, positions - known if keeps_all else max(positions - known, positions // 2)))
-    room = known if positions is None else positions - new
+            new_tokens = max(
+                1,
+                min(
+                    new_tokens,
+                    positions - prompt_length if keeps_all else max(positions - prompt_length, positions // 2),
+                ),
+            )
+    room = prompt_length if positions is None else positions - new_tokens
     if room < 1:
-        raise ConfigError(f"rollout.max_tokens_to_generate={new} leaves no room in {positions} positions; lower it")
+        raise ConfigError(
+            f"rollout.max_tokens_to_generate={new_tokens} leaves no room in {positions} positions; lower it"
+        )
     if keeps_all:
         best = room if rollout.max_tokens_to_generate is not None else max(1, room - min(NEW_TOKENS, room // 2))
-        check_prompt_lengths(spread, positions, new, best_limit=best)
-    limit = rollout.max_prompt_length or min(known, room)
-    lengths = {"max_prompt_length": limit, "max_tokens_to_generate": new}
+        check_prompt_lengths(stats, positions, new_tokens, best_limit=best)
+    limit = rollout.max_prompt_length or min(prompt_length, room)
+    lengths = {"max_prompt_length": limit, "max_tokens_to_generate": new_tokens}
     return dataclasses.replace(config, rollout=dataclasses.replace(rollout, **lengths))
 
 

@@ -1,4 +1,4 @@
-"""The commands `whet sft`, `whet rm` and `whet dpo`: from a configuration to models, a learner and a run."""
+"""The commands `whet sft`, `whet rm` and `whet dpo`: they build the models and the learner, and run the training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from whet.data.prompt_stream import first_row, is_batch
 from whet.data.supervised import SFTEncoder
 from whet.data.tokenizer import load_tokenizer
 from whet.learners.preference import PreferenceLearner, RewardModelLearner
-from whet.learners.preference_objective import make_preference_objective
+from whet.learners.preference_from_config import make_preference_objective
 from whet.learners.sft import SFTLearner
 from whet.learners.supervised_task import Encoder
 from whet.train.role_workers import ACTOR
@@ -27,21 +27,21 @@ C = TypeVar("C", bound=SupervisedRunConfig)
 
 
 def sft(config: SFTRunConfig) -> dict[str, Any]:
-    """`whet sft`: teaches a model what the assistant says, evaluating before and after where there is evaluation data.
+    """`whet sft`: supervised fine-tuning. With evaluation data it evaluates before and after.
 
-    Args: config: the whole configuration. actor.model may be a function that makes it, as in `whet grpo`.
-    Returns: the summary that is written to summary.json.
+    Args: config: the configuration. actor.model may name a function that creates the model, as in `whet grpo`.
+    Returns: the summary, which is also written to summary.json.
     """
     return train(config, _sft)
 
 
 def rm(config: RMRunConfig) -> dict[str, Any]:
-    """`whet rm`: trains a reward model on pairs: see `sft`. Its folder is one of AutoModelForSequenceClassification."""
+    """`whet rm`: trains a reward model on pairs, for AutoModelForSequenceClassification. Args, Returns: see `sft`."""
     return train(config, _rm)
 
 
 def dpo(config: DPORunConfig) -> dict[str, Any]:
-    """`whet dpo`: trains a policy on preferences: see `sft`. Without a reference's model it is the actor's."""
+    """`whet dpo`: trains a policy on preferences. The reference model is the actor's by default. Args: see `sft`."""
     return train(config, _dpo)
 
 
@@ -63,13 +63,12 @@ def _rm(config: RMRunConfig) -> tuple[RewardModelLearner, Any, Any]:
 def _dpo(config: DPORunConfig) -> tuple[PreferenceLearner, Any, Any]:
     """The learner of a configuration, and its training and evaluation data."""
     needs = make_preference_objective(config.algo).needs
-    reads = needs.reference
     encoder = PreferenceEncoder if needs.rows == "pairs" else UnpairedEncoder
     config, rows, tokenizer = _load_data_and_tokenizer(config, encoder)
     reference: RoleConfig | str | None = config.reference
     if config.reference is not None:
         reference = dataclasses.replace(config.reference, model=config.reference.model or config.actor.model)
-    elif reads:
+    elif needs.reference:
         reference = ACTOR
     models = SupervisedModels(actor=config.actor, reference=reference, **_model_options(config, tokenizer))
     learner = PreferenceLearner(models, config.algo, data=without_read_keys(config.data), settings=config)
@@ -88,14 +87,14 @@ def _load_data_and_tokenizer(config: C, encoder: Callable[..., Encoder]) -> tupl
     )
     config = with_template(config, tokenizer, rows[0])
     encode = encoder(tokenizer, without_read_keys(config.data))
-    for part in rows:
-        if isinstance(first := first_row(part), Mapping) and not is_batch(first, None):
+    for data in rows:
+        if isinstance(first := first_row(data), Mapping) and not is_batch(first, None):
             encode(first)
     return config, rows, tokenizer
 
 
 def _model_options(config: SupervisedRunConfig, tokenizer: Any) -> dict[str, Any]:
-    """The arguments of SupervisedModels that every supervised run has."""
+    """The arguments of SupervisedModels that all supervised runs share."""
     return {
         "tokenizer": tokenizer,
         "config": config.trainer,

@@ -12,7 +12,6 @@ from whet.config.base import config, config_from_dict
 from whet.config.data import Sources
 from whet.config.enums import Mode
 from whet.config.fields import Bool, Count, Float, Fn, Name, Number, Seconds, Seed, Size, Temperature, Text
-from whet.config.length_aliases import length_shorthands
 from whet.config.loader import dump_tree, merge, parse_config_args
 from whet.config.model import RoleConfig
 from whet.config.positional_words import is_config_file
@@ -188,7 +187,9 @@ EVAL_SHORTHANDS: dict[str, str] = {
     "top_p": "rollout.top_p",
     "top_k": "rollout.top_k",
     "num_generations": "rollout.num_generations_eval",
-    **length_shorthands("rollout.max_tokens_to_generate", "rollout.max_prompt_length"),
+    "max_tokens": "rollout.max_tokens_to_generate",
+    "max_tokens_to_generate": "rollout.max_tokens_to_generate",
+    "max_prompt_length": "rollout.max_prompt_length",
 }
 """Shorthand -> full key of an EvalRunConfig."""
 

@@ -1,10 +1,10 @@
-"""From a conversation to what is trained of it: which tokens the assistant said, found by rendering turn by turn.
+"""Finds the trained tokens of a conversation: those of the assistant, by rendering the conversation turn by turn.
 
-What the template writes for the messages before a turn, with the assistant's header at its end, is the turn's context;
-what it then writes more is what the assistant said, with the end mark and the line feed after it, where there are some.
-Where a longer conversation does not begin as the shorter one did (templates that leave out earlier thinking), it is
-another sequence: each turn is trained once, in the context in which it is said.
-Left out on purpose: searching the text for what the assistant said.
+The context of a turn is the template's output for the messages before it, with the assistant's header at the end. The
+rest of the output with the turn is trained: the assistant's text, with the end token and the line feed after it.
+If the output with a later turn does not start with the earlier output (some templates remove earlier thinking), the
+later turn becomes another sequence. So each turn is trained once, in its own context.
+Left out on purpose: searching the rendered text for the assistant's messages.
 """
 
 from __future__ import annotations
@@ -18,34 +18,33 @@ import numpy as np
 
 from whet.data.template_check import RenderedText
 from whet.data.templates import ChatTemplate, common_prefix
-from whet.data.text_parts import encode_parts
 from whet.errors import DataError, format_value
 from whet.types import Message, TrainSequence
 
-__all__ = ["Part", "Rendering", "encode_rendering", "make_sequence", "render_as_one", "render_turns"]
+__all__ = ["Part", "Rendering", "make_rendered_sequence", "make_sequence", "render_as_one", "render_turns"]
 
 
 @dataclass(frozen=True)
 class Part:
-    """A stretch of a sequence's text. Example: Part("4<end>", trained=True)."""
+    """A part of a sequence's text. Example: Part("4<end>", trained=True)."""
 
     text: str
     trained: bool
-    others: bool = False
-    """Whether it holds turns of the assistant's that are not trained here."""
+    has_untrained_turns: bool = False
+    """The part contains turns of the assistant that are not trained in this sequence."""
 
 
 @dataclass(frozen=True)
 class Rendering:
-    """A sequence before it is encoded: the parts of its text, and the messages that they show."""
+    """A sequence before it is tokenised: the parts of its text, and the messages that they contain."""
 
     parts: tuple[Part, ...]
     rendered: RenderedText
     changed: str = ""
-    """Where a turn does not begin with the header that the template asks with: both, for a message."""
+    """Describes a turn that does not start with the template's generation header; "" = every turn does."""
 
     def extend(self, *parts: Part, rendered: RenderedText, changed: str) -> Rendering:
-        """The sequence with further parts."""
+        """The sequence with more parts."""
         return replace(self, parts=(*self.parts, *parts), rendered=rendered, changed=self.changed or changed)
 
 
@@ -58,25 +57,25 @@ def render_turns(
     row: int = 0,
     **options: Any,
 ) -> list[Rendering]:
-    """The sequences of a conversation: what is context, and what the assistant said.
+    """The sequences of a conversation, split into context and the assistant's text.
 
     Args:
-        template: writes the messages.
+        template: renders the messages.
         messages: the conversation.
-        first: messages before this place are context, whoever said them.
-        silent: whether a turn that says nothing is trained: its end mark.
-        row: for the message of an error.
-        options: further arguments of the template, e.g. tools.
-    Returns: a Rendering for each sequence; one, unless the template forks; none where no turn is trained.
+        first: messages before this index are context, whatever their role.
+        silent: train the end token of an empty turn.
+        row: the row number for error messages.
+        options: more arguments of the template, e.g. tools.
+    Returns: a Rendering for each sequence: usually one, several if the template forks, none if no turn is trained.
     """
     renderings: list[Rendering] = []
-    text, others = "", any(m["role"] == "assistant" for m in messages[:first])
+    text, has_untrained = "", any(m["role"] == "assistant" for m in messages[:first])
     for place in range(first, len(messages)):
         turn = messages[place]
         if turn["role"] != "assistant":
             continue
-        if not (silent or _says_something(turn)):
-            others = True
+        if not (silent or _has_content(turn)):
+            has_untrained = True
             continue
         after = template.text(messages[: place + 1], row=row, **options)
         before = (
@@ -88,7 +87,7 @@ def render_turns(
         if not after.startswith(before):
             common = common_prefix(before, after)
             changed = (
-                f"message {place} is asked for with {before[len(common) :]!r}, and its turn begins with "
+                f"the generation header of message {place} is {before[len(common) :]!r}, and the turn starts with "
                 f"{after[len(common) :][:80]!r}"
             )
             before = common
@@ -96,48 +95,51 @@ def render_turns(
         turn_part = Part(after[len(before) :], trained=True)
         if renderings and before.startswith(text):
             renderings[-1] = renderings[-1].extend(
-                Part(before[len(text) :], False, others), turn_part, rendered=rendered, changed=changed
+                Part(before[len(text) :], False, has_untrained), turn_part, rendered=rendered, changed=changed
             )
         else:
-            others = others or bool(renderings)
-            renderings.append(Rendering((Part(before, False, others), turn_part), rendered, changed))
-        text, others = after, False
+            has_untrained = has_untrained or bool(renderings)
+            renderings.append(Rendering((Part(before, False, has_untrained), turn_part), rendered, changed))
+        text, has_untrained = after, False
     return renderings
 
 
 def render_as_one(
     template: ChatTemplate, messages: Sequence[Message], *, row: int = 0, **options: Any
 ) -> list[Rendering]:
-    """A conversation as one sequence that is trained from end to end. Args and Returns as for `render_turns`."""
+    """A conversation as one sequence in which every token is trained. Args, Returns: see `render_turns`."""
     text = template.text(messages, row=row, **options)
     return [Rendering((Part(text, trained=True),), RenderedText(text, len(messages), options))]
 
 
-def encode_rendering(
-    template: ChatTemplate, messages: Sequence[Message], rendering: Rendering, row: int = 0
+def make_rendered_sequence(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    rendering: Rendering,
+    ids: Sequence[Sequence[int]],
+    row: int = 0,
 ) -> TrainSequence:
     """The token ids and the mask of a sequence.
 
-    Where the template marks what the assistant says ({% generation %}), only what is marked is trained.
+    If the template marks the assistant's text ({% generation %}), only the marked text is trained.
 
-    Args: template, messages, row: as for `render_turns`. rendering: one of its sequences.
+    Args: template, messages, row: see `render_turns`. rendering: one of its sequences. ids: the ids of each part.
     Raises: DataError: the marks and the turns contradict each other.
     """
     parts = rendering.parts
-    ids = encode_parts(template.tokenizer, [p.text for p in parts], row)
     masks = [np.full(len(i), p.trained) for i, p in zip(ids, parts, strict=True)]
     if template.has_marks and len(parts) > 1:
         rendered = rendering.rendered
-        whole, marks = template.marked(messages[: rendered.messages], row, **rendered.options)
-        if whole == [one for part in ids for one in part]:
-            masks = _agreed(template, parts, ids, masks, marks, row)
+        marked_ids, marks = template.marked(messages[: rendered.messages], row, **rendered.options)
+        if marked_ids == [token for part in ids for token in part]:
+            masks = _intersect_marks(template, parts, ids, masks, marks, row)
     return make_sequence(list(zip(ids, masks, strict=True)))
 
 
 def make_sequence(parts: Sequence[tuple[Sequence[int] | np.ndarray, Any]]) -> TrainSequence:
-    """A sequence from its parts: (token ids, which are trained: one truth value, or one for each).
+    """A sequence from its parts: (token ids, whether they are trained: one bool, or one for each id).
 
-    The prefix goes as far as the first trained token, and has one token at least.
+    The prefix ends before the first trained token, and has at least one token.
 
     >>> s = make_sequence([([5, 6], False), ([7, 2], True)])
     >>> s.prefix.tolist(), s.tokens.tolist(), s.mask.tolist()
@@ -152,14 +154,14 @@ def make_sequence(parts: Sequence[tuple[Sequence[int] | np.ndarray, Any]]) -> Tr
     return TrainSequence(prefix=arrays[0], tokens=arrays[1], mask=arrays[2])
 
 
-def _says_something(turn: Message) -> bool:
-    """Whether a turn has words or calls, besides white space."""
+def _has_content(turn: Message) -> bool:
+    """Whether a turn has text other than white space, or tool calls."""
     content = turn.get("content")
-    words = content.strip() if isinstance(content, str) else content
-    return bool(words or any(turn.get(key) for key in ("tool_calls", "reasoning_content", "reasoning", "thinking")))
+    text = content.strip() if isinstance(content, str) else content
+    return bool(text or any(turn.get(key) for key in ("tool_calls", "reasoning_content", "reasoning", "thinking")))
 
 
-def _agreed(
+def _intersect_marks(
     template: ChatTemplate,
     parts: Sequence[Part],
     ids: Sequence[Sequence[int]],
@@ -167,22 +169,25 @@ def _agreed(
     marks: Sequence[bool],
     row: int,
 ) -> list[np.ndarray]:
-    """What both the turns and the marks say is trained; what the header gives is given, marked or not."""
-    agreed, start = [], 0
-    for part, its, mask in zip(parts, ids, masks, strict=True):
-        marked = np.asarray(marks[start : start + len(its)], dtype=bool)
-        start += len(its)
+    """The masks of the tokens that are both in a trained turn and marked; a marked header is accepted, but not trained.
+
+    Raises: DataError: a trained turn has no marked token, or text outside the assistant's turns is marked.
+    """
+    trained, start = [], 0
+    for part, part_ids, mask in zip(parts, ids, masks, strict=True):
+        marked = np.asarray(marks[start : start + len(part_ids)], dtype=bool)
+        start += len(part_ids)
         runs = [is_marked for is_marked, _ in groupby(marked.tolist())]
         if part.trained and not marked.any():
-            where = f"nothing of the turn {format_value(part.text, 80)}"
-        elif not part.trained and not part.others and True in runs[:-1]:
-            there = [i for i, is_marked in zip(its, marked, strict=True) if is_marked]
-            where = f"{format_value(str(template.tokenizer.decode(there)), 80)}, which no assistant says"
+            problem = f"nothing of the turn {format_value(part.text, 80)}"
+        elif not part.trained and not part.has_untrained_turns and True in runs[:-1]:
+            wrong = [i for i, is_marked in zip(part_ids, marked, strict=True) if is_marked]
+            problem = f"{format_value(str(template.tokenizer.decode(wrong)), 80)}, which is not in an assistant's turn"
         else:
-            agreed.append(mask & marked)
+            trained.append(mask & marked)
             continue
         raise DataError(
-            f"row {row}: the chat template's {{% generation %}} marks {where}; repair the marks, or take them out of "
-            "the template: what the assistant says is then found by its turns"
+            f"row {row}: the chat template's {{% generation %}} marks {problem}; repair the marks, or remove them from "
+            "the template, and the assistant's text is found by its turns"
         )
-    return agreed
+    return trained

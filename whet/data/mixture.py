@@ -1,6 +1,6 @@
-"""Several data sets as one: their rows one after the other, or in shares that the user gives.
+"""Combines several data sets: one after the other, or mixed by weights.
 
-Left out on purpose: filtering and renaming columns; a "file.py:function" that returns rows does that better.
+Left out on purpose: filtering rows and renaming columns; a "file.py:function" that returns rows can do both.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ __all__ = ["MixedRows", "MixedStream", "normalize_weights", "permutation"]
 
 
 def normalize_weights(weights: Sequence[float]) -> np.ndarray:
-    """The weights over their sum.
+    """The weights divided by their sum.
 
     >>> normalize_weights([3.0, 1.0]).tolist()
     [0.75, 0.25]
     """
-    found = np.asarray(weights, dtype=np.float64)
-    return found / found.sum()
+    array = np.asarray(weights, dtype=np.float64)
+    return array / array.sum()
 
 
 class MixedRows(Sequence[Any]):
-    """The rows of several data sets, one after the other; with weights, their shares of an epoch.
+    """The rows of several data sets, one after the other; weights set their shares of an epoch.
 
-    An epoch of a mixture has as many rows as all its data sets together. A data set with the share s gives round(s N)
-    of these N rows and goes through its own rows in shuffled passes of its own: over the epochs it uses each of its
-    rows equally often, however small or large its share is.
+    An epoch of a mixture has as many rows (N) as all its data sets together. A data set with the share s gives about
+    s N of them, from shuffled passes over its own rows. So, over several epochs, each of its rows is used equally
+    often, however small or large the share is.
 
     >>> rows = MixedRows([["a", "b", "c"], ["x"]], weights=[1.0, 1.0])
     >>> len(rows), [rows[place] for place in rows.order(seed=0, epoch=0, shuffle=False)]
@@ -40,7 +40,7 @@ class MixedRows(Sequence[Any]):
     """
 
     def __init__(self, parts: Sequence[Sequence[Any]], weights: Sequence[float] | None = None) -> None:
-        """Args: parts: the rows of each data set, at least one. weights: of each; None = every row once an epoch."""
+        """Args: parts: the rows of each data set. weights: one per data set; None = every row once per epoch."""
         for number, part in enumerate(parts):
             if len(part) == 0:
                 raise DataError(f"data set {number + 1} of {len(parts)} has no rows; leave it out of the list")
@@ -62,11 +62,11 @@ class MixedRows(Sequence[Any]):
             yield from part
 
     def with_parts(self, parts: Sequence[Sequence[Any]]) -> MixedRows:
-        """The same mixture of other rows, e.g. encoded ones. Args: parts: as many as there are."""
+        """The same mixture with other rows, e.g. encoded ones. Args: parts: the rows of each data set."""
         return MixedRows(parts, self.weights)
 
     def describe(self) -> str:
-        """How many data sets there are, and the share of each where they have weights.
+        """The number of data sets, and their shares if they have weights.
 
         >>> MixedRows([["a"], ["x", "y"]], weights=[3, 1]).describe()
         '2 data sets: 75 % of 1 row(s), 25 % of 2 row(s)'
@@ -78,45 +78,45 @@ class MixedRows(Sequence[Any]):
         return f"{len(self.parts)} data sets: {shares}"
 
     def checksum(self) -> int:
-        """A checksum of the lengths and weights, by which a resumed run knows its mixture again."""
+        """A checksum of the lengths and weights; a resumed run compares it."""
         return zlib.crc32(repr((self._ends.tolist(), self.weights)).encode())
 
     @cached_property
-    def _turns(self) -> np.ndarray:
-        """The data set of each row of an epoch, before any shuffling; the same in every epoch. int64 [N]."""
+    def _interleaving(self) -> np.ndarray:
+        """int64 [N]: the data set of each row of an epoch, before shuffling; the same in every epoch."""
         assert self.weights is not None
-        return _evenly(normalize_weights(self.weights), len(self))
+        return _interleave(normalize_weights(self.weights), len(self))
 
     def order(self, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
-        """The places of the rows of one epoch of a mixture with weights.
+        """The indices of the rows of one epoch of a mixture with weights.
 
-        Args: seed: of the run. epoch: 0, 1, ... shuffle: false = each data set in its own order, spread evenly.
+        Args: seed: the run's seed. epoch: 0, 1, ... shuffle: False = each data set in its own order.
         Returns: int64 [N].
         """
         assert self.weights is not None
-        ordered = permutation if shuffle else lambda rows, *_: np.arange(rows)
+        make_order = permutation if shuffle else lambda rows, *_: np.arange(rows)
         total = len(self)
-        turns = self._turns
-        counts = np.bincount(turns, minlength=len(self.parts))
+        dataset_of_row = self._interleaving
+        counts = np.bincount(dataset_of_row, minlength=len(self.parts))
         places = np.empty(total, dtype=np.int64)
         for number, (part, count) in enumerate(zip(self.parts, counts.tolist(), strict=True)):
-            drawn = epoch * count + np.arange(count)  # since the run's first epoch
-            passes = range(drawn[0] // len(part), drawn[-1] // len(part) + 1) if count else ()
-            orders = {n: ordered(len(part), seed, n, number + 1) for n in passes}
+            draws = epoch * count + np.arange(count)  # counted from the first epoch of the run
+            passes = range(draws[0] // len(part), draws[-1] // len(part) + 1) if count else ()
+            orders = {n: make_order(len(part), seed, n, number + 1) for n in passes}
             start = int(self._ends[number]) - len(part)
-            places[turns == number] = [start + orders[k // len(part)][k % len(part)] for k in drawn.tolist()]
-        return places[ordered(total, seed, epoch)]
+            places[dataset_of_row == number] = [start + orders[k // len(part)][k % len(part)] for k in draws.tolist()]
+        return places[make_order(total, seed, epoch)]
 
 
 class MixedStream:
-    """The rows of several streams in turn, so that after every row each has its share to within one row.
+    """The rows of several streams, interleaved so that the share of each is always right to within one row.
 
-    A stream that ends, ends the pass: the shares hold to the last row. `state_dict` and `load_state_dict` are there if
-    every stream has them.
+    The pass ends with the first stream that ends, so the shares stay right. It has `state_dict` and
+    `load_state_dict` if every stream has them.
     """
 
     def __init__(self, streams: Sequence[Iterable[Any]], weights: Sequence[float]) -> None:
-        """Args: streams: each can be read again and again. weights: of each."""
+        """Args: streams: iterables that can be read repeatedly. weights: one per stream."""
         self.streams, self.shares = tuple(streams), normalize_weights(weights)
         self.taken = np.zeros(len(streams), dtype=np.int64)
         self._start: Mapping[str, Any] | None = None
@@ -138,7 +138,7 @@ class MixedStream:
         self._start = None
         iterators = [iter(stream) for stream in self.streams]
         while True:
-            number = _next(self.shares, self.taken)
+            number = _next_dataset(self.shares, self.taken)
             try:
                 row = next(iterators[number])
             except StopIteration:
@@ -147,27 +147,27 @@ class MixedStream:
             yield row
 
 
-def _next(share: np.ndarray, taken: np.ndarray) -> int:
-    """Which data set is furthest behind its share; the first of equals."""
+def _next_dataset(share: np.ndarray, taken: np.ndarray) -> int:
+    """The data set that is furthest behind its share; the first one in a tie."""
     return int(np.argmax(share * (taken.sum() + 1) - taken))
 
 
-def _evenly(share: np.ndarray, total: int) -> np.ndarray:
-    """Which data set each of `total` rows comes from. int64 [total]."""
-    taken, turns = np.zeros(len(share), dtype=np.int64), np.empty(total, dtype=np.int64)
+def _interleave(share: np.ndarray, total: int) -> np.ndarray:
+    """int64 [total]: the data set of each row."""
+    taken, datasets = np.zeros(len(share), dtype=np.int64), np.empty(total, dtype=np.int64)
     for place in range(total):
-        turns[place] = number = _next(share, taken)
+        datasets[place] = number = _next_dataset(share, taken)
         taken[number] += 1
-    return turns
+    return datasets
 
 
 def permutation(rows: int, *address: int) -> np.ndarray:
-    """An order of rows: the ranks of raw draws of Philox, seeded with an address.
+    """A random order of rows: the ranks of raw Philox draws, seeded with an address.
 
-    numpy promises the raw draws for good, which it doesn't for its own permutation.
+    numpy guarantees that raw draws never change, but not that its own permutation doesn't.
 
-    Args: rows: how many. address: whole numbers from 0, e.g. a seed and an epoch.
-    Returns: int64 [rows], each place once.
+    Args: rows: the number of rows. address: integers from 0, e.g. a seed and an epoch.
+    Returns: int64 [rows], each index once.
     """
     draws = np.random.Philox(np.random.SeedSequence(address)).random_raw(rows)
     return np.argsort(draws, kind="stable")

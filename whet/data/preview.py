@@ -1,8 +1,8 @@
-r"""What a model is given, for a person's eyes: texts with their special tokens, what is trained of them, and where the
-template and the system prompt came from.
+r"""Shows rows as the model reads them: the text with special tokens, its trained parts, and the sources of the chat
+template and the system prompt.
 
-A line of text begins with `|`, one that is trained with `+`; a line feed is shown as \n where it stands, so that a line
-without one goes on in the next.
+A line of text starts with `|`, or with `+` if it is trained. A line feed is shown as \n; a line without it continues in
+the next line.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 __all__ = ["example_lines", "prompt_lines", "text_lines"]
 
 WIDTH = 46
-"""Characters of a line: a terminal's 80 without the time and the level that a log line begins with."""
+"""Characters per line: the 80 of a terminal without the time and the level of a log line."""
 MAX_LINES = 24
-"""Lines of a text."""
+"""The most lines of a text."""
 
 
 def prompt_lines(encode: PromptEncoder, prompt: Prompt, *, width: int = WIDTH, most: int = MAX_LINES) -> list[str]:
-    r"""A prompt as the model is given it.
+    r"""A prompt as the model reads it.
 
-    Args: encode: has made it. prompt: of a row. width: characters of a line. most: lines of the text, at most.
+    Args: encode: its encoder. prompt: the prompt. width: characters per line. most: the most lines of the text.
 
     >>> from whet.data.tokenizer import byte_tokenizer
     >>> encode = PromptEncoder(byte_tokenizer())
@@ -46,27 +46,27 @@ def prompt_lines(encode: PromptEncoder, prompt: Prompt, *, width: int = WIDTH, m
       chat template: from the tokenizer
       system prompt: none
     """
-    head = f"row {prompt.row}: {len(prompt.tokens)} tokens"
+    heading = f"row {prompt.row}: {len(prompt.tokens)} tokens"
     text = [(decode_ids(encode.tokenizer, prompt.tokens), False)]
     lines = text_lines(text, width=width, most=most, tokens=_special_tokens(encode.tokenizer))
     if encode.is_plain(prompt.source):
-        return [head, *lines, "  plain text, without a chat template"]
+        return [heading, *lines, "  plain text, without a chat template"]
     options = template_options(prompt.columns, prompt.row)
     messages = encode.messages(prompt.source)
-    own = not isinstance(prompt.source, str) and prompt.source[0]["role"] == "system"
+    has_own_system = not isinstance(prompt.source, str) and prompt.source[0]["role"] == "system"
     return [
-        head,
+        heading,
         *lines,
-        *_origins(encode.template, messages, own, options, "rollout.chat_template_kwargs", prompt.row),
+        *_origins(encode.template, messages, has_own_system, options, "rollout.chat_template_kwargs", prompt.row),
     ]
 
 
 def example_lines(
     encode: RowEncoder, example: Example, row: Mapping[str, Any], *, width: int = WIDTH, most: int = MAX_LINES
 ) -> list[str]:
-    """The sequences of a row of supervised training, with what is trained of them.
+    """The sequences of a row of supervised training, with their trained parts.
 
-    Args: encode: has made it. example: of the row. row: as it was read. width, most: as for `prompt_lines`.
+    Args: encode: its encoder. example: the encoded row. row: the row. width, most: see `prompt_lines`.
 
     >>> from whet.data.supervised import SFTEncoder
     >>> from whet.data.tokenizer import byte_tokenizer
@@ -88,11 +88,14 @@ def example_lines(
     messages = encode.conversation(row, example.row)
     if messages is None:
         return [*lines, "  plain text, without a chat template"]
-    own = messages[0]["role"] == "system"
+    has_own_system = messages[0]["role"] == "system"
     options = template_options(row, example.row)
-    if encode.data.system_prompt and not own:
+    if encode.data.system_prompt and not has_own_system:
         messages = [{"role": "system", "content": encode.data.system_prompt}, *messages]
-    return [*lines, *_origins(encode.template, messages, own, options, "data.chat_template_kwargs", example.row)]
+    return [
+        *lines,
+        *_origins(encode.template, messages, has_own_system, options, "data.chat_template_kwargs", example.row),
+    ]
 
 
 def text_lines(
@@ -103,8 +106,8 @@ def text_lines(
     Args:
         parts: (text, whether it is trained).
         width: characters of a line.
-        most: lines, at most; those in the middle are left out.
-        tokens: special tokens, which stay on one line.
+        most: the most lines; lines in the middle are left out.
+        tokens: special tokens, which are not broken.
 
     >>> text_lines([("a\nb\t", False), ("c", True)])
     ['  | a\\n', '  | b\\t', '  + c']
@@ -130,12 +133,12 @@ def text_lines(
 
 
 def _parts(tokenizer: PreTrainedTokenizerBase, sequence: TrainSequence) -> list[tuple[str, bool]]:
-    """The text of a sequence, cut where training begins and ends."""
+    """The text of a sequence, split at the borders of its trained parts."""
     ids = [*sequence.prefix.tolist(), *sequence.tokens.tolist()]
     mask = [*[False] * len(sequence.prefix), *sequence.mask.tolist()]
     ends = [place for place in range(1, len(ids)) if mask[place] != mask[place - 1]] + [len(ids)]
     parts, before = [], ""
-    for end in ends:  # decoded from the start, since a tokenizer may write the first token of a text differently
+    for end in ends:  # decoded from the start, because the first token of a text may be decoded differently
         text = decode_ids(tokenizer, ids[:end])
         parts.append((text[len(before) :], mask[end - 1]))
         before = text
@@ -143,12 +146,12 @@ def _parts(tokenizer: PreTrainedTokenizerBase, sequence: TrainSequence) -> list[
 
 
 def _special_tokens(tokenizer: Any) -> list[str]:
-    """The tokens that were added to the vocabulary, special ones among them."""
+    """The tokens that were added to the vocabulary, including special tokens."""
     return list(tokenizer.get_added_vocab())
 
 
 def _names(example: Example) -> list[str]:
-    """What tells the sequences of a row apart."""
+    """Names that distinguish the sequences of a row."""
     count = len(example.sequences)
     if "chosen" in example.columns and count == 2:
         return [", chosen", ", rejected"]
@@ -158,33 +161,38 @@ def _names(example: Example) -> list[str]:
 
 
 def _origins(
-    template: ChatTemplate, messages: list[Message], own: bool, options: Mapping[str, Any], key: str, row: int
+    template: ChatTemplate,
+    messages: list[Message],
+    has_own_system: bool,
+    options: Mapping[str, Any],
+    key: str,
+    row: int,
 ) -> list[str]:
-    """Where the template, the system prompt, the tools and the thinking came from.
+    """Names the sources of the template, the system prompt, the tools and the thinking.
 
-    Args: messages: with the configured system prompt. own: whether the row has a system turn. options: the row's own
-        arguments of the template. key: of those of all rows.
+    Args: messages: with the configured system prompt. has_own_system: the row has a system turn. options: the row's
+        arguments of the template. key: the configuration key of the arguments for all rows.
     """
-    place = "a column of the row" if "chat_template" in options else key
-    origin = place if "chat_template" in {**template.options, **options} else "the tokenizer"
+    source = "a column of the row" if "chat_template" in options else key
+    origin = source if "chat_template" in {**template.options, **options} else "the tokenizer"
     asks = messages[-1]["role"] != "assistant"
 
-    def written(**changed: Any) -> str:
+    def render(**changed: Any) -> str:
         try:
             return template.text(messages, row=row, asks=asks, **{**options, **changed})
-        except DataError:  # of a conversation that it can't show, or of another option
+        except DataError:  # the template refuses the conversation or the option
             return ""
 
-    start = written()
+    start = render()
     first_text = next((text for m in messages if (text := message_text(m))), "")
     if messages[0]["role"] == "system":
-        system = "from the row" if own else "from data.system_prompt"
+        system = "from the row" if has_own_system else "from data.system_prompt"
     else:
         system = "from the template" if "system" in start[: max(0, start.find(first_text))] else "none"
     lines = [f"  chat template: from {origin}", f"  system prompt: {system}"]
     if tools := options.get("tools", template.options.get("tools")):
         lines.append(f"  tools: {len(tools)}, from {'the row' if 'tools' in options else 'the environment'}")
     thinking = {**template.options, **options}["enable_thinking"]
-    if written(enable_thinking=not thinking) != start:
+    if render(enable_thinking=not thinking) != start:
         lines.append(f"  thinking: {'on' if thinking else 'off'} (enable_thinking of {key})")
     return lines

@@ -1,12 +1,12 @@
-"""The order of prompts: which rows make up each step, the same again after a resume.
+"""The batches of a run: which rows make up each step, with an exact resume.
 
 Three kinds of source. Rows with a length (a list, a Dataset): each epoch in an order drawn from (seed, epoch) alone.
-Ready-made batches (mappings from column to a list, Tunix's form): as they come. A stream of rows: as they come, in
-batches of batch_size, shuffled within a buffer where that is asked for. A stream that has state_dict and
-load_state_dict, as datasets.IterableDataset and whet's own have, goes on at its place after a resume; of any other
-iterable a resume reads and skips what was used.
-Left out on purpose: ranks (every rank draws the same batch, and the worker splits it) and reading ahead (the state is
-then exactly what was handed out).
+Ready-made batches (mappings from column to a list, Tunix's form): in their own order. A stream of rows: in its own
+order, in batches of batch_size, optionally shuffled within a buffer. A stream with state_dict and load_state_dict, such
+as datasets.IterableDataset and whet's own, continues at its position after a resume. For any other iterable, a resume
+reads and skips the used rows.
+Left out on purpose: ranks (every rank draws the same batch, and the worker splits it), and prefetching (so the state is
+exactly that of the last batch).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from whet.data.checksums import chain_checksum, compute_checksums
 from whet.data.mixture import MixedRows, permutation
 from whet.data.prompts import PROMPT_COLUMNS, PromptEncoder, find_prompt_column
 from whet.data.read_errors import convert_read_errors, iterate_rows
 from whet.data.supervised import RowEncoder
 from whet.errors import CheckpointError, ConfigError, DataError, format_exception, lookup_error
-from whet.storage.checksums import chain_checksum, compute_checksums
 
 __all__ = [
     "PromptStream",
@@ -43,20 +43,20 @@ log = logging.getLogger("whet")
 
 LOG_INTERVAL_S = 10.0
 """Seconds between two log lines on the progress of encoding prompts."""
-STRETCH = 512
-"""Prompts whose texts the tokenizer is given together."""
+ENCODE_BATCH = 512
+"""Rows that are tokenised in one call."""
 HOLD_OUT = 2**32
-"""Stands for the epoch in the draw of held-out rows, so that it is not the order of an epoch."""
+"""Takes the place of the epoch number when held-out rows are drawn, so that the draw differs from every epoch."""
 
 Encode = Callable[[Any, int], Any]
-"""(row, its place in the data set) -> what batches are made of, or None to leave it out."""
+"""(row, its index in the data set) -> the encoded row, or None to leave it out."""
 
 
 def epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
     """The order of the rows in one epoch.
 
-    Args: rows: how many. seed: of the run, 0 or more. epoch: 0, 1, ...
-    Returns: int64 [rows], each place once.
+    Args: rows: the number of rows. seed: of the run, 0 or more. epoch: 0, 1, ...
+    Returns: int64 [rows], each index once.
 
     >>> sorted(epoch_order(5, seed=0, epoch=1).tolist())
     [0, 1, 2, 3, 4]
@@ -65,11 +65,11 @@ def epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def hold_out(rows: Any, fraction: float, seed: int) -> tuple[Any, list[Any]]:
-    """Cuts a share of the rows off for evaluation: a draw from the seed alone, each part in data-set order.
+    """Holds out a share of the rows for evaluation, drawn by the seed; both parts keep the order of the data set.
 
-    Args: rows: with a length. fraction: in (0, 1); at least one row, rounded. seed: of the draw, 0 or more.
-    Returns: the rows to train on, and those held out; of a mixture the share of each of its data sets.
-    Raises: ConfigError: a fraction out of range, rows without a length. DataError: nothing left to train on.
+    Args: rows: must have a length. fraction: in (0, 1), rounded to at least one row. seed: of the draw, 0 or more.
+    Returns: the training rows and the held-out rows; for a mixture, the share of each data set.
+    Raises: ConfigError: a fraction out of range, or rows without a length. DataError: no training rows remain.
 
     >>> train, held = hold_out(list(range(10)), 0.2, seed=0)
     >>> len(train), len(held), sorted(train + held) == list(range(10))
@@ -85,7 +85,7 @@ def hold_out(rows: Any, fraction: float, seed: int) -> tuple[Any, list[Any]]:
     count = max(1, round(fraction * len(rows)))
     if count >= len(rows):
         raise DataError(
-            f"holding {count} of {len(rows)} rows out leaves none to train on; give more rows, or hold out fewer"
+            f"holding {count} of {len(rows)} rows out leaves no training rows; use more rows, or hold out fewer"
         )
     held = set(epoch_order(len(rows), seed, HOLD_OUT)[:count].tolist())
     parts: tuple[list[Any], list[Any]] = ([], [])
@@ -97,8 +97,7 @@ def hold_out(rows: Any, fraction: float, seed: int) -> tuple[Any, list[Any]]:
 def batch_to_rows(batch: Mapping[str, Any], prompt_column: str | None = None) -> list[dict[str, Any]]:
     """The rows of a batch; columns with more dimensions keep the inner ones.
 
-    Args: batch: column -> one value per prompt, as a list or array. prompt_column: as for
-        find_prompt_column.
+    Args: batch: column -> one value per prompt, as a list or array. prompt_column: see find_prompt_column.
     Raises: DataError: a column of another length than the prompts'.
 
     >>> batch_to_rows({"prompts": ["a", "b"], "answer": [1, 2]})
@@ -113,9 +112,9 @@ def batch_to_rows(batch: Mapping[str, Any], prompt_column: str | None = None) ->
 
 
 class PromptStream:
-    """Batches of prompts over epochs; deterministic, and resumable between any two batches.
+    """Batches of prompts over epochs; deterministic, and resumable after every batch.
 
-    A batch that an epoch has too few rows for is dropped (counted in `dropped_rows`) or kept, by last_batch.
+    An incomplete last batch of an epoch is dropped (and counted in `dropped_rows`) or kept, as last_batch says.
 
     >>> stream = PromptStream([{"prompt": c} for c in "abcd"], batch_size=2, shuffle=False, num_epochs=1)
     >>> batches = iter(stream)
@@ -143,19 +142,19 @@ class PromptStream:
     ) -> None:
         """Args:
             source: rows with a length, ready-made batches, or a stream of rows.
-            batch_size: prompts of a step, where rows are to be batched; ready-made batches bring their own size.
+            batch_size: the prompts of a step; ready-made batches have their own size.
             seed: of the order.
-            shuffle: None = rows with a length are shuffled, nothing else is.
-            num_epochs: None = without end (an iterator that can be read once ends all the same).
-            last_batch: how to treat a batch with fewer prompts than the others: "drop" or "keep".
-            encode: applied to each row, e.g. a PromptEncoder; rows with a length are encoded at once, others as read.
-                With a RowEncoder nothing is a ready-made batch: supervised data are rows.
-            prompt_column: tells ready-made batches from rows; as for find_prompt_column.
-            shuffle_buffer: rows of a stream that are held and shuffled at a time; 0 = its own order.
+            shuffle: None = shuffle only rows with a length.
+            num_epochs: None = no limit (but an iterator ends after one pass).
+            last_batch: "drop" or "keep" a batch with fewer prompts than the others.
+            encode: applied to each row, e.g. a PromptEncoder. Rows with a length are encoded before the first batch,
+                others when they are read. With a RowEncoder, an item is always a row and never a ready-made batch.
+            prompt_column: distinguishes ready-made batches from rows; see find_prompt_column.
+            shuffle_buffer: the number of rows of a stream that are shuffled at a time; 0 = keep its order.
 
         Raises:
-            ConfigError: a setting out of range, shuffle=True where there is no length, more epochs of an iterator.
-            DataError: no rows, or fewer than a batch.
+            ConfigError: a setting out of range, shuffle=True without a length, or several epochs of an iterator.
+            DataError: no rows, or fewer than one batch.
         """
         if last_batch not in ("drop", "keep"):
             raise lookup_error("last_batch", last_batch, ("drop", "keep"))
@@ -164,13 +163,13 @@ class PromptStream:
                 raise ConfigError(f"{name} {value} is out of range; give {least} or more")
         self.seed, self.num_epochs, self.last_batch = seed, num_epochs, last_batch
         self.encode, self.prompt_column = encode, prompt_column
-        with convert_read_errors("the data", "fix what makes the rows"):
+        with convert_read_errors("the data", "fix the source of the rows"):
             self.once = iter(source) is source
         has_state = not self.once and hasattr(source, "load_state_dict")
         self._begin: dict[str, Any] | None = source.state_dict() if has_state else None  # pyright: ignore
-        """What the state_dict of a stream says at the beginning of a pass; None = it has none."""
+        """The state_dict of a stream at the start of a pass; None = the source has none."""
         self.first, source = _peek(source, self.once)
-        """The first row, or the first ready-made batch, as it was read."""
+        """The first row, or the first ready-made batch, before encoding."""
         self.kind: Literal["rows", "batches", "stream"] = "stream"
         if not isinstance(encode, RowEncoder) and is_batch(self.first, prompt_column):
             self.kind = "batches"
@@ -178,7 +177,7 @@ class PromptStream:
             self.kind = "rows"
         self.source: Any = source
         self.what = "rows" if isinstance(encode, RowEncoder) else "prompts"
-        self.batch_size = self._size(self.first, batch_size)
+        self.batch_size = self._resolve_batch_size(self.first, batch_size)
         self.shuffle = self.kind == "rows" if shuffle is None else shuffle
         self.shuffle_buffer = 0 if shuffle is False else shuffle_buffer
         self.epoch = self.batch = self.used = self.read_digest = 0
@@ -187,24 +186,24 @@ class PromptStream:
         if self.kind != "stream":
             self._begin = None
         self._block: tuple[int, dict[str, Any]] | None = None
-        """Rows used before the block of rows that is being handed out, and where the source stood then."""
+        """(rows used before the current block, state of the source at that time)."""
         self._check()
         self.digest, self.columns_digest = compute_checksums(self.source) if self.kind == "rows" else (0, 0)
-        """Of the encoded prompts in their order, and of their other columns; 0 where they are not known beforehand."""
+        """Checksums of the encoded prompts in order, and of their other columns; 0 = they are not known beforehand."""
 
-    def _size(self, first: Any, asked: int | None) -> int:
-        """Prompts of a batch."""
+    def _resolve_batch_size(self, first: Any, batch_size: int | None) -> int:
+        """The number of prompts per batch."""
         if self.kind != "batches":
-            if asked is None:
+            if batch_size is None:
                 raise ConfigError("data.batch_size is needed: the data are rows, not ready-made batches")
-            return asked
+            return batch_size
         size = len(first[find_prompt_column(first, self.prompt_column)])
         if size == 0:
             raise DataError("the first batch has no prompts; every batch needs at least one")
         return size
 
     def _check(self) -> None:
-        """Refuses what would train on nothing; encodes rows that have a length."""
+        """Checks the settings against the data, and encodes rows that have a length."""
         if self.shuffle_buffer and self.kind != "stream":
             raise ConfigError(
                 f"data.shuffle_buffer={self.shuffle_buffer} is for a stream (data.streaming=true); rows with a length "
@@ -214,7 +213,7 @@ class PromptStream:
             kind = "a stream" if self.kind == "stream" else "ready-made batches"
             raise ConfigError(
                 f"shuffle=True needs rows with a length, but the data are {kind}; set shuffle=False and shuffle them "
-                "where they are made"
+                "at their source"
             )
         if self.once and (self.num_epochs or 1) > 1:
             raise ConfigError(
@@ -234,14 +233,14 @@ class PromptStream:
 
     @property
     def batches_per_epoch(self) -> int | None:
-        """Batches of one epoch; None where the data have no length."""
+        """The number of batches per epoch; None = the data have no length."""
         if self.kind != "rows":
             return len(self.source) if self.kind == "batches" and isinstance(self.source, Sized) else None
-        whole, rest = divmod(len(self.source), self.batch_size)
-        return whole + (rest > 0 and self.last_batch == "keep")
+        full, rest = divmod(len(self.source), self.batch_size)
+        return full + (rest > 0 and self.last_batch == "keep")
 
     def describe(self) -> str:
-        """One line for the log: how many, in what order, what is left out, what a resume does."""
+        """One line for the log: the number of rows, their order, the rows left out, and the behaviour of a resume."""
         if self.kind == "stream":
             order = f"shuffled {self.shuffle_buffer} at a time" if self.shuffle_buffer else "in its own order"
             resume = "reads and skips rows" if self._begin is None else "goes on at its place"
@@ -249,8 +248,8 @@ class PromptStream:
         if self.kind == "batches":
             return f"ready-made batches of {self.batch_size} prompts in their own order; a resume reads and skips them"
         rest = len(self.source) % self.batch_size
-        fate = "dropped" if self.last_batch == "drop" else "in a smaller batch"
-        tail = f"; {rest} rows per epoch {fate}" if rest else ""
+        treatment = "dropped" if self.last_batch == "drop" else "in a smaller batch"
+        tail = f"; {rest} rows per epoch {treatment}" if rest else ""
         order = f"shuffled with seed {self.seed}" if self.shuffle else "in data-set order"
         if isinstance(self.source, MixedRows):
             order += f", of {self.source.describe()}"
@@ -258,7 +257,7 @@ class PromptStream:
         return f"{len(self.source)} {self.what} {order}, {batches} per epoch{tail}"
 
     def state(self) -> dict[str, Any]:
-        """Where the stream stands: after the last batch handed out. Plain ints, but for the source's own state."""
+        """The position after the last batch, for a checkpoint: plain ints, and the source's own state."""
         block, source = self._block or (0, self._begin)
         return {
             "epoch": self.epoch,
@@ -317,22 +316,22 @@ class PromptStream:
                 "the mixture is not that of the checkpoint: a weight or the length of one of its data sets changed; "
                 "resume with the same data.path, or start a new run"
             )
-        self._check_place(state)
+        self._check_position(state)
         self.epoch, self.batch, self.used = state["epoch"], state["batch"], state["used"]
         self.dropped_rows = state["dropped_rows"]
         if self.kind != "rows" and self._begin is not None and "source" in state:
-            self._items = self._from_place(state)
+            self._items = self._resume_at(state)
         elif self.kind != "rows":
-            self._items = self._skipped(self.used, state["read_digest"])
+            self._items = self._skip_used(self.used, state["read_digest"])
 
-    def _check_place(self, state: Mapping[str, int]) -> None:
-        """Raises CheckpointError for a place that no run over these data comes to."""
+    def _check_position(self, state: Mapping[str, int]) -> None:
+        """Raises CheckpointError for a position that no run over these data can reach."""
         batch, used = state["batch"], state["used"]
         places = {name: state[name] for name in ("epoch", "batch", "used", "dropped_rows")}
         possible = all(type(n) is int and 0 <= n < 2**63 for n in places.values())
         if possible and self.kind == "rows":
             possible = used == min(batch * self.batch_size, len(self.source))
-        elif possible:  # a batch takes an item at least
+        elif possible:  # a batch needs at least one item
             possible = batch <= used and (state["length"] < 0 or used <= state["length"])
         if not possible:
             shown = ", ".join(f"{name} {n!r:.30}" for name, n in places.items())
@@ -341,10 +340,10 @@ class PromptStream:
                 "from another step-* folder"
             )
 
-    def _from_place(self, state: Mapping[str, Any]) -> Iterator[Any]:
-        """The items after those that were used, of a source that goes on at the place of its state.
+    def _resume_at(self, state: Mapping[str, Any]) -> Iterator[Any]:
+        """The unused items of a source that continues from its saved state.
 
-        Raises: CheckpointError: its first row is another, or it takes no such state.
+        Raises: CheckpointError: its first row has changed, or it refuses the state.
         """
         if state["first_digest"] != chain_checksum(self.first, 0):
             raise CheckpointError(
@@ -355,8 +354,8 @@ class PromptStream:
             self.source.load_state_dict(state["source"])
         except Exception as error:  # of any library
             raise CheckpointError(
-                f"the data can't go on at the checkpoint's place: {format_exception(error)}; resume with the same "
-                "data, or start a new run in another trainer.run_dir"
+                f"the data can't continue at the checkpoint's position: {format_exception(error)}; resume with the "
+                "same data, or start a new run in another trainer.run_dir"
             ) from error
         self.read_digest, block = state["read_digest"], state["block"]
         self._block = (block, state["source"])
@@ -365,23 +364,23 @@ class PromptStream:
     def _shuffled(self, items: Iterator[Any], used: int = 0) -> Iterator[Any]:
         """The items of a stream, shuffled a block of `shuffle_buffer` at a time.
 
-        Each block has an order of its own, drawn from (seed, epoch, block): a resume reads one block again at most.
-        Args: used: items before them, whole blocks.
+        The order of each block is drawn from (seed, epoch, block), so a resume reads at most one block again.
+        Args: used: the number of earlier items, a multiple of the block size.
         """
         size = self.shuffle_buffer
-        while size and (held := list(islice(items, size))):
-            yield from (held[place] for place in permutation(len(held), self.seed, self.epoch, used // size).tolist())
-            used += len(held)
-            self._note_place(used)
+        while size and (block := list(islice(items, size))):
+            yield from (block[i] for i in permutation(len(block), self.seed, self.epoch, used // size).tolist())
+            used += len(block)
+            self._record_position(used)
         yield from items
 
-    def _note_place(self, used: int) -> None:
+    def _record_position(self, used: int) -> None:
         """Records the state of the source after `used` items, for a resume."""
         if self._begin is not None:
             self._block = (used, self.source.state_dict())
 
-    def _skipped(self, used: int, expected: int) -> Iterator[Any]:
-        """The items after those that were used, which are read here and compared by their digest.
+    def _skip_used(self, used: int, expected: int) -> Iterator[Any]:
+        """Reads the used items, compares their digest, and returns the items after them.
 
         Raises: CheckpointError: they are fewer, or others.
         """
@@ -406,15 +405,12 @@ class PromptStream:
         return items
 
     def __iter__(self) -> Iterator[list[Any]]:
-        """Batches from where the stream stands.
-
-        Raises: DataError: an epoch without a single batch.
-        """
+        """The batches from the current position on. Raises DataError: an epoch has no batch."""
         while self.num_epochs is None or self.epoch < self.num_epochs:
             if self.kind == "rows":
-                yield from self._rows()
+                yield from self._iterate_rows()
             else:
-                yield from self._read()
+                yield from self._iterate_stream()
             if self.batch == 0:
                 raise DataError(
                     f"epoch {self.epoch} gave no batch of {self.batch_size} {self.what}; use a smaller "
@@ -422,13 +418,17 @@ class PromptStream:
                 )
             self.epoch, self.batch, self.used, self.read_digest = self.epoch + 1, 0, 0, 0
             self._block = None
-            if self.kind != "rows" and isinstance(self.encode, RowEncoder) and (found := self.encode.describe_counts()):
-                log.warning("%s", found)
+            if (
+                self.kind != "rows"
+                and isinstance(self.encode, RowEncoder)
+                and (counts := self.encode.describe_counts())
+            ):
+                log.warning("%s", counts)
             if self.once:
                 return
 
-    def _rows(self) -> Iterator[list[Any]]:
-        """The rest of an epoch of rows with a length."""
+    def _iterate_rows(self) -> Iterator[list[Any]]:
+        """The remaining batches of an epoch of rows with a length."""
         rows = len(self.source)
         if isinstance(self.source, MixedRows) and self.source.weights is not None:
             order = self.source.order(self.seed, self.epoch, self.shuffle)
@@ -442,8 +442,8 @@ class PromptStream:
             self.batch, self.used = self.batch + 1, self.used + len(places)
             yield [self.source[place] for place in places]
 
-    def _read(self) -> Iterator[list[Any]]:
-        """The rest of an epoch of what is read in its own order; `used` counts the items read."""
+    def _iterate_stream(self) -> Iterator[list[Any]]:
+        """The remaining batches of an epoch of a stream or of ready-made batches; `used` counts the items."""
         items, self._items = self._items, None
         if items is None:
             if self._begin is not None:
@@ -459,7 +459,8 @@ class PromptStream:
             self._take(item)
             if len(rows) > self.batch_size:
                 raise DataError(
-                    f"batch {self.used - 1} has {len(rows)} prompts, the first had {self.batch_size}; make them equal"
+                    f"batch {self.used - 1} has {len(rows)} prompts, and the first had {self.batch_size}; "
+                    "make all batches equally large"
                 )
             if not rows or (len(rows) < self.batch_size and self.last_batch == "drop"):
                 self.dropped_rows += len(rows)
@@ -468,31 +469,31 @@ class PromptStream:
             if any(row is None for row in encoded):
                 raise DataError(
                     f"batch {self.used - 1}: a prompt over the limit can't be dropped from a ready-made batch; set "
-                    "on_long_prompt to truncate_left, or leave such rows out where the batches are made"
+                    "on_long_prompt to truncate_left, or leave such rows out of the batches"
                 )
             self.batch += 1
             yield encoded
 
     def _read_rows(self, items: Iterator[Any]) -> Iterator[list[Any]]:
-        held: list[Any] = []
+        batch: list[Any] = []
         for row in items:
             encoded = self._encode(row, self.used)
             self._take(row)
             if encoded is not None:
-                held.append(encoded)
-            if len(held) == self.batch_size:
+                batch.append(encoded)
+            if len(batch) == self.batch_size:
                 self.batch += 1
-                full, held = held, []
-                if not self.shuffle_buffer:  # else each block of the buffer records it
-                    self._note_place(self.used)
+                full, batch = batch, []
+                if not self.shuffle_buffer:  # otherwise each block of the buffer records it
+                    self._record_position(self.used)
                 yield full
-        if held and self.last_batch == "keep":
+        if batch and self.last_batch == "keep":
             self.batch += 1
             if not self.shuffle_buffer:
-                self._note_place(self.used)
-            yield held
-        elif held:
-            self.dropped_rows += len(held)
+                self._record_position(self.used)
+            yield batch
+        elif batch:
+            self.dropped_rows += len(batch)
 
     def _take(self, item: Any) -> None:
         self.used, self.read_digest = self.used + 1, chain_checksum(item, self.read_digest)
@@ -502,10 +503,10 @@ class PromptStream:
 
 
 def encode_all(rows: Any, encode: Encode, what: str) -> Sequence[Any]:
-    """All rows, encoded, without those that were dropped; logs its progress where that takes long.
+    """Encodes all rows, leaves out the dropped ones, and logs its progress.
 
-    Args: rows: with a length. encode: of each. what: they are, for the log.
-    Raises: DataError: after the last row, where rows are over a limit; at once for anything else.
+    Args: rows: must have a length. encode: the encoder of a row. what: the name of the rows, for the log.
+    Raises: DataError: rows over a limit, after the last row; any other wrong row at once.
     """
     out, last_logged = [], time.monotonic()
     parts, ends = [out], set()
@@ -524,19 +525,19 @@ def encode_all(rows: Any, encode: Encode, what: str) -> Sequence[Any]:
 
 
 def _encoded(rows: Any, encode: Encode) -> Iterator[Any]:
-    """What is made of each row; prompts in stretches, for which the tokenizer is called once."""
-    given = iterate_rows(rows, "the data")
-    if not isinstance(encode, PromptEncoder):
-        yield from (encode(row, place) for place, row in enumerate(given))
+    """The encoded rows, in order; an encoder gets them in batches, so that it calls the tokenizer once per batch."""
+    items = iterate_rows(rows, "the data")
+    if not isinstance(encode, PromptEncoder | RowEncoder):
+        yield from (encode(row, place) for place, row in enumerate(items))
         return
     place = 0
-    while stretch := list(islice(given, STRETCH)):
-        yield from encode.encode_batch(stretch, place)
-        place += len(stretch)
+    while batch := list(islice(items, ENCODE_BATCH)):
+        yield from encode.encode_batch(batch, place)
+        place += len(batch)
 
 
 def _peek(source: Iterable[Any], once: bool) -> tuple[Any, Iterable[Any]]:
-    """The first item, and a source that still has it."""
+    """The first item, and a source that still contains it."""
     if isinstance(source, Mapping | str):
         raise DataError(f"data of type {type(source).__name__}; give a list of rows, a Dataset or an iterable of them")
     items = iterate_rows(source, "the data")
@@ -561,12 +562,12 @@ def is_batch(item: Any, prompt_column: str | None = None) -> bool:
 
 
 def first_row(rows: Any) -> Any:
-    """The first row, or ready-made batch; None where it can't be looked at without taking it."""
+    """The first row or ready-made batch; None = it can't be read without consuming it."""
     if has_random_access(rows):
         return rows[0] if len(rows) else None
     return None if rows is None or iter(rows) is rows else next(iter(rows), None)
 
 
 def has_random_access(source: Any) -> bool:
-    """Whether rows can be counted and taken by place."""
+    """Whether a source has a length and can be indexed."""
     return isinstance(source, Sequence) or (isinstance(source, Sized) and hasattr(source, "__getitem__"))

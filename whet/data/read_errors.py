@@ -1,7 +1,7 @@
-"""Errors raised while rows are read, as a DataError that names the place.
+"""Converts errors of reading rows into a DataError that names the place.
 
-Rows come from files of any make, from libraries that read them, and from functions of the user's own: each raises its
-own errors. Errors of whet and a lack of memory pass as they are.
+Rows come from files, from libraries that read files, and from the user's functions, with many exception classes. Errors
+of whet and MemoryError are not converted.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ __all__ = ["convert_read_errors", "iterate_rows"]
 
 @contextmanager
 def convert_read_errors(what: str, fix: str) -> Iterator[None]:
-    """Turns what is raised inside into a DataError.
+    """Converts an exception inside the context into a DataError.
 
-    Args: what: is read, for the message. fix: what to do about it.
+    Args: what: names the data, for the message. fix: the advice of the message.
 
     >>> with convert_read_errors("a.csv", "write it again"):
     ...     raise KeyError("x")
@@ -28,16 +28,16 @@ def convert_read_errors(what: str, fix: str) -> Iterator[None]:
     """
     try:
         yield
-    except (Exception, SystemExit) as error:  # a user's function that calls sys.exit would end the run without a word
+    except (Exception, SystemExit) as error:  # sys.exit in a user's function would end the run silently
         if isinstance(error, WhetError | MemoryError):
             raise
         raise DataError(f"{what} can't be read: {format_exception(error)}; {fix}") from error
 
 
-def iterate_rows(rows: Iterable[Any], what: str, fix: str = "fix what makes the rows") -> Iterator[Any]:
-    """The rows, one by one; what reading one raises is a DataError with the row's number.
+def iterate_rows(rows: Iterable[Any], what: str, fix: str = "fix the source of the rows") -> Iterator[Any]:
+    """The rows, one by one; an error becomes a DataError with the row's number.
 
-    Args: rows: any iterable. what: holds them, for the message. fix: what to do about it.
+    Args: rows: any iterable. what: names the data, for the message. fix: the advice of the message.
 
     >>> list(iterate_rows(iter([1, 2]), "the data"))
     [1, 2]
@@ -48,6 +48,6 @@ def iterate_rows(rows: Iterable[Any], what: str, fix: str = "fix what makes the 
             yield row
             place += 1
     except (Exception, SystemExit) as error:
-        if isinstance(error, WhetError | MemoryError):  # asked here: what closes it as Python ends finds no such name
+        if isinstance(error, WhetError | MemoryError):  # not an except clause: its names are gone when Python exits
             raise
         raise DataError(f"{what} can't be read from row {place} on: {format_exception(error)}; {fix}") from error

@@ -1,8 +1,8 @@
-"""The forms that rows come in: what is a text, what a conversation, and which column holds it.
+"""Reads texts and conversations from the columns of a row, and checks them.
 
-A conversation is a list of messages with role and content, or with from and value (ShareGPT's form, whose names of
-roles are replaced), or such a list as JSON in a text, which is what a CSV file can hold.
-Left out on purpose: images, and guessing at names of columns beyond those listed here.
+A conversation is a list of messages with role and content, or with from and value (ShareGPT's form; its role names are
+converted). It may also be such a list as a JSON string, which a CSV file can hold.
+Left out on purpose: images, and other column names than those listed here.
 """
 
 from __future__ import annotations
@@ -48,36 +48,35 @@ ROLES = {
 TextOrMessages = str | list[Message]
 """A text, or a conversation."""
 EMPTY_PROMPT = (
-    "row %d: the prompt is empty, so the model is asked nothing; fill it, or leave such rows out (only the first is "
-    "named)"
+    "row %d: the prompt is empty, so it asks for nothing; fill it, or leave such rows out (only the first is reported)"
 )
 """The warning about a prompt that has no text."""
 
 
-def find_column(row: Mapping[str, Any], names: Sequence[str], given: str | None, number: int, what: str) -> str | None:
-    """The column that holds something: the one that was named, else the first of the usual names that is there.
+def find_column(row: Mapping[str, Any], names: Sequence[str], name: str | None, number: int, key: str) -> str | None:
+    """The column with a value: the configured one, or the first of the default names that exists.
 
-    Args: row: column -> value. names: the usual ones. given: what the configuration names, or None. number: of the row.
-        what: the field that names it, for the message.
-    Returns: its name; None where none of the usual names is there, or it holds None.
-    Raises: DataError: the one that was named is not there.
+    Args: row: column -> value. names: the default names. name: the configured name, or None. number: the row number.
+        key: the configuration field of the name, for the message.
+    Returns: the column's name; None = there is no such column, or its value is None.
+    Raises: DataError: the configured column does not exist.
 
     >>> find_column({"question": "2+2="}, ("prompt", "question"), None, 0, "prompt_column")
     'question'
     """
-    if given is not None and given not in row:
-        names = [str(name) for name in row]
+    if name is not None and name not in row:
+        columns = [str(column) for column in row]
         raise DataError(
-            f"row {number} has no column {given!r}, which {what} names{nearest(given, names)}; it has "
-            f"{', '.join(names)}"
+            f"row {number} has no column {name!r}, which {key} names{nearest(name, columns)}; it has "
+            f"{', '.join(columns)}"
         )
-    return next((n for n in ((given,) if given else names) if row.get(n) is not None), None)
+    return next((n for n in ((name,) if name else names) if row.get(n) is not None), None)
 
 
 def read_text_or_messages(row: Mapping[str, Any], column: str, number: int) -> TextOrMessages:
-    """What a column says: a text, or a conversation; the JSON of a list of messages is a conversation.
+    """The text or the conversation in a column; a JSON list of messages is a conversation.
 
-    Raises: DataError: it holds neither.
+    Raises: DataError: the column holds neither.
 
     >>> read_text_or_messages({"prompt": '[{"from": "human", "value": "hi"}]'}, "prompt", 0)
     [{'role': 'user', 'content': 'hi'}]
@@ -86,23 +85,23 @@ def read_text_or_messages(row: Mapping[str, Any], column: str, number: int) -> T
     if isinstance(value, bytes):
         value = value.decode("utf-8", "surrogateescape")
     if isinstance(value, str):
-        listed = _json_list(value)
+        messages = _json_list(value)
         return (
             check_text(str(value), f"row {number}, column {column!r}")
-            if listed is None
-            else normalize_messages(listed, number)
+            if messages is None
+            else normalize_messages(messages, number)
         )
     if not isinstance(value, list | tuple | np.ndarray) or len(value) == 0:
-        number_of_csv = "; a csv file's numbers are read as numbers: keep texts such as '42' in a .jsonl file"
+        csv_hint = "; a csv file's numbers are read as numbers: keep texts such as '42' in a .jsonl file"
         raise DataError(
             f"row {number}: column {column!r} holds {type(value).__name__} {format_value(value)}; expected a text or a "
-            f"list of messages{number_of_csv if isinstance(value, int | float) else ''}"
+            f"list of messages{csv_hint if isinstance(value, int | float) else ''}"
         )
     return normalize_messages(value, number)
 
 
 def read_messages(row: Mapping[str, Any], column: str, number: int) -> list[Message]:
-    """A column's conversation. Raises DataError where it holds something else."""
+    """The conversation in a column. Raises DataError if the column holds something else."""
     value = read_text_or_messages(row, column, number)
     if isinstance(value, str):
         raise DataError(
@@ -115,9 +114,9 @@ def read_messages(row: Mapping[str, Any], column: str, number: int) -> list[Mess
 
 
 def template_options(row: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """A row's own arguments of the template: its columns tools and chat_template_kwargs, as they are or as JSON.
+    """The template arguments of a row: its columns tools and chat_template_kwargs, as values or as JSON.
 
-    Raises: DataError: they are something else.
+    Raises: DataError: a column has another type.
 
     >>> template_options({"tools": '[{"name": "add"}]', "chat_template_kwargs": None}, 0)
     {'tools': [{'name': 'add'}]}
@@ -147,11 +146,11 @@ def check_no_images(row: Mapping[str, Any], number: int) -> None:
     """Raises DataError for columns of images."""
     for column in IMAGE_COLUMNS:
         if column in row and row[column] is not None:
-            raise DataError(f"row {number} has an {column!r} column; whet trains on text alone, remove the column")
+            raise DataError(f"row {number} has an {column!r} column; whet trains on text only; remove the column")
 
 
 def check_text(text: str, where: str) -> str:
-    """The text, if UTF-8 can hold it. Raises DataError where it can't."""
+    """Returns the text. Raises DataError if it can't be encoded as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -160,10 +159,10 @@ def check_text(text: str, where: str) -> str:
 
 
 def normalize_message(message: Any, place: int, number: int) -> Message:
-    """One message, checked; keys that a table filled with None are left out.
+    """Checks a message, and removes keys with the value None, which tables add.
 
-    Args: message: with a role, and a content or tool_calls. place: its, in the conversation. number: of the row.
-    Raises: DataError: it is no message, or has parts that are no text.
+    Args: message: has a role, and content or tool_calls. place: its index in the conversation. number: the row number.
+    Raises: DataError: it is not a message, or has parts other than text.
     """
     if isinstance(message, Mapping) and "content" not in message and message.get("tool_calls"):
         message = {**message, "content": ""}
@@ -181,13 +180,13 @@ def normalize_message(message: Any, place: int, number: int) -> Message:
             check_text(text, f"row {number}, message {place}")
     kinds = {part["type"] for part in parts if isinstance(part, Mapping) and "type" in part}
     if kinds - {"text"}:
-        raise DataError(
-            f"row {number}, message {place} has parts {', '.join(sorted(kinds))}; whet trains on text alone"
-        )
+        raise DataError(f"row {number}, message {place} has parts {', '.join(sorted(kinds))}; whet trains on text only")
     if wrong := [part for part in parts if not isinstance(part, str | Mapping)]:
-        raise DataError(f"row {number}, message {place} has the part {format_value(wrong[0], 60)}; a part is a text")
-    known = {key: value for key, value in message.items() if value is not None or key == "content"}
-    return {**known, "tool_calls": drop_none(known["tool_calls"])} if "tool_calls" in known else known
+        raise DataError(
+            f"row {number}, message {place} has the part {format_value(wrong[0], 60)}; a part must be a text"
+        )
+    fields = {key: value for key, value in message.items() if value is not None or key == "content"}
+    return {**fields, "tool_calls": drop_none(fields["tool_calls"])} if "tool_calls" in fields else fields
 
 
 def message_text(message: Message) -> str:
@@ -203,7 +202,7 @@ def message_text(message: Message) -> str:
 
 
 def has_text(messages: Iterable[Message]) -> bool:
-    """Whether a message of these has text besides white space.
+    """Whether any of the messages has text other than white space.
 
     >>> has_text([{"role": "system", "content": ""}, {"role": "user", "content": " "}])
     False
@@ -212,7 +211,7 @@ def has_text(messages: Iterable[Message]) -> bool:
 
 
 def drop_none(value: Any) -> Any:
-    """A value without the keys that a table filled with None, since all its rows have the same.
+    """Removes keys with the value None from nested mappings; tables add them, because all rows have the same keys.
 
     >>> drop_none([{"name": "add", "arguments": {"a": 1, "city": None}}])
     [{'name': 'add', 'arguments': {'a': 1}}]
@@ -223,17 +222,17 @@ def drop_none(value: Any) -> Any:
 
 
 def normalize_messages(messages: Iterable[Any], number: int) -> list[Message]:
-    """The messages of a row, checked, those of ShareGPT's form in the usual one. Raises DataError for what is none."""
-    return [normalize_message(_renamed(m, place, number), place, number) for place, m in enumerate(messages)]
+    """Checks the messages of a row, and converts ShareGPT's form. Raises DataError for an invalid message."""
+    return [normalize_message(_convert_sharegpt(m, place, number), place, number) for place, m in enumerate(messages)]
 
 
-def _renamed(message: Any, place: int, number: int) -> Any:
-    """A message of ShareGPT's form in the usual one; any other as it is."""
+def _convert_sharegpt(message: Any, place: int, number: int) -> Any:
+    """Converts a message of ShareGPT's form; returns any other message unchanged."""
     if not isinstance(message, Mapping) or not {"from", "value"} <= message.keys() or "role" in message:
         return message
     if message["from"] not in ROLES:
         raise DataError(
-            f"row {number}, message {place}: from {format_value(message['from'], 40)} is no known role"
+            f"row {number}, message {place}: from {format_value(message['from'], 40)} is not a known role"
             f"{nearest(str(message['from']), ROLES)}; known: {', '.join(sorted(ROLES))}"
         )
     rest = {key: value for key, value in message.items() if key not in ("from", "value")}
@@ -241,7 +240,7 @@ def _renamed(message: Any, place: int, number: int) -> Any:
 
 
 def _json_list(text: str) -> list[Any] | None:
-    """The list of messages that a text is the JSON of; None where it is another text."""
+    """The list of messages in a JSON text; None = the text is not such a list."""
     if not text.lstrip().startswith("[") or not text.rstrip().endswith("]"):
         return None
     try:

@@ -1,8 +1,8 @@
-"""Data sets: from what the user names to rows.
+"""Loads the rows of a data source: files, folders, globs, URLs, hub names, functions, or rows in memory.
 
-A row is a mapping from column to value. Files on disk are read by whet.data.files, so that an error names the file and
-the line; hub names and URLs go through datasets.load_dataset. Several data sets become one in whet.data.mixture. Left
-out on purpose: filtering data sets; a "file.py:function" that returns rows does that better.
+A row is a mapping from column to value. whet.data.files reads local files, so errors name the file and the line.
+datasets.load_dataset reads hub data sets, and whet.data.mixture combines several sources.
+Left out on purpose: filtering rows; a "file.py:function" that returns rows can do it.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ __all__ = ["check_source", "have_same_rows", "load_rows"]
 log = logging.getLogger("whet")
 
 LOG_AFTER_S = 3.0
-"""Seconds of waiting for the hub after which that is logged."""
+"""Waiting for the hub is logged after this many seconds."""
 SPLITS = ("train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval")
-"""Words in a file's name that say which split it holds."""
+"""Words in a file name that name its split."""
 EVAL_SPLITS = tuple(word for word in SPLITS if not word.startswith("train"))
-"""Splits to evaluate on."""
+"""The names of evaluation splits."""
 
 
 def load_rows(
@@ -54,76 +54,78 @@ def load_rows(
     """The rows of a data set.
 
     Args:
-        source: a hub name, with "@revision" behind it for a branch, tag or commit; a folder (saved by save_to_disk, or
-            holding data files, then those named for the split, or all where no name says a split); a .json, .jsonl,
-            .csv, .parquet or .arrow file (it is the split, whatever its name), the first three compressed too; a glob
-            of such files; a URL of one; tasks of reasoning-gym, "reasoning_gym:chain_sum?min_terms=2&size=1000&seed=0",
+        source: a hub name, optionally with "@revision" (a branch, tag or commit); a folder, saved by save_to_disk or
+            with data files (those named for the split, or all if no name has a split); a .json, .jsonl, .csv, .parquet
+            or .arrow file (it is the split, whatever its name), the first three also compressed; a glob of such files;
+            a URL of one; tasks of reasoning-gym, "reasoning_gym:chain_sum?min_terms=2&size=1000&seed=0",
             with the splits train and test; a taskset of verifiers, "verifiers:name?size=1000";
             "package.module:function" or "file.py:function", called without arguments; a list of these, and of
             mappings {path, weight, subset, split, limit}; or the rows themselves, as a list of mappings with other
             keys, a datasets.Dataset or any iterable, returned as they are.
-        split: which part of a hub data set, a folder or a DatasetDict; None = the part to evaluate on: the only one,
-            or the only one named test, validation, dev or the like. A text "split@source" names both.
-        subset: the configuration of a hub data set that has several.
-        streaming: read as the rows are asked for; the rows then have no length and can't be shuffled.
+        split: the split of a hub data set, a folder or a DatasetDict. None = the split to evaluate on: the only one, or
+            the only one named test, validation, dev or the like. "split@source" names both in one text.
+        subset: the configuration of a hub data set with several.
+        streaming: read rows on demand; they have no length then, and can't be shuffled.
         limit: only the first N rows; None = all.
-        is_part: the split has to be a part of the source, which a single file, a single saved set and rows are not.
+        is_part: the source must have splits; a single file, a single saved data set and rows in memory have none.
 
     Returns:
         A list of dicts, a datasets.Dataset, a datasets.IterableDataset, or the iterable given.
 
     Raises:
-        DataError: nothing there (with the nearest names), no such split or none that is for evaluation, a line that
-            can't be read, no rows.
-        ConfigError: a function that can't be found, a limit below 1, or no parts where there have to be some.
+        DataError: the source does not exist (the message has the nearest names), no such split or no evaluation split,
+            a line that can't be read, or no rows.
+        ConfigError: a function that can't be found, a limit below 1, or a source without splits if is_part.
 
     >>> load_rows([{"prompt": "1+1=", "answer": 2}, {"prompt": "1+2=", "answer": 3}], limit=1)
     [{'prompt': '1+1=', 'answer': 2}]
     """
     if limit is not None and limit < 1:
         raise ConfigError(f"limit {limit} leaves no rows; give at least 1, or None for all")
-    if _names_several(source):
-        return _several(source, split=split, subset=subset, streaming=streaming, limit=limit)
+    if _is_source_list(source):
+        return _load_several(source, split=split, subset=subset, streaming=streaming, limit=limit)
     if isinstance(source, str | Path):
-        split, source = _split_at(str(source), split)
-        rows = _named(source, split, subset, streaming, is_part)
+        split, source = _parse_split(str(source), split)
+        rows = _load_named(source, split, subset, streaming, is_part)
     else:
         rows = source
-    rows = _cut(_of_split(rows, split, source), limit)
+    rows = _limit_rows(_select_split(rows, split, source), limit)
     if not isinstance(rows, Iterable):
         kind = type(rows).__name__
         raise DataError(f"{format_value(source)} gave {kind}; rows are a list of dicts, a Dataset or an iterable")
     if isinstance(rows, Sized) and len(rows) == 0:
-        raise DataError(f"{_called(source)} has no rows; a data set needs at least one")
+        raise DataError(f"{_describe(source)} has no rows; a data set needs at least one")
     return rows
 
 
-def _names_several(source: Any) -> bool:
-    """Whether a source is a list of sources, not of rows."""
+def _is_source_list(source: Any) -> bool:
+    """Whether a source is a list of sources, and not of rows."""
     first = next(iter(source), None) if isinstance(source, list | tuple) else None
     named = isinstance(first, Mapping) and "path" in first and set(first) <= set(SOURCE_KEYS)
     return named or isinstance(first, str | Path)
 
 
-def _several(source: Sequence[Any], *, limit: int | None, streaming: bool, **usual: Any) -> MixedRows | MixedStream:
-    """The rows of a list of sources. Args: usual: split and subset of those that name none."""
+def _load_several(
+    source: Sequence[Any], *, limit: int | None, streaming: bool, **defaults: Any
+) -> MixedRows | MixedStream:
+    """The rows of a list of sources. Args: defaults: split and subset of sources that do not name them."""
     if limit is not None:
         raise ConfigError(
-            f"limit {limit} is of one data set; give each of the list its own: {{path: ..., limit: {limit}}}"
+            f"limit {limit} applies to one data set; set it for each of the list: {{path: ..., limit: {limit}}}"
         )
     named = [item if isinstance(item, Mapping) else {"path": item} for item in source]
     weights: Any = [item.get("weight") for item in named]
     parts = []
     for item in named:
         options = {name: item[name] for name in ("split", "subset", "limit") if item.get(name) is not None}
-        parts.append(load_rows(item["path"], streaming=streaming, **{**usual, **options}))
+        parts.append(load_rows(item["path"], streaming=streaming, **{**defaults, **options}))
     if streaming or not all(isinstance(part, Sized) for part in parts):
         return MixedStream(parts, [1.0 if weight is None else weight for weight in weights])
     return MixedRows(parts, None if weights[0] is None else weights)
 
 
-def _split_at(text: str, split: str | None) -> tuple[str | None, str]:
-    """The split and the source of "split@source", RL2's form; the text as it is where a file or folder has its name."""
+def _parse_split(text: str, split: str | None) -> tuple[str | None, str]:
+    """The split and the source of "split@source", RL2's form; a text that is an existing path is not split."""
     named, at, source = text.partition("@")
     if not (at and source and re.fullmatch(r"[\w.-]+(\[[\w%:]+\])?", named)):
         return split, text
@@ -131,7 +133,7 @@ def _split_at(text: str, split: str | None) -> tuple[str | None, str]:
         return (split, text) if Path(text).expanduser().exists() else (named, source)
 
 
-def _named(text: str, split: str | None, subset: str | None, streaming: bool, is_part: bool) -> Any:
+def _load_named(text: str, split: str | None, subset: str | None, streaming: bool, is_part: bool) -> Any:
     """The rows of a file, a folder, a function, tasks of reasoning-gym or a hub name."""
     if text.startswith(REASONING_GYM):
         return task_rows(text, split)
@@ -140,42 +142,42 @@ def _named(text: str, split: str | None, subset: str | None, streaming: bool, is
     with convert_read_errors(format_value(text), "check the path and its permissions"):
         path = Path(text).expanduser()
         if is_part and (path.is_file() or (path / "state.json").is_file()):
-            raise _no_parts(text, split)
+            raise _no_splits_error(text, split)
         if path.is_file():
-            return _files([path], streaming)
+            return _load_files([path], streaming)
         if path.is_dir():
-            return _folder(path, split, streaming)
+            return _load_folder(path, split, streaming)
         if _is_glob(text):
-            return _files(_matched(text), streaming)
+            return _load_files(_expand_glob(text), streaming)
     if _is_url(text):
-        return _url(text, streaming)
+        return _load_url(text, streaming)
     if is_ref(text):
         loaded = resolve_ref(text, "data set")
         with convert_read_errors(f"data set {text!r}", "fix the function, which is called without arguments"):
             rows = loaded() if callable(loaded) else loaded
         if is_part and not isinstance(rows, Mapping):
-            raise _no_parts(text, split)
+            raise _no_splits_error(text, split)
         return rows
     _check_name(text, path)
-    return _hub(text, split, subset, streaming)
+    return _load_hub(text, split, subset, streaming)
 
 
 def _is_glob(text: str) -> bool:
     return any(mark in text for mark in "*?[") and "://" not in text
 
 
-def _matched(text: str) -> list[Path]:
-    """The files that a glob names, in the order of their names. Raises DataError where there is none."""
+def _expand_glob(text: str) -> list[Path]:
+    """The files of a glob, sorted by name. Raises DataError: there are none."""
     path = Path(text).expanduser()
     files = sorted(found for found in Path(path.anchor).glob(str(path.relative_to(path.anchor))) if found.is_file())
     if not files:
         raise DataError(f"no file matches {format_value(text)}; check the path (** stands for any folders)")
-    _same_format(files, format_value(text))
+    _check_same_format(files, format_value(text))
     return files
 
 
-def _same_format(files: Sequence[Path], what: str) -> None:
-    """Raises DataError where files are not all of one format."""
+def _check_same_format(files: Sequence[Path], what: str) -> None:
+    """Raises DataError unless all files have one format."""
     if len({file_format(path) for path in files}) > 1:
         names = ", ".join(path.name for path in files[:8])
         raise DataError(f"{what} mixes formats: {names}; name the files of one format, e.g. by *.jsonl")
@@ -185,22 +187,24 @@ def _is_url(text: str) -> bool:
     return re.match(r"\w+://", text) is not None
 
 
-def _url(text: str, streaming: bool) -> Any:
-    """The rows of a data file at a URL: over HTTP downloaded first, by the reader of datasets for other protocols."""
+def _load_url(text: str, streaming: bool) -> Any:
+    """The rows of a data file at a URL. HTTP files are downloaded first; datasets reads other protocols."""
     import datasets
 
     suffix = file_format(Path(text.split("?")[0]))
     if suffix not in FORMATS:
         raise DataError(f"{text!r} has an unknown format {suffix!r}; known: {', '.join(FORMATS)}")
-    with convert_read_errors(text, "check the address and the network"), _telling(text):
+    with convert_read_errors(text, "check the address and the network"), _log_waiting(text):
         if text.startswith(("http://", "https://")):
-            return _files([_downloaded(text)], streaming)  # an error names the file, which ends in the URL's own name
+            return _load_files(
+                [_download(text)], streaming
+            )  # an error names the file, which ends in the URL's own name
         kind = {".jsonl": "json"}.get(suffix, suffix[1:])
         return datasets.load_dataset(kind, data_files=text, split="train", streaming=streaming)
 
 
-def _downloaded(url: str) -> Path:
-    """A file of the cache of datasets, written anew."""
+def _download(url: str) -> Path:
+    """Downloads a file into the cache of datasets."""
     import httpx
     from datasets import config
 
@@ -220,14 +224,14 @@ def _downloaded(url: str) -> Path:
 
 
 def _check_name(text: str, path: Path) -> None:
-    """Raises DataError for what is not there, and no hub data set's name."""
+    """Raises DataError for a path that does not exist, and a text that can't be a hub name."""
     text, _ = split_revision(text)
     looks_local = path.suffix in (*FORMATS, ".py") or path.is_absolute() or text.startswith((".", "~"))
     if looks_local or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", text):
-        raise DataError(f"no file or folder {format_value(text)}{_beside(path) or '; check the path'}")
+        raise DataError(f"no file or folder {format_value(text)}{_nearest_name(path) or '; check the path'}")
 
 
-def _no_parts(text: str, split: str | None) -> ConfigError:
+def _no_splits_error(text: str, split: str | None) -> ConfigError:
     return ConfigError(
         f"data.eval_split={split}: {format_value(text)} has no splits, so its training rows would be evaluated; give "
         "data.eval_path the rows to evaluate on, or set data.eval_fraction=0.1"
@@ -235,41 +239,40 @@ def _no_parts(text: str, split: str | None) -> ConfigError:
 
 
 def have_same_rows(path: Sources, split: str | None, eval_path: Sources, eval_split: str | None) -> bool:
-    """Whether two sources have one data set's same part in common, as far as the names tell.
+    """Whether two sources have a split of a data set in common, judging by their names.
 
     >>> have_same_rows("a.jsonl", "train", "./a.jsonl", None), have_same_rows("a/b", "train", "a/b", "test")
     (True, False)
     """
-    parts = lambda source, usual: {_part(text, usual) for text in source_paths(source)}
+    parts = lambda source, usual: {_source_part(text, usual) for text in source_paths(source)}
     return not parts(path, split).isdisjoint(parts(eval_path, eval_split))
 
 
-def _part(text: str, split: str | None) -> tuple[Path, str | None]:
-    """Where a data set lies, and which part of it is meant; a file is one part."""
-    split, text = _split_at(text, split)
+def _source_part(text: str, split: str | None) -> tuple[Path, str | None]:
+    """The path and the split of a data source; a file has no split."""
+    split, text = _parse_split(text, split)
     place = Path(text).expanduser().resolve()
     return place, None if file_format(place) in FORMATS else split
 
 
 def check_source(source: str, part: str | None = None) -> None:
-    """Looks whether a named data set can be there, without reading it or asking the hub.
+    """Checks that a data source may exist, without reading it or asking the hub.
 
-    Args: part: a split that has to be a part of it; None = any.
-    Raises: DataError: no such file or folder. ConfigError: a function that can't be found, or a file, where a part is
-        asked for.
+    Args: part: a split that the source must have; None = no check.
+    Raises: DataError: no such file or folder. ConfigError: a function that can't be found, or a file if `part` is set.
     """
-    _, text = _split_at(source, None)
+    _, text = _parse_split(source, None)
     if text.startswith((REASONING_GYM, VERIFIERS)):
         (check_tasks if text.startswith(REASONING_GYM) else check_taskset)(text)
         return
     with convert_read_errors(format_value(text), "check the path and its permissions"):
         path = Path(text).expanduser()
         if part is not None and path.is_file():
-            raise _no_parts(text, part)
+            raise _no_splits_error(text, part)
         if path.exists():
             return
         if _is_glob(text):
-            _matched(text)
+            _expand_glob(text)
             return
     if _is_url(text):
         return
@@ -279,7 +282,7 @@ def check_source(source: str, part: str | None = None) -> None:
         _check_name(text, path)
 
 
-def _hub(name: str, split: str | None, subset: str | None, streaming: bool) -> Any:
+def _load_hub(name: str, split: str | None, subset: str | None, streaming: bool) -> Any:
     """The rows of a hub data set."""
     import datasets
 
@@ -287,16 +290,16 @@ def _hub(name: str, split: str | None, subset: str | None, streaming: bool) -> A
     _check_hub(name)
     pinned = {} if revision is None else {"revision": revision}
     if split is None:
-        names = _asked(name, "its splits", datasets.get_dataset_split_names, name, subset, **pinned)
+        names = _call_hub(name, "its splits", datasets.get_dataset_split_names, name, subset, **pinned)
         split = _eval_split(names, name)
     options = {"split": split, "streaming": streaming, **pinned}
-    return _asked(name, f"split {split!r}", datasets.load_dataset, name, subset, **options)
+    return _call_hub(name, f"split {split!r}", datasets.load_dataset, name, subset, **options)
 
 
 def _check_hub(name: str) -> None:
-    """Asks the hub once for a name that is not in the cache, before datasets asks for half a minute.
+    """Asks the hub once for a name that is not in the cache, because datasets would retry for half a minute.
 
-    Raises: DataError: the hub does not answer. Whatever else goes wrong is left to datasets.
+    Raises: DataError: the hub does not answer. datasets reports all other errors.
     """
     from datasets import config
     from huggingface_hub import HfApi, constants
@@ -311,36 +314,36 @@ def _check_hub(name: str) -> None:
     if any(path.is_dir() for path in kept):
         return
     try:
-        with _telling(name):
+        with _log_waiting(name):
             HfApi().dataset_info(name, timeout=10)
     except Exception as error:  # the client lets through what its HTTP library raises
         if (why := hub_silence(error)) is not None:
-            raise DataError(f"{_no_path(name)}, and the hub can't be reached ({why}); {_OFFLINE}") from error
+            raise DataError(f"{_missing_path(name)}, and the hub can't be reached ({why}); {_OFFLINE}") from error
 
 
-def _asked(name: str, what: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """What the hub answers. Raises DataError where it has nothing, or can't be reached."""
+def _call_hub(name: str, what: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Calls the hub. Raises DataError: it has no such data set, or can't be reached."""
     try:
-        with _telling(name):
+        with _log_waiting(name):
             return call(*args, **options)
     except (WhetError, MemoryError):
         raise
     except Exception as error:
         raise DataError(
-            f"{_no_path(name)}; and as a hub data set, {what}: {format_exception(error)}; {_OFFLINE}"
+            f"{_missing_path(name)}; and as a hub data set, {what}: {format_exception(error)}; {_OFFLINE}"
         ) from error
 
 
 _OFFLINE = "check the name and the network; HF_HUB_OFFLINE=1 uses only the cache"
 
 
-def _no_path(name: str) -> str:
-    return f"{name!r} is not a file or folder here{_beside(Path(name))}"
+def _missing_path(name: str) -> str:
+    return f"{name!r} is not a file or folder here{_nearest_name(Path(name))}"
 
 
 @contextmanager
-def _telling(name: str) -> Iterator[None]:
-    """Logs that an answer is being waited for, where that takes more than a moment."""
+def _log_waiting(name: str) -> Iterator[None]:
+    """Logs that whet is waiting for an answer, if it takes several seconds."""
     where = "an answer from" if _is_url(name) else "the hub, which is asked for the data set"
     timer = threading.Timer(LOG_AFTER_S, log.warning, ("waiting for %s %r", where, name))
     timer.daemon = True
@@ -351,44 +354,44 @@ def _telling(name: str) -> Iterator[None]:
         timer.cancel()
 
 
-def _folder(path: Path, split: str | None, streaming: bool) -> Any:
-    """The rows of a folder: saved by datasets, or holding data files of one format."""
+def _load_folder(path: Path, split: str | None, streaming: bool) -> Any:
+    """The rows of a folder: saved by datasets, or with data files of one format."""
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-        return _saved(path, split, streaming)
+        return _load_saved(path, split, streaming)
     files = sorted(p for where in (path, path / "data") for p in where.glob("*") if file_format(p) in FORMATS)
     if not files:
         raise DataError(f"folder {str(path)!r} holds no data; expected {', '.join(FORMATS)} files or a saved Dataset")
-    found = sorted({word for word in SPLITS for p in files if _says(p, word)})
+    found = sorted({word for word in SPLITS for p in files if _names_split(p, word)})
     if split is None and found:
-        others = [p.name for p in files if not any(_says(p, word) for word in found)]
+        others = [p.name for p in files if not any(_names_split(p, word) for word in found)]
         split = _eval_split([*found, *others], path)
-    chosen = [p for p in files if split is not None and _says(p, split)]
+    chosen = [p for p in files if split is not None and _names_split(p, split)]
     if not chosen and (found or split not in (None, "train")):
         raise DataError(
             f"folder {str(path)!r} has no split {split!r}; its files: {', '.join(p.name for p in files[:8])}"
             f"{nearest(str(split), found)}"
         )
     chosen = chosen or files
-    _same_format(chosen, f"folder {str(path)!r}")
-    return _files(chosen, streaming)
+    _check_same_format(chosen, f"folder {str(path)!r}")
+    return _load_files(chosen, streaming)
 
 
-def _saved(path: Path, split: str | None, streaming: bool) -> Any:
-    """The rows of a data set that was written by save_to_disk."""
+def _load_saved(path: Path, split: str | None, streaming: bool) -> Any:
+    """The rows of a data set that save_to_disk has written."""
     import datasets
 
     with convert_read_errors(f"{path}, which save_to_disk wrote,", "save the data set again"):
-        rows = _of_split(datasets.load_from_disk(str(path)), split, path)
+        rows = _select_split(datasets.load_from_disk(str(path)), split, path)
         validate_table(rows.data.table)
         return rows.to_iterable_dataset() if streaming else rows
 
 
-def _says(path: Path, split: str) -> bool:
-    """Whether a file's name holds a split's name as a word of its own."""
+def _names_split(path: Path, split: str) -> bool:
+    """Whether a file name contains the name of a split as a separate word."""
     return re.search(rf"(^|[-_.]){re.escape(split)}([-_.]|$)", path.stem) is not None
 
 
-def _files(paths: list[Path], streaming: bool) -> Any:
+def _load_files(paths: list[Path], streaming: bool) -> Any:
     """The rows of data files of one format, one after the other."""
     suffix = file_format(paths[0])
     if suffix not in FORMATS:
@@ -396,49 +399,49 @@ def _files(paths: list[Path], streaming: bool) -> Any:
     return stream_files(paths) if streaming else read_files(paths)
 
 
-def _of_split(rows: Any, split: str | None, source: Any) -> Any:
-    """One split of a DatasetDict (or a plain mapping of splits); anything else as it is."""
+def _select_split(rows: Any, split: str | None, source: Any) -> Any:
+    """One split of a DatasetDict or another mapping of splits; other rows are returned unchanged."""
     if not isinstance(rows, Mapping):
         return rows
     if split is None:
         return rows[_eval_split(rows, source)]
     if split not in rows:
         names = [str(name) for name in rows]
-        raise DataError(f"{_called(source)} has no split {split!r}{nearest(split, names)}; it has {', '.join(names)}")
+        raise DataError(f"{_describe(source)} has no split {split!r}{nearest(split, names)}; it has {', '.join(names)}")
     return rows[split]
 
 
 def _eval_split(names: Iterable[Any], source: Any) -> Any:
-    """The split to evaluate on where none was named. Raises DataError where that is not clear."""
+    """The split to evaluate on if none was named. Raises DataError if there is not exactly one candidate."""
     names = list(names)
     found = names if len(names) == 1 else [name for name in names if name in EVAL_SPLITS]
     if len(found) != 1:
         raise DataError(
-            f"{_called(source)} has {', '.join(map(str, names)) or 'no split'}, and {len(found)} of them are named for "
-            "evaluation; say which: set data.eval_split, give data.eval_path one file, or from Python eval_ds one "
+            f"{_describe(source)} has {', '.join(map(str, names)) or 'no split'}, and {len(found)} of them are named "
+            "for evaluation; say which: set data.eval_split, give data.eval_path one file, or from Python eval_ds one "
             "split's rows"
         )
     return found[0]
 
 
-def _cut(rows: Any, limit: int | None) -> Any:
+def _limit_rows(rows: Any, limit: int | None) -> Any:
     """The first `limit` rows."""
     if limit is None:
         return rows
     if _is_dataset(rows):
         return rows.select(range(min(limit, len(rows))))
-    return rows[:limit] if isinstance(rows, Sequence) else _First(rows, limit)
+    return rows[:limit] if isinstance(rows, Sequence) else _FirstRows(rows, limit)
 
 
 def _is_dataset(rows: Any) -> bool:
-    """Whether rows are a datasets.Dataset, asked without importing datasets."""
+    """Whether rows are a datasets.Dataset, without importing datasets."""
     import sys
 
     return "datasets" in sys.modules and isinstance(rows, sys.modules["datasets"].Dataset)
 
 
-class _First:
-    """The first rows of an iterable, as often as the iterable itself can be read."""
+class _FirstRows:
+    """The first rows of an iterable; it can be read as often as the iterable itself."""
 
     def __init__(self, rows: Iterable[Any], limit: int) -> None:
         self.rows, self.limit = rows, limit
@@ -447,12 +450,12 @@ class _First:
         return islice(iter(self.rows), self.limit)
 
 
-def _called(source: Any) -> str:
-    """What to call a source in a message."""
+def _describe(source: Any) -> str:
+    """The name of a source in messages."""
     return repr(str(source)) if isinstance(source, str | Path) else f"the {type(source).__name__} given"
 
 
-def _beside(path: Path) -> str:
-    """The nearest names in the folder where a path should be."""
+def _nearest_name(path: Path) -> str:
+    """The nearest name in the folder of a missing path."""
     folder = path.expanduser().parent
     return nearest(path.name, [p.name for p in folder.iterdir()]) if folder.is_dir() else f"; no folder {folder}"

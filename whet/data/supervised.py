@@ -1,7 +1,7 @@
-"""From rows to Examples for supervised fine-tuning; data/preference.py encodes answers that are compared.
+"""Encodes rows as Examples for supervised fine-tuning; data/preference.py encodes preference data.
 
-Rows are encoded once, here; no later step tokenises again. docs/data.md has the forms of rows that are taken.
-Left out on purpose: images, and ready-made batches: supervised data are rows.
+Rows are tokenised here, once and for all. docs/data.md lists the accepted forms of rows.
+Left out on purpose: images and ready-made batches.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from whet.config.data import SupervisedDataConfig
-from whet.data.conversations import Rendering, encode_rendering, make_sequence, render_as_one, render_turns
+from whet.data.conversations import Rendering, make_rendered_sequence, make_sequence, render_as_one, render_turns
 from whet.data.lengths import LengthPolicy
 from whet.data.row_schema import (
     EMPTY_PROMPT,
@@ -29,7 +29,7 @@ from whet.data.row_schema import (
 )
 from whet.data.template_check import find_changed_text
 from whet.data.templates import ChatTemplate
-from whet.data.text_parts import encode_parts, leading_special_ids
+from whet.data.text_parts import align_parts, leading_special_ids, tokenize_parts
 from whet.errors import ConfigError, DataError, format_value, nearest
 from whet.types import Example, Message, TrainSequence
 
@@ -40,6 +40,7 @@ __all__ = [
     "EQUAL",
     "RESPONSES",
     "Answer",
+    "AnswerText",
     "RowAnswers",
     "RowEncoder",
     "SFTEncoder",
@@ -52,18 +53,18 @@ log = logging.getLogger("whet")
 MESSAGES = ("messages", "conversations")
 PROMPTS = ("prompt", "question")
 RESPONSES = ("response", "completion")
-EQUAL = "chosen and rejected say the same"
+EQUAL = "chosen and rejected are the same"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer that is trained, and the prompt before it."""
+    """A trained answer, and the prompt before it."""
 
     prompt: TextOrMessages | None
-    """None = `response` is the whole conversation or text."""
+    """None = `response` is the full conversation or text."""
     response: TextOrMessages
     first: int | None = None
-    """How many messages of `response` are context, where it is the whole conversation."""
+    """If `response` is the full conversation: the number of its messages that are context."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +74,26 @@ class RowAnswers:
     answers: Sequence[Answer]
     columns: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     empty: str = ""
-    """Why there is nothing to train; empty where there is something or the reason is unknown."""
+    """The reason why there is nothing to train; "" = there is something, or the reason is not known yet."""
+
+
+@dataclass(frozen=True)
+class AnswerText:
+    """The text of a sequence before it is tokenised: the rendering of a conversation, or plain text."""
+
+    parts: Sequence[str]
+    rendering: Rendering | None = None
+    """None = plain text: (prompt, response) or (response,)."""
+    messages: Sequence[Message] = ()
+    """The messages of the rendering."""
 
 
 class RowEncoder:
-    """Turns rows into Examples by the settings of section data, and counts the rows by their treatment.
+    """Encodes rows as Examples by the settings of section data, and counts the rows by their treatment.
 
-    `counts`: encoded rows; of these forked (several sequences), truncated, changed (by the template, accepted), and
-    repeating (a text that begins with its prompt's); left out: dropped (over max_length) and empty (nothing to train).
+    `counts`: encoded rows, and of these forked (several sequences), truncated, changed (by the template, accepted) and
+    repeating (the answer's text starts with the prompt's); of the rows left out, dropped (over max_length) and empty
+    (nothing to train).
     """
 
     takes = ""
@@ -91,7 +104,8 @@ class RowEncoder:
     """Whether the end token of an empty answer is trained."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, data: SupervisedDataConfig | None = None) -> None:
-        """Args: tokenizer: of transformers. data: the section data; None = the defaults.
+        """Args: tokenizer: of transformers. data: the section data; None = its defaults.
+
         Raises: ConfigError: apply_chat_template is true and the tokenizer has no chat template.
         """
         self.tokenizer = tokenizer
@@ -102,7 +116,7 @@ class RowEncoder:
             self.template.require()
 
     def reset_counts(self) -> None:
-        """Sets all counts to 0, for another data set."""
+        """Sets all counts to 0 for another data set."""
         self.lengths = LengthPolicy(self.data)
         self.counts = dict.fromkeys(("encoded", "forked", "truncated", "changed", "repeating", "dropped", "empty"), 0)
         self._warned_of_empty = False
@@ -110,24 +124,66 @@ class RowEncoder:
     def __call__(self, row: Mapping[str, Any], number: int = 0) -> Example | None:
         """Encodes one row as an Example.
 
-        Args: row: column -> value. number: the row's place in the data set.
-        Returns: None where it is left out: too long, or nothing to train.
-        Raises: DataError: none of the forms, a template that changes what the row says, too long, nothing to train.
-            ConfigError: no chat template, no eos token.
+        Args: row: column -> value. number: the row's index in the data set.
+        Returns: the Example; None = the row is left out, because it is too long or has nothing to train.
+        Raises: DataError: an unknown form of row, a template that changes the row's text, a row that is too long, or
+            one with nothing to train. ConfigError: no chat template, or no eos token.
         """
+        return self.encode_batch([row], number)[0]
+
+    def encode_batch(self, rows: Sequence[Any], first: int = 0) -> list[Example | None]:
+        """Encodes several rows with one call of the tokenizer; the results are those of one row after the other.
+
+        Args: rows: see `__call__`. first: the index of the first row in the data set.
+        Raises: see `__call__`; the error is that of the first wrong row.
+        """
+        rendered: list[tuple[int, RowAnswers, list[list[TrainSequence | AnswerText]]]] = []
+        error: Exception | None = None
+        for number, row in enumerate(rows, first):
+            try:
+                rendered.append((number, *self._render_row(row, number)))
+            except Exception as exception:  # raised below: an earlier row may be wrong too
+                error = exception
+                break
+        texts = [x for _, _, answers in rendered for items in answers for x in items if isinstance(x, AnswerText)]
+        ids = iter(tokenize_parts(self.tokenizer, [text.parts for text in texts]))
+        plain = [text.parts[0] for text in texts if text.rendering is None]
+        with_special = iter(self.tokenizer(plain, verbose=False).input_ids if plain else ())
+
+        def make(item: TrainSequence | AnswerText, number: int) -> TrainSequence:
+            if isinstance(item, TrainSequence):
+                return item
+            tokenized = next(ids)
+            lead = leading_special_ids(next(with_special), tokenized[1]) if item.rendering is None else []
+            return self._make_sequence(item, tokenized, lead, number)
+
+        examples = [
+            self._make_example(read, [[make(item, number) for item in items] for items in answers], number)
+            for number, read, answers in rendered
+        ]
+        if error is not None:
+            raise error
+        return examples
+
+    def _render_row(self, row: Any, number: int) -> tuple[RowAnswers, list[list[TrainSequence | AnswerText]]]:
+        """The answers of a row, and the text of each sequence of each answer."""
         if not isinstance(row, Mapping):
             raise DataError(f"row {number} is {type(row).__name__}; a row is a mapping from column to value")
         check_no_images(row, number)
         read, options = self._read(row, number), template_options(row, number)
-        per_answer = [] if read.empty else self._sequences(read, options, number)
+        return read, [] if read.empty else [self._render_answer(a, options, number) for a in read.answers]
+
+    def _make_example(self, read: RowAnswers, per_answer: list[list[TrainSequence]], number: int) -> Example | None:
+        """The Example of a row. Args: per_answer: the sequences of each answer."""
+        per_answer = self._arrange(read, per_answer, number)
         sequences = [s for answer in per_answer for s in answer]
         if not sequences or not all(per_answer):
-            return self._empty(read, number)
-        if len(read.answers) == 2 and _equal(sequences):  # as the template shows them
-            return self._empty(replace(read, empty=EQUAL), number)
+            return self._leave_out_empty(read, number)
+        if len(read.answers) == 2 and _equal(sequences):  # after rendering
+            return self._leave_out_empty(replace(read, empty=EQUAL), number)
         kept = self.lengths.fit(sequences, number)
-        cut_alike = len(read.answers) == 2 and kept is not None and None not in kept and _equal([s for s in kept if s])
-        if kept is None or not any(kept) or (None in kept and not self.forks) or cut_alike:
+        equal = len(read.answers) == 2 and kept is not None and None not in kept and _equal([s for s in kept if s])
+        if kept is None or not any(kept) or (None in kept and not self.forks) or equal:
             self.counts["dropped"] += 1
             return None
         self.counts["encoded"] += 1
@@ -138,8 +194,8 @@ class RowEncoder:
 
     @contextmanager
     def all_rows(self) -> Iterator[None]:
-        """While all rows of a data set are encoded, the counts are of these rows, and rows over max_length are one
-        error after the last row, or one line of the log, with their number and their lengths.
+        """Context for encoding all rows of a data set: the counts start at 0, and rows over max_length are reported
+        once after the last row, as an error or in the log, with their number and their lengths.
         """
         self.reset_counts()
         self.lengths.deferred = True
@@ -154,44 +210,43 @@ class RowEncoder:
     def describe_counts(self) -> str:
         """Describes the rows that were changed or left out; "" where there are none."""
         c = self.counts
-        over, cut = self.lengths.describe(), f"{c['truncated']} cut at the end, {c['dropped']} left out"
-        found = [f"{over} ({cut})"] if over else []
+        over, treatment = self.lengths.describe(), f"{c['truncated']} cut at the end, {c['dropped']} left out"
+        lines = [f"{over} ({treatment})"] if over else []
         if c["empty"]:
-            found.append(f"rows with nothing to train, left out: {c['empty']}")
+            lines.append(f"rows with nothing to train, left out: {c['empty']}")
         if c["changed"]:
-            found.append(f"rows that the chat template changes: {c['changed']}")
+            lines.append(f"rows that the chat template changes: {c['changed']}")
         if c["repeating"]:
-            found.append(
-                f"rows with an answer that begins with its prompt's own text, which it follows: {c['repeating']} (if "
-                "answers are whole texts, leave the prompt out)"
+            lines.append(
+                f"rows with an answer that repeats the prompt's text at its start: {c['repeating']} (if the answers "
+                "include their prompts, leave the prompt column out)"
             )
-        return "; ".join(found)
+        return "; ".join(lines)
 
     def _read(self, row: Mapping[str, Any], number: int) -> RowAnswers:
         raise NotImplementedError
 
-    def _empty(self, read: RowAnswers, number: int) -> None:
+    def _leave_out_empty(self, read: RowAnswers, number: int) -> None:
         """Counts a row that has nothing to train, or raises DataError."""
         if self.data.on_empty == "error":
             roles = {str(m["role"]) for a in read.answers if not isinstance(a.response, str) for m in a.response}
-            why = f"its turns are of {', '.join(sorted(roles))}" if roles else "its answer is empty"
+            reason = f"its turns are of {', '.join(sorted(roles))}" if roles else "its answer is empty"
             raise DataError(
-                f"row {number} has nothing to train: {read.empty or why}, and what is trained is what the assistant "
-                "says; leave the row out, or set data.on_empty to drop"
+                f"row {number} has nothing to train: {read.empty or reason}, and only the assistant's text is trained; "
+                "leave the row out, or set data.on_empty to drop"
             )
         self.counts["empty"] += 1
 
     # ---- columns -------------------------------------------------------------------------------------------------
 
     def _column(self, row: Mapping[str, Any], names: Sequence[str], field_name: str, number: int) -> str | None:
-        """The column that a field of the section names, or the first of the usual ones; None = not there."""
-        given: str | None = getattr(self.data, field_name)
-        return find_column(row, names, given, number, field_name)
+        """The column that a field of section data names, or the first of the default names; None = there is none."""
+        return find_column(row, names, getattr(self.data, field_name), number, field_name)
 
     def _prompt(self, row: Mapping[str, Any], number: int) -> TextOrMessages | None:
-        """The prompt of a row with an answer: a text or a conversation; None where there is none."""
-        alone = self.data.messages_column and not self.data.prompt_column  # a column named alone is the one meant
-        if not alone and (column := self._column(row, PROMPTS, "prompt_column", number)):
+        """The prompt of a row with an answer: a text or a conversation; None = there is none."""
+        only_messages = self.data.messages_column and not self.data.prompt_column
+        if not only_messages and (column := self._column(row, PROMPTS, "prompt_column", number)):
             return read_text_or_messages(row, column, number)
         if column := self._column(row, MESSAGES, "messages_column", number):
             return read_messages(row, column, number)
@@ -205,26 +260,30 @@ class RowEncoder:
         known = (*MESSAGES, *PROMPTS, *RESPONSES, "text", "chosen", "rejected", "label")
         near = next((hint for name in names if name not in known and (hint := nearest(name, known))), "")
         return DataError(
-            f"row {number} has the columns {', '.join(names)}{near or ';'} taken are {self.takes}",
-            fix="name columns by data.*_column",
+            f"row {number} has the columns {', '.join(names)}{near or ';'} accepted are {self.takes}",
+            fix="name the columns in data.*_column",
             key="data.*_column",
         )
 
     # ---- encoding ------------------------------------------------------------------------------------------------
 
-    def _sequences(self, read: RowAnswers, options: Mapping[str, Any], number: int) -> list[list[TrainSequence]]:
-        """The sequences of each answer."""
-        return [self._encode(answer, options, number) for answer in read.answers]
+    def _arrange(
+        self, read: RowAnswers, per_answer: list[list[TrainSequence]], number: int
+    ) -> list[list[TrainSequence]]:
+        """The sequences of each answer as they are trained; for subclasses that compare the answers of a row."""
+        return per_answer
 
-    def _encode(self, answer: Answer, options: Mapping[str, Any], number: int) -> list[TrainSequence]:
-        """The sequences of an answer."""
+    def _render_answer(
+        self, answer: Answer, options: Mapping[str, Any], number: int
+    ) -> list[TrainSequence | AnswerText]:
+        """The text of each sequence of an answer, or the sequence itself if the row has token ids."""
         prompt, response = answer.prompt, answer.response
         if self._is_plain(answer):
-            return self._raw(prompt, response, number)  # pyright: ignore[reportArgumentType]
+            return self._plain_text(prompt, response, number)  # pyright: ignore[reportArgumentType]
         if isinstance(prompt, list) and isinstance(response, str) and prompt[-1]["role"] == "assistant":
             raise DataError(
-                f"row {number}: the prompt ends in a turn of the assistant's, and the answer is a text; put the "
-                "beginning into the answer, or make the answer a list of messages"
+                f"row {number}: the prompt ends with an assistant's turn, and the answer is a text; move that turn "
+                "into the answer, or make the answer a list of messages"
             )
         before, after = _messages(prompt, "user"), _messages(response, "assistant")
         first = len(before) if answer.first is None else answer.first
@@ -233,21 +292,37 @@ class RowEncoder:
             messages, first = [{"role": "system", "content": self.data.system_prompt}, *messages], first + 1
         answered = next((i for i, m in enumerate(messages) if i >= first and m["role"] == "assistant"), 0)
         self._warn_of_empty_prompt(messages[:answered], number)
-        return self._conversation(messages, first, options, number)
+        renderings = self._renderings(messages, first, options, number)
+        if not renderings:
+            return []
+        if len(renderings) > 1 and not self.forks:
+            raise DataError(
+                f"row {number}: an answer has {len(renderings)} turns, and the chat template changes the earlier ones, "
+                "so they don't form one sequence; make the answer the last turn only, or use a template that keeps all "
+                "turns"
+            )
+        if changed := self._describe_change(renderings, messages, number):
+            if self.data.on_template_change == "error":
+                raise DataError(
+                    f"row {number}: {changed}; change the row, use another chat template (or chat_template_kwargs), or "
+                    "accept the change with data.on_template_change=accept"
+                )
+            self.counts["changed"] += 1
+        return [AnswerText([part.text for part in r.parts], r, messages) for r in renderings]
 
     def _warn_of_empty_prompt(self, prompt: Sequence[Message], number: int) -> None:
-        """Warns of the first prompt that has messages and no text."""
+        """Warns of the first prompt that has messages, but no text."""
         if prompt and not self._warned_of_empty and not has_text(prompt):
             self._warned_of_empty = True
             log.warning(EMPTY_PROMPT, number)
 
     def _is_plain(self, answer: Answer) -> bool:
-        """Whether an answer and what stands before it are texts that are encoded as they are."""
-        texts = isinstance(answer.response, str) and (answer.prompt is None or isinstance(answer.prompt, str))
-        return texts and not (self.data.apply_chat_template and answer.prompt is not None)
+        """Whether an answer and its prompt are texts that are tokenised without a chat template."""
+        are_texts = isinstance(answer.response, str) and (answer.prompt is None or isinstance(answer.prompt, str))
+        return are_texts and not (self.data.apply_chat_template and answer.prompt is not None)
 
     def conversation(self, row: Mapping[str, Any], number: int) -> list[Message] | None:
-        """The row's messages, its first answer included and without data.system_prompt; None = it is plain text."""
+        """The messages of a row with its first answer, without data.system_prompt; None = the row is plain text."""
         answer = self._read(row, number).answers[0]
         return (
             None
@@ -255,85 +330,67 @@ class RowEncoder:
             else [*_messages(answer.prompt, "user"), *_messages(answer.response, "assistant")]
         )
 
-    def _conversation(
-        self, messages: list[Message], first: int, options: Mapping[str, Any], number: int
-    ) -> list[TrainSequence]:
-        """The sequences of a conversation: its turns of the assistant's from `first` on."""
-        renderings = self._renderings(messages, first, options, number)
-        if not renderings:
-            return []
-        if len(renderings) > 1 and not self.forks:
-            raise DataError(
-                f"row {number}: an answer has {len(renderings)} turns, and the chat template changes the earlier "
-                "ones, so that they make no single sequence; let the answer be its last turn, or take a template that "
-                "keeps all turns"
-            )
-        if changed := self._changed(renderings, messages, number):
-            if self.data.on_template_change == "error":
-                raise DataError(
-                    f"row {number}: {changed}; change the row, take another chat template (or chat_template_kwargs), "
-                    "or accept it by data.on_template_change=accept"
-                )
-            self.counts["changed"] += 1
-        return [encode_rendering(self.template, messages, one, number) for one in renderings]
-
     def _renderings(
         self, messages: list[Message], first: int, options: Mapping[str, Any], number: int
     ) -> list[Rendering]:
         return render_turns(self.template, messages, first=first, silent=self.silent, row=number, **options)
 
-    def _changed(self, renderings: list[Rendering], messages: list[Message], number: int) -> str:
-        """Describes the text of a row that the template changes or leaves out; "" where it shows everything."""
-        header = next((one.changed for one in renderings if one.changed), "")
-        text = find_changed_text(self.template, messages, [one.rendered for one in renderings], number)
-        tools = self._tools_left_out(renderings[0], messages, number)
-        return text or tools or header
+    def _describe_change(self, renderings: list[Rendering], messages: list[Message], number: int) -> str:
+        """Describes the text of a row that the template changes or omits; "" = it shows everything."""
+        if changed := find_changed_text(self.template, messages, [r.rendered for r in renderings], number):
+            return changed
+        rendered = renderings[0].rendered
+        if "tools" in rendered.options:
+            options = {**rendered.options, "tools": None}
+            if self.template.text(messages[: rendered.messages], row=number, **options) == rendered.text:
+                tools = format_value(rendered.options["tools"], 80)
+                return f"the row has the tools {tools}, and the chat template shows none"
+        return next((r.changed for r in renderings if r.changed), "")
 
-    def _tools_left_out(self, rendering: Rendering, messages: list[Message], number: int) -> str:
-        options = dict(rendering.rendered.options)
-        if (
-            "tools" not in options
-            or self.template.text(messages[: rendering.rendered.messages], row=number, **{**options, "tools": None})
-            != rendering.rendered.text
-        ):
-            return ""
-        return f"the row has the tools {format_value(options['tools'], 80)}, and the chat template shows none"
-
-    def _raw(self, prompt: str | None, response: str, number: int) -> list[TrainSequence]:
-        """A text as it is, with the tokenizer's own special tokens before it and its eos after it."""
+    def _plain_text(self, prompt: str | None, response: str, number: int) -> list[TrainSequence | AnswerText]:
+        """A plain text, if it has something to train."""
         if self.data.system_prompt:
             raise ConfigError(
                 f"row {number} is plain text, which has no system turn; set apply_chat_template=true for "
                 "system_prompt, or put it in the text"
             )
-        end = self.tokenizer.eos_token_id
-        if not isinstance(end, int):
+        if not isinstance(self.tokenizer.eos_token_id, int):
             raise ConfigError("the tokenizer has no eos token, which ends plain text; set tokenizer.eos_token")
         if not response.strip() and not self.silent:
             return []
-        parts = [part for part in (prompt, response) if part is not None]
-        ids = encode_parts(self.tokenizer, parts, number)
-        lead = leading_special_ids(self.tokenizer, parts[0])
-        tail = [] if ids[-1][-1:] == [end] else [end]
-        before = [*lead, *ids[0]] if prompt is not None else lead
-        if prompt is not None and not before:
-            raise DataError(
-                f"row {number}: the prompt {format_value(prompt)} has no tokens; leave the row out, or fill it"
-            )
-        self._warn_of_empty_prompt([] if prompt is None else _messages(prompt, "user"), number)
-        everything = self.trains_all
-        return [make_sequence([(before, everything), ([*ids[-1], *tail], True)])]
+        return [AnswerText([response] if prompt is None else [prompt, response])]
+
+    def _make_sequence(self, text: AnswerText, ids: list[list[int]], lead: list[int], number: int) -> TrainSequence:
+        """The sequence of a text.
+
+        Args: ids: of `tokenize_parts`. lead: special tokens before a plain text, which also gets an eos at its end.
+        """
+        aligned = align_parts(self.tokenizer, text.parts, ids, number)
+        if text.rendering is not None:
+            return make_rendered_sequence(self.template, text.messages, text.rendering, aligned, number)
+        eos, has_prompt = self.tokenizer.eos_token_id, len(text.parts) > 1
+        tail = [] if aligned[-1][-1:] == [eos] else [eos]
+        before = [*lead, *aligned[0]] if has_prompt else lead
+        if has_prompt:
+            prompt = text.parts[0]
+            if not before:
+                raise DataError(
+                    f"row {number}: the prompt {format_value(prompt)} has no tokens; leave the row out, or fill it"
+                )
+            self._warn_of_empty_prompt(_messages(prompt, "user"), number)
+        return make_sequence([(before, self.trains_all), ([*aligned[-1], *tail], True)])  # pyright: ignore
 
     @property
     def trains_all(self) -> bool:
-        """Whether prompts are trained too."""
+        """Whether the tokens of prompts are trained too."""
         return False
 
 
 class SFTEncoder(RowEncoder):
     """Rows of supervised fine-tuning: a conversation, prompt and response, or plain text.
 
-    A row with several of these is read as the first of them. An Example has a sequence, or the forks of a conversation.
+    A row with several of these forms is read as the first of them. An Example has one sequence, or the forks of a
+    conversation.
 
     >>> from whet.data.tokenizer import byte_tokenizer
     >>> encode = SFTEncoder(byte_tokenizer())
@@ -348,27 +405,20 @@ class SFTEncoder(RowEncoder):
 
     @property
     def trains_all(self) -> bool:
-        """Whether prompts are trained too."""
+        """Whether the tokens of prompts are trained too."""
         return self.data.train_on == "all"
 
     def _read(self, row: Mapping[str, Any], number: int) -> RowAnswers:
         data = self.data
-        alone = not (
-            data.prompt_column or data.response_column
-        )  # a column that is named alone is the one that is meant
-        if not (alone and (data.messages_column or data.text_column)):
+        names_other = data.messages_column or data.text_column  # without a prompt or response column, it decides
+        if data.prompt_column or data.response_column or not names_other:
             prompt = self._column(row, PROMPTS, "prompt_column", number)
             response = self._column(row, RESPONSES, "response_column", number)
             if prompt is None and response is not None:
                 prompt = self._column(row, MESSAGES, "messages_column", number)
             if prompt and response:
-                return RowAnswers(
-                    [
-                        make_answer(
-                            read_text_or_messages(row, prompt, number), read_text_or_messages(row, response, number)
-                        )
-                    ]
-                )
+                question = read_text_or_messages(row, prompt, number)
+                return RowAnswers([make_answer(question, read_text_or_messages(row, response, number))])
         messages = self._column(row, MESSAGES, "messages_column", number)
         if messages and (data.messages_column or not data.text_column):
             return RowAnswers([Answer(None, read_messages(row, messages, number), first=0)])
@@ -387,20 +437,20 @@ class SFTEncoder(RowEncoder):
 
 
 def _messages(content: TextOrMessages | None, role: str) -> list[Message]:
-    """The messages of a text or a conversation; a text becomes one turn of the role."""
+    """The messages of a conversation; a text becomes one turn with this role."""
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     return content or []
 
 
 def _equal(sequences: Sequence[TrainSequence]) -> bool:
-    """Whether two answers have the same tokens."""
+    """Whether two sequences have the same tokens."""
     a, b = (np.concatenate([s.prefix, s.tokens]) for s in sequences) if len(sequences) == 2 else ([0], [1])
     return np.array_equal(a, b)
 
 
 def starts_with_prompt(conversation: list[Message], prompt: TextOrMessages) -> bool:
-    """Whether a conversation begins with a prompt: its messages, or as the first turn after a system turn its text."""
+    """Whether a conversation starts with a prompt: with its messages, or with its text as the first user turn."""
     if isinstance(prompt, list):
         return conversation[: len(prompt)] == prompt
     start = conversation[0]["role"] == "system"
@@ -410,16 +460,15 @@ def starts_with_prompt(conversation: list[Message], prompt: TextOrMessages) -> b
 
 
 def make_answer(prompt: TextOrMessages | None, response: TextOrMessages) -> Answer:
-    """An answer to a prompt; a conversation that begins with the prompt is the whole, which does not say it twice."""
+    """An answer to a prompt; a conversation that already starts with the prompt is not given the prompt again."""
     if prompt is None or isinstance(response, str) or not starts_with_prompt(response, prompt):
         return Answer(prompt, response)
-    return Answer(
-        None, response, first=len(prompt) if isinstance(prompt, list) else 1 + (response[0]["role"] == "system")
-    )
+    first = len(prompt) if isinstance(prompt, list) else 1 + (response[0]["role"] == "system")
+    return Answer(None, response, first=first)
 
 
 def _repeats_text(answer: Answer) -> bool:
-    """Whether an answer repeats the text of its prompt at its beginning."""
+    """Whether the text of an answer starts with the text of its prompt."""
     prompt, response = answer.prompt, answer.response
     return (
         isinstance(prompt, str) and isinstance(response, str) and bool(prompt.strip()) and response.startswith(prompt)

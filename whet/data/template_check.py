@@ -1,10 +1,10 @@
-"""Checks that a chat template shows the text of every message: it may not trim, rewrite or omit any.
+"""Checks that a chat template shows the text of every message, and does not trim, rewrite or omit it.
 
 The template runs a second time on messages in which stand-ins replace the text. A missing stand-in means that the
 template omitted the text. If the output with the stand-ins replaced by the original text differs from the first output,
-the template changed the text. Tags (<think>, </think>) and the white space next to them are kept, since templates look
-for them.
-Left out on purpose: everything in a message except its text: names, ids, weights.
+the template changed the text. Tags (<think>, </think>) and the white space next to them are kept, because templates
+search for them.
+Left out on purpose: the names, ids and weights of messages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from whet.types import Message
 
 __all__ = ["RenderedText", "find_changed_text"]
 
-WORDS = ("content", "reasoning_content", "reasoning", "thinking")
+TEXT_KEYS = ("content", "reasoning_content", "reasoning", "thinking")
 """Keys of a message that hold text."""
 TAG = re.compile("(<[^<>\n\ue000]{1,40}>)")
 STAND_IN = re.compile("\ue000([0-9]+)\ue001")
@@ -44,41 +44,41 @@ class _StandIns:
     """The texts of messages and their stand-ins."""
 
     def __init__(self) -> None:
-        self.words: list[str] = []
-        self.whose: list[int] = []
-        """The place of the message that holds each text."""
+        self.texts: list[str] = []
+        self.owners: list[int] = []
+        """The index of the message that holds each text."""
         self.place = -1
         self.escaped: set[int] = set()
         """The stand-ins that a template may write as JSON: those in tool calls and tool answers."""
 
     def of_text(self, text: str, json_too: bool) -> str:
-        """A text of stand-ins: one for each stretch between tags, white space at the ends of the text included."""
-        pieces = TAG.split(text)
-        last = len(pieces) - 1
+        """A text with stand-ins: one for each part between tags, including white space at the ends of the text."""
+        parts = TAG.split(text)
+        last = len(parts) - 1
         for place in range(0, last + 1, 2):
-            piece = pieces[place]
-            inside = piece.strip()
+            part = parts[place]
+            stripped = part.strip()
             at_end = place in (0, last)
-            start = len(piece) - len(piece.lstrip()) if place > 0 and (inside or not at_end) else 0
-            end = len(piece.rstrip()) if place < last and (inside or not at_end) else len(piece)
+            start = len(part) - len(part.lstrip()) if place > 0 and (stripped or not at_end) else 0
+            end = len(part.rstrip()) if place < last and (stripped or not at_end) else len(part)
             if start < end:
-                pieces[place] = piece[:start] + self._one(piece[start:end], json_too) + piece[end:]
-        joined = "".join(pieces)
-        return self._one(text, json_too) if text and joined == text else joined  # nothing but tags
+                parts[place] = part[:start] + self._add(part[start:end], json_too) + part[end:]
+        joined = "".join(parts)
+        return self._add(text, json_too) if text and joined == text else joined  # nothing but tags
 
-    def _one(self, words: str, json_too: bool) -> str:
-        self.words.append(words)
-        self.whose.append(self.place)
+    def _add(self, text: str, json_too: bool) -> str:
+        self.texts.append(text)
+        self.owners.append(self.place)
         if json_too:
-            self.escaped.add(len(self.words) - 1)
-        return f"\ue000{len(self.words) - 1}\ue001"
+            self.escaped.add(len(self.texts) - 1)
+        return f"\ue000{len(self.texts) - 1}\ue001"
 
     def message(self, message: Message) -> Message:
         """The next message, with stand-ins."""
         self.place += 1
         replaced = dict(message)
         tool = message["role"] in ("tool", "ipython", "function")
-        for key in WORDS:
+        for key in TEXT_KEYS:
             value = message.get(key)
             if isinstance(value, str):
                 replaced[key] = self.of_text(value, tool)
@@ -109,60 +109,62 @@ class _StandIns:
         return [self._leaves(v) for v in value] if isinstance(value, list | tuple) else value
 
     def shows(self, with_stand_ins: str, text: str) -> bool:
-        """Whether replacing the stand-ins by their texts gives `text`."""
-        if STAND_IN.sub(lambda found: self.words[int(found[1])], with_stand_ins) == text:
+        """Whether `text` results from replacing the stand-ins with their texts."""
+        if STAND_IN.sub(lambda match: self.texts[int(match[1])], with_stand_ins) == text:
             return True
-        pieces = STAND_IN.split(with_stand_ins)
-        pattern = [re.escape(p) if place % 2 == 0 else self.either(int(p)) for place, p in enumerate(pieces)]
+        parts = STAND_IN.split(with_stand_ins)
+        pattern = [re.escape(p) if place % 2 == 0 else self.either(int(p)) for place, p in enumerate(parts)]
         return bool(self.escaped) and re.fullmatch("".join(pattern), text) is not None
 
     def either(self, number: int) -> str:
-        """A pattern of all the ways in which a template may write the text of a stand-in."""
-        words = self.words[number]
-        ways = [words, json.dumps(words, ensure_ascii=False)[1:-1], json.dumps(words)[1:-1]]
-        known = dict.fromkeys(ways if number in self.escaped else ways[:1])
-        return f"(?:{'|'.join(re.escape(way) for way in known)})"
+        """A regular expression for every form in which a template may write the text of a stand-in."""
+        text = self.texts[number]
+        forms = [text, json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1]]
+        accepted = dict.fromkeys(forms if number in self.escaped else forms[:1])
+        return f"(?:{'|'.join(re.escape(form) for form in accepted)})"
 
 
 def find_changed_text(
     template: ChatTemplate, messages: Sequence[Message], shown: Sequence[RenderedText], row: int = 0
 ) -> str:
-    """Describes the first text of a message that a template changes or omits, with both texts; "" where there is none.
+    """Describes the first text of a message that a template changes or omits; "" = there is none.
 
     Args:
-        template: rendered the texts.
+        template: the template of the outputs.
         messages: a conversation.
-        shown: the outputs of the template; the text of each message has to occur in one of them.
-        row: for the message of an error.
-    Raises: DataError: the template prints a list or a mapping as Python would.
+        shown: the outputs of the template; the text of each message must occur in one of them.
+        row: the row number for error messages.
+    Raises: DataError: the template prints a list or a mapping in Python's notation.
     """
-    stands = _StandIns()
+    stand_ins = _StandIns()
     most = max(s.messages for s in shown)
-    replaced = [stands.message(m) for m in messages[:most]]
+    replaced = [stand_ins.message(m) for m in messages[:most]]
     texts = [template.text_of_stand_ins(replaced[: s.messages], row, s.options) for s in shown]
     missing = dict(enumerate(_texts_with_stand_ins(m) for m in replaced))
     for one, text in zip(shown, texts, strict=True):
-        _refuse_python(messages[: one.messages], one, row)
+        _check_no_python_notation(messages[: one.messages], one, row)
         for place in list(missing):
             missing[place] = [words for words in missing[place] if words not in text]
     for place, words in missing.items():
         if words:
             where = next(s for s in shown if s.messages > place)
-            given = STAND_IN.sub(lambda found: stands.words[int(found[1])], words[0])
-            return _both(place, str(messages[place]["role"]), given, _turn(messages, place, where.text))
+            given = STAND_IN.sub(lambda found: stand_ins.texts[int(found[1])], words[0])
+            return _describe_difference(
+                place, str(messages[place]["role"]), given, _text_after(messages, place, where.text)
+            )
     for one, text in zip(shown, texts, strict=True):
-        if not stands.shows(text, one.text) and not _says_all(template, messages, one, row):
-            return _first_change(messages, stands, text, one.text)
+        if not stand_ins.shows(text, one.text) and not _shows_all_texts(template, messages, one, row):
+            return _first_change(messages, stand_ins, text, one.text)
     return ""
 
 
 def _texts_with_stand_ins(message: Message) -> list[str]:
     """All texts of a message that contain a stand-in."""
-    found: list[str] = []
+    texts: list[str] = []
 
     def walk(value: Any) -> None:
         if isinstance(value, str):
-            found.append(value)
+            texts.append(value)
         elif isinstance(value, Mapping):
             for inner in value.values():
                 walk(inner)
@@ -170,12 +172,12 @@ def _texts_with_stand_ins(message: Message) -> list[str]:
             for inner in value:
                 walk(inner)
 
-    for key in (*WORDS, "tool_calls"):
+    for key in (*TEXT_KEYS, "tool_calls"):
         walk(message.get(key))
-    return [text for text in found if STAND_IN.search(text)]
+    return [text for text in texts if STAND_IN.search(text)]
 
 
-def _says_all(template: ChatTemplate, messages: Sequence[Message], shown: RenderedText, row: int) -> bool:
+def _shows_all_texts(template: ChatTemplate, messages: Sequence[Message], shown: RenderedText, row: int) -> bool:
     """Whether the output shows all texts, for templates that write something else around other texts.
 
     White space at the ends of a text counts where it changes the output.
@@ -191,34 +193,35 @@ def _says_all(template: ChatTemplate, messages: Sequence[Message], shown: Render
     return True
 
 
-def _first_change(messages: Sequence[Message], stands: _StandIns, with_stand_ins: str, text: str) -> str:
+def _first_change(messages: Sequence[Message], stand_ins: _StandIns, with_stand_ins: str, text: str) -> str:
     """Describes the first message that the output shows with a different text, with both texts."""
     at, pieces, number = 0, STAND_IN.split(with_stand_ins), 0
     for place in range(0, len(pieces) - 2, 2):
         number, after = int(pieces[place + 1]), pieces[place + 2]
         at += len(pieces[place])
-        found = re.compile(stands.either(number) + re.escape(after)).match(text, at)
+        found = re.compile(stand_ins.either(number) + re.escape(after)).match(text, at)
         if found is None:
             break
         at = found.end() - len(after)
-    place, after = stands.whose[number], pieces[2 * pieces[1::2].index(str(number)) + 2]
+    place, after = stand_ins.owners[number], pieces[2 * pieces[1::2].index(str(number)) + 2]
     end = text.find(after, at) if after else len(text)
     shown = text[at : end if end > at else len(text)]
-    return _both(place, str(messages[place]["role"]), stands.words[number], shown)
+    return _describe_difference(place, str(messages[place]["role"]), stand_ins.texts[number], shown)
 
 
-def _turn(messages: Sequence[Message], place: int, text: str) -> str:
+def _text_after(messages: Sequence[Message], place: int, text: str) -> str:
     """The rest of the output after the message before `place`."""
     before = messages[place - 1].get("content") if place else None
     at = text.find(before) if isinstance(before, str) else -1
     return text[at + len(str(before)) :] if at >= 0 else text
 
 
-def _both(place: int, role: str, given: str, shown: str) -> str:
-    return f"message {place} ({role}) says {_cut(given, shown)!r}, and the chat template shows {_cut(shown, given)!r}"
+def _describe_difference(place: int, role: str, text: str, shown: str) -> str:
+    original, rendered = _excerpt(text, shown), _excerpt(shown, text)
+    return f"message {place} ({role}) says {original!r}, and the chat template shows {rendered!r}"
 
 
-def _cut(text: str, other: str) -> str:
+def _excerpt(text: str, other: str) -> str:
     """The part of a text where it begins to differ from another."""
     if len(text) <= MAX_SHOWN:
         return text
@@ -227,15 +230,15 @@ def _cut(text: str, other: str) -> str:
     return ("..." if start else "") + text[start : start + MAX_SHOWN] + ("..." if start + MAX_SHOWN < len(text) else "")
 
 
-def _refuse_python(messages: Sequence[Message], shown: RenderedText, row: int) -> None:
-    """Raises DataError where the output contains a list or a mapping as Python prints it."""
-    values: list[Any] = [m.get(key) for m in messages for key in (*WORDS, "tool_calls")]
+def _check_no_python_notation(messages: Sequence[Message], shown: RenderedText, row: int) -> None:
+    """Raises DataError if the output contains a list or a mapping in Python's notation."""
+    values: list[Any] = [m.get(key) for m in messages for key in (*TEXT_KEYS, "tool_calls")]
     for value in (node for v in (*values, shown.options.get("tools")) for node in _nodes(v)):
         printed = repr(value)
         if printed in shown.text and printed not in (json.dumps(value), json.dumps(value, ensure_ascii=False)):
             raise DataError(
-                f"row {row}: the chat template prints {printed[:MAX_SHOWN]} as Python does; it can't take such a part: "
-                "give the text itself, or take a template that knows it"
+                f"row {row}: the chat template prints {printed[:MAX_SHOWN]} in Python's notation, so it does not "
+                "support such a value; use a text instead, or a template that supports it"
             )
 
 

@@ -1,12 +1,12 @@
-"""The token ids of a text in parts, so that each part has ids of its own.
+"""Tokenises a text in parts, such as a prompt and its answer: no token spans two parts.
 
-A part is encoded as the model would be given it and would say it: a token never spans two parts.
+The ids are those that the model would read as a prompt and generate as an answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 from whet.errors import DataError, format_value
@@ -14,53 +14,74 @@ from whet.errors import DataError, format_value
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["decode_ids", "encode_parts", "leading_special_ids"]
+__all__ = ["align_parts", "decode_ids", "encode_parts", "leading_special_ids", "tokenize_parts"]
 
 
 def encode_parts(tokenizer: PreTrainedTokenizerBase, parts: Sequence[str], row: int = 0) -> list[list[int]]:
-    """The ids of each part; together they are the whole text's.
+    """The ids of each part; together they are the ids of the full text.
 
-    Where a token of the whole text would span two parts, each is encoded alone. Tokenizers that put a blank before
-    every text are held off it.
+    If a token of the full text would span two parts, the parts are tokenised separately, without the space that some
+    tokenizers put before every text.
 
-    Args: tokenizer: of transformers; it adds no special tokens. parts: of one text. row: for the message of an error.
-    Raises: DataError: the parts' ids together are another text.
+    Args: tokenizer: of transformers; it adds no special tokens. parts: the parts of one text. row: the row number for
+        error messages.
+    Raises: DataError: the ids of the parts together are another text.
 
     >>> from whet.data.tokenizer import byte_tokenizer
     >>> encode_parts(byte_tokenizer(), ["2+2=", "4"])
     [[50, 43, 50, 61], [52]]
     """
-    whole, *each = _encode(tokenizer, ["".join(parts), *parts])
-    if list(chain.from_iterable(each)) == whole:
+    return align_parts(tokenizer, parts, tokenize_parts(tokenizer, [parts])[0], row)
+
+
+def tokenize_parts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Sequence[str]]) -> list[list[list[int]]]:
+    """Tokenises several texts in one call of the tokenizer. Args: texts: the parts of each text.
+
+    Returns: for each text, the ids of the full text and those of each part, for `align_parts`.
+    """
+    ids = iter(_encode(tokenizer, [text for parts in texts for text in ("".join(parts), *parts)]))
+    return [list(islice(ids, 1 + len(parts))) for parts in texts]
+
+
+def align_parts(
+    tokenizer: PreTrainedTokenizerBase, parts: Sequence[str], ids: Sequence[list[int]], row: int = 0
+) -> list[list[int]]:
+    """The ids of each part so that no token spans two. Args: ids: of `tokenize_parts`. The others: see encode_parts."""
+    full, *each = ids
+    if list(chain.from_iterable(each)) == full:
         return each
-    begins = _encode(tokenizer, list(accumulate(parts))[:-1])
-    if all(whole[: len(begin)] == begin for begin in begins):
-        ends = [0, *map(len, begins), len(whole)]
-        return [whole[start:end] for start, end in pairwise(ends)]
-    alone = [each[0], *(_without_blank(tokenizer, part) for part in parts[1:])]
-    text = decode_ids(tokenizer, whole)
-    for ids in (each, alone):
-        if decode_ids(tokenizer, chain.from_iterable(ids)) == text:
-            return ids
+    prefixes = _encode(tokenizer, list(accumulate(parts))[:-1])
+    if all(full[: len(prefix)] == prefix for prefix in prefixes):
+        ends = [0, *map(len, prefixes), len(full)]
+        return [full[start:end] for start, end in pairwise(ends)]
+    separate = [each[0], *(_encode_after_newline(tokenizer, part) for part in parts[1:])]
+    text = decode_ids(tokenizer, full)
+    for candidate in (each, separate):
+        if decode_ids(tokenizer, chain.from_iterable(candidate)) == text:
+            return candidate
     raise DataError(
-        f"row {row}: the tokenizer joins what stands before an answer with the answer, and gives another text where "
-        f"they are apart: {format_value(decode_ids(tokenizer, chain.from_iterable(alone)), 400)} instead of "
-        f"{format_value(text, 400)}; begin the answer with a line feed or end the prompt without a blank"
+        f"row {row}: the tokenizer merges the prompt and the answer at their border, and separate ids give another "
+        f"text: {format_value(decode_ids(tokenizer, chain.from_iterable(separate)), 400)} instead of "
+        f"{format_value(text, 400)}; start the answer with a line feed, or end the prompt without a space"
     )
 
 
-def leading_special_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """The special tokens that the tokenizer puts before a text, e.g. its bos."""
-    ids = list(tokenizer(text, verbose=False).input_ids)
-    (plain,) = _encode(tokenizer, [text])
-    for start in range(len(ids) - len(plain) + 1):
-        if ids[start : start + len(plain)] == plain:
-            return ids[:start]
+def leading_special_ids(with_special: Sequence[int], plain: Sequence[int]) -> list[int]:
+    """The special tokens that a tokenizer puts before a text, e.g. bos.
+
+    Args: with_special: ids of the text with special tokens. plain: ids without.
+
+    >>> leading_special_ids([1, 7, 8, 2], [7, 8])
+    [1]
+    """
+    for start in range(len(with_special) - len(plain) + 1):
+        if list(with_special[start : start + len(plain)]) == list(plain):
+            return list(with_special[:start])
     return []
 
 
-def _without_blank(tokenizer: PreTrainedTokenizerBase, part: str) -> list[int]:
-    """The ids of a part as they are after a line feed."""
+def _encode_after_newline(tokenizer: PreTrainedTokenizerBase, part: str) -> list[int]:
+    """The ids of a part after a line feed, where tokenizers add no space."""
     before, both = _encode(tokenizer, ["\n", "\n" + part])
     return both[len(before) :] if both[: len(before)] == before else both
 
@@ -71,5 +92,5 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[i
 
 
 def decode_ids(tokenizer: PreTrainedTokenizerBase, ids: Any) -> str:
-    """The text of ids, special tokens visible."""
+    """The text of token ids, with special tokens."""
     return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))

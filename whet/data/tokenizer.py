@@ -1,7 +1,7 @@
-"""Tokenizers: loading, a byte-level one that needs no files, the ids that end and pad.
+"""Loads tokenizers, makes a byte-level one without files, and finds the stop ids and the padding id.
 
-Left out on purpose: a tokenizer class of our own. What is returned is transformers', and nothing sets a field on one
-that the user brought.
+Left out on purpose: a tokenizer class of whet's own. All tokenizers are those of transformers, and whet sets no field
+of a tokenizer that the user passes in.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def load_tokenizer(source: Any, **kwargs: Any) -> PreTrainedTokenizerBase:
         raise ConfigError(f"a tokenizer is a path, a hub name or a transformers tokenizer, got {type(source).__name__}")
     if source == "byte":
         return byte_tokenizer()
-    place = model_folder(source)
-    check_hub(place)
+    folder = model_folder(source)
+    check_hub(folder)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(place, **{"trust_remote_code": False, **kwargs})
-    except Exception as error:  # each class reads its own files, and raises what it likes
-        _tell_cause(str(source), Path(place))
+        tokenizer = AutoTokenizer.from_pretrained(folder, **{"trust_remote_code": False, **kwargs})
+    except Exception as error:  # each class reads its own files, with its own exceptions
+        _raise_known_cause(str(source), Path(folder))
         raise ConfigError(
             f"no tokenizer at {str(source)!r} ({format_exception(error)}); set tokenizer to a folder that "
             "holds tokenizer.json, a hub name, or 'byte'"
@@ -61,31 +61,28 @@ def load_tokenizer(source: Any, **kwargs: Any) -> PreTrainedTokenizerBase:
     if _is_empty(tokenizer):
         raise ConfigError(
             f"no tokenizer at {str(source)!r}: no file there has a vocabulary, and {type(tokenizer).__name__} without "
-            "one turns every text into nothing; set tokenizer to the folder or hub name of the model that this one was "
-            "made from, or 'byte' for one that was made for bytes"
+            "one gives no tokens; set tokenizer to the folder or hub name of the original model, or to 'byte' for a "
+            "byte-level model"
         )
     return tokenizer
 
 
-def _tell_cause(named: str, folder: Path) -> None:
-    """Raises ConfigError where it is known why a folder has no tokenizer: a broken file, or an adapter alone."""
-    found: dict[str, Any] = {}
+def _raise_known_cause(source: str, folder: Path) -> None:
+    """Raises ConfigError if a folder has no tokenizer for a known reason: a broken file, or an adapter without one."""
+    files: dict[str, Any] = {}
     for name in ("config.json", "tokenizer_config.json", "tokenizer.json", "adapter_config.json"):
         if not (folder / name).is_file():
             continue
         try:
-            found[name] = json.loads((folder / name).read_bytes())
+            files[name] = json.loads((folder / name).read_bytes())
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(
-                f"{folder / name} can't be read: {format_exception(error)}; copy it again from where the model "
-                "comes from"
+                f"{folder / name} can't be read: {format_exception(error)}; copy it again from the model's source"
             ) from error
-    adapter = found.get("adapter_config.json")
-    if isinstance(adapter, dict) and "tokenizer.json" not in found:
+    adapter = files.get("adapter_config.json")
+    if isinstance(adapter, dict) and "tokenizer.json" not in files:
         base = adapter.get("base_model_name_or_path") or "<its base model>"
-        raise ConfigError(
-            f"{named} is an adapter and holds no tokenizer; take that of its base model: tokenizer={base}"
-        )
+        raise ConfigError(f"{source} is an adapter without a tokenizer; use that of its base model: tokenizer={base}")
 
 
 def byte_tokenizer() -> PreTrainedTokenizerBase:
@@ -114,15 +111,15 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def check_same_ids(own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, name: str) -> None:
-    """Raises ConfigError where a token id is not the same token for another model's tokenizer. Args: name: its."""
-    mine, its = own.get_vocab(), other.get_vocab()
-    if mine == its:
+def check_same_ids(policy: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, name: str) -> None:
+    """Raises ConfigError if a token has another id in another model's tokenizer. Args: name: of the other model."""
+    a, b = policy.get_vocab(), other.get_vocab()
+    if a == b:
         return
-    token = min((t for t in mine.keys() | its.keys() if mine.get(t) != its.get(t)), key=lambda t: (its.get(t, 0), t))
+    token = min((t for t in a.keys() | b.keys() if a.get(t) != b.get(t)), key=lambda t: (b.get(t, 0), t))
     raise ConfigError(
-        f"{name} has another tokenizer than the policy: {token!r} is {its.get(token, 'no token')} there and "
-        f"{mine.get(token, 'no token')} here; it is given the policy's token ids, so give a model of the same tokenizer"
+        f"{name} has another tokenizer than the policy: {token!r} is {b.get(token, 'no token')} there and "
+        f"{a.get(token, 'no token')} here; it reads the policy's token ids, so use a model with the same tokenizer"
     )
 
 
@@ -132,24 +129,27 @@ def stop_token_ids(
     """Every id that ends a completion: the tokenizer's, the generation config's and the model config's.
 
     Args: model_config, generation_config: transformers configs or mappings; their eos_token_id may be an int or a list.
-        A text model inside a larger one is asked through its own text config.
-    Returns: sorted, each once; () where there is none, and then only the length ends a completion.
+        For a multimodal config its text config is read. Ids outside the model's vocabulary are left out, because the
+        model can't generate them.
+    Returns: sorted unique ids; () = there are none, and only the length ends a completion.
 
-    >>> stop_token_ids(byte_tokenizer(), {"eos_token_id": [3, 256]}, {"eos_token_id": 7})
+    >>> stop_token_ids(byte_tokenizer(), {"eos_token_id": [3, 256], "vocab_size": 264}, {"eos_token_id": [7, 99999]})
     (3, 7, 256)
     """
-    found = [tokenizer.eos_token_id, _field(generation_config, "eos_token_id"), _field(model_config, "eos_token_id")]
-    ids: set[int] = set()
-    for value in found:
+    eos: Any = tokenizer.eos_token_id
+    ids = set() if eos is None else {int(eos)}
+    size = _field(model_config, "vocab_size")
+    for config in (generation_config, model_config):
+        value = _field(config, "eos_token_id")
         if value is not None:
-            ids.update(int(i) for i in np.atleast_1d(np.asarray(value)))
+            ids.update(int(i) for i in np.atleast_1d(np.asarray(value)) if size is None or i < size)
     return tuple(sorted(ids))
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int] = ()) -> int:
-    """The id to fill padding with: the tokenizer's pad token, else its eos, else a stop id, else 0.
+    """The padding id: the tokenizer's pad token, else its eos, else a stop id, else 0.
 
-    Any id works: masks come from lengths, never from comparing with this one.
+    Any id works, because masks are made from lengths and never from this id.
 
     >>> pad_token_id(byte_tokenizer())
     257
@@ -162,13 +162,13 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int] = (
 
 
 def _is_empty(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether its vocabulary is only its special tokens: transformers makes one like that where there is no file."""
-    few = len(tokenizer) < 1000  # a vocabulary is not looked through for nothing
-    return few and len(set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)) < 2  # some keep a space
+    """Whether its vocabulary has only special tokens, as transformers makes it if there are no files."""
+    is_small = len(tokenizer) < 1000  # a large vocabulary need not be searched
+    return is_small and len(set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)) < 2  # some keep a space
 
 
 def _field(config: Any, name: str) -> Any:
-    """One field of a transformers config, of its text part, or of a mapping; None where it has none."""
+    """A field of a transformers config, of its text config, or of a mapping; None = there is no such field."""
     if config is None:
         return None
     if isinstance(config, Mapping):
@@ -181,10 +181,10 @@ def _field(config: Any, name: str) -> Any:
 
 
 def _byte_chars() -> list[str]:
-    """The printable stand-in of each byte that byte-level BPE uses, in the order of the bytes.
+    """The printable character that byte-level BPE uses for each byte, in the order of the bytes.
 
     Printable Latin-1 characters stand for themselves, the other 68 bytes for the characters from 256 up.
     """
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+    substitutes = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(substitutes)) for byte in range(256)]

@@ -16,7 +16,7 @@ from whet.envs.script import Script
 from whet.envs.transcript import ChatTranscript
 from whet.errors import RewardError, format_value
 from whet.rewards.call import OnError
-from whet.rewards.deadline import call_in_time
+from whet.rewards.deadline import call_with_deadline
 from whet.rollout.base import Sampling
 from whet.rollout.driver import Episode, Turns
 from whet.types import Message
@@ -85,22 +85,22 @@ class Conversation:
 
     def _respond(self, messages: Sequence[Message]) -> list[Message]:
         """The environment's messages. Raises RewardError: interact raised, was late, or returned something else."""
-        interact, name, given = self.script.interact, f"interact of {self.script.name}", copy.deepcopy(list(messages))
+        interact, name, copied = self.script.interact, f"interact of {self.script.name}", copy.deepcopy(list(messages))
         assert interact is not None
-        found = call_in_time(lambda: interact(given), name, self.timeout_s)
-        if isinstance(found, RewardError):
-            raise found
-        _check_messages(found, name)
-        return [dict(m) for m in found]
+        answer = call_with_deadline(lambda: interact(copied), name, self.timeout_s)
+        if isinstance(answer, RewardError):
+            raise answer
+        _check_messages(answer, name)
+        return [dict(m) for m in answer]
 
 
-def _check_messages(found: Any, name: str) -> None:
-    """Raises RewardError unless these are messages that an environment may give."""
-    if not isinstance(found, list | tuple):
+def _check_messages(messages: Any, name: str) -> None:
+    """Raises RewardError unless these are valid messages of an environment."""
+    if not isinstance(messages, list | tuple):
         raise RewardError(
-            f"{name} returned {format_value(found, 80)}; return a list of messages, [] where nothing follows"
+            f"{name} returned {format_value(messages, 80)}; return a list of messages, or [] to end the episode"
         )
-    for place, message in enumerate(found):
+    for place, message in enumerate(messages):
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
             raise RewardError(
                 f"{name}, message {place}: {format_value(message, 80)}; a message has a role and a content"
@@ -108,7 +108,8 @@ def _check_messages(found: Any, name: str) -> None:
         if message["role"] not in ("user", "tool", "system"):
             role = format_value(message["role"], 40)
             raise RewardError(
-                f"{name}, message {place} has the role {role}; give user, tool or system, the model's turn is its own"
+                f"{name}, message {place} has the role {role}; use user, tool or system: only the model writes "
+                "assistant turns"
             )
         content = message["content"]
         if not isinstance(content, str):

@@ -64,26 +64,26 @@ def load_script(source: Any, *, turns: int = 1) -> Script:
     True
     """
     if callable(source):
-        found = Script(name=getattr(source, "__name__", type(source).__name__), interact=source)
+        script = Script(name=getattr(source, "__name__", type(source).__name__), interact=source)
     else:
         module = _load_names(source)
         tool = module.get("TOOL")
         tools = (tool,) if isinstance(tool, Mapping) or callable(tool) else tuple(tool or ())
-        found = Script(
+        script = Script(
             name=source,
             interact=module.get("interact"),
             reward_fn=module.get("reward_fn"),
             tools=_check_tools(tools, source),
         )
-        if not callable(found.interact) and not callable(found.reward_fn):
+        if not callable(script.interact) and not callable(script.reward_fn):
             if form := next((form for form in OTHER_FORMS if form in module), None):
                 raise _other_form_error(source, form)
             raise ConfigError(
                 f"environment {source!r} has neither interact(messages) nor reward_fn(messages, answer); write one"
             )
     if turns > 1:
-        _check_interact(found)
-    return found
+        _check_interact(script)
+    return script
 
 
 def _load_names(source: str) -> Mapping[str, Any]:
@@ -99,13 +99,13 @@ def _load_names(source: str) -> Mapping[str, Any]:
 
 def _other_form_error(source: str, form: str) -> ConfigError:
     """The error for a later form of RL2's environments, with what to write instead. Args: form: of OTHER_FORMS."""
-    name, found = OTHER_FORMS[form]
+    name, counterparts = OTHER_FORMS[form]
     return ConfigError(
-        f"environment {source!r} is written for a later form of RL2's environments, {name}, which whet does not take "
-        "yet: it takes a file with reward_fn(messages, answer) and, for several turns, interact(messages). Write it "
-        "so: the reward of the last turn is what reward_fn(messages, answer) returns; what is added in next_state is "
-        'what interact(messages) returns, as [{"role": "user", "content": text}], and [] stands for done; '
-        f"{found}; other columns of a row go into answer; imports from RL2 are left out. "
+        f"environment {source!r} is written for a later form of RL2's environments, {name}, which whet does not "
+        "support: it needs a file with reward_fn(messages, answer) and, for several turns, interact(messages). To "
+        "convert it: return the reward of the last turn from reward_fn(messages, answer); return the text added in "
+        'next_state from interact(messages), as [{"role": "user", "content": text}], and [] for done; '
+        f"{counterparts}; put other columns of a row into answer; remove the imports from RL2. "
         "docs/from-rl2.md shows a file in both forms"
     )
 

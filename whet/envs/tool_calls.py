@@ -78,12 +78,12 @@ class ToolTemplate:
         after = self._render([user, calling, *messages], add_generation_prompt=True)
         if after.startswith(before[:turn_end]):
             return after[turn_end:]
-        # The template writes the last turn unlike others (Qwen3's adds empty thinking): take what follows a known text.
+        # The template writes the last turn differently (Qwen3's adds empty thinking): take the text after a known text.
         after = self._render([user, {"role": "assistant", "content": _TEXT}, *messages], add_generation_prompt=True)
-        _, found, rest = after.rpartition(_TEXT)
-        if not found:
+        _, separator, rest = after.rpartition(_TEXT)
+        if not separator:
             raise ConfigError(
-                "the chat template rewrites earlier turns, and so the tokens of a tool's answer can't be told; set "
+                "the chat template rewrites earlier turns, so the tokens of a tool's answer are not known; set "
                 "tokenizer.chat_template to one that only appends"
             )
         return next((rest.removeprefix(mark) for mark in self._end_marks if rest.startswith(mark)), rest)
@@ -197,5 +197,5 @@ def _probe(*names: str) -> list[dict[str, Any]]:
 def _split_at_json(text: str) -> tuple[str, Any, str]:
     """The text before the first JSON object, the object, and the text after it. Raises ValueError: there is none."""
     start = text.index("{")
-    found, end = json.JSONDecoder().raw_decode(text, start)
-    return text[:start], found, text[end:]
+    value, end = json.JSONDecoder().raw_decode(text, start)
+    return text[:start], value, text[end:]

@@ -60,11 +60,11 @@ class ToolTranscript:
 
     def completion(self, episode: Episode) -> Completion:
         """The sequence to train on, ended as its last turn did."""
-        found = completion(*self._parts, generation=episode.generation)
-        own: dict[str, Any] = {}
+        sequence = completion(*self._parts, generation=episode.generation)
+        changes: dict[str, Any] = {}
         if not np.array_equal(self.prompt.tokens, episode.prompt.tokens):
-            own = {"prefix": self.prompt.tokens, "info": {PROMPT: self.prompt.source}}
-        return dataclasses.replace(found, messages=tuple(self.messages), **own)
+            changes = {"prefix": self.prompt.tokens, "info": {PROMPT: self.prompt.source}}
+        return dataclasses.replace(sequence, messages=tuple(self.messages), **changes)
 
 
 class ToolEpisodes:

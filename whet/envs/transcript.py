@@ -111,12 +111,14 @@ class ChatTranscript:
 
         Args: generation: of the episode. finish_reason: why the episode ended, for each sequence. info: for the store.
         """
-        found = []
+        sequences = []
         for prefix, parts, count in [*self._forked, (self._prefix, self._parts, len(self._new_messages))]:
             sequence = completion(*parts, generation=generation, info=info)
             messages = tuple(self._new_messages[:count])
-            found.append(dataclasses.replace(sequence, prefix=prefix, finish_reason=finish_reason, messages=messages))
-        return found
+            sequences.append(
+                dataclasses.replace(sequence, prefix=prefix, finish_reason=finish_reason, messages=messages)
+            )
+        return sequences
 
     def _render(self) -> str:
         """The conversation as the template writes it, with the header of the model's turn."""
@@ -130,6 +132,6 @@ class ChatTranscript:
         return str(tokenizer.decode(tokens, skip_special_tokens=not special, clean_up_tokenization_spaces=False))
 
     def _ids(self, text: str, *, special: bool) -> np.ndarray:
-        """The ids of a text. Args: special: with those that the tokenizer puts around a whole text."""
-        found = self._encode.tokenizer(text, add_special_tokens=special, verbose=False).input_ids
-        return np.asarray(found, np.int32)
+        """The ids of a text. Args: special: add the special tokens that the tokenizer puts around a text."""
+        ids = self._encode.tokenizer(text, add_special_tokens=special, verbose=False).input_ids
+        return np.asarray(ids, np.int32)

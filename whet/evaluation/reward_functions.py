@@ -64,7 +64,7 @@ def _reward_model(config: EvalRunConfig, section: RoleConfig, sampler: Sampler) 
         loaded,
         dtype=compute_dtype(section.dtype, loaded),
         max_tokens=max(16384 if loaded.module.device.type != "cpu" else 2048, longest or 0),
-        given=section,
+        config=section,
     )
     place = Path(model_folder(section.model))
     has_own = not place.is_dir() or any((place / n).is_file() for n in ("tokenizer.json", "tokenizer_config.json"))

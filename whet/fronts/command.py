@@ -10,13 +10,13 @@ __all__ = ["run_command", "run_main"]
 
 
 def run_main(program: str, run: Callable[[str, Sequence[str]], Any], argv: Sequence[str] | None) -> int:
-    """Runs the first word as a command; without words, `--help`.
+    """Runs the first word as a command; without words, runs `--help`.
 
     Args:
         program: the name before error messages.
-        run: (command, its words) -> anything.
-        argv: the words; None = those of the process.
-    Returns: the exit status; an error of whet's is one message on stderr.
+        run: (command, the further words) -> any result.
+        argv: the words; None = the process's arguments.
+    Returns: the exit status. Whet's errors are printed as one message on stderr.
     """
     from whet.cli import run_and_report
 
@@ -32,14 +32,14 @@ def run_command(
 
     Args:
         peer: the library with these commands, for the error.
-        command: the word that was typed.
-        commands: the known ones.
-        usage: makes the text of `--help`.
+        command: the user's command.
+        commands: the known commands.
+        usage: returns the text of `--help`.
         work: runs the command.
-    Returns: what `work` returned; None after the usage.
+    Returns: the result of `work`; None after the usage.
     Raises: ConfigError: an unknown command.
     """
-    from whet.cli.output import print_text
+    from whet.cli.output import print_text, rank
     from whet.errors import lookup_error
 
     if command in ("-h", "--help", "help"):
@@ -47,4 +47,7 @@ def run_command(
         return None
     if command not in (commands := list(commands)):
         raise lookup_error(f"command of {peer}", command, commands)
+    if rank() == 0:  # the imports take seconds
+        sys.stderr.write(f"{command}: importing torch and transformers\n")
+        sys.stderr.flush()
     return work()

@@ -1,6 +1,7 @@
-"""A field, option or key of another library, and what a front does with it.
+"""Field: one field, option or key of another library, and its treatment in whet.
 
-A front's tables of these rows are the one source for what it accepts, what it refuses and why, and its page in docs/.
+A front (whet.trl, whet.rl2) has tables of these rows. They decide which values it accepts and refuses, and its page in
+docs/ is generated from them.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ class Field(NamedTuple):
         default: the other library's default.
         state: what happens to the field here.
         note: the difference, or the reason and the alternative.
-        kind: its type, for a command line; None = the type of the default.
-        harmless: of a refused field, values other than the default that change nothing and are accepted.
-        key: whet's key, or several with commas, that the value goes to; "" = not one key.
+        kind: the field's type on a command line; None = the type of the default.
+        harmless: values of a refused field that change nothing, and are accepted like the default.
+        key: whet's key, or several with commas, for the value; "" = no single key.
     """
 
     default: Any = None
@@ -57,7 +58,7 @@ Table = Mapping[str, Field]
 
 
 def works(default: Any, note: str = "", kind: Any = None) -> Field:
-    """A field that does what it does in the other library."""
+    """A field that works as in the other library."""
     return Field(default, "works", note, kind)
 
 
@@ -67,15 +68,15 @@ def other(default: Any, note: str, kind: Any = None) -> Field:
 
 
 def inert(default: Any, note: str, kind: Any = None) -> Field:
-    """A field that has no effect: whet does so in any case, or has no such part."""
+    """A field without effect: whet always does this, or has no such part."""
     return Field(default, "no effect", note, kind)
 
 
 def refused(default: Any, note: str, kind: Any = None, harmless: tuple[Any, ...] = ()) -> Field:
-    """A field that accepts its default only."""
+    """A field that accepts only its default and harmless values."""
     return Field(default, "refused", note, kind, harmless)
 
 
 def old(note: str, kind: Any = str) -> Field:
-    """A field of an earlier release; None = not given."""
+    """A field of an earlier release; None = not set."""
     return Field(None, "old", note, kind)

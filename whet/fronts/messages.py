@@ -1,4 +1,4 @@
-"""Whet's errors and log lines in the words of a front: its arguments in place of whet's configuration keys."""
+"""Vocabulary: translates whet's errors and log lines for a front, with its arguments in place of whet's keys."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["Vocabulary"]
 
 
 class Vocabulary:
-    """The words of a front.
+    """A front's names and fixes.
 
     Args:
-        names: whet's key, or key=value -> the argument that stands for it.
-        fixes: `key` of an error -> the front's own fix, with the error's values in braces; "" = none.
+        names: whet's key, or key=value -> the front's argument.
+        fixes: an error's `key` -> the front's fix, with the error's values in braces; "" = no fix.
 
     >>> words = Vocabulary({"optim.lr": "learning_rate"}, {"data.max_length": "set max_length={limit}"})
     >>> words.translate("optim.lr is 0; lower it", "lower it", "data.max_length", {"limit": 9})
@@ -32,15 +32,15 @@ class Vocabulary:
         self._known = re.compile(rf"(?<![\w.])({known})(?!\w)")
 
     def translate(self, text: str, fix: str = "", key: str = "", values: Mapping[str, Any] | None = None) -> str:
-        """A message in the front's words. Args: fix, key, values: as in WhetError."""
+        """Translates a message. Args: fix, key, values: WhetError's attributes."""
         if fix and key in self._fixes:
-            own = self._fixes[key].format(**(values or {}))
-            text = text.replace(fix, own) if own else text.replace(f"; {fix}", "")
-        return self._known.sub(lambda found: self._names[found[1]], text)
+            front_fix = self._fixes[key].format(**(values or {}))
+            text = text.replace(fix, front_fix) if front_fix else text.replace(f"; {fix}", "")
+        return self._known.sub(lambda match: self._names[match[1]], text)
 
     @contextmanager
     def translating(self) -> Iterator[None]:
-        """Translates the errors of whet that pass, each with its class and traceback, and the lines of the log."""
+        """Translates whet's errors and log lines inside the block. Errors keep their class and traceback."""
         log = logging.getLogger("whet")
         log.addFilter(self._translate_record)
         try:

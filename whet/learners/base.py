@@ -37,11 +37,11 @@ from whet.config.rewards import REWARD_MODEL
 from whet.data.prompts import PromptEncoder
 from whet.errors import ConfigError
 from whet.learners.episodes import load_environment, make_play
-from whet.learners.objective import reward_functions
+from whet.learners.from_config import reward_functions
 from whet.learners.rl_task import RLTask
 from whet.learners.step import Step
 from whet.learners.step_metrics import completion_metrics, engine_metrics, total_metrics
-from whet.metrics import flat
+from whet.metrics import flat, merge
 from whet.rewards.manager import RewardManager, resolve_reward_manager
 from whet.rewards.metric_fns import call_metric_fns, reduce_metrics
 from whet.rewards.resolve import listed, with_reward_model
@@ -184,8 +184,8 @@ class RLLearner:
             first = {"first": step.first} if step.first else {}
             groups = self.rollout(step.prompts, step=step.index, mode=step.mode, **first)
         versions = np.unique(np.concatenate([np.empty(0, int), *(c.versions for g in groups for c in g.completions)]))
-        stats = self.cluster.rollout.stats().since(before)
-        return step.replace(groups=groups, versions=tuple(versions[versions >= 0].tolist())).log(engine_metrics(stats))
+        stats = merge(*self.cluster.ranks.all_gather(engine_metrics(self.cluster.rollout.stats().since(before))))
+        return step.replace(groups=groups, versions=tuple(versions[versions >= 0].tolist())).log(stats)
 
     def rollout(self, prompts: Sequence[Prompt], *, step: int, mode: Mode, first: int = 0) -> Sequence[Group]:
         """Completes prompts, in training and in evaluation. Override it for episodes of your own.
@@ -234,7 +234,7 @@ class RLLearner:
             rewards = compute_rewards(groups)
             return rewards.with_greedy(compute_rewards(greedy)) if greedy else rewards
 
-        with self.cluster.trace.span("rewards"):
+        with self.cluster.trace.span("rewards"), self.cluster.reward_weights():
             return step.replace(rewards=RewardBatch.cat(self.cluster.ranks.scatter_gather(compute_all, step.groups)))
 
     def select_groups(self, run: Run, step: Step) -> Step:

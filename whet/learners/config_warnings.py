@@ -1,4 +1,4 @@
-"""Warnings about a configuration that is allowed but seldom meant."""
+"""Warnings about settings that are allowed but rarely make sense together."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["warn_about_config"]
 log = logging.getLogger("whet")
 
 _TOKEN_MASKS = ("dppo-kl", "dppo-tv", "sampler-kl", "top-entropy")
-"""The loss_masks that are of single tokens, whatever else is set."""
+"""The loss_masks that mask single tokens, whatever else is set."""
 
 
 def warn_about_config(config: PolicyConfig, longest: int | None = None) -> None:
-    """Warns of choices that don't go together, where beta or a level is often the only thing that was changed.
+    """Logs a warning for each combination of settings that rarely makes sense.
 
-    Args: config: an algorithm's. longest: tokens that a completion may have; None = not known.
+    Args: config: an algorithm's. longest: the most tokens of a completion; None = unknown.
     """
     c, mode = config, config.keywords["kl_loss_mode"]
     if c.beta and c.kl_type == "loss" and mode in ("kl", "k1") and not c.use_bias_correction_kl:
@@ -29,37 +29,36 @@ def warn_about_config(config: PolicyConfig, longest: int | None = None) -> None:
             c.beta,
         )
     buffer = c.overlong_buffer
-    free = buffer.max_response_length - buffer.overlong_buffer_length
-    if buffer.enable and longest is not None and longest <= free:
+    start = buffer.max_response_length - buffer.overlong_buffer_length
+    if buffer.enable and longest is not None and longest <= start:
         log.warning(
             "algo.overlong_buffer takes nothing off: it begins after %d tokens, and completions have at most "
             "rollout.max_tokens_to_generate=%d; set algo.overlong_buffer.max_response_length=%d and "
             "overlong_buffer_length to the last part of it",
-            free,
+            start,
             longest,
             longest,
         )
-    idle = changed_fields(c, *(name for name, choice in unread_fields(c).items() if choice == "beta"))
-    if idle:
-        named = ", ".join(f"{name}={value!r}" for name, value in idle.items())
-        log.warning("%s: no effect while beta is 0.0", named)
+    unread = changed_fields(c, *(name for name, choice in unread_fields(c).items() if choice == "beta"))
+    if unread:
+        log.warning("%s: no effect while beta is 0.0", ", ".join(f"{name}={value!r}" for name, value in unread.items()))
     of_sequences = c.importance_sampling_level in ("sequence", "sequence-sum") or c.policy_loss_fn == "gmpo"
     if of_sequences and c.loss_agg_mode == "token-mean":
         log.warning(
             "algo.loss_agg_mode='token-mean' with a ratio of whole sequences: longer completions count more; the "
             "papers mean sequence-mean-token-mean"
         )
-    if of_sequences and (named := _token_factors(c)):
+    if of_sequences and (factors := _token_factors(c)):
         log.warning(
             "%s with a ratio of whole sequences keeps no token out: every token has the gradient of its sequence, and "
             "a token's factor only scales that; algo.importance_sampling_level='sequence-token'%s gives each its own",
-            ", ".join(named),
+            ", ".join(factors),
             " and policy_loss_fn='grpo'" if c.policy_loss_fn == "gmpo" else "",
         )
 
 
 def _token_factors(c: PolicyConfig) -> list[str]:
-    """The chosen factors of the policy loss that differ within a sequence, as they are written."""
-    of_tokens = (*_TOKEN_MASKS, "sampler-rejection") if c.rejection_level == "token" else _TOKEN_MASKS
-    found = [f"algo.loss_masks=[{name}]" for name in c.loss_masks if name in of_tokens]
-    return [*found, "algo.sampler_is='token'"] if c.sampler_is == "token" else found
+    """The settings of the policy loss's factors that differ between the tokens of a sequence."""
+    token_masks = (*_TOKEN_MASKS, "sampler-rejection") if c.rejection_level == "token" else _TOKEN_MASKS
+    masks = [f"algo.loss_masks=[{name}]" for name in c.loss_masks if name in token_masks]
+    return [*masks, "algo.sampler_is='token'"] if c.sampler_is == "token" else masks

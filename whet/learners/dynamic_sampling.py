@@ -1,8 +1,8 @@
-"""Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): groups without signal are replaced by groups of more prompts.
+"""Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): replaces groups without signal by groups of further prompts.
 
-A group with equal rewards has advantage 0 everywhere. `filter_groups` finds such groups, and `refill_groups` samples
-and rewards further batches of prompts until the step has as many groups as before, or a bound is reached. Surplus
-groups are thrown away: in the next step they would be of an older policy.
+All advantages of a group with equal rewards are 0. `filter_groups` finds such groups. `refill_groups` samples and
+rewards further batches of prompts until the step has as many groups as before, or max_num_gen_batches is reached.
+Surplus groups are discarded: in the next step they would come from an older policy.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ log = logging.getLogger("whet")
 
 
 def check_dynamic_sampling(learner: RLLearner, config: SelectionFields, max_steps: int | None) -> None:
-    """Raises ConfigError where dynamic sampling is on and can't work.
+    """Raises ConfigError where dynamic sampling is on and max_steps is not set, or the rollout does not take `first`.
 
-    Args: learner: its `rollout` must take the place of the first prompt. config: of the learner. max_steps: of the run.
+    Args: learner: its `rollout` is checked. config: of the learner. max_steps: of the run.
     """
     if not config.dynamic_sampling:
         return
@@ -52,41 +52,41 @@ def check_dynamic_sampling(learner: RLLearner, config: SelectionFields, max_step
 def filter_groups(rewards: RewardBatch, bounds: tuple[float, float] | None = None) -> np.ndarray:
     """Which groups have signal: Bool [groups].
 
-    Without bounds, groups with two totals that differ; with bounds, groups with low < mean total < high. Totals that
-    are NaN are left out, and a group without any other has no signal.
+    Without bounds, these are the groups with two different totals; with bounds, those with low < mean total < high. NaN
+    totals are left out. A group with NaN totals only has no signal.
     Args: bounds: (low, high).
     """
     if bounds is None:
         return rewards.have_spread
     low, high = bounds
-    means = [np.nan if np.isnan(part).all() else float(np.nanmean(part)) for part in rewards.totals_by_group]
+    means = [np.nan if np.isnan(totals).all() else float(np.nanmean(totals)) for totals in rewards.totals_by_group]
     return np.array([low < mean < high for mean in means], bool)
 
 
 def refill_groups(
-    learner: RLLearner, config: SelectionFields, step: Step, more: Callable[[], list[Prompt] | None]
+    learner: RLLearner, config: SelectionFields, step: Step, next_batch: Callable[[], list[Prompt] | None]
 ) -> Step:
     """Replaces groups without signal by groups of further prompts.
 
     Args:
         learner: its stages `sample` and `reward` make the further groups.
-        config: dynamic_sampling is on.
+        config: the learner's.
         step: sampled and rewarded.
-        more: gives a further batch of prompts; None = the data have ended.
-    Returns: the step with the groups that are kept, in the order in which they were drawn. Where no group has signal it
-        keeps those it had. Metrics: dynamic_sampling/batches; what was left out (/groups_left_out,
-        /completions_left_out, /tokens_left_out); /reward, the mean over all that was drawn.
+        next_batch: returns a further batch of prompts; None = the data have ended.
+    Returns: the step with the groups that have signal, in the order in which they were drawn. If no group has signal,
+        its groups are those of the step. Metrics under dynamic_sampling/: batches; groups_left_out,
+        completions_left_out, tokens_left_out; reward, the mean over all completions that were drawn.
     """
     wanted, drawn = len(step.groups), [step]
     kept = int(filter_groups(step.rewards, config.group_reward_bounds).sum())
-    while kept < wanted and len(drawn) < config.max_num_gen_batches and (prompts := more()) is not None:
+    while kept < wanted and len(drawn) < config.max_num_gen_batches and (prompts := next_batch()) is not None:
         first = sum(len(s.prompts) for s in drawn)
         drawn.append(learner.reward(learner.sample(Step(index=step.index, prompts=prompts, first=first))))
         kept += int(filter_groups(drawn[-1].rewards, config.group_reward_bounds).sum())
     if kept < wanted:
         ended = len(drawn) < config.max_num_gen_batches
-        why = "the data ended" if ended else f"max_num_gen_batches={config.max_num_gen_batches}"
-        log.warning("step %d: %d of %d groups have different rewards (%s)", step.index, kept, wanted, why)
+        reason = "the data ended" if ended else f"max_num_gen_batches={config.max_num_gen_batches}"
+        log.warning("step %d: %d of %d groups have different rewards (%s)", step.index, kept, wanted, reason)
     rewards = RewardBatch.cat([s.rewards for s in drawn])
     chosen = np.flatnonzero(filter_groups(rewards, config.group_reward_bounds))[:wanted]
     result = rewards.select(chosen if len(chosen) else range(wanted))
@@ -98,7 +98,7 @@ def refill_groups(
 
 
 def _count_groups(drawn: RewardBatch, kept: RewardBatch, batches: int) -> dict[str, Metric]:
-    """The metrics of all groups that were drawn, and of those left out."""
+    """The metrics of the groups that were drawn, and of those that were left out."""
 
     def count(groups: Sequence[Group]) -> tuple[int, int]:
         completions = [c for g in groups for c in g.completions]

@@ -1,12 +1,11 @@
-"""GRPOLearner: group-relative policy optimisation, and the relatives that differ by a name in its configuration.
+"""GRPOLearner: group-relative policy optimisation, and its relatives, which differ by names in the configuration.
 
     A_i = (r_i - mean_g r) / (std_g r + eps)                       advantage_estimator, per trajectory
     l_t = -min(ρ_t A, clip(ρ_t, 1 - ε, 1 + ε_high) A) + β KL_t     policy_loss_fn, per token; ρ_t = π / π_old
     L   = Σ_t w_t l_t                                              loss_agg_mode, as weights w made once per mini-batch
 
-Source: DeepSeekMath, arXiv:2402.03300; agrees with Tunix's GRPOLearner. It differs in that old log-probabilities are
-those of the start of the step also where trainer and engine share weights, and that sequences without signal are not
-run.
+Source: DeepSeekMath, arXiv:2402.03300; agrees with Tunix's GRPOLearner, with two differences: old log-probabilities are
+those of the start of the step also where trainer and engine share weights, and sequences without signal are not run.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ __all__ = ["GRPOLearner", "check_drawn"]
 class GRPOLearner(PolicyLearner):
     """Trains the actor by GRPO: see RLLearner for the arguments.
 
-    Raises: ConfigError: completions of a group can't differ; what PolicyLearner refuses.
+    Raises: ConfigError: greedy sampling, in which the completions of a group can't differ; as PolicyLearner.
 
     Example: GRPOLearner(cluster, GRPOConfig(num_generations=8, beta=0.0), reward_fns=[exact]).train(rows)
     """

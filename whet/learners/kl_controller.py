@@ -1,10 +1,11 @@
-"""What steers a policy's objective from step to step: coefficients that move, the KL outside the loss, the reference.
+"""The parts of a policy's objective that change between steps: two coefficients, and the reference.
 
     β   after each step, by the KL of its samples          target_kl
     c   after each update, by the entropy of its tokens    use_adaptive_entropy
     π_ref  every ref_model_sync_steps steps                sync_ref_model
 
-Nothing of a step lies here: a KLController is three numbers, saved in checkpoints, and the reference is its worker's.
+A KLController holds three numbers, which checkpoints save. It also computes the KL outside the loss, in the reward or
+in the advantage.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from whet.cluster import RLCluster
 from whet.config import PolicyConfig, Role
-from whet.learners.objective import kl_estimate
+from whet.learners.from_config import kl_estimate
 from whet.metrics import Last, Mean, Metric
 from whet.ops import adapted_beta, kl_rewards, sequence_mean_kl
 from whet.types import TokenBatch
@@ -25,15 +26,15 @@ from whet.types import TokenBatch
 __all__ = ["MEASURED_ENTROPY", "KLController", "move_reference"]
 
 MEASURED_ENTROPY = "entropy/token_mean"
-"""The metric of an update that an adaptive entropy bonus goes by."""
+"""The metric of an update that controls an adaptive entropy bonus."""
 
 
 class KLController:
-    """The coefficients of an objective, which may move.
+    """The coefficients β (KL) and c (entropy bonus) of an objective, which may be adaptive.
 
     Args: config: the algorithm's.
 
-    >>> KLController(PolicyConfig(beta=0.1, kl_type="reward")).loss_beta  # the reward has it
+    >>> KLController(PolicyConfig(beta=0.1, kl_type="reward")).loss_beta  # β acts in the reward
     0.0
     """
 
@@ -42,9 +43,9 @@ class KLController:
         self.beta = config.beta
         """β of this step."""
         self.entropy_coef = config.entropy_coef
-        """c of the next update, where it acts."""
+        """c of the next update."""
         self.entropy = math.inf
-        """The mean entropy of the trained tokens of the last update; infinite before the first: no bonus yet."""
+        """The mean entropy of the trained tokens of the last update; infinite (so no bonus) before the first."""
 
     @property
     def loss_beta(self) -> float:
@@ -53,12 +54,12 @@ class KLController:
 
     @property
     def needs_sampled_kl(self) -> bool:
-        """Whether the KL of the policy that sampled is asked for, which needs its logprobs."""
+        """Whether the KL of the policy that sampled is needed, and so its logprobs."""
         c = self.config
         return bool(c.beta) and (c.kl_type != "loss" or c.target_kl is not None)
 
     def sampled_kl(self, batch: TokenBatch, beta: float) -> Tensor:
-        """-β KL(π_old, π_ref) at each token [S]. Raises DataError: the batch is not scored."""
+        """−β KL(π_old, π_ref) at each token, [S]. Raises DataError: the batch has no old or reference logprobs."""
         return kl_rewards(
             batch.need("old_logprobs"),
             batch.need("ref_logprobs"),
@@ -69,14 +70,14 @@ class KLController:
         )
 
     def in_reward(self, batch: TokenBatch) -> TokenBatch:
-        """A scored batch with the KL in its `token_rewards`, where kl_type="reward" asks for it."""
+        """A scored batch with the KL subtracted from its `token_rewards`, with kl_type="reward"."""
         if self.config.kl_type != "reward" or not self.config.beta:
             return batch
-        own, paid = batch.token_rewards, self.sampled_kl(batch, self.beta)
-        return batch.replace(token_rewards=paid if own is None else own + paid)
+        rewards, penalty = batch.token_rewards, self.sampled_kl(batch, self.beta)
+        return batch.replace(token_rewards=penalty if rewards is None else rewards + penalty)
 
     def in_advantage(self, batch: TokenBatch) -> TokenBatch:
-        """A batch with the KL in its `advantages`, where kl_type="advantage" asks for it."""
+        """A batch with the KL subtracted from its `advantages`, with kl_type="advantage"."""
         if self.config.kl_type != "advantage" or not self.config.beta:
             return batch
         return batch.replace(advantages=batch.need("advantages") + self.sampled_kl(batch, self.beta))
@@ -92,14 +93,14 @@ class KLController:
         c = self.config
         return self.entropy_coef if not c.use_adaptive_entropy or self.entropy <= c.entropy_target else 0.0
 
-    def after_update(self, found: Mapping[str, Metric]) -> dict[str, Metric]:
-        """Moves c by the entropy of an update's trained tokens. Returns: the c that the next update has.
+    def after_update(self, metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+        """Adapts c to the entropy of an update's trained tokens. Returns: the c of the next update, as a metric.
 
         c ← min(c + δ, c_max) where H ≤ H_target, else max(c − δ, c_min): TRL's use_adaptive_entropy.
-        Args: found: the update's metrics.
+        Args: metrics: the update's.
         """
         c = self.config
-        measured = found.get(MEASURED_ENTROPY)
+        measured = metrics.get(MEASURED_ENTROPY)
         if c.use_adaptive_entropy and measured is not None and math.isfinite(measured.value):
             self.entropy = measured.value
             low = self.entropy <= c.entropy_target
@@ -108,9 +109,9 @@ class KLController:
         return {"entropy_coef": Last(self.entropy_coef)} if self.has_entropy_bonus else {}
 
     def after_step(self, batch: TokenBatch) -> dict[str, Metric]:
-        """Moves β by the KL of a step's samples.
+        """Adapts β to the KL of a step's samples.
 
-        Returns: that KL, as a mean over sequences and over tokens, and the β that the step had.
+        Returns: metrics: that KL, as a mean over sequences and over tokens, and the β of this step.
         """
         c, used, number = self.config, self.beta, batch.num_sequences
         if not self.needs_sampled_kl:
@@ -124,11 +125,11 @@ class KLController:
 
     @property
     def moves(self) -> bool:
-        """Whether a number moves, so that checkpoints must hold it."""
+        """Whether a coefficient is adaptive, so that checkpoints must hold it."""
         return self.config.target_kl is not None or self.config.use_adaptive_entropy
 
     def state(self) -> dict[str, float]:
-        """The numbers that move, for checkpoints."""
+        """The adaptive numbers, for checkpoints."""
         return {"beta": self.beta, "entropy_coef": self.entropy_coef, "entropy": self.entropy}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -137,13 +138,13 @@ class KLController:
 
 
 def move_reference(cluster: RLCluster, config: PolicyConfig, step: int) -> None:
-    """Moves the reference towards the policy at the end of a step where sync_ref_model asks for it.
+    """Moves the reference towards the policy at the end of a step, with sync_ref_model.
 
     π_ref ← α π + (1 − α) π_ref, on the weights, every ref_model_sync_steps steps. A step is one rollout, however many
     updates follow it.
     Args: step: counted from 1.
-    Source: TR-DPO, arXiv:2404.09656; TRL's sync_ref_model, which counts optimizer steps: num_iterations times the
-        mini-batches of a rollout of those are one step here.
+    Source: TR-DPO, arXiv:2404.09656; TRL's sync_ref_model, which counts optimizer steps. A step here has num_iterations
+        times the mini-batches of a rollout of those.
     """
     if config.sync_ref_model and step % config.ref_model_sync_steps == 0:
         cluster.worker(Role.REFERENCE).load_weights(

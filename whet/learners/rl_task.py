@@ -1,4 +1,4 @@
-"""RLTask: what a reinforcement learner gives its run: prompts, evaluation by sampling, completions kept, warnings."""
+"""RLTask: the part of a run that is reinforcement learning: prompts, evaluation by sampling, completions, warnings."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from whet.config import Mode, Role, dump_tree
 from whet.data.lengths import LengthStats, check_prompt_lengths
 from whet.data.preview import prompt_lines
@@ -19,15 +17,13 @@ from whet.data.prompts import PromptEncoder
 from whet.data.sources import load_rows
 from whet.data.text_parts import decode_ids
 from whet.errors import DataError
-from whet.evaluation.estimators import pass_at_k, settled_ks
 from whet.learners.diagnostics import Diagnostics
 from whet.learners.show_samples import describe_sample
 from whet.learners.step import Step
-from whet.learners.step_metrics import completion_columns, completion_metrics, known_totals, spread, total_metrics
-from whet.metrics import Mean, Metric, flat, merge
+from whet.learners.step_metrics import completion_columns, evaluation_metrics
+from whet.metrics import flat
 from whet.models.modes import max_positions
 from whet.rewards.manager import RewardManager
-from whet.rewards.reward_batch import RewardBatch
 from whet.run.provenance import record_inputs
 from whet.run.run import Run
 from whet.run.task import Task
@@ -45,7 +41,7 @@ log = logging.getLogger("whet")
 class RLTask(Task):
     """A reinforcement learner's part of its run.
 
-    Args: learner: whose run it is. eval_ds: rows, batches or a reference to them, evaluated whole; None = none.
+    Args: learner: the run's. eval_ds: rows, batches or a reference to them; None = no evaluation.
     """
 
     required_state = ("cluster", "diagnostics", "learner")
@@ -71,16 +67,12 @@ class RLTask(Task):
         Raises: ConfigError: sizes that don't divide, a reward that lacks a column. DataError: prompts that can't fit.
         """
         learner, c = self.learner, self.learner.config
-        shuffle = learner.data.shuffle if learner.data.shuffle is False else None
-        epochs = c.num_epochs
-        if epochs is None and not c.max_steps:
-            epochs = 1
         stream = PromptStream(
             load_rows(train_ds, split=learner.data.split),
             batch_size=learner.data.batch_size,
             seed=c.seed if c.data_shuffle_seed is None else c.data_shuffle_seed,
-            shuffle=shuffle,
-            num_epochs=epochs,
+            shuffle=learner.data.shuffle if learner.data.shuffle is False else None,
+            num_epochs=1 if c.num_epochs is None and not c.max_steps else c.num_epochs,
             last_batch=c.last_batch,
             shuffle_buffer=learner.data.shuffle_buffer,
             encode=(encode := learner.encoder(Mode.TRAIN)),
@@ -97,7 +89,7 @@ class RLTask(Task):
         return stream
 
     def _show_first(self, stream: PromptStream, encode: PromptEncoder) -> None:
-        """Logs the first prompt as the model is given it."""
+        """Logs the first prompt as the model receives it."""
         if stream.kind == "rows":
             prompt = stream.source[0]
         else:
@@ -137,18 +129,18 @@ class RLTask(Task):
                     "another model's: set tokenizer to this one's"
                 )
 
-    # ---- what is written and compared ----------------------------------------------------------------------------
+    # ---- settings and inputs ----------------------------------------------------------------------------
 
     def settings(self) -> dict[str, Any]:
         """The whole configuration as plain containers."""
         return dump_tree(self.sections())
 
     def sections(self) -> Any:
-        """The whole configuration; from Python its sections, without models that were given as modules."""
+        """The whole configuration, or its sections; models that were given as modules have none."""
         learner, cluster = self.learner, self.cluster
         if learner.settings is not None:
             return learner.settings
-        roles = {role.value: worker.given for role, worker in cluster.workers.items()}
+        roles = {role.value: worker.config for role, worker in cluster.workers.items()}
         return {
             **{name: given for name, given in roles.items() if given is not None},
             "algo": learner.algo_config,
@@ -159,13 +151,17 @@ class RLTask(Task):
         }
 
     def extra_settings(self) -> dict[str, Any]:
-        """What was given from Python and has no key in the settings."""
+        """The settings that were given from Python and have no key in the configuration."""
         rollout, evaluation = self.cluster.cluster_config.rollout_config, {}
-        if isinstance(rollout, dict):  # else the section's own `eval` says how evaluation differs
-            usual, own = (dump_tree(self.cluster.rollout_for(mode)) for mode in (Mode.TRAIN, Mode.EVAL))
-            evaluation = {name: value for name, value in own.items() if value != usual[name]}
-        given = {"data_shuffle_seed": self.learner.data_shuffle_seed, "rollout_config[Mode.EVAL]": evaluation}
-        return {"from Python": given}
+        if isinstance(rollout, dict):  # else the section has the differences itself, in `eval`
+            train, evaluate = (dump_tree(self.cluster.rollout_for(mode)) for mode in (Mode.TRAIN, Mode.EVAL))
+            evaluation = {name: value for name, value in evaluate.items() if value != train[name]}
+        return {
+            "from Python": {
+                "data_shuffle_seed": self.learner.data_shuffle_seed,
+                "rollout_config[Mode.EVAL]": evaluation,
+            }
+        }
 
     def inputs(self) -> dict[str, Any]:
         """Models, tokenizer, evaluation prompts and the user's functions."""
@@ -179,7 +175,7 @@ class RLTask(Task):
         )
 
     def _functions(self) -> Iterator[tuple[str, Any]]:
-        """What of the user's code a run calls, with what it is."""
+        """The user's functions and classes that a run calls: (description, function)."""
         learner = self.learner
         yield f"the learner {type(learner).__name__}", type(learner)
         manager = learner.reward_manager
@@ -197,28 +193,27 @@ class RLTask(Task):
                 yield f"algo.{field.name}", value
 
     def expected_metrics(self) -> tuple[str, ...]:
-        """Of the rewards: the total and each function's, with what it is where all are 0 or 1."""
+        """The metrics of rewards: of the total, of each function, and the accuracy."""
         manager = self.learner.reward_manager
         each = [f"rewards/{name}" for name in manager.fns] if isinstance(manager, RewardManager) else []
-        spreads = [f"rewards/score/{of}" for of in ("mean", "max", "min")]
-        return ("reward", "accuracy", *spreads, *each, *(f"{name}/mean" for name in each))
+        return ("reward", "accuracy", "reward_max", "reward_min", *each, *(f"{name}/mean" for name in each))
 
     def planned_passes(self, batch_size: int) -> dict[str, str]:
-        """The learner's."""
+        """See RLLearner."""
         return self.learner.planned_passes(batch_size)
 
     def num_updates(self, batch_size: int) -> int:
-        """The learner's."""
+        """See RLLearner."""
         return self.learner.num_updates(batch_size)
 
     def total_updates(self, role: Role, steps: int, batch_size: int) -> int:
-        """The learner's."""
+        """See RLLearner."""
         return self.learner.total_updates(role, steps, batch_size)
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
     def on_step_end(self, run: Run, step: Step) -> None:
-        """Keeps the completions, shows some where that is asked for, and warns of what goes wrong."""
+        """Stores the completions, logs a sample every show_samples steps, and runs the diagnostics."""
         self._store(run, step)
         every = self.learner.config.show_samples
         if every and step.index % every == 0:
@@ -226,7 +221,7 @@ class RLTask(Task):
         self.diagnostics.check(step.index, run.rows[-1], step.rewards, step.batch)
 
     def progress_fields(self, row: Mapping[str, float]) -> dict[str, str]:
-        """Mean length, the share that was truncated, and the KL where one is measured."""
+        """The mean length of completions, the share of truncated ones, and the KL if there is one."""
         known = {
             "len": ("completions/mean_length", ".0f"),
             "truncated": ("completions/clipped_ratio", ".0%"),
@@ -235,7 +230,7 @@ class RLTask(Task):
         return {name: f"{row[metric]:{form}}" for name, (metric, form) in known.items() if metric in row}
 
     def _store(self, run: Run, step: Step) -> None:
-        """Keeps the completions of a step."""
+        """Stores the completions of a step."""
         decode = functools.partial(decode_ids, self.cluster.tokenizer)
         batch = step.batch if step.has("batch") else None
         run.log_completions(step.index, step.mode, *completion_columns(step.rewards, batch, decode))
@@ -243,9 +238,9 @@ class RLTask(Task):
     # ---- evaluation ----------------------------------------------------------------------------------------------
 
     def evaluate(self, run: Run, step: int) -> dict[str, float]:
-        """Rolls out the whole evaluation set as the learner does, and rewards it.
+        """Completes and rewards the evaluation prompts as the learner does.
 
-        Returns: the row that is logged: rewards/score/{mean,max,min}, each function's, lengths.
+        Returns: the row that is logged: reward, reward_max, reward_min, each function's, lengths.
         """
         learner, cluster = self.learner, self.cluster
         self.prepare()
@@ -253,20 +248,20 @@ class RLTask(Task):
         started = time.monotonic()
         with cluster.trace.span("eval"):
             groups = learner.rollout(prompts, step=step, mode=Mode.EVAL)
-            found = learner.reward(Step(index=step, prompts=prompts, groups=groups, mode=Mode.EVAL))
+            rewarded = learner.reward(Step(index=step, prompts=prompts, groups=groups, mode=Mode.EVAL))
         row = {
-            **flat(_evaluation_metrics(found.rewards)),
-            **learner.extra_metrics(found),
+            **flat(evaluation_metrics(rewarded.rewards)),
+            **learner.extra_metrics(rewarded),
             "time/eval": time.monotonic() - started,
         }
-        self._store(run, found)
+        self._store(run, rewarded)
         log.info("eval, step %d: reward %.4g  (%d prompts, %.1f s)", step, row["reward"], len(groups), row["time/eval"])
         return row
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """The cluster's, the warnings' and the learner's own."""
+        """The state of the cluster, the diagnostics and the learner."""
         return {
             "cluster": self.cluster.state(),
             "diagnostics": self.diagnostics.state(),
@@ -274,26 +269,7 @@ class RLTask(Task):
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state` gave."""
+        """Restores `state`."""
         self.cluster.restore(state["cluster"])
         self.diagnostics.restore(state["diagnostics"])
         self.learner.restore(state["learner"])
-
-
-def _evaluation_metrics(rewards: RewardBatch) -> dict[str, Metric]:
-    """The metrics of an evaluation: of rewards and completions, and of the best completion of each group.
-
-    Where all rewards are 0 or 1 it adds the accuracy and pass@k, the mean over groups of the numbers that `whet eval`
-    has too (evaluation.estimators).
-    """
-    metrics, total = {**completion_metrics(rewards), **total_metrics(rewards)}, rewards.total
-    groups, generations = known_totals(rewards), max(rewards.sizes)
-    if generations > 1:
-        best = np.array([known.max() for known in groups])
-        metrics = merge(metrics, spread(f"rewards/best_of_{generations}", best))
-    if np.isin(total, (0.0, 1.0)).all():
-        metrics = merge(metrics, {"accuracy": Mean(float(total.sum()), len(total))})
-        for k in settled_ks(None, generations) if generations > 1 else ():
-            chances = [pass_at_k(len(known), int(known.sum()), k) for known in groups if len(known) >= k]
-            metrics[f"pass@{k}"] = Mean(float(sum(chances)), len(chances))
-    return metrics

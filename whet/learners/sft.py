@@ -11,7 +11,7 @@ from whet.config import SFTConfig
 from whet.config.base import check_instance
 from whet.config.model import SFT_LR
 from whet.data.supervised import SFTEncoder
-from whet.learners.objective import bind_fields, check_call, other_field
+from whet.learners.from_config import bind_fields, check_call, other_field
 from whet.learners.supervised import SupervisedLearner
 from whet.learners.supervised_task import Encoder
 from whet.ops import LOSS_AGG_MODES, SFT_LOSSES
@@ -60,8 +60,8 @@ class SFTLearner(SupervisedLearner[SFTConfig]):
 
     def loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss at each token, [s], and its metrics."""
-        found = self._loss(x)
-        loss, metrics = found if isinstance(found, tuple) else (found, {})
+        result = self._loss(x)
+        loss, metrics = result if isinstance(result, tuple) else (result, {})
         if x.entropy is not None:
             metrics = {**metrics, "entropy": x.entropy.detach()}
         if x.correct is not None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from whet.evaluation.sample import completion_line, shown_text
-from whet.types import Group
 
 if TYPE_CHECKING:
     from whet.rewards.reward_batch import RewardBatch
@@ -19,8 +18,8 @@ __all__ = ["describe_sample"]
 def describe_sample(step: int, rewards: RewardBatch) -> str:
     """One prompt of a step with its best and its worst completion, as lines for the log.
 
-    It is the first prompt, from the place `step` on, that has completions with different rewards. So each time another
-    prompt is shown.
+    The search for a prompt whose completions have different rewards starts at the place `step`, so that each step shows
+    another prompt.
     Args: step: its number. rewards: of the step.
     """
     totals, count = rewards.totals_by_group, len(rewards.groups)
@@ -28,18 +27,14 @@ def describe_sample(step: int, rewards: RewardBatch) -> str:
     chosen = next((i for i in order if rewards.have_spread[i]), order[0])
     group, own = rewards.groups[chosen], totals[chosen]
     texts = {c.generation: (c, text) for c, text in zip(group.completions, rewards.texts[chosen], strict=True)}
-    done = list(texts.values())  # of forks of a conversation the last, which has all of it
+    done = list(texts.values())  # the last fork of a conversation has all of its turns
     known = np.where(np.isnan(own), -math.inf, own)
     best, worst = int(known.argmax()), int(np.where(np.isnan(own), math.inf, own).argmin())
     lines = [f"sample of step {step}, row {group.prompt.row}: {shown_text(group.prompt.source)}"]
     if len(set(own[~np.isnan(own)])) > 1:
         lines += [completion_line("best", own[best], *done[best]), completion_line("worst", own[worst], *done[worst])]
     else:
-        lines.append(completion_line(_all_alike(group), own[best], *done[best]))
+        count = len({c.generation for c in group.completions})
+        title = "the one completion" if count == 1 else f"one of {count}, no reward better than another"
+        lines.append(completion_line(title, own[best], *done[best]))
     return "\n".join(lines)
-
-
-def _all_alike(group: Group) -> str:
-    """What a completion is called whose reward is that of all."""
-    count = len({c.generation for c in group.completions})
-    return "the one completion" if count == 1 else f"one of {count}, no reward better than another"

@@ -1,4 +1,4 @@
-"""The numbers of a step that come from its samples: lengths, endings, advantages. Names are Tunix's, else TRL's.
+"""The metrics of a step's samples: lengths, ends, rewards, advantages. Names are Tunix's, else TRL's.
 
 Dim letters: N sequences, J trajectories.
 """
@@ -12,7 +12,8 @@ import numpy as np
 from torch import Tensor
 
 from whet.evaluation.columns import columns_of
-from whet.metrics import Max, Mean, Metric, Min, Sum
+from whet.evaluation.estimators import pass_at_k, resolve_ks
+from whet.metrics import Max, Mean, Metric, Min, Sum, merge
 from whet.ops import AdvantageInputs
 from whet.rewards.reward_batch import sample_std
 from whet.rollout.base import EngineStats
@@ -29,6 +30,7 @@ __all__ = [
     "completion_columns",
     "completion_metrics",
     "engine_metrics",
+    "evaluation_metrics",
     "known_totals",
     "rollout_metrics",
     "skipped_metrics",
@@ -39,10 +41,10 @@ __all__ = [
 
 
 def spread(name: str, values: np.ndarray, *, prefix: bool = False) -> dict[str, Metric]:
-    """Mean, max and min of some values, as name/mean or, with `prefix`, as TRL writes it: mean_name.
+    """Mean, max and min of values, as name/mean, or with `prefix` as in TRL: mean_name.
 
-    >>> sorted(spread("rewards/score", np.array([0.0, 1.0])))
-    ['rewards/score/max', 'rewards/score/mean', 'rewards/score/min']
+    >>> sorted(spread("turns", np.array([0.0, 1.0])))
+    ['turns/max', 'turns/mean', 'turns/min']
     """
     if len(values) == 0:
         return {}
@@ -59,10 +61,10 @@ def spread(name: str, values: np.ndarray, *, prefix: bool = False) -> dict[str, 
 
 
 def completion_metrics(rewards: RewardBatch) -> dict[str, Metric]:
-    """The metrics that training and evaluation both log: of the reward functions and of the completions.
+    """The metrics of reward functions and completions, which training and evaluation both log.
 
-    completions/clipped_scored_ratio: of the completions that did not end with a stop, the share that has a total above
-    0. It is absent where all ended.
+    completions/clipped_scored_ratio: the share with a total above 0 among the completions that did not end with a stop.
+    It is absent if all ended with one.
     """
     scored = [
         bool(total > 0)
@@ -75,33 +77,53 @@ def completion_metrics(rewards: RewardBatch) -> dict[str, Metric]:
 
 
 def total_metrics(rewards: RewardBatch) -> dict[str, Metric]:
-    """The metrics of the total, which is trained on. NaN (no function applies) is left out everywhere.
+    """The metrics of the total reward. NaN (no function applies) is left out everywhere.
 
-    Tunix's names: rewards/score/{mean,max,min}. TRL's names: reward, the mean; reward_std, the standard deviation
-    (n - 1) over the whole batch; frac_reward_zero_std, the share of groups in which all rewards are equal. whet's own:
+    TRL's names: reward, the mean; reward_std, the standard deviation (n - 1) over the whole batch;
+    frac_reward_zero_std, the share of groups in which all rewards are equal. whet's own: reward_max and reward_min;
     reward_std_within_groups, the mean over groups of the standard deviation in a group (n - 1; 0 for a group of one).
     Standard deviations merge across batches as means.
     """
     parts = known_totals(rewards)
     known = np.concatenate([*parts, np.empty(0)])
     equal = len(parts) - int(rewards.have_spread.sum())
+    bounds = {"reward_max": Max(float(known.max())), "reward_min": Min(float(known.min()))} if len(known) else {}
     return {
-        **spread("rewards/score", known),
         "reward": Mean(float(known.sum()), len(known)),
+        **bounds,
         "reward_std": Mean(sample_std(known), 1) if len(known) else Mean(0.0, 0),
         "reward_std_within_groups": Mean(float(sum(sample_std(part) for part in parts)), len(parts)),
         "frac_reward_zero_std": Mean(float(equal), len(parts)),
     }
 
 
+def evaluation_metrics(rewards: RewardBatch) -> dict[str, Metric]:
+    """The metrics of an evaluation: of rewards and completions, and of the best completion of each group.
+
+    Where all rewards are 0 or 1, the accuracy and pass@k are added. pass@k is the mean over groups of the estimate that
+    `whet eval` uses too (evaluation.estimators).
+    """
+    metrics, total = {**completion_metrics(rewards), **total_metrics(rewards)}, rewards.total
+    groups, generations = known_totals(rewards), max(rewards.sizes)
+    if generations > 1:
+        best = np.array([known.max() for known in groups])
+        metrics = merge(metrics, spread(f"rewards/best_of_{generations}", best))
+    if np.isin(total, (0.0, 1.0)).all():
+        metrics = merge(metrics, {"accuracy": Mean(float(total.sum()), len(total))})
+        for k in resolve_ks(None, generations) if generations > 1 else ():
+            estimates = [pass_at_k(len(known), int(known.sum()), k) for known in groups if len(known) >= k]
+            metrics[f"pass@{k}"] = Mean(float(sum(estimates)), len(estimates))
+    return metrics
+
+
 def known_totals(rewards: RewardBatch) -> list[np.ndarray]:
-    """The totals of each group that has any, without those that are NaN: float64."""
+    """The totals of each group without NaN, float64; groups with none are left out."""
     parts = [part[~np.isnan(part)] for part in rewards.totals_by_group]
     return [part for part in parts if len(part)]
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
-    """Lengths and endings of completions, counts of tokens and prompts; of episodes with turns, what those were."""
+    """The lengths and ends of completions, counts of tokens and prompts, and the turns of episodes."""
     done = [c for g in groups for c in g.completions]
     lengths = np.array([len(c.tokens) for c in done])
     stopped = np.array([c.finish_reason == "stop" for c in done])
@@ -117,8 +139,10 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
 
 
 def _turn_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
-    """Of episodes with turns: turns/{mean,max,min}, those of the model; completions/sampled_tokens, what it drew;
-    turns/forks, sequences besides the first of each episode; turns/failed, episodes whose environment failed.
+    """The metrics of episodes with turns; {} without such.
+
+    turns/{mean,max,min}: the model's turns. completions/sampled_tokens: the tokens that the model drew. turns/forks:
+    sequences after the first of each episode. turns/failed: episodes in which the environment failed.
     """
     last = {(id(g), c.generation): c for g in groups for c in g.completions if c.messages}
     if not last:
@@ -134,18 +158,18 @@ def _turn_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
 
 
 def engine_metrics(done: EngineStats) -> dict[str, Metric]:
-    """What the engine did for a step; without the mean batch size where it reports no steps.
+    """The engine's counts for a step. The mean batch size is left out if the engine reports no decode steps.
 
     >>> engine_metrics(EngineStats(steps=10, row_steps=70))["rollout/mean_batch_size"].value
     7.0
     """
-    found: dict[str, Metric] = {
+    metrics: dict[str, Metric] = {
         "rollout/prefilled_tokens": Sum(float(done.prefilled)),
         "rollout/reused_tokens": Sum(float(done.reused)),
     }
     if done.steps:
-        found["rollout/mean_batch_size"] = Mean(float(done.row_steps), done.steps)
-    return found
+        metrics["rollout/mean_batch_size"] = Mean(float(done.row_steps), done.steps)
+    return metrics
 
 
 def advantage_metrics(batch: TokenBatch) -> dict[str, Metric]:
@@ -154,39 +178,39 @@ def advantage_metrics(batch: TokenBatch) -> dict[str, Metric]:
     each = batch.trajectory_advantages.numpy()
     each = each[~np.isnan(each)]
     tokens = batch.advantages[batch.mask].double().numpy()
-    found = {
+    metrics = {
         **spread("rewards/advantage", each),
         "rewards/advantage/std": Mean(float(each.std()) if len(each) else 0.0),
         "advantage/abs_mean": Mean(float(np.abs(tokens).sum()), len(tokens)),
         "advantage/nonzero_frac": Mean(float((np.abs(tokens) > 1e-8).sum()), len(tokens)),
     }
     if len(tokens):
-        found |= {"advantage/max": Max(float(tokens.max())), "advantage/min": Min(float(tokens.min()))}
-    return found
+        metrics |= {"advantage/max": Max(float(tokens.max())), "advantage/min": Min(float(tokens.min()))}
+    return metrics
 
 
 def value_metrics(x: AdvantageInputs, batch: TokenBatch) -> dict[str, Metric]:
-    """What a critic's learner adds, over trained tokens: advantages/*, advantages/returns/*, advantages/old_values/*,
-    as Tunix; rewards/reward/*, of trajectories, with what single tokens earned; whet's: critic/explained_variance,
-    1 − var(R − V) / var(R): 1 = the values at rollout are the returns, 0 = no better than a constant.
+    """The metrics of a critic, over trained tokens.
 
-    Returns and what they say of the values are those of trajectories with a reward: of the others the return is the
-    value itself, and nothing is learned.
+    Tunix's names: advantages/*, advantages/returns/*, advantages/old_values/*; rewards/reward/*, the rewards of
+    trajectories with those of their tokens. whet's own: critic/explained_variance, 1 − var(R − V) / var(R): 1 = the
+    values at rollout are the returns, 0 = they predict no better than a constant.
+    Returns and explained variance are over trajectories with a reward: the return of another one is the value itself.
     """
     columns = (batch.need("advantages"), batch.need("returns"), batch.need("values"))
     advantages, _, old = (c[batch.mask].double().numpy() for c in columns)
     known = batch.mask & ~x.rewards.isnan().index_select(0, x.trajectory)
     returns, values = (c[known].double().numpy() for c in columns[1:])
     rewards = x.returns
-    found = {
+    metrics = {
         **spread("advantages", advantages),
         **spread("advantages/returns", returns),
         **spread("advantages/old_values", old),
         **spread("rewards/reward", rewards[~rewards.isnan()].numpy()),
     }
     if len(returns) > 1 and returns.var() > 0:
-        found["critic/explained_variance"] = Mean(1.0 - float((returns - values).var() / returns.var()))
-    return found
+        metrics["critic/explained_variance"] = Mean(1.0 - float((returns - values).var() / returns.var()))
+    return metrics
 
 
 def skipped_metrics(mini: TokenBatch, run: TokenBatch) -> dict[str, Metric]:
@@ -263,10 +287,10 @@ def average_over_known(
 def completion_columns(
     rewards: RewardBatch, batch: TokenBatch | None, decode: Callable[[np.ndarray], str]
 ) -> tuple[dict[str, list[Any]], dict[str, np.ndarray]]:
-    """The columns that the run folder keeps of completions, and the rewards of each function.
+    """The columns of completions/ in the run folder, and the rewards of each function.
 
-    Args: rewards: of the step. batch: with advantages; None = an evaluation. decode: a prompt's ids -> their text,
-        special tokens visible.
+    Args: rewards: of the step. batch: with advantages; None = an evaluation. decode: a prompt's ids -> text with
+        special tokens.
     """
     at = rewards.trajectory_of
     columns = columns_of(rewards.groups, rewards.texts, rewards.total[at].tolist(), decode)

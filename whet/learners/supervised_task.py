@@ -1,4 +1,4 @@
-"""SupervisedTask: what a supervised learner gives its run: examples in their order, evaluation by the loss."""
+"""SupervisedTask: the part of a run that is supervised training: examples in their order, evaluation by the loss."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ __all__ = ["SupervisedTask"]
 
 log = logging.getLogger("whet")
 
-LAST = 10
-"""Steps at the end of a run over which its loss is judged."""
-NEAR = 0.005
-"""A loss is that of guessing where it is below it by less than this share."""
+LAST_STEPS = 10
+"""The mean loss of this many steps at the end of a run is compared with the loss of guessing."""
+GUESSING_SHARE = 0.005
+"""A loss that is below that of guessing by less than this share is no better than guessing."""
 
 
 class Encoder(Protocol):
-    """What makes examples of rows, and counts what became of them."""
+    """Turns rows into examples, and counts the outcomes."""
 
     @property
     def counts(self) -> Mapping[Any, int]:
-        """What became of the rows, by a word for it."""
+        """Outcome ("encoded", "dropped", "truncated") -> number of rows."""
         ...
 
     def __call__(self, row: Mapping[str, Any], number: int = 0) -> Example | None:
-        """A row as an example; None = it is left out."""
+        """Encodes a row. Returns: None = it is left out."""
         ...
 
 
 class SupervisedTask(Task):
     """A supervised learner's part of its run.
 
-    Args: learner: whose run it is. eval_ds: rows or a reference to them, evaluated whole; None = none.
+    Args: learner: the run's. eval_ds: rows or a reference to them; None = no evaluation.
     """
 
     required_state = ("models",)
@@ -87,7 +87,7 @@ class SupervisedTask(Task):
             shuffle_buffer=data.shuffle_buffer,
             encode=encode,
         )
-        log.info("data: %s%s", stream.describe(), counted(encode))
+        log.info("data: %s%s", stream.describe(), describe_counts(encode))
         self._show_first(stream, rows)
         if stream.kind == "rows":
             self.check_fit(stream.source)
@@ -96,7 +96,7 @@ class SupervisedTask(Task):
         return stream
 
     def _show_first(self, stream: PromptStream, rows: Any) -> None:
-        """Logs the first row as the model is given it, and what of it is trained."""
+        """Logs the first example as the model receives it, with its trained part."""
         encode = stream.encode
         if not isinstance(encode, RowEncoder):
             return
@@ -116,7 +116,7 @@ class SupervisedTask(Task):
             load_rows(self.eval_ds, split=None), batch_size=1, shuffle=False, last_batch="keep", encode=encode
         )
         self._evaluated = [example for batch in stream for example in batch]
-        log.info("evaluation data: %d rows%s", len(self._evaluated), counted(encode))
+        log.info("evaluation data: %d rows%s", len(self._evaluated), describe_counts(encode))
         self.check_fit(self._evaluated)
 
     @property
@@ -126,7 +126,7 @@ class SupervisedTask(Task):
         return self._evaluated or []
 
     def check_fit(self, examples: Sequence[Example]) -> None:
-        """Refuses what the model can't read, and raises the token budget to what must stay together."""
+        """Raises DataError for examples that the model can't read; raises the token budget to the longest example."""
         positions, ids = self.models.positions, self.models.trained.loaded.num_ids
         each = [[len(s.prefix) + len(s.tokens) for s in example.sequences] for example in examples]
         spread, longest = LengthStats(map(max, each)), 0
@@ -144,29 +144,29 @@ class SupervisedTask(Task):
             longest = max(longest, sum(lengths))
         self.models.raise_token_budget(longest)
 
-    # ---- what is written and compared ----------------------------------------------------------------------------
+    # ---- settings and inputs ----------------------------------------------------------------------------
 
     def settings(self) -> dict[str, Any]:
         """The whole configuration as plain containers."""
         return dump_tree(self.sections())
 
     def sections(self) -> Any:
-        """The whole configuration; from Python its sections, without models that were given as modules."""
+        """The whole configuration, or its sections; models that were given as modules have none."""
         learner, models = self.learner, self.models
         if learner.settings is not None:
             return learner.settings
-        roles = {role.section: worker.given for role, worker in models.workers.items()}
+        roles = {role.section: worker.config for role, worker in models.workers.items()}
         return {
-            **{name: given for name, given in roles.items() if given is not None},
+            **{name: config for name, config in roles.items() if config is not None},
             "algo": learner.algo_config,
             "data": learner.data,
             "trainer": models.config,
         }
 
     def extra_settings(self) -> dict[str, Any]:
-        """What was given from Python and has no key in the settings."""
-        own = self.models.optimizer
-        return {"from Python": {"optimizer": dump_tree(own) if isinstance(own, OptimConfig) else own}}
+        """The settings that were given from Python and have no key in the configuration."""
+        optimizer = self.models.optimizer
+        return {"from Python": {"optimizer": dump_tree(optimizer) if isinstance(optimizer, OptimConfig) else optimizer}}
 
     def inputs(self) -> dict[str, Any]:
         """Models, tokenizer, evaluation rows and the user's functions."""
@@ -180,7 +180,7 @@ class SupervisedTask(Task):
         )
 
     def _functions(self) -> Iterator[tuple[str, Any]]:
-        """What of the user's code a run calls, with what it is."""
+        """The user's functions and classes that a run calls: (description, function)."""
         yield f"the learner {type(self.learner).__name__}", type(self.learner)
         for field in dataclasses.fields(self.learner.algo_config):
             value = getattr(self.learner.algo_config, field.name)
@@ -189,27 +189,27 @@ class SupervisedTask(Task):
                     yield f"algo.{field.name}", one
 
     def expected_metrics(self) -> tuple[str, ...]:
-        """The loss, and what is shown beside it."""
+        """The loss, and the metrics that the progress bar shows."""
         return ("loss", *self.models.trainer.displayed)
 
     def planned_passes(self, batch_size: int) -> dict[str, str]:
-        """The learner's."""
+        """See SupervisedLearner."""
         return self.learner.planned_passes(batch_size)
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
-        """Says where a run has ended with the loss of a model that guesses."""
+        """Warns if a run has ended with the loss of a model that guesses."""
         chance = self.learner.chance
-        losses = [row["loss"] for row in run.rows if row["mode"] == Mode.TRAIN.value][-LAST:]
-        if error is not None or chance is None or len(losses) < LAST:
+        losses = [row["loss"] for row in run.rows if row["mode"] == Mode.TRAIN.value][-LAST_STEPS:]
+        if error is not None or chance is None or len(losses) < LAST_STEPS:
             return
-        mean = sum(losses) / LAST
-        if mean >= (1 - NEAR) * chance:
+        mean = sum(losses) / LAST_STEPS
+        if mean >= (1 - GUESSING_SHARE) * chance:
             section = self.models.role.section
             log.warning(
                 "the last %d steps have a mean loss of %.4g, and a model that guesses has %.4g: nothing was learned; "
                 "raise %s.optim.lr or trainer.max_steps, lower %s.optim.lr where the loss was below that before, and "
                 "look at the rows (whet data)",
-                LAST,
+                LAST_STEPS,
                 mean,
                 chance,
                 section,
@@ -219,34 +219,34 @@ class SupervisedTask(Task):
     # ---- evaluation ----------------------------------------------------------------------------------------------
 
     def evaluate(self, run: Run, step: int) -> dict[str, float]:
-        """The loss and its metrics over the whole evaluation data. Returns: the row that is logged."""
+        """Computes the loss and its metrics over the evaluation data. Returns: the row that is logged."""
         self.prepare()
         examples, started = self._evaluated or [], time.monotonic()
         with self.models.trace.span("eval"):
-            found = self.learner.measure(ExampleStep(index=step, examples=examples, mode=Mode.EVAL))
-        row = {**flat(found.metrics), "rows/count": float(len(examples)), "time/eval": time.monotonic() - started}
+            measured = self.learner.measure(ExampleStep(index=step, examples=examples, mode=Mode.EVAL))
+        row = {**flat(measured.metrics), "rows/count": float(len(examples)), "time/eval": time.monotonic() - started}
         shown = "".join(f"  {name} {row[name]:.4g}" for name in self.models.trainer.displayed if name in row)
-        said = "eval, step %d: loss %.4g%s  (%d rows, %.1f s)"
-        log.info(said, step, row["loss"], shown, len(examples), row["time/eval"])
+        message = "eval, step %d: loss %.4g%s  (%d rows, %.1f s)"
+        log.info(message, step, row["loss"], shown, len(examples), row["time/eval"])
         return row
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What the models compute in, and the learner's own."""
+        """The state of the models and the learner."""
         return {"models": self.models.state(), "learner": self.learner.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores the learner's; the models were made as they were."""
+        """Restores the learner's. The models' state was used when they were made."""
         self.learner.restore(state["learner"])
 
 
-def counted(encode: Encoder) -> str:
-    """What became of the rows, for the log; "" where each became one example.
+def describe_counts(encode: Encoder) -> str:
+    """The outcomes of encoding, for the log; "" if each row became one example.
 
     >>> from types import SimpleNamespace
-    >>> counted(SimpleNamespace(counts={"encoded": 5, "dropped": 2, "truncated": 0}))
+    >>> describe_counts(SimpleNamespace(counts={"encoded": 5, "dropped": 2, "truncated": 0}))
     '; 2 dropped'
     """
-    found = [f"{number} {what}" for what, number in encode.counts.items() if number and what != "encoded"]
-    return f"; {', '.join(found)}" if found else ""
+    counts = [f"{number} {outcome}" for outcome, number in encode.counts.items() if number and outcome != "encoded"]
+    return f"; {', '.join(counts)}" if counts else ""

@@ -1,6 +1,6 @@
-"""What a teacher gives a policy's loss: logprobs of the tokens as a column, or the divergence from its distribution.
+"""A teacher for a policy's loss: its logprobs of the tokens as a column, or the divergence from its distribution.
 
-Left out on purpose: a teacher of another tokenizer, and one that is asked over a network.
+Left out on purpose: a teacher with another tokenizer, and one behind a network.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ __all__ = ["check_teacher", "divergence_from", "with_teacher"]
 
 
 def check_teacher(cluster: RLCluster, column: str, loss: object) -> None:
-    """Raises ConfigError where a loss that learns from a teacher has none, or one that can't give what it needs.
+    """Raises ConfigError where a loss learns from a teacher, and there is none or one that does not fit.
 
-    Args: column: what the loss declares, see ops.compares_with_teacher. loss: its name, for messages.
+    Args: column: the one that the loss declares, see ops.compares_with_teacher. loss: its name, for messages.
     """
     if Role.TEACHER not in cluster.workers:
         raise ConfigError(
@@ -48,25 +48,25 @@ def check_teacher(cluster: RLCluster, column: str, loss: object) -> None:
 
 
 def divergence_from(cluster: RLCluster, gkd_beta: float) -> Divergence:
-    """What the actor's trainer is asked for. Args: gkd_beta: 0 the forward KL, 1 the reverse KL."""
+    """The divergence from the cluster's teacher. Args: gkd_beta: 0 the forward KL, 1 the reverse KL."""
     return Divergence(cluster.worker(Role.TEACHER), gkd_beta)
 
 
 def with_teacher(cluster: RLCluster, batch: TokenBatch, column: str) -> TokenBatch:
-    """The batch with `teacher_logprobs`, where a loss declares that column: of its tokens, under the rollout's support.
+    """The batch with the column `teacher_logprobs`, under the rollout's support, if the loss declares it.
 
-    Raises: DataError: a token that the teacher has no row for.
+    Raises: DataError: the teacher does not have a token.
     """
     teacher = cluster.worker(Role.TEACHER)
-    most = int(batch.tokens.max()) if batch.num_tokens else 0
-    if most >= teacher.loaded.num_ids:
+    highest = int(batch.tokens.max()) if batch.num_tokens else 0
+    if highest >= teacher.loaded.num_ids:
         raise DataError(
-            f"the policy sampled token {most}, which is no token of its tokenizer, and the teacher "
+            f"the policy sampled token {highest}, which is no token of its tokenizer, and the teacher "
             f"{teacher.loaded.name} knows {teacher.loaded.num_ids}; forbid the padding of its vocabulary by "
             "rollout.forbidden_tokens"
         )
     if column != "teacher_logprobs":
         return batch
     with cluster.trace.span("teacher_logprobs"):
-        found = teacher.logprobs(batch).logprobs
-        return batch.with_token_columns(teacher_logprobs=found)  # pyright: ignore[reportArgumentType]
+        logprobs = teacher.logprobs(batch).logprobs
+        return batch.with_token_columns(teacher_logprobs=logprobs)  # pyright: ignore[reportArgumentType]

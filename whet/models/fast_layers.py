@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from whet.models import matmul
-from whet.models.adapters import is_adapter_layer
+from whet.models.lora_layers import is_adapter_layer
 from whet.models.matmul import linear, onednn_unsupported_reason, row_chunks, weight_grad
 from whet.native.build import Unavailable, log_fallback
 from whet.native.layers import LayerKernels, layer_kernels

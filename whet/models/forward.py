@@ -57,7 +57,7 @@ def token_stats(
     gives V of the state before aₜ. Greedy decoding (temperature 0) is scored at temperature 1.
 
     Args:
-        loaded: the model.
+        loaded: the model; of a view the caller enters `use_view`.
         micro: the micro-batch; it has a layout if the model is packable, and is padded if not.
         support: the sampler's distribution.
         entropy: compute the entropies too.
@@ -78,18 +78,17 @@ def token_stats(
     if missing := set(outputs) - loaded.outputs:
         names = ", ".join(sorted(missing))
         raise ConfigError(f"{loaded.name} has no head for {names}; load the model with role='critic' or 'actor'")
-    with loaded.use_view():
-        return model_stats(
-            loaded.module,
-            micro,
-            head=loaded.lm_head if "logprobs" in outputs else Head("none"),
-            score_head=loaded.score_head if {"values", "scores"} & set(outputs) else None,
-            support=support,
-            entropy=entropy,
-            constants=constants,
-            allowed=allowed,
-            teacher=teacher,
-        )
+    return model_stats(
+        loaded.module,
+        micro,
+        head=loaded.lm_head if "logprobs" in outputs else Head("none"),
+        score_head=loaded.score_head if {"values", "scores"} & set(outputs) else None,
+        support=support,
+        entropy=entropy,
+        constants=constants,
+        allowed=allowed,
+        teacher=teacher,
+    )
 
 
 def head_states(loaded: LoadedModel, micro: MicroBatch, temperature: float = 1.0) -> HeadStates:
@@ -101,9 +100,8 @@ def head_states(loaded: LoadedModel, micro: MicroBatch, temperature: float = 1.0
     _check_packable(loaded, micro)
     if not loaded.lm_head.linear:
         raise _no_linear_head(loaded.module)
-    with loaded.use_view():
-        hidden = _states(loaded.module, micro).index_select(0, micro.hidden_index)
-        return _linear_head_states(loaded.module, loaded.lm_head, hidden, temperature)
+    hidden = _states(loaded.module, micro).index_select(0, micro.hidden_index)
+    return _linear_head_states(loaded.module, loaded.lm_head, hidden, temperature)
 
 
 def _linear_head_states(module: PreTrainedModel, head: Head, hidden: Tensor, temperature: float) -> HeadStates:

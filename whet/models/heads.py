@@ -17,7 +17,7 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PreTrainedMo
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from whet.errors import ConfigError
-from whet.models.adapters import is_adapter_layer
+from whet.models.lora_layers import is_adapter_layer
 from whet.ops.masked import to_fp32
 
 __all__ = ["Head", "add_score_head", "detect_head", "has_score_head", "score_layer"]

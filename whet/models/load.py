@@ -22,7 +22,6 @@ from transformers.utils import logging as transformers_logging
 
 from whet.config.lora import LoraConfig
 from whet.errors import ConfigError, format_exception, lookup_error
-from whet.models.adapters import Adapter
 from whet.models.attention import ATTENTION, KERNELS
 from whet.models.heads import Head, add_score_head, has_score_head, score_layer
 from whet.models.loaded_model import LoadedModel
@@ -36,6 +35,7 @@ from whet.models.lora import (
     merged_model,
     save_adapter,
 )
+from whet.models.lora_layers import Adapter
 from whet.models.model_capabilities import find_capabilities
 from whet.models.pretrained import PretrainedModule, adapter_folder, check_config, read_model, wrong_role_hint
 from whet.models.prompt_tuning import PromptAdapter, is_prompt_tuned

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from whet.errors import ConfigError
-from whet.models.adapters import Adapter
 from whet.models.heads import Head
+from whet.models.lora_layers import Adapter
+from whet.util.tensor_subclasses import is_sharded
 
 __all__ = ["LoadedModel", "ParameterSnapshot"]
 
@@ -28,15 +29,22 @@ class ParameterSnapshot:
 
     @contextmanager
     def swap_in(self) -> Iterator[None]:
-        """Swaps the copies in for forward passes without a gradient."""
-        originals = [(p, p.data) for p, _ in self.tensors]
+        """Swaps the copies in for forward passes without a gradient; of sharded parameters while they are shards."""
+        originals = [(p, p.detach().clone() if is_sharded(p) else p.data) for p, _ in self.tensors]
         try:
-            for p, tensor in self.tensors:
-                p.data = tensor if tensor.dtype == p.dtype else tensor.to(p.dtype)
+            self._put(self.tensors)
             yield
         finally:
-            for p, data in originals:
-                p.data = data
+            self._put(originals)
+
+    @torch.no_grad()
+    def _put(self, values: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
+        """Gives parameters other values. FSDP gathers from a shard's memory, and would not see another tensor."""
+        for p, tensor in values:
+            if is_sharded(p):
+                p.copy_(tensor)
+            else:
+                p.data = tensor if tensor.dtype == p.dtype else tensor.to(p.dtype)
 
 
 @dataclass(frozen=True)

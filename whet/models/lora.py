@@ -28,9 +28,9 @@ from transformers.utils.hub import cached_file
 
 from whet.config.lora import LoraConfig
 from whet.errors import ConfigError, TrainingError, lookup_error
-from whet.models.adapters import BASE_LAYER, Adapter, SeededDropout, is_adapter_layer, merged_weight
 from whet.models.config_sizes import MISSING_IS_NONE
 from whet.models.heads import has_score_head, score_layer
+from whet.models.lora_layers import BASE_LAYER, Adapter, SeededDropout, is_adapter_layer, merged_weight
 from whet.models.pretrained import meta_model
 from whet.models.prompt_tuning import is_prompt_tuned, save_prompt
 from whet.models.quantized import cast_parameters, dequantize, is_quantized_layer

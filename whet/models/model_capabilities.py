@@ -26,13 +26,13 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from whet.errors import ConfigError, format_exception
-from whet.models.adapters import BASE_LAYER, Adapter
 from whet.models.attention import ATTENTION, SegmentLayout
 from whet.models.causality_check import check_causal
 from whet.models.heads import Head, detect_head, has_score_head
+from whet.models.lora_layers import BASE_LAYER, Adapter
 from whet.models.self_check import probe_tokens, tolerance_for
 
-__all__ = ["ModelCapabilities", "find_capabilities", "make_small_twin", "probe_capabilities"]
+__all__ = ["ModelCapabilities", "find_capabilities", "probe_capabilities"]
 
 TOLERANCE = {"wide": 1e-4, "half": 5e-2}
 """Largest accepted difference of packed and separate logits, relative to the largest logit; float64 uses the limit of
@@ -102,17 +102,6 @@ def probe_capabilities(module: PreTrainedModel, name: str) -> ModelCapabilities:
     return ModelCapabilities(detect_head(module), _layout_obstacles(module) or _compare_packed(module))
 
 
-def make_small_twin(module: PreTrainedModel) -> PreTrainedModel | None:
-    """A small random causal language model with the same code; None = there is no such class for its configuration.
-
-    Args: module: the model; its parameters are not read.
-    Returns: a model with two layers, on the CPU, in train mode and in the dtype of `module`. Its weights are so large
-        that caps and scales have a visible effect.
-    """
-    twin = _plan_twin(module)
-    return None if twin is None else _make_twin(twin)
-
-
 def _plan_twin(module: PreTrainedModel) -> _TwinSpec | None:
     """The twin's class and configuration."""
     cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(module.config), None) if has_score_head(module) else type(module)
@@ -154,6 +143,10 @@ def _twin_capabilities(twin: _TwinSpec) -> ModelCapabilities:
 
 
 def _make_twin(twin: _TwinSpec) -> PreTrainedModel:
+    """A small random model with the same code, on the CPU, in train mode and in the dtype of the model.
+
+    Its weights are so large that caps and scales have a visible effect.
+    """
     config = copy.deepcopy(twin.config)
     if config._attn_implementation == ATTENTION:
         config._attn_implementation = "eager"

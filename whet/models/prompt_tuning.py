@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from whet.errors import ConfigError
-from whet.models.adapters import Adapter
+from whet.models.lora_layers import Adapter
 
 __all__ = ["ENCODER", "KINDS", "PromptAdapter", "is_prompt_tuned", "save_prompt"]
 

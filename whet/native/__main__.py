@@ -24,16 +24,13 @@ FAMILIES = {
 
 
 def main() -> int:
-    """Builds and prints.
-
-    Returns: 0 where all can be used; else 1.
-    """
+    """Builds the kernels, and prints their status. Returns: 0 = all can be used, else 1."""
     missing = 0
-    for name, (what, load) in FAMILIES.items():
-        found = load()
-        missing += isinstance(found, Unavailable)
-        runs = f"torch ({found.reason})" if isinstance(found, Unavailable) else f"native ({found.compiler})"
-        sys.stdout.write(f"{name:<9} {what}: {runs}\n")
+    for name, (purpose, load) in FAMILIES.items():
+        kernels = load()
+        missing += isinstance(kernels, Unavailable)
+        status = f"torch ({kernels.reason})" if isinstance(kernels, Unavailable) else f"native ({kernels.compiler})"
+        sys.stdout.write(f"{name:<9} {purpose}: {status}\n")
     return int(missing > 0)
 
 

@@ -47,7 +47,7 @@ FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-e
 ON, OFF = ("", "1", "true", "on", "yes"), ("0", "false", "off", "no")
 """Valid values of WHET_NATIVE."""
 BUILD_S = 600.0
-"""Longest a compiler may take."""
+"""Time limit of the compiler in seconds."""
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,9 @@ class Library(NamedTuple):
 
 
 def load_library(source: str) -> Library | Unavailable:
-    """A library of kernels/, built if it is not there yet.
+    """Loads a library of kernels/, and builds it first if it is not in the cache.
 
-    Args: source: name of its .cpp. Returns: the library, or why there is none.
+    Args: source: the name of its .cpp file. Returns: the library, or the reason why there is none.
 
     >>> isinstance(load_library("decode"), (Library, Unavailable))
     True
@@ -96,8 +96,8 @@ def load_library(source: str) -> Library | Unavailable:
         ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)  # torch's own: a second runtime would have threads of its own
         return Library(_load_or_build(source, compiler, version), version)
     except (OSError, subprocess.SubprocessError, IndexError, ValueError) as error:  # ValueError: quotes in $CXX
-        said = error.stderr if isinstance(error, subprocess.CalledProcessError) and error.stderr else str(error)
-        lines = said.strip().splitlines() or [type(error).__name__]
+        message = error.stderr if isinstance(error, subprocess.CalledProcessError) and error.stderr else str(error)
+        lines = message.strip().splitlines() or [type(error).__name__]
         return Unavailable(f"building them failed: {next((x for x in lines if 'error' in x), lines[0])}")
 
 
@@ -105,17 +105,17 @@ def kernels_enabled() -> bool:
     """Whether WHET_NATIVE enables the kernels; unset, it does. Raises: ConfigError: an invalid value."""
     word = os.environ.get("WHET_NATIVE", "")
     if word.lower() not in (*ON, *OFF):
-        raise ConfigError(f"WHET_NATIVE={word} in the environment must be 1 or 0; set it to 0 to do without kernels")
+        raise ConfigError(f"WHET_NATIVE={word} in the environment must be 1 or 0; set it to 0 to disable the kernels")
     return word.lower() in ON
 
 
 def load_functions(source: str, make: Callable[[Library], K]) -> K | Unavailable:
     """Loads a library and wraps it. Args: make: wraps its functions. Returns: the wrapper, or why there is none."""
-    found = load_library(source)
-    if isinstance(found, Unavailable):
-        return found
+    library = load_library(source)
+    if isinstance(library, Unavailable):
+        return library
     try:
-        return make(found)
+        return make(library)
     except (OSError, AttributeError) as error:  # a damaged file, or another version's
         return Unavailable(f"loading them failed: {error}")
 
@@ -123,8 +123,8 @@ def load_functions(source: str, make: Callable[[Library], K]) -> K | Unavailable
 def unsupported_cpu() -> Unavailable | None:
     """Why the kernels of training are disabled: they are untested on this kind of processor; None = they are on."""
     machine = platform.machine()
-    known = machine in ("x86_64", "AMD64")
-    return None if known else Unavailable(f"disabled on {machine}: untested there")
+    is_tested = machine in ("x86_64", "AMD64")
+    return None if is_tested else Unavailable(f"disabled on {machine}: untested there")
 
 
 @functools.cache
@@ -175,24 +175,24 @@ def _load_or_build(source: str, compiler: list[str], version: str) -> ctypes.CDL
             raise PermissionError(f"{path.parent} can be written by others")
         if (library := _load_cached(path)) is not None:
             return library
-        room = tempfile.TemporaryDirectory(dir=path.parent)
+        temporary = tempfile.TemporaryDirectory(dir=path.parent)
     except OSError as error:  # no home, or one that can't be written, or that others can write
-        path, room = Path(name), tempfile.TemporaryDirectory(prefix="whet-")
+        path, temporary = Path(name), tempfile.TemporaryDirectory(prefix="whet-")
         log.warning("native kernels can't be cached and are built for this process only: %s", error)
-    with room as folder, _build_lock(path):
-        if (library := _load_cached(path)) is not None:  # another process of this host has built it meanwhile
+    with temporary as folder, _build_lock(path):
+        if (library := _load_cached(path)) is not None:  # another process of this host has built it
             return library
         log.info("building native kernels (%s) with %s: some seconds, once", source, compiler[0])
-        part, made = Path(folder) / f"{source}.o", Path(folder) / name
-        _run(*compiler, *FLAGS, "-c", str(SOURCE / f"{source}.cpp"), "-o", str(part))
-        _run(*compiler, "-shared", str(part), "-o", str(made))  # OpenMP is torch's, found when it is loaded
-        if made.parent.parent == path.parent:
-            made = made.replace(path)  # whole or not at all, whoever else builds
-        return ctypes.CDLL(str(made))  # stays loaded when the folder goes
+        object_file, library_path = Path(folder) / f"{source}.o", Path(folder) / name
+        _run(*compiler, *FLAGS, "-c", str(SOURCE / f"{source}.cpp"), "-o", str(object_file))
+        _run(*compiler, "-shared", str(object_file), "-o", str(library_path))  # OpenMP is torch's, found at load time
+        if library_path.parent.parent == path.parent:
+            library_path = library_path.replace(path)  # atomic, even if another process builds it too
+        return ctypes.CDLL(str(library_path))  # it stays loaded after the folder is deleted
 
 
 def _load_cached(path: Path) -> ctypes.CDLL | None:
-    """A library of the cache; None if it is not there, or was cut short by a power cut."""
+    """A library of the cache; None = it is not there, or the file is damaged."""
     if path.exists() and _is_private(path):
         with contextlib.suppress(OSError):
             return ctypes.CDLL(str(path))
@@ -212,9 +212,9 @@ def _build_lock(path: Path) -> Iterator[None]:
 
 
 def _is_private(path: Path) -> bool:
-    """Whether no other user can write it; files there are loaded as code."""
-    found = path.lstat()
-    return found.st_uid == os.geteuid() and not found.st_mode & 0o022
+    """Whether no other user can write the file or folder; its content is loaded as code."""
+    status = path.lstat()
+    return status.st_uid == os.geteuid() and not status.st_mode & 0o022
 
 
 def _processor() -> str:

@@ -68,23 +68,23 @@ class LayerTable(ctypes.Structure):
 
 
 class DecodeKernels:
-    """The functions of decode.cpp over tensors. Args: found: the library. Raises: OSError: it is another version's."""
+    """The functions of decode.cpp. Args: library: decode.cpp, built. Raises: OSError: it is of another version."""
 
-    def __init__(self, found: Library) -> None:
-        library, self.compiler = found
-        library.whet_fact.restype, library.whet_fact.argtypes = _long, (_long,)
-        sizes = [library.whet_fact(i) for i in range(2, 5)]
-        if library.whet_fact(1) != MAX_HEAD_SIZE or sizes != [
+    def __init__(self, library: Library) -> None:
+        handle, self.compiler = library
+        handle.whet_fact.restype, handle.whet_fact.argtypes = _long, (_long,)
+        sizes = [handle.whet_fact(i) for i in range(2, 5)]
+        if handle.whet_fact(1) != MAX_HEAD_SIZE or sizes != [
             ctypes.sizeof(t) for t in (ProductTable, StepTable, LayerTable)
         ]:
             raise OSError("tables.h and decode.py name different fields")
-        self.lanes: int = library.whet_fact(0)
+        self.lanes: int = handle.whet_fact(0)
         """Numbers side by side in a register: widths must be multiples of it."""
         self.panel = 2 * self.lanes
         """Outputs of a packed weight that lie together."""
-        self._run, self._attend = library.whet_run, library.whet_attend
-        self._pack, self._multiply = library.whet_pack, library.whet_multiply
-        self._norm, self._gated = library.whet_norm, library.whet_gated
+        self._run, self._attend = handle.whet_run, handle.whet_attend
+        self._pack, self._multiply = handle.whet_pack, handle.whet_multiply
+        self._norm, self._gated = handle.whet_norm, handle.whet_gated
         self._run.argtypes = (_pointer, _pointer, _long, _long)
         self._attend.argtypes = (*(_pointer,) * 4, _long)
         self._pack.argtypes = (_pointer, _pointer, *(_long,) * 4)
@@ -184,15 +184,15 @@ def _comparisons(kernels: DecodeKernels) -> Iterator[Comparison]:
     for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         h, more = (torch.randn(3, 64, generator=generator).to(dtype) for _ in range(2))
         wide = (h.float() + more.float()).to(dtype).float()
-        want = wide * (wide.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
+        expected = wide * (wide.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
         differ = f"in {dtype} differ from torch's"
-        yield Comparison(f"norms {differ}", kernels.norm(h.clone(), more, None, 1e-6), want, limit)
+        yield Comparison(f"norms {differ}", kernels.norm(h.clone(), more, None, 1e-6), expected, limit)
         gate, up = h.float().chunk(2, -1)
         yield Comparison(f"gates {differ}", kernels.gated(h), torch.nn.functional.silu(gate) * up, limit)
         weight, bias, x = (torch.randn(*n, generator=generator).to(dtype) for n in ((70, 32), (70,), (29, 32)))
         panels = kernels.pack(weight)
-        got = kernels.multiply(ProductTable(panels.data_ptr(), bias.data_ptr(), 32, 70), x)
-        yield Comparison(f"products {differ}", got, x.float() @ weight.float().T + bias.float(), limit)
+        actual = kernels.multiply(ProductTable(panels.data_ptr(), bias.data_ptr(), 32, 70), x)
+        yield Comparison(f"products {differ}", actual, x.float() @ weight.float().T + bias.float(), limit)
         for size in (16, 64):
             attended = _compare_attention(kernels, dtype, size, generator)
             yield Comparison(f"attention in {dtype} differs from torch's", *attended, limit)
@@ -203,25 +203,25 @@ def _compare_attention(
 ) -> tuple[Tensor, Tensor]:
     """Attention of two rows, by the kernel and by torch: one prompt of 37 tokens, 70 and 2 own ones before the new."""
     draw = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)
-    made, prompt, places = torch.tensor([70, 2]), 37, 96
+    counts, prompt, places = torch.tensor([70, 2]), 37, 96
     qkv, keys, values = draw(2, 4 * size), draw(2, 1, places, size), draw(2, 1, places, size)
-    prompts, position = (draw(1, prompt, size), draw(1, prompt, size)), made + prompt
+    prompts, position = (draw(1, prompt, size), draw(1, prompt, size)), counts + prompt
     cos, sin = torch.ones(prompt + places, size, dtype=dtype), torch.zeros(prompt + places, size, dtype=dtype)
     longs = [torch.tensor(x) for x in ([0, 2], [0, 1], [prompt], [prompt])]
     addresses = [torch.tensor([x.data_ptr()]) for x in prompts]
     room = torch.empty(2, 2, 2 * size + 2)
-    tables = [cos, sin, position, made, *longs, *addresses, room]  # kept alive for the call
+    tables = [cos, sin, position, counts, *longs, *addresses, room]  # kept alive for the call
     ends, asking, tokens, lengths = (x.data_ptr() for x in longs)
-    step = StepTable(2, 2, 1, size, torch.get_num_threads(), position.data_ptr(), made.data_ptr(), cos.data_ptr(),
+    step = StepTable(2, 2, 1, size, torch.get_num_threads(), position.data_ptr(), counts.data_ptr(), cos.data_ptr(),
                      sin.data_ptr(), 1, ends, asking, tokens, room.data_ptr())  # fmt: skip
     layer = LayerTable(keys.data_ptr(), values.data_ptr(), places, addresses[0].data_ptr(), addresses[1].data_ptr(),
                        lengths, None, 0.0, 0.0, size**-0.5, 0)  # fmt: skip
-    got = kernels.attend(step, layer, qkv)
+    actual = kernels.attend(step, layer, qkv)
     del tables
-    wants = []
-    for row, n in enumerate(made.tolist()):
+    expected = []
+    for row, n in enumerate(counts.tolist()):
         new = qkv[row].view(4, size)
-        k, v = (torch.cat([p[0], own[row, 0, :n], new[2 + i : 3 + i]]).float() for i, (p, own) in
+        k, v = (torch.cat([p[0], cache[row, 0, :n], new[2 + i : 3 + i]]).float() for i, (p, cache) in
                 enumerate(zip(prompts, (keys, values), strict=True)))  # fmt: skip
-        wants.append(((new[:2].float() @ k.T) * size**-0.5).softmax(-1) @ v)
-    return got, torch.stack(wants).view(2, -1)
+        expected.append(((new[:2].float() @ k.T) * size**-0.5).softmax(-1) @ v)
+    return actual, torch.stack(expected).view(2, -1)

@@ -26,18 +26,18 @@ _long, _pointer = ctypes.c_int64, ctypes.c_void_p
 
 
 class LayerKernels:
-    """The functions of layers.cpp over tensors of one dtype, contiguous. Args: found: the library."""
+    """The functions of layers.cpp, for contiguous tensors of one dtype. Args: library: layers.cpp, built."""
 
-    def __init__(self, found: Library) -> None:
-        library, self.compiler = found
-        library.whet_fact.restype, library.whet_fact.argtypes = _long, (_long,)
-        self.lanes: int = library.whet_fact(0)
+    def __init__(self, library: Library) -> None:
+        handle, self.compiler = library
+        handle.whet_fact.restype, handle.whet_fact.argtypes = _long, (_long,)
+        self.lanes: int = handle.whet_fact(0)
         """Numbers side by side in a register: rows must be multiples of it."""
-        self._part, self._room = library.whet_fact(1), library.whet_fact(2)
-        self._weight_grad = library.whet_weight_grad
+        self._part, self._room = handle.whet_fact(1), handle.whet_fact(2)
+        self._weight_grad = handle.whet_weight_grad
         self._weight_grad.argtypes = (*(_pointer,) * 3, *(_long,) * 5, _pointer)
-        self._norm, self._norm_back = library.whet_norm, library.whet_norm_back
-        self._gated, self._gated_back = library.whet_gated, library.whet_gated_back
+        self._norm, self._norm_back = handle.whet_norm, handle.whet_norm_back
+        self._gated, self._gated_back = handle.whet_gated, handle.whet_gated_back
         self._norm.argtypes = (*(_pointer,) * 4, _long, _long, ctypes.c_double, _long, _long)
         self._norm_back.argtypes = (*(_pointer,) * 6, *(_long,) * 4)
         self._gated.argtypes = (*(_pointer,) * 3, *(_long,) * 3)
@@ -46,13 +46,12 @@ class LayerKernels:
             function.restype = None
 
     def fit(self, *tensors: Tensor) -> bool:
-        """Whether they can be taken: on a CPU, contiguous, fp32 or bf16 alike, of one shape (a weight: of one row).
-
-        Rows are of whole registers.
+        """Whether the kernels can process tensors: on a CPU, contiguous, all fp32 or all bf16, with rows of full
+        registers, and of one shape (a weight has the shape of one row).
         """
         first = tensors[0]
-        whole = first.shape[-1] % self.lanes == 0 and first.dtype in (torch.float32, torch.bfloat16)
-        return whole and all(
+        fits = first.shape[-1] % self.lanes == 0 and first.dtype in (torch.float32, torch.bfloat16)
+        return fits and all(
             x.dtype == first.dtype
             and x.device.type == "cpu"
             and x.shape in (first.shape, first.shape[-1:])
@@ -105,8 +104,8 @@ class LayerKernels:
         Args: grad: [n O]. x: [n I]. into: [O I], a sum that it is added to; None = a new one. Returns: [O I].
         """
         if not x.dtype == grad.dtype == torch.float32 or len(x) != len(grad):
-            given = f"{len(grad)} rows of {grad.dtype} and {len(x)} of {x.dtype}"
-            raise ValueError(f"{given} were given; pass as many of each, of float32")
+            shapes = f"{len(grad)} rows of {grad.dtype} and {len(x)} of {x.dtype}"
+            raise ValueError(f"got {shapes}; both must have the same number of rows, in float32")
         out, threads = x.new_empty(grad.shape[1], x.shape[1]) if into is None else into, torch.get_num_threads()
         if out.shape != (grad.shape[1], x.shape[1]) or out.dtype != torch.float32 or not out.is_contiguous():
             raise ValueError(f"the sum is {list(out.shape)} in {out.dtype}; it must be [O, I], contiguous, float32")

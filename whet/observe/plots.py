@@ -35,7 +35,7 @@ _STYLE = {
 }
 _COLORS = {"train": "#2f6fde", "eval": "#e0603c"}
 _PANELS: dict[str, tuple[str, ...]] = {
-    "reward": ("reward", "rewards/score/mean"),
+    "reward": ("reward",),
     "accuracy": ("accuracy", "eval_accuracy", "pass@1"),
     "completion tokens": ("completions/mean_length",),
     "share truncated at the limit": ("completions/clipped_ratio",),

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
+from whet.util.log_lines import LevelFormatter
 from whet.util.streams import Stderr
 from whet.util.text_lines import join_fields, wrap_text
 
@@ -65,19 +66,10 @@ def setup_logging(level: int = logging.INFO) -> None:
         handler: logging.Handler = _AboveBarHandler()
     else:
         handler = logging.StreamHandler(Stderr())
-    handler.setFormatter(_LevelFormatter("%(message)s" if first else f"[rank {os.environ['RANK']}] %(message)s"))
+    handler.setFormatter(LevelFormatter("%(message)s" if first else f"[rank {os.environ['RANK']}] %(message)s"))
     others = logging.WARNING if first else logging.ERROR
     logging.basicConfig(level=others, handlers=[handler], force=True)
     logging.getLogger("whet").setLevel(level if first else logging.ERROR)
-
-
-class _LevelFormatter(logging.Formatter):
-    """Formats a record as its message; warnings and errors begin with their level."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Formats a record."""
-        text = super().format(record)
-        return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
 
 
 class _AboveBarHandler(logging.Handler):
@@ -177,7 +169,7 @@ class Progress:
         return [f"{timedelta(seconds=seconds)} left"]
 
     def _with_curve(self, texts: list[str]) -> str:
-        """The text beside the bar, with a curve after the first metric if the terminal is wide enough."""
+        """The text after the bar, with a curve after the first metric if the terminal is wide enough."""
         room = _console().width - _OTHER_COLUMNS - len(str(self.description)) - len("  ".join(texts))
         room -= _BAR_COLUMNS if _console().width >= _MIN_WIDTH_FOR_BAR else 0
         curve = f" {sparkline(self._values, min(24, room))}" if room >= 6 else ""

@@ -39,7 +39,7 @@ from whet.ops.corrections import (
     sampling_metrics,
     weight_metrics,
 )
-from whet.ops.counter_rng import address_key, uniform
+from whet.ops.counter_rng import address_key, keep_mask, uniform
 from whet.ops.divergence import check_beta, generalized_jsd, log_mixture
 from whet.ops.kl import KL_MODES, adapted_beta, kl_divergence, kl_rewards, reference_kl, sequence_mean_kl
 from whet.ops.logprobs import entropy, is_likeliest, log_sum_sq_probs, selective_log_softmax
@@ -56,7 +56,6 @@ from whet.ops.masked import (
     segment_sum,
     to_fp32,
 )
-from whet.ops.objective import Objective
 from whet.ops.policy_losses import (
     IMPORTANCE_LEVELS,
     POLICY_LOSSES,
@@ -76,6 +75,7 @@ from whet.ops.policy_losses import (
     vespo,
     zero_without_advantage,
 )
+from whet.ops.policy_objective import PolicyObjective
 from whet.ops.sft_losses import SFT_LOSSES, dynamic_fine_tuning
 from whet.ops.shapes import check_shapes
 from whet.ops.support import Support, allowed_tokens, draw, greedy, support_logits
@@ -104,7 +104,7 @@ __all__ = [
     "AdvantageInputs",
     "GroupedRewards",
     "LossInputs",
-    "Objective",
+    "PolicyObjective",
     "Support",
     "adapted_beta",
     "address_key",
@@ -140,6 +140,7 @@ __all__ = [
     "grpo_advantages",
     "high_entropy_mask",
     "is_likeliest",
+    "keep_mask",
     "kl_divergence",
     "kl_rewards",
     "log_mixture",

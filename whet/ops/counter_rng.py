@@ -8,15 +8,19 @@ Left out on purpose: normal numbers and permutations; and secrecy: the hash is f
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-__all__ = ["address_key", "uniform"]
+__all__ = ["address_key", "keep_mask", "uniform"]
 
 # splitmix64 (Steele, Lea, Flood, OOPSLA 2014): the increment and the multipliers of its finaliser.
 _GAMMA = 0x9E3779B97F4A7C15
 _MUL1 = 0xBF58476D1CE4E5B9
 _MUL2 = 0x94D049BB133111EB
 _MASK64 = 2**64 - 1
+# the multipliers of MurmurHash3's 32-bit finaliser, as int32
+_MUR1 = 0x85EBCA6B - 2**32
+_MUR2 = 0xC2B2AE35 - 2**32
 
 
 def address_key(seed: int, step: int, prompt: int, generation: int) -> int:
@@ -62,6 +66,34 @@ def uniform(keys: Tensor, positions: Tensor) -> Tensor:
     """
     h = _mix(_mix(keys) ^ positions)
     return _shift(h, 11).double() * 2.0**-53
+
+
+def keep_mask(keys: Tensor, width: int, p: float) -> Tensor:
+    """Which numbers of a matrix dropout keeps: each is dropped with probability p, rounded to a multiple of 2**-24.
+
+    A number depends on the key of its row and on its column only. It has 32 bits, since a mask is as large as what it
+    masks: mur(kᵢ xor cⱼ), with k and c the upper halves of mix(key) and mix(column).
+
+    Args: keys: Long [n]. width: columns. p: between 0 and 1.
+    Returns: Bool [n width].
+    Source: MurmurHash3's finaliser, fmix32.
+
+    >>> kept = keep_mask(torch.arange(1000), 1000, 0.25)
+    >>> round(kept.double().mean().item(), 2)
+    0.75
+    >>> bool((keep_mask(torch.tensor([7]), 1000, 0.25) == kept[7]).all())
+    True
+    """
+    rows, columns = (_mix(x).bitwise_right_shift(32).int() for x in (keys, torch.arange(width, device=keys.device)))
+    h = rows[:, None] ^ columns
+    h ^= (h >> 16) & 0xFFFF
+    h *= _MUR1
+    h ^= (h >> 13) & 0x7FFFF
+    h *= _MUR2
+    h ^= (h >> 16) & 0xFFFF
+    h >>= 8
+    h &= 0xFFFFFF
+    return h >= round(p * 2**24)
 
 
 def _mix(z: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The divergence of two distributions over a vocabulary, whole.
+"""The divergence of two full distributions over a vocabulary.
 
 Dim legend: V vocabulary; "..." any leading dims. Left out on purpose: anything that avoids holding [tokens, V]; that
 belongs to the models, which call this a chunk of tokens at a time.
@@ -69,13 +69,13 @@ def log_mixture(logprobs: Tensor, teacher_logprobs: Tensor, gkd_beta: float) -> 
     if gkd_beta in (0.0, 1.0):
         return teacher_logprobs if gkd_beta else logprobs
     check_beta(gkd_beta)
-    none = (logprobs == -torch.inf) & (teacher_logprobs == -torch.inf)  # of these the backward would be NaN
+    none = (logprobs == -torch.inf) & (teacher_logprobs == -torch.inf)  # their backward would be NaN
     own, other = (x.masked_fill(none, 0.0) for x in (logprobs, teacher_logprobs))
     mixture = torch.logaddexp(own + math.log1p(-gkd_beta), other + math.log(gkd_beta))
     return mixture.masked_fill(none, -torch.inf)
 
 
-def _kl(of: Tensor, other: Tensor) -> Tensor:
-    """Σ_v of_v (log of_v − log other_v)."""
-    none = of == -torch.inf  # masked before the difference: inf − inf would be NaN, in the backward as well
-    return (of.exp() * (of - other.masked_fill(none, 0.0)).masked_fill(none, 0.0)).sum(-1)
+def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Σ_v p_v (log p_v − log q_v)."""
+    zero = log_p == -torch.inf  # masked before the difference: inf − inf would be NaN, in the backward as well
+    return (log_p.exp() * (log_p - log_q.masked_fill(zero, 0.0)).masked_fill(zero, 0.0)).sum(-1)

@@ -53,6 +53,8 @@ class FSDPPlacement(Placement):
     def __init__(self, mesh: DeviceMesh, ranks: Ranks) -> None:
         super().__init__()
         self.mesh, self.ranks = mesh, ranks
+        self._whole = False
+        """Whether this rank has the whole model now, so that it runs passes without the others."""
 
     def prepare(self, module: nn.Module, dtype: torch.dtype | None) -> None:
         """Shards every decoder layer, and the rest of the model (embedding, last norm, head) as one more part.
@@ -87,15 +89,17 @@ class FSDPPlacement(Placement):
 
     @contextmanager
     def weights(self) -> Iterator[nn.Module]:
-        """See Placement: every rank gathers the whole model once, then samples without waiting for other ranks."""
+        """See Placement: every rank gathers the whole model once, then samples or scores without the other ranks."""
         parts = _parts(self.module)
         self.forward(lambda: ())  # the root must run once before a layer runs on its own
         for part in parts:
             part.set_reshard_after_forward(False, recurse=False)
             part.unshard()
+        self._whole = True
         try:
             yield self.module
         finally:
+            self._whole = False
             self._reshard()
             for part in parts:
                 part.set_reshard_after_forward(part is not self.module, recurse=False)
@@ -114,6 +118,8 @@ class FSDPPlacement(Placement):
         yield copy.deepcopy(self._skeleton, gathered) if self.ranks.is_writer else self._skeleton
 
     def _reshard(self) -> None:
+        if self._whole:
+            return
         for part in _parts(self.module):
             part.reshard()
 
@@ -125,10 +131,17 @@ class FSDPPlacement(Placement):
 
     def split_passes(self, passes: Sequence[Result]) -> list[tuple[Result, bool]]:
         """See Placement; passes have similar costs, so they are dealt in turn. All ranks must run as many passes."""
+        if self._whole:
+            return super().split_passes(passes)
         size = self.ranks.size
         own = [(x, True) for x in passes[self.ranks.rank :: size]]
         missing = -(-len(passes) // size) - len(own)
         return own + [(passes[-1], False)] * missing
+
+    def check_same_passes(self, facts: Mapping[str, Any]) -> None:
+        """See Placement."""
+        if not self._whole:
+            self.ranks.check_same("batch", facts)
 
     def set_gradient_sync(self, last: bool) -> None:
         """See Placement."""
@@ -137,7 +150,7 @@ class FSDPPlacement(Placement):
 
     def gather_columns(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See Placement."""
-        for column in columns.values():
+        for column in columns.values() if not self._whole else ():
             dist.all_reduce(column, group=self.mesh.get_group())
         return dict(columns)
 

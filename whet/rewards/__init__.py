@@ -1,5 +1,6 @@
-"""Rewards: the contract of a reward function, its manager, and functions for text, numbers, formulas and lengths."""
+"""Rewards: the contract of a reward function, its manager, and functions for texts, numbers, programs and lengths."""
 
+from whet.rewards.code import code_tests
 from whet.rewards.function_info import per_completion
 from whet.rewards.length import overlong, within_length
 from whet.rewards.maths import math_match
@@ -10,6 +11,7 @@ from whet.rewards.verifiers import verifiers
 
 __all__ = [
     "boxed",
+    "code_tests",
     "exact_match",
     "format_match",
     "fuzzy_match",

@@ -1,7 +1,7 @@
-"""What reward functions give, as numbers, and any value as text. Nothing that a value does reaches the caller.
+"""Checks the values that reward functions return, and converts them to numbers. A value's own errors are caught.
 
-Left out on purpose: text that looks like a number. "1" from a judge may be a score or a label; the function knows. And
-torch, which a value brings along where it needs it: worker processes of rewards start without.
+A text that looks like a number is not converted: "1" from a judge may be a score or a label, and only the function
+knows which. This module does not import torch, because reward workers start without it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import numpy as np
 
 from whet.errors import RewardError, RewardValueError, format_exception, format_value
 
-__all__ = ["Judged", "OnError", "checked_rewards", "judged", "raised", "settled"]
+__all__ = ["CheckedRewards", "OnError", "apply_on_error", "check_values", "checked_rewards", "error_from_exception"]
 
 LOG = logging.getLogger(__name__)
 MAX_REWARD = 1e15
-"""The size of a reward: beyond it, differences within a group are lost in double precision."""
+"""The largest size of a reward. Beyond it, differences within a group are lost in double precision."""
 NO_NUMBERS = (
     str,
     bytes,
@@ -35,30 +35,31 @@ NO_NUMBERS = (
     np.datetime64,
     np.timedelta64,
 )
-"""What `float` takes, in part or whole, and a reward is not."""
+"""Types that `float` accepts, but that are not rewards."""
 OnError = Literal["raise", "none"]
-"""A failing reward function stops the run, or counts as "not applicable"."""
+"""Whether a failing reward function stops the run ("raise") or counts as "not applicable" ("none")."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Judged:
-    """What a function gave for a batch, as numbers, and what of it was wrong.
+class CheckedRewards:
+    """A function's rewards of a batch, as numbers, and the first problem with its values.
 
-    Example: [1, None, "x"] is Judged(rewards=[1.0, nan, nan], wrong=1, problem="... returned 'x' for row 0 ...").
+    Example: [1, None, "x"] is CheckedRewards(rewards=[1.0, nan, nan], wrong=1, problem="... returned 'x' for row 0
+    ...").
     """
 
     rewards: np.ndarray
-    """float64 [N], NaN = not applicable, or wrong."""
+    """float64 [N]; NaN = not applicable, or invalid."""
     wrong: int = 0
-    """Entries that were no rewards."""
+    """The number of invalid entries."""
     problem: str | None = None
-    """What was wrong; None = nothing."""
+    """A message on the first invalid entry; None = all are valid."""
 
     @classmethod
-    def failed(cls, problem: str, count: int) -> Judged:
-        """Of a function that gave nothing for so many completions.
+    def failed(cls, problem: str, count: int) -> CheckedRewards:
+        """The result of a function that failed. Args: problem: the message. count: the number of completions.
 
-        >>> Judged.failed("reward function f raised ValueError: no", 2).wrong
+        >>> CheckedRewards.failed("reward function f raised ValueError: no", 2).wrong
         2
         """
         return cls(rewards=np.full(count, math.nan), wrong=count, problem=problem)
@@ -67,40 +68,43 @@ class Judged:
 def checked_rewards(
     value: Any, ids: Sequence[str], *, name: str, on_error: OnError = "raise", nan_is_none: bool = False
 ) -> tuple[np.ndarray, int]:
-    """What a function returned, as numbers.
+    """Converts a function's return value to numbers.
 
     Args:
-        value: a list, tuple, array or tensor of numbers, bools or None, one per completion. A tensor may be sparse, lie
-            on any device and have a gradient, which is dropped.
-        ids: [N] trajectory ids. name: of the function.
-        on_error: "raise", or "none": what is wrong becomes NaN and is counted.
-        nan_is_none: NaN says what None says; False = it is wrong.
+        value: a list, tuple, array or tensor of numbers, bools or None, one per completion. A tensor may be sparse, on
+            any device, and require a gradient.
+        ids: [N] trajectory ids.
+        name: the function's name.
+        on_error: "raise", or "none": invalid entries become NaN and are counted.
+        nan_is_none: whether NaN means "not applicable", like None; False = NaN is invalid.
 
     Returns:
-        float64 [N], NaN = not applicable (None); and how many were wrong.
+        float64 [N], where NaN is not applicable (None) or invalid; and the number of invalid entries.
 
     Raises:
-        RewardError: None as a whole, no list, a wrong length, NaN, too large or no number, with row, value and type.
+        RewardError: not a list, a wrong length, or an entry that is not a finite number of a sensible size; the message
+            has the row, the value and its type.
 
     >>> checked_rewards([1, None, True], ["0_0", "0_1", "0_2"], name="f")
     (array([ 1., nan,  1.]), 0)
     """
-    return settled(judged(value, ids, name=name, nan_is_none=nan_is_none), len(ids), on_error)
+    return apply_on_error(check_values(value, ids, name=name, nan_is_none=nan_is_none), len(ids), on_error)
 
 
-def settled(found: Judged | RewardError, count: int, on_error: OnError) -> tuple[np.ndarray, int]:
-    """The rewards of a function and how many were wrong, which is an error or a warning.
+def apply_on_error(found: CheckedRewards | RewardError, count: int, on_error: OnError) -> tuple[np.ndarray, int]:
+    """Raises an error for invalid rewards, or logs a warning.
 
-    Args: found: what it gave for so many completions, or its failure. on_error: as checked_rewards.
-    Raises: RewardError: something was wrong, and on_error says so.
+    Args: found: a function's rewards, or its failure. count: the number of completions. on_error: see checked_rewards.
+    Returns: the rewards, and the number of invalid entries.
+    Raises: RewardError: there are invalid entries, and on_error is "raise".
 
-    >>> settled(Judged(rewards=np.ones(1)), 1, "raise")
+    >>> apply_on_error(CheckedRewards(rewards=np.ones(1)), 1, "raise")
     (array([1.]), 0)
     """
     if isinstance(found, RewardError):
         if on_error == "raise":
             raise found
-        found = Judged.failed(str(found), count)
+        found = CheckedRewards.failed(str(found), count)
     if found.problem is not None:
         if on_error == "raise":
             raise RewardValueError(found.problem)
@@ -108,12 +112,12 @@ def settled(found: Judged | RewardError, count: int, on_error: OnError) -> tuple
     return found.rewards, found.wrong
 
 
-def judged(value: Any, ids: Sequence[str], *, name: str, nan_is_none: bool = False) -> Judged:
-    """What a function returned, as numbers and what is wrong with them, the first entry of that kind named.
+def check_values(value: Any, ids: Sequence[str], *, name: str, nan_is_none: bool = False) -> CheckedRewards:
+    """Checks a function's return value, without raising; `problem` names the first invalid entry.
 
-    Args: as checked_rewards.
+    Args: see checked_rewards.
 
-    >>> judged(3, ["0_0", "0_1"], name="f").problem
+    >>> check_values(3, ["0_0", "0_1"], name="f").problem
     "reward function f returned int '3'; return a list of 2 numbers, one per completion"
     """
     problem = _shape_problem(value, len(ids))
@@ -123,7 +127,7 @@ def judged(value: Any, ids: Sequence[str], *, name: str, nan_is_none: bool = Fal
     if problem is not None:
         problem = f"reward function {name} returned {problem}; return a list of {len(ids)} numbers, one per completion"
         problem += " (None entries mean: not applicable)" if value is None else ""
-        return Judged.failed(problem, len(ids))
+        return CheckedRewards.failed(problem, len(ids))
     rewards, wrong = np.full(len(ids), math.nan), 0
     for i, item in enumerate(items):
         if item is None or (nan_is_none and _is_nan(item)):
@@ -140,28 +144,29 @@ def judged(value: Any, ids: Sequence[str], *, name: str, nan_is_none: bool = Fal
                 "apply"
             )
         wrong += 1
-    return Judged(rewards=rewards, wrong=wrong, problem=problem)
+    return CheckedRewards(rewards=rewards, wrong=wrong, problem=problem)
 
 
-def raised(what: str, error: BaseException, own: str) -> RewardError:
-    """The error for a function that raised.
+def error_from_exception(what: str, error: BaseException, own: str) -> RewardError:
+    """The RewardError for an exception of a function.
 
-    Args: what: raised it. error: with its traceback. own: the file that called it, which is not worth naming.
+    Args: what: the function, for the message. error: the exception. own: the caller's file, which the message leaves
+        out.
 
-    >>> print(raised("reward function f", ValueError("no"), __file__))
+    >>> print(error_from_exception("reward function f", ValueError("no"), __file__))
     reward function f raised ValueError: no
     """
-    words = format_exception(error)
-    text = f"{what} raised {words}"
+    exception = format_exception(error)
+    text = f"{what} raised {exception}"
     frames = traceback.extract_tb(error.__traceback__)
     if frames and frames[-1].filename != own:
         text += f" ({Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line})"
-    if isinstance(error, AttributeError) and "'list' object" in words:
+    if isinstance(error, AttributeError) and "'list' object" in exception:
         text += "; for conversations a completion is a list of messages: whet.rewards.text.text_of(c) is its text"
-    if "main thread" in words or "threaded environment" in words:
+    if "main thread" in exception or "threaded environment" in exception:
         text += (
-            "; call train() on the main thread, or set trainer.reward_workers=1, which calls it on that of a process "
-            "of its own"
+            "; call train() on the main thread, or set trainer.reward_workers=1: a worker process calls the function "
+            "on its main thread"
         )
     failed = RewardError(text)
     failed.__cause__ = error
@@ -173,13 +178,13 @@ def _entry(count: int) -> str:
 
 
 def _is_tensor(value: Any) -> TypeGuard[Any]:
-    """Whether a value is a tensor; without torch there are none."""
+    """Whether a value is a tensor; without torch nothing is."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
 
 
 def _kind(value: Any) -> str:
-    """What a value is, for messages."""
+    """Describes a value's type, for messages."""
     if _is_tensor(value):
         return f"a tensor of shape {_shape(value)} on {value.device}"
     if isinstance(value, np.ndarray):
@@ -188,7 +193,7 @@ def _kind(value: Any) -> str:
 
 
 def _shape(value: Any) -> list[int] | str:
-    """The shape of an array or tensor; a nested one has none to speak of."""
+    """The shape of an array or tensor; a nested tensor raises, and its exception is named instead."""
     try:
         return [int(n) for n in value.shape]
     except Exception as error:
@@ -196,13 +201,13 @@ def _shape(value: Any) -> list[int] | str:
 
 
 def _shape_problem(value: Any, count: int) -> str | None:
-    """What is wrong with a returned value as a whole; None = nothing."""
+    """The problem with a returned value as a whole; None = no problem."""
     if value is None:
         return "None"
     if isinstance(value, np.ndarray) or _is_tensor(value):
         return None if _shape(value) == [count] else f"shape {_shape(value)}, {_kind(value)}"
-    listed = not isinstance(value, type | str | bytes | bytearray | memoryview | Mapping | set | frozenset)
-    if not listed or not hasattr(value, "__len__"):
+    can_be_list = not isinstance(value, type | str | bytes | bytearray | memoryview | Mapping | set | frozenset)
+    if not can_be_list or not hasattr(value, "__len__"):
         return f"{type(value).__name__} {_text(value)!r}"
     try:
         length = len(value)
@@ -212,7 +217,7 @@ def _shape_problem(value: Any, count: int) -> str | None:
 
 
 def _text(value: Any) -> str:
-    """The beginning of a value's own text."""
+    """The beginning of `str(value)`."""
     try:
         return str(value)[:60]
     except Exception:
@@ -220,38 +225,38 @@ def _text(value: Any) -> str:
 
 
 def _entries(value: Any, count: int) -> tuple[list[Any], str | None]:
-    """The entries of a list, array or tensor of the right length; and what is wrong, where they can't be read."""
+    """The entries of a list, array or tensor of the right length, and the problem if they can't be read."""
     what = _kind(value) if (isinstance(value, np.ndarray) or _is_tensor(value)) else f"a value {_kind(value)}"
     try:
         if _is_tensor(value):
             value = value.detach()
             return (value if str(value.layout) == "torch.strided" else value.to_dense()).tolist(), None
-        if isinstance(value, np.ndarray) and value.dtype.kind not in "mM":  # tolist makes numbers of durations
+        if isinstance(value, np.ndarray) and value.dtype.kind not in "mM":  # tolist converts durations to numbers
             return value.tolist(), None
-        items = list(itertools.islice(value, count + 1))  # its length may be a lie
+        items = list(itertools.islice(value, count + 1))  # the length may be wrong
     except Exception as error:
         return [], f"{what} that can't be read ({format_exception(error)})"
     if len(items) == count:
         return items, None
-    how = "more" if len(items) > count else "fewer"
-    return [], f"a value {_kind(value)} with {how} entries than the {count} that its length says"
+    relation = "more" if len(items) > count else "fewer"
+    return [], f"a value {_kind(value)} with {relation} entries than its length, {count}"
 
 
 def _is_nan(item: Any) -> bool:
-    """Whether an entry is a number, and that is NaN: what is not equal to itself."""
+    """Whether an entry is NaN."""
     try:
         return not isinstance(item, NO_NUMBERS) and bool(item != item)
-    except Exception:  # an array of several, or whatever its own methods may raise
+    except Exception:  # an array of several numbers, or an object with methods that raise
         return False
 
 
 def _number(item: Any) -> float:
-    """An entry as a number; NaN where it is none."""
+    """Converts an entry to a number; NaN if it is not one."""
     try:
         if _is_tensor(item):
             item = item.detach().to_dense().item()
         elif isinstance(item, np.ndarray):
             item = item.item()
         return math.nan if isinstance(item, NO_NUMBERS) else float(item)
-    except Exception:  # whatever its own __float__ may raise
+    except Exception:  # an object's __float__ may raise anything
         return math.nan

@@ -1,4 +1,4 @@
-"""What reward functions ask of a data set: the columns that they name, and answers that they can read."""
+"""Checks a data set for reward functions: the columns that they name, and the answers that they read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from whet.errors import DataError, format_value, raise_all
-from whet.rewards.call import RewardFn, RewardInputs, keywords
+from whet.rewards.call import RewardFn, RewardInputs, select_keywords
 from whet.rewards.numbers import number_match, read_value
 from whet.rewards.text import boxed, gold_boxed, gold_number, golds_of, last_number
 
@@ -20,7 +20,8 @@ GOLDS: dict[Callable[..., Any], Callable[[str], Any]] = {
     last_number: gold_number,
     number_match: read_value,
 }
-"""What reads an answer, where it may find nothing. Not math_match: it reads nearly any text, and takes its time."""
+"""Reward function -> its reader of answers, which returns None for an unreadable answer. math_match is left out: it
+reads nearly any text, and is slow."""
 
 
 def check_columns(
@@ -29,10 +30,11 @@ def check_columns(
     algo_fields: Mapping[str, Any],
     extras: Mapping[str, Any] | None = None,
 ) -> None:
-    """Looks whether reward functions get what they need.
+    """Checks that all arguments of reward functions are available.
 
-    Args: fns: by name. columns: of the data set, without the prompt. algo_fields, extras: what is offered besides.
-    Raises: ConfigError: a function needs an argument that is neither a column nor offered; all of them at once.
+    Args: fns: the functions by name. columns: the data set's columns, without the prompt. algo_fields, extras: further
+        available arguments.
+    Raises: ConfigError: arguments that are not available, of all functions at once.
     """
     empty = RewardInputs(
         prompts=[],
@@ -42,38 +44,39 @@ def check_columns(
         columns={name: [] for name in columns},
         extras=extras or {},
     )
-    words = {"extras": empty.extras.keys()}
-    raise_all(partial(keywords, fn, empty.offered(), algo_fields, name=name, **words) for name, fn in fns.items())
+    select = partial(select_keywords, offered=empty.offered(), by_name=algo_fields, extras=empty.extras.keys())
+    raise_all(partial(select, fn, name=name) for name, fn in fns.items())
 
 
 def check_answers(fns: Mapping[str, RewardFn], rows: Iterable[tuple[int, Mapping[str, Any]]], what: str) -> None:
-    """Looks over the answers of a data set: one that a function can't read is None there, and teaches nothing.
+    """Checks the answers of a data set. A completion gets no reward if a function can't read the row's answer.
 
-    Args: fns: by name. rows: the number and the columns of each, read only where that is needed. what: they are.
-    Raises: DataError: some can't be read, of any function.
+    Args: fns: the functions by name. rows: (number, columns) of each row, iterated only if a function reads answers.
+        what: a noun for the rows, for the message.
+    Raises: DataError: unreadable answers, of all functions at once.
 
     >>> check_answers({"last_number": last_number}, [(7, {"answer": "8"}), (9, {"answer": None})], "rows")
     """
-    reads = {name: gold for name, fn in fns.items() if (gold := _gold(fn)) is not None}
-    answers = [(row, golds_of(columns.get("answer"))) for row, columns in rows] if reads else []
-    found = []
-    for name, gold in reads.items():
-        unread = [(row, golds[0]) for row, golds in answers if golds and all(gold(one) is None for one in golds)]
+    readers = {name: reader for name, fn in fns.items() if (reader := _find_reader(fn)) is not None}
+    answers = [(row, golds_of(columns.get("answer"))) for row, columns in rows] if readers else []
+    problems = []
+    for name, read in readers.items():
+        unread = [(row, golds[0]) for row, golds in answers if golds and all(read(gold) is None for gold in golds)]
         if unread:
-            some = ", ".join(f"row {row}: {format_value(said, 40)}" for row, said in unread[:3])
+            examples = ", ".join(f"row {row}: {format_value(answer, 40)}" for row, answer in unread[:3])
             more = ", ..." * (len(unread) > 3)
-            found.append(
-                f"{name} can't read the answer of {len(unread)} of {len(answers)} {what} ({some}{more}), which would "
-                "have no reward; take another function (number_match reads fractions, math_match formulas, "
-                "exact_match texts), correct or empty these answers, or let them be by trainer.on_reward_error=none "
+            problems.append(
+                f"{name} can't read the answer of {len(unread)} of {len(answers)} {what} ({examples}{more}), which "
+                "would have no reward; use another function (number_match reads fractions, math_match formulas, "
+                "exact_match texts), correct or empty these answers, or accept them by trainer.on_reward_error=none "
                 "(of whet eval: on_reward_error=none)"
             )
-    if found:
-        raise DataError("\n".join(found))
+    if problems:
+        raise DataError("\n".join(problems))
 
 
-def _gold(fn: Any) -> Callable[[str], Any] | None:
-    """What a function reads its answers with; None = it reads none, or any."""
-    bound = isinstance(fn, functools.partial)
-    own = fn.func if bound and "answer" not in fn.keywords else fn
-    return GOLDS.get(own) if inspect.isfunction(own) else None
+def _find_reader(fn: Any) -> Callable[[str], Any] | None:
+    """A function's reader of answers; None = it reads no answers, or any."""
+    is_partial = isinstance(fn, functools.partial)
+    inner = fn.func if is_partial and "answer" not in fn.keywords else fn
+    return GOLDS.get(inner) if inspect.isfunction(inner) else None

@@ -1,10 +1,10 @@
-"""A plain function of the user's, called with a deadline.
+"""Calls a user's plain function with a deadline.
 
-It is called on the caller's thread where that is the main one, so that what needs a main thread works as it is written:
-alarms (math-verify's time limits), other signals, connections that belong to the thread that made them. A thread beside
-it watches the clock and interrupts the call by a signal. No other thread can handle signals: there the call gets a
-thread of its own, which is left behind where it is late. Left out on purpose: ending what runs no Python and hears no
-signal, or holds Python's lock for ever; only a process of its own can be ended then (workers.py).
+On the main thread, the function runs there, so that code that needs the main thread works: alarms (math-verify's time
+limits), other signals, connections that belong to a thread. A timer thread interrupts the call by a signal. Only the
+main thread can handle signals: on any other thread, the call runs in a new thread, which is abandoned at the deadline.
+Code that runs no Python, or holds Python's lock for ever, can't be interrupted; only a worker process can be killed
+(workers.py).
 """
 
 from __future__ import annotations
@@ -24,104 +24,105 @@ from typing import Any
 import torch
 
 from whet.errors import RewardError
-from whet.rewards.checked_values import raised
+from whet.rewards.checked_values import error_from_exception
 
-__all__ = ["call_in_time", "late", "like_here"]
+__all__ = ["call_with_deadline", "timeout_error", "with_caller_context"]
 
 LOG = logging.getLogger("whet")
-NUDGE = signal.SIGURG
-"""Interrupts a call: by default it is ignored, so that one that comes too late does nothing."""
-NUDGE_S = 0.1
-"""How often a call that is late is interrupted, since its own `except:` may catch the first."""
+INTERRUPT_SIGNAL = signal.SIGURG
+"""The signal that interrupts a call. It is ignored by default, so a late signal does no harm."""
+INTERRUPT_INTERVAL_S = 0.1
+"""Seconds between two interrupts: the function's own `except:` may catch the first."""
 STUCK_S = 5.0
-"""How long after its deadline it is said of a call that nothing interrupts it."""
-PERSONS = (signal.SIGINT, signal.SIGHUP)
-"""What a terminal sends to all programs: those that a function starts are to finish, since the step needs them."""
+"""Seconds after the deadline until an error is logged that nothing interrupts the call."""
+TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGHUP)
+"""Signals that a terminal sends to all its programs. Programs that a function starts must not end by them."""
 
 
-def call_in_time(call: Callable[[], Any], what: str, timeout_s: float | None) -> Any:
-    """What a plain function of the user's returned, or the RewardError that stands for its failure.
+def call_with_deadline(call: Callable[[], Any], what: str, timeout_s: float | None) -> Any:
+    """Calls a user's plain function. Returns: its value, or the RewardError of its failure.
 
-    Gradient mode, CUDA device, context variables and a running event loop are afterwards as they were.
+    Gradient mode, CUDA device, context variables and a running event loop are restored afterwards.
 
-    Args: call: without arguments. what: it is, for messages. timeout_s: None = no deadline, on the caller's thread.
+    Args: call: takes no arguments. what: the function, for messages. timeout_s: None = no deadline, on the caller's
+        thread.
 
-    >>> str(call_in_time(lambda: 1 / 0, "reward function f", None))[:40]
+    >>> str(call_with_deadline(lambda: 1 / 0, "reward function f", None))[:40]
     'reward function f raised ZeroDivisionErr'
     """
     on_main = threading.current_thread() is threading.main_thread()
     if timeout_s is not None and not on_main:
-        return _in_a_thread(call, what, timeout_s)
-    box: list[Any] = []
-    watch = None if timeout_s is None else _Watch(what, timeout_s)
+        return _call_in_thread(call, what, timeout_s)
+    results: list[Any] = []
+    timer = None if timeout_s is None else _Timer(what, timeout_s)
     try:
         try:
-            box.append(_as_before(call))
-        except (KeyboardInterrupt, _Late):  # on this thread an interrupt is the user's
+            results.append(_call_and_restore(call))
+        except (KeyboardInterrupt, _Timeout):  # on this thread an interrupt is the user's
             raise
         except BaseException as error:
-            box.append(raised(what, error, __file__))
+            results.append(error_from_exception(what, error, __file__))
         finally:
-            if watch is not None:
-                watch.over = True
-    except _Late:
+            if timer is not None:
+                timer.over = True
+    except _Timeout:
         pass
     finally:
-        if watch is not None:
-            watch.close()
-    if watch is None or not watch.late:
-        return box[0]
-    return late(what, timeout_s, "was interrupted")
+        if timer is not None:
+            timer.close()
+    if timer is None or not timer.expired:
+        return results[0]
+    return timeout_error(what, timeout_s, "was interrupted")
 
 
-def late(what: str, timeout_s: float | None, end: str) -> RewardError:
-    """The error for a function that is late. Args: what, timeout_s: see call_in_time. end: what became of it."""
-    ways = "or raise trainer.reward_timeout_s"
-    if what.startswith("reward function"):  # an environment's interact runs in no worker process
-        ways = "raise trainer.reward_timeout_s (async ones must never block), or set trainer.reward_workers=1, which "
-        ways += "can kill it"
-    return RewardError(f"{what} returned nothing within {timeout_s} s and {end}. Give it a limit of its own, {ways}")
+def timeout_error(what: str, timeout_s: float | None, end: str) -> RewardError:
+    """The error for a function that timed out. Args: what, timeout_s: see call_with_deadline. end: how it ended."""
+    fix = "or raise trainer.reward_timeout_s"
+    if what.startswith("reward function"):  # an environment's interact never runs in a worker process
+        fix = "raise trainer.reward_timeout_s (async ones must never block), or set trainer.reward_workers=1, which "
+        fix += "can kill it"
+    return RewardError(f"{what} returned nothing within {timeout_s} s and {end}. Give it a limit of its own, {fix}")
 
 
-def like_here(run: Callable[[], None]) -> Callable[[], None]:
-    """The same to be run in another thread, with this thread's context variables, gradient mode and CUDA device.
+def with_caller_context(run: Callable[[], None]) -> Callable[[], None]:
+    """Wraps a function for another thread. There it has this thread's context variables, gradient mode, CUDA device.
 
-    SIGINT and SIGHUP are blocked there, and so in the programs that it starts: a terminal sends them to all, and the
-    result of an interrupted program is no reward. This process hears them on its main thread.
+    SIGINT and SIGHUP are blocked in the thread and in the programs that it starts: a terminal sends them to all
+    programs, and an interrupted program's result is not a reward. The main thread receives them.
     """
     context, grad = contextvars.copy_context(), torch.is_grad_enabled()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
-    def there() -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, PERSONS)
+    def run_in_context() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL_SIGNALS)
         if device is not None:
             torch.cuda.set_device(device)
         with torch.set_grad_enabled(grad):
             context.run(run)
 
-    return there
+    return run_in_context
 
 
-def _in_a_thread(call: Callable[[], Any], what: str, timeout_s: float) -> Any:
-    box: list[Any] = []
+def _call_in_thread(call: Callable[[], Any], what: str, timeout_s: float) -> Any:
+    results: list[Any] = []
 
     def run() -> None:
         try:
-            box.append(call())
+            results.append(call())
         except BaseException as error:
-            box.append(raised(what, error, __file__))
+            results.append(error_from_exception(what, error, __file__))
 
-    thread = threading.Thread(target=like_here(run), name=what, daemon=True)
+    thread = threading.Thread(target=with_caller_context(run), name=what, daemon=True)
     thread.start()
     thread.join(timeout_s)
-    return box[0] if box else late(what, timeout_s, "continues in a thread that can't be ended")
+    return results[0] if results else timeout_error(what, timeout_s, "continues in a thread that can't be ended")
 
 
-def _as_before(call: Callable[[], Any]) -> Any:
-    """What a call gives, after which the thread is as it was before."""
+def _call_and_restore(call: Callable[[], Any]) -> Any:
+    """Calls a function, then restores the thread's state."""
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     loop = asyncio._get_running_loop()
-    asyncio._set_running_loop(None)  # a notebook's, which would forbid asyncio.run
+    asyncio._set_running_loop(None)  # a notebook's running loop would forbid asyncio.run
     try:
         with torch.set_grad_enabled(torch.is_grad_enabled()):
             return contextvars.copy_context().run(call)
@@ -131,57 +132,57 @@ def _as_before(call: Callable[[], Any]) -> Any:
             torch.cuda.set_device(device)
 
 
-class _Late(BaseException):
+class _Timeout(BaseException):
     """Interrupts a call."""
 
 
-class _Watch:
-    """Interrupts the main thread, again and again, once a time is over; `late` says that it did.
+class _Timer:
+    """Interrupts the main thread repeatedly after a deadline, and sets `expired`.
 
-    Ctrl-C and SIGHUP are blocked on the main thread meanwhile, and so in the programs that are started from there. The
-    watching thread hears them, and wakes the main one, on which Python handles them.
+    Meanwhile Ctrl-C and SIGHUP are blocked on the main thread and in the programs that it starts. The timer's thread
+    receives them, and wakes the main thread, where Python handles them.
     """
 
     def __init__(self, what: str, timeout_s: float) -> None:
         self.what, self.end = what, time.monotonic() + timeout_s
-        self.over = self.late = False
+        self.over = self.expired = False
         """Whether the call has ended, and whether it was interrupted."""
         self._main = threading.get_ident()
-        self._ear, self._mouth = socket.socketpair()
-        self._mouth.setblocking(False)
-        self._handler = signal.signal(NUDGE, self._nudged)
-        self._wakeup = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
-        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, PERSONS)
+        self._receiver, self._sender = socket.socketpair()
+        self._sender.setblocking(False)
+        self._handler = signal.signal(INTERRUPT_SIGNAL, self._interrupt)
+        self._wakeup = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, TERMINAL_SIGNALS)
         self._thread = threading.Thread(target=self._run, name=f"the clock of {what}", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Leaves the main thread's signals as they were. The call has ended."""
-        with suppress(BlockingIOError):  # full: the thread is awake
-            self._mouth.send(b"\0")
+        """Restores the main thread's signals after the call has ended."""
+        with suppress(BlockingIOError):  # if the buffer is full, the thread is awake
+            self._sender.send(b"\0")
         self._thread.join()
         signal.set_wakeup_fd(self._wakeup)
-        signal.signal(NUDGE, self._handler or signal.SIG_DFL)
-        self._ear.close()
-        self._mouth.close()
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)  # last: a Ctrl-C that waited is raised here
+        signal.signal(INTERRUPT_SIGNAL, self._handler or signal.SIG_DFL)
+        self._receiver.close()
+        self._sender.close()
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)  # last: a pending Ctrl-C is raised here
 
-    def _nudged(self, *_: object) -> None:
+    def _interrupt(self, *_: object) -> None:
         if not self.over and time.monotonic() >= self.end:
-            self.late = True
-            raise _Late
+            self.expired = True
+            raise _Timeout
 
     def _run(self) -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, PERSONS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, TERMINAL_SIGNALS)
         stuck = self.end + STUCK_S
         while not self.over:
-            left = self.end - time.monotonic()
-            self._ear.settimeout(left if left > 0 else NUDGE_S)
-            heard: bytes | None = None
+            rest = self.end - time.monotonic()
+            self._receiver.settimeout(rest if rest > 0 else INTERRUPT_INTERVAL_S)
+            received: bytes | None = None
             with suppress(TimeoutError):
-                heard = self._ear.recv(512)
-            if not self.over and (heard is None or {*heard} & {*PERSONS}):
-                signal.pthread_kill(self._main, NUDGE)
+                received = self._receiver.recv(512)
+            if not self.over and (received is None or {*received} & {*TERMINAL_SIGNALS}):
+                signal.pthread_kill(self._main, INTERRUPT_SIGNAL)
             if not self.over and time.monotonic() > stuck:
                 stuck = float("inf")
                 LOG.error(

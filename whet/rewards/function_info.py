@@ -1,7 +1,7 @@
-"""What is known of a reward function besides its call: how another process finds it, and whether it judges one by one.
+"""Describes reward functions: a reference for other processes, and whether a function scores completions one by one.
 
-Left out on purpose: sending a function itself. What lies in a module or a file is imported where it is needed; a
-lambda, a closure or an object with a state has no place to be imported from, and each process would have another state.
+Functions are not sent to other processes: these import them from a module or a file. A lambda, a closure or an object
+with state can't be imported, and each process would have another state.
 """
 
 from __future__ import annotations
@@ -16,24 +16,23 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from whet.errors import ConfigError, format_exception
-from whet.rewards.conversation import is_of_conversation, of_conversation
+from whet.rewards.conversation import batch_conversation_function, is_conversation_function
 from whet.util.references import is_ref, resolve_ref
 
-__all__ = ["Named", "is_per_completion", "named", "per_completion"]
+__all__ = ["FunctionRef", "is_per_completion", "make_function_ref", "per_completion"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 REMEDY = (
-    "give reward_workers what a process can import: a function of a module or a file (file.py:name), or "
+    "with reward_workers, give functions that a process can import: of a module or a file (file.py:name), or "
     "functools.partial of one; or set reward_workers=0"
 )
 
 
 def per_completion(fn: F) -> F:
-    """Says of a reward function that it judges each completion by itself, whatever else is in the batch.
+    """Declares that a reward function scores each completion independently of the rest of the batch.
 
-    With trainer.reward_workers it is then called for one completion at a time, by all of the processes, and one that
-    hangs or crashes costs that completion's reward alone. The lists that it is given have one entry then. Without
-    workers nothing changes.
+    With trainer.reward_workers, all processes then call it for one completion at a time, with lists of one entry. A
+    call that hangs or crashes costs only that completion's reward. Without workers nothing changes.
 
     Args: fn: plain or async. Returns: the same function.
 
@@ -48,85 +47,85 @@ def per_completion(fn: F) -> F:
 
 
 def is_per_completion(fn: Callable[..., Any]) -> bool:
-    """Whether a function is said to judge each completion by itself; one of a single conversation does."""
+    """Whether a function is declared `per_completion`; functions of one conversation are."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return bool(getattr(fn, "per_completion", False))  # an attribute that any callable may have
 
 
 @dataclass(frozen=True, kw_only=True)
-class Named:
-    """A function as another process finds it.
+class FunctionRef:
+    """A reference to a function, which another process can import.
 
-    Example: Named(ref="/home/me/rewards.py:score").found() imports the file and gives its `score`.
+    Example: FunctionRef(ref="/home/me/rewards.py:score").load() imports the file and returns its `score`.
     """
 
     ref: str
     """ "package.module:name" or "/folder/file.py:name"."""
     bound: bytes | None = None
-    """What functools.partial has bound: its arguments and keywords, pickled; None = nothing."""
+    """The pickled arguments and keywords of a functools.partial; None = not a partial."""
 
-    def found(self) -> Callable[..., Any]:
-        """The function. Raises: ConfigError: it can't be imported, or what is bound can't be read."""
+    def load(self) -> Callable[..., Any]:
+        """Imports the function. Raises: ConfigError: it can't be imported, or its bound arguments can't be read."""
         fn = resolve_ref(self.ref, "reward function")
-        fn = of_conversation(fn) if is_of_conversation(fn) else fn
+        fn = batch_conversation_function(fn) if is_conversation_function(fn) else fn
         if self.bound is None:
             return fn
         try:
             args, words = pickle.loads(self.bound)
         except Exception as error:  # of a class of the user's own
             raise ConfigError(
-                f"reward function {self.ref!r}: what is bound to it can't be read in a worker process "
+                f"reward function {self.ref!r}: its bound arguments can't be read in a worker process "
                 f"({format_exception(error)}); {REMEDY}"
             ) from error
         return functools.partial(fn, *args, **words)
 
 
-def named(given: Any, fn: Callable[..., Any], name: str) -> Named:
-    """How a worker process finds a reward function.
+def make_function_ref(given: Any, fn: Callable[..., Any], name: str) -> FunctionRef:
+    """Makes the reference by which a worker process imports a reward function.
 
-    Args: given: by the user: a name, a reference or the function. fn: what it stands for. name: for messages.
-    Raises: ConfigError: it can't be found from elsewhere, with what to do.
+    Args: given: the user's name, reference or function. fn: the resolved function. name: its name in messages.
+    Raises: ConfigError: the function can't be imported by another process; the message has the fix.
 
     >>> import whet.rewards.text
-    >>> named("exact_match", whet.rewards.text.exact_match, "exact_match").ref
+    >>> make_function_ref("exact_match", whet.rewards.text.exact_match, "exact_match").ref
     'whet.rewards.text:exact_match'
-    >>> named(len, lambda completions: [], "lambda")
+    >>> make_function_ref(len, lambda completions: [], "lambda")
     Traceback (most recent call last):
-    whet.errors.ConfigError: reward function lambda is a lambda, which worker processes can't import; give \
-reward_workers what a process can import: a function of a module or a file (file.py:name), or functools.partial of \
-one; or set reward_workers=0
+    whet.errors.ConfigError: reward function lambda is a lambda, which worker processes can't import; with \
+reward_workers, give functions that a process can import: of a module or a file (file.py:name), or functools.partial \
+of one; or set reward_workers=0
     """
     if isinstance(given, str) and is_ref(given):
         place, _, word = given.rpartition(":")
-        return Named(ref=f"{Path(place).expanduser().absolute()}:{word}" if place.endswith(".py") else given)
+        return FunctionRef(ref=f"{Path(place).expanduser().absolute()}:{word}" if place.endswith(".py") else given)
     if isinstance(fn, functools.partial):
-        inner = named(fn.func, fn.func, name)
+        inner = make_function_ref(fn.func, fn.func, name)
         try:
-            return Named(ref=inner.ref, bound=pickle.dumps((fn.args, fn.keywords)))
+            return FunctionRef(ref=inner.ref, bound=pickle.dumps((fn.args, fn.keywords)))
         except Exception as error:  # pickling is the values' own business
             raise ConfigError(
-                f"reward function {name}: what is bound to it can't be sent to a worker process "
+                f"reward function {name}: its bound arguments can't be sent to a worker process "
                 f"({format_exception(error)}); bind plain values, or set reward_workers=0"
             ) from error
     if (why := _unreachable(fn)) is not None:
         raise ConfigError(f"reward function {name} is {why}; {REMEDY}")
     ref = _ref(fn)
-    there = resolve_ref(ref, "reward function")
-    if there is not fn and there is not getattr(fn, "__wrapped__", None):  # a function of one conversation is wrapped
-        raise ConfigError(f"reward function {name}: {ref} is another object by now; {REMEDY}")
-    return Named(ref=ref)
+    imported = resolve_ref(ref, "reward function")
+    if imported is not fn and imported is not getattr(fn, "__wrapped__", None):  # conversation functions are wrapped
+        raise ConfigError(f"reward function {name}: {ref} is now another object; {REMEDY}")
+    return FunctionRef(ref=ref)
 
 
 def _ref(fn: Any) -> str:
-    """Where a function lies: its module, or the file of a module that was imported as a file."""
+    """A reference to a function by its module, or by its file if the module was imported from a file."""
     if fn.__module__.startswith("whet_file_"):
         return f"{sys.modules[fn.__module__].__file__}:{fn.__qualname__}"
     return f"{fn.__module__}:{fn.__qualname__}"
 
 
 def _unreachable(fn: Any) -> str | None:
-    """Why a function can't be imported elsewhere; None = it can."""
+    """The reason why other processes can't import a function; None = they can."""
     if not (inspect.isroutine(fn) or inspect.isclass(fn)):
         return f"an object of class {type(fn).__name__}, and each worker process would have a state of its own"
     if inspect.ismethod(fn) and not inspect.isclass(fn.__self__):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from whet.rewards.code import code_tests
 from whet.rewards.length import within_length
 from whet.rewards.maths import math_match
 from whet.rewards.numbers import number_match, read_value
@@ -25,6 +26,7 @@ __all__ = ["ANSWERS", "READ_BY", "REWARDS"]
 
 REWARDS: dict[str, Callable[..., list[Any]]] = {
     "boxed": boxed,
+    "code_tests": code_tests,
     "exact_match": exact_match,
     "format_match": format_match,
     "fuzzy_match": fuzzy_match,

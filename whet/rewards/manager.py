@@ -1,7 +1,7 @@
-"""RewardManager: calls the reward functions on the completions of a batch, and weighs what they return.
+"""RewardManager: calls the reward functions on the completions of a batch, and sums their weighted rewards.
 
-J trajectories of a batch, in the order of groups and generations. The forks of one episode are one trajectory, and its
-last fork is rewarded. Left out on purpose: advantages, which an estimator makes of rewards.
+A batch has J trajectories, in the order of groups and generations. The forks of one episode are one trajectory, and its
+last fork is rewarded. An advantage estimator reads the rewards.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import numpy as np
 from whet.config.rewards import check_workers
 from whet.errors import ConfigError, DataError, lookup_error
 from whet.metrics import Metric, Sum
-from whet.rewards.call import Called, OnError, RewardInputs, call_rewards
+from whet.rewards.call import CallResults, OnError, RewardInputs, call_rewards
 from whet.rewards.columns import check_answers, check_columns
-from whet.rewards.function_info import named
+from whet.rewards.function_info import make_function_ref
 from whet.rewards.library import REWARDS
 from whet.rewards.maths import math_match
 from whet.rewards.model import RewardModel
-from whet.rewards.resolve import RESERVED, by_name, listed
+from whet.rewards.resolve import by_name, listed
 from whet.rewards.reward_batch import RewardBatch
 from whet.rewards.workers import RewardWorkers
 from whet.types import Group
@@ -36,7 +36,7 @@ LOG = logging.getLogger("whet")
 class RewardManager:
     """One number per trajectory: totalⱼ = Σ_f w_f r_fj over the functions f that apply to j.
 
-    Rewards that a group brings (an environment's) count with weight 1, besides the functions.
+    A group's own rewards (from an environment) have weight 1.
 
     >>> from whet.types import Completion, Prompt
     >>> p = Prompt(tokens=np.array([50, 43, 50, 61]), source="2+2=", columns={"answer": "4"}, row=7)
@@ -48,7 +48,7 @@ class RewardManager:
     """
 
     NAN_IS_NONE: ClassVar[bool] = False
-    """Whether NaN says that a function does not apply, as None does; else it is an error."""
+    """Whether NaN means "not applicable", like None; otherwise NaN is an error."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class RewardManager:
             )
         pairs = zip(given, self.fns.items(), strict=True)
         away = {name: (one, fn) for one, (name, fn) in pairs if not isinstance(fn, RewardModel)} if workers else {}
-        there = {name: named(one, fn, name) for name, (one, fn) in away.items()}
+        there = {name: make_function_ref(one, fn, name) for name, (one, fn) in away.items()}
         self.workers = RewardWorkers(there, workers) if there else None
 
     def close(self) -> None:
@@ -213,10 +213,10 @@ class RewardManager:
             extras=extras,
         )
 
-    def _call_functions(self, inputs: RewardInputs, seen: np.ndarray) -> Called:
+    def _call_functions(self, inputs: RewardInputs, seen: np.ndarray) -> CallResults:
         """Calls the functions on the trajectories that they see; the others are NaN. Args: seen: Bool [J]."""
         if not seen.any():
-            return Called({name: np.full(len(seen), math.nan) for name in self.fns}, {}, {})
+            return CallResults({name: np.full(len(seen), math.nan) for name in self.fns}, {}, {})
         found = call_rewards(
             self.fns,
             inputs if seen.all() else inputs.select(np.flatnonzero(seen)),
@@ -267,11 +267,6 @@ def _has_not_failed(groups: Sequence[Group]) -> np.ndarray:
 def _brought_rewards(groups: Sequence[Group], names: Sequence[str] = ()) -> dict[str, np.ndarray]:
     """float64 [J] by name: the rewards that groups bring, those of `names` first; NaN where a group has none."""
     every = dict.fromkeys([*names, *(name for group in groups for name in group.rewards)])
-    if taken := sorted(every.keys() & RESERVED):
-        raise DataError(
-            f"a group brings a reward named {taken[0]!r}, but the metric rewards/{taken[0]} is over all functions; "
-            "rename it"
-        )
     found: dict[str, list[np.ndarray]] = {name: [] for name in every}
     for group in groups:
         size = len({c.generation for c in group.completions})

@@ -1,8 +1,8 @@
-"""The user's own metrics of a batch.
+"""Calls a user's metric functions on a batch.
 
     fn(prompts=, completions=, advantages=, rewards=, **columns) -> {name: (value, aggregation)}
 
-Arguments are chosen as for reward functions: what the signature names, or all with **kwargs. They too are copies.
+As for reward functions, a function receives copies of the arguments of its signature, or of all with **kwargs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from whet.errors import RewardError, format_exception, format_value
-from whet.rewards.call import RewardInputs, copied, function_name, keywords
+from whet.rewards.call import RewardInputs, copy_argument, function_name, select_keywords
 
 __all__ = ["call_metric_fns", "reduce_metrics"]
 
@@ -21,19 +21,21 @@ __all__ = ["call_metric_fns", "reduce_metrics"]
 def call_metric_fns(
     fns: Sequence[Callable[..., Any]], inputs: RewardInputs, *, advantages: Any, rewards: Any
 ) -> dict[str, tuple[Any, Callable[..., Any] | None]]:
-    """What the metric functions say of a batch of N trajectories.
+    """Calls metric functions on a batch of N trajectories.
 
     Args:
-        fns: called one after the other. inputs: what reward functions see.
-        advantages, rewards: one per trajectory (advantages also one per token); NaN where no token is trained, and
-            where no reward function applied.
+        fns: the functions, called one after the other.
+        inputs: the arguments of reward functions.
+        advantages: one per trajectory, or one per token; NaN if no token is trained.
+        rewards: one per trajectory; NaN if no reward function applied.
 
     Returns:
-        name -> (value, aggregation): the aggregation joins the values of a step (e.g. numpy.mean); None = as it is.
+        name -> (value, aggregation): the aggregation reduces the values of a step (e.g. numpy.mean); None = no
+            reduction.
 
     Raises:
-        ConfigError: a function needs what is not offered. RewardError: it raised, or returned another form, or a name
-            that another function gave.
+        ConfigError: a function needs an argument that is not available. RewardError: a function raised, returned
+            another form, or a metric with the name of another function's.
 
     >>> x = RewardInputs(prompts=["a"], completions=["b"], completion_ids=[[98]], trajectory_ids=["0_0"])
     >>> call_metric_fns([lambda rewards, **kw: {"best": (max(rewards), max)}], x, advantages=[0.0], rewards=[1.0])
@@ -43,18 +45,18 @@ def call_metric_fns(
     metrics: dict[str, tuple[Any, Callable[..., Any] | None]] = {}
     for fn in fns:
         name = function_name(fn)
-        given = keywords(fn, offered, {}, name=name, kind="metric function")
+        arguments = select_keywords(fn, offered, {}, name=name, kind="metric function")
         try:
-            made = fn(**{word: copied(value) for word, value in given.items()})
+            returned = fn(**{word: copy_argument(value) for word, value in arguments.items()})
         except KeyboardInterrupt:  # on the caller's thread it is the user's
             raise
         except BaseException as error:
             raise RewardError(f"metric function {name} raised {format_exception(error)}") from error
-        if not isinstance(made, Mapping):
+        if not isinstance(returned, Mapping):
             raise RewardError(
-                f"metric function {name} returned {type(made).__name__}; return {{name: (value, np.mean)}}"
+                f"metric function {name} returned {type(returned).__name__}; return {{name: (value, np.mean)}}"
             )
-        for key, pair in made.items():
+        for key, pair in returned.items():
             if problem := _problem(key, pair):
                 raise RewardError(f"metric function {name} returned {problem}")
             if key in metrics:
@@ -77,7 +79,7 @@ def reduce_metrics(metrics: Mapping[str, tuple[Any, Callable[..., Any] | None]])
 
 
 def _problem(key: Any, pair: Any) -> str | None:
-    """What is wrong with a metric; None = nothing."""
+    """The problem with a metric; None = no problem."""
     if not isinstance(key, str):
         return f"the name {format_value(key)}; names are texts"
     if not isinstance(pair, tuple) or len(pair) != 2 or not (pair[1] is None or callable(pair[1])):
@@ -85,16 +87,16 @@ def _problem(key: Any, pair: Any) -> str | None:
             f"{format_value(pair)} for {key!r}; give (value, aggregation), the aggregation a function such as "
             "numpy.mean, or None"
         )
-    if pair[1] is not None and not _numeric(pair[0]):
+    if pair[1] is not None and not _is_numeric(pair[0]):
         return (
-            f"{format_value(pair[0])} for {key!r}, which an aggregation can't join; give a number or a list of "
+            f"{format_value(pair[0])} for {key!r}, which an aggregation can't reduce; give a number or a list of "
             "numbers, or None instead of the aggregation"
         )
     return None
 
 
-def _numeric(value: Any) -> bool:
-    """Whether reduce_metrics can make numbers of a value."""
+def _is_numeric(value: Any) -> bool:
+    """Whether reduce_metrics can convert a value to numbers."""
     try:
         np.asarray(value, dtype=np.float64)
     except Exception:  # a value's own methods may raise anything

@@ -1,7 +1,7 @@
 """RewardModel: a trained reward model, called as a reward function.
 
-What it reads is the policy's own token ids where both have one vocabulary, and the same words by the reward model's own
-tokenizer and chat template where they don't. Left out on purpose: how it is loaded and run, which is a worker's.
+It reads the policy's token ids if both models have the same vocabulary, else the same text by its own tokenizer and
+chat template. A worker loads and runs the model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["RewardModel", "Scorer"]
 
 
 class Scorer(Protocol):
-    """What runs the model; a ModelWorker is one."""
+    """Runs the model; ModelWorker implements it."""
 
     def scores(self, batch: TokenBatch) -> Tensor:
         """The score at the last token of each sequence: [N]."""
@@ -32,18 +32,18 @@ class Scorer(Protocol):
 
 
 class RewardModel:
-    """Gives each completion the score that a reward model has at its last token.
+    """Scores each completion by the reward model's output at its last token.
 
-    Where prompts are messages, or `apply_chat_template` made them a turn, the words are those of the reward model's own
-    chat template if it has another one than the policy; else the prompt and the completion end to end. A completion
-    that has no token besides its prompt's single one is not judged.
+    For conversations (messages, or texts with `apply_chat_template`), the model reads its own chat template if it
+    differs from the policy's; otherwise it reads the prompt and the completion end to end. There is no score for an
+    empty prompt or completion.
 
     Args:
         worker: runs the model.
-        name: of its column in the table of rewards.
-        policy_tokenizer: whose ids completions are made of.
-        tokenizer: the reward model's; None = the policy's.
-        apply_chat_template, system_prompt: how texts became prompts, as the data section says.
+        name: the reward's name.
+        policy_tokenizer: the tokenizer of the completions.
+        tokenizer: the reward model's tokenizer; None = the policy's.
+        apply_chat_template, system_prompt: the data section's fields, which make conversations of texts.
 
     Example: RewardModel(worker, name="rm", policy_tokenizer=t)(prompts=["1+1="], completions=["2"],
     prompt_ids=[[49, 43, 49, 61]], completion_ids=[[50, 256]]) -> [0.25]
@@ -62,10 +62,9 @@ class RewardModel:
         self.worker = worker
         self.name = name
         self.tokenizer = policy_tokenizer if tokenizer is None else tokenizer
-        own, theirs = self.tokenizer, policy_tokenizer
-        self.same_ids = own is theirs or own.get_vocab() == theirs.get_vocab()
-        """Whether an id means the same to both models."""
-        self.same_template = own.chat_template in (None, theirs.chat_template)
+        self.same_ids = self.tokenizer is policy_tokenizer or self.tokenizer.get_vocab() == policy_tokenizer.get_vocab()
+        """Whether both models have the same vocabulary."""
+        self.same_template = self.tokenizer.chat_template in (None, policy_tokenizer.chat_template)
         self.apply_chat_template = apply_chat_template
         self.system_prompt = system_prompt or None
 
@@ -77,9 +76,9 @@ class RewardModel:
         prompt_ids: Sequence[Sequence[int]],
         completion_ids: Sequence[Sequence[int]],
     ) -> list[float | None]:
-        """The scores, one for each completion; None where there is nothing to judge.
+        """Scores completions; None for an empty prompt or completion.
 
-        Raises: ConfigError: messages, and a vocabulary but no chat template of its own.
+        Raises: ConfigError: messages, and a tokenizer with another vocabulary and no chat template.
         """
         pairs: list[tuple[Sequence[int], Sequence[int]]] = []
         for prompt, text, before, after in zip(prompts, completions, prompt_ids, completion_ids, strict=True):
@@ -87,22 +86,22 @@ class RewardModel:
             if self.same_ids and (self.same_template or not chat):
                 pairs.append((before, after))
             else:
-                ids = self._chat(prompt, text) if chat else self._text(prompt, text)
+                ids = self._encode_chat(prompt, text) if chat else self._encode_text(prompt, text)
                 pairs.append((ids[:-1], ids[-1:]))
-        judged = [i for i, (before, after) in enumerate(pairs) if len(before) and len(after)]
-        found: list[float | None] = [None] * len(pairs)
-        if judged:
-            scores = self.worker.scores(_batch([pairs[i] for i in judged])).tolist()
-            for i, score in zip(judged, scores, strict=True):
-                found[i] = score
-        return found
+        scored = [i for i, (before, after) in enumerate(pairs) if len(before) and len(after)]
+        rewards: list[float | None] = [None] * len(pairs)
+        if scored:
+            scores = self.worker.scores(_batch([pairs[i] for i in scored])).tolist()
+            for i, score in zip(scored, scores, strict=True):
+                rewards[i] = score
+        return rewards
 
-    def _text(self, prompt: Any, completion: Any) -> list[int]:
+    def _encode_text(self, prompt: Any, completion: Any) -> list[int]:
         """The ids of prompt and completion as one text."""
         return list(self.tokenizer(prompt + completion, verbose=False).input_ids)
 
-    def _chat(self, prompt: str | list[Message], completion: str | list[Message]) -> list[int]:
-        """The ids of the conversation, closed."""
+    def _encode_chat(self, prompt: str | list[Message], completion: str | list[Message]) -> list[int]:
+        """The ids of the conversation in the reward model's chat template."""
         if self.tokenizer.chat_template is None:
             raise ConfigError(
                 f"the tokenizer of the reward model {self.name} has no chat template, which messages need; set its "
@@ -112,17 +111,17 @@ class RewardModel:
         turns = [{**m, "content": message_text(m)} if isinstance(m.get("content"), list | tuple) else m for m in turns]
         if self.system_prompt is not None and turns[0]["role"] != "system":
             turns = [{"role": "system", "content": self.system_prompt}, *turns]
-        said = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else list(completion)
-        if turns[-1]["role"] == "assistant" and said:  # the policy has continued that turn
-            first: Mapping[str, Any] = said[0]
+        answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else list(completion)
+        if turns[-1]["role"] == "assistant" and answer:  # the policy has continued this turn
+            first: Mapping[str, Any] = answer[0]
             turns[-1] = {**turns[-1], "content": f"{turns[-1]['content']}{first['content']}"}
-            said = said[1:]
-        ids: Any = self.tokenizer.apply_chat_template([*turns, *said], tokenize=True, return_dict=False)
+            answer = answer[1:]
+        ids: Any = self.tokenizer.apply_chat_template([*turns, *answer], tokenize=True, return_dict=False)
         return list(ids)
 
 
 def _batch(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> TokenBatch:
-    """The sequences as a batch, those of one prompt that follow each other as a group, which is run once.
+    """Makes a batch. Consecutive pairs with the same prompt form a group, whose prompt is computed once.
 
     >>> _batch([([5, 6], [7]), ([5, 6], [8, 9])]).prefix_of.tolist()
     [0, 0]

@@ -1,4 +1,4 @@
-"""Reward functions as they are given: one or several, by name, by reference or as they are; and what each is called."""
+"""Resolves reward functions from names and references, and chooses their names in metrics."""
 
 from __future__ import annotations
 
@@ -12,19 +12,16 @@ from typing import Any
 from whet.config.rewards import REWARD_MODEL
 from whet.errors import ConfigError, nearest
 from whet.rewards.call import RewardFn, function_name
-from whet.rewards.conversation import is_of_conversation, of_conversation
+from whet.rewards.conversation import batch_conversation_function, is_conversation_function
 from whet.rewards.library import REWARDS
 from whet.rewards.maths import math_match, need_math_verify
 from whet.util.references import is_ref, resolve_name
 
-__all__ = ["RESERVED", "by_name", "listed", "resolve_reward", "with_reward_model"]
-
-RESERVED = frozenset({"max", "mean", "min", "sum"})
-"""Names that no reward may have: rewards/<name> is a metric over all functions."""
+__all__ = ["by_name", "listed", "resolve_reward", "with_reward_model"]
 
 
 def listed(reward_fns: Any) -> list[Any]:
-    """Reward functions as a list, of one or several.
+    """Converts one reward function, several, or None to a list.
 
     >>> listed("exact_match"), listed(None)
     (['exact_match'], [])
@@ -33,21 +30,21 @@ def listed(reward_fns: Any) -> list[Any]:
 
 
 def with_reward_model(reward_fns: Any, model: RewardFn) -> list[Any]:
-    """Reward functions and a reward model: where "reward_model" stands among them, else as the last.
+    """Adds a reward model to reward functions, in place of "reward_model" or at the end.
 
     >>> with_reward_model(["reward_model", "boxed"], len), with_reward_model("boxed", len)
     ([<built-in function len>, 'boxed'], ['boxed', <built-in function len>])
     """
-    given = listed(reward_fns)
-    return [model if fn == REWARD_MODEL else fn for fn in given] + ([] if REWARD_MODEL in given else [model])
+    fns = listed(reward_fns)
+    return [model if fn == REWARD_MODEL else fn for fn in fns] + ([] if REWARD_MODEL in fns else [model])
 
 
 def resolve_reward(ref: Any) -> RewardFn:
-    """A reward function, by name, by reference or as it is; fn(messages, answer) as a function of a batch.
+    """Resolves a reward function; fn(messages, answer) becomes a function of a batch.
 
     Args: ref: a callable, a name in REWARDS, "package.module:name" or "file.py:name".
-    Raises: ConfigError: an unknown name (with the nearest), what is referred to can't be called, is bound to what it
-        does not take, or needs math-verify, which is not there.
+    Raises: ConfigError: an unknown name, an object that can't be called, wrong bound arguments, or math-verify is
+        needed and not installed.
 
     >>> resolve_reward("exact_match").__name__
     'exact_match'
@@ -60,14 +57,14 @@ def resolve_reward(ref: Any) -> RewardFn:
     _check_bound(found)
     if found is math_match:
         need_math_verify()
-    return of_conversation(found) if is_of_conversation(found) else found
+    return batch_conversation_function(found) if is_conversation_function(found) else found
 
 
 def by_name(given: Sequence[Any]) -> dict[str, RewardFn]:
     """Reward functions by name; the second of a name is name_2, the third name_3.
 
     Args: given: each as resolve_reward takes it.
-    Raises: ConfigError: as resolve_reward does; a name that is a metric's of all functions.
+    Raises: ConfigError: as resolve_reward does.
 
     >>> list(by_name(["exact_match", "exact_match"]))
     ['exact_match', 'exact_match_2']
@@ -76,10 +73,6 @@ def by_name(given: Sequence[Any]) -> dict[str, RewardFn]:
     for ref in given:
         fn = resolve_reward(ref)
         name = base = _name(ref, fn)
-        if name in RESERVED:
-            raise ConfigError(
-                f"a reward function is named {name!r}, but the metric rewards/{name} is over all functions; rename it"
-            )
         count = 1
         while name in named:
             count += 1
@@ -89,9 +82,7 @@ def by_name(given: Sequence[Any]) -> dict[str, RewardFn]:
 
 
 def _name(ref: Any, fn: RewardFn) -> str:
-    """What a function is called: by its own name, or where it has none (a partial, a lambda, an object) and was given
-    by reference, by the reference's.
-    """
+    """A function's name. A partial, a lambda or an object that was given by reference has the reference's name."""
     own = (inspect.isroutine(fn) or inspect.isclass(fn)) and fn.__name__.isidentifier()
     return function_name(fn) if own or not (isinstance(ref, str) and is_ref(ref)) else re.split("[.:]", ref)[-1]
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from whet.errors import DataError
-from whet.metrics import Max, Mean, Metric, Min, Sum, merge
+from whet.metrics import Mean, Metric, Sum, merge
 from whet.rewards.call import RewardInputs
 from whet.types import Group
 
@@ -25,7 +25,7 @@ class RewardBatch:
     """Groups of completions with their rewards.
 
     Example: one group of two, exact_match of weight 1: table = {"exact_match": [1., 0.]}, total = [1., 0.],
-    metrics["rewards/sum"] = Mean(1.0, 2).
+    metrics["rewards/exact_match"] = Mean(1.0, 2).
     """
 
     groups: Sequence[Group]
@@ -163,13 +163,12 @@ def _weighted_sum(table: Mapping[str, np.ndarray], weights: Mapping[str, float],
 def reward_metrics(rewards: Mapping[str, np.ndarray]) -> dict[str, Metric]:
     """The metrics of the functions' rewards. NaN (not applicable) is left out everywhere.
 
-    Tunix's names: rewards/<f>, the mean of one function; rewards/{sum,mean,min,max}: of a trajectory over its
-    functions, unweighted, then the mean (of sum and mean), the least and the greatest of the batch. TRL's names:
-    rewards/<f>/{mean,std}. Standard deviations merge across batches as means.
+    rewards/<f>, the mean of one function, has the name of `whet eval`; rewards/<f>/{mean,std} are TRL's names. Standard
+    deviations merge across batches as means.
 
     Args: rewards: float64 [J] per function.
     Returns: name -> metric.
-    Source: Tunix rl/reward_manager.py, TRL GRPOTrainer; Tunix logs NaN for min and max where one is NaN, whet doesn't.
+    Source: TRL GRPOTrainer.
 
     >>> m = reward_metrics({"f": np.array([1.0, 0.0, 1.0, 1.0])})
     >>> m["rewards/f"].value, m["rewards/f/std"].value
@@ -180,16 +179,6 @@ def reward_metrics(rewards: Mapping[str, np.ndarray]) -> dict[str, Metric]:
         known = values[~np.isnan(values)]
         metrics[f"rewards/{name}"] = metrics[f"rewards/{name}/mean"] = Mean(float(known.sum()), len(known))
         metrics[f"rewards/{name}/std"] = Mean(sample_std(known), 1) if len(known) else Mean(0.0, 0)
-    if not rewards:
-        return metrics
-    table = np.stack(list(rewards.values()), 1)  # [J f]
-    table = table[~np.isnan(table).all(1)]
-    if len(table):
-        sums, means = np.nansum(table, 1), np.nanmean(table, 1)
-        metrics["rewards/sum"] = Mean(float(sums.sum()), len(sums))
-        metrics["rewards/mean"] = Mean(float(means.sum()), len(means))
-        metrics["rewards/min"] = Min(float(np.nanmin(table)))
-        metrics["rewards/max"] = Max(float(np.nanmax(table)))
     return metrics
 
 

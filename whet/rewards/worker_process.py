@@ -1,8 +1,8 @@
-"""The program of a worker process: imports the reward functions, then calls them as it is told.
+"""The program of a worker process: it imports the reward functions, then calls them on request.
 
-It starts without torch; what a function needs, it imports. Functions run on its main thread, one at a time. It ends
-with the training process, however that ends. Answers are JSON, so that the trainer reads numbers and text, never an
-object that a function has made. Left out on purpose: deadlines, since only from outside can a call be ended for sure.
+It starts without torch; a function imports what it needs. Functions run on the main thread, one at a time. The process
+ends when the training process ends, in any way. Results are JSON, so the trainer reads numbers and text and never
+unpickles a function's objects. The trainer enforces deadlines, because only another process can end any call.
 """
 
 from __future__ import annotations
@@ -25,62 +25,62 @@ from pathlib import Path
 from typing import Any
 
 from whet.errors import WhetError, format_exception
-from whet.rewards.checked_values import Judged, judged, raised
-from whet.rewards.function_info import Named
+from whet.rewards.checked_values import CheckedRewards, check_values, error_from_exception
+from whet.rewards.function_info import FunctionRef
 from whet.util.streams import ignore_write_errors, open_descriptors
 
 __all__ = ["main", "memory_bytes"]
 
 PR_SET_PDEATHSIG = 1
-LOOK_S = 1.0
-"""How often a worker looks whether its trainer is there, where the system does not tell it."""
+POLL_S = 1.0
+"""Seconds between two checks that the trainer is alive, on systems without a parent-death signal."""
 
 
 def main(number: int, trainer: int) -> None:
     """Serves until the trainer ends or closes the connection.
 
-    Args: number: of the descriptor of the connection. trainer: the process that is served.
+    Args: number: the connection's file descriptor. trainer: the trainer's process id.
     """
-    _end_with(trainer)
-    _listen_to_nobody()
+    _end_with_trainer(trainer)
+    _ignore_signals()
     open_descriptors()
     faulthandler.enable()
     connection = Connection(number)
     with ignore_write_errors("stdout", "stderr"):
-        with suppress(EOFError, OSError):  # the trainer has gone, or wants no more
+        with suppress(EOFError, OSError):  # the trainer has ended or closed the connection
             _serve(connection)
         _flush()
-        os._exit(0)  # threads and exit handlers of a function's own could keep it
+        os._exit(0)  # a function's threads and exit handlers could keep the process alive
 
 
 def memory_bytes() -> int:
-    """The memory that this process holds now; where the system does not say, the most that it held.
+    """The memory of this process; on systems without /proc, its peak.
 
     >>> memory_bytes() > 2**20
     True
     """
     with suppress(OSError, ValueError):
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _serve(connection: Connection) -> None:
     functions = {}
-    named: Mapping[str, Named] = pickle.loads(connection.recv_bytes())
+    refs: Mapping[str, FunctionRef] = pickle.loads(connection.recv_bytes())
     try:
-        functions = {name: one.found() for name, one in named.items()}
+        functions = {name: ref.load() for name, ref in refs.items()}
     except WhetError as error:
         _send(connection, {"cannot": str(error)})
         return
     _send(connection, {"memory": memory_bytes()})
-    me = os.getpid()
+    process_id = os.getpid()
     while True:
         name, ids, each, constant = pickle.loads(connection.recv_bytes())
         _send(connection, {"begun": name, "memory": memory_bytes()})
         for answer in _answers(functions[name], name, ids, each, constant):
             _flush()
-            if os.getpid() != me:  # a function has forked, and let the child return
+            if os.getpid() != process_id:  # a function has forked, and the child has returned
                 os._exit(0)
             _send(connection, answer)
 
@@ -92,41 +92,42 @@ def _answers(
     each: Mapping[str, bytes],
     words: Mapping[str, bytes],
 ) -> Any:
-    """An answer for each call.
+    """Yields the answer of each call.
 
-    Args: ids: the trajectories of each call. each: keyword -> a list for each call. words: those that all calls share.
+    Args: ids: the trajectories of each call. each: keyword -> the pickled lists of all calls. words: keyword -> the
+        pickled value that all calls share.
     """
     what = f"reward function {name}"
     try:
-        given = {word: _read(word, held) for word, held in each.items()}
-        for word, held in words.items():
-            _read(word, held)
-    except Exception as error:  # unpickling is the values' own business
-        for of_call in ids:
-            yield _answer(Judged.failed(f"{what}: {error}", len(of_call)), 0.0)
+        lists = {word: _unpickle(word, data) for word, data in each.items()}
+        for word, data in words.items():
+            _unpickle(word, data)
+    except Exception as error:  # unpickling may raise anything
+        for call_ids in ids:
+            yield _answer(CheckedRewards.failed(f"{what}: {error}", len(call_ids)), 0.0)
         return
-    for call, of_call in enumerate(ids):
+    for call, call_ids in enumerate(ids):
         begun = time.perf_counter()
         try:
-            shared = {word: pickle.loads(held) for word, held in words.items()}  # anew: no call sees another's changes
-            value = fn(**{word: lists[call] for word, lists in given.items()}, **shared)
+            shared = {word: pickle.loads(data) for word, data in words.items()}  # for each call, which may change them
+            value = fn(**{word: values[call] for word, values in lists.items()}, **shared)
             if inspect.isawaitable(value):
                 import asyncio
 
-                value = asyncio.run(_awaited(value))
-            found = judged(value, of_call, name=name)
-        except BaseException as error:  # SystemExit too: no function ends its worker by raising
-            found = Judged.failed(str(raised(what, error, __file__)), len(of_call))
-        yield _answer(found, time.perf_counter() - begun)
+                value = asyncio.run(_await(value))
+            rewards = check_values(value, call_ids, name=name)
+        except BaseException as error:  # SystemExit too: a function can't end its worker by raising
+            rewards = CheckedRewards.failed(str(error_from_exception(what, error, __file__)), len(call_ids))
+        yield _answer(rewards, time.perf_counter() - begun)
 
 
-async def _awaited(value: Any) -> Any:
+async def _await(value: Any) -> Any:
     return await value
 
 
-def _read(word: str, held: bytes) -> Any:
+def _unpickle(word: str, data: bytes) -> Any:
     try:
-        return pickle.loads(held)
+        return pickle.loads(data)
     except Exception as error:
         raise ValueError(
             f"its argument {word!r} can't be read in a worker process ({format_exception(error)}); its class has "
@@ -134,11 +135,11 @@ def _read(word: str, held: bytes) -> Any:
         ) from error
 
 
-def _answer(found: Judged, seconds: float) -> dict[str, Any]:
+def _answer(checked: CheckedRewards, seconds: float) -> dict[str, Any]:
     return {
-        "rewards": found.rewards.tolist(),
-        "wrong": found.wrong,
-        "problem": found.problem,
+        "rewards": checked.rewards.tolist(),
+        "wrong": checked.wrong,
+        "problem": checked.problem,
         "seconds": seconds,
         "memory": memory_bytes(),
     }
@@ -150,37 +151,38 @@ def _send(connection: Connection, answer: Mapping[str, Any]) -> None:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # a function may have put anything in their place
+        with suppress(Exception):  # a function may have replaced the streams
             stream.flush()
 
 
-def _end_with(trainer: int) -> None:
-    """Has this process end when the trainer does, also where that is killed and a function never comes back."""
+def _end_with_trainer(trainer: int) -> None:
+    """Ends this process when the trainer ends, even if the trainer is killed or a function hangs."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     else:
-        threading.Thread(target=_watch, args=(trainer,), daemon=True).start()
+        threading.Thread(target=_watch_trainer, args=(trainer,), daemon=True).start()
     if os.getppid() != trainer:
         os._exit(0)
 
 
-def _watch(trainer: int) -> None:
+def _watch_trainer(trainer: int) -> None:
     while os.getppid() == trainer:
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
     os.killpg(0, signal.SIGKILL)
 
 
-def _listen_to_nobody() -> None:
-    """A signal that a scheduler or a terminal sends to all is the trainer's: it finishes its step, for which it needs
-    the rewards. Programs and processes that a function starts hear signals as usual.
-    """
-    heard = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-    for number in heard:
-        signal.signal(number, lambda *_: None)  # a handler, since what is ignored is ignored by programs started here
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, heard)
+def _ignore_signals() -> None:
+    """Ignores signals that a scheduler or a terminal sends to all processes: the trainer handles them.
 
-    def usual() -> None:
-        for number in heard:
+    The trainer finishes its step first and needs the rewards. Processes that a function starts handle signals as usual.
+    """
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    for number in signals:
+        signal.signal(number, lambda *_: None)  # not SIG_IGN, which started programs would inherit
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+
+    def restore_defaults() -> None:
+        for number in signals:
             signal.signal(number, signal.SIG_DFL)
 
-    os.register_at_fork(after_in_child=usual)
+    os.register_at_fork(after_in_child=restore_defaults)

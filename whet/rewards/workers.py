@@ -1,10 +1,9 @@
-"""Reward functions in processes that can be killed: a call that never comes back, or crashes, ends nothing else.
+"""Calls reward functions in worker processes, which can be killed: a call that hangs or crashes ends nothing else.
 
-A call is of the whole batch, so that a function sees what it would see otherwise; functions run side by side. One that
-judges each completion by itself (functions.per_completion) is called for each, by all the processes. Rewards have their
-place by completion, so neither how many processes there are nor which of them is faster changes any.
-Left out on purpose: a sandbox. The processes have the user's rights; and forks: a process with torch's threads can't be
-forked safely, so each is a program of its own (worker_process.py).
+A call has the whole batch, as without workers, and functions run in parallel. A function that scores each completion
+independently (per_completion) is called for each completion, by all processes. Rewards are stored by completion, so the
+number and speed of the processes change no reward. The workers are no sandbox: they have the user's rights. They are
+started as programs (worker_process.py), because a process with torch's threads can't be forked safely.
 """
 
 from __future__ import annotations
@@ -30,23 +29,23 @@ from typing import Any
 import numpy as np
 
 from whet.errors import ConfigError, RewardError, RewardValueError, format_exception
-from whet.rewards.checked_values import Judged
-from whet.rewards.function_info import Named
+from whet.rewards.checked_values import CheckedRewards
+from whet.rewards.function_info import FunctionRef
 
 __all__ = ["Call", "RewardWorkers"]
 
 CALLS = 100_000
-"""After so many calls a worker is replaced: what a library keeps of each is given back."""
+"""The number of calls after which a worker is replaced, to free memory that libraries keep."""
 GROWTH_BYTES = 2**30
-"""A worker that has grown by so much since its first call is replaced."""
+"""The growth in memory since its first call after which a worker is replaced."""
 START_S = 600.0
-"""How long a worker may take to import the functions."""
-LOOK_S = 0.5
-"""How often it is looked whether a worker has ended whose connection a program of a function's own holds open."""
+"""The time limit for a worker to import the functions."""
+POLL_S = 0.5
+"""Seconds between two checks for an ended worker whose connection a child process holds open."""
 PARTS = 4
-"""Parts of a function's calls for each worker: few messages, and no worker without work while another has much left."""
+"""The parts of a function's calls for each worker: few messages, yet an even load."""
 TRIES = 2
-"""How often calls are given to another worker where one ended before it began with them."""
+"""How often calls are sent again if a worker ended before it began them."""
 ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _CODE = (
     "import json, sys; number, trainer, sys.path[:] = json.loads(sys.argv[1]); "
@@ -56,19 +55,19 @@ _CODE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What a function is called with.
+    """A function's arguments.
 
     Example: Call(words={"completions": ["4", "5"], "mode": "train"}, ids=["0_0", "0_1"], each=("completions",)).
     """
 
     words: Mapping[str, Any]
-    """Its keywords."""
+    """The keyword arguments."""
     ids: Sequence[str]
     """[N] trajectory ids."""
     each: Sequence[str] = ()
-    """Keywords that are a list with an entry for each completion."""
+    """Keywords with a list of one entry per completion."""
     per_completion: bool = False
-    """Whether it is called for each completion alone."""
+    """Whether the function is called for each completion separately."""
 
 
 @dataclass
@@ -77,14 +76,14 @@ class _Part:
 
     name: str
     at: list[list[int]]
-    """The completions of each call that is still to be made."""
-    given: int = 0
-    """To how many workers it was given that ended before they began."""
+    """The completions of each pending call."""
+    tries: int = 0
+    """The number of workers that ended before they began these calls."""
 
 
 @dataclass(eq=False)
 class _Worker:
-    """A process, and what it has been given."""
+    """A process and its calls."""
 
     process: subprocess.Popen[bytes]
     connection: Connection
@@ -97,24 +96,24 @@ class _Worker:
     base: int | None = None
 
     def end(self) -> None:
-        """Kills it, and the programs that it has started."""
+        """Kills the process and the programs that it has started."""
         self.connection.close()
-        with suppress(OSError):  # it has ended, and nothing is left of its group
+        with suppress(OSError):  # the process and its group have ended
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
-    def place(self, now: _Round) -> str:
-        """For which completion its call is, where it is for one."""
-        if self.part is None or not now.calls[self.part.name].per_completion:
+    def describe_completion(self, batch: _Batch) -> str:
+        """The completion of the current call, for messages; "" for a call of the whole batch."""
+        if self.part is None or not batch.calls[self.part.name].per_completion:
             return ""
-        row, _, generation = now.calls[self.part.name].ids[self.part.at[0][0]].rpartition("_")
+        row, _, generation = batch.calls[self.part.name].ids[self.part.at[0][0]].rpartition("_")
         return f" for row {row}, generation {generation},"
 
-    def death(self) -> str:
-        """How it ended."""
+    def describe_end(self) -> str:
+        """How the process ended, for messages."""
         self.connection.close()
         try:
-            code = self.process.wait(LOOK_S)
+            code = self.process.wait(POLL_S)
         except subprocess.TimeoutExpired:
             return "its connection broke"
         if code >= 0:
@@ -124,27 +123,27 @@ class _Worker:
 
 
 @dataclass
-class _Round:
-    """One round of calls: what is to be done, and what has come of it."""
+class _Batch:
+    """The calls for a batch: pending parts and results."""
 
     calls: Mapping[str, Call]
     timeout_s: float | None
     stop: bool
     waiting: deque[_Part] = field(default_factory=deque)
-    found: dict[str, Judged] = field(default_factory=dict)
+    results: dict[str, CheckedRewards] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
-    first: dict[str, int] = field(default_factory=dict)
+    first_problem: dict[str, int] = field(default_factory=dict)
 
-    def put(self, name: str, at: Sequence[int], judged: Judged, seconds: float) -> None:
-        """Keeps what a call gave. Raises: RewardError: something wrong, where that stops the round."""
-        if judged.problem is not None and self.stop:
-            raise RewardValueError(judged.problem)
-        whole = self.found[name]
-        whole.rewards[list(at)] = judged.rewards
-        problem = whole.problem
-        if judged.problem is not None and at[0] < self.first.get(name, len(whole.rewards)):
-            problem, self.first[name] = judged.problem, at[0]
-        self.found[name] = Judged(rewards=whole.rewards, wrong=whole.wrong + judged.wrong, problem=problem)
+    def add(self, name: str, at: Sequence[int], checked: CheckedRewards, seconds: float) -> None:
+        """Adds the result of a call. Raises: RewardError: invalid rewards, if `stop` is set."""
+        if checked.problem is not None and self.stop:
+            raise RewardValueError(checked.problem)
+        total = self.results[name]
+        total.rewards[list(at)] = checked.rewards
+        problem = total.problem
+        if checked.problem is not None and at[0] < self.first_problem.get(name, len(total.rewards)):
+            problem, self.first_problem[name] = checked.problem, at[0]
+        self.results[name] = CheckedRewards(rewards=total.rewards, wrong=total.wrong + checked.wrong, problem=problem)
         self.seconds[name] += seconds
 
 
@@ -152,33 +151,34 @@ class RewardWorkers:
     """Processes that call reward functions.
 
     Args:
-        functions: by name. count: of processes.
-        calls, growth_bytes: after how many calls, and which growth since its first, a process is replaced.
+        functions: the functions by name.
+        count: the number of processes.
+        calls, growth_bytes: a process is replaced after so many calls, or this growth in memory since its first call.
 
-    Example: RewardWorkers({"exact": Named(ref="whet.rewards.text:exact_match")}, 2).call({"exact": Call(words={
-    "completions": ["4"], "answer": ["4"]}, ids=["0_0"])}, timeout_s=5.0) -> ({"exact": Judged(rewards=[1.0])},
+    Example: RewardWorkers({"exact": FunctionRef(ref="whet.rewards.text:exact_match")}, 2).call({"exact": Call(words={
+    "completions": ["4"], "answer": ["4"]}, ids=["0_0"])}, timeout_s=5.0) -> ({"exact": CheckedRewards(rewards=[1.0])},
     {"exact": 0.0001}).
     """
 
     def __init__(
-        self, functions: Mapping[str, Named], count: int, *, calls: int = CALLS, growth_bytes: int = GROWTH_BYTES
+        self, functions: Mapping[str, FunctionRef], count: int, *, calls: int = CALLS, growth_bytes: int = GROWTH_BYTES
     ) -> None:
         self.functions, self.count, self.most_calls, self.growth_bytes = dict(functions), count, calls, growth_bytes
         self._path, self._folder = [os.path.abspath(entry) for entry in sys.path], os.getcwd()  # noqa: PTH100, PTH109
         self._workers: list[_Worker] = []
-        # where a thread ends, the system takes it for the end of the trainer: this one stays as long as the workers
+        # the parent-death signal comes when the starting thread ends, so this thread lives as long as the workers
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="reward-workers")
         self._closed = weakref.finalize(self, _end_all, self._workers, os.getpid())
 
     def start(self) -> None:
         """Starts the processes, and waits until they have imported the functions.
 
-        Raises: ConfigError: one can't be imported there.
+        Raises: ConfigError: a function that can't be imported.
         """
-        self._fill(self.count)
+        self._start_workers(self.count)
         try:
             while starting := [worker for worker in self._workers if not worker.ready]:
-                self._hear(starting, _Round(calls={}, timeout_s=None, stop=True))
+                self._receive(starting, _Batch(calls={}, timeout_s=None, stop=True))
         except RewardError as error:
             self.close()
             raise ConfigError(str(error)) from error
@@ -189,35 +189,36 @@ class RewardWorkers:
 
     def call(
         self, calls: Mapping[str, Call], *, timeout_s: float | None, stop: bool = False
-    ) -> tuple[dict[str, Judged], dict[str, float]]:
-        """What the functions give.
+    ) -> tuple[dict[str, CheckedRewards], dict[str, float]]:
+        """Calls the functions.
 
         Args:
-            calls: by function. timeout_s: of a call, after which its worker is killed; None = no limit.
-            stop: at the first failure.
+            calls: the arguments by function.
+            timeout_s: the time limit of a call, after which its worker is killed; None = no limit.
+            stop: whether to raise at the first failure.
 
         Returns:
-            By function, what it gave [N], with what failed as NaN; and the seconds that its calls took.
+            Each function's rewards [N], where failures are NaN; and the seconds of its calls.
 
         Raises:
-            RewardError: at a failure, if asked; or the functions can't be imported any more.
+            RewardError: a failure, if `stop` is set; or a worker can't import the functions any more.
         """
-        now = _Round(calls=calls, timeout_s=timeout_s, stop=stop)
-        for name, one in calls.items():
-            now.found[name] = Judged(rewards=np.full(len(one.ids), np.nan))
-            now.seconds[name] = 0.0
-            now.waiting.extend(self._parts(name, one))
+        batch = _Batch(calls=calls, timeout_s=timeout_s, stop=stop)
+        for name, call in calls.items():
+            batch.results[name] = CheckedRewards(rewards=np.full(len(call.ids), np.nan))
+            batch.seconds[name] = 0.0
+            batch.waiting.extend(self._parts(name, call))
         try:
-            while now.waiting or any(worker.part for worker in self._workers):
-                self._give(now)
-                self._hear([worker for worker in self._workers if worker.part or not worker.ready], now)
+            while batch.waiting or any(worker.part for worker in self._workers):
+                self._assign(batch)
+                self._receive([worker for worker in self._workers if worker.part or not worker.ready], batch)
         except BaseException:
-            for worker in [worker for worker in self._workers if worker.part]:  # what it will say, nobody waits for
+            for worker in [worker for worker in self._workers if worker.part]:  # nobody waits for their results
                 self._drop(worker)
             raise
-        return now.found, now.seconds
+        return batch.results, batch.seconds
 
-    # ---- pieces ------------------------------------------------------------------------------------------------------
+    # ---- workers and messages ----------------------------------------------------------------------------------------
 
     def _parts(self, name: str, call: Call) -> list[_Part]:
         count = len(call.ids)
@@ -226,12 +227,12 @@ class RewardWorkers:
         size = -(-count // (self.count * PARTS))
         return [_Part(name, [[i] for i in range(at, min(at + size, count))]) for at in range(0, count, size)]
 
-    def _fill(self, wanted: int) -> None:
+    def _start_workers(self, wanted: int) -> None:
         """Starts workers until there are as many as wanted."""
         while len(self._workers) < min(wanted, self.count):
-            self._workers.append(self._starter.submit(self._started).result())
+            self._workers.append(self._starter.submit(self._start_worker).result())
 
-    def _started(self) -> _Worker:
+    def _start_worker(self) -> _Worker:
         own, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
@@ -243,54 +244,50 @@ class RewardWorkers:
                 start_new_session=True,  # Ctrl-C in a terminal is for the trainer, which finishes its step
             )
         worker = _Worker(process=process, connection=Connection(own.detach()), begun=time.monotonic())
-        with suppress(OSError):  # it has ended already, which is seen when it is heard
+        with suppress(OSError):  # it has ended already, which _receive will find
             worker.connection.send_bytes(pickle.dumps(self.functions))
         return worker
 
-    def _give(self, now: _Round) -> None:
-        """Gives what waits to workers that are free."""
+    def _assign(self, batch: _Batch) -> None:
+        """Sends pending parts to idle workers."""
         for worker in [worker for worker in self._workers if not worker.part and worker.ready]:
-            if (
-                worker.connection.poll() or worker.process.poll() is not None
-            ):  # it has ended: nobody has asked it anything
+            if worker.connection.poll() or worker.process.poll() is not None:  # an idle worker sends only when it ends
                 self._drop(worker)
         busy = sum(worker.part is not None for worker in self._workers)
-        self._fill(busy + len(now.waiting))
+        self._start_workers(busy + len(batch.waiting))
         for worker in self._workers:
-            if now.waiting and worker.ready and not worker.part:
-                self._send(worker, now.waiting.popleft(), now)
+            if batch.waiting and worker.ready and not worker.part:
+                self._send(worker, batch.waiting.popleft(), batch)
 
-    def _send(self, worker: _Worker, part: _Part, now: _Round) -> None:
-        call = now.calls[part.name]
+    def _send(self, worker: _Worker, part: _Part, batch: _Batch) -> None:
+        call = batch.calls[part.name]
         each = {word: [[call.words[word][i] for i in at] for at in part.at] for word in call.each}
         rest = {word: value for word, value in call.words.items() if word not in each}
         ids = [[call.ids[i] for i in at] for at in part.at]
-        held = [{word: _pickled(part.name, word, value) for word, value in words.items()} for words in (each, rest)]
+        pickled = [{word: _pickle(part.name, word, value) for word, value in words.items()} for words in (each, rest)]
         worker.part, worker.begun_part, worker.begun = part, False, time.monotonic()
-        _limit(worker.connection, now.timeout_s)
+        _set_send_timeout(worker.connection, batch.timeout_s)
         try:
-            worker.connection.send_bytes(pickle.dumps((part.name, ids, *held)))
+            worker.connection.send_bytes(pickle.dumps((part.name, ids, *pickled)))
         except BlockingIOError:
-            self._late(worker, now)
-        except OSError:  # it ended a moment ago
-            self._dead(worker, now)
+            self._handle_timeout(worker, batch)
+        except OSError:  # it has just ended
+            self._handle_end(worker, batch)
 
-    def _hear(self, workers: Sequence[_Worker], now: _Round) -> None:
-        """Takes the next answers of workers that are at work; kills those that are late."""
-        heard = wait([worker.connection for worker in workers], self._patience(workers, now))
+    def _receive(self, workers: Sequence[_Worker], batch: _Batch) -> None:
+        """Receives the next answers of busy workers, and kills those over the time limit."""
+        ends = [worker.begun + limit for worker in workers if (limit := _time_limit(worker, batch)) is not None]
+        timeout = max(0.0, min([POLL_S, *(end - time.monotonic() for end in ends)]))
+        readable = wait([worker.connection for worker in workers], timeout)
         for worker in workers:
-            if worker.connection in heard:
-                self._take(worker, now)
+            if worker.connection in readable:
+                self._read_answer(worker, batch)
             elif worker.process.poll() is not None and not worker.connection.poll():
-                self._dead(worker, now)
-            elif _is_late(worker, now) and not worker.connection.poll():
-                self._late(worker, now)
+                self._handle_end(worker, batch)
+            elif _is_late(worker, batch) and not worker.connection.poll():
+                self._handle_timeout(worker, batch)
 
-    def _patience(self, workers: Sequence[_Worker], now: _Round) -> float:
-        ends = [worker.begun + limit for worker in workers if (limit := _limit_of(worker, now)) is not None]
-        return max(0.0, min([LOOK_S, *(end - time.monotonic() for end in ends)]))
-
-    def _take(self, worker: _Worker, now: _Round) -> None:
+    def _read_answer(self, worker: _Worker, batch: _Batch) -> None:
         try:
             answer = json.loads(worker.connection.recv_bytes())
             if "cannot" in answer:
@@ -305,10 +302,10 @@ class RewardWorkers:
                 return
             at = worker.part.at[0]
             rewards = np.array(answer["rewards"], np.float64)
-            judged = Judged(rewards=rewards.reshape(len(at)), wrong=answer["wrong"], problem=answer["problem"])
+            checked = CheckedRewards(rewards=rewards.reshape(len(at)), wrong=answer["wrong"], problem=answer["problem"])
             seconds = answer["seconds"]
         except (OSError, EOFError, ValueError, KeyError, TypeError):  # a function may write to any descriptor
-            self._dead(worker, now)
+            self._handle_end(worker, batch)
             return
         worker.part.at.pop(0)
         worker.calls, worker.begun = worker.calls + 1, time.monotonic()
@@ -318,73 +315,74 @@ class RewardWorkers:
             worker.part = None
             if worker.calls >= self.most_calls or worker.memory - worker.base > self.growth_bytes:
                 self._drop(worker)
-        now.put(name, at, judged, seconds)
+        batch.add(name, at, checked, seconds)
 
-    def _late(self, worker: _Worker, now: _Round) -> None:
-        limit = _limit_of(worker, now)
+    def _handle_timeout(self, worker: _Worker, batch: _Batch) -> None:
+        limit = _time_limit(worker, batch)
         self._drop(worker)
         if worker.part is None:
             raise RewardError(
-                f"a worker of rewards has not imported the functions within {limit} s; see what they import"
+                f"a reward worker has not imported the functions within {limit} s; see what their modules import"
             )
-        self._lost(
+        self._fail_call(
             worker,
             worker.part,
-            now,
-            f"returned nothing{worker.place(now)} within {limit} s and was killed; give it a limit of its own, or "
-            "raise trainer.reward_timeout_s",
+            batch,
+            f"returned nothing{worker.describe_completion(batch)} within {limit} s and was killed; give it a limit of "
+            "its own, or raise trainer.reward_timeout_s",
         )
 
-    def _dead(self, worker: _Worker, now: _Round) -> None:
-        how = worker.death()
+    def _handle_end(self, worker: _Worker, batch: _Batch) -> None:
+        end = worker.describe_end()
         self._drop(worker)
         if worker.part is None:
             raise RewardError(
-                f"a worker of rewards ended as it imported the functions ({how}); import "
-                f"{', '.join(one.ref for one in self.functions.values())} in a Python of its own to see why"
+                f"a reward worker ended while it imported the functions ({end}); import "
+                f"{', '.join(ref.ref for ref in self.functions.values())} in a new Python process to see why"
             )
-        if not worker.begun_part and worker.part.given < TRIES:
-            worker.part.given += 1
-            now.waiting.appendleft(worker.part)
+        if not worker.begun_part and worker.part.tries < TRIES:
+            worker.part.tries += 1
+            batch.waiting.appendleft(worker.part)
             return
-        self._lost(worker, worker.part, now, f"ended its process{worker.place(now)} ({how}); see what it calls")
+        where = worker.describe_completion(batch)
+        self._fail_call(worker, worker.part, batch, f"ended its process{where} ({end}); see what it calls")
 
-    def _lost(self, worker: _Worker, part: _Part, now: _Round, what: str) -> None:
-        """Counts the call that was under way as failed; those after it are made by another worker."""
+    def _fail_call(self, worker: _Worker, part: _Part, batch: _Batch, what: str) -> None:
+        """Records the current call as failed; another worker makes the part's other calls."""
         spent = time.monotonic() - worker.begun
         at = part.at.pop(0)
         if part.at:
-            now.waiting.appendleft(part)
+            batch.waiting.appendleft(part)
         problem = f"reward function {part.name} {what}"
-        if now.stop:
+        if batch.stop:
             problem += ". trainer.on_reward_error=none goes on without its reward"
-        now.put(part.name, at, Judged.failed(problem, len(at)), spent)
+        batch.add(part.name, at, CheckedRewards.failed(problem, len(at)), spent)
 
     def _drop(self, worker: _Worker) -> None:
         self._workers.remove(worker)
         worker.end()
 
 
-def _limit_of(worker: _Worker, now: _Round) -> float | None:
-    return now.timeout_s if worker.ready else START_S
+def _time_limit(worker: _Worker, batch: _Batch) -> float | None:
+    return batch.timeout_s if worker.ready else START_S
 
 
-def _is_late(worker: _Worker, now: _Round) -> bool:
-    limit = _limit_of(worker, now)
+def _is_late(worker: _Worker, batch: _Batch) -> bool:
+    limit = _time_limit(worker, batch)
     return limit is not None and time.monotonic() > worker.begun + limit
 
 
-def _limit(connection: Connection, seconds: float | None) -> None:
-    """How long sending may block: a stopped process reads nothing."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as same:
-        whole, part = divmod(seconds or 0.0, 1.0)  # 0 = no limit
-        same.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(whole), int(part * 1e6)))
+def _set_send_timeout(connection: Connection, seconds: float | None) -> None:
+    """Limits how long sending may block: a stopped process does not read."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as duplicate:
+        full, fraction = divmod(seconds or 0.0, 1.0)  # 0 = no limit
+        duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(full), int(fraction * 1e6)))
 
 
-def _pickled(name: str, word: str, value: Any) -> bytes:
+def _pickle(name: str, word: str, value: Any) -> bytes:
     try:
         return pickle.dumps(value)
-    except Exception as error:  # pickling is the values' own business
+    except Exception as error:  # pickling may raise anything
         raise RewardError(
             f"reward function {name}: its argument {word!r} can't be sent to a worker process "
             f"({format_exception(error)}); leave it out of the function's arguments, or set trainer.reward_workers=0"
@@ -392,7 +390,7 @@ def _pickled(name: str, word: str, value: Any) -> bytes:
 
 
 def _end_all(workers: list[_Worker], owner: int) -> None:
-    if os.getpid() != owner:  # a fork of the trainer: they are not its own
+    if os.getpid() != owner:  # in a fork of the trainer, which does not own the workers
         return
     while workers:
         workers.pop().end()

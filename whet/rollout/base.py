@@ -37,7 +37,7 @@ CONSTRAINTS = ("grammar", "json_schema", "regex")
 
 @dataclass(frozen=True, kw_only=True)
 class Constraint:
-    """A language that a completion's text has to be in.
+    """A language that the text of a completion must belong to.
 
     Raises: ConfigError: an unknown kind. Grammars.check finds errors inside the text.
 
@@ -61,7 +61,7 @@ class Constraint:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How to draw the tokens of one request, in ids and numbers.
+    """The sampling parameters of one request.
 
     The processors run in the order of transformers: repetition penalty, forbidden ids, constraint and minimum length
     (stop ids are forbidden until then), temperature, top-k, top-p, min-p.
@@ -96,7 +96,6 @@ class Sampling:
     """Options of transformers' generate, (name, value) with tuples for lists: only for the hf engine."""
     return_logits: bool = False
     """Keep the raw logits of each drawn token (float32 [C, V]): for inspection, not for training."""
-
 
 
 def support_of(sampling: Sampling) -> Support:
@@ -135,8 +134,8 @@ class Request:
     address: tuple[int, int, int, int]
     """(seed, step, prompt, generation): with the number of the draw, it determines every random number."""
     offset: int = 0
-    """Of a resumed request: how many completion tokens `tokens` ends with. min_tokens counts them, a stop string may
-    begin in them, a constraint has consumed them. Earlier turns and tools' answers are not among them."""
+    """For a resumed request: the number of completion tokens at the end of `tokens`. min_tokens counts them, a stop
+    string may start in them, and a constraint has consumed them. Earlier turns and tools' answers are not included."""
     draw: int = 0
     """Number of the completion's first draw under its address: token t of the completion, those of `offset` included,
     uses u(address, draw + t). A later turn starts after the draws of earlier turns; a resumed request keeps its

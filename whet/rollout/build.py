@@ -53,8 +53,8 @@ def _check_stop_strings(strings: Sequence[str], stop_ids: Sequence[int], tokeniz
     """Raises ConfigError for a stop string with a special token: the text that is searched has none."""
     for string in strings:
         for i in tokenizer(string, add_special_tokens=False).input_ids:
-            token, shown = (str(tokenizer.decode([i], skip_special_tokens=skip)) for skip in (False, True))
-            if token != shown and token in string:
+            token, visible = (str(tokenizer.decode([i], skip_special_tokens=skip)) for skip in (False, True))
+            if token != visible and token in string:
                 raise ConfigError(
                     f"stop={string!r}: {token!r} is a special token, which the decoded text leaves out, so the string "
                     "would never be found; leave it out and put the token's id into rollout.eos_tokens "

@@ -265,13 +265,13 @@ class Grammars:
                 f"constraint {constraint} is refused: {_reason(inner.get_error())}; fix it, or use what llguidance "
                 "supports: whet docs constraints"
             )
-        every, stop, forbidden = (
+        all_ids, stop, forbidden = (
             _pack_bits(ids, words.vocab_size) for ids in (range(self._vocabulary), stop_ids, forbidden_ids)
         )
         rules = _Rules(
             constraint=constraint,
-            all=every,
-            text=every & ~stop & ~forbidden & ~_pack_bits([words.eos_token], words.vocab_size),
+            all=all_ids,
+            text=all_ids & ~stop & ~forbidden & ~_pack_bits([words.eos_token], words.vocab_size),
             stop=stop & ~forbidden,
             stops=frozenset(stop_ids),
             min_tokens=min_tokens,

@@ -349,7 +349,7 @@ class Rollouts:
                 requests += self._numbered(running, running.turns.send(value))
             except StopIteration as end:
                 episode = running.episode
-                running.completions = _checked_completions(episode, end.value)
+                running.completions = _check_completions(episode, end.value)
                 if group := self._groups[episode.group].finished():
                     del self._groups[episode.group]
                     self._finished[episode.group] = group
@@ -375,16 +375,16 @@ class Rollouts:
         return numbered
 
 
-def _checked_completions(episode: Episode, returned: Any) -> tuple[Completion, ...]:
-    """The completions that an episode has returned. Raises DataError: they are missing, or not its own."""
-    found = (returned,) if isinstance(returned, Completion) else tuple(returned or ())
-    if not found or any(c.generation != episode.generation for c in found):
-        shown = [c.generation for c in found] or returned
+def _check_completions(episode: Episode, returned: Any) -> tuple[Completion, ...]:
+    """The completions that an episode returned. Raises DataError: there are none, or another episode's."""
+    completions = (returned,) if isinstance(returned, Completion) else tuple(returned or ())
+    if not completions or any(c.generation != episode.generation for c in completions):
+        description = [c.generation for c in completions] or returned
         raise DataError(
-            f"the episode at {episode.address} returned {shown!r}; return its Completion, or several, with generation "
-            f"{episode.generation}"
+            f"the episode at {episode.address} returned {description!r}; return its Completion, or several, with "
+            f"generation {episode.generation}"
         )
-    return found
+    return completions
 
 
 def stream(engine: RolloutEngine, requests: Sequence[Request]) -> Iterator[PartialOutput]:
@@ -402,24 +402,24 @@ def stream(engine: RolloutEngine, requests: Sequence[Request]) -> Iterator[Parti
     >>> [(len(p.tokens), p.finish_reason) for p in stream(MockEngine(), [r])]
     [(4, 'length')]
     """
-    if others := engine.stats().in_flight:
-        raise EngineError(f"{others} requests are in flight; call step until there are none, then stream")
+    if in_flight := engine.stats().in_flight:
+        raise EngineError(f"{in_flight} requests are in flight; call step until there are none, then stream")
     for sampling in {id(r.sampling): r.sampling for r in requests}.values():
         check_caps(engine, sampling)
     engine.submit(requests)
-    shown = {r.id: 0 for r in requests}
+    counts = {r.id: 0 for r in requests}
     try:
-        while shown:
+        while counts:
             for output in engine.step(timeout_s=0.0):
-                yield _finite(output.after(shown.pop(output.id)))
-            for i, partial in engine.peek(shown).items():
-                if len(partial.tokens) > shown[i]:
-                    count, shown[i] = shown[i], len(partial.tokens)
+                yield _finite(output.after(counts.pop(output.id)))
+            for i, partial in engine.peek(counts).items():
+                if len(partial.tokens) > counts[i]:
+                    count, counts[i] = counts[i], len(partial.tokens)
                     yield _finite(partial.after(count))
-            if shown and not engine.stats().in_flight:
-                raise EngineError(f"the engine is idle, but {len(shown)} requests never finished")
+            if counts and not engine.stats().in_flight:
+                raise EngineError(f"the engine is idle, but {len(counts)} requests never finished")
     finally:
-        engine.abort(shown)
+        engine.abort(counts)
 
 
 def _finite(partial: PartialOutput) -> PartialOutput:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from whet.errors import ConfigError, EngineError
-from whet.models.adapters import base_parameters
+from whet.models.lora_layers import base_parameters
 from whet.models.modes import eval_mode, transformers_attention
 from whet.models.quantized import dequantize
 from whet.models.self_check import tolerance_for
@@ -215,13 +215,13 @@ def write_config(module: nn.Module, folder: Path) -> None:
 
 
 @torch.no_grad()
-def check_agreement(module: nn.Module, tokens: Sequence[int], found: Sequence[float], *, engine: str) -> float:
+def check_agreement(module: nn.Module, tokens: Sequence[int], reported: Sequence[float], *, engine: str) -> float:
     """Compares an engine's log-probabilities of a prompt with the module's own.
 
     Args:
         module: the policy.
         tokens: T of the prompt.
-        found: T - 1 logprobs, of tokens 1..T-1, at temperature 1.
+        reported: T - 1 logprobs, of tokens 1..T-1, at temperature 1.
         engine: its name.
     Returns: the mean difference.
     Raises: EngineError: the difference is too large for rounding.
@@ -231,7 +231,7 @@ def check_agreement(module: nn.Module, tokens: Sequence[int], found: Sequence[fl
     with transformers_attention(module), eval_mode(module):
         logits = module(input_ids=ids, use_cache=False).logits[0, :-1].float()
     logprobs = selective_log_softmax(logits, ids[0, 1:]).cpu()
-    difference = float((logprobs - torch.tensor(list(found))).abs().mean())
+    difference = float((logprobs - torch.tensor(list(reported))).abs().mean())
     if not difference <= (limit := tolerance_for(next(module.parameters()).dtype, TOLERANCE)):
         raise EngineError(
             f"{engine} does not compute this model as transformers does: logprobs of a prompt of {len(tokens)} differ "

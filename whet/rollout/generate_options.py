@@ -202,8 +202,8 @@ def beam_search(module: nn.Module, batch: Sequence[Request], *, decode: Decode |
     count = max(r.address[3] for r in batch) + 1
     criteria = [_stop_string_criterion(decode, sampling.stop, ids.shape[1])] if sampling.stop and decode else []
     stopping: Any = StoppingCriteriaList(criteria)
-    found = _generate(module, ids, batch[0], num_generations=count, stopping_criteria=stopping)
-    rows = [found[i * count + r.address[3]] for i, r in zip(place.ravel().tolist(), batch, strict=True)]
+    beams = _generate(module, ids, batch[0], num_generations=count, stopping_criteria=stopping)
+    rows = [beams[i * count + r.address[3]] for i, r in zip(place.ravel().tolist(), batch, strict=True)]
     return [_output(module, r, row, decode, version) for r, row in zip(batch, rows, strict=True)]
 
 

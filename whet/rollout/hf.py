@@ -25,7 +25,7 @@ from whet.models.modes import eval_mode, max_positions, transformers_attention
 from whet.ops.counter_rng import address_key, uniform
 from whet.rollout.base import EngineCaps, Output, Request
 from whet.rollout.constrained_decoding import Grammars
-from whet.rollout.engine.sampler import sample_rows, seen_tokens
+from whet.rollout.engine.sampling import sample_rows, seen_tokens
 from whet.rollout.generate_options import beam_search, check_options, num_beams, processors
 from whet.rollout.in_flight import InFlightRequest
 from whet.rollout.queue_engine import QueueEngine
@@ -113,12 +113,12 @@ class HFEngine(QueueEngine):
             return []
         first = self.queue[0]
         beams = num_beams(first.sampling)
-        alike = [r for r in self.queue if len(r.tokens) == len(first.tokens) and r.sampling == first.sampling]
+        same_kind = [r for r in self.queue if len(r.tokens) == len(first.tokens) and r.sampling == first.sampling]
         if first.sampling.generation_kwargs:  # some of them count the completion's tokens
-            alike = [r for r in alike if r.offset == first.offset]
-        batch = alike[: max(1, self._batch_size // beams)]
-        taken = {r.id for r in batch}
-        self.queue = deque(r for r in self.queue if r.id not in taken)
+            same_kind = [r for r in same_kind if r.offset == first.offset]
+        batch = same_kind[: max(1, self._batch_size // beams)]
+        batch_ids = {r.id for r in batch}
+        self.queue = deque(r for r in self.queue if r.id not in batch_ids)
         with torch.no_grad(), transformers_attention(self._module), eval_mode(self._module):
             if beams > 1:
                 return self.finish(batch, beam_search(self._module, batch, decode=self._decode, version=self.version))

@@ -1,6 +1,6 @@
-"""LengthHistory: the length of each prompt's completions the last time, so that long ones start first the next time.
+"""LengthHistory: remembers the length of each prompt's completions, so that long ones can start first the next time.
 
-Left out on purpose: guesses for new prompts; for these the maximum length counts.
+Left out on purpose: estimates for new prompts; these count with the maximum length.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ class LengthHistory:
     """
 
     def __init__(self) -> None:
-        self._known: dict[str, dict[int, int]] = {}
+        self._lengths: dict[str, dict[int, int]] = {}
 
     def of(self, kind: str, prompts: Sequence[Prompt]) -> list[int | None]:
         """Tokens of each prompt's longest completion the last time; None = it had none yet."""
-        known = self._known.get(kind, {})
-        return [known.get(p.row) for p in prompts]
+        lengths = self._lengths.get(kind, {})
+        return [lengths.get(p.row) for p in prompts]
 
     def record(self, kind: str, groups: Sequence[Group]) -> None:
         """Records lengths. Calls of kind "generate" are ignored: their rows are not those of the data."""
         if kind == "generate":
             return
-        known = self._known.setdefault(kind, {})
+        lengths = self._lengths.setdefault(kind, {})
         for g in groups:
-            known.pop(g.prompt.row, None)  # the newest come last
-            known[g.prompt.row] = max(len(c.tokens) for c in g.completions)
-        while len(known) > MAX_ROWS:
-            del known[next(iter(known))]
+            lengths.pop(g.prompt.row, None)  # the newest come last
+            lengths[g.prompt.row] = max(len(c.tokens) for c in g.completions)
+        while len(lengths) > MAX_ROWS:
+            del lengths[next(iter(lengths))]
 
     def state(self) -> dict[str, Tensor]:
         """For a checkpoint: by kind, Long [2, prompts], rows and lengths."""
-        return {k: torch.tensor([list(x), list(x.values())], dtype=torch.long) for k, x in self._known.items()}
+        return {k: torch.tensor([list(x), list(x.values())], dtype=torch.long) for k, x in self._lengths.items()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Restores `state`."""
-        self._known = {k: dict(zip(*x.tolist(), strict=True)) for k, x in state.items()}
+        self._lengths = {k: dict(zip(*x.tolist(), strict=True)) for k, x in state.items()}

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from whet.parallel.ranks import Ranks
 from whet.rollout.base import RolloutEngine, Sampling
 from whet.rollout.build import describe_engine
 from whet.rollout.driver import Episode, GroupKey, Rollouts, Turns, single_turn
@@ -52,11 +53,22 @@ Play = Callable[[Sampling], Callable[[Episode], Turns]]
 class PolicyRollouts:
     """A policy's engine, and the driver of its episodes.
 
-    Args: build: makes the engine. policy: gives it weights and version. vocab_size: of the model; None = unknown.
+    Args:
+        build: makes the engine.
+        policy: gives it weights and version.
+        vocab_size: of the model; None = unknown.
+        ranks: the processes that sample together, each a share of the prompts; None = one.
     """
 
-    def __init__(self, build: Callable[[], RolloutEngine], policy: Policy, *, vocab_size: int | None = None) -> None:
-        self._build, self._policy, self._vocab_size = build, policy, vocab_size
+    def __init__(
+        self,
+        build: Callable[[], RolloutEngine],
+        policy: Policy,
+        *,
+        vocab_size: int | None = None,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self._build, self._policy, self._vocab_size, self._ranks = build, policy, vocab_size, ranks or Ranks()
         self._driver: Rollouts | None = None
         self._lengths = LengthHistory()
         self._next_id = 0
@@ -106,16 +118,29 @@ class PolicyRollouts:
         seed, step, first = address
         expected = self._lengths.of(kind, prompts) if play is None else [None] * len(prompts)
         greedy_sampling = replace(sampling, temperature=0.0)
-        groups: list[Group] = []
-        for start in range(0, len(prompts), at_once):
-            episodes = []
-            for place, prompt in enumerate(prompts[start : start + at_once], start):
-                make = functools.partial(_episode, prompt, (seed, step, first + place), play, expected[place])
-                episodes += [make(g, sampling) for g in range(num_generations)]
-                if greedy:  # it has its own address, so no other draw changes
-                    episodes.append(make(num_generations, greedy_sampling))
-            found = self.driver.run(episodes)
-            groups += [_without_greedy(g, num_generations) for g in found] if greedy else found
+        first_id = self.driver.next_id
+
+        def sample_share(places: Sequence[int]) -> tuple[list[tuple[Any, ...]], int]:
+            """The groups of some prompts without the prompts, which all processes have; the number of requests."""
+            groups: list[Group] = []
+            for start in range(0, len(places), at_once):
+                episodes = []
+                for i in places[start : start + at_once]:
+                    make = functools.partial(_episode, prompts[i], (seed, step, first + i), play, expected[i])
+                    episodes += [make(g, sampling) for g in range(num_generations)]
+                    if greedy:  # it has its own address, so no other draw changes
+                        episodes.append(make(num_generations, greedy_sampling))
+                batch_groups = self.driver.run(episodes)
+                groups += [_without_greedy(g, num_generations) for g in batch_groups] if greedy else batch_groups
+            return [(g.completions, g.rewards, g.greedy) for g in groups], self.driver.next_id - first_id
+
+        shares = self._ranks.scatter_gather(sample_share, range(len(prompts)))
+        self.driver.next_id = first_id + sum(count for _, count in shares)
+        drawn = [fields for share, _ in shares for fields in share]
+        groups = [
+            Group(prompt=prompt, completions=completions, rewards=rewards, greedy=greedy_one)
+            for prompt, (completions, rewards, greedy_one) in zip(prompts, drawn, strict=True)
+        ]
         if play is None:
             self._lengths.record(kind, groups)
         return groups
@@ -156,8 +181,8 @@ class PolicyRollouts:
 
     def _update(self) -> None:
         policy, caps = self._policy, self.engine.caps
-        own = policy.trained_weights if caps.adapters else policy.named_weights
-        self.engine.update(policy.version, None if caps.shared_weights else own())
+        weights = policy.trained_weights if caps.adapters else policy.named_weights
+        self.engine.update(policy.version, None if caps.shared_weights else weights())
 
     # ---- state and end -------------------------------------------------------------------------------------------
 

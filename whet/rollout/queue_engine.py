@@ -72,9 +72,9 @@ class QueueEngine:
 
     def abort(self, ids: Iterable[int]) -> list[Output]:
         """Takes requests out of the queue. Returns: an Output without tokens for each, finish_reason "abort"."""
-        gone = set(ids)
-        out = [r for r in self.queue if r.id in gone]
-        self.queue = deque(r for r in self.queue if r.id not in gone)
+        aborted = set(ids)
+        out = [r for r in self.queue if r.id in aborted]
+        self.queue = deque(r for r in self.queue if r.id not in aborted)
         return [InFlightRequest(request=r).output("abort") for r in out]
 
     def peek(self, ids: Iterable[int]) -> dict[int, PartialOutput]:

@@ -1,6 +1,6 @@
-"""Checks that every engine makes of a request, and SamplingPlan: the distribution that a request asks for.
+"""The checks of a request that all engines share, and SamplingPlan: the distributions of a request.
 
-Left out on purpose: drawing (engine/sampler.py), and what only one engine refuses.
+Left out on purpose: sampling (engine/sampling.py), and checks of a single engine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["SamplingPlan", "check_ids", "check_request", "make_plan"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SamplingPlan:
-    """A Sampling with the distributions that it means, computed once."""
+    """A Sampling with its distributions."""
 
     sampling: Sampling
     support: Support
@@ -46,11 +46,13 @@ def make_plan(sampling: Sampling) -> SamplingPlan:
 
 
 def check_ids(requests: Iterable[Request], in_flight: Container[int]) -> None:
-    """Refuses requests whose id is taken. Raises EngineError: the id is in flight, or two of them have it."""
+    """Raises EngineError if the id of a request is already in flight, or occurs twice."""
     ids: set[int] = set()
     for r in requests:
         if r.id in in_flight or r.id in ids:
-            raise EngineError(f"request id {r.id} is in flight already; ids are unique until their output has come")
+            raise EngineError(
+                f"request id {r.id} is in flight already; an id must be unique until its output is returned"
+            )
         ids.add(r.id)
 
 

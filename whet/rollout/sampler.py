@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from whet.config import RolloutConfig
-from whet.config.length_aliases import COMPLETION, accepts_length_aliases
 from whet.config.synonyms import find_owner
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
@@ -100,7 +99,7 @@ class Sampler:
 
     >>> from whet.demo import small_model
     >>> sampler = Sampler(small_model(seed=0), "byte")
-    >>> out = sampler(["2+2=", "7*3="], max_generation_steps=4, temperature=1.0, seed=1, num_generations=2)
+    >>> out = sampler(["2+2=", "7*3="], max_tokens=4, temperature=1.0, seed=1, num_generations=2)
     >>> again = sampler("2+2=", 4, temperature=1.0, seed=1)
     >>> len(out.text), out.seed, out.tokens[0].tolist() == again.tokens[0].tolist()
     (4, 1, True)
@@ -122,7 +121,7 @@ class Sampler:
         trust_remote_code: bool = False,
     ) -> None:
         if tokenizer is None and not isinstance(transformer, str | Path):
-            raise ConfigError("a module brings no tokenizer; give tokenizer=: a tokenizer, a folder or a hub name")
+            raise ConfigError("a module has no tokenizer; pass tokenizer=: a tokenizer, a folder or a hub name")
         folder = str(transformer) if isinstance(transformer, str | Path) else None
         self.tokenizer = load_tokenizer(folder if tokenizer is None else tokenizer, trust_remote_code=trust_remote_code)
         self.loaded = (
@@ -174,11 +173,10 @@ class Sampler:
 
     # ---- the call ------------------------------------------------------------------------------------------------
 
-    @accepts_length_aliases("max_generation_steps")
     def __call__(
         self,
         input_strings: str | Sequence[str] | list[Message] | Sequence[list[Message]],
-        max_generation_steps: int | None = None,
+        max_tokens: int | None = None,
         max_prompt_length: int | None = None,
         echo: bool = False,
         return_logits: bool = False,
@@ -201,7 +199,7 @@ class Sampler:
 
         Args:
             input_strings: texts, or lists of messages, which take the chat template.
-            max_generation_steps: tokens, also as max_tokens; None = 256, or the rest of the context length.
+            max_tokens: the longest completion; None = 256, or the rest of the context length.
             max_prompt_length: tokens; None = what the model takes.
             echo: text and tokens begin with the prompt's.
             temperature, top_p, top_k, forbidden_tokens, eos_tokens: as in RolloutConfig; eos_tokens None = the model's.
@@ -215,7 +213,7 @@ class Sampler:
         Raises: ConfigError: options that are unknown or contradict each other. DataError: a prompt that is too long.
         """
         sampling = self.sampling(
-            max_generation_steps=max_generation_steps,
+            max_tokens=max_tokens,
             temperature=temperature,
             top_p=top_p,
             top_k=top_k,
@@ -232,17 +230,16 @@ class Sampler:
             on_long_prompt=on_long_prompt,
         )
         seed = secrets.randbits(31) if seed is None else seed
-        each = self.limit_lengths(sampling, prompts, given=max_generation_steps is not None)
+        each = self.limit_lengths(sampling, prompts, fixed=max_tokens is not None)
         groups = self.sample(prompts, each, num_generations=num_generations, seed=seed)
         return self._output(groups, seed, echo=echo, pad=pad_output, logprobs=return_logprobs, logits=return_logits)
 
     # ---- the steps of a call -------------------------------------------------------------------------------------
 
-    @accepts_length_aliases("max_generation_steps")
     def sampling(
         self,
         *,
-        max_generation_steps: int | None = None,
+        max_tokens: int | None = None,
         beam_size: int | None = None,
         return_logits: bool = False,
         **options: Any,
@@ -254,30 +251,30 @@ class Sampler:
         defaults = {"temperature": 0.0, "top_p": None, "top_k": None, "eos_tokens": None, "forbidden_tokens": None}
         for name in options.keys() - defaults.keys():
             if name not in OPTIONS:
-                known = [*defaults, *OPTIONS, "max_generation_steps", "beam_size"]
-                if (meant := find_owner(name, {*known, *COMPLETION, "num_generations"})) is not None:
-                    raise ConfigError(f"unknown sampling option {name!r}; did you mean {meant}?")
-                raise lookup_error("sampling option", name, known)
-        given = {**defaults, **options}
-        kwargs = dict(given.pop("generation_kwargs", {}))
+                choices = [*defaults, *OPTIONS, "max_tokens", "beam_size"]
+                if (owner := find_owner(name, {*choices, "num_generations"})) is not None:
+                    raise ConfigError(f"unknown sampling option {name!r}; did you mean {owner}?")
+                raise lookup_error("sampling option", name, choices)
+        settings = {**defaults, **options}
+        kwargs = dict(settings.pop("generation_kwargs", {}))
         if beam_size is not None:
             if "num_beams" in kwargs:
                 raise ConfigError("beam_size and generation_kwargs' num_beams are the same option; keep one")
             kwargs["num_beams"] = beam_size
         checked_options(dict.fromkeys(kwargs))
         for name in ("eos_tokens", "forbidden_tokens"):
-            given[name] = None if given[name] is None else tuple(given[name])
-        given["forbidden_tokens"] = given["forbidden_tokens"] or ()
+            settings[name] = None if settings[name] is None else tuple(settings[name])
+        settings["forbidden_tokens"] = settings["forbidden_tokens"] or ()
         for name in ("top_p", "top_k", "min_p"):
-            if given["temperature"] == 0 and given.get(name) not in (None, 0, 1.0, -1):
+            if settings["temperature"] == 0 and settings.get(name) not in (None, 0, 1.0, -1):
                 raise ConfigError(
-                    f"temperature=0.0 takes the likeliest token, so {name}={given[name]} would do nothing; set a "
+                    f"temperature=0.0 takes the likeliest token, so {name}={settings[name]} would do nothing; set a "
                     "temperature above 0"
                 )
         config = RolloutConfig(
-            max_tokens_to_generate=MAX_NEW_TOKENS if max_generation_steps is None else max_generation_steps,
+            max_tokens_to_generate=MAX_NEW_TOKENS if max_tokens is None else max_tokens,
             generation_kwargs=kwargs,
-            **given,
+            **settings,
         )
         return replace(sampling_of(config, self.eos_ids, self.tokenizer), return_logits=return_logits)
 
@@ -305,28 +302,29 @@ class Sampler:
         Nothing is trained, so any rendering of a chat template is accepted, and an assistant's turn at the end is
         continued.
         """
-        own = {
+        defaults = {
             "chat_template_kwargs": self.chat_template_kwargs,
             "on_template_change": "accept",
             "on_answered": "continue",
         }
-        return PromptEncoder(self.tokenizer, **{**own, **options})
+        return PromptEncoder(self.tokenizer, **{**defaults, **options})
 
-    def limit_lengths(self, sampling: Sampling, prompts: Sequence[Prompt], *, given: bool = True) -> list[Sampling]:
+    def limit_lengths(self, sampling: Sampling, prompts: Sequence[Prompt], *, fixed: bool = True) -> list[Sampling]:
         """The sampling parameters of each prompt, with max_tokens lowered to the room that the prompt leaves.
 
-        Args: given: whether the caller gave the length, which may not be lowered then.
+        Args: fixed: the caller set max_tokens, so it is an error if a prompt leaves less room.
         Raises: DataError: prompt and completion are longer than the model or the cache allows, with the numbers.
         """
         if self.longest is None:
             return [sampling] * len(prompts)
         longest = max(prompts, key=lambda p: len(p.tokens))
         length = len(longest.tokens)
-        wanted = sampling.max_tokens if given else max(1, sampling.min_tokens)
-        if length + wanted > self.longest:
+        new_tokens = sampling.max_tokens if fixed else max(1, sampling.min_tokens)
+        if length + new_tokens > self.longest:
+            best_limit = max(1, self.longest - new_tokens)
             raise DataError(
-                f"prompt {longest.row} has {length} tokens; with {wanted} new ones that is {length + wanted}, over the "
-                f"limit of {self.longest}; shorten the prompt (max_prompt_length={max(1, self.longest - wanted)} with "
+                f"prompt {longest.row} has {length} tokens; with {new_tokens} new ones that is {length + new_tokens}, "
+                f"over the limit of {self.longest}; shorten the prompt (max_prompt_length={best_limit} with "
                 "on_long_prompt='truncate_left'), or ask for fewer new tokens"
             )
         rooms = [self.longest - len(p.tokens) for p in prompts]
@@ -447,11 +445,11 @@ def _load(
     """A loaded model, without gradients; a module is taken as it is."""
     if folder is None:
         return load_model(module, device=next(module.parameters()).device)
-    there = check_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    torch_device = check_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if dtype == "auto":
         width = read_width(folder, trust_remote_code) or 0
-        dtype = trained_dtype(model_folder(folder)) or str(auto_dtype(there, width)).removeprefix("torch.")
-    return load_model(folder, dtype=dtype, device=there, role="reference", trust_remote_code=trust_remote_code)
+        dtype = trained_dtype(model_folder(folder)) or str(auto_dtype(torch_device, width)).removeprefix("torch.")
+    return load_model(folder, dtype=dtype, device=torch_device, role="reference", trust_remote_code=trust_remote_code)
 
 
 def _padded(rows: Sequence[np.ndarray], value: float) -> np.ndarray:

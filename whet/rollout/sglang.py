@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from whet.config import RolloutConfig
 from whet.errors import ConfigError, EngineError
-from whet.models.adapters import base_weights
 from whet.models.loaded_model import LoadedModel
+from whet.models.lora_layers import base_weights
 from whet.models.modes import max_positions
 from whet.models.self_check import probe_tokens
 from whet.rollout.base import EngineCaps, EngineStats, Output, PartialOutput, Request, Sampling
@@ -219,8 +219,8 @@ class SGLangEngine:
 
     def _halt(self, ids: Iterable[int]) -> None:
         """Aborts requests in SGLang and records their tokens; they stay in flight here, unless they had finished."""
-        wanted = set(ids)
-        tasks = {t: i for t, i in self._tasks.items() if i in wanted}
+        requested = set(ids)
+        tasks = {t: i for t, i in self._tasks.items() if i in requested}
         if not tasks:
             return
         self._engine.loop.run_until_complete(asyncio.sleep(0))  # a coroutine that has not started can't be aborted
@@ -234,9 +234,9 @@ class SGLangEngine:
 
         Returns: their tokens so far, finish_reason "abort"; submit again with an offset to resume.
         """
-        wanted = [i for i in dict.fromkeys(ids) if i in self._in_flight]
-        self._halt(wanted)
-        return [self._in_flight.pop(i).output("abort") for i in wanted if i in self._in_flight]
+        aborted = [i for i in dict.fromkeys(ids) if i in self._in_flight]
+        self._halt(aborted)
+        return [self._in_flight.pop(i).output("abort") for i in aborted if i in self._in_flight]
 
     def peek(self, ids: Iterable[int]) -> dict[int, PartialOutput]:
         """{}: tokens come when their request ends."""
@@ -316,8 +316,8 @@ class SGLangEngine:
             return_logprob=True,
             logprob_start_len=0,
         )
-        found = [float(m[0]) for m in out["meta_info"]["input_token_logprobs"][1:]]
-        return check_agreement(module, tokens, found, engine="sglang")
+        logprobs = [float(m[0]) for m in out["meta_info"]["input_token_logprobs"][1:]]
+        return check_agreement(module, tokens, logprobs, engine="sglang")
 
 
 def sampling_arguments(request: Request) -> dict[str, Any]:
@@ -331,12 +331,12 @@ def sampling_arguments(request: Request) -> dict[str, Any]:
     >>> import numpy as np
     >>> r = Request(id=0, tokens=np.array([5, 6]), sampling=Sampling(stop_ids=(2,), min_tokens=4, forbidden_ids=(7,)),
     ...     group=0, address=(0, 0, 0, 0), offset=1)
-    >>> found = sampling_arguments(r)
-    >>> found["stop_token_ids"], found["min_new_tokens"], found["logit_bias"], found["top_k"]
+    >>> arguments = sampling_arguments(r)
+    >>> arguments["stop_token_ids"], arguments["min_new_tokens"], arguments["logit_bias"], arguments["top_k"]
     ([2], 3, {'7': -inf}, -1)
     """
     s = request.sampling
-    found: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "temperature": s.temperature,
         "top_p": s.top_p,
         "top_k": s.top_k or -1,
@@ -348,7 +348,9 @@ def sampling_arguments(request: Request) -> dict[str, Any]:
         "no_stop_trim": True,
         "sampling_seed": seed_of(replace(request, offset=0)),
     }
-    return {**found, "logit_bias": {str(i): -float("inf") for i in s.forbidden_ids}} if s.forbidden_ids else found
+    return (
+        {**arguments, "logit_bias": {str(i): -float("inf") for i in s.forbidden_ids}} if s.forbidden_ids else arguments
+    )
 
 
 def engine_arguments(config: RolloutConfig, *, dtype: torch.dtype) -> dict[str, Any]:
@@ -357,11 +359,11 @@ def engine_arguments(config: RolloutConfig, *, dtype: torch.dtype) -> dict[str, 
     Args: config: the rollout's. dtype: what the policy computes in.
     Returns: keyword arguments without the model, overridden by sglang.kwargs.
 
-    >>> found = engine_arguments(RolloutConfig(sglang={"page_size": 16}), dtype=torch.bfloat16)
-    >>> found["dtype"], found["mem_fraction_static"], found["page_size"], found["load_format"]
+    >>> arguments = engine_arguments(RolloutConfig(sglang={"page_size": 16}), dtype=torch.bfloat16)
+    >>> arguments["dtype"], arguments["mem_fraction_static"], arguments["page_size"], arguments["load_format"]
     ('bfloat16', 0.2, 16, 'dummy')
     """
-    found: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "dtype": str(dtype).removeprefix("torch."),
         "load_format": "dummy",
         "context_length": config.sglang.context_length,
@@ -377,7 +379,7 @@ def engine_arguments(config: RolloutConfig, *, dtype: torch.dtype) -> dict[str, 
         "enable_memory_saver": True,
         "random_seed": 0,
     }
-    return {**{n: v for n, v in found.items() if v is not None}, **config.sglang.kwargs}
+    return {**{n: v for n, v in arguments.items() if v is not None}, **config.sglang.kwargs}
 
 
 def _check_config(config: RolloutConfig) -> None:

@@ -41,12 +41,12 @@ def find_end(
     """Where and why a completion ends: at its first stop id, its first stop string, or max_tokens.
 
     Args:
-        sampling: of its request.
-        tokens: [C], what was drawn for the request so far.
-        new: how many of them came since the last look; the others end nothing.
+        sampling: of the request.
+        tokens: [C], the tokens drawn for the request so far.
+        new: the number of tokens since the last call; the earlier ones do not end the completion.
         decode: ids -> text, for stop strings.
-        earlier: tokens of the same completion that the request already brought (Request.offset): a stop string may
-            begin in them.
+        earlier: tokens of the completion that were part of the request (Request.offset); a stop string may start in
+            them.
     Returns: (tokens to keep, finish_reason); None = the completion continues.
 
     >>> sampling = Sampling(max_tokens=4, stop_ids=(2,))
@@ -56,9 +56,13 @@ def find_end(
     count = len(tokens)
     end = next((i + 1 for i in range(count - new, count) if tokens[i] in sampling.stop_ids), None)
     if sampling.stop and decode is not None and new:
-        kept = tokens if end is None else tokens[:end]
-        whole = np.concatenate([np.asarray(earlier, np.int64), np.asarray(kept, np.int64)]) if len(earlier) else kept
-        place = find_stop_string(decode, whole, sampling.stop, new=new - (count - len(kept)))
+        tokens_to_end = tokens if end is None else tokens[:end]
+        completion = (
+            np.concatenate([np.asarray(earlier, np.int64), np.asarray(tokens_to_end, np.int64)])
+            if len(earlier)
+            else tokens_to_end
+        )
+        place = find_stop_string(decode, completion, sampling.stop, new=new - (count - len(tokens_to_end)))
         end = end if place is None else place - len(earlier)
     if end is not None and end <= sampling.max_tokens:
         return end, "stop"
@@ -79,7 +83,7 @@ def find_stop_string(
         decode: ids -> text.
         tokens: the completion so far.
         stop: the strings.
-        new: tokens that came since the last look; those before them complete no string.
+        new: the number of tokens since the last call; the earlier ones complete no string.
     Returns: the number of tokens to keep, the last of which completes a string; None = no string is complete.
 
     >>> find_stop_string(lambda ids: "".join(map(chr, ids)), [97, 98, 99, 100], ["bc", "d"], new=3)
@@ -104,15 +108,15 @@ def _tail(decode: Decode, tokens: Sequence[int] | np.ndarray, end: int, longest:
     Args: longest: characters of the longest string.
     Returns: the first token of the tail, and the first character of its text at which such a string may begin.
     """
-    known = longest + SLACK
-    first = end - known - SLACK
+    needed = longest + SLACK
+    first = end - needed - SLACK
     while first > 0:
         text = decode([int(t) for t in tokens[first:end]])
-        whole = len(text.rstrip(INCOMPLETE))
-        if whole < known + SLACK:
+        length = len(text.rstrip(INCOMPLETE))
+        if length < needed + SLACK:
             first -= end - first
         elif text.startswith(INCOMPLETE):  # within a character
             first -= 1
         else:
-            return first, whole - known
+            return first, length - needed
     return 0, 0

@@ -38,7 +38,7 @@ def encode_texts(encoder: PromptEncoder, inputs: Sequence[str] | Sequence[list[M
     [[97], [98, 99]]
     """
     if not inputs:
-        raise DataError("no prompts were given; give at least one text or list of messages")
+        raise DataError("there are no prompts; give at least one text or list of messages")
     encoded = [p for i, text in enumerate(inputs) if (p := encoder({"prompt": text}, i)) is not None]
     if len(encoded) != len(inputs):
         raise DataError(
@@ -63,7 +63,7 @@ def pad_left(rows: Sequence[np.ndarray], pad_id: int) -> np.ndarray:
 
 
 class TextStream:
-    """Text of tokens that come in pieces; a character that is not whole yet waits for its rest.
+    """Decodes a stream of tokens; an incomplete character waits for its remaining tokens.
 
     Args: decode: ids -> text.
 
@@ -80,7 +80,7 @@ class TextStream:
     def push(self, ids: Iterable[int], *, last: bool = False) -> str:
         """The text that the next tokens add.
 
-        Args: ids: the next tokens. last: no more tokens follow, so that nothing waits.
+        Args: ids: the next tokens. last: no more tokens follow, so nothing waits.
         """
         self._ids += [int(i) for i in ids]
         before = self._decode(self._ids[self._from : self._shown])

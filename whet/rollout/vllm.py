@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from whet.config import RolloutConfig
 from whet.errors import ConfigError, EngineError
-from whet.models.adapters import base_weights
 from whet.models.loaded_model import LoadedModel
+from whet.models.lora_layers import base_weights
 from whet.models.self_check import probe_tokens
 from whet.rollout.base import EngineCaps, EngineStats, Output, PartialOutput, Request, Sampling
 from whet.rollout.build import sampling_of
@@ -252,10 +252,10 @@ class VLLMEngine:
 
         Returns: their tokens so far, finish_reason "abort"; submit again with an offset to resume, with other draws.
         """
-        gone = [i for i in dict.fromkeys(ids) if i in self._in_flight]
-        if gone:
-            self._llm.llm_engine.abort_request([str(i) for i in gone])
-        return [self._in_flight.pop(i).output("abort") for i in gone]
+        aborted = [i for i in dict.fromkeys(ids) if i in self._in_flight]
+        if aborted:
+            self._llm.llm_engine.abort_request([str(i) for i in aborted])
+        return [self._in_flight.pop(i).output("abort") for i in aborted]
 
     # ---- weights and memory --------------------------------------------------------------------------------------
 
@@ -316,8 +316,8 @@ class VLLMEngine:
         out: Any = None
         while out is None or not out.finished:
             out = next(iter(self._llm.llm_engine.step()), out)
-        found = [row[t].logprob for t, row in zip(tokens[1:], out.prompt_logprobs[1:], strict=True)]
-        return check_agreement(module, tokens, found, engine="vllm")
+        logprobs = [row[t].logprob for t, row in zip(tokens[1:], out.prompt_logprobs[1:], strict=True)]
+        return check_agreement(module, tokens, logprobs, engine="vllm")
 
 
 def sampling_arguments(request: Request) -> dict[str, Any]:
@@ -329,8 +329,8 @@ def sampling_arguments(request: Request) -> dict[str, Any]:
 
     >>> r = Request(id=0, tokens=np.array([5, 6]), sampling=Sampling(stop_ids=(2,), min_tokens=4, forbidden_ids=(7,)),
     ...     group=0, address=(0, 0, 0, 0), offset=1)
-    >>> found = sampling_arguments(r)
-    >>> found["stop_token_ids"], found["min_tokens"], found["logit_bias"], found["ignore_eos"]
+    >>> arguments = sampling_arguments(r)
+    >>> arguments["stop_token_ids"], arguments["min_tokens"], arguments["logit_bias"], arguments["ignore_eos"]
     ([2], 3, {7: -inf}, True)
     """
     s = request.sampling
@@ -364,16 +364,16 @@ def llm_arguments(config: RolloutConfig, *, device: str, dtype: torch.dtype, kv_
         batch of the longest sequences needs, at most the configured share: vLLM touches all of it at once.
 
     >>> config = RolloutConfig(vllm={"kwargs": {"seed": 3}})
-    >>> found = llm_arguments(config, device="cuda", dtype=torch.bfloat16, kv_bytes=1)
-    >>> found["dtype"], found["gpu_memory_utilization"], found["seed"], found["load_format"]
+    >>> arguments = llm_arguments(config, device="cuda", dtype=torch.bfloat16, kv_bytes=1)
+    >>> arguments["dtype"], arguments["gpu_memory_utilization"], arguments["seed"], arguments["load_format"]
     ('bfloat16', 0.2, 3, 'dummy')
-    >>> found = llm_arguments(config, device="cpu", dtype=torch.float32, kv_bytes=100)
-    >>> found["kv_cache_memory_bytes"] == (1 + 256) * 128 * 100
+    >>> arguments = llm_arguments(config, device="cpu", dtype=torch.float32, kv_bytes=100)
+    >>> arguments["kv_cache_memory_bytes"] == (1 + 256) * 128 * 100
     True
     """
     rows = config.vllm.max_num_seqs or config.max_batch_size
     block = BLOCK.get(device, 16)
-    found: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "dtype": str(dtype).removeprefix("torch."),
         "load_format": "dummy",
         "logprobs_mode": config.vllm.logprobs_mode,
@@ -388,28 +388,30 @@ def llm_arguments(config: RolloutConfig, *, device: str, dtype: torch.dtype, kv_
         "seed": 0,
     }
     if config.vllm.additional_config:
-        found["additional_config"] = dict(config.vllm.additional_config)
+        arguments["additional_config"] = dict(config.vllm.additional_config)
     if device == "cpu":
-        found["enforce_eager"] = True
+        arguments["enforce_eager"] = True
         blocks = NULL + rows * -(-(config.max_prompt_length + config.most_tokens) // block)
         share = int(config.vllm.hbm_utilization * _host_memory())
-        found["kv_cache_memory_bytes"] = min(blocks * block * kv_bytes, share)
+        arguments["kv_cache_memory_bytes"] = min(blocks * block * kv_bytes, share)
     else:
-        found["gpu_memory_utilization"] = config.vllm.hbm_utilization
+        arguments["gpu_memory_utilization"] = config.vllm.hbm_utilization
     if config.kv_cache_tokens is not None:
-        found["num_gpu_blocks_override"] = NULL + -(-config.kv_cache_tokens // block)
-    return {**{n: v for n, v in found.items() if v is not None}, **config.vllm.kwargs}
+        arguments["num_gpu_blocks_override"] = NULL + -(-config.kv_cache_tokens // block)
+    return {**{n: v for n, v in arguments.items() if v is not None}, **config.vllm.kwargs}
 
 
 def _check_config(config: RolloutConfig) -> None:
     """Refuses fields that this adapter does not support."""
     refused: dict[str, tuple[object, str]] = {}
     if config.vllm.logprobs_mode not in MODES:
-        why = f"training takes logprobs; known: {', '.join(sorted(MODES))}"
-        refused["vllm.logprobs_mode"] = (config.vllm.logprobs_mode, why)
-    own = sampling_arguments(Request(id=0, tokens=np.zeros(1), sampling=Sampling(), group=0, address=(0, 0, 0, 0)))
+        reason = f"training takes logprobs; known: {', '.join(sorted(MODES))}"
+        refused["vllm.logprobs_mode"] = (config.vllm.logprobs_mode, reason)
+    arguments = sampling_arguments(
+        Request(id=0, tokens=np.zeros(1), sampling=Sampling(), group=0, address=(0, 0, 0, 0))
+    )
     for name in config.vllm.sampling_kwargs:
-        if name in (*own, "n", "output_kind", "prompt_logprobs", "stop"):
+        if name in (*arguments, "n", "output_kind", "prompt_logprobs", "stop"):
             refused["vllm.sampling_kwargs"] = (name, "whet sets it from the rollout's own fields")
         elif name in DISTORTING:
             refused["vllm.sampling_kwargs"] = (name, "the trainer's logprobs would be of another distribution")

@@ -1,11 +1,11 @@
-"""What a run reads besides its checkpoint: read-only models, configurations, tokenizer, evaluation data, code.
+"""Compares a resumed run's inputs and settings with its checkpoint's: models, tokenizer, evaluation data, code.
 
-A checkpoint records it (run.pt, "inputs"), and a resumed run compares: different weights, configurations, tokenizer or
-evaluation data are refused, different code is logged. Weights count as they lie in memory, so a folder, a
-hub name and a module are alike. data/prompt_stream.py compares the training data. Of models that are trained the
-configuration alone counts: their weights are the checkpoint's; of those with an adapter the frozen base too, so that an
-adapter is never put on a base that has it merged already. The settings are compared here too.
-Left out on purpose: what the user's code imports in its turn, and packages, whose versions environment.json has.
+A checkpoint records the inputs (run.pt, "inputs"). A resumed run refuses different weights, model configurations, a
+different tokenizer or different evaluation data, and logs different code. Weights are compared in memory, so the same
+model may come from a folder, the hub or a module. Trained weights come from the checkpoint, so only a trained model's
+configuration is compared; with an adapter also its frozen base, so that an adapter is never added to a base that has it
+merged. data/prompt_stream.py compares the training data. Modules that the user's code imports are not compared;
+environment.json has the packages' versions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from whet.config import diff, dump_tree
 from whet.errors import CheckpointError, ConfigError
 from whet.util.references import resolve_ref
-from whet.util.tensor_subclasses import whole_tensor
+from whet.util.tensor_subclasses import is_sharded, whole_tensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,15 +47,15 @@ __all__ = [
 log = logging.getLogger("whet")
 
 BLOCK = 2**16
-"""Words of 8 bytes in one sum: they fit a processor's cache."""
+"""8-byte words in one sum; a block fits a processor's cache."""
 BLOCKS_AT_ONCE = 256
-"""Blocks of one operation away from the CPU."""
+"""Blocks in one operation on a GPU."""
 MIN_LOGGED_BYTES = 8 * 2**30
-"""Weights on a CPU of this many bytes take seconds to read, which is then logged."""
+"""The bytes of weights on a CPU from which the hashing is logged, because it takes seconds."""
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
-"""The golden ratio as an int64: its multiples are spread over all words."""
-_NO_MATTER = ("_", "attn_implementation", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
-"""Prefixes of keys in a model's configuration that do not change what it computes here."""
+"""The golden ratio as an int64, whose multiples are spread evenly."""
+_IRRELEVANT = ("_", "attn_implementation", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
+"""Prefixes of keys in a model's configuration that don't change its results in whet."""
 _FREE = (
     "actor.gradient_checkpointing",
     "critic.gradient_checkpointing",
@@ -82,8 +82,8 @@ _FREE = (
     "trainer.checkpointing_options",
     "trainer.pbar_description",
 )
-"""Keys that a resumed run may change: they don't change what a step computes. Of the run's length only a learning-rate
-schedule knows, which is rebuilt for another one, with a warning: see Optim.plan."""
+"""Keys that a resumed run may change, because they don't change a step's results. The run's length changes only a
+learning-rate schedule, which is rebuilt with a warning: see Optim.plan."""
 
 
 def record_inputs(
@@ -94,14 +94,14 @@ def record_inputs(
     evaluation: list[int] | None = None,
     stop_ids: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """What a run reads, for its checkpoints: plain containers.
+    """Records a run's inputs for its checkpoints, in plain containers.
 
     Args:
-        workers: the models, those that are trained included.
-        tokenizer: of the prompts.
-        functions: the user's code that the run calls, each with what it is.
-        evaluation: how many items there are to evaluate on, and their digests (data.order.digests); None = none.
-        stop_ids: that end a completion.
+        workers: all models, the trained ones included.
+        tokenizer: the prompts' tokenizer.
+        functions: (description, function) of the user's code that the run calls.
+        evaluation: the number of evaluation items, and their digests (data.order.digests); None = no evaluation.
+        stop_ids: the token ids that end a completion.
     """
     return {
         "models": {
@@ -122,11 +122,11 @@ def record_inputs(
 
 
 def check_inputs(old: Any, new: Mapping[str, Any], *, allow: bool) -> None:
-    """Compares what a checkpoint records with what is read now; different code is a warning.
+    """Compares the checkpoint's inputs with the current ones. Different code is only a warning.
 
-    Args: old: of the checkpoint. new: from `record_inputs`.
-        allow: differences are logged, not refused.
-    Raises: CheckpointError: they differ, each difference named; or `old` is not what `record_inputs` gives.
+    Args: old: the checkpoint's inputs. new: the result of `record_inputs`. allow: log differences instead of refusing
+        them.
+    Raises: CheckpointError: differences, which the message lists; or `old` has another format.
     """
     changed = "\n  ".join(_changed(old, new))
     if changed and not allow:
@@ -145,32 +145,32 @@ def check_inputs(old: Any, new: Mapping[str, Any], *, allow: bool) -> None:
 
 
 def _changed(old: Any, new: Mapping[str, Any]) -> list[str]:
-    """The differences, except in code. A model that one side lacks is not compared: whether it is read is a setting."""
-    models, found = _part(old, "models", Mapping), []
+    """The differences, except in code. A model that one side lacks is not compared: its use is a setting."""
+    models, changes = _part(old, "models", Mapping), []
     for role, now in new["models"].items():
         if role in models:
-            found += _changed_model(role, _part(models, role, Mapping), now)
+            changes += _changed_model(role, _part(models, role, Mapping), now)
     if (stop := _part(old, "stop_ids", list)) != new["stop_ids"]:
-        found.append(f"ids that end a completion, by tokenizer and actor: {stop} -> {new['stop_ids']}")
+        changes.append(f"ids that end a completion, by tokenizer and actor: {stop} -> {new['stop_ids']}")
     before, now = _part(old, "tokenizer", Mapping), new["tokenizer"]
-    alike = before.get("versions") == now["versions"]  # else the same rules may be spelled otherwise
-    for name in ("vocabulary", "chat_template", *(["rules"] if alike else [])):
+    same_versions = before.get("versions") == now["versions"]  # other versions may write the same rules differently
+    for name in ("vocabulary", "chat_template", *(["rules"] if same_versions else [])):
         if before.get(name) != now[name]:
-            found.append(f"tokenizer: other {name}: {before.get(name)!s:.12} -> {now[name]!s:.12}")
+            changes.append(f"tokenizer: other {name}: {before.get(name)!s:.12} -> {now[name]!s:.12}")
     if (before := _part(old, "evaluation", list | None)) != (now := new["evaluation"]):
-        found.append(f"evaluation data: {_changed_prompts(before, now)}")
-    return found
+        changes.append(f"evaluation data: {_changed_prompts(before, now)}")
+    return changes
 
 
 def _changed_model(role: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """The differences of one model: of its weights, where both are in one dtype, and of its configuration's keys."""
+    """The differences of one model: in its weights, if both have the same dtype, and in its configuration."""
     old, new = before.get("weights"), now["weights"]
     if None not in (old, new) and before.get("dtype") != now["dtype"]:
-        log.warning("%s: its weights are in %s, not %s: not compared", role, now["dtype"], before.get("dtype"))
+        log.warning("%s: weights are not compared: they are %s, not %s", role, now["dtype"], before.get("dtype"))
     elif None not in (old, new) and old != new:
         yield f"{role}: other weights: {old!s:.12} -> {new:.12}"
     config = _part(before, "config", Mapping)
-    shared = sorted(config.keys() & now["config"].keys())  # other versions of transformers know other keys
+    shared = sorted(config.keys() & now["config"].keys())  # other versions of transformers have other keys
     for change in diff(*({name: side[name] for name in shared} for side in (config, now["config"]))):
         yield f"{role}: config.{change}"
 
@@ -182,30 +182,30 @@ def _size(side: Sequence[Any] | None) -> str:
 
 
 def _changed_prompts(before: Sequence[Any] | None, now: Sequence[Any] | None) -> str:
-    """How evaluation data differ."""
+    """Describes a difference in evaluation data."""
     sizes = [_size(before), _size(now)]
     if sizes[0] != sizes[1] or before is None or now is None:
         return " -> ".join(sizes)
     if before[1:2] != now[1:2]:
-        return "same number of prompts, but one was changed or reordered"
-    return "the same prompts, but another column (an answer, say) was changed"
+        return "the number of prompts is the same, but some were changed or reordered"
+    return "the prompts are the same, but another column (such as the answer) was changed"
 
 
 def _changed_code(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
-    """What to log of functions and files that have changed, each once."""
+    """A line for each function or file that has changed."""
     changed: dict[str, list[str]] = {}
     for what, (file, digest) in new.items():
         if what not in old:
-            yield f"{what} ({file or 'no file'}) was not there at the checkpoint"
+            yield f"{what} ({file or 'no file'}) is new since the checkpoint"
         elif _part(old, what, list)[1:] != [digest]:
             changed.setdefault(file or "its source, now in no file,", []).append(what)
     for file, whats in changed.items():
         yield f"{file} has changed since the checkpoint: {', '.join(whats)}"
-    yield from (f"{what} was there at the checkpoint, and is not now" for what in old if what not in new)
+    yield from (f"{what} of the checkpoint is gone" for what in old if what not in new)
 
 
 def _part(tree: Mapping[str, Any], name: str, kind: Any) -> Any:
-    """An entry of what a checkpoint records. Raises CheckpointError where it is missing or of another kind."""
+    """An entry of a checkpoint's inputs. Raises CheckpointError: it is missing or has another type."""
     if not isinstance(tree, Mapping) or name not in tree or not isinstance(tree[name], kind):
         raise CheckpointError(
             f"the entry {name!r} of the checkpoint's run.pt has an unexpected format; resume from another step-* folder"
@@ -214,7 +214,7 @@ def _part(tree: Mapping[str, Any], name: str, kind: Any) -> Any:
 
 
 def plain(tree: Any) -> Any:
-    """A configuration tree without anything that a file read with weights_only=True could not hold.
+    """Converts a configuration tree to types that torch.load(weights_only=True) can read.
 
     >>> plain({1: (2, None)})
     {'1': [2, None]}
@@ -232,8 +232,8 @@ def plain(tree: Any) -> Any:
 def check_settings(old: Any, new: Any, *, allow: bool) -> None:
     """Compares a checkpoint's settings with a resumed run's.
 
-    Args: old, new: as changed_settings has them. allow: log the differences instead of refusing them.
-    Raises: CheckpointError: they differ in what a step computes; with the differences.
+    Args: old, new: see changed_settings. allow: log the differences instead of refusing them.
+    Raises: CheckpointError: differences that change a step's results; the message lists them.
     """
     changed = changed_settings(old, new)
     if changed and not allow:
@@ -248,11 +248,11 @@ def check_settings(old: Any, new: Any, *, allow: bool) -> None:
 
 
 def changed_settings(old: Any, new: Any) -> list[str]:
-    """How a resumed run's configuration differs in what its steps compute.
+    """The differences between two configurations that change a step's results.
 
     Args: old, new: configurations, or their trees.
-    Returns: "key: old -> new" for each key that differs; left out are those that change no step, such as
-        trainer.max_steps, and sections that one side lacks: a model that is given as a module has no settings.
+    Returns: "key: old -> new" for each key that differs. Keys that change no step, such as trainer.max_steps, are left
+        out, and so are sections that one side lacks, because a model given as a module has no settings.
 
     >>> changed_settings({"trainer": {"max_steps": 5, "seed": 0}}, {"trainer": {"max_steps": 9, "seed": 1}})
     ['trainer.seed: 0 -> 1']
@@ -269,7 +269,9 @@ def changed_settings(old: Any, new: Any) -> list[str]:
 def _model(
     role: str, module: nn.Module, only_read: bool, *, adapted: bool = False, view: bool = False
 ) -> dict[str, Any]:
-    """What is recorded of a model. Args: adapted: it has an adapter. view: its weights are another role's."""
+    """The record of a model. Args: only_read: it is not trained. adapted: it has an adapter. view: it shares its
+    weights with another role.
+    """
     config = plain(module.config.to_dict())  # pyright: ignore
     digest = None
     if not view and (only_read or adapted):
@@ -281,42 +283,43 @@ def _model(
     return {
         "weights": digest,
         "dtype": str(next(module.parameters()).dtype),
-        "config": {name: value for name, value in config.items() if not name.startswith(_NO_MATTER)},
+        "config": {name: value for name, value in config.items() if not name.startswith(_IRRELEVANT)},
     }
 
 
 def weights_digest(module: nn.Module, *, without: Collection[str] = ()) -> str:
-    """A digest of a module's weights and persistent buffers, at the speed of memory; the same on every device.
+    """A digest of a module's weights and persistent buffers, limited by memory bandwidth; equal on every device.
 
-    SHA-256 of names, dtypes, shapes, and, of each block x of 2**16 words of 8 bytes, Σ_i x_i w_i mod 2**64 with odd
-    w_i: so a word that changes always changes it. Tied weights count once.
-    Args: without: names of tensors that do not count.
-    Left out on purpose: protection against weights that are made to have the digest of others.
+    It is the SHA-256 of names, dtypes, shapes, and, for each block x of 2**16 words of 8 bytes, Σ_i x_i w_i mod 2**64
+    with odd w_i, so a changed word always changes it. Tied weights count once. It does not protect against weights that
+    were constructed to have the same digest.
+
+    Args: without: names of tensors to leave out.
 
     >>> a, b = nn.Linear(2, 2), nn.Linear(2, 2)
     >>> weights_digest(a) == weights_digest(b), weights_digest(a) == weights_digest(a)
     (False, True)
     """
-    found, seen = hashlib.sha256(), set()
+    digest, seen = hashlib.sha256(), set()
     tensors = {name: t for name, t in module.state_dict(keep_vars=True).items() if name not in without}
     for name, tensor in sorted(tensors.items()):
-        sharded = hasattr(tensor, "full_tensor")  # a shard may be empty, so its address says nothing
+        sharded = is_sharded(tensor)  # a shard may be empty, so its address says nothing
         place = id(tensor) if sharded else (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() == 0 or place not in seen:
-            found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-            found.update(_sums(whole_tensor(tensor)))
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            digest.update(_sums(whole_tensor(tensor)))
         seen.add(place)
-    return found.hexdigest()
+    return digest.hexdigest()
 
 
 @torch.no_grad()
 def _sums(tensor: Tensor) -> bytes:
-    """The sums of a tensor's blocks, and the bytes after its last whole word."""
+    """The sums of a tensor's blocks, and the bytes after its last full word."""
     raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if raw.storage_offset() % 8:
         raw = raw.clone()  # words begin at multiples of their size
-    whole = len(raw) // 8 * 8
-    words, rest = raw[:whole].view(torch.int64), bytes(raw[whole:].tolist())
+    end = len(raw) // 8 * 8
+    words, rest = raw[:end].view(torch.int64), bytes(raw[end:].tolist())
     weights = (torch.arange(BLOCK, device=raw.device) * _GAMMA) | 1
     full = len(words) // BLOCK * BLOCK
     blocks = words[:full].view(-1, BLOCK).split(1 if raw.device.type == "cpu" else BLOCKS_AT_ONCE)
@@ -326,9 +329,9 @@ def _sums(tensor: Tensor) -> bytes:
 
 
 def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What is recorded of a tokenizer: its tokens, its template, and its rules as the named versions write them.
+    """The record of a tokenizer: its tokens, its template, its rules, and the versions that wrote the rules.
 
-    What an encoding did to it (truncation, padding) is left out.
+    Truncation and padding are left out, because an encoding can change them.
     """
     import tokenizers
     import transformers
@@ -339,7 +342,7 @@ def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     rules = None
     if isinstance(tokenizer, transformers.PreTrainedTokenizerFast):
         rules = {**json.loads(tokenizer.backend_tokenizer.to_str()), "truncation": None, "padding": None}
-        if isinstance(rules["model"].get("vocab"), dict):  # half a second of a large one, and compared already
+        if isinstance(rules["model"].get("vocab"), dict):  # compared already, and slow to serialize
             del rules["model"]["vocab"]
     return {
         "vocabulary": vocabulary.hexdigest(),
@@ -350,7 +353,7 @@ def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 def _digest(tree: Any) -> str:
-    """Of plain containers."""
+    """A digest of plain containers."""
     return hashlib.sha256(json.dumps(tree, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -358,8 +361,9 @@ def _digest(tree: Any) -> str:
 
 
 def source_of(fn: Any) -> list[str | None]:
-    """The file that a function, a class, an object or a reference is written in, and its digest; None for whet's own,
-    and for what no file holds.
+    """The source file of a function, class, object or reference, and the file's digest.
+
+    Both are None for whet's own code, and for code outside of files.
     """
     try:
         fn = resolve_ref(fn, "function") if isinstance(fn, str) else fn

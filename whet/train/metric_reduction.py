@@ -1,4 +1,4 @@
-"""Reduces a loss's values per token to metrics: summed on the device, read once, merged by kind.
+"""Reduces a loss's values per token to metrics. Sums are made on the device, and the host reads them once.
 
 Dim letters: s tokens of a micro-batch.
 """
@@ -23,7 +23,7 @@ loss; sequence_*: the mean, maximum and minimum of the means of sequences."""
 
 
 def metric_labels(name: str, reductions: Reductions) -> Mapping[str, str]:
-    """The labels of a loss's metric in the log, each with its reduction; by default its mean under its own name."""
+    """The labels of a loss's metric in the log, each with its reduction. Default: its mean, under its own name."""
     return reductions.get(name, {name: "mean"})
 
 
@@ -39,48 +39,50 @@ def reduce_metrics(
 
     Returns: (label, reduction) of each number; the count of the mask, then these numbers, as float64 scalars.
     """
-    labels, found = [], [mask.sum().double()]
+    labels, numbers = [], [mask.sum().double()]
     for name, value in values.items():
         value = value.detach().double()
         for label, how in metric_labels(name, reductions).items():
             labels.append((label, how))
             if how.startswith("sequence_"):
-                found += _over_sequences(value, mask, sequence, num_sequences, how)
+                means = segment_mean(value, mask, sequence, num_sequences)
+                trained = segment_count(mask, sequence, num_sequences) > 0
+                if how == "sequence_max":
+                    numbers.append(torch.where(trained, means, -torch.inf).max())
+                elif how == "sequence_min":
+                    numbers.append(torch.where(trained, means, torch.inf).min())
+                else:
+                    numbers += [torch.where(trained, means, 0.0).sum(), trained.sum().double()]
                 labels += [(label, "count")] if how == "sequence_mean" else []
             elif how == "max":
-                found.append(torch.where(mask, value, -torch.inf).max())
+                numbers.append(torch.where(mask, value, -torch.inf).max())
             elif how == "min":
-                found.append(torch.where(mask, value, torch.inf).min())
+                numbers.append(torch.where(mask, value, torch.inf).min())
             else:
-                kept = torch.where(mask, value, 0.0)
-                found.append((weights * kept if how == "weighted" else kept).sum())
-    return labels, found
+                masked = torch.where(mask, value, 0.0)
+                numbers.append((weights * masked if how == "weighted" else masked).sum())
+    return labels, numbers
 
 
-def _over_sequences(value: Tensor, mask: Tensor, sequence: Tensor, number: int, how: str) -> list[Tensor]:
-    """The maximum, the minimum, or the sum and the count, of the means of sequences over their trained tokens."""
-    means, there = segment_mean(value, mask, sequence, number), segment_count(mask, sequence, number) > 0
-    if how == "sequence_max":
-        return [torch.where(there, means, -torch.inf).max()]
-    if how == "sequence_min":
-        return [torch.where(there, means, torch.inf).min()]
-    return [torch.where(there, means, 0.0).sum(), there.sum().double()]
+def unpack_metrics(labels: Sequence[Sequence[tuple[str, str]]], numbers: Sequence[float]) -> Iterator[Metrics]:
+    """The metrics of each micro-batch.
 
-
-def unpack_metrics(labels: Sequence[Sequence[tuple[str, str]]], read: Sequence[float]) -> Iterator[Metrics]:
-    """The metrics of each micro-batch, from its labels and all numbers: loss, count, and one for each label."""
-    at = 0
-    for named in labels:
-        loss, count, *numbers = read[at : at + 2 + len(named)]
-        at += 2 + len(named)
-        found: Metrics = {"loss": Sum(loss)}
-        for (label, how), x in zip(named, numbers):
+    Args: labels: (label, reduction) of each micro-batch, from reduce_metrics. numbers: of all micro-batches end to end:
+        the loss, the count of the mask, and one for each label.
+    """
+    start = 0
+    for pairs in labels:
+        end = start + 2 + len(pairs)
+        loss, count, *values = numbers[start:end]
+        start = end
+        metrics: Metrics = {"loss": Sum(loss)}
+        for (label, how), x in zip(pairs, values):
             if how in ("mean", "sequence_mean"):
-                found[label] = Mean(x, count)
+                metrics[label] = Mean(x, count)
             elif how == "count":
-                found[label] = Mean(found[label].sum, x)  # pyright: ignore[reportAttributeAccessIssue]
+                metrics[label] = Mean(metrics[label].sum, x)  # pyright: ignore[reportAttributeAccessIssue]
             elif how == "weighted":
-                found[label] = Sum(x)
+                metrics[label] = Sum(x)
             elif count:
-                found[label] = Max(x) if how.endswith("max") else Min(x)
-        yield found
+                metrics[label] = Max(x) if how.endswith("max") else Min(x)
+        yield metrics

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from whet.config import OptimConfig
 from whet.errors import CheckpointError, ConfigError, format_exception, lookup_error
 from whet.storage.checkpoint import CHECKPOINT_FORMAT
-from whet.storage.optimizer_state import FORMAT_KEY, check_moment_shapes, flatten_state, load_optimizer_state
+from whet.train.optimizer_state import FORMAT_KEY, check_moment_shapes, flatten_state, load_optimizer_state
 from whet.train.optimizers import group_settings, make_optimizer, set_setting
 from whet.util.tensor_subclasses import shard_like
 

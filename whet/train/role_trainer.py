@@ -26,7 +26,7 @@ SequenceSelector = Callable[[TokenBatch], Tensor]
 MetricsAdjuster = Callable[[Metrics, TokenBatch, TokenBatch], Metrics]
 
 MAX_SKIPPED = 10
-"""Updates in a row that may be skipped before the run ends: nothing is learned from then on."""
+"""The run ends after this many skipped updates in a row, since nothing is learned any more."""
 
 
 class RoleTrainer:
@@ -35,10 +35,9 @@ class RoleTrainer:
     Args:
         worker: the model.
         loss: per token.
-        loss_agg_mode, loss_agg_norm: how token losses become one number where a batch comes without weights.
-        accumulate: batches of `update_all` that make one optimizer step.
-        role: whose model it is. The actor's metrics have their plain names, those of another role begin with its own:
-            critic/loss.
+        loss_agg_mode, loss_agg_norm: how token losses become one number, for batches without weights.
+        accumulate: `update_all` makes one optimizer step of this many batches.
+        role: the model's. The actor's metrics have plain names; those of another role begin with it: critic/loss.
     """
 
     def __init__(
@@ -89,13 +88,13 @@ class RoleTrainer:
     ) -> RoleTrainer:
         """Sets the loss: `loss(x: LossInputs) -> (per token [s], {name: [s]})`.
 
-        A loss per unit returns [u] in place of [s], and weighs all units with a trained token alike.
+        A loss per unit returns [u] in place of [s]. All units with a trained token have the same weight.
 
         Args:
             loss: of every token.
             loss_agg_mode, loss_agg_norm: how token losses become one number.
-            loss_agg_units: which trajectories (units) a mean over them counts: those with a trained token, or all.
-            loss_per: what the loss returns a number for: each token, or each unit of TokenBatch.unit_of.
+            loss_agg_units: a mean over trajectories (units) counts those with a trained token, or all.
+            loss_per: the loss returns a number for each token, or for each unit of TokenBatch.unit_of.
             entropy: the loss needs x.entropy.
             constants: those of types.loss.CONSTANTS that the loss needs: "correct" for x.correct.
             scores: the loss needs x.scores, of a model with a value head.
@@ -116,12 +115,14 @@ class RoleTrainer:
     def with_rl_metrics_to_log(
         self, metrics: Mapping[str, str | Sequence[str] | Mapping[str, str]], *, on_policy: Collection[str] = ()
     ) -> RoleTrainer:
-        """Sets how the loss's metrics are named and reduced; one that isn't named is logged as its mean.
+        """Sets how the loss's metrics are named and reduced. Default: each is logged as its mean.
 
-        Args: metrics: name -> one of worker.REDUCTIONS ("mean", "max", "min" over tokens, "weighted" as the loss,
-            "sequence_mean", ...); several of them, logged as name/how; or {label: how}. on_policy: those that mean
-            something only where all trained tokens come from the weights as they are; left out of other updates.
-        Raises: ConfigError: another word.
+        Args:
+            metrics: name -> one of worker.REDUCTIONS ("mean", "max", "min" over tokens, "weighted" as the loss,
+                "sequence_mean", ...); or several of them, logged as name/how; or {label: how}.
+            on_policy: metrics that have a meaning only where all trained tokens come from the current weights. They are
+                left out of other updates.
+        Raises: ConfigError: an unknown reduction.
         """
         for name, how in metrics.items():
             labels: Any = {name: how} if isinstance(how, str) or callable(how) else how
@@ -129,8 +130,7 @@ class RoleTrainer:
                 labels = {f"{name}/{h}": h for h in labels}
             for h in labels.values():
                 if h not in REDUCTIONS:
-                    given = getattr(h, "__name__", None) or str(h)
-                    raise lookup_error(f"reduction of metric {name}", given, REDUCTIONS)
+                    raise lookup_error(f"reduction of metric {name}", getattr(h, "__name__", str(h)), REDUCTIONS)
             self.reductions[name] = dict(labels)
         self.on_policy_metrics |= set(on_policy)
         return self
@@ -141,7 +141,7 @@ class RoleTrainer:
         return self
 
     def add_loss_weights(self, batch: TokenBatch) -> TokenBatch:
-        """The batch with the weights of its tokens, or units: made from all of it, once per optimizer step."""
+        """The batch with the weights of its tokens or units, which are made once per optimizer step from all of it."""
         if batch.weights is not None or batch.unit_weights is not None:
             return batch
         if self.loss_per == "unit":
@@ -169,21 +169,21 @@ class RoleTrainer:
         return self._updated_version == self.worker.version
 
     def stale_versions(self, batch: TokenBatch) -> list[int]:
-        """The policy versions of trained tokens, other than the model's own now."""
+        """The policy versions of trained tokens that are not the model's current one."""
         return batch.versions[batch.mask & (batch.versions != self.worker.version)].unique().tolist()
 
     def is_on_policy(self, batch: TokenBatch) -> bool:
-        """Whether all trained tokens of a batch come from the weights as they are."""
+        """Whether all trained tokens of a batch come from the current weights."""
         return not self.updated_since_sync and not self.stale_versions(batch)
 
     def _reductions(self, batch: TokenBatch) -> Reductions:
-        """What becomes of the loss's metrics on a batch: nothing, of one that means nothing there."""
+        """The reductions of the loss's metrics on a batch, without those that have no meaning off policy."""
         left_out = () if self.is_on_policy(batch) else self.on_policy_metrics
         return {**self.reductions, **{name: {} for name in left_out}}
 
     @property
-    def _asked(self) -> dict[str, Any]:
-        """What the loss is given besides logprobs."""
+    def _loss_options(self) -> dict[str, Any]:
+        """The options of forward_backward that the loss needs."""
         return {
             "entropy": self.entropy,
             "constants": self.constants,
@@ -198,28 +198,27 @@ class RoleTrainer:
         select: SequenceSelector | None = None,
         adjust_metrics: MetricsAdjuster | None = None,
     ) -> Metrics:
-        """One optimizer step on one mini-batch: weighs its tokens, selects, runs forward and backward, steps.
+        """Takes one optimizer step on one mini-batch: adds loss weights, selects, runs forward and backward, steps.
 
         Args:
-            batch: the whole mini-batch, with `weights`, or they are made here.
-            select: gives the sequences that are run, Long [M], from the weighted mini-batch: those left out have no
-                gradient, and have been counted in the weights. None = all.
-            adjust_metrics: `f(metrics, whole, run) -> metrics`; it makes the metrics of the sequences that were run
-                stand for the whole mini-batch.
-
+            batch: the whole mini-batch; `weights` are added if it has none.
+            select: `f(batch) -> Long [M]`, the sequences that are run. The others must have no gradient; they have been
+                counted in the weights. None = all.
+            adjust_metrics: `f(metrics, batch, run) -> metrics` turns the metrics of the sequences that were run into
+                those of the whole mini-batch.
         Returns: the loss's metrics, grad_norm, learning_rate, optim/skipped, under the role's prefix.
         Raises: TrainingError: the tenth update in a row whose gradient is not finite.
         """
-        whole = self.add_loss_weights(batch)
-        run = whole if select is None else whole.select(select(whole))
-        metrics = self.worker.forward_backward(run, self.loss, **self._asked, reductions=self._reductions(whole))
+        batch = self.add_loss_weights(batch)
+        run = batch if select is None else batch.select(select(batch))
+        metrics = self.worker.forward_backward(run, self.loss, **self._loss_options, reductions=self._reductions(batch))
         metrics = merge(_per_update(metrics), self.worker.optim_step())
         if metrics["optim/skipped"].value:
-            self._note_skipped(metrics)
+            self._log_skipped(metrics)
         else:
             self.skipped, self._updated_version = 0, self.worker.version
         if adjust_metrics is not None:
-            metrics = adjust_metrics(metrics, whole, run)
+            metrics = adjust_metrics(metrics, batch, run)
         metrics = self._prefixed(metrics)
         for listener in list(self.listeners):
             listener(self, metrics)
@@ -228,7 +227,7 @@ class RoleTrainer:
     def load(self, folder: Path, *, skipped: int = 0) -> None:
         """Restores the model and optimizer that its worker saved. Raises CheckpointError where they don't fit.
 
-        Args: skipped: updates in a row that had been skipped by then.
+        Args: skipped: the skipped updates in a row before the save.
         """
         self.worker.load(folder)
         self.skipped = skipped
@@ -237,7 +236,7 @@ class RoleTrainer:
     def _prefixed(self, metrics: Metrics) -> Metrics:
         return {f"{self.prefix}{name}": metric for name, metric in metrics.items()}
 
-    def _note_skipped(self, metrics: Metrics) -> None:
+    def _log_skipped(self, metrics: Metrics) -> None:
         """Logs a skipped update; ends the run after MAX_SKIPPED in a row."""
         self.skipped += 1
         which = f"the {self.role.value}'s update {self.train_steps + 1}"
@@ -251,14 +250,14 @@ class RoleTrainer:
             )
 
     def update_all(self, batches: Iterable[Any]) -> Metrics:
-        """One optimizer step for every `accumulate` batches of a data set; a remainder makes a last, smaller one.
+        """Takes one optimizer step for every `accumulate` batches of a data set, and a last one for the remainder.
 
-        Raises: DataError: no batches at all.
+        Raises: DataError: there is no batch.
         """
         metrics: Metrics = {}
         held: list[TokenBatch] = []
-        for item in _listed(batches):
-            held.append(self._checked(item))
+        for item in _check_batches(batches):
+            held.append(self._check_batch(item))
             if len(held) == self.accumulate:
                 metrics = merge(metrics, self.update(TokenBatch.cat(held)))
                 held = []
@@ -269,23 +268,24 @@ class RoleTrainer:
         return metrics
 
     def evaluate(self, batches: Iterable[Any]) -> Metrics:
-        """The loss and its metrics over a data set, without an update."""
+        """Computes the loss and its metrics over a data set, without an update."""
         metrics: Metrics = {}
-        for item in _listed(batches):
-            metrics = merge(metrics, _per_update(self.evaluate_batch(self._checked(item))))
+        for item in _check_batches(batches):
+            metrics = merge(metrics, _per_update(self.evaluate_batch(self._check_batch(item))))
         return metrics
 
     def evaluate_batch(self, batch: TokenBatch) -> Metrics:
-        """The loss and its metrics on a batch, or on a part of one that was weighed as a whole: then they add up.
+        """Computes the loss and its metrics on a batch.
 
-        Args: batch: with weights, or they are made here.
+        Parts of a batch that got their weights together add up to the loss of the whole.
+        Args: batch: `weights` are added if it has none.
         """
         batch = self.add_loss_weights(batch)
-        found = self.worker.evaluate(batch, self.loss, **self._asked, reductions=self._reductions(batch))
-        return self._prefixed(found)
+        metrics = self.worker.evaluate(batch, self.loss, **self._loss_options, reductions=self._reductions(batch))
+        return self._prefixed(metrics)
 
-    def _checked(self, item: Any) -> TokenBatch:
-        """Returns an item of a data set as a batch. Raises DataError: it is none, or its ids are not the model's."""
+    def _check_batch(self, item: Any) -> TokenBatch:
+        """Returns an item of a data set. Raises DataError: it is not a batch, or its ids are not the model's."""
         if not isinstance(item, TokenBatch):
             raise DataError(f"expected a TokenBatch, got {type(item).__name__}; make one by TokenBatch.from_groups")
         loaded = self.worker.loaded
@@ -293,15 +293,15 @@ class RoleTrainer:
 
 
 def check_ids(batch: TokenBatch, num_ids: int, name: str) -> TokenBatch:
-    """Returns the batch. Raises DataError for a token id that a model does not know. Args: name: of the model."""
+    """Returns the batch. Raises DataError for a token id that the model does not have. Args: name: the model's."""
     highest = max(int(x.max()) for x in (batch.prefixes, batch.tokens))
     if highest >= num_ids:
         raise DataError(f"token id {highest} is outside the {num_ids} ids that {name} knows; take its own tokenizer")
     return batch
 
 
-def _listed(batches: Any) -> Iterable[Any]:
-    """Returns a data set of batches. Raises DataError for a single batch, or for its arrays by name."""
+def _check_batches(batches: Any) -> Iterable[Any]:
+    """Returns a data set of batches. Raises DataError for a single batch, or a mapping of its arrays."""
     if isinstance(batches, Mapping | TokenBatch) or not isinstance(batches, Iterable):
         raise DataError(
             f"expected batches, one for each mini-batch, got {type(batches).__name__}; give a list, e.g. [batch]"
@@ -310,7 +310,7 @@ def _listed(batches: Any) -> Iterable[Any]:
 
 
 def lower_lr_advice(role: Role = Role.ACTOR) -> str:
-    """How to resume a run that went wrong with a lower learning rate, for messages.
+    """The advice to resume with a lower learning rate, for messages.
 
     >>> lower_lr_advice(Role.CRITIC)[:70]
     'resume from an earlier checkpoint (trainer.resume=<its step-* folder>)'
@@ -324,5 +324,5 @@ def lower_lr_advice(role: Role = Role.ACTOR) -> str:
 
 
 def _per_update(metrics: Metrics) -> Metrics:
-    """Sums over one mini-batch (the loss, and what is weighted like it) as means over mini-batches."""
+    """Turns sums over one mini-batch (the loss, and metrics weighted like it) into means over mini-batches."""
     return {n: Mean(m.value) if isinstance(m, Sum) else m for n, m in metrics.items()}

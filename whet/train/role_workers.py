@@ -1,7 +1,7 @@
-"""RoleWorkers: the models of a run, each behind a worker, with the trainers of those that are trained.
+"""RoleWorkers: the models of a run, each behind a worker, and the trainers of the trained ones.
 
-Reinforcement learning has a cluster (whet.cluster.RLCluster), which adds the engine and the sampling to it; supervised
-training needs no more than this.
+The cluster of reinforcement learning (whet.cluster.RLCluster) adds the engine and the sampling. Supervised training
+(train/supervised_models.py) adds nothing.
 """
 
 from __future__ import annotations
@@ -46,29 +46,30 @@ __all__ = ["ACTOR", "RoleWorkers", "check_model_exists", "model_checks"]
 log = logging.getLogger("whet")
 
 ACTOR = "actor"
-"""In place of a model: the actor's own. critic=ACTOR is a score head on its trunk, reference=ACTOR its beginning."""
-SLOW = 1e-5
-"""Learning rate below which an adapter hardly learns: a tenth of the default."""
+"""The word for the actor's model: critic=ACTOR is a score head on its trunk, reference=ACTOR the actor before the first
+step."""
+MIN_ADAPTER_LR = 1e-5
+"""An adapter hardly learns at a lower learning rate: a tenth of the default."""
 READ_ONLY = (Role.REFERENCE, Role.REWARD, Role.TEACHER)
 """Roles that have no optimizer, unless a run trains them."""
 
 
-Given = nn.Module | str | RoleConfig
-"""What a role's model is given as."""
+ModelSource = nn.Module | str | RoleConfig
+"""A role's model, as the user gives it."""
 
 
 class RoleWorkers:
-    """The models of a run: `add` gives a role its worker, `add_trainer` a trainer to those that are trained.
+    """The models of a run. `add` makes the worker of a role, `add_trainer` its trainer.
 
     Args:
         config: of the loop.
-        device: where models are loaded that are not given as modules; None = the GPU if there is one.
-        offload_to_cpu: keep on a GPU only what the phase needs.
-        module_dtype: what models that are given as modules compute in, as RoleConfig.dtype; None = their own dtype.
+        device: models that are not given as modules are loaded there; None = the GPU if there is one.
+        offload_to_cpu: keep only the tensors of the current phase on a GPU.
+        module_dtype: the compute dtype of models that are given as modules, as RoleConfig.dtype; None = their own.
     """
 
     ENTRY: ClassVar[str] = "models"
-    """Of run.pt, where `state` is kept."""
+    """The entry of run.pt that holds `state`."""
 
     tokenizer: Any
     checkpoints: Checkpoints
@@ -86,14 +87,17 @@ class RoleWorkers:
         self._loop, self._offload, self._module_dtype = config, offload_to_cpu, module_dtype
         self._device = None if device is None else check_device(device)
         self.trace = Trace()
-        found = None if config.resume is None else Checkpoints(config.checkpoint_root, {}).find(config.resume)
-        noted = None if found is None else Checkpoints.state(found, needs=(self.ENTRY,))
-        self._noted_dtypes = {} if noted is None else noted[self.ENTRY]["dtypes"]
+        self.ranks.phase = lambda: self.trace.phase
+        folder = None if config.resume is None else Checkpoints(config.checkpoint_root, {}).find(config.resume)
+        self._saved_dtypes: dict[str, str] = {}
+        """The compute dtype of each role in the checkpoint that the run resumes."""
+        if folder is not None:
+            self._saved_dtypes = Checkpoints.state(folder, needs=(self.ENTRY,))[self.ENTRY]["dtypes"]
         self._plan_cache = PlanCache()
         self._workers: dict[Role, ModelWorker] = {}
         self._trainers: dict[Role, RoleTrainer] = {}
 
-    # ---- making --------------------------------------------------------------------------------------------------
+    # ---- loading --------------------------------------------------------------------------------------------------
 
     def load(
         self,
@@ -103,58 +107,61 @@ class RoleWorkers:
         score_head: bool = False,
         trained: bool | None = None,
     ) -> LoadedModel:
-        """A role's model, with its adapter. A module stays where it is.
+        """Loads a role's model, with its adapter. A module stays on its device.
 
-        Args: score_head: besides a LM head. trained: None = as is usual for the role; of a model that is only read a
-            saved adapter is merged.
-        Raises: ConfigError: there is no such model, or its settings are for one that is trained.
+        Args: score_head: add one to the LM head. trained: None = the role's default. The saved adapter of a model that
+            is not trained is merged.
+        Raises: ConfigError: there is no such model, or it has settings for training and is not trained.
         """
-        given = RoleConfig(model=model) if isinstance(model, str) else model
+        source = RoleConfig(model=model) if isinstance(model, str) else model
         trained = role not in READ_ONLY if trained is None else trained
-        if not isinstance(given, RoleConfig):
-            return load_model(given, device=next(given.parameters()).device, role=role.value, score_head=score_head)
-        if given.model is None:
+        if not isinstance(source, RoleConfig):
+            return load_model(source, device=next(source.parameters()).device, role=role.value, score_head=score_head)
+        if source.model is None:
             raise ConfigError(f"{role.value}.model is not set; give a hub name or a folder")
-        if given.lora is not None and not trained:
+        if source.lora is not None and not trained:
             raise ConfigError(
                 f"{role.value}.lora makes an adapter to train, and the {role.value} is only read; leave it out"
             )
         return load_model(
-            given.model,
-            dtype="float32" if given.dtype == "auto" or (trained and given.lora is None) else given.dtype,
+            source.model,
+            dtype="float32" if source.dtype == "auto" or (trained and source.lora is None) else source.dtype,
             device=self.device(role),
             role=role.value,
-            attention=given.attention,
+            attention=source.attention,
             score_head=score_head,
-            lora=given.lora,
-            quantization=given.quantization,
+            lora=source.lora,
+            quantization=source.quantization,
             merge=False if trained else None,
             seed=self._loop.seed,
-            trust_remote_code=given.trust_remote_code,
+            trust_remote_code=source.trust_remote_code,
         )
 
-    def load_reference(self, given: Given, actor: Given, policy: LoadedModel) -> tuple[Given, LoadedModel]:
-        """The reference model, once the actor has its worker.
+    def load_reference(
+        self, source: ModelSource, actor: ModelSource, policy: LoadedModel
+    ) -> tuple[ModelSource, LoadedModel]:
+        """Loads the reference model, after the actor.
 
         Args:
-            given: what to load, or ACTOR: the actor as it is now, before the first step.
-            actor: what the actor was loaded from.
-            policy: the actor. One with an adapter is its own reference: its base, read with the adapter off, or with a
-                copy of the adapter where that was trained before. Of another one there is a second copy.
-        Returns: what it comes from, for `add`, and the model.
+            source: the model, or ACTOR: the actor as it is now, before the first step.
+            actor: the actor's model, as the user gave it.
+            policy: the loaded actor. An actor with an adapter shares its base with the reference, which is read with
+                the adapter off, or with a copy of the adapter if that was trained before. Another actor is loaded a
+                second time.
+        Returns: the source of the model, for `add`, and the model.
         """
-        if (given.model if isinstance(given, RoleConfig) else given) != ACTOR:
-            return given, self.load(Role.REFERENCE, given)
+        if (source.model if isinstance(source, RoleConfig) else source) != ACTOR:
+            return source, self.load(Role.REFERENCE, source)
         if policy.adapter is not None:
             log.info("reference: the actor as it is now, on the same base: no second copy")
             return policy.module, policy.snapshot_view()
         if isinstance(actor, nn.Module):
-            given = copy.deepcopy(actor)
+            source = copy.deepcopy(actor)
         elif isinstance(actor, RoleConfig):
-            given = RoleConfig(model=actor.model, dtype=actor.dtype, trust_remote_code=actor.trust_remote_code)
+            source = RoleConfig(model=actor.model, dtype=actor.dtype, trust_remote_code=actor.trust_remote_code)
         else:
-            given = RoleConfig(model=actor)
-        return given, self.load(Role.REFERENCE, given)
+            source = RoleConfig(model=actor)
+        return source, self.load(Role.REFERENCE, source)
 
     def add(
         self,
@@ -168,26 +175,26 @@ class RoleWorkers:
         support: Support | None = None,
         allowed: Allowed | None = None,
     ) -> ModelWorker:
-        """Gives a role its worker. A module keeps its dtype, unless there is one for modules.
+        """Makes the worker of a role. A module keeps its dtype, unless module_dtype is set.
 
         Args:
-            role: whose model it is.
-            model: what it was loaded from.
+            role: the role.
+            model: the source of the model.
             loaded: the model.
-            optimizer: in place of the role's own `optim`; None = that.
+            optimizer: replaces the role's own `optim`; None = that.
             max_tokens: of a micro-batch.
-            trained: None = as is usual for the role.
-            support, allowed: the distribution that its logprobs are of; see ModelWorker.
+            trained: None = the role's default.
+            support, allowed: the distribution of its logprobs; see ModelWorker.
         """
-        given, dtype = (RoleConfig(model=model) if isinstance(model, str) else model), None
+        source, dtype = (RoleConfig(model=model) if isinstance(model, str) else model), None
         placement = self._placement(loaded)
-        wanted = given.dtype if isinstance(given, RoleConfig) else self._module_dtype
-        if wanted is not None and not loaded.is_view:  # a view is as its owner is
-            noted = None if wanted != "auto" else self._noted_dtypes.get(role.value)
-            dtype = self.ranks.broadcast(compute_dtype(noted or wanted, loaded))  # processors may differ
-        if isinstance(given, RoleConfig) and not loaded.is_view:
-            checkpoint_activations(loaded.module, given.gradient_checkpointing)
-        own = given.optim if isinstance(given, RoleConfig) else OptimConfig()
+        configured = source.dtype if isinstance(source, RoleConfig) else self._module_dtype
+        if configured is not None and not loaded.is_view:  # a view has its owner's dtype
+            saved = None if configured != "auto" else self._saved_dtypes.get(role.value)
+            dtype = self.ranks.broadcast(compute_dtype(saved or configured, loaded))  # processors may differ
+        if isinstance(source, RoleConfig) and not loaded.is_view:
+            checkpoint_activations(loaded.module, source.gradient_checkpointing)
+        own = source.optim if isinstance(source, RoleConfig) else OptimConfig()
         if optimizer is not None and own != OptimConfig():
             raise ConfigError(
                 f"{role.value}.optim and training_config.{role.value}_optimizer both set an optimizer (or optimizer= "
@@ -196,7 +203,7 @@ class RoleWorkers:
         optimizer = OptimConfig(name=optimizer) if isinstance(optimizer, str) else optimizer or own
         trained = role not in READ_ONLY if trained is None else trained
         if trained and loaded.adapter is not None and isinstance(optimizer, OptimConfig):
-            optimizer = _rate_of_adapter(role, optimizer)
+            optimizer = _check_adapter_lr(role, optimizer)
         self._workers[role] = worker = ModelWorker(
             loaded,
             optim=optimizer if trained else None,
@@ -206,16 +213,16 @@ class RoleWorkers:
             max_tokens=max_tokens,
             saturating_tokens=self._loop.saturating_tokens(loaded.module.device.type),
             max_sequences=self._loop.max_segments_per_packed_row,
-            given=given if isinstance(given, RoleConfig) else None,
+            config=source if isinstance(source, RoleConfig) else None,
             placement=placement,
             plan_cache=None if role is Role.REWARD else self._plan_cache,  # it runs other batches
             seed=self._loop.seed,
         )
-        empty_cache(worker.device)  # an engine with an allocator of its own looks at what is free
+        empty_cache(worker.device)  # an engine with its own allocator takes the memory that is free
         return worker
 
     def add_trainer(self, role: Role, loss: Loss, *, accumulate: int = 1, plain: bool = False) -> RoleTrainer:
-        """Gives a role its trainer. Args: plain: its metrics have no prefix, whatever the role."""
+        """Makes the trainer of a role. Args: plain: its metrics have no prefix, whatever the role."""
         trainer = RoleTrainer(self._workers[role], loss=loss, accumulate=accumulate, role=role)
         if plain:
             trainer.prefix = ""
@@ -237,7 +244,7 @@ class RoleWorkers:
         return load_tokenizer(model, trust_remote_code=trusted)
 
     def _placement(self, loaded: LoadedModel) -> Placement:
-        """Where a role's tensors lie: sharded where there are several processes, else after offload_to_cpu."""
+        """The placement of a role's tensors: sharded over several processes, else as offload_to_cpu says."""
         device = loaded.module.device
         if self.ranks.size > 1:
             from torch.distributed.device_mesh import init_device_mesh  # imported where processes share a model
@@ -263,10 +270,10 @@ class RoleWorkers:
         usual = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         return self._device or usual
 
-    def check_same_ids(self, role: Role, model: Given, actor: Given) -> None:
-        """Raises ConfigError where a role that is compared with the policy reads other token ids than it writes.
+    def check_same_ids(self, role: Role, model: ModelSource, actor: ModelSource) -> None:
+        """Raises ConfigError where a role that is compared with the policy has another tokenizer.
 
-        Args: role: reference or teacher. model: what it was loaded from. actor: what the policy was.
+        Args: role: reference or teacher. model: the source of its model. actor: the source of the policy's.
         """
         loaded = self._workers[role].loaded
         places = [given.model if isinstance(given, RoleConfig) else given for given in (model, actor)]
@@ -280,10 +287,10 @@ class RoleWorkers:
             )
 
     def raise_token_budget(self, longest: int) -> None:
-        """Raises the token budget of the micro-batches to what must stay together, where the user has set none.
+        """Raises the token budget of the micro-batches to the longest sequence or pair, unless the user has set it.
 
-        Args: longest: tokens of the longest sequence, or pair, to come.
-        Raises: ConfigError: max_tokens_per_microbatch is set and below that.
+        Args: longest: its tokens.
+        Raises: ConfigError: max_tokens_per_microbatch is set and smaller.
         """
         for worker in self._workers.values():
             budget = self._loop.token_budget(worker.device.type, longest)
@@ -294,13 +301,13 @@ class RoleWorkers:
                 worker.max_tokens = budget
 
     def finish_step(self, worker: ModelWorker) -> None:
-        """Ends a step of a model that is trained: its weights have another version."""
+        """Ends a step of a trained model: its weights get the next version."""
         worker.version += 1
         self._plan_cache.clear()
         self.release_memory(worker)
 
     def unload(self, role: Role) -> None:
-        """Takes the weights of a role that nothing reads any more out of memory; those of another's module stay."""
+        """Frees the weights of a role that nothing reads any more, unless they belong to another role's module."""
         worker = self.worker(role)
         if not worker.loaded.is_view:
             device = worker.device
@@ -309,39 +316,39 @@ class RoleWorkers:
             empty_cache(device)
 
     def release_memory(self, worker: ModelWorker) -> None:
-        """Lets freed memory leave the process: the next phase takes its own elsewhere."""
+        """Returns freed memory to the system, since the next phase allocates elsewhere."""
         release_freed_memory()
         empty_cache(worker.device)
 
     # ---- reading -------------------------------------------------------------------------------------------------
 
     def worker(self, role: Role) -> ModelWorker:
-        """The worker of a role. Raises ConfigError where there is none."""
+        """The worker of a role. Raises ConfigError: there is none."""
         if role not in self._workers:
             raise ConfigError(f"there is no {role.value}; give {type(self).__name__}({role.value}=...)")
         return self._workers[role]
 
     @property
     def workers(self) -> Mapping[Role, ModelWorker]:
-        """The roles that there are."""
+        """The workers by role."""
         return self._workers
 
     @property
     def trainers(self) -> Mapping[Role, RoleTrainer]:
-        """The roles that are trained."""
+        """The trainers by role."""
         return self._trainers
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """What each role computes in."""
+        """The compute dtype of each role."""
         return {role.value: str(w.dtype).removeprefix("torch.") for role, w in self._workers.items()}
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs besides the workers: what each role computes in."""
+        """The state for checkpoints besides the workers' own: the compute dtype of each role."""
         return {"dtypes": self.dtypes}
 
     def describe(self) -> dict[str, Any]:
-        """What was chosen for this machine: compute dtypes, and what training runs on."""
+        """The choices that were made for this machine: compute dtypes, and the implementations that training runs."""
         training = {role.value: w.backends for role, w in self._workers.items()}
         return {"compute_dtype": self.dtypes, "training": training}
 
@@ -352,20 +359,20 @@ class RoleWorkers:
 
 
 def trusts_remote_code(model: Any) -> bool:
-    """Whether the code beside a model's weights may run. Args: model: a RoleConfig, or anything that says nothing."""
+    """Whether the code in a model's folder may run. Args: model: a RoleConfig; anything else = no."""
     return isinstance(model, RoleConfig) and model.trust_remote_code
 
 
 def check_model_exists(name: str) -> None:
-    """Raises ConfigError where there is no folder of that name, and no such name on the hub."""
+    """Raises ConfigError where neither a folder nor a model of the hub has that name."""
     if name != ACTOR:
         check_hub(model_folder(name))
 
 
 def model_checks(config: TrainingConfig, models: Iterable[Any], optimizers: Iterable[Any]) -> list[Callable[[], Any]]:
-    """What is asked before the models of a run are loaded: each call raises ConfigError where something is wrong.
+    """The checks before the models of a run are loaded; each raises ConfigError.
 
-    Args: config: of the loop. models: as they were given, None among them. optimizers: likewise.
+    Args: config: of the loop. models, optimizers: as the user gave them; None is allowed.
     """
     for model in models:
         if not isinstance(model, nn.Module | str | RoleConfig | None):
@@ -382,17 +389,17 @@ def model_checks(config: TrainingConfig, models: Iterable[Any], optimizers: Iter
     ]
 
 
-def _rate_of_adapter(role: Role, optimizer: OptimConfig) -> OptimConfig:
-    """The optimizer of an adapter: with its own rate where none is given; warns of the rate of a whole model."""
+def _check_adapter_lr(role: Role, optimizer: OptimConfig) -> OptimConfig:
+    """The optimizer of an adapter, with the default learning rate if it has none. Warns of a rate that is too low."""
     if optimizer.lr is None:
-        log.info("%s: learning rate %g, the usual one of an adapter", role.section, LORA_LR)
+        log.info("%s: learning rate %g, the default of an adapter", role.section, LORA_LR)
         return dataclasses.replace(optimizer, lr=LORA_LR)
-    if 0 < optimizer.lr < SLOW:
+    if 0 < optimizer.lr < MIN_ADAPTER_LR:
         log.warning(
-            "%s.optim.lr=%g is the rate of a whole model; an adapter hardly learns below %g: about %g serves it",
+            "%s.optim.lr=%g is a rate for all weights of a model; an adapter hardly learns below %g, so set about %g",
             role.section,
             optimizer.lr,
-            SLOW,
+            MIN_ADAPTER_LR,
             LORA_LR,
         )
     return optimizer

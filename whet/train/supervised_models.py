@@ -1,4 +1,4 @@
-"""SupervisedModels: what supervised training trains, and a reference beside it."""
+"""SupervisedModels: the model that supervised training trains, and its reference, if any."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class SupervisedModels(RoleWorkers):
 
     Args:
         actor: a language model: a module, a folder, a hub name, or a RoleConfig.
-        reward_model: in its place, a model that learns to give scores; it gets a score head where it has none.
-        reference: what preference losses compare with; the actor's own module is copied, so that it stays what it is,
-            and "actor" is the actor as it begins, which needs no second copy where an adapter is trained.
+        reward_model: instead of an actor, a model that learns to give scores; a score head is added if it has none.
+        reference: the model that preference losses compare with. If it is the actor's module, that is copied. "actor"
+            is the actor before the first step, which needs no second copy if an adapter is trained.
         tokenizer: a tokenizer, a folder or a hub name.
         config: of the loop.
-        device: where models are loaded that are not given as modules; None = the GPU if there is one.
-        module_dtype: what models that are given as modules compute in, as RoleConfig.dtype; None = their own dtype.
-        optimizer: of the model that is trained, in place of its RoleConfig's: an OptimConfig, a name or a factory.
-        offload_to_cpu: keep on a GPU only what the phase needs.
+        device: models that are not given as modules are loaded there; None = the GPU if there is one.
+        module_dtype: the compute dtype of models that are given as modules, as RoleConfig.dtype; None = their own.
+        optimizer: replaces the optimizer of the trained model's RoleConfig: an OptimConfig, a name or a factory.
+        offload_to_cpu: keep only the tensors of the current phase on a GPU.
     Raises: ConfigError: neither an actor nor a reward model, or both; a model that can't be loaded.
 
     Example: SupervisedModels(actor="Qwen/Qwen3-0.6B", tokenizer="Qwen/Qwen3-0.6B").
@@ -74,10 +74,10 @@ class SupervisedModels(RoleWorkers):
         for role, model, own in ((self.role, given, loaded), (Role.REFERENCE, reference, None)):
             if model is None:
                 continue
-            model, made = (model, own) if own is not None else self.load_reference(model, given, loaded)
-            budget = self.config.token_budget(made.module.device.type)
-            own_optimizer = optimizer if role is self.role else None
-            self.add(role, model, made, own_optimizer, max_tokens=budget, trained=role is self.role)
+            source, role_model = (model, own) if own is not None else self.load_reference(model, given, loaded)
+            budget = self.config.token_budget(role_model.module.device.type)
+            role_optimizer = optimizer if role is self.role else None
+            self.add(role, source, role_model, role_optimizer, max_tokens=budget, trained=role is self.role)
         if reference is not None:
             self.check_same_ids(Role.REFERENCE, reference, given)
         self.add_trainer(self.role, nll, plain=True)
@@ -85,10 +85,10 @@ class SupervisedModels(RoleWorkers):
 
     @property
     def trainer(self) -> RoleTrainer:
-        """The update of the model that is trained."""
+        """The trainer of the trained model."""
         return self._trainers[self.role]
 
     @property
     def trained(self) -> ModelWorker:
-        """The model that is trained."""
+        """The worker of the trained model."""
         return self._workers[self.role]

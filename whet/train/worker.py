@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +22,19 @@ from torch import Tensor, nn
 from whet.config import OptimConfig, RoleConfig
 from whet.errors import ConfigError
 from whet.metrics import Last, Mean, Sum, merge
-from whet.models.adapters import base_weights
 from whet.models.backends import training_backends
 from whet.models.fast_layers import FastLayers
 from whet.models.forward import TeacherTarget, head_states, token_stats
 from whet.models.loaded_model import LoadedModel
+from whet.models.lora_layers import base_weights
 from whet.models.quantized import cast_parameters, quantized_layer_names
-from whet.ops import Support, aggregate
+from whet.ops import Support, aggregate, segment_count
 from whet.packing.bin_packing import model_cost
 from whet.packing.micro_batch import MicroBatch
+from whet.packing.path_keys import path_keys
 from whet.packing.plan_cache import PlanCache
 from whet.parallel.placement import Placement
-from whet.train.divergence import Divergence, teacher_on_device
-from whet.train.loss_inputs import check_loss_shapes, is_per_unit, make_loss_inputs, trained_units
+from whet.train.loss_inputs import check_loss_shapes, has_unit_weights, make_loss_inputs
 from whet.train.metric_reduction import REDUCTIONS, Metrics, Reductions, reduce_metrics, unpack_metrics
 from whet.train.model_files import ModelFiles
 from whet.train.optim import Optim, total_norm
@@ -43,10 +44,26 @@ __all__ = ["REDUCTIONS", "Allowed", "Divergence", "Loss", "Metrics", "ModelWorke
 
 Loss = Callable[[LossInputs], tuple[Tensor, dict[str, Tensor]]]
 Allowed = Callable[[MicroBatch], Tensor]
-"""Returns uint8 [s, W]: a bit for each token that each target of a micro-batch could be sampled from."""
+"""fn(micro-batch) -> uint8 [s, W]: for each target, a bit for each token that it could be sampled from."""
 BF16_MULTIPLE = 32
 """Micro-batches in bf16 on a CPU are padded to a multiple of this: oneDNN prepares, and keeps in memory, a kernel of
 megabytes for each new shape of attention."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """A request for x.divergence, of losses that compare whole distributions with a teacher's.
+
+    The teacher runs the trained model's own micro-batches, without a gradient, so its states of a whole batch are never
+    in memory. It needs the same token budget, and must be packable if the trained model is.
+
+    Example: worker.forward_backward(batch, loss, divergence=Divergence(teacher, gkd_beta=0.5)).
+    """
+
+    teacher: ModelWorker
+    """A worker that is not trained."""
+    gkd_beta: float = 0.5
+    """β: 0 the forward KL, 1 the reverse KL; see ops.generalized_jsd."""
 
 
 class ModelWorker:
@@ -61,7 +78,7 @@ class ModelWorker:
         max_tokens: the token budget of a micro-batch.
         saturating_tokens: the size from which on a larger micro-batch is no faster; None = unknown.
         max_sequences: the number of sequences of a micro-batch at most; None = limited by the token budget only.
-        given: what the worker is made from, for the run's settings; None = a module.
+        config: the configuration of the role, for the run's settings; None = a module was given.
         placement: where its tensors lie; None = on the model's device, in one process.
         plan_cache: shared with workers that run the same batches; None = a cache of its own.
         seed: of the draws of an adapter's dropout.
@@ -78,7 +95,7 @@ class ModelWorker:
         max_tokens: int = 16384,
         saturating_tokens: int | None = None,
         max_sequences: int | None = None,
-        given: RoleConfig | None = None,
+        config: RoleConfig | None = None,
         placement: Placement | None = None,
         plan_cache: PlanCache | None = None,
         seed: int = 0,
@@ -89,7 +106,7 @@ class ModelWorker:
                 "trained; give the optimizer to that model's worker"
             )
         self.loaded = loaded
-        self.given = given
+        self.config = config
         self.support = support or Support()
         self.allowed = allowed
         self.max_tokens = max_tokens
@@ -115,8 +132,6 @@ class ModelWorker:
         self.optim = None if optim is None else Optim(loaded.module, optim, dtype=dtype, norm=self._norm)
         if dtype is not None and not loaded.is_view:
             cast_parameters(loaded.module, dtype)
-        self._passes = 0
-        """Training passes since the last optimizer step, a part of the seed of dropout."""
         self.fast_layers: FastLayers | None = FastLayers(loaded.module) if self.placement.fast_layers else None
         """whet's own forwards for some layers; None = the module's own only."""
         self.placement.attach(loaded.module, self.optim)
@@ -143,10 +158,10 @@ class ModelWorker:
     @property
     def backends(self) -> dict[str, str]:
         """The implementations of its attention and its layers, with the reasons; see models.backends."""
-        own = training_backends(self.loaded)
+        backends = training_backends(self.loaded)
         if self.fast_layers is None:
-            own["layers"] = f"the model's own ({type(self.placement).__name__} holds parameters in parts)"
-        return own
+            backends["layers"] = f"the model's own ({type(self.placement).__name__} holds parameters in parts)"
+        return backends
 
     def plan(self, total_updates: int | None) -> None:
         """Tells the learning-rate schedule how many updates the run will make."""
@@ -209,7 +224,7 @@ class ModelWorker:
     ) -> TokenStats:
         out: dict[str, Tensor] = {}
         apart = batch.replace(unit_of=None, unit_weights=None)  # what is read of a sequence needs no other
-        for micro, counts in self.placement.split_passes(self.micro_batches(apart, max_sequences, "scores" in names)):
+        for micro, counts in self._own_passes(apart, max_sequences, "scores" in names):
             stats = self._stats(micro, support, entropy="entropy" in names, outputs={*names} - {"entropy"})
             for name in names:
                 column = getattr(stats, name)
@@ -236,7 +251,7 @@ class ModelWorker:
         """Runs one forward pass. Returns: the model's statistics of its targets."""
         allowed = self._allowed(micro, support)
         options = {"constants": constants, "allowed": allowed, "outputs": outputs, "teacher": teacher}
-        with self.layers():
+        with self.layers(), self.loaded.use_view():
             return self.placement.forward(
                 lambda: token_stats(self.loaded, micro, support=support, entropy=entropy, **options)  # pyright: ignore
             )
@@ -247,8 +262,10 @@ class ModelWorker:
         if divergence is None:
             return None
         teacher = divergence.teacher
-        with teacher.layers():
-            return head_states(teacher.loaded, micro, self.support.temperature or 1.0), divergence.gkd_beta
+        temperature = self.support.temperature or 1.0
+        with teacher.layers(), teacher.loaded.use_view():
+            states = teacher.placement.forward(lambda: head_states(teacher.loaded, micro, temperature))
+        return states, divergence.gkd_beta
 
     def _allowed(self, micro: MicroBatch, support: Support) -> Tensor | None:
         """The tokens that a constraint allows at each target; None = there is no constraint here."""
@@ -280,6 +297,20 @@ class ModelWorker:
         )
         return [micro.to(self.device) for micro in planned]
 
+    def _own_passes(self, batch: TokenBatch, max_sequences: int | None, at_end: bool) -> list[tuple[MicroBatch, bool]]:
+        """The passes of a batch that this process runs, and whether each counts."""
+        passes = self.micro_batches(batch, max_sequences, at_end)
+        self.placement.check_same_passes(
+            {
+                "sequences": batch.num_sequences,
+                "tokens": batch.num_tokens,
+                "passes": len(passes),
+                "weight version": self.version,
+                "digest": self.plan_cache.digest.hex(),
+            }
+        )
+        return self.placement.split_passes(passes)
+
     # ---- training ------------------------------------------------------------------------------------------------
 
     def forward_backward(
@@ -308,7 +339,7 @@ class ModelWorker:
             token.
         Raises: DataError: the batch has no weights, or both kinds; a loss or a metric of another shape.
         """
-        with self.placement.during("backward"), teacher_on_device(divergence):
+        with self.placement.during("backward"), _teacher_on_device(divergence):
             return self._run(batch, loss, entropy, constants, scores, divergence, reductions or {}, backward=True)
 
     @torch.no_grad()
@@ -324,7 +355,7 @@ class ModelWorker:
         reductions: Reductions | None = None,
     ) -> Metrics:
         """The metrics that forward_backward would return, computed without a gradient."""
-        with self.placement.during("read"), teacher_on_device(divergence):
+        with self.placement.during("read"), _teacher_on_device(divergence):
             return self._run(batch, loss, entropy, constants, scores, divergence, reductions or {}, backward=False)
 
     def _run(
@@ -339,48 +370,47 @@ class ModelWorker:
         *,
         backward: bool,
     ) -> Metrics:
-        per_unit = is_per_unit(batch)
+        per_unit = has_unit_weights(batch)
         unit_weights = None if batch.unit_weights is None else batch.unit_weights.to(self.device)
         labels: list[list[tuple[str, str]]] = []
         numbers: list[Tensor] = []  # of each micro-batch, on the device: read once, since a GPU is waited for
         carried = {name: c for name, c in batch.token_columns.items() if name != "tokens"}  # a micro-batch has these
         token_columns = {name: c.to(self.device) for name, c in carried.items()}
         sequence_columns = {name: c.to(self.device) for name, c in batch.sequence_columns.items()}
-        shared = self.placement.split_passes(self.micro_batches(batch, self.max_sequences, scores))
+        shared = self._own_passes(batch, self.max_sequences, scores)
         for i, (micro, counts) in enumerate(shared):
             self.placement.set_gradient_sync(i == len(shared) - 1)
-            with self._dropout(backward):
+            with self._dropout(micro) if backward else nullcontext():
                 teacher = self._teacher_target(micro, divergence)
                 stats = self._stats(micro, self.support, entropy=entropy, constants=constants, teacher=teacher)
                 x = make_loss_inputs(token_columns, sequence_columns, micro, stats)
-                found, values = loss(x)
+                losses, values = loss(x)
                 weights = x.need("weights") if unit_weights is None else unit_weights.index_select(0, micro.units)
-                weights = weights.to(found.dtype)
-                check_loss_shapes(found, values, weights, per_unit)
-                total = aggregate(found, weights if counts else torch.zeros_like(weights))
+                weights = weights.to(losses.dtype)
+                check_loss_shapes(losses, values, weights, per_unit)
+                total = aggregate(losses, weights if counts else torch.zeros_like(weights))
                 if backward:
                     with self.layers():  # checkpointed layers run again
                         total.backward()
             if not counts:
                 continue
-            counted, of, number = (
-                (trained_units(x), torch.arange(x.num_units, device=self.device), x.num_units)
-                if per_unit
-                else (x.mask, x.sequence, x.num_sequences)
-            )
-            named, sums = reduce_metrics(values, counted, weights, reductions, of, number)
-            labels.append(named)
+            if per_unit:
+                mask = segment_count(x.mask, x.unit, x.num_units) > 0  # units with a trained token
+                segments = (torch.arange(x.num_units, device=self.device), x.num_units)
+            else:
+                mask, segments = x.mask, (x.sequence, x.num_sequences)
+            names, sums = reduce_metrics(values, mask, weights, reductions, *segments)
+            labels.append(names)
             numbers.append(torch.stack([total.detach().double(), *sums]))
         read = torch.cat(numbers).tolist() if numbers else []
         return merge({"loss": Sum(0.0)}, *self.placement.gather_results(list(unpack_metrics(labels, read))))
 
-    def _dropout(self, training: bool) -> AbstractContextManager[None]:
-        """A context for a pass: in training an adapter's dropout is on, seeded for this pass."""
+    def _dropout(self, micro: MicroBatch) -> AbstractContextManager[None]:
+        """A context for a training pass, in which an adapter's dropout is on."""
         adapter = self.loaded.adapter
-        if not training or adapter is None or not adapter.dropout:
+        if adapter is None or not adapter.dropout:
             return nullcontext()
-        self._passes += 1
-        return adapter.dropout_on(self.seed, self.updates, self._passes)
+        return adapter.dropout_on(path_keys(micro).flatten().to(self.device), self.seed, self.updates)
 
     @property
     def updates(self) -> int:
@@ -395,9 +425,8 @@ class ModelWorker:
         assert self.optim is not None, "this worker was made without an optimizer"
         with self.placement.during("step"):
             norm, rate, skipped = self.optim.step()
-        self._passes = 0
-        found: Metrics = {"learning_rate": Last(rate), "optim/skipped": Sum(float(skipped))}
-        return found if skipped else {**found, "grad_norm": Mean(norm, 1.0)}
+        metrics: Metrics = {"learning_rate": Last(rate), "optim/skipped": Sum(float(skipped))}
+        return metrics if skipped else {**metrics, "grad_norm": Mean(norm, 1.0)}
 
     # ---- weights and state ---------------------------------------------------------------------------------------
 
@@ -437,14 +466,14 @@ class ModelWorker:
                 "load_weights is for a model that is only read (a reference); this one "
                 + ("has an optimizer" if self.optim is not None else "is a view of the model that is trained")
             )
-        own = dict(self.module.named_parameters(remove_duplicate=False))
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
         seen: set[int] = set()
         for name, weight in weights:
-            if name not in own:
+            if name not in parameters:
                 raise ConfigError(f"this model has no parameter {name}; both models must have the same architecture")
-            if id(own[name]) not in seen:  # a shared tensor comes under each of its names
-                own[name].lerp_(weight.to(own[name]), mixup_alpha)
-            seen.add(id(own[name]))
+            if id(parameters[name]) not in seen:  # a shared tensor comes under each of its names
+                parameters[name].lerp_(weight.to(parameters[name]), mixup_alpha)
+            seen.add(id(parameters[name]))
         self.replaced = True
 
     @property
@@ -490,3 +519,8 @@ class ModelWorker:
             self.optim.close()
         self.optim = None
         self.placement.release()
+
+
+def _teacher_on_device(divergence: Divergence | None) -> AbstractContextManager[None]:
+    """A context in which the weights of a divergence's teacher are on the device that computes."""
+    return nullcontext() if divergence is None else divergence.teacher.placement.during("read")

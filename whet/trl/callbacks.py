@@ -1,6 +1,6 @@
 """TRL's callbacks: a table of completions, a win rate, a reference that follows the policy, a progress view.
 
-They are callbacks of transformers and call the model's own `generate`.
+They are transformers callbacks and call the model's own `generate`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ __all__ = ["LogCompletionsCallback", "RichProgressCallback", "SyncRefModelCallba
 
 
 class SyncRefModelCallback(TrainerCallback):
-    """Moves a reference towards the policy every ref_model_sync_steps: π_ref = α π + (1 − α) π_ref, α
-    ref_model_mixup_alpha. The trainers do so themselves with sync_ref_model=True.
+    """Updates the reference every ref_model_sync_steps: π_ref = α π + (1 − α) π_ref, where α is ref_model_mixup_alpha.
 
-    Args: ref_model: the reference, e.g. trainer.ref_model. accelerator: not needed.
+    The trainers do this themselves with sync_ref_model=True.
+
+    Args: ref_model: the reference, e.g. trainer.ref_model. accelerator: has no effect.
     """
 
     def __init__(self, ref_model: Any, accelerator: Any = None) -> None:
@@ -32,22 +33,22 @@ class SyncRefModelCallback(TrainerCallback):
     @staticmethod
     @torch.no_grad()
     def sync_target_model(model: Any, target_model: Any, alpha: float) -> None:
-        """Moves one model's parameters towards another's. Args: alpha: the share of `model`."""
-        for target, own in zip(target_model.parameters(), model.parameters(), strict=True):
-            target.lerp_(own.to(target), alpha)
+        """Interpolates target_model's parameters towards model's. Args: alpha: the share of `model`."""
+        for target, source in zip(target_model.parameters(), model.parameters(), strict=True):
+            target.lerp_(source.to(target), alpha)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Moves it, where the step is one of those."""
+        """Updates the reference if it is due."""
         if self.ref_model is not None and state.global_step % args.ref_model_sync_steps == 0:
             self.sync_target_model(kwargs["model"], self.ref_model, args.ref_model_mixup_alpha)
 
 
 class _PromptCallback(TrainerCallback):
-    """What generates for the prompts of the evaluation data, every `freq` steps."""
+    """The base of callbacks that generate completions for the evaluation prompts every `freq` steps."""
 
     def __init__(self, trainer: Any, generation_config: Any, num_prompts: int | None, freq: int | None) -> None:
-        given = getattr(trainer, "given_eval", None)  # where eval_dataset shows token ids
-        data = trainer.eval_dataset if given is None else given
+        raw = getattr(trainer, "raw_eval_dataset", None)  # eval_dataset may have token ids only
+        data = trainer.eval_dataset if raw is None else raw
         if data is None:
             raise ConfigError(f"Trainer must have an evaluation dataset to use the {type(self).__name__}; give it one")
         self.trainer, self.generation_config, self.freq = trainer, generation_config, freq
@@ -55,7 +56,7 @@ class _PromptCallback(TrainerCallback):
         self._last = -1
 
     def is_due(self, args: Any, state: Any) -> bool:
-        """Whether this step is one of those, and was not done."""
+        """Whether this step is due and has not been handled yet."""
         every = self.freq or state.eval_steps or args.eval_steps
         if not every or state.global_step % every or state.global_step == self._last:
             return False
@@ -68,30 +69,34 @@ class _PromptCallback(TrainerCallback):
 
     @torch.no_grad()
     def completions(self, model: Any, tokenizer: Any, batch_size: int) -> list[str]:
-        """One for each prompt."""
-        texts, found, side = self.formatted_prompts(tokenizer), [], tokenizer.padding_side
+        """Generates one completion for each prompt."""
+        texts, completions, side = self.formatted_prompts(tokenizer), [], tokenizer.padding_side
         tokenizer.padding_side = "left"
         try:
             with eval_mode(model):
                 for i in range(0, len(texts), batch_size):
                     batch = tokenizer(texts[i : i + batch_size], return_tensors="pt", padding=True)
                     ids, mask = batch["input_ids"].to(model.device), batch["attention_mask"].to(model.device)
-                    made = model.generate(input_ids=ids, attention_mask=mask, generation_config=self.generation_config)[
-                        :, ids.shape[1] :
-                    ]
-                    found += [tokenizer.decode(row, skip_special_tokens=True) for row in made]
+                    output = model.generate(
+                        input_ids=ids, attention_mask=mask, generation_config=self.generation_config
+                    )
+                    new_ids = output[:, ids.shape[1] :]
+                    completions += [tokenizer.decode(row, skip_special_tokens=True) for row in new_ids]
         finally:
             tokenizer.padding_side = side
-        return found
+        return completions
 
 
 class LogCompletionsCallback(_PromptCallback):
-    """Logs what the model says to the prompts of the evaluation data, to Weights & Biases and Comet.
+    """Logs the model's completions of the evaluation prompts to Weights & Biases and Comet.
 
-    `table` holds the rows, (step, prompt, completion), whatever is logged to.
+    `table` has all rows: (step, prompt, completion).
 
-    Args: trainer: that it is given to. generation_config: of transformers. num_prompts: the first so many; None = all.
-        freq: steps between two times; None = eval_steps.
+    Args:
+        trainer: the trainer that calls it.
+        generation_config: transformers' GenerationConfig.
+        num_prompts: how many prompts, from the first; None = all.
+        freq: the interval in steps; None = eval_steps.
     Raises: ConfigError: the trainer has no evaluation data.
     """
 
@@ -102,7 +107,7 @@ class LogCompletionsCallback(_PromptCallback):
         self.table: list[tuple[str, str, str]] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Generates and logs, where the step is one of those."""
+        """Generates and logs completions if the step is due."""
         if not self.is_due(args, state):
             return
         tokenizer = kwargs["processing_class"]
@@ -113,13 +118,19 @@ class LogCompletionsCallback(_PromptCallback):
 
 
 class WinRateCallback(_PromptCallback):
-    """Logs how often a judge prefers what the model says to what its reference said: eval_win_rate.
+    """Logs how often a judge prefers the model's completion to the reference's: eval_win_rate.
 
-    Args: judge: has judge(prompts, pairs, shuffle_order) -> for each pair which is better, 0 or 1; with use_soft_judge
-            judge(..., return_scores=True) -> the probability that the first is. trainer: that it is given to.
-        generation_config: of transformers. num_prompts: the first so many; None = all.
-        shuffle_order: the judge may turn pairs round. use_soft_judge: log eval_avg_win_prob too.
-    The reference is trainer.ref_model, or without one the model as it begins. Raises: ConfigError: no evaluation data.
+    The reference is trainer.ref_model; without one it is the model before training.
+
+    Args:
+        judge: has judge(prompts, pairs, shuffle_order) -> the index of the better completion of each pair; with
+            use_soft_judge, judge(..., return_scores=True) -> the probability that the first is better.
+        trainer: the trainer that calls it.
+        generation_config: transformers' GenerationConfig.
+        num_prompts: how many prompts, from the first; None = all.
+        shuffle_order: whether the judge may swap the completions of a pair.
+        use_soft_judge: whether to log eval_avg_win_prob too.
+    Raises: ConfigError: the trainer has no evaluation data.
     """
 
     def __init__(
@@ -136,7 +147,7 @@ class WinRateCallback(_PromptCallback):
         self.ref_completions: list[str] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Generates what the reference says, and logs what the judge says of it against itself."""
+        """Generates the reference's completions, and judges them against themselves."""
         reference, size = self.trainer.ref_model, args.per_device_eval_batch_size
         with nullcontext() if reference is None else transformers_attention(reference):
             model = kwargs["model"] if reference is None else reference
@@ -144,29 +155,29 @@ class WinRateCallback(_PromptCallback):
         self._judge(args, kwargs["processing_class"], self.ref_completions)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Generates what the model says, and has it judged."""
+        """Generates the model's completions, and judges them."""
         tokenizer = kwargs["processing_class"]
-        said = self.completions(kwargs["model"], tokenizer, args.per_device_eval_batch_size)
-        self._judge(args, tokenizer, said)
+        completions = self.completions(kwargs["model"], tokenizer, args.per_device_eval_batch_size)
+        self._judge(args, tokenizer, completions)
 
-    def _judge(self, args: Any, tokenizer: Any, said: Sequence[str]) -> None:
-        """Logs the rate. Args: said: by the model."""
-        pairs = [list(pair) for pair in zip(self.ref_completions, said, strict=True)]
+    def _judge(self, args: Any, tokenizer: Any, completions: Sequence[str]) -> None:
+        """Judges completions against the reference's, and logs the win rate."""
+        pairs = [list(pair) for pair in zip(self.ref_completions, completions, strict=True)]
         prompts = self.formatted_prompts(tokenizer)
-        logged = {}
+        metrics = {}
         if self.use_soft_judge:
-            first = self.judge.judge(prompts, pairs, self.shuffle_order, return_scores=True)
-            logged["eval_avg_win_prob"] = sum(1 - p for p in first) / len(first)
-            won = [float(p <= 0.5) for p in first]
+            ref_wins = self.judge.judge(prompts, pairs, self.shuffle_order, return_scores=True)
+            metrics["eval_avg_win_prob"] = sum(1 - p for p in ref_wins) / len(ref_wins)
+            won = [float(p <= 0.5) for p in ref_wins]
         else:
             won = [float(better == 1) for better in self.judge.judge(prompts, pairs, self.shuffle_order)]
-        self.trainer.log({**logged, "eval_win_rate": sum(won) / len(won)})
+        self.trainer.log({**metrics, "eval_win_rate": sum(won) / len(won)})
         rows = [(p, *pair, str(w)) for p, pair, w in zip(prompts, pairs, won, strict=True)]
         _log_table(args.report_to, "win_rate_completions", ["prompt", "reference", "policy", "won"], rows)
 
 
 def _log_table(report_to: Sequence[str], name: str, columns: list[str], rows: Sequence[Sequence[str]]) -> None:
-    """Sends a table to the loggers that take one."""
+    """Logs a table to the loggers that support tables."""
     if "wandb" in report_to:
         import wandb  # pyright: ignore[reportMissingImports]
 
@@ -182,7 +193,7 @@ def _log_table(report_to: Sequence[str], name: str, columns: list[str], rows: Se
 
 
 class RichProgressCallback(TrainerCallback):
-    """A bar of the run's steps with a table of the last metrics under it, drawn by rich; ConfigError without rich."""
+    """Shows a progress bar of the run's steps and a table of the last metrics. Raises ConfigError without rich."""
 
     def __init__(self) -> None:
         try:
@@ -202,7 +213,7 @@ class RichProgressCallback(TrainerCallback):
         self._live.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Moves the bar."""
+        """Advances the bar."""
         if self._live is not None:
             self._bar.update(self._task, completed=state.global_step)
 

@@ -1,6 +1,7 @@
 """TRL's helpers for the rows of a data set: chat templates, prompts, pairs, packs.
 
-The trainers take conversations and pairs as they are. KTOTrainer reads pairs by `extract_prompt` and `unpair_rows`.
+The trainers read conversations and pairs without these helpers, except KTOTrainer: it uses `extract_prompt` and
+`unpair_rows`.
 """
 
 from __future__ import annotations
@@ -92,8 +93,12 @@ def apply_chat_template(
 ) -> dict[str, Any]:  # fmt: skip
     """The conversations of a row as texts of the chat template.
 
-    Args: example: messages; prompt, alone or with an answer, with a label or without; a pair; with chat_template_kwargs
-        of its own. processing_class: the tokenizer. tools: functions or schemas. template_kwargs: for the template.
+    Args:
+        example: a row with messages; with prompt and optionally completion and label; or with a pair. It may have a
+            column chat_template_kwargs.
+        processing_class: the tokenizer.
+        tools: functions or schemas.
+        template_kwargs: arguments of the template.
     Returns: the row's columns as texts, `messages` as `text`. Prompt and answer together equal the template's text of
         the whole conversation. If the template renders the prompt differently without the answer, the prompt ends
         before the first difference.
@@ -112,7 +117,7 @@ def apply_chat_template(
     }
     render: Callable[..., str] = partial(processing_class.apply_chat_template, **options)
     answers = [name for name in _ANSWERS if name in example]
-    found: dict[str, Any] = {"text": render(example["messages"])} if "messages" in example else {}
+    texts: dict[str, Any] = {"text": render(example["messages"])} if "messages" in example else {}
     if "prompt" in example:
         if isinstance(example["prompt"], str):
             raise DataError("the prompt is a text and the answers are messages; apply maybe_extract_prompt first")
@@ -121,12 +126,12 @@ def apply_chat_template(
             raise DataError(f"Invalid role in the last message: {role}; a prompt ends with user, tool or assistant")
         unfinished = role == "assistant"
         prompt = render(example["prompt"], continue_final_message=unfinished, add_generation_prompt=not unfinished)
-        wholes = {name: render(example["prompt"] + example[name]) for name in answers}
-        found["prompt"] = commonprefix([prompt, *wholes.values()])  # noqa: RUF071 - of characters
-        found |= {name: whole[len(found["prompt"]) :] for name, whole in wholes.items()}
+        conversations = {name: render(example["prompt"] + example[name]) for name in answers}
+        texts["prompt"] = commonprefix([prompt, *conversations.values()])  # noqa: RUF071 - of characters
+        texts |= {name: text[len(texts["prompt"]) :] for name, text in conversations.items()}
     else:
-        found |= {name: render(example[name]) for name in answers}
-    return found | ({"label": example["label"]} if "label" in example else {})
+        texts |= {name: render(example[name]) for name in answers}
+    return texts | ({"label": example["label"]} if "label" in example else {})
 
 
 def maybe_apply_chat_template(
@@ -157,13 +162,13 @@ def extract_prompt(example: Row) -> dict[str, Any]:
     {'prompt': 'The sky is', 'chosen': ' blue.', 'rejected': ' green.'}
     """
     chosen, rejected = example["chosen"], example["rejected"]
-    most = min(len(chosen), len(rejected))
-    same = next((i for i in range(most) if chosen[i] != rejected[i]), None)
-    if same is None:
-        same = max(most - 1, 0)
-    elif same and chosen[same - 1] == " ":
-        same -= 1
-    return {"prompt": chosen[:same], "chosen": chosen[same:], "rejected": rejected[same:]}
+    shorter = min(len(chosen), len(rejected))
+    start = next((i for i in range(shorter) if chosen[i] != rejected[i]), None)
+    if start is None:
+        start = max(shorter - 1, 0)
+    elif start and chosen[start - 1] == " ":
+        start -= 1
+    return {"prompt": chosen[:start], "chosen": chosen[start:], "rejected": rejected[start:]}
 
 
 def maybe_extract_prompt(example: Row) -> Any:
@@ -179,9 +184,11 @@ def maybe_extract_prompt(example: Row) -> Any:
 def unpair_preference_dataset(
     dataset: Any, num_proc: int | None = None, desc: str | None = None, **map_kwargs: Any
 ) -> Any:
-    """Pairs as rows with `completion` and `label`: in every batch of 1000 the chosen answers, then the rejected ones.
+    """Converts pairs to rows with `completion` and `label`.
 
-    Args: dataset: a Dataset, a DatasetDict, or their streams. The rest is for its `map`.
+    Each batch of 1000 pairs gives the chosen answers, then the rejected ones.
+
+    Args: dataset: a Dataset, a DatasetDict, or their streams. The other arguments are for its `map`.
     """
     options = {"num_proc": num_proc, "desc": desc, **map_kwargs}
     options = {name: value for name, value in options.items() if value is not None}
@@ -195,17 +202,17 @@ def maybe_unpair_preference_dataset(dataset: Any, num_proc: int | None = None, d
 
 
 def _columns(dataset: Any) -> list[str]:
-    """The columns of a data set or of the first of several; a stream without column names is read for its first row."""
-    several = isinstance(dataset, datasets.DatasetDict | datasets.IterableDatasetDict)
-    first: Any = next(iter(dataset.values())) if several else dataset
+    """The columns of a data set, or of the first of several. Reads a row if a stream has no column names."""
+    is_dict = isinstance(dataset, datasets.DatasetDict | datasets.IterableDatasetDict)
+    first: Any = next(iter(dataset.values())) if is_dict else dataset
     return list(next(iter(first))) if first.column_names is None else list(first.column_names)
 
 
 def _unpair_batch(batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """A batch of pairs as rows, the chosen answers first."""
-    found = {name: values * 2 for name, values in batch.items() if name not in ("chosen", "rejected")}
+    """Converts a batch of pairs to rows, the chosen answers first."""
+    columns = {name: values * 2 for name, values in batch.items() if name not in ("chosen", "rejected")}
     labels = [True] * len(batch["chosen"]) + [False] * len(batch["chosen"])
-    return {**found, "completion": batch["chosen"] + batch["rejected"], "label": labels}
+    return {**columns, "completion": batch["chosen"] + batch["rejected"], "label": labels}
 
 
 def unpair_rows(rows: Iterable[Row]) -> Iterator[dict[str, Any]]:
@@ -223,41 +230,41 @@ def unpair_rows(rows: Iterable[Row]) -> Iterator[dict[str, Any]]:
 
 
 def truncate_dataset(dataset: Any, max_length: int, map_kwargs: Mapping[str, Any] | None = None) -> Any:
-    """The rows with every list cut to max_length items. Args: map_kwargs: for the data set's `map`."""
+    """Truncates every list to max_length items. Args: map_kwargs: for the data set's `map`."""
 
-    def cut(batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    def truncate(batch: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
         return {name: [v[:max_length] if _is_list(v) else v for v in values] for name, values in batch.items()}
 
-    return _map_batches(dataset, cut, map_kwargs)
+    return _map_batches(dataset, truncate, map_kwargs)
 
 
 def pack_dataset(
     dataset: Any, seq_length: int, strategy: str = "bfd", map_kwargs: Mapping[str, Any] | None = None
 ) -> Any:
-    """The rows packed into rows of at most seq_length items, in batches of 1000 rows.
+    """Packs rows into rows of at most seq_length items, 1000 rows at a time.
 
     Args:
         dataset: a Dataset, a DatasetDict, or their streams; every column holds lists of one length in a row.
         seq_length: the items of a pack.
-        strategy: bfd = rows stay whole, and longer rows are cut; bfd_split = longer rows are divided; wrapped = rows
-            are concatenated and cut wherever a pack is full.
+        strategy: bfd = longer rows are truncated; bfd_split = longer rows are split; wrapped = rows are concatenated
+            and split wherever a pack is full.
         map_kwargs: for the data set's `map`.
     Returns: the packs; with bfd and bfd_split the column seq_lengths has the lengths of the rows in each pack.
-    Raises: ConfigError: an unknown strategy. DataError: a column that holds no lists, or lists of other lengths.
+    Raises: ConfigError: an unknown strategy. DataError: a column without lists, or columns of different lengths.
     """
     known = ("bfd", "bfd_split", "wrapped")
     if strategy not in known:
         raise lookup_error("packing strategy", strategy, known)
-    return _map_batches(dataset, partial(_packs, size=seq_length, strategy=strategy), map_kwargs)
+    return _map_batches(dataset, partial(_pack_batch, size=seq_length, strategy=strategy), map_kwargs)
 
 
-def _packs(batch: Mapping[str, list[Any]], size: int, strategy: str) -> dict[str, list[Any]]:
-    """The packs of a batch of rows."""
+def _pack_batch(batch: Mapping[str, list[Any]], size: int, strategy: str) -> dict[str, list[Any]]:
+    """Packs a batch of rows."""
     lengths = _lengths(batch)
     if strategy == "wrapped":
-        ends = range(0, sum(lengths), size)
-        whole = {name: [x for value in values for x in value] for name, values in batch.items()}
-        return {name: [values[i : i + size] for i in ends] for name, values in whole.items()}
+        starts = range(0, sum(lengths), size)
+        joined = {name: [x for value in values for x in value] for name, values in batch.items()}
+        return {name: [values[i : i + size] for i in starts] for name, values in joined.items()}
     split = strategy == "bfd_split"
     parts = [
         (row, start, min(start + size, length))
@@ -265,11 +272,11 @@ def _packs(batch: Mapping[str, list[Any]], size: int, strategy: str) -> dict[str
         for start in range(0, length if split else min(length, 1), size)
     ]
     packs = [[parts[i] for i in pack] for pack in best_fit([end - start for _, start, end in parts], size)]
-    found: dict[str, list[Any]] = {
+    columns: dict[str, list[Any]] = {
         name: [[x for row, start, end in pack for x in values[row][start:end]] for pack in packs]
         for name, values in batch.items()
     }
-    return {**found, "seq_lengths": [[end - start for _, start, end in pack] for pack in packs]}
+    return {**columns, "seq_lengths": [[end - start for _, start, end in pack] for pack in packs]}
 
 
 def _lengths(batch: Mapping[str, list[Any]]) -> list[int]:
@@ -280,9 +287,7 @@ def _lengths(batch: Mapping[str, list[Any]]) -> list[int]:
             raise DataError(f"Packing requires all columns to be lists of lists, and {name!r} is not; remove it first")
         column_lengths = [len(value) for value in values]
         if lengths is not None and column_lengths != lengths:
-            raise DataError(
-                f"All columns must have values of the same length, and {name!r} has others; remove it first"
-            )
+            raise DataError(f"All columns must have values of the same length, but {name!r} differs; remove it first")
         lengths = column_lengths
     return lengths or []
 
@@ -292,7 +297,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _map_batches(dataset: Any, fn: Callable[[Any], dict[str, list[Any]]], map_kwargs: Mapping[str, Any] | None) -> Any:
-    """The data set with a function mapped over its batches of lists; its format stays."""
+    """Maps a function over a data set's batches of lists, and keeps the data set's format."""
     if isinstance(dataset, datasets.DatasetDict | datasets.IterableDatasetDict):
         return type(dataset)({name: _map_batches(split, fn, map_kwargs) for name, split in dataset.items()})
     mapped = dataset.with_format(None).map(fn, batched=True, **(map_kwargs or {}))

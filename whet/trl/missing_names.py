@@ -1,4 +1,4 @@
-"""Names of TRL, of this release or an earlier one, that whet.trl does not have, each with the alternative."""
+"""Names of current and earlier TRL releases that whet.trl lacks, and the alternatives."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from collections.abc import Mapping
 
 __all__ = ["MISSING_NAMES"]
 
-_WHET = "whet trains that by its own command or classes"
-_TEMPLATES = (
-    "whet finds the trained tokens of a conversation with the template itself, which needs no marks; leave it out"
-)
-_LOSS = "take loss_type of whet.trl's DPOTrainer"
+_WHET = "use whet's own command or classes"
+_TEMPLATES = "whet finds a conversation's trained tokens by rendering the template, which needs no marks; leave it out"
+_LOSS = "use whet.trl's DPOTrainer with loss_type"
 MISSING_NAMES: Mapping[str, str] = {
-    "AutoModelForCausalLMWithValueHead": "PPO's critic is a model of its own: whet ppo, or whet's PPOLearner",
-    "BEMACallback": "averages of weights are not offered",
+    "AutoModelForCausalLMWithValueHead": "PPO's critic is a separate model: whet ppo, or whet's PPOLearner",
+    "BEMACallback": "averages of weights are not supported",
     "BCOConfig": f"{_LOSS}='bco_pair'",
     "BCOTrainer": f"{_LOSS}='bco_pair'",
     "CPOConfig": f"{_LOSS}='cpo' or 'simpo'",
@@ -25,10 +23,10 @@ MISSING_NAMES: Mapping[str, str] = {
     "ORPOTrainer": f"{_LOSS}='orpo'",
     "PPOConfig": f"{_WHET}: whet ppo, or whet's PPOLearner",
     "PPOTrainer": f"{_WHET}: whet ppo, or whet's PPOLearner",
-    "WeaveCallback": "for tables of completions take log_completions=True, or LogCompletionsCallback",
-    "add_response_schema": "set tokenizer.response_template where no call is found by asking the chat template",
+    "WeaveCallback": "for tables of completions set log_completions=True, or use LogCompletionsCallback",
+    "add_response_schema": "set tokenizer.response_template if whet does not find the calls by the chat template",
     "get_training_chat_template": _TEMPLATES,
-    "prepare_multimodal_messages": "rows with images are not trained here",
-    "supports_tool_calling": "give tools: a template that has no calls is refused by name",
+    "prepare_multimodal_messages": "whet.trl does not train on images",
+    "supports_tool_calling": "give tools: an error names a template that does not support them",
 }
-"""Name -> what to do instead."""
+"""Name -> the alternative."""

@@ -1,4 +1,4 @@
-"""TRL's helpers for models: a chat template with its tokens, a frozen reference copy."""
+"""TRL's helpers for models: they install a chat template with its tokens, or copy a model as a frozen reference."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def clone_chat_template(
 ) -> tuple[Any, Any, list[int]]:
     """Gives a model and its tokenizer the chat template of another tokenizer, with its end token and added tokens.
 
-    Args: source_tokenizer_path: a hub name or a folder. resize_to_multiple_of: rows of the embeddings; what is over
-        gets tokens of its own, <extra_id_0> and so on. None = no more than there are tokens.
-    Returns: the model, the tokenizer, and the ids of the tokens that are new.
+    Args: source_tokenizer_path: a hub name or a folder. resize_to_multiple_of: the embeddings are padded to a multiple
+        of this; padding rows get the tokens <extra_id_0> and so on. None = no padding.
+    Returns: the model, the tokenizer, and the ids of the new tokens.
     """
     source: Any = load_tokenizer(source_tokenizer_path)
     tokenizer.chat_template = source.get_chat_template()
@@ -44,9 +44,9 @@ def setup_chat_format(
 ) -> tuple[Any, Any]:
     """Gives a base model and its tokenizer ChatML: the template, <|im_start|> and <|im_end|>, and their embeddings.
 
-    Args: format: "chatml". resize_to_multiple_of: rows of the embeddings; None = as many as there are tokens.
+    Args: format: "chatml". resize_to_multiple_of: the embeddings are padded to a multiple of this; None = no padding.
     Returns: the model and the tokenizer.
-    Raises: ConfigError: another format; the tokenizer has a chat template.
+    Raises: ConfigError: another format; a tokenizer that has a chat template already.
     """
     if format != "chatml":
         raise lookup_error("chat format", format, ["chatml"])
@@ -65,7 +65,7 @@ def setup_chat_format(
 
 
 def _resize(model: Any, tokenizer: Any, multiple: int | None) -> None:
-    """Embeddings for every token, and the tokenizer's end token as the model's."""
+    """Resizes the embeddings to the tokenizer, and sets the tokenizer's end token in the model's configurations."""
     model.config.get_text_config().eos_token_id = tokenizer.eos_token_id
     if model.generation_config is not None:
         model.generation_config.eos_token_id = tokenizer.eos_token_id
@@ -73,10 +73,12 @@ def _resize(model: Any, tokenizer: Any, multiple: int | None) -> None:
 
 
 def create_reference_model(model: Any, num_shared_layers: int | None = None, pattern: str | None = None) -> Any:
-    """A copy of a model that is not trained. The trainers make their reference themselves.
+    """A frozen copy of a model. The trainers make their reference themselves.
 
-    Raises: ConfigError: num_shared_layers or pattern: layers are not shared.
+    Raises: ConfigError: num_shared_layers or pattern: layers can't be shared.
     """
     if num_shared_layers is not None or pattern is not None:
-        raise ConfigError("num_shared_layers and pattern are not taken: the reference is a whole copy; leave them out")
+        raise ConfigError(
+            "num_shared_layers and pattern are not supported: the reference is a full copy; leave them out"
+        )
     return copy.deepcopy(model).requires_grad_(False).eval()

@@ -1,4 +1,4 @@
-"""TRL's ready reward functions, with its names, arguments and values.
+"""TRL's reward functions, with the same names, arguments and values.
 
 The functions that compare formulas need math-verify (the extra `math`). They run on the main thread, where math-verify
 can stop a comparison that takes too long.

@@ -1,4 +1,4 @@
-"""The parts of TRL's scripts: their arguments, TrlParser, mixtures of data sets, configurations of adapters."""
+"""The parts of TRL's scripts: argument classes, TrlParser, mixtures of data sets, configurations of adapters."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
 
 @dataclasses.dataclass
 class DatasetConfig:
-    """One data set of a mixture: arguments of datasets.load_dataset, the columns to keep, and its share of all rows."""
+    """A data set of a mixture: arguments of datasets.load_dataset, the columns to keep, and its share of all rows."""
 
     path: str
     name: str | None = None
@@ -47,20 +47,20 @@ class DatasetConfig:
 
 @dataclasses.dataclass
 class DatasetMixtureConfig:
-    """The data sets that a script trains on together; a file of `--config` has them as a list of mappings."""
+    """The data sets that a script trains on together. A `--config` file has them as a list of mappings."""
 
     datasets: list[DatasetConfig] = dataclasses.field(default_factory=list)
     streaming: bool = False
     test_split_size: float | None = None
 
     def __post_init__(self) -> None:
-        """Makes DatasetConfig of mappings."""
-        self.datasets = [DatasetConfig(**one) if isinstance(one, dict) else one for one in self.datasets]
+        """Converts mappings to DatasetConfig."""
+        self.datasets = [DatasetConfig(**d) if isinstance(d, dict) else d for d in self.datasets]
 
 
 @dataclasses.dataclass
 class ScriptArguments:
-    """Where a script's data set is."""
+    """The location of a script's data set."""
 
     dataset_name: str | None = None
     dataset_config: str | None = None
@@ -72,19 +72,19 @@ class ScriptArguments:
 
 @dataclasses.dataclass
 class RewardScriptArguments(ScriptArguments):
-    """Where a script's data set is, and what rewards completions."""
+    """The location of a script's data set, and the rewards."""
 
     reward_model_name_or_path: str | None = dataclasses.field(
         default=None, metadata={"help": "A reward model, by name or folder."}
     )
     reward_funcs: list[str] | None = dataclasses.field(
-        default=None, metadata={"help": "Ready-made rewards by name, or module.function, or file.py:function."}
+        default=None, metadata={"help": "Built-in rewards by name, module.function, or file.py:function."}
     )
 
 
 @dataclasses.dataclass
 class ModelConfig:
-    """A script's model. Raises ConfigError: 8 and 4 bits at once."""
+    """A script's model. Raises ConfigError: both load_in_8bit and load_in_4bit."""
 
     model_name_or_path: str | None = None
     model_revision: str = "main"
@@ -109,7 +109,7 @@ class ModelConfig:
     bnb_4bit_quant_storage: str | None = None
 
     def __post_init__(self) -> None:
-        """Checks the bits; a list with one target becomes that target, which may name a set such as all-linear."""
+        """Checks the bits. Unwraps a list of one target, because the target may be a set such as all-linear."""
         if self.load_in_8bit and self.load_in_4bit:
             raise ConfigError("You can't use 8 bit and 4 bit precision at the same time; set one of them")
         if isinstance(self.lora_target_modules, list) and len(self.lora_target_modules) == 1:
@@ -117,26 +117,26 @@ class ModelConfig:
 
 
 def get_dataset(mixture_config: DatasetMixtureConfig) -> Any:
-    """The rows of a mixture, one data set after the other.
+    """Loads a mixture: the rows of its data sets, one data set after the other.
 
-    Returns: a datasets.DatasetDict: `train`, and `test` where test_split_size asks for it.
-    Raises: ConfigError: no data set; shares for some of them alone, or of streams.
+    Returns: a datasets.DatasetDict with `train`, and with `test` if test_split_size is set.
+    Raises: ConfigError: no data set; `fraction` for only some data sets, or for streams.
     """
     import datasets
 
     configs, streaming = mixture_config.datasets, mixture_config.streaming
     if not configs:
         raise ConfigError("No datasets were loaded from the mixture configuration: `datasets` is empty; name one")
-    shares = [one.fraction for one in configs if one.fraction is not None]
+    shares = [config.fraction for config in configs if config.fraction is not None]
     if shares and len(shares) < len(configs):
         raise ConfigError("`fraction` must be set for either all datasets in the mixture or none of them")
     if shares and streaming:
         raise ConfigError("`fraction` is not supported with streaming datasets, which have no length; leave one out")
-    parts: list[Any] = [_load_rows(one, streaming) for one in configs]
+    parts: list[Any] = [_load_rows(config, streaming) for config in configs]
     if shares:
-        whole = min(len(part) * sum(shares) / share for part, share in zip(parts, shares, strict=True) if share > 0)
+        total = min(len(part) * sum(shares) / share for part, share in zip(parts, shares, strict=True) if share > 0)
         parts = [
-            part.select(range(round(whole * share / sum(shares)))) for part, share in zip(parts, shares, strict=True)
+            part.select(range(round(total * share / sum(shares)))) for part, share in zip(parts, shares, strict=True)
         ]
     rows: Any = datasets.concatenate_datasets(parts)
     if mixture_config.test_split_size is not None:
@@ -144,14 +144,19 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> Any:
     return (datasets.IterableDatasetDict if streaming else datasets.DatasetDict)({"train": rows})
 
 
-def _load_rows(one: DatasetConfig, streaming: bool) -> Any:
-    """The rows of one data set of a mixture."""
+def _load_rows(config: DatasetConfig, streaming: bool) -> Any:
+    """Loads one data set of a mixture."""
     import datasets
 
     rows: Any = datasets.load_dataset(
-        one.path, one.name, data_dir=one.data_dir, data_files=one.data_files, split=one.split, streaming=streaming
+        config.path,
+        config.name,
+        data_dir=config.data_dir,
+        data_files=config.data_files,
+        split=config.split,
+        streaming=streaming,
     )
-    return rows if one.columns is None else rows.select_columns(one.columns)
+    return rows if config.columns is None else rows.select_columns(config.columns)
 
 
 def init_zero_verbose() -> None:
@@ -165,7 +170,7 @@ def init_zero_verbose() -> None:
 
 
 def get_peft_config(model_args: Any) -> Any:
-    """PEFT's configuration of a script's adapter; None where use_peft is off. Raises ConfigError without PEFT."""
+    """PEFT's configuration of a script's adapter; None if use_peft is off. Raises ConfigError without PEFT."""
     if not model_args.use_peft:
         return None
     try:
@@ -205,10 +210,10 @@ def get_quantization_config(model_args: Any) -> Any:
 
 
 class TrlParser(HfArgumentParser):
-    """HfArgumentParser that also reads `--config file.yaml`: keys are flags, `env` holds environment variables.
+    """HfArgumentParser that also reads `--config file.yaml`: keys are flags, `env` has environment variables.
 
-    Args: dataclass_types: one or several. kwargs: of HfArgumentParser.
-    Raises: ConfigError: one of them has a field `config`.
+    Args: dataclass_types: one class or several. kwargs: HfArgumentParser's arguments.
+    Raises: ConfigError: a class with a field `config`.
     """
 
     def __init__(self, dataclass_types: Any = None, **kwargs: Any) -> None:
@@ -226,11 +231,13 @@ class TrlParser(HfArgumentParser):
         fail_with_unknown_args: bool = True,
         separate_remaining_strings: bool = False,
     ) -> tuple[Any, ...]:
-        """The dataclasses: the command line overrides the file, and the file overrides the defaults.
+        """Parses the dataclasses. The command line overrides the file, and the file overrides the defaults.
 
-        Args: args: None = the program's own. return_remaining_strings: the last element has the unread strings.
-            fail_with_unknown_args: an unread key of the file is an error. separate_remaining_strings: the unread
-            strings of the file and of the command line are two elements.
+        Args:
+            args: the words; None = the process's arguments.
+            return_remaining_strings: return the unknown strings as the last element.
+            fail_with_unknown_args: raise an error for an unknown key of the file.
+            separate_remaining_strings: return the unknown strings of the file and of the command line separately.
         Raises: ConfigError: the file is not a mapping, or has an unknown key.
         """
         words = sys.argv[1:] if args is None else list(args)
@@ -250,7 +257,7 @@ class TrlParser(HfArgumentParser):
         return parsed
 
     def _read_config(self, path: str) -> list[str]:
-        """Makes the values of a file the defaults. Returns: the unread keys and values, as flags."""
+        """Sets a file's values as defaults. Returns: the unknown keys and values, as flags."""
         values = read_yaml(Path(path))
         env = values.pop("env", {})
         if not isinstance(env, dict):
@@ -259,7 +266,7 @@ class TrlParser(HfArgumentParser):
         return self.set_defaults_with_config(**values)
 
     def set_defaults_with_config(self, **values: Any) -> list[str]:
-        """Sets defaults by name, which are then not required. Returns: the unread keys and values, as flags."""
+        """Sets defaults by name; the flags are no longer required. Returns: the unknown keys and values, as flags."""
         known: set[str] = set()
         for action in _actions(self):
             if action.dest in values:

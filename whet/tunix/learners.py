@@ -90,6 +90,16 @@ class TunixLearner(RLLearner):
         super().__init__(cluster, core_config(config), reward_fns, metric_fns, data_shuffle_seed, **options)
         self.observers.insert(0, _RunEvents())
 
+    def set_reward_fns(self, reward_fns: Any) -> None:
+        """Takes the reward functions. Raises ConfigError: one has the name of a metric over all functions."""
+        super().set_reward_fns(reward_fns)
+        names = getattr(self.reward_manager, "fns", ())
+        if taken := [name for name in ("max", "mean", "min", "score", "sum") if name in names]:
+            raise ConfigError(
+                f"a reward function is named {taken[0]!r}, but in whet.tunix the metric rewards/{taken[0]} is over all "
+                "functions; rename it"
+            )
+
     @property
     def rl_cluster(self) -> RLCluster:
         """The cluster, by Tunix's name."""
@@ -128,7 +138,7 @@ class TunixLearner(RLLearner):
         if self.cluster.has_external_logger:
             metrics = {**_external_metrics(step), **metrics}
         self.cluster.buffer_metrics_async(metrics, step.mode, step.index)
-        return self.cluster.take_metrics(step.index, step.mode)
+        return {**self.cluster.take_metrics(step.index, step.mode), **_reward_metrics(step.rewards)}
 
     # ---- the stages ----------------------------------------------------------------------------------------------
 
@@ -326,6 +336,34 @@ class PPOLearner(TunixLearner, ppo.PPOLearner):
 
 
 GrpoLearner, PpoLearner = GRPOLearner, PPOLearner
+
+
+def _reward_metrics(rewards: RewardBatch) -> dict[str, float]:
+    """Tunix's metrics of the rewards that whet does not have. NaN (not applicable) is left out everywhere.
+
+    rewards/score/{mean,max,min}: of the totals. rewards/{sum,mean,min,max}: of a completion over its functions,
+    unweighted, then the mean (of sum and mean), the least and the greatest over completions.
+    Source: Tunix rl/reward_manager.py, which logs NaN for min and max where one is NaN.
+
+    >>> from types import SimpleNamespace
+    >>> table = {"a": np.array([1.0, 2.0, np.nan]), "b": np.array([0.0, np.nan, np.nan])}
+    >>> found = _reward_metrics(SimpleNamespace(table=table, total=np.array([1.0, 2.0, np.nan])))
+    >>> [found[f"rewards/{name}"] for name in ("sum", "mean", "min", "max", "score/mean")]
+    [1.5, 1.25, 0.0, 2.0, 1.5]
+    """
+    total = rewards.total[~np.isnan(rewards.total)]
+    found: dict[str, float] = {}
+    if len(total):
+        found |= {f"rewards/score/{how}": float(getattr(total, how)()) for how in ("mean", "max", "min")}
+    table = np.stack([*rewards.table.values()], 1) if rewards.table else np.empty((0, 1))  # [J f]
+    table = table[~np.isnan(table).all(1)]
+    if len(table):
+        found["rewards/sum"], found["rewards/mean"] = (
+            float(np.nansum(table, 1).mean()),
+            float(np.nanmean(table, 1).mean()),
+        )
+        found["rewards/min"], found["rewards/max"] = float(np.nanmin(table)), float(np.nanmax(table))
+    return found
 
 
 def _external_metrics(step: Step) -> dict[str, tuple[Any, Any]]:

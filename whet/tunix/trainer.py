@@ -117,10 +117,10 @@ class Trainer(RoleTrainer):
         self._input_fn = fn
         return self
 
-    def _checked(self, item: Any) -> TokenBatch:
+    def _check_batch(self, item: Any) -> TokenBatch:
         """Returns an item of a data set as a batch. Raises DataError: its arrays don't fit."""
         item = self._input_fn(item)
-        return super()._checked(
+        return super()._check_batch(
             item if isinstance(item, TokenBatch) else example_to_batch(item, version=self.worker.version)
         )
 

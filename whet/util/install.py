@@ -21,8 +21,8 @@ PACKAGE = Path(__file__).parents[1]
 def install_hint(extra: str = "", options: str = "") -> str:
     """The command that installs whet with an extra, in the form that works for this installation.
 
-    A checkout is installed from its folder, a wheel or a commit from where it came from, all else from the index.
-    Args: extra: of pyproject.toml. options: further words for pip.
+    A checkout is installed from its folder, a wheel or a commit from its source, and all else from the index.
+    Args: extra: an extra of pyproject.toml. options: more arguments of pip.
 
     >>> install_hint("lora").startswith("pip install ") and "[lora]" in install_hint("lora")
     True
@@ -32,14 +32,14 @@ def install_hint(extra: str = "", options: str = "") -> str:
     extras = f"[{extra}]" if extra else ""
     source = _source()
     if source is None:
-        what = DISTRIBUTION + extras
+        target = DISTRIBUTION + extras
     elif source.startswith("/"):
-        what = ("-e " if is_checkout() else "") + shlex.quote(source + extras)
+        target = ("-e " if is_checkout() else "") + shlex.quote(source + extras)
     else:
-        what = shlex.quote(f"{DISTRIBUTION}{extras} @ {source}")
+        target = shlex.quote(f"{DISTRIBUTION}{extras} @ {source}")
     if source is None and extras:
-        what = f"'{what}'"
-    return " ".join(word for word in ("pip install", options, what) if word)
+        target = f"'{target}'"
+    return " ".join(word for word in ("pip install", options, target) if word)
 
 
 def foreign_whet() -> str | None:
@@ -52,9 +52,9 @@ def foreign_whet() -> str | None:
         return None
     from importlib import metadata
 
-    found = metadata.distribution("whet")
-    own = any(entry.value == "whet.cli:main" for entry in found.entry_points)
-    return None if own else found.version
+    distribution = metadata.distribution("whet")
+    is_ours = any(entry.value == "whet.cli:main" for entry in distribution.entry_points)
+    return None if is_ours else distribution.version
 
 
 def is_checkout() -> bool:
@@ -70,16 +70,16 @@ def _source() -> str | None:
     from importlib import metadata
 
     try:
-        noted = metadata.distribution(DISTRIBUTION).read_text("direct_url.json")  # PEP 610; None from an index
+        direct_url = metadata.distribution(DISTRIBUTION).read_text("direct_url.json")  # PEP 610; None from an index
     except metadata.PackageNotFoundError:
         return None
-    if noted is None:
+    if direct_url is None:
         return None
-    found = json.loads(noted)
-    url = str(found["url"])
-    if "vcs_info" in found:
-        return f"{found['vcs_info']['vcs']}+{url}@{found['vcs_info']['commit_id']}"
-    if "dir_info" in found and url.startswith("file://"):
+    content = json.loads(direct_url)
+    url = str(content["url"])
+    if "vcs_info" in content:
+        return f"{content['vcs_info']['vcs']}+{url}@{content['vcs_info']['commit_id']}"
+    if "dir_info" in content and url.startswith("file://"):
         from urllib.parse import unquote
 
         return unquote(url.removeprefix("file://"))

@@ -40,8 +40,8 @@ def split_revision(name: str) -> tuple[str, str | None]:
     >>> split_revision("Qwen/Qwen3-0.6B@v1.0"), split_revision("Qwen/Qwen3-0.6B")
     (('Qwen/Qwen3-0.6B', 'v1.0'), ('Qwen/Qwen3-0.6B', None))
     """
-    found = re.fullmatch(r"([\w.-]+/[\w.-]+)@([\w./-]+)", name)
-    return (found[1], found[2]) if found else (name, None)
+    match = re.fullmatch(r"([\w.-]+/[\w.-]+)@([\w./-]+)", name)
+    return (match[1], match[2]) if match else (name, None)
 
 
 def model_folder(source: str | Path) -> str:
@@ -185,8 +185,8 @@ def check_hub(name: str) -> None:
                 f"there is no folder {name!r} here, and the hub can't be reached to look for that name ({why}); check "
                 f"the path or the network{near}"
             ) from error
-        found = set(_names(error))
-        if "RepositoryNotFoundError" in found and "GatedRepoError" not in found:
+        classes = set(_names(error))
+        if "RepositoryNotFoundError" in classes and "GatedRepoError" not in classes:
             raise ConfigError(
                 f"there is no folder {name!r} here, and no model of that name on the hub that you may see; check the "
                 f"name, or log in: hf auth login{near}"
@@ -212,10 +212,10 @@ def hub_silence(error: BaseException) -> str | None:
     >>> hub_silence(ConnectionError("refused")), hub_silence(KeyError())
     ('refused', None)
     """
-    found = set(_names(error))
-    if "OfflineModeIsEnabled" in found:
+    classes = set(_names(error))
+    if "OfflineModeIsEnabled" in classes:
         return "HF_HUB_OFFLINE is set"
-    return (str(error) or type(error).__name__).splitlines()[0] if found & UNREACHABLE else None
+    return (str(error) or type(error).__name__).splitlines()[0] if classes & UNREACHABLE else None
 
 
 def _names(error: BaseException | None) -> Iterator[str]:

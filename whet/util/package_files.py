@@ -17,8 +17,8 @@ def recipes() -> dict[str, str]:
     >>> recipes()["demo"]
     'The demo: a 0.7 M-parameter model learns the order of operations by GRPO.'
     """
-    found = sorted(_folder("recipes").glob("*.yaml"))
-    return {path.stem: path.read_text().partition("\n")[0].removeprefix("# ") for path in found}
+    paths = sorted(_folder("recipes").glob("*.yaml"))
+    return {path.stem: path.read_text().partition("\n")[0].removeprefix("# ") for path in paths}
 
 
 def recipe_path(name: str) -> Path:
@@ -41,11 +41,11 @@ def copy_recipe(name: str, folder: str | Path = ".") -> list[Path]:
     Raises: ConfigError: there is no such recipe, one of the files is there already, or can't be written.
     """
     source = recipe_path(name)
-    beside = sorted({*re.findall(r"[\w-]+\.py\b", source.read_text())})
-    files = [source, *(path for file in beside if (path := source.parent / file).is_file())]
-    there = [str(Path(folder) / path.name) for path in files if (Path(folder) / path.name).exists()]
-    if there:
-        raise ConfigError(f"{', '.join(there)} exists already; name another folder: whet recipes copy {name} FOLDER")
+    names = sorted({*re.findall(r"[\w-]+\.py\b", source.read_text())})
+    files = [source, *(path for file in names if (path := source.parent / file).is_file())]
+    existing = [str(Path(folder) / path.name) for path in files if (Path(folder) / path.name).exists()]
+    if existing:
+        raise ConfigError(f"{', '.join(existing)} exists already; name another folder: whet recipes copy {name} FOLDER")
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         for path in files:
@@ -61,8 +61,8 @@ def pages() -> dict[str, str]:
     >>> pages()["lora"]
     'LoRA and QLoRA'
     """
-    found = sorted(path for path in _folder("docs").glob("*.md") if path.stem != "README")
-    return {path.stem: path.read_text().partition("\n")[0].removeprefix("# ") for path in found}
+    paths = sorted(path for path in _folder("docs").glob("*.md") if path.stem != "README")
+    return {path.stem: path.read_text().partition("\n")[0].removeprefix("# ") for path in paths}
 
 
 def page(name: str) -> str:
@@ -74,7 +74,7 @@ def page(name: str) -> str:
 
 
 def _folder(name: str) -> Path:
-    found = [path for path in (install.PACKAGE.parent / name, install.PACKAGE / name) if path.is_dir()]
-    if install.is_checkout() or len(found) < 2:
-        return found[0] if found else install.PACKAGE / name
-    return found[1]
+    folders = [path for path in (install.PACKAGE.parent / name, install.PACKAGE / name) if path.is_dir()]
+    if install.is_checkout() or len(folders) < 2:
+        return folders[0] if folders else install.PACKAGE / name
+    return folders[1]

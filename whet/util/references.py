@@ -50,18 +50,18 @@ def resolve_ref(text: str, kind: str) -> Any:
         raise ConfigError(
             f"{kind} {format_value(text)} is not a reference; write package.module:name or path/to/file.py:name"
         )
-    place, _, name = text.rpartition(":")
-    found: Any = _module(place, text, kind)
+    module_name, _, name = text.rpartition(":")
+    value: Any = _module(module_name, text, kind)
     for part in name.split("."):
         try:
-            found = getattr(found, part)
+            value = getattr(value, part)
         except AttributeError as error:
-            known = [word for word, _ in inspect.getmembers_static(found) if not word.startswith("_")]
-            hint = nearest(part, known) or "; check the name"
-            raise ConfigError(f"{kind} {text!r}: {place} has no {part!r}{hint}") from error
+            names = [word for word, _ in inspect.getmembers_static(value) if not word.startswith("_")]
+            hint = nearest(part, names) or "; check the name"
+            raise ConfigError(f"{kind} {text!r}: {module_name} has no {part!r}{hint}") from error
         except Exception as error:  # a module's own __getattr__, a property
-            raise _failed(text, kind, f"looking up {part!r} in {place}", error) from error
-    return found
+            raise _import_error(text, kind, f"looking up {part!r} in {module_name}", error) from error
+    return value
 
 
 def resolve_name(value: Any, known: Mapping[str, Any], kind: str, hint: Callable[[str], str] | None = None) -> Any:
@@ -89,7 +89,7 @@ def resolve_name(value: Any, known: Mapping[str, Any], kind: str, hint: Callable
             try:
                 return getattr(importlib.import_module(module), name)
             except ImportError as error:
-                raise _failed(value, kind, f"importing {module}", error) from error
+                raise _import_error(value, kind, f"importing {module}", error) from error
         return found
     if not callable(value):
         raise ConfigError(f"a {kind} is a callable or its name, got {type(value).__name__} {format_value(value)}")
@@ -123,26 +123,26 @@ def resolve_callable(text: str, kind: str) -> Any:
     Traceback (most recent call last):
     whet.errors.ConfigError: reward 'sys:maxunicode' is 1114111 (int), and must be a function or a class; check the name
     """
-    found = resolve_ref(text, kind)
-    if not callable(found):
-        value = f"{format_value(found, limit=80)} ({type(found).__name__})"
+    target = resolve_ref(text, kind)
+    if not callable(target):
+        value = f"{format_value(target, limit=80)} ({type(target).__name__})"
         raise ConfigError(f"{kind} {text!r} is {value}, and must be a function or a class; check the name")
-    return found
+    return target
 
 
 def _from_file(path: Path, text: str, kind: str) -> ModuleType:
     """The module of a file, run on first use."""
     try:
         path = path.expanduser()
-        there = path.is_file()
-        others = [p.name for p in path.parent.glob("*.py")] if not there and path.parent.is_dir() else []
+        exists = path.is_file()
+        siblings = [p.name for p in path.parent.glob("*.py")] if not exists and path.parent.is_dir() else []
     except (OSError, RuntimeError) as error:  # a name too long, a folder that may not be read, no such user
-        why = format_value(str(error))
+        reason = format_value(str(error))
         raise ConfigError(
-            f"{kind} {format_value(text)}: can't look for {format_value(str(path))}: {why}; check the path"
+            f"{kind} {format_value(text)}: can't look for {format_value(str(path))}: {reason}; check the path"
         ) from error
-    if not there:
-        raise ConfigError(f"{kind} {text!r}: no file {path}{nearest(path.name, others) or '; check the path'}")
+    if not exists:
+        raise ConfigError(f"{kind} {text!r}: no file {path}{nearest(path.name, siblings) or '; check the path'}")
     path = path.resolve()
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType) and vars(module).get("__file__") == str(path):
@@ -151,42 +151,42 @@ def _from_file(path: Path, text: str, kind: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{kind} {text!r}: {path} can't be imported as Python")
-    _reach(path.parent)
+    _make_importable(path.parent)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before it runs: dataclasses and pickle look their module up by name
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # a script that ends itself ends no run
+    except (Exception, SystemExit) as error:  # sys.exit in a script must not end the run
         del sys.modules[name]
-        raise _failed(text, kind, f"importing {path}", error) from error
+        raise _import_error(text, kind, f"importing {path}", error) from error
     return module
 
 
 def _from_name(place: str, text: str, kind: str) -> ModuleType:
     """The module of a dotted name."""
-    _reach(Path.cwd())
+    _make_importable(Path.cwd())
     importlib.invalidate_caches()
     try:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if missing != place and not place.startswith(missing + "."):
-            raise _failed(text, kind, f"importing {place}", error) from error  # what it imports is not there
+            raise _import_error(text, kind, f"importing {place}", error) from error  # what it imports is not there
         parent, _, last = missing.rpartition(".")
         folders = vars(sys.modules[parent]).get("__path__", []) if parent else None  # a module has none
-        others = [info.name for info in pkgutil.iter_modules(folders)]
-        hint = nearest(last, others) or "; is it installed?"
+        siblings = [info.name for info in pkgutil.iter_modules(folders)]
+        hint = nearest(last, siblings) or "; is it installed?"
         raise ConfigError(f"{kind} {text!r}: no module {missing!r}{hint}") from error
     except (Exception, SystemExit) as error:
-        raise _failed(text, kind, f"importing {place}", error) from error
+        raise _import_error(text, kind, f"importing {place}", error) from error
 
 
-def _reach(folder: Path) -> None:
+def _make_importable(folder: Path) -> None:
     """Makes a folder importable, after everything else."""
     folder = folder.resolve()
     if folder not in (Path(entry).resolve() for entry in sys.path):
         sys.path.append(str(folder))
 
 
-def _failed(text: str, kind: str, what: str, error: BaseException) -> ConfigError:
+def _import_error(text: str, kind: str, what: str, error: BaseException) -> ConfigError:
     return ConfigError(f"{kind} {text!r}: {what} raised {format_exception(error)}; fix that first")

@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-__all__ = ["copy_whole", "is_wrapper", "shard_like", "whole_tensor"]
+__all__ = ["copy_whole", "is_sharded", "is_wrapper", "shard_like", "whole_tensor"]
 
 
 def is_wrapper(tensor: Any) -> TypeGuard[Any]:
@@ -23,8 +23,17 @@ def is_wrapper(tensor: Any) -> TypeGuard[Any]:
     )
 
 
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor, of which each process has a shard.
+
+    >>> is_sharded(torch.ones(2))
+    False
+    """
+    return hasattr(tensor, "full_tensor")
+
+
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """The whole of a DTensor, gathered from all processes, which must all call this; any other tensor as it is.
+    """Gathers a DTensor from all processes, which must all call this; returns any other tensor unchanged.
 
     >>> whole_tensor(torch.ones(2))
     tensor([1., 1.])
@@ -46,7 +55,7 @@ def copy_whole(target: Tensor, source: Tensor) -> None:
 
 def shard_like(target: Tensor, source: Tensor) -> Tensor:
     """A whole tensor, sharded as a DTensor is; as it is where the other one is not a DTensor."""
-    if not hasattr(target, "full_tensor"):
+    if not is_sharded(target):
         return source
     from torch.distributed.tensor import distribute_tensor  # imported where processes share a model
 

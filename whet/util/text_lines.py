@@ -19,8 +19,8 @@ def escape_control_characters(text: str) -> str:
     >>> escape_control_characters("a\x1b[31m b\n")
     'a␛[31m b\n'
     """
-    shown = lambda c: chr(0x2400 + ord(c)) if ord(c) < 32 else "\N{REPLACEMENT CHARACTER}"
-    return "".join(c if c in "\n\t" or (c.isprintable() or ord(c) > 159) else shown(c) for c in text)
+    escaped = lambda c: chr(0x2400 + ord(c)) if ord(c) < 32 else "\N{REPLACEMENT CHARACTER}"
+    return "".join(c if c in "\n\t" or (c.isprintable() or ord(c) > 159) else escaped(c) for c in text)
 
 
 def wrap_text(text: str, width: int = WIDTH, indent: str = "  ") -> str:
@@ -33,8 +33,8 @@ def wrap_text(text: str, width: int = WIDTH, indent: str = "  ") -> str:
     """
     lines = []
     for line in text.split("\n"):
-        own = line[: len(line) - len(line.lstrip())]
-        lines += _WRAPPER(width=width, subsequent_indent=own + indent).wrap(line) or [line]
+        own_indent = line[: len(line) - len(line.lstrip())]
+        lines += _WRAPPER(width=width, subsequent_indent=own_indent + indent).wrap(line) or [line]
     return "\n".join(lines)
 
 

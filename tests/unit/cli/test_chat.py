@@ -11,7 +11,7 @@ from helpers import tiny_model
 
 from whet import Sampler
 from whet.cli import main
-from whet.cli.chat import Chat, _lines, chat
+from whet.cli.chat import Chat, _read_lines, chat
 from whet.config.generate import ChatConfig
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import ConfigError, DataError
@@ -53,7 +53,7 @@ def rendered(sampler, messages):
 def test_a_turn_is_put_behind_the_ids_of_the_one_before(sampler, asked):
     c = talk(sampler, forbidden_tokens=(257, 258))  # special tokens within an answer are not part of its text
     first = say(c, "hi")
-    held = c._held.tolist()
+    held = c._ids.tolist()
     say(c, "and?")
     assert asked[0][0] == rendered(sampler, [{"role": "user", "content": "hi"}])
     assert asked[1][0][: len(held)] == held and asked[0][1] == asked[1][1]
@@ -78,7 +78,7 @@ def test_a_turn_runs_the_template_once(sampler, asked, monkeypatch):
 def test_what_is_no_text_is_refused_in_every_turn_and_not_part_of_the_conversation(sampler):
     c = talk(sampler)
     for count in (0, 2):
-        with pytest.raises(DataError, match="no valid text"):
+        with pytest.raises(DataError, match="not valid text"):
             say(c, "a\udcff")
         assert len(c.messages) == count
         say(c, "hi")
@@ -111,7 +111,7 @@ def test_without_a_template_the_text_goes_on(sampler, asked):
     own.chat_template = None
     c = talk(Sampler(sampler.loaded, own))
     say(c, "2+2=")
-    held = c._held.tolist()
+    held = c._ids.tolist()
     say(c, ", so")
     assert asked[0][0] == list(b"2+2=") and asked[1][0] == [*held, *b", so"]
     with pytest.raises(ConfigError, match="system_prompt needs the chat template"):
@@ -130,7 +130,7 @@ def test_a_stopped_answer_stays_as_far_as_it_went(sampler):
     answer = c.say("hi")
     next(answer)
     answer.close()
-    assert [m["role"] for m in c.messages] == ["user", "assistant"] and len(c._held) > 0
+    assert [m["role"] for m in c.messages] == ["user", "assistant"] and len(c._ids) > 0
     assert sampler.engine(c._sampling()).stats().in_flight == 0
     assert say(c, "and?") is not None and len(c.messages) == 4
 
@@ -138,7 +138,7 @@ def test_a_stopped_answer_stays_as_far_as_it_went(sampler):
 def test_a_conversation_that_outgrows_the_model_is_an_error_that_names_the_way_on(sampler, asked):
     c = talk(sampler, system_prompt="be", max_tokens=8)
     said = []
-    with pytest.raises(DataError, match=r"over the limit of 256.*; /reset forgets what was said before"):
+    with pytest.raises(DataError, match=r"over the limit of 256.*; /reset starts a new conversation"):
         for i in range(8):
             said.append(say(c, f"{i}" * 20))
     assert all(len(tokens) + 8 <= 256 for tokens, _ in asked)
@@ -153,7 +153,7 @@ def test_a_conversation_that_outgrows_the_model_is_an_error_that_names_the_way_o
 def test_commands(sampler):
     c = talk(sampler, system_prompt="be kind")
     say(c, "hi")
-    assert c.command("/reset") == "the conversation starts again"
+    assert c.command("/reset") == "a new conversation starts"
     assert c.messages == [{"role": "system", "content": "be kind"}]
     assert "temperature=0.1, " in c.command("/set temperature=0.1 max_tokens=3") and c.config.max_tokens == 3
     c.command("/set temperature 0.2")
@@ -196,13 +196,13 @@ def test_lines_of_a_pipe_are_answered_on_standard_output_alone(model_folder, mon
     c.reset()
     expected.append(say(c, "hi"))
     assert out == "".join(f"{text}\n" for text in expected)
-    assert "unknown command '/nothing'" in err and "starts again" in err
+    assert "unknown command '/nothing'" in err and "a new conversation starts" in err
 
 
 def test_lines_that_are_no_text_are_an_error_in_words(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hi\n\xff\n"), encoding="utf-8"))
     with pytest.raises(DataError, match="standard input is not utf-8 text"):
-        list(_lines(False))
+        list(_read_lines(False))
 
 
 def test_the_end_of_a_pipe_ends_the_chat(model_folder, monkeypatch, capsys):
@@ -282,7 +282,7 @@ def test_no_turn_draws_with_the_numbers_of_another(sampler, monkeypatch):
 def test_a_turn_that_did_not_fit_leaves_no_trace(sampler):
     c = talk(sampler)
     say(c, "hi")
-    before = (c.messages, c._held.tolist(), c._text)
+    before = (c.messages, c._ids.tolist(), c._text)
     with pytest.raises(DataError, match="over the limit of 256"):
         say(c, "x" * 300)
-    assert (c.messages, c._held.tolist(), c._text) == before  # its text too: else the next turn is encoded all again
+    assert (c.messages, c._ids.tolist(), c._text) == before  # its text too: else the next turn is encoded all again

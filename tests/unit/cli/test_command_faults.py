@@ -24,17 +24,17 @@ def test_an_expression_is_taken_as_it_stands(text):
 
 
 def test_words_of_set_keep_backslashes_and_say_what_is_open():
-    from whet.cli.chat import _words
+    from whet.cli.chat import _split_words
 
-    assert _words(r"constraint.regex=\d+ seed=3") == [r"constraint.regex=\d+", "seed=3"]
-    assert _words("constraint='{regex: a}'") == ["constraint={regex: a}"]
-    assert _words("""'constraint={regex: "[0-9 ]+"}' seed=3""") == ['constraint={regex: "[0-9 ]+"}', "seed=3"]
-    assert _words("""'stop=["a b", "}"]'  seed=3""") == ['stop=["a b", "}"]', "seed=3"]
-    assert _words("constraint.regex=[0-9]{1,2}'x' a") == ["constraint.regex=[0-9]{1,2}x", "a"]
-    assert _words("") == [] and _words("a={b c") == ["a={b", "c"]
+    assert _split_words(r"constraint.regex=\d+ seed=3") == [r"constraint.regex=\d+", "seed=3"]
+    assert _split_words("constraint='{regex: a}'") == ["constraint={regex: a}"]
+    assert _split_words("""'constraint={regex: "[0-9 ]+"}' seed=3""") == ['constraint={regex: "[0-9 ]+"}', "seed=3"]
+    assert _split_words("""'stop=["a b", "}"]'  seed=3""") == ['stop=["a b", "}"]', "seed=3"]
+    assert _split_words("constraint.regex=[0-9]{1,2}'x' a") == ["constraint.regex=[0-9]{1,2}x", "a"]
+    assert _split_words("") == [] and _split_words("a={b c") == ["a={b", "c"]
     for line in ("'", "a='b", "seed=3 stop='a"):
-        with pytest.raises(ConfigError, match="close the quotation"):
-            _words(line)
+        with pytest.raises(ConfigError, match="close the quotes"):
+            _split_words(line)
 
 
 @pytest.mark.parametrize("content", ["[1, 2]", '{"run.pt": null}'])
@@ -76,12 +76,12 @@ def test_an_output_that_cannot_be_written_is_an_error_in_words(tmp_path, monkeyp
 
 
 def test_what_a_killed_command_has_left_stops_no_later_one(tmp_path):
-    from whet.cli.generate import _opened
+    from whet.cli.generate import _open_output
 
     out = tmp_path / "o.jsonl"
     for path in (out, tmp_path / ".o.jsonl.tmp"):
         path.write_text("old\n")
-    with _opened(out, overwrite=True) as file:
+    with _open_output(out, overwrite=True) as file:
         file.write("new\n")
         assert out.read_text() == "old\n"
     assert out.read_text() == "new\n" and len(list(tmp_path.iterdir())) == 2
@@ -124,7 +124,9 @@ def test_an_answer_that_standard_output_cannot_take_ends_the_chat_in_one_line(mo
         monkeypatch.setattr(sys, "stdout", full)
         assert main(["chat", f"model={model_folder}", "max_tokens=4"]) == 2
     *_, said = capsys.readouterr().err.splitlines()
-    assert said.startswith("whet chat: standard output can't be written: [Errno 28] No space left on device; make room")
+    assert said.startswith(
+        "whet chat: standard output can't be written: [Errno 28] No space left on device; free some space"
+    )
     assert lines.read() == "never\n"
 
 
@@ -142,7 +144,7 @@ def test_a_command_that_is_stopped_says_what_lies_in_its_file(tmp_path, monkeypa
     monkeypatch.setattr(Sampler, "sample", once)
     if there:
         out.write_text("mine\n")
-    said = f"stopped; {out} is as it was before" if there else f"stopped; {out} holds 1 completion"
+    said = f"stopped; {out} has not changed" if there else f"stopped; {out} holds 1 completion"
     with pytest.raises(KeyboardInterrupt, match=f"^{said}$"):
         _run(tmp_path, monkeypatch, out=str(out), overwrite=there, batch_size=1)
     assert len(out.read_text().splitlines()) == 1

@@ -92,7 +92,7 @@ def test_a_run_that_began_elsewhere_has_no_evaluation_before_it():
 @pytest.mark.parametrize("lengths", [[], ["rollout.max_prompt_length=4"]])
 def test_each_row_is_encoded_once_and_each_mode_has_one_encoder(words, lengths, monkeypatch):
     made, read = [], []
-    for name, calls in (("__init__", made), ("_read", read)):
+    for name, calls in (("__init__", made), ("_render_row", read)):
         own = getattr(PromptEncoder, name)
         counted = lambda *args, own=own, calls=calls, **options: calls.append(args[-1]) or own(*args, **options)
         monkeypatch.setattr(PromptEncoder, name, counted)
@@ -245,7 +245,7 @@ def test_a_teacher_takes_the_place_of_rewards(words, tmp_path, capsys):
     assert {p.name for p in (tmp_path / "run" / "checkpoints" / "step-000002").iterdir() if p.is_dir()} == {"actor"}
     assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["teacher"]["dtype"] == "float32"
     for change, said in (
-        (["algo.policy_loss_fn=grpo"], "teacher has no effect: algo.policy_loss_fn='grpo' does not learn from one"),
+        (["algo.policy_loss_fn=grpo"], "teacher has no effect: algo.policy_loss_fn='grpo' does not use one"),
         (["teacher.model=null"], "teacher has no model; write teacher.model="),
         (["algo.policy_loss_fn=distillation", "algo.gkd_beta=0.1"], "gkd_beta=0.1 has no effect"),
         (["teacher=null"], "no reward; write reward="),
@@ -333,7 +333,7 @@ def test_ppo_has_a_critic_of_the_actors_model_and_a_reward_model_among_its_rewar
     assert said.count("with a fresh score head") == 1 and "judge has no tokenizer" in said
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     first, last = [row for row in rows if row["mode"] == "train"]
-    assert first["rewards/score/mean"] == 0.5 * first["rewards/judge"] + 2.0 * first["rewards/digits"]
+    assert first["reward"] == 0.5 * first["rewards/judge"] + 2.0 * first["rewards/digits"]
     assert "learning_rate" not in first and last["learning_rate"] == 1e-2 and last["critic/learning_rate"] == 1e-3
     saved = tmp_path / "run" / "checkpoints" / "step-000002"
     assert {p.name for p in saved.iterdir() if p.is_dir()} == {"actor", "critic"}

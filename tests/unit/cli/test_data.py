@@ -105,7 +105,10 @@ def test_evaluation_rows_and_streams_are_looked_at_too(folder, capsys):
     [
         (["model=m"], "no data; write data="),
         (["data=plain.jsonl"], "no tokenizer; write model="),
-        (["data=plain.jsonl", "model=whet.demo:pupil"], "is made by a function in a run; write tokenizer="),
+        (
+            ["data=plain.jsonl", "model=whet.demo:pupil"],
+            "a run creates model=whet.demo:pupil by a function; write tokenizer=",
+        ),
         (["data=plain.jsonl", "model=m", "rows=few"], "rows=few: expected how many rows"),
         (["sft", "data=plain.jsonl", "model=m", "algo.beta=1"], "unknown key algo.beta"),
         (["data=chats.jsonl", "model=m"], "row 0 ends with the assistant's turn '4'"),

@@ -57,7 +57,7 @@ RUN = {
     "trainer.mini_batch_size=3": "batch_size=8 must be a multiple of mini_batch_size=3; use mini_batch_size=2 or 4",
     "trainer.max_tokens_per_microbatch=10": "max_tokens_per_microbatch=10 is smaller than the longest sequence",
     "trainer.loggers=[tensorbord]": "unknown logger 'tensorbord'; did you mean tensorboard?",
-    "trainer.keep_best=accuracy": "trainer.keep_best: of evaluations, and there is no evaluation data",
+    "trainer.keep_best=accuracy": "trainer.keep_best needs evaluations, and there is no evaluation data",
     "tokenizer=/no/such/tokenizer": "there is no folder /no/such/tokenizer",
     "reference.model=/no/such/reference": "there is no folder /no/such/reference",
 }

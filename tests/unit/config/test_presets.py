@@ -20,7 +20,7 @@ from whet.config import (
 )
 from whet.config.algo.presets import PRESETS, preset
 from whet.errors import ConfigError
-from whet.learners.objective import make_estimator, make_objective
+from whet.learners.from_config import make_estimator, make_objective
 
 PAGE = Path(__file__).parents[3] / "docs" / "papers.md"
 

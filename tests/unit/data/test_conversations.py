@@ -131,7 +131,7 @@ def test_thinking_is_asked_for_as_the_turn_thinks_unless_the_configuration_says(
     assert text(thinks) == header + "[[<think>\np\n</think>\n\nb<|im_end|>\n]]"
     assert text(plain) == header + "<think>\n\n</think>\n\n[[b<|im_end|>\n]]"
     assert text(plain, enable_thinking=True) == header + "[[<think>\n\n</think>\n\nb<|im_end|>\n]]"
-    with pytest.raises(DataError, match=r"asked for with .*begins with"):
+    with pytest.raises(DataError, match=r"generation header of .*turn starts with"):
         text(thinks, enable_thinking=False)
     row = {**thinks, "chat_template_kwargs": {"enable_thinking": True}}
     assert text(row, enable_thinking=False) == text(thinks)
@@ -186,7 +186,7 @@ def test_marks_of_the_template_say_what_is_trained_within_the_turns():
 @pytest.mark.parametrize(
     ("template", "says"),
     [
-        (MARKED.replace("== 'assistant'", "== 'user'", 1), "Hi, a b.*, which no assistant says"),
+        (MARKED.replace("== 'assistant'", "== 'user'", 1), "Hi, a b.*, which is not in an assistant's turn"),
         (MARKED.replace("{% endgeneration %}", "").replace("{% generation %}", "{% generation %}{% endgeneration %}"),
          "marks nothing of the turn"),
     ],
@@ -208,7 +208,7 @@ def test_marks_of_a_header_excuse_none_before_it():
     template = MARKED.replace("{% generation %}", "{% generation %}ok:")
     template = template.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\nok:{% endif %}")
     template = template.replace("== 'assistant'", "!= 'system'", 1)
-    with pytest.raises(DataError, match="which no assistant says"):
+    with pytest.raises(DataError, match="which is not in an assistant's turn"):
         SFTEncoder(tokenizer_with(template))({"messages": TALK})
 
 
@@ -262,12 +262,12 @@ def test_special_tokens_before_a_text_are_found():
     from tokenizers import processors
 
     tokenizer = merging_tokenizer()
-    assert leading_special_ids(tokenizer, "ab") == []
+    assert leading_special_ids(tokenizer("ab").input_ids, tokenizer("ab", add_special_tokens=False).input_ids) == []
     eos = tokenizer.eos_token_id
     tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
         single="</s> $A", special_tokens=[("</s>", eos)]
     )
-    assert leading_special_ids(tokenizer, "ab") == [eos]
+    assert leading_special_ids(tokenizer("ab").input_ids, tokenizer("ab", add_special_tokens=False).input_ids) == [eos]
     assert SFTEncoder(tokenizer)({"text": "ab"}).sequences[0].prefix.tolist() == [eos]
     lead, *prompt = SFTEncoder(tokenizer)({"prompt": "a", "response": "b"}).sequences[0].prefix.tolist()
     assert lead == eos and prompt == tokenizer("a", add_special_tokens=False).input_ids

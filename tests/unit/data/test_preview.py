@@ -97,7 +97,7 @@ def test_parts_and_tools_are_rendered_or_refused_and_never_printed_as_python():
     own = PromptEncoder(tokenizer_with("<|im_start|>system\nYou are Q.<|im_end|>\n" + OF_PARTS))
     assert "  system prompt: from the template" in prompt_lines(own, own({"prompt": parts}))
     for kind in ("qwen", "llama", "gemma", "mistral"):
-        with pytest.raises(DataError, match=r"row 4: the chat template prints .* as Python does"):
+        with pytest.raises(DataError, match=r"row 4: the chat template prints .* in Python's notation"):
             PromptEncoder(tokenizer_with(kind))({"prompt": parts}, 4)
     row = {"prompt": [user("2+2?")], "tools": TOOLS}
     encode = PromptEncoder(tokenizer_with(TOOL_TEMPLATE))
@@ -105,7 +105,7 @@ def test_parts_and_tools_are_rendered_or_refused_and_never_printed_as_python():
     assert shown(lines).startswith('[{"name": "add"}]\n<|im_start|>user') and lines[-1] == "  tools: 1, from the row"
     with pytest.raises(DataError, match=r"row 4: it has the tools .*add.*, and the chat template shows none"):
         PromptEncoder(tokenizer_with(QWEN))(row, 4)
-    with pytest.raises(DataError, match=r"row 4: the chat template prints .* as Python does"):
+    with pytest.raises(DataError, match=r"row 4: the chat template prints .* in Python's notation"):
         PromptEncoder(tokenizer_with("{{ tools }}" + QWEN))(row, 4)
 
 

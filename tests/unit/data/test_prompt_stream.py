@@ -368,7 +368,7 @@ def test_what_cannot_be_carried_out_is_refused_at_once(source, options, error, s
 
 
 def test_batches_that_do_not_fit_are_named():
-    with pytest.raises(DataError, match="batch 1 has 3 prompts, the first had 2"):
+    with pytest.raises(DataError, match="batch 1 has 3 prompts, and the first had 2"):
         list(PromptStream(Batches([2, 3])))
     for column in ("abc", ["x"], 7):
         with pytest.raises(DataError, match="column 'answer' of a batch of 2"):
@@ -390,7 +390,7 @@ def test_held_out_rows_are_a_draw_from_the_seed_and_in_neither_part_twice():
     assert ids([train]) == [sorted(ids([train])[0])] and held == hold_out(rows(20), 0.25, seed=3)[1]
     assert held != hold_out(rows(20), 0.25, seed=4)[1]
     assert len(hold_out(rows(20), 0.01, seed=0)[1]) == 1
-    with pytest.raises(DataError, match="holding 1 of 1 rows out leaves none"):
+    with pytest.raises(DataError, match="holding 1 of 1 rows out leaves no training rows"):
         hold_out(rows(1), 0.5, seed=0)
     with pytest.raises(ConfigError, match=r"share of 1\.5"):
         hold_out(rows(4), 1.5, seed=0)

@@ -95,7 +95,7 @@ def test_a_prompt_that_holds_its_answer_is_refused_with_two_ways_on(tokenizer, t
     ) and found.tokens.tolist() == taken.tokens.tolist()
     with pytest.raises(DataError, match=r"row 3 ends with the assistant's turn '4'.*data\.on_answered=take_off"):
         PromptEncoder(tokenizer)({"conversations": share_gpt}, 3)
-    with pytest.raises(DataError, match="no turn but the assistant's"):
+    with pytest.raises(DataError, match="only an assistant's turn"):
         encode({"messages": turns[1:]})
 
 
@@ -160,7 +160,7 @@ def test_all_rows_are_looked_at_before_those_over_the_limit_are_one_error(tokeni
     assert (
         len(made) == 18
         and dropping.describe_over_limit().startswith("2 of 20 rows")
-        and "2 left out" in dropping.describe_fate()
+        and "2 left out" in dropping.describe_treatment()
     )
     assert encode_all(made, PromptEncoder(tokenizer), "prompts") == made  # what is encoded is taken as it is
 
@@ -199,8 +199,8 @@ def test_of_rows_encoded_together_the_first_that_is_wrong_is_the_error(tokenizer
         ({"prompt": []}, "a prompt is a text or a list of messages"),
         ({"prompt": 3}, "int 3"),
         ({"prompt": [{"role": "user"}]}, "message 0: .* has a role and a content"),
-        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "parts image; whet trains on text alone"),
-        ({"prompt": "x", "image": object()}, "'image' column; whet trains on text alone"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "parts image; whet trains on text only"),
+        ({"prompt": "x", "image": object()}, "'image' column; whet trains on text only"),
         ({"prompt": "x", "completions": 1}, "'completions' has the name of an argument"),
         ("prompt", "row 0 is str"),
     ],

@@ -263,7 +263,7 @@ def test_a_list_gives_the_rows_of_every_source_with_the_options_of_its_own(folde
     assert len(rows) == 3
     assert list(rows) == [rows[n] for n in range(3)] == [*ROWS[:2], {"prompt": "t", "answer": 7}]
     assert list(load_rows(["a.jsonl", "a.jsonl"], streaming=True)) == [row for row in ROWS for _ in (1, 2)]
-    with pytest.raises(ConfigError, match="is of one data set; give each of the list its own"):
+    with pytest.raises(ConfigError, match="applies to one data set; set it for each of the list"):
         load_rows(["a.jsonl", "a.jsonl"], limit=2)
 
 

@@ -9,6 +9,7 @@ from chat_templates import QWEN, QWEN3, bracketed, said, tokenizer_with, user
 from whet.config import SupervisedDataConfig
 from whet.data.preference import PreferenceEncoder, ScoredPairEncoder, UnpairedEncoder
 from whet.data.supervised import SFTEncoder
+from whet.data.tokenizer import byte_tokenizer
 from whet.errors import ConfigError, DataError
 from whet.types import TokenBatch
 
@@ -101,18 +102,18 @@ def test_an_example_knows_its_row(tokenizer):
         ("text", "row 2 is str; a row is a mapping"),
         (
             {"mesages": TALK},
-            "row 2 has the columns mesages; did you mean messages? taken are messages or conversations",
+            "row 2 has the columns mesages; did you mean messages? accepted are messages or conversations",
         ),
-        ({"prompt": "x"}, "taken are messages or conversations; prompt (or question) with response (or completion)"),
+        ({"prompt": "x"}, "accepted are messages or conversations; prompt (or question) with response (or completion)"),
         ({"messages": "hello"}, "column 'messages' holds the text 'hello'; expected a list of messages, or its JSON"),
         ({"messages": "[1, 2]"}, "column 'messages' holds the text '[1, 2]'; expected a list of messages"),
         ({"messages": []}, "column 'messages' holds list []; expected a text or a list"),
         ({"messages": [{"role": "user"}]}, "message 0: {'role': 'user'}; a message has a role and a content"),
         ({"messages": [user(3)]}, "message 0: role 'user' with content 3"),
-        ({"messages": [user([{"type": "image"}])]}, "message 0 has parts image; whet trains on text alone"),
-        ({"messages": [user([3])]}, "message 0 has the part 3; a part is a text"),
-        ({"messages": TALK, "images": [1]}, "row 2 has an 'images' column; whet trains on text alone"),
-        ({"conversations": [{"from": "humn", "value": "x"}]}, "from 'humn' is no known role; did you mean human?"),
+        ({"messages": [user([{"type": "image"}])]}, "message 0 has parts image; whet trains on text only"),
+        ({"messages": [user([3])]}, "message 0 has the part 3; a part must be a text"),
+        ({"messages": TALK, "images": [1]}, "row 2 has an 'images' column; whet trains on text only"),
+        ({"conversations": [{"from": "humn", "value": "x"}]}, "from 'humn' is not a known role; did you mean human?"),
         ({"messages": TALK, "tools": "x"}, "column 'tools' is not JSON"),
         ({"messages": TALK, "tools": {"a": 1}}, "column 'tools' holds {'a': 1}; expected a list of functions"),
         (
@@ -120,10 +121,13 @@ def test_an_example_knows_its_row(tokenizer):
             "column 'prompt' holds int 3; expected a text or a list of messages; a csv file's numbers are read as "
             "numbers: keep texts such as '42' in a .jsonl file",
         ),
-        ({"prompt": TALK, "response": "x"}, "the prompt ends in a turn of the assistant's, and the answer is a text"),
+        ({"prompt": TALK, "response": "x"}, "the prompt ends with an assistant's turn, and the answer is a text"),
         ({"prompt": "", "response": "x"}, "the prompt '' has no tokens"),
         ({"text": "a\ud800"}, "row 2, column 'text': 'a\\ud800' is not valid text"),
-        ({"messages": [user("x")]}, "row 2 has nothing to train: its turns are of user, and what is trained is what"),
+        (
+            {"messages": [user("x")]},
+            "row 2 has nothing to train: its turns are of user, and only the assistant's text is trained",
+        ),
         (
             {"messages": [user("x"), {"role": "model", "content": "y"}]},
             "nothing to train: its turns are of model, user",
@@ -227,7 +231,7 @@ def test_one_conversation_that_goes_on_where_the_other_ends_still_leaves_each_an
 def test_texts_that_differ_in_their_first_token_alone_can_be_scored_and_not_foretold(tokenizer):
     row = {"chosen": "x", "rejected": "y"}
     for encoder in (PreferenceEncoder, UnpairedEncoder):
-        with pytest.raises(DataError, match="row 4: chosen and rejected differ in their first token alone"):
+        with pytest.raises(DataError, match="row 4: chosen and rejected differ only in their first token"):
             encoder(tokenizer)(row, 4)
     assert texts(tokenizer, ScoredPairEncoder(tokenizer)(row)) == ["x[[<|im_end|>]]", "y[[<|im_end|>]]"]
 
@@ -237,7 +241,7 @@ def test_an_answer_that_begins_with_the_text_of_its_prompt_is_taken_and_counted(
     made = encode({"prompt": "hi", "chosen": "hi a", "rejected": "b"})
     assert texts(tokenizer, made) == ["hi[[hi a<|im_end|>]]", "hi[[b<|im_end|>]]"]
     assert encode({"prompt": "hi", "chosen": "a", "rejected": "b"}) and encode.counts["repeating"] == 1
-    assert "begins with its prompt's own text, which it follows: 1 (if answers are whole" in encode.describe_counts()
+    assert "repeats the prompt's text at its start: 1 (if the answers include" in encode.describe_counts()
 
 
 @pytest.mark.parametrize("margin", [0, 0.5, np.float32(2)])
@@ -252,16 +256,19 @@ def test_a_margin_goes_with_both_sequences(tokenizer, margin):
     ("row", "says"),
     [
         ({"chosen": "a", "rejeted": "b"}, "row 4 has the columns chosen, rejeted; did you mean rejected?"),
-        ({"prompt": "x", "chosen": "a", "rejected": "a"}, "nothing to train: chosen and rejected say the same"),
-        ({"prompt": "x", "chosen": "a", "rejected": [said("b")]}, "'chosen' and 'rejected' is a text and the other a"),
+        ({"prompt": "x", "chosen": "a", "rejected": "a"}, "nothing to train: chosen and rejected are the same"),
+        (
+            {"prompt": "x", "chosen": "a", "rejected": [said("b")]},
+            "'chosen' and 'rejected' is a text, and the other is a",
+        ),
         (
             {"prompt": "x", "chosen": TALK, "rejected": [said("b")]},
-            "'chosen' begins with a turn of 'user', but not with",
+            "'chosen' starts with a turn of 'user', but not with",
         ),
         ({"prompt": "hi", "chosen": TALK, "rejected": [said("b")]}, "'chosen' repeats the row's prompt, and the other"),
         (
             {"chosen": [user("x"), said("a")], "rejected": [user("y"), said("b")]},
-            "row 4: chosen and rejected differ first in message 0 (user), so that they answer different prompts",
+            "row 4: chosen and rejected differ first in message 0 (user), so they answer different prompts",
         ),
         ({"chosen": TALK, "rejected": [*TALK[:1], user("!"), said("b")]}, "differ first in message 1 (user)"),
         (
@@ -281,7 +288,7 @@ def test_pairs_that_can_t_be_trained_on_say_why(tokenizer, row, says):
 def test_an_answer_of_several_turns_that_the_template_forks_is_refused():
     tokenizer = tokenizer_with(QWEN3)
     long = [said("a"), user("b"), said("c")]
-    with pytest.raises(DataError, match=r"row 4: an answer has 2 turns, .*let the answer be its last turn"):
+    with pytest.raises(DataError, match=r"row 4: an answer has 2 turns, .*make the answer the last turn only"):
         pair(tokenizer, {"prompt": [user("hi")], "chosen": long, "rejected": [said("d")]})
     prompt = {"prompt": [user("hi"), *long[:2]]}  # earlier turns in the prompt are no matter
     assert len(pair(tokenizer, {**prompt, "chosen": [said("c")], "rejected": [said("d")]}).sequences) == 2
@@ -315,10 +322,13 @@ def test_a_pair_is_a_good_and_a_bad_answer(tokenizer):
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ({"prompt": "x", "completion": "y", "label": "good"}, "column 'label' holds 'good'; a label is true or false"),
+        (
+            {"prompt": "x", "completion": "y", "label": "good"},
+            "column 'label' holds 'good'; a label must be true, false",
+        ),
         ({"prompt": "x", "completion": "y", "label": 2}, "column 'label' holds 2"),
-        ({"prompt": "x", "label": True}, "taken are prompt (or messages) with completion (or response) and label"),
-        ({"prompt": "x", "completion": "y"}, "taken are prompt (or messages) with completion"),
+        ({"prompt": "x", "label": True}, "accepted are prompt (or messages) with completion (or response) and label"),
+        ({"prompt": "x", "completion": "y"}, "accepted are prompt (or messages) with completion"),
     ],
 )
 def test_labelled_answers_that_can_t_be_trained_on_say_why(tokenizer, row, says):
@@ -448,3 +458,31 @@ def test_a_prompt_with_any_text_and_a_row_without_a_prompt_are_not_called_empty(
     data = SupervisedDataConfig(system_prompt="Say a number.")
     assert SFTEncoder(tokenizer, data)({"messages": [EMPTY, said("4")]}) is not None
     assert not caplog.records
+
+
+@pytest.mark.parametrize("encoder", [SFTEncoder, PreferenceEncoder])
+def test_a_batch_is_encoded_as_its_rows_one_by_one_in_one_call_of_the_tokenizer(encoder, monkeypatch):
+    if encoder is SFTEncoder:
+        rows = [{"messages": TALK}, {"prompt": "2+2=", "response": "4"}, {"text": "abc"}, {"messages": TALK[:2]}]
+    else:
+        rows = [{"prompt": "x", "chosen": f"{n}", "rejected": "b"} for n in range(3)] + [
+            {"chosen": "ab", "rejected": "ac"}
+        ]
+    tokenizer, calls = byte_tokenizer(), []
+    single = [encoder(tokenizer)(row, n + 5) for n, row in enumerate(rows)]
+    batch_encode = type(tokenizer).__call__
+    monkeypatch.setattr(type(tokenizer), "__call__", lambda *a, **k: calls.append(1) or batch_encode(*a, **k))
+    batch = encoder(tokenizer).encode_batch(rows, 5)
+    assert len(calls) == 2, "one call for all texts, and one for the special tokens of plain texts"
+    for one, other in zip(single, batch, strict=True):
+        assert (one.row, one.columns) == (other.row, other.columns)
+        for a, b in zip(one.sequences, other.sequences, strict=True):
+            assert all(np.array_equal(vars(a)[name], vars(b)[name]) for name in ("prefix", "tokens", "mask"))
+
+
+def test_the_first_wrong_row_of_a_batch_is_the_error():
+    rows = [{"text": "a"}, {"text": "too long"}, {"nothing": 1}]
+    with pytest.raises(DataError, match=r"row 1 has .* over data.max_length 3"):
+        SFTEncoder(byte_tokenizer(), SupervisedDataConfig(max_length=3)).encode_batch(rows)
+    with pytest.raises(DataError, match="row 2 has the columns nothing"):
+        SFTEncoder(byte_tokenizer()).encode_batch(rows)

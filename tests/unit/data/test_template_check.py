@@ -67,7 +67,7 @@ def test_what_the_template_changes_is_an_error_that_shows_both_and_can_be_accept
         sft(template, messages)
     text = str(error.value)
     assert text.startswith("row 3: message ") and says in text
-    assert text.endswith("on_template_change=accept") and "or accept it by" in text
+    assert text.endswith("on_template_change=accept") and "or accept the change with" in text
     made, encode = sft(template, messages, on_template_change="accept")
     assert made.sequences and encode.counts["changed"] == 1
     assert encode.describe_counts() == "rows that the chat template changes: 1"
@@ -96,7 +96,7 @@ def test_thinking_that_is_left_out_of_the_last_turn_s_context_alone_is_shown_in_
 )
 def test_lists_and_mappings_are_never_printed_as_python(template, messages, printed):
     for how in ("error", "accept"):
-        with pytest.raises(DataError, match=rf"^row 3: the chat template prints {printed} as Python does"):
+        with pytest.raises(DataError, match=rf"^row 3: the chat template prints {printed} in Python's notation"):
             sft(template, messages, on_template_change=how)
 
 
@@ -122,7 +122,7 @@ def test_tools_are_shown_or_refused():
         (LLAMA, [user("hi ")], r"row 2: message 0 \(user\) says 'hi ', and the chat template shows 'hi'"),
         (QWEN3, [user("a"), said(THINK), user("c")], r"row 2: message 1 \(assistant\) says '<think>"),
         (LLAMA, [user("a"), said(" It is")], r"row 2: message 1 \(assistant\) says ' It is', .* shows 'It is'"),
-        (QWEN, [user(PARTS)], r"row 2: the chat template prints .* as Python"),
+        (QWEN, [user(PARTS)], r"row 2: the chat template prints .* in Python's notation"),
     ],
 )
 def test_prompts_of_rl_are_checked_alike(template, prompt, says):

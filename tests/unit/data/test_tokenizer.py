@@ -66,6 +66,8 @@ def test_stop_ids_gather_from_everywhere_as_int_or_list(tokenizer):
     config, generation = Qwen3Config(eos_token_id=[1, 2]), GenerationConfig(eos_token_id=5)
     assert stop_token_ids(tokenizer, config, generation) == (1, 2, 5, 256)
     assert stop_token_ids(tokenizer, Qwen3Config(), GenerationConfig()) == (256,)
+    outside = GenerationConfig(eos_token_id=[9, 255001])
+    assert stop_token_ids(tokenizer, Qwen3Config(vocab_size=264, eos_token_id=255001), outside) == (9, 256)
     assert stop_token_ids(tokenizer) == (256,)
 
 
@@ -88,5 +90,5 @@ def test_a_broken_config_and_an_adapter_alone_are_named_as_the_cause(tokenizer, 
         load_tokenizer(broken)
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "models/base"}')
-    with pytest.raises(ConfigError, match=r"is an adapter and holds no tokenizer; .*tokenizer=models/base$"):
+    with pytest.raises(ConfigError, match=r"is an adapter without a tokenizer; .*tokenizer=models/base$"):
         load_tokenizer(adapter)

@@ -9,7 +9,7 @@ from whet.data.sources import check_source, load_rows
 from whet.errors import ConfigError
 from whet.rewards.verifiers import verifiers
 
-TASKSET = '''
+TASKSET = """
 import verifiers.v1 as vf
 
 
@@ -48,7 +48,7 @@ class Sums(vf.Taskset[SumTask, SumConfig]):
 
 
 __all__ = ["Sums"]
-'''
+"""
 
 
 @pytest.fixture

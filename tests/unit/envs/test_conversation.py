@@ -141,7 +141,7 @@ def test_the_template_is_given_the_tools():
         "{{ tools[0]['name'] }}{% for m in messages %}{{ m['content'] }}{% endfor %}", tools=[{"name": "hm"}]
     )
     assert bytes(encode(SUM).tokens.tolist()) == b"hm2+3="
-    with pytest.raises(ConfigError, match="tools are told of by a chat template"):
+    with pytest.raises(ConfigError, match="only a chat template can describe tools"):
         PromptEncoder(byte_tokenizer(), tools=[{"name": "hm"}])(SUM)
 
 
@@ -190,13 +190,13 @@ FAILURES = [
     (lambda messages: time.sleep(60), "interact of world returned nothing within 0.05 s"),
     (lambda messages: None, "interact of world returned None; return a list of messages"),
     (lambda messages: ["5"], "message 0: '5'; a message has a role and a content"),
-    (lambda messages: [{"role": "assistant", "content": "5"}], "has the role 'assistant'; give user, tool or system"),
+    (lambda messages: [{"role": "assistant", "content": "5"}], "has the role 'assistant'; use user, tool or system"),
     (lambda messages: [{"role": "tool", "content": 5}], "the content is 5; give a text"),
     (
         lambda messages: [{"role": "tool", "content": "\ud800"}],
         "is not valid text (surrogates not",
     ),
-    (lambda messages: [{"role": "world", "content": "5"}], "has the role 'world'; give user, tool or system"),
+    (lambda messages: [{"role": "world", "content": "5"}], "has the role 'world'; use user, tool or system"),
 ]
 
 

@@ -8,7 +8,7 @@ import torch
 from whet.config import GRPOConfig, PPOConfig
 from whet.errors import ConfigError
 from whet.learners.config_warnings import warn_about_config
-from whet.learners.objective import make_objective
+from whet.learners.from_config import make_objective
 from whet.ops import ADVANTAGE_ESTIMATORS
 
 

@@ -13,8 +13,8 @@ from torch import tensor
 from whet.config import DataConfig, GRPOConfig, Mode, OverlongBuffer
 from whet.config.algo import NEED_GROUPS
 from whet.errors import ConfigError, DataError
+from whet.learners.from_config import make_estimator, reward_functions
 from whet.learners.grpo import GRPOLearner
-from whet.learners.objective import make_estimator, reward_functions
 from whet.learners.step import Step
 from whet.ops import ADVANTAGE_ESTIMATORS, drgrpo_advantages, with_greedy_rewards
 from whet.rewards.length import overlong

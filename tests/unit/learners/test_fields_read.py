@@ -13,8 +13,8 @@ from whet.config import GRPOConfig, PPOConfig, PreferenceConfig
 from whet.config.algo import fields_read as written
 from whet.config.algo.unused_fields import SWITCHES, unread_fields
 from whet.errors import ConfigError
-from whet.learners import objective, preference_objective
-from whet.learners.objective import bind_fields, make_estimator, make_objective
+from whet.learners import from_config, preference_from_config
+from whet.learners.from_config import bind_fields, make_estimator, make_objective
 from whet.ops import (
     VALUE_LOSSES,
     AdvantageInputs,
@@ -146,7 +146,7 @@ def numbers(c):
 
 @pytest.fixture
 def unchecked(monkeypatch):
-    for module in (objective, preference_objective):
+    for module in (from_config, preference_from_config):
         monkeypatch.setattr(module, "check_fields_read", lambda *_: None)
 
 
@@ -185,7 +185,7 @@ def test_a_field_changes_the_preference_loss_where_it_is_read_and_nowhere_else(f
     batch, logprobs = preference_inputs.random_batch(config.loss_type[0])
 
     def loss(config):
-        made = preference_objective.make_preference_objective(config)
+        made = preference_from_config.make_preference_objective(config)
         x = preference_inputs.inputs(preference_inputs.prepared(made, batch, logprobs), logprobs)
         return made(x)[0]
 

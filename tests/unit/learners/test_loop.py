@@ -268,7 +268,7 @@ def test_the_whole_evaluation_set_is_rolled_out_with_its_own_configuration(monke
     assert [row["step"] for row in evals] == [0, 2, 3]  # before, every second, and the end
     assert {n for mode, n in modes if mode == "eval"} == {5}  # all of it; greedy, so once each
     assert all(row["completions/max_length"] <= 3 for row in evals)
-    assert {"reward", "rewards/score/mean", "rewards/score/max", "rewards/score/min"} <= evals[0].keys()
+    assert {"reward", "reward_max", "reward_min"} <= evals[0].keys()
     assert [row["step"] for row in run.rows if row["mode"] == "train"] == [1, 2, 3]
 
 

@@ -181,7 +181,7 @@ def test_evaluation_has_its_own_sampling_parameters():
     found = made.evaluate(rows(3))
     made.train(rows(4))
     assert [mode for mode, _ in seen] == ["eval", "train"] and seen[0][1] <= 2 < seen[1][1]
-    assert found["rewards/score/mean"] == 0.5
+    assert found["reward"] == 0.5
 
 
 # ---- equal to REINFORCE ----------------------------------------------------------------------------------------------
@@ -320,7 +320,7 @@ def test_metrics_have_tunixs_names():
     assert sorted({*each, *own} - row.keys()) == []
     assert row["rewards/reward_kl_penalty"] > 0
     assert row["sampling/ess"] == pytest.approx(1.0, abs=1e-4)  # its first update is on policy
-    assert row["rewards/score/mean"] == pytest.approx(0.7)  # Tunix's buffer would make it 0
+    assert row["reward"] == pytest.approx(0.7)  # Tunix's buffer would make it 0
     assert row["rewards/reward/mean"] < 0.7 and row["advantages/mean"] == pytest.approx(0, abs=1e-6)
 
 
@@ -382,7 +382,7 @@ def test_a_reward_model_alone_and_with_functions(monkeypatch):
     (mini,), run = minibatches_of(monkeypatch, both)
     assert list(both.reward_manager.weights.values()) == [0.5, 2.0]
     row = run.rows[0]
-    assert row["rewards/score/mean"] == pytest.approx(0.5 * row[f"rewards/{name}"] + 2 * row["rewards/length_reward"])
+    assert row["reward"] == pytest.approx(0.5 * row[f"rewards/{name}"] + 2 * row["rewards/length_reward"])
     with pytest.raises(ConfigError, match="there is none; pass RLCluster"):
         ppo(models(), ["reward_model"])
 

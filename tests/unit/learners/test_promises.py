@@ -155,7 +155,7 @@ def test_rewards_that_a_batch_stage_shapes_are_those_that_are_logged_stored_and_
         data=DataConfig(batch_size=2),
     )
     row = made.train(rows(2)).rows[-1]
-    assert seen == [0.25] * 12 and row["reward"] == row["rewards/score/max"] == 0.25
+    assert seen == [0.25] * 12 and row["reward"] == row["reward_max"] == 0.25
     assert row["reward_std"] == 0.0 and row["frac_reward_zero_std"] == 1.0
     assert row["rewards/length_reward"] != 0.25  # the function's own
     stored = pyarrow.parquet.read_table(tmp_path / "completions" / "train-000003.parquet")
@@ -180,4 +180,4 @@ def test_a_learner_with_a_rollout_of_its_own_is_evaluated_by_it():
     assert asked == [(Mode.EVAL, 0, 5), (Mode.TRAIN, 1, 2), (Mode.EVAL, 1, 5)]
     before, step, after = rows_of
     assert step["completions/tokens"] == 2 * 3 and before["completions/tokens"] == after["completions/tokens"] == 5 * 6
-    assert after["rewards/best_of_3/mean"] == after["rewards/score/max"] > after["reward"]
+    assert after["rewards/best_of_3/mean"] == after["reward_max"] > after["reward"]

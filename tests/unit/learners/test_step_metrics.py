@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import completion, prompt, random_batch, reward_batch
 
-from whet.learners.objective import advantage_inputs
+from whet.learners.from_config import advantage_inputs
 from whet.learners.step_metrics import completion_columns, rollout_metrics, value_metrics
 from whet.ops import advantages_and_returns
 from whet.rewards.manager import RewardManager

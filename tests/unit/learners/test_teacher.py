@@ -99,7 +99,7 @@ def test_loss_and_gradient_are_those_of_whole_logits_however_the_batch_is_cut(be
 def test_a_support_that_is_cut_has_no_whole_distribution():
     batch = random_batch((3, [2])).replace(weights=torch.ones(2))
     worker = ModelWorker(load_model(tiny_model()), optim=OptimConfig(), support=Support(top_k=3))
-    with pytest.raises(ConfigError, match="whole distributions, at a temperature alone"):
+    with pytest.raises(ConfigError, match="compares full distributions, which may have a temperature only"):
         worker.forward_backward(batch, gkd, divergence=Divergence(ModelWorker(load_model(tiny_model(1)))))
 
 
@@ -118,7 +118,7 @@ def test_the_column_is_the_teacher_s_logprobs_under_the_rollout_s_temperature():
 def test_groups_without_an_advantage_learn_all_the_same_with_rewards_or_without(caplog):
     for reward_fns in (None, lambda completions: [1.0] * len(completions)):
         made = learner(reward_fns=reward_fns)
-        assert not made.skips and made.planned_passes(2)["teacher"].startswith("runs once")
+        assert not made.skips_without_signal and made.planned_passes(2)["teacher"].startswith("runs once")
         before = weights_of(made.cluster.actor.module)
         run = made.train(rows(8))
         assert all(row["skipped/sequences"] == 0 and row["grad_norm"] > 0 for row in run.rows)

@@ -7,7 +7,11 @@ from families import PACKABLE, REFUSED, tiny
 
 from whet.models import model_capabilities
 from whet.models.load import load_model
-from whet.models.model_capabilities import find_capabilities, make_small_twin, probe_capabilities
+from whet.models.model_capabilities import _make_twin, _plan_twin, find_capabilities, probe_capabilities
+
+
+def make_small_twin(module):
+    return _make_twin(_plan_twin(module))
 
 
 @pytest.mark.spread(15)

@@ -11,9 +11,9 @@ from torch import nn
 from whet.config import LoraConfig, OptimConfig, RoleConfig
 from whet.errors import ConfigError
 from whet.models import quantized
-from whet.models.adapters import base_weights
 from whet.models.load import load_model, save_model
 from whet.models.lora import merged_model
+from whet.models.lora_layers import base_weights
 from whet.models.quantized import cast_parameters, quantization_config, quantized_layer_names
 from whet.rollout.engine import EmbeddedEngine
 from whet.train.worker import ModelWorker

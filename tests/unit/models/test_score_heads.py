@@ -70,8 +70,8 @@ def test_a_family_without_a_classifier_has_critics_too(tmp_path):
     assert back.packable and torch.equal(back.score_head.weight, critic.score_head.weight)
 
 
-def old_critic(folder):
-    """A critic as earlier releases saved it: the score head in the place of the LM head."""
+def replaced_head_critic(folder):
+    """A critic as it is saved if transformers has no classifier for the family: its score head replaces the LM head."""
     model = tiny("Qwen3", tie_word_embeddings=False)
     model.save_pretrained(folder)
     state = load_file(folder / "model.safetensors")
@@ -83,8 +83,8 @@ def old_critic(folder):
     return state
 
 
-def test_critics_of_earlier_releases_are_read(tmp_path):
-    state = old_critic(tmp_path)
+def test_a_critic_that_was_saved_before_transformers_had_its_classifier_is_read(tmp_path):
+    state = replaced_head_critic(tmp_path)
     back = load_model(str(tmp_path), role="critic")
     assert torch.equal(back.score_head.weight, state["lm_head.weight"])
     assert torch.equal(back.module.get_input_embeddings().weight, state["model.embed_tokens.weight"])

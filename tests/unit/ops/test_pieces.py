@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whet.ops import CORRECTIONS, KL_MODES, TOKEN_MASKS, Objective, entropy_rank, kl_rewards, reference_kl
+from whet.ops import CORRECTIONS, KL_MODES, TOKEN_MASKS, PolicyObjective, entropy_rank, kl_rewards, reference_kl
 from whet.types import LossInputs
 
 OPTIONS = {
@@ -82,7 +82,7 @@ def test_garbage_where_the_mask_is_false_reaches_neither_loss_nor_gradient(name,
     for garbage in (0.0, bad):
         filled = {n: torch.where(parts["mask"], c, garbage) if c.is_floating_point() else c for n, c in parts.items()}
         filled["logprobs"] = filled["logprobs"].requires_grad_()
-        objective = Objective(factors=(factor(name),), kl=reference_kl, beta=0.1)
+        objective = PolicyObjective(factors=(factor(name),), kl=reference_kl, beta=0.1)
         loss, _ = objective(inputs(filled))
         loss.sum().backward()
         found.append((loss.detach(), filled["logprobs"].grad))
@@ -113,8 +113,8 @@ def test_the_gradient_under_a_factor_is_that_of_the_surrogate_times_a_number(nam
     parts = columns(5, [3, 4])
     p = parts["logprobs"].clone().requires_grad_()
     frozen = factor(name)(inputs(parts))
-    Objective(factors=(factor(name),))(inputs({**parts, "logprobs": p}))[0].sum().backward()
-    expected = frozen * slope(lambda q: Objective()(inputs({**parts, "logprobs": q}))[0], parts["logprobs"])
+    PolicyObjective(factors=(factor(name),))(inputs({**parts, "logprobs": p}))[0].sum().backward()
+    expected = frozen * slope(lambda q: PolicyObjective()(inputs({**parts, "logprobs": q}))[0], parts["logprobs"])
     torch.testing.assert_close(p.grad, expected, atol=1e-7, rtol=1e-6)
 
 

@@ -17,7 +17,7 @@ from preference_inputs import (
 
 from whet.config import PreferenceConfig
 from whet.errors import ConfigError, DataError
-from whet.learners.preference_objective import make_preference_objective
+from whet.learners.preference_from_config import make_preference_objective
 from whet.ops.preference import (
     PREFERENCE_LOSSES,
     PreferenceObjective,

@@ -15,7 +15,7 @@ import torch
 
 from whet.errors import ConfigError, RewardError
 from whet.rewards import deadline
-from whet.rewards.call import RewardInputs, call_rewards, checked_rewards, function_name, keywords
+from whet.rewards.call import RewardInputs, call_rewards, checked_rewards, function_name, select_keywords
 
 INPUTS = RewardInputs(
     prompts=["p", "p"],
@@ -114,9 +114,9 @@ def test_an_argument_that_nobody_offers_is_named_with_the_nearest():
     ):
         call_rewards({"fn": fn}, INPUTS)
     with pytest.raises(ConfigError, match="as a positional-only argument"):
-        keywords(lambda completions, /: [], {"completions": []}, {}, name="f")
+        select_keywords(lambda completions, /: [], {"completions": []}, {}, name="f")
     with pytest.raises(ConfigError, match="no signature"):
-        keywords(min, {"completions": []}, {}, name="min")
+        select_keywords(min, {"completions": []}, {}, name="min")
 
 
 def test_a_function_may_change_its_own_lists():
@@ -370,10 +370,10 @@ def test_that_nothing_interrupts_a_late_function_is_said(monkeypatch, caplog):
     monkeypatch.setattr(deadline, "STUCK_S", 0.1)
 
     def deaf(completions):
-        signal.pthread_sigmask(signal.SIG_BLOCK, [deadline.NUDGE])
+        signal.pthread_sigmask(signal.SIG_BLOCK, [deadline.INTERRUPT_SIGNAL])
         while "nothing interrupts it" not in caplog.text:
             time.sleep(0.01)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [deadline.NUDGE])
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [deadline.INTERRUPT_SIGNAL])
         return [0, 0]
 
     with pytest.raises(RewardError, match="f returned nothing"):
@@ -384,7 +384,7 @@ def test_that_nothing_interrupts_a_late_function_is_said(monkeypatch, caplog):
 def test_a_call_leaves_the_main_threads_signals_as_they_were():
     held = lambda: (
         signal.pthread_sigmask(signal.SIG_BLOCK, []),
-        signal.getsignal(deadline.NUDGE),
+        signal.getsignal(deadline.INTERRUPT_SIGNAL),
         threading.active_count(),
     )
     before = held()

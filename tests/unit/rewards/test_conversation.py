@@ -3,7 +3,7 @@
 import pytest
 from helpers import completion, prompt
 
-from whet.rewards.call import function_name, keywords
+from whet.rewards.call import function_name, select_keywords
 from whet.rewards.manager import RewardManager
 from whet.rewards.resolve import resolve_reward
 from whet.types import Group
@@ -37,9 +37,9 @@ def test_it_keeps_its_name_and_asks_for_its_column():
     fn = resolve_reward(reward_fn)
     assert function_name(fn) == "reward_fn" and fn is not reward_fn and resolve_reward(fn) is fn
     with pytest.raises(ValueError, match="needs 'answer', which is not a column"):
-        keywords(fn, {"prompts": [], "completions": []}, {}, name="reward_fn")
+        select_keywords(fn, {"prompts": [], "completions": []}, {}, name="reward_fn")
     with pytest.raises(ValueError, match="a function of one conversation takes messages and answer, both"):
-        keywords(lambda messages: 1.0, {"prompts": [], "completions": []}, {}, name="reward_fn")
+        select_keywords(lambda messages: 1.0, {"prompts": [], "completions": []}, {}, name="reward_fn")
 
 
 def test_a_function_of_a_batch_stays_as_it_is():

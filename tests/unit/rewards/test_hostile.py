@@ -111,7 +111,7 @@ WRONG = {
     "broken": (Broken(), rf"returned Broken .*{WHOLE}", 2),
     "broken list": (Broken(2), rf"returned a value of type Broken that .*ZeroDivisionError: no entries.*{WHOLE}", 2),
     "broken entry": ([Broken(), 1], rf"\(entry 0\), of type Broken; {ENTRY}", 1),
-    "lying": (Lying(), rf"returned a value of type Lying with more entries than the 2 .*{WHOLE}", 2),
+    "lying": (Lying(), rf"returned a value of type Lying with more entries than its length, 2; .*{WHOLE}", 2),
     "nested": (
         torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged),
         rf"returned .*{WHOLE}",

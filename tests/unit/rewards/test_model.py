@@ -102,7 +102,7 @@ def test_a_turn_that_the_policy_continued_is_one_turn(folder):
     score, _ = judged(made, turns, [52, 256])
     assert score == pytest.approx(theirs(folder, own(" user : 2+2= assistant : It is 4").input_ids), abs=1e-4)
     model, parts = made.cluster.reward_model(), [{"type": "text", "text": "2+"}, {"type": "text", "text": "2="}]
-    assert model._chat([{"role": "user", "content": parts}], "4") == model._chat(
+    assert model._encode_chat([{"role": "user", "content": parts}], "4") == model._encode_chat(
         "2+2=", "4"
     )  # no list as Python has it
 
@@ -151,7 +151,7 @@ def test_it_is_a_column_of_the_table_and_has_no_deadline(folder):
     assert list(model([group], [["2"]]).table) == ["my-rm"]
     made.reward_manager.timeout_s = None
     row = made.train(rows(2)).rows[0]
-    assert row["rewards/score/mean"] == pytest.approx(2 * row["rewards/my-rm"] + 0.5)
+    assert row["reward"] == pytest.approx(2 * row["rewards/my-rm"] + 0.5)
 
 
 def test_the_reward_model_is_only_read_and_needs_a_score_head(folder):

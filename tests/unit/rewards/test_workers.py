@@ -14,7 +14,7 @@ import pytest
 
 from whet.errors import ConfigError, RewardError
 from whet.rewards.call import RewardInputs, call_rewards
-from whet.rewards.function_info import named
+from whet.rewards.function_info import make_function_ref
 from whet.rewards.manager import RewardManager
 from whet.rewards.resolve import by_name
 from whet.rewards.text import exact_match, format_match
@@ -92,7 +92,7 @@ def workers(file, *names, count=2, **options):
     refs = [name if ":" in name or name == "exact_match" else f"{file}:{name}" for name in names]
     fns = by_name(refs)
     pairs = zip(refs, fns.items(), strict=True)
-    return fns, RewardWorkers({name: named(ref, fn, name) for ref, (name, fn) in pairs}, count, **options)
+    return fns, RewardWorkers({name: make_function_ref(ref, fn, name) for ref, (name, fn) in pairs}, count, **options)
 
 
 def alive(pid):
@@ -202,10 +202,10 @@ class Judge:
 @pytest.mark.parametrize(
     ("fn", "words"),
     [
-        (lambda completions: [1.0], "is a lambda, which worker processes can't import; give .*file.py:name"),
+        (lambda completions: [1.0], "is a lambda, which worker processes can't import; with .*file.py:name"),
         (Judge(), "an object of class Judge, and each worker process would have a state of its own"),
         (Judge().score, r"a method of an object \(Judge\)"),
-        (functools.partial(exact_match, answer=(x for x in "a")), "what is bound to it can't be sent.*generator"),
+        (functools.partial(exact_match, answer=(x for x in "a")), "its bound arguments can't be sent.*generator"),
     ],
 )
 def test_what_a_process_cannot_import_is_refused_at_once_with_what_to_do(fn, words):
@@ -222,11 +222,11 @@ def test_functions_of_the_program_itself_and_files_that_do_not_import_are_refuse
         RewardManager(score, workers=1)
     monkeypatch.setattr(score, "__qualname__", "score")
     monkeypatch.setattr(score, "__module__", "__main__")
-    with pytest.raises(ConfigError, match=r"defined in the program itself \(__main__\).* give reward_workers"):
+    with pytest.raises(ConfigError, match=r"defined in the program itself \(__main__\).* with reward_workers, give"):
         RewardManager(score, workers=1)
     for fault, words in (
         ("raise OSError('no')", r"importing .*moody\d+\.py raised OSError: no"),
-        ("import os; os._exit(4)", r"ended as it imported the functions \(exit status 4\)"),
+        ("import os; os._exit(4)", r"ended while it imported the functions \(exit status 4\)"),
     ):
         path = tmp_path / f"moody{len(fault)}.py"
         path.write_text(f"import sys\nif 'pytest' not in sys.modules:\n    {fault}\ndef f(completions):\n    pass\n")
@@ -246,10 +246,10 @@ def test_no_process_outlives_the_trainer(file, tmp_path, how):
     noted = tmp_path / "pids"
     program = f"""
     import sys
-    from whet.rewards.function_info import Named
+    from whet.rewards.function_info import FunctionRef
     from whet.rewards.workers import Call, RewardWorkers
     assert "torch" not in sys.modules
-    workers = RewardWorkers({{"started": Named(ref={file + ":started"!r})}}, 2)
+    workers = RewardWorkers({{"started": FunctionRef(ref={file + ":started"!r})}}, 2)
     workers.call({{"started": Call(words={{"completions": [{str(noted)!r}]}}, ids=["0_0"])}}, timeout_s=None)
     """
     trainer = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stderr=subprocess.DEVNULL)

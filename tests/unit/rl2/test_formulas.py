@@ -9,8 +9,8 @@ import torch
 from helpers import cluster, completion, length_reward, prompt, reward_batch, rows, tiny_model
 
 from whet.config import DataConfig, OptimConfig, PPOConfig, Role
+from whet.learners.from_config import advantage_inputs, bind_fields, make_estimator, make_objective
 from whet.learners.kl_controller import KLController
-from whet.learners.objective import advantage_inputs, bind_fields, make_estimator, make_objective
 from whet.learners.ppo import PPOLearner, _split_mini_batch
 from whet.ops import LOSS_AGG_MODES, VALUE_LOSSES, advantages_and_returns, aggregate, estimate, token_weights
 from whet.rl2.translate import translate_command

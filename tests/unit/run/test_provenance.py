@@ -172,7 +172,7 @@ def test_the_same_is_taken_in_silence(learner, caplog):
         (lambda r: r["tokenizer"].update(chat_template="x"), "tokenizer: other chat_template"),
         (lambda r: r["tokenizer"].update(rules="x"), "tokenizer: other rules"),
         (lambda r: r.update(evaluation=None), "evaluation data: none -> 1 prompts"),
-        (lambda r: r["evaluation"].__setitem__(1, 0), "one was changed or reordered"),
+        (lambda r: r["evaluation"].__setitem__(1, 0), "some were changed or reordered"),
         (lambda r: r["evaluation"].__setitem__(2, 0), "another column"),
         (lambda r: r.pop("models"), "the entry 'models' of the checkpoint's run.pt has an unexpected format"),
         (
@@ -203,7 +203,7 @@ def test_what_cannot_be_compared_is_no_difference(learner, caplog):
     assert not caplog.messages
     old["models"]["reference"] |= {"weights": "ab", "dtype": "torch.bfloat16"}
     check_inputs(old, now, allow=False)
-    assert "reference: its weights are in torch.float32, not torch.bfloat16: not compared" in caplog.text
+    assert "reference: weights are not compared: they are torch.float32, not torch.bfloat16" in caplog.text
     del old["models"]["reference"]
     check_inputs(old, now, allow=False)
 
@@ -218,9 +218,9 @@ def test_code_that_changed_is_said_once_for_each_file(learner, caplog):
     said = [m.partition(";")[0] for m in caplog.messages]
     assert said[1:] == [
         f"{__file__} has changed since the checkpoint: metric function 0, algo.advantage_estimator",
-        "reward function gone was there at the checkpoint, and is not now",
+        "reward function gone of the checkpoint is gone",
     ]
-    assert said[0].startswith("reward function length_reward (") and said[0].endswith("was not there at the checkpoint")
+    assert said[0].startswith("reward function length_reward (") and said[0].endswith("is new since the checkpoint")
 
 
 # ---- generators ------------------------------------------------------------------------------------------------------

@@ -354,17 +354,10 @@ def test_damaged_rows_are_kept_on_the_disk_before_the_file_is_written_without_th
         folder.log(step=1, mode="train", version=0, values={})
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write("not json\n")
-    synced, sync = {}, os.fsync
-
-    def noted(handle):
-        state = os.fstat(handle)
-        synced[state.st_ino] = state.st_size
-        sync(handle)
-
-    monkeypatch.setattr(os, "fsync", noted)
+    sizes = synced(monkeypatch)
     with RunFolder(tmp_path, resume_step=1):
         (kept,) = tmp_path.glob("metrics.damaged-*.jsonl")
-        assert synced.get(kept.stat().st_ino) == kept.stat().st_size > 0
+        assert sizes.get(kept.stat().st_ino) == kept.stat().st_size > 0
 
 
 @pytest.mark.parametrize(("step", "stays"), [(1, False), (2, True), (3, True)])

@@ -200,7 +200,7 @@ def test_an_adapter_has_a_learning_rate_of_its_own(base, caplog):
         assert rate(adapted(base, actor_optimizer=OptimConfig(lr=1e-4))) == 1e-4
         assert "hardly learns" not in caplog.text
         adapted(base, actor_optimizer=OptimConfig(lr=2e-6))
-    assert "actor.optim.lr=2e-06 is the rate of a whole model" in caplog.text
+    assert "actor.optim.lr=2e-06 is a rate for all weights of a model" in caplog.text
 
 
 @pytest.mark.parametrize(

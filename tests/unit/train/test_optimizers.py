@@ -9,10 +9,9 @@ from torch import nn
 
 from whet.config import OptimConfig
 from whet.errors import CheckpointError, ConfigError
-from whet.storage import optimizer_state
-from whet.storage.optimizer_state import flatten_state, unflatten_state
-from whet.train import optimizers
+from whet.train import optimizer_state, optimizers
 from whet.train.optim import Optim
+from whet.train.optimizer_state import flatten_state, unflatten_state
 
 
 class Toy(nn.Module):

@@ -331,7 +331,7 @@ def test_the_off_policy_mask_goes_by_the_logprobs_of_rollout_func(tmp_path):
     [
         (None, r"must return keys \['logprobs'\]"),
         ({"completion_ids": [[65, END]]}, "returned 1 completion_ids for 3 prompts"),
-        ({"env_mask": [[1, 1]] * 3}, "completion 0: 3 completion_ids, 3 logprobs, 2 of env_mask"),
+        ({"env_mask": [[1, 1]] * 3}, "completion 0: 3 completion_ids, 3 logprobs, 2 values of env_mask"),
     ],
 )
 def test_what_rollout_func_returns_is_checked(changes, message, tmp_path):

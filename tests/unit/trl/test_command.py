@@ -42,7 +42,7 @@ def test_a_file_of_trl_s_and_flags_over_it_train(place, capsys):
         ("sft", ["--model_name_or_path", "model"], "there is no data set: give --dataset_name"),
         ("sft", ["--dataset_name", "rows.jsonl"], "there is no model: give --model_name_or_path"),
         ("sft", ["--config", "run.yaml", "--learningrate", "1"], "unknown argument '--learningrate'; .*learning_rate"),
-        ("sft", ["--config", "run.yaml", "--num_processes", "2"], "'2' is not taken: one process trains here"),
+        ("sft", ["--config", "run.yaml", "--num_processes", "2"], "'2' is not supported: one process trains here"),
         ("sft", ["--config", "run.yaml", "--eval_strategy", "epoch"], "the data have no such split; they have train"),
         ("grpo", ["--config", "run.yaml"], "there is no reward: give --reward_funcs"),
         ("grpo", ["--config", "run.yaml", "--reward_funcs", "acuracy_reward"], "did you mean accuracy_reward"),

@@ -42,7 +42,7 @@ def test_a_refused_field_takes_its_default_and_says_why_of_another(config):
     for name, row in config.TABLE.items():
         if row.state == "refused":
             config(**{name: row.default})
-            with pytest.raises(ConfigError, match=f"^{name}='?other'? is not taken: .{{10,}}"):
+            with pytest.raises(ConfigError, match=f"^{name}='?other'? is not supported: .{{10,}}"):
                 config(**{name: "other"})
 
 
@@ -78,7 +78,7 @@ def test_names_and_values_of_earlier_releases_and_what_follows_from_others(given
         ({"steps_per_generation": 2, "generation_batch_size": 16}, "both configured.*steps_per_generation=2"),
         ({"eval_strategy": "epoch", "per_device_eval_batch_size": 6}, "eval batch size.*per_device_eval_batch_size=8"),
         ({"use_vllm": True, "vllm_mode": "server"}, "vllm_mode='server'"),
-        ({"use_vllm": True, "vllm_guided_decoding_regex": "a+"}, "outputs_regex='a\\+' is not taken with"),
+        ({"use_vllm": True, "vllm_guided_decoding_regex": "a+"}, "outputs_regex='a\\+' is not supported with"),
         ({"use_vllm": True, "compat": "0.16"}, "top_k=50 with use_vllm=True and .*=0.9: .*; set temperature=1.0"),
         ({"vllm_importance_sampling_clip_min": 4.0}, "must be less than"),
         (
@@ -87,12 +87,12 @@ def test_names_and_values_of_earlier_releases_and_what_follows_from_others(given
         ),
         ({"load_best_model_at_end": True}, "save and eval strategy to match"),
         ({"sync_ref_model": True}, "`sync_ref_model=True` while `beta=0.0`"),
-        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "goes by an evaluation"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "needs evaluations"),
         ({"tp_size": 2}, "one process trains"),
         ({"compat": "0.15"}, "unknown compat"),
-        ({"max_steps": 0}, "max_steps=0 asks for no step.*-1"),
-        ({"generation_kwargs": "{top_k: 5}"}, r"generation_kwargs='{top_k: 5}' is no JSON .*double quotes"),
-        ({"generation_kwargs": "[1]"}, r"generation_kwargs=.* is no JSON object"),
+        ({"max_steps": 0}, "max_steps=0 trains nothing.*-1"),
+        ({"generation_kwargs": "{top_k: 5}"}, r"generation_kwargs='{top_k: 5}' is not JSON .*double quotes"),
+        ({"generation_kwargs": "[1]"}, r"generation_kwargs=.* is not a JSON object"),
     ],
 )  # fmt: skip
 def test_what_can_t_be_is_an_error_with_what_to_do(given, message):
@@ -110,8 +110,8 @@ def test_what_can_t_be_is_an_error_with_what_to_do(given, message):
         (SFTConfig, {"packing": True, "max_length": None}, "`max_length` can't be `None`"),
         (SFTConfig, {"packing": True, "packing_strategy": "bdf"}, "unknown packing_strategy 'bdf'; did you mean bfd"),
         (SFTConfig, {"truncation_mode": "keep_middle"}, "unknown truncation_mode"),
-        (SFTConfig, {"train_sampling_strategy": "group_by_length"}, "nothing is padded"),
-        (SFTConfig, {"dataset_kwargs": {"add_special_token": False}}, "'add_special_token' is not taken"),
+        (SFTConfig, {"train_sampling_strategy": "group_by_length"}, "never pads"),
+        (SFTConfig, {"dataset_kwargs": {"add_special_token": False}}, "'add_special_token' is not supported"),
         (SFTConfig, {"label_smoothing_factor": 0.1}, "DPO has label_smoothing"),
         (DPOConfig, {"loss_type": "sigmod"}, "did you mean sigmoid"),
         (DPOConfig, {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "one for each"),
@@ -159,7 +159,7 @@ def test_a_command_line_and_a_subclass_read_the_fields():
     assert args.accelerator_config.split_batches  # transformers' own class, as there
     del given["accelerator_config"]
     assert {name: getattr(args, name) for name in given} == given
-    with pytest.raises(ConfigError, match=r"deepspeed='x\.json' is not taken: one process trains"):
+    with pytest.raises(ConfigError, match=r"deepspeed='x\.json' is not supported: one process trains"):
         parser.parse_args_into_dataclasses([*words, "--deepspeed", "x.json"])
 
     @dataclasses.dataclass

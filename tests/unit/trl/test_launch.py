@@ -34,7 +34,7 @@ def test_what_accelerate_was_told_counts(monkeypatch, caplog):
     assert args.bf16
     assert args.device.type == "cpu"
     assert args.use_cpu
-    assert "FSDP has nothing to divide" in caplog.text
+    assert "FSDP does not shard the model" in caplog.text
     started(monkeypatch, ACCELERATE_MIXED_PRECISION="fp16")
     assert GRPOConfig().bf16 is None  # the configuration's own default stands above the launcher's, as in TRL
     with pytest.raises(ConfigError, match="--mixed_precision bf16 or no"):

@@ -93,6 +93,8 @@ def trained(made, **kwargs):
                 "max_new_tokens": 4,
                 "suppress_tokens": [65],
                 "stop_strings": ["~"],
+                "length_penalty": 1.0,
+                "num_beams": 1,
             },
             "top_p": 0.9,
             "min_p": 0.01,
@@ -154,10 +156,10 @@ def test_nothing_but_model_rewards_and_rows_is_needed(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("loss", "level", "more", "said"),
     [
-        ("dapo", "sequence", {}, "weights each sequence by its completion length"),
+        ("dapo", "sequence", {}, "each sequence is weighted by its length"),
         ("grpo", "sequence", {}, ""),
-        ("luspo", "token", {}, "made for importance_sampling_level='sequence'"),
-        ("vespo", "sequence", {}, "ratio of sequences of its own"),
+        ("luspo", "token", {}, "needs importance_sampling_level='sequence'"),
+        ("vespo", "sequence", {}, "computes sequence ratios itself"),
         ("cispo", "token", {}, "the cap of the weights is epsilon_high=0.2 itself"),
         ("cispo", "token", {"epsilon_high": 5.0}, ""),
         ("dapo", "token", {"beta": 0.1}, "the KL is multiplied by the importance ratio"),
@@ -317,8 +319,8 @@ def test_reward_models_by_name_and_as_modules(by, tmp_path):
             r"`train_dataset` must be a `Dataset` or `IterableDataset`, got `DatasetDict`; .*_dataset=data\['train'\]",
         ),
         ({"data": "rows.jsonl"}, DataError, "must be a `Dataset`.*, got `str`; load it first"),
-        ({"data": pandas.DataFrame({"prompt": ["a"]})}, DataError, "got `DataFrame`; make it one: Dataset.from_pandas"),
-        ({"data": ["a"] * 9}, DataError, "train_dataset: its rows are str"),
+        ({"data": pandas.DataFrame({"prompt": ["a"]})}, DataError, "got `DataFrame`; convert it: Dataset.from_pandas"),
+        ({"data": ["a"] * 9}, DataError, "train_dataset: the rows are str"),
         ({"eval_dataset": {"a": rows(2), "b": []}}, DataError, r"eval_dataset\['b'\] has no rows"),
         (
             {"eval_strategy": "steps"},
@@ -339,7 +341,7 @@ def test_reward_models_by_name_and_as_modules(by, tmp_path):
             "require `dispatch_batches=False`",
         ),
         ({"generation_kwargs": {"do_sample": False}}, ConfigError, "do_sample=False"),
-        ({"generation_kwargs": {"max_length": 9}}, ConfigError, "max_length is not taken; set max_completion_length"),
+        ({"generation_kwargs": {"max_length": 9}}, ConfigError, "not supported; set max_completion_length"),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else str(value),
 )
@@ -380,7 +382,7 @@ def test_beams_are_made_by_transformers_generate_and_trained_on(tmp_path, monkey
     monkeypatch.setattr(type(model), "generate", generate)
     trained(trainer(tmp_path, model=model, generation_kwargs={"num_beams": 2, "length_penalty": -0.1, "top_k": 50}))
     assert asked == [(2, -0.1, True)] * 2
-    assert "num_beams=2: what beams find is no sample of the policy" in caplog.text
+    assert "num_beams=2: as in TRL, beam search does not sample from the policy" in caplog.text
 
 
 def test_a_generate_of_the_model_s_own_class_is_used(tmp_path, monkeypatch):
@@ -713,6 +715,7 @@ def test_numbers_are_shown_and_kept(tmp_path, capsys):
 def test_what_a_script_reads_of_the_trainer(tmp_path):
     made = trainer(tmp_path)
     assert (made.num_generations, made.max_completion_length, made.is_fsdp_enabled) == (3, 6, False)
+    assert made.epsilon_low == made.args.epsilon
     assert made.get_num_trainable_parameters() == sum(p.numel() for p in made.model.parameters())
     for name, instead in (("compute_metrics", "on_evaluate"), ("hp_space", "each trial"),
                           ("data_collator", "no loaders"), ("num_generation", "did you mean")):  # fmt: skip
@@ -826,3 +829,45 @@ def test_an_adapter_is_trained_and_its_base_is_not(by, tmp_path, caplog):
     merged = made.model.merge_and_unload()
     assert not [name for name, _ in merged.named_modules() if "lora" in name]
     torch.testing.assert_close(merged(ids).logits, before_merging)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"use_dora": True, "lora_dropout": 0.2},
+        {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 4}, "layers_to_transform": [1]},
+        {"target_parameters": ["q_proj.weight"], "target_modules": []},
+        {"init_lora_weights": "pissa"},
+        {"trainable_token_indices": [48, 49]},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_the_engine_samples_from_peft_s_own_layers(fields, tmp_path, caplog):
+    peft = pytest.importorskip("peft")
+    base, asked = tmp_path / "base", {"r": 4, "target_modules": ["q_proj", "v_proj"], **fields}
+    tiny_model().save_pretrained(base)
+    more = {"beta": 0.1, "save_strategy": "steps", "save_steps": 1}
+
+    def reward(completions, **kwargs):  # different for each completion
+        return [float(sum(map(ord, text)) % 97) for text in completions]
+
+    def make():
+        return trainer(tmp_path / "out", reward, model=str(base), peft_config=peft.LoraConfig(**asked), **more)
+
+    whole = make()
+    assert "PEFT's own layers run" in caplog.text
+    assert ("lora_dropout=0.2 is taken as 0.0" in caplog.text) == ("lora_dropout" in fields)
+    before = {n: p.clone() for n, p in whole.model.named_parameters()}
+    whole.train()
+    moved = {n for n, p in whole.model.named_parameters() if not torch.equal(p, before[n])}
+    assert moved == {n for n, p in whole.model.named_parameters() if p.requires_grad}
+    first, second = (row for row in whole.state.log_history if "kl" in row)
+    assert first["kl"] == pytest.approx(0, abs=1e-6) and second["kl"] > 0  # the base is the reference
+    assert second["sampling/sampling_logp_difference/max"] < 1e-4  # of the moved adapter
+    read = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "out" / "checkpoint-2")
+    ids = torch.arange(97, 107)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(read.eval()(ids).logits, whole.model.eval()(ids).logits, rtol=1e-4, atol=1e-4)
+    again = make()
+    again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
+    assert same(weights_of(again.model), weights_of(whole.model))

@@ -40,8 +40,8 @@ def scalerl_advantages(
     tensor([-0.3873,  0.3873, -1.1619,  1.1619])
     """
     g = GroupedRewards.by(rewards, group_ids)
-    centred = torch.where(g.given & g.spread, g.rewards - g.mean, 0.0)
-    std = GroupedRewards(centred, g.given, torch.zeros_like(g.of), 1).std(advantage_ddof)
+    centred = torch.where(g.known & g.spread, g.rewards - g.mean, 0.0)
+    std = GroupedRewards(centred, g.known, torch.zeros_like(g.group), 1).std(advantage_ddof)
     return g.advantages(centred / (std + advantage_eps))
 
 
@@ -74,12 +74,14 @@ def reinforce_advantages(
     (tensor([ 0.5000, -0.5000,  3.0000]), tensor([-1., -2.,  3.]))
     """
     g = GroupedRewards.by(rewards, group_ids)
-    wide = torch.full_like(g.given, global_norm) | (g.count < 2)
-    centred = g.rewards - torch.where(wide, g.whole.mean, g.mean)
+    wide = torch.full_like(g.known, global_norm) | (g.count < 2)
+    centred = g.rewards - torch.where(wide, g.as_one_group.mean, g.mean)
     if norm_var:
-        centred = centred / (torch.where(wide, g.whole.std(advantage_ddof), g.std(advantage_ddof)) + advantage_eps)
-    spread = torch.where(wide, g.whole.spread, g.spread)
-    return torch.where(g.given & spread, centred, 0.0).float()
+        centred = centred / (
+            torch.where(wide, g.as_one_group.std(advantage_ddof), g.std(advantage_ddof)) + advantage_eps
+        )
+    spread = torch.where(wide, g.as_one_group.spread, g.spread)
+    return torch.where(g.known & spread, centred, 0.0).float()
 
 
 def reinforce_plus_plus_advantages(x: AdvantageInputs, *, gamma: float = 1.0) -> Tensor:
@@ -99,8 +101,8 @@ def reinforce_plus_plus_advantages(x: AdvantageInputs, *, gamma: float = 1.0) ->
     >>> reinforce_plus_plus_advantages(x, gamma=0.0)  # returns 0, 1, 0, 3: mean 1, variance 2
     tensor([-0.7071,  0.0000, -0.7071,  1.4142])
     """
-    given = GroupedRewards.by(x.rewards, x.group_of).given
-    kept = x.mask & given.index_select(0, x.trajectory)
+    known = GroupedRewards.by(x.rewards, x.group_of).known
+    kept = x.mask & known.index_select(0, x.trajectory)
     return masked_whiten(_returns_to_go(x, gamma), kept).float()
 
 
@@ -123,8 +125,8 @@ def reinforce_plus_plus_baseline_advantages(x: AdvantageInputs) -> Tensor:
     tensor([-0.5000, -0.5000, -0.5000,  1.5000])
     """
     g = GroupedRewards.by(x.returns, x.group_of)
-    centred = torch.where(g.given & g.spread, g.rewards - g.mean, 0.0)
-    kept = x.mask & g.given.index_select(0, x.trajectory)
+    centred = torch.where(g.known & g.spread, g.rewards - g.mean, 0.0)
+    kept = x.mask & g.known.index_select(0, x.trajectory)
     return masked_whiten(centred.index_select(0, x.trajectory), kept).float()
 
 
@@ -144,9 +146,9 @@ def remax_advantages(x: AdvantageInputs) -> Tensor:
     >>> remax_advantages(x)
     tensor([ 0.5000,  0.5000, -0.5000])
     """
-    given = GroupedRewards.by(x.rewards, x.group_of).given
+    known = GroupedRewards.by(x.rewards, x.group_of).known
     baseline = x.need("greedy_rewards").double().index_select(0, x.group_of)
-    kept = x.mask & (given & ~baseline.isnan()).index_select(0, x.trajectory)
+    kept = x.mask & (known & ~baseline.isnan()).index_select(0, x.trajectory)
     found = _returns_to_go(x, gamma=1.0) - baseline.index_select(0, x.trajectory)
     return torch.where(kept, found, 0.0).float()
 
@@ -180,7 +182,7 @@ def gdpo_advantages(x: AdvantageInputs, *, advantage_eps: float = 1e-6, advantag
     for weight, rewards in columns:
         g = GroupedRewards.by(rewards, x.group_of)
         z = (g.rewards - g.mean) / (g.std(advantage_ddof) + advantage_eps)
-        total += weight * torch.where(g.given & g.spread, z, 0.0)
+        total += weight * torch.where(g.known & g.spread, z, 0.0)
     batch = GroupedRewards.by(torch.where(x.rewards.isnan(), torch.nan, total), torch.zeros_like(x.group_of))
     return batch.advantages((batch.rewards - batch.mean) / (batch.std(advantage_ddof) + advantage_eps))
 

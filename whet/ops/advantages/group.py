@@ -99,8 +99,8 @@ def rloo_advantages(
     found = g.rewards - (g.total - g.rewards) / (g.count - 1).clamp(min=1)
     if not normalize_advantages:
         return g.advantages(found)
-    compared = g.given & (g.count > 1)
-    whole = GroupedRewards(torch.where(compared, found, 0.0), compared, torch.zeros_like(g.of), 1)
+    compared = g.known & (g.count > 1)
+    whole = GroupedRewards(torch.where(compared, found, 0.0), compared, torch.zeros_like(g.group), 1)
     return g.advantages((found - whole.mean) / (whole.std(advantage_ddof) + advantage_eps))
 
 
@@ -121,7 +121,7 @@ def opo_advantages(x: AdvantageInputs) -> Tensor:
     tensor([ 0.2500, -0.7500])
     """
     g = GroupedRewards.by(x.returns, x.group_of)
-    lengths = torch.where(g.given, x.lengths, 0).double()
+    lengths = torch.where(g.known, x.lengths, 0).double()
     return g.advantages(g.rewards - g.sum(lengths * g.rewards) / g.sum(lengths).clamp(min=1))
 
 
@@ -147,9 +147,9 @@ def pass_at_k_advantages(
     tensor([0., 2., 0.])
     """
     g = GroupedRewards.by(rewards, group_ids)
-    is_best = g.given & (g.rewards == g.extreme("amax")[g.of])
+    is_best = g.known & (g.rewards == g.extreme("amax")[g.group])
     alone = is_best & (g.sum(is_best.long()) == 1)
-    second = g.extreme("amax", among=~is_best)[g.of]
+    second = g.extreme("amax", among=~is_best)[g.group]
     gain = torch.where(alone & g.spread, g.rewards - second, 0.0)
     scale = g.scale(scale_rewards, advantage_ddof)
     return g.advantages(gain if scale is None else gain / (scale + advantage_eps))

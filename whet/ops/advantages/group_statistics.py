@@ -31,12 +31,12 @@ class GroupedRewards:
 
     rewards: Tensor
     """Float64 [N], 0 where there is none."""
-    given: Tensor
+    known: Tensor
     """Bool [N]: there is a reward."""
-    of: Tensor
-    """Long [N]: the group of each, 0..num-1."""
-    num: int
-    """How many groups there are."""
+    group: Tensor
+    """Long [N]: the group of each reward, 0..num_groups-1."""
+    num_groups: int
+    """The number of groups."""
 
     @classmethod
     def by(cls, rewards: Tensor, group_ids: Tensor) -> GroupedRewards:
@@ -50,19 +50,19 @@ class GroupedRewards:
         if r.isinf().any():
             at = int(r.isinf().nonzero()[0])
             raise DataError(f"reward {at} is {r[at].item()}; rewards must be finite, or NaN for not applicable")
-        ids, of = torch.unique(group_ids, return_inverse=True)
-        given = ~r.isnan()
-        return cls(torch.where(given, r, 0.0), given, of, len(ids))
+        ids, group = torch.unique(group_ids, return_inverse=True)
+        known = ~r.isnan()
+        return cls(torch.where(known, r, 0.0), known, group, len(ids))
 
     @functools.cached_property
-    def whole(self) -> GroupedRewards:
+    def as_one_group(self) -> GroupedRewards:
         """The same rewards as one group."""
-        return GroupedRewards(self.rewards, self.given, torch.zeros_like(self.of), 1)
+        return GroupedRewards(self.rewards, self.known, torch.zeros_like(self.group), 1)
 
     @functools.cached_property
     def count(self) -> Tensor:
         """Long [N]: rewards in the group."""
-        return segment_count(self.given, self.of, self.num).index_select(0, self.of)
+        return segment_count(self.known, self.group, self.num_groups).index_select(0, self.group)
 
     @functools.cached_property
     def total(self) -> Tensor:
@@ -79,25 +79,25 @@ class GroupedRewards:
 
         0 where n is ddof or less.
         """
-        squares = self.sum(torch.where(self.given, self.rewards - self.mean, 0.0).square())
+        squares = self.sum(torch.where(self.known, self.rewards - self.mean, 0.0).square())
         return torch.where(self.count > ddof, squares / (self.count - ddof).clamp(min=1), 0.0).sqrt()
 
     def scale(self, scale_rewards: str, ddof: int) -> Tensor | None:
-        """Float64 [N]: σ of the group, or of all rewards (batch); None = nothing is divided by.
+        """Float64 [N]: σ of the group, or of all rewards ("batch"); None for "none", which does not divide.
 
-        Raises: ConfigError: scale_rewards is none of group, batch, none.
+        Raises: ConfigError: an unknown scale_rewards.
         """
         if scale_rewards not in _SCALES:
             raise lookup_error("scale_rewards", scale_rewards, _SCALES)
         if scale_rewards == "none":
             return None
-        return (self if scale_rewards == "group" else self.whole).std(ddof)
+        return (self if scale_rewards == "group" else self.as_one_group).std(ddof)
 
     @functools.cached_property
     def differs(self) -> Tensor:
-        """Bool [num]: the largest reward of the group differs from the smallest, by more than rounding (1e-12 of it).
+        """Bool [num_groups]: the largest reward differs from the smallest by more than rounding (1e-12 of it).
 
-        Not by the deviation: seven rewards of 0.9 have one of 1e-16, not of 0.
+        The standard deviation would not tell: that of seven rewards of 0.9 is 1e-16 and not 0.
         """
         high, low = self.extreme("amax"), self.extreme("amin")
         return (high > low) & ~torch.isclose(high, low, rtol=1e-12, atol=0.0)
@@ -105,24 +105,24 @@ class GroupedRewards:
     @functools.cached_property
     def spread(self) -> Tensor:
         """Bool [N]: whether the rewards of its group differ."""
-        return self.differs.index_select(0, self.of)
+        return self.differs.index_select(0, self.group)
 
     def extreme(self, which: str, among: Tensor | None = None) -> Tensor:
-        """Float64 [num]: the largest ("amax") or smallest ("amin") reward of each group; infinite where it has none.
+        """Float64 [num_groups]: the largest ("amax") or smallest ("amin") reward; infinite where a group has none.
 
         Args: among: Bool [N], the rewards that count; None = all.
         """
         none = -torch.inf if which == "amax" else torch.inf
-        kept = torch.where(self.given if among is None else self.given & among, self.rewards, none)
-        return self.rewards.new_full((self.num,), none).scatter_reduce(0, self.of, kept, which)
+        rewards = torch.where(self.known if among is None else self.known & among, self.rewards, none)
+        return self.rewards.new_full((self.num_groups,), none).scatter_reduce(0, self.group, rewards, which)
 
     def sum(self, x: Tensor) -> Tensor:
-        """[N]: the sum over the group of any numbers [N]."""
-        return segment_sum(x, self.of, self.num).index_select(0, self.of)
+        """[N]: the sum of any numbers [N] over the group of each."""
+        return segment_sum(x, self.group, self.num_groups).index_select(0, self.group)
 
-    def advantages(self, found: Tensor) -> Tensor:
-        """fp32 [N]: exactly 0 without a reward, and where all rewards of a group are equal."""
-        return torch.where(self.given & self.spread, found, 0.0).float()
+    def advantages(self, x: Tensor) -> Tensor:
+        """Numbers [N] as advantages, fp32: exactly 0 without a reward, and where all rewards of a group are equal."""
+        return torch.where(self.known & self.spread, x, 0.0).float()
 
 
 def group_spread(rewards: Tensor, group_ids: Tensor) -> Tensor:

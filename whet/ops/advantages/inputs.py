@@ -49,10 +49,10 @@ class AdvantageInputs:
     """Float [S]: rewards of single tokens, in addition to the outcome. At tokens that are not trained, a number that is
     not finite counts as 0."""
     values: Tensor | None = None
-    """Float [S]: of the state before each token, at rollout."""
+    """Float [S]: the critic's value of the state before each token, at rollout."""
     greedy_rewards: Tensor | None = None
-    """Float64 [num_groups], by group: the outcome of its greedy completion, NaN = not applicable. Only there where the
-    estimator declares `with_greedy_rewards`."""
+    """Float64 [num_groups]: the outcome of each group's greedy completion, NaN = not applicable. It exists only for
+    estimators that declare `with_greedy_rewards`."""
 
     def __post_init__(self) -> None:
         number, size = len(self.rewards), len(self.mask)
@@ -94,21 +94,20 @@ class AdvantageInputs:
         size, number = len(self.mask), len(self.rewards)
         place = torch.arange(size)
         order = torch.argsort(self.trajectory, stable=True)  # the tokens of a trajectory end to end
-        owner, trained = self.trajectory[order], self.mask[order]
-        last = torch.cummax(torch.where(trained, place, -1), 0).values  # the last trained place so far, of any
-        start = torch.searchsorted(owner, owner)
-        own = last >= start  # of this trajectory
+        trajectory, trained = self.trajectory[order], self.mask[order]
+        before = torch.cummax(torch.where(trained, place, -1), 0).values  # the last trained place so far, of any one
         after = torch.cummin(torch.where(trained, place, size).flip(0), 0).values.flip(0)  # the next one, of any
-        at = torch.where(own, last, after)
-        there = (at < size) & (owner[at.clamp(max=max(size - 1, 0))] == owner) if size else own
-        given = ~self.rewards.isnan()
-        found = torch.zeros(size, dtype=torch.float64)
-        kept = there & given[owner]
-        found.index_add_(0, at[kept], self._token_rewards[order][kept])
-        end = torch.full((number,), -1).scatter_reduce(0, owner[own], last[own], "amax")
-        has = (end >= 0) & given
-        found[end[has]] += self.rewards.double()[has]
-        return torch.empty_like(found).index_copy_(0, order, found)
+        own = before >= torch.searchsorted(trajectory, trajectory)  # it belongs to the same trajectory
+        target = torch.where(own, before, after)
+        exists = (target < size) & (trajectory[target.clamp(max=max(size - 1, 0))] == trajectory) if size else own
+        known = ~self.rewards.isnan()
+        rewards = torch.zeros(size, dtype=torch.float64)
+        kept = exists & known[trajectory]
+        rewards.index_add_(0, target[kept], self._token_rewards[order][kept])
+        end = torch.full((number,), -1).scatter_reduce(0, trajectory[own], before[own], "amax")
+        has_end = (end >= 0) & known
+        rewards[end[has_end]] += self.rewards.double()[has_end]
+        return torch.empty_like(rewards).index_copy_(0, order, rewards)
 
     @property
     def _token_rewards(self) -> Tensor:
@@ -118,7 +117,7 @@ class AdvantageInputs:
         return torch.where(self.token_rewards.isfinite(), self.token_rewards.double(), 0.0)
 
     def need(self, name: str) -> Tensor:
-        """A column that this estimator can't do without. Raises DataError: it is missing, with its name."""
+        """A column that the estimator requires. Raises DataError: it is missing, with its name."""
         known = {"token_rewards": self.token_rewards, "values": self.values, "greedy_rewards": self.greedy_rewards}
         if (column := known[name]) is None:
             raise DataError(f"the advantage estimator needs {name}, which this batch does not have")

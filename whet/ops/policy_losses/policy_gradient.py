@@ -1,4 +1,4 @@
-"""Policy gradients under a constant weight, −w·A·log π: a clipped weight takes no token's gradient away."""
+"""Policy gradients with a constant weight, −w·A·log π. Where the weight is clipped, the token keeps a gradient."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def nll(x: LossInputs) -> LossOutput:
 def reinforce(x: LossInputs) -> LossOutput:
     """The plain policy gradient: no ratio, no clip.
 
-    l = −A·log π(a). Off policy (several updates of a rollout, stale tokens) nothing corrects it but the factors.
+    l = −A·log π(a). Off policy (several updates of a rollout, stale tokens) only the factors correct it.
     Args: x: needs advantages, which are constants.
     Returns: loss [s], 0 where masked out, divided by nothing.
     Raises: DataError: no advantages.
@@ -67,7 +67,7 @@ def cispo(
     cispo_epsilon_low: float | None = None,
     importance_sampling_level: str = "token",
 ) -> LossOutput:
-    """CISPO: the importance ratio, clipped and held constant, weighs the policy gradient.
+    """CISPO: the weight of the policy gradient is the importance ratio, clipped and without gradient.
 
     l = −sg(clip(r, 1 − ε_low, 1 + ε_high))·A·log π, r at a level of IMPORTANCE_LEVELS, sg without gradient.
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from whet.errors import ConfigError, lookup_error
 from whet.ops.masked import masked_column, segment_mean, segment_sum, to_fp32
+from whet.ops.shapes import check_shapes
 from whet.types import LossInputs
 
 __all__ = ["IMPORTANCE_LEVELS"]
@@ -68,11 +69,12 @@ and sequence-token have the same gradient. Tunix holds d_t and sequence-token as
 
 
 def get_old_logprobs(x: LossInputs) -> Tensor:
-    """Log π_old, a constant, 0 where masked out: [s]. Where there is none, or it is NaN: the current policy's."""
-    own = masked_column(x.logprobs, x.mask).detach()
+    """Log π_old, a constant, [s]; that of the current policy where it is NaN or missing; 0 where masked out."""
+    current = masked_column(x.logprobs, x.mask).detach()
     if x.old_logprobs is None:
-        return own
-    return torch.where(x.mask & ~x.old_logprobs.isnan(), to_fp32(x.old_logprobs.detach()), own)
+        return current
+    check_shapes("[s]", logprobs=x.logprobs, old_logprobs=x.old_logprobs)
+    return torch.where(x.mask & ~x.old_logprobs.isnan(), to_fp32(x.old_logprobs.detach()), current)
 
 
 def log_ratios(x: LossInputs, level: str) -> tuple[Tensor, Tensor]:
@@ -110,14 +112,14 @@ def upper(epsilon: float, epsilon_high: float | None) -> float:
 
 
 def check_at_least_0(**values: float | None) -> None:
-    """Raises ConfigError for a number below 0; None is none."""
+    """Raises ConfigError for a number below 0; None is allowed."""
     for name, value in values.items():
         if value is not None and not value >= 0:
             raise ConfigError(f"{name} {value!r} must be at least 0")
 
 
 def check_positive(**values: float | None) -> None:
-    """Raises ConfigError for a number that is not above 0; None is none."""
+    """Raises ConfigError for a number that is not above 0; None is allowed."""
     for name, value in values.items():
         if value is not None and not value > 0:
             raise ConfigError(f"{name} {value!r} must be positive")

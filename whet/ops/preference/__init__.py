@@ -30,7 +30,6 @@ from whet.ops.preference.inputs import (
     needs_of,
     preference_inputs,
 )
-from whet.ops.preference.objective import PreferenceObjective, StepPasses
 from whet.ops.preference.optimal_transport import aot, aot_unpaired
 from whet.ops.preference.pairs import (
     apo_down,
@@ -48,6 +47,7 @@ from whet.ops.preference.pairs import (
     smoothed_logsigmoid,
     sppo_hard,
 )
+from whet.ops.preference.preference_objective import PreferenceObjective, StepPasses
 from whet.ops.preference.reference_free import alpha_reward, cpo, cpo_hinge, cpo_ipo, log_odds, orpo, sft, simpo
 from whet.ops.preference.reward import REWARD_REDUCTIONS, bradley_terry
 from whet.ops.preference.unpaired import apo_zero_unpaired, kto, mismatched_rows

@@ -1,4 +1,4 @@
-"""The f-divergences of f-DPO: each is its f', which takes the place of the log-ratio in a loss of differences.
+"""The f-divergences of f-DPO. Each function is f', which replaces the log-ratio in a loss of differences.
 
 Dim legend: u units.
 """
@@ -16,11 +16,11 @@ __all__ = ["F_DIVERGENCES", "alpha_divergence", "bounded", "forward_kl", "js_div
 F = torch.nn.functional
 
 _STEEPEST = 30.0
-"""Exponent above which an exponential continues as a straight line, so that it and its square are finite in fp32."""
+"""Above this exponent an exponential continues as a straight line, so that it and its square are finite in fp32."""
 
 
 def bounded(exponential: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """An exponential (exp, expm1), from x = 30 on along its tangent: finite, and with a gradient of the right sign.
+    """An exponential (exp, expm1) that continues along its tangent above x = 30, so value and gradient stay finite.
 
     >>> bounded(torch.exp, torch.tensor([0.0, 1000.0])).isfinite()
     tensor([True, True])
@@ -29,7 +29,7 @@ def bounded(exponential: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def reverse_kl(d: Tensor) -> Tensor:
-    """The usual one, DPO's.
+    """The reverse KL, DPO's own divergence.
 
     f'(t) = log t (+ 1), as a function of d = log t = log π − log π_ref of a side.
     Args: d [u].
@@ -43,7 +43,7 @@ def reverse_kl(d: Tensor) -> Tensor:
 
 
 def forward_kl(d: Tensor) -> Tensor:
-    """The policy covers what the reference does. The score is bounded above, so likely answers gain little more.
+    """The forward KL: the policy covers all answers of the reference. The score is at most 1.
 
     f'(t) = 1 − 1/t = 1 − exp(−d), d = log t = log π − log π_ref of a side.
     Args: d [u].
@@ -57,7 +57,7 @@ def forward_kl(d: Tensor) -> Tensor:
 
 
 def js_divergence(d: Tensor) -> Tensor:
-    """Between the forward and the reverse KL, bounded above.
+    """The Jensen-Shannon divergence, between the forward and the reverse KL. The score is at most log 2.
 
     f'(t) = log(2t / (1 + t)) = log 2 + log σ(d), d = log t = log π − log π_ref of a side.
     Args: d [u].
@@ -71,7 +71,7 @@ def js_divergence(d: Tensor) -> Tensor:
 
 
 def alpha_divergence(d: Tensor, *, f_alpha_divergence_coef: float = 0.5) -> Tensor:
-    """A family with both KLs at its ends: α = 1 the reverse, α = 0 the forward one.
+    """The α-divergences: α = 1 is the reverse KL, α = 0 the forward KL.
 
     f'(t) = (t^(α−1) − 1) / (α − 1), d = log t = log π − log π_ref of a side; log t at α = 1.
     Args: d [u]. f_alpha_divergence_coef: α.

@@ -1,4 +1,4 @@
-"""PreferenceInputs, the argument of a preference loss: sums over each unit's two sides; and a loss's declarations.
+"""PreferenceInputs, the argument of a preference loss (sums over each unit's two sides), and a loss's declarations.
 
 A unit is a pair, or one row with a label. A row has one side: chosen if the label is desirable, else rejected.
 Dim letters: s tokens of a micro-batch, n its sequences, u its units; U units of a whole optimizer step.
@@ -230,19 +230,19 @@ def preference_inputs(
     tensor([-2.])
     """
     place = 2 * x.unit_of + (x.need(side) < 0.5).long()
-    of_token, number = place.index_select(0, x.sequence), 2 * x.num_units
-    sums = lambda values: segment_sum(masked_column(values, x.mask), of_token, number).view(-1, 2)
-    length = segment_count(x.mask, of_token, number).view(-1, 2)
-    there = torch.zeros(number, dtype=torch.bool, device=place.device).index_fill(0, place, True).view(-1, 2)
+    place_of_token, number = place.index_select(0, x.sequence), 2 * x.num_units
+    sums = lambda values: segment_sum(masked_column(values, x.mask), place_of_token, number).view(-1, 2)
+    length = segment_count(x.mask, place_of_token, number).view(-1, 2)
+    present = torch.zeros(number, dtype=torch.bool, device=place.device).index_fill(0, place, True).view(-1, 2)
     weights = None if ld_alpha is None else _length_weights(x, length, ld_alpha)
-    weighed = lambda values: sums(values if weights is None else masked_column(values, x.mask) * weights)
-    logps, ref = weighed(x.logprobs), weighed(x.need("ref_logprobs")) if reference else None
+    weighted = lambda values: sums(values if weights is None else masked_column(values, x.mask) * weights)
+    logps, ref = weighted(x.logprobs), weighted(x.need("ref_logprobs")) if reference else None
     logratio = logps if ref is None else logps - ref
     score, nll = logratio if generator is None else generator(logratio), -sums(x.logprobs)
     columns = {n: _of_sides(c, place, number) for n, c in x.sequence_columns.items() if c.dim() == 1}
     sides = (
         Side(
-            present=there[:, i],
+            present=present[:, i],
             length=length[:, i],
             logps=logps[:, i],
             ref_logps=None if ref is None else ref[:, i],

@@ -1,8 +1,8 @@
-"""Losses that compare the batch's distributions and not its pairs: the k-th least with the k-th least.
+"""Losses that compare sorted numbers of the batch, the k-th smallest with the k-th smallest, and not single pairs.
 
-Where a batch is run in parts, a pair's partner may lie in another part. So before the update the policy is read once,
-its numbers are sorted over the whole optimizer step, and each pair is given its partner's as a column, a constant; the
-loss is that of the whole step in value and gradient. TRL sorts each micro-batch by itself.
+The partner of a pair may lie in another micro-batch. So a pass of the policy before the update gives the numbers of the
+whole optimizer step. They are sorted, and each pair gets its partner's number as a column, a constant. The loss is that
+of the whole step in value and in gradient. TRL sorts each micro-batch.
 Dim legend: u units; U units of a whole optimizer step.
 """
 
@@ -17,17 +17,17 @@ from whet.ops.preference.pairs import smoothed_logsigmoid
 __all__ = ["aot", "aot_unpaired"]
 
 
-def _partner(of: Tensor, among: Tensor, counted: Tensor) -> Tensor:
-    """[U]: for each number its partner's, the one of the same rank among the others; 0 for what is not counted.
+def _partner(numbers: Tensor, others: Tensor, counted: Tensor) -> Tensor:
+    """[U]: for each number the one of the same rank among `others`; 0 for units that are not counted.
 
     >>> _partner(torch.tensor([3., 1., 2.]), torch.tensor([10., 30., 20.]), torch.ones(3, dtype=torch.bool))
     tensor([30., 10., 20.])
     """
-    found = torch.zeros_like(of)
+    partners = torch.zeros_like(numbers)
     places = counted.nonzero().squeeze(1)
-    order = of[places].argsort(stable=True)
-    found[places[order]] = among[places].sort().values
-    return found
+    order = numbers[places].argsort(stable=True)
+    partners[places[order]] = others[places].sort().values
+    return partners
 
 
 def _reference_of_rank(step: StepInputs) -> StepColumns:

@@ -1,4 +1,4 @@
-"""The loss of reward models: Bradley and Terry's, of the scores of a pair's last tokens. Dim legend: u units."""
+"""The loss of reward models (Bradley-Terry), from the scores at the last tokens of a pair. Dim legend: u units."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["REWARD_REDUCTIONS", "bradley_terry"]
 F = torch.nn.functional
 
 REWARD_REDUCTIONS = {"min_reward": "min", "max_reward": "max"}
-"""How its metrics are reduced that are not means."""
+"""The reductions of its metrics that are not means."""
 
 
 def bradley_terry(x: LossInputs, *, center_rewards_coefficient: float | None = None) -> LossOutput:

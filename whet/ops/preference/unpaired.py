@@ -1,4 +1,4 @@
-"""Losses of single rows with a label, desirable or not; and the mismatched rows that KTO's KL is measured on.
+"""Losses of single rows with a label, desirable or not, and the mismatched rows for KTO's KL.
 
 Dim legend: u units, a row each; U units of a whole optimizer step.
 """
@@ -16,11 +16,11 @@ __all__ = ["apo_zero_unpaired", "kto", "mismatched_rows"]
 
 
 def mismatched_rows(batch: TokenBatch, max_length: int | None = None) -> TokenBatch:
-    """Each sequence's prompt with a completion of the row before its own, in a round; never one of its own row's.
+    """Each sequence's prompt with a completion of the previous row; the first row takes those of the last.
 
-    A row's k-th sequence has the k-th of the row before, counted in a round where that has fewer.
-    Args: batch: at least two rows. max_length: most tokens of prompt and completion together; the end of a longer one
-        is cut off. None = no limit.
+    A row's k-th sequence gets the k-th completion of the previous row, modulo the number of its completions.
+    Args: batch: at least two rows. max_length: the most tokens of prompt and completion together; longer ones are
+        truncated at the end. None = no limit.
     Returns: as many sequences, each its own unit, without the columns of the reference and of rows.
     Raises: DataError: there is only one row.
     Source: KTO (arXiv:2402.01306); agrees with TRL's KTOTrainer for single rows, which turns by one within what was a
@@ -40,7 +40,7 @@ def mismatched_rows(batch: TokenBatch, max_length: int | None = None) -> TokenBa
         raise DataError(
             "a KL over mismatched rows needs at least two rows in an optimizer step, got 1; raise the batch size"
         )
-    source = _of_row_before(rows)
+    source = _in_previous_row(rows)
     lengths = batch.lengths.index_select(0, source)
     if max_length is not None:
         room = max_length - batch.prefix_lengths.index_select(0, batch.prefix_of)
@@ -61,19 +61,19 @@ def mismatched_rows(batch: TokenBatch, max_length: int | None = None) -> TokenBa
     )
 
 
-def _of_row_before(rows: Tensor) -> Tensor:
-    """[n]: for each sequence one of the row before its own, in a round. Args: rows [n]: the row of each.
+def _in_previous_row(rows: Tensor) -> Tensor:
+    """[n]: for each sequence one of the previous row; the first row takes the last. Args: rows [n]: the row of each.
 
-    >>> _of_row_before(torch.tensor([0, 0, 1, 2])).tolist()
+    >>> _in_previous_row(torch.tensor([0, 0, 1, 2])).tolist()
     [3, 3, 0, 2]
     """
     order = rows.argsort(stable=True)
     sizes = rows.unique(return_counts=True)[1]
     starts, row = sizes.cumsum(0) - sizes, torch.arange(len(sizes)).repeat_interleave(sizes)
     before, place = (row - 1) % len(sizes), torch.arange(len(rows)) - starts[row]
-    found = torch.empty_like(order)
-    found[order] = order[starts[before] + place % sizes[before]]
-    return found
+    source = torch.empty_like(order)
+    source[order] = order[starts[before] + place % sizes[before]]
+    return source
 
 
 def _kl(step: StepInputs) -> StepColumns:

@@ -150,13 +150,15 @@ class StepGraphs:
         """Logs why nothing is captured any more. Raises: an error that is not the capture's own: Ctrl-C."""
         if not isinstance(error, Exception):
             raise error
-        what = format_exception(error)
+        reason = format_exception(error)
         frames = traceback.extract_tb(error.__traceback__)
-        if own := [f for f in frames if Path(f.filename).is_relative_to(PACKAGE)] or frames:
-            what += f" ({Path(own[-1].filename).name}:{own[-1].lineno}: {own[-1].line})"
-        self.failure, self._captures = f"a capture failed: {what}", False
+        if package_frames := [f for f in frames if Path(f.filename).is_relative_to(PACKAGE)] or frames:
+            reason += (
+                f" ({Path(package_frames[-1].filename).name}:{package_frames[-1].lineno}: {package_frames[-1].line})"
+            )
+        self.failure, self._captures = f"a capture failed: {reason}", False
         self.clear()
-        log.warning("decode steps are no longer captured, which makes a rollout several times slower: %s", what)
+        log.warning("decode steps are no longer captured, which makes a rollout several times slower: %s", reason)
 
     def clear(self) -> None:
         """Drops all graphs; their memory is free as soon as nothing holds what they returned."""

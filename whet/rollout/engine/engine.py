@@ -168,15 +168,15 @@ class EmbeddedEngine:
         Args: ids: of requests.
         Returns: their tokens so far, finish_reason "abort"; submit again with an offset to resume.
         """
-        gone = set(ids)
-        out = [flight.output("abort") for flight in self._scheduler.remove(gone)]
-        rows = {row for row, (flight, _) in enumerate(self._rows) if flight.request.id in gone}
+        aborted = set(ids)
+        out = [flight.output("abort") for flight in self._scheduler.remove(aborted)]
+        rows = {row for row, (flight, _) in enumerate(self._rows) if flight.request.id in aborted}
         out += [self._record(row).output("abort") for row in sorted(rows)]
         if rows:
             with self._runner.forward.running():
                 self._remove_rows(rows)
-        out += [o for o in self._finished if o.id in gone]  # finished in a step that was cut short
-        self._finished = [o for o in self._finished if o.id not in gone]
+        out += [o for o in self._finished if o.id in aborted]  # finished in a step that was cut short
+        self._finished = [o for o in self._finished if o.id not in aborted]
         self._in_flight -= {o.id for o in out}
         return out
 
@@ -186,12 +186,12 @@ class EmbeddedEngine:
         Args: ids: of requests; those that are not in flight are ignored.
         Returns: partial outputs by id; `step(timeout_s=0.0)` draws a few more tokens.
         """
-        wanted, rows = set(ids), self._rows
-        found = {f.request.id: f.partial() for f in self._scheduler.queue if f.request.id in wanted}
+        requested, rows = set(ids), self._rows
+        partials = {f.request.id: f.partial() for f in self._scheduler.queue if f.request.id in requested}
         for row, (flight, _) in enumerate(rows):
-            if flight.request.id in wanted:
-                found[flight.request.id] = flight.partial(rows.tokens(row), rows.logprobs(row), self.version)
-        return found
+            if flight.request.id in requested:
+                partials[flight.request.id] = flight.partial(rows.tokens(row), rows.logprobs(row), self.version)
+        return partials
 
     # ---- a step: schedule, run, postprocess ----------------------------------------------------------------------
 
@@ -369,8 +369,8 @@ class EmbeddedEngine:
         bound, longest = self._scheduler.kv_cache_tokens, self._rows.max_new
         if bound is None:
             return None
-        own = self._runner.completion_store  # the rows that have left would take places too when the others grow
-        unused = own.rows * max(0, longest - own.length)
+        store = self._runner.completion_store  # the rows that have left would take places too when the others grow
+        unused = store.rows * max(0, longest - store.length)
         if self._runner.kv_tokens + unused + self._conversations.tokens + tokens > bound:
             self._runner.shrink(len(self._rows), longest, self._slots_in_use())
         return bound - sum(p.bucket for p in self._prefixes.values()) - len(self._rows) * longest

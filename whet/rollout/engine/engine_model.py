@@ -69,16 +69,16 @@ class EngineModel:
         """
         if weights is None:
             return
-        own = dict(self.loaded.module.named_parameters(remove_duplicate=False))
-        missing = {id(p): name for name, p in own.items() if self._trained is None or name in self._trained}
+        parameters = dict(self.loaded.module.named_parameters(remove_duplicate=False))
+        missing = {id(p): name for name, p in parameters.items() if self._trained is None or name in self._trained}
         self._is_complete = False
         for name, tensor in weights:
-            if name not in own:
+            if name not in parameters:
                 raise EngineError(f"the engine's model has no parameter {name!r}; give the weights of that model")
-            if own[name].shape != tensor.shape:
-                raise EngineError(f"{name} is {tuple(tensor.shape)}, and {tuple(own[name].shape)} in the engine")
-            own[name].copy_(tensor)
-            missing.pop(id(own[name]), None)
+            if parameters[name].shape != tensor.shape:
+                raise EngineError(f"{name} is {tuple(tensor.shape)}, and {tuple(parameters[name].shape)} in the engine")
+            parameters[name].copy_(tensor)
+            missing.pop(id(parameters[name]), None)
         if missing:
             first, more = next(iter(missing.values())), len(missing) - 1
             raise EngineError(f"no weights were given for {first!r} and {more} others; an update takes all of them")

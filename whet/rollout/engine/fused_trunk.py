@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from whet.errors import format_exception
-from whet.models.adapters import Adapter, plain_linear
 from whet.models.attention import Layout
 from whet.models.loaded_model import LoadedModel
+from whet.models.lora_layers import Adapter, plain_linear
 from whet.models.modes import eval_mode, max_positions
 from whet.models.self_check import PROBE_LENGTH, probe_tokens, tolerance_for
 from whet.native.build import Unavailable
@@ -182,20 +182,20 @@ class FusedTrunk:
         layout.options = []
         call = {"position_ids": layout.position_ids, "whet_layout": layout, "use_cache": False}
         with torch.no_grad(), eval_mode(module):
-            want = module.get_decoder()(input_ids=ids, **call).last_hidden_state[0]
+            expected = module.get_decoder()(input_ids=ids, **call).last_hidden_state[0]
         calls = [o.pop("layer") for o in layout.options]
         if calls != list(range(len(calls))):
             return Unavailable(f"its attention is called for layers {calls}")
-        limit = tolerance_for(want.dtype, TOLERANCE) * want.abs().max().double()
+        limit = tolerance_for(expected.dtype, TOLERANCE) * expected.abs().max().double()
         try:
             fused = cls(module, layout.options, without_kernels=None if native else Unavailable("switched off"))
             with torch.no_grad():
                 if not isinstance(fused.kernels, Unavailable):
-                    off = _max_difference(fused._decode_probe(ids, fused.kernels), want[-2:])
+                    off = _max_difference(fused._decode_probe(ids, fused.kernels), expected[-2:])
                     if off > limit:
                         differs = Unavailable(f"a decode step differs by {off:.1e}")
                         fused = cls(module, layout.options, without_kernels=differs)
-                off = _max_difference(fused(ids, _probe_layout(PrefillLayout, device)), want)
+                off = _max_difference(fused(ids, _probe_layout(PrefillLayout, device)), expected)
         except _UnfitError as error:
             return Unavailable(str(error))
         except (RuntimeError, TypeError, ValueError) as error:
@@ -224,11 +224,11 @@ class FusedTrunk:
 
     def _decode_probe(self, ids: Tensor, kernels: DecodeKernels) -> Tensor:
         """Hidden states [2, d] of the last two of ids [1, T], decoded one by one after a prompt of the others."""
-        count, prompt, own = ids.shape[1] - 2, KVStore(rows=1, length=PROBE_LENGTH), KVStore()
-        own.reserve(1, 2)
+        count, prompt, store = ids.shape[1] - 2, KVStore(rows=1, length=PROBE_LENGTH), KVStore()
+        store.reserve(1, 2)
         span = PrefillSpan(count=1, start=0, length=count, store=prompt, slot=0)
         self(ids[:, :count], PrefillLayout([span], ids.device))
-        layout, zero = NativeLayout(kernels, own), np.zeros(1, np.int64)
+        layout, zero = NativeLayout(kernels, store), np.zeros(1, np.int64)
         layout.regroup({PROBE_LENGTH: prompt}, zero + PROBE_LENGTH, zero, zero + count)
         steps = []
         for i in range(2):
@@ -338,9 +338,9 @@ def _make_block(
     )
 
 
-def _max_difference(got: Tensor, want: Tensor) -> float:
+def _max_difference(actual: Tensor, expected: Tensor) -> float:
     """The largest difference; infinite for NaN and for different shapes."""
-    off = (got.double() - want.double()).abs().max().item() if got.shape == want.shape else float("inf")
+    off = (actual.double() - expected.double()).abs().max().item() if actual.shape == expected.shape else float("inf")
     return float("inf") if off != off else off
 
 

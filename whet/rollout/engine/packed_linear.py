@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from whet.models.adapters import effective_weight, lora_factors, plain_linear
+from whet.models.lora_layers import effective_weight, lora_factors, plain_linear
 from whet.native.decode import DecodeKernels, ProductTable
 
 __all__ = ["PackedLinear"]

@@ -25,7 +25,7 @@ from whet.rollout.engine.layouts import DecodeLayout
 from whet.rollout.engine.model_forward import make_forward
 from whet.rollout.engine.native_step import NativeLayout
 from whet.rollout.engine.prefill import PrefillLayout, PrefillSpan
-from whet.rollout.engine.sampler import sample_rows, seen_tokens
+from whet.rollout.engine.sampling import sample_rows, seen_tokens
 from whet.rollout.engine.scheduler import Prefix
 from whet.rollout.in_flight import InFlightRequest
 from whet.rollout.requests import SamplingPlan
@@ -194,8 +194,11 @@ class Runner:
         prompt = self.prompt_stores[prefix.bucket].read(prefix.slot, len(prefix.tokens))
         if not drawn:
             return {i: (k.clone(), v.clone()) for i, (k, v) in prompt.items()}
-        own = self.completion_store.read(row, drawn)
-        return {i: (torch.cat([k, own[i][0]], 1), torch.cat([v, own[i][1]], 1)) for i, (k, v) in prompt.items()}
+        completion = self.completion_store.read(row, drawn)
+        return {
+            i: (torch.cat([k, completion[i][0]], 1), torch.cat([v, completion[i][1]], 1))
+            for i, (k, v) in prompt.items()
+        }
 
     def add_rows(
         self,
@@ -313,8 +316,8 @@ class Runner:
         """Changes when a tensor that a fixed step reads has moved."""
         assert isinstance(self.layout, DecodeLayout) and self.layout.fixed is not None
         stores = (x for bucket, s in sorted(self.prompt_stores.items()) for x in (bucket, s.epoch))
-        own = (self.state.shape[1], self.completion_store.epoch)
-        return (self.layout.fixed.epoch, self.forward.epoch, *own, *self.layout.bucket_lengths, *stores)
+        counters = (self.state.shape[1], self.completion_store.epoch)
+        return (self.layout.fixed.epoch, self.forward.epoch, *counters, *self.layout.bucket_lengths, *stores)
 
     def _grouped(self, indices: list[int], plans: Sequence[SamplingPlan]) -> list[tuple[SamplingPlan, Tensor | None]]:
         """The rows of each plan; None = all rows. Args: indices: the plan of each row."""

@@ -1,7 +1,7 @@
-"""Agents: GRPOTrainer's arguments that replace a single turn of the model.
+"""Agents: GRPOTrainer's arguments for completions of more than one turn.
 
-tools, environment_factory      whet.envs.ToolEpisodes plays them on the engine
-rollout_func(prompts, trainer)  makes the completions itself
+tools, environment_factory      whet.envs.ToolEpisodes plays the episodes on the engine
+rollout_func(prompts, trainer)  generates the completions itself
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from whet.rollout.policy_rollouts import Play
 from whet.trl.agents.environments import Environments
 from whet.types import Completion, Group, Prompt
 
-__all__ = ["Agents", "own_prompts"]
+__all__ = ["Agents", "completion_prompts"]
 
 _REQUIRED_KEYS = ("completion_ids", "logprobs", "prompt_ids")
 
@@ -33,8 +33,9 @@ _REQUIRED_KEYS = ("completion_ids", "logprobs", "prompt_ids")
 class Agents:
     """The tools, the environments, or the rollout_func of a trainer.
 
-    Args: tools, environment_factory, rollout_func: as in GRPOTrainer. tokenizer: of the model. args: the configuration.
-    Raises: ConfigError: a rollout_func next to one of the others.
+    Args: tools, environment_factory, rollout_func: GRPOTrainer's arguments. tokenizer: the model's. args: the trainer's
+        arguments.
+    Raises: ConfigError: a rollout_func together with tools or an environment_factory.
     """
 
     def __init__(
@@ -48,14 +49,15 @@ class Agents:
         has_tools = bool(tools) or environment_factory is not None
         if rollout_func is not None and has_tools:
             raise ConfigError(
-                "rollout_func makes the completions itself, and tools and environment_factory need whet to; give one"
+                "rollout_func generates the completions itself, but tools and environment_factory need whet to "
+                "generate them; give one of them"
             )
         self.rollout_func, self.tokenizer, self.args = rollout_func, tokenizer, args
         self.tools = Tools(tools or ()) if has_tools else None
         self.environments = None if environment_factory is None else Environments(environment_factory, tools or ())
         self.episodes: ToolEpisodes | None = None
         self.columns: dict[str, list[Any]] = {}
-        """Further columns that the last rollout_func returned for the reward functions: a value for each completion."""
+        """Further columns for the reward functions from the last rollout_func: a value for each completion."""
 
     @property
     def has_tools(self) -> bool:
@@ -64,22 +66,22 @@ class Agents:
 
     @property
     def schemas(self) -> tuple[Any, ...]:
-        """The tools' schemas for the prompt of every row; environments add theirs when they are reset."""
+        """The tools' schemas for every row's prompt; environments add theirs when they are reset."""
         return () if self.tools is None or self.environments is not None else tuple(self.tools.schemas)
 
     def functions(self, tools: Sequence[Callable[..., Any]]) -> list[Callable[..., Any]]:
-        """What the model may call: tools, and the methods of an environment where there is only one kind."""
+        """The functions that the model may call: the tools, and the environment's methods if there is only one kind."""
         return list(tools) if self.environments is None else self.environments.functions or list(tools)
 
     @property
     def rewards(self) -> list[Callable[..., Any]]:
-        """Reward functions of environments."""
+        """The reward functions of environments."""
         return [] if self.environments is None else self.environments.rewards
 
     def attach(self, cluster: Any, options: Mapping[str, Any]) -> None:
-        """Prepares the episodes with tools. Args: cluster: the models. options: of the chat template.
+        """Prepares the episodes with tools. Args: cluster: the models. options: chat_template_kwargs.
 
-        Raises: ConfigError: the chat template leaves out tools.
+        Raises: ConfigError: a chat template that does not render tools.
         """
         if self.has_tools:
             self.episodes = ToolEpisodes(
@@ -94,7 +96,10 @@ class Agents:
     def start_episodes(
         self, learner: Any, prompts: Sequence[Prompt], number: int, mode: Mode, first: int
     ) -> tuple[Sequence[Prompt], Play | None]:
-        """Resets environments. Returns: the prompts, and what an episode plays; None = a single completion."""
+        """Resets environments. Args: number: completions of a prompt. first: the index of the first prompt in its step.
+
+        Returns: the prompts, and the function that plays an episode; None = a single completion.
+        """
         if self.episodes is None or self.tools is None:
             return prompts, None
         episodes, tools = self.episodes, self.tools
@@ -110,41 +115,42 @@ class Agents:
     def call_rollout_func(
         self, trainer: Any, prompts: Sequence[Prompt], number: int, end_ids: Sequence[int]
     ) -> list[Group]:
-        """The groups that rollout_func makes; it receives each prompt once for each of its completions.
+        """Calls rollout_func with each prompt repeated for each of its completions. Returns: the groups.
 
-        Raises: DataError: it returns another form than TRL's.
+        Raises: DataError: rollout_func returned another form than TRL's.
         """
         assert self.rollout_func is not None
         copies = [copy.deepcopy(p.source) for p in prompts for _ in range(number)]
         with trainer.attention.native():
-            found = self.rollout_func(copies, trainer)
-        missing = [name for name in _REQUIRED_KEYS if name not in found]
+            output = self.rollout_func(copies, trainer)
+        missing = [name for name in _REQUIRED_KEYS if name not in output]
         if missing:
             raise DataError(f"rollout_func must return keys {missing} in its output dict.")
-        masks = found.get("env_mask")
-        rows = {name: found[name] for name in _REQUIRED_KEYS} | ({} if masks is None else {"env_mask": masks})
+        masks = output.get("env_mask")
+        rows = {name: output[name] for name in _REQUIRED_KEYS} | ({} if masks is None else {"env_mask": masks})
         for name, values in rows.items():
             if len(values) != len(copies):
                 raise DataError(
-                    f"rollout_func returned {len(values)} {name} for {len(copies)} prompts, each of which is there "
-                    f"{number} times, once for each completion; return one for each"
+                    f"rollout_func returned {len(values)} {name} for {len(copies)} prompts; the list of prompts has "
+                    f"each prompt {number} times, so return one value for each entry"
                 )
         known = (*_REQUIRED_KEYS, "env_mask")
-        self.columns = {n: _column(v, len(copies)) for n, v in found.items() if n not in known}
+        self.columns = {n: _column(v, len(copies)) for n, v in output.items() if n not in known}
         version = trainer.worker.version
-        done = [self._completion(rows, i, i % number, end_ids, version) for i in range(len(copies))]
-        return [self._group(p, done[i * number : (i + 1) * number]) for i, p in enumerate(prompts)]
+        completions = [self._completion(rows, i, i % number, end_ids, version) for i in range(len(copies))]
+        return [self._group(p, completions[i * number : (i + 1) * number]) for i, p in enumerate(prompts)]
 
     def _completion(
         self, rows: Mapping[str, Any], i: int, generation: int, end_ids: Sequence[int], version: int
     ) -> Completion:
         tokens = np.asarray(rows["completion_ids"][i], np.int32)
-        logprobs = [math.nan if x is None else float(x) for x in rows["logprobs"][i]]  # None = not known
+        logprobs = [math.nan if x is None else float(x) for x in rows["logprobs"][i]]  # None = unknown
         mask = np.ones(len(tokens), bool) if "env_mask" not in rows else np.asarray(rows["env_mask"][i], bool)
         if not len(tokens) == len(logprobs) == len(mask) or not mask.any():
             raise DataError(
-                f"rollout_func, completion {i}: {len(tokens)} completion_ids, {len(logprobs)} logprobs, {len(mask)} of "
-                f"env_mask, {int(mask.sum())} of the model; give one for each token, and at least one of the model"
+                f"rollout_func, completion {i}: {len(tokens)} completion_ids, {len(logprobs)} logprobs, {len(mask)} "
+                f"values of env_mask, {int(mask.sum())} of them 1; return a value for each token, and env_mask = 1 for "
+                "at least one token"
             )
         ends = {*end_ids, self.tokenizer.pad_token_id}
         return Completion(
@@ -157,26 +163,29 @@ class Agents:
         )
 
     def _group(self, prompt: Prompt, completions: Sequence[Completion]) -> Group:
-        """A group with the prompt of its first completion; the others may have prompts of their own."""
+        """A group with its first completion's prompt; a completion with another prompt keeps its prefix."""
         shared = completions[0].prefix
         assert shared is not None
-        done = [dataclasses.replace(c, prefix=None) if np.array_equal(c.prefix, shared) else c for c in completions]  # pyright: ignore
-        return Group(prompt=dataclasses.replace(prompt, tokens=shared), completions=tuple(done))
+        completions = [
+            dataclasses.replace(c, prefix=None) if np.array_equal(c.prefix, shared) else c  # pyright: ignore
+            for c in completions
+        ]
+        return Group(prompt=dataclasses.replace(prompt, tokens=shared), completions=tuple(completions))
 
     # ---- metrics ------------------------------------------------------------------------------------------
 
     def take_metrics(self, completions: int) -> dict[str, float]:
-        """Metrics of the tool calls since the last time. Args: completions: their number."""
+        """Returns the metrics of tool calls since the last call. Args: completions: the number of completions."""
         return {} if self.episodes is None else self.episodes.counts.take(completions)
 
 
-def own_prompts(groups: Sequence[Group]) -> list[Any]:
-    """The prompt of each completion, in order: its own where it has one."""
+def completion_prompts(groups: Sequence[Group]) -> list[Any]:
+    """The prompt of each completion, in order: the environment's prompt, or the group's."""
     return [c.info.get(PROMPT, g.prompt.source) for g in groups for c in g.completions]
 
 
 def _column(values: Any, count: int) -> list[Any]:
-    """A further column of rollout_func: a value for each completion; a value that is not a list is given to all."""
+    """A column of rollout_func with a value for each completion; a single value is repeated."""
     if not isinstance(values, list):
         return [values] * count
     return [*values, *[None] * (count - len(values))][:count]

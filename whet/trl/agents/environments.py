@@ -1,6 +1,6 @@
-"""environment_factory: objects that an episode plays with. `reset` starts it, methods are tools, `get_reward` ends it.
+"""Implements environment_factory. `reset` starts an episode, methods are tools, `get_reward` scores its end.
 
-Instances are kept and reset: as many of each kind as a batch needs at once. Left out on purpose: images.
+Instances are reused: there are as many of each kind as a batch needs at once. Images are not supported.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Environments:
     """The environments of a run.
 
     Args:
-        factory: makes an environment; or a dict of names to factories, and a row's column `environment` has the name.
-        tools: that every environment has besides its methods.
+        factory: makes an environment; or a dict of factories by name, from which a row's column `environment` chooses.
+        tools: tools of every environment, besides its methods.
     Raises: ConfigError: an environment without `reset`.
     """
 
@@ -41,29 +41,29 @@ class Environments:
         for name in self._factories:
             self._get(name, 0)
 
-    def _get(self, name: Any, place: int) -> tuple[Any, Tools]:
-        """The environment of a name at a place of its pool, with its tools; made where the pool is too short."""
+    def _get(self, name: Any, index: int) -> tuple[Any, Tools]:
+        """An environment of the pool and its tools; extends the pool if it is too short."""
         pool = self._pool[name]
-        while len(pool) <= place:
+        while len(pool) <= index:
             environment = self._factories[name]()
             kind = type(environment)
             methods = {n for n, _ in inspect.getmembers(kind, inspect.isfunction) if not n.startswith("_")}
             if "reset" not in methods:
                 raise ConfigError(
-                    f"{kind.__name__}, which environment_factory made, has no method reset; it begins a rollout"
+                    f"{kind.__name__} of environment_factory has no method reset; define it: it starts a rollout"
                 )
-            own = [getattr(environment, n) for n in sorted(methods.difference(_NOT_TOOLS))]
-            pool.append((environment, Tools([*self._tools, *own])))
-        return pool[place]
+            bound = [getattr(environment, n) for n in sorted(methods.difference(_NOT_TOOLS))]
+            pool.append((environment, Tools([*self._tools, *bound])))
+        return pool[index]
 
     @property
     def functions(self) -> list[Callable[..., Any]]:
-        """The tools of the only kind of environment; [] where a row chooses among several."""
+        """The tools of the only kind of environment; [] if rows choose among several."""
         return [] if self._has_names else list(self._get(None, 0)[1].functions.values())
 
     @property
     def rewards(self) -> list[Callable[..., Any]]:
-        """A reward function for each kind of environment with `get_reward`, of that name."""
+        """A reward function for each kind of environment with `get_reward`, named after its class."""
         kinds = dict.fromkeys(type(self._get(name, 0)[0]) for name in self._factories)
         return [_reward_function(kind) for kind in kinds if hasattr(kind, "get_reward")]
 
@@ -72,8 +72,9 @@ class Environments:
     ) -> list[tuple[Prompt, Tools]]:
         """Resets an environment for each completion.
 
-        Args: prompts: of the rows. number: completions of each. encoder: (schemas of tools) -> the prompts' encoder.
-        Returns: for each completion its prompt, with the text of `reset` at its end, and its tools.
+        Args: prompts: the rows' prompts. number: completions of a prompt. encoder: (tools' schemas) -> the prompts'
+            encoder.
+        Returns: for each completion, its prompt, to which the text of `reset` is appended, and its tools.
         Raises: DataError: an unknown environment; a `reset` that returns neither a text nor None.
         """
         self.in_use, used, started = [], dict.fromkeys(self._factories, 0), []
@@ -97,31 +98,31 @@ class Environments:
 
 
 def _append_text(prompt: Prompt, text: Any, encode: PromptEncoder, name: str) -> Prompt:
-    """A prompt with a text at the end of its last message. Args: text: of `reset`. name: of the environment."""
+    """Appends a text to a prompt's last message. Args: text: from `reset`. name: the environment's class."""
     if text is not None and not isinstance(text, str):
-        raise DataError(f"{name}.reset gave {format_value(text, 80)}; give a text, or None")
+        raise DataError(f"{name}.reset returned {format_value(text, 80)}; return a text, or None")
     if not isinstance(prompt.source, list):
-        raise DataError(f"row {prompt.row}: an environment needs a prompt of messages, and this one is a text")
+        raise DataError(f"row {prompt.row}: the prompt is a text, but an environment needs messages; give messages")
     *before, last = prompt.source
     source = [*before, {**last, "content": last["content"] + (text or "")}]
     encoded = encode({"prompt": source, **prompt.columns}, prompt.row)
     if encoded is None:
         raise DataError(
-            f"row {prompt.row}: the prompt with what {name}.reset gave is too long; raise max_prompt_length"
+            f"row {prompt.row}: the prompt with the text of {name}.reset is too long; raise max_prompt_length"
         )
     return dataclasses.replace(encoded, columns=prompt.columns)
 
 
 def _reward_function(kind: type) -> Callable[..., Any]:
-    """get_reward of one kind of environment as a reward function; None for the environments of other kinds."""
+    """Wraps get_reward of a kind of environment as a reward function; it returns None for other kinds."""
 
-    def plain(environments: Sequence[Any], **_: Any) -> list[Any]:
+    def get_rewards(environments: Sequence[Any], **_: Any) -> list[Any]:
         return [e.get_reward() if type(e) is kind else None for e in environments]
 
-    async def awaited(environments: Sequence[Any], **_: Any) -> list[Any]:
+    async def get_rewards_async(environments: Sequence[Any], **_: Any) -> list[Any]:
         return [await e.get_reward() if type(e) is kind else None for e in environments]
 
-    environment: Any = kind
-    function = awaited if inspect.iscoroutinefunction(environment.get_reward) else plain
+    is_async = inspect.iscoroutinefunction(getattr(kind, "get_reward"))  # noqa: B009 - kind is a plain type
+    function = get_rewards_async if is_async else get_rewards
     function.__name__ = kind.__name__
     return function

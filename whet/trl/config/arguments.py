@@ -1,6 +1,6 @@
-"""The base of TRL's configurations: fields from a table, checks, and the properties that callbacks read.
+"""The base of the configurations: fields from a table, checks, and the properties that callbacks read.
 
-A configuration is a dataclass with TRL's fields, so that HfArgumentParser and TrlParser read it. It has the properties
+A configuration is a dataclass with TRL's fields, which HfArgumentParser and TrlParser can read. It has the properties
 of transformers.TrainingArguments that callbacks use, and needs no accelerate.
 """
 
@@ -47,7 +47,7 @@ _ONLY = {"save_safetensors": True, "group_by_length": False, "tp_size": 1}
 
 
 class WrongArgument(ConfigError, TypeError):
-    """An unknown argument, or one of a wrong type: in TRL a TypeError of Python's own."""
+    """An unknown argument or a wrong type. It is a TypeError too, which TRL raises."""
 
 
 class Arguments:
@@ -58,53 +58,53 @@ class Arguments:
     OWN: ClassVar[Table] = OWN_FIELDS
     COMPAT: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     compat = None
-    """The earlier release of TRL with these defaults and metric names; a field where there are any."""
+    """An earlier release of TRL, whose defaults and metric names are used; a field of configurations in COMPAT."""
 
-    def __getattr__(self, name: str) -> Any:  # the fields, for a type checker: they are made of the tables
-        """Raises AttributeError; for a setter of transformers', with the alternative."""
+    def __getattr__(self, name: str) -> Any:  # declares the tables' fields to a type checker
+        """Raises AttributeError; for transformers' set_... methods, the message has the alternative."""
         if name.startswith("set_") and hasattr(TrainingArguments, name):
             raise AttributeError(f"{type(self).__name__} has no {name}; give the fields that it sets by name")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def __init__(self, output_dir: str | None = None, **given: Any) -> None:
-        """Args: output_dir: the folder of checkpoints. given: the other fields, by name.
+    def __init__(self, output_dir: str | None = None, **values: Any) -> None:
+        """Args: output_dir: the folder of checkpoints. values: the other fields, by name.
 
-        Raises: WrongArgument: an unknown field, with the nearest. ConfigError: a refused value.
+        Raises: WrongArgument: an unknown field; the message names the nearest. ConfigError: a refused value.
         """
         known = {f.name: f for f in dataclasses.fields(self)}  # pyright: ignore[reportArgumentType]
-        unknown = [name for name in given if name not in known]
+        unknown = [name for name in values if name not in known]
         if unknown:
             raise WrongArgument(f"{type(self).__name__} has no field {unknown[0]!r}{nearest(unknown[0], known)}")
         for name, f in known.items():
             default = f.default if f.default is not dataclasses.MISSING else f.default_factory()  # pyright: ignore
-            setattr(self, name, given.get(name, default))
+            setattr(self, name, values.get(name, default))
         self.output_dir = output_dir
-        self._given = frozenset(given)
+        self._set_fields = frozenset(values)
         self.__post_init__()
 
     def __post_init__(self) -> None:
-        """Applies old names, fills in fields that follow from others, and checks."""
+        """Applies old names, derives fields from others, and checks all values."""
         self._apply_compat()
         self._apply_old_names()
         for name, row in self.TABLE.items():
             value = getattr(self, name)
             if row.refuses(value):
-                raise ConfigError(f"{name}={value!r} is not taken: {row.note}")
+                raise ConfigError(f"{name}={value!r} is not supported: {row.note}")
             if row.kind is dict and isinstance(value, str) and (row.state != "no effect" or value.startswith("{")):
-                setattr(self, name, _mapping(name, value))
-        self._fill_in()
+                setattr(self, name, _parse_dict(name, value))
+        self._derive_fields()
 
     def _apply_compat(self) -> None:
-        """Takes the defaults of an earlier release, where `compat` names one."""
+        """Applies the defaults of the earlier release that `compat` names."""
         release = getattr(self, "compat", None)
         if release is None:
             return
         if release not in self.COMPAT:
             raise lookup_error("compat", release, self.COMPAT)
-        given = getattr(self, "_given", frozenset())
+        set_fields = getattr(self, "_set_fields", frozenset())
         for name, value in self.COMPAT[release].items():
             default = self.TABLE[name].default if name in self.TABLE else None
-            if name not in given and getattr(self, name) == default:
+            if name not in set_fields and getattr(self, name) == default:
                 setattr(self, name, value)
 
     def _apply_old_names(self) -> None:
@@ -117,22 +117,26 @@ class Arguments:
         for name, only in _ONLY.items():
             value = getattr(self, name, None)
             if value is not None and value != only:
-                raise ConfigError(f"{name}={value!r} is not taken: {self.OLD[name].note}")
+                raise ConfigError(f"{name}={value!r} is not supported: {self.OLD[name].note}")
 
     @classmethod
     def renamed(cls) -> dict[str, str]:
         """Field of an earlier release -> its new name."""
         return {before: now for before, now in _RENAMED.items() if before in cls.OLD}
 
-    def _fill_in(self) -> None:
-        """Fills in the fields that follow from others, as transformers does."""
+    def _derive_fields(self) -> None:
+        """Derives fields from others, as transformers does."""
         if self.output_dir is None:
             self.output_dir = "trainer_output"
         self.output_dir = str(Path(self.output_dir).expanduser())
         self.parse_enums()
-        self.accelerator_config = _accelerator(self.accelerator_config)
-        reports = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or ())
-        self.report_to = _available() if reports == ["all"] else [] if reports == ["none"] else reports
+        self.accelerator_config = _to_accelerator_config(self.accelerator_config)
+        loggers = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or ())
+        if loggers == ["all"]:
+            from transformers.integrations.integration_utils import get_available_reporting_integrations
+
+            loggers = get_available_reporting_integrations()
+        self.report_to = [] if loggers == ["none"] else loggers
         apply_launcher(self)
         if self.disable_tqdm is None:
             self.disable_tqdm = False
@@ -151,37 +155,38 @@ class Arguments:
         self._check()
 
     def parse_enums(self) -> None:
-        """Replaces words by members of transformers' enumerations. Raises: ConfigError: an unknown word."""
+        """Replaces strings by members of transformers' enumerations. Raises ConfigError: an unknown value."""
         for name, kind in (
             ("eval_strategy", IntervalStrategy),
             ("logging_strategy", IntervalStrategy),
             ("save_strategy", SaveStrategy),
             ("lr_scheduler_type", SchedulerType),
         ):
-            setattr(self, name, _word(name, getattr(self, name), kind))
+            value, known = getattr(self, name), [member.value for member in kind]
+            if value not in known:
+                raise lookup_error(name, str(value), known)
+            setattr(self, name, kind(value))
 
     def _check(self) -> None:
         if self.logging_strategy == "steps" and self.logging_steps <= 0:
             raise ConfigError(f"logging_steps={self.logging_steps!r} must be positive; or logging_strategy='no'")
         if self.lr_scheduler_type.value in ("reduce_lr_on_plateau", "greedy") and self.eval_strategy == "no":
             raise ConfigError(
-                f"lr_scheduler_type={self.lr_scheduler_type.value!r} goes by an evaluation, and eval_strategy is 'no'; "
-                "set it, with an eval_dataset, or take one that goes by the step (cosine)"
+                f"lr_scheduler_type={self.lr_scheduler_type.value!r} needs evaluations, and eval_strategy is 'no'; set "
+                "eval_strategy and eval_dataset, or a schedule that follows the steps (cosine)"
             )
         if self.max_steps == 0:
-            raise ConfigError(
-                "max_steps=0 asks for no step; give the steps of the run, or -1: num_train_epochs decides"
-            )
+            raise ConfigError("max_steps=0 trains nothing; give the run's steps, or -1: num_train_epochs decides")
         if self.log_level not in _LEVELS:
             raise lookup_error("log_level", self.log_level, _LEVELS)
         if self.load_best_model_at_end and self.save_only_model:
-            raise ConfigError("load_best_model_at_end reads whole checkpoints; set save_only_model=False")
+            raise ConfigError("load_best_model_at_end needs complete checkpoints; set save_only_model=False")
         if not self.load_best_model_at_end or self.save_strategy == "best":
             return
         if self.eval_strategy.value != self.save_strategy.value:
             raise ConfigError(
                 f"load_best_model_at_end requires the save and eval strategy to match: eval_strategy="
-                f"{self.eval_strategy.value!r}, save_strategy={self.save_strategy.value!r}; set both to one"
+                f"{self.eval_strategy.value!r}, save_strategy={self.save_strategy.value!r}; set both to the same value"
             )
         if self.eval_strategy == "steps" and self.save_steps % self.eval_steps:
             raise ConfigError(
@@ -198,12 +203,12 @@ class Arguments:
 
     @property
     def n_gpu(self) -> int:
-        """GPUs of this process."""
+        """The number of GPUs of this process."""
         return int(self.device.type == "cuda")
 
     @property
     def world_size(self) -> int:
-        """Processes."""
+        """The number of processes."""
         return 1
 
     @property
@@ -228,23 +233,23 @@ class Arguments:
 
     @property
     def parallel_mode(self) -> ParallelMode:
-        """One process trains."""
+        """NOT_PARALLEL: one process trains."""
         return ParallelMode.NOT_PARALLEL
 
     @property
     def train_batch_size(self) -> int:
-        """Completions of a micro-step."""
+        """The rows of a micro-step."""
         return self.per_device_train_batch_size
 
     @property
     def eval_batch_size(self) -> int:
-        """Completions of one evaluation batch."""
+        """The rows of an evaluation batch."""
         return self.per_device_eval_batch_size
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
-        """Updates of the warm-up: warmup_steps, or that share of all."""
-        given = self.warmup_steps
-        return int(given) if given >= 1 else math.ceil(num_training_steps * given)
+        """The updates of the warmup: warmup_steps, or if it is below 1, this share of all updates."""
+        steps = self.warmup_steps
+        return int(steps) if steps >= 1 else math.ceil(num_training_steps * steps)
 
     def get_process_log_level(self) -> int:
         """The level of the loggers."""
@@ -252,15 +257,15 @@ class Arguments:
 
     @contextlib.contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
-        """Waits for nothing: there is one process."""
+        """Does nothing: there is one process."""
         yield
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field, tokens hidden."""
-        found = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # pyright: ignore
-        found["accelerator_config"] = self.accelerator_config.to_dict()
+        """All fields, with tokens hidden."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}  # pyright: ignore
+        values["accelerator_config"] = self.accelerator_config.to_dict()
         plain = {n: v.value if isinstance(v, IntervalStrategy | SaveStrategy | SchedulerType) else v
-                 for n, v in found.items()}  # fmt: skip
+                 for n, v in values.items()}  # fmt: skip
         return {n: f"<{n.upper()}>" if n.endswith("_token") and v else copy.copy(v) for n, v in plain.items()}
 
     def to_json_string(self) -> str:
@@ -272,54 +277,39 @@ class Arguments:
         return {n: v if isinstance(v, bool | int | float | str) else str(v) for n, v in self.to_dict().items()}
 
 
-def _accelerator(given: Any) -> AcceleratorConfig:
-    """accelerator_config as transformers has it. Args: given: one, its fields, a JSON file's path, or None."""
-    if isinstance(given, AcceleratorConfig):
-        return given
+def _to_accelerator_config(value: Any) -> AcceleratorConfig:
+    """Converts a dict of fields, the path of a JSON file, or None to transformers' AcceleratorConfig."""
+    if isinstance(value, AcceleratorConfig):
+        return value
     try:
-        return AcceleratorConfig.from_json_file(given) if isinstance(given, str) else AcceleratorConfig(**(given or {}))
+        return AcceleratorConfig.from_json_file(value) if isinstance(value, str) else AcceleratorConfig(**(value or {}))
     except (TypeError, ValueError, OSError) as error:
-        raise ConfigError(f"accelerator_config={given!r}: {error}") from error
+        raise ConfigError(f"accelerator_config={value!r}: {error}") from error
 
 
-def _available() -> list[str]:
-    """The installed loggers."""
-    from transformers.integrations.integration_utils import get_available_reporting_integrations
-
-    return get_available_reporting_integrations()
-
-
-def _mapping(name: str, value: str) -> dict[str, Any]:
-    """Parses the text of a dict field. Raises ConfigError: it is not a JSON object."""
+def _parse_dict(name: str, value: str) -> dict[str, Any]:
+    """Parses the text of a dict field. Raises ConfigError: not a JSON object."""
     try:
-        found = json.loads(value)
+        parsed = json.loads(value)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{name}={value!r} is no JSON ({error}); give an object: '{{\"key\": 1}}'") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{name}={value!r} is no JSON object; give one: '{{\"key\": 1}}'")
-    return found
-
-
-def _word(name: str, value: Any, kind: Any) -> Any:
-    """A member of an enumeration of transformers."""
-    known = [member.value for member in kind]
-    if value not in known:
-        raise lookup_error(name, str(value), known)
-    return kind(value)
+        raise ConfigError(f"{name}={value!r} is not JSON ({error}); give an object: '{{\"key\": 1}}'") from error
+    if not isinstance(parsed, dict):
+        raise ConfigError(f"{name}={value!r} is not a JSON object; give one: '{{\"key\": 1}}'")
+    return parsed
 
 
 def dataclass_of(name: str, base: type[Arguments], doc: str) -> Any:
-    """Makes a configuration's class: a dataclass with the fields of its tables; old fields are None by default."""
-    made = []
+    """Makes a configuration's class: a dataclass with the fields of the base's tables. Old fields default to None."""
+    fields = []
     for field, row in {**base.TABLE, **base.OWN, **base.OLD}.items():
         kind = row.kind or type(row.default)
-        kind = dict | str if kind is dict else kind  # transformers' parser takes the text, which is JSON
+        kind = dict | str if kind is dict else kind  # on transformers' command line, a dict is a JSON text
         optional = kind | None if row.default is None else kind
         metadata = {"help": f"{row.state}: {row.note}".replace("%", "%%")}
         if isinstance(row.default, list | dict):
-            made.append((field, kind, dataclasses.field(default_factory=row.default.copy, metadata=metadata)))
+            fields.append((field, kind, dataclasses.field(default_factory=row.default.copy, metadata=metadata)))
         else:
-            made.append((field, optional, dataclasses.field(default=row.default, metadata=metadata)))
-    cls = dataclasses.make_dataclass(name, made, bases=(base,), init=False, repr=True, eq=True)
+            fields.append((field, optional, dataclasses.field(default=row.default, metadata=metadata)))
+    cls = dataclasses.make_dataclass(name, fields, bases=(base,), init=False, repr=True, eq=True)
     cls.__doc__, cls.__module__ = doc, base.__module__
     return cls

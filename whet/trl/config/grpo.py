@@ -1,4 +1,4 @@
-"""GRPOConfig: the table of its own fields, and its class. training.py has the fields from transformers."""
+"""GRPOConfig: the table of TRL's fields, and the class. training.py has the fields from transformers."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ __all__ = ["COMPAT", "GRPO_FIELDS", "OLD_GRPO_FIELDS", "GRPOConfig", "warn_of_di
 
 log = logging.getLogger("whet")
 
-_SERVER = "only read with vllm_mode='server', which is refused"
-_CB = "whet's own engine batches continuously in any case"
-_KEPT = "the corrections are of the embedded engine's own logprobs only where use_vllm is set, as in TRL"
+_SERVER = "only for vllm_mode='server', which is refused"
+_CB = "whet's engine always batches continuously"
 
 GRPO_FIELDS: Table = {
-    "model_init_kwargs": other(None, "dtype is read as fp32 masters with bf16=...; torch_dtype, device_map and "
-                                     "attn_implementation ask for nothing; others are refused", dict),
-    "trust_remote_code": works(False, "the Python files that lie beside the weights are run"),
+    "model_init_kwargs": other(None, "dtype, torch_dtype, device_map, attn_implementation, low_cpu_mem_usage and "
+                                     "use_safetensors have no effect: master weights are fp32, and bf16 sets the "
+                                     "dtype; others are refused", dict),
+    "trust_remote_code": works(False, "runs the Python files in the model's folder"),
     "router_aux_loss_coef": refused(None, "the router's auxiliary loss is not added; leave it out", float,
                                     harmless=(0.0, 0)),
     "disable_dropout": inert(False, "dropout is always off, so that sampler and trainer are one policy"),
-    "cast_lm_head_to_fp32": inert(False, "log-probabilities are made in fp32 from bf16 products in any case"),
+    "cast_lm_head_to_fp32": inert(False, "log-probabilities are always computed in fp32, from bf16 products"),
     "num_generations": works(8),
     "num_generations_eval": works(None, kind=int),
     "max_completion_length": works(512),
@@ -40,15 +40,15 @@ GRPO_FIELDS: Table = {
     "top_p": works(1.0),
     "top_k": works(0),
     "min_p": works(None, kind=float),
-    "generation_kwargs": works(None, "beams are searched by transformers' generate, with a warning", dict),
+    "generation_kwargs": works(None, "transformers' generate does beam search, with a warning", dict),
     "chat_template_kwargs": works(None, kind=dict),
     "repetition_penalty": works(1.0),
     "cache_implementation": inert(None, "the KV cache is the engine's own", str),
     "use_vllm": other(False, "vLLM in this process"),
-    "vllm_mode": other("colocate", '"server" is refused: weights are shared with an engine in this process'),
+    "vllm_mode": other("colocate", '"server" is refused: the engine shares this process\'s weights'),
     "vllm_model_impl": works("vllm"),
-    "vllm_enable_sleep_mode": other(False, "what the engine holds besides the weights is freed for each update"),
-    "vllm_structured_outputs_regex": other(None, "with whet's own engine; refused with use_vllm", str),
+    "vllm_enable_sleep_mode": other(False, "the engine's memory, except the weights, is freed for each update"),
+    "vllm_structured_outputs_regex": other(None, "works with whet's engine; refused with use_vllm", str),
     "vllm_server_base_url": inert(None, _SERVER, str),
     "vllm_server_host": inert("0.0.0.0", _SERVER),
     "vllm_server_port": inert(8000, _SERVER),
@@ -57,7 +57,7 @@ GRPO_FIELDS: Table = {
     "vllm_gpu_memory_utilization": works(0.3),
     "vllm_max_model_length": works(None, kind=int),
     "vllm_tensor_parallel_size": refused(1, "one device samples; leave it at 1"),
-    "beta": works(0.0, "the reference is the model as it was given, not its file read again"),
+    "beta": works(0.0, "the reference is a copy of the model before training; its file is not read again"),
     "num_iterations": works(1),
     "epsilon": works(0.2),
     "delta": works(None, kind=float),
@@ -74,25 +74,25 @@ GRPO_FIELDS: Table = {
     "scale_rewards": works("group"),
     "loss_type": other(
         "dapo",
-        "the count of rows or tokens is that of the update, where TRL's may be of a micro-batch (bnpo) or a mean "
-        "(dapo, cispo, vespo with steps_per_generation other than the accumulation); cispo's cap is ε_high itself, "
-        "as there, with a warning",
+        "losses are divided by the rows or tokens of the update; TRL's bnpo divides by those of a micro-batch, and its "
+        "dapo, cispo and vespo by a mean, if steps_per_generation is not gradient_accumulation_steps. As in TRL, "
+        "cispo's cap is ε_high itself; a warning says so",
     ),
-    "mask_truncated_completions": other(False, "their rows count in the means over rows, as in TRL"),
+    "mask_truncated_completions": other(False, "as in TRL, masked rows count in the means over rows"),
     "sync_ref_model": works(False),
     "ref_model_mixup_alpha": works(0.6),
     "ref_model_sync_steps": other(512, "optimizer steps, rounded up to whole rollouts"),
-    "top_entropy_quantile": other(1.0, "the quantile is of the update, where TRL's is of each micro-batch"),
-    "entropy_coef": other(0.0, "the mean entropy is of the update's tokens, where TRL's is of each micro-batch"),
+    "top_entropy_quantile": other(1.0, "the quantile is over the update; TRL's is over each micro-batch"),
+    "entropy_coef": other(0.0, "the mean entropy is over the update's tokens; TRL's is over each micro-batch's"),
     "use_adaptive_entropy": works(False),
     "entropy_coef_min": works(0.0),
     "entropy_coef_max": works(1.0),
     "entropy_coef_delta": works(0.005),
     "entropy_target": works(0.2),
     "max_tool_calling_iterations": works(None, "rounds of calls in a completion", int),
-    "vllm_importance_sampling_correction": works(True, _KEPT),
+    "vllm_importance_sampling_correction": works(True, "as in TRL, it acts with use_vllm only"),
     "vllm_importance_sampling_mode": works(
-        "sequence_mask", "geometric_mask and geometric_truncate, of the mean of a sequence, besides"
+        "sequence_mask", "also geometric_mask and geometric_truncate, which take a sequence's mean"
     ),
     "vllm_importance_sampling_clip_max": works(3.0, kind=float),
     "vllm_importance_sampling_clip_min": works(None, kind=float),
@@ -108,24 +108,24 @@ GRPO_FIELDS: Table = {
     "use_transformers_paged": inert(False, _CB),
     "vllm_importance_sampling_cap": other(None, "vllm_importance_sampling_clip_max, as in TRL", float),
 }  # fmt: skip
-"""Field -> what it is here."""
+"""Field -> its default and its meaning in whet."""
 
 OLD_GRPO_FIELDS: Table = {
-    "max_prompt_length": old("prompts are cut on the left to so many tokens", int),
-    "vllm_device": old("not read: the engine is where the trainer is"),
-    "vllm_dtype": old("nothing to do: the engine has the trainer's weights, in their dtype"),
+    "max_prompt_length": old("prompts are truncated to this many tokens on the left", int),
+    "vllm_device": old("no effect: the engine is on the trainer's device"),
+    "vllm_dtype": old("no effect: the engine shares the trainer's weights and their dtype"),
     "vllm_max_model_len": old("vllm_max_model_length", int),
     "vllm_enable_prefix_caching": old("vLLM's enable_prefix_caching", bool),
     "vllm_guided_decoding_regex": old("vllm_structured_outputs_regex"),
-    "use_liger_loss": old("nothing to do: logits are never held", bool),
+    "use_liger_loss": old("no effect: whet never keeps all logits", bool),
     "wandb_log_unique_prompts": old("log_unique_prompts", bool),
-    "compat": old('"0.16" = the defaults and metric names of that release'),
+    "compat": old('"0.16" = the defaults and metric names of TRL 0.16'),
 }
 """Field of an earlier TRL -> how it is read; `compat` is whet's own."""
 
 COMPAT = {"0.16": {"temperature": 0.9, "top_k": 50, "beta": 0.04, "max_completion_length": 256,
                    "max_prompt_length": 512, "loss_type": "bnpo", "use_bias_correction_kl": False}}  # fmt: skip
-"""Release -> its defaults, where they were others."""
+"""Release -> the defaults that differed."""
 
 
 class _GRPO(RLArguments):
@@ -158,7 +158,7 @@ class _GRPO(RLArguments):
 GRPOConfig: type[_GRPO] = dataclass_of(
     "GRPOConfig",
     _GRPO,
-    """TRL's GRPOConfig: every field by its name, with its default; docs/from-trl.md says what each is here.
+    """TRL's GRPOConfig, with all its fields and defaults; docs/from-trl.md describes each field.
 
     >>> GRPOConfig(num_generations=6, per_device_train_batch_size=8)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
@@ -168,37 +168,33 @@ GRPOConfig: type[_GRPO] = dataclass_of(
 
 
 def warn_of_differences(args: Any) -> None:
-    """Warns of defects of TRL's that are followed, and names the setting without the defect."""
+    """Warns of TRL's defects that whet reproduces, and names a setting without the defect."""
     bound = args.epsilon if args.epsilon_high is None else args.epsilon_high
     if args.loss_type == "cispo" and bound < 1:
         log.warning(
-            "loss_type='cispo': the cap of the weights is epsilon_high=%s itself, as in TRL, so that every weight is "
-            "%s; the paper's 1 + ε_high is epsilon_high=5.0, say",
+            "loss_type='cispo': as in TRL, the cap of the weights is epsilon_high=%s itself, so every weight is %s; "
+            "the paper's cap is 1 + ε_high: set e.g. epsilon_high=5.0",
             bound,
             bound,
         )
     if args.beta and args.use_bias_correction_kl:
         log.warning(
-            "beta=%s: the KL is multiplied by the importance ratio, as in TRL; use_bias_correction_kl=False is k3",
+            "beta=%s: as in TRL, the KL is multiplied by the importance ratio; use_bias_correction_kl=False is k3",
             args.beta,
         )
     if args.mask_truncated_completions and args.loss_type in ("grpo", "sapo", "dr_grpo", "luspo"):
         log.warning(
-            "mask_truncated_completions: completions that are masked out count in the mean over rows, as in TRL, so a "
-            "step with many of them is a smaller one; loss_type='dapo' counts trained tokens alone"
+            "mask_truncated_completions: as in TRL, masked completions count in the mean over rows, so many of them "
+            "make the step smaller; loss_type='dapo' counts trained tokens only"
         )
-    _warn_of_level(args.loss_type, args.importance_sampling_level)
-
-
-def _warn_of_level(loss_type: str, level: str) -> None:
-    """Logs a level of the ratio that is not the one a loss was made for."""
+    loss_type, level = args.loss_type, args.importance_sampling_level
     if loss_type == "luspo" and level != "sequence":
-        log.warning("loss_type='luspo' was made for importance_sampling_level='sequence', and it is %r", level)
+        log.warning("loss_type='luspo' needs importance_sampling_level='sequence', but it is %r", level)
     if loss_type == "vespo" and level != "token":
-        log.warning("loss_type='vespo' has a ratio of sequences of its own; leave importance_sampling_level at 'token'")
+        log.warning("loss_type='vespo' computes sequence ratios itself; leave importance_sampling_level at 'token'")
     if level == "sequence" and loss_type in ("bnpo", "cispo", "dapo", "dr_grpo"):
         log.warning(
-            "importance_sampling_level='sequence': loss_type=%r sums over tokens, which weights each sequence by its "
-            "completion length; GSPO is loss_type='grpo'",
+            "importance_sampling_level='sequence': loss_type=%r sums over tokens, so each sequence is weighted by its "
+            "length; GSPO is loss_type='grpo'",
             loss_type,
         )

@@ -1,4 +1,4 @@
-"""KTOConfig: the table of its own fields, and its class. supervised.py and training.py have the shared fields."""
+"""KTOConfig: the table of its fields, and the class. supervised.py and training.py have the shared fields."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["KTO_FIELDS", "KTOConfig"]
 KTO_FIELDS: Table = {
     **{name: row for name, row in MODEL_FIELDS.items() if name != "pad_token"},
     "disable_dropout": NO_DROPOUT,
-    "max_length": other(1024, "rows whose prompt fills it are left out and counted; a mismatched answer is what is "
-                              "left of it in its own row, in TRL it is cut anew", int),
-    "precompute_ref_log_probs": other(False, "not with loss_type='kto', which reads the reference on the mismatched "
-                                             "rows of each update"),
-    "precompute_ref_batch_size": inert(None, "passes go by max_tokens_per_microbatch", int),
-    "train_sampling_strategy": works("sequential", "with loss_type='kto' nothing else, as in TRL"),
+    "max_length": other(1024, "rows with a prompt of this length are left out and counted; a mismatched answer is "
+                              "truncated as in its own row, while TRL truncates it anew", int),
+    "precompute_ref_log_probs": other(False, "refused with loss_type='kto', which needs the reference on each update's "
+                                             "mismatched rows"),
+    "precompute_ref_batch_size": inert(None, "max_tokens_per_microbatch sets the size of a pass", int),
+    "train_sampling_strategy": works("sequential", "as in TRL, loss_type='kto' allows nothing else"),
     "loss_type": works("kto", "or apo_zero_unpaired"),
     "beta": works(0.1),
     "desirable_weight": works(1.0),
@@ -31,7 +31,7 @@ KTO_FIELDS: Table = {
     "ref_model_mixup_alpha": works(0.6),
     "ref_model_sync_steps": works(512),
 }  # fmt: skip
-"""Field -> what it is here."""
+"""Field -> its default and its meaning in whet."""
 
 _LOSSES = ("kto", "apo_zero_unpaired")
 _SAME = ("beta", "desirable_weight", "undesirable_weight", "precompute_ref_log_probs")
@@ -45,7 +45,7 @@ class _KTO(SupervisedArguments):
     OLD: ClassVar[Table] = {**OLD_TRAINING_FIELDS, **OLD_DPO_FIELDS}
 
     def _check(self) -> None:
-        """Refuses values that whet does not support."""
+        """Raises ConfigError for values that whet does not support."""
         super()._check()
         if self.loss_type not in _LOSSES:
             raise lookup_error("loss_type", self.loss_type, _LOSSES)
@@ -54,18 +54,18 @@ class _KTO(SupervisedArguments):
         if self.train_sampling_strategy != "sequential":
             raise ConfigError(
                 f"loss_type='kto' requires `train_sampling_strategy='sequential'`, got "
-                f"{self.train_sampling_strategy!r}: in TRL the mismatched rows are those of a fixed order; shuffle the "
-                "data set itself"
+                f"{self.train_sampling_strategy!r}: TRL pairs mismatched rows in a fixed order; shuffle the data set "
+                "itself"
             )
         if self.per_device_train_batch_size < 2:
             raise ConfigError(
                 f"per_device_train_batch_size={self.per_device_train_batch_size}: the actual batch size must be > 1, "
-                "since KTO measures its KL on each prompt with another row's answer; give 2 or more"
+                "because KTO measures the KL on each prompt with another row's answer; give 2 or more"
             )
         if self.precompute_ref_log_probs:
             raise ConfigError(
-                "precompute_ref_log_probs=True is not taken with loss_type='kto', which reads the reference on the "
-                "mismatched rows of each update; leave it out, or take loss_type='apo_zero_unpaired'"
+                "precompute_ref_log_probs=True is not supported with loss_type='kto', which needs the reference on "
+                "each update's mismatched rows; leave it out, or set loss_type='apo_zero_unpaired'"
             )
 
     def to_whet(self) -> PreferenceConfig:
@@ -80,7 +80,7 @@ class _KTO(SupervisedArguments):
 KTOConfig: type[_KTO] = dataclass_of(
     "KTOConfig",
     _KTO,
-    """TRL's KTOConfig: every field by its name, with its default; docs/from-trl.md says what each is here.
+    """TRL's KTOConfig, with all its fields and defaults; docs/from-trl.md describes each field.
 
     >>> KTOConfig(desirable_weight=2.0).to_whet().desirable_weight
     2.0

@@ -1,6 +1,6 @@
-"""The settings that `torchrun` and `accelerate launch` pass in environment variables.
+"""Reads the settings that `torchrun` and `accelerate launch` pass in environment variables.
 
-Left out on purpose: process groups. One process trains.
+Process groups are not supported: one process trains.
 """
 
 from __future__ import annotations
@@ -25,14 +25,13 @@ def apply_launcher(args: Any) -> None:
     """Applies the launcher's settings.
 
     Args: args: a configuration; use_cpu and bf16 may be set.
-    Raises: ConfigError: several processes; fp16 or fp8, where the script does not set the precision itself.
+    Raises: ConfigError: several processes; fp16 or fp8 if the script does not set the precision itself.
     """
     if (count := world_size()) > 1:
         raise ConfigError(
-            f"WORLD_SIZE is {count}: the launcher has started {count} processes, and training in several is not part "
-            "of this release; start one (accelerate launch --num_processes 1, torchrun --nproc_per_node 1), and for "
-            f"the same step multiply gradient_accumulation_steps by {count}: "
-            f"{count * args.gradient_accumulation_steps}"
+            f"WORLD_SIZE is {count}: the launcher started {count} processes, but whet.trl trains in one; start one "
+            "(accelerate launch --num_processes 1, torchrun --nproc_per_node 1), and for the same step multiply "
+            f"gradient_accumulation_steps by {count}: {count * args.gradient_accumulation_steps}"
         )
     if _is_set("ACCELERATE_USE_CPU"):
         args.use_cpu = True
@@ -41,12 +40,12 @@ def apply_launcher(args: Any) -> None:
         args.bf16 = True
     elif precision != "no" and args.bf16 is False:
         raise ConfigError(
-            f"ACCELERATE_MIXED_PRECISION={precision} is not taken: it needs a scaled loss, which is not offered; "
+            f"ACCELERATE_MIXED_PRECISION={precision} is not supported: it needs loss scaling, which whet lacks; "
             "launch with --mixed_precision bf16 or no"
         )
-    for name, what in _SHARDED.items():
+    for name, library in _SHARDED.items():
         if _is_set(name):
-            log.warning("%s: with one process %s has nothing to divide; the model is trained whole", name, what)
+            log.warning("%s has no effect: with one process %s does not shard the model", name, library)
 
 
 def _is_set(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""RewardConfig: the table of its own fields, and its class. supervised.py and training.py have the shared fields."""
+"""RewardConfig: the table of its fields, and the class. supervised.py and training.py have the shared fields."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ REWARD_FIELDS: Table = {
     **TEMPLATE_FIELDS,
     "learning_rate": works(1e-4),
     "disable_dropout": NO_DROPOUT,
-    "max_length": works(1024, "pairs that are longer are left out, as in TRL", int),
+    "max_length": works(1024, "longer pairs are left out, as in TRL", int),
     "center_rewards_coefficient": works(None, kind=float),
 }
-"""Field -> what it is here."""
+"""Field -> its default and its meaning in whet."""
 
 
 class _Reward(SupervisedArguments):
@@ -42,7 +42,7 @@ class _Reward(SupervisedArguments):
 RewardConfig: type[_Reward] = dataclass_of(
     "RewardConfig",
     _Reward,
-    """TRL's RewardConfig: every field by its name, with its default; docs/from-trl.md says what each is here.
+    """TRL's RewardConfig, with all its fields and defaults; docs/from-trl.md describes each field.
 
     >>> RewardConfig(center_rewards_coefficient=0.01).to_whet().center_rewards_coefficient
     0.01

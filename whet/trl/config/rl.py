@@ -1,4 +1,4 @@
-"""RLArguments: the base of GRPOConfig and RLOOConfig: the rules of batches, checks."""
+"""RLArguments: the base of GRPOConfig and RLOOConfig: batch sizes and checks."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _SIZES = (
 
 
 class RLArguments(Arguments):
-    """The base of the configurations of reinforcement learning."""
+    """The base of GRPOConfig and RLOOConfig."""
 
     METHOD: ClassVar[str] = ""
-    """For messages."""
+    """The method's name in messages."""
 
     @classmethod
     def renamed(cls) -> dict[str, str]:
@@ -42,13 +42,13 @@ class RLArguments(Arguments):
 
     @property
     def batches(self) -> Batches:
-        """The batches of a step. Raises ConfigError: one of TRL's rules is broken."""
+        """The batch sizes of a step. Raises ConfigError: sizes that break TRL's rules."""
         return compute_batches({name: getattr(self, name) for name in _SIZES}, method=self.METHOD)
 
     def _check(self) -> None:
-        """Checks TRL's rules, and refuses values that whet does not support."""
+        """Checks TRL's rules, and raises ConfigError for values that whet does not support."""
         super()._check()
-        if self.generation_batch_size is not None and self.steps_per_generation is not None and not self._copied():
+        if self.generation_batch_size is not None and self.steps_per_generation is not None and not self._is_copy():
             raise ConfigError(
                 "'generation_batch_size' and 'steps_per_generation' can not be both configured at the same time; give "
                 f"one: steps_per_generation={self.steps_per_generation} makes a generation_batch_size of "
@@ -62,18 +62,18 @@ class RLArguments(Arguments):
         batches = self.batches
         if batches.accumulated != self.gradient_accumulation_steps:
             log.warning(
-                "gradient_accumulation_steps=%d with steps_per_generation=%d would mix two rollouts in an update: it "
-                "is taken as %d, which makes %s",
+                "gradient_accumulation_steps=%d with steps_per_generation=%d would mix two rollouts in an update; "
+                "using %d instead, which gives %s",
                 self.gradient_accumulation_steps, batches.steps_per_generation, batches.accumulated, batches,
             )  # fmt: skip
         self.steps_per_generation = batches.steps_per_generation
         self.generation_batch_size = batches.generation_batch_size
         group = self.num_generations_eval or self.num_generations
         if self.eval_strategy != "no" and self.per_device_eval_batch_size % group:
-            up = -(-self.per_device_eval_batch_size // group) * group
+            nearest = -(-self.per_device_eval_batch_size // group) * group
             raise ConfigError(
                 f"The global eval batch size ({self.per_device_eval_batch_size} * 1) must be divisible by the number "
-                f"of generations used for evaluation ({group}); set per_device_eval_batch_size={up}, or "
+                f"of generations used for evaluation ({group}); set per_device_eval_batch_size={nearest}, or "
                 f"num_generations_eval to a divisor of {self.per_device_eval_batch_size}"
             )
         if self.use_vllm:
@@ -82,36 +82,36 @@ class RLArguments(Arguments):
             log.warning("vllm_device=%r is not read: %s", self.vllm_device, self.OLD["vllm_device"].note)
         if beam_options(self):
             log.warning(
-                "generation_kwargs: num_beams=%s: what beams find is no sample of the policy, as in TRL; transformers' "
-                "own generate makes it, which is slower than whet's engine",
+                "generation_kwargs: num_beams=%s: as in TRL, beam search does not sample from the policy; it runs "
+                "transformers' generate, which is slower than whet's engine",
                 (self.generation_kwargs or {})["num_beams"],
             )
-        self.to_whet()  # raises for what whet can't express
+        self.to_whet()  # raises for values that whet can't express
 
-    def _copied(self) -> bool:
-        """Whether all fields are given, as dataclasses.replace does, so that both sizes were filled in before."""
+    def _is_copy(self) -> bool:
+        """Whether dataclasses.replace made this object: all fields are set, both sizes included."""
         agree = self.generation_batch_size == self.per_device_train_batch_size * self.steps_per_generation
-        return agree and self._given.issuperset(self.TABLE.keys() - {"output_dir"})
+        return agree and self._set_fields.issuperset(self.TABLE.keys() - {"output_dir"})
 
     def _check_vllm(self) -> None:
-        """Refuses options that don't go with vLLM."""
+        """Raises ConfigError for options that don't work with vLLM."""
         if self.vllm_mode != "colocate":
             raise ConfigError(
-                f"vllm_mode={self.vllm_mode!r} is not taken: vLLM runs in this process; set vllm_mode='colocate'"
+                f"vllm_mode={self.vllm_mode!r} is not supported: vLLM runs in this process; set vllm_mode='colocate'"
             )
         if (regex := self.vllm_structured_outputs_regex) is not None:
             raise ConfigError(
-                f"vllm_structured_outputs_regex={regex!r} is not taken with use_vllm=True: its logprobs would be those "
-                "of a constrained distribution; leave use_vllm out, whet's own engine has it"
+                f"vllm_structured_outputs_regex={regex!r} is not supported with use_vllm=True: logprobs would be of "
+                "the constrained distribution; leave use_vllm out: whet's engine supports it"
             )
-        cut = {name: getattr(self, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
-        cut = {name: value for name, value in cut.items() if value not in (None, 0, 1.0)}
-        if cut and self.temperature != 1:
-            said = ", ".join(f"{name}={value}" for name, value in cut.items())
+        options = {name: getattr(self, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
+        options = {name: value for name, value in options.items() if value not in (None, 0, 1.0)}
+        if options and self.temperature != 1:
+            shown = ", ".join(f"{name}={value}" for name, value in options.items())
             raise ConfigError(
-                f"{said} with use_vllm=True and temperature={self.temperature}: vLLM would report logprobs after that, "
-                "and the loss compares with the whole distribution; set temperature=1.0, or leave "
-                f"{', '.join(cut)} or use_vllm out"
+                f"{shown} with use_vllm=True and temperature={self.temperature}: vLLM would report logprobs of the "
+                "truncated distribution, and the loss needs the full one; set temperature=1.0, or leave "
+                f"{', '.join(options)} or use_vllm out"
             )
 
     def to_whet(self) -> Any:

@@ -1,4 +1,4 @@
-"""RLOOConfig: the table of its fields, shared with GRPOConfig where they are the same, and its class."""
+"""RLOOConfig: the table of its fields, many shared with GRPOConfig, and the class."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["OLD_RLOO_FIELDS", "RLOO_FIELDS", "RLOOConfig"]
 _OWN: Table = {
     "num_generations": works(2),
     "beta": works(0.05, "the KL is in the reward: log π_old − log π_ref, summed over a completion"),
-    "epsilon": works(0.2, "of the ratio of whole completions; the sum of log-ratios is held in ±20"),
+    "epsilon": works(0.2, "clips the ratio of whole completions; the sum of log-ratios is clamped to ±20"),
     "normalize_advantages": works(False),
-    "reward_clip_range": works(None, "of the weighted sums, before the KL is taken off", tuple[float, float]),
+    "reward_clip_range": works(None, "clips the weighted sums, before the KL is subtracted", tuple[float, float]),
     "mask_truncated_completions": other(
-        False, "their rows count in the mean, as there; TRL's loss has their advantages in it, which have no gradient"
+        False, "as in TRL, masked rows count in the mean; TRL's loss value also has their advantages, without gradient"
     ),
 }
-_GRPO_ALONE = (
+_GRPO_ONLY = (
     "cast_lm_head_to_fp32", "delta", "entropy_coef", "entropy_coef_delta", "entropy_coef_max", "entropy_coef_min",
     "entropy_target", "importance_sampling_level", "log_completions_hub_repo", "loss_type",
     "max_tool_calling_iterations", "multi_objective_aggregation", "off_policy_mask_threshold", "sapo_temperature_neg",
@@ -33,8 +33,8 @@ _GRPO_ALONE = (
     "vllm_importance_sampling_mode",
 )  # fmt: skip
 
-RLOO_FIELDS: Table = {**{name: row for name, row in GRPO_FIELDS.items() if name not in _GRPO_ALONE}, **_OWN}
-"""Field -> what it is here."""
+RLOO_FIELDS: Table = {**{name: row for name, row in GRPO_FIELDS.items() if name not in _GRPO_ONLY}, **_OWN}
+"""Field -> its default and its meaning in whet."""
 
 OLD_RLOO_FIELDS: Table = {name: row for name, row in OLD_GRPO_FIELDS.items() if name != "compat"}
 """Field of an earlier TRL -> how it is read."""
@@ -55,7 +55,7 @@ class _RLOO(RLArguments):
 RLOOConfig: type[_RLOO] = dataclass_of(
     "RLOOConfig",
     _RLOO,
-    """TRL's RLOOConfig: every field by its name, with its default; docs/from-trl.md says what each is here.
+    """TRL's RLOOConfig, with all its fields and defaults; docs/from-trl.md describes each field.
 
     >>> RLOOConfig(beta=0.1).to_whet().kl_type
     'reward'

@@ -1,4 +1,4 @@
-"""SFTConfig: the table of its own fields, and its class. supervised.py and training.py have the shared fields."""
+"""SFTConfig: the table of its fields, and the class. supervised.py and training.py have the shared fields."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ SFT_FIELDS: Table = {
     "dataset_kwargs": other(None, "skip_prepare_dataset, with rows of input_ids; add_special_tokens and "
                                   "append_concat_token are not read, as in TRL; others are refused", dict),
     "max_length": works(1024, "None = no limit", int),
-    "truncation_mode": works("keep_start", "or keep_end; rows with nothing trained left are dropped and counted"),
-    "shuffle_dataset": other(False, "an order drawn once, from whet's own generator"),
-    "packing": other(False, "passes are packed in any case, and no row sees another: the option decides how many rows "
-                            "make up a step, which are those of so many packs of max_length tokens"),
-    "packing_strategy": other("bfd", "bfd, bfd_split and wrapped make TRL's packs; in wrapped ones rows see each "
-                                      "other, as in TRL"),
-    "padding_free": inert(False, "nothing is padded in any case"),
-    "eval_packing": works(None, "None = as packing; the evaluation is weighed over all its tokens in any case", bool),
-    "completion_only_loss": works(None, "None = where rows have prompt and completion", bool),
-    "assistant_only_loss": other(False, "turns are found by rendering, in the model's own template; marks "
-                                        "({% generation %}) within them have the last word"),
-    "loss_type": works("nll", "nll, dft, or a function of whet's"),
+    "truncation_mode": works("keep_start", "or keep_end; rows without trained tokens are dropped and counted"),
+    "shuffle_dataset": other(False, "the order is drawn once, from whet's generator"),
+    "packing": other(False, "whet always packs its passes, and rows don't attend to each other. With packing, a row of "
+                            "the batch size is a pack of max_length tokens"),
+    "packing_strategy": other("bfd", "bfd, bfd_split and wrapped make TRL's packs; as in TRL, rows in wrapped packs "
+                                      "attend to each other"),
+    "padding_free": inert(False, "whet never pads"),
+    "eval_packing": works(None, "None = the value of packing; the loss is always a mean over all tokens", bool),
+    "completion_only_loss": works(None, "None = True if rows have prompt and completion", bool),
+    "assistant_only_loss": other(False, "whet finds the turns by rendering the model's template; its marks "
+                                        "({% generation %}) narrow them"),
+    "loss_type": works("nll", "nll, dft, or a reference to a function"),
 }  # fmt: skip
-"""Field -> what it is here."""
+"""Field -> its default and its meaning in whet."""
 
 OLD_SFT_FIELDS: Table = {
     "max_seq_length": old("max_length", int),
 }
 """Field of an earlier TRL -> how it is read."""
 
-_NOT_READ = {"add_special_tokens", "append_concat_token"}
-"""Of dataset_kwargs, in scripts of 2024."""
+_IGNORED_KWARGS = {"add_special_tokens", "append_concat_token"}
+"""Keys of dataset_kwargs in scripts of 2024, which later releases of TRL ignore."""
 _PACKING = ("bfd", "bfd_split", "wrapped")
 
 
@@ -72,16 +72,16 @@ class _SFT(SupervisedArguments):
             raise lookup_error("packing_strategy", self.packing_strategy, _PACKING)
         if self.packing and self.max_length is None:
             raise ConfigError("When packing is enabled, `max_length` can't be `None`: it is the length of a pack")
-        given = set(self.dataset_kwargs or {}) - {"skip_prepare_dataset"}
-        if given & _NOT_READ:
+        keys = set(self.dataset_kwargs or {}) - {"skip_prepare_dataset"}
+        if ignored := sorted(keys & _IGNORED_KWARGS):
             log.warning(
-                "dataset_kwargs: %s is not read, as in later releases of TRL: special tokens are the tokenizer's",
-                ", ".join(sorted(given & _NOT_READ)),
+                "dataset_kwargs: %s is not read, as in later releases of TRL: the tokenizer adds special tokens",
+                ", ".join(ignored),
             )
-        if given := given - _NOT_READ:
+        if unsupported := sorted(keys - _IGNORED_KWARGS):
             raise ConfigError(
-                f"dataset_kwargs: {sorted(given)[0]!r} is not taken; give rows as they are to be trained on, or rows "
-                "of input_ids and labels"
+                f"dataset_kwargs: {unsupported[0]!r} is not supported; give the rows to train on unchanged, or rows of "
+                "input_ids and labels"
             )
         resolve_name(self.loss_type, SFT_LOSSES, "SFT loss")
 
@@ -93,7 +93,7 @@ class _SFT(SupervisedArguments):
 SFTConfig: type[_SFT] = dataclass_of(
     "SFTConfig",
     _SFT,
-    """TRL's SFTConfig: every field by its name, with its default; docs/from-trl.md says what each is here.
+    """TRL's SFTConfig, with all its fields and defaults; docs/from-trl.md describes each field.
 
     >>> SFTConfig(packing=True, max_length=None)
     Traceback (most recent call last):
@@ -103,10 +103,10 @@ SFTConfig: type[_SFT] = dataclass_of(
 
 
 def from_training_arguments(args: Any) -> Any:
-    """An SFTConfig of plain TrainingArguments, which TRL's SFTTrainer takes too; anything else as it is."""
+    """Converts transformers' TrainingArguments, which TRL's SFTTrainer accepts too; other objects are unchanged."""
     if not isinstance(args, TrainingArguments):
         return args
-    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.init and f.name in SFTConfig.TABLE}
-    if not given["fsdp"]:
-        del given["fsdp_config"]  # transformers makes a dict of defaults from it
-    return SFTConfig(**{name: getattr(value, "value", value) for name, value in given.items()})
+    values = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.init and f.name in SFTConfig.TABLE}
+    if not values["fsdp"]:
+        del values["fsdp_config"]  # transformers fills it with defaults
+    return SFTConfig(**{name: getattr(value, "value", value) for name, value in values.items()})

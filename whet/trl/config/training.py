@@ -6,84 +6,84 @@ from whet.fronts.field import Field, Table, inert, old, other, refused, works
 
 __all__ = ["OLD_TRAINING_FIELDS", "OWN_FIELDS", "TRAINING_FIELDS"]
 
-_ONE = "one process trains; several are not there yet"
-_ROWS = "rows are read in this process as they are needed; no workers copy them"
-_HUB = "checkpoints are not sent; what save_model() and push_to_hub() send is one commit"
-_ROLLOUT = "between two updates of one rollout it is rounded up to the end of the rollout"
-_NO_COMPILE = "nothing is compiled; on a CPU training has kernels of its own, on a GPU the module's forward runs"
+_ONE = "one process trains; several processes are not supported yet"
+_ROWS = "rows are read in this process when they are needed, without workers"
+_HUB = "checkpoints are not pushed; save_model() and push_to_hub() push one commit"
+_ROLLOUT = "an event between two updates of a rollout waits for the end of the rollout"
+_NO_COMPILE = "nothing is compiled; a CPU runs whet's kernels, a GPU the module's forward"
 
 OWN_FIELDS: Table = {
     "max_tokens_per_microbatch": Field(
         None,
         "own",
-        "tokens, of prompts and answers, that run through the model at once in training: what sizes its memory, and "
-        "changes no result; lower it where memory is short. None = 16384, on a CPU 2048, or the longest sequence",
+        "tokens of prompts and answers in one forward and backward pass. It sets the memory of training and changes no "
+        "result; lower it if memory is short. None = 16384 (2048 on a CPU), or the longest sequence",
         int,
     ),
 }
-"""Fields that TRL has not."""
+"""Fields that TRL does not have."""
 TRAINING_FIELDS: Table = {
     "output_dir": works(None, 'None = "trainer_output"', str),
     "per_device_train_batch_size": other(
         8,
-        "completions, with accumulation of an update; how many run through the model at once is "
-        "max_tokens_per_microbatch's to say",
+        "completions; times gradient_accumulation_steps they are an update. max_tokens_per_microbatch decides how many "
+        "run through the model at once",
     ),
-    "num_train_epochs": works(3.0, "a part of an epoch is rounded up to whole rollouts"),
+    "num_train_epochs": works(3.0, "a fraction of an epoch is rounded up to whole rollouts"),
     "max_steps": other(-1, "optimizer steps, rounded up to whole rollouts"),
     "learning_rate": works(1e-6),
     "lr_scheduler_type": works("linear"),
     "lr_scheduler_kwargs": works(None, kind=dict),
-    "warmup_steps": works(0, "below 1 a share of all steps", float),
+    "warmup_steps": works(0, "a value below 1 is a share of all steps", float),
     "optim": other(
         "adamw_torch_fused",
-        "adamw_torch* is whet's fused AdamW, 8-bit AdamW its adamw8bit (torchao); adafactor, adagrad, rmsprop, sgd too",
+        "adamw_torch* is whet's fused AdamW, 8-bit AdamW is adamw8bit (torchao); also adafactor, adagrad, rmsprop, sgd",
     ),
     "optim_args": refused(None, "set adam_beta1, adam_beta2 and adam_epsilon, or pass optimizers=", str),
-    "weight_decay": works(0.0, "of matrices; norms and biases don't decay"),
+    "weight_decay": works(0.0, "on matrices; norms and biases don't decay"),
     "adam_beta1": works(0.9),
     "adam_beta2": works(0.999),
     "adam_epsilon": works(1e-8),
-    "optim_target_modules": refused(None, "GaLore and its kin are not offered; take peft_config", str),
-    "gradient_accumulation_steps": works(1, "in whole rollouts: see the rules of batches"),
+    "optim_target_modules": refused(None, "GaLore and similar optimizers are not supported; use peft_config", str),
+    "gradient_accumulation_steps": works(1, "an update takes whole rollouts or divides one: see the rules of batches"),
     "average_tokens_across_devices": inert(True, _ONE),
-    "max_grad_norm": works(1.0, "an update whose gradient is not finite is skipped and counted"),
-    "label_smoothing_factor": inert(0.0, "GRPO has no labels, in TRL neither"),
+    "max_grad_norm": works(1.0, "an update with a gradient that is not finite is skipped and counted"),
+    "label_smoothing_factor": inert(0.0, "GRPO has no labels, nor has it in TRL"),
     "bf16": other(
         None,
-        "None = in bf16 where the machine is faster so; True or False decide. Masters stay fp32, and are what is "
-        "saved. A module is turned to bf16 in place; with optimizers= it keeps its dtype",
+        "None = bf16 if it is faster on this machine. The master weights stay fp32 and are saved. A module is "
+        "converted to bf16 in place; with optimizers= it keeps its dtype",
         bool,
     ),
-    "fp16": refused(False, "fp16 needs a scaled loss, which is not offered; take bf16=True"),
+    "fp16": refused(False, "fp16 needs loss scaling, which is not supported; use bf16=True"),
     "bf16_full_eval": inert(False, "evaluation computes in the dtype of training"),
     "fp16_full_eval": refused(False, "evaluation computes in the dtype of training; leave it out"),
     "tf32": works(None, kind=bool),
-    "activation_checkpointing": works(None, "None = as gradient_checkpointing says", bool),
-    "activation_checkpointing_kwargs": inert(None, "recomputation is whet's own, never reentrant", dict),
+    "activation_checkpointing": works(None, "None = the value of gradient_checkpointing", bool),
+    "activation_checkpointing_kwargs": inert(None, "whet checkpoints activations itself, never reentrant", dict),
     "gradient_checkpointing": works(True),
-    "gradient_checkpointing_kwargs": inert(None, "recomputation is whet's own, never reentrant", dict),
+    "gradient_checkpointing_kwargs": inert(None, "whet checkpoints activations itself, never reentrant", dict),
     "torch_compile": inert(False, _NO_COMPILE),
     "torch_compile_backend": inert(None, _NO_COMPILE, str),
     "torch_compile_mode": inert(None, _NO_COMPILE, str),
-    "use_liger_kernel": inert(False, "logits are never held; on a GPU nothing stands in for Liger's layers"),
-    "liger_kernel_config": inert(None, "as use_liger_kernel", dict),
+    "use_liger_kernel": inert(False, "whet never keeps all logits; on a GPU nothing replaces Liger's other layers"),
+    "liger_kernel_config": inert(None, "see use_liger_kernel", dict),
     "use_cache": inert(False, "training keeps no KV cache, rollouts always do"),
-    "neftune_noise_alpha": refused(None, "noise in training alone would make sampler and trainer two policies", float),
-    "torch_empty_cache_steps": inert(None, "memory is given back after each phase", int),
+    "neftune_noise_alpha": refused(None, "noise in training only would make sampler and trainer two policies", float),
+    "torch_empty_cache_steps": inert(None, "memory is freed after each phase", int),
     "auto_find_batch_size": refused(
-        False, "memory goes by max_tokens_per_microbatch, not by the batch; lower that where memory is short"
+        False, "max_tokens_per_microbatch sets the memory, not the batch; lower it if memory is short"
     ),
     "logging_strategy": works("steps"),
-    "logging_steps": other(10, f"optimizer steps; {_ROLLOUT}. Below 1 a share of all steps", float),
+    "logging_steps": other(10, f"optimizer steps; {_ROLLOUT}. A value below 1 is a share of all steps", float),
     "logging_first_step": works(False),
     "log_on_each_node": inert(True, _ONE),
-    "logging_nan_inf_filter": inert(True, "an update whose gradient is not finite is skipped, and its loss not logged"),
+    "logging_nan_inf_filter": inert(True, "an update with a gradient that is not finite is skipped, its loss unlogged"),
     "include_num_input_tokens_seen": inert("no", "num_tokens is always logged"),
-    "log_level": works("passive", "of whet's and transformers' loggers"),
+    "log_level": works("passive", "sets the level of whet's and transformers' loggers"),
     "log_level_replica": inert("warning", _ONE),
     "disable_tqdm": works(None, kind=bool),
-    "report_to": other("none", "by transformers' own callbacks, each with its package", list[str]),
+    "report_to": other("none", "transformers' callbacks report; each needs its package", list[str]),
     "run_name": works(None, kind=str),
     "project": works("huggingface"),
     "trackio_space_id": works(None, kind=str),
@@ -92,21 +92,21 @@ TRAINING_FIELDS: Table = {
     "eval_strategy": works("no"),
     "eval_steps": other(None, f"optimizer steps; {_ROLLOUT}", float),
     "eval_delay": works(0, kind=float),
-    "per_device_eval_batch_size": other(8, "its rule is checked; the whole set is evaluated at once"),
+    "per_device_eval_batch_size": other(8, "TRL's rule is checked; whet evaluates the whole set at once"),
     "prediction_loss_only": inert(False, "an evaluation logs rewards and the loss"),
     "eval_on_start": works(False),
     "eval_do_concat_batches": inert(True, "no predictions are gathered"),
     "eval_use_gather_object": inert(False, "no predictions are gathered"),
     "eval_accumulation_steps": inert(None, "no predictions are gathered", int),
-    "include_for_metrics": inert([], "GRPOTrainer takes no compute_metrics, in TRL neither", list[str]),
-    "batch_eval_metrics": inert(False, "GRPOTrainer takes no compute_metrics, in TRL neither"),
+    "include_for_metrics": inert([], "GRPOTrainer has no compute_metrics, nor has TRL's", list[str]),
+    "batch_eval_metrics": inert(False, "GRPOTrainer has no compute_metrics, nor has TRL's"),
     "save_only_model": works(False),
     "save_strategy": works("steps"),
     "save_steps": other(500, f"optimizer steps; {_ROLLOUT}", float),
     "save_on_each_node": inert(False, _ONE),
     "save_total_limit": works(None, kind=int),
     "enable_jit_checkpoint": inert(False, "SIGTERM always ends a run with a checkpoint"),
-    "push_to_hub": other(False, "the token is tried at once; save_model() and push_to_hub() send, checkpoints stay"),
+    "push_to_hub": other(False, "the token is checked at once; save_model() and push_to_hub() push, checkpoints don't"),
     "hub_token": works(None, kind=str),
     "hub_private_repo": other(None, "private unless False", bool),
     "hub_model_id": works(None, kind=str),
@@ -116,15 +116,15 @@ TRAINING_FIELDS: Table = {
     "load_best_model_at_end": works(False),
     "metric_for_best_model": works(None, kind=str),
     "greater_is_better": works(None, kind=bool),
-    "ignore_data_skip": refused(False, "a resumed run continues at the very row; leave it out"),
+    "ignore_data_skip": refused(False, "a resumed run always continues at the next row; leave it out"),
     "restore_callback_states_from_checkpoint": works(False),
     "full_determinism": works(False),
-    "seed": works(42, "of every draw; the draws are whet's own, not torch's"),
+    "seed": works(42, "for all random draws; whet has its own generators, so draws differ from torch's"),
     "data_seed": works(None, kind=int),
-    "use_cpu": works(False, "a model given as a module stays where it lies"),
+    "use_cpu": works(False, "a model given as a module stays on its device"),
     "accelerator_config": inert(None, "accelerate is not used", dict),
     "parallelism_config": refused(None, _ONE, str),
-    "dataloader_drop_last": inert(False, "an epoch's rows that fill no rollout are left out, as TRL's sampler does"),
+    "dataloader_drop_last": inert(False, "as in TRL's sampler, an epoch's rows that fill no rollout are left out"),
     "dataloader_num_workers": inert(0, _ROWS),
     "dataloader_pin_memory": inert(True, _ROWS),
     "dataloader_persistent_workers": inert(False, _ROWS),
@@ -133,8 +133,8 @@ TRAINING_FIELDS: Table = {
     "dataloader_in_order": inert(True, _ROWS),
     "remove_unused_columns": works(False),
     "label_names": inert(None, "GRPO has no labels", list[str]),
-    "train_sampling_strategy": refused("random", "rows are shuffled, or with shuffle_dataset=False in order"),
-    "length_column_name": inert("length", "only read by a sampling strategy that goes by length"),
+    "train_sampling_strategy": refused("random", "rows are shuffled; shuffle_dataset=False keeps their order"),
+    "length_column_name": inert("length", "only sampling by length reads it"),
     "ddp_find_unused_parameters": inert(None, _ONE, bool),
     "ddp_bucket_cap_mb": inert(None, _ONE, int),
     "ddp_broadcast_buffers": inert(None, _ONE, bool),
@@ -144,27 +144,28 @@ TRAINING_FIELDS: Table = {
     "fsdp": refused(None, _ONE, str, harmless=("", [])),
     "fsdp_config": refused(None, _ONE, dict, harmless=({},)),
     "deepspeed": refused(None, f"{_ONE}; whet's offload_to_cpu does what ZeRO-offload does", dict),
-    "debug": refused("", "underflow_overflow is not offered; optim/skipped counts gradients that are not finite", str,
+    "debug": refused("", "underflow_overflow is not supported; optim/skipped counts gradients that are not finite", str,
                      harmless=([], None)),
     "skip_memory_metrics": inert(True, "memory is always measured"),
-    "do_train": inert(False, "for scripts, in transformers too"),
-    "do_eval": inert(False, "set by eval_strategy, in transformers too"),
-    "do_predict": inert(False, "for scripts, in transformers too"),
-    "resume_from_checkpoint": inert(None, "for scripts, in transformers too: train(resume_from_checkpoint=...)", str),
+    "do_train": inert(False, "for scripts to read, as in transformers"),
+    "do_eval": inert(False, "eval_strategy sets it, as in transformers"),
+    "do_predict": inert(False, "for scripts to read, as in transformers"),
+    "resume_from_checkpoint": inert(None, "for scripts to read, as in transformers; use train(resume_from_checkpoint=)",
+                                    str),
     "local_rank": inert(-1, _ONE),
 }  # fmt: skip
-"""Field -> what it is here."""
+"""Field -> its default and its meaning in whet."""
 
 OLD_TRAINING_FIELDS: Table = {
     "warmup_ratio": old("warmup_steps below 1", float),
-    "save_safetensors": old("must be True: nothing else is written", bool),
-    "logging_dir": old("where TensorBoard's files go; later releases read TENSORBOARD_LOGGING_DIR"),
+    "save_safetensors": old("must be True: no other format is written", bool),
+    "logging_dir": old("the folder of TensorBoard's files; later releases read TENSORBOARD_LOGGING_DIR"),
     "evaluation_strategy": old("eval_strategy"),
     "no_cuda": old("use_cpu", bool),
-    "overwrite_output_dir": old("nothing to do: what lies there stays, and only checkpoints of one step are replaced",
+    "overwrite_output_dir": old("no effect: existing files stay, and a run replaces checkpoints of the same steps only",
                                 bool),
-    "group_by_length": old("must be False: passes are packed, nothing is padded", bool),
+    "group_by_length": old("must be False: sequences are packed, never padded", bool),
     "tp_size": old("must be 1: one process trains", int),
-    "torchdynamo": old("nothing to do: nothing is compiled"),
+    "torchdynamo": old("no effect: nothing is compiled"),
 }  # fmt: skip
 """Field of an earlier transformers -> how it is read."""

@@ -51,11 +51,11 @@ _OPTIMIZERS = {
     "rmsprop": "whet.trl.trainer.optimizers:rmsprop",
     "sgd": "sgd",
 }
-"""transformers' optim -> whet's."""
+"""transformers' optim -> whet's name or factory."""
 BY_EVALUATION = ("greedy", "reduce_lr_on_plateau")
-"""lr_scheduler_type that an evaluation moves, not an update."""
+"""Values of lr_scheduler_type that step on an evaluation, not on an update."""
 NEVER = 10**9
-"""Steps between what callbacks ask for and no interval does."""
+"""An interval in steps that is never reached: callbacks decide when to save."""
 REWARD_MANAGER = "whet.trl.rl.reward_functions:TRLRewards"
 LOSS_TYPES = {
     "bnpo": ("grpo", "token-mean"),
@@ -68,7 +68,7 @@ LOSS_TYPES = {
     "vespo": ("vespo", "token-mean"),
 }
 """loss_type -> policy_loss_fn and loss_agg_mode."""
-_OF_LOSSES = (
+_LOSS_FIELDS = (
     "delta",
     "epsilon",
     "epsilon_high",
@@ -80,7 +80,7 @@ _OF_LOSSES = (
     "vespo_lambda_neg",
     "vespo_lambda_pos",
 )
-"""Fields with one name and meaning in both; a loss is given those that it takes."""
+"""Fields with the same name and meaning in whet's configuration. A loss receives those that it reads."""
 CORRECTIONS = {
     "geometric_mask": ("geometric", "mask"),
     "geometric_truncate": ("geometric", "truncate"),
@@ -89,8 +89,8 @@ CORRECTIONS = {
     "token_mask": ("token", "mask"),
     "token_truncate": ("token", "truncate"),
 }
-"""vllm_importance_sampling_mode -> sampler_is and its mode. sequence_* sums over a sequence, as in TRL; geometric_*,
-whet's own, takes the mean, which does not mask long completions for being long."""
+"""vllm_importance_sampling_mode -> sampler_is and sampler_is_mode. As in TRL, sequence_* sums over a sequence.
+geometric_* is whet's: it takes the mean, so it does not mask completions because they are long."""
 _GENERATE = {
     "max_new_tokens": "max_tokens_to_generate",
     "max_tokens": "max_tokens_to_generate",
@@ -100,25 +100,32 @@ _GENERATE = {
     "stop_strings": "stop",
     "suppress_tokens": "forbidden_tokens",
 }
-"""Options of transformers' generate and of vLLM's SamplingParams -> the field that stands for one."""
-_ELSEWHERE = {
+"""Options of transformers' generate and of vLLM's SamplingParams -> whet's field."""
+_UNSUPPORTED_KWARGS = {
     "eos_token_id": "set model.generation_config.eos_token_id",
     "max_length": "set max_completion_length",
     "min_length": "give min_new_tokens",
     "num_return_sequences": "set num_generations",
 }
-"""Those that are not taken -> what to do instead."""
-_BEAMS = ("diversity_penalty", "early_stopping", "length_penalty", "num_beam_groups", "num_beams")
+"""Unsupported options -> the alternative."""
+_BEAMS = {
+    "diversity_penalty": 0.0,
+    "early_stopping": False,
+    "length_penalty": 1.0,
+    "num_beam_groups": 1,
+    "num_beams": 1,
+}
+"""Options of beam search -> the value without effect."""
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def optimizer_config(args: Any, total: int | None) -> OptimConfig:
-    """The optimizer's section. Args: total: updates of the run; None = not known."""
+    """The optimizer's configuration. Args: total: the run's updates; None = unknown."""
     if args.optim not in _OPTIMIZERS:
         raise lookup_error("optim", str(args.optim), _OPTIMIZERS)
     schedule = args.lr_scheduler_type.value
-    moved = schedule in BY_EVALUATION  # by the front; to the optimizer it is constant
-    schedule = "constant" if moved else schedule
+    by_evaluation = schedule in BY_EVALUATION  # the trainer steps it; for the optimizer it is constant
+    schedule = "constant" if by_evaluation else schedule
     return OptimConfig(
         name=_OPTIMIZERS[args.optim],
         lr=args.learning_rate,
@@ -126,17 +133,17 @@ def optimizer_config(args: Any, total: int | None) -> OptimConfig:
         eps=args.adam_epsilon,
         weight_decay=args.weight_decay,
         schedule=schedule,
-        schedule_kwargs={} if moved else dict(args.lr_scheduler_kwargs or {}),
-        warmup_steps=0 if schedule == "constant" else args.get_warmup_steps(total or 0),  # there it takes no notice
+        schedule_kwargs={} if by_evaluation else dict(args.lr_scheduler_kwargs or {}),
+        warmup_steps=0 if schedule == "constant" else args.get_warmup_steps(total or 0),  # transformers ignores it too
         total_steps=total,
         max_grad_norm=args.max_grad_norm or 0.0,
     )
 
 
 def training_fields(args: Any, steps: int | None, root: str | None) -> dict[str, Any]:
-    """What every loop's section has; when to save, evaluate and stop is the callbacks' to say.
+    """The fields of every training configuration. Callbacks decide when to save, evaluate and stop.
 
-    Args: steps: of the run. root: of the checkpoints; None = none.
+    Args: steps: the run's steps. root: the folder of checkpoints; None = no checkpoints.
     """
     return {
         "max_steps": steps,
@@ -151,40 +158,44 @@ def training_fields(args: Any, steps: int | None, root: str | None) -> dict[str,
 
 
 def rl_training_config(args: Any, steps: int | None, optim: Any, root: str | None) -> RLTrainingConfig:
-    """The loop's section; when to save, evaluate and stop is the callbacks' to say.
+    """The training configuration of reinforcement learning.
 
-    Args: steps: rollouts of the run. optim: an OptimConfig or a factory. root: of the checkpoints; None = none.
+    Args: steps: the run's rollouts. optim: an OptimConfig or a factory. root: the folder of checkpoints; None = no
+        checkpoints.
     """
     return RLTrainingConfig(actor_optimizer=optim, reward_timeout_s=None, **training_fields(args, steps, root))
 
 
 def grpo_algorithm(args: Any) -> Algorithm:
-    """The algorithm of a GRPOConfig of TRL's. Raises: ConfigError: an unknown word."""
+    """Translates a GRPOConfig to whet's algorithm. Raises ConfigError: an unknown value."""
     if args.loss_type not in LOSS_TYPES:
         raise lookup_error("loss_type", args.loss_type, LOSS_TYPES)
     loss, mode = LOSS_TYPES[args.loss_type]
-    taken = POLICY_READS["policy_loss_fn"][loss]
+    reads = POLICY_READS["policy_loss_fn"][loss]
     fields: dict[str, Any] = {
-        **_common(args),
+        **_shared_fields(args),
         "policy_loss_fn": loss,
         "loss_agg_mode": mode,
         "use_bias_correction_kl": bool(args.beta) and args.use_bias_correction_kl,
-        **{name: getattr(args, name) for name in _OF_LOSSES if name in taken},
+        "entropy_coef": args.entropy_coef,
+        **{name: getattr(args, name) for name in _LOSS_FIELDS if name in reads},
         **_advantage(args),
         **_masks(args),
-        **_entropy(args),
         **_correction(args),
     }
+    if args.use_adaptive_entropy:
+        names = ("use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")
+        fields |= {name: getattr(args, name) for name in names}
     if "loss_agg_units" in POLICY_READS["loss_agg_mode"][mode]:
         fields["loss_agg_units"] = "all"
     return Algorithm(**fields)
 
 
 def rloo_algorithm(args: Any) -> Algorithm:
-    """The algorithm of an RLOOConfig of TRL's."""
+    """Translates an RLOOConfig to whet's algorithm."""
     clip = args.reward_clip_range
     return trl_rloo(
-        **_common(args),
+        **_shared_fields(args),
         epsilon=args.epsilon,
         epsilon_high=args.epsilon_high,
         normalize_advantages=args.normalize_advantages,
@@ -192,12 +203,12 @@ def rloo_algorithm(args: Any) -> Algorithm:
     )
 
 
-def _common(args: Any) -> dict[str, Any]:
-    """What both have."""
-    made = args.batches
+def _shared_fields(args: Any) -> dict[str, Any]:
+    """The fields of GRPOConfig and RLOOConfig alike."""
+    batches = args.batches
     fields: dict[str, Any] = {
         "num_generations": args.num_generations,
-        "num_iterations": made.passes,
+        "num_iterations": batches.passes,
         "advantage_eps": 1e-4,
         "mask_truncated_completions": args.mask_truncated_completions,
         "reward_weights": None if args.reward_weights is None else tuple(args.reward_weights),
@@ -207,17 +218,17 @@ def _common(args: Any) -> dict[str, Any]:
     if args.sync_ref_model:
         fields["sync_ref_model"] = True
         fields["ref_model_mixup_alpha"] = args.ref_model_mixup_alpha
-        fields["ref_model_sync_steps"] = -(-args.ref_model_sync_steps // made.updates)
+        fields["ref_model_sync_steps"] = -(-args.ref_model_sync_steps // batches.updates)
     return fields
 
 
 def _advantage(args: Any) -> dict[str, Any]:
     if args.scale_rewards not in ("group", "batch", "none"):
         raise lookup_error("scale_rewards", args.scale_rewards, ("group", "batch", "none"))
-    ways = {"sum_then_normalize": "grpo", "normalize_then_sum": "gdpo"}
-    if args.multi_objective_aggregation not in ways:
-        raise lookup_error("multi_objective_aggregation", args.multi_objective_aggregation, ways)
-    estimator = ways[args.multi_objective_aggregation]
+    estimators = {"sum_then_normalize": "grpo", "normalize_then_sum": "gdpo"}
+    if args.multi_objective_aggregation not in estimators:
+        raise lookup_error("multi_objective_aggregation", args.multi_objective_aggregation, estimators)
+    estimator = estimators[args.multi_objective_aggregation]
     scale = {"scale_rewards": args.scale_rewards} if estimator == "grpo" else {}
     return {"advantage_estimator": estimator, **scale}
 
@@ -234,16 +245,8 @@ def _masks(args: Any) -> dict[str, Any]:
     return {**fields, "loss_masks": tuple(masks)}
 
 
-def _entropy(args: Any) -> dict[str, Any]:
-    fields = {"entropy_coef": args.entropy_coef}
-    if args.use_adaptive_entropy:
-        names = ("use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")
-        fields |= {name: getattr(args, name) for name in names}
-    return fields
-
-
 def _correction(args: Any) -> dict[str, Any]:
-    """The importance sampling for vLLM; nothing for an engine that reads the trainer's weights."""
+    """The fields of importance sampling, for vLLM only: whet's engine shares the trainer's weights."""
     mode = args.vllm_importance_sampling_mode
     if mode not in CORRECTIONS:
         raise lookup_error("vllm_importance_sampling_mode", mode, CORRECTIONS)
@@ -259,35 +262,36 @@ def _correction(args: Any) -> dict[str, Any]:
         )
     if not (args.use_vllm and args.vllm_importance_sampling_correction):
         return {}
-    level, how = CORRECTIONS[mode]
-    bounds = {"sampler_is_threshold": high, "sampler_is_lower": low}
-    return {"sampler_is": level, "sampler_is_mode": how, **bounds}
+    level, mode = CORRECTIONS[mode]
+    return {"sampler_is": level, "sampler_is_mode": mode, "sampler_is_threshold": high, "sampler_is_lower": low}
 
 
 def rollout_config(args: Any, longest_prompt: int) -> RolloutConfig:
-    """The rollout's section. Args: longest_prompt: tokens of the longest prompt there is."""
-    given = dict(args.generation_kwargs or {})
-    if given.pop("do_sample", True) is False:
+    """The rollout's configuration. Args: longest_prompt: the tokens of the longest prompt."""
+    kwargs = dict(args.generation_kwargs or {})
+    if kwargs.pop("do_sample", True) is False:
         raise ConfigError("generation_kwargs: do_sample=False makes all completions of a group equal; leave it out")
     fields: dict[str, Any] = {
         "max_tokens_to_generate": args.max_completion_length,
         **{name: getattr(args, name) for name in _SAMPLING},
     }
     for name in [*_SAMPLING, *_GENERATE]:
-        if name in given:
-            value = given.pop(name)
+        if name in kwargs:
+            value = kwargs.pop(name)
             fields[_GENERATE.get(name, name)] = tuple(value) if isinstance(value, list) else value
-    if taken := sorted(given.keys() & _ELSEWHERE.keys()):
-        raise ConfigError(f"generation_kwargs: {taken[0]} is not taken; {_ELSEWHERE[taken[0]]}")
+    if unsupported := sorted(kwargs.keys() & _UNSUPPORTED_KWARGS.keys()):
+        name = unsupported[0]
+        raise ConfigError(f"generation_kwargs: {name} is not supported; {_UNSUPPORTED_KWARGS[name]}")
     fields |= {"top_k": fields["top_k"] or None, "min_p": fields["min_p"] or 0.0}
-    given = {name: value for name, value in given.items() if name not in beam_options(args)}
+    beams = {**_BEAMS, **beam_options(args)}
+    kwargs = {name: value for name, value in kwargs.items() if (name, value) not in beams.items()}
     regex = args.vllm_structured_outputs_regex
     return RolloutConfig(
         **fields,
         max_prompt_length=args.max_prompt_length or longest_prompt,
         on_long_prompt="truncate_left" if args.max_prompt_length else "error",
         logprob_support="full",
-        generation_kwargs=given,
+        generation_kwargs=kwargs,
         num_generations_eval=args.num_generations_eval or args.num_generations,
         chat_template_kwargs=template_options(args),
         constraint=None if regex is None else ConstraintConfig(regex=regex),
@@ -296,14 +300,14 @@ def rollout_config(args: Any, longest_prompt: int) -> RolloutConfig:
 
 
 def beam_options(args: Any) -> dict[str, Any]:
-    """Options of generation_kwargs that search by beams; empty = nothing is searched."""
-    given = args.generation_kwargs or {}
-    found = {name: given[name] for name in _BEAMS if name in given}
-    return found if found.get("num_beams", 1) > 1 and not args.use_vllm else {}
+    """The options of generation_kwargs for beam search; empty = no beam search."""
+    kwargs = args.generation_kwargs or {}
+    options = {name: kwargs[name] for name in _BEAMS if name in kwargs}
+    return options if options.get("num_beams", 1) > 1 and not args.use_vllm else {}
 
 
 def template_options(args: Any) -> dict[str, Any]:
-    """Arguments of the chat template; thinking is the template's own default, as there."""
+    """The arguments of the chat template. As in TRL, thinking is on unless chat_template_kwargs turns it off."""
     return {"enable_thinking": True, **(args.chat_template_kwargs or {})}
 
 

@@ -1,4 +1,7 @@
-"""log_completions: a table on the console, output_dir/completions/completions_{step:05d}.parquet, wandb and trackio."""
+"""Implements log_completions: prints a table of completions, writes it as parquet, and sends it to wandb and trackio.
+
+The file is output_dir/completions/completions_{step:05d}.parquet.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ __all__ = ["Completions"]
 
 
 class Completions:
-    """The completions of the last rollout, written when the run logs with log_completions.
+    """The completions of the last rollout, which a log with log_completions writes.
 
-    Args: args: the configuration: log_completions, num_completions_to_print, log_unique_prompts, output_dir.
+    Args: args: has log_completions, num_completions_to_print, log_unique_prompts, output_dir and report_to.
     """
 
     def __init__(self, args: Any) -> None:
@@ -24,15 +27,15 @@ class Completions:
         self.prompts: list[Any] = []
         self.completions: list[Any] = []
         self.rewards: dict[str, list[float]] = {}
-        """Of each reward function."""
+        """Reward function -> its reward of each completion."""
         self.extra: dict[str, list[Any]] = {}
-        """What reward functions logged by log_extra."""
+        """The columns that reward functions logged by log_extra."""
         self.advantages: list[float] = []
         self.pending = False
-        """Whether they are still to be written."""
+        """Whether the completions have not been written yet."""
 
     def add(self, step: Step, extra: dict[str, list[Any]]) -> None:
-        """Takes a rollout in place of the last one."""
+        """Replaces the completions by those of a new rollout. Args: extra: columns from log_extra."""
         rewarded, batch = step.rewards, step.batch
         self.prompts, self.completions = list(rewarded.inputs.prompts), list(rewarded.inputs.completions)
         self.rewards = {name: values.tolist() for name, values in rewarded.table.items()}
@@ -51,7 +54,7 @@ class Completions:
         }
 
     def write(self, step: int) -> None:
-        """Prints, stores and sends them, if there are any. Args: step: optimizer steps so far."""
+        """Prints, stores and sends the pending completions. Args: step: optimizer steps so far."""
         if not self.pending or not self.args.log_completions:
             return
         import pandas
@@ -69,7 +72,7 @@ class Completions:
         self.pending = False
 
     def _loggers(self) -> Iterator[Any]:
-        """Those of report_to that show tables."""
+        """The modules of report_to that show tables."""
         for name in ("wandb", "trackio"):
             if name in self.args.report_to:
                 logger: Any = importlib.import_module(name)
@@ -81,10 +84,10 @@ class Completions:
         from rich.table import Table
 
         shown = table if self.args.num_completions_to_print is None else table.head(self.args.num_completions_to_print)
-        made = Table(title=f"Step {step}", show_lines=True)
+        printed = Table(title=f"Step {step}", show_lines=True)
         names = [name for name in shown.columns if name != "step"]
         for name in names:
-            made.add_column(name)
+            printed.add_column(name)
         for row in shown[names].itertuples(index=False):
-            made.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row))
-        Console(file=sys.stdout).print(made)
+            printed.add_row(*(f"{value:.2f}" if isinstance(value, float) else str(value) for value in row))
+        Console(file=sys.stdout).print(printed)

@@ -1,4 +1,4 @@
-"""Rollouts by a `generate` that the user replaced, on the model or in its class, or by beam search, as in TRL."""
+"""Rollouts by the model's own `generate`: a user has replaced it, or asks for beam search."""
 
 from __future__ import annotations
 
@@ -17,57 +17,61 @@ __all__ = ["find_custom_generate", "generate_groups"]
 
 
 def find_custom_generate(*modules: nn.Module) -> nn.Module | None:
-    """The first of a model's forms (PEFT's, its own) with a `generate` that is not transformers'; None = none has."""
-    return next((module for module in modules if "generate" in vars(module) or _of_its_class(module)), None)
+    """The first module with a `generate` that is not from transformers or PEFT; None if there is none.
 
+    Args: modules: the model, with and without PEFT's wrapper.
+    """
 
-def _of_its_class(module: nn.Module) -> bool:
-    """Whether the class of a model has a `generate` of the user's."""
-    own = getattr(type(module), "generate", None)
-    return own is not None and getattr(own, "__module__", "").partition(".")[0] not in ("peft", "transformers")
+    def is_custom(module: nn.Module) -> bool:
+        method = getattr(type(module), "generate", None)
+        package = getattr(method, "__module__", "").partition(".")[0]
+        return "generate" in vars(module) or (method is not None and package not in ("peft", "transformers"))
+
+    return next(filter(is_custom, modules), None)
 
 
 def generate_groups(
     module: nn.Module,
     episodes: Sequence[Episode],
-    number: int,
+    num_generations: int,
     *,
     end_ids: Sequence[int],
     pad_id: int,
     options: dict[str, Any],
     version: int,
 ) -> list[Group]:
-    """Groups whose turns `module.generate` made, called as TRL calls it: with all episodes that wait for a turn.
+    """Plays episodes by `module.generate`. As in TRL, each call generates the next turn of all unfinished episodes.
 
-    Args: episodes: of each prompt so many as `number` says, one after the other. end_ids: that end a turn, and are part
-        of it. options: of the generation configuration. version: of the weights.
+    Args:
+        module: the model.
+        episodes: num_generations episodes of each prompt in turn.
+        end_ids: tokens that end a turn and belong to it.
+        pad_id: the padding token.
+        options: fields of the generation configuration.
+        version: the version of the weights.
+    Returns: a group for each prompt.
     """
-    made: dict[int, Any] = {}
-    playing = [(place, episode.play(episode)) for place, episode in enumerate(episodes)]
-    waiting: list[tuple[int, Any, Request]] = [(place, turns, next(turns)) for place, turns in playing]
+    completions: dict[int, Completion] = {}
+    playing = [(i, episode.play(episode)) for i, episode in enumerate(episodes)]
+    waiting: list[tuple[int, Any, Request]] = [(i, turns, next(turns)) for i, turns in playing]
     while waiting:
-        rows = _rows(module, [request.tokens for *_, request in waiting], end_ids, pad_id, options)
-        asked, waiting = waiting, []
-        for (place, turns, request), row in zip(asked, rows, strict=True):
+        rows = _generate(module, [request.tokens for *_, request in waiting], end_ids, pad_id, options)
+        requested, waiting = waiting, []
+        for (i, turns, request), row in zip(requested, rows, strict=True):
             try:
-                waiting.append((place, turns, turns.send(_output(row, request, end_ids, pad_id, version))))
-            except StopIteration as end:
-                made[place] = end.value
+                waiting.append((i, turns, turns.send(_output(row, request, end_ids, pad_id, version))))
+            except StopIteration as end:  # an episode here has one sequence
+                completions[i] = end.value if isinstance(end.value, Completion) else end.value[0]
     return [
-        Group(prompt=episodes[i].prompt, completions=tuple(_one(made[i + g]) for g in range(number)))
-        for i in range(0, len(episodes), number)
+        Group(prompt=episodes[i].prompt, completions=tuple(completions[i + g] for g in range(num_generations)))
+        for i in range(0, len(episodes), num_generations)
     ]
 
 
-def _one(found: Any) -> Completion:
-    """An episode here is one sequence."""
-    return found if isinstance(found, Completion) else found[0]
-
-
-def _rows(
+def _generate(
     module: nn.Module, contexts: Sequence[np.ndarray], end_ids: Sequence[int], pad_id: int, options: dict[str, Any]
 ) -> np.ndarray:
-    """Int [rows, C]: what `generate` puts after left-padded contexts."""
+    """Int [rows, C]: the tokens that `generate` appends to left-padded contexts."""
     from transformers import GenerationConfig
 
     width = max(map(len, contexts))
@@ -75,31 +79,31 @@ def _rows(
     ids = torch.full((len(contexts), width), pad_id, device=device)
     mask = torch.zeros_like(ids)
     for row, context in enumerate(contexts):
-        own = torch.from_numpy(context.astype(np.int64)).to(device)
-        ids[row, width - len(own) :], mask[row, width - len(own) :] = own, 1
+        start = width - len(context)
+        ids[row, start:], mask[row, start:] = torch.from_numpy(context.astype(np.int64)).to(device), 1
     config = GenerationConfig(
         eos_token_id=list(end_ids), pad_token_id=pad_id, do_sample=True, disable_compile=True, **options
     )
     with torch.no_grad():
-        found: Any = module.generate(input_ids=ids, attention_mask=mask, generation_config=config)  # pyright: ignore
-    return (found if isinstance(found, torch.Tensor) else found.sequences)[:, width:].cpu().numpy()
+        output: Any = module.generate(input_ids=ids, attention_mask=mask, generation_config=config)  # pyright: ignore
+    return (output if isinstance(output, torch.Tensor) else output.sequences)[:, width:].cpu().numpy()
 
 
 def _output(row: np.ndarray, request: Request, end_ids: Sequence[int], pad_id: int, version: int) -> Output:
-    """A row of ids up to its first end token; a row that has none ends with its last id, padding left out.
+    """The output of a row: the ids up to the first end token; without an end token, all ids before the padding.
 
-    A turn after the first is cut where the completion is full, since `generate` is not told of it.
+    A turn after the first is truncated to the completion's remaining tokens: `generate` does not know this limit.
     """
     ends = np.flatnonzero(np.isin(row, list(end_ids)))
     tokens = row[: ends[0] + 1] if len(ends) else row
     while len(tokens) > 1 and not len(ends) and tokens[-1] == pad_id:
         tokens = tokens[:-1]
-    cut = request.draw > 0 and len(tokens) > request.sampling.max_tokens
-    tokens = tokens[: request.sampling.max_tokens] if cut else tokens
+    truncated = request.draw > 0 and len(tokens) > request.sampling.max_tokens
+    tokens = tokens[: request.sampling.max_tokens] if truncated else tokens
     return Output(
         id=request.id,
         tokens=tokens.astype(np.int32),
         logprobs=np.zeros(len(tokens), np.float32),
         versions=np.full(len(tokens), version, np.int32),
-        finish_reason="stop" if len(ends) and not cut else "length",
+        finish_reason="stop" if len(ends) and not truncated else "length",
     )

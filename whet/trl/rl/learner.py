@@ -1,4 +1,4 @@
-"""TRL's variant of GRPOLearner: mini-batches counted in completions, and TRL's mean of the entropy bonus."""
+"""TRL's variant of GRPOLearner: mini-batches of completions, and TRL's mean of the entropy bonus."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from whet.types import Group, LossInputs, Prompt, TokenBatch
 __all__ = ["TRLLearner"]
 
 _SHARE = "entropy_share"
-"""Column: the share of a token in the mean entropy, divided by the weight of its loss."""
+"""Column: a token's share in the mean entropy, divided by the weight of its loss."""
 
 
 class TRLLearner(GRPOLearner):
@@ -41,7 +41,7 @@ class TRLLearner(GRPOLearner):
     trainer: Any
     """The trainer, which rollout_func receives."""
     make_task: Any
-    """(learner) -> the RLTask of a run."""
+    """(learner) -> the task of a run."""
 
     def new_task(self, eval_ds: Any = None) -> RLTask:
         """The task that calls the trainer's callbacks. It runs no evaluations: the trainer does."""
@@ -50,136 +50,130 @@ class TRLLearner(GRPOLearner):
     # ---- rollouts ------------------------------------------------------------------------------------------------
 
     def encoder(self, mode: Mode) -> PromptEncoder:
-        """The encoder of prompts, with the schemas of the tools."""
+        """The encoder of prompts with the tools' schemas."""
         return self.encoder_with(mode, self.agents.schemas)
 
     def encoder_with(self, mode: Mode, schemas: Sequence[Any]) -> PromptEncoder:
-        """The same with other tools. Args: schemas: what the template is told of them."""
+        """The encoder of prompts with other tools. Args: schemas: the schemas for the chat template."""
         return self.cluster.encoder(mode, prompt_column="prompt", on_answered="continue", tools=schemas or None)
 
     def rollout(self, prompts: Sequence[Prompt], *, step: int, mode: Mode, first: int = 0) -> Sequence[Group]:
-        """Completes prompts: by rollout_func, by the model's own `generate` where that was replaced, by the engine."""
-        number = self.num_generations_of(mode)
+        """Completes prompts by rollout_func, else by the model's custom `generate`, else by the engine."""
+        count = self.num_generations_of(mode)
         if self.agents.rollout_func is not None:
-            groups = self.agents.call_rollout_func(self.trainer, prompts, number, self.cluster.eos_ids)
+            groups = self.agents.call_rollout_func(self.trainer, prompts, count, self.cluster.eos_ids)
             return self.parse_messages(groups)
-        prompts, play = self.agents.start_episodes(self, prompts, number, mode, first)
-        if (own := self._own_generate()) is not None:
-            return self.parse_messages(self._generated(own, prompts, number, play, (step, first), mode))
-        return self.parse_messages(
-            self.cluster.sample(prompts, num_generations=number, step=step, first=first, mode=mode, play=play)
-        )
-
-    def _own_generate(self) -> nn.Module | None:
-        """The model whose `generate` makes completions: a user has replaced it, or asks for beams."""
-        own = find_custom_generate(self.trainer.model, self.cluster.actor.module)
-        return self.cluster.actor.module if own is None and beam_options(self.trainer.args) else own
-
-    def _generated(
-        self, model: nn.Module, prompts: Sequence[Prompt], number: int, play: Any, place: tuple[int, int], mode: Mode
-    ) -> list[Group]:
+        prompts, play = self.agents.start_episodes(self, prompts, count, mode, first)
+        if (model := self._custom_generate_model()) is None:
+            return self.parse_messages(
+                self.cluster.sample(prompts, num_generations=count, step=step, first=first, mode=mode, play=play)
+            )
         config, sampling = self.cluster.rollout_for(mode), self.cluster.sampling(mode)
-        names = {
-            "temperature": config.temperature,
-            "top_p": config.top_p,
-            "max_new_tokens": config.max_tokens_to_generate,
-        }
-        step, first = place
         if play is None:
-            episodes = single_turns(prompts, sampling, num_generations=number, address=(0, step, first))
+            episodes = single_turns(prompts, sampling, num_generations=count, address=(0, step, first))
         else:
             episodes = [Episode(prompt, (0, step, first + i, g), play(sampling))
-                        for i, prompt in enumerate(prompts) for g in range(number)]  # fmt: skip
+                        for i, prompt in enumerate(prompts) for g in range(count)]  # fmt: skip
         with self.trainer.attention.native():
-            return generate_groups(
+            groups = generate_groups(
                 model,
                 episodes,
-                number,
+                count,
                 end_ids=self.cluster.eos_ids,
                 pad_id=self.cluster.pad_id,
                 options={
-                    **names,
+                    "temperature": config.temperature,
+                    "top_p": config.top_p,
                     "top_k": config.top_k or 0,
+                    "max_new_tokens": config.max_tokens_to_generate,
                     **config.generation_kwargs,
                     **beam_options(self.trainer.args),
                 },
                 version=self.cluster.actor.version,
             )
+        return self.parse_messages(groups)
+
+    def _custom_generate_model(self) -> nn.Module | None:
+        """The model with a custom `generate`, or the model if the arguments ask for beam search; None = the engine."""
+        model = find_custom_generate(self.trainer.model, self.cluster.actor.module)
+        return self.cluster.actor.module if model is None and beam_options(self.trainer.args) else model
 
     def parse_messages(self, groups: Sequence[Group]) -> Sequence[Group]:
-        """The groups, with messages parsed by the tokenizer's response template, where it has one."""
+        """Adds messages to the completions, parsed by the tokenizer's response template if it has one."""
         tokenizer: Any = self.cluster.tokenizer
         if tokenizer.response_template is None:
             return groups
-        read = functools.partial(parse_turn, tokenizer, tokenizer.response_template)
-        made = []
+        parse = functools.partial(parse_turn, tokenizer, tokenizer.response_template)
+        parsed = []
         for group in groups:
-            context, chat = group.prompt.tokens, not isinstance(group.prompt.source, str)
-            done = [
-                dataclasses.replace(c, messages=(read(c.tokens, context, self.agents.schemas),))
-                if chat and c.messages is None
+            context, is_chat = group.prompt.tokens, not isinstance(group.prompt.source, str)
+            completions = [
+                dataclasses.replace(c, messages=(parse(c.tokens, context, self.agents.schemas),))
+                if is_chat and c.messages is None
                 else c
                 for c in group.completions
             ]
-            made.append(dataclasses.replace(group, completions=tuple(done)))
-        return made
+            parsed.append(dataclasses.replace(group, completions=tuple(completions)))
+        return parsed
 
     def batch(self, step: Step) -> Step:
-        """As RLLearner.batch; lengths of completions with tools are those of what the model said, as in TRL."""
+        """Packs the step as RLLearner does. With tools or rollout_func, lengths count the model's tokens, as in TRL."""
         step = super().batch(step)
         if not self.agents.has_tools and self.agents.rollout_func is None:
             return step
-        done = [c for g in step.rewards.groups for c in g.completions]
-        lengths = np.array([int((c.versions >= 0).sum()) for c in done])
-        stopped = np.array([c.finish_reason == "stop" for c in done])
-        own = {
+        completions = [c for g in step.rewards.groups for c in g.completions]
+        lengths = np.array([int((c.versions >= 0).sum()) for c in completions])
+        stopped = np.array([c.finish_reason == "stop" for c in completions])
+        metrics = {
+            **step.metrics,
             **spread("completions/length", lengths, prefix=True),
             **spread("completions/terminated_length", lengths[stopped], prefix=True),
         }
-        return step.replace(metrics={**step.metrics, **own})
+        return step.replace(metrics=metrics)
 
     def score(self, step: Step) -> Step:
-        """As PolicyLearner.score; what the engine has not sampled has no logprobs of its own, so the trainer's are
-        taken. The off-policy mask alone goes by those that rollout_func gave: it asks how far the sampler is away.
+        """Computes logprobs as PolicyLearner does. Without the engine, the trainer's logprobs count as the sampler's.
+
+        Only the off-policy mask reads rollout_func's logprobs: it measures the distance of the sampler's policy.
         """
-        by_function = self.agents.rollout_func is not None
-        if not by_function and self._own_generate() is None:
+        has_rollout_func = self.agents.rollout_func is not None
+        if not has_rollout_func and self._custom_generate_model() is None:
             return super().score(step)
         batch = step.batch
-        own = batch.replace(sampler_logprobs=self.cluster.actor.logprobs(batch).logprobs)
-        step = super().score(step.replace(batch=own))
-        if by_function and self.objective.has(off_policy_mask):
+        rescored = batch.replace(sampler_logprobs=self.cluster.actor.logprobs(batch).logprobs)
+        step = super().score(step.replace(batch=rescored))
+        if has_rollout_func and self.objective.has(off_policy_mask):
             step = step.replace(batch=step.batch.replace(sampler_logprobs=batch.sampler_logprobs))
         return step
 
     # ---- updates -------------------------------------------------------------------------------------------------
 
     def num_updates(self, num_groups: int) -> int:
-        """Optimizer steps of a rollout."""
+        """The optimizer steps of a rollout."""
         return self.batches.updates
 
     def minibatches(self, step: Step) -> Iterator[TokenBatch]:
-        """The completions of a rollout in their order, so many at a time, num_iterations times."""
+        """Yields a rollout's completions in order, `batches.rows` at a time, num_iterations times over."""
         batch = step.batch
         for _ in range(self.batches.passes):
             for rows in torch.arange(batch.num_sequences).split(self.batches.rows):
                 yield batch.select(rows)
 
     def with_update_columns(self, mini: TokenBatch) -> TokenBatch:
-        """As PolicyLearner's, with each token's share of the mean entropy where there is a bonus."""
+        """Adds each token's share of the mean entropy if there is an entropy bonus."""
         mini = super().with_update_columns(mini)
         if not self.kl_controller.has_entropy_bonus:
             return mini
         mini = self.cluster.actor_trainer.add_loss_weights(mini)
-        acts = mini.mask
+        mask = mini.mask
         if self.objective.has(high_entropy_mask):
-            acts = acts & (mini.need("entropy_rank") >= 1 - self.algo_config.top_entropy_quantile - 1e-6)
+            mask = mask & (mini.need("entropy_rank") >= 1 - self.algo_config.top_entropy_quantile - 1e-6)
         weights = mini.need("weights").double()
-        share = acts.double() / acts.sum().clamp(min=1) / torch.where(weights > 0, weights, 1.0)
+        share = mask.double() / mask.sum().clamp(min=1) / torch.where(weights > 0, weights, 1.0)
         return mini.with_token_columns(**{_SHARE: share})
 
     def loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """The objective, its entropy bonus a mean over the tokens it acts on, whatever the aggregation: TRL's."""
+        """The objective. As in TRL, the entropy bonus is a mean over its tokens, whatever the loss aggregation."""
         loss, metrics = super().loss(x)
         if not self.kl_controller.has_entropy_bonus:
             return loss, metrics
@@ -191,13 +185,13 @@ class TRLLearner(GRPOLearner):
     # ---- evaluation ----------------------------------------------------------------------------------------------
 
     def measure(self, prompts: Sequence[Prompt], step: int) -> tuple[dict[str, float], TokenBatch]:
-        """Rewards, completions and the loss on prompts, as an evaluation samples them, and what they were measured on.
+        """Samples completions for evaluation prompts, and computes their rewards and loss.
 
-        Args: step: of the draws.
+        Args: step: the step's index, for the random draws.
+        Returns: the metrics, and the batch of completions.
         """
-        made = self.reward(Step(index=step, prompts=prompts, mode=Mode.EVAL,
-                                groups=self.rollout(prompts, step=step, mode=Mode.EVAL)))  # fmt: skip
-        made = self.assign_advantages(self.score(self.batch(made)))
-        batch = made.batch
-        found = self.cluster.actor_trainer.evaluate_batch(self.with_update_columns(batch))
-        return flat({**made.metrics, **total_metrics(made.rewards), **found}), batch
+        groups = self.rollout(prompts, step=step, mode=Mode.EVAL)
+        record = self.reward(Step(index=step, prompts=prompts, mode=Mode.EVAL, groups=groups))
+        record = self.assign_advantages(self.score(self.batch(record)))
+        losses = self.cluster.actor_trainer.evaluate_batch(self.with_update_columns(record.batch))
+        return flat({**record.metrics, **total_metrics(record.rewards), **losses}), record.batch

@@ -1,8 +1,8 @@
-"""Calls reward functions as TRL does, and makes reward models callable as functions.
+"""Calls reward functions with TRL's keywords, and wraps reward models as functions.
 
     fn(prompts=, completions=, completion_ids=, **columns, trainer_state=, log_extra=, log_metric=)
 
-A function gets the keywords that it names. A result of None or NaN means that the function does not apply.
+A function receives the keywords of its signature. It returns None or NaN for a completion that it does not score.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from whet.rewards.manager import RewardManager
 from whet.rewards.model import RewardModel
 from whet.rewards.reward_batch import RewardBatch
 from whet.train.worker import ModelWorker
-from whet.trl.agents.agents import Agents, own_prompts
+from whet.trl.agents.agents import Agents, completion_prompts
 from whet.types import Group
 
 __all__ = ["RewardLog", "TRLRewards", "make_reward_functions"]
@@ -36,7 +36,7 @@ log = logging.getLogger("whet")
 class RewardLog:
     """Collects the columns and metrics that reward functions log.
 
-    Args: state: the trainer's, given to functions as trainer_state.
+    Args: state: returns the trainer's current state, the keyword trainer_state.
     """
 
     def __init__(self, state: Callable[[], Any]) -> None:
@@ -49,11 +49,11 @@ class RewardLog:
         return {"trainer_state": self._state(), "log_extra": self.log_extra, "log_metric": self.log_metric}
 
     def log_extra(self, column: str, values: list[Any]) -> None:
-        """A column of the table of completions: a value for each."""
+        """Adds a column to the table of completions. Args: values: one for each completion."""
         self.columns.setdefault(column, []).extend(values)
 
     def log_metric(self, name: str, value: float) -> None:
-        """A number of this step; several are averaged."""
+        """Logs a metric of this step; several values are averaged."""
         self.metrics.setdefault(name, []).append(float(value))
 
     def take(self) -> tuple[dict[str, list[Any]], dict[str, float]]:
@@ -64,35 +64,39 @@ class RewardLog:
 
 
 class TRLRewards(RewardManager):
-    """Computes the rewards of a batch with TRL's keywords; the trainer sets `log` and `agents`."""
+    """Computes a batch's rewards with TRL's keywords. The trainer sets `log` and `agents`."""
 
     NAN_IS_NONE = True
     log: RewardLog
     agents: Agents
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """As RewardManager; a lambda is called as it calls itself."""
+        """Names a lambda `<lambda>`, as TRL does."""
         super().__init__(*args, **kwargs)
-        own = {name: name.replace("lambda", "<lambda>", 1) if _is_lambda(fn) else name for name, fn in self.fns.items()}
-        self.fns = {own[name]: fn for name, fn in self.fns.items()}
-        self.weights = {own[name]: weight for name, weight in self.weights.items()}
+
+        def trl_name(name: str, fn: Any) -> str:
+            is_lambda = isinstance(fn, FunctionType) and fn.__name__ == "<lambda>"
+            return name.replace("lambda", "<lambda>", 1) if is_lambda else name
+
+        self.weights = {trl_name(name, self.fns[name]): weight for name, weight in self.weights.items()}
+        self.fns = {trl_name(name, fn): fn for name, fn in self.fns.items()}
 
     def check(self, columns: Sequence[str], *, extras: Mapping[str, Any] | None = None) -> None:
-        """As RewardManager, with what the log offers; what a rollout_func will return can't be known."""
+        """Checks the functions' keywords, TRL's included. A rollout_func can add any columns, so nothing is checked."""
         if self.agents.rollout_func is None:
-            own = {} if self.agents.environments is None else {"environments": []}
-            super().check(columns, extras={**self.log.keywords(), **own, **(extras or {})})
+            environments = {} if self.agents.environments is None else {"environments": []}
+            super().check(columns, extras={**self.log.keywords(), **environments, **(extras or {})})
 
     def inputs(
         self, groups: Sequence[Group], texts: Sequence[Sequence[Any]], *, mode: Any, extras: Mapping[str, Any]
     ) -> RewardInputs:
-        """As RewardManager, with prompts as environments have made them, and the columns of rollouts."""
+        """Adds the environments, their prompts, and the columns of rollout_func."""
         environments = self.agents.environments
-        if environments is not None:  # among the extras, since columns are copied for each function
+        if environments is not None:  # an extra, since columns are copied for each function
             extras = {**extras, "environments": environments.in_use}
-        found = super().inputs(groups, texts, mode=mode, extras=extras)
-        columns = {**found.columns, **self.agents.columns}
-        return dataclasses.replace(found, prompts=own_prompts(groups), columns=columns)
+        inputs = super().inputs(groups, texts, mode=mode, extras=extras)
+        columns = {**inputs.columns, **self.agents.columns}
+        return dataclasses.replace(inputs, prompts=completion_prompts(groups), columns=columns)
 
     def __call__(
         self,
@@ -102,31 +106,33 @@ class TRLRewards(RewardManager):
         mode: Any = "train",
         extras: Mapping[str, Any] | None = None,
     ) -> RewardBatch:
-        """As RewardManager, and a warning where a completion has no reward at all."""
-        found = super().__call__(groups, texts, mode=mode, extras={**self.log.keywords(), **(extras or {})})
-        if len(without := np.flatnonzero(np.isnan(found.total))):
-            first = int(without[0])
-            given = {"prompt": found.inputs.prompts[first], "completion": found.inputs.completions[first]}
-            log.warning("All reward functions returned None for the following kwargs: %s. Its advantage is 0.", given)
-        return found
-
-
-def _is_lambda(fn: Any) -> bool:
-    return isinstance(fn, FunctionType) and fn.__name__ == "<lambda>"
+        """Computes the rewards. Warns if all functions returned None for a completion."""
+        rewards = super().__call__(groups, texts, mode=mode, extras={**self.log.keywords(), **(extras or {})})
+        if len(unscored := np.flatnonzero(np.isnan(rewards.total))):
+            first = int(unscored[0])
+            kwargs = {"prompt": rewards.inputs.prompts[first], "completion": rewards.inputs.completions[first]}
+            log.warning("All reward functions returned None for the following kwargs: %s. Its advantage is 0.", kwargs)
+        return rewards
 
 
 def make_reward_functions(
-    given: Any, tokenizers: Any, policy_tokenizer: Any, args: Any, others: Sequence[Any] = ()
+    reward_funcs: Any, tokenizers: Any, policy_tokenizer: Any, args: Any, environment_rewards: Sequence[Any] = ()
 ) -> list[Any]:
-    """The functions, with models in place of their names; then those of environments.
+    """The reward functions, with models loaded and wrapped as functions; those of environments come last.
 
-    Args: given: one or a list: functions, names or folders of reward models, modules. tokenizers: reward_processing_
-        classes, one for each function; None = that of where the model was loaded from, else the policy's. others: of
-        environments, after which none need be given.
-    Raises: ConfigError: none is given; not one tokenizer for each.
+    Args:
+        reward_funcs: one or a list of functions, of names or folders of reward models, of modules.
+        tokenizers: reward_processing_classes, one for each function; None = the tokenizer of the reward model's folder,
+            else the policy's.
+        policy_tokenizer: the policy's tokenizer.
+        args: the trainer's arguments.
+        environment_rewards: reward functions of environments; if there are any, reward_funcs may be empty.
+    Raises: ConfigError: no function; a wrong number of weights or tokenizers.
     """
-    fns = [given] if callable(given) or isinstance(given, str) else list(given or ())
-    if not fns and not others:
+    if callable(reward_funcs) or isinstance(reward_funcs, str):
+        reward_funcs = [reward_funcs]
+    fns = list(reward_funcs or ())
+    if not fns and not environment_rewards:
         raise ConfigError(
             "No reward source provided: reward_funcs is empty; give at least one function, the name of a reward model, "
             "or an environment_factory whose environment defines a `get_reward` method"
@@ -135,25 +141,22 @@ def make_reward_functions(
         raise ConfigError(
             f"Number of reward weights ({len(args.reward_weights)}) must match number of reward functions ({len(fns)})"
         )
-    own = (
-        list(tokenizers)
-        if isinstance(tokenizers, list | tuple)
-        else [tokenizers] * (len(fns) if tokenizers is None else 1)
-    )
-    if len(own) != len(fns):
+    if not isinstance(tokenizers, list | tuple):
+        tokenizers = [tokenizers] * (len(fns) if tokenizers is None else 1)
+    if len(tokenizers) != len(fns):
         raise ConfigError(
-            f"The number of reward processing classes ({len(own)}) must match the number of reward functions "
+            f"The number of reward processing classes ({len(tokenizers)}) must match the number of reward functions "
             f"({len(fns)})."
         )
-    made = [
-        _model(fn, tokenizer, policy_tokenizer, args) if isinstance(fn, str | nn.Module) else fn
-        for fn, tokenizer in zip(fns, own, strict=True)
+    functions = [
+        _load_reward_model(fn, tokenizer, policy_tokenizer, args) if isinstance(fn, str | nn.Module) else fn
+        for fn, tokenizer in zip(fns, tokenizers, strict=True)
     ]
-    return [*made, *others]
+    return [*functions, *environment_rewards]
 
 
-def _model(model: Any, tokenizer: Any, policy_tokenizer: Any, args: Any) -> RewardModel:
-    """A reward model as a function, named after the last part of its name."""
+def _load_reward_model(model: Any, tokenizer: Any, policy_tokenizer: Any, args: Any) -> RewardModel:
+    """A reward model as a function, named after the last part of the model's name."""
     loaded = load_model(model, device=args.device, role="reward")
     folder = model if isinstance(model, str) else model.config._name_or_path
     if tokenizer is None and folder:

@@ -1,4 +1,4 @@
-"""RLOOTrainer: TRL's, over whet's GRPOLearner with leave-one-out advantages and the KL in the reward."""
+"""RLOOTrainer: TRL's interface over whet's GRPOLearner, with leave-one-out advantages and the KL in the reward."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["RLOOTrainer"]
 
 
 class RLOOTrainer(RLTrainer):
-    """TRL's RLOOTrainer: see GRPOTrainer for the arguments.
+    """Trains by RLOO, with the interface of TRL's RLOOTrainer; GRPOTrainer describes the arguments.
 
-    Raises: ConfigError: what is not there, by name; TRL's rules of batches, with the nearest settings that work.
+    Raises: ConfigError: an unsupported argument; a batch that breaks TRL's rules, with the nearest settings that work.
     """
 
     METHOD = "RLOO"
@@ -51,10 +51,10 @@ class RLOOTrainer(RLTrainer):
             peft_config,
         )
 
-    def own_metrics(self, row: Mapping[str, Any], batch: TokenBatch) -> dict[str, float]:
-        """A step's metrics under TRL's names, with the KL in the reward as a mean over its tokens."""
-        found = super().own_metrics(row, batch)
+    def trl_metrics(self, row: Mapping[str, Any], batch: TokenBatch) -> dict[str, float]:
+        """A step's metrics under TRL's names, with the mean of the KL in the reward over the tokens."""
+        metrics = super().trl_metrics(row, batch)
         if self.args.beta:
-            apart = (batch.need("old_logprobs") - batch.need("ref_logprobs"))[batch.mask]
-            found["kl"] = float(apart.double().mean()) if len(apart) else 0.0
-        return found
+            kl = (batch.need("old_logprobs") - batch.need("ref_logprobs"))[batch.mask]
+            metrics["kl"] = float(kl.double().mean()) if len(kl) else 0.0
+        return metrics

@@ -1,7 +1,7 @@
 """RLTrainer: the base of GRPOTrainer and RLOOTrainer: rewards, rollouts, logged completions.
 
-It makes the cluster and the learner from the arguments of TRL's constructors; the algorithm is `args.to_whet()`.
-Reading order: `__init__`, then learner.py, then trainer/task.py for the callbacks.
+It makes the cluster and the learner from the arguments of TRL's constructors; `args.to_whet()` is the algorithm. Read
+`__init__` first, then learner.py, then trainer/task.py for the callbacks.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from whet.trl.rl.learner import TRLLearner
 from whet.trl.rl.loaders import eval_loader, train_loader
 from whet.trl.rl.reward_functions import RewardLog, make_reward_functions
 from whet.trl.rl.rows import longest_prompt, prepare_rows
+from whet.trl.trainer import metrics as metric_names
 from whet.trl.trainer.data import check_dataset, check_evaluation, load_eval_sets
 from whet.trl.trainer.messages import VOCABULARY
-from whet.trl.trainer.metrics import trl_metrics
 from whet.trl.trainer.model import module_dtype, prepare_model, unwrap_peft
 from whet.trl.trainer.not_provided import NOT_CALLED
 from whet.trl.trainer.task import RLCallbackTask
 from whet.trl.trainer.trainer import Trainer
 from whet.types import TokenBatch
+from whet.util.garbage import pause_collector
 
 __all__ = ["RLTrainer"]
 
@@ -47,7 +48,7 @@ _GENERATE = "give rollout_func, or replace model.generate on the instance"
 
 
 class RLTrainer(Trainer):
-    """Trains on rewards: see GRPOTrainer for the arguments."""
+    """The base of the trainers on rewards; GRPOTrainer describes the arguments."""
 
     NOT_CALLED: ClassVar[Mapping[str, str]] = {
         **NOT_CALLED,
@@ -63,6 +64,7 @@ class RLTrainer(Trainer):
 
     aux_loss_enabled = False
 
+    @pause_collector()
     @VOCABULARY.translating()
     def __init__(
         self,
@@ -94,7 +96,7 @@ class RLTrainer(Trainer):
             )
         self.reward_log = RewardLog(lambda: self.state)
         self._metrics: dict[str, dict[str, list[float]]] = {"train": defaultdict(list), "eval": defaultdict(list)}
-        """Numbers that a script appends; the next log or evaluation has their means."""
+        """Values that a script appends; the next log or evaluation has their means."""
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._read_data()
         functions = make_reward_functions(
@@ -104,22 +106,24 @@ class RLTrainer(Trainer):
         self.cluster = self.models = self._cluster(prepared, optimizers)
         self.learner = self._learner(functions)
         self.reward_funcs, self._functions = functions, list(functions)
-        own = functions[: len(functions) - len(self.agents.rewards)]
-        self.reward_processing_classes = [getattr(fn, "tokenizer", None) for fn in own]
+        user_functions = functions[: len(functions) - len(self.agents.rewards)]
+        self.reward_processing_classes = [getattr(fn, "tokenizer", None) for fn in user_functions]
         self.reward_func_names = list(self.learner.reward_manager.fns)
-        self.get_train_dataloader = partial(train_loader, self)  # of the instance: one of a subclass is refused
+        self.get_train_dataloader = partial(train_loader, self)  # not a method: a subclass's method is refused
         self.get_eval_dataloader = partial(eval_loader, self)
         self.cluster.actor_trainer.with_rl_metrics_to_log({"policy_loss": "weighted"})
         self.finish_init()
 
-    # ---- making -----------------------------------------------------------------------------------------------------
+    # ---- data, cluster and learner ----------------------------------------------------------------------------------
 
     def _train_rows(self, data: Any) -> Any:
-        """The rows of train_dataset; empty prompts for an environment with its own data."""
+        """The rows of train_dataset; without it, empty prompts for the environment."""
         if data is not None:
-            return self._rows_of(check_dataset(data, "train_dataset"))
+            return self._prepare_rows(check_dataset(data, "train_dataset"))
         if self.agents.environments is None:
-            raise ConfigError("`train_dataset` is required unless an `environment_factory` brings the prompts; give it")
+            raise ConfigError(
+                "`train_dataset` is required unless an `environment_factory` makes the prompts; give one of them"
+            )
         if isinstance(self.agents.environments.factory, Mapping):
             raise ConfigError(
                 "a dict `environment_factory` requires a `train_dataset` whose column `environment` chooses one for "
@@ -127,21 +131,21 @@ class RLTrainer(Trainer):
             )
         if self.args.max_steps <= 0:
             raise ConfigError(
-                "without `train_dataset` the environment brings the prompts, and the run has no length: set max_steps"
+                "without `train_dataset` the environment makes the prompts, and the run has no length: set max_steps"
             )
         return prepare_rows([{}] * self.args.batches.prompts, without_prompt=True)
 
-    def _rows_of(self, data: Any) -> Any:
+    def _prepare_rows(self, data: Any) -> Any:
         """The prepared rows of a data set; with an environment, rows may lack a prompt."""
         return prepare_rows(
             data, prompt_only=self.args.remove_unused_columns, without_prompt=self.agents.environments is not None
         )
 
     def _learner(self, functions: Sequence[Any]) -> TRLLearner:
-        """The learner, over the cluster."""
+        """Makes the learner."""
         args = self.args
         algo = args.to_whet()
-        if algo.reward_weights is not None:  # environments' rewards count with weight 1
+        if algo.reward_weights is not None:  # rewards of environments have weight 1
             weights = (*algo.reward_weights, *[1.0] * len(self.agents.rewards))
             algo = dataclasses.replace(algo, reward_weights=weights)
         learner = TRLLearner(
@@ -162,7 +166,7 @@ class RLTrainer(Trainer):
         return learner
 
     def _connect_rewards(self, learner: TRLLearner) -> None:
-        """Gives the reward manager the log and the agents."""
+        """Sets the reward manager's log and agents."""
         manager: Any = learner.reward_manager
         manager.log, manager.agents = self.reward_log, self.agents
 
@@ -177,7 +181,7 @@ class RLTrainer(Trainer):
         self._count_steps()
 
     def _check_stream(self) -> None:
-        """Checks the arguments for a stream as TRL does, and sets those that it sets."""
+        """Checks the arguments that a stream restricts, and changes them as TRL does."""
         args = self.args
         if args.accelerator_config.dispatch_batches:
             raise ConfigError(
@@ -194,40 +198,43 @@ class RLTrainer(Trainer):
             args.dataloader_num_workers = 0
 
     def read_changes(self) -> None:
-        """Reads again the data and the reward functions, which may have been set since."""
+        """Reads the data sets and the reward functions again if they were replaced."""
         self._read_data()
-        learner, now = self.learner, list(self.reward_funcs)
+        learner, functions = self.learner, list(self.reward_funcs)
         learner.data = dataclasses.replace(
             learner.data, shuffle=bool(self.args.shuffle_dataset) and isinstance(self._rows, list)
         )
-        if now != self._functions:
-            own = [fn for fn in now if fn not in self.agents.rewards]
-            self.reward_funcs = make_reward_functions(own, None, self.processing_class, self.args, self.agents.rewards)
+        if functions != self._functions:
+            environment_rewards = self.agents.rewards
+            user_functions = [fn for fn in functions if fn not in environment_rewards]
+            self.reward_funcs = make_reward_functions(
+                user_functions, None, self.processing_class, self.args, environment_rewards
+            )
             self._functions = list(self.reward_funcs)
             learner.set_reward_fns(self.reward_funcs)
             self._connect_rewards(learner)
             self.reward_func_names = list(learner.reward_manager.fns)
 
     def _count_steps(self) -> None:
-        """Computes the rollouts and optimizer steps of the run."""
-        args, made = self.args, self.args.batches
+        """Computes the number of rollouts and optimizer steps of the run."""
+        args, batches = self.args, self.args.batches
         if isinstance(self._rows, list):
-            each = len(self._rows) // made.prompts
-            if not each:
+            rollouts = len(self._rows) // batches.prompts
+            if not rollouts:
                 raise ConfigError(
-                    f"train_dataset has {len(self._rows)} rows, and a rollout takes {made.prompts} prompts "
-                    f"({made}): TRL would train for 0 steps; lower per_device_train_batch_size or "
+                    f"train_dataset has {len(self._rows)} rows, and a rollout takes {batches.prompts} prompts "
+                    f"({batches}): TRL would train for 0 steps; lower per_device_train_batch_size or "
                     "gradient_accumulation_steps, raise num_generations, or give more rows"
                 )
-            self.updates_per_epoch = each * made.updates
-            self._steps = math.ceil(args.num_train_epochs * each)
+            self.updates_per_epoch = rollouts * batches.updates
+            self._steps = math.ceil(args.num_train_epochs * rollouts)
         elif args.max_steps <= 0:
             raise ConfigError("train_dataset has no length: set max_steps, the optimizer steps of the run")
         else:
             self._steps = 0
         if args.max_steps > 0:
-            self._steps = -(-args.max_steps // made.updates)
-        self.max_steps = self._steps * made.updates
+            self._steps = -(-args.max_steps // batches.updates)
+        self.max_steps = self._steps * batches.updates
 
     def _cluster(self, model: RoleConfig | nn.Module, optimizers: tuple[Any, Any]) -> RLCluster:
         args = self.args
@@ -246,7 +253,7 @@ class RLTrainer(Trainer):
         )
 
     def _longest_prompt(self, model: RoleConfig | nn.Module) -> int:
-        """Tokens of the longest prompt in the data sets."""
+        """The tokens of the longest prompt: max_prompt_length, else measured on the data sets."""
         args = self.args
         if args.max_prompt_length:
             return args.max_prompt_length
@@ -271,7 +278,7 @@ class RLTrainer(Trainer):
 
     @property
     def _logs(self) -> dict[str, Any]:
-        """The completions of the last rollout: prompt, completion, rewards by function, advantages, extra columns."""
+        """The last rollout: prompts, completions, each function's rewards, advantages, extra columns."""
         return self.completions.logs()
 
     @property
@@ -281,77 +288,72 @@ class RLTrainer(Trainer):
 
     @property
     def reward_weights(self) -> torch.Tensor:
-        """The weight of each reward function, those of environments 1; setting it holds from the next rollout on."""
-        return torch.tensor([self._manager.weights.get(name, 1.0) for name in self.reward_func_names])
+        """The weight of each reward function, 1 for environments' rewards. The next rollout uses new weights."""
+        weights = self.learner.reward_manager.weights
+        return torch.tensor([weights.get(name, 1.0) for name in self.reward_func_names])
 
     @reward_weights.setter
     def reward_weights(self, values: Iterable[float]) -> None:
-        given = [float(value) for value in values]
-        if len(given) != len(self.reward_func_names):
+        weights = [float(value) for value in values]
+        if len(weights) != len(self.reward_func_names):
             raise ConfigError(
-                f"Number of reward weights ({len(given)}) must match number of reward functions "
+                f"Number of reward weights ({len(weights)}) must match number of reward functions "
                 f"({len(self.reward_func_names)})"
             )
-        self._manager.weights = dict(zip(self.reward_func_names, given, strict=True))
-
-    @property
-    def _manager(self) -> Any:
-        return self.learner.reward_manager
+        self.learner.reward_manager.weights = dict(zip(self.reward_func_names, weights, strict=True))
 
     # ---- methods of the base ----------------------------------------------------------------------------------------
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer steps of a rollout."""
+        """The optimizer steps of a rollout."""
         return self.args.batches.updates
 
     @property
     def rows_per_update(self) -> int:
-        """Completions of an optimizer step."""
+        """The completions of an optimizer step."""
         return self.args.batches.rows
 
     def eval_sets(self, data: Any) -> dict[str, list[dict[str, Any]]]:
         """Evaluation rows by name."""
-        return load_eval_sets(data, lambda rows, _: self._rows_of(rows))
+        return load_eval_sets(data, lambda rows, _: self._prepare_rows(rows))
 
     def measure(self, rows: list[dict[str, Any]]) -> dict[str, float]:
-        """The metrics of an evaluation set: samples completions and scores them."""
+        """Samples completions of an evaluation set and scores them. Returns: the metrics under TRL's names."""
         encode = self.learner.encoder(Mode.EVAL)
-        prompts = [prompt for place, row in enumerate(rows) if (prompt := encode(row, place)) is not None]
-        made, batch = self.learner.measure(prompts, self.state.global_step)
-        own = self.reward_log.take()[1]
-        own |= {name: sum(values) / len(values) for name, values in self._metrics["eval"].items()}
+        prompts = [prompt for i, row in enumerate(rows) if (prompt := encode(row, i)) is not None]
+        row, batch = self.learner.measure(prompts, self.state.global_step)
+        metrics = self.trl_metrics(row, batch) | self.reward_log.take()[1]
+        metrics |= {name: sum(values) / len(values) for name, values in self._metrics["eval"].items()}
         self._metrics["eval"].clear()
-        own |= self.agents.take_metrics(len(prompts) * self.learner.num_generations_of(Mode.EVAL))
-        return {**self.own_metrics(made, batch), **own}
+        return metrics | self.agents.take_metrics(len(prompts) * self.learner.num_generations_of(Mode.EVAL))
 
-    def own_metrics(self, row: Mapping[str, Any], batch: TokenBatch) -> dict[str, float]:
-        """A step's metrics under TRL's names. Args: row: what whet logs of it. batch: of it, scored."""
-        return trl_metrics(row, compat=self.args.compat)
+    def trl_metrics(self, row: Mapping[str, Any], batch: TokenBatch) -> dict[str, float]:
+        """A step's metrics under TRL's names. Args: row: whet's metrics. batch: the scored completions."""
+        return metric_names.trl_metrics(row, compat=self.args.compat)
 
     def resume_from(self, folder: str | None) -> None:
-        """Sets what the next run resumes from."""
+        """Sets the folder that the next run resumes from; None = it starts anew."""
         steps = self._steps or None
         self.learner.config = dataclasses.replace(self.cluster.training_config, resume=folder, max_steps=steps)
 
     def record_step(self, row: Mapping[str, Any], step: Any) -> None:
         """Records the metrics of a rollout and of the reward functions, and the completions."""
-        extra, own = self.reward_log.take()
-        own |= self.agents.take_metrics(step.batch.num_sequences)
-        found = self.own_metrics(row, step.batch)
-        self.window.add({**found, **own, "num_tokens": float(self.state.num_input_tokens_seen)})
+        extra, logged = self.reward_log.take()
+        metrics = self.trl_metrics(row, step.batch) | logged | self.agents.take_metrics(step.batch.num_sequences)
+        self.window.add({**metrics, "num_tokens": float(self.state.num_input_tokens_seen)})
         self.completions.add(step, extra)
 
-    def log_window(self, of_run: dict[str, float] | None = None) -> None:
-        """Logs the means since the last log, and the completions of the last rollout."""
+    def log_window(self, totals: dict[str, float] | None = None) -> None:
+        """Logs the means since the last log, and writes the completions of the last rollout."""
         for name, values in self._metrics["train"].items():
             for value in values:
                 self.window.add({name: value})
         self._metrics["train"].clear()
-        super().log_window(of_run)
+        super().log_window(totals)
         self.completions.write(self.state.global_step)
 
     def _load_best(self, folder: Any) -> None:
-        """Loads the best weights, into the engine too."""
+        """Loads the best weights into the model and the engine."""
         super()._load_best(folder)
         self.cluster.sync_weights()

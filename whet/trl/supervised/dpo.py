@@ -1,4 +1,4 @@
-"""DPOTrainer: TRL's, over whet's PreferenceLearner."""
+"""DPOTrainer: TRL's interface over whet's PreferenceLearner."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from whet.config import RoleConfig
 from whet.data.supervised import RowEncoder
 from whet.errors import ConfigError
 from whet.learners.preference import PreferenceLearner
-from whet.learners.preference_objective import make_preference_objective
+from whet.learners.preference_from_config import make_preference_objective
 from whet.train.supervised_models import SupervisedModels
 from whet.trl.config.dpo import DPOConfig
 from whet.trl.config.supervised import ON_LONG
@@ -22,25 +22,25 @@ __all__ = ["DPOTrainer"]
 
 
 class DPOTrainer(SupervisedTrainer):
-    """TRL's DPOTrainer.
+    """Trains on preference pairs, with the interface of TRL's DPOTrainer.
 
     Args:
         model: a hub name, a folder, or a transformers module.
-        ref_model: what the policy is compared with; None = the model as it begins: of an adapter its base, read with
-            the adapter off, else a second copy. Not made where the loss reads none.
+        ref_model: the reference; None = the model before training. That is the base model if an adapter is trained,
+            else a second copy. It is not loaded if the loss reads no reference.
         args: DPOConfig; None = its defaults, output_dir "{model}-DPO".
-        train_dataset: rows with prompt, chosen and rejected, texts or messages; without prompt, what both begin with
-            alike is it. A stream needs max_steps.
-        eval_dataset: the same, or a dict of them.
-        processing_class: the tokenizer; None = the model's.
-        callbacks: of transformers.
-        optimizers: (optimizer, schedule) over the model's own fp32 parameters.
-        quantization_config: BitsAndBytesConfig of 4 bits, for a model given by its name.
-        peft_config: PEFT's LoraConfig: an adapter is trained in place of all weights.
-        compute_metrics: EvalPrediction (of each batch logits and ids of the chosen answers and then of the rejected) ->
-            metrics of an evaluation, which takes a second pass.
-        data_collator: refused, with what to do instead.
-    Raises: ConfigError: what is not there, by name. DataError: rows that can't be trained on.
+        train_dataset: rows with prompt, chosen and rejected, as texts or messages. Without a column prompt, the common
+            beginning of both answers is the prompt. A stream needs max_steps.
+        eval_dataset: like train_dataset, or a dict of several data sets by name.
+        processing_class: the tokenizer; None = the tokenizer of the model.
+        callbacks: callbacks of transformers.
+        optimizers: (optimizer, scheduler) over the model's own fp32 parameters.
+        quantization_config: 4-bit BitsAndBytesConfig, for a model given by name.
+        peft_config: PEFT's LoraConfig, to train an adapter instead of all weights.
+        compute_metrics: EvalPrediction -> the metrics of an evaluation, in a second pass. Each batch has the logits and
+            ids of the chosen answers, then those of the rejected ones.
+        data_collator: not supported; the error names the alternative.
+    Raises: ConfigError: an unsupported argument. DataError: rows that can't be trained on.
     """
 
     METHOD = "DPO"
@@ -64,10 +64,10 @@ class DPOTrainer(SupervisedTrainer):
     ) -> None:
         if ref_model is not None and ref_model is model and not isinstance(model, str):
             raise ConfigError(
-                "`model` and `ref_model` cannot be the same object: the reference would move with the policy; leave "
-                "ref_model out, and it is the model as it begins"
+                "`model` and `ref_model` cannot be the same object: the reference would change with the policy; leave "
+                "ref_model out to compare with the model before training"
             )
-        self._given_reference = unwrap_peft(ref_model)
+        self._ref_model = unwrap_peft(ref_model)
         super().__init__(
             model,
             args,
@@ -83,26 +83,26 @@ class DPOTrainer(SupervisedTrainer):
         )
 
     def encoder(self, data: Any, *, packs: bool = False) -> RowEncoder:
-        """The encoder of pairs."""
+        """Returns the encoder of pairs."""
         return TextPairEncoder(self.processing_class, self.encoding(on_long=ON_LONG[self.args.truncation_mode]))
 
     def rows(self, data: Any) -> Any:
-        """The rows. Raises ConfigError: precompute_ref_log_probs with a stream."""
+        """Returns the rows. Raises ConfigError: precompute_ref_log_probs with a stream."""
         if self.args.precompute_ref_log_probs and not has_rows(data):
             raise ConfigError(
-                "`precompute_ref_log_probs=True` is not supported with IterableDataset: the reference is read over all "
-                "rows before the first step; give a Dataset, or leave it out"
+                "`precompute_ref_log_probs=True` is not supported with IterableDataset: the reference scores all rows "
+                "before the first step; give a Dataset, or leave precompute_ref_log_probs out"
             )
         return data
 
-    def make_models(self, given: RoleConfig | nn.Module, optim: Any) -> SupervisedModels:
-        """A policy, and a reference where the loss reads one."""
-        needed = make_preference_objective(self.args.to_whet()).needs.reference
-        own = "actor" if self._given_reference is None else self._given_reference
-        if isinstance(self._given_reference, str):
-            own = RoleConfig(model=self._given_reference, trust_remote_code=trusts_remote_code(self.args))
-        return self.build_models(optim, actor=given, reference=own if needed else None)
+    def make_models(self, model: RoleConfig | nn.Module, optim: Any) -> SupervisedModels:
+        """Makes the policy, and the reference if the loss reads one."""
+        reference = "actor" if self._ref_model is None else self._ref_model
+        if isinstance(self._ref_model, str):
+            reference = RoleConfig(model=self._ref_model, trust_remote_code=trusts_remote_code(self.args))
+        needs_reference = make_preference_objective(self.args.to_whet()).needs.reference
+        return self.build_models(optim, actor=model, reference=reference if needs_reference else None)
 
     def make_learner(self) -> Any:
-        """The learner with the objective of the configuration."""
+        """Makes a PreferenceLearner with the configured objective."""
         return learner_class(PreferenceLearner)(self.models, self.args.to_whet(), data=self.data_config())

@@ -1,6 +1,6 @@
-"""Encodes rows in TRL's forms to Examples: texts, conversations, pairs, and rows of token ids.
+"""Encodes rows of TRL's forms as Examples: texts, conversations, pairs, and rows of token ids.
 
-docs/data.md says how whet reads rows and which tokens it trains; docs/from-trl.md lists the differences from TRL.
+docs/data.md describes how whet reads rows and which tokens it trains on; docs/from-trl.md lists differences from TRL.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import numpy as np
 from whet.data.conversations import make_sequence
 from whet.data.preference import PreferenceEncoder, ScoredPairEncoder
 from whet.data.prompt_stream import epoch_order
-from whet.data.supervised import Answer, RowAnswers, RowEncoder, SFTEncoder
+from whet.data.supervised import Answer, AnswerText, RowAnswers, RowEncoder, SFTEncoder
 from whet.errors import DataError
 from whet.types import Example, TrainSequence
 
 __all__ = [
     "ExampleStream",
-    "FormattedRows",
     "IdentityEncoder",
     "LabelledSequence",
+    "LazyRows",
     "PairOrIdsEncoder",
     "SFTOrIdsEncoder",
     "TextPairEncoder",
@@ -37,21 +37,22 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class _Ids(Answer):
-    """An answer given as token ids, with the mask of the trained ones."""
+class _TokenAnswer(Answer):
+    """An answer of token ids, and the mask of the trained ones."""
 
     ids: tuple[int, ...] = ()
     mask: tuple[bool, ...] = ()
 
 
-def _of_ids(ids: Iterable[int], *masks: Iterable[Any]) -> _Ids:
+def _token_answer(ids: Iterable[int], *masks: Iterable[Any]) -> _TokenAnswer:
+    """An answer of ids, trained where all masks are true."""
     ids = tuple(ids)
     trained = tuple(all(bits) for bits in zip(*masks, strict=True)) if masks else (True,) * len(ids)
-    return _Ids(None, "", ids=ids, mask=trained)
+    return _TokenAnswer(None, "", ids=ids, mask=trained)
 
 
-def _sequence(answer: _Ids, number: int) -> list[TrainSequence]:
-    """Its sequence; none where no token after the first is trained."""
+def _encode_token_answer(answer: _TokenAnswer, number: int) -> list[TrainSequence]:
+    """A list of the answer's sequence; an empty list if no token after the first is trained."""
     if len(answer.ids) != len(answer.mask):
         raise DataError(
             f"row {number} has {len(answer.ids)} token ids and {len(answer.mask)} labels; give one for each"
@@ -59,8 +60,8 @@ def _sequence(answer: _Ids, number: int) -> list[TrainSequence]:
     ids, mask = np.asarray(answer.ids, dtype=np.int32), np.asarray(answer.mask, dtype=bool)
     if not mask[1:].any():
         return []
-    given = max(1, int(np.argmax(mask)))
-    return [TrainSequence(prefix=ids[:given], tokens=ids[given:], mask=mask[given:])]
+    start = max(1, int(np.argmax(mask)))
+    return [TrainSequence(prefix=ids[:start], tokens=ids[start:], mask=mask[start:])]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,7 +79,7 @@ def label_mask(s: TrainSequence) -> np.ndarray:
 
 
 class SFTOrIdsEncoder(SFTEncoder):
-    """Rows of SFT, or of `input_ids` with `labels` (-100 = not trained) or completion_mask and assistant_masks."""
+    """Encodes SFT rows, and rows of `input_ids` with `labels` (-100 = not trained), or masks."""
 
     def __call__(self, row: Mapping[str, Any], number: int = 0) -> Example | None:
         """The row as an Example of LabelledSequences: see RowEncoder."""
@@ -87,7 +88,7 @@ class SFTOrIdsEncoder(SFTEncoder):
             return None
         first = self.trains_all
         (s, *_), (answer, *_) = example.sequences, self._read(row, number).answers
-        if isinstance(answer, _Ids):
+        if isinstance(answer, _TokenAnswer):
             at_end = self.data.on_long == "truncate_left"
             first = answer.mask[-len(s.prefix) - len(s.tokens) if at_end else 0]
         sequences = tuple(LabelledSequence(**vars(s), first_trained=first) for s in example.sequences)
@@ -97,27 +98,36 @@ class SFTOrIdsEncoder(SFTEncoder):
         if "input_ids" not in row:
             return super()._read(row, number)
         if row.get("labels") is not None:
-            return RowAnswers([_of_ids(row["input_ids"], [label != -100 for label in row["labels"]])])
+            return RowAnswers([_token_answer(row["input_ids"], [label != -100 for label in row["labels"]])])
         names = ("assistant_masks",) if self.trains_all else ("completion_mask", "assistant_masks")
-        return RowAnswers([_of_ids(row["input_ids"], *(row[name] for name in names if row.get(name) is not None))])
+        masks = (row[name] for name in names if row.get(name) is not None)
+        return RowAnswers([_token_answer(row["input_ids"], *masks)])
 
-    def _encode(self, answer: Answer, options: Mapping[str, Any], number: int) -> list[TrainSequence]:
-        return _sequence(answer, number) if isinstance(answer, _Ids) else super()._encode(answer, options, number)
+    def _render_answer(
+        self, answer: Answer, options: Mapping[str, Any], number: int
+    ) -> list[TrainSequence | AnswerText]:
+        if isinstance(answer, _TokenAnswer):
+            return [*_encode_token_answer(answer, number)]
+        return super()._render_answer(answer, options, number)
 
 
 class PairOrIdsEncoder(ScoredPairEncoder):
-    """Pairs, or pairs of `chosen_ids` and `rejected_ids`, whose last tokens are scored."""
+    """Encodes pairs, and pairs of `chosen_ids` and `rejected_ids`. The reward model scores their last tokens."""
 
     def _read(self, row: Mapping[str, Any], number: int) -> RowAnswers:
-        end = next((end for end in ("ids", "input_ids") if f"chosen_{end}" in row), None)
-        if end is None:
+        suffix = next((suffix for suffix in ("ids", "input_ids") if f"chosen_{suffix}" in row), None)
+        if suffix is None:
             return super()._read(row, number)
         margin = {"margin": (float(row["margin"]),) * 2} if row.get("margin") is not None else {}
-        answers = [_of_ids(row[f"{side}_{end}"]) for side in ("chosen", "rejected")]
+        answers = [_token_answer(row[f"{side}_{suffix}"]) for side in ("chosen", "rejected")]
         return RowAnswers(answers, {"chosen": (1.0, 0.0), **margin})
 
-    def _encode(self, answer: Answer, options: Mapping[str, Any], number: int) -> list[TrainSequence]:
-        return _sequence(answer, number) if isinstance(answer, _Ids) else super()._encode(answer, options, number)
+    def _render_answer(
+        self, answer: Answer, options: Mapping[str, Any], number: int
+    ) -> list[TrainSequence | AnswerText]:
+        if isinstance(answer, _TokenAnswer):
+            return [*_encode_token_answer(answer, number)]
+        return super()._render_answer(answer, options, number)
 
 
 def _common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
@@ -126,35 +136,37 @@ def _common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
 
 
 class TextPairEncoder(PreferenceEncoder):
-    """Pairs; of texts without a prompt it is what both begin with, character by character, as in TRL.
+    """Encodes pairs. If two texts have no prompt, their common beginning is the prompt, as in TRL.
 
-    A blank at its end is the answers'. Prompt and answer are encoded together there, and so they are here.
+    A space at the end of the common beginning belongs to the answers. Prompt and answer are encoded together.
     """
 
-    def _sequences(self, read: RowAnswers, options: Mapping[str, Any], number: int) -> list[list[TrainSequence]]:
+    def _arrange(
+        self, read: RowAnswers, per_answer: list[list[TrainSequence]], number: int
+    ) -> list[list[TrainSequence]]:
         texts = [
             answer.response for answer in read.answers if answer.prompt is None and isinstance(answer.response, str)
         ]
         if len(texts) != 2:
-            return super()._sequences(read, options, number)
+            return super()._arrange(read, per_answer, number)
         prompt = texts[0][: _common_prefix(*texts)]
         prompt = prompt[:-1] if prompt.endswith(" ") else prompt
-        end = str(self.tokenizer.eos_token)
-        both = [text if text.endswith(end) else text + end for text in texts]
-        ids = [list(self.tokenizer(text, verbose=False).input_ids) for text in (prompt, *both)]
-        same = min(_common_prefix(ids[0], made) for made in ids[1:])
-        if not same:
-            return super()._sequences(read, options, number)
-        return [[make_sequence([(made[:same], False), (made[same:], True)])] for made in ids[1:]]
+        eos = str(self.tokenizer.eos_token)
+        texts = [text if text.endswith(eos) else text + eos for text in texts]
+        prompt_ids, *answers = (list(self.tokenizer(text, verbose=False).input_ids) for text in (prompt, *texts))
+        start = min(_common_prefix(prompt_ids, answer) for answer in answers)
+        if not start:
+            return super()._arrange(read, per_answer, number)
+        return [[make_sequence([(answer[:start], False), (answer[start:], True)])] for answer in answers]
 
 
 class IdentityEncoder:
-    """The encoder of a learner whose rows are Examples already."""
+    """The encoder of a learner that takes Examples as rows."""
 
     counts: Mapping[Any, int] = {}
 
     def __call__(self, row: Example, number: int = 0) -> Example:
-        """The row as it is."""
+        """Returns the row unchanged."""
         return row
 
 
@@ -162,62 +174,61 @@ Pack = Callable[[Iterable[Example]], Iterator[Example]]
 
 
 class ExampleStream:
-    """The Examples of a stream, encoded as they are read; each iteration begins at the first row."""
+    """Encodes the rows of a stream as they are read. Each iteration begins at the first row."""
 
     def __init__(self, rows: Iterable[Any], encode: RowEncoder, pack: Pack | None) -> None:
         self._rows, self._encode, self._pack = rows, encode, pack
 
     def __iter__(self) -> Iterator[Example]:
-        made = (e for i, row in enumerate(self._rows) if (e := self._encode(row, i)) is not None)
-        return made if self._pack is None else self._pack(made)
+        examples = (e for i, row in enumerate(self._rows) if (e := self._encode(row, i)) is not None)
+        return examples if self._pack is None else self._pack(examples)
 
 
-class FormattedRows:
-    """Rows, each as the text that a function makes of it.
+class LazyRows:
+    """Applies a function to a stream at each iteration. Args: data: the stream. fn: stream -> rows."""
 
-    Args: data: rows. fn: row -> text. column: that it is in.
-    """
+    def __init__(self, data: Iterable[Any], fn: Callable[[Iterable[Any]], Iterator[Any]]) -> None:
+        self._data, self._fn = data, fn
 
-    def __init__(self, data: Iterable[Any], fn: Callable[[Any], str], column: str) -> None:
-        self._data, self._fn, self._column = data, fn, column
-
-    def __iter__(self) -> Iterator[dict[str, str]]:
-        return ({self._column: self._fn(row)} for row in self._data)
+    def __iter__(self) -> Iterator[Any]:
+        return self._fn(self._data)
 
 
 def has_rows(data: Any) -> bool:
-    """Whether a data set has a length and its rows have places: it is no stream."""
+    """Whether a data set has a length and can be indexed; a stream can't."""
     return hasattr(data, "__len__") and hasattr(data, "__getitem__")
 
 
 def first_row(data: Any) -> Mapping[str, Any]:
-    """The first row of a data set, by which TRL tells its form. Raises DataError: there is none."""
+    """The first row of a data set, which decides its form in TRL. Raises DataError: the data set is empty."""
     for row in data:
         return row
     raise DataError("the data set has no rows; give at least one")
 
 
 def make_examples(
-    data: Any, encode: RowEncoder, *, pack: Pack | None, shuffle: int | None, of: str = ""
+    data: Any, encode: RowEncoder, *, pack: Pack | None, shuffle: int | None, name: str = ""
 ) -> list[Example] | ExampleStream:
-    """A data set as Examples: a list of them, or of a stream one at a time.
+    """Encodes a data set as a list of Examples; a stream becomes an ExampleStream.
 
-    Args: data: a datasets.Dataset or IterableDataset, a list of dicts, an iterable of them. encode: what makes them.
-        pack: groups them. shuffle: seed of an order drawn once; None = as they come. of: what the set is called where
-        it is not the one to train on.
+    Args:
+        data: a datasets.Dataset or IterableDataset, a list of dicts, or an iterable of dicts.
+        encode: the encoder of a row.
+        pack: groups the Examples; None = no packing.
+        shuffle: the seed of an order that is drawn once; None = the order of the data set.
+        name: the name of an evaluation set, for the message; "" = the training set.
     Raises: DataError: rows that can't be trained on.
     """
     if not has_rows(data):
         return ExampleStream(data, encode, pack)
     order = range(len(data)) if shuffle is None else epoch_order(len(data), shuffle, 0).tolist()
     with encode.all_rows():
-        made = [e for i in order if (e := encode(data[i], i)) is not None]
-    made = made if pack is None else list(pack(made))
-    if not made:
-        raise DataError(
-            f"no row {f'of {of} is left' if of else 'is left to train on'}: {encode.describe_counts() or 'none came'}"
-        )
-    return made
+        examples = [e for i in order if (e := encode(data[i], i)) is not None]
+    examples = examples if pack is None else list(pack(examples))
+    if not examples:
+        subject = f"no row of {name} is left" if name else "no row is left to train on"
+        raise DataError(f"{subject}: {encode.describe_counts() or 'none came'}")
+    return examples
 
 
 def _ids(s: TrainSequence) -> list[int]:
@@ -225,9 +236,9 @@ def _ids(s: TrainSequence) -> list[int]:
 
 
 def sft_columns(examples: Sequence[Example]) -> dict[str, list[Any]]:
-    """Rows as TRL's SFTTrainer holds them: input_ids and labels (-100 = not trained).
+    """The columns of TRL's SFTTrainer: input_ids and labels (-100 = not trained).
 
-    Of a pack the rows stand end to end, with their lengths in seq_lengths.
+    A pack is one row of its sequences end to end; seq_lengths has their lengths.
     """
 
     def labels(s: TrainSequence) -> list[int]:
@@ -243,7 +254,7 @@ def sft_columns(examples: Sequence[Example]) -> dict[str, list[Any]]:
 
 
 def pair_columns(examples: Sequence[Example]) -> dict[str, list[Any]]:
-    """Pairs as TRL's DPOTrainer holds them: prompt_ids, chosen_ids and rejected_ids."""
+    """The columns of TRL's DPOTrainer: prompt_ids, chosen_ids and rejected_ids."""
     return {
         "prompt_ids": [e.sequences[0].prefix.tolist() for e in examples],
         "chosen_ids": [e.sequences[0].tokens.tolist() for e in examples],
@@ -252,7 +263,7 @@ def pair_columns(examples: Sequence[Example]) -> dict[str, list[Any]]:
 
 
 def scored_columns(examples: Sequence[Example]) -> dict[str, list[Any]]:
-    """Pairs as TRL's RewardTrainer holds them: chosen_ids and rejected_ids, prompts included, and margin if any."""
+    """The columns of TRL's RewardTrainer: chosen_ids and rejected_ids, prompts included, and any margin."""
     rows: dict[str, list[Any]] = {
         name: [_ids(e.sequences[i]) for e in examples] for i, name in enumerate(("chosen_ids", "rejected_ids"))
     }

@@ -1,7 +1,7 @@
-"""packing: groups rows as TRL does, so that a step has the same rows as in TRL.
+"""Implements `packing`: groups rows as TRL does, so that a step trains on the same rows as in TRL.
 
-A pack is an Example with several sequences. The sequences don't see each other, and nothing is padded with or without
-packs, so the option only changes how many rows make up a step.
+A pack is an Example with several sequences. The sequences don't attend to each other. Whet never pads, so packing only
+changes how many rows make up a step.
 """
 
 from __future__ import annotations
@@ -19,81 +19,87 @@ from whet.types import Example, TrainSequence
 
 __all__ = ["best_fit", "pack_best_fit", "pack_wrapped"]
 
-_AT_ONCE = 1000
-"""Rows that are packed among themselves: a batch of datasets.map, as there."""
+_BATCH = 1000
+"""Rows that are packed together; TRL packs each batch of datasets.map."""
 
 
 def best_fit(lengths: list[int], size: int) -> list[list[int]]:
-    """Packs by best fit, the longest first; of equal ones the first, and into the pack that was made first.
+    """Assigns rows to packs: the longest row first, each to the pack with the least room that holds it.
 
-    Args: lengths: of the rows, each at most size. size: of a pack.
-    Returns: the places of the rows in each pack.
+    Rows of equal length keep their order. Of packs with equal room, the oldest takes the row.
+
+    Args: lengths: the rows' lengths, each at most size. size: the tokens of a pack.
+    Returns: the indices of each pack's rows.
     Source: agrees with TRL's packing_strategy="bfd".
 
     >>> best_fit([4, 2, 3, 1], 4)
     [[0], [2, 3], [1]]
     """
     packs: list[list[int]] = []
-    left: dict[int, deque[int]] = defaultdict(deque)  # room -> the packs that have it, oldest first
-    rooms: list[int] = []  # those that some pack has, in order
-    for place in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        at = bisect_left(rooms, lengths[place])
+    packs_by_room: dict[int, deque[int]] = defaultdict(deque)  # room -> the packs with this room, oldest first
+    rooms: list[int] = []  # the keys of packs_by_room, sorted
+    for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        at = bisect_left(rooms, lengths[row])
         if at == len(rooms):
             packs.append([])
             room, pack = size, len(packs) - 1
         else:
             room = rooms[at]
-            pack = left[room].popleft()
-            if not left[room]:
+            pack = packs_by_room[room].popleft()
+            if not packs_by_room[room]:
                 rooms.pop(at)
-        packs[pack].append(place)
-        room -= lengths[place]
+        packs[pack].append(row)
+        room -= lengths[row]
         if room > 0:
-            if not left[room]:
+            if not packs_by_room[room]:
                 insort(rooms, room)
-            left[room].append(pack)
+            packs_by_room[room].append(pack)
     return packs
 
 
 def pack_best_fit(examples: Iterable[Example], size: int, *, split: bool) -> Iterator[Example]:
-    """Packs of examples, made of a thousand at a time.
+    """Packs examples by best fit, a thousand rows at a time.
 
-    Args: examples: each of one sequence or more. size: tokens of a pack. split: sequences that are longer are cut into
-        parts, each of which is trained; else what is over is left out.
+    Args: examples: the rows. size: tokens of a pack. split: whether longer sequences are split into parts; otherwise
+        they are truncated.
     """
     examples = iter(examples)
-    while part := list(islice(examples, _AT_ONCE)):
-        whole = [s for e in part for s in e.sequences]
-        made = [p for s in whole for p in (_split(s, size) if split else [truncate_end(s, size)]) if p is not None]
-        lengths = [len(s.prefix) + len(s.tokens) for s in made]
-        for pack in best_fit(lengths, size):
-            yield Example(sequences=tuple(made[i] for i in pack), row=part[0].row)
+    while batch := list(islice(examples, _BATCH)):
+        sequences = [
+            fitting
+            for e in batch
+            for s in e.sequences
+            for fitting in (_split_sequence(s, size) if split else [truncate_end(s, size)])
+            if fitting is not None
+        ]
+        for pack in best_fit([len(s.prefix) + len(s.tokens) for s in sequences], size):
+            yield Example(sequences=tuple(sequences[i] for i in pack), row=batch[0].row)
 
 
 def pack_wrapped(examples: Iterable[Example], size: int) -> Iterator[Example]:
-    """Rows end to end, cut wherever a pack is full, of a thousand at a time: in a pack they see each other, as in TRL.
+    """Concatenates a thousand rows at a time and splits them wherever a pack is full; in a pack they see each other.
 
-    Args: examples: each of one sequence or more. size: tokens of a pack.
+    Args: examples: the rows. size: tokens of a pack.
     Source: agrees with TRL's packing_strategy="wrapped".
     """
     examples = iter(examples)
-    while part := list(islice(examples, _AT_ONCE)):
-        whole = [s for e in part for s in e.sequences]
-        ids = np.concatenate([x for s in whole for x in (s.prefix, s.tokens)])
-        for piece in _parts(ids, np.concatenate([label_mask(s) for s in whole]), size):
-            yield Example(sequences=(piece,), row=part[0].row)
+    while batch := list(islice(examples, _BATCH)):
+        sequences = [s for e in batch for s in e.sequences]
+        ids = np.concatenate([x for s in sequences for x in (s.prefix, s.tokens)])
+        for part in _split_tokens(ids, np.concatenate([label_mask(s) for s in sequences]), size):
+            yield Example(sequences=(part,), row=batch[0].row)
 
 
-def _split(s: TrainSequence, size: int) -> Iterator[TrainSequence]:
-    return _parts(np.concatenate([s.prefix, s.tokens]), label_mask(s), size)
+def _split_sequence(s: TrainSequence, size: int) -> Iterator[TrainSequence]:
+    return _split_tokens(np.concatenate([s.prefix, s.tokens]), label_mask(s), size)
 
 
-def _parts(ids: np.ndarray, mask: np.ndarray, size: int) -> Iterator[TrainSequence]:
-    """Tokens in parts of a size; the first token of each is given, and a part that trains nothing is left out."""
+def _split_tokens(ids: np.ndarray, mask: np.ndarray, size: int) -> Iterator[TrainSequence]:
+    """Splits tokens into parts. The first token of a part is not trained; parts without trained tokens are left out."""
     for start in range(0, len(ids), size):
-        its, trained = ids[start : start + size], mask[start : start + size]
-        given = max(1, int(np.argmax(trained)))
-        if trained[given:].any():
+        part, trained = ids[start : start + size], mask[start : start + size]
+        prefix = max(1, int(np.argmax(trained)))
+        if trained[prefix:].any():
             yield LabelledSequence(
-                prefix=its[:given], tokens=its[given:], mask=trained[given:], first_trained=bool(trained[0])
+                prefix=part[:prefix], tokens=part[prefix:], mask=trained[prefix:], first_trained=bool(trained[0])
             )

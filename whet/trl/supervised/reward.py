@@ -1,4 +1,4 @@
-"""RewardTrainer: TRL's, over RewardModelLearner."""
+"""RewardTrainer: TRL's interface over whet's RewardModelLearner."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ __all__ = ["RewardTrainer"]
 
 
 class RewardTrainer(SupervisedTrainer):
-    """TRL's RewardTrainer.
+    """Trains a reward model on preference pairs, with the interface of TRL's RewardTrainer.
 
     Args:
-        model: a hub name, a folder, or a transformers module; one without a score head gets one, which starts at 0.
+        model: a hub name, a folder, or a transformers module. A model without a score head gets one of zeros.
         args: RewardConfig; None = its defaults, output_dir "{model}-Reward".
-        train_dataset: rows with chosen and rejected, with or without prompt, texts or messages, and margin where there
-            is one; or chosen_ids and rejected_ids. A stream needs max_steps.
-        eval_dataset: the same, or a dict of them.
-        processing_class: the tokenizer; None = the model's.
-        callbacks: of transformers.
-        optimizers: (optimizer, schedule) over the model's own fp32 parameters.
-        optimizer_cls_and_kwargs: in place of it a class and its keywords, learning rate included.
-        quantization_config: BitsAndBytesConfig of 4 bits, for a model given by its name.
-        peft_config: PEFT's LoraConfig: an adapter is trained in place of all weights.
-        compute_metrics: EvalPrediction (of each batch the scores of the chosen answers and then of the rejected) ->
-            metrics of an evaluation, which takes a second pass. preprocess_logits_for_metrics: makes them first.
-        data_collator: refused, with what to do instead.
-    Raises: ConfigError: what is not there, by name. DataError: rows that can't be trained on.
+        train_dataset: rows with chosen and rejected, as texts or messages, optionally prompt and margin; or rows with
+            chosen_ids and rejected_ids. A stream needs max_steps.
+        eval_dataset: like train_dataset, or a dict of several data sets by name.
+        processing_class: the tokenizer; None = the tokenizer of the model.
+        callbacks: callbacks of transformers.
+        optimizers: (optimizer, scheduler) over the model's own fp32 parameters.
+        optimizer_cls_and_kwargs: (class, keywords including the learning rate), in place of optimizers.
+        quantization_config: 4-bit BitsAndBytesConfig, for a model given by name.
+        peft_config: PEFT's LoraConfig, to train an adapter instead of all weights.
+        compute_metrics: EvalPrediction -> the metrics of an evaluation, in a second pass. Each batch has the scores of
+            the chosen answers, then those of the rejected ones.
+        preprocess_logits_for_metrics: (scores, labels) of a batch -> the predictions for compute_metrics.
+        data_collator: not supported; the error names the alternative.
+    Raises: ConfigError: an unsupported argument. DataError: rows that can't be trained on.
     """
 
     METHOD = "Reward"
@@ -80,11 +81,11 @@ class RewardTrainer(SupervisedTrainer):
         )
 
     def encoder(self, data: Any, *, packs: bool = False) -> RowEncoder:
-        """Pairs; those over max_length are left out."""
+        """Returns the encoder of pairs. Pairs over max_length are left out."""
         return PairOrIdsEncoder(self.processing_class, self.encoding(on_long="drop"))
 
     def rows(self, data: Any) -> Any:
-        """The rows; a warning where their columns have the names of earlier releases, as TRL's."""
+        """Returns the rows. Warns, as TRL does, if the columns have the names of earlier releases."""
         if "chosen_input_ids" in first_row(data):
             warnings.warn(
                 "The columns `chosen_input_ids` and `rejected_input_ids` are deprecated and will not be supported in "
@@ -94,16 +95,16 @@ class RewardTrainer(SupervisedTrainer):
             )
         return data
 
-    def make_models(self, given: RoleConfig | nn.Module, optim: Any) -> SupervisedModels:
-        """A model with a score head. Raises ConfigError: a classifier of several labels."""
-        labels = 1 if isinstance(given, RoleConfig) or not has_score_head(given) else given.config.num_labels  # pyright: ignore
-        if labels != 1:
+    def make_models(self, model: RoleConfig | nn.Module, optim: Any) -> SupervisedModels:
+        """Makes a model with a score head. Raises ConfigError: a classifier of several labels."""
+        config: Any = None if isinstance(model, RoleConfig) or not has_score_head(model) else model.config
+        if config is not None and (labels := config.num_labels) != 1:
             raise ConfigError(
                 f"reward models require `num_labels=1`, and this one has {labels}; load it by "
                 "AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)"
             )
-        return self.build_models(optim, reward_model=given)
+        return self.build_models(optim, reward_model=model)
 
     def make_learner(self) -> Any:
-        """The learner with the objective of the configuration."""
+        """Makes a RewardModelLearner with the configured objective."""
         return learner_class(RewardModelLearner)(self.models, self.args.to_whet(), data=self.data_config())

@@ -1,4 +1,4 @@
-"""SFTTrainer: TRL's, over SFTLearner."""
+"""SFTTrainer: TRL's interface over whet's SFTLearner."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from whet.learners.sft import SFTLearner
 from whet.train.supervised_models import SupervisedModels
 from whet.trl.config.sft import SFTConfig, from_training_arguments
 from whet.trl.config.supervised import ON_LONG
-from whet.trl.supervised.examples import FormattedRows, Pack, SFTOrIdsEncoder, first_row, sft_columns
+from whet.trl.supervised.examples import LazyRows, Pack, SFTOrIdsEncoder, first_row, sft_columns
 from whet.trl.supervised.packs import pack_best_fit, pack_wrapped
 from whet.trl.supervised.trainer import SupervisedTrainer, learner_class
 
@@ -23,25 +23,26 @@ __all__ = ["SFTTrainer"]
 
 
 class SFTTrainer(SupervisedTrainer):
-    """TRL's SFTTrainer.
+    """Fine-tunes on texts and conversations, with the interface of TRL's SFTTrainer.
 
     Args:
         model: a hub name, a folder, or a transformers module.
         args: SFTConfig, or transformers' TrainingArguments; None = its defaults, output_dir "{model}-SFT".
-        train_dataset: rows with prompt and completion, messages (or ShareGPT's conversations), a text, or input_ids
-            and labels; a stream needs max_steps.
-        eval_dataset: the same, or a dict of them.
-        processing_class: the tokenizer; None = the model's.
-        callbacks: of transformers.
-        optimizers: (optimizer, schedule) over the model's own fp32 parameters.
-        optimizer_cls_and_kwargs: in place of it a class and its keywords, learning rate included.
-        quantization_config: BitsAndBytesConfig of 4 bits, for a model given by its name.
-        peft_config: PEFT's LoraConfig: an adapter is trained in place of all weights.
-        formatting_func: row -> the text that is trained.
-        compute_metrics: EvalPrediction (logits and labels, -100 where nothing is trained) -> metrics of an evaluation,
-            which takes a second pass. preprocess_logits_for_metrics: (logits, labels) of a batch -> what is kept.
-        data_collator, compute_loss_func: refused, with what to do instead.
-    Raises: ConfigError: what is not there, by name. DataError: rows that can't be trained on.
+        train_dataset: rows with prompt and completion, with messages (or ShareGPT's conversations), with a text, or
+            with input_ids and labels. A stream needs max_steps.
+        eval_dataset: like train_dataset, or a dict of several data sets by name.
+        processing_class: the tokenizer; None = the tokenizer of the model.
+        callbacks: callbacks of transformers.
+        optimizers: (optimizer, scheduler) over the model's own fp32 parameters.
+        optimizer_cls_and_kwargs: (class, keywords including the learning rate), in place of optimizers.
+        quantization_config: 4-bit BitsAndBytesConfig, for a model given by name.
+        peft_config: PEFT's LoraConfig, to train an adapter instead of all weights.
+        formatting_func: row -> the text to train on.
+        compute_metrics: EvalPrediction -> the metrics of an evaluation, in a second pass. It has logits and labels
+            (-100 = not trained).
+        preprocess_logits_for_metrics: (logits, labels) of a batch -> the predictions for compute_metrics.
+        data_collator, compute_loss_func: not supported; the error names the alternative.
+    Raises: ConfigError: an unsupported argument. DataError: rows that can't be trained on.
     """
 
     METHOD = "SFT"
@@ -66,7 +67,7 @@ class SFTTrainer(SupervisedTrainer):
         peft_config: Any = None,
         formatting_func: Any = None,
     ) -> None:
-        self._formatting = formatting_func
+        self._formatting_func = formatting_func
         super().__init__(
             model,
             from_training_arguments(args),
@@ -85,80 +86,82 @@ class SFTTrainer(SupervisedTrainer):
         )
 
     def encoder(self, data: Any, *, packs: bool = False) -> RowEncoder:
-        """Conversations, prompts with completions, texts or token ids; what of them is trained goes by the first row.
+        """Returns the encoder. The columns of the first row decide the form of the data and which tokens are trained.
 
-        Args: packs: rows are cut where they are packed.
-        Raises: ConfigError: what is to be trained does not fit the rows.
+        Args: packs: whether rows are packed; packing cuts them, and the encoder does not.
+        Raises: ConfigError: an argument that does not fit the rows.
         """
         args, row = self.args, first_row(data)
-        ready, answered = "input_ids" in row, "prompt" in row and "completion" in row
-        only = answered if args.completion_only_loss is None else args.completion_only_loss
-        talk = any(name in row for name in MESSAGES) or (answered and not isinstance(row["completion"], str))
-        if args.assistant_only_loss and not (talk or ready):
+        has_ids, has_completion = "input_ids" in row, "prompt" in row and "completion" in row
+        completion_only = has_completion if args.completion_only_loss is None else args.completion_only_loss
+        has_messages = any(name in row for name in MESSAGES)
+        is_conversational = has_messages or (has_completion and not isinstance(row["completion"], str))
+        if args.assistant_only_loss and not (is_conversational or has_ids):
             raise ConfigError("You set `assistant_only_loss=True`, but the dataset is not conversational; leave it out")
-        if args.assistant_only_loss and answered and not only:
+        if args.assistant_only_loss and has_completion and not completion_only:
             raise ConfigError(
-                "completion_only_loss=False with assistant_only_loss=True trains the prompt's assistant too: give rows "
-                "with messages, prompt and completion in one"
+                "completion_only_loss=False with assistant_only_loss=True also trains the assistant's turns in the "
+                "prompt: give rows with messages, prompt and completion in one"
             )
-        if self._prepared and not ready:
+        if self._skips_preparation and not has_ids:
             raise ConfigError("dataset_kwargs: skip_prepare_dataset needs rows of input_ids; leave it out")
-        if self._prepared and "labels" not in row and {"completion_mask", "assistant_masks"} & row.keys():
+        if self._skips_preparation and "labels" not in row and {"completion_mask", "assistant_masks"} & row.keys():
             raise ConfigError(
-                "dataset_kwargs: with skip_prepare_dataset masks are not read, and the whole row would be trained. Add "
-                "a 'labels' column, -100 where nothing is trained, or leave skip_prepare_dataset out"
+                "dataset_kwargs: skip_prepare_dataset does not read masks, and would train on the whole row. Add a "
+                "'labels' column with -100 for untrained tokens, or leave skip_prepare_dataset out"
             )
         text = args.dataset_text_field
         if text not in row and "text" in row and not {"input_ids", "messages", "prompt"} & row.keys():
             raise ConfigError(
-                f"dataset_text_field={text!r} is no column of the rows, which have {', '.join(row)}; name the column "
-                "of their texts"
+                f"dataset_text_field={text!r} is not a column of the rows, which have {', '.join(row)}; set it to the "
+                "column of the texts"
             )
-        apart = args.assistant_only_loss or (only and (answered or ready))
-        section = self.encoding(
-            train_on="assistant" if apart else "all",
+        masks_prompt = args.assistant_only_loss or (completion_only and (has_completion or has_ids))
+        config = self.encoding(
+            train_on="assistant" if masks_prompt else "all",
             text_column=text if text != "text" and text in row else None,
             max_length=None if packs else args.max_length,
             on_long=ON_LONG[args.truncation_mode],
         )
-        return SFTOrIdsEncoder(self.processing_class, section)
+        return SFTOrIdsEncoder(self.processing_class, config)
 
     @property
-    def _prepared(self) -> bool:
-        """Whether the rows are said to be token ids already."""
+    def _skips_preparation(self) -> bool:
+        """Whether dataset_kwargs declares that the rows are token ids."""
         return bool((self.args.dataset_kwargs or {}).get("skip_prepare_dataset"))
 
     def rows(self, data: Any) -> Any:
-        """The rows, each as the text that formatting_func makes of it.
+        """Returns the rows, formatted by formatting_func if there is one.
 
-        Raises: ConfigError: only the completion is to be trained, and a text has none; rows that change when they are
-            read; a limit that padding_free leaves out in TRL.
+        Raises: ConfigError: formatting_func with completion_only_loss; rows that change at each reading; max_length
+            with padding_free, which TRL refuses.
         """
         if self.args.padding_free and not self.args.packing and self.args.max_length is not None:
             raise ConfigError(
-                "padding_free=True without packing: `max_length` is not enforced there, so TRL refuses it; set "
-                "max_length=None, or leave padding_free out: nothing is padded here in any case"
+                "padding_free=True without packing: in TRL `max_length` is not enforced then, and it refuses this; set "
+                "max_length=None, or leave padding_free out: whet never pads"
             )
-        if not self._prepared and isinstance(data, Dataset) and data.format["type"] == "custom":
+        if not self._skips_preparation and isinstance(data, Dataset) and data.format["type"] == "custom":
             raise ConfigError(
-                "the rows come from `Dataset.with_transform()`, which makes others at each reading, and they are "
-                "encoded once: use Dataset.map(), or set dataset_kwargs={'skip_prepare_dataset': True} and let the "
-                "transform return trainer-ready rows of input_ids"
+                "the rows come from `Dataset.with_transform()`, which can return other rows at each reading, and whet "
+                "encodes rows once: use Dataset.map(), or set dataset_kwargs={'skip_prepare_dataset': True} and let "
+                "the transform return trainer-ready rows of input_ids"
             )
-        row = first_row(data)
-        if self._formatting is None or "input_ids" in row:
+        row, formatting_func = first_row(data), self._formatting_func
+        if formatting_func is None or "input_ids" in row:
             return data
-        only = self.args.completion_only_loss
-        if only or (only is None and "prompt" in row and "completion" in row):
+        completion_only = self.args.completion_only_loss
+        if completion_only or (completion_only is None and "prompt" in row and "completion" in row):
             raise ConfigError(
-                "A formatting function was provided while `completion_only_loss=True`: it makes a text of the row, of "
-                "which no part is the completion; set completion_only_loss=False, or leave formatting_func out"
+                "A formatting function was provided while `completion_only_loss=True`: the formatted text has no "
+                "separate completion; set completion_only_loss=False, or leave formatting_func out"
             )
-        made = FormattedRows(data, self._formatting, self.args.dataset_text_field)
-        return list(made) if hasattr(data, "__len__") else made
+        column = self.args.dataset_text_field
+        rows = LazyRows(data, lambda data: ({column: formatting_func(row)} for row in data))
+        return list(rows) if hasattr(data, "__len__") else rows
 
     def pack(self, *, evaluation: bool) -> Pack | None:
-        """TRL's packs, where packing asks for them."""
+        """Returns TRL's packing function, or None if packing (or eval_packing) is off."""
         args = self.args
         if not (args.packing if not evaluation or args.eval_packing is None else args.eval_packing):
             return None
@@ -166,10 +169,10 @@ class SFTTrainer(SupervisedTrainer):
             return partial(pack_wrapped, size=args.max_length)
         return partial(pack_best_fit, size=args.max_length, split=args.packing_strategy == "bfd_split")
 
-    def make_models(self, given: RoleConfig | nn.Module, optim: Any) -> SupervisedModels:
-        """A language model."""
-        return self.build_models(optim, actor=given)
+    def make_models(self, model: RoleConfig | nn.Module, optim: Any) -> SupervisedModels:
+        """Makes a language model."""
+        return self.build_models(optim, actor=model)
 
     def make_learner(self) -> Any:
-        """The learner with the objective of the configuration."""
+        """Makes an SFTLearner with the configured objective."""
         return learner_class(SFTLearner)(self.models, self.args.to_whet(), data=self.data_config())

@@ -15,7 +15,7 @@ def prepare_tokenizer(tokenizer: Any, args: Any) -> None:
     """Sets chat template, end token and padding token. Raises ConfigError: a token that is not in the vocabulary."""
     template = args.chat_template_path if "chat_template_path" in args.TABLE else None
     if template is not None:
-        _take_template(tokenizer, str(template))
+        _load_template(tokenizer, str(template))
     for name in ("eos_token", "pad_token"):
         token = getattr(args, name) if name in args.TABLE else None
         if token is None:
@@ -28,25 +28,25 @@ def prepare_tokenizer(tokenizer: Any, args: Any) -> None:
         setattr(tokenizer, name, token)
 
 
-def _take_template(tokenizer: Any, path: str) -> None:
-    """The chat template of a file, or of another model's tokenizer, whose tokens have to be there."""
+def _load_template(tokenizer: Any, path: str) -> None:
+    """Takes the chat template from a file or from another model's tokenizer, whose added tokens must exist."""
     if Path(path).is_file() and path.endswith((".jinja", ".j2")):
         tokenizer.chat_template = Path(path).read_text()
         return
     source: Any = load_tokenizer(path)
-    if lacking := sorted(set(source.get_added_vocab()) - set(tokenizer.get_vocab())):
+    if missing := sorted(set(source.get_added_vocab()) - set(tokenizer.get_vocab())):
         raise ConfigError(
-            f"chat_template_path={path!r}: its template is made of tokens that the model's tokenizer lacks "
-            f"({', '.join(lacking[:3])} ...), and embeddings are not resized here; add them to model and tokenizer "
-            "first, or give a .jinja file"
+            f"chat_template_path={path!r}: the template uses tokens that the model's tokenizer lacks "
+            f"({', '.join(missing[:3])} ...), and embeddings are not resized here; add the tokens to model and "
+            "tokenizer first, or give a .jinja file"
         )
     tokenizer.chat_template, tokenizer.eos_token = source.chat_template, source.eos_token
 
 
 def set_eos_token(model: Any, tokenizer: Any, args: Any) -> None:
-    """Makes the model's configuration agree with the end token that was chosen, for what is made with it later."""
-    chosen = [n for n in ("eos_token", "chat_template_path") if n in args.TABLE and getattr(args, n) is not None]
-    if not chosen or tokenizer.eos_token_id is None:
+    """Sets the tokenizer's end token in the model's configuration if eos_token or chat_template_path chose it."""
+    is_set = any(n in args.TABLE and getattr(args, n) is not None for n in ("eos_token", "chat_template_path"))
+    if not is_set or tokenizer.eos_token_id is None:
         return
     model.config.get_text_config().eos_token_id = tokenizer.eos_token_id
     generation = model.generation_config

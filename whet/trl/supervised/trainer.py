@@ -2,8 +2,8 @@
 
     rows -> Examples (examples.py, packs.py) -> one of whet's supervised learners
 
-A step is one update: per_device_train_batch_size times gradient_accumulation_steps rows. Reading order: `__init__`,
-then the methods that a subclass overrides: `encoder`, `make_models`, `make_learner`.
+A step is one update of per_device_train_batch_size * gradient_accumulation_steps rows. Read `__init__` first, then the
+methods that a subclass overrides: `encoder`, `make_models`, `make_learner`.
 """
 
 from __future__ import annotations
@@ -35,29 +35,30 @@ from whet.trl.trainer.not_provided import NOT_CALLED
 from whet.trl.trainer.task import SupervisedCallbackTask
 from whet.trl.trainer.trainer import Trainer
 from whet.types import Example
+from whet.util.garbage import pause_collector
 
 __all__ = ["SupervisedTrainer", "learner_class"]
 
 _ROWS = "give the rows as they are to be trained on"
-_NOT_TAKEN = {
+_ALTERNATIVES = {
     "compute_loss_func": "write a loss of your own for whet's learner (whet docs supervised), or choose loss_type",
     "compute_metrics": "write a callback with on_evaluate, which gets the metrics",
-    "data_collator": "rows are packed, never padded; say what is trained by completion_only_loss and "
+    "data_collator": "rows are packed, never padded; choose the trained tokens by completion_only_loss and "
     "assistant_only_loss, or give rows of input_ids and labels",
 }
-"""Refused argument -> the alternative."""
+"""Unsupported argument -> the alternative."""
 
 
 class SupervisedTrainer(Trainer):
-    """Trains on rows: see SFTTrainer for the arguments."""
+    """The base of the supervised trainers; SFTTrainer describes the arguments."""
 
     models: SupervisedModels
     COLUMNS: ClassVar[Any]
-    """Examples -> the columns that TRL's trainer holds."""
-    given_rows: Any
-    """The data set to train on, as it was given or set since."""
+    """Examples -> the columns of TRL's trainer."""
+    raw_train_dataset: Any
+    """The data set to train on, before it is encoded."""
     REFUSED: ClassVar[tuple[str, ...]] = ("compute_loss_func", "data_collator")
-    """Arguments of TRL's that are not taken."""
+    """TRL's arguments that are not supported."""
     NOT_CALLED: ClassVar[Mapping[str, str]] = {
         **NOT_CALLED,
         "_compute_loss": "write a loss for whet's learner (whet docs supervised), or choose loss_type",
@@ -65,6 +66,7 @@ class SupervisedTrainer(Trainer):
         "compute_loss": "write a loss for whet's learner (whet docs supervised), or choose loss_type",
     }
 
+    @pause_collector()
     @VOCABULARY.translating()
     def __init__(
         self,
@@ -84,14 +86,14 @@ class SupervisedTrainer(Trainer):
         data_collator: Any = None,
         compute_loss_func: Any = None,
     ) -> None:
-        given = {
+        values = {
             "compute_loss_func": compute_loss_func,
             "compute_metrics": compute_metrics,
             "data_collator": data_collator,
         }
         for name in self.REFUSED:
-            if given[name] is not None:
-                raise ConfigError(f"{name} is not taken: {_NOT_TAKEN[name]}")
+            if values[name] is not None:
+                raise ConfigError(f"{name} is not supported: {_ALTERNATIVES[name]}")
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         if train_dataset is None:
@@ -101,11 +103,11 @@ class SupervisedTrainer(Trainer):
         prepare_tokenizer(self.processing_class, self.args)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._read_data()
-        given = prepare_model(
+        prepared = prepare_model(
             model, self.args, peft_config, quantization_config, supervised=True, scored=self.METHOD == "Reward"
         )
-        self._module_dtype = module_dtype(self.args, given, optimizers)
-        self.models = self.make_models(given, self.optim(optimizers, optimizer_cls_and_kwargs))
+        self._module_dtype = module_dtype(self.args, prepared, optimizers)
+        self.models = self.make_models(prepared, self.optim(optimizers, optimizer_cls_and_kwargs))
         set_eos_token(self.worker.module, self.processing_class, self.args)
         self.learner = self.make_learner()
         self.learner.make_task = lambda learner: SupervisedCallbackTask(learner, self)
@@ -114,70 +116,70 @@ class SupervisedTrainer(Trainer):
     # ---- methods that a subclass overrides --------------------------------------------------------------------------
 
     def encoder(self, data: Any, *, packs: bool = False) -> RowEncoder:
-        """The encoder of a data set's rows. Args: packs: whether the rows are packed after it."""
+        """Returns the encoder of a data set's rows. Args: packs: whether the encoded rows are packed."""
         raise NotImplementedError
 
     def rows(self, data: Any) -> Any:
-        """The rows of a data set as the encoder takes them."""
+        """Returns the rows of a data set in the form that the encoder reads."""
         return data
 
     def pack(self, *, evaluation: bool) -> Pack | None:
-        """The function that packs rows; None = no packing."""
+        """Returns the function that packs rows; None = no packing."""
         return None
 
-    def make_models(self, given: RoleConfig | nn.Module, optim: Any) -> SupervisedModels:
-        """The models. Args: given: what is trained. optim: its optimizer."""
+    def make_models(self, model: RoleConfig | nn.Module, optim: Any) -> SupervisedModels:
+        """Makes the models. Args: model: the model to train. optim: its optimizer."""
         raise NotImplementedError
 
     def make_learner(self) -> Any:
-        """The learner, made by `learner_class`."""
+        """Makes the learner, an instance of `learner_class(...)`."""
         raise NotImplementedError
 
     @property
     def train_dataset(self) -> Any:
-        """The rows as they are trained on, a datasets.Dataset of token ids; a stream as it was given."""
-        if self._shown is None and isinstance(self._rows, list):
-            self._shown = Dataset.from_dict(self.COLUMNS(self._rows))
-        return self.given_rows if self._shown is None else self._shown
+        """The encoded rows as a datasets.Dataset of token ids; a stream is not encoded."""
+        if self._encoded is None and isinstance(self._rows, list):
+            self._encoded = Dataset.from_dict(self.COLUMNS(self._rows))
+        return self.raw_train_dataset if self._encoded is None else self._encoded
 
     @train_dataset.setter
     def train_dataset(self, data: Any) -> None:
-        self.given_rows, self._shown = data, None
+        self.raw_train_dataset, self._encoded = data, None
 
     @property
     def eval_dataset(self) -> Any:
-        """The evaluation rows as they are measured, of token ids; a dict of them where several were given."""
-        if self._shown_eval is None and self.eval_rows:
-            made = {name: Dataset.from_dict(self.COLUMNS(rows)) for name, rows in self.eval_rows.items()}
-            self._shown_eval = made.get("", made)
-        return self.given_eval if self._shown_eval is None else self._shown_eval
+        """The encoded evaluation rows as a datasets.Dataset, or a dict of several by name."""
+        if self._encoded_eval is None and self.eval_rows:
+            encoded = {name: Dataset.from_dict(self.COLUMNS(rows)) for name, rows in self.eval_rows.items()}
+            self._encoded_eval = encoded.get("", encoded)
+        return self.raw_eval_dataset if self._encoded_eval is None else self._encoded_eval
 
     @eval_dataset.setter
     def eval_dataset(self, data: Any) -> None:
-        self._given_eval, self._shown_eval = data, None
+        self._raw_eval, self._encoded_eval = data, None
 
     @property
-    def given_eval(self) -> Any:
-        """The evaluation data as they were given or set since."""
-        return self._given_eval
+    def raw_eval_dataset(self) -> Any:
+        """The evaluation data, before they are encoded."""
+        return self._raw_eval
 
-    # ---- making -----------------------------------------------------------------------------------------------------
+    # ---- configurations and data ------------------------------------------------------------------------------------
 
     def data_config(self, **fields: Any) -> SupervisedDataConfig:
-        """Whet's data configuration. Args: fields: of a subclass."""
+        """Whet's data configuration. Args: fields: a subclass's further fields."""
         args = self.args
         shuffle = args.train_sampling_strategy == "random" and isinstance(self._rows, list)
         return SupervisedDataConfig(**{"batch_size": self.rows_per_update, "shuffle": shuffle, **fields})
 
     def encoding(self, **fields: Any) -> SupervisedDataConfig:
-        """The data configuration of the encoder; it accepts the rows that TRL accepts. Args: fields: of a subclass."""
-        given = {
+        """The encoder's data configuration; it accepts the rows that TRL accepts. Args: fields: a subclass's fields."""
+        defaults = {
             "chat_template_kwargs": {"enable_thinking": True},
             "max_length": self.args.max_length,
             "on_empty": "drop",
             "on_template_change": "accept",
         }
-        return SupervisedDataConfig(**{**given, **fields})
+        return SupervisedDataConfig(**{**defaults, **fields})
 
     def loop_config(self) -> SupervisedTrainingConfig:
         """Whet's training configuration."""
@@ -188,7 +190,7 @@ class SupervisedTrainer(Trainer):
         )
 
     def build_models(self, optim: Any, **roles: Any) -> SupervisedModels:
-        """The models of a run. Args: optim: of the one that is trained. roles: the models by role."""
+        """Makes the models of a run. Args: optim: the trained model's optimizer. roles: the models by role."""
         return SupervisedModels(
             **roles,
             tokenizer=self.processing_class,
@@ -199,41 +201,41 @@ class SupervisedTrainer(Trainer):
         )
 
     def _examples(self, data: Any, *, evaluation: str = "") -> list[Example] | ExampleStream:
-        """The Examples of a data set. Args: evaluation: what one for evaluation is called."""
+        """The Examples of a data set. Args: evaluation: the name of an evaluation set; "" = the training set."""
         args = self.args
         shuffle = args.seed if "shuffle_dataset" in args.TABLE and args.shuffle_dataset and not evaluation else None
         data = self.rows(data)
         pack = self.pack(evaluation=bool(evaluation))
         encoder = self.encoder(data, packs=pack is not None)
-        return make_examples(data, encoder, pack=pack, shuffle=shuffle, of=evaluation)
+        return make_examples(data, encoder, pack=pack, shuffle=shuffle, name=evaluation)
 
     def _read_data(self) -> None:
         """Reads the data sets and counts the steps of the run."""
-        if self.has_changed("given_rows"):
-            rows = self.given_rows
-            self._rows = None if rows is None else self._examples(check_dataset(rows, "train_dataset"))
+        if self.has_changed("raw_train_dataset"):
+            data = self.raw_train_dataset
+            self._rows = None if data is None else self._examples(check_dataset(data, "train_dataset"))
         self.read_eval_data()
         check_evaluation(self.args, self.eval_rows)
         self._count_steps()
 
     def read_changes(self) -> None:
-        """Reads again the data, which may have been set since."""
+        """Reads the data sets again if they were replaced."""
         self._read_data()
         self.learner.data = dataclasses.replace(self.learner.data, shuffle=self.data_config().shuffle)
 
     def _count_steps(self) -> None:
-        """Computes the steps of the run."""
+        """Computes the number of steps of the run."""
         args, steps = self.args, 0
         if isinstance(self._rows, list):
-            whole, rest = divmod(len(self._rows), self.rows_per_update)
-            each = whole + (rest > 0 and not args.dataloader_drop_last)
-            if not each:
+            full, rest = divmod(len(self._rows), self.rows_per_update)
+            updates = full + (rest > 0 and not args.dataloader_drop_last)
+            if not updates:
                 raise ConfigError(
-                    f"dataloader_drop_last=True leaves nothing of {len(self._rows)} rows: an update takes "
+                    f"dataloader_drop_last=True drops all {len(self._rows)} rows: an update takes "
                     f"{self.rows_per_update}; lower per_device_train_batch_size or gradient_accumulation_steps"
                 )
-            self.updates_per_epoch = each
-            steps = math.ceil(args.num_train_epochs * each)
+            self.updates_per_epoch = updates
+            steps = math.ceil(args.num_train_epochs * updates)
         elif self._rows is not None and args.max_steps <= 0:
             raise ConfigError("train_dataset has no length: set max_steps, the optimizer steps of the run")
         self.max_steps = args.max_steps if args.max_steps > 0 else steps
@@ -256,19 +258,19 @@ class SupervisedTrainer(Trainer):
         return load_eval_sets(data, lambda rows, name: self._examples(rows, evaluation=name))
 
     def can_log(self, metric: str) -> bool:
-        """Whether it is one of supervised training."""
+        """Whether an evaluation has this metric; compute_metrics can add any."""
         return bool(supervised_metrics({metric: 0.0})) or metric == "num_tokens" or self.compute_metrics is not None
 
     def measure(self, rows: list[Example]) -> dict[str, float]:
         """The loss and its metrics, as means over the whole evaluation set."""
         learner = self.learner
         learner.new_task().check_fit(rows)
-        found = learner.measure(ExampleStep(index=self.state.global_step, examples=rows, mode=Mode.EVAL))
-        metrics = supervised_metrics(flat(found.metrics))
+        step = learner.measure(ExampleStep(index=self.state.global_step, examples=rows, mode=Mode.EVAL))
+        metrics = supervised_metrics(flat(step.metrics))
         return metrics if self.compute_metrics is None else metrics | compute_user_metrics(self, rows)
 
     def resume_from(self, folder: str | None) -> None:
-        """Sets what the next run resumes from."""
+        """Sets the folder that the next run resumes from; None = it starts anew."""
         self.models.config = dataclasses.replace(self.models.config, resume=folder, max_steps=self.max_steps or None)
 
     def record_step(self, row: Mapping[str, Any], step: Any) -> None:
@@ -276,7 +278,7 @@ class SupervisedTrainer(Trainer):
         self.window.add({**supervised_metrics(row), "num_tokens": float(self.state.num_input_tokens_seen)})
 
     def set_epoch(self) -> None:
-        """Computes state.epoch from micro-batches; for a stream, the finished share of the run."""
+        """Computes state.epoch from micro-batches; for a stream, it is the finished share of the run."""
         if not isinstance(self._rows, list) or not self.updates_per_epoch:
             super().set_epoch()
             return

@@ -1,7 +1,7 @@
-"""Changes to a trainer's arguments between its making and `train`.
+"""Checks changes to `trainer.args` between the trainer's construction and `train`.
 
-transformers reads its arguments as it goes, so that scripts lower `trainer.args.learning_rate` or set `max_steps`
-before train(). `train` reads the fields of `_READ_AGAIN` anew; a change of another field is refused.
+transformers reads arguments during the run, so scripts lower `trainer.args.learning_rate` or set `max_steps` before
+train(). `train` reads the fields of `_READ_AGAIN` again, and refuses a change of any other field.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ logging_steps logging_strategy lr_scheduler_kwargs lr_scheduler_type max_grad_no
 output_dir save_only_model save_steps save_strategy save_total_limit warmup_steps weight_decay
 """
 _READ_AGAIN = frozenset(_NAMES.split())
-"""Fields that each train() reads anew."""
+"""Fields that each train() reads again."""
 
 
 def change_error(problem: str, field: str, config: type) -> ConfigError:
-    """The error for a change that comes too late. Args: problem: what was changed. config: of the arguments."""
+    """The error for a change that train() does not read. Args: problem: the change. config: the arguments' class."""
     return ConfigError(
         f"{problem}; set {field} in {config.__name__}(...) and make another trainer, with model=trainer.model to keep "
         "the weights"
@@ -32,7 +32,7 @@ def change_error(problem: str, field: str, config: type) -> ConfigError:
 
 
 class ArgumentSnapshot:
-    """The values of the arguments when the trainer was made. Args: args: the trainer's."""
+    """The arguments' values at the trainer's construction. Args: args: the trainer's arguments."""
 
     def __init__(self, args: Arguments) -> None:
         self._args = args
@@ -42,7 +42,7 @@ class ArgumentSnapshot:
         return {f.name: getattr(self._args, f.name) for f in dataclasses.fields(self._args)}  # pyright: ignore
 
     def check(self) -> None:
-        """Raises ConfigError for a changed field that train() does not read anew."""
+        """Raises ConfigError for a changed field that train() does not read again."""
         self._args.parse_enums()
         table = {**self._args.TABLE, **self._args.OWN}
         for name, value in self._current().items():

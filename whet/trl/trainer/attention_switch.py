@@ -1,8 +1,8 @@
-"""Switches a model between whet's attention and the attention of transformers.
+"""Switches a model between whet's attention and transformers' native attention.
 
-Whet's attention needs a layout of packed rows, which transformers' `generate` does not give. So the model has whet's
-attention while the trainer works, and the native one wherever a script may call it: `trainer.model.generate(...)`
-before and after training, in a callback or in a rollout_func.
+Whet's attention needs the layout of packed rows, which transformers' `generate` does not pass. So the model has whet's
+attention while the trainer works, and native attention wherever a script may call it: `trainer.model.generate(...)`
+before and after training, in a callback, or in a rollout_func.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ class AttentionSwitch:
 
     @contextmanager
     def whet(self) -> Iterator[None]:
-        """Whet's attention inside the block."""
+        """Uses whet's attention inside the block."""
         with self._using(native=False):
             yield
 
     @contextmanager
     def native(self) -> Iterator[None]:
-        """Transformers' attention inside the block."""
+        """Uses native attention inside the block."""
         with self._using(native=True):
             yield
 
     def use_native(self) -> None:
-        """Transformers' attention from now on."""
+        """Uses native attention from now on."""
         if self._native is None:
             self._native = ExitStack()
             self._native.enter_context(transformers_attention(self._module))

@@ -1,13 +1,13 @@
 """Checkpoints in TRL's layout: output_dir/checkpoint-{optimizer step}, each a self-contained folder.
 
-    checkpoint-4/ model.safetensors, config.json, generation_config.json, the tokenizer      as transformers loads them
-                  (or adapter_model.safetensors, adapter_config.json)                        as PEFT does
+    checkpoint-4/ model.safetensors, config.json, generation_config.json, the tokenizer      transformers loads these
+                  (or adapter_model.safetensors, adapter_config.json)                        PEFT loads these
                   trainer_state.json                                                         transformers' TrainerState
-                  run.pt, run.json, sums.json, whet/{optimizer.safetensors, state.pt}        for a resume
-                  reference/                                                                 if it moves
+                  run.pt, run.json, sums.json, whet/{optimizer.safetensors, state.pt}        for resuming the run
+                  reference/                                                                 if the reference changes
 
-A folder is complete or absent, and holds no links: it may be copied, moved and removed. Several runs may share an
-output_dir; as in transformers, a run replaces checkpoints of its own steps and leaves the others.
+A folder is complete or absent, and has no links, so it can be copied, moved and removed. Several runs may share an
+output_dir; as in transformers, a run replaces the checkpoints of the steps that it saves and keeps the others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["TrainerCheckpoints", "checkpoint_path", "find_checkpoint", "rotate_c
 
 
 class NoCheckpoint(CheckpointError, ValueError):
-    """There is no checkpoint to resume from: transformers raises a ValueError."""
+    """There is no checkpoint to resume from. It is a ValueError too, which transformers raises."""
 
 
 class TrainerCheckpoints(Checkpoints):
@@ -41,8 +41,8 @@ class TrainerCheckpoints(Checkpoints):
         self._trainer = trainer
 
     def open(self, *, new: bool = False) -> None:
-        """Makes and locks output_dir, and removes what a kill left half written. Args: new: makes no difference."""
-        self.run = secrets.token_hex(8)  # of each run: one resumed from an earlier step writes the later ones again
+        """Creates and locks output_dir, and removes unfinished files of a killed run. Args: new: has no effect."""
+        self.run = secrets.token_hex(8)  # new for each run, which writes later checkpoints again after a resume
         if self.root is None or self._lock is not None:
             return
         try:
@@ -58,29 +58,29 @@ class TrainerCheckpoints(Checkpoints):
                 remove_path(path)
 
     def exist(self) -> bool:
-        """Whether the folder is another run's: runs may share it."""
+        """Returns False: runs may share the folder."""
         return False
 
     def discard(self, *, after: int) -> None:
-        """Later checkpoints stay until they are written again, as in transformers."""
+        """Does nothing: as in transformers, later checkpoints stay until they are overwritten."""
 
     def of_step(self, step: int) -> Path | None:
-        """The checkpoint of now."""
+        """The folder of the current optimizer step; None without checkpoints."""
         return None if self.root is None else checkpoint_path(self.root, self._trainer.state.global_step)
 
     def place(self, folder: Path, role: str) -> Path:
-        """The model in training lies in the checkpoint's own folder, so that other libraries load it from there."""
+        """The folder of a role's files. The trained model is at the top level, where other libraries load it from."""
         return folder if role == self._trainer.role.value else folder / role
 
     def save(self, step: int, state: Mapping[str, Any], *, tokenizer: Any, keep: int | None) -> Path | None:
-        """Writes the checkpoint of now, in place of one of its name by another run."""
+        """Writes the checkpoint of the current step. It replaces a checkpoint of the same name from another run."""
         folder = self.of_step(step)
         if folder is None:
             return None
         if read_run_id(folder) == self.run:
             return folder
         self._trainer.prepare_save()
-        state = {**state, "trl": self._trainer.resume_state()}  # which knows now whether this one is the best
+        state = {**state, "trl": self._trainer.resume_state()}  # prepare_save has updated the best checkpoint
 
         def fill(place: Path) -> None:
             self.write_files(place, state=state, tokenizer=tokenizer)
@@ -108,29 +108,32 @@ def checkpoint_path(output_dir: str | Path, step: int) -> Path:
     return Path(output_dir) / f"checkpoint-{step}"
 
 
-def _saved(output_dir: str) -> list[Path]:
+def _list_checkpoints(output_dir: str) -> list[Path]:
     """The checkpoints, oldest first."""
-    found = {p: re.fullmatch(r"checkpoint-(\d+)", p.name) for p in Path(output_dir).glob("checkpoint-*")}
-    return sorted((p for p, m in found.items() if m), key=lambda p: int(p.name.rpartition("-")[2]))
+    folders = [p for p in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-(\d+)", p.name)]
+    return sorted(folders, key=lambda p: int(p.name.rpartition("-")[2]))
 
 
-def rotate_checkpoints(output_dir: str, keep: int | None, never: Sequence[Path]) -> None:
-    """Removes the oldest checkpoints. Args: keep: how many stay; None = all. never: not removed."""
-    folders = _saved(output_dir)
-    kept = {folder.absolute() for folder in never}
-    spare = [folder for folder in folders if folder.absolute() not in kept]
-    excess = 0 if keep is None else len(folders) - max(keep, len(folders) - len(spare))
-    for folder in spare[: max(excess, 0)]:
+def rotate_checkpoints(output_dir: str, keep: int | None, protected: Sequence[Path]) -> None:
+    """Removes the oldest checkpoints.
+
+    Args: keep: the number of checkpoints to keep; None = all. protected: checkpoints that are never removed.
+    """
+    folders = _list_checkpoints(output_dir)
+    never = {folder.absolute() for folder in protected}
+    removable = [folder for folder in folders if folder.absolute() not in never]
+    excess = 0 if keep is None else len(folders) - max(keep, len(folders) - len(removable))
+    for folder in removable[: max(excess, 0)]:
         remove_checkpoint(folder)
 
 
 def find_checkpoint(output_dir: str, requested: str | Literal[True]) -> Path:
-    """The checkpoint that a run resumes from. Args: requested: True = the newest checkpoint, or its folder.
+    """The checkpoint that a run resumes from. Args: requested: a checkpoint's folder, or True = the newest checkpoint.
 
-    Raises: NoCheckpoint: there is none. CheckpointError: it has no state to resume from.
+    Raises: NoCheckpoint: there is no checkpoint. CheckpointError: the checkpoint has no state to resume from.
     """
     if requested is True:
-        folders = _saved(output_dir)
+        folders = _list_checkpoints(output_dir)
         if not folders:
             raise NoCheckpoint(f"No valid checkpoint found in output directory ({output_dir}); train without resume")
         requested = str(folders[-1])

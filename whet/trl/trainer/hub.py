@@ -15,7 +15,8 @@ from whet.util.install import DISTRIBUTION, REPOSITORY
 
 __all__ = ["HubMixin", "model_card"]
 
-_NAMED = ("whet", "torch", "transformers", "datasets")
+_CARD_PACKAGES = ("whet", "torch", "transformers", "datasets")
+"""Packages whose versions a model card lists."""
 
 
 class HubMixin:
@@ -30,7 +31,7 @@ class HubMixin:
     state: Any
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes model and tokenizer in Hugging Face's format. Args: output_dir: None = args.output_dir."""
+        """Writes the model and the tokenizer in Hugging Face's format. Args: output_dir: None = args.output_dir."""
         folder = Path(output_dir or self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self.worker.export(folder, self.processing_class)
@@ -38,7 +39,7 @@ class HubMixin:
             self.push_to_hub("Model save")
 
     def save_user_files(self, folder: Path) -> None:
-        """Calls a user's own save_model for a checkpoint, so that its files lie there too."""
+        """Calls a user's override of save_model for a checkpoint, so that the checkpoint has its files too."""
         if getattr(self.save_model, "__func__", None) is not HubMixin.save_model:
             self.save_model(str(folder), _internal_call=True)
 
@@ -48,19 +49,19 @@ class HubMixin:
         self.state.save_to_json(str(Path(self.args.output_dir) / "trainer_state.json"))
 
     def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
-        """Prints numbers, sorted. Args: split: of which they are: train, eval, ..."""
+        """Prints metrics, sorted by name. Args: split: train, eval, ..."""
         width = max(map(len, metrics), default=0)
         print(f"***** {split} metrics *****", *(f"  {n:<{width}} = {metrics[n]}" for n in sorted(metrics)), sep="\n")  # noqa: T201
 
     def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
-        """Writes them to {split}_results.json in output_dir. Args: combined: and into all_results.json."""
+        """Writes metrics to {split}_results.json in output_dir. Args: combined: also add them to all_results.json."""
         folder = Path(self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{split}_results.json").write_text(json.dumps(dict(metrics), indent=4, sort_keys=True))
         if combined:
             path = folder / "all_results.json"
-            found = json.loads(path.read_text()) if path.exists() else {}
-            path.write_text(json.dumps({**found, **metrics}, indent=4, sort_keys=True))
+            earlier = json.loads(path.read_text()) if path.exists() else {}
+            path.write_text(json.dumps({**earlier, **metrics}, indent=4, sort_keys=True))
 
     def create_model_card(
         self,
@@ -68,13 +69,13 @@ class HubMixin:
         dataset_name: str | None = None,
         tags: str | Sequence[str] | None = None,
     ) -> None:
-        """Writes README.md into output_dir. Args: the model's name, its data set's on the hub, tags for it."""
+        """Writes README.md into output_dir. Args: dataset_name: the data set's name on the hub. tags: further tags."""
         folder = Path(self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         base = self.model.name_or_path or None
-        own = [tags] if isinstance(tags, str) else list(tags or ())
+        tags = [tags] if isinstance(tags, str) else list(tags or ())
         name = model_name or self.args.hub_model_id or folder.resolve().name
-        (folder / "README.md").write_text(model_card(name, self.TRAINED_BY or self.METHOD, base, dataset_name, own))
+        (folder / "README.md").write_text(model_card(name, self.TRAINED_BY or self.METHOD, base, dataset_name, tags))
 
     def push_to_hub(
         self,
@@ -82,21 +83,24 @@ class HubMixin:
         blocking: bool = True,
         token: str | None = None,
         revision: str | None = None,
-        **card_of: Any,
+        **card_fields: Any,
     ) -> str:
-        """Saves model, tokenizer and card in output_dir, and sends them to the hub as one commit.
+        """Saves the model, the tokenizer and the card in output_dir, and pushes them to the hub as one commit.
 
-        Args: commit_message: of the commit. blocking: it is waited for in any case. token: None = hub_token, or that of
-            `hf auth login`. revision: the branch; None = hub_revision, or main. card_of: model_name, dataset_name and
-            tags, as create_model_card takes them.
+        Args:
+            commit_message: the commit's message.
+            blocking: has no effect; the call always waits for the push.
+            token: None = hub_token, or the token of `hf auth login`.
+            revision: the branch; None = hub_revision, or main.
+            card_fields: create_model_card's arguments: model_name, dataset_name, tags.
         Returns: the commit's address.
-        Raises: ConfigError: the hub is not there or does not take it, or there is no token; nothing was sent.
+        Raises: ConfigError: there is no token, or the hub can't be reached or rejects the push; nothing was sent.
         """
         args = self.args
         self.save_model(_internal_call=True)
-        self.create_model_card(**card_of)
+        self.create_model_card(**card_fields)
         folder = Path(args.output_dir)
-        made = push_folder(
+        commit = push_folder(
             folder,
             args.hub_model_id or folder.resolve().name,
             (folder / "README.md").read_text(),
@@ -105,16 +109,17 @@ class HubMixin:
             branch=revision or args.hub_revision,
             token=token or args.hub_token,
         )
-        return str(made.url)
+        return str(commit.url)
 
 
 def model_card(name: str, method: str, base: str | None, dataset: str | None, tags: Sequence[str]) -> str:
-    """README.md of a model: what the hub reads, and how it was trained. A base that lies on this machine is not named.
+    """The text of a model's README.md: the hub's metadata, the training method, and package versions.
 
-    Args: name: of the model. method: GRPO, ... base, dataset: names on the hub. tags: for it.
+    Args: name: the model's name. method: GRPO, ... base, dataset: names on the hub; a local base is left out. tags:
+        further tags.
     """
     base = None if base is None or Path(base).exists() else base
-    facts = {
+    metadata = {
         "library_name": "transformers",
         "model_name": name,
         "tags": ["whet", method.lower().replace(" ", "-"), *tags],
@@ -123,9 +128,9 @@ def model_card(name: str, method: str, base: str | None, dataset: str | None, ta
     }
     of = f" of [{base}](https://huggingface.co/{base})" if base else ""
     on = f" on [{dataset}](https://huggingface.co/datasets/{dataset})" if dataset else ""
-    versions = "\n".join(f"- {package}: {_version(package)}" for package in _NAMED)
+    versions = "\n".join(f"- {package}: {_version(package)}" for package in _CARD_PACKAGES)
     return (
-        f"---\n{yaml.safe_dump(facts, sort_keys=False)}---\n\n# {name}\n\nA model trained{of}{on} by {method}, with "
+        f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---\n\n# {name}\n\nA model trained{of}{on} by {method}, with "
         f"[whet]({REPOSITORY}).\n\n## Versions\n\n{versions}\n"
     )
 

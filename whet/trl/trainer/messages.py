@@ -1,4 +1,4 @@
-"""Whet's errors and warnings in TRL's words: fields of whet's sections become a script's arguments."""
+"""Translates whet's errors and warnings: the names of whet's fields become the names of a script's arguments."""
 
 from __future__ import annotations
 
@@ -68,4 +68,4 @@ _FIXES = {
     "trainer.warn_when": "",
 }
 VOCABULARY = Vocabulary(_NAMES, _FIXES)
-"""TRL's words; `@VOCABULARY.translating()` is around every method of a trainer that whet's errors can leave."""
+"""TRL's names and fixes. `@VOCABULARY.translating()` decorates every trainer method that can raise whet's errors."""

@@ -1,4 +1,4 @@
-"""Prepares the given model for whet: a name or a module, its adapter, quantised weights, dtype."""
+"""Prepares the user's model for whet: a name or a module, its adapter, its quantization, its dtype."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import logging
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,10 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from whet.config import LoraConfig, RoleConfig
 from whet.errors import ConfigError
 from whet.models.activation_checkpointing import checkpoint_activations
-from whet.models.adapters import Adapter
 from whet.models.heads import add_score_head, score_layer
 from whet.models.load import load_model
 from whet.models.lora import add_adapter
+from whet.models.lora_layers import Adapter
 from whet.models.prompt_tuning import is_prompt_tuned
 from whet.trl.config.arguments import WrongArgument
 from whet.util.model_paths import model_folder
@@ -27,7 +27,7 @@ __all__ = ["model_name", "module_dtype", "prepare_model", "trusts_remote_code", 
 
 log = logging.getLogger("whet")
 
-_OF_PEFT = {
+_PLAIN_LORA = {
     "bias": ("none",),
     "init_lora_weights": (True, "gaussian"),
     "trainable_token_indices": (None, {}, []),
@@ -38,162 +38,163 @@ _OF_PEFT = {
     "target_parameters": (None, []),
     "use_dora": (False,),
 }
-"""Field of PEFT's LoraConfig -> its values for W + s·B·A in every layer; with others PEFT's own layers run."""
+"""Field of PEFT's LoraConfig -> the values that mean W + s·B·A in every layer. Other values need PEFT's own layers."""
 _EXPERTS = {"gate_proj", "up_proj", "down_proj"}
-"""Layers that are one tensor of all experts in a mixture of experts."""
+"""Layers that hold all experts in one tensor in a mixture of experts."""
 _HALF = ("float16", "torch.float16", "half", "fp16")
 """Values of dtype in model_init_kwargs that mean float16."""
 _FROZEN_HEAD = "modules_to_save"
-"""The field that a reward model's adapter needs to train its head."""
-
-
+"""The reason for PEFT's layers: a reward model's adapter that does not train the score head."""
 _PROMPT = "is_prompt_learning"
-"""The attribute of a configuration of a learned prompt."""
+"""The reason for PEFT's layers: a learned prompt."""
 
 
-def _lora_of(given: Any, model: str | nn.Module, *, trust: bool, dropout: bool = False) -> LoraConfig:
-    """Whet's configuration of an adapter.
+def _without_dropout(peft_config: Any) -> Any:
+    """The configuration with a lora_dropout of 0; logs a warning if there is dropout."""
+    if not getattr(peft_config, "lora_dropout", 0.0):
+        return peft_config
+    log.warning(
+        "peft_config.lora_dropout=%s is taken as 0.0: the sampler has no dropout, so it would sample from another "
+        "policy than the one in training",
+        peft_config.lora_dropout,
+    )
+    peft_config = copy.deepcopy(peft_config)
+    peft_config.lora_dropout = 0.0
+    return peft_config
 
-    Args: given: PEFT's LoraConfig. model: that gets it; without target_modules they are PEFT's own for its kind.
-        trust: its code may run.
-        dropout: lora_dropout is kept: nothing samples from the model.
+
+def _to_whet_lora(peft_config: Any, model: str | nn.Module, *, trust: bool) -> LoraConfig:
+    """Translates PEFT's LoraConfig to whet's.
+
+    Args: model: the model to adapt; target_modules default to PEFT's for its type. trust: whether its code may run.
     Raises: ConfigError: another kind of adapter, or one that is more than W + s·B·A.
     """
-    _check_lora(given)
-    if given.lora_dropout and not dropout:
-        log.warning(
-            "peft_config.lora_dropout=%s is taken as 0.0: the sampler draws without dropout, and would draw from "
-            "another policy than the one that is trained",
-            given.lora_dropout,
+    if type(peft_config).__name__ != "LoraConfig":
+        kind = type(peft_config).__name__
+        raise ConfigError(f"peft_config is a {kind}; adapters here are LoRA: give peft.LoraConfig")
+    if field := _unsupported_field(peft_config):
+        raise ConfigError(
+            f"peft_config.{field}={getattr(peft_config, field)!r} is not supported: adapters here are W + s·B·A; leave "
+            "it out"
         )
-    targets = given.target_modules or _usual_targets(model, trust)
+    targets = peft_config.target_modules or _default_targets(model, trust)
     return LoraConfig(
-        r=given.r,
-        lora_alpha=given.lora_alpha,
-        lora_dropout=given.lora_dropout if dropout else 0.0,
+        r=peft_config.r,
+        lora_alpha=peft_config.lora_alpha,
+        lora_dropout=peft_config.lora_dropout,
         target_modules=targets if isinstance(targets, str) else sorted(targets),
-        use_rslora=given.use_rslora,
-        modules_to_save=tuple(given.modules_to_save or ()),
-        init_lora_weights="gaussian" if given.init_lora_weights == "gaussian" else "default",
+        use_rslora=peft_config.use_rslora,
+        modules_to_save=tuple(peft_config.modules_to_save or ()),
+        init_lora_weights="gaussian" if peft_config.init_lora_weights == "gaussian" else "default",
     )
 
 
-def _check_lora(given: Any) -> None:
-    """Raises ConfigError: no LoraConfig, or a field with which it is more than W + s·B·A."""
-    if type(given).__name__ != "LoraConfig":
-        raise ConfigError(f"peft_config is a {type(given).__name__}; adapters here are LoRA: give peft.LoraConfig")
-    for name, taken in _OF_PEFT.items():
-        value = getattr(given, name, taken[0])
-        if value not in taken:
-            raise ConfigError(f"peft_config.{name}={value!r} is not taken: adapters here are W + s·B·A; leave it out")
+def _unsupported_field(peft_config: Any) -> str:
+    """The first field of a LoraConfig that whet's adapters don't support; "" = none."""
+    fields = _PLAIN_LORA.items()
+    return next((name for name, plain in fields if getattr(peft_config, name, plain[0]) not in plain), "")
 
 
-def _config_of(model: str, trust: bool) -> Any:
-    """The configuration of a model by its name. Args: trust: the code in its folder may run."""
+def _is_prompt(peft_config: Any) -> bool:
+    """Whether it is prompt tuning, prefix tuning or p-tuning."""
+    return bool(getattr(peft_config, _PROMPT, False))
+
+
+def _load_config(model: str, trust: bool) -> Any:
+    """Loads the configuration of a model. Args: trust: whether the code in its folder may run."""
     return AutoConfig.from_pretrained(model_folder(model), trust_remote_code=trust)
 
 
-def _by_peft(model: Any, given: Any, scored: bool, trust: bool) -> str:
-    """Why PEFT's own layers are to run: what whet's LoraConfig can't say; "" where it says all.
+def _reason_for_peft(model: Any, peft_config: Any, scored: bool, trust: bool) -> str:
+    """The reason why PEFT's own layers must run: a field that whet's LoraConfig can't express; "" = no reason.
 
-    Args: model: that gets the adapter. given: PEFT's LoraConfig. scored: it is a reward model. trust: its code may run.
+    Args: model: the model to adapt. scored: whether it is a reward model. trust: whether its code may run.
     """
-    if getattr(given, "is_prompt_learning", False):
+    if _is_prompt(peft_config):
         return _PROMPT
-    if type(given).__name__ != "LoraConfig":
+    if type(peft_config).__name__ != "LoraConfig":
         return ""
-    for name, taken in _OF_PEFT.items():
-        if getattr(given, name, taken[0]) not in taken:
-            return name
-    if scored and given.task_type != "SEQ_CLS" and "score" not in (given.modules_to_save or ()):
+    if field := _unsupported_field(peft_config):
+        return field
+    if scored and peft_config.task_type != "SEQ_CLS" and "score" not in (peft_config.modules_to_save or ()):
         return _FROZEN_HEAD
-    if isinstance(given.target_modules, set | list):
+    if isinstance(peft_config.target_modules, set | list):
         if isinstance(model, str):
             with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(_config_of(model, trust), trust_remote_code=trust)
+                model = AutoModelForCausalLM.from_config(_load_config(model, trust), trust_remote_code=trust)
         linear = {"score"} | {n.rpartition(".")[2] for n, x in model.named_modules() if isinstance(x, nn.Linear)}
-        names = {name.rpartition(".")[2] for name in given.target_modules}
+        names = {name.rpartition(".")[2] for name in peft_config.target_modules}
         if (names - linear) & _EXPERTS:
             return "target_modules"
     return ""
 
 
-def _with_peft(model: Any, given: Any, args: Any, why: str, scored: bool) -> nn.Module:
-    """A model with an adapter of PEFT's own configuration. Args: why: as `_by_peft` says it."""
-    if why == _PROMPT:
-        return _with_prompt(model, given, args)
-    if why == _FROZEN_HEAD:
+def _add_peft_layers(model: Any, peft_config: Any, args: Any, reason: str, scored: bool) -> nn.Module:
+    """Adds PEFT's own layers to a model. Args: reason: the result of `_reason_for_peft`."""
+    if reason == _PROMPT:
+        return _add_learned_prompt(model, peft_config, args)
+    if reason == _FROZEN_HEAD:
         log.warning(
-            "peft_config trains no score head, as in TRL, so that scores come from one that was drawn at random where "
-            "the model had none; set modules_to_save=['score'] to train it"
+            "as in TRL, peft_config does not train the score head; if the model had no head, a random one computes the "
+            "scores. Set modules_to_save=['score'] to train it"
         )
     else:
-        log.warning("peft_config.%s: PEFT's own layers run, which are slower than whet's for plain LoRA", why)
+        log.warning("peft_config.%s: PEFT's own layers run, which are slower than whet's for plain LoRA", reason)
     if scored and score_layer(model) is None:
         model = add_score_head(model)
     head: Any = score_layer(model) if scored else None
-    if head is not None and not head.weight.any():  # a new one, which whet begins at 0: frozen it would teach nothing
+    if head is not None and not head.weight.any():  # whet's new heads are 0, which would stay 0 when frozen
         nn.init.normal_(head.weight, std=model.config.get_text_config().initializer_range)
-    add_adapter(model, given, seed=args.seed)
+    add_adapter(model, peft_config, seed=args.seed)
     return model
 
 
-def _with_prompt(model: Any, given: Any, args: Any) -> nn.Module:
-    """PEFT's model around one, with virtual tokens to learn. Raises ConfigError: recomputed layers can't read them."""
+def _add_learned_prompt(model: Any, peft_config: Any, args: Any) -> nn.Module:
+    """Wraps a model in PEFT's, with virtual tokens to learn. Raises ConfigError: prefixes, gradient checkpointing."""
     import peft
 
-    if given.peft_type.value == "PREFIX_TUNING" and args.gradient_checkpointing:
+    if peft_config.peft_type.value == "PREFIX_TUNING" and args.gradient_checkpointing:
         raise ConfigError(
-            "PREFIX_TUNING does not work with gradient checkpointing: a layer that runs again would read its own keys; "
-            "set gradient_checkpointing=False"
+            "PREFIX_TUNING does not work with gradient checkpointing: a recomputed layer would read its own keys; set "
+            "gradient_checkpointing=False"
         )
-    given = copy.deepcopy(given)
-    given.task_type = given.task_type or "CAUSAL_LM"
+    peft_config = copy.deepcopy(peft_config)
+    peft_config.task_type = peft_config.task_type or "CAUSAL_LM"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(args.seed)
-        made = peft.get_peft_model(model, given)
-    vars(made)["whet_new_prompt"] = True
-    return made
+        wrapper = peft.get_peft_model(model, peft_config)
+    vars(wrapper)["whet_new_prompt"] = True
+    return wrapper
 
 
-def _usual_targets(model: str | nn.Module, trust: bool) -> list[str]:
-    """The layers that PEFT adapts where none are named, by the kind of the model."""
-    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
+def _default_targets(model: str | nn.Module, trust: bool) -> list[str]:
+    """PEFT's default target_modules for the model's type."""
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULTS
 
-    config: Any = _config_of(model, trust) if isinstance(model, str) else model.config
-    if config.model_type not in USUAL:
+    config: Any = _load_config(model, trust) if isinstance(model, str) else model.config
+    if config.model_type not in DEFAULTS:
         raise ConfigError(
             f"peft_config names no target_modules, and PEFT knows none for {config.model_type}; set "
             'target_modules="all-linear"'
         )
-    return list(USUAL[config.model_type])
-
-
-def _quantization_of(given: Any) -> str:
-    """Whet's word for transformers' BitsAndBytesConfig. Raises ConfigError: 8 bits, or another library's."""
-    if not getattr(given, "load_in_4bit", False):
-        raise ConfigError(
-            f"quantization_config is {type(given).__name__} without load_in_4bit; give BitsAndBytesConfig(load_in_4bit="
-            "True), with peft_config"
-        )
-    return str(given.bnb_4bit_quant_type)
+    return list(DEFAULTS[config.model_type])
 
 
 def unwrap_peft(model: Any) -> Any:
-    """The model in PEFT's wrapper, its adapter in it; any other as it is, one whose prompt is learned among them."""
+    """The model inside PEFT's wrapper, with its adapter layers. Other models, and learned prompts, are unchanged."""
     if is_prompt_tuned(model):
         return model
-    wrapped = hasattr(model, "get_base_model") and hasattr(model, "peft_config")
-    return model.get_base_model() if wrapped else model
+    is_wrapper = hasattr(model, "get_base_model") and hasattr(model, "peft_config")
+    return model.get_base_model() if is_wrapper else model
 
 
 def model_name(model: Any) -> str:
-    """The hub name or folder of a model, or its class where it has neither."""
+    """The hub name or folder of a model, or its class if it has neither."""
     return str(model if isinstance(model, str) else model.name_or_path or type(model).__name__)
 
 
-def _check_peft(model: Any, peft_config: Any) -> None:
-    """Raises ConfigError: a second adapter. WrongArgument: no configuration of PEFT's."""
+def _check_peft_config(model: Any, peft_config: Any) -> None:
+    """Raises ConfigError: a second adapter. WrongArgument: not a PEFT configuration."""
     if peft_config is None:
         return
     if not hasattr(peft_config, "peft_type"):
@@ -217,52 +218,61 @@ def prepare_model(
     supervised: bool = False,
     scored: bool = False,
 ) -> RoleConfig | nn.Module:
-    """The model as a cluster takes it, with its adapter.
+    """Returns the model with its adapter, in a form that a cluster takes.
 
-    Args: model: a name, a folder or a module. args: the configuration. peft_config: PEFT's; None = no adapter.
-        quantization_config: BitsAndBytesConfig, for a model given by its name; None = that of model_init_kwargs.
-        supervised: nothing samples from the model, so that its adapter may have dropout, and may be any LoRA of PEFT's.
-        scored: it is a reward model.
+    Args:
+        model: a name, a folder or a module.
+        args: the trainer's arguments.
+        peft_config: PEFT's configuration; None = no adapter.
+        quantization_config: BitsAndBytesConfig, for a model given by name; None = that of model_init_kwargs.
+        supervised: whether nothing samples from the model; then its adapter may have dropout, or be a learned prompt.
+        scored: whether it is a reward model.
     """
-    _check_peft(model, peft_config)
-    asked, model, trust = args.model_init_kwargs or {}, with_revision(model, args), trusts_remote_code(args)
-    bits = bool(quantization_config or asked.get("quantization_config"))  # whet reads these
-    why = _by_peft(model, peft_config, scored, trust) if supervised and peft_config is not None and not bits else ""
-    lora = None if peft_config is None or why else _lora_of(peft_config, model, trust=trust, dropout=supervised)
-    half = supervised and not bits and str(asked.get("dtype", asked.get("torch_dtype"))) in _HALF
+    _check_peft_config(model, peft_config)
+    peft_config = peft_config if supervised else _without_dropout(peft_config)
+    init_kwargs, model, trust = args.model_init_kwargs or {}, with_revision(model, args), trusts_remote_code(args)
+    is_quantized = bool(quantization_config or init_kwargs.get("quantization_config"))
+    reason, lora = "", None
+    if peft_config is not None and not is_quantized and (supervised or not _is_prompt(peft_config)):
+        reason = _reason_for_peft(model, peft_config, scored, trust)
+    if peft_config is not None and not reason:
+        lora = _to_whet_lora(peft_config, model, trust=trust)
+    is_half = supervised and not is_quantized and str(init_kwargs.get("dtype", init_kwargs.get("torch_dtype"))) in _HALF
     by_name = isinstance(model, str)
-    if by_name and (half or why):
-        _role(args, model)  # which refuses what is not read of model_init_kwargs
-        role, dtype = "critic" if scored else "actor", "float16" if half else "float32"
-        more = {"dtype": dtype, "role": role, "trust_remote_code": trust}
-        model = load_model(model, device=args.device, **more).module
-    if why:
-        model = _with_peft(model, peft_config, args, why, scored)
+    if by_name and (is_half or reason):
+        _make_role(args, model)  # checks model_init_kwargs
+        role, dtype = "critic" if scored else "actor", "float16" if is_half else "float32"
+        model = load_model(model, device=args.device, dtype=dtype, role=role, trust_remote_code=trust).module
+    if reason:
+        model = _add_peft_layers(model, peft_config, args, reason, scored)
     if isinstance(model, str):
-        own = asked.get("quantization_config")
-        if own is not None and quantization_config is not None:
+        quantization = init_kwargs.get("quantization_config")
+        if quantization is not None and quantization_config is not None:
             raise ConfigError("quantization_config is in model_init_kwargs too; give it to the trainer alone")
-        given = quantization_config if own is None else own
-        quantization = None if given is None else _quantization_of(given)
-        return dataclasses.replace(_role(args, model), lora=lora, quantization=quantization)
+        quantization = quantization_config if quantization is None else quantization
+        if quantization is not None and not getattr(quantization, "load_in_4bit", False):
+            raise ConfigError(
+                f"quantization_config is {type(quantization).__name__} without load_in_4bit; give "
+                "BitsAndBytesConfig(load_in_4bit=True), with peft_config"
+            )
+        quant_type = None if quantization is None else str(quantization.bnb_4bit_quant_type)
+        return dataclasses.replace(_make_role(args, model), lora=lora, quantization=quant_type)
     if any(p.is_meta for p in model.parameters()):
         raise ConfigError(f"{model_name(model)} is on the meta device and has no weights; load it by from_pretrained")
-    for name, value in (
-        ("model_init_kwargs", None if by_name else args.model_init_kwargs),
-        ("quantization_config", quantization_config),
-    ):
-        if value is not None:
-            log.warning("%s is not read: the model is loaded already", name)
+    if args.model_init_kwargs is not None and not by_name:
+        log.warning("model_init_kwargs is not read: the model is loaded already")
+    if quantization_config is not None:
+        log.warning("quantization_config is not read: the model is loaded already")
     if lora is not None:
         add_adapter(model, lora, seed=args.seed)  # pyright: ignore[reportArgumentType]
     if args.gradient_checkpointing:
         base: Any = model
-        checkpoint_activations(base.get_base_model() if is_prompt_tuned(model) else base, _recompute(args))
+        checkpoint_activations(base.get_base_model() if is_prompt_tuned(model) else base, "full")
     return model
 
 
 def with_revision(model: Any, args: Any) -> Any:
-    """A hub name with the revision of model_init_kwargs behind it; any other model as it is."""
+    """Appends the revision of model_init_kwargs to a hub name; other models are unchanged."""
     revision = (args.model_init_kwargs or {}).get("revision")
     if revision in (None, "main") or not isinstance(model, str) or Path(model).expanduser().exists() or "@" in model:
         return model
@@ -274,36 +284,39 @@ def trusts_remote_code(args: Any) -> bool:
     return bool((args.model_init_kwargs or {}).get("trust_remote_code", args.trust_remote_code))
 
 
-def _role(args: Any, model: str) -> RoleConfig:
-    """The section of a model that is given by name or folder."""
-    taken = {"dtype", "torch_dtype", "device_map", "attn_implementation", "use_cache", "quantization_config"}
-    taken |= {"trust_remote_code", "revision"}
-    if others := sorted(set(args.model_init_kwargs or {}) - taken):
+_INIT_KWARGS = {
+    "attn_implementation", "device_map", "dtype", "low_cpu_mem_usage", "quantization_config", "revision", "torch_dtype",
+    "trust_remote_code", "use_cache", "use_safetensors",
+}  # fmt: skip
+"""Supported keys of model_init_kwargs."""
+
+
+def _make_role(args: Any, model: str) -> RoleConfig:
+    """The configuration of a model that is given by name or folder. Raises ConfigError: another model_init_kwargs."""
+    if unsupported := sorted(set(args.model_init_kwargs or {}) - _INIT_KWARGS):
         raise ConfigError(
-            f"model_init_kwargs: {others[0]!r} is not taken; load the model by from_pretrained with it, and give the "
-            "trainer the module"
+            f"model_init_kwargs: {unsupported[0]!r} is not supported; load the model by from_pretrained with it, and "
+            "give the trainer the module"
         )
     dtype: Any = {None: "auto", True: "bfloat16", False: "float32"}[args.bf16]
     return RoleConfig(
-        model=model, dtype=dtype, trust_remote_code=trusts_remote_code(args), gradient_checkpointing=_recompute(args)
+        model=model,
+        dtype=dtype,
+        trust_remote_code=trusts_remote_code(args),
+        gradient_checkpointing="full" if args.gradient_checkpointing else "none",
     )
 
 
 def module_dtype(args: Any, model: Any, optimizers: tuple[Any, Any]) -> str | None:
-    """What a model that is given as a module computes in; None = in the dtype that it has, and so does one of bf16.
+    """The dtype in which a module computes; None = its parameters' dtype.
 
-    Args: optimizers: that were given. One over the module's own parameters leaves them as they are.
+    Args: optimizers: the user's. An optimizer over the module's own parameters keeps their dtype.
     """
     if not isinstance(model, nn.Module) or args.bf16 is False:
         return None
     if optimizers[0] is not None:
         if args.bf16:
-            log.warning("bf16=True: the model computes in fp32, since the optimizer that was given holds its weights")
+            log.warning("bf16=True: the model computes in fp32, because the optimizer in `optimizers` has its weights")
         return None
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     return None if dtypes != {torch.float32} else "bfloat16" if args.bf16 else "auto"
-
-
-def _recompute(args: Any) -> Literal["none", "full"]:
-    """Which activations are recomputed."""
-    return "full" if args.gradient_checkpointing else "none"

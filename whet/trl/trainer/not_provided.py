@@ -1,4 +1,4 @@
-"""Methods and attributes of TRL's and transformers' trainers that whet.trl does not have, and what to use instead."""
+"""Methods and attributes of TRL's and transformers' trainers that whet.trl lacks, and the alternatives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["ATTRIBUTES", "NOT_CALLED", "missing_attribute"]
 
 _LOOP = "use arguments, callbacks or a learner of your own (whet docs extending)"
 _DATA = "rows are packed into passes as they are trained on, so there are no loaders; read train_dataset"
-_LOGITS = "logits are never held; write a callback with on_evaluate"
+_LOGITS = "logits are not kept; write a callback with on_evaluate"
 NOT_CALLED: Mapping[str, str] = {
     **dict.fromkeys(
         (
@@ -60,16 +60,22 @@ ATTRIBUTES: Mapping[str, str] = {
     "vllm_generation": "give use_vllm=True and let the trainer sample, or sample in rollout_func",
 }
 """Attribute that scripts read -> the alternative."""
+_ARGUMENT_OF = {
+    "epsilon_low": "epsilon",
+    "loss_types": "loss_type",
+    "precompute_ref_logps": "precompute_ref_log_probs",
+}
+"""Attribute of TRL's trainers with another name than its argument -> the argument."""
 
 
 def missing_attribute(trainer: Any, name: str) -> Any:
-    """The argument of this name, which TRL's trainers have as an attribute too.
+    """Returns the argument of this name: TRL's trainers have arguments as attributes too.
 
-    Raises: AttributeError: there is none; for a name of TRL's trainers with the alternative.
+    Raises: AttributeError: no such argument; for a name of TRL's trainers, the message has the alternative.
     """
-    args = vars(trainer).get("args")
-    if args is not None and name in args.TABLE:
-        return getattr(args, name)
+    args, argument = vars(trainer).get("args"), _ARGUMENT_OF.get(name, name)
+    if args is not None and argument in args.TABLE:
+        return getattr(args, argument)
     kind = type(trainer)
     instead = {**ATTRIBUTES, **kind.NOT_CALLED}.get(name)
     if instead is None:

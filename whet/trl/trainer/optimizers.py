@@ -1,6 +1,6 @@
-"""Optimizers other than whet's own: by a name of transformers' `optim`, as an object or as a class.
+"""Optimizers other than whet's own: named by transformers' `optim`, an object, or a class.
 
-Also schedules that follow the metric of an evaluation, such as ReduceLROnPlateau.
+Also schedules that follow an evaluation's metric, such as ReduceLROnPlateau.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ __all__ = [
 ]
 
 _BY_METRIC = (ReduceLROnPlateau, GreedyLR)
-"""Schedules that a metric steps."""
+"""Schedules that step on a metric."""
 
 
 class LRView:
-    """The lr_scheduler of callbacks: the current rates, and the state of whet's own schedule.
+    """The lr_scheduler that callbacks see: the current rates, and the state of whet's own schedule.
 
-    Args: trainer: the trainer. Its optimizer makes the schedule at its first step, and steps it.
+    Args: trainer: the trainer. Its optimizer makes the schedule at the first step, and steps it.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
 
     def get_last_lr(self) -> list[float]:
-        """The learning rate of each group of parameters, of the update that comes next."""
+        """The next update's learning rate of each parameter group."""
         return [float(group["lr"]) for group in self._trainer.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, Any]:
@@ -52,9 +52,10 @@ class LRView:
 
 
 def existing_optimizer(optimizer: Any, scheduler: Any, max_grad_norm: float) -> Callable[[Any], torch.optim.Optimizer]:
-    """A factory that returns a given optimizer, which clips before each step and steps its schedule after it.
+    """A factory that returns the user's optimizer. It clips before each step and steps its schedule after it.
 
-    Args: optimizer: over the model's own parameters. scheduler: of it; None = a constant rate. max_grad_norm: 0 = off.
+    Args: optimizer: over the model's own parameters. scheduler: the optimizer's; None = a constant rate. max_grad_norm:
+        0 = no clipping.
     """
 
     def make(tensors: Any) -> torch.optim.Optimizer:
@@ -64,18 +65,18 @@ def existing_optimizer(optimizer: Any, scheduler: Any, max_grad_norm: float) -> 
                 "the optimizer holds tensors that are not the model's fp32 weights; give a model in float32 with "
                 "bf16=False, make the optimizer of its parameters, or set optim="
             )
-        return _stepping(optimizer, scheduler, max_grad_norm)
+        return _add_step_hooks(optimizer, scheduler, max_grad_norm)
 
     return make
 
 
 def optimizer_from_class(
-    kind: Callable[..., Any], kwargs: Mapping[str, Any], args: Any, total: int, take: Callable[[Any], None]
+    kind: Callable[..., Any], kwargs: Mapping[str, Any], args: Any, total: int, set_scheduler: Callable[[Any], None]
 ) -> Callable[[Any], torch.optim.Optimizer]:
-    """A factory of an optimizer of a class, with the schedule of the arguments; its rate is the keyword's.
+    """A factory of an optimizer of a class, with the schedule of the arguments and the learning rate of the keywords.
 
-    Args: kind, kwargs: optimizer_cls_and_kwargs. args: the configuration: weight_decay (of matrices), the schedule,
-        max_grad_norm. total: updates of the run. take: is given the schedule.
+    Args: kind, kwargs: optimizer_cls_and_kwargs. args: has weight_decay (of matrices), the schedule and max_grad_norm.
+        total: the run's updates. set_scheduler: receives the schedule.
     """
 
     def make(tensors: Any) -> torch.optim.Optimizer:
@@ -88,14 +89,14 @@ def optimizer_from_class(
         scheduler = get_scheduler(
             args.lr_scheduler_type, optimizer, warmup, total, scheduler_specific_kwargs=args.lr_scheduler_kwargs
         )
-        take(scheduler)
-        return _stepping(optimizer, scheduler, args.max_grad_norm)
+        set_scheduler(scheduler)
+        return _add_step_hooks(optimizer, scheduler, args.max_grad_norm)
 
     return make
 
 
-def _stepping(optimizer: Any, scheduler: Any, max_grad_norm: float) -> torch.optim.Optimizer:
-    """The optimizer, which clips before each step, and whose schedule moves after it."""
+def _add_step_hooks(optimizer: Any, scheduler: Any, max_grad_norm: float) -> torch.optim.Optimizer:
+    """Adds hooks that clip before each step and step the schedule after it. Returns: the optimizer."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
 
     def clip(*_: Any) -> None:
@@ -127,14 +128,14 @@ def begin_schedule(trainer: Any) -> None:
 
 
 def step_schedule(trainer: Any, value: float) -> None:
-    """Steps a schedule that follows a metric. Args: value: of the evaluation."""
+    """Steps a schedule that follows a metric. Args: value: the metric in an evaluation."""
     if isinstance(trainer.scheduler, _BY_METRIC):
         trainer.scheduler.step(value)
         _keep_rates(trainer.worker.optim)
 
 
 def restore_schedule(trainer: Any, state: Mapping[str, Any]) -> None:
-    """Restores a schedule from what `serializable_state` has kept of it; the rest is as the schedule has it."""
+    """Restores a schedule from `serializable_state`; other values of its state stay."""
     trainer.scheduler.load_state_dict({**trainer.scheduler.state_dict(), **state})
     if isinstance(trainer.scheduler, _BY_METRIC):
         optim = trainer.worker.optim
@@ -144,7 +145,7 @@ def restore_schedule(trainer: Any, state: Mapping[str, Any]) -> None:
 
 
 def _keep_rates(optim: Any) -> None:
-    """The optimizer's own schedule, which is constant, goes on at the rates of now."""
+    """Makes the current rates the base of the optimizer's own schedule, which is constant."""
     if optim.schedule is not None:
         optim.schedule.base_lrs = [group["lr"] for group in optim.optimizer.param_groups]
 
@@ -152,25 +153,25 @@ def _keep_rates(optim: Any) -> None:
 def serializable_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a schedule's state that can be stored: numbers, texts and lists of them."""
 
-    def simple(value: Any) -> bool:
+    def is_simple(value: Any) -> bool:
         return value is None or isinstance(value, int | float | str)
 
-    lists = {n: list(v) for n, v in state.items() if isinstance(v, list) and all(map(simple, v))}
-    return {**{n: v for n, v in state.items() if simple(v)}, **lists}
+    lists = {n: list(v) for n, v in state.items() if isinstance(v, list) and all(map(is_simple, v))}
+    return {**{n: v for n, v in state.items() if is_simple(v)}, **lists}
 
 
 def adafactor(groups: Any, lr: float) -> torch.optim.Optimizer:
-    """Adafactor of transformers, as its Trainer makes it."""
+    """Adafactor from transformers, with the settings of its Trainer."""
     from transformers.optimization import Adafactor
 
     return Adafactor(groups, lr=lr, scale_parameter=False, relative_step=False)
 
 
 def adagrad(groups: Any, lr: float) -> torch.optim.Optimizer:
-    """Adagrad of torch."""
+    """Adagrad from torch."""
     return torch.optim.Adagrad(groups, lr=lr)
 
 
 def rmsprop(groups: Any, lr: float) -> torch.optim.Optimizer:
-    """RMSprop of torch."""
+    """RMSprop from torch."""
     return torch.optim.RMSprop(groups, lr=lr)

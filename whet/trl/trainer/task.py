@@ -5,9 +5,9 @@
                     then the requests in `control`: log and on_log, on_evaluate, save and on_save
     on_epoch_end and its requests; on_train_end
 
-A step of reinforcement learning is a rollout with its updates; a step of supervised training is one update. A request
-that a callback makes between two updates of a rollout waits for the end of the rollout. An update is one call here, so
-on_pre_optimizer_step and on_optimizer_step come after it, and on_substep_end never comes.
+A step of reinforcement learning is a rollout with its updates; a step of supervised training is one update. Requests
+that a callback makes between two updates of a rollout wait for the last update. An update is one call here, so
+on_pre_optimizer_step and on_optimizer_step come after it, and on_substep_end is never called.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 __all__ = ["CallbackTask", "RLCallbackTask", "SupervisedCallbackTask"]
 
 _LAST_UPDATE = ("grad_norm", "learning_rate")
-"""Metrics with the value of the last update in a log row, as in transformers."""
+"""Metrics of which a log row has the last update's value, as in transformers."""
 _FLAGS = ("should_log", "should_evaluate", "should_save")
 
 
 class CallbackTask(Task):
-    """A mixin for a learner's task that calls the trainer's callbacks.
+    """A mixin for a learner's task. It calls the trainer's callbacks.
 
     Args: learner: the run's learner. trainer: the object with the callbacks, the state and the control.
     """
@@ -52,7 +52,7 @@ class CallbackTask(Task):
     # ---- the run -------------------------------------------------------------------------------------------------
 
     def on_run_begin(self, run: Any) -> None:
-        """on_train_begin, the evaluation before the first step, on_epoch_begin."""
+        """Calls on_train_begin, evaluates if eval_on_start is set, and calls on_epoch_begin."""
         trainer = self.trainer
         trainer.run = run
         trainer.begin(resumed=self._restored)
@@ -62,14 +62,14 @@ class CallbackTask(Task):
         trainer.call_event("on_epoch_begin")
 
     def on_step_begin(self, run: Any, index: int) -> None:
-        """on_step_begin, of the first update."""
+        """Calls on_step_begin for the first update."""
         super().on_step_begin(run, index)
         self._updates = 0
         self._flags = set()
         self.trainer.call_event("on_step_begin")
 
     def on_update_end(self, run: Any, trainer: RoleTrainer, metrics: Metrics) -> None:
-        """on_optimizer_step and on_step_end; on_step_begin of the next update, if there is one."""
+        """Calls on_optimizer_step and on_step_end, and on_step_begin for the next update of the step."""
         self.trainer.call_event("on_pre_optimizer_step")
         self.trainer.call_event("on_optimizer_step")
         self.trainer.state.global_step += 1
@@ -82,7 +82,7 @@ class CallbackTask(Task):
             self.trainer.call_event("on_step_begin")
 
     def on_step_end(self, run: Any, step: BaseStep) -> None:
-        """Logs, evaluates and saves where a callback requested it, then ends the epoch or the run."""
+        """Logs, evaluates and saves if a callback requested it, then ends the epoch or the run."""
         super().on_step_end(run, step)
         trainer, batch = self.trainer, step.batch
         trainer.state.num_input_tokens_seen += int((batch.prefix_lengths[batch.prefix_of] + batch.lengths).sum())
@@ -99,7 +99,7 @@ class CallbackTask(Task):
                 trainer.call_event("on_epoch_begin")
         if trainer.control.should_epoch_stop:
             raise ConfigError(
-                "a callback has set control.should_epoch_stop, and an epoch can't be left early here; set "
+                "a callback has set control.should_epoch_stop, but whet can't end an epoch early; set "
                 "should_training_stop, or train on fewer rows"
             )
         if trainer.control.should_training_stop:
@@ -120,7 +120,7 @@ class CallbackTask(Task):
                 run.save()
 
     def on_save(self, run: Any, folder: Path | None) -> None:
-        """on_save, where a checkpoint was written."""
+        """Calls on_save if a checkpoint was written."""
         if folder is not None:
             self.trainer.after_save(folder)
 
@@ -131,7 +131,7 @@ class CallbackTask(Task):
         return {**super().state(), "trl": self.trainer.resume_state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores both. Raises CheckpointError: another learner wrote the checkpoint."""
+        """Restores the state of the run and of the trainer. Raises CheckpointError: another learner's checkpoint."""
         super().restore(state)
         if "trl" not in state:
             raise CheckpointError(
@@ -144,10 +144,10 @@ class CallbackTask(Task):
 
     def _restore_callbacks(self) -> None:
         """Restores the callbacks that have a state in the checkpoint."""
-        held = {n: s if isinstance(s, list) else [s] for n, s in self.trainer.state.stateful_callbacks.items()}
+        saved = {n: s if isinstance(s, list) else [s] for n, s in self.trainer.state.stateful_callbacks.items()}
         for callback in self.trainer.callback_handler.callbacks:
-            if states := held.get(type(callback).__name__):
-                state, *held[type(callback).__name__] = states
+            if states := saved.get(type(callback).__name__):
+                state, *saved[type(callback).__name__] = states
                 vars(callback).update({**vars(type(callback)(**state.get("args", {}))), **state.get("attributes", {})})
 
 
@@ -160,5 +160,5 @@ class SupervisedCallbackTask(CallbackTask, SupervisedTask):
 
     @property
     def evaluated_examples(self) -> list[Example]:
-        """All evaluation sets of the trainer."""
+        """The examples of all evaluation sets."""
         return [example for rows in self.trainer.eval_rows.values() for example in rows]

@@ -1,10 +1,10 @@
-"""Trainer: the interface of transformers' Trainer: callbacks, state, logs, evaluation and checkpoints.
+"""Trainer: implements transformers' Trainer interface: callbacks, state, logs, evaluation and checkpoints.
 
     Trainer -- RLTrainer -- GRPOTrainer, RLOOTrainer                                        rl/
             -- SupervisedTrainer -- SFTTrainer, RewardTrainer, DPOTrainer -- KTOTrainer     supervised/
 
-A subclass makes the models and a learner from its arguments. `train` runs the learner, and a task (task.py) reports the
-events of the run to the trainer.
+A subclass makes the models and a learner from its arguments. `train` runs the learner, and a task (task.py) reports
+the run's events to the trainer.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ __all__ = ["Trainer"]
 
 log = logging.getLogger("whet")
 
-_USUAL = {DefaultFlowCallback, PrinterCallback, ProgressCallback}
-"""Callbacks of transformers, which don't call the model."""
+_BUILTIN_CALLBACKS = {DefaultFlowCallback, PrinterCallback, ProgressCallback}
+"""transformers' callbacks that don't call the model."""
 
 
 class Trainer(HubMixin):
@@ -69,7 +69,7 @@ class Trainer(HubMixin):
         model: a hub name, a folder or a module.
         args: the configuration; None = its defaults, output_dir "{model}-{METHOD}".
         processing_class: the tokenizer; None = the model's.
-        callbacks: of transformers, classes or instances.
+        callbacks: transformers callbacks, classes or instances.
     """
 
     METHOD: ClassVar[str] = ""
@@ -79,15 +79,15 @@ class Trainer(HubMixin):
     TAG: ClassVar[str] = ""
     """TRL's tag for a model trained by the method; "" = METHOD in lower case."""
     CONFIG: ClassVar[type[Arguments]] = Arguments
-    """The class of its arguments."""
+    """The class of the trainer's arguments."""
     NOT_CALLED: ClassVar[Mapping[str, str]] = NOT_CALLED
-    """Methods of TRL's trainer that nothing calls here -> the alternative."""
+    """Methods of TRL's trainer that whet never calls -> the alternative."""
     models: Any
-    """The RoleWorkers of the run; the subclass makes them."""
+    """The run's RoleWorkers; the subclass makes them."""
     learner: Any
-    """What trains them; the subclass makes it."""
+    """The learner that trains the models; the subclass makes it."""
     eval_dataset: Any
-    """As it was given, or set since."""
+    """The evaluation data."""
 
     is_deepspeed_enabled = is_fsdp_enabled = is_model_parallel = False
     aux_loss_enabled = False
@@ -96,25 +96,25 @@ class Trainer(HubMixin):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """An argument, which TRL's trainers have as an attribute, or an AttributeError with the alternative."""
+            """Returns an argument: TRL's trainers have them as attributes. Else raises AttributeError with a fix."""
             return missing_attribute(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute. Raises ConfigError: it has the name of an argument, which was read earlier."""
-        held = vars(self)
-        is_new = name not in held and not hasattr(type(self), name)
-        if is_new and "_snapshot" in held and name in self.args.TABLE and getattr(self, name) != value:
+        """Sets an attribute. Raises ConfigError: the name of an argument, because the trainer has read it already."""
+        attributes = vars(self)
+        is_new = name not in attributes and not hasattr(type(self), name)
+        if is_new and "_snapshot" in attributes and name in self.args.TABLE and getattr(self, name) != value:
             problem = f"{type(self).__name__}.{name} = {value!r} would change nothing: the argument was read earlier"
             raise change_error(problem, name, type(self.args))
         super().__setattr__(name, value)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuses a subclass with a method that nothing would call, its own or of another base."""
+        """Raises ConfigError for a subclass with a method that whet would never call."""
         super().__init_subclass__(**kwargs)
-        for name, instead in cls.NOT_CALLED.items():
+        for name, alternative in cls.NOT_CALLED.items():
             if hasattr(cls, name):
                 raise ConfigError(
-                    f"{cls.__name__}.{name} would never be called: whet trains by its own loop; {instead}"
+                    f"{cls.__name__}.{name} would never be called: whet trains by its own loop; {alternative}"
                 )
 
     def __init__(
@@ -122,17 +122,17 @@ class Trainer(HubMixin):
     ) -> None:
         self._original_model = model
         self._data_read: dict[str, Any] = {}
-        """The data sets that were read last, by attribute."""
+        """Attribute -> the data set that was read last."""
         name = model_name(model)
         args = self.CONFIG(f"{name.rstrip('/').rpartition('/')[2]}-{self.METHOD}") if args is None else args
         if not isinstance(args, self.CONFIG):
-            wanted = self.CONFIG.__name__
-            raise ConfigError(f"args is a {type(args).__module__}.{type(args).__name__}; take whet.trl's {wanted}")
-        inner = getattr(processing_class, "tokenizer", None)  # a processor has one for its texts
-        given = with_revision(name, args) if processing_class is None else processing_class if inner is None else inner
+            actual = f"{type(args).__module__}.{type(args).__name__}"
+            raise ConfigError(f"args is a {actual}; give whet.trl's {self.CONFIG.__name__}")
+        tokenizer = with_revision(name, args) if processing_class is None else processing_class
+        tokenizer = getattr(tokenizer, "tokenizer", None) or tokenizer  # a processor has a tokenizer for its texts
         self.args: Any = args
         trust = {"trust_remote_code": True} if trusts_remote_code(args) else {}
-        self.processing_class = load_tokenizer(given, **trust)
+        self.processing_class = load_tokenizer(tokenizer, **trust)
         (enable_full_determinism if args.full_determinism else set_seed)(args.seed)
         if args.push_to_hub:
             check_hub_token(args.hub_token)
@@ -141,9 +141,9 @@ class Trainer(HubMixin):
         if args.log_level != "passive":
             log.setLevel(args.get_process_log_level())
             transformers_logging.set_verbosity(args.get_process_log_level())
-        own = [] if not args.report_to else _reporting(args.report_to)
+        loggers = [] if not args.report_to else _reporting_callbacks(args.report_to)
         self.callback_handler = CallbackHandler(
-            [DefaultFlowCallback, *own, *(callbacks or ())], None, self.processing_class, None, None
+            [DefaultFlowCallback, *loggers, *(callbacks or ())], None, self.processing_class, None, None
         )
         for callback in self.callback_handler.callbacks if args.logging_dir else ():
             if type(callback).__name__ == "TensorBoardCallback":
@@ -155,10 +155,10 @@ class Trainer(HubMixin):
         self.run: Any = None
         self.scheduler: Any = None
         self.updates_per_epoch: int | None = None
-        """Optimizer steps of a pass over the data; None = the data have no length."""
+        """The optimizer steps of an epoch; None = the data have no length."""
         self.max_steps = 0
         self.eval_rows: Mapping[str, Any] = {}
-        """The evaluation sets by name; "" is that of a single one."""
+        """The evaluation sets by name; "" is the name of a single set."""
         self.accelerator = SimpleNamespace(
             device=args.device, is_main_process=True, is_local_main_process=True, num_processes=1, process_index=0,
             local_process_index=0, unwrap_model=lambda model, *_, **__: model, wait_for_everyone=lambda: None,
@@ -169,7 +169,7 @@ class Trainer(HubMixin):
         return [c for c in [*self.callback_handler.callbacks, self.control] if isinstance(c, ExportableState)]
 
     def finish_init(self) -> None:
-        """Connects callbacks and checkpoints to the model, and calls on_init_end; models and learner are made."""
+        """Connects callbacks and checkpoints to the models and the learner, and calls on_init_end."""
         self._model = wrap_in_peft(self.worker, self._original_model)
         self._model.add_model_tags(["whet", self.TAG or self.METHOD.lower()])
         self.callback_handler.model = self._model
@@ -180,42 +180,44 @@ class Trainer(HubMixin):
         handler.lr_scheduler = factories.LRView(self) if self.scheduler is None else self.scheduler
         if coefficient := vars(self.worker.module.config).get("router_aux_loss_coef"):
             log.warning("router_aux_loss_coef=%s: the auxiliary loss of the experts is not added", coefficient)
-        best_metric_name(self.args, self.eval_rows, self.can_log)  # raises for a metric that no evaluation can have
+        best_metric_name(self.args, self.eval_rows, self.can_log)  # raises if no evaluation can have the metric
         self._snapshot = ArgumentSnapshot(self.args)
         self.models.checkpoints = TrainerCheckpoints(self, self.resumable_root)
         self.attention = AttentionSwitch(self.worker.module)
         self.attention.use_native()
         self.call_event("on_init_end")
 
-    def optim(self, optimizers: tuple[Any, Any], made_of: tuple[Any, Any] | None) -> OptimConfig | Callable[..., Any]:
-        """The optimizer of the arguments, a given one with its schedule, or one of a given class.
+    def optim(
+        self, optimizers: tuple[Any, Any], cls_and_kwargs: tuple[Any, Any] | None
+    ) -> OptimConfig | Callable[..., Any]:
+        """The optimizer's configuration from the arguments, or a factory of the user's optimizer.
 
-        Args: made_of: optimizer_cls_and_kwargs.
-        Raises: ConfigError: both; a schedule without an optimizer.
+        Args: optimizers: (optimizer, scheduler) or (None, None). cls_and_kwargs: optimizer_cls_and_kwargs.
+        Raises: ConfigError: both arguments; a scheduler without an optimizer.
         """
-        own, self.scheduler = optimizers
-        self._has_own_class = made_of is not None
-        if made_of is not None:
-            if own is not None or self.scheduler is not None:
-                raise ConfigError("optimizers and optimizer_cls_and_kwargs can't both be; give one of them")
-            keep = partial(setattr, self, "scheduler")
-            return factories.optimizer_from_class(*made_of, self.args, self.max_steps or 1, keep)
-        if own is not None:
-            return factories.existing_optimizer(own, self.scheduler, self.args.max_grad_norm)
+        optimizer, self.scheduler = optimizers
+        self._has_optimizer_class = cls_and_kwargs is not None
+        if cls_and_kwargs is not None:
+            if optimizer is not None or self.scheduler is not None:
+                raise ConfigError("both optimizers and optimizer_cls_and_kwargs are set; give one of them")
+            set_scheduler = partial(setattr, self, "scheduler")
+            return factories.optimizer_from_class(*cls_and_kwargs, self.args, self.max_steps or 1, set_scheduler)
+        if optimizer is not None:
+            return factories.existing_optimizer(optimizer, self.scheduler, self.args.max_grad_norm)
         if self.scheduler is not None:
-            raise ConfigError("optimizers has a schedule and no optimizer; give both, or set lr_scheduler_type")
+            raise ConfigError("optimizers has a scheduler but no optimizer; give both, or set lr_scheduler_type")
         return optimizer_config(self.args, self.max_steps or None)
 
-    # ---- what a user reads ---------------------------------------------------------------------------------------
+    # ---- attributes of transformers' Trainer ---------------------------------------------------------------------
 
     @property
     def role(self) -> Role:
-        """The role of the model in training."""
+        """The trained model's role."""
         return next(iter(self.models.trainers))
 
     @property
     def worker(self) -> ModelWorker:
-        """The worker of the model in training."""
+        """The trained model's worker."""
         return self.models.trainers[self.role].worker
 
     @property
@@ -225,18 +227,18 @@ class Trainer(HubMixin):
 
     @property
     def ref_model(self) -> Any:
-        """The reference; None without one, and where it is the model in training without its adapter."""
-        held = self.models.workers.get(Role.REFERENCE)
-        return None if held is None or held.module is self.worker.module else held.module
+        """The reference model; None if there is none, or if it is the trained model without its adapter."""
+        reference = self.models.workers.get(Role.REFERENCE)
+        return None if reference is None or reference.module is self.worker.module else reference.module
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer, over the fp32 masters."""
+        """The optimizer, over the fp32 master weights."""
         return self.callback_handler.optimizer
 
     @property
     def lr_scheduler(self) -> Any:
-        """The schedule: a given one, or a view of whet's own."""
+        """The learning-rate schedule: the user's, or a view of whet's own."""
         return self.callback_handler.lr_scheduler
 
     def get_num_trainable_parameters(self) -> int:
@@ -245,7 +247,7 @@ class Trainer(HubMixin):
 
     @property
     def model_wrapped(self) -> Any:
-        """The model: nothing wraps it."""
+        """The model; whet does not wrap it."""
         return self.model
 
     @property
@@ -254,13 +256,13 @@ class Trainer(HubMixin):
         return self.processing_class
 
     def is_world_process_zero(self) -> bool:
-        """Whether this is the process that writes."""
+        """Whether this process writes files; True."""
         return True
 
     is_local_process_zero = is_world_process_zero
 
     def end(self) -> None:
-        """Does nothing: one process trains, and loggers end by themselves."""
+        """Does nothing: there is one process, and loggers end by themselves."""
 
     def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
         """Adds a callback after the others."""
@@ -274,16 +276,16 @@ class Trainer(HubMixin):
         """Removes and returns a callback, or the first of a class."""
         return self.callback_handler.pop_callback(callback)
 
-    # ---- what a front says -----------------------------------------------------------------------------------------
+    # ---- methods that a subclass overrides -----------------------------------------------------------------------
 
     @property
     def updates_per_step(self) -> int:
-        """Optimizer steps of a step of the learner."""
+        """The optimizer steps of a learner's step."""
         return 1
 
     @property
     def rows_per_update(self) -> int:
-        """Rows of an optimizer step."""
+        """The rows of an optimizer step."""
         raise NotImplementedError
 
     def train_rows(self) -> Any:
@@ -303,11 +305,11 @@ class Trainer(HubMixin):
         raise NotImplementedError
 
     def resume_from(self, folder: str | None) -> None:
-        """Sets what the next run resumes from; None = it begins anew."""
+        """Sets the folder that the next run resumes from; None = it starts anew."""
         raise NotImplementedError
 
     def record_step(self, row: Mapping[str, Any], step: BaseStep) -> None:
-        """Records a finished step of the learner. Args: row: its metrics, under whet's names. step: its record."""
+        """Records a learner's finished step. Args: row: the metrics under whet's names. step: the step's record."""
         raise NotImplementedError
 
     # ---- training ------------------------------------------------------------------------------------------------
@@ -316,12 +318,12 @@ class Trainer(HubMixin):
     def train(self, resume_from_checkpoint: bool | str | None = None, **kwargs: Any) -> TrainOutput:
         """Trains to max_steps or the end of the last epoch.
 
-        Args: resume_from_checkpoint: True = go on from the newest checkpoint in output_dir, or a checkpoint's folder.
-        Returns: optimizer steps, mean loss, and the numbers of the run.
-        Raises: CheckpointError: nothing to resume.
+        Args: resume_from_checkpoint: a checkpoint's folder, or True = the newest checkpoint in output_dir.
+        Returns: optimizer steps, mean loss, and the run's metrics.
+        Raises: CheckpointError: there is no checkpoint to resume from.
         """
         if kwargs:
-            raise ConfigError(f"train() takes no {sorted(kwargs)[0]!r}; give resume_from_checkpoint alone")
+            raise ConfigError(f"train() has no argument {sorted(kwargs)[0]!r}; give resume_from_checkpoint only")
         self._snapshot.check()
         self.read_changes()
         self._restart_optimizer()
@@ -338,42 +340,42 @@ class Trainer(HubMixin):
 
     @property
     def resumable_root(self) -> str | None:
-        """The folder of checkpoints that a run can be resumed from; None = none are written."""
+        """The folder of resumable checkpoints; None = none are written."""
         return None if self.args.save_strategy == "no" or self.args.save_only_model else self.args.output_dir
 
     def read_changes(self) -> None:
-        """Reads again the data, the length of the run and the functions, which may have been set since."""
+        """Reads the data, the length of the run and the functions again if they were replaced."""
         raise NotImplementedError
 
     def _restart_optimizer(self) -> None:
-        """Makes the optimizer anew, its schedule at the beginning, and moves the checkpoints where args say."""
+        """Resets the optimizer and its schedule, and sets the folder of checkpoints, for a new run."""
         root = self.resumable_root
         self.models.checkpoints.root = None if root is None else Path(root).absolute()
-        held = self.worker.optim
-        if held is not None and held.config is not None:
-            held.restart(optimizer_config(self.args, self.max_steps or None))
+        optim = self.worker.optim
+        if optim is not None and optim.config is not None:
+            optim.restart(optimizer_config(self.args, self.max_steps or None))
             handler: Any = self.callback_handler
-            handler.optimizer = held.optimizer
-        elif self._has_own_class and held is not None and held.updates:
+            handler.optimizer = optim.optimizer
+        elif self._has_optimizer_class and optim is not None and optim.updates:
             raise ConfigError(
-                "optimizer_cls_and_kwargs: its schedule is at its end, and train() a second time would train nothing; "
-                "make another trainer of trainer.model, or give optimizers=(optimizer, scheduler)"
+                "optimizer_cls_and_kwargs: the schedule has ended, so a second train() would train nothing; make "
+                "another trainer of trainer.model, or give optimizers=(optimizer, scheduler)"
             )
 
     def has_changed(self, name: str) -> bool:
-        """Whether a data set is another object than at the last call. Args: name: its attribute."""
+        """Whether an attribute is another object than at the last call. Args: name: a data set's attribute."""
         is_same = name in self._data_read and self._data_read[name] is getattr(self, name)
         self._data_read[name] = getattr(self, name)
         return not is_same
 
     def read_eval_data(self) -> None:
-        """Reads the evaluation data where they have changed."""
-        if self.has_changed("given_eval"):
-            self.eval_rows = self.eval_sets(self.given_eval)
+        """Reads the evaluation data if they have changed."""
+        if self.has_changed("raw_eval_dataset"):
+            self.eval_rows = self.eval_sets(self.raw_eval_dataset)
 
     @property
-    def given_eval(self) -> Any:
-        """The evaluation data as they were given or set since."""
+    def raw_eval_dataset(self) -> Any:
+        """The evaluation data, before they are encoded."""
         return self.eval_dataset
 
     def _finish(self, seconds: float) -> TrainOutput:
@@ -391,7 +393,7 @@ class Trainer(HubMixin):
         return TrainOutput(steps, metrics["train_loss"], metrics)
 
     def begin(self, *, resumed: bool) -> None:
-        """Fills in the state at the beginning of a run."""
+        """Initializes the state at the beginning of a run."""
         args, state = self.args, self.state
         state.max_steps, state.train_batch_size = self.max_steps, args.per_device_train_batch_size
         state.num_train_epochs = math.ceil(self.max_steps / self.updates_per_epoch) if self.updates_per_epoch else 1
@@ -401,23 +403,23 @@ class Trainer(HubMixin):
             log.info("resumed after %d optimizer steps", state.global_step)
 
     def set_epoch(self) -> None:
-        """Computes state.epoch from the optimizer steps; for a stream, the finished share of the run."""
+        """Computes state.epoch from the optimizer steps; for a stream, it is the finished share of the run."""
         self.state.epoch = self.state.global_step / (self.updates_per_epoch or max(self.state.max_steps, 1))
 
     def at_epoch_end(self) -> bool:
-        """Whether an epoch is over; for a stream, the run."""
+        """Whether an epoch has ended; for a stream, whether the run has."""
         return self.state.global_step % (self.updates_per_epoch or self.state.max_steps) == 0
 
     def call_event(self, event: str, **kwargs: Any) -> None:
-        """Calls an event of all callbacks. Where one of the user's handles it, the model has its native attention."""
+        """Calls an event of all callbacks. If a user's callback handles it, the model has native attention."""
         with self.attention.native() if self._has_handler(event) else nullcontext():
             self.control = getattr(self.callback_handler, event)(self.args, self.state, self.control, **kwargs)
 
     def _has_handler(self, event: str) -> bool:
-        """Whether a callback of the user's overrides an event."""
+        """Whether a user's callback overrides an event."""
         base = getattr(TrainerCallback, event)
-        own = [getattr(c, event) for c in self.callback_handler.callbacks if type(c) not in _USUAL]
-        return any(getattr(method, "__func__", method) is not base for method in own)
+        methods = [getattr(c, event) for c in self.callback_handler.callbacks if type(c) not in _BUILTIN_CALLBACKS]
+        return any(getattr(method, "__func__", method) is not base for method in methods)
 
     # ---- evaluation ----------------------------------------------------------------------------------------------
 
@@ -425,10 +427,10 @@ class Trainer(HubMixin):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Measures on the evaluation data. For each set, logs the result and calls on_evaluate.
+        """Evaluates on the evaluation data. For each set, logs the metrics and calls on_evaluate.
 
-        Args: eval_dataset: in place of the trainer's; the name of one of several, or data. ignore_keys: not used.
-            metric_key_prefix: of the names; the name of a set follows it.
+        Args: eval_dataset: data, or the name of one of the trainer's sets; None = all the trainer's sets. ignore_keys:
+            has no effect. metric_key_prefix: begins the metrics' names, before the set's name.
         Returns: the metrics of all sets, and the epoch.
         """
         self.read_eval_data()
@@ -444,20 +446,20 @@ class Trainer(HubMixin):
         metrics: dict[str, float] = {}
         for name, rows in sets.items():
             with self.attention.whet():
-                metrics |= self._evaluated(rows, f"{metric_key_prefix}_{name}" if name else metric_key_prefix)
+                metrics |= self._evaluate_set(rows, f"{metric_key_prefix}_{name}" if name else metric_key_prefix)
         return metrics if self.state.epoch is None else {**metrics, "epoch": self.state.epoch}
 
-    def _evaluated(self, rows: Any, prefix: str) -> dict[str, float]:
+    def _evaluate_set(self, rows: Any, prefix: str) -> dict[str, float]:
         started = time.monotonic()
-        found = self.measure(rows)
+        measured = self.measure(rows)
         seconds = time.monotonic() - started
-        found |= {
+        measured |= {
             "runtime": round(seconds, 4),
             "samples_per_second": round(len(rows) / max(seconds, 1e-9), 3),
             "steps_per_second": round(1 / max(seconds, 1e-9), 3),
             "num_tokens": float(self.state.num_input_tokens_seen),
         }
-        metrics = {n if n.startswith(f"{prefix}_") else f"{prefix}_{n}": value for n, value in found.items()}
+        metrics = {n if n.startswith(f"{prefix}_") else f"{prefix}_{n}": value for n, value in measured.items()}
         self.log(dict(metrics))
         self.call_event("on_evaluate", metrics=metrics)
         return metrics
@@ -465,21 +467,21 @@ class Trainer(HubMixin):
     # ---- logs ----------------------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds a row to state.log_history, with epoch and step, and calls on_log. Args: start_time: not used."""
+        """Adds a row with epoch and step to state.log_history, and calls on_log. Args: start_time: has no effect."""
         if self.state.epoch is not None:
             logs["epoch"] = self.state.epoch
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.call_event("on_log", logs=logs)
 
-    def log_window(self, of_run: dict[str, float] | None = None) -> None:
-        """Logs the means since the last log. Args: of_run: totals of a finished run, logged with them."""
-        found = self.window.take()
-        if of_run is not None:
-            of_run |= {n: v for n, v in found.items() if n not in MetricsWindow.FIRST}
-        self.log(found if of_run is None else of_run)
+    def log_window(self, totals: dict[str, float] | None = None) -> None:
+        """Logs the means since the last log. Args: totals: a finished run's totals, which come first in the row."""
+        means = self.window.take()
+        if totals is not None:
+            totals |= {n: v for n, v in means.items() if n not in MetricsWindow.FIRST}
+        self.log(means if totals is None else totals)
 
     def record_best(self, metrics: Mapping[str, float]) -> None:
-        """Keeps the best value of metric_for_best_model, and steps a schedule that follows it."""
+        """Updates the best value of metric_for_best_model, and steps a schedule that follows it."""
         args, state = self.args, self.state
         name = best_metric_name(args, self.eval_rows, self.can_log)
         if name is None:
@@ -496,7 +498,7 @@ class Trainer(HubMixin):
     # ---- files ---------------------------------------------------------------------------------------------------
 
     def save_weights(self) -> None:
-        """Writes a checkpoint without optimizer state: with save_only_model, or where save_strategy is "no"."""
+        """Writes a checkpoint without optimizer state, for save_only_model or save_strategy="no"."""
         folder = checkpoint_path(self.args.output_dir, self.state.global_step)
         folder.parent.mkdir(parents=True, exist_ok=True)
         self.prepare_save()
@@ -520,30 +522,30 @@ class Trainer(HubMixin):
         self.call_event("on_save")
 
     def _load_best(self, folder: Path) -> None:
-        log.info("loading the best model, of %s (%s)", folder, self.state.best_metric)
+        log.info("loading the best model from %s (%s)", folder, self.state.best_metric)
         self.models.checkpoints.load_best(folder)
 
     def resume_state(self) -> dict[str, Any]:
-        """The trainer's part of a checkpoint: its state, and the state of a given schedule."""
+        """The trainer's part of a checkpoint: its state, and the user's schedule's state."""
         schedule = {} if self.scheduler is None else factories.serializable_state(self.scheduler.state_dict())
         return {"state": json.dumps(dataclasses.asdict(self.state)), "scheduler": schedule}
 
-    def load_resume_state(self, held: Mapping[str, Any]) -> None:
-        """Restores `resume_state`; the best checkpoint is looked for in output_dir where the folder was moved."""
-        self.state = TrainerState(**json.loads(held["state"]))
+    def load_resume_state(self, saved: Mapping[str, Any]) -> None:
+        """Restores `resume_state`. If the best checkpoint has moved, it is expected in output_dir."""
+        self.state = TrainerState(**json.loads(saved["state"]))
         best = self.state.best_model_checkpoint
         if best is not None and not Path(best).is_dir():
             self.state.best_model_checkpoint = str(Path(self.args.output_dir) / Path(best).name)
-        if self.scheduler is not None and held["scheduler"]:
-            factories.restore_schedule(self, held["scheduler"])
+        if self.scheduler is not None and saved["scheduler"]:
+            factories.restore_schedule(self, saved["scheduler"])
 
     def close(self) -> None:
-        """Frees the engine and the optimizers; the model stays."""
+        """Frees the engine and the optimizers; the model stays loaded."""
         self.learner.close()
 
 
-def _reporting(names: Sequence[str]) -> list[Any]:
-    """The callbacks of loggers that transformers has."""
+def _reporting_callbacks(names: Sequence[str]) -> list[Any]:
+    """The callbacks that transformers has for the loggers in report_to."""
     from transformers.integrations import integration_utils
 
     try:

@@ -6,7 +6,7 @@ import torch
 from torch import tensor
 
 from whet.errors import ConfigError, DataError
-from whet.ops import Objective, clipped_surrogate, nll, off_policy_mask, reference_kl, sampler_importance
+from whet.ops import PolicyObjective, clipped_surrogate, nll, off_policy_mask, reference_kl, sampler_importance
 from whet.types import LossInputs
 
 
@@ -49,7 +49,7 @@ def by_hand(x, *, beta, coef, threshold, drift):
 
 
 def whole(**kw):
-    return Objective(
+    return PolicyObjective(
         surrogate=clipped_surrogate,
         factors=(
             functools.partial(sampler_importance, sampler_is_threshold=1.5),
@@ -101,7 +101,7 @@ def test_the_off_policy_mask_keeps_good_completions_and_near_ones():
 
 def test_a_surrogate_may_return_its_loss_alone():
     x = batch()
-    loss, metrics = Objective(surrogate=lambda x: nll(x)[0])(x)
+    loss, metrics = PolicyObjective(surrogate=lambda x: nll(x)[0])(x)
     assert torch.equal(loss, nll(x)[0]) and set(metrics) == {"pg_loss/corrected"}
 
 
@@ -111,13 +111,13 @@ def test_a_piece_of_another_shape_is_refused(piece):
     total = lambda x: x.logprobs.sum()
     pieces = {"surrogate": total} if piece == "surrogate" else {piece: (total,) if piece == "factors" else total}
     with pytest.raises(DataError, match=r"has the shape \[\]; it must have one number for each of the 40 tokens"):
-        Objective(**pieces)(x)
+        PolicyObjective(**pieces)(x)
 
 
 def test_an_entropy_bonus_needs_the_entropy():
     x = batch()
     with pytest.raises(DataError, match="needs entropy"):
-        Objective(entropy_coef=0.1)(
+        PolicyObjective(entropy_coef=0.1)(
             LossInputs(sequence=x.sequence, mask=x.mask, logprobs=x.logprobs, advantages=x.advantages)
         )
 

@@ -1,7 +1,7 @@
 """Builds the objectives of preference and reward-model training from their configuration.
 
-As learners/objective.py for policies: the configuration names functions, a function receives the fields that it has as
-keyword-only arguments, and a field that was set and that no function reads is refused.
+The rules are those of learners/from_config.py: the configuration names functions, a function receives the fields that
+it has as keyword-only arguments, and a field that was set is refused where no chosen function reads it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from whet.config import PreferenceConfig, RewardModelConfig
 from whet.config.algo.unused_fields import check_fields_read
-from whet.learners.objective import bind_fields, check_call, fields_read, keyword_arguments, other_field
+from whet.learners.from_config import bind_fields, check_call, fields_read, keyword_arguments, other_field
 from whet.ops.preference import F_DIVERGENCES, PREFERENCE_LOSSES, REWARD_LOSSES, PreferenceObjective, needs_of
 from whet.rewards.call import function_name
 from whet.train.worker import Loss
@@ -79,15 +79,14 @@ def describe_preference_objective(config: PreferenceConfig) -> str:
     """
     parts = []
     for (name, loss), weight in zip(_losses(config).items(), config.loss_weights or (None,) * len(config.loss_type)):
-        taken = {n: v for n, v in config.keywords.items() if n in keyword_arguments(loss)}
-        words = ", ".join(f"{n}={v}" for n, v in taken.items())
-        parts.append(("" if weight is None else f"{weight} * ") + (f"{name}({words})" if words else name))
+        arguments = ", ".join(f"{n}={v}" for n, v in config.keywords.items() if n in keyword_arguments(loss))
+        parts.append(("" if weight is None else f"{weight} * ") + (f"{name}({arguments})" if arguments else name))
     divergence = config.f_divergence_type
-    others = {
+    options = {
         "f_divergence": function_name(divergence) if callable(divergence) else divergence,
         "ld_alpha": config.ld_alpha,
         "use_weighting": config.use_weighting or None,
         "reference_free": config.reference_free or None,
     }
-    said = [f"{n}={v}" for n, v in others.items() if v not in (None, "reverse_kl")]
-    return " + ".join(parts) + (f"; {', '.join(said)}" if said else "")
+    changed = [f"{n}={v}" for n, v in options.items() if v not in (None, "reverse_kl")]
+    return " + ".join(parts) + (f"; {', '.join(changed)}" if changed else "")

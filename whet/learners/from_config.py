@@ -1,8 +1,8 @@
 """Builds the functions of an algorithm from its configuration: estimator, objective, rewards.
 
-The configuration names a function by its key in a dict, as "package.module:function", or contains the function itself.
-A function receives the fields of the configuration that it has as keyword-only arguments. So a new loss needs only
-fields for its parameters, and no change here.
+The configuration names a function by its key in a dict (POLICY_LOSSES and the like) or as "package.module:function", or
+it contains the function itself. A function receives the fields of the configuration that it has as keyword-only
+arguments. So a new loss needs fields for its parameters, and no change here.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from whet.ops import (
     POLICY_LOSSES,
     TOKEN_MASKS,
     AdvantageInputs,
-    Objective,
+    PolicyObjective,
     reference_kl,
     teacher_column,
 )
 from whet.rewards.call import function_name
 from whet.rewards.length import overlong
+from whet.rewards.resolve import listed
 from whet.rewards.reward_batch import RewardBatch
 from whet.rewards.text import unrewarded
 from whet.types import TokenBatch
@@ -65,11 +66,11 @@ _NAMES_OF_FIELDS: Mapping[str, Mapping[str, Any]] = {
     "sampler_is": CORRECTIONS,
     "loss_masks": TOKEN_MASKS,
 }
-"""Field -> its names, to find the field of a name that was given to another one."""
+"""Field -> the names that it takes, for the message about a name that belongs to another field."""
 
 
 def other_field(value: str) -> str:
-    """The end of a message about an unknown name: the field that has this name; "" if none has.
+    """The hint of a message about an unknown name: the field that takes this name; "" if none does.
 
     >>> other_field("dapo"), other_field("token-mean"), other_field("gpro")
     ('. dapo is a whole method: algo.preset=dapo', '. token-mean is a loss_agg_mode', '')
@@ -84,17 +85,17 @@ _resolve = functools.partial(resolve_name, hint=other_field)
 
 
 def _bound_function(value: Any, known: Mapping[str, Any], kind: str, config: AlgorithmConfig) -> Callable[..., Any]:
-    """A piece of the objective, fn(x), with the configuration's fields bound."""
+    """A term of the objective, fn(x), with the configuration's fields bound."""
     fn = bind_fields(_resolve(value, known, kind), config)
     check_call(fn, kind, ("x",))
     return fn
 
 
 def check_call(fn: Callable[..., Any], kind: str, *forms: Sequence[str]) -> None:
-    """Raises ConfigError if a function can be called in none of the forms; a form is the names of the arguments."""
+    """Raises ConfigError if a function can be called in none of the forms, each the names of positional arguments."""
     try:
         signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # a builtin: calling it will tell
+    except (TypeError, ValueError):  # a builtin has no signature
         return
     for form in forms:
         try:
@@ -110,17 +111,17 @@ def check_call(fn: Callable[..., Any], kind: str, *forms: Sequence[str]) -> None
 
 
 def bind_fields(fn: Callable[..., Any], config: AlgorithmConfig | SupervisedConfig) -> Callable[..., Any]:
-    """A function with the keyword-only arguments bound that the configuration has as fields.
+    """Binds the keyword-only arguments of a function that the configuration has as fields.
 
-    What a functools.partial has bound already stays, and so does what a function does not ask for by keyword.
+    Arguments that a functools.partial has bound already, and arguments that are not keyword-only, stay as they are.
 
     >>> def loss(x, *, epsilon=0.5, other=1):
     ...     return epsilon, other
     >>> bind_fields(loss, PolicyConfig(epsilon=0.1))(None)
     (0.1, 1)
     """
-    asked = keyword_arguments(fn)
-    bound = {name: value for name, value in config.keywords.items() if name in asked}
+    names = keyword_arguments(fn)
+    bound = {name: value for name, value in config.keywords.items() if name in names}
     return functools.partial(fn, **bound) if bound else fn
 
 
@@ -128,10 +129,10 @@ def keyword_arguments(fn: Callable[..., Any]) -> set[str]:
     """The keyword-only arguments of a function, without those that a partial has bound."""
     try:
         parameters = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):  # a builtin: it has no keywords to give
+    except (TypeError, ValueError):  # a builtin has no signature
         return set()
-    given = fn.keywords if isinstance(fn, functools.partial) else {}
-    return {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name not in given}
+    bound = fn.keywords if isinstance(fn, functools.partial) else {}
+    return {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name not in bound}
 
 
 def fields_read(fn: Callable[..., Any]) -> set[str]:
@@ -150,17 +151,17 @@ def fields_read(fn: Callable[..., Any]) -> set[str]:
 
 
 _FIELD_OF_ARGUMENT = {"norm": "loss_agg_norm", "num_units": "loss_agg_units"}
-"""Arguments that a field of another name stands for."""
+"""Argument -> the field that it stands for, where their names differ."""
 
 
 def check_all_read(config: PolicyConfig) -> None:
-    """Raises ConfigError for a field that was set and that neither whet's chosen functions nor the user's own read."""
-    own = [_resolve(fn, {}, name) for name, fn in user_functions(config)]
-    check_fields_read(config, {name for fn in own for name in fields_read(fn)})
+    """Raises ConfigError for a field that was set, where neither whet's chosen functions nor the user's own read it."""
+    user_fns = [_resolve(fn, {}, name) for name, fn in user_functions(config)]
+    check_fields_read(config, {name for fn in user_fns for name in fields_read(fn)})
 
 
 def check_token_level(config: PolicyConfig) -> None:
-    """Raises ConfigError: sampler_is weighs whole sequences, for a loss that multiplies the weights of their tokens."""
+    """Raises ConfigError where sampler_is gives weights of sequences to a loss that multiplies those of tokens."""
     if isinstance(config.sampler_is, str) and config.sampler_is in CORRECTIONS and config.sampler_is != "token":
         raise ConfigError(
             f"algo.sampler_is={config.sampler_is!r} gives each token the weight of its sequence, and policy loss "
@@ -171,10 +172,10 @@ def check_token_level(config: PolicyConfig) -> None:
 def describe_objective(config: PolicyConfig) -> dict[str, str]:
     """The functions of a configuration with their parameters, for the log and environment.json.
 
-    >>> made = describe_objective(PolicyConfig(beta=0.1, loss_masks=("off-policy",), policy_loss_fn="reinforce"))
-    >>> made["loss"]
+    >>> lines = describe_objective(PolicyConfig(beta=0.1, loss_masks=("off-policy",), policy_loss_fn="reinforce"))
+    >>> lines["loss"]
     'reinforce * off-policy(off_policy_mask_threshold=0.5) + 0.1 * low_var_kl'
-    >>> made["aggregation"]
+    >>> lines["aggregation"]
     'sequence-mean-token-mean over trained sequences'
     """
     factors = [] if config.sampler_is is None else [_with_parameters(config, config.sampler_is, CORRECTIONS)]
@@ -193,11 +194,11 @@ def describe_objective(config: PolicyConfig) -> dict[str, str]:
 
 
 def _with_parameters(config: PolicyConfig, value: Any, known: Mapping[str, Any]) -> str:
-    """The name of a function, with the fields that it reads and that are set."""
-    fn = _resolve(value, known, "piece")
-    taken = {f.name: getattr(config, f.name) for f in fields(config) if f.name in keyword_arguments(fn)}
-    words = ", ".join(f"{name}={_display_name(value)}" for name, value in taken.items() if value is not None)
-    return f"{_display_name(value)}({words})" if words else _display_name(value)
+    """The name of a function, with the fields that it reads, without those that are None."""
+    names = keyword_arguments(_resolve(value, known, "function"))
+    read = {f.name: getattr(config, f.name) for f in fields(config) if f.name in names}
+    arguments = ", ".join(f"{name}={_display_name(field)}" for name, field in read.items() if field is not None)
+    return f"{_display_name(value)}({arguments})" if arguments else _display_name(value)
 
 
 def _display_name(value: Any) -> str:
@@ -205,20 +206,20 @@ def _display_name(value: Any) -> str:
     return function_name(value) if callable(value) else str(value)
 
 
-def reward_functions(given: Any, config: AlgorithmConfig) -> tuple[list[Any], tuple[float, ...] | None]:
-    """The reward functions of a configuration and their weights: those given, and what overlong_buffer adds.
+def reward_functions(reward_fns: Any, config: AlgorithmConfig) -> tuple[list[Any], tuple[float, ...] | None]:
+    """The reward functions of a run and their weights: the user's, and the penalty of overlong_buffer.
 
-    Without any, a policy that a teacher teaches is trained on no rewards: all its advantages are 0.
-    Args: given: one or several. config: with reward_weights, which are of those given; the other's weight is 1.
+    With a teacher there may be no functions of the user. All rewards are 0 then, and so are the advantages.
+    Args: reward_fns: one or several. config: reward_weights are those of the user's; the penalty's weight is 1.
     """
-    fns = [given] if isinstance(given, str) or callable(given) else list(given or ())
+    fns = listed(reward_fns)
     if not fns and isinstance(config, PolicyConfig) and teacher_column(policy_loss(config)) is not None:
         fns = [unrewarded]
     buffer, weights = config.overlong_buffer, config.reward_weights
     if not buffer.enable:
         return fns, weights
-    words = {f.name: getattr(buffer, f.name) for f in fields(buffer) if f.name != "enable"}
-    return [*fns, functools.partial(overlong, **words)], None if weights is None else (*weights, 1.0)
+    arguments = {f.name: getattr(buffer, f.name) for f in fields(buffer) if f.name != "enable"}
+    return [*fns, functools.partial(overlong, **arguments)], None if weights is None else (*weights, 1.0)
 
 
 def make_estimator(config: AlgorithmConfig) -> Callable[..., Tensor]:
@@ -232,7 +233,7 @@ def make_estimator(config: AlgorithmConfig) -> Callable[..., Tensor]:
 def advantage_inputs(
     batch: TokenBatch, rewards: RewardBatch, *, clip: tuple[float, float] | None = None
 ) -> AdvantageInputs:
-    """The argument of an estimator, from a step. Args: batch: scored. rewards: of it. clip: bounds of the total."""
+    """The argument of an estimator. Args: batch: scored. rewards: of the step. clip: bounds of the total."""
     total = torch.from_numpy(rewards.total)
     return AdvantageInputs(
         rewards=total if clip is None else total.clamp(*clip),
@@ -248,18 +249,19 @@ def advantage_inputs(
 
 
 def policy_loss(config: PolicyConfig) -> Callable[..., Any]:
-    """The policy loss of a configuration. Raises ConfigError: nothing has this name."""
+    """The policy loss of a configuration. Raises ConfigError: an unknown name."""
     return _resolve(config.policy_loss_fn, POLICY_LOSSES, "policy loss")
 
 
 def kl_estimate(config: PolicyConfig) -> Callable[[Tensor], Tensor]:
-    """The KL estimate of a configuration, a function of d. Raises ConfigError: nothing has this name."""
+    """The KL estimate of a configuration, a function of d. Raises ConfigError: an unknown name."""
     return _resolve(config.keywords["kl_loss_mode"], KL_MODES, "KL mode")
 
 
 def objective_checks(config: AlgorithmConfig) -> list[Callable[[], Any]]:
-    """What is asked of an algorithm's configuration before anything is loaded: every name of it by itself, so that each
-    unknown one is found, then the whole. Each call raises ConfigError where something is wrong.
+    """The checks of an algorithm's configuration that need no model; each raises ConfigError.
+
+    Each name is a check of its own, so that all unknown names are reported together. The whole objective comes last.
     """
     checks: list[Callable[[], Any]] = [functools.partial(make_estimator, config)]
     if not isinstance(config, PolicyConfig):
@@ -271,18 +273,18 @@ def objective_checks(config: AlgorithmConfig) -> list[Callable[[], Any]]:
     return [*checks, *resolved, *(functools.partial(fn, config) for fn in (policy_loss, kl_estimate, make_objective))]
 
 
-def make_objective(config: PolicyConfig) -> Objective:
+def make_objective(config: PolicyConfig) -> PolicyObjective:
     """The objective of a configuration: surrogate, corrections and masks, KL, entropy bonus."""
     check_all_read(config)
     names = [] if config.sampler_is is None else [config.sampler_is]
     corrections = [_bound_function(name, CORRECTIONS, "sampler_is", config) for name in names]
     kl_factors = tuple(corrections) if config.sampler_is_kl else ()
     surrogate = _bound_function(config.policy_loss_fn, POLICY_LOSSES, "policy loss", config)
-    if corrections and "correction" in keyword_arguments(surrogate):  # it has the correction in its own weight
+    if corrections and "correction" in keyword_arguments(surrogate):  # the surrogate applies it in its own weight
         check_token_level(config)
         surrogate, corrections = functools.partial(surrogate, correction=corrections[0]), []
     masks = [_bound_function(name, TOKEN_MASKS, "loss mask", config) for name in config.loss_masks]
-    return Objective(
+    return PolicyObjective(
         surrogate=surrogate,
         factors=(*corrections, *masks),
         kl=bind_fields(functools.partial(reference_kl, kl_loss_mode=kl_estimate(config)), config),

@@ -1,8 +1,8 @@
-"""The objective of preference training: one loss, or several with weights, of pairs or of rows with a label.
+"""The objective of preference training: one loss, or a weighted sum of losses, of pairs or of rows with a label.
 
     l = v · Σ_k w_k l_k        per unit; v = 1, or WPO's weight of the pair
 
-The weights of units turn it into one number elsewhere. Dim legend: s tokens of a micro-batch, n its sequences, u its
+The weights of units turn it into one number later. Dim legend: s tokens of a micro-batch, n its sequences, u its
 units; N sequences, S tokens and U units of a whole optimizer step.
 """
 
@@ -33,7 +33,7 @@ from whet.types import LossInputs, TokenBatch
 
 __all__ = ["PreferenceObjective", "StepPasses"]
 
-_OF_CHOSEN, _OF_REJECTED = ("rewards/chosen", "logps/chosen"), ("rewards/rejected", "logps/rejected")
+_CHOSEN_METRICS, _REJECTED_METRICS = ("rewards/chosen", "logps/chosen"), ("rewards/rejected", "logps/rejected")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -89,7 +89,7 @@ class PreferenceObjective:
     generator: Callable[[Tensor], Tensor] | None = None
     """f' of another f-divergence than the reverse KL."""
     use_weighting: bool = False
-    """Weigh pairs as WPO does: by how likely the policy itself would give both answers."""
+    """Weigh each pair by the probability of both answers under the policy, as WPO."""
 
     def __post_init__(self) -> None:
         """Checks that the losses go together."""
@@ -129,16 +129,16 @@ class PreferenceObjective:
 
     @property
     def ratios(self) -> dict[str, str]:
-        """Metrics that are sums over units, and those that they are to be divided by once a step is whole."""
-        found = {
+        """Metrics that are sums over units -> the metric that divides them at the end of a step."""
+        ratios = {
             "entropy": "tokens/both",
             "logits/chosen": "tokens/chosen",
             "logits/rejected": "tokens/rejected",
             "mean_token_accuracy": "tokens/chosen",
         }
         if self.needs.rows == "labels":
-            found |= dict.fromkeys(_OF_CHOSEN, "rows/chosen") | dict.fromkeys(_OF_REJECTED, "rows/rejected")
-        return found
+            ratios |= dict.fromkeys(_CHOSEN_METRICS, "rows/chosen") | dict.fromkeys(_REJECTED_METRICS, "rows/rejected")
+        return ratios
 
     @property
     def constants(self) -> tuple[str, ...]:
@@ -146,7 +146,7 @@ class PreferenceObjective:
         return ("correct", "mean_logits", *(("log_sum_sq_probs",) if self.use_weighting else ()))
 
     def inputs(self, x: LossInputs) -> PreferenceInputs:
-        """The sums of each unit's sides, as the losses are given them."""
+        """The argument of the losses: the sums of each unit's sides."""
         return preference_inputs(
             x,
             side=self._side(x),
@@ -162,11 +162,11 @@ class PreferenceObjective:
         Returns: it with more columns per sequence.
         Raises: DataError: a pair without one of its sides, or a row that is a pair where labels are needed.
         """
-        x = _whole(batch, torch.zeros(batch.num_tokens))
+        x = _loss_inputs(batch, torch.zeros(batch.num_tokens))
         rows = preference_inputs(x, side=self._side(x), reference=False)
         self._check_sides(rows)
-        seen = StepInputs(rows=rows, counted=_counted(batch))
-        return self._with_columns(batch, seen, passes=False)[0]
+        step = StepInputs(rows=rows, counted=_trained_units(batch))
+        return self._with_columns(batch, step, passes=False)[0]
 
     def with_passes(
         self,
@@ -183,36 +183,39 @@ class PreferenceObjective:
         Returns: (the batch with more columns per sequence, the numbers to keep).
         """
         logprobs = torch.zeros(batch.num_tokens) if passes.logprobs is None else passes.logprobs
-        other = None
+        mismatched = None
         if passes.mismatched is not None and passes.mismatched_logprobs is not None:
-            x = _whole(passes.mismatched, passes.mismatched_logprobs)
-            other = preference_inputs(x, reference=self.needs.reference)
-        seen = StepInputs(
-            rows=self.inputs(_whole(batch, logprobs)),
-            counted=_counted(batch),
-            mismatched=other,
+            x = _loss_inputs(passes.mismatched, passes.mismatched_logprobs)
+            mismatched = preference_inputs(x, reference=self.needs.reference)
+        step = StepInputs(
+            rows=self.inputs(_loss_inputs(batch, logprobs)),
+            counted=_trained_units(batch),
+            mismatched=mismatched,
             running=running or {},
             learning=learning,
         )
-        batch, kept = self._with_columns(batch, seen, passes=True)
-        return batch, kept if learning else dict(seen.running)
+        batch, numbers = self._with_columns(batch, step, passes=True)
+        return batch, numbers if learning else dict(step.running)
 
     def _with_columns(
-        self, batch: TokenBatch, seen: StepInputs, *, passes: bool
+        self, batch: TokenBatch, step: StepInputs, *, passes: bool
     ) -> tuple[TokenBatch, dict[str, float]]:
         """The columns of the losses that need a pass, or of those that don't."""
-        x = _whole(batch, torch.zeros(batch.num_tokens))
+        x = _loss_inputs(batch, torch.zeros(batch.num_tokens))
         place = batch.unit_of, (x.need(self._side(x)) < 0.5).long()
-        kept = dict(seen.running)
+        running = dict(step.running)
         for loss in self.losses.values():
             need = needs_of(loss)
             if need.step is None or (need.policy_pass or need.mismatched_pass) != passes:
                 continue
-            words = {n: v for n, v in _bound(loss).items() if n in _bound(need.step, keyword_only=True)}
-            made = need.step(dataclasses.replace(seen, running=kept), **words)
-            batch = batch.with_sequence_columns(**{n: _of_sequences(c, place) for n, c in made.columns.items()})
-            kept |= made.running
-        return batch, kept
+            parameters = inspect.signature(need.step).parameters.values()
+            names = {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+            bound = loss.keywords if isinstance(loss, functools.partial) else {}
+            options = {name: value for name, value in bound.items() if name in names}
+            result = need.step(dataclasses.replace(step, running=running), **options)
+            batch = batch.with_sequence_columns(**{n: _per_sequence(c, place) for n, c in result.columns.items()})
+            running |= result.running
+        return batch, running
 
     def __call__(self, x: LossInputs) -> LossOutput:
         """The loss and the metrics of every unit."""
@@ -221,8 +224,8 @@ class PreferenceObjective:
         factor = self._pair_weights(x, p) if self.use_weighting else 1.0
         total, metrics = torch.zeros_like(p.chosen.logps), {}
         for (name, loss), weight in zip(self.losses.items(), weights, strict=True):
-            found = loss(p)
-            value, own = found if isinstance(found, tuple) else (found, {})
+            result = loss(p)
+            value, own = result if isinstance(result, tuple) else (result, {})
             if value.shape != total.shape:
                 raise DataError(
                     f"loss {name!r} has the shape {list(value.shape)}; it must have one number for each of the "
@@ -234,7 +237,7 @@ class PreferenceObjective:
             metrics = {**own, **each, **metrics}
         if x.logprobs.requires_grad and not total.requires_grad:
             raise DataError("the loss has no gradient: make it of p.chosen.logps and p.rejected.logps, not detached")
-        metrics = self._logged(x, p, metrics)
+        metrics = self._all_metrics(x, p, metrics)
         return total, {name: value.detach().to(total.dtype) for name, value in metrics.items()}
 
     def _side(self, x: LossInputs) -> str:
@@ -263,42 +266,42 @@ class PreferenceObjective:
         mean = lambda side, mask: side.per_token(segment_sum(torch.where(mask, aligned, 0.0), units, x.num_units))
         return (mean(p.chosen, of_chosen) + mean(p.rejected, ~of_chosen)).exp()
 
-    def _logged(self, x: LossInputs, p: PreferenceInputs, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _all_metrics(self, x: LossInputs, p: PreferenceInputs, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The metrics of every unit; a loss's own have precedence."""
         reward = lambda side: self.beta * side.logratio
-        found = {"rewards/chosen": reward(p.chosen), "rewards/rejected": reward(p.rejected)}
-        found |= {"logps/chosen": p.chosen.logps, "logps/rejected": p.rejected.logps, **own}
+        metrics = {"rewards/chosen": reward(p.chosen), "rewards/rejected": reward(p.rejected)}
+        metrics |= {"logps/chosen": p.chosen.logps, "logps/rejected": p.rejected.logps, **own}
         if self.needs.rows == "labels":
-            found |= {"rows/chosen": p.chosen.present, "rows/rejected": p.rejected.present}
-            for side, names in ((p.chosen, _OF_CHOSEN), (p.rejected, _OF_REJECTED)):
-                found |= {name: torch.where(side.present, found[name], 0.0) for name in names}
+            metrics |= {"rows/chosen": p.chosen.present, "rows/rejected": p.rejected.present}
+            for side, names in ((p.chosen, _CHOSEN_METRICS), (p.rejected, _REJECTED_METRICS)):
+                metrics |= {name: torch.where(side.present, metrics[name], 0.0) for name in names}
         else:
-            found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
-            found["rewards/accuracies"] = found["rewards/margins"] > 0
-        return {**found, **self._of_tokens(x, p)}
+            metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+            metrics["rewards/accuracies"] = metrics["rewards/margins"] > 0
+        return {**metrics, **self._token_metrics(x, p)}
 
-    def _of_tokens(self, x: LossInputs, p: PreferenceInputs) -> dict[str, Tensor]:
+    def _token_metrics(self, x: LossInputs, p: PreferenceInputs) -> dict[str, Tensor]:
         """The metrics of tokens: sums over each unit, and the counts to divide them by."""
         of_chosen = (x.need(self._side(x)) >= 0.5).index_select(0, x.sequence)
         total = lambda values, mask: segment_sum(torch.where(mask, values.detach(), 0.0), x.unit, x.num_units)
-        found = {"tokens/chosen": p.chosen.length, "tokens/rejected": p.rejected.length}
+        metrics = {"tokens/chosen": p.chosen.length, "tokens/rejected": p.rejected.length}
         if x.correct is not None:
-            found["mean_token_accuracy"] = segment_count(x.correct & x.mask & of_chosen, x.unit, x.num_units)
+            metrics["mean_token_accuracy"] = segment_count(x.correct & x.mask & of_chosen, x.unit, x.num_units)
         if x.mean_logits is not None:
-            found["logits/chosen"] = total(x.mean_logits, x.mask & of_chosen)
-            found["logits/rejected"] = total(x.mean_logits, x.mask & ~of_chosen)
+            metrics["logits/chosen"] = total(x.mean_logits, x.mask & of_chosen)
+            metrics["logits/rejected"] = total(x.mean_logits, x.mask & ~of_chosen)
         if x.entropy is not None:
-            found |= {"entropy": total(x.entropy, x.mask), "tokens/both": p.chosen.length + p.rejected.length}
-        return found
+            metrics |= {"entropy": total(x.entropy, x.mask), "tokens/both": p.chosen.length + p.rejected.length}
+        return metrics
 
 
-def _counted(batch: TokenBatch) -> Tensor:
+def _trained_units(batch: TokenBatch) -> Tensor:
     """Bool [U]: the units with a trained token."""
     return segment_count(batch.mask, batch.unit, batch.num_units) > 0
 
 
-def _whole(batch: TokenBatch, logprobs: Tensor) -> LossInputs:
-    """A whole batch as a loss would be given it."""
+def _loss_inputs(batch: TokenBatch, logprobs: Tensor) -> LossInputs:
+    """The argument of a loss for a whole batch."""
     return LossInputs(
         sequence=batch.sequence,
         mask=batch.mask,
@@ -311,17 +314,9 @@ def _whole(batch: TokenBatch, logprobs: Tensor) -> LossInputs:
     )
 
 
-def _of_sequences(column: Tensor, place: tuple[Tensor, Tensor]) -> Tensor:
-    """[N]: a column of sides, units or the whole step, repeated for each sequence."""
+def _per_sequence(column: Tensor, place: tuple[Tensor, Tensor]) -> Tensor:
+    """[N]: a column of sides [U 2], of units [U] or of the whole step [], repeated for each sequence."""
     unit, side = place
     if column.dim() == 0:
         return column.expand(len(unit)).clone()
     return column[unit] if column.dim() == 1 else column[unit, side]
-
-
-def _bound(fn: Callable[..., Any], keyword_only: bool = False) -> dict[str, Any]:
-    """The keywords that a partial has bound; with keyword_only the keyword-only arguments of a function."""
-    if keyword_only:
-        asked = inspect.signature(fn).parameters.values()
-        return {p.name: p.default for p in asked if p.kind is inspect.Parameter.KEYWORD_ONLY}
-    return dict(fn.keywords) if isinstance(fn, functools.partial) else {}

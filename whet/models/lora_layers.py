@@ -24,8 +24,9 @@ from torch import Tensor, nn
 
 from whet.errors import ConfigError
 from whet.models.quantized import dequantize, is_quantized_layer
-from whet.ops.counter_rng import address_key
+from whet.ops.counter_rng import address_key, keep_mask
 from whet.ops.masked import to_fp32
+from whet.util.tensor_subclasses import whole_tensor
 
 __all__ = [
     "BASE_LAYER",
@@ -45,9 +46,10 @@ BASE_LAYER = re.compile(r"\.base_layer(?=\.|$)")
 
 
 class SeededDropout(nn.Module):
-    """Dropout on an adapter's input, seeded per pass and layer: resumed runs and recomputed layers draw the same.
+    """Dropout on an adapter's input. A draw depends on the update, the layer, and the token with the tokens before it.
 
-    It is off outside of `Adapter.dropout_on`. Args: p: share of the numbers that are dropped. number: layer index.
+    So recomputed layers, resumed runs, other micro-batches and other numbers of processes draw the same. It is off
+    outside of `Adapter.dropout_on`. Args: p: share of the numbers that are dropped. number: layer index.
 
     >>> SeededDropout(0.5, 0)(torch.ones(3))
     tensor([1., 1., 1.])
@@ -56,17 +58,21 @@ class SeededDropout(nn.Module):
     def __init__(self, p: float, number: int) -> None:
         super().__init__()
         self.p, self.number = p, number
-        self.key: int | None = None
-        """The seed of this pass; None = dropout is off."""
+        self.keys: Tensor | None = None
+        """Long [n]: the keys of this pass's tokens; None = dropout is off."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Sets a share p of the numbers of x to 0, and divides the others by 1 - p."""
-        if self.key is None:
+        if self.keys is None:
             return x
-        generator = torch.Generator(x.device)
-        generator.manual_seed(address_key(self.key % 2**64, self.number, 0, 0) % 2**63)
-        kept = torch.rand(x.shape, generator=generator, device=x.device) >= self.p
-        return x * kept / (1 - self.p)
+        keys = self.keys.to(x.device)
+        if x.shape[:-1].numel() != len(keys):
+            raise ConfigError(
+                f"lora_dropout={self.p}: a layer with an adapter reads {x.shape[:-1].numel()} of a pass's {len(keys)} "
+                "tokens, as experts do, so its draws have no address; set lora_dropout=0"
+            )
+        kept = keep_mask(keys ^ address_key(self.number, 0, 0, 0), x.shape[-1], self.p)
+        return x * kept.view(x.shape) / (1 - self.p)
 
 
 class Adapter:
@@ -113,7 +119,9 @@ class Adapter:
     def is_untrained(self) -> bool:
         """Whether the model equals its base: B is 0 in each layer, as in a new adapter."""
         layers = self._lora()
-        return len(layers) == len(self.layers) and not any(bool(p.any()) for x in layers for p in x.lora_B.parameters())
+        return len(layers) == len(self.layers) and not any(
+            bool(whole_tensor(p).any()) for x in layers for p in x.lora_B.parameters()
+        )
 
     @property
     def dropout(self) -> float:
@@ -121,17 +129,19 @@ class Adapter:
         return max((d.p for d in self._dropouts()), default=0.0)
 
     @contextmanager
-    def dropout_on(self, *address: int) -> Iterator[None]:
-        """Switches dropout on for one training pass, forward and backward. Args: address: up to 4 numbers: the seed."""
-        key = address_key(*address, *(0,) * (4 - len(address)))
+    def dropout_on(self, tokens: Tensor, seed: int, update: int) -> Iterator[None]:
+        """Switches dropout on for one training pass, forward and backward.
+
+        Args: tokens: Long [n], a key for each token of the pass. seed: of the run. update: optimizer steps before it.
+        """
         dropouts = list(self._dropouts())
         for drop in dropouts:
-            drop.key = key
+            drop.keys = tokens ^ address_key(seed, update, 0, 0)
         try:
             yield
         finally:
             for drop in dropouts:
-                drop.key = None
+                drop.keys = None
 
     def _dropouts(self) -> Iterator[SeededDropout]:
         for layer in self._lora():

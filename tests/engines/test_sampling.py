@@ -5,7 +5,7 @@ import torch
 
 from whet.ops.logprobs import selective_log_softmax
 from whet.ops.support import draw
-from whet.rollout.engine.sampler import BLOCK, _draw
+from whet.rollout.engine.sampling import BLOCK, _draw
 
 
 @pytest.mark.parametrize("vocabulary", [1, 2, 500, 16 * BLOCK, 16 * BLOCK + 1, 20 * BLOCK, 9999])

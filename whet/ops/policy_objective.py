@@ -19,7 +19,7 @@ from whet.ops.masked import masked_column
 from whet.ops.policy_losses import LossOutput, clipped_surrogate
 from whet.types import LossInputs
 
-__all__ = ["Objective"]
+__all__ = ["PolicyObjective"]
 
 Term = Callable[[LossInputs], Tensor]
 """fn(x) -> [s]."""
@@ -28,7 +28,7 @@ Surrogate = Callable[[LossInputs], Tensor | LossOutput]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Objective:
+class PolicyObjective:
     """The loss of a policy at each token.
 
     l = surrogate · Π factors + β · KL(π, π_ref) − c · H(π), each term at the token.
@@ -45,7 +45,7 @@ class Objective:
     >>> from whet.ops.kl import reference_kl
     >>> x = LossInputs(sequence=torch.tensor([0]), mask=torch.tensor([True]), logprobs=torch.tensor([0.]),
     ...                advantages=torch.tensor([2.]), ref_logprobs=torch.tensor([-1.]))
-    >>> Objective(kl=reference_kl, beta=0.1)(x)[0]  # -2 * 1 + 0.1 * (exp(-1) + 1 - 1)
+    >>> PolicyObjective(kl=reference_kl, beta=0.1)(x)[0]  # -2 * 1 + 0.1 * (exp(-1) + 1 - 1)
     tensor([-1.9632])
     """
 
@@ -66,15 +66,15 @@ class Objective:
         """Whether one of these functions is a factor, with or without bound keywords.
 
         >>> from functools import partial
-        >>> Objective(factors=(partial(masked_column, mask=None),)).has(masked_column)
+        >>> PolicyObjective(factors=(partial(masked_column, mask=None),)).has(masked_column)
         True
         """
         return any(getattr(factor, "func", factor) in functions for factor in self.factors)
 
     def __call__(self, x: LossInputs) -> LossOutput:
         """The loss and the metrics of every token."""
-        found = self.surrogate(x)
-        policy, metrics = found if isinstance(found, tuple) else (found, {})
+        result = self.surrogate(x)
+        policy, metrics = result if isinstance(result, tuple) else (result, {})
         policy = _per_token("the policy loss", policy, x)
         kept = x.mask
         for factor in self.factors:
@@ -99,11 +99,11 @@ class Objective:
         return loss, metrics
 
 
-def _per_token(term: str, found: Tensor, x: LossInputs) -> Tensor:
-    """The result of a term, one number per token. Raises DataError: another shape."""
-    if found.shape != x.logprobs.shape:
+def _per_token(term: str, values: Tensor, x: LossInputs) -> Tensor:
+    """Returns the values of a term. Raises DataError: they are not one number per token."""
+    if values.shape != x.logprobs.shape:
         raise DataError(
-            f"{term} has the shape {list(found.shape)}; it must have one number for each of the "
+            f"{term} has the shape {list(values.shape)}; it must have one number for each of the "
             f"{len(x.logprobs)} tokens, 0 where masked out"
         )
-    return found
+    return values

@@ -10,8 +10,8 @@ from tools.docs.preference import PREFERENCE_KNOWN
 from whet.config import PreferenceConfig, RewardModelConfig
 from whet.config.base import choices
 from whet.errors import ConfigError
-from whet.learners.objective import keyword_arguments
-from whet.learners.preference_objective import (
+from whet.learners.from_config import keyword_arguments
+from whet.learners.preference_from_config import (
     describe_preference_objective,
     make_preference_objective,
     make_reward_loss,

@@ -6,8 +6,8 @@ from families import BATCH, tiny
 
 from whet.config import OptimConfig
 from whet.errors import ConfigError
-from whet.models.adapters import Adapter, SeededDropout, effective_weight
 from whet.models.load import load_model
+from whet.models.lora_layers import Adapter, SeededDropout, effective_weight
 from whet.rollout.engine import EmbeddedEngine
 from whet.train.worker import ModelWorker
 
@@ -68,12 +68,18 @@ def test_the_effective_weight_of_a_layer_that_is_off_is_its_base():
 
 def test_dropout_keeps_the_mean_and_draws_anew_in_each_layer():
     layers = [SeededDropout(0.25, number) for number in (0, 1)]
-    x = torch.ones(40_000)
+    x = torch.ones(200, 200)
     for layer in layers:
-        layer.key = 7
+        layer.keys = torch.arange(200)
     a, b = (layer(x) for layer in layers)
-    assert sorted(set(a.tolist())) == pytest.approx([0.0, 1 / 0.75]) and a.mean().item() == pytest.approx(1.0, abs=0.01)
+    assert sorted(set(a.flatten().tolist())) == pytest.approx([0.0, 1 / 0.75])
+    assert a.mean().item() == pytest.approx(1.0, abs=0.01)
     assert not torch.equal(a, b) and torch.equal(a, layers[0](x))
+    assert a.mean(0).std() < 0.07 and a.mean(1).std() < 0.07  # of 200 draws: 0.577 / sqrt(200) = 0.041
+    layers[0].keys = torch.arange(199, -1, -1)  # a token's draws go with its key, not with its place
+    assert torch.equal(layers[0](x), a.flip(0))
+    with pytest.raises(ConfigError, match="reads 150 of a pass's 200 tokens, as experts do"):
+        layers[0](x[:150])
 
 
 def test_a_view_neither_freezes_nor_casts_the_module_that_its_owner_trains():

@@ -1,0 +1,21 @@
+"""Log lines in a notebook or a script, where nobody has set up logging."""
+
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("setup", "printed"),
+    [
+        ("pass", "warning: the loss is NaN\n"),
+        ("logging.basicConfig()", "WARNING:whet:the loss is NaN\n"),
+        ("logging.getLogger('whet').addHandler(logging.StreamHandler())", "the loss is NaN\n"),
+        ("from whet.observe import setup_logging; setup_logging()", "warning: the loss is NaN\n"),
+    ],
+)
+def test_a_warning_begins_with_its_level_and_is_printed_once(setup, printed):
+    code = f"import logging, whet; {setup}; logging.getLogger('whet').warning('the loss is %s', 'NaN')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == printed

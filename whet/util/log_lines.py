@@ -1,0 +1,41 @@
+"""Log lines: warnings and errors begin with their level."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from whet.util.streams import Stderr
+
+__all__ = ["DefaultHandler", "LevelFormatter"]
+
+
+class LevelFormatter(logging.Formatter):
+    """Formats a record as its message; warnings and errors begin with their level.
+
+    >>> LevelFormatter().format(logging.makeLogRecord({"msg": "low", "levelno": 30, "levelname": "WARNING"}))
+    'warning: low'
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Formats a record."""
+        text = super().format(record)
+        return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
+
+
+class DefaultHandler(logging.StreamHandler[Any]):
+    """Prints whet's warnings in a notebook or a script that has not set up logging; Python would print no level.
+
+    It prints nothing where the root logger or logger `whet` has a handler of the program's.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(Stderr())
+        self.setLevel(logging.WARNING)
+        self.setFormatter(LevelFormatter())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Prints a record."""
+        handlers = [*logging.getLogger().handlers, *logging.getLogger("whet").handlers]
+        if handlers == [self]:
+            super().emit(record)
