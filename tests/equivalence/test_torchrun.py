@@ -8,11 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas
 import pytest
 import torch
 from helpers import full, rows, tiny_model
 from processes import free_port, needs_gloo, start, wait
-from run_folders import assert_same_rows, assert_same_run, rows_of, run_command, run_commands
+from run_folders import assert_same_completions, assert_same_rows, assert_same_run, rows_of, run_command, run_commands
 
 from whet.cli import main
 from whet.models.load import load_model
@@ -240,3 +241,26 @@ def test_torchrun_itself_starts_them(folders, monkeypatch, front):
     monkeypatch.chdir(one)
     assert main(words) == 0
     assert_same_run(one / "run", several / "run")
+
+
+@needs_gloo
+@pytest.mark.timeout(200)
+def test_an_evaluation_of_two_processes_is_that_of_one_and_resumes(folders, monkeypatch):
+    """The resumed one finds all there, and calls no reward function."""
+    one, several = folders
+    words = ["eval", "model=model", "data=rows.jsonl", "reward=reward.py:length", "dtype=float32", "out=out",
+             "data.batch_size=5", "data.limit=7", "num_generations=2", "temperature=1",
+             "max_tokens_to_generate=8"]  # fmt: skip
+    processes = start(2, run_commands, several, free_port(), [words, [*words, "resume=true"]])
+    try:
+        monkeypatch.chdir(one)
+        assert main(words) == 0
+    finally:
+        wait(processes, several)
+    a, b = (json.loads((folder / "out/results.json").read_text()) for folder in folders)
+    a["seconds"] = b["seconds"] = 0.0
+    assert a == b
+    for path in sorted((one / "out/completions").iterdir()):
+        assert_same_completions(*(pandas.read_parquet(folder / "out/completions" / path.name) for folder in folders))
+    ranks = [path.read_text().splitlines() for path in several.glob("rewarded-*")]
+    assert len(ranks) == 2 and sum(map(len, ranks)) == 14
