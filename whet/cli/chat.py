@@ -21,7 +21,7 @@ import numpy as np
 
 from whet.cli.generate import OutputError, open_sampler, sampling_keys, show
 from whet.config.base import config_from_dict
-from whet.config.generate import ChatConfig, check_sampling, sampling_shorthands
+from whet.config.generate import SAMPLING_SHORTHANDS, ChatConfig, check_sampling
 from whet.config.loader import parse_config_args
 from whet.errors import ConfigError, DataError, WhetError, format_exception, lookup_error
 from whet.rollout.base import Sampling
@@ -151,7 +151,7 @@ class Chat:
         args = _split_words(text)
         changes = parse_config_args(
             ["=".join(args)] if len(args) == 2 and "=" not in text else args,
-            sampling_shorthands(ChatConfig),
+            SAMPLING_SHORTHANDS,
             ChatConfig,
         )
         if wrong := changes.keys() - changeable:

@@ -96,7 +96,7 @@ def open_sampler(config: SamplingConfig, *, max_batch_size: int) -> Sampler:
 def sampling_keys(config: SamplingConfig) -> dict[str, Any]:
     """The sampling settings of a configuration, as arguments of `Sampler.sampling`."""
     return {
-        "max_generation_steps": config.max_tokens,
+        "max_tokens": config.max_tokens,
         "temperature": config.effective_temperature,
         "top_p": config.top_p,
         "top_k": config.top_k,

@@ -23,6 +23,7 @@ COMMANDS = {
     "rm": "train a reward model on pairs of answers: --config run.yaml, key=value",
     "dpo": "train a policy on preferences (DPO, SimPO, KTO, ...): --config run.yaml, key=value",
     "data": "print rows as the model reads them, and their lengths: whet data [sft] key=value",
+    "plan": "print the memory that a run takes on a GPU: whet plan model=FOLDER [memory_gb=24] key=value",
     "generate": "complete prompts: model=FOLDER prompt=TEXT",
     "chat": "chat with a model: model=FOLDER",
     "eval": "evaluate a model on a data set: model=FOLDER data=FILE reward=NAME",
@@ -89,10 +90,9 @@ def config_class(command: str) -> tuple[Any, Any]:
 
         return WatchConfig, {}
     if command in ("chat", "generate"):
-        from whet.config.generate import ChatConfig, GenerateConfig, sampling_shorthands
+        from whet.config.generate import SAMPLING_SHORTHANDS, ChatConfig, GenerateConfig
 
-        kind = GenerateConfig if command == "generate" else ChatConfig
-        return kind, sampling_shorthands(kind)
+        return GenerateConfig if command == "generate" else ChatConfig, SAMPLING_SHORTHANDS
     if command in SUPERVISED_COMMANDS:
         kind = {"sft": config.SFTRunConfig, "rm": config.RMRunConfig, "dpo": config.DPORunConfig}[command]
         return kind, config.shorthands(kind)

@@ -17,7 +17,6 @@ from torch import Tensor
 from whet import cluster
 from whet.config import Mode, Role
 from whet.config.base import check_instance
-from whet.config.length_aliases import accepts_length_aliases
 from whet.errors import ConfigError
 from whet.observe.trace import Trace
 from whet.ops import Support
@@ -30,6 +29,7 @@ from whet.train.worker import Loss, Metrics
 from whet.tunix import roles
 from whet.tunix.base_rollout import BaseRolloutAdapter, is_rollout_class
 from whet.tunix.configs import ClusterConfig, RolloutConfig, core_config
+from whet.tunix.length_aliases import accepts_length_aliases
 from whet.tunix.metrics_buffer import MetricsBuffer, MetricsBuffers
 from whet.tunix.padded import RolloutOutput, pad_column, padded_batch, rollout_output
 from whet.tunix.perf import perf_options

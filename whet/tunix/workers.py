@@ -15,12 +15,13 @@ from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import load_tokenizer
 from whet.errors import ConfigError, lookup_error
 from whet.rollout import sampler
-from whet.rollout.base import RolloutEngine
+from whet.rollout.base import RolloutEngine, Sampling
 from whet.rollout.build import sampling_of
 from whet.rollout.text import encode_texts, one_or_many
 from whet.tunix.base_rollout import TokenizerAdapter
 from whet.tunix.common import compute_per_token_logps, compute_score
 from whet.tunix.configs import CacheConfig, RolloutConfig
+from whet.tunix.length_aliases import accepts_length_aliases
 from whet.tunix.padded import RolloutOutput, rollout_output
 
 __all__ = [
@@ -52,6 +53,16 @@ class Sampler(sampler.Sampler):
     ) -> None:
         longest = None if cache_config is None else cache_config.cache_size
         super().__init__(transformer, inner_tokenizer(tokenizer), longest, **options)
+
+    @accepts_length_aliases("max_tokens")
+    def __call__(self, *args: Any, **options: Any) -> sampler.SamplerOutput:
+        """Completes texts or chats as whet.Sampler does; max_generation_steps is max_tokens."""
+        return super().__call__(*args, **options)
+
+    @accepts_length_aliases("max_tokens")
+    def sampling(self, **options: Any) -> Sampling:
+        """The checked sampling parameters of a call, as of whet.Sampler; max_generation_steps is max_tokens."""
+        return super().sampling(**options)
 
 
 class VanillaRollout:
