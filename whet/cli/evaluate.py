@@ -8,9 +8,9 @@ from contextlib import suppress
 
 from whet.config.evaluate import EvalRunConfig, check_eval
 from whet.errors import ConfigError
-from whet.evaluation.eval_folder import new_folder
+from whet.evaluation.eval_folder import make_dated_folder
 from whet.evaluation.evaluator import Evaluation, Evaluator
-from whet.evaluation.table import show_table
+from whet.evaluation.table import print_table
 
 __all__ = ["evaluate"]
 
@@ -27,7 +27,7 @@ def evaluate(config: EvalRunConfig) -> Evaluation:
 
     check_eval(config)
     transformers_logging.disable_progress_bar()
-    new = new_folder("evals") if config.out is None else None
+    new = make_dated_folder("evals") if config.out is None else None
     if new is not None:
         config = dataclasses.replace(config, out=str(new))
     try:
@@ -38,7 +38,7 @@ def evaluate(config: EvalRunConfig) -> Evaluation:
                 new.rmdir()  # where nothing was written, only the name taken
         raise
     try:
-        show_table(evaluation.results, evaluation.by_source)
+        print_table(evaluation.results, evaluation.by_source)
     except BrokenPipeError:
         raise
     except OSError as error:
