@@ -72,7 +72,7 @@ class Evaluation:
     by_source: Mapping[str, Mapping[str, Estimate]] = field(default_factory=dict)
     """The same of the prompts of each source, in the order of their names."""
     about: Mapping[str, Any] = field(default_factory=dict)
-    """What was evaluated, and how: plain values."""
+    """The settings of the evaluation, as plain values."""
     folder: Path | None = None
     """Where it is written; None = nowhere."""
     examples: Sequence[str] = ()
@@ -96,7 +96,7 @@ class Evaluation:
         return format_table(self.results, self.by_source)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the table, and the best and the worst completion."""
+        """The HTML for a notebook: the table, and the best and the worst completion."""
         examples = "".join(f"<pre>{html.escape(line)}</pre>" for line in self.examples)
         return table_html(str(self.about.get("model", "")), table_rows(self.results, self.by_source)) + examples
 
@@ -381,7 +381,7 @@ class _Work:
         self.folder.write(part.first, columns, {} if rewarded is None else dict(sorted(rewarded.table.items())))
 
     def _identity(self) -> tuple[dict[str, Any], str]:
-        """What the completions depend on, and who judges them."""
+        """The inputs that the completions and their rewards depend on."""
         module, (prompts, columns) = self.sampler.loaded.module, compute_checksums(self.prompts)
         sampling = {n: v for n, v in dump_tree(self.config.sampling).items() if n not in _OF_ENGINE}
         draws = {
