@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 
 import pandas
 import pytest
@@ -20,6 +21,16 @@ def run_commands(rank, size, folder, port, commands):
     module.plot_curves = lambda *_: None
     for words in commands:
         assert main(words) == 0, words
+
+
+def run_command(rank, size, folder, port, words, more):
+    """Runs a command as one of several ranks, and exits with its status. Args: more: words of single ranks."""
+    from whet.cli import main
+
+    as_torchrun(rank, size, port)
+    os.chdir(folder)
+    sys.stderr = open(f"stderr-{rank}", "w", buffering=1)
+    os._exit(main([*words, *more.get(rank, [])]))
 
 
 def rows_of(folder):

@@ -141,7 +141,7 @@ def test_generate_follows_a_schema_of_evaluation_alone(schema):
 
 def test_a_sampler_takes_a_constraint_for_a_call():
     sampler = Sampler(tiny_model(), "byte")
-    out = sampler(["x", "y"], max_generation_steps=12, temperature=1.0, seed=1, constraint={"regex": "(yes|no)[.]"})
+    out = sampler(["x", "y"], max_tokens=12, temperature=1.0, seed=1, constraint={"regex": "(yes|no)[.]"})
     assert set(out.text) <= {"yes.", "no."}
     assert set(out.finish_reason) == {"stop"}
 

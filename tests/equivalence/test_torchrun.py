@@ -2,16 +2,18 @@
 
 import itertools
 import json
+import multiprocessing.connection
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pandas
 import pytest
 import torch
 from helpers import full, rows, tiny_model
 from processes import free_port, needs_gloo, start, wait
-from run_folders import assert_same_run, rows_of, run_commands
+from run_folders import assert_same_completions, assert_same_rows, assert_same_run, rows_of, run_command, run_commands
 
 from whet.cli import main
 from whet.models.load import load_model
@@ -43,6 +45,17 @@ COMMANDS = {
     "rm": ["rm", *SUPERVISED, "data=pairs.jsonl", "reward_model.dtype=float32"],
     "ppo": ["ppo", *(word for word in GRPO[1:] if "generations" not in word), "trainer.max_steps=2",
             "critic.dtype=float32", "reference.dtype=float32", "algo.beta=0.1"],
+    "ppo-shared": ["ppo", *(word for word in GRPO[1:] if "generations" not in word), "trainer.max_steps=2",
+                   "critic.model=actor", *SGD],
+    "kto": ["dpo", *SUPERVISED, "data=pairs.jsonl", "actor.dtype=float32", "reference.dtype=float32",
+            "algo.loss_type=kto"],
+    "grpo-updates": [*GRPO, "trainer.max_steps=2", "algo.num_iterations=2", "trainer.mini_batch_size=1",
+                     "algo.beta=0.04", "reference.dtype=float32", "algo.sync_ref_model=true",
+                     "algo.ref_model_sync_steps=1", "algo.target_kl=0.1", *SGD],
+    "grpo-recomputed": [*GRPO, "trainer.max_steps=2", "actor.gradient_checkpointing=full", "rollout.top_k=20",
+                        "algo.loss_masks=[top-entropy]", "algo.top_entropy_quantile=0.2", *SGD],
+    "grpo-hf": [*GRPO, "trainer.max_steps=2", "rollout_engine=hf", *SGD],
+    "grpo-hf-lora": [*GRPO, "trainer.max_steps=2", "rollout_engine=hf", *LORA],
     "grpo-lora": [*GRPO, "trainer.max_steps=2", *LORA, "algo.beta=0.1", "trainer.merge_adapter=true"],
     "grpo-distillation": [*GRPO, "trainer.max_steps=2", "teacher.model=teacher", "teacher.dtype=float32",
                           "algo.policy_loss_fn=gkd"],
@@ -87,6 +100,24 @@ def folders(tmp_path, models):
     return made
 
 
+def run_to_failure(folder, words, more=None):
+    """Runs a command on two processes until one has failed and the other has seen it.
+
+    Returns: their exit codes, -9 of one that torchrun would have to end, and their standard errors.
+    """
+    processes = start(2, run_command, folder, free_port(), words, more or {})
+    try:
+        for patience in (60, 5):
+            multiprocessing.connection.wait([p.sentinel for p in processes if p.is_alive()], patience)
+        if processes[0].is_alive():  # it waits for the other one
+            processes[0].join(30)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    return [p.exitcode for p in processes], [(folder / f"stderr-{rank}").read_text() for rank in range(2)]
+
+
 def compare(folders, monkeypatch, commands, size=2):
     """Runs commands on several processes, and in this one meanwhile; compares the run folders."""
     one, several = folders
@@ -104,7 +135,7 @@ def compare(folders, monkeypatch, commands, size=2):
 
 @needs_gloo
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("names", [QUICK, full(tuple(COMMANDS))], ids=["quick", "all"])
+@pytest.mark.parametrize("names", [QUICK, *(full((name,)) for name in COMMANDS if name not in QUICK)], ids=" ".join)
 def test_every_command_writes_the_run_of_one_process(folders, monkeypatch, names):
     compare(folders, monkeypatch, [[*COMMANDS[name], *COMMON, f"trainer.run_dir={name}"] for name in names])
 
@@ -131,6 +162,90 @@ def test_grpo_refills_evaluates_saves_and_resumes_as_one_process(folders, monkey
 
 @needs_gloo
 @pytest.mark.full
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("optimizer", [["actor.optim.name=adamw"], LORA], ids=["adamw", "lora"])
+def test_a_run_of_two_processes_goes_on_in_one_and_then_in_two(folders, monkeypatch, optimizer):
+    one, several = folders
+    words = [*GRPO, *optimizer, RUN, "trainer.checkpointing_options.save_interval_steps=1"]
+    part = lambda steps: [*words, f"trainer.max_steps={steps}", "trainer.resume=latest"]
+    wait(start(2, run_commands, several, free_port(), [part(1)]), several)
+    monkeypatch.chdir(several)
+    assert main(part(2)) == 0
+    wait(start(2, run_commands, several, free_port(), [part(3)]), several)
+    monkeypatch.chdir(one)
+    for steps in (1, 2, 3):
+        assert main(part(steps)) == 0
+    assert_same_run(one / "run", several / "run")
+
+
+FAULTY = """
+import os, sys, time
+import whet.models.forward, whet.train.model_files
+
+def length(completions, mode, **_):
+    if mode == "train" and os.environ["RANK"] == "{rank}":
+        {fault}
+    return [float(sum(map(ord, text)) % 7) for text in completions]
+"""
+MISSING = "rewards: the other ranks did not all arrive here: [Rank 0]: Ranks 1 failed to pass monitoredBarrier"
+FAULTS = {
+    "raises": (1, "raise ValueError('judge broke')", "rewards: WhetError: rank 1 of 2 failed: RewardError: reward "),
+    "exits": (1, "os._exit(3)", MISSING),
+    "sleeps": (1, "time.sleep(300)", MISSING),
+    "forward": (1, "whet.models.forward.model_stats = None", "update: RuntimeError: "),
+    "save": (0, "whet.train.model_files.save_weights = None", "checkpoint: TypeError: "),
+}  # fmt: skip
+"""The rank that fails, what its reward function does, and what rank 0 says."""
+
+
+@needs_gloo
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("fault", ["raises", *map(full, ("exits", "sleeps", "forward", "save"))])
+def test_a_fault_of_one_rank_ends_the_others_with_rank_step_and_phase(folders, fault):
+    folder, (rank, code, message) = folders[1], FAULTS[fault]
+    (folder / "reward.py").write_text(FAULTY.format(rank=rank, fault=code))
+    words = [*GRPO, RUN, "trainer.max_steps=2", "trainer.collective_timeout_s=8", "data.eval_path=null",
+             "trainer.checkpointing_options.save_interval_steps=1"]  # fmt: skip
+    codes, output = run_to_failure(folder, words)
+    assert all(codes) and f"rank 0 of 2, step 1, {message}" in output[0], output
+
+
+@needs_gloo
+@pytest.mark.timeout(200)
+def test_ranks_with_other_data_are_told_before_they_compute(folders):
+    folder = folders[1]
+    (folder / "other.jsonl").write_text((folder / "sft.jsonl").read_text().replace("7", "77"))
+    words = [*COMMANDS["sft"], *COMMON, RUN, "data.eval_path=null", "trainer.collective_timeout_s=20"]
+    codes, output = run_to_failure(folder, words, {1: ["data=other.jsonl"]})
+    assert codes == [2, 2] and all("step 1, update: rank 1 has another batch than rank 0: tokens " in x for x in output)
+
+
+@needs_gloo
+@pytest.mark.full
+@pytest.mark.timeout(400)
+def test_max_restarts_goes_on_from_the_last_checkpoint(folders, monkeypatch):
+    one, several = folders
+    first = "os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'"
+    fault = f"{first} and os.path.isdir('run/checkpoints/step-000002') and os._exit(1)"
+    (several / "reward.py").write_text(FAULTY.format(rank=1, fault=fault))
+    words = [*GRPO, RUN, "trainer.max_steps=4", "trainer.checkpointing_options.save_interval_steps=1"]
+    done = torchrun(several, ["-m", "whet", *words, "trainer.resume=latest"], "--max-restarts=1")
+    assert done.returncode == 0, done.stderr
+    assert "resumed from" in done.stderr and "step 2 is done" in done.stderr
+    monkeypatch.chdir(one)
+    assert main(words) == 0
+    assert_same_rows(rows_of(one / "run"), rows_of(several / "run"))
+
+
+def torchrun(folder, program, *options):
+    """Runs a program on two processes that torchrun starts."""
+    root = str(Path(__file__).parents[2])
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *options, *program]
+    return subprocess.run(words, cwd=folder, env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True)
+
+
+@needs_gloo
+@pytest.mark.full
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("front", ["command", "script"])
 def test_torchrun_itself_starts_them(folders, monkeypatch, front):
@@ -138,11 +253,32 @@ def test_torchrun_itself_starts_them(folders, monkeypatch, front):
     words = [*GRPO, RUN, "trainer.max_steps=2"]
     (several / "train.py").write_text(f"import sys\nfrom whet.cli import main\nsys.exit(main({words!r}))\n")
     program = ["-m", "whet", *words] if front == "command" else ["train.py"]
-    root = str(Path(__file__).parents[2])
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *program]
-    done = subprocess.run(torchrun, cwd=several, env={**os.environ, "PYTHONPATH": root}, capture_output=True, text=True)
+    done = torchrun(several, program)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("2 processes train together: FSDP over gloo") == 1
     monkeypatch.chdir(one)
     assert main(words) == 0
     assert_same_run(one / "run", several / "run")
+
+
+@needs_gloo
+@pytest.mark.timeout(200)
+def test_an_evaluation_of_two_processes_is_that_of_one_and_resumes(folders, monkeypatch):
+    """The resumed one finds all there, and calls no reward function."""
+    one, several = folders
+    words = ["eval", "model=model", "data=rows.jsonl", "reward=reward.py:length", "dtype=float32", "out=out",
+             "data.batch_size=5", "data.limit=7", "num_generations=2", "temperature=1",
+             "max_tokens_to_generate=8"]  # fmt: skip
+    processes = start(2, run_commands, several, free_port(), [words, [*words, "resume=true"]])
+    try:
+        monkeypatch.chdir(one)
+        assert main(words) == 0
+    finally:
+        wait(processes, several)
+    a, b = (json.loads((folder / "out/results.json").read_text()) for folder in folders)
+    a["seconds"] = b["seconds"] = 0.0
+    assert a == b
+    for path in sorted((one / "out/completions").iterdir()):
+        assert_same_completions(*(pandas.read_parquet(folder / "out/completions" / path.name) for folder in folders))
+    ranks = [path.read_text().splitlines() for path in several.glob("rewarded-*")]
+    assert len(ranks) == 2 and sum(map(len, ranks)) == 14

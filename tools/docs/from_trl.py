@@ -137,6 +137,9 @@ tools have answered. Token ids are appended and never encoded again, and only th
 - A data set may also be a list of dicts. `save_model` writes no training_args.bin, which would be a pickle.
 - `train_samples_per_second` counts what updates are made of; TRL's counts rows of the data where epochs end the run.
 
+- A `peft_config` that is more than one product W + s·B·A in every layer (DoRA, rank patterns ...: see
+  [SFT](#what-is-different-on-purpose-sft-dpo-and-reward-models)) runs in PEFT's own layers, in sampling too. That is
+  slower, and a line of the log says so. vLLM can't read such an adapter.
 - `lora_dropout` of a `peft_config` is taken as 0.0, since the sampler draws without it. The reference of an adapter is
   the base read with the adapter off: no second copy.
 
@@ -173,8 +176,8 @@ The points above about callbacks, the last step, resuming, masters and overridde
   initialisations) runs in PEFT's own layers, slower than whet's, and a line of the log says so.
 - Prompt tuning, prefix tuning and p-tuning run in PEFT's own module, on padded rows, for SFT and DPO; a line of the log
   says so. The first token of a row is not trained, which TRL trains from the last virtual token. Prefix tuning needs
-  `gradient_checkpointing=False`, as there. In GRPO and RLOO an adapter is plain LoRA; elsewhere PEFT's other kinds
-  (IA3, LoHa, OFT ...) are refused.
+  `gradient_checkpointing=False`, as there. GRPO and RLOO refuse them. PEFT's other kinds of adapters (IA3, LoHa,
+  OFT ...) are refused everywhere.
 - `lora_dropout` is kept. The reference of an adapter is what the model was at the beginning, without a second copy.
 - `optimizer_cls_and_kwargs`: as with `optimizers`, the learning rate is the class's, and the schedule the arguments'.
 - `trainer.train_dataset` and `eval_dataset` are the rows as token ids under TRL's names, without those that are left

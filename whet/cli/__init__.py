@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
-from whet.cli.help import command_help, topic_of
+from whet.cli.help import command_help, find_help_topic
 from whet.cli.output import print_text, rank
 from whet.cli.registry import (
     COMMANDS,
@@ -83,7 +83,7 @@ def _dispatch(command: str, words: list[str]) -> None:
             example = " ".join(["whet grpo", command, *words])
             raise ConfigError(f"{command!r} is not a command; write the command first, e.g. {example}")
         raise lookup_error("command", command, COMMANDS)
-    elif (topic := topic_of(words)) is not None:
+    elif (topic := find_help_topic(words)) is not None:
         _print_help(_command_help(command, words, topic))
     elif command in INFO_COMMANDS:
         from whet.cli.info import info_text
@@ -91,6 +91,8 @@ def _dispatch(command: str, words: list[str]) -> None:
         print_text(info_text(command, words))
     elif command == "data":
         _data(words)
+    elif command == "plan":
+        _plan(words)
     else:
         _run(command, words)
 
@@ -168,6 +170,27 @@ def _data(words: list[str]) -> None:
     show_data(config, rows=int(row_counts[-1]) if row_counts else 3, say=print_text)
 
 
+def _plan(words: list[str]) -> None:
+    """`whet plan [grpo|ppo] [memory_gb=N] key=value ...`; its keys are those of the command that would train."""
+    from whet.errors import ConfigError
+
+    kind, words = (words[0], words[1:]) if words and words[0] in ("grpo", "ppo") else ("grpo", words)
+    is_memory = lambda word: word.removeprefix("--").startswith("memory_gb=")
+    sizes = [word.partition("=")[2] for word in words if is_memory(word)]
+    words = [word for word in words if not is_memory(word)]
+    _check_flags(kind, words)
+    try:
+        memory = float(sizes[-1]) if sizes else None
+    except ValueError:
+        memory = -1.0
+    if memory is not None and not 0 < memory < 1e6:
+        raise ConfigError(f"memory_gb={sizes[-1]}: expected the gigabytes of a GPU, such as 24")
+    config = _config(kind, words)
+    from whet.cli.plan import plan
+
+    plan(config, memory)
+
+
 def _log_inputs(command: str, config: Any, words: list[str]) -> None:
     """Logs which model and data are loaded, which takes seconds to minutes, and what a resumed run keeps."""
     import logging
@@ -193,7 +216,7 @@ def _log_inputs(command: str, config: Any, words: list[str]) -> None:
 def _run_command(command: str, words: list[str], config: Any) -> None:
     name = "evaluate" if command == "eval" else command
     module = {**dict.fromkeys(TRAINING_COMMANDS, "commands"), **dict.fromkeys(SUPERVISED_COMMANDS, "supervised")}
-    module["watch"] = "report"
+    module |= {"compare": "report", "watch": "report"}
     with pause_collector():
         function = getattr(import_module(f"whet.cli.{module.get(command, name)}"), name)
     function(words if command == "demo" else config)
@@ -254,6 +277,10 @@ def _config(command: str, words: list[str]) -> Any:
         from whet.config.report import load_watch
 
         return load_watch(words)
+    if command == "compare":
+        from whet.config.report import load_compare
+
+        return load_compare(words)
     from whet.config.generate import load_sampling
 
     return load_sampling(kind, words)
@@ -290,6 +317,10 @@ def _check(command: str, config: Any) -> None:
         from whet.config.report import check_watch
 
         check_watch(config)
+    elif command == "compare":
+        from whet.config.report import check_compare
+
+        check_compare(config)
     elif command != "demo":
         from whet.config.generate import check_sampling
 
@@ -327,7 +358,9 @@ def _help() -> str:
 def _command_help(command: str, words: list[str], topic: str) -> str:
     if command in INFO_COMMANDS:
         return f"usage: {f'whet {command} {INFO_COMMANDS[command]}'.rstrip()}\n\n{COMMANDS[command]}"
-    of = {"data": words[0] if words[0] in RUN_COMMANDS else "grpo", "demo": "grpo"}.get(command, command)
+    of = {"data": words[0] if words[0] in RUN_COMMANDS else "grpo", "demo": "grpo", "plan": "grpo"}.get(
+        command, command
+    )
     flags = "".join(f"[--{name}] " for name, takers in FLAGS.items() if command in takers)
     return command_help(command, COMMANDS[command], topic, *config_class(of), flags)
 

@@ -23,11 +23,13 @@ COMMANDS = {
     "rm": "train a reward model on pairs of answers: --config run.yaml, key=value",
     "dpo": "train a policy on preferences (DPO, SimPO, KTO, ...): --config run.yaml, key=value",
     "data": "print rows as the model reads them, and their lengths: whet data [sft] key=value",
+    "plan": "print the memory that a run takes on a GPU: whet plan model=FOLDER [memory_gb=24] key=value",
     "generate": "complete prompts: model=FOLDER prompt=TEXT",
     "chat": "chat with a model: model=FOLDER",
     "eval": "evaluate a model on a data set: model=FOLDER data=FILE reward=NAME",
     "report": "write the page of a run: curves, completions, times, settings: whet report RUN [RUN ...]",
     "watch": "serve that page live, on this machine: whet watch RUN [RUN ...]",
+    "compare": "print the settings and metrics in which runs differ: whet compare RUN RUN [...]",
     "push": "upload a run's model to the Hugging Face hub: whet push RUN repo=NAME",
     "recipes": "list the recipes; whet recipes copy NAME copies one to this folder",
     "docs": "list the pages of the documentation; whet docs NAME prints one",
@@ -62,7 +64,7 @@ INFO_COMMANDS = {
 }
 """Command that only prints information -> its arguments."""
 FLAGS = {
-    "print_config": ("chat", "eval", "generate", "push", "report", "watch", *RUN_COMMANDS),
+    "print_config": ("chat", "compare", "eval", "generate", "push", "report", "watch", *RUN_COMMANDS),
     "profile": TRAINING_COMMANDS,
 }
 """Flag (a word without a value, --help aside) -> the commands that take it."""
@@ -88,11 +90,14 @@ def config_class(command: str) -> tuple[Any, Any]:
         from whet.config.report import WatchConfig
 
         return WatchConfig, {}
-    if command in ("chat", "generate"):
-        from whet.config.generate import ChatConfig, GenerateConfig, sampling_shorthands
+    if command == "compare":
+        from whet.config.report import CompareConfig
 
-        kind = GenerateConfig if command == "generate" else ChatConfig
-        return kind, sampling_shorthands(kind)
+        return CompareConfig, {}
+    if command in ("chat", "generate"):
+        from whet.config.generate import SAMPLING_SHORTHANDS, ChatConfig, GenerateConfig
+
+        return GenerateConfig if command == "generate" else ChatConfig, SAMPLING_SHORTHANDS
     if command in SUPERVISED_COMMANDS:
         kind = {"sft": config.SFTRunConfig, "rm": config.RMRunConfig, "dpo": config.DPORunConfig}[command]
         return kind, config.shorthands(kind)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import field
-from typing import Any, Literal, TypeVar
-
-from pydantic import model_validator
+from typing import Literal, TypeVar
 
 from whet.config.base import config, config_from_dict
 from whet.config.fields import (
@@ -24,12 +22,14 @@ from whet.config.fields import (
     Text,
     Tree,
 )
-from whet.config.length_aliases import length_shorthands, resolve_length_alias
 from whet.config.loader import parse_config_args
 from whet.config.rollout import ConstraintConfig
 from whet.errors import ConfigError
 
-__all__ = ["ChatConfig", "GenerateConfig", "SamplingConfig", "check_sampling", "load_sampling", "sampling_shorthands"]
+__all__ = ["SAMPLING_SHORTHANDS", "ChatConfig", "GenerateConfig", "SamplingConfig", "check_sampling", "load_sampling"]
+
+SAMPLING_SHORTHANDS = {"max_tokens_to_generate": "max_tokens"}
+"""Shorthand -> full key of `whet generate` and `whet chat`: the name that a run has for it."""
 
 
 @config
@@ -85,12 +85,6 @@ class SamplingConfig:
     actor.dtype."""
     device: Name | None = None
     """cpu, cuda, cuda:1 ...; None = the GPU if there is one."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _names(cls, given: Any) -> Any:
-        """Accepts every name of the completion length."""
-        return resolve_length_alias(given, "max_tokens")
 
     @property
     def uses_beams(self) -> bool:
@@ -182,22 +176,12 @@ def load_sampling(cls: type[T], argv: Sequence[str]) -> T:
     Raises: ConfigError: every problem at once, a line each.
     """
     prompts = tuple(word.removeprefix("--").partition("=")[2] for word in argv if _is_prompt(word))
-    short = sampling_shorthands(cls)
-    given = parse_config_args([word for word in argv if not _is_prompt(word)], short, cls)
-    return config_from_dict(cls, {**given, **({"prompt": prompts} if prompts else {})}, short=short)
+    given = parse_config_args([word for word in argv if not _is_prompt(word)], SAMPLING_SHORTHANDS, cls)
+    return config_from_dict(cls, {**given, **({"prompt": prompts} if prompts else {})}, short=SAMPLING_SHORTHANDS)
 
 
 def _is_prompt(word: str) -> bool:
     return word.removeprefix("--").startswith("prompt=")
-
-
-def sampling_shorthands(cls: type[SamplingConfig]) -> dict[str, str]:
-    """Shorthand -> full key of `whet generate` or `whet chat`.
-
-    >>> sampling_shorthands(ChatConfig)["max_tokens_to_generate"]
-    'max_tokens'
-    """
-    return length_shorthands("max_tokens", "max_prompt_length" if issubclass(cls, GenerateConfig) else "")
 
 
 def check_sampling(config: SamplingConfig) -> None:

@@ -9,12 +9,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-from collections.abc import Mapping
 from dataclasses import field
 from typing import Any, ClassVar, Literal
-
-from pydantic import model_validator
-from pydantic_core import ArgsKwargs
 
 from whet.config.base import config, config_from_dict
 from whet.config.engines import SGLangOptions, VLLMOptions
@@ -34,7 +30,6 @@ from whet.config.fields import (
     Text,
     Tree,
 )
-from whet.config.length_aliases import resolve_length_alias
 from whet.config.synonyms import find_owner
 from whet.errors import ConfigError, nearest
 
@@ -63,9 +58,6 @@ unevaluatedProperties uniqueItems writeOnly xml
 """
 SCHEMA_WORDS = frozenset(_WORDS.split())
 """Keywords of JSON schema, of all its drafts, and OpenAPI's annotations."""
-
-LENGTH = "max_tokens_to_generate"
-"""RolloutConfig's name of the completion length; its aliases are read too."""
 
 
 @config
@@ -220,17 +212,6 @@ class RolloutConfig:
     REFUSED: ClassVar[dict[str, str]] = {
         "tensor_parallel_size": "this release runs an engine on one device",
     }
-
-    @model_validator(mode="before")
-    @classmethod
-    def _length_names(cls, given: Any) -> Any:
-        """Reads every name of the completions' length, in `eval` too."""
-        given = resolve_length_alias(given, LENGTH)
-        values = given.kwargs if isinstance(given, ArgsKwargs) else given
-        if not isinstance(values, Mapping) or "eval" not in values:
-            return given
-        values = {**values, "eval": resolve_length_alias(values["eval"], LENGTH)}
-        return ArgsKwargs((), values) if isinstance(given, ArgsKwargs) else values
 
     def __post_init__(self) -> None:
         """Checks the ranges and the overrides of evaluation."""

@@ -14,7 +14,6 @@ from whet.config.algo.presets import preset
 from whet.config.base import config, section_at
 from whet.config.data import Sources
 from whet.config.fields import Bool, Float, Name
-from whet.config.length_aliases import length_shorthands
 from whet.config.loader import dump_tree, load, merge
 from whet.config.lora import lora_shorthands
 from whet.config.model import OptimConfig, RoleConfig
@@ -182,7 +181,9 @@ SHORTHANDS: dict[str, str] = {
         for f in dataclasses.fields(OptimConfig)
     },
     **lora_shorthands(("actor", "critic")),
-    **length_shorthands("rollout.max_tokens_to_generate", "rollout.max_prompt_length"),
+    "max_tokens": "rollout.max_tokens_to_generate",
+    "max_tokens_to_generate": "rollout.max_tokens_to_generate",
+    "max_prompt_length": "rollout.max_prompt_length",
 }
 """Shorthand -> full key of a RunConfig."""
 

@@ -1,7 +1,6 @@
 """Names of TRL, transformers, verl, RL2, Tunix and engines, with whet's keys for them, for messages on unknown keys.
 
-Left out on purpose: accepting these names. A key has one name, so that everybody can read a configuration. Only the
-length limit of a completion has several (whet.config.length_aliases).
+Left out on purpose: accepting these names. A key has one name, so that everybody can read a configuration.
 """
 
 from __future__ import annotations

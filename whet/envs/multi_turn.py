@@ -56,16 +56,16 @@ def play_turns(
     """Plays an episode to its end.
 
     Args:
-        episode: makes the requests, which are yielded.
-        sampling: of a turn.
+        episode: creates the requests, which are yielded.
+        sampling: the sampling parameters of a turn.
         transcript: holds the prompt, and receives turns and answers.
-        respond: called after a turn; gives the messages that answer it, [] = the episode ends. It is not called after
-            the last turn, nor after one with finish_reason "abort" or "error".
-        max_turns: of the model; None = no limit.
-        max_tokens: after the prompt, answers included.
-        max_length: of the model, which no episode exceeds; None = no limit.
-    Returns: why the episode ended: the finish_reason of the last turn, or "length" where an answer left no room for
-        another; that answer is removed.
+        respond: called after a turn; returns the messages that answer it, [] = the episode ends. It is not called after
+            the last turn, or after a turn with finish_reason "abort" or "error".
+        max_turns: the most turns of the model; None = no limit.
+        max_tokens: the most tokens after the prompt, answers included.
+        max_length: the most tokens of the episode, a limit of the model; None = no limit.
+    Returns: why the episode ended: the finish_reason of the last turn, or "length" if an answer left no room for
+        another turn; that answer is removed.
 
     Example: `reason = yield from play_turns(...)`, in the generator that an Episode plays.
     """

@@ -78,7 +78,7 @@ class ToolTemplate:
         after = self._render([user, calling, *messages], add_generation_prompt=True)
         if after.startswith(before[:turn_end]):
             return after[turn_end:]
-        # The template writes the last turn unlike others (Qwen3's adds empty thinking): take what follows a known text.
+        # The template writes the last turn differently (Qwen3's adds empty thinking): take the text after a known text.
         after = self._render([user, {"role": "assistant", "content": _TEXT}, *messages], add_generation_prompt=True)
         _, separator, rest = after.rpartition(_TEXT)
         if not separator:

@@ -98,7 +98,7 @@ class PolicyLearner(RLLearner):
     """
 
     CONFIG: ClassVar[type[PolicyConfig]] = PolicyConfig
-    """What algo_config is, or a class derived from it."""
+    """The class of algo_config, or a base of it."""
 
     algo_config: PolicyConfig
 
@@ -133,7 +133,9 @@ class PolicyLearner(RLLearner):
         self.teacher_column = teacher_column(self.objective.surrogate)
         self.check(cluster)
         self.zero_metrics = metrics_without_advantage(self.objective.surrogate)
-        self.skips = not (self.zero_metrics is None or self.needs_reference or self.kl_controller.has_entropy_bonus)
+        self.skips_without_signal = not (
+            self.zero_metrics is None or self.needs_reference or self.kl_controller.has_entropy_bonus
+        )
         mode = resolve_name(c.loss_agg_mode, LOSS_AGG_MODES, "loss_agg_mode")
         norm = c.loss_agg_norm
         if norm is None and c.loss_agg_mode == "sequence-mean-token-scale":
@@ -277,7 +279,7 @@ class PolicyLearner(RLLearner):
             else "skipped: beta is 0",
             "completions with advantage 0": (
                 "skipped: they have no gradient; skipped/tokens counts their tokens"
-                if self.skips
+                if self.skips_without_signal
                 else "run: the KL, or a loss of your own, may have a gradient there"
             ),
         }
@@ -313,7 +315,7 @@ class PolicyLearner(RLLearner):
         self.cluster.release_engine_memory()
         mini = self.with_update_columns(mini)
         with self.cluster.trace.span("update"):
-            select = with_signal if self.skips else with_trained_tokens
+            select = with_signal if self.skips_without_signal else with_trained_tokens
             metrics = self.cluster.actor_trainer.update(mini, select=select, adjust_metrics=self._adjust_metrics)
             return step.log({**metrics, **self.kl_controller.after_update(metrics)})
 

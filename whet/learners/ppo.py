@@ -82,10 +82,10 @@ class PPOLearner(PolicyLearner):
         settings: Any = None,
         observers: Sequence[Observer] = (),
     ) -> None:
-        given = [c for c in (ppo_config, algo_config) if c is not None]
-        if len(given) != 1:
+        configs = [c for c in (ppo_config, algo_config) if c is not None]
+        if len(configs) != 1:
             raise ConfigError("PPOLearner takes ppo_config= or algo_config=, which are the same: give one of them")
-        config = check_instance(given[0], PPOConfig, "ppo_config" if algo_config is None else "algo_config")
+        config = check_instance(configs[0], PPOConfig, "ppo_config" if algo_config is None else "algo_config")
         self.shares_trunk = Role.CRITIC not in cluster.workers
         if self.shares_trunk and cluster.actor.loaded.score_head is None:
             raise ConfigError(
@@ -121,7 +121,7 @@ class PPOLearner(PolicyLearner):
         value_loss = resolve_name(config.value_loss_fn, VALUE_LOSSES, "value loss", hint=other_field)
         self.value_loss = bind_fields(value_loss, config)
         if self.shares_trunk:
-            self.skips = False  # a sequence without an advantage has values to learn
+            self.skips_without_signal = False  # a sequence without an advantage has values to learn
             named = {f"critic/{name}": _under_critic(name, how) for name, how in _METRICS.items()}
             cluster.actor_trainer.with_rl_metrics_to_log({**named, **cluster.actor_trainer.reductions})
             return

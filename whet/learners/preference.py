@@ -110,15 +110,15 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
         models.trainer.with_tqdm_metrics_to_display(["rewards/accuracies"])
 
     def _check_reference(self) -> None:
-        c, there = self.algo_config, Role.REFERENCE in self.models.workers
+        c, has_reference = self.algo_config, Role.REFERENCE in self.models.workers
         if self.models.role is not Role.ACTOR:
             raise ConfigError("preference training trains a policy; give SupervisedModels(actor=...)")
-        if self.needs.reference and not there:
+        if self.needs.reference and not has_reference:
             raise ConfigError(
                 f"algo.loss_type={', '.join(self.objective.losses)} compares with a reference, and there is none; give "
                 "SupervisedModels(reference=...), usually the actor's own model, or set algo.reference_free=true"
             )
-        if there and not self.needs.reference:
+        if has_reference and not self.needs.reference:
             raise ConfigError(
                 f"the reference would be loaded and never read: algo.loss_type={', '.join(self.objective.losses)} "
                 "compares with none; leave it out"

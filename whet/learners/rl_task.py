@@ -140,7 +140,7 @@ class RLTask(Task):
         learner, cluster = self.learner, self.cluster
         if learner.settings is not None:
             return learner.settings
-        roles = {role.value: worker.given for role, worker in cluster.workers.items()}
+        roles = {role.value: worker.config for role, worker in cluster.workers.items()}
         return {
             **{name: given for name, given in roles.items() if given is not None},
             "algo": learner.algo_config,

@@ -60,8 +60,8 @@ class SFTLearner(SupervisedLearner[SFTConfig]):
 
     def loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss at each token, [s], and its metrics."""
-        found = self._loss(x)
-        loss, metrics = found if isinstance(found, tuple) else (found, {})
+        result = self._loss(x)
+        loss, metrics = result if isinstance(result, tuple) else (result, {})
         if x.entropy is not None:
             metrics = {**metrics, "entropy": x.entropy.detach()}
         if x.correct is not None:

@@ -155,7 +155,7 @@ class SupervisedTask(Task):
         learner, models = self.learner, self.models
         if learner.settings is not None:
             return learner.settings
-        roles = {role.section: worker.given for role, worker in models.workers.items()}
+        roles = {role.section: worker.config for role, worker in models.workers.items()}
         return {
             **{name: config for name, config in roles.items() if config is not None},
             "algo": learner.algo_config,

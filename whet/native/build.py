@@ -185,9 +185,7 @@ def _load_or_build(source: str, compiler: list[str], version: str) -> ctypes.CDL
         log.info("building native kernels (%s) with %s: some seconds, once", source, compiler[0])
         object_file, library_path = Path(folder) / f"{source}.o", Path(folder) / name
         _run(*compiler, *FLAGS, "-c", str(SOURCE / f"{source}.cpp"), "-o", str(object_file))
-        _run(
-            *compiler, "-shared", str(object_file), "-o", str(library_path)
-        )  # OpenMP is torch's, found when it is loaded
+        _run(*compiler, "-shared", str(object_file), "-o", str(library_path))  # OpenMP is torch's, found at load time
         if library_path.parent.parent == path.parent:
             library_path = library_path.replace(path)  # atomic, even if another process builds it too
         return ctypes.CDLL(str(library_path))  # it stays loaded after the folder is deleted

@@ -60,6 +60,7 @@ class Trace:
         self._rank = int(os.environ.get("RANK", "0"))
         self.annotate: Callable[[str], AbstractContextManager[Any]] | None = None
         """Marks each span for a profiler while one runs."""
+        self._failed = ""
 
     @contextmanager
     def span(self, name: str, **tags: Any) -> Iterator[None]:
@@ -73,6 +74,9 @@ class Trace:
         try:
             with nullcontext() if self.annotate is None else self.annotate(name):
                 yield
+        except BaseException:
+            self._failed = self._failed or name
+            raise
         finally:
             spent = time.perf_counter_ns() - start
             self._open.pop()
@@ -81,13 +85,18 @@ class Trace:
             event = {"name": name, "ph": "X", "ts": start / 1e3, "dur": spent / 1e3, "pid": self._rank, "tid": 0}
             self._events.append({**event, "args": {k: str(v) for k, v in tags.items()}} if tags else event)
 
+    @property
+    def phase(self) -> str:
+        """The innermost span that is open, or that an error has ended since the last `pop_times`; "" = none."""
+        return self._failed or (self._open[-1] if self._open else "")
+
     def pop_times(self) -> dict[str, float]:
         """The seconds of each name since the last call; resets the sums.
 
         Returns: "time/<name>" -> seconds. A span inside another counts for both; inside a span of the same name it
             counts once.
         """
-        spent, self._spent = self._spent, {}
+        spent, self._spent, self._failed = self._spent, {}, ""
         return {f"time/{name}": seconds for name, seconds in spent.items()}
 
     def write(self, path: str | Path) -> None:

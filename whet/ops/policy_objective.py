@@ -73,8 +73,8 @@ class PolicyObjective:
 
     def __call__(self, x: LossInputs) -> LossOutput:
         """The loss and the metrics of every token."""
-        found = self.surrogate(x)
-        policy, metrics = found if isinstance(found, tuple) else (found, {})
+        result = self.surrogate(x)
+        policy, metrics = result if isinstance(result, tuple) else (result, {})
         policy = _per_token("the policy loss", policy, x)
         kept = x.mask
         for factor in self.factors:
@@ -99,11 +99,11 @@ class PolicyObjective:
         return loss, metrics
 
 
-def _per_token(term: str, found: Tensor, x: LossInputs) -> Tensor:
-    """The result of a term, one number per token. Raises DataError: another shape."""
-    if found.shape != x.logprobs.shape:
+def _per_token(term: str, values: Tensor, x: LossInputs) -> Tensor:
+    """Returns the values of a term. Raises DataError: they are not one number per token."""
+    if values.shape != x.logprobs.shape:
         raise DataError(
-            f"{term} has the shape {list(found.shape)}; it must have one number for each of the "
+            f"{term} has the shape {list(values.shape)}; it must have one number for each of the "
             f"{len(x.logprobs)} tokens, 0 where masked out"
         )
-    return found
+    return values

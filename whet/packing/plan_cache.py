@@ -37,7 +37,8 @@ class PlanCache:
 
     def clear(self) -> None:
         """Forgets all plans."""
-        self._digest = b""
+        self.digest = b""
+        """Of the integers of the latest batch."""
         self._kept: dict[frozenset[tuple[str, Any]], list[MicroBatch]] = {}
 
     def get(self, batch: TokenBatch, **limits: Any) -> list[MicroBatch]:
@@ -48,9 +49,9 @@ class PlanCache:
             layout are freed with the pass.
         """
         digest = _digest(batch)
-        if digest != self._digest:
+        if digest != self.digest:
             self.clear()
-            self._digest = digest
+            self.digest = digest
         key = frozenset(limits.items())
         if key not in self._kept:
             with torch.inference_mode(False):  # they outlive this pass, and the next may need gradients

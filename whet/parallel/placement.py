@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -92,6 +92,9 @@ class Placement:
         Returns: each pass, and whether it counts. A rank with fewer passes repeats one, which must have weight 0.
         """
         return [(x, True) for x in passes]
+
+    def check_same_passes(self, facts: Mapping[str, Any]) -> None:
+        """Raises WhetError if the processes are about to run different passes. Args: facts: of this process's batch."""
 
     def set_gradient_sync(self, last: bool) -> None:
         """Called before each pass with a gradient. Args: last: gradients are summed over the processes after it."""

@@ -38,18 +38,19 @@ def join_processes(timeout_s: float = TIMEOUT_S) -> Ranks:
     Raises: ConfigError: torchrun's environment variables are wrong, or the processes can't reach each other.
     """
     check_torchrun_env()
+    timeout = datetime.timedelta(seconds=timeout_s)
     if not (dist.is_available() and dist.is_initialized()):
         if world_size() == 1:
             return Ranks()
-        _open_process_group(datetime.timedelta(seconds=timeout_s))
+        _open_process_group(timeout)
     world = dist.group.WORLD
     assert world is not None
     if dist.get_world_size() == 1:
         return Ranks()
     if world not in _joined:
-        control = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+        control = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(control, dist.ProcessGroup)
-        _joined[world] = ProcessRanks(control)
+        _joined[world] = ProcessRanks(control, timeout)
         log.info("%d processes train together: FSDP over %s", dist.get_world_size(), dist.get_backend())
     return _joined[world]
 

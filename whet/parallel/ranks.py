@@ -12,7 +12,8 @@ out on purpose: tensors, which a placement moves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import datetime
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -23,6 +24,11 @@ __all__ = ["ProcessRanks", "Ranks"]
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+
+def _no_phase() -> str:
+    """No phase is known."""
+    return ""
 
 
 class Ranks:
@@ -36,6 +42,19 @@ class Ranks:
     """The number of this process."""
     size: int = 1
     """The number of processes."""
+    step: int = 0
+    """The step that runs now, for messages; 0 = none."""
+    phase: Callable[[], str] = staticmethod(_no_phase)
+    """Returns the phase of the step that runs now, for messages; "" = unknown."""
+
+    def describe(self) -> str:
+        """This process and what it does.
+
+        >>> Ranks().describe()
+        'rank 0 of 1'
+        """
+        parts = (f"rank {self.rank} of {self.size}", f"step {self.step}" if self.step else "", self.phase())
+        return ", ".join(filter(None, parts))
 
     @property
     def is_writer(self) -> bool:
@@ -72,6 +91,22 @@ class Ranks:
         if text is not None:
             raise (ConfigError if is_config else WhetError)(text)
         return result  # pyright: ignore[reportReturnType]
+
+    def check_same(self, what: str, facts: Mapping[str, Any]) -> None:
+        """Compares facts of all ranks, before they work on something together that would hang or be wrong otherwise.
+
+        Raises: WhetError: they differ, on every rank.
+
+        >>> Ranks().check_same("batch", {"tokens": 7})
+        """
+        gathered = self.all_gather(dict(facts))
+        for rank, other in enumerate(gathered):
+            if differing := [name for name, value in other.items() if gathered[0].get(name) != value]:
+                pairs = ", ".join(f"{name} {gathered[0].get(name)} and {other[name]}" for name in differing)
+                raise WhetError(
+                    f"{self.describe()}: rank {rank} has another {what} than rank 0: {pairs}; all ranks must have the "
+                    "same data, configuration and code"
+                )
 
     def scatter_gather(self, fn: Callable[[Sequence[Item]], Result], items: Sequence[Item]) -> list[Result]:
         """Runs a function over all items, on consecutive items on each rank.
@@ -111,15 +146,22 @@ class Ranks:
 class ProcessRanks(Ranks):
     """The processes of a torch.distributed group.
 
-    Args: group: the processes; None = all. Its backend should be gloo, since pickled objects travel through it.
+    Args: group: the processes; its backend is gloo. timeout: how long a process waits for the others.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, timeout: datetime.timedelta) -> None:
+        self.group, self.timeout = group, timeout
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def all_gather(self, value: Any) -> list[Any]:
-        """See Ranks; the values travel as pickles."""
+        """See Ranks; the values travel as pickles. Raises WhetError: a rank is missing, with its number on rank 0."""
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        try:
+            dist.monitored_barrier(self.group, self.timeout, wait_all_ranks=True)  # names the missing ranks
+            dist.all_gather_object(values, value, group=self.group)
+        except RuntimeError as error:
+            raise WhetError(
+                f"{self.describe()}: the other ranks did not all arrive here: {str(error).splitlines()[0][:300]}; "
+                "the output of the missing ranks says why, or raise trainer.collective_timeout_s"
+            ) from error
         return values

@@ -62,9 +62,7 @@ class RewardModel:
         self.worker = worker
         self.name = name
         self.tokenizer = policy_tokenizer if tokenizer is None else tokenizer
-        self.same_ids = (
-            self.tokenizer is policy_tokenizer or self.tokenizer.get_vocab() == policy_tokenizer.get_vocab()
-        )
+        self.same_ids = self.tokenizer is policy_tokenizer or self.tokenizer.get_vocab() == policy_tokenizer.get_vocab()
         """Whether both models have the same vocabulary."""
         self.same_template = self.tokenizer.chat_template in (None, policy_tokenizer.chat_template)
         self.apply_chat_template = apply_chat_template

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from whet.config import RolloutConfig
-from whet.config.length_aliases import COMPLETION, accepts_length_aliases
 from whet.config.synonyms import find_owner
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
@@ -33,10 +32,10 @@ from whet.models.modes import max_positions
 from whet.models.precision import auto_dtype
 from whet.observe.environment import trained_dtype
 from whet.rollout.base import PartialOutput, Request, RolloutEngine, Sampling
-from whet.rollout.build import make_engine, sampling_of
+from whet.rollout.build import make_engine, make_sampling
 from whet.rollout.driver import Rollouts, single_turns, stream
-from whet.rollout.generate_options import checked_options, num_beams
-from whet.rollout.text import encode_texts, one_or_many, pad_left
+from whet.rollout.generate_options import num_beams, validate_options
+from whet.rollout.text import as_batch, encode_texts, pad_left
 from whet.types import Group, Message, Prompt
 from whet.util.model_paths import model_folder
 
@@ -100,7 +99,7 @@ class Sampler:
 
     >>> from whet.demo import small_model
     >>> sampler = Sampler(small_model(seed=0), "byte")
-    >>> out = sampler(["2+2=", "7*3="], max_generation_steps=4, temperature=1.0, seed=1, num_generations=2)
+    >>> out = sampler(["2+2=", "7*3="], max_tokens=4, temperature=1.0, seed=1, num_generations=2)
     >>> again = sampler("2+2=", 4, temperature=1.0, seed=1)
     >>> len(out.text), out.seed, out.tokens[0].tolist() == again.tokens[0].tolist()
     (4, 1, True)
@@ -122,7 +121,7 @@ class Sampler:
         trust_remote_code: bool = False,
     ) -> None:
         if tokenizer is None and not isinstance(transformer, str | Path):
-            raise ConfigError("a module brings no tokenizer; give tokenizer=: a tokenizer, a folder or a hub name")
+            raise ConfigError("a module has no tokenizer; pass tokenizer=: a tokenizer, a folder or a hub name")
         folder = str(transformer) if isinstance(transformer, str | Path) else None
         self.tokenizer = load_tokenizer(folder if tokenizer is None else tokenizer, trust_remote_code=trust_remote_code)
         self.loaded = (
@@ -174,11 +173,10 @@ class Sampler:
 
     # ---- the call ------------------------------------------------------------------------------------------------
 
-    @accepts_length_aliases("max_generation_steps")
     def __call__(
         self,
         input_strings: str | Sequence[str] | list[Message] | Sequence[list[Message]],
-        max_generation_steps: int | None = None,
+        max_tokens: int | None = None,
         max_prompt_length: int | None = None,
         echo: bool = False,
         return_logits: bool = False,
@@ -201,7 +199,7 @@ class Sampler:
 
         Args:
             input_strings: texts, or lists of messages, which take the chat template.
-            max_generation_steps: tokens, also as max_tokens; None = 256, or the rest of the context length.
+            max_tokens: the longest completion; None = 256, or the rest of the context length.
             max_prompt_length: tokens; None = what the model takes.
             echo: text and tokens begin with the prompt's.
             temperature, top_p, top_k, forbidden_tokens, eos_tokens: as in RolloutConfig; eos_tokens None = the model's.
@@ -215,7 +213,7 @@ class Sampler:
         Raises: ConfigError: options that are unknown or contradict each other. DataError: a prompt that is too long.
         """
         sampling = self.sampling(
-            max_generation_steps=max_generation_steps,
+            max_tokens=max_tokens,
             temperature=temperature,
             top_p=top_p,
             top_k=top_k,
@@ -232,17 +230,16 @@ class Sampler:
             on_long_prompt=on_long_prompt,
         )
         seed = secrets.randbits(31) if seed is None else seed
-        each = self.limit_lengths(sampling, prompts, fixed=max_generation_steps is not None)
+        each = self.limit_lengths(sampling, prompts, fixed=max_tokens is not None)
         groups = self.sample(prompts, each, num_generations=num_generations, seed=seed)
         return self._output(groups, seed, echo=echo, pad=pad_output, logprobs=return_logprobs, logits=return_logits)
 
     # ---- the steps of a call -------------------------------------------------------------------------------------
 
-    @accepts_length_aliases("max_generation_steps")
     def sampling(
         self,
         *,
-        max_generation_steps: int | None = None,
+        max_tokens: int | None = None,
         beam_size: int | None = None,
         return_logits: bool = False,
         **options: Any,
@@ -254,8 +251,8 @@ class Sampler:
         defaults = {"temperature": 0.0, "top_p": None, "top_k": None, "eos_tokens": None, "forbidden_tokens": None}
         for name in options.keys() - defaults.keys():
             if name not in OPTIONS:
-                choices = [*defaults, *OPTIONS, "max_generation_steps", "beam_size"]
-                if (owner := find_owner(name, {*choices, *COMPLETION, "num_generations"})) is not None:
+                choices = [*defaults, *OPTIONS, "max_tokens", "beam_size"]
+                if (owner := find_owner(name, {*choices, "num_generations"})) is not None:
                     raise ConfigError(f"unknown sampling option {name!r}; did you mean {owner}?")
                 raise lookup_error("sampling option", name, choices)
         settings = {**defaults, **options}
@@ -264,7 +261,7 @@ class Sampler:
             if "num_beams" in kwargs:
                 raise ConfigError("beam_size and generation_kwargs' num_beams are the same option; keep one")
             kwargs["num_beams"] = beam_size
-        checked_options(dict.fromkeys(kwargs))
+        validate_options(dict.fromkeys(kwargs))
         for name in ("eos_tokens", "forbidden_tokens"):
             settings[name] = None if settings[name] is None else tuple(settings[name])
         settings["forbidden_tokens"] = settings["forbidden_tokens"] or ()
@@ -275,11 +272,11 @@ class Sampler:
                     "temperature above 0"
                 )
         config = RolloutConfig(
-            max_tokens_to_generate=MAX_NEW_TOKENS if max_generation_steps is None else max_generation_steps,
+            max_tokens_to_generate=MAX_NEW_TOKENS if max_tokens is None else max_tokens,
             generation_kwargs=kwargs,
             **settings,
         )
-        return replace(sampling_of(config, self.eos_ids, self.tokenizer), return_logits=return_logits)
+        return replace(make_sampling(config, self.eos_ids, self.tokenizer), return_logits=return_logits)
 
     def encode(
         self,
@@ -297,7 +294,7 @@ class Sampler:
             max_prompt_length=max_prompt_length,
             on_long_prompt=on_long_prompt,
         )
-        return encode_texts(encoder, one_or_many(inputs))
+        return encode_texts(encoder, as_batch(inputs))
 
     def encoder(self, **options: Any) -> PromptEncoder:
         """The encoder of rows with a prompt; `options` are PromptEncoder's.

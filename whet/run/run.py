@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from whet.config import CheckpointingOptions, Mode, TrainingConfig
-from whet.errors import CheckpointError, ConfigError, DataError, WhetError
+from whet.errors import CheckpointError, ConfigError, DataError, WhetError, format_exception
 from whet.hub.push import PushResult, push_to_hub
 from whet.observe.environment import read_environment
 from whet.observe.loggers import Loggers
@@ -238,7 +238,7 @@ class Run:
         for items in self._batches:
             index = self.step + 1
             self._notify("on_step_begin", self, index)
-            self.step_started = time.monotonic()
+            self.step_started, self.ranks.step = time.monotonic(), index
             self.roles.trace.pop_times()
             with self.profiler.step(index):
                 yield index, items
@@ -483,6 +483,9 @@ class Run:
             if kind is None:
                 self._finish()
             elif error is not None:
+                where = self.ranks.describe()
+                if self.ranks.size > 1 and not isinstance(error, KeyboardInterrupt) and where not in str(error):
+                    log.error("%s: %s", where, format_exception(error))
                 self._save_finished(error)
             if self._begun:
                 self._notify("on_run_end", self, error)

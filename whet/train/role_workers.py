@@ -54,7 +54,7 @@ READ_ONLY = (Role.REFERENCE, Role.REWARD, Role.TEACHER)
 """Roles that have no optimizer, unless a run trains them."""
 
 
-Given = nn.Module | str | RoleConfig
+ModelSource = nn.Module | str | RoleConfig
 """A role's model, as the user gives it."""
 
 
@@ -87,6 +87,7 @@ class RoleWorkers:
         self._loop, self._offload, self._module_dtype = config, offload_to_cpu, module_dtype
         self._device = None if device is None else check_device(device)
         self.trace = Trace()
+        self.ranks.phase = lambda: self.trace.phase
         folder = None if config.resume is None else Checkpoints(config.checkpoint_root, {}).find(config.resume)
         self._saved_dtypes: dict[str, str] = {}
         """The compute dtype of each role in the checkpoint that the run resumes."""
@@ -112,53 +113,55 @@ class RoleWorkers:
             is not trained is merged.
         Raises: ConfigError: there is no such model, or it has settings for training and is not trained.
         """
-        given = RoleConfig(model=model) if isinstance(model, str) else model
+        source = RoleConfig(model=model) if isinstance(model, str) else model
         trained = role not in READ_ONLY if trained is None else trained
-        if not isinstance(given, RoleConfig):
-            return load_model(given, device=next(given.parameters()).device, role=role.value, score_head=score_head)
-        if given.model is None:
+        if not isinstance(source, RoleConfig):
+            return load_model(source, device=next(source.parameters()).device, role=role.value, score_head=score_head)
+        if source.model is None:
             raise ConfigError(f"{role.value}.model is not set; give a hub name or a folder")
-        if given.lora is not None and not trained:
+        if source.lora is not None and not trained:
             raise ConfigError(
                 f"{role.value}.lora makes an adapter to train, and the {role.value} is only read; leave it out"
             )
         return load_model(
-            given.model,
-            dtype="float32" if given.dtype == "auto" or (trained and given.lora is None) else given.dtype,
+            source.model,
+            dtype="float32" if source.dtype == "auto" or (trained and source.lora is None) else source.dtype,
             device=self.device(role),
             role=role.value,
-            attention=given.attention,
+            attention=source.attention,
             score_head=score_head,
-            lora=given.lora,
-            quantization=given.quantization,
+            lora=source.lora,
+            quantization=source.quantization,
             merge=False if trained else None,
             seed=self._loop.seed,
-            trust_remote_code=given.trust_remote_code,
+            trust_remote_code=source.trust_remote_code,
         )
 
-    def load_reference(self, given: Given, actor: Given, policy: LoadedModel) -> tuple[Given, LoadedModel]:
+    def load_reference(
+        self, source: ModelSource, actor: ModelSource, policy: LoadedModel
+    ) -> tuple[ModelSource, LoadedModel]:
         """Loads the reference model, after the actor.
 
         Args:
-            given: the model, or ACTOR: the actor as it is now, before the first step.
+            source: the model, or ACTOR: the actor as it is now, before the first step.
             actor: the actor's model, as the user gave it.
             policy: the loaded actor. An actor with an adapter shares its base with the reference, which is read with
                 the adapter off, or with a copy of the adapter if that was trained before. Another actor is loaded a
                 second time.
         Returns: the source of the model, for `add`, and the model.
         """
-        if (given.model if isinstance(given, RoleConfig) else given) != ACTOR:
-            return given, self.load(Role.REFERENCE, given)
+        if (source.model if isinstance(source, RoleConfig) else source) != ACTOR:
+            return source, self.load(Role.REFERENCE, source)
         if policy.adapter is not None:
             log.info("reference: the actor as it is now, on the same base: no second copy")
             return policy.module, policy.snapshot_view()
         if isinstance(actor, nn.Module):
-            given = copy.deepcopy(actor)
+            source = copy.deepcopy(actor)
         elif isinstance(actor, RoleConfig):
-            given = RoleConfig(model=actor.model, dtype=actor.dtype, trust_remote_code=actor.trust_remote_code)
+            source = RoleConfig(model=actor.model, dtype=actor.dtype, trust_remote_code=actor.trust_remote_code)
         else:
-            given = RoleConfig(model=actor)
-        return given, self.load(Role.REFERENCE, given)
+            source = RoleConfig(model=actor)
+        return source, self.load(Role.REFERENCE, source)
 
     def add(
         self,
@@ -183,15 +186,17 @@ class RoleWorkers:
             trained: None = the role's default.
             support, allowed: the distribution of its logprobs; see ModelWorker.
         """
-        given, dtype = (RoleConfig(model=model) if isinstance(model, str) else model), None
+        source, dtype = (RoleConfig(model=model) if isinstance(model, str) else model), None
         placement = self._placement(loaded)
-        configured = given.dtype if isinstance(given, RoleConfig) else self._module_dtype
+        configured = source.dtype if isinstance(source, RoleConfig) else self._module_dtype
         if configured is not None and not loaded.is_view:  # a view has its owner's dtype
             saved = None if configured != "auto" else self._saved_dtypes.get(role.value)
+            if configured == "auto" and saved is None and self.ranks.size > 1:
+                configured = "float32"  # the only dtype that FSDPPlacement takes
             dtype = self.ranks.broadcast(compute_dtype(saved or configured, loaded))  # processors may differ
-        if isinstance(given, RoleConfig) and not loaded.is_view:
-            checkpoint_activations(loaded.module, given.gradient_checkpointing)
-        own = given.optim if isinstance(given, RoleConfig) else OptimConfig()
+        if isinstance(source, RoleConfig) and not loaded.is_view:
+            checkpoint_activations(loaded.module, source.gradient_checkpointing)
+        own = source.optim if isinstance(source, RoleConfig) else OptimConfig()
         if optimizer is not None and own != OptimConfig():
             raise ConfigError(
                 f"{role.value}.optim and training_config.{role.value}_optimizer both set an optimizer (or optimizer= "
@@ -210,7 +215,7 @@ class RoleWorkers:
             max_tokens=max_tokens,
             saturating_tokens=self._loop.saturating_tokens(loaded.module.device.type),
             max_sequences=self._loop.max_segments_per_packed_row,
-            given=given if isinstance(given, RoleConfig) else None,
+            config=source if isinstance(source, RoleConfig) else None,
             placement=placement,
             plan_cache=None if role is Role.REWARD else self._plan_cache,  # it runs other batches
             seed=self._loop.seed,
@@ -267,7 +272,7 @@ class RoleWorkers:
         usual = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         return self._device or usual
 
-    def check_same_ids(self, role: Role, model: Given, actor: Given) -> None:
+    def check_same_ids(self, role: Role, model: ModelSource, actor: ModelSource) -> None:
         """Raises ConfigError where a role that is compared with the policy has another tokenizer.
 
         Args: role: reference or teacher. model: the source of its model. actor: the source of the policy's.

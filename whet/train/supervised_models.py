@@ -74,10 +74,10 @@ class SupervisedModels(RoleWorkers):
         for role, model, own in ((self.role, given, loaded), (Role.REFERENCE, reference, None)):
             if model is None:
                 continue
-            source, module = (model, own) if own is not None else self.load_reference(model, given, loaded)
-            budget = self.config.token_budget(module.module.device.type)
+            source, role_model = (model, own) if own is not None else self.load_reference(model, given, loaded)
+            budget = self.config.token_budget(role_model.module.device.type)
             role_optimizer = optimizer if role is self.role else None
-            self.add(role, source, module, role_optimizer, max_tokens=budget, trained=role is self.role)
+            self.add(role, source, role_model, role_optimizer, max_tokens=budget, trained=role is self.role)
         if reference is not None:
             self.check_same_ids(Role.REFERENCE, reference, given)
         self.add_trainer(self.role, nll, plain=True)

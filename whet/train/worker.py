@@ -78,7 +78,7 @@ class ModelWorker:
         max_tokens: the token budget of a micro-batch.
         saturating_tokens: the size from which on a larger micro-batch is no faster; None = unknown.
         max_sequences: the number of sequences of a micro-batch at most; None = limited by the token budget only.
-        given: what the worker is made from, for the run's settings; None = a module.
+        config: the configuration of the role, for the run's settings; None = a module was given.
         placement: where its tensors lie; None = on the model's device, in one process.
         plan_cache: shared with workers that run the same batches; None = a cache of its own.
         seed: of the draws of an adapter's dropout.
@@ -95,7 +95,7 @@ class ModelWorker:
         max_tokens: int = 16384,
         saturating_tokens: int | None = None,
         max_sequences: int | None = None,
-        given: RoleConfig | None = None,
+        config: RoleConfig | None = None,
         placement: Placement | None = None,
         plan_cache: PlanCache | None = None,
         seed: int = 0,
@@ -106,7 +106,7 @@ class ModelWorker:
                 "trained; give the optimizer to that model's worker"
             )
         self.loaded = loaded
-        self.given = given
+        self.config = config
         self.support = support or Support()
         self.allowed = allowed
         self.max_tokens = max_tokens
@@ -158,10 +158,10 @@ class ModelWorker:
     @property
     def backends(self) -> dict[str, str]:
         """The implementations of its attention and its layers, with the reasons; see models.backends."""
-        own = training_backends(self.loaded)
+        backends = training_backends(self.loaded)
         if self.fast_layers is None:
-            own["layers"] = f"the model's own ({type(self.placement).__name__} holds parameters in parts)"
-        return own
+            backends["layers"] = f"the model's own ({type(self.placement).__name__} holds parameters in parts)"
+        return backends
 
     def plan(self, total_updates: int | None) -> None:
         """Tells the learning-rate schedule how many updates the run will make."""
@@ -224,7 +224,7 @@ class ModelWorker:
     ) -> TokenStats:
         out: dict[str, Tensor] = {}
         apart = batch.replace(unit_of=None, unit_weights=None)  # what is read of a sequence needs no other
-        for micro, counts in self.placement.split_passes(self.micro_batches(apart, max_sequences, "scores" in names)):
+        for micro, counts in self._own_passes(apart, max_sequences, "scores" in names):
             stats = self._stats(micro, support, entropy="entropy" in names, outputs={*names} - {"entropy"})
             for name in names:
                 column = getattr(stats, name)
@@ -297,6 +297,20 @@ class ModelWorker:
         )
         return [micro.to(self.device) for micro in planned]
 
+    def _own_passes(self, batch: TokenBatch, max_sequences: int | None, at_end: bool) -> list[tuple[MicroBatch, bool]]:
+        """The passes of a batch that this process runs, and whether each counts."""
+        passes = self.micro_batches(batch, max_sequences, at_end)
+        self.placement.check_same_passes(
+            {
+                "sequences": batch.num_sequences,
+                "tokens": batch.num_tokens,
+                "passes": len(passes),
+                "weight version": self.version,
+                "digest": self.plan_cache.digest.hex(),
+            }
+        )
+        return self.placement.split_passes(passes)
+
     # ---- training ------------------------------------------------------------------------------------------------
 
     def forward_backward(
@@ -363,7 +377,7 @@ class ModelWorker:
         carried = {name: c for name, c in batch.token_columns.items() if name != "tokens"}  # a micro-batch has these
         token_columns = {name: c.to(self.device) for name, c in carried.items()}
         sequence_columns = {name: c.to(self.device) for name, c in batch.sequence_columns.items()}
-        shared = self.placement.split_passes(self.micro_batches(batch, self.max_sequences, scores))
+        shared = self._own_passes(batch, self.max_sequences, scores)
         for i, (micro, counts) in enumerate(shared):
             self.placement.set_gradient_sync(i == len(shared) - 1)
             with self._dropout(micro) if backward else nullcontext():
@@ -452,14 +466,14 @@ class ModelWorker:
                 "load_weights is for a model that is only read (a reference); this one "
                 + ("has an optimizer" if self.optim is not None else "is a view of the model that is trained")
             )
-        own = dict(self.module.named_parameters(remove_duplicate=False))
+        parameters = dict(self.module.named_parameters(remove_duplicate=False))
         seen: set[int] = set()
         for name, weight in weights:
-            if name not in own:
+            if name not in parameters:
                 raise ConfigError(f"this model has no parameter {name}; both models must have the same architecture")
-            if id(own[name]) not in seen:  # a shared tensor comes under each of its names
-                own[name].lerp_(weight.to(own[name]), mixup_alpha)
-            seen.add(id(own[name]))
+            if id(parameters[name]) not in seen:  # a shared tensor comes under each of its names
+                parameters[name].lerp_(weight.to(parameters[name]), mixup_alpha)
+            seen.add(id(parameters[name]))
         self.replaced = True
 
     @property

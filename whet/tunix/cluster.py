@@ -17,19 +17,19 @@ from torch import Tensor
 from whet import cluster
 from whet.config import Mode, Role
 from whet.config.base import check_instance
-from whet.config.length_aliases import accepts_length_aliases
 from whet.errors import ConfigError
 from whet.observe.trace import Trace
 from whet.ops import Support
 from whet.rollout import resolve_engine
 from whet.rollout.base import RolloutEngine
-from whet.rollout.text import encode_texts, one_or_many
+from whet.rollout.text import as_batch, encode_texts
 from whet.storage.checkpoint import step_of
 from whet.train.role_trainer import RoleTrainer, check_ids
 from whet.train.worker import Loss, Metrics
 from whet.tunix import roles
 from whet.tunix.base_rollout import BaseRolloutAdapter, is_rollout_class
 from whet.tunix.configs import ClusterConfig, RolloutConfig, core_config
+from whet.tunix.length_aliases import accepts_length_aliases
 from whet.tunix.metrics_buffer import MetricsBuffer, MetricsBuffers
 from whet.tunix.padded import RolloutOutput, pad_column, padded_batch, rollout_output
 from whet.tunix.perf import perf_options
@@ -177,7 +177,7 @@ class RLEngine(cluster.RLCluster):
         encoder = self.encoder(
             mode, apply_chat_template=apply_chat_template, on_template_change="accept", on_answered="continue"
         )
-        encoded = encode_texts(encoder, one_or_many(prompts))
+        encoded = encode_texts(encoder, as_batch(prompts))
         longest = sampling.max_tokens if max_generation_steps is None else max_generation_steps
         sampling = dataclasses.replace(sampling, max_tokens=longest, return_logits=return_logits)
         seed = seed if seed is not None else config.seed

@@ -23,6 +23,7 @@ from whet.config.base import config
 from whet.config.engines import SGLangOptions, VLLMOptions
 from whet.config.fields import Bool, Count, Float, Fn, Int, Name, Number, Seconds, Tree
 from whet.errors import ConfigError, lookup_error, nearest
+from whet.tunix.length_aliases import resolve_length_alias
 from whet.tunix.roles import Meshes, Role
 from whet.util.references import is_ref
 
@@ -306,10 +307,13 @@ class RolloutConfig(core.RolloutConfig):
     @model_validator(mode="before")
     @classmethod
     def _engine_names(cls, given: Any) -> Any:
-        """Moves the engines' fields into the sections vllm and sglang."""
+        """Moves the engines' fields into the sections vllm and sglang, and reads every name of the length limit."""
+        given = resolve_length_alias(given, "max_tokens_to_generate")
         values = given.kwargs if isinstance(given, ArgsKwargs) else given
-        if not isinstance(values, Mapping) or not FLAT_NAMES.keys() & values.keys():
+        if not isinstance(values, Mapping):
             return given
+        if "eval" in values:
+            values = {**values, "eval": resolve_length_alias(values["eval"], "max_tokens_to_generate")}
         found = {name: value for name, value in values.items() if name not in FLAT_NAMES}
         for flat in FLAT_NAMES.keys() & values.keys():
             section, name = FLAT_NAMES[flat]

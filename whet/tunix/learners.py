@@ -90,9 +90,9 @@ class TunixLearner(RLLearner):
         super().__init__(cluster, core_config(config), reward_fns, metric_fns, data_shuffle_seed, **options)
         self.observers.insert(0, _RunEvents())
 
-    def take_rewards(self, reward_fns: Any) -> None:
+    def set_reward_fns(self, reward_fns: Any) -> None:
         """Takes the reward functions. Raises ConfigError: one has the name of a metric over all functions."""
-        super().take_rewards(reward_fns)
+        super().set_reward_fns(reward_fns)
         names = getattr(self.reward_manager, "fns", ())
         if taken := [name for name in ("max", "mean", "min", "score", "sum") if name in names]:
             raise ConfigError(

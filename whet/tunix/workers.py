@@ -15,12 +15,13 @@ from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import load_tokenizer
 from whet.errors import ConfigError, lookup_error
 from whet.rollout import sampler
-from whet.rollout.base import RolloutEngine
-from whet.rollout.build import sampling_of
-from whet.rollout.text import encode_texts, one_or_many
+from whet.rollout.base import RolloutEngine, Sampling
+from whet.rollout.build import make_sampling
+from whet.rollout.text import as_batch, encode_texts
 from whet.tunix.base_rollout import TokenizerAdapter
 from whet.tunix.common import compute_per_token_logps, compute_score
 from whet.tunix.configs import CacheConfig, RolloutConfig
+from whet.tunix.length_aliases import accepts_length_aliases
 from whet.tunix.padded import RolloutOutput, rollout_output
 
 __all__ = [
@@ -52,6 +53,16 @@ class Sampler(sampler.Sampler):
     ) -> None:
         longest = None if cache_config is None else cache_config.cache_size
         super().__init__(transformer, inner_tokenizer(tokenizer), longest, **options)
+
+    @accepts_length_aliases("max_tokens")
+    def __call__(self, *args: Any, **options: Any) -> sampler.SamplerOutput:
+        """Completes texts or chats as whet.Sampler does; max_generation_steps is max_tokens."""
+        return super().__call__(*args, **options)
+
+    @accepts_length_aliases("max_tokens")
+    def sampling(self, **options: Any) -> Sampling:
+        """The checked sampling parameters of a call, as of whet.Sampler; max_generation_steps is max_tokens."""
+        return super().sampling(**options)
 
 
 class VanillaRollout:
@@ -152,10 +163,10 @@ class RolloutWorker:
             return cluster.generate(list(prompts), **options)
         encoder = PromptEncoder.from_config(cluster.tokenizer, c, on_template_change="accept", on_answered="continue")
         groups = cluster.sample(
-            encode_texts(encoder, one_or_many(list(prompts))),
+            encode_texts(encoder, as_batch(list(prompts))),
             step=cluster.next_call() if c.seed is None else 0,
             mode="generate",
-            sampling=sampling_of(c, cluster.eos_ids, cluster.tokenizer),
+            sampling=make_sampling(c, cluster.eos_ids, cluster.tokenizer),
             seed=c.seed,
         )
         return rollout_output(groups, cluster.decode, cluster.pad_id, logprobs=c.return_logprobs)

@@ -29,9 +29,9 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Gives freed memory of a GPU back to the driver, and waits for the device: for the end of a phase, not of a pass.
+    """Returns freed GPU memory to the driver. It waits for the device: call it after a phase, not after each pass.
 
-    Args: device: any.
+    Args: device: any device.
 
     >>> empty_cache(torch.device("cpu"))
     """

@@ -21,8 +21,8 @@ PACKAGE = Path(__file__).parents[1]
 def install_hint(extra: str = "", options: str = "") -> str:
     """The command that installs whet with an extra, in the form that works for this installation.
 
-    A checkout is installed from its folder, a wheel or a commit from where it came from, all else from the index.
-    Args: extra: of pyproject.toml. options: further words for pip.
+    A checkout is installed from its folder, a wheel or a commit from its source, and all else from the index.
+    Args: extra: an extra of pyproject.toml. options: more arguments of pip.
 
     >>> install_hint("lora").startswith("pip install ") and "[lora]" in install_hint("lora")
     True
@@ -32,14 +32,14 @@ def install_hint(extra: str = "", options: str = "") -> str:
     extras = f"[{extra}]" if extra else ""
     source = _source()
     if source is None:
-        what = DISTRIBUTION + extras
+        target = DISTRIBUTION + extras
     elif source.startswith("/"):
-        what = ("-e " if is_checkout() else "") + shlex.quote(source + extras)
+        target = ("-e " if is_checkout() else "") + shlex.quote(source + extras)
     else:
-        what = shlex.quote(f"{DISTRIBUTION}{extras} @ {source}")
+        target = shlex.quote(f"{DISTRIBUTION}{extras} @ {source}")
     if source is None and extras:
-        what = f"'{what}'"
-    return " ".join(word for word in ("pip install", options, what) if word)
+        target = f"'{target}'"
+    return " ".join(word for word in ("pip install", options, target) if word)
 
 
 def foreign_whet() -> str | None:

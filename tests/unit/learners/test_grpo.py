@@ -228,7 +228,7 @@ def test_a_run_notes_which_passes_it_leaves_out_and_why(tmp_path, caplog):
     made = learner(cluster(reference=tiny_model(1), mini_batch_size=1), beta=0.1)
     passes = ("old_logprobs", "ref_logprobs", "completions with advantage 0")
     assert [made.planned_passes(4)[name].split(":")[0] for name in passes] == ["skipped", "runs", "run"]
-    assert made.planned_passes(4)["old_logprobs"] == "skipped: the sampler's serve"
+    assert made.planned_passes(4)["old_logprobs"] == "skipped: the sampler's are used"
     assert learner(use_rollout_logps=False).planned_passes(4)["old_logprobs"].startswith("runs")
     assert "truncated completions" not in noted
     masking = learner(mask_truncated_completions=True)
@@ -246,7 +246,7 @@ def half_flat(prompts, completions, **_):
 @pytest.mark.parametrize("mode", ["sequence-mean-token-mean", "token-mean", "sequence-mean-token-scale"])
 def test_groups_without_signal_are_not_run_and_count_all_the_same(monkeypatch, mode):
     skipping, running = (learner(cluster(lr=1e-3), half_flat, loss_agg_mode=mode) for _ in range(2))
-    running.skips = False
+    running.skips_without_signal = False
     calls = watch(monkeypatch, skipping.cluster.actor, "forward_backward")
     steps = [made.train(rows(4)).rows[0] for made in (skipping, running)]
     (batch,) = [args[0] for args, _ in calls]
@@ -274,7 +274,7 @@ def test_groups_without_signal_are_run_where_another_term_needs_them(monkeypatch
     made.train(rows(4))
     assert calls[0][0][0].num_sequences == 16
     mine = learner(policy_loss_fn=own_loss)  # who knows what a user's own loss does with them
-    assert not mine.skips
+    assert not mine.skips_without_signal
 
 
 def test_a_sequence_has_signal_where_a_token_that_counts_has_an_advantage_of_either_sign():
@@ -326,7 +326,7 @@ def test_completions_without_a_trained_token_are_not_run_whatever_the_loss(monke
     )
     calls = [watch(monkeypatch, made.cluster.actor, "forward_backward") for made in (leaving, running)]
     found = leaving.train(rows(4)).rows[0]
-    monkeypatch.setattr("whet.learners.policy.trained", lambda batch: torch.arange(batch.num_sequences))
+    monkeypatch.setattr("whet.learners.policy.with_trained_tokens", lambda batch: torch.arange(batch.num_sequences))
     want = running.train(rows(4)).rows[0]
     part, whole = (args[0] for ((args, _),) in calls)
     assert 0 < part.num_sequences < whole.num_sequences == 16
@@ -462,7 +462,9 @@ def test_a_batch_is_planned_once_for_the_passes_that_run_it_within_the_same_limi
         num_iterations=2,
     )
     if advantages_of_0:
-        monkeypatch.setattr("whet.learners.policy.trained", lambda batch: torch.arange(2, batch.num_sequences))
+        monkeypatch.setattr(
+            "whet.learners.policy.with_trained_tokens", lambda batch: torch.arange(2, batch.num_sequences)
+        )
     calls = watch(monkeypatch, plans_module, "plan_micro_batches")
     made.train(rows(4))
     assert len(calls) == plans

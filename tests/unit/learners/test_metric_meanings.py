@@ -170,7 +170,7 @@ def test_completions_that_are_not_run_count_as_unclipped_and_their_weight_in_the
             half,
             data=DataConfig(batch_size=2, shuffle=False),
         )
-        made.skips = skips
+        made.skips_without_signal = skips
         row = made.train(rows(2)).rows[0]
         assert (row["skipped/sequences"] > 0) == skips
         found.append(row)

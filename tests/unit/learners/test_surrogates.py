@@ -36,8 +36,8 @@ def test_skipping_completions_without_an_advantage_changes_neither_weights_nor_c
         c = cluster(rollout={"eos_tokens": tuple(range(180, 264))}, num_epochs=1, lr=1e-3)
         config = GRPOConfig(num_generations=4, beta=0.0, num_iterations=2, policy_loss_fn=name, **fields)
         made = GRPOLearner(c, config, half_flat, data=DataConfig(batch_size=4, shuffle=False))
-        assert made.skips
-        made.skips = skips
+        assert made.skips_without_signal
+        made.skips_without_signal = skips
         row = made.train(rows(4)).rows[0]
         assert (row["skipped/sequences"] > 0) == skips
         found.append((row, {n: p.detach().clone() for n, p in c.actor.module.named_parameters()}))

@@ -118,7 +118,7 @@ def test_the_column_is_the_teacher_s_logprobs_under_the_rollout_s_temperature():
 def test_groups_without_an_advantage_learn_all_the_same_with_rewards_or_without(caplog):
     for reward_fns in (None, lambda completions: [1.0] * len(completions)):
         made = learner(reward_fns=reward_fns)
-        assert not made.skips and made.planned_passes(2)["teacher"].startswith("runs once")
+        assert not made.skips_without_signal and made.planned_passes(2)["teacher"].startswith("runs once")
         before = weights_of(made.cluster.actor.module)
         run = made.train(rows(8))
         assert all(row["skipped/sequences"] == 0 and row["grad_norm"] > 0 for row in run.rows)

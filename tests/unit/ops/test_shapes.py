@@ -8,6 +8,7 @@ from whet.errors import DataError
 from whet.ops import (
     Support,
     aggregate,
+    clipped_surrogate,
     draw,
     entropy_rank,
     generalized_jsd,
@@ -70,6 +71,12 @@ def test_distributions_of_another_shape_are_refused(fn):
 def test_a_column_that_is_not_one_number_per_token_is_refused(column):
     with pytest.raises(DataError, match=rf"{column} has the shape \[1\], and there are 3 tokens"):
         inputs([0.0, 0.0, 0.0], **{column: [1.0]})
+
+
+def test_old_logprobs_with_a_further_dimension_are_refused():
+    x = inputs([0.0, 0.0, 0.0], advantages=[1.0, 1.0, 1.0], old_logprobs=[[0.0], [0.0], [0.0]])
+    with pytest.raises(DataError, match=r"logprobs is \[3\] and old_logprobs is \[3, 1\]"):
+        clipped_surrogate(x)
 
 
 def test_a_missing_tensor_and_any_number_of_dimensions_are_let_through():

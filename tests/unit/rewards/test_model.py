@@ -102,7 +102,7 @@ def test_a_turn_that_the_policy_continued_is_one_turn(folder):
     score, _ = judged(made, turns, [52, 256])
     assert score == pytest.approx(theirs(folder, own(" user : 2+2= assistant : It is 4").input_ids), abs=1e-4)
     model, parts = made.cluster.reward_model(), [{"type": "text", "text": "2+"}, {"type": "text", "text": "2="}]
-    assert model._encode_chat([{"role": "user", "content": parts}], "4") == model._chat(
+    assert model._encode_chat([{"role": "user", "content": parts}], "4") == model._encode_chat(
         "2+2=", "4"
     )  # no list as Python has it
 

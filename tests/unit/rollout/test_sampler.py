@@ -76,7 +76,7 @@ def test_draws_do_not_depend_on_the_engine_or_on_the_batch(tokenizer, sampler):
         for i in range(4)
         for g in sampler.sample(
             sampler.encode(PROMPTS)[i : i + 1],
-            sampler.sampling(max_generation_steps=8, **{k: v for k, v in options.items() if k != "seed"}),
+            sampler.sampling(max_tokens=8, **{k: v for k, v in options.items() if k != "seed"}),
             seed=3,
             first=i,
         )
@@ -194,7 +194,7 @@ def test_a_cache_size_bounds_prompt_and_completion_together(tokenizer):
         ({"top_p": 0.9}, "temperature=0.0 takes the likeliest token, so top_p=0.9 would do nothing"),
         ({"num_generations": 2}, "2 generations would all be the same"),
         ({"temperature": 1.0, "top_kk": 3}, "unknown sampling option 'top_kk'; did you mean top_k"),
-        ({"max_new_tokens": 3}, r"unknown sampling option 'max_new_tokens'; did you mean max_tokens_to_generate\?"),
+        ({"max_new_tokens": 3}, r"unknown sampling option 'max_new_tokens'; did you mean max_tokens\?"),
         ({"n": 3}, r"'n'; did you mean num_generations\?"),
         ({"temperature": -1.0}, "temperature must not be negative"),
         ({"beam_size": 2, "temperature": 1.0}, "num_beams=2 searches, it does not draw"),
@@ -233,7 +233,7 @@ def test_a_folder_is_loaded_without_gradients_and_a_module_is_left_as_it_is(mode
     model = tiny_model()
     Sampler(model, tokenizer)
     assert all(p.requires_grad and p.dtype == torch.float32 for p in model.parameters())
-    with pytest.raises(ConfigError, match="a module brings no tokenizer"):
+    with pytest.raises(ConfigError, match="a module has no tokenizer"):
         Sampler(model)
     with pytest.raises(ConfigError, match=r"can.t|no tokenizer at"):
         Sampler("nothing")
@@ -258,7 +258,7 @@ def test_another_state_is_taken_whole_or_not_at_all(tokenizer):
 
 def test_streamed_pieces_are_the_completion(sampler):
     (prompt,) = sampler.encode("what?")
-    sampling = sampler.sampling(max_generation_steps=8, temperature=1.0)
+    sampling = sampler.sampling(max_tokens=8, temperature=1.0)
     pieces = list(sampler.stream(prompt, sampling, seed=4))
     assert [t for p in pieces for t in p.tokens.tolist()] == ids(sampler("what?", 8, temperature=1.0, seed=4))[0]
     assert pieces[-1].finish_reason in ("stop", "length")

@@ -829,3 +829,45 @@ def test_an_adapter_is_trained_and_its_base_is_not(by, tmp_path, caplog):
     merged = made.model.merge_and_unload()
     assert not [name for name, _ in merged.named_modules() if "lora" in name]
     torch.testing.assert_close(merged(ids).logits, before_merging)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"use_dora": True, "lora_dropout": 0.2},
+        {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 4}, "layers_to_transform": [1]},
+        {"target_parameters": ["q_proj.weight"], "target_modules": []},
+        {"init_lora_weights": "pissa"},
+        {"trainable_token_indices": [48, 49]},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_the_engine_samples_from_peft_s_own_layers(fields, tmp_path, caplog):
+    peft = pytest.importorskip("peft")
+    base, asked = tmp_path / "base", {"r": 4, "target_modules": ["q_proj", "v_proj"], **fields}
+    tiny_model().save_pretrained(base)
+    more = {"beta": 0.1, "save_strategy": "steps", "save_steps": 1}
+
+    def reward(completions, **kwargs):  # different for each completion
+        return [float(sum(map(ord, text)) % 97) for text in completions]
+
+    def make():
+        return trainer(tmp_path / "out", reward, model=str(base), peft_config=peft.LoraConfig(**asked), **more)
+
+    whole = make()
+    assert "PEFT's own layers run" in caplog.text
+    assert ("lora_dropout=0.2 is taken as 0.0" in caplog.text) == ("lora_dropout" in fields)
+    before = {n: p.clone() for n, p in whole.model.named_parameters()}
+    whole.train()
+    moved = {n for n, p in whole.model.named_parameters() if not torch.equal(p, before[n])}
+    assert moved == {n for n, p in whole.model.named_parameters() if p.requires_grad}
+    first, second = (row for row in whole.state.log_history if "kl" in row)
+    assert first["kl"] == pytest.approx(0, abs=1e-6) and second["kl"] > 0  # the base is the reference
+    assert second["sampling/sampling_logp_difference/max"] < 1e-4  # of the moved adapter
+    read = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "out" / "checkpoint-2")
+    ids = torch.arange(97, 107)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(read.eval()(ids).logits, whole.model.eval()(ids).logits, rtol=1e-4, atol=1e-4)
+    again = make()
+    again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
+    assert same(weights_of(again.model), weights_of(whole.model))

@@ -7,13 +7,10 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Any, ClassVar
 
-from pydantic import model_validator
-
 from whet.config.algo.choices import CHOICES
 from whet.config.algo.fields_read import POLICY_READS, Readers
 from whet.config.base import config
 from whet.config.fields import Bool, Count, Float, Fn, Name, Size
-from whet.config.length_aliases import resolve_length_alias
 from whet.errors import ConfigError
 
 __all__ = ["AlgorithmConfig", "OverlongBuffer"]
@@ -39,12 +36,6 @@ class OverlongBuffer:
     """The largest penalty."""
     max_response_length: Size = 20480
     """The length in tokens at which the penalty is largest; usually rollout.max_tokens_to_generate."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _names(cls, given: Any) -> Any:
-        """Reads every name of the completions' length."""
-        return resolve_length_alias(given, "max_response_length")
 
     def __post_init__(self) -> None:
         """Checks the ranges."""

@@ -49,11 +49,24 @@ _PROMPT = "is_prompt_learning"
 """The reason for PEFT's layers: a learned prompt."""
 
 
-def _to_whet_lora(peft_config: Any, model: str | nn.Module, *, trust: bool, keep_dropout: bool) -> LoraConfig:
+def _without_dropout(peft_config: Any) -> Any:
+    """The configuration with a lora_dropout of 0; logs a warning if there is dropout."""
+    if not getattr(peft_config, "lora_dropout", 0.0):
+        return peft_config
+    log.warning(
+        "peft_config.lora_dropout=%s is taken as 0.0: the sampler has no dropout, so it would sample from another "
+        "policy than the one in training",
+        peft_config.lora_dropout,
+    )
+    peft_config = copy.deepcopy(peft_config)
+    peft_config.lora_dropout = 0.0
+    return peft_config
+
+
+def _to_whet_lora(peft_config: Any, model: str | nn.Module, *, trust: bool) -> LoraConfig:
     """Translates PEFT's LoraConfig to whet's.
 
     Args: model: the model to adapt; target_modules default to PEFT's for its type. trust: whether its code may run.
-        keep_dropout: whether to keep lora_dropout, if nothing samples from the model.
     Raises: ConfigError: another kind of adapter, or one that is more than W + s·B·A.
     """
     if type(peft_config).__name__ != "LoraConfig":
@@ -64,17 +77,11 @@ def _to_whet_lora(peft_config: Any, model: str | nn.Module, *, trust: bool, keep
             f"peft_config.{field}={getattr(peft_config, field)!r} is not supported: adapters here are W + s·B·A; leave "
             "it out"
         )
-    if peft_config.lora_dropout and not keep_dropout:
-        log.warning(
-            "peft_config.lora_dropout=%s is taken as 0.0: the sampler has no dropout, so it would sample from another "
-            "policy than the one in training",
-            peft_config.lora_dropout,
-        )
     targets = peft_config.target_modules or _default_targets(model, trust)
     return LoraConfig(
         r=peft_config.r,
         lora_alpha=peft_config.lora_alpha,
-        lora_dropout=peft_config.lora_dropout if keep_dropout else 0.0,
+        lora_dropout=peft_config.lora_dropout,
         target_modules=targets if isinstance(targets, str) else sorted(targets),
         use_rslora=peft_config.use_rslora,
         modules_to_save=tuple(peft_config.modules_to_save or ()),
@@ -88,6 +95,11 @@ def _unsupported_field(peft_config: Any) -> str:
     return next((name for name, plain in fields if getattr(peft_config, name, plain[0]) not in plain), "")
 
 
+def _is_prompt(peft_config: Any) -> bool:
+    """Whether it is prompt tuning, prefix tuning or p-tuning."""
+    return bool(getattr(peft_config, _PROMPT, False))
+
+
 def _load_config(model: str, trust: bool) -> Any:
     """Loads the configuration of a model. Args: trust: whether the code in its folder may run."""
     return AutoConfig.from_pretrained(model_folder(model), trust_remote_code=trust)
@@ -98,7 +110,7 @@ def _reason_for_peft(model: Any, peft_config: Any, scored: bool, trust: bool) ->
 
     Args: model: the model to adapt. scored: whether it is a reward model. trust: whether its code may run.
     """
-    if getattr(peft_config, "is_prompt_learning", False):
+    if _is_prompt(peft_config):
         return _PROMPT
     if type(peft_config).__name__ != "LoraConfig":
         return ""
@@ -213,17 +225,18 @@ def prepare_model(
         args: the trainer's arguments.
         peft_config: PEFT's configuration; None = no adapter.
         quantization_config: BitsAndBytesConfig, for a model given by name; None = that of model_init_kwargs.
-        supervised: whether nothing samples from the model; then its adapter may have dropout, or PEFT's own layers.
+        supervised: whether nothing samples from the model; then its adapter may have dropout, or be a learned prompt.
         scored: whether it is a reward model.
     """
     _check_peft_config(model, peft_config)
+    peft_config = peft_config if supervised else _without_dropout(peft_config)
     init_kwargs, model, trust = args.model_init_kwargs or {}, with_revision(model, args), trusts_remote_code(args)
     is_quantized = bool(quantization_config or init_kwargs.get("quantization_config"))
     reason, lora = "", None
-    if supervised and peft_config is not None and not is_quantized:
+    if peft_config is not None and not is_quantized and (supervised or not _is_prompt(peft_config)):
         reason = _reason_for_peft(model, peft_config, scored, trust)
     if peft_config is not None and not reason:
-        lora = _to_whet_lora(peft_config, model, trust=trust, keep_dropout=supervised)
+        lora = _to_whet_lora(peft_config, model, trust=trust)
     is_half = supervised and not is_quantized and str(init_kwargs.get("dtype", init_kwargs.get("torch_dtype"))) in _HALF
     by_name = isinstance(model, str)
     if by_name and (is_half or reason):

@@ -1,9 +1,6 @@
-"""The names of the length limit of a completion. Each is accepted wherever the limit is set.
+"""Tunix's names of the length limit of a completion. Each is accepted wherever whet.tunix takes the limit.
 
-Tunix calls it max_tokens_to_generate in a configuration, max_generation_steps in a call and max_response_length in the
-penalty of overlong completions; engines call it max_tokens. The limit of a prompt has one name, max_prompt_length.
-Left out on purpose: the names of other libraries (whet.config.synonyms), and data.max_length and max_episode_tokens,
-which are other lengths.
+Tunix calls it max_tokens_to_generate in a configuration and max_generation_steps in a call; engines call it max_tokens.
 """
 
 from __future__ import annotations
@@ -16,14 +13,13 @@ from pydantic_core import ArgsKwargs
 
 from whet.errors import ConfigError
 
-__all__ = ["COMPLETION", "accepts_length_aliases", "length_shorthands", "resolve_length_alias"]
+__all__ = ["COMPLETION", "accepts_length_aliases", "resolve_length_alias"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-COMPLETION = ("max_tokens_to_generate", "max_tokens", "max_generation_steps", "max_response_length")
+COMPLETION = ("max_tokens_to_generate", "max_tokens", "max_generation_steps")
 """Names of the longest completion, in tokens, stop token included."""
-PROMPT = "max_prompt_length"
 
 
 def resolve_length_alias(given: Any, own: str) -> Any:
@@ -62,20 +58,3 @@ def accepts_length_aliases(own: str) -> Callable[[Callable[P, R]], Callable[P, R
         return call
 
     return wrap
-
-
-def length_shorthands(own: str, prompt: str = PROMPT) -> dict[str, str]:
-    """The shorthands of a command for its lengths: every name, with and without the section rollout.
-
-    Args: own, prompt: the full keys of the longest completion and the longest prompt; prompt "" = none.
-
-    >>> made = length_shorthands("max_tokens")
-    >>> made["rollout.max_tokens_to_generate"], made["rollout.max_prompt_length"]
-    ('max_tokens', 'max_prompt_length')
-    """
-    places = {f"{section}{name}": own for section in ("", "rollout.") for name in COMPLETION}
-    if own.startswith("rollout."):
-        places |= {f"rollout.eval.{name}": "rollout.eval.max_tokens_to_generate" for name in COMPLETION}
-    if prompt:
-        places |= {PROMPT: prompt, f"rollout.{PROMPT}": prompt}
-    return {name: full for name, full in places.items() if name != full}
