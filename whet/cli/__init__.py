@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
-from whet.cli.help import command_help, topic_of
+from whet.cli.help import command_help, find_help_topic
 from whet.cli.output import print_text, rank
 from whet.cli.registry import (
     COMMANDS,
@@ -83,7 +83,7 @@ def _dispatch(command: str, words: list[str]) -> None:
             example = " ".join(["whet grpo", command, *words])
             raise ConfigError(f"{command!r} is not a command; write the command first, e.g. {example}")
         raise lookup_error("command", command, COMMANDS)
-    elif (topic := topic_of(words)) is not None:
+    elif (topic := find_help_topic(words)) is not None:
         _print_help(_command_help(command, words, topic))
     elif command in INFO_COMMANDS:
         from whet.cli.info import info_text
@@ -216,7 +216,7 @@ def _log_inputs(command: str, config: Any, words: list[str]) -> None:
 def _run_command(command: str, words: list[str], config: Any) -> None:
     name = "evaluate" if command == "eval" else command
     module = {**dict.fromkeys(TRAINING_COMMANDS, "commands"), **dict.fromkeys(SUPERVISED_COMMANDS, "supervised")}
-    module["watch"] = "report"
+    module |= {"compare": "report", "watch": "report"}
     with pause_collector():
         function = getattr(import_module(f"whet.cli.{module.get(command, name)}"), name)
     function(words if command == "demo" else config)
@@ -277,6 +277,10 @@ def _config(command: str, words: list[str]) -> Any:
         from whet.config.report import load_watch
 
         return load_watch(words)
+    if command == "compare":
+        from whet.config.report import load_compare
+
+        return load_compare(words)
     from whet.config.generate import load_sampling
 
     return load_sampling(kind, words)
@@ -313,6 +317,10 @@ def _check(command: str, config: Any) -> None:
         from whet.config.report import check_watch
 
         check_watch(config)
+    elif command == "compare":
+        from whet.config.report import check_compare
+
+        check_compare(config)
     elif command != "demo":
         from whet.config.generate import check_sampling
 
