@@ -25,8 +25,8 @@ class LevelFormatter(logging.Formatter):
 class DefaultHandler(logging.Handler):
     """Prints whet's warnings in a notebook or a script that has not set up logging; Python would print no level.
 
-    It prints nothing where the root logger or logger `whet` has a handler of the program's. It writes to sys.stderr as it
-    is at that moment, so that lines appear above a progress bar.
+    It prints nothing where the root logger or logger `whet` has a handler of the program's. It writes to sys.stderr as
+    it is at that moment, so that lines appear above a progress bar.
     """
 
     def __init__(self) -> None:
