@@ -41,7 +41,7 @@ class Part:
     """Place of the first prompt."""
     groups: list[Group]
     """Their completions."""
-    judged: bool
+    has_rewards: bool
     """Whether the groups have their rewards."""
 
 
@@ -67,20 +67,20 @@ class EvalFolder:
         """Lets others open the folder."""
         self._lock.release()
 
-    def begin(self, config: Any, draws: Mapping[str, Any], judged_by: str, prompts: Sequence[Prompt]) -> list[Part]:
+    def begin(self, config: Any, draws: Mapping[str, Any], reward_digest: str, prompts: Sequence[Prompt]) -> list[Part]:
         """Writes what the evaluation is; gives what is there of it.
 
-        Args: draws: all that the completions depend on, plain. judged_by: a digest of the functions that judge them.
+        Args: draws: all that the completions depend on, plain. reward_digest: of the reward functions.
             prompts: in their order.
         Returns: the parts in order, without their rewards where those were by other functions.
         Raises: ConfigError: other completions were drawn there. CheckpointError: what lies there can't be read.
         """
-        noted, about = self.path / "evaluation.json", {"format": FORMAT, "draws": dict(draws), "judged_by": judged_by}
+        noted, about = self.path / "evaluation.json", {"format": FORMAT, "draws": dict(draws), "reward_digest": reward_digest}
         parts: list[Part] = []
         if noted.is_file():
             try:
                 before = read_json(noted)
-                old, same = before["draws"], before["judged_by"] == judged_by
+                old, same = before["draws"], before["reward_digest"] == reward_digest
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise CheckpointError(f"{noted} can't be read: {error}; give another folder as out") from error
             if changed := diff(old, draws):
@@ -96,7 +96,7 @@ class EvalFolder:
         return parts
 
     def write(self, first: int, columns: Mapping[str, Any], rewards: Mapping[str, Any]) -> None:
-        """Keeps a part. Args: first: its place. columns, rewards: as of a run's completions; none = not judged yet."""
+        """Keeps a part. Args: first: its place. columns, rewards: as of a run's completions; none = not computed yet."""
         write_completions(self.completions / f"eval-{first:06d}.parquet", step=0, columns=columns, rewards=rewards)
 
     def write_results(self, results: Mapping[str, Any]) -> None:
@@ -121,7 +121,7 @@ class EvalFolder:
                 _group(prompt, columns, rewards if keep else {}, slice(i * generations, (i + 1) * generations))
                 for i, prompt in enumerate(mine)
             ]
-            found.append(Part(first=place, groups=groups, judged=keep and bool(rewards)))
+            found.append(Part(first=place, groups=groups, has_rewards=keep and bool(rewards)))
             place += count
         return found
 

@@ -34,7 +34,7 @@ from whet.evaluation.columns import columns_of
 from whet.evaluation.estimators import Estimate, settled_ks
 from whet.evaluation.eval_folder import EvalFolder, Part
 from whet.evaluation.metrics import Answered, answer_reader, answered, measure, passes
-from whet.evaluation.reward_functions import judged_by, reward_manager
+from whet.evaluation.reward_functions import reward_digest, reward_manager
 from whet.evaluation.sample import Extremes
 from whet.evaluation.table import rows_of, text_table
 from whet.hub.base_model import trained_with_chat_template
@@ -215,8 +215,8 @@ class Evaluator:
                 self.config = self._with_template(sampler)
                 work = _Work(self, sampler, folder)
                 with Progress(len(work.prompts), description=description) as progress:
-                    found = [one for part in work.parts() for one in work.judged(part, progress)]
-            evaluation = work.measured(found, time.monotonic() - started)
+                    answers = [answer for part in work.parts() for answer in work.judge(part, progress)]
+            evaluation = work.make_evaluation(answers, time.monotonic() - started)
             if folder is not None:
                 folder.write_results(evaluation.plain())
         except (Exception, KeyboardInterrupt) as error:
@@ -346,31 +346,31 @@ class _Work:
             groups = self.sampler.sample(
                 self.prompts[part], self.sampling[part], num_generations=self.generations, seed=self.seed, first=first
             )
-            part = Part(first=first, groups=groups, judged=False)
+            part = Part(first=first, groups=groups, has_rewards=False)
             self._keep(part, self._texts(part), None)
             yield part
 
-    def judged(self, part: Part, progress: Progress) -> list[Answered]:
-        """A part with its rewards: those that it has, or what the functions say now."""
+    def judge(self, part: Part, progress: Progress) -> list[Answered]:
+        """The answers of a part with their rewards: the stored rewards, or new ones from the reward functions."""
         texts = self._texts(part)
-        if part.judged:
+        if part.has_rewards:
             rewarded = self.manager.recorded(part.groups, texts, mode=Mode.EVAL)
         else:
             rewarded = self.manager(part.groups, texts, mode=Mode.EVAL)
             self._keep(part, texts, rewarded)
         self.extremes.add(rewarded)
-        found = answered(rewarded, source_column=self.source_column, read=self.read)
-        self.tokens += sum(int(one.lengths.sum()) for one in found)
-        reward = measure(found, None, ())["reward"].value
+        answers = answered(rewarded, source_column=self.source_column, read=self.read)
+        self.tokens += sum(int(one.lengths.sum()) for one in answers)
+        reward = measure(answers, None, ())["reward"].value
         speed = self.tokens / max(time.monotonic() - self.begun, 1e-9)
         progress.update(part.first + len(part.groups), value=reward, tokens_per_s=speed)
-        return found
+        return answers
 
     def _texts(self, part: Part) -> list[list[str]]:
         return [[self.sampler.decode(c.tokens) for c in g.completions] for g in part.groups]
 
     def _keep(self, part: Part, texts: Sequence[Sequence[str]], rewarded: RewardBatch | None) -> None:
-        """Writes a part; without rewards where it is not judged yet."""
+        """Writes a part; without rewards where it has none yet."""
         if self.folder is None:
             return
         count = sum(len(g.completions) for g in part.groups)
@@ -379,7 +379,7 @@ class _Work:
         self.folder.write(part.first, columns, {} if rewarded is None else dict(sorted(rewarded.table.items())))
 
     def _identity(self) -> tuple[dict[str, Any], str]:
-        """What the completions depend on, and who judges them."""
+        """The settings that the completions depend on, and a digest of the reward functions."""
         module, (prompts, columns) = self.sampler.loaded.module, compute_checksums(self.prompts)
         sampling = {n: v for n, v in dump_tree(self.config.sampling).items() if n not in _OF_ENGINE}
         draws = {
@@ -391,30 +391,30 @@ class _Work:
             "sampling": sampling,
             "rollout_engine": dump_tree(self.config.rollout_engine),
         }
-        return draws, judged_by(self.manager, [columns])
+        return draws, reward_digest(self.manager, [columns])
 
-    def measured(self, found: Sequence[Answered], seconds: float) -> Evaluation:
+    def make_evaluation(self, answers: Sequence[Answered], seconds: float) -> Evaluation:
         """The numbers of all prompts, and of each source."""
         c = self.config
-        passed = passes(found, c.pass_reward, c.pass_threshold)
+        passed = passes(answers, c.pass_reward, c.pass_threshold)
         if passed is None:
             log.info(
                 "no pass@k: rewards are not all 0 or 1; set pass_threshold, the least reward of a right completion"
             )
         by_source = {}
-        for source in sorted({one.source for one in found if one.source is not None}):
-            mine = [i for i, one in enumerate(found) if one.source == source]
-            own = None if passed is None else [passed[i] for i in mine]
-            by_source[source] = measure([found[i] for i in mine], own, self.ks)
+        for source in sorted({one.source for one in answers if one.source is not None}):
+            indices = [i for i, one in enumerate(answers) if one.source == source]
+            passed_here = None if passed is None else [passed[i] for i in indices]
+            by_source[source] = measure([answers[i] for i in indices], passed_here, self.ks)
         sampling = c.sampling
         about = {
             "whet": __version__,
             "model": self.name,
             "dtype": str(self.sampler.loaded.module.dtype).removeprefix("torch."),
             "data": {n: getattr(c.data, n) for n in ("path", "subset", "split", "limit")},
-            "prompts": len(found),
+            "prompts": len(answers),
             "prompts_left_out": self.dropped,
-            "completions_without_reward": sum(int(np.isnan(one.totals).sum()) for one in found),
+            "completions_without_reward": sum(int(np.isnan(one.totals).sum()) for one in answers),
             "sampling": {
                 "num_generations": self.generations,
                 "seed": self.seed,
@@ -435,6 +435,6 @@ class _Work:
             "seconds": round(seconds, 1),
         }
         folder = None if self.folder is None else self.folder.path
-        results = measure(found, passed, self.ks)
+        results = measure(answers, passed, self.ks)
         examples = self.extremes.lines()
         return Evaluation(results=results, by_source=by_source, about=about, folder=folder, examples=examples)

@@ -24,7 +24,7 @@ from whet.run.provenance import source_of, weights_digest
 from whet.train.worker import ModelWorker
 from whet.util.model_paths import model_folder
 
-__all__ = ["judged_by", "reward_manager"]
+__all__ = ["reward_digest", "reward_manager"]
 
 
 def reward_manager(config: EvalRunConfig, sampler: Sampler, reward_fns: Any = None) -> RewardManager:
@@ -78,8 +78,8 @@ def _reward_model(config: EvalRunConfig, section: RoleConfig, sampler: Sampler) 
     )
 
 
-def judged_by(manager: RewardManager, columns: Sequence[int]) -> str:
-    """A digest of the functions that judge, the files they are written in, and the columns that they are given.
+def reward_digest(manager: RewardManager, columns: Sequence[int]) -> str:
+    """A digest of the reward functions, their source files and the columns of the data.
 
     Args: columns: the digests of the data (data.order.digests).
     """
