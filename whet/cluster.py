@@ -48,17 +48,17 @@ class RLCluster(RoleWorkers):
     """Roles, engine and tokenizer of one run.
 
     Args:
-        actor, critic, reference, reward, teacher: a module, a folder, a hub name, or a RoleConfig. One that is the
-            actor's own module is copied, so that it stays what it is, or has its own trunk; critic="actor" is a score
-            head on the actor's trunk, trained with it; reference="actor" is the actor as it begins, which needs no
-            second copy where an adapter is trained. The reward model is a sequence classifier of one label;
-            learners call it as one more reward function. The teacher is what distillation learns from, a language
-            model of the actor's tokenizer; the padding of its vocabulary may be another.
+        actor, critic, reference, reward, teacher: a module, a folder, a hub name, or a RoleConfig. If a role is given
+            the actor's own module, it gets a copy. critic="actor" puts a score head on the actor's trunk and trains
+            both together. reference="actor" is the actor before training; it needs no second copy if an adapter is
+            trained. The reward model is a sequence classifier with one label; learners call it as one more reward
+            function. The teacher is the language model that distillation learns from; it has the actor's tokenizer,
+            and its vocabulary may be padded to another size.
         tokenizer: a tokenizer, a folder or a hub name.
-        reward_tokenizer: the reward model's; None = what lies in its folder, else the policy's.
+        reward_tokenizer: the reward model's; None = the one in its folder, else the policy's.
         cluster_config: device, engine, training and rollout configuration.
-        module_dtype: what models that are given as modules compute in: "auto", "float32" or "bfloat16", as
-            RoleConfig.dtype; None = the dtype that each has.
+        module_dtype: the compute dtype of models that are passed as modules: "auto", "float32" or "bfloat16", as
+            RoleConfig.dtype; None = the dtype of each module.
     Raises: ConfigError: a model can't be loaded, or this machine does not have the device.
 
     Example: RLCluster(actor="Qwen/Qwen3-0.6B", tokenizer="Qwen/Qwen3-0.6B", cluster_config=ClusterConfig(
@@ -129,7 +129,7 @@ class RLCluster(RoleWorkers):
         )
 
     def _train_roles(self, config: RLTrainingConfig) -> None:
-        """Gives the roles that are trained their trainers."""
+        """Makes the trainers of the actor and the critic."""
         accumulate = (config.mini_batch_size or 1) // (config.train_micro_batch_size or config.mini_batch_size or 1)
         for role, loss in ((Role.ACTOR, clipped_surrogate), (Role.CRITIC, clipped_value)):
             if role in self._workers:
@@ -138,16 +138,16 @@ class RLCluster(RoleWorkers):
     def _load(
         self, role: Role, model: ModelSource, actor: ModelSource, policy: LoadedModel
     ) -> tuple[ModelSource, LoadedModel]:
-        """A role's model beside the actor, and what it comes from."""
+        """Loads the model of a role other than the actor. Returns: its source, and the loaded model."""
         if role is Role.REFERENCE:
             return self.load_reference(model, actor, policy)
         return model, self.load(role, model)
 
     def _drawn_from(self, policy: LoadedModel) -> tuple[Support, Allowed]:
-        """The distribution that training samples from, as the trainer has to know it: support and constraint.
+        """The distribution that training samples from: its support, and the constraint of its tokens.
 
-        Raises: ConfigError: stop strings or a constraint of training or evaluation are wrong, or the
-            policy is trained with dropout.
+        Raises: ConfigError: stop strings or a constraint of training or evaluation are wrong, or the policy has
+            dropout.
         """
         _check_dropout(policy)
         for mode in (Mode.TRAIN, Mode.EVAL):
@@ -156,7 +156,7 @@ class RLCluster(RoleWorkers):
         return support_of(sampling), functools.partial(self._masks.of_targets, sampling)
 
     def _budget(self, loaded: LoadedModel, positions: int | None) -> int:
-        """Tokens of a micro-batch of a role's model. Args: positions: of the model that samples."""
+        """The token budget of a role's micro-batches. Args: positions: of the model that samples."""
         device = loaded.module.device.type
         usual = self.training_config.token_budget(device)
         budget = self.cluster_config.token_budget(device, positions)
@@ -170,9 +170,9 @@ class RLCluster(RoleWorkers):
         return budget
 
     def reward_model(self, **options: Any) -> RewardModel:
-        """The reward model as a reward function, named after its folder; `options` are RewardModel's.
+        """The reward model as a reward function, named after its folder. Args: options: RewardModel's.
 
-        Raises: ConfigError: the cluster was made without one.
+        Raises: ConfigError: the cluster has no reward model.
         """
         worker = self.worker(Role.REWARD)
         return RewardModel(
@@ -189,7 +189,7 @@ class RLCluster(RoleWorkers):
         return nullcontext() if worker is None or self.ranks.size == 1 else worker.rollout_weights()
 
     def _make_engine(self) -> RolloutEngine:
-        """The engine that the configuration names, over the actor's model."""
+        """Makes the engine that the configuration names, with the actor's model."""
         config = self.cluster_config
         with self.actor.rollout_weights():
             return make_engine(
@@ -224,7 +224,7 @@ class RLCluster(RoleWorkers):
     def critic_worker(self) -> ModelWorker:
         """The model that has the critic's score head: the critic, or the actor where they share a trunk.
 
-        Raises ConfigError: there is neither.
+        Raises: ConfigError: there is neither.
         """
         shared = Role.CRITIC not in self._workers and self.actor.loaded.score_head is not None
         return self.actor if shared else self.worker(Role.CRITIC)
@@ -236,7 +236,7 @@ class RLCluster(RoleWorkers):
         return self._trainers[Role.CRITIC]
 
     def rollout_for(self, mode: Mode = Mode.TRAIN) -> RolloutConfig:
-        """The rollout configuration of a mode; evaluation takes training's where none was given."""
+        """The rollout configuration of a mode; evaluation uses training's if it has none of its own."""
         return self.cluster_config.rollout_for(mode)
 
     def sampling(self, mode: Mode = Mode.TRAIN) -> Sampling:
@@ -245,32 +245,32 @@ class RLCluster(RoleWorkers):
 
     @property
     def pad_id(self) -> int:
-        """The tokenizer's padding id, or the end id."""
+        """The tokenizer's padding id, or an end id if it has none."""
         return pad_token_id(self.tokenizer, self.eos_ids)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of a whole completion, special tokens left out."""
+        """The text of a whole completion, without special tokens."""
         return str(self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
 
     def encoder(self, mode: Mode = Mode.TRAIN, **options: Any) -> PromptEncoder:
-        """What turns data rows into Prompts under a mode's limits; `options` are PromptEncoder's."""
+        """The encoder of data rows to Prompts, with the limits of a mode. Args: options: PromptEncoder's."""
         return PromptEncoder.from_config(self.tokenizer, self.rollout_for(mode), **options)
 
     # ---- sampling ------------------------------------------------------------------------------------------------
 
     @property
     def rollout(self) -> RolloutEngine:
-        """The engine; built when it is first asked for."""
+        """The engine; it is built at the first access."""
         return self._rollouts.engine
 
     @property
     def rollouts(self) -> Rollouts:
-        """What plays episodes in the engine, awake."""
+        """The driver that plays episodes in the engine; the engine is ready to sample."""
         self._rollouts.resume()
         return self._rollouts.driver
 
     def build_engine(self) -> None:
-        """Builds the engine now, so that what it refuses is said before the first step."""
+        """Builds the engine now, so that its errors come before the first step."""
         _ = self._rollouts.engine
 
     def sample(
@@ -292,13 +292,14 @@ class RLCluster(RoleWorkers):
         Args:
             prompts: encoded; the same in all processes.
             num_generations: G, completions of each.
-            step: with the seed, the prompt's place and the generation, the address of every draw.
-            first: place of the first of these prompts in the step, where they are not its first ones.
-            mode: whose sampling parameters and draws.
+            step: the number of the step. Every draw depends on the seed, the step, the prompt's position in the step
+                and the number of the generation.
+            first: the position of the first of these prompts in the step.
+            mode: the mode with the sampling parameters; the draws of different modes are independent.
             sampling, seed: instead of the mode's and the run's.
-            at_once: prompts given to the engine at once; no draw depends on it.
-            greedy: one completion of each prompt more, at temperature 0: Group.greedy.
-            play: episodes with turns: what one plays under its sampling parameters; None = one completion.
+            at_once: the number of prompts that the engine gets at once; no draw depends on it.
+            greedy: add a completion of each prompt at temperature 0: Group.greedy.
+            play: plays an episode with several turns under its sampling parameters; None = one completion.
         Returns: a group for each prompt, in order, completions in the order of generation.
         """
         domain = mode.value if isinstance(mode, Mode) else mode
@@ -319,12 +320,12 @@ class RLCluster(RoleWorkers):
             )
 
     def release_engine_memory(self) -> None:
-        """Frees what an engine holds besides the weights, until it samples again: an update needs none of it."""
+        """Frees the memory that the engine does not need during an update: all but the weights."""
         if self._rollouts.release():
             self.release_memory(self.actor)
 
     def sync_weights(self) -> None:
-        """Gives the engine the actor's weights under a new policy version; nothing moves where they are shared."""
+        """Gives the engine the actor's weights under a new policy version; shared weights are not copied."""
         self.finish_step(self.actor)
         with self.trace.span("weight_sync"):
             self._rollouts.sync()
@@ -332,7 +333,7 @@ class RLCluster(RoleWorkers):
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What a resumed cluster needs besides its workers: counters, lengths, and what each role computes in."""
+        """The state of a resumed cluster, besides its workers: counters, lengths and compute dtypes."""
         return {**super().state(), **self._rollouts.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -340,7 +341,7 @@ class RLCluster(RoleWorkers):
         self._rollouts.restore(state)
 
     def describe(self) -> dict[str, Any]:
-        """What was chosen for this machine: compute dtypes, what training runs on, and what the engine does, if any."""
+        """The choices for this machine: compute dtypes, and the back ends of training and of the engine, if any."""
         engine = self._rollouts.describe()
         return {**super().describe(), **({} if engine is None else {"rollout": engine})}
 
@@ -351,9 +352,9 @@ class RLCluster(RoleWorkers):
 
 
 def _shared_critic(critic: Any) -> tuple[bool, Any]:
-    """Whether the critic is the actor's own trunk, critic="actor", and the critic that has a model of its own, if any.
+    """Whether the critic shares the actor's trunk (critic="actor"), and the critic if it has a model of its own.
 
-    Raises ConfigError: settings of a model of its own that a shared one has not.
+    Raises: ConfigError: the shared critic has settings that only a model of its own can have.
     """
     given = critic.model if isinstance(critic, RoleConfig) else critic
     if not isinstance(given, str) or given != ACTOR:
@@ -367,14 +368,14 @@ def _shared_critic(critic: Any) -> tuple[bool, Any]:
 
 
 def _check_given(config: ClusterConfig, models: Iterable[Any]) -> None:
-    """Raises ConfigError, all at once, for names that nothing has: engine, models, optimizers, loggers."""
+    """Raises one ConfigError with every unknown engine, model, optimizer and logger."""
     loop = config.training_config
     named = model_checks(loop, models, (loop.actor_optimizer, loop.critic_optimizer))
     raise_all([lambda: resolve_engine(config.rollout_engine), *named])  # pyright: ignore[reportArgumentType]
 
 
 def _check_dropout(policy: LoadedModel) -> None:
-    """Raises ConfigError for an adapter's dropout: the policy that samples would not be the one that is trained."""
+    """Raises ConfigError for an adapter with dropout: the policy that samples would differ from the trained one."""
     if policy.adapter is not None and policy.adapter.dropout:
         raise ConfigError(
             f"actor.lora.lora_dropout={policy.adapter.dropout} must be 0.0 in reinforcement learning: the sampler "

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from whet.config import DPORunConfig, PPORunConfig, RMRunConfig, RunConfig, SFTRunConfig, load_run, load_supervised
+from whet.data.sources import load_rows
 from whet.util.package_files import recipe_path
 
 SUPERVISED = {"sft": SFTRunConfig, "rm": RMRunConfig, "dpo": DPORunConfig}
@@ -35,3 +36,15 @@ def test_a_recipe_parses_and_its_batches_divide(path):
 def test_a_recipe_says_its_command_cost_and_expected_number(path):
     head = "".join(line for line in path.read_text().splitlines(True) if line.startswith("#"))
     assert "whet " in head and "cost" in head.lower() and "expect" in head.lower()
+
+
+def test_the_rows_of_the_smollm2_recipes_are_pairs_and_tagged_answers_that_evaluation_does_not_show():
+    pytest.importorskip("reasoning_gym")
+    names = ("pairs", "heldout_pairs", "tagged")
+    pairs, heldout, tagged = (load_rows(f"{RECIPES[0].parent}/smollm2.py:{name}") for name in names)
+    for row in (*pairs, *heldout):
+        assert int(row["chosen"].strip(" .")) == eval(row["prompt"].split(":")[1].strip("= "))
+        assert row["chosen"] != row["rejected"]
+    assert not {row["prompt"] for row in heldout} & {row["prompt"] for row in (*pairs, *tagged)}
+    assert (len(pairs), len(heldout), len(tagged)) == (480, 128, 192)
+    assert re.fullmatch(r"<answer>-?\d+</answer>", tagged[0]["response"])

@@ -91,6 +91,8 @@ def _dispatch(command: str, words: list[str]) -> None:
         print_text(info_text(command, words))
     elif command == "data":
         _data(words)
+    elif command == "plan":
+        _plan(words)
     else:
         _run(command, words)
 
@@ -166,6 +168,27 @@ def _data(words: list[str]) -> None:
     from whet.cli.data import show_data
 
     show_data(config, rows=int(row_counts[-1]) if row_counts else 3, say=print_text)
+
+
+def _plan(words: list[str]) -> None:
+    """`whet plan [grpo|ppo] [memory_gb=N] key=value ...`; its keys are those of the command that would train."""
+    from whet.errors import ConfigError
+
+    kind, words = (words[0], words[1:]) if words and words[0] in ("grpo", "ppo") else ("grpo", words)
+    is_memory = lambda word: word.removeprefix("--").startswith("memory_gb=")
+    sizes = [word.partition("=")[2] for word in words if is_memory(word)]
+    words = [word for word in words if not is_memory(word)]
+    _check_flags(kind, words)
+    try:
+        memory = float(sizes[-1]) if sizes else None
+    except ValueError:
+        memory = -1.0
+    if memory is not None and not 0 < memory < 1e6:
+        raise ConfigError(f"memory_gb={sizes[-1]}: expected the gigabytes of a GPU, such as 24")
+    config = _config(kind, words)
+    from whet.cli.plan import plan
+
+    plan(config, memory)
 
 
 def _log_inputs(command: str, config: Any, words: list[str]) -> None:
@@ -327,7 +350,9 @@ def _help() -> str:
 def _command_help(command: str, words: list[str], topic: str) -> str:
     if command in INFO_COMMANDS:
         return f"usage: {f'whet {command} {INFO_COMMANDS[command]}'.rstrip()}\n\n{COMMANDS[command]}"
-    of = {"data": words[0] if words[0] in RUN_COMMANDS else "grpo", "demo": "grpo"}.get(command, command)
+    of = {"data": words[0] if words[0] in RUN_COMMANDS else "grpo", "demo": "grpo", "plan": "grpo"}.get(
+        command, command
+    )
     flags = "".join(f"[--{name}] " for name, takers in FLAGS.items() if command in takers)
     return command_help(command, COMMANDS[command], topic, *config_class(of), flags)
 

@@ -318,7 +318,7 @@ def summarise(run: Run, config: AnyRun, seconds: float) -> dict[str, Any]:
 
 
 def compare_examples(folder: Path, steps: Sequence[int], count: int = 4) -> list[str]:
-    """The first held-out prompts, each with its completion at the first and at the last evaluation.
+    """How many held-out prompts got a better or a worse completion, and the first of those with both completions.
 
     Args: folder: of the run. steps: of its evaluations. count: prompts at most.
     Returns: lines for a person; none where the run keeps no completions, or was evaluated once.
@@ -327,8 +327,10 @@ def compare_examples(folder: Path, steps: Sequence[int], count: int = 4) -> list
     if len({*files}) < 2 or not all(file.is_file() for file in files):
         return []
     before, after = (_first_completions(file) for file in files)
-    lines = ["held-out prompts, before and after:"]
-    for row in [row for row in before if row in after][:count]:
+    gains = {row: after[row][2] - before[row][2] for row in before if row in after}
+    better, worse = sum(gain > 0 for gain in gains.values()), sum(gain < 0 for gain in gains.values())
+    lines = [f"held-out prompts: {better} better than before, {worse} worse, {len(gains) - better - worse} equal"]
+    for row in [row for row, gain in gains.items() if gain][:count]:
         lines.append(f"  {_one_line(before[row][0])}")
         for name, (_, completion, reward) in (("before", before[row]), ("after", after[row])):
             lines.append(f"    {name:<6} (reward {reward:.3g}): {_one_line(completion)}")

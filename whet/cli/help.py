@@ -257,6 +257,20 @@ FIRST: Mapping[str, Sequence[Group]] = {
             },
         ),
     ),
+    "plan": (
+        (
+            "Keys",
+            {
+                "model": "only its config is read",
+                "memory_gb=24": "memory of the GPU; default: plans for 24, 40 and 80",
+                "actor.lora.r": "plan an adapter of this rank",
+                "rollout.max_prompt_length": "default: 512 tokens",
+                "rollout.max_tokens_to_generate": "default: 512 tokens",
+                "trainer.max_tokens_per_microbatch": "default: the most that fits",
+                "actor.gradient_checkpointing": "default: none, or full where that does not fit",
+            },
+        ),
+    ),
     "data": (
         (
             "Keys",
@@ -307,6 +321,7 @@ _EXAMPLES: Mapping[str, Sequence[str]] = {
     "push": ("whet push runs/a repo=me/sums which=best dry_run=true",),
     "report": ("whet report runs/a", "whet report runs/a runs/b out=compared"),
     "watch": ("whet watch runs/a",),
+    "plan": ("whet plan model=Qwen/Qwen3-0.6B rollout.max_tokens_to_generate=1024 memory_gb=24",),
     "data": (
         "whet data data=rows.jsonl model=FOLDER",
         "whet data sft data=chats.jsonl model=FOLDER rows=1",
@@ -386,8 +401,13 @@ def command_help(command: str, about: str, topic: str, kind: type, short: Mappin
                 f"--help {topic}: there is no such section or key{near}; the sections are {', '.join(sections)}"
             )
         return keys
-    data_words = "[grpo|ppo|sft|rm|dpo] [rows=N] "
-    words = {"push": "[RUN] ", "report": "[RUN ...] ", "watch": "[RUN ...] ", "data": data_words}.get(command, "")
+    words = {
+        "push": "[RUN] ",
+        "report": "[RUN ...] ",
+        "watch": "[RUN ...] ",
+        "data": "[grpo|ppo|sft|rm|dpo] [rows=N] ",
+        "plan": "[grpo|ppo] [memory_gb=N] ",
+    }.get(command, "")
     files = "" if command == "demo" else "[--config FILE ...] "
     usage = [f"usage: whet {command} {words}{files}{flags}[key=value ...]", "", about]
     note = [_NOTES[command]] if command in _NOTES else []

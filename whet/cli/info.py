@@ -64,7 +64,7 @@ def _schema(command: str = "grpo") -> str:
 
 def _config_commands() -> list[str]:
     """The commands that take keys."""
-    return [name for name in COMMANDS if name not in (*INFO_COMMANDS, "data", "demo")]
+    return [name for name in COMMANDS if name not in (*INFO_COMMANDS, "data", "demo", "plan")]
 
 
 def _completion(shell: str) -> str:
@@ -77,7 +77,13 @@ def _completion(shell: str) -> str:
     for name in _config_commands():
         kind, short = config_class(name)
         keys[name] = [f"{key}=" for key in sorted({*(key for key, *_ in leaves(kind, optional=True)), *short})]
-    keys |= {"demo": keys["grpo"], "data": keys["grpo"], "schema": _config_commands(), "completion": list(_SCRIPTS)}
+    keys |= {
+        "demo": keys["grpo"],
+        "data": keys["grpo"],
+        "plan": keys["grpo"],
+        "schema": _config_commands(),
+        "completion": list(_SCRIPTS),
+    }
     return _SCRIPTS[shell](COMMANDS, keys)
 
 

@@ -23,6 +23,7 @@ COMMANDS = {
     "rm": "train a reward model on pairs of answers: --config run.yaml, key=value",
     "dpo": "train a policy on preferences (DPO, SimPO, KTO, ...): --config run.yaml, key=value",
     "data": "print rows as the model reads them, and their lengths: whet data [sft] key=value",
+    "plan": "print the memory that a run takes on a GPU: whet plan model=FOLDER [memory_gb=24] key=value",
     "generate": "complete prompts: model=FOLDER prompt=TEXT",
     "chat": "chat with a model: model=FOLDER",
     "eval": "evaluate a model on a data set: model=FOLDER data=FILE reward=NAME",

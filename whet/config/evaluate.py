@@ -9,6 +9,7 @@ from dataclasses import field
 from typing import Any, Literal
 
 from whet.config.base import config, config_from_dict
+from whet.config.data import Sources
 from whet.config.enums import Mode
 from whet.config.fields import Bool, Count, Float, Fn, Name, Number, Seconds, Seed, Size, Temperature, Text
 from whet.config.loader import dump_tree, merge, parse_config_args
@@ -51,9 +52,9 @@ class EvalRolloutConfig(RolloutConfig):
 class EvalDataConfig:
     """The data set to evaluate on."""
 
-    path: Name | None = None
+    path: Sources | None = None
     """Hub name, folder, a json, jsonl, csv, parquet or arrow file, "file.py:function" or "package.module:function" that
-    returns the rows; None = the rows come from Python."""
+    returns the rows; or a list of data sets: [{path, split, subset, limit}, ...]. None = the rows come from Python."""
     subset: Name | None = None
     """Configuration of a hub data set, e.g. main; None = its only one."""
     split: Name | None = None
@@ -85,6 +86,8 @@ class EvalDataConfig:
         """Checks the ranges."""
         if not 0 <= self.eval_fraction < 1:
             raise ConfigError(f"eval_fraction must lie in [0, 1), got {self.eval_fraction!r}; 0.0 turns it off")
+        if not isinstance(self.path, str) and any("weight" in s for s in self.path or () if isinstance(s, Mapping)):
+            raise ConfigError("data takes no weights in an evaluation, which reads every row once; leave them out")
 
 
 @config

@@ -16,7 +16,7 @@ import numpy as np
 
 from whet.errors import ConfigError
 
-__all__ = ["Estimate", "estimate", "majority_at_k", "pass_at_k", "settled_ks"]
+__all__ = ["Estimate", "estimate", "majority_at_k", "pass_at_k", "resolve_ks"]
 
 
 @dataclass(frozen=True)
@@ -115,13 +115,13 @@ def _voted(answers: Sequence[Hashable | None], passed: Sequence[float]) -> float
     return sum(winners) / len(winners)
 
 
-def settled_ks(given: Sequence[int] | None, n: int) -> tuple[int, ...]:
+def resolve_ks(given: Sequence[int] | None, n: int) -> tuple[int, ...]:
     """The k of pass@k and majority@k: those given, or the powers of two up to n, and n.
 
     Args: given: None = by default. n: completions of each prompt.
     Raises: ConfigError: one is greater than n.
 
-    >>> settled_ks(None, 1), settled_ks(None, 8), settled_ks(None, 6), settled_ks([5, 1], 6)
+    >>> resolve_ks(None, 1), resolve_ks(None, 8), resolve_ks(None, 6), resolve_ks([5, 1], 6)
     ((1,), (1, 2, 4, 8), (1, 2, 4, 6), (1, 5))
     """
     if given is None:

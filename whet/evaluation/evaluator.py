@@ -31,7 +31,7 @@ from whet.data.text_parts import decode_ids
 from whet.envs import load_script
 from whet.errors import ConfigError, DataError, lookup_error, nearest
 from whet.evaluation.columns import columns_of
-from whet.evaluation.estimators import Estimate, settled_ks
+from whet.evaluation.estimators import Estimate, resolve_ks
 from whet.evaluation.eval_folder import EvalFolder, Part
 from whet.evaluation.metrics import Answered, answer_reader, answered, measure, passes
 from whet.evaluation.reward_functions import reward_digest, reward_manager
@@ -72,7 +72,7 @@ class Evaluation:
     by_source: Mapping[str, Mapping[str, Estimate]] = field(default_factory=dict)
     """The same of the prompts of each source, in the order of their names."""
     about: Mapping[str, Any] = field(default_factory=dict)
-    """What was evaluated, and how: plain values."""
+    """The settings of the evaluation, as plain values."""
     folder: Path | None = None
     """Where it is written; None = nowhere."""
     examples: Sequence[str] = ()
@@ -96,7 +96,7 @@ class Evaluation:
         return text_table(self.results, self.by_source)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the table, and the best and the worst completion."""
+        """The HTML for a notebook: the table, and the best and the worst completion."""
         examples = "".join(f"<pre>{html.escape(line)}</pre>" for line in self.examples)
         return table_html(str(self.about.get("model", "")), rows_of(self.results, self.by_source)) + examples
 
@@ -271,7 +271,7 @@ class _Work:
         deciding = [fns[self.config.pass_reward]] if self.config.pass_reward in fns else list(fns.values())
         self.read, self.votes_on = answer_reader(self.config.answer_fn, deciding)
         self.generations = c.num_generations_eval or 1
-        self.ks = settled_ks(self.config.k, self.generations)
+        self.ks = resolve_ks(self.config.k, self.generations)
         self.seed = self.config.seed if c.seed is None else c.seed
         log.info("%s: %d prompts, %d completion(s) of each", self.name, len(self.prompts), self.generations)
         sampling = sampling_of(c, sampler.eos_ids, sampler.tokenizer)
@@ -379,7 +379,7 @@ class _Work:
         self.folder.write(part.first, columns, {} if rewarded is None else dict(sorted(rewarded.table.items())))
 
     def _identity(self) -> tuple[dict[str, Any], str]:
-        """The settings that the completions depend on, and a digest of the reward functions."""
+        """The inputs that the completions and their rewards depend on."""
         module, (prompts, columns) = self.sampler.loaded.module, compute_checksums(self.prompts)
         sampling = {n: v for n, v in dump_tree(self.config.sampling).items() if n not in _OF_ENGINE}
         draws = {

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from whet.evaluation.columns import columns_of
-from whet.evaluation.estimators import pass_at_k, settled_ks
+from whet.evaluation.estimators import pass_at_k, resolve_ks
 from whet.metrics import Max, Mean, Metric, Min, Sum, merge
 from whet.ops import AdvantageInputs
 from whet.rewards.reward_batch import sample_std
@@ -110,7 +110,7 @@ def evaluation_metrics(rewards: RewardBatch) -> dict[str, Metric]:
         metrics = merge(metrics, spread(f"rewards/best_of_{generations}", best))
     if np.isin(total, (0.0, 1.0)).all():
         metrics = merge(metrics, {"accuracy": Mean(float(total.sum()), len(total))})
-        for k in settled_ks(None, generations) if generations > 1 else ():
+        for k in resolve_ks(None, generations) if generations > 1 else ():
             estimates = [pass_at_k(len(known), int(known.sum()), k) for known in groups if len(known) >= k]
             metrics[f"pass@{k}"] = Mean(float(sum(estimates)), len(estimates))
     return metrics

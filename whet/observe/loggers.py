@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 @runtime_checkable
 class Logger(Protocol):
-    """What a run calls on a logger."""
+    """The methods that a run calls on a logger."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Logs the metrics of one step, with names like train/reward."""

@@ -169,7 +169,7 @@ class Progress:
         return [f"{timedelta(seconds=seconds)} left"]
 
     def _with_curve(self, texts: list[str]) -> str:
-        """The text beside the bar, with a curve after the first metric if the terminal is wide enough."""
+        """The text after the bar, with a curve after the first metric if the terminal is wide enough."""
         room = _console().width - _OTHER_COLUMNS - len(str(self.description)) - len("  ".join(texts))
         room -= _BAR_COLUMNS if _console().width >= _MIN_WIDTH_FOR_BAR else 0
         curve = f" {sparkline(self._values, min(24, room))}" if room >= 6 else ""

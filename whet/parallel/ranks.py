@@ -26,6 +26,11 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
+def _no_phase() -> str:
+    """No phase is known."""
+    return ""
+
+
 class Ranks:
     """One process.
 
@@ -39,7 +44,7 @@ class Ranks:
     """The number of processes."""
     step: int = 0
     """The step that runs now, for messages; 0 = none."""
-    phase: Callable[[], str] = staticmethod(lambda: "")
+    phase: Callable[[], str] = staticmethod(_no_phase)
     """Returns the phase of the step that runs now, for messages; "" = unknown."""
 
     def describe(self) -> str:

@@ -39,13 +39,17 @@ def reasoning_gym(completions: list[Any], task: list[str], index: list[int], **_
 def reasoning_gym_number(completions: list[Any], task: list[str], index: list[int], **_: Any) -> list[float]:
     """reasoning-gym's score of the last number of each completion; a completion without a number gets 0.
 
+    A wrong number that only contains the answer (15 for 5, -38 for 38) gets 0 too, where reasoning-gym gives a part.
+
     Args, Returns: as of `reasoning_gym`.
 
     Example: for tasks whose answer is a number, on a model that writes sentences.
     """
     answers = [read_number(text_of(completion)) for completion in completions]
     texts = ["" if a is None else f"{a.to_integral() if a == a.to_integral() else a:f}" for a in answers]
-    return [_score(*each) for each in zip(texts, task, index, strict=True)]
+    scores = [_score(*each) for each in zip(texts, task, index, strict=True)]
+    gold = [str(_entry(name, int(i))["answer"]) for name, i in zip(task, index, strict=True)]
+    return [0.0 if text != g and g in text else s for s, text, g in zip(scores, texts, gold, strict=True)]
 
 
 def _score(answer: str, task: str, index: int) -> float:

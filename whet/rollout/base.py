@@ -314,7 +314,8 @@ class RolloutEngine(Protocol):
     def step(self, timeout_s: float | None = None) -> list[Output]:
         """Computes until requests finish (or the time is up) and returns their outputs; [] = nothing in flight.
 
-        timeout_s=0.0 computes as little as the engine can, so that `peek` shows tokens as they are drawn.
+        One call may run many decode steps, unlike vLLM's `LLMEngine.step`. timeout_s=0.0 computes as little as the
+        engine can, so that `peek` shows tokens as they are drawn.
         """
         ...
 

@@ -274,7 +274,7 @@ def remove_checkpoint(folder: Path) -> None:
 
 
 def write_pointer(root: Path, name: str, pointer: str = "latest") -> None:
-    """Writes the name of a checkpoint to a text file beside the checkpoints, atomically."""
+    """Writes the name of a checkpoint to a text file in the folder of the checkpoints, atomically."""
     write_atomic(root / pointer, f"{name}\n".encode())
 
 

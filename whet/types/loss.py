@@ -1,4 +1,4 @@
-"""What a loss receives, and what a model returns.
+"""The inputs of a loss, and the outputs of a model.
 
 Dim letters: s tokens of a micro-batch, n its sequences (whole), u its units (whole).
 """
@@ -28,12 +28,12 @@ _PER_TOKEN = (
     "sequence",
 )
 CONSTANTS = ("correct", "log_sum_sq_probs", "mean_logits")
-"""What a model says of each token, besides, where it is asked for; without a gradient."""
+"""Further outputs of a model for each token, computed on request and without a gradient."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, init=False)
 class LossInputs(Columns):
-    """What a loss receives: whole sequences of one micro-batch, on the model's device, in fp32 or better.
+    """The inputs of a loss: whole sequences of one micro-batch, on the model's device, in fp32 or better.
 
     All columns of the batch are there, cut to these sequences: `x.advantages`, `x.need("teacher_logprobs")`. Numbers
     per token are 0 where the mask is False.
@@ -151,7 +151,7 @@ class LossInputs(Columns):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenStats:
-    """What a model computes of each token: [s] of a micro-batch, or [S] of a whole batch; scores are [n] or [N]."""
+    """A model's outputs for each token: [s] of a micro-batch, or [S] of a whole batch; scores are [n] or [N]."""
 
     logprobs: Tensor | None = None
     entropy: Tensor | None = None

@@ -77,9 +77,9 @@ def test_the_help_of_a_command_is_one_screen_of_keys_that_there_are(command, cap
     assert 0 < len(lines) <= 45 and max(map(len, lines)) <= 100
     if command in INFO_COMMANDS:
         return
-    kind, short = config_class({"data": "grpo", "demo": "grpo"}.get(command, command))
+    kind, short = config_class({"data": "grpo", "demo": "grpo", "plan": "grpo"}.get(command, command))
     known = {key for key, *_ in leaves(kind)} | {key for key, *_ in leaves(kind, optional=True)} | {*short}
-    known |= {"algo.preset"} | ({"rows=3"} if command == "data" else {"seed"})
+    known |= {"algo.preset"} | {"data": {"rows=3"}, "plan": {"memory_gb=24"}}.get(command, {"seed"})
     keys = [key for _, keys in FIRST[command] for key in keys]
     assert [key for key in keys if key not in known and key.partition("=")[0] not in known] == []
     assert all(any(line.startswith(f"  {key}") for line in lines) for key in keys)

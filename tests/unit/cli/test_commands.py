@@ -379,7 +379,7 @@ def test_what_is_loaded_is_said_before_anything_heavy_is_imported(command, capsy
     assert capsys.readouterr().err.splitlines() == ["loading the model my/model and the data rows.jsonl", "work"]
 
 
-def test_the_end_of_a_run_shows_held_out_prompts_before_and_after(tmp_path):
+def test_the_end_of_a_run_shows_held_out_prompts_that_changed(tmp_path):
     def write(step, completions, rewards):
         n = len(rewards)
         columns = {
@@ -390,11 +390,13 @@ def test_the_end_of_a_run_shows_held_out_prompts_before_and_after(tmp_path):
         with RunFolder(tmp_path) as folder:
             folder.write_completions(step=step, mode="eval", columns=columns, rewards={"f": rewards})
 
-    write(0, ["5", "4", "2", "-2"], [0.0, 1.0, 0.0, 1.0])
+    write(0, ["5", "4", "2", "-2"], [0.75, 1.0, 0.0, 1.0])
     assert commands.compare_examples(tmp_path, [0]) == commands.compare_examples(tmp_path, [0, 9]) == []
     write(20, ["4\n.", "4", "\x1b[2J-2", "2"], [0.5, 1.0, 1.0, 0.0])
-    lines = ["held-out prompts, before and after:", "  2+2="]
-    lines += ["    before (reward 0): 5", "    after  (reward 0.5): 4 ."]
+    lines = ["held-out prompts: 1 better than before, 1 worse, 0 equal", "  2+2="]
+    lines += ["    before (reward 0.75): 5", "    after  (reward 0.5): 4 ."]
     assert commands.compare_examples(tmp_path, [0, 10, 20], 1) == lines
     last = ["  1-3=", "    before (reward 0): 2", "    after  (reward 1): ␛[2J-2"]
     assert commands.compare_examples(tmp_path, [0, 20]) == [*lines, *last]
+    write(30, ["5", "4", "2", "2"], [0.75, 1.0, 0.0, 0.0])
+    assert commands.compare_examples(tmp_path, [0, 30]) == [lines[0].replace("1", "0").replace("0 equal", "2 equal")]

@@ -64,6 +64,10 @@ def test_a_runs_file_stands_for_its_evaluation(tmp_path):
         ({"path": "d", "eval_split": "dev", "limit": 3}, {"path": "d", "split": "dev", "limit": None}),
         ({"path": "d", "eval_path": "e"}, {"path": "e", "split": None}),
         (
+            {"path": "d", "eval_path": [{"path": "e", "split": "test", "limit": 3}, "f"]},
+            {"path": ({"path": "e", "split": "test", "limit": 3}, "f"), "split": None},
+        ),
+        (
             {"path": "d", "eval_fraction": 0.1, "limit": 50},
             {"path": "d", "split": "train", "eval_fraction": 0.1, "eval_fraction_seed": 4, "limit": 50},
         ),
@@ -126,3 +130,8 @@ def test_the_run_of_a_push_may_be_a_word():
         load_push(["runs/a", "runs/b"])
     with pytest.raises(ConfigError, match="no run; write whet push runs/a"):
         check_push(PushConfig())
+
+
+def test_data_sets_of_an_evaluation_have_no_weights():
+    with pytest.raises(ConfigError, match="data takes no weights in an evaluation"):
+        load_eval(["model=m", "reward=boxed", "data=[{path: a, weight: 0.5}, {path: b, weight: 0.5}]"])

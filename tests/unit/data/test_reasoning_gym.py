@@ -27,6 +27,8 @@ def test_rows_are_those_of_the_library_and_are_scored_by_it():
     texts = [answer, f"so it is {answer}", f"<answer>{answer}</answer> I think", "<answer>x</answer>", ""]
     assert reasoning_gym(texts, **columns) == [1.0, len(answer) / len(texts[1]), 1.0, 0.0, 0.0]
     assert reasoning_gym_number(texts, **columns) == [1.0, 1.0, 1.0, 0.0, 0.0]
+    near = [f"1{answer.lstrip('-')}", f"{answer}0"]  # other numbers with the answer's digits
+    assert reasoning_gym_number(near, task=[row["task"]] * 2, index=[row["index"]] * 2) == [0.0, 0.0]
 
 
 def test_the_test_split_holds_none_of_the_training_questions():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from whet.errors import ConfigError
-from whet.evaluation.estimators import estimate, majority_at_k, pass_at_k, settled_ks
+from whet.evaluation.estimators import estimate, majority_at_k, pass_at_k, resolve_ks
 
 SIZES = [(n, c) for n in (1, 2, 5, 7) for c in range(n + 1)]
 
@@ -87,6 +87,6 @@ def test_the_standard_error_is_over_prompts_and_nan_does_not_count():
 
 
 def test_the_ks():
-    assert settled_ks(None, 12) == (1, 2, 4, 8, 12)
+    assert resolve_ks(None, 12) == (1, 2, 4, 8, 12)
     with pytest.raises(ConfigError, match="k=9 needs as many completions of each prompt, and there are 8"):
-        settled_ks([1, 9], 8)
+        resolve_ks([1, 9], 8)

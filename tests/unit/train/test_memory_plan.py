@@ -1,0 +1,183 @@
+"""The plan of memory against what small models really hold, and against numbers counted on a fake CUDA device."""
+
+import dataclasses
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, LlamaConfig, Qwen3Config
+
+from whet.cli import main
+from whet.config import PPORunConfig, RoleConfig, load_run
+from whet.config.lora import LoraConfig
+from whet.errors import ConfigError
+from whet.models.attention import SegmentLayout
+from whet.models.lora import add_adapter
+from whet.train.memory_plan import GB, measure_model, plan_memory, with_settings
+from whet.train.optim import Optim
+
+QWEN3 = {  # layers, width, width of the gate, heads, bytes of activations of 16,363 tokens (counted on a fake GPU)
+    "0.6B": (28, 1024, 3072, 16, 33.1),
+    "1.7B": (28, 2048, 6144, 16, 52.0),
+    "4B": (36, 2560, 9728, 32, 100.6),
+    "8B": (36, 4096, 12288, 32, 127.4),
+}
+SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+
+
+def save_config(folder, kind=Qwen3Config, **sizes):
+    config = kind(**{**SMALL, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 4096, **sizes})
+    config.architectures = [kind.__name__.replace("Config", "ForCausalLM")]
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+def qwen3(folder, name):
+    layers, width, gate, heads, _ = QWEN3[name]
+    return save_config(
+        folder,
+        vocab_size=151_936,
+        hidden_size=width,
+        intermediate_size=gate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=name != "8B",
+    )
+
+
+@pytest.mark.parametrize("name", QWEN3)
+def test_activations_are_those_of_a_fake_gpu(tmp_path, name):
+    sizes = measure_model(RoleConfig(model=qwen3(tmp_path, name)), trained=True)
+    assert sizes.activations(16_363, "none") / GB == pytest.approx(QWEN3[name][-1], rel=0.005)
+    assert sizes.kv_bytes == 2 * QWEN3[name][0] * 8 * 128 * 2
+
+
+def make_module(folder, dtype=torch.bfloat16):
+    config = AutoConfig.from_pretrained(folder)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="whet").train()
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_weights_masters_moments_and_gradients_are_what_an_optimizer_holds(tmp_path, name, dtype, tied):
+    save_config(tmp_path, tie_word_embeddings=tied)
+    config = load_run([f"model={tmp_path}", f"actor.dtype={dtype}", f"actor.optim.name={name}", "algo.beta=0"])
+    plan = plan_memory(config, measure_model(config.actor, trained=True))
+    module = make_module(tmp_path, getattr(torch, dtype))
+    optim = Optim(module, dataclasses.replace(config.actor.optim, lr=0.1), dtype=getattr(torch, dtype))
+    loss = module.lm_head(module.model.embed_tokens.weight).float().square().sum()
+    (loss + sum(p.float().sum() for p in module.parameters())).backward()  # a gradient for each
+    masters = [m for n, m in optim.masters.items() if m is not optim.params[n]]
+    held = {"weights": module.parameters(), "fp32 masters": masters}
+    held["gradients"] = [m.grad for m in optim.masters.values()]
+    optim.step()
+    held[f"{name} moments"] = [x for state in optim.optimizer.state.values() for x in state.values() if x.numel() > 1]
+    parts = {part.name: part for part in plan.parts}
+    for part, tensors in held.items():
+        planned = parts[part].update if part in parts else 0.0
+        if part == "gradients":
+            planned -= max(p.numel() for p in module.parameters()) * getattr(torch, dtype).itemsize
+        assert planned == sum(x.nbytes for x in tensors), part
+
+
+@pytest.mark.parametrize("kind", [Qwen3Config, LlamaConfig])
+@pytest.mark.parametrize("lora", [None, LoraConfig(r=4)])
+def test_activations_are_what_a_pass_on_a_processor_saves(tmp_path, kind, lora):
+    sizes = measure_model(RoleConfig(model=save_config(tmp_path, kind), lora=lora), trained=True)
+    module = make_module(tmp_path)
+    if lora is not None:
+        add_adapter(module.requires_grad_(False), lora)
+    own, saved = {p.data_ptr() for p in module.parameters()}, {}
+
+    def count(tokens):
+        saved.clear()
+        layout = SegmentLayout((tokens,), (-1,), "cpu", attention="plain")
+        keep = lambda x: saved.setdefault(x.untyped_storage().data_ptr(), x)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            ids = torch.zeros(1, tokens, dtype=torch.long)
+            module.model(input_ids=ids, position_ids=layout.position_ids, whet_layout=layout, use_cache=False)
+        return sum(x.untyped_storage().nbytes() for key, x in saved.items() if key not in own)
+
+    assert (count(512) - count(256)) / 256 == pytest.approx(sizes.activation_bytes, rel=0.05)
+
+
+def test_a_cache_is_what_the_plan_says(tmp_path):
+    config = load_run([f"model={save_config(tmp_path)}", "rollout.kv_cache_tokens=2000"])
+    sizes = measure_model(config.actor, trained=True)
+    plan = plan_memory(config, sizes)
+    (part,) = [p for p in plan.parts if p.name.startswith("KV")]
+    assert part.name == "KV cache, 2,000 tokens" and part.rollout == 2000 * 3 * 2 * 2 * 8 * 2 and part.update == 0
+
+
+def test_settings_that_fit_are_found_and_named(tmp_path):
+    model = qwen3(tmp_path / "m", "0.6B")
+    words = [f"model={model}", "rollout.max_prompt_length=512", "rollout.max_tokens_to_generate=1024", "algo.beta=0"]
+    config = load_run(words)
+    sizes = measure_model(config.actor, trained=True)
+    assert plan_memory(config, sizes).update > 40 * GB  # whet's defaults, in which nothing is bounded
+    for memory in (24, 40, 80):
+        plan = plan_memory(config, sizes, memory=memory * GB)
+        assert plan.peak <= memory * GB
+        chosen = load_run([*words, *with_settings(config, plan)])
+        assert plan_memory(chosen, sizes).parts == plan.parts and with_settings(chosen, plan) == []
+    fixed = load_run([*words, "trainer.max_tokens_per_microbatch=16384", "actor.gradient_checkpointing=full"])
+    assert plan_memory(fixed, sizes, memory=1.0).tokens == 16_384  # what was set stays
+
+
+@pytest.mark.parametrize(
+    ("name", "extra", "memory", "fits"),
+    [
+        ("0.6B", [], 24, True),
+        ("1.7B", [], 24, False),
+        ("1.7B", [], 80, True),
+        ("4B", ["actor.lora.r=16"], 24, True),
+        ("8B", ["actor.lora.r=16"], 80, True),
+        ("8B", [], 80, False),
+        ("8B", ["actor.lora.r=16", "actor.quantization=nf4"], 24, True),
+        ("0.6B", ["PPO"], 24, True),
+        ("4B", ["PPO"], 80, False),
+    ],
+)
+def test_what_fits_where(tmp_path, name, extra, memory, fits):
+    words = [
+        f"model={qwen3(tmp_path / 'm', name)}",
+        "rollout.max_tokens_to_generate=1024",
+        *(e for e in extra if "=" in e),
+    ]
+    config = load_run(words, PPORunConfig) if "PPO" in extra else load_run(words)
+    plan = plan_memory(config, measure_model(config.actor, trained=True), memory=memory * GB)
+    assert (plan.peak <= memory * GB) is fits
+
+
+def test_other_architectures_are_counted(tmp_path):
+    folder = save_config(tmp_path, GptOssConfig, num_local_experts=4, num_experts_per_tok=2)
+    assert measure_model(RoleConfig(model=folder), trained=True).kv_bytes == 3 * 2 * 2 * 8 * 2
+
+
+def test_the_command(tmp_path, capsys):
+    model = qwen3(tmp_path / "m", "4B")
+    assert main(["plan", f"model={model}", "actor.lora.r=16", "memory_gb=24"]) == 0
+    out = capsys.readouterr().out
+    assert "trains 33.0 M of 4,055 M parameters" in out and "\n  fits with " in out and "KV cache" in out
+    assert main(["plan", "ppo", f"model={model}"]) == 0
+    out = capsys.readouterr().out
+    assert [line for line in out.splitlines() if " GB: " in line] == [
+        f"{size} GB: PPO, bfloat16, trains 4,022.5 M of 4,022 M parameters" for size in (24, 40, 80)
+    ]
+    assert "does not fit, by" in out and "try actor.lora.r=16" in out
+    for words, message in (
+        ([], "no model; write model="),
+        ([f"model={tmp_path}"], "no model, tokenizer or run"),
+        ([f"model={model}", "memory_gb=much"], "memory_gb=much: expected the gigabytes of a GPU"),
+        ([f"model={model}", "memory=24"], "memory"),
+    ):
+        assert main(["plan", *words]) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_missing_config_is_an_error(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="no config of a language model"):
+        measure_model(RoleConfig(model=str(tmp_path)), trained=True)

@@ -1,0 +1,55 @@
+"""`whet plan`: the memory of a run on a GPU, before anything is loaded."""
+
+from __future__ import annotations
+
+from whet.cli.output import print_text
+from whet.config import PPORunConfig, RunConfig
+from whet.train.memory_plan import (
+    GB,
+    MemoryPlan,
+    ModelSizes,
+    measure_model,
+    plan_memory,
+    with_lengths,
+    with_settings,
+)
+
+__all__ = ["SIZES", "plan", "plan_text"]
+
+SIZES = (24.0, 40.0, 80.0)
+"""Gigabytes of usual GPUs, for a plan without memory_gb."""
+
+
+def plan(config: RunConfig, memory_gb: float | None) -> list[MemoryPlan]:
+    """Prints what a run of this configuration takes on one GPU, and the settings with which it fits.
+
+    Args: config: of `whet grpo` or `whet ppo`; only its model is needed. memory_gb: of the GPU, in gigabytes of 1e9
+        bytes; None = those of SIZES.
+    Returns: a plan for each size.
+    Raises: ConfigError: the model's config can't be read.
+    """
+    sizes = measure_model(config.actor, trained=True)
+    memories = SIZES if memory_gb is None else (memory_gb,)
+    plans = [plan_memory(config, sizes, memory=memory * GB) for memory in memories]
+    print_text("\n".join(plan_text(config, sizes, plan, memory) for plan, memory in zip(plans, memories, strict=True)))
+    return plans
+
+
+def plan_text(config: RunConfig, sizes: ModelSizes, plan: MemoryPlan, memory_gb: float) -> str:
+    """A plan as a table: a row for each part, in GB, and the settings to add."""
+    what = f"trains {sizes.trained / 1e6:,.1f} M of {sizes.parameters / 1e6:,.0f} M parameters"
+    kind = "PPO" if isinstance(config, PPORunConfig) else "GRPO"
+    dtype = "bfloat16" if sizes.dtype_bytes == 2 else "float32"
+    rollout = with_lengths(config).rollout
+    lengths = f"  prompts of {rollout.max_prompt_length:,} tokens, completions of {rollout.max_tokens_to_generate:,}"
+    lines = [f"{memory_gb:g} GB: {kind}, {dtype}, {what}", lengths, f"  {'GB':40}{'rollout':>9}{'update':>9}"]
+    lines += [f"  {p.name:40}{p.rollout / GB:9.1f}{p.update / GB:9.1f}" for p in plan.parts]
+    lines.append(f"  {'sum':40}{plan.rollout / GB:9.1f}{plan.update / GB:9.1f}")
+    words = with_settings(config, plan)
+    if plan.peak <= memory_gb * GB:
+        lines += [f"  fits with {' '.join(words)}" if words else "  fits as it is", ""]
+        return "\n".join(lines)
+    ways = [] if config.actor.lora is not None else ["actor.lora.r=16"]
+    ways += ["actor.quantization=nf4"] if config.actor.lora is not None and config.actor.quantization is None else []
+    ways += ["actor.optim.name=adamw8bit"] if config.actor.lora is None else []
+    return "\n".join([*lines, f"  does not fit, by {plan.peak / GB - memory_gb:.1f} GB; try {' or '.join(ways)}", ""])
