@@ -75,7 +75,8 @@ class EvalFolder:
         Returns: the parts in order, without their rewards where those were by other functions.
         Raises: ConfigError: other completions were drawn there. CheckpointError: what lies there can't be read.
         """
-        noted, about = self.path / "evaluation.json", {"format": FORMAT, "draws": dict(draws), "reward_digest": reward_digest}
+        noted = self.path / "evaluation.json"
+        about = {"format": FORMAT, "draws": dict(draws), "reward_digest": reward_digest}
         parts: list[Part] = []
         if noted.is_file():
             try:
@@ -96,7 +97,7 @@ class EvalFolder:
         return parts
 
     def write(self, first: int, columns: Mapping[str, Any], rewards: Mapping[str, Any]) -> None:
-        """Keeps a part. Args: first: its place. columns, rewards: as of a run's completions; none = not computed yet."""
+        """Keeps a part. Args: first: its place. columns, rewards: as of a run's completions; none = not computed."""
         write_completions(self.completions / f"eval-{first:06d}.parquet", step=0, columns=columns, rewards=rewards)
 
     def write_results(self, results: Mapping[str, Any]) -> None:
