@@ -8,11 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pandas
 import pytest
 import torch
 from helpers import full, rows, tiny_model
 from processes import free_port, needs_gloo, start, wait
-from run_folders import assert_same_rows, assert_same_run, rows_of, run_command, run_commands
+from run_folders import assert_same_completions, assert_same_rows, assert_same_run, rows_of, run_command, run_commands
 
 from whet.cli import main
 from whet.models.load import load_model
@@ -44,6 +45,17 @@ COMMANDS = {
     "rm": ["rm", *SUPERVISED, "data=pairs.jsonl", "reward_model.dtype=float32"],
     "ppo": ["ppo", *(word for word in GRPO[1:] if "generations" not in word), "trainer.max_steps=2",
             "critic.dtype=float32", "reference.dtype=float32", "algo.beta=0.1"],
+    "ppo-shared": ["ppo", *(word for word in GRPO[1:] if "generations" not in word), "trainer.max_steps=2",
+                   "critic.model=actor", *SGD],
+    "kto": ["dpo", *SUPERVISED, "data=pairs.jsonl", "actor.dtype=float32", "reference.dtype=float32",
+            "algo.loss_type=kto"],
+    "grpo-updates": [*GRPO, "trainer.max_steps=2", "algo.num_iterations=2", "trainer.mini_batch_size=1",
+                     "algo.beta=0.04", "reference.dtype=float32", "algo.sync_ref_model=true",
+                     "algo.ref_model_sync_steps=1", "algo.target_kl=0.1", *SGD],
+    "grpo-recomputed": [*GRPO, "trainer.max_steps=2", "actor.gradient_checkpointing=full", "rollout.top_k=20",
+                        "algo.loss_masks=[top-entropy]", "algo.top_entropy_quantile=0.2", *SGD],
+    "grpo-hf": [*GRPO, "trainer.max_steps=2", "rollout_engine=hf", *SGD],
+    "grpo-hf-lora": [*GRPO, "trainer.max_steps=2", "rollout_engine=hf", *LORA],
     "grpo-lora": [*GRPO, "trainer.max_steps=2", *LORA, "algo.beta=0.1", "trainer.merge_adapter=true"],
     "grpo-distillation": [*GRPO, "trainer.max_steps=2", "teacher.model=teacher", "teacher.dtype=float32",
                           "algo.policy_loss_fn=gkd"],
@@ -123,7 +135,7 @@ def compare(folders, monkeypatch, commands, size=2):
 
 @needs_gloo
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("names", [QUICK, full(tuple(COMMANDS))], ids=["quick", "all"])
+@pytest.mark.parametrize("names", [QUICK, *(full((name,)) for name in COMMANDS if name not in QUICK)], ids=" ".join)
 def test_every_command_writes_the_run_of_one_process(folders, monkeypatch, names):
     compare(folders, monkeypatch, [[*COMMANDS[name], *COMMON, f"trainer.run_dir={name}"] for name in names])
 
@@ -229,3 +241,26 @@ def test_torchrun_itself_starts_them(folders, monkeypatch, front):
     monkeypatch.chdir(one)
     assert main(words) == 0
     assert_same_run(one / "run", several / "run")
+
+
+@needs_gloo
+@pytest.mark.timeout(200)
+def test_an_evaluation_of_two_processes_is_that_of_one_and_resumes(folders, monkeypatch):
+    """The resumed one finds all there, and calls no reward function."""
+    one, several = folders
+    words = ["eval", "model=model", "data=rows.jsonl", "reward=reward.py:length", "dtype=float32", "out=out",
+             "data.batch_size=5", "data.limit=7", "num_generations=2", "temperature=1",
+             "max_tokens_to_generate=8"]  # fmt: skip
+    processes = start(2, run_commands, several, free_port(), [words, [*words, "resume=true"]])
+    try:
+        monkeypatch.chdir(one)
+        assert main(words) == 0
+    finally:
+        wait(processes, several)
+    a, b = (json.loads((folder / "out/results.json").read_text()) for folder in folders)
+    a["seconds"] = b["seconds"] = 0.0
+    assert a == b
+    for path in sorted((one / "out/completions").iterdir()):
+        assert_same_completions(*(pandas.read_parquet(folder / "out/completions" / path.name) for folder in folders))
+    ranks = [path.read_text().splitlines() for path in several.glob("rewarded-*")]
+    assert len(ranks) == 2 and sum(map(len, ranks)) == 14

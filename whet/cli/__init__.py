@@ -216,7 +216,7 @@ def _log_inputs(command: str, config: Any, words: list[str]) -> None:
 def _run_command(command: str, words: list[str], config: Any) -> None:
     name = "evaluate" if command == "eval" else command
     module = {**dict.fromkeys(TRAINING_COMMANDS, "commands"), **dict.fromkeys(SUPERVISED_COMMANDS, "supervised")}
-    module["watch"] = "report"
+    module |= {"compare": "report", "watch": "report"}
     with pause_collector():
         function = getattr(import_module(f"whet.cli.{module.get(command, name)}"), name)
     function(words if command == "demo" else config)
@@ -277,6 +277,10 @@ def _config(command: str, words: list[str]) -> Any:
         from whet.config.report import load_watch
 
         return load_watch(words)
+    if command == "compare":
+        from whet.config.report import load_compare
+
+        return load_compare(words)
     from whet.config.generate import load_sampling
 
     return load_sampling(kind, words)
@@ -313,6 +317,10 @@ def _check(command: str, config: Any) -> None:
         from whet.config.report import check_watch
 
         check_watch(config)
+    elif command == "compare":
+        from whet.config.report import check_compare
+
+        check_compare(config)
     elif command != "demo":
         from whet.config.generate import check_sampling
 

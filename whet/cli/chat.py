@@ -24,6 +24,7 @@ from whet.config.base import config_from_dict
 from whet.config.generate import SAMPLING_SHORTHANDS, ChatConfig, check_sampling
 from whet.config.loader import parse_config_args
 from whet.errors import ConfigError, DataError, WhetError, format_exception, lookup_error
+from whet.parallel.torchrun_env import require_single_process
 from whet.rollout.base import Sampling
 from whet.rollout.sampler import Sampler
 from whet.rollout.text import TextStream
@@ -167,6 +168,7 @@ def chat(config: ChatConfig) -> None:
 
     Raises: ConfigError: no model, or no standard input. OutputError: an answer can't be printed.
     """
+    require_single_process("whet chat")
     check_sampling(config)
     with open_sampler(config, max_batch_size=1) as sampler:
         conversation = Chat(sampler, config)

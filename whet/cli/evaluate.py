@@ -11,6 +11,7 @@ from whet.errors import ConfigError
 from whet.evaluation.eval_folder import new_folder
 from whet.evaluation.evaluator import Evaluation, Evaluator
 from whet.evaluation.table import show_table
+from whet.parallel.processes import join_processes
 
 __all__ = ["evaluate"]
 
@@ -26,17 +27,20 @@ def evaluate(config: EvalRunConfig) -> Evaluation:
     from transformers.utils import logging as transformers_logging
 
     check_eval(config)
+    ranks = join_processes()
     transformers_logging.disable_progress_bar()
-    new = new_folder("evals") if config.out is None else None
+    new = ranks.call_on_writer(lambda: new_folder("evals")) if config.out is None else None
     if new is not None:
         config = dataclasses.replace(config, out=str(new))
     try:
         evaluation = Evaluator(config).run("Evaluating")
     except BaseException:
-        if new is not None:
+        if new is not None and ranks.is_writer:
             with suppress(OSError):
                 new.rmdir()  # where nothing was written, only the name taken
         raise
+    if not ranks.is_writer:
+        return evaluation
     try:
         show_table(evaluation.results, evaluation.by_source)
     except BrokenPipeError:

@@ -19,6 +19,7 @@ from whet.data.sources import load_rows
 from whet.data.templates import uses_chat_template
 from whet.errors import ConfigError, DataError
 from whet.hub.base_model import trained_with_chat_template
+from whet.parallel.torchrun_env import require_single_process
 from whet.rollout.base import Sampling
 from whet.rollout.sampler import Sampler
 from whet.rollout.text import TextStream
@@ -43,6 +44,7 @@ def generate(config: GenerateConfig) -> int:
     Raises: ConfigError: no model, no prompts, or an output file that exists. DataError: a prompt that is too long.
         KeyboardInterrupt: the user stopped it; the message describes the output file.
     """
+    require_single_process("whet generate")
     check_sampling(config)
     inputs = _read_inputs(config)
     out = _check_out_path(config)

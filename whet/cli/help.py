@@ -247,6 +247,16 @@ FIRST: Mapping[str, Sequence[Group]] = {
             },
         ),
     ),
+    "compare": (
+        (
+            "Keys",
+            {
+                "runs": "run folders; those that differ in the seed alone share a column",
+                "metrics": "names of metrics.jsonl, of evaluations as 'eval reward'",
+                "last": "steps over which a metric of training is averaged",
+            },
+        ),
+    ),
     "watch": (
         (
             "Keys",
@@ -320,6 +330,7 @@ _EXAMPLES: Mapping[str, Sequence[str]] = {
     "chat": ("whet chat model=Qwen/Qwen3-0.6B max_tokens=1000",),
     "push": ("whet push runs/a repo=me/sums which=best dry_run=true",),
     "report": ("whet report runs/a", "whet report runs/a runs/b out=compared"),
+    "compare": ("whet compare runs/a runs/b metrics='[eval reward, kl]'",),
     "watch": ("whet watch runs/a",),
     "plan": ("whet plan model=Qwen/Qwen3-0.6B rollout.max_tokens_to_generate=1024 memory_gb=24",),
     "data": (
@@ -405,6 +416,7 @@ def command_help(command: str, about: str, topic: str, kind: type, short: Mappin
         "push": "[RUN] ",
         "report": "[RUN ...] ",
         "watch": "[RUN ...] ",
+        "compare": "[RUN ...] ",
         "data": "[grpo|ppo|sft|rm|dpo] [rows=N] ",
         "plan": "[grpo|ppo] [memory_gb=N] ",
     }.get(command, "")

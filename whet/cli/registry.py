@@ -29,6 +29,7 @@ COMMANDS = {
     "eval": "evaluate a model on a data set: model=FOLDER data=FILE reward=NAME",
     "report": "write the page of a run: curves, completions, times, settings: whet report RUN [RUN ...]",
     "watch": "serve that page live, on this machine: whet watch RUN [RUN ...]",
+    "compare": "print the settings and metrics in which runs differ: whet compare RUN RUN [...]",
     "push": "upload a run's model to the Hugging Face hub: whet push RUN repo=NAME",
     "recipes": "list the recipes; whet recipes copy NAME copies one to this folder",
     "docs": "list the pages of the documentation; whet docs NAME prints one",
@@ -63,7 +64,7 @@ INFO_COMMANDS = {
 }
 """Command that only prints information -> its arguments."""
 FLAGS = {
-    "print_config": ("chat", "eval", "generate", "push", "report", "watch", *RUN_COMMANDS),
+    "print_config": ("chat", "compare", "eval", "generate", "push", "report", "watch", *RUN_COMMANDS),
     "profile": TRAINING_COMMANDS,
 }
 """Flag (a word without a value, --help aside) -> the commands that take it."""
@@ -89,6 +90,10 @@ def config_class(command: str) -> tuple[Any, Any]:
         from whet.config.report import WatchConfig
 
         return WatchConfig, {}
+    if command == "compare":
+        from whet.config.report import CompareConfig
+
+        return CompareConfig, {}
     if command in ("chat", "generate"):
         from whet.config.generate import SAMPLING_SHORTHANDS, ChatConfig, GenerateConfig
 

@@ -1,4 +1,4 @@
-"""`whet report` and `whet watch`: the page of one run or several, as files and live."""
+"""`whet report`, `whet watch` and `whet compare`: runs as a page, as a live page, and as a table."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from whet.cli.output import print_text
-from whet.config.report import ReportConfig, WatchConfig
+from whet.config.report import CompareConfig, ReportConfig, WatchConfig
 from whet.learners.diagnostics import symptoms
+from whet.report.compare import Comparison, compare_runs
 from whet.report.report import write_report
 from whet.report.server import LOOPBACK, LiveRuns, make_server
 
-__all__ = ["find_warnings", "report", "watch"]
+__all__ = ["compare", "find_warnings", "report", "watch"]
 
 
 def report(config: ReportConfig) -> Path:
@@ -42,6 +43,42 @@ def watch(config: WatchConfig) -> None:
         print_text(f"http://{name}:{server.server_address[1]}/{query}\n  Ctrl-C ends it; the runs go on")
         with suppress(KeyboardInterrupt):
             server.serve_forever()
+
+
+def compare(config: CompareConfig) -> Comparison:
+    """Prints runs beside each other: what differs in their settings and environments, and their metrics.
+
+    Args: config: the whole configuration.
+    Raises: ConfigError: see report.compare.compare_runs.
+    """
+    found = compare_runs(config.runs, metrics=config.metrics, last=config.last)
+    heads = [
+        name if len(names) == 1 else f"{name} and {len(names) - 1} more" for names in found.groups for name in names[:1]
+    ]
+    parts = {
+        "settings that differ": found.settings,
+        "environment": found.environment,
+        f"metrics, over the last {config.last} steps": {
+            name: ["-" if cell is None else str(cell) for cell in cells] for name, cells in found.metrics.items()
+        },
+    }
+    rows = [[title, *heads] for title in parts]
+    lines: list[str] = []
+    for (title, cells), head in zip(parts.items(), rows, strict=True):
+        lines += (
+            [*_table([head, *([name, *values] for name, values in cells.items())]), ""]
+            if cells
+            else [f"{title}: none", ""]
+        )
+    print_text("\n".join([*lines, f"curves: whet report {' '.join(config.runs)}"]))
+    return found
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    """Rows of cells as lines, with columns as wide as their widest cell, up to 40 characters."""
+    cut = [[cell if len(cell) <= 40 else f"{cell[:37]}..." for cell in row] for row in rows]
+    widths = [max(len(row[k]) for row in cut) for k in range(len(cut[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cut]
 
 
 def find_warnings(data: dict[str, Any]) -> list[dict[str, Any]]:

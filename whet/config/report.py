@@ -1,4 +1,4 @@
-"""The configurations of `whet report` and `whet watch`."""
+"""The configurations of `whet report`, `whet watch` and `whet compare`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,21 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from whet.config.base import config, config_from_dict
-from whet.config.fields import Float, Name, Number, Strings
+from whet.config.fields import Count, Float, Name, Number, Strings
 from whet.config.loader import parse_config_args
 from whet.errors import ConfigError
 
-__all__ = ["ReportConfig", "WatchConfig", "check_report", "check_watch", "load_report", "load_watch"]
+__all__ = [
+    "CompareConfig",
+    "ReportConfig",
+    "WatchConfig",
+    "check_compare",
+    "check_report",
+    "check_watch",
+    "load_compare",
+    "load_report",
+    "load_watch",
+]
 
 
 C = TypeVar("C")
@@ -46,6 +56,28 @@ class WatchConfig:
     """Address to listen at. On any other than loopback, the page needs the token that is printed."""
     port: Number = 7860
     """Port to listen at; 0 = a free one."""
+
+
+@config
+class CompareConfig:
+    """Everything that `whet compare` needs.
+
+    >>> load_compare(["runs/a", "runs/b", "last=20"]).last
+    20
+    """
+
+    runs: Strings = ()
+    """Run folders; runs that differ in the seed alone share a column. The first words may be the folders."""
+    metrics: Strings = ()
+    """Metrics to compare, by their names in metrics.jsonl, those of evaluations as "eval reward"; empty = the usual
+    ones."""
+    last: Count = 10
+    """Steps over which a metric of training is averaged."""
+
+
+def load_compare(argv: Sequence[str]) -> CompareConfig:
+    """A CompareConfig from command-line arguments, as `load_report` takes them."""
+    return _load(CompareConfig, argv)
 
 
 def load_report(argv: Sequence[str]) -> ReportConfig:
@@ -96,3 +128,14 @@ def check_watch(config: WatchConfig) -> None:
         raise ConfigError("no run; write whet watch runs/a")
     if not 0 <= config.port < 65536:
         raise ConfigError(f"port={config.port}: expected 0 to 65535")
+
+
+def check_compare(config: CompareConfig) -> None:
+    """Raises ConfigError if there are fewer than two runs.
+
+    >>> check_compare(CompareConfig(runs=("runs/a",)))
+    Traceback (most recent call last):
+    whet.errors.ConfigError: a comparison needs two runs or more; write whet compare runs/a runs/b
+    """
+    if len(config.runs) < 2:
+        raise ConfigError("a comparison needs two runs or more; write whet compare runs/a runs/b")

@@ -40,13 +40,13 @@ from whet.evaluation.table import rows_of, text_table
 from whet.hub.base_model import trained_with_chat_template
 from whet.observe.notebook import table_html
 from whet.observe.progress import Progress
-from whet.parallel.torchrun_env import require_single_process
+from whet.parallel.processes import join_processes
 from whet.rewards.reward_batch import RewardBatch
 from whet.rollout.build import sampling_of
 from whet.rollout.sampler import Sampler
 from whet.run.provenance import weights_digest
 from whet.storage.files import finite_or_none
-from whet.types import Prompt
+from whet.types import Group, Prompt
 
 __all__ = ["Evaluation", "Evaluator", "evaluate"]
 
@@ -185,7 +185,8 @@ class Evaluator:
     def __init__(
         self, config: EvalRunConfig, *, model: Any = None, tokenizer: Any = None, data: Any = None, reward: Any = None
     ) -> None:
-        require_single_process("an evaluation")
+        self.ranks = join_processes()
+        """The processes that evaluate together: each has the whole model, and completes and judges a share."""
         self.config = config
         self.model: Any = config.model if model is None else model
         self.tokenizer = config.tokenizer if tokenizer is None else tokenizer
@@ -209,7 +210,7 @@ class Evaluator:
         Raises: DataError: a prompt that can't fit. RewardError: a reward function failed; what was drawn is kept.
         """
         c, started = self.config, time.monotonic()
-        folder = None if c.out is None else EvalFolder(c.out, resume=c.resume)
+        folder = None if c.out is None or not self.ranks.is_writer else EvalFolder(c.out, resume=c.resume)
         try:
             with self._sampler() as sampler:
                 self.config = self._with_template(sampler)
@@ -258,6 +259,7 @@ class _Work:
 
     def __init__(self, evaluator: Evaluator, sampler: Sampler, folder: EvalFolder | None) -> None:
         self.config, self.sampler, self.folder = evaluator.config, sampler, folder
+        self.ranks = evaluator.ranks
         c = self.config.sampling
         self.name = sampler.loaded.name
         self.begun, self.tokens = time.monotonic(), 0
@@ -334,29 +336,36 @@ class _Work:
 
     def parts(self) -> Iterator[Part]:
         """All prompts with their completions, a part at a time: first what is there, then what is drawn now."""
-        done = 0
-        for part in [] if self.folder is None else self.folder.begin(self.config, *self._identity(), self.prompts):
+        done, folder = 0, self.folder
+        begin = lambda: [] if folder is None else folder.begin(self.config, *self._identity(), self.prompts)
+        for part in self.ranks.call_on_writer(begin):
             done = part.first + len(part.groups)
             yield part
         if done:
             log.info("%d of %d prompts were completed before", done, len(self.prompts))
         size = self.config.data.batch_size
         for first in range(done, len(self.prompts), size):
-            part = slice(first, first + size)
-            groups = self.sampler.sample(
-                self.prompts[part], self.sampling[part], num_generations=self.generations, seed=self.seed, first=first
-            )
+            places = range(first, min(first + size, len(self.prompts)))
+            groups = [group for share in self.ranks.scatter_gather(self._sample, places) for group in share]
             part = Part(first=first, groups=groups, has_rewards=False)
-            self._keep(part, self._texts(part), None)
+            self._keep(part, self._texts(groups), None)
             yield part
+
+    def _sample(self, places: Sequence[int]) -> list[Group]:
+        """The groups of consecutive prompts."""
+        part = slice(places[0], places[-1] + 1)
+        return self.sampler.sample(
+            self.prompts[part], self.sampling[part], num_generations=self.generations, seed=self.seed, first=places[0]
+        )
 
     def judge(self, part: Part, progress: Progress) -> list[Answered]:
         """The answers of a part with their rewards: the stored rewards, or new ones from the reward functions."""
-        texts = self._texts(part)
+        texts = self._texts(part.groups)
         if part.has_rewards:
             rewarded = self.manager.recorded(part.groups, texts, mode=Mode.EVAL)
         else:
-            rewarded = self.manager(part.groups, texts, mode=Mode.EVAL)
+            compute_rewards = lambda groups: self.manager(groups, self._texts(groups), mode=Mode.EVAL)
+            rewarded = RewardBatch.cat(self.ranks.scatter_gather(compute_rewards, part.groups))
             self._keep(part, texts, rewarded)
         self.extremes.add(rewarded)
         answers = answered(rewarded, source_column=self.source_column, read=self.read)
@@ -366,8 +375,8 @@ class _Work:
         progress.update(part.first + len(part.groups), value=reward, tokens_per_s=speed)
         return answers
 
-    def _texts(self, part: Part) -> list[list[str]]:
-        return [[self.sampler.decode(c.tokens) for c in g.completions] for g in part.groups]
+    def _texts(self, groups: Sequence[Group]) -> list[list[str]]:
+        return [[self.sampler.decode(c.tokens) for c in g.completions] for g in groups]
 
     def _keep(self, part: Part, texts: Sequence[Sequence[str]], rewarded: RewardBatch | None) -> None:
         """Writes a part; without rewards where it has none yet."""

@@ -224,8 +224,8 @@ def test_the_package_runs_as_a_program():
         ),
         (
             ["demo", "--print-config"],
-            "--print-config is not a flag of whet demo, only of whet chat, whet eval, whet generate, whet push, "
-            "whet report, whet watch, whet grpo, whet ppo, whet sft, whet rm, whet dpo",
+            "--print-config is not a flag of whet demo, only of whet chat, whet compare, whet eval, whet generate, "
+            "whet push, whet report, whet watch, whet grpo, whet ppo, whet sft, whet rm, whet dpo",
         ),
     ],
 )

@@ -1,0 +1,58 @@
+"""Runs beside each other: what is a difference, and what a seed makes."""
+
+import json
+import math
+
+import pytest
+
+from whet.cli import main
+from whet.errors import ConfigError
+from whet.report.compare import Spread, compare_runs
+
+
+def make_run(folder, *, seed=0, lr=0.1, rewards=(0.1, 0.3), evaluation=0.5, torch="2.13"):
+    folder.mkdir()
+    rows = [{"step": s + 1, "mode": "train", "version": s, "reward": r} for s, r in enumerate(rewards)]
+    rows.append({"step": len(rewards), "mode": "eval", "version": 0, "reward": evaluation})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "config.yaml").write_text(
+        f"actor: {{lr: {lr}}}\ntrainer: {{seed: {seed}, run_dir: {folder}}}\nreward: x\n"
+    )
+    (folder / "environment.json").write_text(json.dumps({"versions": {"torch": torch}, "run": {"name": folder.name}}))
+    return folder
+
+
+def test_runs_that_differ_in_the_seed_are_one_column(tmp_path):
+    runs = [
+        make_run(tmp_path / "a0", rewards=(0.0, 0.2)),
+        make_run(tmp_path / "b", lr=0.2, torch="2.12"),
+        make_run(tmp_path / "a1", seed=1, rewards=(0.0, 0.4), evaluation=0.7),
+    ]
+    found = compare_runs(runs, last=1)
+    assert found.groups == (("a0", "a1"), ("b",))
+    assert found.settings == {"actor.lr": ["0.1", "0.2"]} and found.environment == {"versions.torch": ["2.13", "2.12"]}
+    assert found.metrics["reward"] == [Spread(pytest.approx(0.3), pytest.approx(math.sqrt(0.02)), 2), Spread.of([0.3])]
+    assert str(found.metrics["eval reward"][0]) == "0.6 ± 0.141 (2)"
+    assert compare_runs(runs, last=10).metrics["reward"][1].mean == pytest.approx(0.2)
+    assert list(compare_runs(runs, metrics=["eval reward"]).metrics) == ["eval reward"]
+    with pytest.raises(ConfigError, match="no run has the metric 'kl'; training has reward"):
+        compare_runs(runs, metrics=["reward", "kl"])
+
+
+def test_the_command(tmp_path, capsys):
+    a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b", lr=0.2)
+    assert main(["compare", str(a), str(b), "last=2"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "settings that differ  a    b",
+        "actor.lr              0.1  0.2",
+        "",
+        "environment: none",
+        "",
+        "metrics, over the last 2 steps  a    b",
+        "eval reward                     0.5  0.5",
+        "reward                          0.2  0.2",
+        "",
+        f"curves: whet report {a} {b}",
+    ]
+    assert main(["compare", str(a)]) == 2 and "needs two runs or more" in capsys.readouterr().err
+    assert main(["compare", str(a), str(tmp_path / "none")]) == 2 and "is no folder" in capsys.readouterr().err

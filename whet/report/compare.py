@@ -1,0 +1,127 @@
+"""Compares runs: the settings and versions in which they differ, and their metrics, with the spread over seeds.
+
+Runs whose settings differ in nothing but the seed and the paths of the run are one group, a column of the tables.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from whet.errors import ConfigError
+from whet.report.run_data import run_data
+
+__all__ = ["Comparison", "Spread", "compare_runs"]
+
+_OF_ONE_RUN = ("trainer.seed", "trainer.run_dir", "trainer.pbar_description", "rollout.seed")
+"""Settings that runs of one group may have each for itself."""
+_OF_ONE_START = ("run", "name", "threads", "devices")
+"""Keys of environment.json, and beginnings of such, that tell nothing about a result."""
+METRICS = (
+    "eval reward",
+    "eval accuracy",
+    "eval loss",
+    "reward",
+    "loss",
+    "completions/mean_length",
+    "completions/clipped_ratio",
+    "kl",
+    "entropy",
+    "grad_norm",
+    "perf/tokens_per_second",
+    "time/step",
+)
+"""The metrics that are compared if none are named; "eval" before a name = of the last evaluation."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A metric of a group of runs.
+
+    >>> str(Spread.of([0.5, 0.7])), str(Spread.of([0.5]))
+    ('0.6 ± 0.141 (2)', '0.5')
+    """
+
+    mean: float
+    deviation: float
+    """The sample's standard deviation over the runs; NaN for a single one."""
+    runs: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """The spread of a value of each run."""
+        mean = math.fsum(values) / len(values)
+        if len(values) == 1:
+            return cls(mean, math.nan, 1)
+        squares = math.fsum((value - mean) ** 2 for value in values)
+        return cls(mean, math.sqrt(squares / (len(values) - 1)), len(values))
+
+    def __str__(self) -> str:
+        text = f"{self.mean:.4g}"
+        return text if self.runs == 1 else f"{text} ± {self.deviation:.3g} ({self.runs})"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs beside each other; each list of cells has one for each group."""
+
+    groups: tuple[tuple[str, ...], ...]
+    """The names of the runs of each group."""
+    settings: dict[str, list[str]]
+    """Setting that differs -> its values; "-" where a group has none."""
+    environment: dict[str, list[str]]
+    """The same of environment.json."""
+    metrics: dict[str, list[Spread | None]]
+    """Metric -> its mean over the last steps, and its spread over the runs; None where a group has none."""
+
+
+def compare_runs(runs: Sequence[str | Path], *, metrics: Sequence[str] = (), last: int = 10) -> Comparison:
+    """Compares run folders.
+
+    Args:
+        runs: two folders or more.
+        metrics: names of metrics.jsonl, those of evaluations after "eval "; empty = METRICS.
+        last: steps over which a metric of training is averaged. One of evaluation is of the last evaluation.
+    Raises: ConfigError: a folder that is no run, or a metric that no run has.
+    """
+    shown = [run_data(run) for run in runs]
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for data in shown:
+        same = {key: value for key, value in data["config"].items() if key not in _OF_ONE_RUN}
+        groups.setdefault(repr(sorted(same.items(), key=lambda pair: pair[0])), []).append(data)
+    columns = list(groups.values())
+    table = {name: [_spread(group, name, last) for group in columns] for name in metrics or METRICS}
+    if missing := [name for name in metrics if not any(table[name])]:
+        known = sorted({name for data in shown for name in data["metrics"]["train"]["columns"]})
+        raise ConfigError(f"no run has the metric {missing[0]!r}; training has {', '.join(known)}")
+    return Comparison(
+        groups=tuple(tuple(data["name"] for data in group) for group in columns),
+        settings=_differences([group[0]["config"] for group in columns], _OF_ONE_RUN),
+        environment=_differences([group[0]["environment"] for group in columns], _OF_ONE_START),
+        metrics={name: cells for name, cells in table.items() if any(cells)},
+    )
+
+
+def _spread(group: Sequence[dict[str, Any]], name: str, last: int) -> Spread | None:
+    mode, count = ("eval", 1) if name.startswith("eval ") else ("train", last)
+    values = []
+    for data in group:
+        column = data["metrics"][mode]["columns"].get(name.removeprefix("eval "), [])
+        if known := [value for value in column[-count:] if value is not None]:
+            values.append(math.fsum(known) / len(known))
+    return Spread.of(values) if values else None
+
+
+def _differences(trees: Sequence[dict[str, Any]], ignored: Sequence[str]) -> dict[str, list[str]]:
+    names = dict.fromkeys(name for tree in trees for name in tree if name.partition(".")[0] not in ignored)
+    rows = {
+        name: [_text(tree[name]) if name in tree else "-" for tree in trees] for name in names if name not in ignored
+    }
+    return {name: cells for name, cells in rows.items() if len(set(cells)) > 1}
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else repr(value)
