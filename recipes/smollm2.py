@@ -7,7 +7,7 @@ from typing import Any
 
 from whet.data.sources import load_rows
 
-SUMS = "reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=2&size=480"
+SUMS = "reasoning_gym:chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=2&size=2000"
 
 
 def model(folder: str, seed: int) -> str:

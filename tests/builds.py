@@ -9,7 +9,7 @@ import tempfile
 import pytest
 
 from whet.native import build
-from whet.util.cpu import cpu_facts
+from whet.util.cpu import cpu_info
 
 
 def builds(has, full):
@@ -26,7 +26,7 @@ def builds(has, full):
     return {"whole": ()} | kept
 
 
-BUILDS = builds(cpu_facts()["flags"], full=bool(os.environ.get("WHET_CHECK_FULL")))
+BUILDS = builds(cpu_info()["flags"], full=bool(os.environ.get("WHET_CHECK_FULL")))
 
 
 @functools.cache

@@ -25,8 +25,8 @@ from whet.models.modes import max_positions
 from whet.ops import Support, clipped_surrogate, clipped_value
 from whet.rewards.model import RewardModel
 from whet.rollout import resolve_engine
-from whet.rollout.base import RolloutEngine, Sampling, support_of
-from whet.rollout.build import grammars_of, make_engine, sampling_of
+from whet.rollout.base import RolloutEngine, Sampling, sampling_support
+from whet.rollout.build import make_engine, make_grammars, make_sampling
 from whet.rollout.constrained_decoding import Masks
 from whet.rollout.driver import Rollouts
 from whet.rollout.policy_rollouts import Play, PolicyRollouts
@@ -99,7 +99,7 @@ class RLCluster(RoleWorkers):
         policy = self.load(Role.ACTOR, actor, score_head=shares_trunk)
         self.tokenizer = load_tokenizer(tokenizer, trust_remote_code=trusts_remote_code(actor))
         self.eos_ids = stop_token_ids(self.tokenizer, policy.module.config, policy.module.generation_config)
-        self._grammars = grammars_of(policy, self.tokenizer)
+        self._grammars = make_grammars(policy, self.tokenizer)
         self._masks = Masks(self._grammars)
         support, allowed = self._drawn_from(policy)
         positions = max_positions(policy.module)  # of the one that samples: no role is given longer sequences
@@ -153,7 +153,7 @@ class RLCluster(RoleWorkers):
         for mode in (Mode.TRAIN, Mode.EVAL):
             self._grammars.check(self.sampling(mode))
         sampling = self.sampling(Mode.TRAIN)
-        return support_of(sampling), functools.partial(self._masks.of_targets, sampling)
+        return sampling_support(sampling), functools.partial(self._masks.of_targets, sampling)
 
     def _budget(self, loaded: LoadedModel, positions: int | None) -> int:
         """The token budget of a role's micro-batches. Args: positions: of the model that samples."""
@@ -241,7 +241,7 @@ class RLCluster(RoleWorkers):
 
     def sampling(self, mode: Mode = Mode.TRAIN) -> Sampling:
         """The engine's sampling parameters of a mode."""
-        return sampling_of(self.rollout_for(mode), self.eos_ids, self.tokenizer)
+        return make_sampling(self.rollout_for(mode), self.eos_ids, self.tokenizer)
 
     @property
     def pad_id(self) -> int:

@@ -16,7 +16,7 @@ from tiny import VOCABULARY, build, letters, requests, run
 from whet.errors import ConfigError, EngineError
 from whet.ops.support import Support, support_logits
 from whet.rollout import sglang, vllm
-from whet.rollout.base import Constraint, Sampling, check_caps, support_of
+from whet.rollout.base import Constraint, Sampling, check_caps, sampling_support
 from whet.rollout.constrained_decoding import Grammars
 from whet.rollout.engine import EmbeddedEngine
 from whet.rollout.generate_options import check_trainable
@@ -138,7 +138,7 @@ def test_the_trainer_knows_what_a_field_does_to_the_distribution_or_refuses_to_t
     except ConfigError:
         assert field == "generation_kwargs"
         return
-    assert (support_of(changed) != support_of(base)) == (field not in ENDS)
+    assert (sampling_support(changed) != sampling_support(base)) == (field not in ENDS)
 
 
 SUPPORTS = {

@@ -14,7 +14,13 @@ from whet.errors import ConfigError, EngineError
 from whet.models.self_check import probe_tokens
 from whet.rollout import resolve_engine
 from whet.rollout.base import Request, Sampling
-from whet.rollout.external_engine import WeightNames, check_agreement, check_known, check_reported, seed_of
+from whet.rollout.external_engine import (
+    WeightNames,
+    check_agreement,
+    check_logprob_support,
+    check_supported,
+    request_seed,
+)
 from whet.rollout.in_flight import InFlightRequest
 from whet.rollout.sglang import engine_arguments
 from whet.rollout.sglang import sampling_arguments as sglang_arguments
@@ -45,10 +51,10 @@ def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(na
 
 def test_seeds_follow_the_address_and_the_offset_and_nothing_else():
     one = request()
-    assert seed_of(one) == seed_of(dataclasses.replace(one, id=9, group=3, sampling=Sampling(max_tokens=2)))
+    assert request_seed(one) == request_seed(dataclasses.replace(one, id=9, group=3, sampling=Sampling(max_tokens=2)))
     others = [request(address=(1, 2, 3, 5)), request(address=(0, 2, 3, 4)), request(offset=1), request(offset=2)]
-    assert len({seed_of(r) for r in (one, *others)}) == 5
-    assert all(0 <= seed_of(r) < 2**63 for r in others)
+    assert len({request_seed(r) for r in (one, *others)}) == 5
+    assert all(0 <= request_seed(r) < 2**63 for r in others)
 
 
 EVERYTHING = Sampling(
@@ -67,7 +73,7 @@ EVERYTHING = Sampling(
 def test_every_sampling_parameter_has_its_word_in_vllm():
     found = vllm_arguments(request(EVERYTHING, offset=1))
     seed = found.pop("seed")
-    assert seed == seed_of(request(offset=1))
+    assert seed == request_seed(request(offset=1))
     assert found == {
         "temperature": 0.7,
         "top_p": 0.9,
@@ -87,7 +93,7 @@ def test_every_sampling_parameter_has_its_word_in_vllm():
 
 def test_every_sampling_parameter_has_its_word_in_sglang():
     found = sglang_arguments(request(EVERYTHING, offset=1))
-    assert found.pop("sampling_seed") == seed_of(request())  # it draws by seed and place
+    assert found.pop("sampling_seed") == request_seed(request())  # it draws by seed and place
     assert found == {
         "temperature": 0.7,
         "top_p": 0.9,
@@ -200,16 +206,16 @@ CASES = {  # reported distribution -> Samplings that it serves, and others with 
 def test_logprobs_of_another_distribution_than_the_trainers_are_refused(reports):
     good, bad = CASES[reports]
     for fields in good:
-        check_reported(Sampling(**fields), engine="x", reports=reports)
+        check_logprob_support(Sampling(**fields), engine="x", reports=reports)
     for fields, word in bad:
         with pytest.raises(ConfigError, match=word):
-            check_reported(Sampling(**fields), engine="x", reports=reports)
+            check_logprob_support(Sampling(**fields), engine="x", reports=reports)
 
 
 def test_what_an_external_engine_has_no_word_for_is_refused():
-    check_known(EVERYTHING, engine="x")
+    check_supported(EVERYTHING, engine="x")
     with pytest.raises(ConfigError, match="return_logits=True is not supported by x"):
-        check_known(Sampling(return_logits=True), engine="x")
+        check_supported(Sampling(return_logits=True), engine="x")
 
 
 # ---- the books -------------------------------------------------------------------------------------------------------

@@ -12,15 +12,15 @@ from whet.config import RolloutConfig
 from whet.errors import ConfigError, EngineError
 from whet.models.load import load_model
 from whet.rollout.base import Request, Sampling
-from whet.rollout.build import make_engine, sampling_of
+from whet.rollout.build import make_engine, make_sampling
 from whet.rollout.driver import Rollouts, single_turns
 from whet.rollout.engine import EmbeddedEngine
 from whet.rollout.generate_options import (
     _stop_string_criterion,
     check_trainable,
-    checked_options,
-    frozen_options,
-    processors,
+    freeze_options,
+    logits_processors,
+    validate_options,
 )
 from whet.rollout.hf import HFEngine
 from whet.types import Prompt
@@ -48,7 +48,7 @@ def model():
 
 
 def sampling(options, **fields):
-    return Sampling(**{"max_tokens": 10, "stop_ids": STOPS, "generation_kwargs": frozen_options(options), **fields})
+    return Sampling(**{"max_tokens": 10, "stop_ids": STOPS, "generation_kwargs": freeze_options(options), **fields})
 
 
 def theirs(model, prompt, options, **fields):
@@ -82,7 +82,7 @@ def test_greedy_completions_are_those_of_transformers(model, options):
 def test_the_distribution_drawn_from_is_that_of_transformers(model, options, own):
     (p,) = prompts((9,))
     out = theirs(model, p, options, **{"do_sample": True, **own})
-    made = processors(model, out.sequences[:, : len(p)], request(p, sampling(options, **own)))
+    made = logits_processors(model, out.sequences[:, : len(p)], request(p, sampling(options, **own)))
     for step, expected in enumerate(out.scores):
         ids = out.sequences[:, : len(p) + step]
         logits = model(input_ids=ids).logits[:, -1]
@@ -105,7 +105,7 @@ def test_logprobs_are_of_the_distribution_drawn_from_or_of_the_full_one(model, o
         assert np.abs(full[i].logprobs - plain.detach().numpy()).max() < 1e-4
         for t, token in enumerate(o.tokens):
             ids = whole[:, : len(p) + t]
-            scores = processors(model, ids[:, : len(p)], request(p, mine))(ids, logits[t : t + 1])
+            scores = logits_processors(model, ids[:, : len(p)], request(p, mine))(ids, logits[t : t + 1])
             assert abs(scores.log_softmax(-1)[0, token].item() - o.logprobs[t]) < 1e-4
 
 
@@ -354,7 +354,7 @@ def test_options_make_embedded_hf_and_say_why(model, caplog):
 def test_the_configuration_names_the_field_that_stands_for_an_option():
     with pytest.raises(ConfigError, match="generation_kwargs: do_sample has a field of its own: set temperature"):
         RolloutConfig(generation_kwargs={"do_sample": True})
-    checked_options(dict.fromkeys(["num_beams", "sequence_bias"]))
+    validate_options(dict.fromkeys(["num_beams", "sequence_bias"]))
 
 
 def test_training_takes_options_under_full_support_alone_and_never_beams():
@@ -363,4 +363,4 @@ def test_training_takes_options_under_full_support_alone_and_never_beams():
     with pytest.raises(ConfigError, match="no_repeat_ngram_size: the trainer does not know"):
         check_trainable(sampling({"no_repeat_ngram_size": 2}))
     check_trainable(sampling({"no_repeat_ngram_size": 2}, logprob_support="full"))
-    check_trainable(sampling_of(RolloutConfig(), (1,)))
+    check_trainable(make_sampling(RolloutConfig(), (1,)))

@@ -10,7 +10,7 @@ from whet import Sampler
 from whet.errors import ConfigError, EngineError
 from whet.rollout.base import Sampling
 from whet.rollout.engine import EmbeddedEngine
-from whet.rollout.generate_options import frozen_options
+from whet.rollout.generate_options import freeze_options
 from whet.rollout.hf import HFEngine
 from whet.rollout.mock import MockEngine
 
@@ -101,13 +101,13 @@ def test_a_closed_sampler_draws_nothing(model):
 )
 def test_a_value_of_an_option_that_fits_no_model_is_refused_before_it_runs(model, name, value, said, beams):
     engine, options = HFEngine(model), {name: value, **({"num_beams": beams} if beams > 1 else {})}
-    sampling = Sampling(max_tokens=2, temperature=0.0, stop_ids=(2,), generation_kwargs=frozen_options(options))
+    sampling = Sampling(max_tokens=2, temperature=0.0, stop_ids=(2,), generation_kwargs=freeze_options(options))
     with pytest.raises(ConfigError, match=rf"generation_kwargs: {name}.*{said}"):
         engine.submit([one(sampling=sampling)])
 
 
 @pytest.mark.parametrize(("name", "value"), [("length_penalty", "a"), ("early_stopping", "a")])
 def test_a_value_that_ranks_beams_is_checked_too(model, name, value):
-    options = frozen_options({"num_beams": 2, name: value})
+    options = freeze_options({"num_beams": 2, name: value})
     with pytest.raises(ConfigError, match=f"generation_kwargs: {name}: expected .*, got 'a'"):
         HFEngine(model).submit([one(sampling=Sampling(temperature=0.0, generation_kwargs=options))])

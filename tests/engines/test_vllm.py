@@ -20,7 +20,7 @@ from whet.config import RolloutConfig
 from whet.errors import ConfigError, EngineError
 from whet.ops.logprobs import selective_log_softmax
 from whet.ops.support import support_logits
-from whet.rollout.base import Request, Sampling, support_of
+from whet.rollout.base import Request, Sampling, sampling_support
 from whet.rollout.engine.sampling import seen_tokens
 from whet.rollout.hf import HFEngine
 from whet.rollout.vllm import VLLMEngine
@@ -108,7 +108,9 @@ def scored(model, request, tokens, sampling):
     contexts = [ids[0, : len(request.tokens) + i] for i in range(len(tokens))]
     seen = seen_tokens(contexts, VOCABULARY)
     place, made = torch.arange(len(tokens)), torch.from_numpy(tokens.astype(np.int64))
-    return selective_log_softmax(support_logits(logits, support_of(sampling), seen=seen, position=place), made).numpy()
+    return selective_log_softmax(
+        support_logits(logits, sampling_support(sampling), seen=seen, position=place), made
+    ).numpy()
 
 
 def test_greedy_is_that_of_transformers(engine, policy):

@@ -17,13 +17,13 @@ from whet.models.load import load_model
 from whet.observe.profiler import StepProfiler
 from whet.observe.trace import Trace
 from whet.rollout.base import Constraint, Output, Request, Sampling
-from whet.rollout.build import sampling_of
+from whet.rollout.build import make_sampling
 from whet.rollout.driver import stream
 from whet.rollout.queue_engine import QueueEngine
 
 
 def test_top_k_of_minus_one_is_off():
-    assert sampling_of(RolloutConfig(top_k=-1), (1,)).top_k == 0
+    assert make_sampling(RolloutConfig(top_k=-1), (1,)).top_k == 0
 
 
 def test_a_sampler_takes_fp32_on_a_gpu_that_only_emulates_bf16(monkeypatch):

@@ -367,7 +367,7 @@ def test_episodes_of_a_cluster_go_on_after_a_release_and_beside_its_samples():
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_what_an_engine_cannot_draw_in_evaluation_is_refused_when_it_is_built(monkeypatch, engine):
-    monkeypatch.setattr(f"whet.rollout.{engine}.imported", lambda: None)  # all that comes before the check
+    monkeypatch.setattr(f"whet.rollout.{engine}.import_package", lambda: None)  # all that comes before the check
     wrong = {"vllm": {"temperature": 3.0}, "sglang": {"repetition_penalty": 1.5}}[engine]
     modes = {Mode.TRAIN: RolloutConfig(), Mode.EVAL: RolloutConfig(**wrong)}
     with pytest.raises(ConfigError, match=rf"{engine}.*(temperatures of 0|counts tokens)"):

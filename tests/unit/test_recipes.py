@@ -46,5 +46,5 @@ def test_the_rows_of_the_smollm2_recipes_are_pairs_and_tagged_answers_that_evalu
         assert int(row["chosen"].strip(" .")) == eval(row["prompt"].split(":")[1].strip("= "))
         assert row["chosen"] != row["rejected"]
     assert not {row["prompt"] for row in heldout} & {row["prompt"] for row in (*pairs, *tagged)}
-    assert (len(pairs), len(heldout), len(tagged)) == (480, 128, 192)
+    assert (len(pairs), len(heldout), len(tagged)) == (2000, 128, 192)
     assert re.fullmatch(r"<answer>-?\d+</answer>", tagged[0]["response"])

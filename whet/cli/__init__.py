@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
-from whet.cli.help import command_help, topic_of
+from whet.cli.help import command_help, find_help_topic
 from whet.cli.output import print_text, rank
 from whet.cli.registry import (
     COMMANDS,
@@ -83,7 +83,7 @@ def _dispatch(command: str, words: list[str]) -> None:
             example = " ".join(["whet grpo", command, *words])
             raise ConfigError(f"{command!r} is not a command; write the command first, e.g. {example}")
         raise lookup_error("command", command, COMMANDS)
-    elif (topic := topic_of(words)) is not None:
+    elif (topic := find_help_topic(words)) is not None:
         _print_help(_command_help(command, words, topic))
     elif command in INFO_COMMANDS:
         from whet.cli.info import info_text

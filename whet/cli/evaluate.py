@@ -8,9 +8,9 @@ from contextlib import suppress
 
 from whet.config.evaluate import EvalRunConfig, check_eval
 from whet.errors import ConfigError
-from whet.evaluation.eval_folder import new_folder
+from whet.evaluation.eval_folder import make_dated_folder
 from whet.evaluation.evaluator import Evaluation, Evaluator
-from whet.evaluation.table import show_table
+from whet.evaluation.table import print_table
 from whet.parallel.processes import join_processes
 
 __all__ = ["evaluate"]
@@ -29,7 +29,7 @@ def evaluate(config: EvalRunConfig) -> Evaluation:
     check_eval(config)
     ranks = join_processes()
     transformers_logging.disable_progress_bar()
-    new = ranks.call_on_writer(lambda: new_folder("evals")) if config.out is None else None
+    new = ranks.call_on_writer(lambda: make_dated_folder("evals")) if config.out is None else None
     if new is not None:
         config = dataclasses.replace(config, out=str(new))
     try:
@@ -42,7 +42,7 @@ def evaluate(config: EvalRunConfig) -> Evaluation:
     if not ranks.is_writer:
         return evaluation
     try:
-        show_table(evaluation.results, evaluation.by_source)
+        print_table(evaluation.results, evaluation.by_source)
     except BrokenPipeError:
         raise
     except OSError as error:

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["command_help", "first_keys", "topic_of"]
+__all__ = ["command_help", "common_keys_lines", "find_help_topic"]
 
 Group = tuple[str, Mapping[str, str]]
 """A title, and a line for each key."""
@@ -67,7 +67,7 @@ _SFT_LR = {"actor.lr": "learning rate; default: 2e-5, or 1e-4 for an adapter"}
 _SFT_RUN: Group = ("Run", {"trainer.num_epochs": "passes over the data; default: 1", **_RUN})
 _SFT_DATA = {**_DATA, "data.max_length": "longest row in tokens; default: as many as the model reads"}
 
-FIRST: Mapping[str, Sequence[Group]] = {
+COMMON_KEYS: Mapping[str, Sequence[Group]] = {
     "grpo": (
         (_MODEL[0], {**_MODEL[1], **_LR, **_OPTIM, **_ADAPTER}),
         ("Data", _DATA),
@@ -351,11 +351,11 @@ _OTHERS = ("rollout.vllm.", "rollout.sglang.")
 """Keys that begin so are printed by `--help rollout.vllm`, and not by `--help all`."""
 
 
-def topic_of(words: Sequence[str]) -> str | None:
+def find_help_topic(words: Sequence[str]) -> str | None:
     """The word after --help; "" = none; None = there is no --help.
 
-    >>> topic_of(["--help"]), topic_of(["--help", "all"]), topic_of(["--help=rollout"]), topic_of(["model=m"])
-    ('', 'all', 'rollout', None)
+    >>> find_help_topic(["--help"]), find_help_topic(["--help", "all"]), find_help_topic(["model=m"])
+    ('', 'all', None)
     """
     for word, following in zip(words, [*words[1:], ""], strict=False):
         if word in ("-h", "--help"):
@@ -365,14 +365,14 @@ def topic_of(words: Sequence[str]) -> str | None:
     return None
 
 
-def first_keys(command: str, kind: type, short: Mapping[str, str]) -> list[str]:
+def common_keys_lines(command: str, kind: type, short: Mapping[str, str]) -> list[str]:
     """The lines of the keys that are set most often, with the defaults of the configuration class.
 
     Args: command: of whet. kind: its configuration class. short: its short keys.
     """
     groups = [
         (title, {key if "=" in key else f"{key}={_default(kind, key, short)}": text for key, text in keys.items()})
-        for title, keys in FIRST[command]
+        for title, keys in COMMON_KEYS[command]
     ]
     width = max(len(key) for _, keys in groups for key in keys)
     lines = []
@@ -438,7 +438,7 @@ def command_help(command: str, about: str, topic: str, kind: type, short: Mappin
         more += ["--print_config prints the configuration and exits; --profile profiles the second step."]
     if more:
         more[0] += "."
-    return "\n".join([*usage, *note, "", *first_keys(command, kind, short), *examples, *more])
+    return "\n".join([*usage, *note, "", *common_keys_lines(command, kind, short), *examples, *more])
 
 
 def _sections(kind: type, short: Mapping[str, str]) -> list[str]:

@@ -26,15 +26,15 @@ def info_text(command: str, words: Sequence[str]) -> str:
 
 
 def _recipes(word: str = "", name: str = "", folder: str = ".") -> str:
-    from whet.util.package_files import copy_recipe, recipe_path, recipes
+    from whet.util.package_files import copy_recipe, list_recipes, recipe_path
 
     if not word:
-        lines = _format_list(recipes())
+        lines = _format_list(list_recipes())
         return f"{lines}\n\nwhet recipes NAME prints one, whet recipes copy NAME copies it to this folder."
     if word != "copy":
         return recipe_path(word).read_text().rstrip()
     if not name:
-        raise ConfigError(f"which recipe? write whet recipes copy NAME; there are {', '.join(recipes())}")
+        raise ConfigError(f"which recipe? write whet recipes copy NAME; there are {', '.join(list_recipes())}")
     copied = copy_recipe(name, folder)
     command_match = re.search(r"whet (\w+) --config", copied[0].read_text())
     command = f"whet {command_match[1] if command_match else 'grpo'} --config {copied[0]}"
@@ -42,11 +42,11 @@ def _recipes(word: str = "", name: str = "", folder: str = ".") -> str:
 
 
 def _docs(name: str = "") -> str:
-    from whet.util.package_files import page, pages
+    from whet.util.package_files import list_pages, read_page
 
     if not name:
-        return f"{_format_list(pages())}\n\nwhet docs NAME prints one."
-    return re.sub(r"\]\(([\w-]+)\.md(?:#[^)]*)?\)", r"](whet docs \1)", page(name).rstrip())
+        return f"{_format_list(list_pages())}\n\nwhet docs NAME prints one."
+    return re.sub(r"\]\(([\w-]+)\.md(?:#[^)]*)?\)", r"](whet docs \1)", read_page(name).rstrip())
 
 
 def _format_list(items: Mapping[str, str]) -> str:

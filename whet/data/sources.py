@@ -27,7 +27,7 @@ from whet.data.reasoning_gym import check_tasks, task_rows
 from whet.data.verifiers import PREFIX as VERIFIERS
 from whet.data.verifiers import check_taskset, taskset_rows
 from whet.errors import ConfigError, DataError, WhetError, format_exception, format_value, nearest
-from whet.util.model_paths import hub_silence, split_revision
+from whet.util.model_paths import hub_unreachable_reason, split_revision
 from whet.util.references import is_ref, resolve_ref
 
 __all__ = ["check_source", "have_same_rows", "load_rows"]
@@ -317,7 +317,7 @@ def _check_hub(name: str) -> None:
         with _log_waiting(name):
             HfApi().dataset_info(name, timeout=10)
     except Exception as error:  # the client lets through what its HTTP library raises
-        if (why := hub_silence(error)) is not None:
+        if (why := hub_unreachable_reason(error)) is not None:
             raise DataError(f"{_missing_path(name)}, and the hub can't be reached ({why}); {_OFFLINE}") from error
 
 

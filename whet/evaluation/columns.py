@@ -9,10 +9,10 @@ import numpy as np
 
 from whet.types import Group
 
-__all__ = ["columns_of"]
+__all__ = ["make_completion_columns"]
 
 
-def columns_of(
+def make_completion_columns(
     groups: Sequence[Group],
     texts: Sequence[Sequence[Any]],
     rewards: Sequence[Any],

@@ -27,14 +27,14 @@ from whet.storage.files import make_writable_folder, read_json, to_json, write_a
 from whet.storage.folder_lock import FolderLock
 from whet.types import Completion, Group, Prompt
 
-__all__ = ["EvalFolder", "Part", "new_folder"]
+__all__ = ["EvalBatch", "EvalFolder", "make_dated_folder"]
 
 FORMAT = 1
 """Of evaluation.json and results.json."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Part:
+class EvalBatch:
     """Prompts that were completed together."""
 
     first: int
@@ -67,7 +67,13 @@ class EvalFolder:
         """Lets others open the folder."""
         self._lock.release()
 
+<<<<<<< HEAD
     def begin(self, config: Any, draws: Mapping[str, Any], reward_digest: str, prompts: Sequence[Prompt]) -> list[Part]:
+=======
+    def begin(
+        self, config: Any, draws: Mapping[str, Any], judged_by: str, prompts: Sequence[Prompt]
+    ) -> list[EvalBatch]:
+>>>>>>> main
         """Writes what the evaluation is; gives what is there of it.
 
         Args: draws: all that the completions depend on, plain. reward_digest: of the reward functions.
@@ -75,9 +81,14 @@ class EvalFolder:
         Returns: the parts in order, without their rewards where those were by other functions.
         Raises: ConfigError: other completions were drawn there. CheckpointError: what lies there can't be read.
         """
+<<<<<<< HEAD
         noted = self.path / "evaluation.json"
         about = {"format": FORMAT, "draws": dict(draws), "reward_digest": reward_digest}
         parts: list[Part] = []
+=======
+        noted, about = self.path / "evaluation.json", {"format": FORMAT, "draws": dict(draws), "judged_by": judged_by}
+        parts: list[EvalBatch] = []
+>>>>>>> main
         if noted.is_file():
             try:
                 before = read_json(noted)
@@ -104,9 +115,9 @@ class EvalFolder:
         """Writes results.json."""
         write_atomic(self.path / "results.json", (to_json({"format": FORMAT, **results}, indent=1) + "\n").encode())
 
-    def _parts(self, prompts: Sequence[Prompt], generations: int, *, keep: bool) -> list[Part]:
+    def _parts(self, prompts: Sequence[Prompt], generations: int, *, keep: bool) -> list[EvalBatch]:
         """What is there, from the first prompt on without a gap. Args: keep: with the rewards."""
-        found: list[Part] = []
+        found: list[EvalBatch] = []
         place = 0
         while place < len(prompts) and (path := self.completions / f"eval-{place:06d}.parquet").is_file():
             columns, rewards = read_completions(path)
@@ -122,7 +133,11 @@ class EvalFolder:
                 _group(prompt, columns, rewards if keep else {}, slice(i * generations, (i + 1) * generations))
                 for i, prompt in enumerate(mine)
             ]
+<<<<<<< HEAD
             found.append(Part(first=place, groups=groups, has_rewards=keep and bool(rewards)))
+=======
+            found.append(EvalBatch(first=place, groups=groups, judged=keep and bool(rewards)))
+>>>>>>> main
             place += count
         return found
 
@@ -143,7 +158,7 @@ def _group(prompt: Prompt, columns: Mapping[str, list[Any]], rewards: Mapping[st
     return Group(prompt=prompt, completions=done, rewards={n: np.array(v[at], np.float64) for n, v in rewards.items()})
 
 
-def new_folder(parent: str | Path) -> Path:
+def make_dated_folder(parent: str | Path) -> Path:
     """Makes <parent>/<date>-<time>, this process's alone; -2 and so on where that is taken.
 
     Raises: ConfigError: it can't be made.

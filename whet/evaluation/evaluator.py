@@ -30,19 +30,27 @@ from whet.data.templates import uses_chat_template
 from whet.data.text_parts import decode_ids
 from whet.envs import load_script
 from whet.errors import ConfigError, DataError, lookup_error, nearest
-from whet.evaluation.columns import columns_of
+from whet.evaluation.columns import make_completion_columns
 from whet.evaluation.estimators import Estimate, resolve_ks
+<<<<<<< HEAD
 from whet.evaluation.eval_folder import EvalFolder, Part
 from whet.evaluation.metrics import Answered, answer_reader, answered, measure, passes
 from whet.evaluation.reward_functions import reward_digest, reward_manager
 from whet.evaluation.sample import Extremes
 from whet.evaluation.table import rows_of, text_table
+=======
+from whet.evaluation.eval_folder import EvalBatch, EvalFolder
+from whet.evaluation.metrics import PromptResult, compute_metrics, compute_passed, prompt_results, resolve_answer_fn
+from whet.evaluation.reward_functions import hash_reward_functions, make_reward_manager
+from whet.evaluation.sample import BestAndWorst
+from whet.evaluation.table import format_table, table_rows
+>>>>>>> main
 from whet.hub.base_model import trained_with_chat_template
 from whet.observe.notebook import table_html
 from whet.observe.progress import Progress
 from whet.parallel.processes import join_processes
 from whet.rewards.reward_batch import RewardBatch
-from whet.rollout.build import sampling_of
+from whet.rollout.build import make_sampling
 from whet.rollout.sampler import Sampler
 from whet.run.provenance import weights_digest
 from whet.storage.files import finite_or_none
@@ -68,7 +76,7 @@ class Evaluation:
     """
 
     results: Mapping[str, Estimate]
-    """Over all prompts, by name; see measures.measure."""
+    """Over all prompts, by name; see metrics.compute_metrics."""
     by_source: Mapping[str, Mapping[str, Estimate]] = field(default_factory=dict)
     """The same of the prompts of each source, in the order of their names."""
     about: Mapping[str, Any] = field(default_factory=dict)
@@ -93,12 +101,12 @@ class Evaluation:
         }
 
     def __str__(self) -> str:
-        return text_table(self.results, self.by_source)
+        return format_table(self.results, self.by_source)
 
     def _repr_html_(self) -> str:
         """The HTML for a notebook: the table, and the best and the worst completion."""
         examples = "".join(f"<pre>{html.escape(line)}</pre>" for line in self.examples)
-        return table_html(str(self.about.get("model", "")), rows_of(self.results, self.by_source)) + examples
+        return table_html(str(self.about.get("model", "")), table_rows(self.results, self.by_source)) + examples
 
 
 def _plain(found: Mapping[str, Estimate]) -> dict[str, Any]:
@@ -263,20 +271,20 @@ class _Work:
         c = self.config.sampling
         self.name = sampler.loaded.name
         self.begun, self.tokens = time.monotonic(), 0
-        self.extremes = Extremes()
+        self.extremes = BestAndWorst()
         self.prompts, self.dropped = self._encoded(evaluator.data)
         self.source_column = self._source_column()
-        self.manager = reward_manager(self.config, sampler, evaluator.reward)
+        self.manager = make_reward_manager(self.config, sampler, evaluator.reward)
         self.manager.check(list(dict.fromkeys(name for p in self.prompts for name in p.columns)))
         self.manager.check_answers((prompt.row, prompt.columns) for prompt in self.prompts)
         fns = self.manager.fns  # the one that says what passes says what is right
         deciding = [fns[self.config.pass_reward]] if self.config.pass_reward in fns else list(fns.values())
-        self.read, self.votes_on = answer_reader(self.config.answer_fn, deciding)
+        self.read, self.votes_on = resolve_answer_fn(self.config.answer_fn, deciding)
         self.generations = c.num_generations_eval or 1
         self.ks = resolve_ks(self.config.k, self.generations)
         self.seed = self.config.seed if c.seed is None else c.seed
         log.info("%s: %d prompts, %d completion(s) of each", self.name, len(self.prompts), self.generations)
-        sampling = sampling_of(c, sampler.eos_ids, sampler.tokenizer)
+        sampling = make_sampling(c, sampler.eos_ids, sampler.tokenizer)
         self.sampling = sampler.limit_lengths(sampling, self.prompts, fixed=False)
         if short := sum(s.max_tokens < c.max_tokens_to_generate for s in self.sampling):
             log.warning(
@@ -334,7 +342,7 @@ class _Work:
                 return None
         return found
 
-    def parts(self) -> Iterator[Part]:
+    def parts(self) -> Iterator[EvalBatch]:
         """All prompts with their completions, a part at a time: first what is there, then what is drawn now."""
         done, folder = 0, self.folder
         begin = lambda: [] if folder is None else folder.begin(self.config, *self._identity(), self.prompts)
@@ -347,7 +355,11 @@ class _Work:
         for first in range(done, len(self.prompts), size):
             places = range(first, min(first + size, len(self.prompts)))
             groups = [group for share in self.ranks.scatter_gather(self._sample, places) for group in share]
+<<<<<<< HEAD
             part = Part(first=first, groups=groups, has_rewards=False)
+=======
+            part = EvalBatch(first=first, groups=groups, judged=False)
+>>>>>>> main
             self._keep(part, self._texts(groups), None)
             yield part
 
@@ -358,8 +370,13 @@ class _Work:
             self.prompts[part], self.sampling[part], num_generations=self.generations, seed=self.seed, first=places[0]
         )
 
+<<<<<<< HEAD
     def judge(self, part: Part, progress: Progress) -> list[Answered]:
         """The answers of a part with their rewards: the stored rewards, or new ones from the reward functions."""
+=======
+    def judged(self, part: EvalBatch, progress: Progress) -> list[PromptResult]:
+        """A part with its rewards: those that it has, or what the functions say now."""
+>>>>>>> main
         texts = self._texts(part.groups)
         if part.has_rewards:
             rewarded = self.manager.recorded(part.groups, texts, mode=Mode.EVAL)
@@ -368,9 +385,15 @@ class _Work:
             rewarded = RewardBatch.cat(self.ranks.scatter_gather(compute_rewards, part.groups))
             self._keep(part, texts, rewarded)
         self.extremes.add(rewarded)
+<<<<<<< HEAD
         answers = answered(rewarded, source_column=self.source_column, read=self.read)
         self.tokens += sum(int(one.lengths.sum()) for one in answers)
         reward = measure(answers, None, ())["reward"].value
+=======
+        found = prompt_results(rewarded, source_column=self.source_column, read=self.read)
+        self.tokens += sum(int(one.lengths.sum()) for one in found)
+        reward = compute_metrics(found, None, ())["reward"].value
+>>>>>>> main
         speed = self.tokens / max(time.monotonic() - self.begun, 1e-9)
         progress.update(part.first + len(part.groups), value=reward, tokens_per_s=speed)
         return answers
@@ -378,13 +401,20 @@ class _Work:
     def _texts(self, groups: Sequence[Group]) -> list[list[str]]:
         return [[self.sampler.decode(c.tokens) for c in g.completions] for g in groups]
 
+<<<<<<< HEAD
     def _keep(self, part: Part, texts: Sequence[Sequence[str]], rewarded: RewardBatch | None) -> None:
         """Writes a part; without rewards where it has none yet."""
+=======
+    def _keep(self, part: EvalBatch, texts: Sequence[Sequence[str]], rewarded: RewardBatch | None) -> None:
+        """Writes a part; without rewards where it is not judged yet."""
+>>>>>>> main
         if self.folder is None:
             return
         count = sum(len(g.completions) for g in part.groups)
         totals = [None] * count if rewarded is None else rewarded.total.tolist()
-        columns = columns_of(part.groups, texts, totals, functools.partial(decode_ids, self.sampler.tokenizer))
+        columns = make_completion_columns(
+            part.groups, texts, totals, functools.partial(decode_ids, self.sampler.tokenizer)
+        )
         self.folder.write(part.first, columns, {} if rewarded is None else dict(sorted(rewarded.table.items())))
 
     def _identity(self) -> tuple[dict[str, Any], str]:
@@ -400,21 +430,37 @@ class _Work:
             "sampling": sampling,
             "rollout_engine": dump_tree(self.config.rollout_engine),
         }
+<<<<<<< HEAD
         return draws, reward_digest(self.manager, [columns])
 
     def make_evaluation(self, answers: Sequence[Answered], seconds: float) -> Evaluation:
         """The numbers of all prompts, and of each source."""
         c = self.config
         passed = passes(answers, c.pass_reward, c.pass_threshold)
+=======
+        return draws, hash_reward_functions(self.manager, [columns])
+
+    def measured(self, found: Sequence[PromptResult], seconds: float) -> Evaluation:
+        """The numbers of all prompts, and of each source."""
+        c = self.config
+        passed = compute_passed(found, c.pass_reward, c.pass_threshold)
+>>>>>>> main
         if passed is None:
             log.info(
                 "no pass@k: rewards are not all 0 or 1; set pass_threshold, the least reward of a right completion"
             )
         by_source = {}
+<<<<<<< HEAD
         for source in sorted({one.source for one in answers if one.source is not None}):
             indices = [i for i, one in enumerate(answers) if one.source == source]
             passed_here = None if passed is None else [passed[i] for i in indices]
             by_source[source] = measure([answers[i] for i in indices], passed_here, self.ks)
+=======
+        for source in sorted({one.source for one in found if one.source is not None}):
+            mine = [i for i, one in enumerate(found) if one.source == source]
+            own = None if passed is None else [passed[i] for i in mine]
+            by_source[source] = compute_metrics([found[i] for i in mine], own, self.ks)
+>>>>>>> main
         sampling = c.sampling
         about = {
             "whet": __version__,
@@ -444,6 +490,10 @@ class _Work:
             "seconds": round(seconds, 1),
         }
         folder = None if self.folder is None else self.folder.path
+<<<<<<< HEAD
         results = measure(answers, passed, self.ks)
+=======
+        results = compute_metrics(found, passed, self.ks)
+>>>>>>> main
         examples = self.extremes.lines()
         return Evaluation(results=results, by_source=by_source, about=about, folder=folder, examples=examples)

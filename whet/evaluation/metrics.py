@@ -20,7 +20,7 @@ from whet.rewards.library import ANSWERS, READ_BY
 from whet.rewards.reward_batch import RewardBatch
 from whet.util.references import is_ref, resolve_callable
 
-__all__ = ["AnswerFn", "Answered", "answer_reader", "answered", "measure", "passes"]
+__all__ = ["AnswerFn", "PromptResult", "compute_metrics", "compute_passed", "prompt_results", "resolve_answer_fn"]
 
 AnswerFn = Callable[[str], Hashable | None]
 """From the text of a completion to what it answers; None = nothing."""
@@ -29,10 +29,10 @@ NO_SOURCE = "(none)"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Answered:
+class PromptResult:
     """One prompt with its completions, judged. Arrays are in the order of generations.
 
-    Example: two completions, one right: Answered(row=0, source=None, totals=[1, 0], table={"exact_match": [1, 0]},
+    Example: two completions, one right: PromptResult(row=0, source=None, totals=[1, 0], table={"exact_match": [1, 0]},
     lengths=[2, 3], truncated=[False, False], answers=["4", "5"]).
     """
 
@@ -52,7 +52,7 @@ class Answered:
     """[n]: what majority@k votes on."""
 
 
-def answered(rewarded: RewardBatch, *, source_column: str | None, read: AnswerFn) -> list[Answered]:
+def prompt_results(rewarded: RewardBatch, *, source_column: str | None, read: AnswerFn) -> list[PromptResult]:
     """The prompts of a judged batch.
 
     Args: source_column: None = no breakdown. read: from a text to its answer.
@@ -63,7 +63,7 @@ def answered(rewarded: RewardBatch, *, source_column: str | None, read: AnswerFn
         part = rewarded.group_of == i
         source = group.prompt.columns.get(source_column) if source_column is not None else None
         found.append(
-            Answered(
+            PromptResult(
                 row=group.prompt.row,
                 source=None if source_column is None else NO_SOURCE if source is None else str(source),
                 totals=rewarded.total[part],
@@ -88,7 +88,7 @@ def _read(read: AnswerFn, text: str, row: int) -> Hashable | None:
     return answer
 
 
-def answer_reader(given: Any, reward_fns: Sequence[Any]) -> tuple[AnswerFn, str]:
+def resolve_answer_fn(given: Any, reward_fns: Sequence[Any]) -> tuple[AnswerFn, str]:
     """What majority@k votes on, and what it is called.
 
     Args: given: a function, a name or a reference; None = what the first reward function that says so reads: whet's
@@ -96,7 +96,7 @@ def answer_reader(given: Any, reward_fns: Sequence[Any]) -> tuple[AnswerFn, str]
     Raises: ConfigError: an unknown name, or what is referred to can't be called.
 
     >>> from whet.rewards.text import last_number
-    >>> read, name = answer_reader(None, [last_number])
+    >>> read, name = resolve_answer_fn(None, [last_number])
     >>> read("2 and 2 are 4."), name
     (Decimal('4'), 'last_number')
     """
@@ -118,7 +118,7 @@ def answer_reader(given: Any, reward_fns: Sequence[Any]) -> tuple[AnswerFn, str]
     return resolve_callable(given, "answer_fn"), given
 
 
-def passes(found: Sequence[Answered], by: str | None, threshold: float | None) -> list[np.ndarray] | None:
+def compute_passed(found: Sequence[PromptResult], by: str | None, threshold: float | None) -> list[np.ndarray] | None:
     """Whether each completion passes, by prompt: 1, 0, or NaN where it has no reward.
 
     Args: by: the reward function that decides; None = the weighted total. threshold: the least reward that passes;
@@ -136,7 +136,9 @@ def passes(found: Sequence[Answered], by: str | None, threshold: float | None) -
     return [np.where(np.isnan(v), math.nan, v >= threshold) for v in values]
 
 
-def measure(found: Sequence[Answered], passed: Sequence[np.ndarray] | None, ks: Sequence[int]) -> dict[str, Estimate]:
+def compute_metrics(
+    found: Sequence[PromptResult], passed: Sequence[np.ndarray] | None, ks: Sequence[int]
+) -> dict[str, Estimate]:
     """The numbers of some prompts: name -> mean over prompts and standard error.
 
     reward, rewards/<function>: the mean of a prompt's completions. pass@k, majority@k: see estimators; a prompt with

@@ -24,10 +24,10 @@ from whet.run.provenance import source_of, weights_digest
 from whet.train.worker import ModelWorker
 from whet.util.model_paths import model_folder
 
-__all__ = ["reward_digest", "reward_manager"]
+__all__ = ["hash_reward_functions", "make_reward_manager"]
 
 
-def reward_manager(config: EvalRunConfig, sampler: Sampler, reward_fns: Any = None) -> RewardManager:
+def make_reward_manager(config: EvalRunConfig, sampler: Sampler, reward_fns: Any = None) -> RewardManager:
     """The reward functions of an evaluation.
 
     Args: config: its reward, weights, reward model and limits. sampler: whose completions are judged. reward_fns: from
@@ -78,8 +78,8 @@ def _reward_model(config: EvalRunConfig, section: RoleConfig, sampler: Sampler) 
     )
 
 
-def reward_digest(manager: RewardManager, columns: Sequence[int]) -> str:
-    """A digest of the reward functions, their source files and the columns of the data.
+def hash_reward_functions(manager: RewardManager, columns: Sequence[int]) -> str:
+    """A digest of the functions that judge, the files they are written in, and the columns that they are given.
 
     Args: columns: the digests of the data (data.order.digests).
     """

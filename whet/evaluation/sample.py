@@ -13,13 +13,13 @@ from whet.util.text_lines import escape_control_characters, shorten_middle
 if TYPE_CHECKING:
     from whet.rewards.reward_batch import RewardBatch
 
-__all__ = ["Extremes", "completion_line", "shown_text"]
+__all__ = ["BestAndWorst", "format_completion", "format_text"]
 
 MAX_CHARACTERS = 600
 """Characters of a text that are shown: its beginning and its end."""
 
 
-def completion_line(name: str, reward: float, completion: Completion, text: Any) -> str:
+def format_completion(name: str, reward: float, completion: Completion, text: Any) -> str:
     """A completion: what it is called, its reward, its length, how it ended, what it says."""
     shown_reward = "no reward" if math.isnan(reward) else f"reward {reward:.4g}"
     end = (
@@ -29,10 +29,10 @@ def completion_line(name: str, reward: float, completion: Completion, text: Any)
         if completion.finish_reason == "length"
         else ", failed"
     )
-    return f"  {name} ({shown_reward}, {len(completion.tokens)} tokens{end}): {shown_text(text)}"
+    return f"  {name} ({shown_reward}, {len(completion.tokens)} tokens{end}): {format_text(text)}"
 
 
-def shown_text(source: Any) -> str:
+def format_text(source: Any) -> str:
     """A text, or messages one after the other: shortened, its further lines indented."""
     if not isinstance(source, str):
         messages = list(source)
@@ -51,7 +51,7 @@ class _Seen:
     text: Any
 
 
-class Extremes:
+class BestAndWorst:
     """The best and the worst completion of those that are added; of several alike the first."""
 
     def __init__(self) -> None:
@@ -85,5 +85,5 @@ class Extremes:
 
 
 def _with_prompt(name: str, seen: _Seen) -> list[str]:
-    line = completion_line(name, seen.reward, seen.completion, seen.text)
-    return [f"row {seen.prompt.row}: {shown_text(seen.prompt.source)}", line]
+    line = format_completion(name, seen.reward, seen.completion, seen.text)
+    return [f"row {seen.prompt.row}: {format_text(seen.prompt.source)}", line]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from whet.evaluation.estimators import Estimate
 
-__all__ = ["show_table", "text_table"]
+__all__ = ["format_table", "print_table"]
 
 Numbers = Mapping[str, Estimate]
 WIDTH = 80
@@ -17,7 +17,7 @@ GAP = "  "
 """Between columns."""
 
 
-def rows_of(results: Numbers, by_source: Mapping[str, Numbers]) -> list[list[str]]:
+def table_rows(results: Numbers, by_source: Mapping[str, Numbers]) -> list[list[str]]:
     """The cells of the table, its head first: a column for all prompts and one for each source, a row for each number.
     A single reward function has no row besides the reward.
     """
@@ -46,16 +46,16 @@ def _cell(name: str, one: Estimate) -> str:
     return form(one.value) + error + (" %" if share else "")
 
 
-def text_table(results: Numbers, by_source: Mapping[str, Numbers]) -> str:
+def format_table(results: Numbers, by_source: Mapping[str, Numbers]) -> str:
     """The table as aligned lines of a terminal's width, sources that don't fit below the others: ± is the standard
     error.
 
-    >>> print(text_table({"pass@1": Estimate(0.5, 0.25, 4)}, {}))
+    >>> print(format_table({"pass@1": Estimate(0.5, 0.25, 4)}, {}))
              all
     prompts  4
     pass@1   50.0 ±25.0 %
     """
-    names, *columns = zip(*rows_of(results, by_source), strict=True)
+    names, *columns = zip(*table_rows(results, by_source), strict=True)
     blocks, room = [[names]], WIDTH - _wide(names)
     for column in columns:
         room -= _wide(column) + len(GAP)
@@ -75,8 +75,8 @@ def _aligned(columns: Sequence[Sequence[str]]) -> str:
     return "\n".join(GAP.join(row).rstrip() for row in zip(*padded, strict=True))
 
 
-def show_table(results: Numbers, by_source: Mapping[str, Numbers]) -> None:
+def print_table(results: Numbers, by_source: Mapping[str, Numbers]) -> None:
     """Writes the table to standard output, its names without what would move a terminal's cursor."""
     shown = {"".join(c for c in name if c.isprintable()): found for name, found in by_source.items()}
-    sys.stdout.write(text_table(results, shown) + "\n")
+    sys.stdout.write(format_table(results, shown) + "\n")
     sys.stdout.flush()

@@ -24,7 +24,7 @@ from whet.hub.base_model import licence_of_card
 from whet.hub.model_card import make_model_card, read_card_facts
 from whet.storage.checkpoint import step_of, verify_checkpoint, write_folder_atomic
 from whet.storage.files import read_json
-from whet.util.model_paths import hub_silence
+from whet.util.model_paths import hub_unreachable_reason
 
 __all__ = ["PushResult", "check_hub_token", "push_folder", "push_to_hub"]
 
@@ -422,7 +422,7 @@ def _upload(
 
 def _hub_error(error: Exception, what: str, fix: str) -> WhetError:
     """An error of the hub's client as one message."""
-    silent = hub_silence(error)
+    silent = hub_unreachable_reason(error)
     if silent:
         return ConfigError(f"the hub does not answer ({silent}); check the network, and send it again")
     return ConfigError(f"{what}: {format_exception(error)}; {fix}")

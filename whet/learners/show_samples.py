@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from whet.evaluation.sample import completion_line, shown_text
+from whet.evaluation.sample import format_completion, format_text
 
 if TYPE_CHECKING:
     from whet.rewards.reward_batch import RewardBatch
@@ -30,11 +30,14 @@ def describe_sample(step: int, rewards: RewardBatch) -> str:
     done = list(texts.values())  # the last fork of a conversation has all of its turns
     known = np.where(np.isnan(own), -math.inf, own)
     best, worst = int(known.argmax()), int(np.where(np.isnan(own), math.inf, own).argmin())
-    lines = [f"sample of step {step}, row {group.prompt.row}: {shown_text(group.prompt.source)}"]
+    lines = [f"sample of step {step}, row {group.prompt.row}: {format_text(group.prompt.source)}"]
     if len(set(own[~np.isnan(own)])) > 1:
-        lines += [completion_line("best", own[best], *done[best]), completion_line("worst", own[worst], *done[worst])]
+        lines += [
+            format_completion("best", own[best], *done[best]),
+            format_completion("worst", own[worst], *done[worst]),
+        ]
     else:
         count = len({c.generation for c in group.completions})
         title = "the one completion" if count == 1 else f"one of {count}, no reward better than another"
-        lines.append(completion_line(title, own[best], *done[best]))
+        lines.append(format_completion(title, own[best], *done[best]))
     return "\n".join(lines)

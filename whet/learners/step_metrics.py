@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
-from whet.evaluation.columns import columns_of
+from whet.evaluation.columns import make_completion_columns
 from whet.evaluation.estimators import pass_at_k, resolve_ks
 from whet.metrics import Max, Mean, Metric, Min, Sum, merge
 from whet.ops import AdvantageInputs
@@ -293,7 +293,7 @@ def completion_columns(
         special tokens.
     """
     at = rewards.trajectory_of
-    columns = columns_of(rewards.groups, rewards.texts, rewards.total[at].tolist(), decode)
+    columns = make_completion_columns(rewards.groups, rewards.texts, rewards.total[at].tolist(), decode)
     if batch is not None and batch.advantages is not None:
         columns["advantage"] = batch.trajectory_advantages.numpy()[at].tolist()
     return columns, {name: values[at] for name, values in sorted(rewards.table.items())}

@@ -35,7 +35,7 @@ from whet.models.pretrained import meta_model
 from whet.models.prompt_tuning import is_prompt_tuned, save_prompt
 from whet.models.quantized import cast_parameters, dequantize, is_quantized_layer
 from whet.util.install import install_hint
-from whet.util.tensor_subclasses import copy_whole
+from whet.util.tensor_subclasses import copy_full_tensor
 
 if TYPE_CHECKING:
     import peft
@@ -391,8 +391,8 @@ def load_adapter_weights(
     by_id = _masters_by_id(module, masters)
     for name, p in parameters.items():
         if id(p) in by_id:
-            copy_whole(by_id[id(p)], tensors[name])
-        copy_whole(p, tensors[name])
+            copy_full_tensor(by_id[id(p)], tensors[name])
+        copy_full_tensor(p, tensors[name])
 
 
 def _masters_by_id(module: nn.Module, masters: Mapping[str, Tensor] | None) -> dict[int, Tensor]:

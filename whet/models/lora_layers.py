@@ -26,7 +26,7 @@ from whet.errors import ConfigError
 from whet.models.quantized import dequantize, is_quantized_layer
 from whet.ops.counter_rng import address_key, keep_mask
 from whet.ops.masked import to_fp32
-from whet.util.tensor_subclasses import whole_tensor
+from whet.util.tensor_subclasses import gather_full_tensor
 
 __all__ = [
     "BASE_LAYER",
@@ -120,7 +120,7 @@ class Adapter:
         """Whether the model equals its base: B is 0 in each layer, as in a new adapter."""
         layers = self._lora()
         return len(layers) == len(self.layers) and not any(
-            bool(whole_tensor(p).any()) for x in layers for p in x.lora_B.parameters()
+            bool(gather_full_tensor(p).any()) for x in layers for p in x.lora_B.parameters()
         )
 
     @property

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from whet.native.build import Unavailable
 from whet.native.layers import layer_kernels
-from whet.util.cpu import cpu_facts
+from whet.util.cpu import cpu_info
 
 __all__ = ["has_full_width_avx512", "linear", "onednn_unsupported_reason", "row_chunks", "weight_grad"]
 
@@ -40,7 +40,7 @@ def onednn_unsupported_reason() -> str | None:
     """
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()):
         return "torch has no oneDNN, or no MKL to replace"
-    model = str(cpu_facts()["model"])
+    model = str(cpu_info()["model"])
     if "AMD" not in model or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return f"on {model} torch's default products are as fast"
     generator = torch.Generator().manual_seed(0)
@@ -93,7 +93,7 @@ def has_full_width_avx512() -> bool:
     >>> has_full_width_avx512() in (True, False)
     True
     """
-    return onednn_unsupported_reason() is None and int(cpu_facts()["family"] or 0) >= 26
+    return onednn_unsupported_reason() is None and int(cpu_info()["family"] or 0) >= 26
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

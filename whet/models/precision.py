@@ -13,7 +13,7 @@ import torch
 
 from whet.errors import lookup_error
 from whet.models.loaded_model import LoadedModel
-from whet.util.cpu import cpu_facts
+from whet.util.cpu import cpu_info
 
 __all__ = ["DTYPES", "auto_dtype", "compute_dtype"]
 
@@ -46,6 +46,6 @@ def auto_dtype(device: torch.device, width: int) -> torch.dtype:
         hardware = torch.cuda.is_bf16_supported(including_emulation=False)
     else:
         supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)  # private to torch
-        hardware = bool(BF16_FLAGS & set(cpu_facts()["flags"])) and supported is not None and supported()
+        hardware = bool(BF16_FLAGS & set(cpu_info()["flags"])) and supported is not None and supported()
         hardware = hardware and width >= BF16_WIDTH
     return torch.bfloat16 if hardware else torch.float32

@@ -32,7 +32,7 @@ from whet.errors import ConfigError, format_exception, nearest
 from whet.models.causality_check import check_causal
 from whet.models.config_sizes import MISSING_IS_NONE, read_config
 from whet.models.heads import has_score_head
-from whet.util.model_paths import check_hub, folders_here, model_folder, resolved_path_message
+from whet.util.model_paths import check_hub, list_folders, model_folder, resolved_path_message
 
 __all__ = ["PretrainedModule", "check_config", "meta_model", "read_model", "wrong_role_hint"]
 
@@ -110,7 +110,7 @@ def read_model(
             ) from error
         raise ConfigError(
             f"can't read a model at {path!r}: {format_exception(error)}; give a folder with a complete config.json or "
-            "a hub name" + nearest(path, [name for name in folders_here() if name != path])
+            "a hub name" + nearest(path, [name for name in list_folders() if name != path])
         ) from error
     check_config(config, path)
     _check_stored_dtypes(path, config)

@@ -23,7 +23,7 @@ from torch.profiler import record_function
 
 from whet.native.build import Library, Unavailable, load_functions, unsupported_cpu
 from whet.native.self_check import Comparison, self_check
-from whet.util.cpu import cpu_facts
+from whet.util.cpu import cpu_info
 
 __all__ = [
     "OPERATOR",
@@ -156,7 +156,7 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> SegmentKernels | Un
 @functools.cache
 def _matrix_instructions() -> bool:
     """Whether the processor has AMX, which torch's products in bf16 take; torch's question for it is private."""
-    return "amx_bf16" in cpu_facts()["flags"]
+    return "amx_bf16" in cpu_info()["flags"]
 
 
 def segments_unsupported_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:

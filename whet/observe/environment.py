@@ -13,7 +13,7 @@ from typing import Any
 
 from whet._version import __version__
 from whet.storage.files import read_json
-from whet.util.cpu import cpu_facts
+from whet.util.cpu import cpu_info
 
 __all__ = ["collect_environment", "read_environment", "trained_dtype"]
 
@@ -34,7 +34,7 @@ def collect_environment() -> dict[str, Any]:
     return {
         "versions": {"whet": __version__, "python": platform.python_version(), **_versions()},
         "platform": {"system": platform.system(), "release": platform.release(), "machine": platform.machine()},
-        "cpu": cpu_facts(),
+        "cpu": cpu_info(),
         **_torch(),
         "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)},
     }

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from whet.errors import ConfigError
 from whet.parallel.placement import Phase, Placement
 from whet.parallel.ranks import Ranks
-from whet.util.tensor_subclasses import whole_tensor
+from whet.util.tensor_subclasses import gather_full_tensor
 
 __all__ = ["FSDPPlacement"]
 
@@ -112,7 +112,7 @@ class FSDPPlacement(Placement):
         gathered: dict[int, Any] = {}
         skeleton = dict(self._skeleton.named_parameters())
         for name, p in self.module.named_parameters():
-            whole = whole_tensor(masters.get(name, p).detach())
+            whole = gather_full_tensor(masters.get(name, p).detach())
             if self.ranks.is_writer:
                 gathered[id(skeleton[name])] = nn.Parameter(whole.cpu(), p.requires_grad)
         yield copy.deepcopy(self._skeleton, gathered) if self.ranks.is_writer else self._skeleton

@@ -29,7 +29,7 @@ def check_engine(name: str | type) -> None:
     module = sys.modules[resolve_engine(name).__module__]
     package = {"whet.rollout.vllm": "vllm", "whet.rollout.sglang": "sglang"}.get(module.__name__)
     if package is not None and package not in sys.modules and importlib.util.find_spec(package) is None:
-        module.imported()
+        module.import_package()
 
 
 def resolve_engine(name: str | type) -> type:

@@ -27,7 +27,7 @@ __all__ = [
     "RolloutEngine",
     "Sampling",
     "check_caps",
-    "support_of",
+    "sampling_support",
 ]
 
 
@@ -98,10 +98,10 @@ class Sampling:
     """Keep the raw logits of each drawn token (float32 [C, V]): for inspection, not for training."""
 
 
-def support_of(sampling: Sampling) -> Support:
+def sampling_support(sampling: Sampling) -> Support:
     """The distribution whose logprobs the sampler reports and the trainer computes.
 
-    >>> support_of(Sampling(top_k=3)).top_k, support_of(Sampling(top_k=3, logprob_support="full")).full
+    >>> sampling_support(Sampling(top_k=3)).top_k, sampling_support(Sampling(top_k=3, logprob_support="full")).full
     (3, True)
     """
     return Support(

@@ -1,4 +1,4 @@
-"""make_engine and sampling_of: from a configuration to an engine and its sampling parameters."""
+"""make_engine and make_sampling: from a configuration to an engine and its sampling parameters."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from whet.errors import ConfigError
 from whet.models.loaded_model import LoadedModel
 from whet.rollout.base import Constraint, RolloutEngine, Sampling
 from whet.rollout.constrained_decoding import Grammars
-from whet.rollout.generate_options import checked_options, frozen_options
+from whet.rollout.generate_options import freeze_options, validate_options
 
-__all__ = ["describe_engine", "grammars_of", "make_engine", "sampling_of"]
+__all__ = ["describe_engine", "make_engine", "make_grammars", "make_sampling"]
 
 log = logging.getLogger("whet")
 
 
-def sampling_of(config: RolloutConfig, eos_ids: Sequence[int], tokenizer: Any = None) -> Sampling:
+def make_sampling(config: RolloutConfig, eos_ids: Sequence[int], tokenizer: Any = None) -> Sampling:
     """The sampling parameters of a rollout configuration.
 
     Args:
@@ -45,7 +45,7 @@ def sampling_of(config: RolloutConfig, eos_ids: Sequence[int], tokenizer: Any = 
         forbidden_ids=tuple(config.forbidden_tokens),
         constraint=None if (c := config.constraint) is None else Constraint(kind=c.kind, text=c.text),
         logprob_support=config.logprob_support,
-        generation_kwargs=frozen_options(config.generation_kwargs),
+        generation_kwargs=freeze_options(config.generation_kwargs),
     )
 
 
@@ -96,7 +96,7 @@ def make_engine(
         )
         spec = "hf"
     if names := sorted({*generation_kwargs, *(name for s in samplings for name, _ in s.generation_kwargs)}):
-        checked_options(dict.fromkeys(names))
+        validate_options(dict.fromkeys(names))
         if spec == "embedded":
             log.warning("generation_kwargs (%s) are transformers' own; using 'hf'", ", ".join(names))
             spec = "hf"
@@ -110,7 +110,7 @@ def make_engine(
         )
     from_config = getattr(engine_class, "from_config", None)
     if from_config is not None:
-        grammars = grammars or grammars_of(loaded, tokenizer)
+        grammars = grammars or make_grammars(loaded, tokenizer)
         engine = from_config(config, loaded, decode=decode, grammars=grammars, samplings=samplings)
     else:
         engine = engine_class(loaded, decode=decode)
@@ -139,7 +139,7 @@ def _warn_unused(spec: Any, config: RolloutConfig) -> None:
         log.warning("%s: no effect with rollout_engine %r, they belong to another engine; leave them out", fields, spec)
 
 
-def grammars_of(loaded: LoadedModel, tokenizer: Any) -> Grammars:
+def make_grammars(loaded: LoadedModel, tokenizer: Any) -> Grammars:
     """The grammars of a model's tokenizer; nothing is compiled before the first constraint."""
     return Grammars(tokenizer, vocabulary=int(loaded.module.get_input_embeddings().weight.shape[0]))  # pyright: ignore
 

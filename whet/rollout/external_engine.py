@@ -27,19 +27,19 @@ from whet.models.quantized import dequantize
 from whet.models.self_check import tolerance_for
 from whet.ops.counter_rng import address_key
 from whet.ops.logprobs import selective_log_softmax
-from whet.rollout.base import Request, Sampling, support_of
+from whet.rollout.base import Request, Sampling, sampling_support
 
 __all__ = [
     "WeightNames",
     "check_agreement",
-    "check_known",
+    "check_logprob_support",
     "check_options",
-    "check_reported",
-    "seed_of",
+    "check_supported",
+    "request_seed",
     "write_config",
 ]
 
-KNOWN = (
+SUPPORTED_FIELDS = (
     "forbidden_ids",
     "logprob_support",
     "max_tokens",
@@ -57,7 +57,7 @@ TOLERANCE = {"wide": 1e-3, "half": 0.25}
 """Largest mean difference of their logprobs; vLLM's were 3e-6 (fp32) and 0.03 (bf16), stale weights some 10."""
 
 
-def seed_of(request: Request, bits: int = 63) -> int:
+def request_seed(request: Request, bits: int = 63) -> int:
     """The seed of a request's draws, from its address and where it resumes.
 
     Args: request: its address, draw and offset. bits: the seed is below 2**bits.
@@ -66,8 +66,8 @@ def seed_of(request: Request, bits: int = 63) -> int:
 
     >>> import numpy as np
     >>> r = Request(id=0, tokens=np.array([5, 6]), sampling=Sampling(), group=0, address=(0, 0, 0, 0))
-    >>> seed_of(r) == seed_of(replace(r, id=4)), seed_of(r) == seed_of(replace(r, offset=1)), seed_of(r, 31) < 2**31
-    (True, False, True)
+    >>> request_seed(r) == request_seed(replace(r, id=4)), request_seed(r) == request_seed(replace(r, offset=1))
+    (True, False)
     """
     key = address_key(*request.address)
     if request.draw:
@@ -77,25 +77,25 @@ def seed_of(request: Request, bits: int = 63) -> int:
     return key % 2**bits
 
 
-def check_known(sampling: Sampling, *, engine: str) -> None:
+def check_supported(sampling: Sampling, *, engine: str) -> None:
     """Refuses a Sampling with a field that only whet's own engines support.
 
     Args: sampling: of a request. engine: its name.
     Raises: ConfigError: names the field, which is not at its default.
 
-    >>> check_known(Sampling(return_logits=True), engine="vllm")
+    >>> check_supported(Sampling(return_logits=True), engine="vllm")
     Traceback (most recent call last):
     whet.errors.ConfigError: return_logits=True is not supported by vllm; leave it out, or use another rollout_engine
     """
     for f in fields(sampling):
         value = vars(sampling)[f.name]
-        if f.name not in KNOWN and value != f.default:
+        if f.name not in SUPPORTED_FIELDS and value != f.default:
             raise ConfigError(
                 f"{f.name}={value!r} is not supported by {engine}; leave it out, or use another rollout_engine"
             )
 
 
-def check_reported(sampling: Sampling, *, engine: str, reports: Literal["drawn", "untruncated", "raw"]) -> None:
+def check_logprob_support(sampling: Sampling, *, engine: str, reports: Literal["drawn", "untruncated", "raw"]) -> None:
     """Refuses a Sampling for which an engine would report other logprobs than the trainer computes.
 
     Args:
@@ -105,13 +105,13 @@ def check_reported(sampling: Sampling, *, engine: str, reports: Literal["drawn",
             top-k, top-p and min-p; "raw", the softmax of the logits.
     Raises: ConfigError: that is not the distribution which logprob_support names.
 
-    >>> check_reported(Sampling(top_k=5), engine="vllm", reports="drawn")
-    >>> check_reported(Sampling(top_k=5), engine="sglang", reports="untruncated")
+    >>> check_logprob_support(Sampling(top_k=5), engine="vllm", reports="drawn")
+    >>> check_logprob_support(Sampling(top_k=5), engine="sglang", reports="untruncated")
     Traceback (most recent call last):
     whet.errors.ConfigError: sglang reports logprobs before top_k, top_p and min_p, and logprob_support is 'sampling'; \
 set it to 'full', or leave them out
     """
-    drawn = replace(support_of(sampling), full=False)
+    drawn = replace(sampling_support(sampling), full=False)
     is_changed = drawn.penalises or drawn.forbids
     if reports == "raw" and drawn.temperature not in (0.0, 1.0):
         raise ConfigError(

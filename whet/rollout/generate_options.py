@@ -29,10 +29,10 @@ __all__ = [
     "beam_search",
     "check_options",
     "check_trainable",
-    "checked_options",
-    "frozen_options",
+    "freeze_options",
+    "logits_processors",
     "num_beams",
-    "processors",
+    "validate_options",
 ]
 
 TokenIds = Annotated[list[Number], Field(min_length=1)]
@@ -63,10 +63,10 @@ class _Options:
     }
 
 
-def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
+def validate_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options as transformers takes them. Raises ConfigError: one that is unknown or whet's own, a value out of range.
 
-    >>> checked_options({"num_beans": 2})
+    >>> validate_options({"num_beans": 2})
     Traceback (most recent call last):
     whet.errors.ConfigError: generation_kwargs: unknown key num_beans; did you mean num_beams?
     """
@@ -76,10 +76,10 @@ def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"generation_kwargs: {error}") from None
 
 
-def frozen_options(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+def freeze_options(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     """Options in a hashable form: sorted, lists as tuples, a mapping as pairs, without None.
 
-    >>> frozen_options({"sequence_bias": {(5, 6): 2.0}, "no_repeat_ngram_size": 3})
+    >>> freeze_options({"sequence_bias": {(5, 6): 2.0}, "no_repeat_ngram_size": 3})
     (('no_repeat_ngram_size', 3), ('sequence_bias', (((5, 6), 2.0),)))
     """
     return tuple((name, _freeze(value)) for name, value in sorted(options.items()) if value is not None)
@@ -103,7 +103,7 @@ def check_options(request: Request, *, vocabulary: int) -> None:
         EngineError: a request for which there is no beam.
     """
     sampling, options = request.sampling, dict(request.sampling.generation_kwargs)
-    checked_options(options)
+    validate_options(options)
     for name in options.keys() & {"bad_words_ids", "begin_suppress_tokens", "forced_eos_token_id", "sequence_bias"}:
         if (i := max(_ids(options[name]))) >= vocabulary:
             raise ConfigError(f"generation_kwargs: {name}: token {i} is outside the vocabulary of {vocabulary}")
@@ -168,7 +168,7 @@ def _generate(module: Any, ids: Tensor, request: Request, *, num_generations: in
     if sampling.temperature > 0:
         fields |= {"temperature": float(sampling.temperature), "top_k": sampling.top_k, "top_p": sampling.top_p}
         fields["min_p"] = sampling.min_p or None
-    generation_config = GenerationConfig(**fields, **checked_options(dict(sampling.generation_kwargs)))
+    generation_config = GenerationConfig(**fields, **validate_options(dict(sampling.generation_kwargs)))
     own_config, module.generation_config = module.generation_config, GenerationConfig()
     try:
         mask = torch.ones_like(prompts)
@@ -177,7 +177,7 @@ def _generate(module: Any, ids: Tensor, request: Request, *, num_generations: in
         module.generation_config = own_config
 
 
-def processors(module: Any, ids: Tensor, request: Request) -> Callable[[Tensor, Tensor], Tensor]:
+def logits_processors(module: Any, ids: Tensor, request: Request) -> Callable[[Tensor, Tensor], Tensor]:
     """The logits processors of transformers for a batch. Args: as `_generate`.
 
     Returns: (ids so far, fp32 logits [n, V]) -> the scores [n, V] to draw from.

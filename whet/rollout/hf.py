@@ -26,7 +26,7 @@ from whet.ops.counter_rng import address_key, uniform
 from whet.rollout.base import EngineCaps, Output, Request
 from whet.rollout.constrained_decoding import Grammars
 from whet.rollout.engine.sampling import sample_rows, seen_tokens
-from whet.rollout.generate_options import beam_search, check_options, num_beams, processors
+from whet.rollout.generate_options import beam_search, check_options, logits_processors, num_beams
 from whet.rollout.in_flight import InFlightRequest
 from whet.rollout.queue_engine import QueueEngine
 from whet.rollout.requests import SamplingPlan, check_request, make_plan
@@ -132,7 +132,7 @@ class HFEngine(QueueEngine):
         place = torch.tensor([r.offset for r in batch], device=device)
         draws = torch.tensor([r.draw + r.offset for r in batch], device=device)
         seen = seen_tokens(list(ids), self._vocabulary) if plan.support.penalises else None
-        process = processors(self._module, ids, batch[0]) if plan.sampling.generation_kwargs else None
+        process = logits_processors(self._module, ids, batch[0]) if plan.sampling.generation_kwargs else None
         flights = [InFlightRequest(request=r, matcher=self._grammars and self._grammars.start(r)) for r in batch]
         finished: dict[int, FinishReason] = {}
         cache: dict[str, Any] = {}

@@ -12,7 +12,7 @@ import numpy as np
 
 from whet.errors import ConfigError, EngineError, lookup_error
 from whet.ops.support import Support
-from whet.rollout.base import Request, Sampling, support_of
+from whet.rollout.base import Request, Sampling, sampling_support
 
 __all__ = ["SamplingPlan", "check_ids", "check_request", "make_plan"]
 
@@ -40,7 +40,7 @@ def make_plan(sampling: Sampling) -> SamplingPlan:
     """
     if sampling.logprob_support not in ("sampling", "full"):
         raise lookup_error("logprob_support", sampling.logprob_support, ["sampling", "full"])
-    support = replace(support_of(sampling), full=False)
+    support = replace(sampling_support(sampling), full=False)
     full = sampling.logprob_support == "full" and bool(sampling.generation_kwargs or not support.plain)
     return SamplingPlan(sampling=sampling, support=support, reported=replace(support, full=True) if full else support)
 

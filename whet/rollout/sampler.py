@@ -32,10 +32,10 @@ from whet.models.modes import max_positions
 from whet.models.precision import auto_dtype
 from whet.observe.environment import trained_dtype
 from whet.rollout.base import PartialOutput, Request, RolloutEngine, Sampling
-from whet.rollout.build import make_engine, sampling_of
+from whet.rollout.build import make_engine, make_sampling
 from whet.rollout.driver import Rollouts, single_turns, stream
-from whet.rollout.generate_options import checked_options, num_beams
-from whet.rollout.text import encode_texts, one_or_many, pad_left
+from whet.rollout.generate_options import num_beams, validate_options
+from whet.rollout.text import as_batch, encode_texts, pad_left
 from whet.types import Group, Message, Prompt
 from whet.util.model_paths import model_folder
 
@@ -261,7 +261,7 @@ class Sampler:
             if "num_beams" in kwargs:
                 raise ConfigError("beam_size and generation_kwargs' num_beams are the same option; keep one")
             kwargs["num_beams"] = beam_size
-        checked_options(dict.fromkeys(kwargs))
+        validate_options(dict.fromkeys(kwargs))
         for name in ("eos_tokens", "forbidden_tokens"):
             settings[name] = None if settings[name] is None else tuple(settings[name])
         settings["forbidden_tokens"] = settings["forbidden_tokens"] or ()
@@ -276,7 +276,7 @@ class Sampler:
             generation_kwargs=kwargs,
             **settings,
         )
-        return replace(sampling_of(config, self.eos_ids, self.tokenizer), return_logits=return_logits)
+        return replace(make_sampling(config, self.eos_ids, self.tokenizer), return_logits=return_logits)
 
     def encode(
         self,
@@ -294,7 +294,7 @@ class Sampler:
             max_prompt_length=max_prompt_length,
             on_long_prompt=on_long_prompt,
         )
-        return encode_texts(encoder, one_or_many(inputs))
+        return encode_texts(encoder, as_batch(inputs))
 
     def encoder(self, **options: Any) -> PromptEncoder:
         """The encoder of rows with a prompt; `options` are PromptEncoder's.

@@ -28,14 +28,14 @@ from whet.models.lora_layers import base_weights
 from whet.models.modes import max_positions
 from whet.models.self_check import probe_tokens
 from whet.rollout.base import EngineCaps, EngineStats, Output, PartialOutput, Request, Sampling
-from whet.rollout.build import sampling_of
+from whet.rollout.build import make_sampling
 from whet.rollout.external_engine import (
     WeightNames,
     check_agreement,
-    check_known,
+    check_logprob_support,
     check_options,
-    check_reported,
-    seed_of,
+    check_supported,
+    request_seed,
     write_config,
 )
 from whet.rollout.in_flight import InFlightRequest
@@ -80,7 +80,7 @@ class SGLangEngine:
     ) -> None:
         module = model.module if isinstance(model, LoadedModel) else model
         config = config or RolloutConfig()
-        package = imported()
+        package = import_package()
         self._decode = decode
         self._seeded = config.sglang.enable_deterministic_sampling
         self.caps = EngineCaps(
@@ -88,7 +88,7 @@ class SGLangEngine:
         )
         warn_experimental("rollout_engine 'sglang'")
         _check_config(config)
-        for sampling in samplings or [sampling_of(config.for_mode(mode), ()) for mode in ("train", "eval")]:
+        for sampling in samplings or [make_sampling(config.for_mode(mode), ()) for mode in ("train", "eval")]:
             self._check_sampling(sampling)
         self._vocabulary = int(module.get_input_embeddings().weight.shape[0])  # pyright: ignore
         limits = [n for n in (max_positions(module), config.sglang.context_length) if n is not None]
@@ -161,7 +161,7 @@ class SGLangEngine:
     def _check_sampling(self, sampling: Sampling) -> None:
         """Refuses a Sampling that SGLang draws differently, or for which it would report other logprobs."""
         make_plan(sampling)
-        check_known(sampling, engine="sglang")
+        check_supported(sampling, engine="sglang")
         if sampling.repetition_penalty != 1.0:
             raise ConfigError(
                 f"repetition_penalty {sampling.repetition_penalty}: sglang counts tokens of the completion alone, "
@@ -174,7 +174,7 @@ class SGLangEngine:
             )
         if self._seeded and sampling.temperature > 0 and sampling.min_p:
             raise ConfigError("sglang has no min_p with seeds; leave it out, or deterministic sampling")
-        check_reported(sampling, engine="sglang", reports="untruncated")
+        check_logprob_support(sampling, engine="sglang", reports="untruncated")
 
     def step(self, timeout_s: float | None = None) -> list[Output]:
         """Waits until something finishes, or the time is up, and returns what has finished.
@@ -346,7 +346,7 @@ def sampling_arguments(request: Request) -> dict[str, Any]:
         "stop_token_ids": list(s.stop_ids),
         "ignore_eos": True,
         "no_stop_trim": True,
-        "sampling_seed": seed_of(replace(request, offset=0)),
+        "sampling_seed": request_seed(replace(request, offset=0)),
     }
     return (
         {**arguments, "logit_bias": {str(i): -float("inf") for i in s.forbidden_ids}} if s.forbidden_ids else arguments
@@ -390,7 +390,7 @@ def _check_config(config: RolloutConfig) -> None:
     check_options("sglang", refused)
 
 
-def imported() -> Any:
+def import_package() -> Any:
     """The package sglang. Raises EngineError: it can't be imported."""
     try:
         package = importlib.import_module("sglang")

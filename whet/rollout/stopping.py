@@ -8,7 +8,7 @@
 
 `find_end` decides the first two for tokens that were drawn. A constraint's end is `Matcher.finish_reason`, which
 `Grammars.advance` reads (constrained_decoding.py). There is no ignore_eos: the end ids of model and tokenizer become
-stop_ids in `sampling_of` (build.py), and a request without stop_ids continues to max_tokens.
+stop_ids in `make_sampling` (build.py), and a request without stop_ids continues to max_tokens.
 """
 
 from __future__ import annotations

@@ -11,16 +11,16 @@ from whet.data.prompts import PromptEncoder
 from whet.errors import DataError
 from whet.types import Message, Prompt
 
-__all__ = ["TextStream", "encode_texts", "one_or_many", "pad_left"]
+__all__ = ["TextStream", "as_batch", "encode_texts", "pad_left"]
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """The decoded form of a character with missing bytes."""
 
 
-def one_or_many(inputs: Any) -> Sequence[str] | Sequence[list[Message]]:
+def as_batch(inputs: Any) -> Sequence[str] | Sequence[list[Message]]:
     """A batch of texts or chats, from a batch or from a single one.
 
-    >>> one_or_many("hi"), one_or_many([{"role": "user", "content": "hi"}])
+    >>> as_batch("hi"), as_batch([{"role": "user", "content": "hi"}])
     (['hi'], [[{'role': 'user', 'content': 'hi'}]])
     """
     is_one = isinstance(inputs, str) or (isinstance(inputs, Sequence) and inputs and isinstance(inputs[0], Mapping))

@@ -32,14 +32,14 @@ from whet.models.loaded_model import LoadedModel
 from whet.models.lora_layers import base_weights
 from whet.models.self_check import probe_tokens
 from whet.rollout.base import EngineCaps, EngineStats, Output, PartialOutput, Request, Sampling
-from whet.rollout.build import sampling_of
+from whet.rollout.build import make_sampling
 from whet.rollout.external_engine import (
     WeightNames,
     check_agreement,
-    check_known,
+    check_logprob_support,
     check_options,
-    check_reported,
-    seed_of,
+    check_supported,
+    request_seed,
     write_config,
 )
 from whet.rollout.in_flight import InFlightRequest
@@ -89,11 +89,11 @@ class VLLMEngine:
     ) -> None:
         module = model.module if isinstance(model, LoadedModel) else model
         config = config or RolloutConfig()
-        self._vllm = imported()
+        self._vllm = import_package()
         self._decode, self._extra = decode, dict(config.vllm.sampling_kwargs)
         _check_config(config)
         self._reports: Literal["drawn", "raw"] = MODES[config.vllm.logprobs_mode]
-        for sampling in samplings or [sampling_of(config.for_mode(mode), ()) for mode in ("train", "eval")]:
+        for sampling in samplings or [make_sampling(config.for_mode(mode), ()) for mode in ("train", "eval")]:
             self._check_sampling(sampling)
         self._vocabulary = int(module.get_input_embeddings().weight.shape[0])  # pyright: ignore
         self._names = WeightNames(module)
@@ -180,7 +180,7 @@ class VLLMEngine:
     def _check_sampling(self, sampling: Sampling) -> None:
         """Refuses a Sampling that vLLM can't draw, or for which it would report other logprobs."""
         make_plan(sampling)
-        check_known(sampling, engine="vllm")
+        check_supported(sampling, engine="vllm")
         if sampling.temperature > 2 or 0 < sampling.temperature < 0.01:
             raise ConfigError(
                 f"vllm takes temperatures of 0 and 0.01..2, not {sampling.temperature}; choose one of these, or use "
@@ -191,7 +191,7 @@ class VLLMEngine:
                 f"vllm applies min_p before top_p, whet after it, so top_p={sampling.top_p} with min_p="
                 f"{sampling.min_p} would mean two distributions; leave one of them out"
             )
-        check_reported(sampling, engine="vllm", reports=self._reports)
+        check_logprob_support(sampling, engine="vllm", reports=self._reports)
 
     def step(self, timeout_s: float | None = None) -> list[Output]:
         """Decodes until something finishes, or the time is up, and returns what has finished.
@@ -345,7 +345,7 @@ def sampling_arguments(request: Request) -> dict[str, Any]:
         "stop_token_ids": list(s.stop_ids),
         "ignore_eos": True,
         "logit_bias": {i: -float("inf") for i in s.forbidden_ids} or None,
-        "seed": seed_of(request),
+        "seed": request_seed(request),
         "logprobs": 0,
         "flat_logprobs": True,
         "detokenize": False,
@@ -434,7 +434,7 @@ def _host_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def imported() -> Any:
+def import_package() -> Any:
     """The package vllm. Raises EngineError: it can't be imported."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # each update would warn about parts without weights
     try:

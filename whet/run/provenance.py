@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from whet.config import diff, dump_tree
 from whet.errors import CheckpointError, ConfigError
 from whet.util.references import resolve_ref
-from whet.util.tensor_subclasses import is_sharded, whole_tensor
+from whet.util.tensor_subclasses import gather_full_tensor, is_sharded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -307,7 +307,7 @@ def weights_digest(module: nn.Module, *, without: Collection[str] = ()) -> str:
         place = id(tensor) if sharded else (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() == 0 or place not in seen:
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-            digest.update(_sums(whole_tensor(tensor)))
+            digest.update(_sums(gather_full_tensor(tensor)))
         seen.add(place)
     return digest.hexdigest()
 

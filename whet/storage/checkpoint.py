@@ -442,7 +442,7 @@ def load_weights(module: nn.Module, path: Path, masters: Mapping[str, Tensor] | 
     import torch
     from safetensors.torch import load_file
 
-    from whet.util.tensor_subclasses import copy_whole
+    from whet.util.tensor_subclasses import copy_full_tensor
 
     targets: dict[str, Tensor] = {**dict(module.named_parameters()), **_buffers(module)}
     try:
@@ -457,8 +457,8 @@ def load_weights(module: nn.Module, path: Path, masters: Mapping[str, Tensor] | 
     with torch.no_grad():
         for name, t in targets.items():
             if masters and name in masters:
-                copy_whole(masters[name], found[name])
-            copy_whole(t, found[name])
+                copy_full_tensor(masters[name], found[name])
+            copy_full_tensor(t, found[name])
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from whet.parallel.placement import Phase, Placement
 from whet.train.optim import Optim
 from whet.util.experimental import warn_experimental
-from whet.util.tensor_subclasses import is_wrapper
+from whet.util.tensor_subclasses import is_wrapper_subclass
 
 __all__ = ["Offload", "OffloadPlacement"]
 
@@ -164,7 +164,7 @@ class OffloadPlacement(Placement):
 def _parts(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """The plain tensors. A subclass that wraps tensors, such as quantised moments, is replaced by the tensors in it."""
     for t in tensors:
-        if is_wrapper(t):
+        if is_wrapper_subclass(t):
             names, _ = t.__tensor_flatten__()
             yield from _parts(getattr(t, name) for name in names)
         else:

@@ -19,7 +19,7 @@ from torch import Tensor
 from whet.errors import CheckpointError, ConfigError
 from whet.storage.checkpoint import CHECKPOINT_FORMAT, check_format
 from whet.util.references import resolve_ref
-from whet.util.tensor_subclasses import is_wrapper, whole_tensor
+from whet.util.tensor_subclasses import gather_full_tensor, is_wrapper_subclass
 
 __all__ = ["FORMAT_KEY", "WRAPPED", "check_moment_shapes", "flatten_state", "load_optimizer_state", "unflatten_state"]
 
@@ -51,10 +51,10 @@ def flatten_state(
     for parameter, entry in state.items():
         for key, value in entry.items():
             name = f"{parameter}.{key}"
-            value = whole_tensor(value) if isinstance(value, Tensor) else value
+            value = gather_full_tensor(value) if isinstance(value, Tensor) else value
             if not isinstance(value, Tensor):
                 plain[name] = value
-            elif is_wrapper(value):
+            elif is_wrapper_subclass(value):
                 kind = type(value).__name__
                 if WRAPPED.get(kind) != type(value).__module__:
                     raise CheckpointError(

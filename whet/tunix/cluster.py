@@ -22,7 +22,7 @@ from whet.observe.trace import Trace
 from whet.ops import Support
 from whet.rollout import resolve_engine
 from whet.rollout.base import RolloutEngine
-from whet.rollout.text import encode_texts, one_or_many
+from whet.rollout.text import as_batch, encode_texts
 from whet.storage.checkpoint import step_of
 from whet.train.role_trainer import RoleTrainer, check_ids
 from whet.train.worker import Loss, Metrics
@@ -177,7 +177,7 @@ class RLEngine(cluster.RLCluster):
         encoder = self.encoder(
             mode, apply_chat_template=apply_chat_template, on_template_change="accept", on_answered="continue"
         )
-        encoded = encode_texts(encoder, one_or_many(prompts))
+        encoded = encode_texts(encoder, as_batch(prompts))
         longest = sampling.max_tokens if max_generation_steps is None else max_generation_steps
         sampling = dataclasses.replace(sampling, max_tokens=longest, return_logits=return_logits)
         seed = seed if seed is not None else config.seed

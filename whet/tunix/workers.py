@@ -16,8 +16,8 @@ from whet.data.tokenizer import load_tokenizer
 from whet.errors import ConfigError, lookup_error
 from whet.rollout import sampler
 from whet.rollout.base import RolloutEngine, Sampling
-from whet.rollout.build import sampling_of
-from whet.rollout.text import encode_texts, one_or_many
+from whet.rollout.build import make_sampling
+from whet.rollout.text import as_batch, encode_texts
 from whet.tunix.base_rollout import TokenizerAdapter
 from whet.tunix.common import compute_per_token_logps, compute_score
 from whet.tunix.configs import CacheConfig, RolloutConfig
@@ -163,10 +163,10 @@ class RolloutWorker:
             return cluster.generate(list(prompts), **options)
         encoder = PromptEncoder.from_config(cluster.tokenizer, c, on_template_change="accept", on_answered="continue")
         groups = cluster.sample(
-            encode_texts(encoder, one_or_many(list(prompts))),
+            encode_texts(encoder, as_batch(list(prompts))),
             step=cluster.next_call() if c.seed is None else 0,
             mode="generate",
-            sampling=sampling_of(c, cluster.eos_ids, cluster.tokenizer),
+            sampling=make_sampling(c, cluster.eos_ids, cluster.tokenizer),
             seed=c.seed,
         )
         return rollout_output(groups, cluster.decode, cluster.pad_id, logprobs=c.return_logprobs)

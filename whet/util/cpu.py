@@ -10,18 +10,18 @@ import platform
 from pathlib import Path
 from typing import Any
 
-__all__ = ["cpu_facts"]
+__all__ = ["cpu_info"]
 
 _FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "bf16", "sve", "i8mm")
 
 
-def cpu_facts() -> dict[str, Any]:
+def cpu_info() -> dict[str, Any]:
     """What is known of the processor.
 
     Returns: model; family, a string, or None where the system names none; cores, the number usable by this process;
         flags, the vector instructions that matter.
 
-    >>> sorted(cpu_facts())
+    >>> sorted(cpu_info())
     ['cores', 'family', 'flags', 'model']
     """
     info = Path("/proc/cpuinfo")

@@ -14,23 +14,23 @@ from whet.util.gguf import convert_gguf, gguf_file
 
 __all__ = [
     "check_hub",
-    "folders_here",
-    "hub_silence",
+    "find_runs",
+    "hub_unreachable_reason",
+    "list_folders",
     "model_folder",
     "resolved_path_message",
-    "runs_in",
     "split_revision",
 ]
 
-HELD = ("config.json", "adapter_config.json", "tokenizer.json", "tokenizer_config.json")
+MODEL_FILES = ("config.json", "adapter_config.json", "tokenizer.json", "tokenizer_config.json")
 """Files of which a folder, or what the cache has of a name, holds one where there is something to read."""
-RUN = ("metrics.jsonl", "config.yaml")
+RUN_FILES = ("metrics.jsonl", "config.yaml")
 """Files of which the folder of a run holds one."""
 UNREACHABLE = {"ConnectError", "ConnectTimeout", "ConnectionError", "OfflineModeIsEnabled", "ProxyError"}
 """Classes of the hub client's errors, whichever HTTP library it has, that mean that the hub did not answer."""
 
 
-NOT_READ = ("*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.pth", "*.tflite", "onnx/*", "original/*")
+UNUSED_FILES = ("*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.pth", "*.tflite", "onnx/*", "original/*")
 """Files of a hub repository that whet reads nothing of."""
 
 
@@ -79,7 +79,7 @@ def model_folder(source: str | Path) -> str:
             raise ConfigError(f"{path} is a pointer of Git LFS, not the weights; run `git lfs pull` in {named}")
     if folder.is_file():
         raise ConfigError(f"{named} is a file; give the folder that it lies in")
-    if any((folder / name).is_file() for name in HELD):
+    if any((folder / name).is_file() for name in MODEL_FILES):
         return str(folder)
     for part in (folder / "final", folder / "actor"):
         if _is_model(part):
@@ -90,7 +90,7 @@ def model_folder(source: str | Path) -> str:
         raise ConfigError(f"{named} {what}; resume with trainer.resume=latest, or give its newest checkpoint: {newest}")
     if run:
         raise ConfigError(f"{named} {what}, and it has no checkpoint; give the model that it began with")
-    if runs := runs_in(folder):
+    if runs := find_runs(folder):
         return _of_newest(named, runs)
     if not any((folder / name).is_file() for name in _inside(folder)):
         inside = ", ".join(sorted(_inside(folder))[:8]) or "nothing"
@@ -103,13 +103,13 @@ def _snapshot(name: str, revision: str | None) -> str:
     from huggingface_hub import HfApi, constants, snapshot_download
 
     try:
-        skip: list[str] = [*NOT_READ]
+        skip: list[str] = [*UNUSED_FILES]
         if not constants.HF_HUB_OFFLINE:
             files = HfApi().list_repo_files(name, revision=revision)
             skip += ["*.bin"] if any(file.endswith(".safetensors") for file in files) else []
         return str(snapshot_download(name, revision=revision, ignore_patterns=skip))
     except Exception as error:  # the client lets through what its HTTP library raises
-        why = hub_silence(error) or format_exception(error, 200)
+        why = hub_unreachable_reason(error) or format_exception(error, 200)
         raise ConfigError(
             f"{name!r} at revision {revision!r} can't be had from the hub ({why}); check the name, the branch, tag or "
             "commit behind the @, and the network"
@@ -119,7 +119,7 @@ def _snapshot(name: str, revision: str | None) -> str:
 def resolved_path_message(source: str, folder: str) -> str:
     """What is logged where a folder stands for a model that lies within it. Args: folder: which `model_folder` gave."""
     newer = []
-    for run in reversed(runs_in(Path(source).expanduser())):
+    for run in reversed(find_runs(Path(source).expanduser())):
         if _is_model(run / "final"):
             break
         newer.append(run.name)
@@ -127,12 +127,12 @@ def resolved_path_message(source: str, folder: str) -> str:
     return f"{source}: taking {folder}{late}"
 
 
-def runs_in(folder: Path) -> list[Path]:
+def find_runs(folder: Path) -> list[Path]:
     """The runs that lie in a folder, the one that was written to last at the end."""
     if _is_run(folder) or not folder.is_dir():
         return []
     found = [folder / name for name in _inside(folder) if (folder / name).is_dir() and _is_run(folder / name)]
-    written = lambda run: max((run / n).stat().st_mtime_ns for n in (*RUN, "final") if (run / n).exists())
+    written = lambda run: max((run / n).stat().st_mtime_ns for n in (*RUN_FILES, "final") if (run / n).exists())
     return sorted(found, key=lambda run: (written(run), run.name))
 
 
@@ -153,7 +153,7 @@ def _is_model(folder: Path) -> bool:
 
 
 def _is_run(folder: Path) -> bool:
-    return any((folder / name).exists() for name in RUN)
+    return any((folder / name).exists() for name in RUN_FILES)
 
 
 def _newest_checkpoint(folder: Path) -> Path | None:
@@ -172,15 +172,15 @@ def check_hub(name: str) -> None:
 
     if Path(name).expanduser().exists():
         return
-    near = nearest(name, folders_here())
+    near = nearest(name, list_folders())
     try:
-        if any(isinstance(try_to_load_from_cache(name, file), str) for file in HELD):
+        if any(isinstance(try_to_load_from_cache(name, file), str) for file in MODEL_FILES):
             return
         HfApi().model_info(name, timeout=10)
     except HFValidationError as error:
         raise ConfigError(f"there is no folder {name!r}, and no hub name looks like that{near}") from error
     except Exception as error:  # the client lets through what its HTTP library raises
-        if (why := hub_silence(error)) is not None:
+        if (why := hub_unreachable_reason(error)) is not None:
             raise ConfigError(
                 f"there is no folder {name!r} here, and the hub can't be reached to look for that name ({why}); check "
                 f"the path or the network{near}"
@@ -193,7 +193,7 @@ def check_hub(name: str) -> None:
             ) from error
 
 
-def folders_here() -> list[str]:
+def list_folders() -> list[str]:
     """Names of the folders in the working folder, for messages; none where it may not be read."""
     return [name for name in _inside(Path()) if Path(name).is_dir()]
 
@@ -206,10 +206,10 @@ def _inside(folder: Path) -> list[str]:
         return []
 
 
-def hub_silence(error: BaseException) -> str | None:
+def hub_unreachable_reason(error: BaseException) -> str | None:
     """Why the hub did not answer, if that is what an error of its client says; None = it did, or that is unknown.
 
-    >>> hub_silence(ConnectionError("refused")), hub_silence(KeyError())
+    >>> hub_unreachable_reason(ConnectionError("refused")), hub_unreachable_reason(KeyError())
     ('refused', None)
     """
     classes = set(_names(error))

@@ -8,13 +8,13 @@ from pathlib import Path
 from whet.errors import ConfigError, lookup_error
 from whet.util import install
 
-__all__ = ["copy_recipe", "page", "pages", "recipe_path", "recipes"]
+__all__ = ["copy_recipe", "list_pages", "list_recipes", "read_page", "recipe_path"]
 
 
-def recipes() -> dict[str, str]:
+def list_recipes() -> dict[str, str]:
     """The recipes: name -> what it is, in a line.
 
-    >>> recipes()["demo"]
+    >>> list_recipes()["demo"]
     'The demo: a 0.7 M-parameter model learns the order of operations by GRPO.'
     """
     paths = sorted(_folder("recipes").glob("*.yaml"))
@@ -29,7 +29,7 @@ def recipe_path(name: str) -> Path:
     """
     path = _folder("recipes") / f"{name.removesuffix('.yaml')}.yaml"
     if not path.is_file():
-        raise lookup_error("recipe", name, recipes())
+        raise lookup_error("recipe", name, list_recipes())
     return path
 
 
@@ -55,21 +55,21 @@ def copy_recipe(name: str, folder: str | Path = ".") -> list[Path]:
     return [Path(folder) / path.name for path in files]
 
 
-def pages() -> dict[str, str]:
+def list_pages() -> dict[str, str]:
     """The pages of the documentation: name -> its title.
 
-    >>> pages()["lora"]
+    >>> list_pages()["lora"]
     'LoRA and QLoRA'
     """
     paths = sorted(path for path in _folder("docs").glob("*.md") if path.stem != "README")
     return {path.stem: path.read_text().partition("\n")[0].removeprefix("# ") for path in paths}
 
 
-def page(name: str) -> str:
+def read_page(name: str) -> str:
     """The text of a page, in Markdown. Args: name: with or without docs/ and .md. Raises: ConfigError: no such page."""
     path = _folder("docs") / f"{name.removeprefix('docs/').removesuffix('.md')}.md"
     if not path.is_file():
-        raise lookup_error("page", name, pages())
+        raise lookup_error("page", name, list_pages())
     return path.read_text()
 
 

@@ -7,15 +7,15 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-__all__ = ["copy_whole", "is_sharded", "is_wrapper", "shard_like", "whole_tensor"]
+__all__ = ["copy_full_tensor", "gather_full_tensor", "is_sharded", "is_wrapper_subclass", "shard_like"]
 
 
-def is_wrapper(tensor: Any) -> TypeGuard[Any]:
+def is_wrapper_subclass(tensor: Any) -> TypeGuard[Any]:
     """Whether a tensor is made of others, which `__tensor_flatten__` names and `__tensor_unflatten__` joins again.
 
     torch has a function for it, which is private.
 
-    >>> is_wrapper(torch.ones(2))
+    >>> is_wrapper_subclass(torch.ones(2))
     False
     """
     return type(tensor) is not torch.Tensor and all(
@@ -32,10 +32,10 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "full_tensor")
 
 
-def whole_tensor(tensor: Tensor) -> Tensor:
+def gather_full_tensor(tensor: Tensor) -> Tensor:
     """Gathers a DTensor from all processes, which must all call this; returns any other tensor unchanged.
 
-    >>> whole_tensor(torch.ones(2))
+    >>> gather_full_tensor(torch.ones(2))
     tensor([1., 1.])
     """
     gather: Any = getattr(tensor, "full_tensor", None)
@@ -43,10 +43,10 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def copy_whole(target: Tensor, source: Tensor) -> None:
+def copy_full_tensor(target: Tensor, source: Tensor) -> None:
     """Copies a whole tensor into another one, in place; of a DTensor each process copies its own shard.
 
-    >>> copy_whole(target := torch.zeros(2), torch.ones(2))
+    >>> copy_full_tensor(target := torch.zeros(2), torch.ones(2))
     >>> target
     tensor([1., 1.])
     """

@@ -10,7 +10,7 @@ import pytest
 
 from whet._version import __version__
 from whet.cli import main
-from whet.cli.help import FIRST
+from whet.cli.help import COMMON_KEYS
 from whet.cli.registry import COMMANDS, INFO_COMMANDS, config_class
 from whet.config import SHORTHANDS, RunConfig, dump_tree, load_run
 from whet.config.base import leaves
@@ -80,14 +80,14 @@ def test_the_help_of_a_command_is_one_screen_of_keys_that_there_are(command, cap
     kind, short = config_class({"data": "grpo", "demo": "grpo", "plan": "grpo"}.get(command, command))
     known = {key for key, *_ in leaves(kind)} | {key for key, *_ in leaves(kind, optional=True)} | {*short}
     known |= {"algo.preset"} | {"data": {"rows=3"}, "plan": {"memory_gb=24"}}.get(command, {"seed"})
-    keys = [key for _, keys in FIRST[command] for key in keys]
+    keys = [key for _, keys in COMMON_KEYS[command] for key in keys]
     assert [key for key in keys if key not in known and key.partition("=")[0] not in known] == []
     assert all(any(line.startswith(f"  {key}") for line in lines) for key in keys)
 
 
 def test_the_help_of_the_demo_has_the_values_of_its_recipe():
     config = dump_tree(load_run(["--config", str(Path(__file__).parents[3] / "recipes" / "demo.yaml")]))
-    for key, _, value in (key.partition("=") for key in FIRST["demo"][0][1]):
+    for key, _, value in (key.partition("=") for key in COMMON_KEYS["demo"][0][1]):
         path = {"seed": "trainer.seed"}.get(key, SHORTHANDS.get(key, key)).split(".")
         if path[-1] not in ("run_dir", "preset"):
             assert functools.reduce(dict.__getitem__, path, config) == float(value), key

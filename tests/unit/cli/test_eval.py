@@ -8,7 +8,7 @@ from whet import evaluate
 from whet.cli import main
 from whet.data.prompt_stream import hold_out
 from whet.evaluation.estimators import Estimate
-from whet.evaluation.table import show_table, text_table
+from whet.evaluation.table import format_table, print_table
 
 PLAIN = ("data.apply_chat_template=false",)
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i), "source": "ab"[i % 2]} for i in range(5)]
@@ -85,7 +85,7 @@ RESULTS = {
 
 
 def test_the_table_has_a_row_for_each_number():
-    assert text_table(RESULTS, {"a": RESULTS, "b": RESULTS}).splitlines() == [
+    assert format_table(RESULTS, {"a": RESULTS, "b": RESULTS}).splitlines() == [
         "source     all          a            b",
         "prompts    4            4            4",
         "reward     0.5 ±0.05    0.5 ±0.05    0.5 ±0.05",
@@ -96,7 +96,7 @@ def test_the_table_has_a_row_for_each_number():
 
 
 def test_sources_that_do_not_fit_a_terminal_stand_below_the_others():
-    lines = text_table(RESULTS, {letter * 20: RESULTS for letter in "abcd"}).splitlines()
+    lines = format_table(RESULTS, {letter * 20: RESULTS for letter in "abcd"}).splitlines()
     assert max(map(len, lines)) <= 80 and lines.count("") == 1
     heads = [line.split() for line in lines if line.startswith("source")]
     assert heads == [["source", "all", "a" * 20, "b" * 20], ["source", "c" * 20, "d" * 20]]
@@ -117,6 +117,6 @@ def test_after_the_table_the_best_and_the_worst_completion_are_shown(words, tmp_
 
 
 def test_no_name_in_the_table_moves_the_cursor(capsys):
-    show_table(RESULTS, {"\x1b[2Ja": RESULTS, "[red]b": RESULTS})
+    print_table(RESULTS, {"\x1b[2Ja": RESULTS, "[red]b": RESULTS})
     out = capsys.readouterr().out
     assert "50.0 ±5.0 %" in out and "[2Ja" in out and "[red]b" in out and "\x1b[2J" not in out

@@ -13,7 +13,7 @@ from transformers import Qwen3Config, Qwen3ForSequenceClassification
 from whet import Sampler, evaluate
 from whet.config import GRPOConfig
 from whet.errors import CheckpointError, ConfigError, DataError, RewardError
-from whet.evaluation.metrics import answer_reader
+from whet.evaluation.metrics import resolve_answer_fn
 from whet.learners.grpo import GRPOLearner
 from whet.rewards.text import boxed
 
@@ -258,7 +258,7 @@ def test_completions_without_a_reward_count_nowhere(measured):
     ],
 )
 def test_what_is_voted_on(given, fns, text, answer):
-    assert answer_reader(given, fns)[0](text) == answer
+    assert resolve_answer_fn(given, fns)[0](text) == answer
 
 
 def test_an_answer_fn_that_fails_is_named(measured):

@@ -351,7 +351,7 @@ def test_gradients_of_weights_are_the_product_whoever_makes_them(wide, native, d
 
 def test_only_a_processor_of_amd_with_whole_registers_is_taken_for_one(monkeypatch):
     for family, refusal, wide in (("26", None, True), ("25", None, False), (None, None, False), ("26", "no", False)):
-        monkeypatch.setattr(matmul, "cpu_facts", lambda family=family: {"family": family})
+        monkeypatch.setattr(matmul, "cpu_info", lambda family=family: {"family": family})
         monkeypatch.setattr(matmul, "onednn_unsupported_reason", lambda refusal=refusal: refusal)
         assert matmul.has_full_width_avx512.__wrapped__() is wide
 

@@ -22,7 +22,7 @@ def cpu(monkeypatch):
     """A CPU whose instructions are set by the test."""
     state = SimpleNamespace(flags=["avx2", "avx512f", "avx512_bf16"])
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: "avx512f" in state.flags)
-    monkeypatch.setattr(precision, "cpu_facts", lambda: {"flags": state.flags})
+    monkeypatch.setattr(precision, "cpu_info", lambda: {"flags": state.flags})
     return state
 
 

@@ -7,7 +7,7 @@ import torch
 
 from whet.rollout.engine import layouts
 from whet.train import optim
-from whet.util.tensor_subclasses import is_wrapper
+from whet.util.tensor_subclasses import is_wrapper_subclass
 
 ROOT = Path(__file__).parents[3]
 
@@ -34,7 +34,7 @@ def test_a_tensor_that_wraps_others_is_known_as_torch_knows_it():
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     for tensor in (torch.ones(2), torch.nn.Parameter(torch.ones(2)), TwoTensor(torch.ones(2), torch.ones(2))):
-        assert is_wrapper(tensor) == is_traceable_wrapper_subclass(tensor)
+        assert is_wrapper_subclass(tensor) == is_traceable_wrapper_subclass(tensor)
 
 
 def test_nothing_imports_a_private_module_of_torch():

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-__all__ = ["CachedSequence", "ConversationCache", "common_length"]
+__all__ = ["CachedSequence", "ConversationCache", "common_prefix_length"]
 
 
-def common_length(a: np.ndarray, b: np.ndarray) -> int:
+def common_prefix_length(a: np.ndarray, b: np.ndarray) -> int:
     """How many first tokens two sequences have in common.
 
-    >>> common_length(np.array([5, 6, 7]), np.array([5, 6, 8, 9]))
+    >>> common_prefix_length(np.array([5, 6, 7]), np.array([5, 6, 8, 9]))
     2
     """
     n = min(len(a), len(b))

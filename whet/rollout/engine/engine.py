@@ -25,7 +25,7 @@ from whet.models.loaded_model import LoadedModel
 from whet.models.modes import max_positions
 from whet.rollout.base import EngineCaps, EngineStats, Output, PartialOutput, Request, Sampling
 from whet.rollout.constrained_decoding import Grammars
-from whet.rollout.engine.conversation_cache import CachedSequence, ConversationCache, common_length
+from whet.rollout.engine.conversation_cache import CachedSequence, ConversationCache, common_prefix_length
 from whet.rollout.engine.engine_model import EngineModel
 from whet.rollout.engine.live_rows import LiveRows
 from whet.rollout.engine.runner import Runner, StepOutput
@@ -257,7 +257,7 @@ class EmbeddedEngine:
             self._runner.prefill(list(new.values()), slots_in_use, self._decode_between_chunks)
         for flight, prefix in admitted:
             cached = self._conversations.get(flight.request.conversation)
-            if cached is not None and common_length(cached.tokens, prefix.tokens) == len(cached.tokens):
+            if cached is not None and common_prefix_length(cached.tokens, prefix.tokens) == len(cached.tokens):
                 self._conversations.drop(flight.request.conversation)  # the prompt's own row has all of it
         first = len(self._rows)
         self._runner.reserve_rows(first, len(admitted))

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from whet.errors import EngineError
 from whet.rollout.base import Request
-from whet.rollout.engine.conversation_cache import CachedSequence, ConversationCache, common_length
+from whet.rollout.engine.conversation_cache import CachedSequence, ConversationCache, common_prefix_length
 from whet.rollout.engine.kv_cache import padded_length
 from whet.rollout.in_flight import InFlightRequest
 
@@ -170,7 +170,9 @@ class Scheduler:
                 first = group_prompts.setdefault(context[:group_prompt_length].tobytes(), prefix)
                 prefix.source = conversations.get(flight.request.conversation) or (None if first is prefix else first)
                 if prefix.source is not None:  # the last token is run in any case: its hidden state is needed
-                    prefix.num_computed_tokens = min(common_length(prefix.source.tokens, context), len(context) - 1)
+                    prefix.num_computed_tokens = min(
+                        common_prefix_length(prefix.source.tokens, context), len(context) - 1
+                    )
             places, longest = prompt_places, row_length
             admitted.append((self.queue.popleft(), prefix))
         return admitted
