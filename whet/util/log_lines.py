@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
-
-from whet.util.streams import Stderr
+import sys
+from contextlib import suppress
 
 __all__ = ["DefaultHandler", "LevelFormatter"]
 
@@ -23,19 +22,21 @@ class LevelFormatter(logging.Formatter):
         return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
 
 
-class DefaultHandler(logging.StreamHandler[Any]):
+class DefaultHandler(logging.Handler):
     """Prints whet's warnings in a notebook or a script that has not set up logging; Python would print no level.
 
-    It prints nothing where the root logger or logger `whet` has a handler of the program's.
+    It prints nothing where the root logger or logger `whet` has a handler of the program's. It writes to sys.stderr as
+    it is at that moment, so that lines appear above a progress bar.
     """
 
     def __init__(self) -> None:
-        super().__init__(Stderr())
-        self.setLevel(logging.WARNING)
+        super().__init__(logging.WARNING)
         self.setFormatter(LevelFormatter())
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Prints a record."""
+        """Prints a record; a line that standard error does not take is lost."""
         handlers = [*logging.getLogger().handlers, *logging.getLogger("whet").handlers]
-        if handlers == [self]:
-            super().emit(record)
+        if handlers == [self] and sys.stderr is not None:
+            with suppress(OSError, ValueError):  # ValueError: it was closed, or can't encode the text
+                sys.stderr.write(self.format(record) + "\n")
+                sys.stderr.flush()
