@@ -67,32 +67,22 @@ class EvalFolder:
         """Lets others open the folder."""
         self._lock.release()
 
-<<<<<<< HEAD
-    def begin(self, config: Any, draws: Mapping[str, Any], reward_digest: str, prompts: Sequence[Prompt]) -> list[Part]:
-=======
     def begin(
         self, config: Any, draws: Mapping[str, Any], judged_by: str, prompts: Sequence[Prompt]
     ) -> list[EvalBatch]:
->>>>>>> main
         """Writes what the evaluation is; gives what is there of it.
 
-        Args: draws: all that the completions depend on, plain. reward_digest: of the reward functions.
+        Args: draws: all that the completions depend on, plain. judged_by: a digest of the functions that judge them.
             prompts: in their order.
         Returns: the parts in order, without their rewards where those were by other functions.
         Raises: ConfigError: other completions were drawn there. CheckpointError: what lies there can't be read.
         """
-<<<<<<< HEAD
-        noted = self.path / "evaluation.json"
-        about = {"format": FORMAT, "draws": dict(draws), "reward_digest": reward_digest}
-        parts: list[Part] = []
-=======
         noted, about = self.path / "evaluation.json", {"format": FORMAT, "draws": dict(draws), "judged_by": judged_by}
         parts: list[EvalBatch] = []
->>>>>>> main
         if noted.is_file():
             try:
                 before = read_json(noted)
-                old, same = before["draws"], before["reward_digest"] == reward_digest
+                old, same = before["draws"], before["judged_by"] == judged_by
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise CheckpointError(f"{noted} can't be read: {error}; give another folder as out") from error
             if changed := diff(old, draws):
@@ -108,7 +98,7 @@ class EvalFolder:
         return parts
 
     def write(self, first: int, columns: Mapping[str, Any], rewards: Mapping[str, Any]) -> None:
-        """Keeps a part. Args: first: its place. columns, rewards: as of a run's completions; none = not computed."""
+        """Keeps a part. Args: first: its place. columns, rewards: as of a run's completions; none = not judged yet."""
         write_completions(self.completions / f"eval-{first:06d}.parquet", step=0, columns=columns, rewards=rewards)
 
     def write_results(self, results: Mapping[str, Any]) -> None:
@@ -133,11 +123,7 @@ class EvalFolder:
                 _group(prompt, columns, rewards if keep else {}, slice(i * generations, (i + 1) * generations))
                 for i, prompt in enumerate(mine)
             ]
-<<<<<<< HEAD
-            found.append(Part(first=place, groups=groups, has_rewards=keep and bool(rewards)))
-=======
-            found.append(EvalBatch(first=place, groups=groups, judged=keep and bool(rewards)))
->>>>>>> main
+            found.append(EvalBatch(first=place, groups=groups, has_rewards=keep and bool(rewards)))
             place += count
         return found
 

@@ -32,19 +32,11 @@ from whet.envs import load_script
 from whet.errors import ConfigError, DataError, lookup_error, nearest
 from whet.evaluation.columns import make_completion_columns
 from whet.evaluation.estimators import Estimate, resolve_ks
-<<<<<<< HEAD
-from whet.evaluation.eval_folder import EvalFolder, Part
-from whet.evaluation.metrics import Answered, answer_reader, answered, measure, passes
-from whet.evaluation.reward_functions import reward_digest, reward_manager
-from whet.evaluation.sample import Extremes
-from whet.evaluation.table import rows_of, text_table
-=======
 from whet.evaluation.eval_folder import EvalBatch, EvalFolder
 from whet.evaluation.metrics import PromptResult, compute_metrics, compute_passed, prompt_results, resolve_answer_fn
 from whet.evaluation.reward_functions import hash_reward_functions, make_reward_manager
 from whet.evaluation.sample import BestAndWorst
 from whet.evaluation.table import format_table, table_rows
->>>>>>> main
 from whet.hub.base_model import trained_with_chat_template
 from whet.observe.notebook import table_html
 from whet.observe.progress import Progress
@@ -224,8 +216,8 @@ class Evaluator:
                 self.config = self._with_template(sampler)
                 work = _Work(self, sampler, folder)
                 with Progress(len(work.prompts), description=description) as progress:
-                    answers = [answer for part in work.parts() for answer in work.judge(part, progress)]
-            evaluation = work.make_evaluation(answers, time.monotonic() - started)
+                    found = [one for part in work.parts() for one in work.judge(part, progress)]
+            evaluation = work.make_evaluation(found, time.monotonic() - started)
             if folder is not None:
                 folder.write_results(evaluation.plain())
         except (Exception, KeyboardInterrupt) as error:
@@ -355,11 +347,7 @@ class _Work:
         for first in range(done, len(self.prompts), size):
             places = range(first, min(first + size, len(self.prompts)))
             groups = [group for share in self.ranks.scatter_gather(self._sample, places) for group in share]
-<<<<<<< HEAD
-            part = Part(first=first, groups=groups, has_rewards=False)
-=======
-            part = EvalBatch(first=first, groups=groups, judged=False)
->>>>>>> main
+            part = EvalBatch(first=first, groups=groups, has_rewards=False)
             self._keep(part, self._texts(groups), None)
             yield part
 
@@ -370,44 +358,28 @@ class _Work:
             self.prompts[part], self.sampling[part], num_generations=self.generations, seed=self.seed, first=places[0]
         )
 
-<<<<<<< HEAD
-    def judge(self, part: Part, progress: Progress) -> list[Answered]:
-        """The answers of a part with their rewards: the stored rewards, or new ones from the reward functions."""
-=======
-    def judged(self, part: EvalBatch, progress: Progress) -> list[PromptResult]:
+    def judge(self, part: EvalBatch, progress: Progress) -> list[PromptResult]:
         """A part with its rewards: those that it has, or what the functions say now."""
->>>>>>> main
         texts = self._texts(part.groups)
         if part.has_rewards:
             rewarded = self.manager.recorded(part.groups, texts, mode=Mode.EVAL)
         else:
-            compute_rewards = lambda groups: self.manager(groups, self._texts(groups), mode=Mode.EVAL)
-            rewarded = RewardBatch.cat(self.ranks.scatter_gather(compute_rewards, part.groups))
+            judge = lambda groups: self.manager(groups, self._texts(groups), mode=Mode.EVAL)
+            rewarded = RewardBatch.cat(self.ranks.scatter_gather(judge, part.groups))
             self._keep(part, texts, rewarded)
         self.extremes.add(rewarded)
-<<<<<<< HEAD
-        answers = answered(rewarded, source_column=self.source_column, read=self.read)
-        self.tokens += sum(int(one.lengths.sum()) for one in answers)
-        reward = measure(answers, None, ())["reward"].value
-=======
         found = prompt_results(rewarded, source_column=self.source_column, read=self.read)
         self.tokens += sum(int(one.lengths.sum()) for one in found)
         reward = compute_metrics(found, None, ())["reward"].value
->>>>>>> main
         speed = self.tokens / max(time.monotonic() - self.begun, 1e-9)
         progress.update(part.first + len(part.groups), value=reward, tokens_per_s=speed)
-        return answers
+        return found
 
     def _texts(self, groups: Sequence[Group]) -> list[list[str]]:
         return [[self.sampler.decode(c.tokens) for c in g.completions] for g in groups]
 
-<<<<<<< HEAD
-    def _keep(self, part: Part, texts: Sequence[Sequence[str]], rewarded: RewardBatch | None) -> None:
-        """Writes a part; without rewards where it has none yet."""
-=======
     def _keep(self, part: EvalBatch, texts: Sequence[Sequence[str]], rewarded: RewardBatch | None) -> None:
         """Writes a part; without rewards where it is not judged yet."""
->>>>>>> main
         if self.folder is None:
             return
         count = sum(len(g.completions) for g in part.groups)
@@ -430,46 +402,30 @@ class _Work:
             "sampling": sampling,
             "rollout_engine": dump_tree(self.config.rollout_engine),
         }
-<<<<<<< HEAD
-        return draws, reward_digest(self.manager, [columns])
-
-    def make_evaluation(self, answers: Sequence[Answered], seconds: float) -> Evaluation:
-        """The numbers of all prompts, and of each source."""
-        c = self.config
-        passed = passes(answers, c.pass_reward, c.pass_threshold)
-=======
         return draws, hash_reward_functions(self.manager, [columns])
 
-    def measured(self, found: Sequence[PromptResult], seconds: float) -> Evaluation:
+    def make_evaluation(self, found: Sequence[PromptResult], seconds: float) -> Evaluation:
         """The numbers of all prompts, and of each source."""
         c = self.config
         passed = compute_passed(found, c.pass_reward, c.pass_threshold)
->>>>>>> main
         if passed is None:
             log.info(
                 "no pass@k: rewards are not all 0 or 1; set pass_threshold, the least reward of a right completion"
             )
         by_source = {}
-<<<<<<< HEAD
-        for source in sorted({one.source for one in answers if one.source is not None}):
-            indices = [i for i, one in enumerate(answers) if one.source == source]
-            passed_here = None if passed is None else [passed[i] for i in indices]
-            by_source[source] = measure([answers[i] for i in indices], passed_here, self.ks)
-=======
         for source in sorted({one.source for one in found if one.source is not None}):
             mine = [i for i, one in enumerate(found) if one.source == source]
             own = None if passed is None else [passed[i] for i in mine]
             by_source[source] = compute_metrics([found[i] for i in mine], own, self.ks)
->>>>>>> main
         sampling = c.sampling
         about = {
             "whet": __version__,
             "model": self.name,
             "dtype": str(self.sampler.loaded.module.dtype).removeprefix("torch."),
             "data": {n: getattr(c.data, n) for n in ("path", "subset", "split", "limit")},
-            "prompts": len(answers),
+            "prompts": len(found),
             "prompts_left_out": self.dropped,
-            "completions_without_reward": sum(int(np.isnan(one.totals).sum()) for one in answers),
+            "completions_without_reward": sum(int(np.isnan(one.totals).sum()) for one in found),
             "sampling": {
                 "num_generations": self.generations,
                 "seed": self.seed,
@@ -490,10 +446,6 @@ class _Work:
             "seconds": round(seconds, 1),
         }
         folder = None if self.folder is None else self.folder.path
-<<<<<<< HEAD
-        results = measure(answers, passed, self.ks)
-=======
         results = compute_metrics(found, passed, self.ks)
->>>>>>> main
         examples = self.extremes.lines()
         return Evaluation(results=results, by_source=by_source, about=about, folder=folder, examples=examples)
