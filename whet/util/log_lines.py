@@ -18,15 +18,15 @@ class LevelFormatter(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """Formats a record."""
+        """The text of a record."""
         text = super().format(record)
         return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
 
 
 class DefaultHandler(logging.StreamHandler[Any]):
-    """Prints whet's warnings in a notebook or a script that has not set up logging; Python would print no level.
+    """Prints whet's warnings in a notebook or a script without a logging setup; Python would print no level.
 
-    It prints nothing where the root logger or logger `whet` has a handler of the program's.
+    It prints nothing if the program has added a handler to the root logger or to the logger `whet`.
     """
 
     def __init__(self) -> None:
