@@ -41,7 +41,7 @@ class EvalBatch:
     """Place of the first prompt."""
     groups: list[Group]
     """Their completions."""
-    judged: bool
+    has_rewards: bool
     """Whether the groups have their rewards."""
 
 
@@ -123,7 +123,7 @@ class EvalFolder:
                 _group(prompt, columns, rewards if keep else {}, slice(i * generations, (i + 1) * generations))
                 for i, prompt in enumerate(mine)
             ]
-            found.append(EvalBatch(first=place, groups=groups, judged=keep and bool(rewards)))
+            found.append(EvalBatch(first=place, groups=groups, has_rewards=keep and bool(rewards)))
             place += count
         return found
 

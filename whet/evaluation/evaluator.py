@@ -216,8 +216,8 @@ class Evaluator:
                 self.config = self._with_template(sampler)
                 work = _Work(self, sampler, folder)
                 with Progress(len(work.prompts), description=description) as progress:
-                    found = [one for part in work.parts() for one in work.judged(part, progress)]
-            evaluation = work.measured(found, time.monotonic() - started)
+                    found = [one for part in work.parts() for one in work.judge(part, progress)]
+            evaluation = work.make_evaluation(found, time.monotonic() - started)
             if folder is not None:
                 folder.write_results(evaluation.plain())
         except (Exception, KeyboardInterrupt) as error:
@@ -347,7 +347,7 @@ class _Work:
         for first in range(done, len(self.prompts), size):
             places = range(first, min(first + size, len(self.prompts)))
             groups = [group for share in self.ranks.scatter_gather(self._sample, places) for group in share]
-            part = EvalBatch(first=first, groups=groups, judged=False)
+            part = EvalBatch(first=first, groups=groups, has_rewards=False)
             self._keep(part, self._texts(groups), None)
             yield part
 
@@ -358,10 +358,10 @@ class _Work:
             self.prompts[part], self.sampling[part], num_generations=self.generations, seed=self.seed, first=places[0]
         )
 
-    def judged(self, part: EvalBatch, progress: Progress) -> list[PromptResult]:
+    def judge(self, part: EvalBatch, progress: Progress) -> list[PromptResult]:
         """A part with its rewards: those that it has, or what the functions say now."""
         texts = self._texts(part.groups)
-        if part.judged:
+        if part.has_rewards:
             rewarded = self.manager.recorded(part.groups, texts, mode=Mode.EVAL)
         else:
             judge = lambda groups: self.manager(groups, self._texts(groups), mode=Mode.EVAL)
@@ -404,7 +404,7 @@ class _Work:
         }
         return draws, hash_reward_functions(self.manager, [columns])
 
-    def measured(self, found: Sequence[PromptResult], seconds: float) -> Evaluation:
+    def make_evaluation(self, found: Sequence[PromptResult], seconds: float) -> Evaluation:
         """The numbers of all prompts, and of each source."""
         c = self.config
         passed = compute_passed(found, c.pass_reward, c.pass_threshold)

@@ -143,7 +143,7 @@ def flush_or_discard(stream: Any) -> None:
     """Flushes a stream; where that fails, what it holds is dropped, lest Python fails with it as it ends."""
     try:
         stream.flush()
-    except (AttributeError, OSError, ValueError):  # ValueError: it was closed; AttributeError: it is None by now
+    except (AttributeError, OSError, ValueError):  # ValueError: it was closed; AttributeError: it is None
         with suppress(OSError, ValueError, AttributeError):
             _to_nowhere(stream.fileno())
 
