@@ -160,6 +160,24 @@ def test_grpo_refills_evaluates_saves_and_resumes_as_one_process(folders, monkey
     assert sorted(itertools.chain(*several)) == sorted(*one) and len(several) == min(size, 3)
 
 
+@needs_gloo
+@pytest.mark.full
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("optimizer", [["actor.optim.name=adamw"], LORA], ids=["adamw", "lora"])
+def test_a_run_of_two_processes_goes_on_in_one_and_then_in_two(folders, monkeypatch, optimizer):
+    one, several = folders
+    words = [*GRPO, *optimizer, RUN, "trainer.checkpointing_options.save_interval_steps=1"]
+    part = lambda steps: [*words, f"trainer.max_steps={steps}", "trainer.resume=latest"]
+    wait(start(2, run_commands, several, free_port(), [part(1)]), several)
+    monkeypatch.chdir(several)
+    assert main(part(2)) == 0
+    wait(start(2, run_commands, several, free_port(), [part(3)]), several)
+    monkeypatch.chdir(one)
+    for steps in (1, 2, 3):
+        assert main(part(steps)) == 0
+    assert_same_run(one / "run", several / "run")
+
+
 FAULTY = """
 import os, sys, time
 import whet.models.forward, whet.train.model_files

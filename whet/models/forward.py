@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from whet.errors import ConfigError
 from whet.models.heads import Head
 from whet.models.linear_divergence import HeadStates, linear_divergence
-from whet.models.linear_logprob import CHUNK_BYTES, MAX_KEPT_BYTES, linear_stats
+from whet.models.linear_logprob import CHUNK_BYTES, linear_stats
 from whet.models.matmul import row_chunks
 from whet.models.projection import Projection
 from whet.ops.logprobs import entropy as entropy_of
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["TeacherTarget", "head_states", "model_stats", "token_stats"]
 
 PLAIN = Support()
+MAX_KEPT_BYTES = 16_000_000
+"""Full logits up to this size are kept for the backward pass; autograd keeps several copies of them."""
 TeacherTarget = tuple[HeadStates, float]
 """The teacher's states at the same targets, and the β of the divergence."""
 

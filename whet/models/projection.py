@@ -60,7 +60,8 @@ class HeadGrads:
         self._inputs = hidden, weight, bias
         needs_hidden, needs_weight, needs_bias = needs
         self._hidden = torch.empty_like(hidden) if needs_hidden else None
-        self._weight = weight.new_zeros(weight.shape, dtype=dtype) if needs_weight else None
+        self._needs_weight, self._dtype = needs_weight, dtype
+        self._weight: Tensor | None = None
         self._bias = weight.new_zeros(weight.shape[0], dtype=dtype) if needs_bias else None
 
     def add(self, rows: slice, d: Tensor) -> None:
@@ -71,13 +72,20 @@ class HeadGrads:
         d = d.to(hidden.dtype)
         if self._hidden is not None:
             self._hidden[rows] = linear(d, weight.t())
-        if self._weight is not None and d.dtype == self._weight.dtype:
+        if not self._needs_weight:
+            return
+        if self._weight is None:  # the only chunk, mostly: no sum of its own, which is as large as the weight
+            self._weight = weight_grad(d, hidden[rows])
+        elif d.dtype == self._dtype:
             weight_grad(d, hidden[rows], into=self._weight)  # a separate product would be as large as the weight
-        elif self._weight is not None:
+        else:
+            self._weight = self._weight.to(self._dtype)
             self._weight += weight_grad(d, hidden[rows])
 
     def sums(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """The gradients of hidden, weight and bias in their dtypes; None for those that are not needed."""
         _, weight, bias = self._inputs
+        if self._weight is None and self._needs_weight:
+            self._weight = torch.zeros_like(weight)
         d_bias = None if self._bias is None or bias is None else self._bias.to(bias.dtype)
         return self._hidden, None if self._weight is None else self._weight.to(weight.dtype), d_bias

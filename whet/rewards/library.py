@@ -1,8 +1,8 @@
-"""The rewards that whet has, by name, and what of a completion they read."""
+"""whet's reward functions by name, and the functions with which they read the answer of a completion."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from whet.rewards.code import code_tests
@@ -24,7 +24,7 @@ from whet.rewards.verifiers import verifiers
 
 __all__ = ["ANSWERS", "READ_BY", "REWARDS"]
 
-REWARDS: dict[str, Callable[..., list[Any]]] = {
+REWARDS: dict[str, Callable[..., list[Any] | Awaitable[list[Any]]]] = {
     "boxed": boxed,
     "code_tests": code_tests,
     "exact_match": exact_match,
@@ -45,12 +45,12 @@ ANSWERS: dict[str, Callable[[str], Any]] = {
     "number_match": read_value,
     "whole": stripped,
 }
-"""What a text answers, by name: the last boxed formula, the last number, the boxed or last number with its fractions
-and powers, the text itself; None = nothing."""
+"""Name -> a function that reads the answer of a text: the last boxed formula, the last number, the boxed or last number
+with its fractions and powers, or the whole text. It returns None if there is no answer."""
 READ_BY: dict[Callable[..., Any], Callable[[str], Any]] = {
     boxed: read_box,
     exact_match: stripped,
     last_number: read_number,
     number_match: read_value,
 }
-"""What each of the reward functions above compares with the answer column."""
+"""Reward function -> the function that reads what it compares with the answer column."""

@@ -31,7 +31,7 @@ async def verifiers(
 
 async def _score(task: Any, prompt: list[dict[str, Any]], completion: str) -> float:
     """A task's score of one answer to its prompt."""
-    from verifiers import v1  # pyright: ignore[reportMissingImports]
+    from verifiers import v1  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
     from verifiers.v1.state import state_cls  # pyright: ignore[reportMissingImports]
 
     answer = v1.AssistantMessage(content=completion)

@@ -155,7 +155,7 @@ def check_writable(path: str | Path, key: str) -> None:
     created = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
     make_writable_folder(folder, key)
     for place in created:
-        with suppress(OSError):  # another process may use it by now
+        with suppress(OSError):  # another process may already use it
             place.rmdir()
 
 

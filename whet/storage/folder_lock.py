@@ -48,7 +48,7 @@ class FolderLock:
             self._handle = None
 
     def _remove_and_close(self, handle: int) -> None:
-        if _same_file(handle, self.path):  # it may belong to another process by now
+        if _same_file(handle, self.path):  # another process may have taken the lock
             with suppress(OSError):
                 self.path.unlink()
         os.close(handle)

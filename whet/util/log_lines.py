@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
-
-from whet.util.streams import Stderr
+import sys
+from contextlib import suppress
 
 __all__ = ["DefaultHandler", "LevelFormatter"]
 
@@ -30,12 +29,13 @@ class DefaultHandler(logging.StreamHandler[Any]):
     """
 
     def __init__(self) -> None:
-        super().__init__(Stderr())
-        self.setLevel(logging.WARNING)
+        super().__init__(logging.WARNING)
         self.setFormatter(LevelFormatter())
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Prints a record."""
+        """Prints a record; a line that standard error does not take is lost."""
         handlers = [*logging.getLogger().handlers, *logging.getLogger("whet").handlers]
-        if handlers == [self]:
-            super().emit(record)
+        if handlers == [self] and sys.stderr is not None:
+            with suppress(OSError, ValueError):  # ValueError: it was closed, or can't encode the text
+                sys.stderr.write(self.format(record) + "\n")
+                sys.stderr.flush()

@@ -4,6 +4,8 @@ import os
 import platform
 import shutil
 import stat
+import threading
+import time
 
 import pytest
 from builds import compiler
@@ -48,6 +50,25 @@ def test_it_is_built_once_and_no_half_built_file_stays(cache, folder, monkeypatc
     monkeypatch.setenv("CXX", "g++ -DOLD")
     if shutil.which("g++"):
         assert number() == 1 and all(x.suffix == ".so" for x in cache.iterdir())
+
+
+@needs_compiler
+def test_of_processes_that_begin_together_one_builds(cache, folder, monkeypatch):
+    compiled, run = [], build._run
+
+    def counted(*command):
+        if "-c" in command:
+            compiled.append(command)
+            time.sleep(0.2)
+        return run(*command)
+
+    monkeypatch.setattr(build, "_run", counted)
+    threads = [threading.Thread(target=number) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(compiled) == 1 and len(list(cache.iterdir())) == 1
 
 
 @needs_compiler

@@ -88,7 +88,8 @@ def _draw(scores: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
             share = p.gather(1, place)
         return place.squeeze(1), (share / total).log_().float().squeeze(1)
     top = scores.amax(1, keepdim=True)
-    p = scores.new_zeros(n, -(-size // BLOCK) * BLOCK)
+    p = scores.new_empty(n, -(-size // BLOCK) * BLOCK)
+    p[:, size:] = 0.0
     torch.sub(scores, top, out=p[:, :size]).exp_()
     p = p.unflatten(1, (-1, BLOCK))
     sums = p.sum(2, dtype=wide)
