@@ -22,10 +22,11 @@ class LevelFormatter(logging.Formatter):
         return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
 
 
-class DefaultHandler(logging.StreamHandler[Any]):
+class DefaultHandler(logging.Handler):
     """Prints whet's warnings in a notebook or a script without a logging setup; Python would print no level.
 
-    It prints nothing if the program has added a handler to the root logger or to the logger `whet`.
+    It prints nothing if the program has added a handler to the root logger or to the logger `whet`. It looks up
+    sys.stderr at each record, so that lines appear above a progress bar.
     """
 
     def __init__(self) -> None:
