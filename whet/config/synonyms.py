@@ -160,10 +160,12 @@ NOTES: dict[str, str] = {
     "tensor_parallel_size": _NO_TENSOR_PARALLEL,
     "use_kl_loss": "a KL is in the loss where algo.beta is above 0",
     "logging_steps": "every step is logged",
+    "max_model_len": "rollout.max_prompt_length and rollout.max_tokens_to_generate bound a sequence",
     "packing": "rows are always packed, without padding",
     "padding_free": "rows are always packed, without padding",
     "reward_weights": "reward={name: weight, ...} has the weights beside the functions",
     "role_to_mesh": "all roles share the devices of a run; leave it out",
+    "use_remove_padding": "rows are always packed, without padding",
     "val_before_train": "an evaluation before the first step is always made, where there are rows for it",
     "remove_unused_columns": "columns that nothing reads stay where they are; reward functions are given them by name",
 }
@@ -181,6 +183,7 @@ _WHOLE: dict[str, tuple[str, ...]] = {
     "peft_config.r": ("actor.lora.r",),
     "reward_model.enable": ("reward_model.model",),
     "reward_model.model.path": ("reward_model.model",),
+    "rollout.vllm.gpu_memory_utilization": ("rollout.vllm.hbm_utilization",),
     "test_data.path": ("data.eval_path",),
     "train_data.path": ("data.path",),
 }

@@ -2,7 +2,7 @@
 
 The evaluation of a training run and `whet eval` both use these functions, so a name has one meaning.
 Left out on purpose: confidence intervals, which the reader computes from the value and its standard error.
-Dim letters: n completions of a prompt, P prompts.
+Dim legend: n completions of a prompt, P prompts.
 """
 
 from __future__ import annotations

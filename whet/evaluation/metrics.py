@@ -1,6 +1,6 @@
 """The metrics of an evaluation, from completions with rewards: over all prompts and by source.
 
-Dim letters: n completions of a prompt.
+Dim legend: n completions of a prompt.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ a further one, and an override lists what it reads and writes in addition. GRPO 
 The order of the data, resuming, logging, evaluation and checkpoints surround a step. They are in run/run.py, and their
 part for reinforcement learning is in rl_task.py.
 
-Dim letters: J trajectories, S tokens.
+Dim legend: J trajectories, S tokens.
 """
 
 from __future__ import annotations
@@ -117,7 +117,10 @@ class RLLearner:
             )
             reward_fns = with_reward_model(reward_fns, model)
         elif REWARD_MODEL in listed(reward_fns):
-            raise ConfigError(f"{REWARD_MODEL} is among the rewards, and there is none; pass RLCluster(reward=...)")
+            raise ConfigError(
+                f"reward names {REWARD_MODEL}, but no reward model is set; set reward_model.model=, or pass "
+                "RLCluster(reward=...)"
+            )
         algo_config = self.algo_config
         manager = resolve_reward_manager(algo_config.reward_manager)
         reward_fns, weights = reward_functions(reward_fns, algo_config)

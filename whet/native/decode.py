@@ -103,14 +103,17 @@ class DecodeKernels:
             self._run(ctypes.addressof(step), ctypes.addressof(layers), len(layers), dtype == torch.bfloat16)
 
     def attend(self, step: StepTable, layer: LayerTable, qkv: Tensor) -> Tensor:
-        """One token's attention: norms and rotation of q and k, the write of k and v, and what is seen.
+        """Computes the attention of one token per row: normalizes and rotates q and k, writes k and v to the cache.
 
-        Args: step, layer: who sees what, and where it lies. qkv: [n, (H + 2 K) D], contiguous.
+        Args:
+            step: the rows, and the tokens of the cache that each attends to.
+            layer: the layer's norms, and its part of the cache.
+            qkv: [n, (H + 2 K) D], contiguous.
         Returns: [n, H D].
         """
         out = qkv.new_empty(qkv.shape[0], step.heads * step.size)
-        half = qkv.dtype == torch.bfloat16
-        self._attend(ctypes.addressof(step), ctypes.addressof(layer), qkv.data_ptr(), out.data_ptr(), half)
+        is_bf16 = qkv.dtype == torch.bfloat16
+        self._attend(ctypes.addressof(step), ctypes.addressof(layer), qkv.data_ptr(), out.data_ptr(), is_bf16)
         return out
 
     def pack(self, weight: Tensor, out: Tensor | None = None) -> Tensor:
@@ -119,16 +122,16 @@ class DecodeKernels:
         size = -(-outputs // self.panel) * self.panel * inputs
         if out is None or (out.numel(), out.dtype) != (size, weight.dtype):
             out = weight.new_empty(size)
-        threads, half = torch.get_num_threads(), weight.dtype == torch.bfloat16
-        self._pack(weight.data_ptr(), out.data_ptr(), inputs, outputs, threads, half)
+        threads, is_bf16 = torch.get_num_threads(), weight.dtype == torch.bfloat16
+        self._pack(weight.data_ptr(), out.data_ptr(), inputs, outputs, threads, is_bf16)
         return out
 
     def multiply(self, product: ProductTable, x: Tensor) -> Tensor:
         """[n, in] -> [n, out]. Args: product: a packed weight, its bias and adapters. x: contiguous, of its dtype."""
         out = x.new_empty(x.shape[0], product.outputs)
-        threads, half = torch.get_num_threads(), x.dtype == torch.bfloat16
+        threads, is_bf16 = torch.get_num_threads(), x.dtype == torch.bfloat16
         with record_function("native: product"):
-            self._multiply(ctypes.addressof(product), x.data_ptr(), out.data_ptr(), x.shape[0], threads, half)
+            self._multiply(ctypes.addressof(product), x.data_ptr(), out.data_ptr(), x.shape[0], threads, is_bf16)
         return out
 
     def norm(self, h: Tensor, more: Tensor | None, weight: Tensor | None, epsilon: float) -> Tensor:
@@ -154,8 +157,8 @@ class DecodeKernels:
         """silu(gate) * up of x = [gate, up]: [n, 2 m] -> [n, m]."""
         rows, width = x.shape[0], x.shape[1] // 2
         out = x.new_empty(rows, width)
-        half = x.dtype == torch.bfloat16
-        self._gated(x.data_ptr(), out.data_ptr(), rows, width, torch.get_num_threads(), half)
+        is_bf16 = x.dtype == torch.bfloat16
+        self._gated(x.data_ptr(), out.data_ptr(), rows, width, torch.get_num_threads(), is_bf16)
         return out
 
 

@@ -3,7 +3,7 @@
 Norms and gates take one pass over memory, forward and backward. In torch they are several operations, and twice as many
 in bf16; each reads and writes all numbers again. If the kernels can't be built, or differ from torch in a self-check,
 `layer_kernels` returns the reason.
-Dim letters: n rows, d numbers of a row, I in, O out.
+Dim legend: n rows, d numbers of a row, I in, O out.
 """
 
 from __future__ import annotations

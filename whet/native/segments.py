@@ -3,7 +3,7 @@
 Torch's operator takes one sequence per row, so segments that share prefixes need buckets of gathered and padded keys
 under masks, and its products are MKL's. Here a block of queries reads its ancestors' keys in place. If the kernels
 can't be built, or differ from the formula in a self-check, `segment_kernels` returns the reason.
-Dim letters: T tokens, H query heads, K KV heads, g = H / K, D head size, E of values, b blocks.
+Dim legend: T tokens, H query heads, K KV heads, g = H / K, D head size, E of values, b blocks.
 Left out on purpose: soft-capped scores, sinks and float64, which stay with torch.
 """
 

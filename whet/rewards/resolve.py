@@ -94,7 +94,7 @@ def _check_bound(fn: Any) -> None:
 
     >>> _check_bound(functools.partial(REWARDS["number_match"], tol=0.1))
     Traceback (most recent call last):
-    whet.errors.ConfigError: reward function number_match has no argument 'tol'. To be bound are tolerance
+    whet.errors.ConfigError: reward function number_match has no argument 'tol'. Arguments that you can bind: tolerance
     """
     if not isinstance(fn, functools.partial) or fn.func not in REWARDS.values():
         return
@@ -102,8 +102,8 @@ def _check_bound(fn: Any) -> None:
     own = [word for word, argument in arguments.items() if argument.default is not argument.empty]
     if wrong := next((word for word in fn.keywords if word not in arguments), None):
         raise ConfigError(
-            f"reward function {fn.func.__name__} has no argument {wrong!r}{nearest(wrong, own) or '.'} To be bound are "
-            f"{', '.join(own) or 'none'}"
+            f"reward function {fn.func.__name__} has no argument {wrong!r}{nearest(wrong, own) or '.'} Arguments that "
+            f"you can bind: {', '.join(own) or 'none'}"
         )
     given = [word for word in arguments if word not in own]
     if not fn.args and not any(word in fn.keywords for word in given):

@@ -1,6 +1,6 @@
 """RewardBatch: the rewards of a step in one place, from the reward functions to the advantage estimator.
 
-Dim letters: J trajectories, in the order of groups and generations. The forks of one episode are one trajectory.
+Dim legend: J trajectories, in the order of groups and generations. The forks of one episode are one trajectory.
 """
 
 from __future__ import annotations

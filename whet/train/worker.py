@@ -4,7 +4,7 @@ These methods hide micro-batches, packing, shared prefixes, mixed precision and 
 fp32 or better. Rule 1 of the design is kept here: for each micro-batch `_run` sums the losses with
 `total = aggregate(losses, weights)`, which is (weights * losses).sum(), and runs `total.backward()`. Nothing divides.
 
-Dim letters: N sequences, S tokens of a batch, s tokens of a micro-batch.
+Dim legend: N sequences, S tokens of a batch, s tokens of a micro-batch.
 """
 
 from __future__ import annotations

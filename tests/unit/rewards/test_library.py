@@ -181,7 +181,7 @@ def test_what_is_missing_or_wrong_is_said_at_the_start(monkeypatch):
         ("number_match", {"tolerance": -1}, "tolerance must be a number of at least 0, got -1"),
         ("number_match", {"tolerance": float("nan")}, "got nan"),
         ("number_match", {"tolerance": "0.1"}, "got '0.1'"),
-        ("number_match", {"tol": 0.1}, "number_match has no argument 'tol'. To be bound are tolerance"),
+        ("number_match", {"tol": 0.1}, "number_match has no argument 'tol'. Arguments that you can bind: tolerance"),
         ("within_length", {"max_tokens": 0.5}, "give whole numbers"),
     ],
 )
