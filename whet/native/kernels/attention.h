@@ -190,7 +190,7 @@ void attend(const Step& s, const Layer& layer, const T* qkv, T* out) {
                 alignas(64) float k[MAX_HEAD_SIZE];
                 const T* weight = norm ? norm + (s.heads + h) * size : nullptr;
                 turned(x + (s.heads + h) * size, weight, float(layer.key_epsilon), c, n, size, k);
-                int64_t at = ((row * s.kv + h) * layer.places + s.made[row]) * size;
+                int64_t at = ((row * s.kv + h) * layer.places + s.num_drawn[row]) * size;
                 for (int i = 0; i < size; i += W) store(keys + at + i, load(k + i));
                 std::memcpy(values + at, x + (s.heads + s.kv + h) * size, sizeof(T) * size);
             }
@@ -207,7 +207,7 @@ void attend(const Step& s, const Layer& layer, const T* qkv, T* out) {
                 int64_t first[TILE], least = tokens;
                 int count = int(std::min<int64_t>(TILE, queries - from));
                 for (int i = 0; i < count; i++) {
-                    int64_t row = s.asking[begin + (from + i) / g];
+                    int64_t row = s.query_rows[begin + (from + i) / g];
                     float* mine = s.room + (row * s.heads + h * g + (from + i) % g) * each;
                     q[i] = mine;
                     seen[i] = {mine + size, mine + 2 * size, mine + 2 * size + 1};
@@ -219,9 +219,9 @@ void attend(const Step& s, const Layer& layer, const T* qkv, T* out) {
         }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t task = 0; task < s.rows * s.kv; task++) {
-            const int64_t row = task / s.kv, h = task % s.kv, made = s.made[row];
+            const int64_t row = task / s.kv, h = task % s.kv, num_drawn = s.num_drawn[row];
             const int64_t base = task * layer.places * size;
-            const int64_t least = std::max<int64_t>(0, made - window + 1);
+            const int64_t least = std::max<int64_t>(0, num_drawn - window + 1);
             for (int from = 0; from < g; from += TILE) {
                 const float* q[TILE];
                 Seen seen[TILE];
@@ -233,7 +233,7 @@ void attend(const Step& s, const Layer& layer, const T* qkv, T* out) {
                     seen[i] = {mine + size, mine + 2 * size, mine + 2 * size + 1};
                     first[i] = least;
                 }
-                look(q, seen, count, first, keys + base, values + base, least / BLOCK * BLOCK, made + 1, size);
+                look(q, seen, count, first, keys + base, values + base, least / BLOCK * BLOCK, num_drawn + 1, size);
                 for (int i = 0; i < count; i++) {
                     T* to = out + (row * s.heads + h * g + from + i) * size;
                     float share = 1 / *seen[i].weight;

@@ -74,7 +74,7 @@ extern "C" {
 
 // What decode.py must know, or know alike: numbers of one SIMD register (widths must be multiples of it), the largest
 // head size, bytes of the tables.
-int64_t whet_fact(int64_t which) {
+int64_t whet_constant(int64_t which) {
     const int64_t facts[] = {W, MAX_HEAD_SIZE, sizeof(Product), sizeof(Step), sizeof(Layer)};
     return facts[which];
 }

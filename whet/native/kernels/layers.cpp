@@ -145,7 +145,7 @@ extern "C" {
 
 // What layers.py must know: numbers of one SIMD register, rows summed together, a thread's
 // room for gradients of weights.
-int64_t whet_fact(int64_t which) {
+int64_t whet_constant(int64_t which) {
     const int64_t facts[] = {W, PART, (TALL + BROAD) * DEPTH};
     return facts[which];
 }

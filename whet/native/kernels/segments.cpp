@@ -452,7 +452,7 @@ extern "C" {
 
 // What segments.py must know, or know alike: rows of a block of queries, keys of a block and what their room is a
 // multiple of, the largest head size, bytes of the tables.
-int64_t whet_fact(int64_t which) {
+int64_t whet_constant(int64_t which) {
     const int64_t facts[] = {QUERIES, KEYS, WIDE, MAX_HEAD_SIZE, sizeof(Call), sizeof(Segment), sizeof(Block)};
     return facts[which];
 }
