@@ -177,7 +177,7 @@ def segments_unsupported_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 def attend_segments(
     q: Tensor, k: Tensor, v: Tensor, tables: SegmentTables, *, scale: float, window: int | None
 ) -> Tensor:
-    """softmax(scale q kᵀ) v over the keys of the ancestors' segments, and causally over the own segment's; differentiable.
+    """softmax(scale q kᵀ) v over the keys of the ancestors, and causally over the own segment; differentiable.
 
     Args:
         q: [1 H T D].

@@ -1,4 +1,4 @@
-// Attention of one new token a row over a shared prompt and its own tokens.
+// Attention of one new token per row over a shared prompt and the row's drawn tokens.
 #pragma once
 
 #include "tables.h"
@@ -58,7 +58,7 @@ inline void weigh_all(float* const* out, const float (*p)[BLOCK], const T* v, in
     for (; at < size; at += W) weigh<Q, 1>(out, p, v, count, size, at);
 }
 
-// What a query has seen so far: exp-weighted values, the sum of the weights, the largest score.
+// Partial attention of a query: the sum of exp-weighted values, the sum of the weights, the largest score.
 struct Seen {
     float *sums, *weight, *top;
 };
@@ -78,7 +78,7 @@ inline void score(const float* q, const T* k, int count, int hidden, int size, f
     for (int j = 0; j < hidden; j++) p[j] = -INFINITY;
 }
 
-// Scores become weights in place, and what was seen before is scaled to the largest score so far.
+// Turns scores into weights in place, and rescales the earlier partial sums to the new largest score.
 inline void weights_of(float* p, int count, int size, Seen& seen) {
     vec top = all(-INFINITY), total{};
     for (int j = 0; j < count; j += W) {
@@ -104,7 +104,7 @@ inline void weights_of(float* p, int count, int size, Seen& seen) {
     *seen.weight += sum(total);
 }
 
-// Lets queries see one block of keys.
+// Adds one block of keys to the partial attention of queries.
 template <class T>
 inline void look_at(const float* const* q, Seen* seen, int queries, const int* hidden, const T* k, const T* v,
                     int count, int size) {
@@ -121,7 +121,7 @@ inline void look_at(const float* const* q, Seen* seen, int queries, const int* h
     for (; i < queries; i++) weigh_all<1>(out + i, p + i, v, count, size);
 }
 
-// Lets queries see keys begin..end-1 of one KV head, each query those from its `first` on.
+// Adds keys begin..end-1 of one KV head, for each query from its `first` on.
 template <class T>
 void look(const float* const* q, Seen* seen, int queries, const int64_t* first, const T* k, const T* v, int64_t begin,
           int64_t end, int size) {
