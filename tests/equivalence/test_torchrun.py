@@ -178,6 +178,36 @@ def test_a_run_of_two_processes_goes_on_in_one_and_then_in_two(folders, monkeypa
     assert_same_run(one / "run", several / "run")
 
 
+DRAWING = """
+import os
+import numpy as np
+
+rank = int(os.environ["RANK"])
+np.random.seed(100 + rank)
+
+def drawn(completions, **_):
+    rewards = [float(np.random.random()) for _ in completions]
+    with open(f"drawn-{rank}", "a") as file:
+        file.write(f"{rewards}\\n")
+    return rewards
+"""
+
+
+@needs_gloo
+@pytest.mark.timeout(200)
+def test_a_resume_restores_the_random_generators_of_each_rank(folders):
+    folder = folders[1]
+    (folder / "reward.py").write_text(DRAWING)
+    words = [*GRPO, RUN, "reward=reward.py:drawn", "data.batch_size=2", "data.eval_path=null", "trainer.max_steps=2",
+             "trainer.checkpointing_options.save_interval_steps=1"]  # fmt: skip
+    for more in ([], ["trainer.resume=run/checkpoints/step-000001"]):
+        wait(start(2, run_commands, folder, free_port(), [[*words, *more]]), folder)
+    (_, first, again), (_, other_first, other_again) = (
+        (folder / f"drawn-{rank}").read_text().splitlines() for rank in range(2)
+    )
+    assert (again, other_again) == (first, other_first) and first != other_first
+
+
 FAULTY = """
 import os, sys, time
 import whet.models.forward, whet.train.model_files

@@ -14,7 +14,7 @@ import torch
 
 from whet.errors import CheckpointError, format_exception
 
-__all__ = ["random_state", "set_random_state"]
+__all__ = ["random_state", "set_derived_random_state", "set_random_state"]
 
 MT_WORDS = 624
 """The words in the state of numpy's global generator, a Mersenne Twister."""
@@ -47,3 +47,16 @@ def set_random_state(state: Mapping[str, Any]) -> None:
             "the checkpoint's run.pt has no valid state of the random generators of Python, numpy and torch: "
             f"{format_exception(error)}; resume from another step-* folder"
         ) from error
+
+
+def set_derived_random_state(state: Mapping[str, Any], rank: int) -> None:
+    """Seeds the generators from another rank's `random_state`, so that no two ranks draw the same numbers.
+
+    Args: state: of rank 0. rank: the rank of this process.
+    Raises: CheckpointError: `state` is not from `random_state`.
+    """
+    set_random_state(state)
+    words = np.random.SeedSequence([random.getrandbits(64), rank]).generate_state(4, np.uint64)
+    random.seed(int(words[0]))
+    np.random.seed(words[1:3].view(np.uint32))
+    torch.set_rng_state(torch.Generator().manual_seed(int(words[3] >> np.uint64(1))).get_state())

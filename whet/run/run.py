@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -34,7 +34,7 @@ from whet.observe.trace import trace_folder
 from whet.run.builtin_observers import builtin_observers
 from whet.run.observer import Observer, Observers, TrainerControl
 from whet.run.provenance import check_inputs, check_settings, to_loadable
-from whet.run.random_state import random_state, set_random_state
+from whet.run.random_state import random_state, set_derived_random_state, set_random_state
 from whet.run.signals import SignalHandler, Stopped
 from whet.run.start_messages import log_data_end, log_run_length, steps_in_data, write_environment
 from whet.run.task import Task
@@ -402,6 +402,8 @@ class Run:
     def _write_checkpoint(self, state: Mapping[str, Any]) -> Path | None:
         options = self.config.checkpointing_options or CheckpointingOptions()
         whole = {**state, "settings": self._compared_settings(), "inputs": self.inputs}
+        if self.ranks.size > 1:
+            whole["random_of_other_ranks"] = self.ranks.all_gather(state["random"])[1:]
         with self.roles.trace.span("checkpoint"):
             return self.checkpoints.save(state["step"], whole, tokenizer=self.roles.tokenizer, keep=options.max_to_keep)
 
@@ -471,9 +473,24 @@ class Run:
         self.checkpoints.load(checkpoint)
         self.task.restore(state)
         self.observers.restore(state["observers"])
-        set_random_state(state["random"])
+        self._restore_random_state([state["random"], *state.get("random_of_other_ranks", ())])
         self.checkpoints.discard(after=self.step)
         log.info("resumed from %s: step %d is done", checkpoint, self.step)
+
+    def _restore_random_state(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Restores the global random generators of this rank. Args: states: of the checkpoint's ranks, in order."""
+        rank, size = self.ranks.rank, self.ranks.size
+        if len(states) != size:
+            log.warning(
+                "the checkpoint has the random generators of %d process(es), and this run has %d: rank 0 continues its "
+                "own, other ranks start new ones; a reward function that draws random numbers gets other numbers",
+                len(states),
+                size,
+            )
+        if rank == 0 or len(states) == size:
+            set_random_state(states[rank])
+        else:
+            set_derived_random_state(states[0], rank)
 
     # ---- the end -------------------------------------------------------------------------------------------------
 

@@ -135,6 +135,7 @@ _OPTIONAL: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "a mapping of the dtype of each role",
         lambda x: _mapping(x) and set(x) == {"dtypes"} and _names(x["dtypes"]),
     ),
+    "random_of_other_ranks": ("a list of mappings", lambda x: isinstance(x, list) and all(map(_mapping, x))),
 }
 """Fields that only some kinds of runs write."""
 _CLUSTER: dict[str, tuple[str, Callable[[Any], bool]]] = {

@@ -17,7 +17,7 @@ from whet.learners.grpo import GRPOLearner
 from whet.learners.rl_task import RLTask
 from whet.run import provenance
 from whet.run.provenance import check_inputs, weights_digest
-from whet.run.random_state import random_state, set_random_state
+from whet.run.random_state import random_state, set_derived_random_state, set_random_state
 
 
 def reads(learner, prompts):
@@ -241,6 +241,24 @@ def test_generators_go_on_where_they_were_and_refuse_what_is_no_state():
     for numpy in ((*w, *rest) for w in wrong):
         with pytest.raises(CheckpointError, match="no valid state of the random generators"):
             set_random_state({**state, "numpy": numpy})
+
+
+def test_other_ranks_get_generators_of_their_own_from_the_state_of_rank_0():
+    import random
+
+    import numpy as np
+
+    draw = lambda: (random.random(), float(np.random.random()), float(torch.rand(())))
+    state, drawn = random_state(), []
+    try:
+        for rank in (1, 2, 1):
+            set_derived_random_state(state, rank)
+            drawn.append(draw())
+    finally:
+        set_random_state(state)
+    first, second, again = drawn
+    assert first == again
+    assert len({*first, *second, *draw()}) == 9
 
 
 def changed(how):
