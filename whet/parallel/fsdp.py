@@ -65,7 +65,7 @@ class FSDPPlacement(Placement):
             return
         dtypes = sorted({str(p.dtype) for p in module.parameters()} | ({str(dtype)} if dtype is not None else set()))
         if dtypes != ["torch.float32"]:
-            raise ConfigError(f"FSDP takes only float32 in this release, not {', '.join(dtypes)}; set dtype=float32")
+            raise ConfigError(f"FSDP takes only float32, not {', '.join(dtypes)}; set actor.dtype=float32")
         meta = lambda p: nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
         # a copy without weights, since fully_shard changes the classes of the modules
         self._skeleton = copy.deepcopy(module, {id(p): meta(p) for p in module.parameters()})
