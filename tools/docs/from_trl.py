@@ -178,7 +178,8 @@ The points above about callbacks, the last step, resuming, masters and overridde
   line of the log says so. GRPO and RLOO sample by transformers' forward (the `hf` engine), not by vLLM, and take
   `encoder_dropout` as 0.0. SFT does not train the first token of a row, which TRL trains from the last virtual token.
   Prefix tuning needs `gradient_checkpointing=False`, as there. The reference is the model without the prompt, or the
-  prompt of a given PEFT model as it was.
+  prompt of a given PEFT model as it was. In TRL, GRPO's padding before a short prompt lies between the virtual tokens
+  and the prompt and moves its logits; rows here have no padding before them.
 - Reward models refuse all three. With prompt tuning and p-tuning, PEFT's classifier reads a padded row's score at the
   padding, so TRL's scores depend on the longest row of the batch.
 - PEFT's other kinds of adapters (IA3, LoHa, OFT ...) are refused everywhere, though TRL trains them: whet saves,
