@@ -17,7 +17,7 @@ from typing import Any
 from warm_start import Pupil, warm_start
 
 from whet import demo
-from whet.demo.task import Expression, carry_out, parsed, written
+from whet.demo.task import Expression, apply_operation, format_expression, parse_expression
 
 __all__ = ["TASKS", "Task"]
 
@@ -58,8 +58,8 @@ def step(expression: Expression, i: int) -> str:
     """
     numbers, operations = expression
     choices = [f"{a}{o}{b}" for a, o, b in zip(numbers, operations, numbers[1:], strict=False)]
-    result = carry_out(expression, i)[0][i]
-    return f"{written(expression)}:{','.join(choices)}:{bracketed(expression, i)}:{choices[i]}={result}"
+    result = apply_operation(expression, i)[0][i]
+    return f"{format_expression(expression)}:{','.join(choices)}:{bracketed(expression, i)}:{choices[i]}={result}"
 
 
 def demonstration(prompt: str, rng: random.Random) -> str:
@@ -68,11 +68,11 @@ def demonstration(prompt: str, rng: random.Random) -> str:
     >>> demonstration("9-2*3=", random.Random(1))
     '9-2*3:9-2,2*3:(9-2)*3:9-2=7;7*3:7*3:(7*3):7*3=21'
     """
-    expression, steps = parsed(prompt), []
+    expression, steps = parse_expression(prompt), []
     while expression[1]:
         i = rng.randrange(len(expression[1]))
         steps.append(step(expression, i))
-        expression = carry_out(expression, i)
+        expression = apply_operation(expression, i)
     return ";".join(steps)
 
 
@@ -82,12 +82,12 @@ def valid_steps(prompt: str, completion: str) -> bool:
     >>> valid_steps("7*3=", "7*3:7*3:(7*3):7*3=21"), valid_steps("7*3=", "7*3:7*3:(7*3):7*3=20")
     (True, False)
     """
-    expression = parsed(prompt)
+    expression = parse_expression(prompt)
     for said in completion.split(";"):
         chosen = next((i for i in range(len(expression[1])) if step(expression, i) == said), None)
         if chosen is None:
             return False
-        expression = carry_out(expression, chosen)
+        expression = apply_operation(expression, chosen)
     return not expression[1]
 
 

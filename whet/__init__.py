@@ -1,6 +1,6 @@
 """whet: reinforcement-learning post-training of language models.
 
-This release trains in one process and runs on a CPU; its code for a GPU has not yet run on one.
+It trains on a CPU, in one process or, under torchrun, in several. It has not yet run on a GPU.
 
 The names here are imported when they are first used, so that `import whet` and the command line start at once.
 """

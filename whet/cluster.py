@@ -361,8 +361,8 @@ def _shared_critic(critic: Any) -> tuple[bool, Any]:
         return False, critic
     if isinstance(critic, RoleConfig) and dataclasses.replace(critic, dtype="auto") != RoleConfig(model=ACTOR):
         raise ConfigError(
-            f"critic.model={ACTOR} is a score head on the actor's trunk: the actor's optimizer and settings are its "
-            "own; leave out the critic's other keys"
+            f"critic.model={ACTOR} is a score head on the actor's trunk: it uses the actor's optimizer and settings; "
+            "remove the other critic.* keys"
         )
     return True, None
 
@@ -379,6 +379,6 @@ def _check_dropout(policy: LoadedModel) -> None:
     if policy.adapter is not None and policy.adapter.dropout:
         raise ConfigError(
             f"actor.lora.lora_dropout={policy.adapter.dropout} must be 0.0 in reinforcement learning: the sampler "
-            "draws without dropout, so every ratio of trainer to sampler would be noise; SFT, reward models and DPO "
-            "take it"
+            "draws without dropout, so every ratio of trainer to sampler would be noise; dropout is allowed only in "
+            "`whet sft`, `whet rm` and `whet dpo`"
         )

@@ -167,7 +167,7 @@ def test_a_tight_bound_fails_no_turn_changes_no_token_and_is_kept(model, bound, 
     assert all(s.kv_tokens <= bound and s.kv_tokens_bound == bound for s in held)
     token = 2 * 2 * 2 * 16 * 4  # keys and values, layers, KV heads, head size, bytes
     assert all(s.kv_bytes <= bound * token for s in held)
-    assert max(s.kv_bytes_bound or 0 for s in held) == bound * token
+    assert all(s.kv_bytes == s.kv_tokens * token for s in held) and max(s.kv_bytes for s in held) > 0
     assert max(s.held for s in held) >= 1
 
 
@@ -382,7 +382,7 @@ def test_occupancy_is_the_share_of_the_batch_and_of_the_cache(model):
     s = engine.stats()
     assert (s.live, s.waiting, s.occupancy) == (6, 0, 0.75)
     assert (s.steps, s.row_steps, s.mean_batch_size, s.generated) == (4, 24, 6.0, 30)
-    assert s.kv_occupancy == s.kv_tokens / 1000 and s.kv_bytes == engine.kv_bytes
+    assert s.kv_tokens_bound == 1000 and s.kv_bytes == engine.kv_bytes > 0
     drain(engine)
     assert engine.stats().generated == 120 and engine.stats().live == 0
 
@@ -433,7 +433,7 @@ def test_a_shelf_drops_the_oldest_first_and_what_is_asked_for_last():
 def test_stats_of_a_new_engine_are_zero(model):
     s = EmbeddedEngine(model, max_batch=3).stats()
     assert s == EngineStats(max_batch=3)
-    assert (s.occupancy, s.kv_occupancy, s.mean_batch_size, s.kv_bytes_bound) == (0, 0, 0, None)
+    assert (s.occupancy, s.kv_tokens, s.mean_batch_size, s.kv_tokens_bound) == (0, 0, 0, None)
 
 
 @pytest.mark.parametrize("form", [{"native": False}, {"fast": False}], ids=["torch", "module"])

@@ -374,7 +374,7 @@ def test_without_a_compiler_the_reason_is_said_and_torch_decodes(cache, tmp_path
     [
         full("x / (1.0f + exponential(-x))", "x / (1.1f + exponential(-x))", "gates"),
         full("sum(squares) / width", "sum(squares) / (width + 1)", "norms"),
-        ("made + 1, size", "made, size", "attention"),
+        ("num_drawn + 1, size", "num_drawn, size", "attention"),
         full("fused(high, one, a[r][1])", "fused(low, one, a[r][1])", "products"),
         full("all(4.1665795894e-2f)", "all(4.2e-1f)", "gates"),
     ],

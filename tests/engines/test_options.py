@@ -299,7 +299,7 @@ def test_logits_of_a_beam_are_those_of_the_model(model):
         ({"num_beams": True}, {"temperature": 0.0}, "num_beams must be a positive integer. Got: True"),
         ({"num_beams": 2}, {}, "num_beams=2 searches, it does not draw: set temperature=0.0"),
         ({"num_beams": 2, "typical_p": 0.5}, {"temperature": 0.0}, "typical_p=0.5 truncates draws, not beams"),
-        ({"length_penalty": 2.0}, {}, "length_penalty=2.0 says how beams are ranked; give num_beams"),
+        ({"length_penalty": 2.0}, {}, "length_penalty=2.0 ranks beams; give num_beams"),
         ({"typical_p": 3.0}, {}, "typical_p: .* less than 1, got 3.0"),
         ({"no_repeat_ngram_size": "a"}, {}, "no_repeat_ngram_size must be a positive integer. Got: 'a'"),
         ({"bad_words_ids": [5]}, {}, "bad_words_ids.0: expected a list, .a, b., got 5"),

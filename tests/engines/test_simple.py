@@ -89,8 +89,8 @@ def test_what_the_sampling_does_not_follow_is_refused_until_it_says_that_it_does
     ("tokens", "logprobs", "said"),
     [
         ([5, 6], [-1.0], r"tokens \[2\] and logprobs \[1\]; give one for each"),
-        ([], [], "made 0 tokens; make 1 to max_tokens=3"),
-        ([5] * 4, [-1.0] * 4, "made 4 tokens; make 1 to max_tokens=3"),
+        ([], [], "returned 0 tokens; return 1 to max_tokens=3"),
+        ([5] * 4, [-1.0] * 4, "returned 4 tokens; return 1 to max_tokens=3"),
         ([5, 6], [-1.0, -1.0], "ended after 2 of 3 tokens without a stop id"),
         ([9, 6], [-1.0, -1.0], "continues after the stop id 9; end with it"),
         ([5, 9], [0.5, -1.0], "gave the logprob 0.5; it is the log of the probability"),

@@ -8,6 +8,7 @@ import pytest
 from whet.cli import commands
 from whet.config import RLTrainingConfig, load_run
 from whet.errors import ConfigError
+from whet.parallel.ranks import Ranks
 from whet.run.task import Task
 from whet.util.model_paths import model_folder
 
@@ -28,13 +29,13 @@ def test_runs_that_begin_in_one_second_get_a_folder_each(tmp_path, monkeypatch):
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "20260101-000000").symlink_to("nowhere")
     with ThreadPoolExecutor(8) as pool:
-        got = list(pool.map(lambda _: commands._with_run_dir(load_run([])).trainer.run_dir, range(8)))
+        got = list(pool.map(lambda _: commands._with_run_dir(load_run([]), Ranks()).trainer.run_dir, range(8)))
     assert sorted(got) == [f"runs/20260101-000000-{n}" for n in range(2, 10)]
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     (tmp_path / "elsewhere" / "runs").symlink_to("nowhere")
     with pytest.raises(ConfigError, match=r"can't be made: .*; give another trainer\.run_dir"):
-        commands._with_run_dir(load_run([]))
+        commands._with_run_dir(load_run([]), Ranks())
 
 
 def test_a_run_that_never_began_leaves_no_empty_folder_and_takes_none_away(tmp_path, monkeypatch):

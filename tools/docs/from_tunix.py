@@ -362,7 +362,7 @@ PROGRAMS: tuple[tuple[str, str, str], ...] = (
     ("`PPOConfig.mini_batch_size`", "refused", "it is RLTrainingConfig's"),
     ("`TokenizerAdapter`, `Tokenizer`", "other", "around a tokenizer of transformers, from a folder or a hub name"),
     ("`Sampler`, `CacheConfig`", "works", "[generating](generating.md)"),
-    ("data queues, resharding, `rl.agentic`", "refused", "one process: nothing is queued, resharded or awaited"),
+    ("data queues, resharding, `rl.agentic`", "refused", "nothing is queued, resharded or awaited"),
 )
 """Names that Tunix's programs use apart from configurations: the name, its state here, a note."""
 
@@ -436,7 +436,7 @@ print([row["reward"] for row in run.rows])
 
 - **Names**: `whet.tunix` has the names of all of Tunix's packages. Importing a name that whet does not offer raises an
   error with the reason.
-- **Devices**: Tunix has a mesh for each role. whet runs one process on one device; leave `role_to_mesh` out.
+- **Devices**: Tunix has a mesh for each role. In whet all roles share the devices of a run; leave `role_to_mesh` out.
 - **Optimizer**: an optax transformation in Tunix; in whet an `OptimConfig`, which has fields for clipping, schedule and
   decay, or a function that makes a torch optimizer.
 - **Model**: Tunix calls a loader of the model family twice; whet reads a Hugging Face folder or hub name once.

@@ -147,7 +147,7 @@ def demo(argv: Sequence[str] = ()) -> dict[str, Any]:
     _print_line("whet demo: GRPO teaches a small model the order of operations (a minute or two on 2 cores)")
     _print_line("  task: 2*2+4*3= -> 4+4*3=4+12=16")
     _print_line(
-        "  It begins as a pupil who calculates rightly, but in random order. The reward checks only the final number."
+        "  At first the model calculates correctly, but in random order. The reward checks only the final number."
     )
     summary = grpo(config)
     folder = Path(summary["run_dir"])
@@ -224,10 +224,10 @@ def _describe_stop(stop: KeyboardInterrupt, config: AnyRun) -> str:
     what = stop.message if isinstance(stop, Stopped) else "stopped at once"
     newest = Checkpoints(trainer.checkpoint_root, {}).find("latest")
     if newest is None:
-        return f"{what}; there is no checkpoint to go on from"
+        return f"{what}; there is no checkpoint to resume from"
     where = "" if isinstance(stop, Stopped) else f"; checkpoint: {newest}"
     named = f"trainer.run_dir={shlex.quote(str(trainer.run_dir))}"
-    return f"{what}{where}\ngo on with:\n  {program()} {config.COMMAND} {named} trainer.resume=latest"
+    return f"{what}{where}\ncontinue with:\n  {program()} {config.COMMAND} {named} trainer.resume=latest"
 
 
 def program() -> str:
@@ -237,8 +237,8 @@ def program() -> str:
 
 def without_read_keys(data: D) -> D:
     """The section data with the defaults of the keys by which rows are read: the rows are read already."""
-    usual = type(data)()
-    return dataclasses.replace(data, **{name: getattr(usual, name) for name in data.READ_BY})
+    defaults = type(data)()
+    return dataclasses.replace(data, **{name: getattr(defaults, name) for name in data.READ_BY})
 
 
 def _set_threads(config: AnyRun) -> None:
@@ -249,12 +249,12 @@ def _set_threads(config: AnyRun) -> None:
     if "OMP_NUM_THREADS" in os.environ or torch.cuda.is_available():
         return
     available = torch.get_num_threads()
-    noted = read_environment(config.trainer.run_dir).get("threads") if config.trainer.resume is not None else None
-    if noted is not None and noted < available:
-        torch.set_num_threads(noted)
-        log.info("threads: %d, as the run began with", noted)
+    recorded = read_environment(config.trainer.run_dir).get("threads") if config.trainer.resume is not None else None
+    if recorded is not None and recorded < available:
+        torch.set_num_threads(recorded)
+        log.info("threads: %d, as at the start of the run", recorded)
     elif available > 1:
-        log.info("threads: %d; where other programs use these cores, OMP_NUM_THREADS=1 may be faster", available)
+        log.info("threads: %d; if other programs use these cores, OMP_NUM_THREADS=1 may be faster", available)
 
 
 def _with_run_dir(config: R, ranks: Ranks) -> R:
@@ -276,7 +276,7 @@ def _make_run_dir() -> str:
                 break
             folder = first.with_name(f"{first.name}-{n}")
     except OSError as error:
-        raise ConfigError(f"{folder} can't be made: {error}; give another trainer.run_dir") from error
+        raise ConfigError(f"{folder} can't be created: {error}; give another trainer.run_dir") from error
     return str(folder)
 
 

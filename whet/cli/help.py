@@ -48,7 +48,7 @@ _SAMPLING = {
 _RUN = {
     "trainer.run_dir": "output folder; default: runs/<date>-<time>",
     "trainer.max_steps": "number of steps; default: as many as the data have",
-    "trainer.eval_every_n_steps": "evaluation interval; 0: before and after training alone",
+    "trainer.eval_every_n_steps": "steps between evaluations; 0: only before and after training",
     "trainer.keep_best": "metric, e.g. accuracy: keep the best evaluation's checkpoint",
     "trainer.loggers": "tensorboard, wandb, trackio",
     "trainer.resume": "latest: continue the run in run_dir",
@@ -80,7 +80,7 @@ COMMON_KEYS: Mapping[str, Sequence[Group]] = {
                 "algo.advantage_estimator": "advantages: drgrpo, rloo, scalerl, ... (whet docs algorithms)",
                 "algo.policy_loss_fn": "policy loss: gspo-token, cispo, sapo, gmpo, ...",
                 "algo.beta": "weight of the KL penalty; 0.0: no reference model is loaded",
-                "algo.num_iterations": "optimizer passes over each rollout",
+                "algo.num_iterations": "times each rollout is trained on (verl: ppo_epochs)",
             },
         ),
         _RL_RUN,
@@ -98,7 +98,7 @@ COMMON_KEYS: Mapping[str, Sequence[Group]] = {
             {
                 "algo.gae_lambda": "1: trust the rewards alone; 0: trust the critic",
                 "algo.beta": "weight of the KL penalty; 0.0: no reference model is loaded",
-                "algo.num_iterations": "optimizer passes over each rollout",
+                "algo.num_iterations": "times each rollout is trained on (verl: ppo_epochs)",
                 "algo.critic_warmup_steps": "first steps, in which only the critic is trained",
             },
         ),
@@ -251,7 +251,7 @@ COMMON_KEYS: Mapping[str, Sequence[Group]] = {
         (
             "Keys",
             {
-                "runs": "run folders; those that differ in the seed alone share a column",
+                "runs": "run folders; those that differ only in the seed share a column",
                 "metrics": "names of metrics.jsonl, of evaluations as 'eval reward'",
                 "last": "steps over which a metric of training is averaged",
             },
@@ -425,7 +425,11 @@ def command_help(command: str, about: str, topic: str, kind: type, short: Mappin
     note = [_NOTES[command]] if command in _NOTES else []
     examples = ["Examples:" if len(_EXAMPLES[command]) > 1 else "Example:", *(f"  {e}" for e in _EXAMPLES[command])]
     if topic == "all" and command != "demo":
-        keys = help_text(kind, short, hidden=_OTHERS, only="data" if command == "data" else "")
+        hidden = _OTHERS
+        if command == "grpo":
+            hidden += ("critic", "trainer.critic_optimizer")
+            short = {key: full for key, full in short.items() if not full.startswith("critic")}
+        keys = help_text(kind, short, hidden=hidden, only="data" if command == "data" else "")
         rest = ["", "Files are read first, in their order; then key=value, with or without leading dashes."]
         if "rollout" in _sections(kind, {}):
             rest += ["Keys of vLLM and SGLang: `--help rollout.vllm`, `--help rollout.sglang`; whet docs engines."]

@@ -42,7 +42,7 @@ from whet.observe.loggers import check_loggers
 from whet.ops import LOSS_AGG_MODES, SFT_LOSSES, teacher_column
 from whet.rewards.columns import check_answers, check_columns
 from whet.rewards.manager import RewardManager, resolve_reward_manager
-from whet.rewards.resolve import by_name, resolve_reward
+from whet.rewards.resolve import resolve_reward, resolve_rewards
 from whet.rollout import check_engine
 from whet.run.builtin_observers import check_push
 from whet.storage.files import check_writable
@@ -181,7 +181,7 @@ def check_rewards(config: RunConfig, train: Any, evaluation: Any) -> None:
     """
     if resolve_reward_manager(config.algo.reward_manager) is not RewardManager:
         return  # a reward manager of the user may add columns
-    fns = by_name([name for name in config.reward_names if name != REWARD_MODEL])
+    fns = resolve_rewards([name for name in config.reward_names if name != REWARD_MODEL])
     fields = {f.name: getattr(config.algo, f.name) for f in dataclasses.fields(config.algo)}
     checks: list[Callable[[], Any]] = []
     first = first_row(train)

@@ -80,7 +80,8 @@ def _encode(encode: PromptEncoder, rows: Any) -> Sequence[Prompt]:
     """All rows as prompts; a warning says how many were over the limit."""
     prompts = encode_all(rows, encode, "prompts")
     if not len(prompts):
-        raise DataError(f"all {len(rows)} prompts are over {encode.describe_limit()}; raise it")
+        limit = encode.max_prompt_length
+        raise DataError(f"all {len(rows)} prompts are over rollout.max_prompt_length={limit}; raise it")
     if counts := encode.describe_counts():
         log.warning("%s", counts)
     return prompts

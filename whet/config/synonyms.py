@@ -142,26 +142,30 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "training_args": ("trainer",),
 }
 """A section's name elsewhere, or in another command -> its names here."""
-_ONE_PROCESS = "this release runs one process, on one device"
+_TORCHRUN = "torchrun starts several processes, and FSDP2 shards the weights over them (whet docs scaling)"
+_NO_DEEPSPEED = f"DeepSpeed is not supported; {_TORCHRUN}"
+_NO_TENSOR_PARALLEL = f"tensor parallelism is not supported; {_TORCHRUN}"
 NOTES: dict[str, str] = {
-    "deepspeed": _ONE_PROCESS,
+    "deepspeed": _NO_DEEPSPEED,
     "device": "a GPU is taken where there is one; CUDA_VISIBLE_DEVICES chooses which, and '' the CPU",
     "eval_strategy": "data.eval_path has the rows of evaluations, trainer.eval_every_n_steps says how often",
-    "fsdp": _ONE_PROCESS,
-    "gpus": _ONE_PROCESS,
+    "fsdp": _TORCHRUN,
+    "gpus": _TORCHRUN,
     "gradient_accumulation_steps": "a step has one gradient however it is split into passes; "
     "trainer.max_tokens_per_microbatch bounds their memory",
-    "n_gpus_per_node": _ONE_PROCESS,
-    "nnodes": _ONE_PROCESS,
+    "n_gpus_per_node": _TORCHRUN,
+    "nnodes": _TORCHRUN,
     "push_to_hub": "trainer.hub_model_id=NAME sends the model when it is trained, whet push RUN repo=NAME later",
-    "tensor_model_parallel_size": _ONE_PROCESS,
-    "tensor_parallel_size": _ONE_PROCESS,
+    "tensor_model_parallel_size": _NO_TENSOR_PARALLEL,
+    "tensor_parallel_size": _NO_TENSOR_PARALLEL,
     "use_kl_loss": "a KL is in the loss where algo.beta is above 0",
     "logging_steps": "every step is logged",
+    "max_model_len": "rollout.max_prompt_length and rollout.max_tokens_to_generate bound a sequence",
     "packing": "rows are always packed, without padding",
     "padding_free": "rows are always packed, without padding",
     "reward_weights": "reward={name: weight, ...} has the weights beside the functions",
-    "role_to_mesh": _ONE_PROCESS,
+    "role_to_mesh": "all roles share the devices of a run; leave it out",
+    "use_remove_padding": "rows are always packed, without padding",
     "val_before_train": "an evaluation before the first step is always made, where there are rows for it",
     "remove_unused_columns": "columns that nothing reads stay where they are; reward functions are given them by name",
 }
@@ -179,6 +183,7 @@ _WHOLE: dict[str, tuple[str, ...]] = {
     "peft_config.r": ("actor.lora.r",),
     "reward_model.enable": ("reward_model.model",),
     "reward_model.model.path": ("reward_model.model",),
+    "rollout.vllm.gpu_memory_utilization": ("rollout.vllm.hbm_utilization",),
     "test_data.path": ("data.eval_path",),
     "train_data.path": ("data.path",),
 }

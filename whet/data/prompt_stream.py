@@ -76,7 +76,7 @@ def hold_out(rows: Any, fraction: float, seed: int) -> tuple[Any, list[Any]]:
     (8, 2, True)
     """
     if not 0 < fraction < 1:
-        raise ConfigError(f"a held-out share of {fraction} is out of range; give more than 0 and less than 1")
+        raise ConfigError(f"data.eval_fraction={fraction} must be between 0 and 1")
     if not has_random_access(rows):
         raise ConfigError("rows without a length can't be held out; give evaluation data of their own")
     if isinstance(rows, MixedRows):

@@ -317,19 +317,13 @@ class PromptEncoder:
         limit = self.max_prompt_length
         return "" if limit is None else self.stats.describe_over(limit, f"{self._rollout}max_prompt_length")
 
-    def describe_treatment(self) -> str:
-        """Describes the treatment of prompts over the limit."""
-        return f"{self.counts['truncated']} cut on the left, {self.counts['dropped']} left out"
-
-    def describe_limit(self) -> str:
-        """The limit as a setting, e.g. "rollout.max_prompt_length=64"."""
-        return f"{self._rollout}max_prompt_length={self.max_prompt_length}"
-
     def describe_counts(self) -> str:
         """Describes the prompts that were over the limit or changed by the chat template; "" = there are none."""
-        over, changed = self.describe_over_limit(), self.counts["changed"]
-        parts = [f"{over} ({self.describe_treatment()})"] if over else []
-        return "; ".join([*parts, *([f"the chat template changes the text of {changed} prompts"] if changed else [])])
+        over, counts = self.describe_over_limit(), self.counts
+        parts = [f"{over} ({counts['truncated']} cut on the left, {counts['dropped']} left out)"] if over else []
+        if counts["changed"]:
+            parts.append(f"the chat template changes the text of {counts['changed']} prompts")
+        return "; ".join(parts)
 
     def _length_hint(self, length: int) -> str:
         return f"raise it to {length}, or set {self._rollout}on_long_prompt to truncate_left or drop"

@@ -244,11 +244,11 @@ def have_same_rows(path: Sources, split: str | None, eval_path: Sources, eval_sp
     >>> have_same_rows("a.jsonl", "train", "./a.jsonl", None), have_same_rows("a/b", "train", "a/b", "test")
     (True, False)
     """
-    parts = lambda source, usual: {_source_part(text, usual) for text in source_paths(source)}
+    parts = lambda source, usual: {_path_and_split(text, usual) for text in source_paths(source)}
     return not parts(path, split).isdisjoint(parts(eval_path, eval_split))
 
 
-def _source_part(text: str, split: str | None) -> tuple[Path, str | None]:
+def _path_and_split(text: str, split: str | None) -> tuple[Path, str | None]:
     """The path and the split of a data source; a file has no split."""
     split, text = _parse_split(text, split)
     place = Path(text).expanduser().resolve()

@@ -68,7 +68,9 @@ def load_tasks(task: str) -> list[Any]:
     except ConfigError:
         raise
     except Exception as error:  # a taskset's own code, which may also read files and the hub
-        raise ConfigError(f"verifiers can't load {task!r}: {format_exception(error)}") from error
+        raise ConfigError(
+            f"verifiers can't load {task!r} ({format_exception(error)}); check its name and options"
+        ) from error
     environment = environment_class(name)
     if environment.__name__ != "SingleAgentEnv":
         raise ConfigError(f"{PREFIX}{name} has an environment of its own ({environment.__name__}); {_ONE_ANSWER}")

@@ -1,4 +1,4 @@
-"""The task, the model and the data of `make demo`, small enough for a CPU; what recipes/demo*.yaml name."""
+"""The task, the models and the data of `make demo`, small enough for a CPU; recipes/demo*.yaml name them."""
 
 from whet.demo.model import pupil, small_model, untaught
 from whet.demo.task import (

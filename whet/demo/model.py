@@ -1,4 +1,4 @@
-"""The demo's models: a random one, and the pupil that it became by `whet sft --config recipes/demo_sft.yaml`."""
+"""The demo's models: a random model, and the pupil that `whet sft --config recipes/demo_sft.yaml` trained from it."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ def small_model(seed: int) -> Any:
 
 def untaught(folder: str, seed: int) -> str:
     """Writes the random model with its tokenizer. Returns: the folder."""
-    return _written(small_model(seed), folder)
+    return _save_with_tokenizer(small_model(seed), folder)
 
 
 def pupil(folder: str, seed: int) -> str:
     """Writes the model that can calculate but picks any operation next, with its tokenizer.
 
-    It is what recipes/demo_sft.yaml makes of `untaught`, kept in bfloat16, so that a demonstration of reinforcement
-    learning begins with it.
+    recipes/demo_sft.yaml trains it from `untaught`. Its weights are stored in bfloat16, so that a demonstration of
+    reinforcement learning can begin with it.
 
     Args:
-        folder: where it is written.
-        seed: of a run; the pupil is the same for all.
+        folder: the folder to write.
+        seed: the run's seed; the pupil does not depend on it.
     Returns: the folder.
     """
     from safetensors.torch import load_file
@@ -59,10 +59,10 @@ def pupil(folder: str, seed: int) -> str:
     weights = load_file(WEIGHTS)
     model = small_model(0)
     model.load_state_dict({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]})  # tied: saved once
-    return _written(model, folder)
+    return _save_with_tokenizer(model, folder)
 
 
-def _written(model: Any, folder: str) -> str:
+def _save_with_tokenizer(model: Any, folder: str) -> str:
     from whet.data.tokenizer import byte_tokenizer
 
     model.save_pretrained(folder)

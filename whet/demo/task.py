@@ -1,9 +1,10 @@
 """The demo's task: a pupil who can calculate learns by GRPO which operation comes first.
 
-A prompt is four numbers and three operations, "2*2+4*3="; a completion carries out one operation per step until a
-number is left, "4+4*3=4+12=16". The model begins as a pupil whose steps are right but who picks *any* operation next
-(model.py). The reward looks at the last number alone, and out of it the policy finds the order of operations. Prompts
-are those where a random order is right at most one time in three; some of them are held out from all training.
+A prompt is four numbers and three operations, "2*2+4*3="; a completion carries out one operation per step until one
+number remains, "4+4*3=4+12=16". The model begins as a pupil that calculates each step correctly, but picks *any*
+operation next (model.py). The reward checks only the last number, and from it the policy learns the order of
+operations. The prompts are those for which a random order is right at most one time in three; some are held out from
+all training.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ HELD_OUT, VALIDATION = 256, 128
 Expression = tuple[tuple[int, ...], tuple[str, ...]]
 
 
-def carry_out(expression: Expression, i: int) -> Expression:
+def apply_operation(expression: Expression, i: int) -> Expression:
     """The expression after its i-th operation.
 
-    >>> carry_out(((2, 3, 4), ("+", "*")), 1)
+    >>> apply_operation(((2, 3, 4), ("+", "*")), 1)
     ((2, 12), ('+',))
     """
     numbers, operations = expression
@@ -44,38 +45,38 @@ def carry_out(expression: Expression, i: int) -> Expression:
     return (*numbers[:i], result, *numbers[i + 2 :]), operations[:i] + operations[i + 1 :]
 
 
-def written(expression: Expression) -> str:
+def format_expression(expression: Expression) -> str:
     """The expression as text."""
     numbers, operations = expression
     return str(numbers[0]) + "".join(f"{o}{n}" for o, n in zip(operations, numbers[1:], strict=True))
 
 
-def parsed(text: str) -> Expression:
+def parse_expression(text: str) -> Expression:
     """The expression of a text.
 
-    >>> parsed("2*2+4*3=")
+    >>> parse_expression("2*2+4*3=")
     ((2, 2, 4, 3), ('*', '+', '*'))
     """
     return tuple(map(int, re.findall(r"\d+", text))), tuple(re.findall(r"[-+*]", text))
 
 
 def value(expression: Expression) -> int:
-    """What the expression is worth: products first, then from the left."""
+    """The value of the expression: products first, then from the left."""
     while expression[1]:
         products = [i for i, o in enumerate(expression[1]) if o == "*"]
-        expression = carry_out(expression, products[0] if products else 0)
+        expression = apply_operation(expression, products[0] if products else 0)
     return expression[0][0]
 
 
 @functools.cache
 def _results(expression: Expression) -> tuple[int, ...] | None:
-    """The results of all orders; None if one of them leaves 0..LARGEST_NUMBER on the way."""
+    """The results of all orders; None if one of them leaves 0..LARGEST_NUMBER."""
     numbers, operations = expression
     if min(numbers) < 0 or max(numbers) > LARGEST_NUMBER:
         return None
     if not operations:
         return numbers
-    parts = [_results(carry_out(expression, i)) for i in range(len(operations))]
+    parts = [_results(apply_operation(expression, i)) for i in range(len(operations))]
     return None if None in parts else tuple(itertools.chain.from_iterable(p for p in parts if p))
 
 
@@ -93,7 +94,7 @@ def _rows() -> list[dict[str, Any]]:
                 continue
             answer = value((numbers, operations))
             if 3 * results.count(answer) <= len(results):
-                rows.append({"prompt": written((numbers, operations)) + "=", "answer": answer})
+                rows.append({"prompt": format_expression((numbers, operations)) + "=", "answer": answer})
     _results.cache_clear()
     random.Random(0).shuffle(rows)
     return rows
@@ -105,7 +106,7 @@ def heldout_rows() -> list[dict[str, Any]]:
 
 
 def validation_rows() -> list[dict[str, Any]]:
-    """Prompts that neither train nor are the last word: for choosing when to stop."""
+    """Prompts for choosing when to stop; neither for training nor for the final evaluation."""
     return _rows()[HELD_OUT : HELD_OUT + VALIDATION]
 
 
@@ -115,15 +116,15 @@ def train_rows() -> list[dict[str, Any]]:
 
 
 def demonstration(prompt: str, rng: random.Random) -> str:
-    """What the pupil writes: right steps in an order of his own.
+    """A completion of the pupil: right steps in a random order.
 
     >>> demonstration("1+2+3+4=", random.Random(0))
     '1+5+4=1+9=10'
     """
-    expression, steps = parsed(prompt), []
+    expression, steps = parse_expression(prompt), []
     while expression[1]:
-        expression = carry_out(expression, rng.randrange(len(expression[1])))
-        steps.append(written(expression))
+        expression = apply_operation(expression, rng.randrange(len(expression[1])))
+        steps.append(format_expression(expression))
     return "=".join(steps)
 
 
@@ -138,11 +139,11 @@ def reward(prompts: list[str], completions: list[str], answer: list[int], **_: A
 
 
 def valid_steps(prompt: str, completion: str) -> bool:
-    """Whether each step is right arithmetic, in whatever order."""
-    expression = parsed(prompt)
+    """Whether each step is right arithmetic, in any order."""
+    expression = parse_expression(prompt)
     for step in completion.split("="):
-        following = [carry_out(expression, i) for i in range(len(expression[1]))]
-        match = next((f for f in following if written(f) == step), None)
+        following = [apply_operation(expression, i) for i in range(len(expression[1]))]
+        match = next((f for f in following if format_expression(f) == step), None)
         if match is None:
             return False
         expression = match
@@ -150,28 +151,28 @@ def valid_steps(prompt: str, completion: str) -> bool:
 
 
 def right_steps(prompt: str) -> str:
-    """What is to be learned: products first, then from the left.
+    """The completion to be learned: products first, then from the left.
 
     >>> right_steps("2*2+4*3=")
     '4+4*3=4+12=16'
     """
-    expression, steps = parsed(prompt), []
+    expression, steps = parse_expression(prompt), []
     while expression[1]:
         products = [i for i, o in enumerate(expression[1]) if o == "*"]
-        expression = carry_out(expression, products[0] if products else 0)
-        steps.append(written(expression))
+        expression = apply_operation(expression, products[0] if products else 0)
+        steps.append(format_expression(expression))
     return "=".join(steps)
 
 
 def demonstration_rows(number: int = 100_000) -> list[dict[str, Any]]:
-    """What the pupil writes to training prompts, for SFT: prompt and response."""
+    """The pupil's completions of training prompts, for SFT: prompt and response."""
     rng, rows = random.Random(0), train_rows()
     prompts = [rng.choice(rows)["prompt"] for _ in range(number)]
     return [{"prompt": prompt, "response": demonstration(prompt, rng)} for prompt in prompts]
 
 
 def heldout_demonstrations() -> list[dict[str, Any]]:
-    """What the pupil writes to held-out prompts."""
+    """The pupil's completions of held-out prompts."""
     rng = random.Random(1)
     return [{"prompt": row["prompt"], "response": demonstration(row["prompt"], rng)} for row in heldout_rows()]
 
@@ -187,7 +188,7 @@ def heldout_preferences() -> list[dict[str, Any]]:
 
 
 def _pair(row: dict[str, Any]) -> dict[str, Any] | None:
-    """The right order of operations against one of the pupil's with another result; None: ten tries found none."""
+    """The right completion and one of the pupil's with another result; None if ten tries found none."""
     rng, chosen = random.Random(row["prompt"]), right_steps(row["prompt"])
     for _ in range(10):
         rejected = demonstration(row["prompt"], rng)

@@ -1,4 +1,4 @@
-"""What is kept of completions, of a step and of an evaluation alike."""
+"""The stored columns of completions, for a training step and for an evaluation."""
 
 from __future__ import annotations
 
@@ -16,23 +16,26 @@ def make_completion_columns(
     groups: Sequence[Group],
     texts: Sequence[Sequence[Any]],
     rewards: Sequence[Any],
-    written: Callable[[np.ndarray], str],
+    decode: Callable[[np.ndarray], str],
 ) -> dict[str, list[Any]]:
-    """The columns of completions as RunFolder.write_completions takes them, but for `advantage`.
+    """The columns of completions as RunFolder.write_completions takes them, without `advantage`.
 
-    Args: groups: completed. texts: the decoded completions of each. rewards: of each completion, end to end; NaN or
-        None = none. written: a prompt's ids -> their text, special tokens visible.
+    Args:
+        groups: prompts with their completions.
+        texts: the decoded completions of each group.
+        rewards: one for each completion, over all groups in order; NaN or None = no reward.
+        decode: a prompt's ids -> their text, special tokens included.
     """
     pairs = [(g.prompt, c) for g in groups for c in g.completions]
-    given = [p.tokens if c.prefix is None else c.prefix for p, c in pairs]
-    shown = {id(ids): written(ids) for ids in {id(ids): ids for ids in given}.values()}  # once for each prompt
+    prompt_ids = [p.tokens if c.prefix is None else c.prefix for p, c in pairs]
+    prompt_texts = {id(ids): decode(ids) for ids in {id(ids): ids for ids in prompt_ids}.values()}  # once per prompt
     return {
         "row": [p.row for p, _ in pairs],
         "generation": [c.generation for _, c in pairs],
         "prompt": [p.source for p, _ in pairs],
-        "prompt_text": [shown[id(ids)] for ids in given],
-        "prompt_tokens": given,
-        "completion": [text for of_group in texts for text in of_group],
+        "prompt_text": [prompt_texts[id(ids)] for ids in prompt_ids],
+        "prompt_tokens": prompt_ids,
+        "completion": [text for group_texts in texts for text in group_texts],
         "tokens": [c.tokens for _, c in pairs],
         "logprobs": [c.logprobs for _, c in pairs],
         "reward": list(rewards),

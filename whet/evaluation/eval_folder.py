@@ -1,10 +1,10 @@
-"""The folder of an evaluation: what was drawn is kept as it is made, so that nothing finished is made twice.
+"""The folder of an evaluation. Completions are written as they are sampled, so a resumed evaluation repeats none.
 
     config.yaml  environment.json  evaluation.json  completions/eval-000064.parquet  results.json  .lock
 
-A file of completions is of the prompts that were completed together, named after the place of the first. It is written
-when they are drawn, and again when they are judged. evaluation.json says what was drawn and who has judged it: an
-evaluation that is resumed must draw the same, and takes the judgments over where they are by the same functions.
+A file of completions has the prompts of one batch; its name has the index of the first prompt. It is written when the
+batch is sampled, and again with its rewards. evaluation.json has the settings of the sampling and a hash of the reward
+functions. A resumed evaluation must have the same settings, and reuses the rewards if the functions are the same.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from whet.types import Completion, Group, Prompt
 __all__ = ["EvalBatch", "EvalFolder", "make_dated_folder"]
 
 FORMAT = 1
-"""Of evaluation.json and results.json."""
+"""The format of evaluation.json and results.json."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EvalBatch:
-    """Prompts that were completed together."""
+    """A batch of prompts with their completions."""
 
     first: int
-    """Place of the first prompt."""
+    """Index of the first prompt."""
     groups: list[Group]
-    """Their completions."""
+    """Prompts with completions."""
     has_rewards: bool
     """Whether the groups have their rewards."""
 
@@ -48,90 +48,95 @@ class EvalBatch:
 class EvalFolder:
     """The folder of one evaluation, locked while it is open.
 
-    Args: path: made if absent. resume: whether an evaluation that lies there is continued.
-    Raises: ConfigError: an evaluation lies there and is not to be continued, other files do, another process has it
-        open, or it can't be written.
+    Args: path: created if missing. resume: whether an evaluation in the folder is continued.
+    Raises: ConfigError: the folder has an evaluation that may not be continued, or other files; another process has it
+        open; it can't be written.
     """
 
     def __init__(self, path: str | Path, *, resume: bool) -> None:
         self.path = make_writable_folder(path, "out")
-        there = (self.path / "evaluation.json").is_file()
-        if there and not resume:
+        has_evaluation = (self.path / "evaluation.json").is_file()
+        if has_evaluation and not resume:
             raise ConfigError(f"out={path} holds an evaluation; set resume=true to continue it, or another folder")
-        if not there and (others := sorted(p.name for p in self.path.iterdir() if p.name != ".lock")):
-            raise ConfigError(f"out={path} holds {others[0]}, and no evaluation; give a folder that is empty or new")
+        if not has_evaluation and (others := sorted(p.name for p in self.path.iterdir() if p.name != ".lock")):
+            raise ConfigError(f"out={path} holds {others[0]} and no evaluation; give an empty or a new folder")
         self.completions = self.path / "completions"
         self._lock = FolderLock(self.path, "out")
 
     def close(self) -> None:
-        """Lets others open the folder."""
+        """Releases the lock."""
         self._lock.release()
 
     def begin(
         self, config: Any, draws: Mapping[str, Any], judged_by: str, prompts: Sequence[Prompt]
     ) -> list[EvalBatch]:
-        """Writes what the evaluation is; gives what is there of it.
+        """Writes the evaluation's settings, and reads the batches of an earlier attempt.
 
-        Args: draws: all that the completions depend on, plain. judged_by: a digest of the functions that judge them.
-            prompts: in their order.
-        Returns: the parts in order, without their rewards where those were by other functions.
-        Raises: ConfigError: other completions were drawn there. CheckpointError: what lies there can't be read.
+        Args:
+            draws: all settings on which the completions depend, as plain values.
+            judged_by: the hash of the reward functions.
+            prompts: in order.
+        Returns: the batches in order; without rewards if other reward functions computed them.
+        Raises: ConfigError: the folder has completions of other settings. CheckpointError: a file can't be read.
         """
-        noted, about = self.path / "evaluation.json", {"format": FORMAT, "draws": dict(draws), "judged_by": judged_by}
-        parts: list[EvalBatch] = []
-        if noted.is_file():
+        settings_path, settings = (
+            self.path / "evaluation.json",
+            {"format": FORMAT, "draws": dict(draws), "judged_by": judged_by},
+        )
+        batches: list[EvalBatch] = []
+        if settings_path.is_file():
             try:
-                before = read_json(noted)
+                before = read_json(settings_path)
                 old, same = before["draws"], before["judged_by"] == judged_by
             except (OSError, ValueError, KeyError, TypeError) as error:
-                raise CheckpointError(f"{noted} can't be read: {error}; give another folder as out") from error
+                raise CheckpointError(f"{settings_path} can't be read: {error}; give another folder as out") from error
             if changed := diff(old, draws):
                 lines = "\n  ".join(changed)
                 raise ConfigError(
                     f"out={self.path} holds other completions:\n  {lines}\nput these back, or give another out"
                 )
-            parts = self._parts(prompts, draws["num_generations"], keep=same)
+            batches = self._read_batches(prompts, draws["num_generations"], keep_rewards=same)
         self.completions.mkdir(exist_ok=True)
-        write_atomic(noted, (to_json(about, indent=1) + "\n").encode())
+        write_atomic(settings_path, (to_json(settings, indent=1) + "\n").encode())
         write_atomic(self.path / "config.yaml", dump(config).encode())
         write_atomic(self.path / "environment.json", (to_json(collect_environment(), indent=2) + "\n").encode())
-        return parts
+        return batches
 
     def write(self, first: int, columns: Mapping[str, Any], rewards: Mapping[str, Any]) -> None:
-        """Keeps a part. Args: first: its place. columns, rewards: as of a run's completions; none = not judged yet."""
+        """Writes a batch. Args: first: index of its first prompt. columns, rewards: as in a run; {} = no rewards."""
         write_completions(self.completions / f"eval-{first:06d}.parquet", step=0, columns=columns, rewards=rewards)
 
     def write_results(self, results: Mapping[str, Any]) -> None:
         """Writes results.json."""
         write_atomic(self.path / "results.json", (to_json({"format": FORMAT, **results}, indent=1) + "\n").encode())
 
-    def _parts(self, prompts: Sequence[Prompt], generations: int, *, keep: bool) -> list[EvalBatch]:
-        """What is there, from the first prompt on without a gap. Args: keep: with the rewards."""
-        found: list[EvalBatch] = []
+    def _read_batches(self, prompts: Sequence[Prompt], generations: int, *, keep_rewards: bool) -> list[EvalBatch]:
+        """The batches of the folder, from the first prompt up to the first gap."""
+        batches: list[EvalBatch] = []
         place = 0
         while place < len(prompts) and (path := self.completions / f"eval-{place:06d}.parquet").is_file():
             columns, rewards = read_completions(path)
-            count, left = divmod(len(columns["row"]), generations)
-            mine = prompts[place : place + count]
-            if left or columns["row"] != [p.row for p in mine for _ in range(generations)]:
+            count, remainder = divmod(len(columns["row"]), generations)
+            batch_prompts = prompts[place : place + count]
+            if remainder or columns["row"] != [p.row for p in batch_prompts for _ in range(generations)]:
                 raise CheckpointError(
-                    f"{path} holds other rows than the data; remove it, and what follows is drawn again"
+                    f"{path} has other rows than the data; remove it: it and the later files are sampled again"
                 )
-            if rewards and not keep:
+            if rewards and not keep_rewards:
                 self.write(place, columns, {})
             groups = [
-                _group(prompt, columns, rewards if keep else {}, slice(i * generations, (i + 1) * generations))
-                for i, prompt in enumerate(mine)
+                _group(prompt, columns, rewards if keep_rewards else {}, slice(i * generations, (i + 1) * generations))
+                for i, prompt in enumerate(batch_prompts)
             ]
-            found.append(EvalBatch(first=place, groups=groups, has_rewards=keep and bool(rewards)))
+            batches.append(EvalBatch(first=place, groups=groups, has_rewards=keep_rewards and bool(rewards)))
             place += count
-        return found
+        return batches
 
 
 def _group(prompt: Prompt, columns: Mapping[str, list[Any]], rewards: Mapping[str, list[float]], at: slice) -> Group:
-    """A prompt's completions as they were written."""
+    """A prompt with its stored completions."""
     names = ("tokens", "logprobs", "version", "finish_reason", "generation")
-    done = tuple(
+    completions = tuple(
         Completion(
             tokens=np.array(tokens, np.int32),
             logprobs=np.array(logprobs, np.float32),
@@ -141,22 +146,24 @@ def _group(prompt: Prompt, columns: Mapping[str, list[Any]], rewards: Mapping[st
         )
         for tokens, logprobs, version, finish_reason, generation in zip(*(columns[n][at] for n in names), strict=True)
     )
-    return Group(prompt=prompt, completions=done, rewards={n: np.array(v[at], np.float64) for n, v in rewards.items()})
+    return Group(
+        prompt=prompt, completions=completions, rewards={n: np.array(v[at], np.float64) for n, v in rewards.items()}
+    )
 
 
 def make_dated_folder(parent: str | Path) -> Path:
-    """Makes <parent>/<date>-<time>, this process's alone; -2 and so on where that is taken.
+    """Makes a new folder <parent>/<date>-<time>, followed by -2 and so on if that exists.
 
     Raises: ConfigError: it can't be made.
     """
-    wanted = Path(parent) / time.strftime("%Y%m%d-%H%M%S")
+    first = Path(parent) / time.strftime("%Y%m%d-%H%M%S")
     try:
-        wanted.parent.mkdir(parents=True, exist_ok=True)
+        first.parent.mkdir(parents=True, exist_ok=True)
         for n in itertools.count(1):
-            folder = wanted if n == 1 else wanted.with_name(f"{wanted.name}-{n}")
+            folder = first if n == 1 else first.with_name(f"{first.name}-{n}")
             with suppress(FileExistsError):
                 folder.mkdir()
                 return folder
     except OSError as error:
-        raise ConfigError(f"{wanted} can't be made: {error}; give another folder as out") from error
+        raise ConfigError(f"{first} can't be made: {error}; give another folder as out") from error
     raise AssertionError

@@ -1,8 +1,8 @@
-"""Evaluator: completes the prompts of a data set, judges them, and measures.
+"""Evaluator: samples completions of a data set, computes their rewards, and the metrics.
 
 The draws have addresses, (seed, place of the prompt, generation), so that neither the number of prompts that are
 completed together nor a resume changes one. It completes by Sampler and judges by RewardManager, as a run does.
-Read `run`, then what you came for.
+Begin at `Evaluator.run`.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ __all__ = ["Evaluation", "Evaluator", "evaluate"]
 log = logging.getLogger("whet")
 
 SOURCES = ("source", "data_source")
-"""Columns by which results are broken down where no other is named."""
+"""The default source columns: results are broken down by the first one that the data has."""
 MAX_SOURCES = 64
-"""Such a column with more values than this is no source, but a name of each row."""
-_OF_ENGINE = ("eval", "kv_cache_tokens", "max_batch_size", "native_kernels", "sglang", "vllm")
+"""A default source column with more values than this is ignored: its values are names of rows."""
+ENGINE_FIELDS = ("eval", "kv_cache_tokens", "max_batch_size", "native_kernels", "sglang", "vllm")
 """Fields of the rollout section that may differ in a resumed evaluation."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Evaluation:
-    """What an evaluation found.
+    """The results of an evaluation.
 
     Example: evaluation["pass@8"].value, evaluation.by_source["gsm8k"]["pass@1"].se, print(evaluation).
     """
@@ -70,26 +70,26 @@ class Evaluation:
     results: Mapping[str, Estimate]
     """Over all prompts, by name; see metrics.compute_metrics."""
     by_source: Mapping[str, Mapping[str, Estimate]] = field(default_factory=dict)
-    """The same of the prompts of each source, in the order of their names."""
+    """The results of each source, in alphabetical order."""
     about: Mapping[str, Any] = field(default_factory=dict)
     """The settings of the evaluation, as plain values."""
     folder: Path | None = None
-    """Where it is written; None = nowhere."""
+    """The folder with the files; None = nothing is written."""
     examples: Sequence[str] = ()
     """Lines that show the best and the worst completion with their prompts."""
 
     def __getitem__(self, name: str) -> Estimate:
-        """A number over all prompts. Raises ConfigError for one that there is not, with the nearest."""
+        """A result over all prompts. Raises ConfigError for an unknown name, with the nearest one."""
         if name not in self.results:
             raise lookup_error("result", name, self.results)
         return self.results[name]
 
     def plain(self) -> dict[str, Any]:
-        """All of it as plain values, as results.json has them; NaN becomes None."""
+        """All fields as plain values, as in results.json; NaN becomes None."""
         return {
             **self.about,
             "results": _plain(self.results),
-            "by_source": {source: _plain(found) for source, found in self.by_source.items()},
+            "by_source": {source: _plain(results) for source, results in self.by_source.items()},
         }
 
     def __str__(self) -> str:
@@ -101,10 +101,10 @@ class Evaluation:
         return table_html(str(self.about.get("model", "")), table_rows(self.results, self.by_source)) + examples
 
 
-def _plain(found: Mapping[str, Estimate]) -> dict[str, Any]:
+def _plain(results: Mapping[str, Estimate]) -> dict[str, Any]:
     return {
         n: {"value": finite_or_none(e.value), "se": finite_or_none(e.se), "prompts": e.prompts}
-        for n, e in found.items()
+        for n, e in results.items()
     }
 
 
@@ -119,56 +119,56 @@ def evaluate(
         reward: a reward function, a name, or a list of either; or name -> weight.
         tokenizer: None = the model's.
         keys: further keys of EvalRunConfig: num_generations, temperature, max_tokens, seed, k, limit, out, answer_fn,
-            ..., and whole sections as mappings: rollout={"top_p": 0.95}. Plain text goes through the chat template
-            with data={"apply_chat_template": True} alone, as in Sampler.
-    Returns: the numbers, and where they are written (only with out=).
-    Raises: ConfigError, DataError, RewardError: as the command does. With out= what was drawn by then is kept.
+            ..., and whole sections as mappings: rollout={"top_p": 0.95}. Plain text takes the chat template only
+            with data={"apply_chat_template": True}, as in Sampler.
+    Returns: the results; with out= they are also written to that folder.
+    Raises: ConfigError, DataError, RewardError: as the command does. With out= the finished completions are kept.
 
     >>> from whet.demo import small_model
     >>> rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
     >>> sampled = {"num_generations": 2, "temperature": 1.0, "max_tokens": 4}
-    >>> found = evaluate(small_model(seed=0), rows, "exact_match", tokenizer="byte", **sampled)
-    >>> sorted(found.results)
+    >>> evaluation = evaluate(small_model(seed=0), rows, "exact_match", tokenizer="byte", **sampled)
+    >>> sorted(evaluation.results)
     ['majority@2', 'pass@1', 'pass@2', 'reward', 'rewards/exact_match', 'tokens', 'truncated']
     """
     objects: dict[str, Any] = {}
     tree: dict[str, Any] = {}
-    usual = {"data": {"apply_chat_template": False}}
+    defaults = {"data": {"apply_chat_template": False}}
     for key, value in keys.items():
         node = value
         for part in reversed(EVAL_SHORTHANDS.get(key, key).split(".")):
             node = {part: node}
-        if twice := _twice(tree, node):
-            raise ConfigError(f"{twice} is given twice, the second time as {key}; give it once")
+        if duplicate := _find_duplicate(tree, node):
+            raise ConfigError(f"{duplicate} is given twice, the second time as {key}; give it once")
         tree = merge(tree, node)
-    named = {"model": model, "tokenizer": tokenizer, "data": data, "reward": reward}
-    for name, value in named.items():
-        plain = isinstance(value, str | Path) or (name == "reward" and _is_named(value))
-        if value is not None and not plain:
+    arguments = {"model": model, "tokenizer": tokenizer, "data": data, "reward": reward}
+    for name, value in arguments.items():
+        is_plain = isinstance(value, str | Path) or (name == "reward" and _are_names(value))
+        if value is not None and not is_plain:
             objects[name] = value
         elif value is not None and name == "data":
             tree["data"] = {**tree.get("data", {}), "path": str(value)}
         elif value is not None:
             tree[name] = str(value) if isinstance(value, Path) else value
-    return Evaluator(config_from_dict(EvalRunConfig, merge(usual, tree), short=EVAL_SHORTHANDS), **objects).run()
+    return Evaluator(config_from_dict(EvalRunConfig, merge(defaults, tree), short=EVAL_SHORTHANDS), **objects).run()
 
 
-def _twice(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
-    """A key that both of two nested mappings have a value of; "" = none.
+def _find_duplicate(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
+    """A key with a value in both of two nested mappings; "" = none.
 
-    >>> _twice({"rollout": {"top_p": 1.0}}, {"rollout": {"top_k": 2}}), _twice({"a": {"b": 1}}, {"a": {"b": 1}})
+    >>> _find_duplicate({"a": {"b": 1.0}}, {"a": {"c": 2}}), _find_duplicate({"a": {"b": 1}}, {"a": {"b": 1}})
     ('', 'a.b')
     """
     for key in a.keys() & b.keys():
         if not isinstance(a[key], Mapping) or not isinstance(b[key], Mapping):
             return key
-        if inside := _twice(a[key], b[key]):
-            return f"{key}.{inside}"
+        if path := _find_duplicate(a[key], b[key]):
+            return f"{key}.{path}"
     return ""
 
 
-def _is_named(reward: Any) -> bool:
-    """Whether rewards are given by their names alone, as a configuration holds them."""
+def _are_names(reward: Any) -> bool:
+    """Whether all reward functions are names, as in a configuration."""
     return isinstance(reward, str | dict) or (isinstance(reward, list) and all(isinstance(r, str) for r in reward))
 
 
@@ -192,22 +192,22 @@ class Evaluator:
         self.tokenizer = config.tokenizer if tokenizer is None else tokenizer
         self.data = config.data.path if data is None else data
         self.reward = reward
-        given = {
+        required = {
             "model": self.model,
             "data": self.data,
             "reward": reward if reward is not None else config.reward_names,
         }
-        if missing := [name for name, value in given.items() if value is None or value == ()]:
+        if missing := [name for name, value in required.items() if value is None or value == ()]:
             raise ConfigError(
                 f"an evaluation needs {' and '.join(missing)}; give {'it' if len(missing) == 1 else 'them'}"
             )
 
     def run(self, description: str | None = None) -> Evaluation:
-        """Completes, judges and measures.
+        """Runs the evaluation.
 
-        Args: description: words before a progress bar; None = no bar.
-        Returns: the numbers, which are written too where there is a folder.
-        Raises: DataError: a prompt that can't fit. RewardError: a reward function failed; what was drawn is kept.
+        Args: description: text before a progress bar; None = no bar.
+        Returns: the results, which are also written if there is a folder.
+        Raises: DataError: a prompt that can't fit. RewardError: a reward function failed; the completions are kept.
         """
         c, started = self.config, time.monotonic()
         folder = None if c.out is None or not self.ranks.is_writer else EvalFolder(c.out, resume=c.resume)
@@ -216,8 +216,8 @@ class Evaluator:
                 self.config = self._with_template(sampler)
                 work = _Work(self, sampler, folder)
                 with Progress(len(work.prompts), description=description) as progress:
-                    found = [one for part in work.parts() for one in work.judge(part, progress)]
-            evaluation = work.make_evaluation(found, time.monotonic() - started)
+                    results = [r for batch in work.batches() for r in work.compute_rewards(batch, progress)]
+            evaluation = work.summarize(results, time.monotonic() - started)
             if folder is not None:
                 folder.write_results(evaluation.plain())
         except (Exception, KeyboardInterrupt) as error:
@@ -230,12 +230,13 @@ class Evaluator:
         return evaluation
 
     def _with_template(self, sampler: Sampler) -> EvalRunConfig:
-        """The configuration with apply_chat_template settled."""
+        """The configuration with a value of apply_chat_template in place of "auto"."""
         c = self.config
         if c.data.apply_chat_template != "auto":
             return c
-        noted = trained_with_chat_template(self.model)
-        applied = uses_chat_template(sampler.tokenizer, c.sampling.chat_template_kwargs) if noted is None else noted
+        applied = trained_with_chat_template(self.model)
+        if applied is None:
+            applied = uses_chat_template(sampler.tokenizer, c.sampling.chat_template_kwargs)
         if applied:
             log.info("chat template: it is applied to prompts that are plain text (data.apply_chat_template=auto)")
         return dataclasses.replace(c, data=dataclasses.replace(c.data, apply_chat_template=applied))
@@ -255,41 +256,41 @@ class Evaluator:
 
 
 class _Work:
-    """One evaluation under way: the prompts, who judges them, and what is kept."""
+    """A running evaluation: the prompts, the reward functions and the folder."""
 
     def __init__(self, evaluator: Evaluator, sampler: Sampler, folder: EvalFolder | None) -> None:
         self.config, self.sampler, self.folder = evaluator.config, sampler, folder
         self.ranks = evaluator.ranks
         c = self.config.sampling
         self.name = sampler.loaded.name
-        self.begun, self.tokens = time.monotonic(), 0
-        self.extremes = BestAndWorst()
-        self.prompts, self.dropped = self._encoded(evaluator.data)
-        self.source_column = self._source_column()
+        self.start_time, self.tokens = time.monotonic(), 0
+        self.best_and_worst = BestAndWorst()
+        self.prompts, self.num_dropped = self._encode(evaluator.data)
+        self.source_column = self._find_source_column()
         self.manager = make_reward_manager(self.config, sampler, evaluator.reward)
         self.manager.check(list(dict.fromkeys(name for p in self.prompts for name in p.columns)))
         self.manager.check_answers((prompt.row, prompt.columns) for prompt in self.prompts)
-        fns = self.manager.fns  # the one that says what passes says what is right
-        deciding = [fns[self.config.pass_reward]] if self.config.pass_reward in fns else list(fns.values())
-        self.read, self.votes_on = resolve_answer_fn(self.config.answer_fn, deciding)
+        fns = self.manager.fns  # pass_reward also decides which answers are correct
+        answer_fns = [fns[self.config.pass_reward]] if self.config.pass_reward in fns else list(fns.values())
+        self.read_answer, self.answer_fn_name = resolve_answer_fn(self.config.answer_fn, answer_fns)
         self.generations = c.num_generations_eval or 1
         self.ks = resolve_ks(self.config.k, self.generations)
         self.seed = self.config.seed if c.seed is None else c.seed
         log.info("%s: %d prompts, %d completion(s) of each", self.name, len(self.prompts), self.generations)
         sampling = make_sampling(c, sampler.eos_ids, sampler.tokenizer)
         self.sampling = sampler.limit_lengths(sampling, self.prompts, fixed=False)
-        if short := sum(s.max_tokens < c.max_tokens_to_generate for s in self.sampling):
+        if num_short := sum(s.max_tokens < c.max_tokens_to_generate for s in self.sampling):
             log.warning(
                 "%d of %d prompts leave less than rollout.max_tokens_to_generate=%d of the %s tokens of the context; "
                 "their completions end there",
-                short,
+                num_short,
                 len(self.prompts),
                 c.max_tokens_to_generate,
                 sampler.longest,
             )
 
-    def _encoded(self, data: Any) -> tuple[list[Prompt], int]:
-        """The prompts, and how many were left out as too long."""
+    def _encode(self, data: Any) -> tuple[list[Prompt], int]:
+        """The encoded prompts, and the number of those that were too long."""
         c, rollout = self.config.data, self.config.sampling
         rows = load_rows(data, split=c.split, subset=c.subset, limit=c.limit)
         if c.eval_fraction:
@@ -318,81 +319,80 @@ class _Work:
             log.warning("%s", counts)
         return prompts, dropped
 
-    def _source_column(self) -> str | None:
-        """The column by which results are broken down. Raises DataError where one that is named is not there."""
+    def _find_source_column(self) -> str | None:
+        """The column by which results are broken down. Raises DataError: the data lacks the configured one."""
         columns = {name for p in self.prompts for name in p.columns}
-        named = self.config.data.source_column
-        if named is not None and named not in columns:
-            raise DataError(
-                f"source_column={named!r} is not among the columns {sorted(columns)}{nearest(named, columns)}"
-            )
-        found = next((name for name in SOURCES if name in columns), None) if named is None else named
-        if named is None and found is not None:
-            count = len({str(p.columns.get(found)) for p in self.prompts})
-            if count > MAX_SOURCES:
-                log.info("column %s has %d values: no breakdown; ask for it with data.source_column", found, count)
-                return None
-        return found
+        if (name := self.config.data.source_column) is not None:
+            if name not in columns:
+                raise DataError(
+                    f"source_column={name!r} is not among the columns {sorted(columns)}{nearest(name, columns)}"
+                )
+            return name
+        name = next((name for name in SOURCES if name in columns), None)
+        if name is not None and (count := len({str(p.columns.get(name)) for p in self.prompts})) > MAX_SOURCES:
+            log.info("column %s has %d values: no breakdown; ask for it with data.source_column", name, count)
+            return None
+        return name
 
-    def parts(self) -> Iterator[EvalBatch]:
-        """All prompts with their completions, a part at a time: first what is there, then what is drawn now."""
+    def batches(self) -> Iterator[EvalBatch]:
+        """All prompts with their completions, in batches: those of an earlier attempt, then new ones."""
         done, folder = 0, self.folder
         begin = lambda: [] if folder is None else folder.begin(self.config, *self._identity(), self.prompts)
-        for part in self.ranks.call_on_writer(begin):
-            done = part.first + len(part.groups)
-            yield part
+        for batch in self.ranks.call_on_writer(begin):
+            done = batch.first + len(batch.groups)
+            yield batch
         if done:
             log.info("%d of %d prompts were completed before", done, len(self.prompts))
         size = self.config.data.batch_size
         for first in range(done, len(self.prompts), size):
             places = range(first, min(first + size, len(self.prompts)))
             groups = [group for share in self.ranks.scatter_gather(self._sample, places) for group in share]
-            part = EvalBatch(first=first, groups=groups, has_rewards=False)
-            self._keep(part, self._texts(groups), None)
-            yield part
+            batch = EvalBatch(first=first, groups=groups, has_rewards=False)
+            self._write(batch, self._decode(groups), None)
+            yield batch
 
     def _sample(self, places: Sequence[int]) -> list[Group]:
         """The groups of consecutive prompts."""
-        part = slice(places[0], places[-1] + 1)
+        span = slice(places[0], places[-1] + 1)
         return self.sampler.sample(
-            self.prompts[part], self.sampling[part], num_generations=self.generations, seed=self.seed, first=places[0]
+            self.prompts[span], self.sampling[span], num_generations=self.generations, seed=self.seed, first=places[0]
         )
 
-    def judge(self, part: EvalBatch, progress: Progress) -> list[PromptResult]:
-        """A part with its rewards: those that it has, or what the functions say now."""
-        texts = self._texts(part.groups)
-        if part.has_rewards:
-            rewarded = self.manager.recorded(part.groups, texts, mode=Mode.EVAL)
+    def compute_rewards(self, batch: EvalBatch, progress: Progress) -> list[PromptResult]:
+        """The results of a batch, with its stored rewards or those that the functions compute now."""
+        texts = self._decode(batch.groups)
+        if batch.has_rewards:
+            rewards = self.manager.recorded(batch.groups, texts, mode=Mode.EVAL)
         else:
-            judge = lambda groups: self.manager(groups, self._texts(groups), mode=Mode.EVAL)
-            rewarded = RewardBatch.cat(self.ranks.scatter_gather(judge, part.groups))
-            self._keep(part, texts, rewarded)
-        self.extremes.add(rewarded)
-        found = prompt_results(rewarded, source_column=self.source_column, read=self.read)
-        self.tokens += sum(int(one.lengths.sum()) for one in found)
-        reward = compute_metrics(found, None, ())["reward"].value
-        speed = self.tokens / max(time.monotonic() - self.begun, 1e-9)
-        progress.update(part.first + len(part.groups), value=reward, tokens_per_s=speed)
-        return found
+            compute = lambda groups: self.manager(groups, self._decode(groups), mode=Mode.EVAL)
+            rewards = RewardBatch.cat(self.ranks.scatter_gather(compute, batch.groups))
+            self._write(batch, texts, rewards)
+        self.best_and_worst.add(rewards)
+        results = prompt_results(rewards, source_column=self.source_column, read=self.read_answer)
+        self.tokens += sum(int(r.lengths.sum()) for r in results)
+        reward = compute_metrics(results, None, ())["reward"].value
+        speed = self.tokens / max(time.monotonic() - self.start_time, 1e-9)
+        progress.update(batch.first + len(batch.groups), value=reward, tokens_per_s=speed)
+        return results
 
-    def _texts(self, groups: Sequence[Group]) -> list[list[str]]:
+    def _decode(self, groups: Sequence[Group]) -> list[list[str]]:
         return [[self.sampler.decode(c.tokens) for c in g.completions] for g in groups]
 
-    def _keep(self, part: EvalBatch, texts: Sequence[Sequence[str]], rewarded: RewardBatch | None) -> None:
-        """Writes a part; without rewards where it is not judged yet."""
+    def _write(self, batch: EvalBatch, texts: Sequence[Sequence[str]], rewards: RewardBatch | None) -> None:
+        """Writes a batch. Args: rewards: None = not computed yet."""
         if self.folder is None:
             return
-        count = sum(len(g.completions) for g in part.groups)
-        totals = [None] * count if rewarded is None else rewarded.total.tolist()
+        count = sum(len(g.completions) for g in batch.groups)
+        totals = [None] * count if rewards is None else rewards.total.tolist()
         columns = make_completion_columns(
-            part.groups, texts, totals, functools.partial(decode_ids, self.sampler.tokenizer)
+            batch.groups, texts, totals, functools.partial(decode_ids, self.sampler.tokenizer)
         )
-        self.folder.write(part.first, columns, {} if rewarded is None else dict(sorted(rewarded.table.items())))
+        self.folder.write(batch.first, columns, {} if rewards is None else dict(sorted(rewards.table.items())))
 
     def _identity(self) -> tuple[dict[str, Any], str]:
         """The inputs that the completions and their rewards depend on."""
         module, (prompts, columns) = self.sampler.loaded.module, compute_checksums(self.prompts)
-        sampling = {n: v for n, v in dump_tree(self.config.sampling).items() if n not in _OF_ENGINE}
+        sampling = {n: v for n, v in dump_tree(self.config.sampling).items() if n not in ENGINE_FIELDS}
         draws = {
             "weights": weights_digest(module),
             "dtype": str(module.dtype),
@@ -404,28 +404,28 @@ class _Work:
         }
         return draws, hash_reward_functions(self.manager, [columns])
 
-    def make_evaluation(self, found: Sequence[PromptResult], seconds: float) -> Evaluation:
-        """The numbers of all prompts, and of each source."""
+    def summarize(self, results: Sequence[PromptResult], seconds: float) -> Evaluation:
+        """The evaluation: the metrics of all prompts, and of each source."""
         c = self.config
-        passed = compute_passed(found, c.pass_reward, c.pass_threshold)
+        passed = compute_passed(results, c.pass_reward, c.pass_threshold)
         if passed is None:
             log.info(
                 "no pass@k: rewards are not all 0 or 1; set pass_threshold, the least reward of a right completion"
             )
         by_source = {}
-        for source in sorted({one.source for one in found if one.source is not None}):
-            mine = [i for i, one in enumerate(found) if one.source == source]
-            own = None if passed is None else [passed[i] for i in mine]
-            by_source[source] = compute_metrics([found[i] for i in mine], own, self.ks)
+        for source in sorted({r.source for r in results if r.source is not None}):
+            places = [i for i, r in enumerate(results) if r.source == source]
+            source_passed = None if passed is None else [passed[i] for i in places]
+            by_source[source] = compute_metrics([results[i] for i in places], source_passed, self.ks)
         sampling = c.sampling
         about = {
             "whet": __version__,
             "model": self.name,
             "dtype": str(self.sampler.loaded.module.dtype).removeprefix("torch."),
             "data": {n: getattr(c.data, n) for n in ("path", "subset", "split", "limit")},
-            "prompts": len(found),
-            "prompts_left_out": self.dropped,
-            "completions_without_reward": sum(int(np.isnan(one.totals).sum()) for one in found),
+            "prompts": len(results),
+            "prompts_left_out": self.num_dropped,
+            "completions_without_reward": sum(int(np.isnan(r.totals).sum()) for r in results),
             "sampling": {
                 "num_generations": self.generations,
                 "seed": self.seed,
@@ -441,11 +441,11 @@ class _Work:
                 "reward": c.pass_reward or "total",
                 "at_least": 1.0 if c.pass_threshold is None else c.pass_threshold,
             },
-            "majority_of": self.votes_on,
+            "majority_of": self.answer_fn_name,
             "source_column": self.source_column,
             "seconds": round(seconds, 1),
         }
         folder = None if self.folder is None else self.folder.path
-        results = compute_metrics(found, passed, self.ks)
-        examples = self.extremes.lines()
-        return Evaluation(results=results, by_source=by_source, about=about, folder=folder, examples=examples)
+        metrics = compute_metrics(results, passed, self.ks)
+        examples = self.best_and_worst.lines()
+        return Evaluation(results=metrics, by_source=by_source, about=about, folder=folder, examples=examples)

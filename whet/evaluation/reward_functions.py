@@ -1,4 +1,4 @@
-"""Who judges completions: the reward functions of an evaluation, a reward model among them, and a digest of them."""
+"""The reward functions of an evaluation, reward model included, and their hash."""
 
 from __future__ import annotations
 
@@ -30,16 +30,18 @@ __all__ = ["hash_reward_functions", "make_reward_manager"]
 def make_reward_manager(config: EvalRunConfig, sampler: Sampler, reward_fns: Any = None) -> RewardManager:
     """The reward functions of an evaluation.
 
-    Args: config: its reward, weights, reward model and limits. sampler: whose completions are judged. reward_fns: from
-        Python, in place of config.reward: one or a list.
-    Raises: ConfigError: as RewardManager does, or a reward model that can't be loaded.
+    Args:
+        config: its reward functions, weights, reward model and limits.
+        sampler: of the model that is evaluated.
+        reward_fns: one function or a list, in place of config.reward; None = config.reward.
+    Raises: ConfigError: as RewardManager does, or the reward model can't be loaded.
     """
-    given = list(config.reward_names) if reward_fns is None else reward_fns
+    fns = list(config.reward_names) if reward_fns is None else reward_fns
     weights = config.reward_weights if reward_fns is None else None
     if config.reward_model is not None:
-        given = with_reward_model(given, _reward_model(config, config.reward_model, sampler))
+        fns = with_reward_model(fns, _reward_model(config, config.reward_model, sampler))
     return RewardManager(
-        given,
+        fns,
         weights,
         on_error=config.on_reward_error,
         timeout_s=config.reward_timeout_s,
@@ -66,27 +68,29 @@ def _reward_model(config: EvalRunConfig, section: RoleConfig, sampler: Sampler) 
         max_tokens=max(16384 if loaded.module.device.type != "cpu" else 2048, longest or 0),
         config=section,
     )
-    place = Path(model_folder(section.model))
-    has_own = not place.is_dir() or any((place / n).is_file() for n in ("tokenizer.json", "tokenizer_config.json"))
+    folder = Path(model_folder(section.model))
+    has_tokenizer = not folder.is_dir() or any(
+        (folder / n).is_file() for n in ("tokenizer.json", "tokenizer_config.json")
+    )
     return RewardModel(
         worker,
         name=loaded.name.rstrip("/").rpartition("/")[2],
         policy_tokenizer=sampler.tokenizer,
-        tokenizer=load_tokenizer(section.model, trust_remote_code=section.trust_remote_code) if has_own else None,
-        apply_chat_template=config.data.apply_chat_template,  # pyright: ignore[reportArgumentType]  (auto is settled)
+        tokenizer=load_tokenizer(section.model, trust_remote_code=section.trust_remote_code) if has_tokenizer else None,
+        apply_chat_template=config.data.apply_chat_template,  # pyright: ignore[reportArgumentType]  (auto is resolved)
         system_prompt=config.data.system_prompt,
     )
 
 
 def hash_reward_functions(manager: RewardManager, columns: Sequence[int]) -> str:
-    """A digest of the functions that judge, the files they are written in, and the columns that they are given.
+    """A hash of the reward functions, their source files, and the columns that they read.
 
-    Args: columns: the digests of the data (data.order.digests).
+    Args: columns: the checksums of the data's columns.
     """
-    found: list[Any] = [__version__, list(columns)]
+    parts: list[Any] = [__version__, list(columns)]
     for name, fn in manager.fns.items():
         if isinstance(fn, RewardModel) and isinstance(fn.worker, ModelWorker):
-            found.append([name, weights_digest(fn.worker.module), str(fn.worker.dtype)])
+            parts.append([name, weights_digest(fn.worker.module), str(fn.worker.dtype)])
         else:
-            found.append([name, function_name(fn), *source_of(fn)[1:]])
-    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+            parts.append([name, function_name(fn), *source_of(fn)[1:]])
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

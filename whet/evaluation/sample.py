@@ -1,4 +1,4 @@
-"""A completion with its reward as lines for a person, and the best and the worst of an evaluation."""
+"""Text of a completion with its reward, and the best and the worst completion of an evaluation."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 __all__ = ["BestAndWorst", "format_completion", "format_text"]
 
 MAX_CHARACTERS = 600
-"""Characters of a text that are shown: its beginning and its end."""
+"""The most characters of a text; its middle is left out."""
 
 
 def format_completion(name: str, reward: float, completion: Completion, text: Any) -> str:
-    """A completion: what it is called, its reward, its length, how it ended, what it says."""
-    shown_reward = "no reward" if math.isnan(reward) else f"reward {reward:.4g}"
+    """A line with a completion's name, reward, length, ending and text."""
+    reward_text = "no reward" if math.isnan(reward) else f"reward {reward:.4g}"
     end = (
         ""
         if completion.finish_reason == "stop"
@@ -29,11 +29,11 @@ def format_completion(name: str, reward: float, completion: Completion, text: An
         if completion.finish_reason == "length"
         else ", failed"
     )
-    return f"  {name} ({shown_reward}, {len(completion.tokens)} tokens{end}): {format_text(text)}"
+    return f"  {name} ({reward_text}, {len(completion.tokens)} tokens{end}): {format_text(text)}"
 
 
 def format_text(source: Any) -> str:
-    """A text, or messages one after the other: shortened, its further lines indented."""
+    """A text, or messages in order: shortened, and indented after the first line."""
     if not isinstance(source, str):
         messages = list(source)
         parts = [f"{m.get('role', '')}: {m.get('content')}" for m in messages]
@@ -42,8 +42,8 @@ def format_text(source: Any) -> str:
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """A completion that was judged."""
+class _Example:
+    """A completion with its prompt and reward."""
 
     reward: float
     prompt: Prompt
@@ -52,38 +52,38 @@ class _Seen:
 
 
 class BestAndWorst:
-    """The best and the worst completion of those that are added; of several alike the first."""
+    """Keeps the best and the worst of the added completions; the first one of equal rewards."""
 
     def __init__(self) -> None:
         self.count = 0
-        self.best: _Seen | None = None
-        self.worst: _Seen | None = None
+        self.best: _Example | None = None
+        self.worst: _Example | None = None
 
     def add(self, rewarded: RewardBatch) -> None:
-        """Further completions. Args: rewarded: with their texts and rewards."""
+        """Adds the completions of a batch."""
         totals = iter(rewarded.total.tolist())
         for group, texts in zip(rewarded.groups, rewarded.texts, strict=True):
-            done = {c.generation: (c, text) for c, text in zip(group.completions, texts, strict=True)}
-            for completion, text in done.values():  # of forks of a conversation the last, which has all of it
+            by_generation = {c.generation: (c, text) for c, text in zip(group.completions, texts, strict=True)}
+            for completion, text in by_generation.values():  # the last fork of a conversation has all of it
                 reward = next(totals)
                 self.count += 1
                 if math.isnan(reward):
                     continue
                 if self.best is None or reward > self.best.reward:
-                    self.best = _Seen(reward, group.prompt, completion, text)
+                    self.best = _Example(reward, group.prompt, completion, text)
                 if self.worst is None or reward < self.worst.reward:
-                    self.worst = _Seen(reward, group.prompt, completion, text)
+                    self.worst = _Example(reward, group.prompt, completion, text)
 
     def lines(self) -> Sequence[str]:
-        """Both with their prompts; one where no reward is better than another, none where there is no reward."""
+        """Lines of both with their prompts: of one if all rewards are equal; [] without rewards."""
         if self.best is None or self.worst is None:
             return []
         if self.best.reward == self.worst.reward:
-            alike = "the one completion" if self.count == 1 else f"one of {self.count}, no reward better than another"
-            return _with_prompt(alike, self.best)
+            name = "the one completion" if self.count == 1 else f"one of {self.count}, no reward better than another"
+            return _with_prompt(name, self.best)
         return [*_with_prompt("best", self.best), *_with_prompt("worst", self.worst)]
 
 
-def _with_prompt(name: str, seen: _Seen) -> list[str]:
-    line = format_completion(name, seen.reward, seen.completion, seen.text)
-    return [f"row {seen.prompt.row}: {format_text(seen.prompt.source)}", line]
+def _with_prompt(name: str, example: _Example) -> list[str]:
+    line = format_completion(name, example.reward, example.completion, example.text)
+    return [f"row {example.prompt.row}: {format_text(example.prompt.source)}", line]

@@ -18,7 +18,7 @@ a further one, and an override lists what it reads and writes in addition. GRPO 
 The order of the data, resuming, logging, evaluation and checkpoints surround a step. They are in run/run.py, and their
 part for reinforcement learning is in rl_task.py.
 
-Dim letters: J trajectories, S tokens.
+Dim legend: J trajectories, S tokens.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from whet.learners.step_metrics import completion_metrics, engine_metrics, total
 from whet.metrics import flat, merge
 from whet.rewards.manager import RewardManager, resolve_reward_manager
 from whet.rewards.metric_fns import call_metric_fns, reduce_metrics
-from whet.rewards.resolve import listed, with_reward_model
+from whet.rewards.resolve import as_list, with_reward_model
 from whet.rewards.reward_batch import RewardBatch
 from whet.rollout.generate_options import check_trainable
 from whet.run.observer import Observer
@@ -116,8 +116,11 @@ class RLLearner:
                 apply_chat_template=self.data.apply_chat_template, system_prompt=self.data.system_prompt
             )
             reward_fns = with_reward_model(reward_fns, model)
-        elif REWARD_MODEL in listed(reward_fns):
-            raise ConfigError(f"{REWARD_MODEL} is among the rewards, and there is none; pass RLCluster(reward=...)")
+        elif REWARD_MODEL in as_list(reward_fns):
+            raise ConfigError(
+                f"reward names {REWARD_MODEL}, but no reward model is set; set reward_model.model=, or pass "
+                "RLCluster(reward=...)"
+            )
         algo_config = self.algo_config
         manager = resolve_reward_manager(algo_config.reward_manager)
         reward_fns, weights = reward_functions(reward_fns, algo_config)

@@ -34,7 +34,7 @@ from whet.ops import (
 )
 from whet.rewards.call import function_name
 from whet.rewards.length import overlong
-from whet.rewards.resolve import listed
+from whet.rewards.resolve import as_list
 from whet.rewards.reward_batch import RewardBatch
 from whet.rewards.text import unrewarded
 from whet.types import TokenBatch
@@ -212,7 +212,7 @@ def reward_functions(reward_fns: Any, config: AlgorithmConfig) -> tuple[list[Any
     With a teacher there may be no functions of the user. All rewards are 0 then, and so are the advantages.
     Args: reward_fns: one or several. config: reward_weights are those of the user's; the penalty's weight is 1.
     """
-    fns = listed(reward_fns)
+    fns = as_list(reward_fns)
     if not fns and isinstance(config, PolicyConfig) and teacher_column(policy_loss(config)) is not None:
         fns = [unrewarded]
     buffer, weights = config.overlong_buffer, config.reward_weights

@@ -328,13 +328,14 @@ class PolicyLearner(RLLearner):
         assert entropy is not None
         return mini.with_token_columns(entropy_rank=entropy_rank(entropy, mini.mask))
 
-    def _adjust_metrics(self, metrics: Metrics, mini: TokenBatch, run: TokenBatch) -> Metrics:
-        """An update's metrics as those of the whole mini-batch. Args: run: the part of it that was run."""
+    def _adjust_metrics(self, metrics: Metrics, mini: TokenBatch, selected: TokenBatch) -> Metrics:
+        """An update's metrics as those of the whole mini-batch. Args: selected: the part of it that was run."""
         reductions = self.cluster.actor_trainer.reductions
-        if run.sampler_logprobs is not None and self.cluster.rollout.caps.logprobs:
-            metrics = average_over_known(metrics, "sampling/", run, ~run.sampler_logprobs.isnan(), reductions)
+        if selected.sampler_logprobs is not None and self.cluster.rollout.caps.logprobs:
+            metrics = average_over_known(metrics, "sampling/", selected, ~selected.sampler_logprobs.isnan(), reductions)
         zero = {k: how for name in self.zero_metrics or () for k, how in metric_labels(name, reductions).items()}
-        return {**skipped_metrics(mini, run), **average_over_mini_batch(with_ess(metrics), mini, run, zero=zero)}
+        metrics = average_over_mini_batch(with_ess(metrics), mini, selected, zero=zero)
+        return {**skipped_metrics(mini, selected), **metrics}
 
     def loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """The objective of the configuration at each token, [s], and its metrics."""

@@ -191,12 +191,12 @@ class PPOLearner(PolicyLearner):
         metrics |= {f"critic/{name}": value * has_reward for name, value in value_metrics.items()}
         return loss + self.algo_config.vf_coef * value_loss * has_reward, metrics
 
-    def _adjust_metrics(self, metrics: Metrics, mini: TokenBatch, run: TokenBatch) -> Metrics:
+    def _adjust_metrics(self, metrics: Metrics, mini: TokenBatch, selected: TokenBatch) -> Metrics:
         """As PolicyLearner's; the means of a shared critic's metrics are over tokens (sequences) with a reward."""
         if self.shares_trunk:
             reductions = self.cluster.actor_trainer.reductions
-            metrics = average_over_known(metrics, "critic/", run, run.need("has_reward") > 0, reductions)
-        return super()._adjust_metrics(metrics, mini, run)
+            metrics = average_over_known(metrics, "critic/", selected, selected.need("has_reward") > 0, reductions)
+        return super()._adjust_metrics(metrics, mini, selected)
 
     # ---- properties ----------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """The metrics of a step's samples: lengths, ends, rewards, advantages. Names are Tunix's, else TRL's.
 
-Dim letters: N sequences, J trajectories.
+Dim legend: N sequences, J trajectories.
 """
 
 from __future__ import annotations

@@ -28,16 +28,15 @@ def check_teacher(cluster: RLCluster, column: str, loss: object) -> None:
     own, teacher = cluster.actor, cluster.worker(Role.TEACHER)
     if not own.support.plain:
         raise ConfigError(
-            f"algo.policy_loss_fn={loss!r} compares whole distributions, and the rollout draws from a part of one "
-            "(top_k, top_p, min_p, a penalty, forbidden tokens or a constraint), which teacher and policy would cut "
-            "differently; leave those off, or set rollout.logprob_support=full"
+            f"algo.policy_loss_fn={loss!r} needs the full distribution of teacher and policy; turn off top_k, top_p, "
+            "min_p, penalties, forbidden tokens and the constraint, or set rollout.logprob_support=full"
         )
     if own.loaded.packable != teacher.loaded.packable:
         padded = own.loaded if teacher.loaded.packable else teacher.loaded
         raise ConfigError(
             f"algo.policy_loss_fn={loss!r} runs the teacher in the policy's own forward passes, and {padded.name} "
-            f"alone trains padded ({'; '.join(padded.unpackable_reasons)}); algo.policy_loss_fn='distillation' needs "
-            "no common passes"
+            f"can't use packed rows ({'; '.join(padded.unpackable_reasons)}); set algo.policy_loss_fn='distillation', "
+            "which needs no common passes"
         )
     for worker in (own, teacher):
         if not worker.loaded.lm_head.linear:

@@ -5,7 +5,7 @@ calls `whet_attn` with it. Importing this module registers the name. Three imple
 - the C++ kernels, on a CPU (native/segments.py);
 - FlexAttention, on a GPU if the rows need masks and the probe passes (flex.py);
 - torch's operator, with one call per bucket, in all other cases (buckets.py).
-Dim letters: B rows, T tokens, H query heads, D head size.
+Dim legend: B rows, T tokens, H query heads, D head size.
 """
 
 from __future__ import annotations

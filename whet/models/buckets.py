@@ -1,7 +1,7 @@
 """Attention over a row of segments by torch's operator: one call per bucket of padded segments of similar shape.
 
 It works on every device, in every dtype and with every kind of scores. It uses masks if a causal flag is not enough.
-The keys of a child are those of its ancestors and its own. Dim letters: T tokens, H query heads, D head size,
+The keys of a child are those of its ancestors and its own. Dim legend: T tokens, H query heads, D head size,
 m segments of a bucket, n their own tokens, A tokens of their ancestors, K = A + n keys.
 Left out on purpose: merging two parts of the attention by log-sum-exp, for which torch's operators have no gradient.
 """

@@ -10,7 +10,7 @@ and for its ancestors, up to the token's own place. The mask is one function of 
 token, for every tree and every window, so the kernel is compiled once.
 
 The row is padded to blocks of 128. A padding token sees only itself. Only blocks with a visible pair are run.
-Dim letters: T tokens, P tokens with padding; H query heads, KV key heads, D head size; N = P / 128 blocks.
+Dim legend: T tokens, P tokens with padding; H query heads, KV key heads, D head size; N = P / 128 blocks.
 
 Left out on purpose: torch's varlen_attn (it has no shared prefixes, and no grouped heads before torch 2.12), kernel
 options, autotuning, and float64 (FlexAttention has no kernel for it).

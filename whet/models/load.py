@@ -376,4 +376,4 @@ def _check_finite(module: nn.Module, name: str) -> None:
         if p.is_meta or not p.is_floating_point() or torch.linalg.vector_norm(p.detach()).isfinite():
             continue
         if not p.isfinite().all():
-            raise ConfigError(f"{name} has NaN or infinite numbers in {key}; its weights are broken")
+            raise ConfigError(f"{name} has NaN or infinite numbers in {key}; copy or download its weights again")

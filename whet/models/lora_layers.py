@@ -69,7 +69,7 @@ class SeededDropout(nn.Module):
         if x.shape[:-1].numel() != len(keys):
             raise ConfigError(
                 f"lora_dropout={self.p}: a layer with an adapter reads {x.shape[:-1].numel()} of a pass's {len(keys)} "
-                "tokens, as experts do, so its draws have no address; set lora_dropout=0"
+                "tokens, as expert layers do, and dropout on these is not supported; set actor.lora.lora_dropout=0"
             )
         kept = keep_mask(keys ^ address_key(self.number, 0, 0, 0), x.shape[-1], self.p)
         return x * kept.view(x.shape) / (1 - self.p)

@@ -257,7 +257,8 @@ def _compare_packed(module: PreTrainedModel) -> tuple[str, ...]:
         module.set_attn_implementation(original)
     if not separate_logits.isfinite().all():
         raise ConfigError(
-            f"{module.name_or_path or type(module).__name__} gives logits that are not finite; its weights are broken"
+            f"{module.name_or_path or type(module).__name__} gives logits that are not finite; copy or download its "
+            "weights again"
         )
     limit = tolerance_for(next(module.parameters()).dtype, TOLERANCE) * separate_logits.abs().max()
     if not (difference := (packed_logits - separate_logits).abs().max()) <= limit:

@@ -93,7 +93,7 @@ def load_library(source: str) -> Library | Unavailable:
         if not compiler:
             return Unavailable("no C++ compiler (g++) is installed")
         version = _run(*compiler, "--version").splitlines()[0]
-        ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)  # torch's own: a second runtime would have threads of its own
+        ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)  # torch's own: a second runtime would start more threads
         return Library(_load_or_build(source, compiler, version), version)
     except (OSError, subprocess.SubprocessError, IndexError, ValueError) as error:  # ValueError: quotes in $CXX
         message = error.stderr if isinstance(error, subprocess.CalledProcessError) and error.stderr else str(error)
@@ -128,16 +128,16 @@ def unsupported_cpu() -> Unavailable | None:
 
 
 @functools.cache
-def log_fallback(what: str, reason: str) -> None:
-    """Logs once why something uses torch."""
-    log.info("%s: using torch instead of the C++ kernels: %s", what, reason)
+def log_fallback(name: str, reason: str) -> None:
+    """Logs once why torch is used instead of a kernel."""
+    log.info("%s: using torch instead of the C++ kernels: %s", name, reason)
 
 
 def cache_folder() -> Path:
     """Where built kernels are kept: whet/ in $XDG_CACHE_HOME, or in ~/.cache. Raises: OSError: there is no home.
 
-    A relative $XDG_CACHE_HOME counts as unset, as its specification says: what lies in it is loaded as code, and the
-    working folder may be anybody's.
+    A relative $XDG_CACHE_HOME counts as unset, as its specification says: the files are loaded as code, and others may
+    be able to write in the working folder.
 
     >>> cache_folder().name
     'whet'
@@ -159,7 +159,7 @@ def _openmp() -> str | None:
 
 
 def _run(*command: str) -> str:
-    """What a command prints. Raises: OSError, SubprocessError."""
+    """The standard output of a command. Raises: OSError, SubprocessError."""
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_S).stdout
 
 

@@ -28,7 +28,7 @@ _long, _pointer, _double = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
 
 
 class ProductTable(ctypes.Structure):
-    """A packed weight, and adapters beside it: `Product` of tables.h."""
+    """A packed weight and its adapters: `Product` of tables.h."""
 
     _fields_ = (
         *((name, _pointer) for name in ("weight", "bias")),
@@ -38,13 +38,13 @@ class ProductTable(ctypes.Structure):
 
 
 class StepTable(ctypes.Structure):
-    """The data that all layers of a step share: `Step` of tables.h."""
+    """The data of a step, for all layers: `Step` of tables.h."""
 
     _fields_ = (
         *((name, _long) for name in ("rows", "heads", "kv", "size", "threads")),
-        *((name, _pointer) for name in ("position", "made", "cos", "sin")),
+        *((name, _pointer) for name in ("position", "num_drawn", "cos", "sin")),
         ("groups", _long),
-        *((name, _pointer) for name in ("group_ends", "asking", "prompt_tokens", "room")),
+        *((name, _pointer) for name in ("group_ends", "query_rows", "prompt_tokens", "room")),
         *((name, _pointer) for name in ("hidden", "more", "wide", "narrow")),
     )
 
@@ -72,16 +72,16 @@ class DecodeKernels:
 
     def __init__(self, library: Library) -> None:
         handle, self.compiler = library
-        handle.whet_fact.restype, handle.whet_fact.argtypes = _long, (_long,)
-        sizes = [handle.whet_fact(i) for i in range(2, 5)]
-        if handle.whet_fact(1) != MAX_HEAD_SIZE or sizes != [
+        handle.whet_constant.restype, handle.whet_constant.argtypes = _long, (_long,)
+        sizes = [handle.whet_constant(i) for i in range(2, 5)]
+        if handle.whet_constant(1) != MAX_HEAD_SIZE or sizes != [
             ctypes.sizeof(t) for t in (ProductTable, StepTable, LayerTable)
         ]:
             raise OSError("tables.h and decode.py name different fields")
-        self.lanes: int = handle.whet_fact(0)
-        """Numbers side by side in a register: widths must be multiples of it."""
+        self.lanes: int = handle.whet_constant(0)
+        """Numbers in a SIMD register: widths must be multiples of it."""
         self.panel = 2 * self.lanes
-        """Outputs of a packed weight that lie together."""
+        """Outputs in a panel of a packed weight."""
         self._run, self._attend = handle.whet_run, handle.whet_attend
         self._pack, self._multiply = handle.whet_pack, handle.whet_multiply
         self._norm, self._gated = handle.whet_norm, handle.whet_gated
@@ -95,44 +95,47 @@ class DecodeKernels:
             function.restype = None
 
     def run(self, step: StepTable, layers: ctypes.Array[LayerTable], dtype: torch.dtype) -> None:
-        """All layers of one token a row: from step.hidden to step.hidden and step.more, whose sum the last one gives.
+        """Runs all layers for one token per row. The result is step.hidden + step.more.
 
-        Args: step, layers: who sees what, and where everything lies. dtype: of what is stored.
+        Args: step, layers: the tables. dtype: of the weights and the KV.
         """
         with record_function("native: decoder layers"):
             self._run(ctypes.addressof(step), ctypes.addressof(layers), len(layers), dtype == torch.bfloat16)
 
     def attend(self, step: StepTable, layer: LayerTable, qkv: Tensor) -> Tensor:
-        """One token's attention: norms and rotation of q and k, the write of k and v, and what is seen.
+        """Computes the attention of one token per row: normalizes and rotates q and k, writes k and v to the cache.
 
-        Args: step, layer: who sees what, and where it lies. qkv: [n, (H + 2 K) D], contiguous.
+        Args:
+            step: the rows, and the tokens of the cache that each attends to.
+            layer: the layer's norms, and its part of the cache.
+            qkv: [n, (H + 2 K) D], contiguous.
         Returns: [n, H D].
         """
         out = qkv.new_empty(qkv.shape[0], step.heads * step.size)
-        half = qkv.dtype == torch.bfloat16
-        self._attend(ctypes.addressof(step), ctypes.addressof(layer), qkv.data_ptr(), out.data_ptr(), half)
+        is_bf16 = qkv.dtype == torch.bfloat16
+        self._attend(ctypes.addressof(step), ctypes.addressof(layer), qkv.data_ptr(), out.data_ptr(), is_bf16)
         return out
 
     def pack(self, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        """A weight [out, in] in panels. Args: weight: contiguous. out: an earlier result to write into, if it fits."""
+        """Packs a weight [out, in] into panels. Args: weight: contiguous. out: an earlier result, reused if it fits."""
         outputs, inputs = weight.shape
         size = -(-outputs // self.panel) * self.panel * inputs
         if out is None or (out.numel(), out.dtype) != (size, weight.dtype):
             out = weight.new_empty(size)
-        threads, half = torch.get_num_threads(), weight.dtype == torch.bfloat16
-        self._pack(weight.data_ptr(), out.data_ptr(), inputs, outputs, threads, half)
+        threads, is_bf16 = torch.get_num_threads(), weight.dtype == torch.bfloat16
+        self._pack(weight.data_ptr(), out.data_ptr(), inputs, outputs, threads, is_bf16)
         return out
 
     def multiply(self, product: ProductTable, x: Tensor) -> Tensor:
         """[n, in] -> [n, out]. Args: product: a packed weight, its bias and adapters. x: contiguous, of its dtype."""
         out = x.new_empty(x.shape[0], product.outputs)
-        threads, half = torch.get_num_threads(), x.dtype == torch.bfloat16
+        threads, is_bf16 = torch.get_num_threads(), x.dtype == torch.bfloat16
         with record_function("native: product"):
-            self._multiply(ctypes.addressof(product), x.data_ptr(), out.data_ptr(), x.shape[0], threads, half)
+            self._multiply(ctypes.addressof(product), x.data_ptr(), out.data_ptr(), x.shape[0], threads, is_bf16)
         return out
 
     def norm(self, h: Tensor, more: Tensor | None, weight: Tensor | None, epsilon: float) -> Tensor:
-        """RMSNorm of h + more, with the sum left in h.
+        """RMSNorm of h + more; h becomes the sum.
 
         out = h / sqrt(mean(h²) + epsilon) * weight. Args: h, more: [n, d]; more: None = 0. weight: [d]; None = 1.
         Returns: [n, d].
@@ -154,14 +157,14 @@ class DecodeKernels:
         """silu(gate) * up of x = [gate, up]: [n, 2 m] -> [n, m]."""
         rows, width = x.shape[0], x.shape[1] // 2
         out = x.new_empty(rows, width)
-        half = x.dtype == torch.bfloat16
-        self._gated(x.data_ptr(), out.data_ptr(), rows, width, torch.get_num_threads(), half)
+        is_bf16 = x.dtype == torch.bfloat16
+        self._gated(x.data_ptr(), out.data_ptr(), rows, width, torch.get_num_threads(), is_bf16)
         return out
 
 
 @functools.cache
 def decode_kernels() -> DecodeKernels | Unavailable:
-    """The kernels, built if they are not there yet.
+    """Loads the kernels, and builds them if necessary.
 
     Returns: the kernels, or why torch is used instead.
 
@@ -179,7 +182,7 @@ def unsupported_sizes(kernels: DecodeKernels, head: int, widths: set[int]) -> Un
 
 
 def _comparisons(kernels: DecodeKernels) -> Iterator[Comparison]:
-    """Results of the kernels next to torch's."""
+    """Results of the kernels, and torch's."""
     generator = torch.Generator().manual_seed(0)
     for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         h, more = (torch.randn(3, 64, generator=generator).to(dtype) for _ in range(2))
@@ -201,7 +204,7 @@ def _comparisons(kernels: DecodeKernels) -> Iterator[Comparison]:
 def _compare_attention(
     kernels: DecodeKernels, dtype: torch.dtype, size: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Attention of two rows, by the kernel and by torch: one prompt of 37 tokens, 70 and 2 own ones before the new."""
+    """Attention of two rows, by the kernel and by torch: a prompt of 37 tokens, and 70 and 2 drawn tokens."""
     draw = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)
     counts, prompt, places = torch.tensor([70, 2]), 37, 96
     qkv, keys, values = draw(2, 4 * size), draw(2, 1, places, size), draw(2, 1, places, size)
@@ -211,9 +214,9 @@ def _compare_attention(
     addresses = [torch.tensor([x.data_ptr()]) for x in prompts]
     room = torch.empty(2, 2, 2 * size + 2)
     tables = [cos, sin, position, counts, *longs, *addresses, room]  # kept alive for the call
-    ends, asking, tokens, lengths = (x.data_ptr() for x in longs)
+    ends, query_rows, tokens, lengths = (x.data_ptr() for x in longs)
     step = StepTable(2, 2, 1, size, torch.get_num_threads(), position.data_ptr(), counts.data_ptr(), cos.data_ptr(),
-                     sin.data_ptr(), 1, ends, asking, tokens, room.data_ptr())  # fmt: skip
+                     sin.data_ptr(), 1, ends, query_rows, tokens, room.data_ptr())  # fmt: skip
     layer = LayerTable(keys.data_ptr(), values.data_ptr(), places, addresses[0].data_ptr(), addresses[1].data_ptr(),
                        lengths, None, 0.0, 0.0, size**-0.5, 0)  # fmt: skip
     actual = kernels.attend(step, layer, qkv)

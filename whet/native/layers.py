@@ -1,9 +1,9 @@
 """RMSNorms, gates and gradients of weights in training, in C++ (kernels/layers.cpp).
 
-Norms and gates take one pass over memory, forward and backward. In torch they are several operations, and twice as many
-in bf16; each reads and writes all numbers again. If the kernels can't be built, or differ from torch in a self-check,
-`layer_kernels` returns the reason.
-Dim letters: n rows, d numbers of a row, I in, O out.
+Norms and gates need one pass over memory, forward and backward. In torch they are several operations (in bf16 twice
+as many), and each of them reads and writes the whole tensor. If the kernels
+can't be built, or differ from torch in a self-check, `layer_kernels` returns the reason.
+Dim legend: n rows, d numbers of a row, I in, O out.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class LayerKernels:
 
     def __init__(self, library: Library) -> None:
         handle, self.compiler = library
-        handle.whet_fact.restype, handle.whet_fact.argtypes = _long, (_long,)
-        self.lanes: int = handle.whet_fact(0)
+        handle.whet_constant.restype, handle.whet_constant.argtypes = _long, (_long,)
+        self.lanes: int = handle.whet_constant(0)
         """Numbers side by side in a register: rows must be multiples of it."""
-        self._part, self._room = handle.whet_fact(1), handle.whet_fact(2)
+        self._part, self._room = handle.whet_constant(1), handle.whet_constant(2)
         self._weight_grad = handle.whet_weight_grad
         self._weight_grad.argtypes = (*(_pointer,) * 3, *(_long,) * 5, _pointer)
         self._norm, self._norm_back = handle.whet_norm, handle.whet_norm_back
@@ -69,9 +69,10 @@ class LayerKernels:
     def norm_grads(
         self, x: Tensor, weight: Tensor, r: Tensor, grad: Tensor, *, of_x: bool, of_weight: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """∂/∂x = r (g w) − x r³ mean(g w x), ∂/∂w = Σ g x r. Args: as norm has them; grad: g. of_x, of_weight: wanted.
+        """∂/∂x = r (g w) − x r³ mean(g w x), ∂/∂w = Σ g x r.
 
-        Returns: [n d], and [d] in fp32; None where not wanted.
+        Args: as for norm. grad: g. of_x, of_weight: whether to compute these gradients.
+        Returns: [n d], and [d] in fp32; None for one that is not computed.
         """
         d_x = torch.empty_like(x) if of_x else None
         parts = x.new_empty(-(-len(x) // self._part), x.shape[1], dtype=torch.float32) if of_weight else None
@@ -89,8 +90,9 @@ class LayerKernels:
     def gated_grads(
         self, gate: Tensor, up: Tensor, grad: Tensor, *, product: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Gradients of silu(gate) · up. Args: grad: of it; becomes that of up. product: also silu(gate) · up itself.
+        """Gradients of silu(gate) · up.
 
+        Args: grad: its gradient, overwritten by ∂/∂up. product: also return silu(gate) · up.
         Returns: ∂/∂gate, ∂/∂up, the product.
         """
         d_gate, y = torch.empty_like(gate), torch.empty_like(gate) if product else None
@@ -101,7 +103,7 @@ class LayerKernels:
     def weight_grad(self, grad: Tensor, x: Tensor, into: Tensor | None = None) -> Tensor:
         """The gradient of a weight, gᵀ x, all contiguous and fp32.
 
-        Args: grad: [n O]. x: [n I]. into: [O I], a sum that it is added to; None = a new one. Returns: [O I].
+        Args: grad: [n O]. x: [n I]. into: [O I], to which the gradient is added; None = a new tensor. Returns: [O I].
         """
         if not x.dtype == grad.dtype == torch.float32 or len(x) != len(grad):
             shapes = f"{len(grad)} rows of {grad.dtype} and {len(x)} of {x.dtype}"
@@ -120,7 +122,7 @@ class LayerKernels:
 
 @functools.cache
 def layer_kernels() -> LayerKernels | Unavailable:
-    """The kernels, built if necessary. Returns: the kernels, or why torch's operations are used instead.
+    """Loads the kernels, and builds them if necessary. Returns: the kernels, or why torch's operations are used.
 
     >>> isinstance(layer_kernels(), (LayerKernels, Unavailable))
     True
@@ -129,22 +131,22 @@ def layer_kernels() -> LayerKernels | Unavailable:
 
 
 def _comparisons(kernels: LayerKernels) -> Iterator[Comparison]:
-    """Results and gradients of the kernels next to torch's."""
+    """Results and gradients of the kernels, and torch's."""
     generator = torch.Generator().manual_seed(0)
     for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         x, up, grad, w = (torch.randn(*n, generator=generator).to(dtype) for n in (*[(300, 48)] * 3, (48,)))
         a, b, weight = (z.detach().float().requires_grad_() for z in (x, up, w))
         with torch.enable_grad():
-            want = a * (a.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
-            of_norm = torch.autograd.grad(want, (a, weight), grad.float())
+            norm = a * (a.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+            norm_grads = torch.autograd.grad(norm, (a, weight), grad.float())
             product = F.silu(a) * b
-            of_gate = torch.autograd.grad(product, (a, b), grad.float())
+            product_grads = torch.autograd.grad(product, (a, b), grad.float())
         y, r = kernels.norm(x, w, 1e-6)
-        found = (y, *kernels.norm_grads(x, w, r, grad, of_x=True, of_weight=True), kernels.gated(x, up))
-        found += kernels.gated_grads(x, up, grad.clone(), product=True)
-        for got, true in zip(found, (want, *of_norm, product, *of_gate, product), strict=True):
-            assert got is not None, "all gradients were asked for"
-            yield Comparison(f"norms or gates in {dtype} differ from torch's", got, true, limit)
-    # rows, outputs and inputs of several chunks and blocks, and their ends
+        actual = (y, *kernels.norm_grads(x, w, r, grad, of_x=True, of_weight=True), kernels.gated(x, up))
+        actual += kernels.gated_grads(x, up, grad.clone(), product=True)
+        for result, expected in zip(actual, (norm, *norm_grads, product, *product_grads, product), strict=True):
+            assert result is not None, "all gradients were requested"
+            yield Comparison(f"norms or gates in {dtype} differ from torch's", result, expected, limit)
+    # sizes with several chunks and blocks, and incomplete last ones
     grad, x = (torch.randn(300, n, generator=generator).to(torch.float32) for n in (500, 600))
     yield Comparison("gradients of weights differ from torch's", kernels.weight_grad(grad, x), grad.t() @ x, 1e-5)

@@ -3,7 +3,7 @@
 Torch's operator takes one sequence per row, so segments that share prefixes need buckets of gathered and padded keys
 under masks, and its products are MKL's. Here a block of queries reads its ancestors' keys in place. If the kernels
 can't be built, or differ from the formula in a self-check, `segment_kernels` returns the reason.
-Dim letters: T tokens, H query heads, K KV heads, g = H / K, D head size, E of values, b blocks.
+Dim legend: T tokens, H query heads, K KV heads, g = H / K, D head size, E of values, b blocks.
 Left out on purpose: soft-capped scores, sinks and float64, which stay with torch.
 """
 
@@ -36,9 +36,9 @@ __all__ = [
 ]
 
 MAX_STRIPES = 8
-"""Most sums of a key's gradient that are held at once,"""
+"""The most partial sums of a key's gradient."""
 MAX_STRIPE_BYTES = 1 << 28
-"""and how large they may be together."""
+"""The most memory of all partial sums."""
 _long, _pointer, _double = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
 
 
@@ -60,15 +60,15 @@ class _Call(ctypes.Structure):
 
 
 class SegmentKernels:
-    """The functions of segments.cpp. Args: found: the library. Raises: OSError: it is another version's."""
+    """The functions of segments.cpp. Args: library: segments.cpp, built. Raises: OSError: it is of another version."""
 
-    def __init__(self, found: Library) -> None:
-        library, self.compiler = found
-        library.whet_fact.restype, library.whet_fact.argtypes = _long, (_long,)
-        self.queries, self.keys, self.wide, self.most, *sizes = (library.whet_fact(i) for i in range(7))
+    def __init__(self, library: Library) -> None:
+        handle, self.compiler = library
+        handle.whet_constant.restype, handle.whet_constant.argtypes = _long, (_long,)
+        self.queries, self.keys, self.wide, self.max_head_size, *sizes = (handle.whet_constant(i) for i in range(7))
         if sizes != [ctypes.sizeof(_Call), 3 * 8, 5 * 8]:
             raise OSError("segments.cpp and segments.py name different fields")
-        self.room, self.forward, self.backward = library.whet_room, library.whet_forward, library.whet_backward
+        self.room, self.forward, self.backward = handle.whet_room, handle.whet_forward, handle.whet_backward
         self.room.restype, self.room.argtypes = _long, (_pointer, _long, _long)
         for function in (self.forward, self.backward):
             function.restype, function.argtypes = None, (_pointer, _long)
@@ -93,21 +93,21 @@ class SegmentTables:
                 keys.append((i, starts[i] + a, above[i] + a, count, room))
                 room += -(-count // kernels.wide) * kernels.wide
             blocks = -(-n // (kernels.queries // group))
-            cuts = [n * j // blocks for j in range(blocks + 1)]  # of nearly the same length
+            cuts = [n * j // blocks for j in range(blocks + 1)]  # of nearly equal lengths
             queries += [(i, starts[i] + a, above[i] + a, b - a, 0) for a, b in itertools.pairwise(cuts)]
-        with torch.inference_mode(False):  # they outlive this pass
+        with torch.inference_mode(False):  # they are used after this pass
             self.segments, self.keys, self.queries = (torch.tensor(x, device="cpu") for x in (segments, keys, queries))
         self.room, self.group, self.tokens = room, group, starts[-1]
         self._blocks = [(place, n) for _, _, place, n, _ in queries]
 
     def stripe_ends(self, kv: int, threads: int, *, window: int, sizes: int) -> Tensor:
-        """Blocks of queries in stripes of like work, so that more threads have some: the last block of each, plus 1.
+        """Splits the blocks of queries into stripes of similar work, for more threads: the end of each stripe.
 
         Args:
             kv: K.
-            threads: of torch; beyond MAX_STRIPES times K of them some have none.
-            window: places back that are seen; 0 = all.
-            sizes: D + E; the stripes' sums of gradients must not be larger than MAX_STRIPE_BYTES.
+            threads: of torch; more than MAX_STRIPES times K of them can't all be used.
+            window: attention window in tokens; 0 = no window.
+            sizes: D + E; limits the number of stripes, since each has sums of gradients (MAX_STRIPE_BYTES).
         """
         count = 1 if kv % threads == 0 else min(MAX_STRIPES, -(-2 * threads // kv), len(self._blocks))
         count = max(1, min(count, MAX_STRIPE_BYTES // (4 * kv * sizes * self.room)))
@@ -119,7 +119,7 @@ class SegmentTables:
 
 @functools.cache
 def segment_kernels() -> SegmentKernels | Unavailable:
-    """The kernels, built if necessary. Returns: the kernels, or why torch's operator is used instead.
+    """Loads the kernels, and builds them if necessary. Returns: the kernels, or why torch's operator is used.
 
     >>> isinstance(segment_kernels(), (SegmentKernels, Unavailable))
     True
@@ -155,7 +155,7 @@ def kernels_for(device: torch.device, dtype: torch.dtype) -> SegmentKernels | Un
 
 @functools.cache
 def _matrix_instructions() -> bool:
-    """Whether the processor has AMX, which torch's products in bf16 take; torch's question for it is private."""
+    """Whether the processor has AMX, which torch uses for products in bf16; torch's own function is private."""
     return "amx_bf16" in cpu_info()["flags"]
 
 
@@ -166,8 +166,8 @@ def segments_unsupported_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     kernels = kernels_for(q.device, q.dtype)
     if isinstance(kernels, Unavailable):
         return kernels.reason
-    if max(q.shape[-1], v.shape[-1]) > kernels.most:
-        return f"head size {max(q.shape[-1], v.shape[-1])} is over {kernels.most}"
+    if max(q.shape[-1], v.shape[-1]) > kernels.max_head_size:
+        return f"head size {max(q.shape[-1], v.shape[-1])} is over {kernels.max_head_size}"
     group = q.shape[1] // k.shape[1]
     if k.shape != (1, k.shape[1], *q.shape[2:]) or v.shape[:3] != k.shape[:3] or group * k.shape[1] != q.shape[1]:
         return f"queries {list(q.shape)}, keys {list(k.shape)} and values {list(v.shape)} don't fit each other"
@@ -177,7 +177,7 @@ def segments_unsupported_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 def attend_segments(
     q: Tensor, k: Tensor, v: Tensor, tables: SegmentTables, *, scale: float, window: int | None
 ) -> Tensor:
-    """softmax(scale q kᵀ) v over what each token sees: its ancestors' segments, and its own causally; with a gradient.
+    """softmax(scale q kᵀ) v over the keys of the ancestors, and causally over the own segment; differentiable.
 
     Args:
         q: [1 H T D].
@@ -185,7 +185,7 @@ def attend_segments(
         v: [1 K T E].
         tables: for g = H / K.
         scale: factor of the scores.
-        window: a token sees keys less than this many places back; None = all.
+        window: attention window in tokens; None = no window.
     Returns: [1 H T E].
     """
     if (q.shape[1] // k.shape[1], q.shape[2]) != (tables.group, tables.tokens):
@@ -194,7 +194,7 @@ def attend_segments(
 
 
 class _Attention(torch.autograd.Function):
-    """One layer's attention; keeps its inputs, its output, and the log of each row's sum of exponentials."""
+    """Attention of one layer; saves its inputs, its output and the log-sum-exp of each row."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, tables: SegmentTables, scale: float, window: int) -> Tensor:
@@ -212,7 +212,7 @@ class _Attention(torch.autograd.Function):
         d_q, d_k, d_v = grads = [x.new_empty(x.shape) for x in (q, k, v)]
         call = _call(q, k, v, out, tables.segments, tables.keys, tables.queries, tables.room, ctx.scale, ctx.window)
         ends = tables.stripe_ends(k.shape[1], threads, window=ctx.window, sizes=q.shape[2] + v.shape[2])
-        grad = _rows(grad)  # a name of its own: it must outlive the call
+        grad = _rows(grad)  # the variable keeps it alive during the call
         call.stripes, call.stripe_ends = len(ends), ends.data_ptr()
         call.grad, call.d_q, call.d_k, call.d_v = (_view(x) for x in (grad, d_q, d_k, d_v))
         with record_function("native: attention's gradient"):
@@ -251,7 +251,7 @@ OPERATOR = torch.ops.whet.attend_segments.default
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[1 H T D] -> [T H D], with the numbers of a head side by side."""
+    """[1 H T D] -> [T H D], with contiguous heads."""
     x = x[0].transpose(0, 1)
     return x if x.stride(2) == 1 else x.contiguous()
 
@@ -272,7 +272,7 @@ def _call(
     scale: float,
     window: int,
 ) -> _Call:
-    """What forward and backward share; the tensors must outlive the call."""
+    """The arguments of both forward and backward; the tensors must stay alive during the call."""
     call = _Call(q.shape[1], k.shape[1], q.shape[2], v.shape[2], torch.get_num_threads(), 1, window, scale)
     call.key_blocks, call.query_blocks, call.room_keys = len(keys), len(queries), room
     call.segments, call.keys, call.queries = (x.data_ptr() for x in (segments, keys, queries))
@@ -281,7 +281,7 @@ def _call(
 
 
 def _run(call: _Call, sums: Tensor, *, back: bool, half: bool) -> None:
-    """Runs the library, in room that is gone afterwards."""
+    """Runs the library with temporary memory."""
     kernels = _kernels()
     room = torch.empty(kernels.room(ctypes.addressof(call), back, half), dtype=torch.float32, device="cpu")
     call.sums, call.room = sums.data_ptr(), room.data_ptr()
@@ -289,11 +289,11 @@ def _run(call: _Call, sums: Tensor, *, back: bool, half: bool) -> None:
 
 
 def _comparisons(_: SegmentKernels) -> Iterator[Comparison]:
-    """A result and its gradients next to the formula's."""
+    """The kernels' output and gradients, and those of the formula."""
     generator = torch.Generator().manual_seed(0)
     lengths, parents, window = [37, 100, 5], [-1, 0, 1], 90
     tables = SegmentTables(lengths, parents, 2)
-    place = torch.arange(sum(lengths))  # every segment the only child of the one before: one causal chain
+    place = torch.arange(sum(lengths))  # each segment is the only child of the one before: one causal chain
     seen = (place <= place[:, None]) & (place > place[:, None] - window)
     for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
         q, k, v, grad = (
@@ -303,10 +303,10 @@ def _comparisons(_: SegmentKernels) -> Iterator[Comparison]:
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
         wide = [x.detach().float().requires_grad_() for x in (q, k, v)]
         with torch.enable_grad():
-            got = attend_segments(leaves[0], leaves[1], leaves[2], tables, scale=0.3, window=window)
+            actual = attend_segments(leaves[0], leaves[1], leaves[2], tables, scale=0.3, window=window)
             keys, values = (x.repeat_interleave(2, 1) for x in wide[1:])
-            want = (wide[0] @ keys.mT * 0.3).masked_fill(~seen, -torch.inf).softmax(-1) @ values
-            found = torch.autograd.grad(got, leaves, grad)
-            wanted = torch.autograd.grad(want, wide, grad.float())
-        for x, y in zip((got, *found), (want, *wanted), strict=True):
+            expected = (wide[0] @ keys.mT * 0.3).masked_fill(~seen, -torch.inf).softmax(-1) @ values
+            actual_grads = torch.autograd.grad(actual, leaves, grad)
+            expected_grads = torch.autograd.grad(expected, wide, grad.float())
+        for x, y in zip((actual, *actual_grads), (expected, *expected_grads), strict=True):
             yield Comparison(f"attention in {dtype} differs from the formula", x, y, limit)

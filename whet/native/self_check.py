@@ -21,23 +21,22 @@ K = TypeVar("K")
 
 
 class Comparison(NamedTuple):
-    """One result of the kernels, next to the right one."""
+    """A result of the kernels, and the expected result."""
 
     failure: str
-    """The reason where they differ: "norms differ from torch's"."""
-    got: Tensor
-    want: Tensor
+    """The reason if they differ: "norms differ from torch's"."""
+    actual: Tensor
+    expected: Tensor
     """fp32, of the same shape."""
-    limit: float
-    """Of the largest difference, as a share of the largest number."""
+    tolerance: float
+    """The largest allowed difference, relative to the largest expected number."""
 
 
 def self_check(kernels: K | Unavailable, check: Callable[[K], Iterable[Comparison]]) -> K | Unavailable:
-    """The kernels if their results are right; else why they are not used.
+    """The kernels if their results are correct, else the reason why they are not used.
 
-    Args: kernels: as load_functions gives them. check: what to compare; runs in a thread of its own, where no hook,
-        mode
-        or grad state of the layer that asks first reaches it; it ends at the first difference.
+    Args: kernels: from load_functions. check: yields the comparisons; it runs in a separate thread, which no hook, mode
+        or grad state of the calling layer reaches. The first difference ends it.
 
     >>> import torch
     >>> self_check(2, lambda x: [Comparison("doubles differ", torch.full((1,), 2.0 * x), torch.full((1,), 4.0), 1e-5)])
@@ -47,17 +46,17 @@ def self_check(kernels: K | Unavailable, check: Callable[[K], Iterable[Compariso
     """
     if isinstance(kernels, Unavailable):
         return kernels
-    first = lambda: next((x.failure for x in check(kernels) if not allclose(x.got, x.want, x.limit)), None)
+    first = lambda: next((x.failure for x in check(kernels) if not allclose(x.actual, x.expected, x.tolerance)), None)
     with ThreadPoolExecutor(1) as pool:
         failure = pool.submit(first).result()
     return kernels if failure is None else Unavailable(f"{failure} on this machine")
 
 
-def allclose(got: Tensor, want: Tensor, limit: float) -> bool:
-    """Whether max |got - want| <= limit · max |want|; a NaN is a difference.
+def allclose(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
+    """Whether max |actual - expected| <= tolerance · max |expected|; a NaN is a difference.
 
     >>> import torch
     >>> allclose(torch.ones(2), torch.ones(2), 0.0), allclose(torch.full((2,), float("nan")), torch.ones(2), 1.0)
     (True, False)
     """
-    return bool((got.float() - want).abs().max() <= limit * want.abs().max())
+    return bool((actual.float() - expected).abs().max() <= tolerance * expected.abs().max())

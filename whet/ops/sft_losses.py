@@ -1,6 +1,6 @@
 """The losses of supervised fine-tuning: fn(x: LossInputs) -> [s], or ([s], {metric: [s]}).
 
-π(a) is the probability of a trained token. Dim letters: s tokens.
+π(a) is the probability of a trained token. Dim legend: s tokens.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class FSDPPlacement(Placement):
         if not dtypes <= {torch.float32, torch.bfloat16} or len(dtypes) > 1:
             raise ConfigError(
                 f"several processes compute in float32 or in bfloat16, not in {', '.join(sorted(map(str, dtypes)))}; "
-                "set dtype=float32 or dtype=bfloat16 (module_dtype of a module), and leave out quantization"
+                "set actor.dtype=bfloat16 or float32 (module_dtype of a module), and leave out quantization"
             )
         compute: Any = dtypes.pop()
         for p in module.parameters():

@@ -7,7 +7,7 @@ computes which part. Learners and losses know neither.
     OffloadPlacement      train/offload.py: tensors that the current phase does not need lie on the host
     FSDPPlacement         parallel/fsdp.py: parameters, gradients and moments are sharded over several processes
 
-Dim letters: S tokens of a batch.
+Dim legend: S tokens of a batch.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def make_server(runs: LiveRuns, host: str, port: int, token: str | None) -> Thre
     Raises: ConfigError: no token beyond loopback, or the address can't be bound.
     """
     if token is None and host not in LOOPBACK:
-        raise ConfigError(f"host={host}: other machines reach this address; it needs a token")
+        raise ConfigError(f"host={host}: other machines can reach it, so it needs a token; pass one, or use 127.0.0.1")
 
     class Handler(_Handler):
         live, secret = runs, token

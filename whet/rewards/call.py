@@ -237,10 +237,10 @@ def call_rewards(
     }
     remote: dict[str, Call] = {}
     for name in [] if workers is None else [name for name in fns if name in workers.functions]:
-        words, count = arguments[name], len(inputs.trajectory_ids)
-        each = [word for word in words if word in {*inputs.columns, *EACH} and len(words[word]) == count]
+        kwargs, count = arguments[name], len(inputs.trajectory_ids)
+        each = [word for word in kwargs if word in {*inputs.columns, *EACH} and len(kwargs[word]) == count]
         per_completion = is_per_completion(fns[name])
-        remote[name] = Call(words=words, ids=inputs.trajectory_ids, each=each, per_completion=per_completion)
+        remote[name] = Call(kwargs=kwargs, ids=inputs.trajectory_ids, each=each, per_completion=per_completion)
     checked: dict[str, CheckedRewards | RewardError] = {}
     seconds: dict[str, float] = {}
     if workers is not None and remote:

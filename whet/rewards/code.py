@@ -13,11 +13,13 @@ import re
 import secrets
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from whet.envs.sandbox import Sandbox
 from whet.errors import DataError, format_value
 from whet.rewards.text import text_of
+
+if TYPE_CHECKING:
+    from whet.envs.sandbox import Sandbox
 
 __all__ = ["code_tests", "extract_code"]
 
@@ -115,6 +117,8 @@ def _error(tests: Any) -> DataError:
 
 @functools.cache
 def _make_sandbox(pid: int) -> Sandbox:
+    from whet.envs.sandbox import Sandbox  # with torch, which the worker processes of rewards do without
+
     return Sandbox(workers=min(4, os.cpu_count() or 1))
 
 

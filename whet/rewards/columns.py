@@ -11,7 +11,7 @@ from typing import Any
 from whet.errors import DataError, format_value, raise_all
 from whet.rewards.call import RewardFn, RewardInputs, select_keywords
 from whet.rewards.numbers import number_match, read_value
-from whet.rewards.text import boxed, gold_boxed, gold_number, golds_of, last_number
+from whet.rewards.text import accepted_answers, boxed, gold_boxed, gold_number, last_number
 
 __all__ = ["check_answers", "check_columns"]
 
@@ -58,7 +58,7 @@ def check_answers(fns: Mapping[str, RewardFn], rows: Iterable[tuple[int, Mapping
     >>> check_answers({"last_number": last_number}, [(7, {"answer": "8"}), (9, {"answer": None})], "rows")
     """
     readers = {name: reader for name, fn in fns.items() if (reader := _find_reader(fn)) is not None}
-    answers = [(row, golds_of(columns.get("answer"))) for row, columns in rows] if readers else []
+    answers = [(row, accepted_answers(columns.get("answer"))) for row, columns in rows] if readers else []
     problems = []
     for name, read in readers.items():
         unread = [(row, golds[0]) for row, golds in answers if golds and all(read(gold) is None for gold in golds)]

@@ -72,13 +72,13 @@ class FunctionRef:
         if self.bound is None:
             return fn
         try:
-            args, words = pickle.loads(self.bound)
+            args, kwargs = pickle.loads(self.bound)
         except Exception as error:  # of a class of the user's own
             raise ConfigError(
                 f"reward function {self.ref!r}: its bound arguments can't be read in a worker process "
                 f"({format_exception(error)}); {REMEDY}"
             ) from error
-        return functools.partial(fn, *args, **words)
+        return functools.partial(fn, *args, **kwargs)
 
 
 def make_function_ref(given: Any, fn: Callable[..., Any], name: str) -> FunctionRef:

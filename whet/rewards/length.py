@@ -1,4 +1,4 @@
-"""Reward functions of length, in tokens."""
+"""Reward functions of the length of a completion, in tokens."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def overlong(
     overlong_buffer_length: int = 4096,
     overlong_buffer_penalty: float = 1.0,
 ) -> list[float]:
-    """Soft punishment of completions that come near the limit of length.
+    """A soft penalty for completions near the length limit.
 
     R(y) = −p · clip((|y| − (L − B)) / B, 0, 1), |y| the tokens of the completion, its stop token included: 0 up to
-    L − B, then falling in a line to −p at L, and −p beyond it.
+    L − B, then linear to −p at L, and −p beyond.
 
     Args:
         completion_ids [N]: the tokens of each completion.
@@ -47,27 +47,27 @@ def within_length(
     max_tokens: int = 512,
     falloff_tokens: int = 256,
 ) -> list[float]:
-    """1 for a completion within bounds of length, falling in a line to 0 outside of them.
+    """1 for a completion with a length within bounds; outside it falls linearly to 0.
 
     r(y) = clip(1 − max(l − |y|, |y| − h, 0) / (f + 1), 0, 1), |y| the tokens of the completion, its stop token
-    included; 0 for one that says nothing.
+    included; 0 for an empty completion.
 
     Args:
         completions [N]: texts or messages. completion_ids [N]: their tokens.
-        min_tokens: l. max_tokens: h. falloff_tokens: f, tokens outside of the bounds that are still worth something.
+        min_tokens: l. max_tokens: h. falloff_tokens: f, the number of tokens outside the bounds with a reward above 0.
     Returns: [N], between 0 and 1.
-    Raises: ConfigError: bounds that leave no length.
+    Raises: ConfigError: no length is within the bounds.
 
     >>> lengths = [[0] * n for n in (80, 100, 105, 110, 80)]
     >>> within_length(["a", "a", "a", "a", ""], lengths, max_tokens=100, falloff_tokens=9)
     [1.0, 1.0, 0.5, 0.0, 0.0]
     """
-    whole = all(isinstance(bound, int) for bound in (min_tokens, max_tokens, falloff_tokens))
-    if not (whole and 0 <= min_tokens <= max_tokens and falloff_tokens >= 0):
+    integers = all(isinstance(bound, int) for bound in (min_tokens, max_tokens, falloff_tokens))
+    if not (integers and 0 <= min_tokens <= max_tokens and falloff_tokens >= 0):
         raise ConfigError(
             f"min_tokens={min_tokens}, max_tokens={max_tokens}, falloff_tokens={falloff_tokens}: no length is within; "
             "give whole numbers, 0 <= min_tokens <= max_tokens, and falloff_tokens of at least 0"
         )
     off = [max(min_tokens - len(ids), len(ids) - max_tokens, 0) for ids in completion_ids]
-    said = [bool(text_of(completion).strip()) for completion in completions]
-    return [max(0.0, 1.0 - n / (falloff_tokens + 1)) if some else 0.0 for n, some in zip(off, said, strict=True)]
+    has_text = [bool(text_of(completion).strip()) for completion in completions]
+    return [max(0.0, 1.0 - n / (falloff_tokens + 1)) if some else 0.0 for n, some in zip(off, has_text, strict=True)]

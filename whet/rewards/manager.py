@@ -22,7 +22,7 @@ from whet.rewards.function_info import make_function_ref
 from whet.rewards.library import REWARDS
 from whet.rewards.maths import math_match
 from whet.rewards.model import RewardModel
-from whet.rewards.resolve import by_name, listed
+from whet.rewards.resolve import as_list, resolve_rewards
 from whet.rewards.reward_batch import RewardBatch
 from whet.rewards.workers import RewardWorkers
 from whet.types import Group
@@ -65,15 +65,16 @@ class RewardManager:
             weights: one number each; None = 1.
             on_error: "raise", or "none": a failure counts as "not applicable".
             timeout_s: of each call; None = no deadline.
-            workers: processes that call them, reward models aside; 0 = they are called in this one.
+            workers: processes that call the functions except reward models; 0 = this process calls them.
             algo_fields: fields of the algorithm's configuration, for functions that name them.
 
         Raises:
             ConfigError: no functions, an unknown name, a function named mean, sum, min or max, weights that don't
-                fit, an unknown on_error, a timeout of 0, with workers a function that another process can't import.
+                fit, an unknown on_error, a timeout of 0, or, with workers, a function that another process can't
+                import.
         """
-        given = listed(reward_fns)
-        if not given:
+        refs = as_list(reward_fns)
+        if not refs:
             raise ConfigError(
                 f"reward_fns is empty; give at least one function, or a name among {', '.join(sorted(REWARDS))}"
             )
@@ -81,7 +82,7 @@ class RewardManager:
             raise lookup_error("on_error", on_error, ("raise", "none"))
         if timeout_s is not None and not timeout_s > 0:
             raise ConfigError(f"timeout_s must be above 0, got {timeout_s}; None = no deadline")
-        self.fns = by_name(given)
+        self.fns = resolve_rewards(refs)
         self.weights = _weights(weights, list(self.fns))
         self.on_error: OnError = on_error
         self.timeout_s = timeout_s
@@ -92,10 +93,11 @@ class RewardManager:
                 "math_match without reward_workers: a formula such as 9^{9^{9^9}} stops training, and nothing can end "
                 "its call; set reward_workers=1 or more"
             )
-        pairs = zip(given, self.fns.items(), strict=True)
-        away = {name: (one, fn) for one, (name, fn) in pairs if not isinstance(fn, RewardModel)} if workers else {}
-        there = {name: make_function_ref(one, fn, name) for name, (one, fn) in away.items()}
-        self.workers = RewardWorkers(there, workers) if there else None
+        pairs = zip(refs, self.fns.items(), strict=True) if workers else ()
+        for_workers = {
+            name: make_function_ref(ref, fn, name) for ref, (name, fn) in pairs if not isinstance(fn, RewardModel)
+        }
+        self.workers = RewardWorkers(for_workers, workers) if for_workers else None
 
     def close(self) -> None:
         """Ends the worker processes; a later call starts them again."""
@@ -103,21 +105,21 @@ class RewardManager:
             self.workers.close()
 
     def check(self, columns: Sequence[str], *, extras: Mapping[str, Any] | None = None) -> None:
-        """Checks before the first rollout that every function gets what it needs, and starts the workers.
+        """Checks before the first rollout that every function gets its arguments, and starts the workers.
 
         Args: columns: of the data set, without the prompt. extras: further keywords that are offered.
         Raises: ConfigError: a function needs an argument that is neither a column nor offered, or a worker can't
-            import one.
+            import a function.
         """
         check_columns(self.fns, columns, self.algo_fields, extras)
         if self.workers is not None:
             self.workers.start()
 
     def check_answers(self, rows: Iterable[tuple[int, Mapping[str, Any]]], what: str = "rows") -> None:
-        """Looks over the answers of a data set: one that a function can't read is None there, and teaches nothing.
+        """Checks the answers of a data set. A row with an answer that a function can't read would teach nothing.
 
-        Args: rows: the number and the columns of each. what: they are, for the message.
-        Raises: DataError: some can't be read; a warning where on_error is "none".
+        Args: rows: (number, columns) of each row. what: the name of the rows in the message.
+        Raises: DataError: some can't be read. If on_error is "none", it is only a warning.
         """
         try:
             check_answers(self.fns, rows, what)
@@ -150,21 +152,21 @@ class RewardManager:
         """
         inputs = self.inputs(groups, texts, mode=mode, extras=extras or {})
         rewards, errors, seconds = self._call_functions(inputs, _has_not_failed(groups))
-        brought = {name: values for name, values in _brought_rewards(groups).items() if name not in rewards}
+        group_rewards = {name: values for name, values in _collect_rewards(groups).items() if name not in rewards}
         call_metrics: dict[str, Metric] = {
             f"rewards/{name}/errors": Sum(float(count)) for name, count in errors.items() if count
         }
         call_metrics |= {f"time/rewards/{name}": Sum(spent) for name, spent in seconds.items()}
-        return self._reward_batch(groups, texts, {**rewards, **brought}, inputs, call_metrics)
+        return self._reward_batch(groups, texts, {**rewards, **group_rewards}, inputs, call_metrics)
 
     def recorded(self, groups: Sequence[Group], texts: Sequence[Sequence[Any]], *, mode: Any = "train") -> RewardBatch:
-        """The same from the rewards that the groups bring, as an evaluation's folder has them: nothing is called.
+        """A RewardBatch from the rewards that the groups already have, as an evaluation's folder has them.
 
-        Args: groups, texts, mode: as in the call. A function that a group has no reward of is NaN there.
+        Args: groups, texts, mode: as in `__call__`. A function without a reward in a group is NaN there.
         Raises: DataError: no completions, or texts that don't match.
         """
         inputs = self.inputs(groups, texts, mode=mode, extras={})
-        return self._reward_batch(groups, texts, _brought_rewards(groups, tuple(self.fns)), inputs, {})
+        return self._reward_batch(groups, texts, _collect_rewards(groups, tuple(self.fns)), inputs, {})
 
     def _reward_batch(
         self,
@@ -186,10 +188,10 @@ class RewardManager:
         if len(texts) != len(groups) or any(len(t) != len(g.completions) for t, g in zip(texts, groups, strict=True)):
             raise DataError("texts don't match the groups; give one text for every completion of every group")
         prompts, completions, prompt_ids, completion_ids, names, sources = [], [], [], [], [], []
-        for group, of_group in zip(groups, texts, strict=True):
+        for group, group_texts in zip(groups, texts, strict=True):
             last = {c.generation: place for place, c in enumerate(group.completions)}  # the last fork of each
             for generation, place in last.items():
-                text = of_group[place]
+                text = group_texts[place]
                 chat = not isinstance(group.prompt.source, str)
                 prompts.append(list(group.prompt.source) if chat else group.prompt.source)
                 completions.append([{"role": "assistant", "content": text}] if chat and isinstance(text, str) else text)
@@ -214,10 +216,10 @@ class RewardManager:
         )
 
     def _call_functions(self, inputs: RewardInputs, seen: np.ndarray) -> CallResults:
-        """Calls the functions on the trajectories that they see; the others are NaN. Args: seen: Bool [J]."""
+        """Calls the functions on some trajectories; the rewards of the others are NaN. Args: seen: Bool [J]."""
         if not seen.any():
             return CallResults({name: np.full(len(seen), math.nan) for name in self.fns}, {}, {})
-        found = call_rewards(
+        results = call_rewards(
             self.fns,
             inputs if seen.all() else inputs.select(np.flatnonzero(seen)),
             timeout_s=self.timeout_s,
@@ -225,10 +227,10 @@ class RewardManager:
             workers=self.workers,
             nan_is_none=self.NAN_IS_NONE,
         )
-        rewards = {name: np.full(len(seen), math.nan) for name in found.rewards}
-        for name, values in found.rewards.items():
+        rewards = {name: np.full(len(seen), math.nan) for name in results.rewards}
+        for name, values in results.rewards.items():
             rewards[name][seen] = values
-        return found._replace(rewards=rewards)
+        return results._replace(rewards=rewards)
 
 
 REWARD_MANAGERS: dict[str, Callable[..., RewardManager]] = {"sequence-level": RewardManager}
@@ -259,23 +261,23 @@ def _weights(weights: Sequence[float] | None, names: Sequence[str]) -> dict[str,
 
 
 def _has_not_failed(groups: Sequence[Group]) -> np.ndarray:
-    """Bool [J]: False for an episode with turns that failed."""
+    """Bool [J]: False for an episode with a failed turn."""
     last = {(i, c.generation): c for i, group in enumerate(groups) for c in group.completions}
     return np.array([c.messages is None or c.finish_reason != "error" for c in last.values()], bool)
 
 
-def _brought_rewards(groups: Sequence[Group], names: Sequence[str] = ()) -> dict[str, np.ndarray]:
-    """float64 [J] by name: the rewards that groups bring, those of `names` first; NaN where a group has none."""
-    every = dict.fromkeys([*names, *(name for group in groups for name in group.rewards)])
-    found: dict[str, list[np.ndarray]] = {name: [] for name in every}
+def _collect_rewards(groups: Sequence[Group], names: Sequence[str] = ()) -> dict[str, np.ndarray]:
+    """float64 [J] by name: the rewards that the groups have, those of `names` first; NaN where a group has none."""
+    all_names = dict.fromkeys([*names, *(name for group in groups for name in group.rewards)])
+    parts: dict[str, list[np.ndarray]] = {name: [] for name in all_names}
     for group in groups:
         size = len({c.generation for c in group.completions})
-        for name in every:
+        for name in all_names:
             values = np.asarray(group.rewards.get(name, np.full(size, math.nan)), dtype=np.float64)
             if values.shape != (size,):
                 raise DataError(
                     f"row {group.prompt.row} has rewards {name!r} of shape {list(values.shape)} for {size} "
                     "trajectories; give one number for each"
                 )
-            found[name].append(values)
-    return {name: np.concatenate(parts) for name, parts in found.items()}
+            parts[name].append(values)
+    return {name: np.concatenate(arrays) for name, arrays in parts.items()}

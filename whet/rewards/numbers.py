@@ -1,4 +1,4 @@
-"""Numbers as people and models write them: thousands, fractions, mixed numbers, powers of ten, units, in any digits.
+"""Reads numbers as people and models write them: thousands, fractions, mixed numbers, powers of ten, units, any digits.
 
 Left out on purpose: arithmetic (2^5, 3 + 4), which maths.py reads, and decimal commas, which look like thousands.
 """
@@ -18,7 +18,7 @@ from whet.rewards.text import last_box, scored
 __all__ = ["number_match", "read_value"]
 
 MAX_DIGITS = 1000
-"""A longer number is none: Python takes its time with them."""
+"""Characters of a number. A longer one is not read, because Python's conversion becomes slow."""
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+)"
 NUMBER = re.compile(
@@ -45,16 +45,16 @@ _EXPONENT = re.compile("[⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
 
 
 def number_match(completions: Sequence[Any], answer: Sequence[Any], *, tolerance: float = 0.0) -> list[float | None]:
-    r"""1 where the number that the completion ends in, or boxes, equals the answer's.
+    r"""1 where the last number of the completion, or of its last box, equals the answer's.
 
-    Of a text with \boxed{...} the last box counts, of another the last number. Read are thousands (1,234), decimals,
-    fractions (3/4, \frac{3}{4}, 1 1/2, ½), powers of ten (6.02 × 10^23, 1e3), in any script's digits. What is around it
-    is a unit and not read: $5, 5 km, 5 m^2, 5% are 5.
+    In a text with \boxed{...} the last box counts, in another text the last number. It may have thousands (1,234),
+    decimals, fractions (3/4, \frac{3}{4}, 1 1/2, ½), powers of ten (6.02 × 10^23, 1e3), and digits of any script. Units
+    around it are ignored: $5, 5 km, 5 m^2, 5% are 5.
 
     Args: completions [N]: texts or messages. answer [N]: the column; a worked solution ("... #### 1,000") will do.
-        tolerance: t; numbers are equal where |said − gold| ≤ t · |gold|. 0 = exactly.
+        tolerance: t; numbers are equal where |number − gold| ≤ t · |gold|. 0 = exactly.
     Returns: [N]; None where the answer has no number.
-    Raises: ConfigError: a tolerance below 0, or that is no number.
+    Raises: ConfigError: the tolerance is below 0, or not a number.
 
     >>> number_match(["it is 3/4 of them", r"\boxed{0.75} m^2, not 2", "0.7501", ""], ["3/4"] * 4)
     [1.0, 1.0, 0.0, 0.0]
@@ -63,46 +63,47 @@ def number_match(completions: Sequence[Any], answer: Sequence[Any], *, tolerance
     """
     if not (isinstance(tolerance, int | float) and 0 <= tolerance < math.inf):
         raise ConfigError(f"tolerance must be a number of at least 0, got {tolerance!r}; 0 = equal to the digit")
-    allowed = Fraction(tolerance)
+    relative = Fraction(tolerance)
 
     def score(text: str, golds: list[str]) -> float | None:
-        wanted = [found for gold in golds if (found := read_value(gold)) is not None]
-        if not wanted:
+        answers = [value for gold in golds if (value := read_value(gold)) is not None]
+        if not answers:
             return None
-        said = read_value(text)
-        return float(said is not None and any(abs(said - gold) <= allowed * abs(gold) for gold in wanted))
+        number = read_value(text)
+        return float(number is not None and any(abs(number - gold) <= relative * abs(gold) for gold in answers))
 
     return scored(completions, answer, score)
 
 
 def read_value(text: str) -> Fraction | None:
-    r"""The number that a text ends in, or boxes; None = there is none.
+    r"""The last number of a text, or of its last box; None if there is none.
 
     >>> read_value(r"about $1{,}234.5$ km"), read_value("6.02 × 10²"), read_value("H2O")
     (Fraction(2469, 2), Fraction(602, 1), None)
     """
-    held = last_box(text)
-    text = _EXPONENT.sub(lambda raised: "^" + raised[0].translate(_RAISED), text if held is None else held)
+    box = last_box(text)
+    text = _EXPONENT.sub(lambda raised: "^" + raised[0].translate(_RAISED), text if box is None else box)
     text = unicodedata.normalize("NFKC", text.replace("½", " ½")).replace("−", "-").replace("⁄", "/")
     text = re.sub(r"[^\W_a-zA-Z0-9]", lambda digit: str(unicodedata.decimal(digit[0], digit[0])), text)
-    for form, plain in _LATEX:
-        text = form.sub(plain, text)
-    found = None
-    for found in NUMBER.finditer(text):  # noqa: B007  (the last one)
+    for latex, plain in _LATEX:
+        text = latex.sub(plain, text)
+    match = None
+    for match in NUMBER.finditer(text):  # noqa: B007  (the last one)
         pass
-    return None if found is None or len(found[0]) > MAX_DIGITS else _value(found)
+    return None if match is None or len(match[0]) > MAX_DIGITS else _value(match)
 
 
-def _value(found: re.Match[str]) -> Fraction | None:
-    sign = -1 if found["sign"] == "-" else 1
+def _value(match: re.Match[str]) -> Fraction | None:
+    """The value of a match of NUMBER; None if it divides by 0."""
+    sign = -1 if match["sign"] == "-" else 1
     number = {
-        name: Fraction(held.replace(",", ""))
+        name: Fraction(text.replace(",", ""))
         for name in ("whole", "part", "of", "value", "over")
-        if (held := found[name])
+        if (text := match[name])
     }
     if "whole" in number:
         return sign * (number["whole"] + number["part"] / number["of"]) if number["of"] else None
     if not number.get("over", 1):
         return None
-    exponent = int(found["e"] or 0) + int(found["ten"] or 0)
+    exponent = int(match["e"] or 0) + int(match["ten"] or 0)
     return sign * number["value"] / number.get("over", 1) * Fraction(10) ** exponent

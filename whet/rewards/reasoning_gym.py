@@ -1,4 +1,4 @@
-"""The reward of reasoning-gym's tasks: its own score_answer, of the answer that a completion gives.
+"""The reward of reasoning-gym's tasks: their own score_answer of a completion's answer.
 
 Left out on purpose: the format rewards of reasoning-gym's examples; `format_match` is one.
 """
@@ -32,7 +32,7 @@ def reasoning_gym(completions: list[Any], task: list[str], index: list[int], **_
     from reasoning_gym.utils import extract_answer  # pyright: ignore[reportMissingImports]
 
     texts = [text_of(completion) for completion in completions]
-    answers = [text.strip() if (found := extract_answer(text)) is None else found for text in texts]
+    answers = [text.strip() if (answer := extract_answer(text)) is None else answer for text in texts]
     return [_score(*each) for each in zip(answers, task, index, strict=True)]
 
 
@@ -41,7 +41,7 @@ def reasoning_gym_number(completions: list[Any], task: list[str], index: list[in
 
     A wrong number that only contains the answer (15 for 5, -38 for 38) gets 0 too, where reasoning-gym gives a part.
 
-    Args, Returns: as of `reasoning_gym`.
+    Args, Returns: as in `reasoning_gym`.
 
     Example: for tasks whose answer is a number, on a model that writes sentences.
     """
@@ -63,8 +63,8 @@ def _score(answer: str, task: str, index: int) -> float:
 
 
 @functools.cache
-def _log_once(name: str, why: str) -> None:
-    logger.warning("reasoning_gym: the scorer of %s raised %s on a completion, which gets 0", name, why)
+def _log_once(name: str, error: str) -> None:
+    logger.warning("reasoning_gym: the scorer of %s raised %s on a completion, which gets 0", name, error)
 
 
 @functools.lru_cache(maxsize=4096)

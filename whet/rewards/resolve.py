@@ -14,16 +14,16 @@ from whet.errors import ConfigError, nearest
 from whet.rewards.call import RewardFn, function_name
 from whet.rewards.conversation import batch_conversation_function, is_conversation_function
 from whet.rewards.library import REWARDS
-from whet.rewards.maths import math_match, need_math_verify
+from whet.rewards.maths import check_math_verify, math_match
 from whet.util.references import is_ref, resolve_name
 
-__all__ = ["by_name", "listed", "resolve_reward", "with_reward_model"]
+__all__ = ["as_list", "resolve_reward", "resolve_rewards", "with_reward_model"]
 
 
-def listed(reward_fns: Any) -> list[Any]:
+def as_list(reward_fns: Any) -> list[Any]:
     """Converts one reward function, several, or None to a list.
 
-    >>> listed("exact_match"), listed(None)
+    >>> as_list("exact_match"), as_list(None)
     (['exact_match'], [])
     """
     return [reward_fns] if isinstance(reward_fns, str) or callable(reward_fns) else list(reward_fns or ())
@@ -35,7 +35,7 @@ def with_reward_model(reward_fns: Any, model: RewardFn) -> list[Any]:
     >>> with_reward_model(["reward_model", "boxed"], len), with_reward_model("boxed", len)
     ([<built-in function len>, 'boxed'], ['boxed', <built-in function len>])
     """
-    fns = listed(reward_fns)
+    fns = as_list(reward_fns)
     return [model if fn == REWARD_MODEL else fn for fn in fns] + ([] if REWARD_MODEL in fns else [model])
 
 
@@ -53,24 +53,24 @@ def resolve_reward(ref: Any) -> RewardFn:
         raise ConfigError(
             f"unknown reward function {ref!r}; if it is a reward model, give it as reward_model.model={ref}"
         )
-    found = resolve_name(ref, REWARDS, "reward function")
-    _check_bound(found)
-    if found is math_match:
-        need_math_verify()
-    return batch_conversation_function(found) if is_conversation_function(found) else found
+    fn = resolve_name(ref, REWARDS, "reward function")
+    _check_bound(fn)
+    if fn is math_match:
+        check_math_verify()
+    return batch_conversation_function(fn) if is_conversation_function(fn) else fn
 
 
-def by_name(given: Sequence[Any]) -> dict[str, RewardFn]:
-    """Reward functions by name; the second of a name is name_2, the third name_3.
+def resolve_rewards(refs: Sequence[Any]) -> dict[str, RewardFn]:
+    """Reward functions by name. If several have the same name, the second is name_2, the third name_3.
 
-    Args: given: each as resolve_reward takes it.
+    Args: refs: each as resolve_reward takes it.
     Raises: ConfigError: as resolve_reward does.
 
-    >>> list(by_name(["exact_match", "exact_match"]))
+    >>> list(resolve_rewards(["exact_match", "exact_match"]))
     ['exact_match', 'exact_match_2']
     """
     named: dict[str, RewardFn] = {}
-    for ref in given:
+    for ref in refs:
         fn = resolve_reward(ref)
         name = base = _name(ref, fn)
         count = 1
@@ -82,29 +82,29 @@ def by_name(given: Sequence[Any]) -> dict[str, RewardFn]:
 
 
 def _name(ref: Any, fn: RewardFn) -> str:
-    """A function's name. A partial, a lambda or an object that was given by reference has the reference's name."""
-    own = (inspect.isroutine(fn) or inspect.isclass(fn)) and fn.__name__.isidentifier()
-    return function_name(fn) if own or not (isinstance(ref, str) and is_ref(ref)) else re.split("[.:]", ref)[-1]
+    """A function's name. A partial, lambda or object from a reference has the name in the reference."""
+    has_name = (inspect.isroutine(fn) or inspect.isclass(fn)) and fn.__name__.isidentifier()
+    return function_name(fn) if has_name or not (isinstance(ref, str) and is_ref(ref)) else re.split("[.:]", ref)[-1]
 
 
 def _check_bound(fn: Any) -> None:
-    """Raises ConfigError where functools.partial has bound to a reward of whet's own what it does not take.
+    """Raises ConfigError for a wrong argument that functools.partial has bound to one of whet's rewards.
 
-    They are called on no completions at all, which costs nothing, and says of a value what the first step would say.
+    The function is called without completions, which costs nothing and raises the errors of the first step.
 
     >>> _check_bound(functools.partial(REWARDS["number_match"], tol=0.1))
     Traceback (most recent call last):
-    whet.errors.ConfigError: reward function number_match has no argument 'tol'. To be bound are tolerance
+    whet.errors.ConfigError: reward function number_match has no argument 'tol'. Arguments that can be bound: tolerance
     """
     if not isinstance(fn, functools.partial) or fn.func not in REWARDS.values():
         return
     arguments = inspect.signature(fn.func).parameters
-    own = [word for word, argument in arguments.items() if argument.default is not argument.empty]
+    optional = [word for word, argument in arguments.items() if argument.default is not argument.empty]
     if wrong := next((word for word in fn.keywords if word not in arguments), None):
         raise ConfigError(
-            f"reward function {fn.func.__name__} has no argument {wrong!r}{nearest(wrong, own) or '.'} To be bound are "
-            f"{', '.join(own) or 'none'}"
+            f"reward function {fn.func.__name__} has no argument {wrong!r}{nearest(wrong, optional) or '.'} "
+            f"Arguments that can be bound: {', '.join(optional) or 'none'}"
         )
-    given = [word for word in arguments if word not in own]
-    if not fn.args and not any(word in fn.keywords for word in given):
-        fn(**{word: [] for word in given})
+    required = [word for word in arguments if word not in optional]
+    if not fn.args and not any(word in fn.keywords for word in required):
+        fn(**{word: [] for word in required})

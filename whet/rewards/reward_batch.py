@@ -1,6 +1,6 @@
 """RewardBatch: the rewards of a step in one place, from the reward functions to the advantage estimator.
 
-Dim letters: J trajectories, in the order of groups and generations. The forks of one episode are one trajectory.
+Dim legend: J trajectories, in the order of groups and generations. The forks of one episode are one trajectory.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class RewardBatch:
     table: Mapping[str, np.ndarray]
     """float64 [J] by function, before its weight; NaN = the function does not apply."""
     weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """The weight of each function in the total; 1 where none is given."""
+    """The weight of each function in the total; 1 by default."""
     total: np.ndarray = None  # pyright: ignore[reportAssignmentType]
     """float64 [J]: the outcome that is trained on, logged and stored; NaN = no function applies. By default the
-    weighted sum of the functions that apply. A `batch` stage may give another one: see `with_total`.
+    weighted sum of the functions that apply. A `batch` stage may replace it: see `with_total`.
     """
     texts: Sequence[Sequence[Any]]
     """The decoded completions of each group."""
@@ -116,7 +116,7 @@ class RewardBatch:
     def cat(cls, parts: Sequence[RewardBatch]) -> RewardBatch:
         """Joins the parts of one batch. The result is that of one call for all groups.
 
-        Args: parts: in the order of their groups. A function that a part has not is NaN there.
+        Args: parts: in the order of their groups. A function that a part lacks is NaN there.
         """
         if len(parts) == 1:
             return parts[0]
@@ -136,18 +136,18 @@ class RewardBatch:
             call_metrics=merge(*(part.call_metrics for part in parts)),
         )
 
-    def select(self, chosen: Sequence[int] | np.ndarray) -> RewardBatch:
+    def select(self, indices: Sequence[int] | np.ndarray) -> RewardBatch:
         """Some of the groups, in the order given."""
         bounds = np.cumsum([0, *self.sizes])
-        at = np.concatenate([np.empty(0, int), *(np.arange(bounds[i], bounds[i + 1]) for i in chosen)])
+        rows = np.concatenate([np.empty(0, int), *(np.arange(bounds[i], bounds[i + 1]) for i in indices)])
         return dataclasses.replace(
             self,
-            groups=[self.groups[i] for i in chosen],
-            table={name: values[at] for name, values in self.table.items()},
-            total=self.total[at],
-            texts=[self.texts[i] for i in chosen],
-            inputs=self.inputs.select(at),
-            greedy=None if self.greedy is None else self.greedy[np.asarray(chosen, int)],
+            groups=[self.groups[i] for i in indices],
+            table={name: values[rows] for name, values in self.table.items()},
+            total=self.total[rows],
+            texts=[self.texts[i] for i in indices],
+            inputs=self.inputs.select(rows),
+            greedy=None if self.greedy is None else self.greedy[np.asarray(indices, int)],
         )
 
 

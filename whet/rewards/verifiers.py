@@ -1,6 +1,6 @@
 """The reward of the package verifiers' tasks: the weighted sum of a task's own rewards.
 
-Left out on purpose: a column for each of a task's rewards; the weights are the task's.
+Left out on purpose: a column for each of a task's rewards; the task has the weights.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ async def verifiers(
 
     Example: rewards `verifiers` with data `verifiers:my-taskset`.
     """
-    each = zip(prompts, completions, task, index, strict=True)
-    return list(await asyncio.gather(*(_score(load_tasks(name)[int(i)], p, text_of(c)) for p, c, name, i in each)))
+    rows = zip(prompts, completions, task, index, strict=True)
+    return list(await asyncio.gather(*(_score(load_tasks(name)[int(i)], p, text_of(c)) for p, c, name, i in rows)))
 
 
 async def _score(task: Any, prompt: list[dict[str, Any]], completion: str) -> float:
-    """A task's score of one answer to its prompt."""
+    """The score that a task gives one completion."""
     from verifiers import v1  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
     from verifiers.v1.state import state_cls  # pyright: ignore[reportMissingImports]
 

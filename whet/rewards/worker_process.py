@@ -90,17 +90,17 @@ def _answers(
     name: str,
     ids: Sequence[Sequence[str]],
     each: Mapping[str, bytes],
-    words: Mapping[str, bytes],
+    kwargs: Mapping[str, bytes],
 ) -> Any:
     """Yields the answer of each call.
 
-    Args: ids: the trajectories of each call. each: keyword -> the pickled lists of all calls. words: keyword -> the
+    Args: ids: the trajectories of each call. each: keyword -> the pickled lists of all calls. kwargs: keyword -> the
         pickled value that all calls share.
     """
     what = f"reward function {name}"
     try:
         lists = {word: _unpickle(word, data) for word, data in each.items()}
-        for word, data in words.items():
+        for word, data in kwargs.items():
             _unpickle(word, data)
     except Exception as error:  # unpickling may raise anything
         for call_ids in ids:
@@ -109,7 +109,7 @@ def _answers(
     for call, call_ids in enumerate(ids):
         begun = time.perf_counter()
         try:
-            shared = {word: pickle.loads(data) for word, data in words.items()}  # for each call, which may change them
+            shared = {word: pickle.loads(data) for word, data in kwargs.items()}  # for each call, which may change them
             value = fn(**{word: values[call] for word, values in lists.items()}, **shared)
             if inspect.isawaitable(value):
                 import asyncio

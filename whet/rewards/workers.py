@@ -57,10 +57,10 @@ _CODE = (
 class Call:
     """A function's arguments.
 
-    Example: Call(words={"completions": ["4", "5"], "mode": "train"}, ids=["0_0", "0_1"], each=("completions",)).
+    Example: Call(kwargs={"completions": ["4", "5"], "mode": "train"}, ids=["0_0", "0_1"], each=("completions",)).
     """
 
-    words: Mapping[str, Any]
+    kwargs: Mapping[str, Any]
     """The keyword arguments."""
     ids: Sequence[str]
     """[N] trajectory ids."""
@@ -155,7 +155,7 @@ class RewardWorkers:
         count: the number of processes.
         calls, growth_bytes: a process is replaced after so many calls, or this growth in memory since its first call.
 
-    Example: RewardWorkers({"exact": FunctionRef(ref="whet.rewards.text:exact_match")}, 2).call({"exact": Call(words={
+    Example: RewardWorkers({"exact": FunctionRef(ref="whet.rewards.text:exact_match")}, 2).call({"exact": Call(kwargs={
     "completions": ["4"], "answer": ["4"]}, ids=["0_0"])}, timeout_s=5.0) -> ({"exact": CheckedRewards(rewards=[1.0])},
     {"exact": 0.0001}).
     """
@@ -261,10 +261,10 @@ class RewardWorkers:
 
     def _send(self, worker: _Worker, part: _Part, batch: _Batch) -> None:
         call = batch.calls[part.name]
-        each = {word: [[call.words[word][i] for i in at] for at in part.at] for word in call.each}
-        rest = {word: value for word, value in call.words.items() if word not in each}
+        each = {word: [[call.kwargs[word][i] for i in at] for at in part.at] for word in call.each}
+        rest = {word: value for word, value in call.kwargs.items() if word not in each}
         ids = [[call.ids[i] for i in at] for at in part.at]
-        pickled = [{word: _pickle(part.name, word, value) for word, value in words.items()} for words in (each, rest)]
+        pickled = [{word: _pickle(part.name, word, value) for word, value in kwargs.items()} for kwargs in (each, rest)]
         worker.part, worker.begun_part, worker.begun = part, False, time.monotonic()
         _set_send_timeout(worker.connection, batch.timeout_s)
         try:

@@ -29,9 +29,10 @@ def computed(key: str = "", note: str = "") -> Field:
     return Field(state="other", note=note, key=key)
 
 
-_RANKS = "whet runs one process now"
-_ONE = refused(None, f"{_RANKS}: a model, and a sequence, lie on one device; set it to 1", harmless=(1,))
-_FSDP = _ONE._replace(harmless=(0, 1))
+_OWN_COMMANDS = "whet's own commands shard a model over the processes of torchrun (whet docs scaling)"
+_ONE = refused(None, "tensor, sequence and context parallelism are not supported; set it to 1", harmless=(1,))
+_DDP = refused(None, f"whet.rl2 is made for one process, set it to 1; {_OWN_COMMANDS}", harmless=(1,))
+_FSDP = _DDP._replace(harmless=(0, 1))
 MEGATRON = "Megatron is not here: leave its keys out, whet trains with its own worker"
 """Why its keys are refused."""
 _LIGER = "a whole row of logits is never made; the fused layers are a CPU's, and on a GPU nothing stands in for Liger's"
@@ -85,7 +86,7 @@ def _model(role: str, section: str) -> dict[str, Field]:
         "tokenizer_name": computed("tokenizer", "one tokenizer for all roles: the actor's"),
         "use_liger_kernel": inert(None, _LIGER),
         "dtype": computed(f"{section}.dtype", "bfloat16 or float32; masters are fp32 either way; float16 is refused"),
-        "ddp_size": _ONE,
+        "ddp_size": _DDP,
         "fsdp_size": _FSDP,
         "tp_size": _ONE,
         "sp_size": _ONE,

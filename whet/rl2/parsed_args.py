@@ -114,7 +114,7 @@ class ParsedArgs:
         """The values below a prefix, by the rest of their keys."""
         return {k.removeprefix(f"{prefix}."): v for k, v in self.values.items() if k.startswith(f"{prefix}.")}
 
-    def check_refused(self) -> None:
+    def collect_refused(self) -> None:
         """Notes every key with a refused value."""
         for key, value in self.values.items():
             row = find_field(key, KEYS[self.trainer])

@@ -43,7 +43,7 @@ def translate_args(args: ParsedArgs) -> Any:
 
 def translated_tree(args: ParsedArgs) -> tuple[type, dict[str, Any]]:
     """The class of the configuration and its tree, without the keys given as whet.<key>."""
-    args.check_refused()
+    args.collect_refused()
     args.raise_problems()
     flat = copied_values(args)
     for translate in _TRANSLATIONS[args.trainer]:

@@ -270,18 +270,6 @@ class EngineStats:
         return self.live / self.max_batch if self.max_batch else 0.0
 
     @property
-    def kv_occupancy(self) -> float:
-        """Share of the KV bound in use now; 0 without a bound."""
-        return self.kv_tokens / self.kv_tokens_bound if self.kv_tokens_bound else 0.0
-
-    @property
-    def kv_bytes_bound(self) -> int | None:
-        """The KV bound in bytes; None without a bound, or before the first KV shows the size of a token."""
-        if self.kv_tokens_bound is None or not self.kv_bytes:
-            return None
-        return self.kv_bytes // self.kv_tokens * self.kv_tokens_bound
-
-    @property
     def mean_batch_size(self) -> float:
         """Mean number of sequences of a decode step."""
         return self.row_steps / self.steps if self.steps else 0.0

@@ -311,7 +311,7 @@ class Masks:
         """Drops all masks, before other completions."""
         self._rows: list[np.ndarray] = []
         self._places: dict[bytes, int] = {}
-        self._known: dict[Hashable, np.ndarray] = {}
+        self._stored: dict[Hashable, np.ndarray] = {}
 
     @property
     def bytes(self) -> int:
@@ -330,7 +330,7 @@ class Masks:
         spans: dict[Hashable, list[slice]] = {}
         for a, b in itertools.pairwise(cuts):
             spans.setdefault((sampling, tokens[a:b].tobytes(), sampled[a:b].tobytes()), []).append(slice(a, b))
-        new = {key: places[0] for key, places in spans.items() if key not in self._known}
+        new = {key: places[0] for key, places in spans.items() if key not in self._stored}
         at = np.concatenate([np.arange(s.start, s.stop) for s in new.values()] or [np.zeros(0, int)])
         masks = self._grammars.replay(sampling, tokens[at], sequence[at], sampled[at]).numpy()
         fresh = dict(zip(new, np.split(masks, np.cumsum([s.stop - s.start for s in new.values()])), strict=False))
@@ -340,7 +340,7 @@ class Masks:
             return torch.from_numpy(masks)
         table = np.empty((len(tokens), masks.shape[1]), np.uint8)
         for key, places in spans.items():
-            rows = fresh[key] if key in fresh else [self._rows[i] for i in self._known[key]]
+            rows = fresh[key] if key in fresh else [self._rows[i] for i in self._stored[key]]
             for place in places:
                 table[place] = rows
         return torch.from_numpy(table)
@@ -359,7 +359,7 @@ class Masks:
                 self._places[content] = len(self._rows)
                 self._rows.append(np.frombuffer(content, np.uint8))
             index[i], last = self._places[content], content
-        self._known[key] = index
+        self._stored[key] = index
 
 
 def _is_set(mask: np.ndarray, token: int) -> bool:

@@ -111,13 +111,13 @@ def check_options(request: Request, *, vocabulary: int) -> None:
     faults: tuple[tuple[Sequence[str], bool, str], ...] = (
         (list(options), sampling.constraint is not None, ": they do not go together with a constraint; keep one"),
         (["exponential_decay_length_penalty"], not sampling.stop_ids, " needs a stop token; give eos_tokens"),
-        (["early_stopping", "length_penalty"], beams == 1, " says how beams are ranked; give num_beams above 1 too"),
+        (["early_stopping", "length_penalty"], beams == 1, " ranks beams; give num_beams above 1 too"),
         (["epsilon_cutoff", "eta_cutoff", "top_h", "typical_p"], beams > 1, " truncates draws, not beams: drop it"),
         (["num_beams"], beams > 1 and drawn, " searches, it does not draw: set temperature=0.0"),
     )
     for names, wrong, why in faults:
-        if wrong and (found := [f"{name}={options[name]!r}" for name in names if name in options]):
-            raise ConfigError(f"generation_kwargs: {', '.join(found)}{why}")
+        if wrong and (options_set := [f"{name}={options[name]!r}" for name in names if name in options]):
+            raise ConfigError(f"generation_kwargs: {', '.join(options_set)}{why}")
     if beams > 1 and (request.offset or request.address[3] >= beams):
         where = f"after {request.offset} tokens, generation {request.address[3]}"
         raise EngineError(f"request {request.id}: {where}, but num_beams={beams} gives {beams} beams of a bare prompt")
@@ -182,8 +182,8 @@ def logits_processors(module: Any, ids: Tensor, request: Request) -> Callable[[T
 
     Returns: (ids so far, fp32 logits [n, V]) -> the scores [n, V] to draw from.
     """
-    take: Any = lambda *_, logits_processor, **__: logits_processor
-    return _generate(module, ids, request, custom_generate=take)
+    return_processors: Any = lambda *_, logits_processor, **__: logits_processor
+    return _generate(module, ids, request, custom_generate=return_processors)
 
 
 def beam_search(module: nn.Module, batch: Sequence[Request], *, decode: Decode | None, version: int) -> list[Output]:

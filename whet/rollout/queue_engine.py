@@ -192,7 +192,7 @@ class SimpleEngine(QueueEngine):
                 f"{name}: tokens {list(ids.shape)} and logprobs {list(logprobs.shape)}; give one for each"
             )
         if not 1 <= len(ids) <= sampling.max_tokens:
-            raise EngineError(f"{name} made {len(ids)} tokens; make 1 to max_tokens={sampling.max_tokens}")
+            raise EngineError(f"{name} returned {len(ids)} tokens; return 1 to max_tokens={sampling.max_tokens}")
         possible = (logprobs <= 0) & np.isfinite(logprobs)  # NaN is neither
         if not possible.all():
             raise EngineError(

@@ -348,13 +348,13 @@ class Sampler:
             first: index of the first prompt, so that a list in several calls draws as in one.
         Returns: a group for each prompt.
         """
-        any_of = sampling if isinstance(sampling, Sampling) else sampling[0]
-        if num_generations > 1 and any_of.temperature == 0 and num_beams(any_of) == 1:
+        first_sampling = sampling if isinstance(sampling, Sampling) else sampling[0]
+        if num_generations > 1 and first_sampling.temperature == 0 and num_beams(first_sampling) == 1:
             raise ConfigError(
                 f"temperature=0.0 takes the likeliest token, so {num_generations} generations would all be the "
                 "same; set a temperature above 0"
             )
-        rollouts = Rollouts(self.engine(any_of), next_id=self._next_id)
+        rollouts = Rollouts(self.engine(first_sampling), next_id=self._next_id)
         self._next_id += len(prompts) * num_generations
         return rollouts.run(single_turns(prompts, sampling, num_generations=num_generations, address=(seed, 0, first)))
 
@@ -409,22 +409,22 @@ class Sampler:
 
     @transformer_state.setter
     def transformer_state(self, state: Mapping[str, Tensor]) -> None:
-        own = self.transformer_state
-        wrong = [f"{n} is missing" for n in own.keys() - state.keys()]
-        wrong += [f"{n} is unknown" for n in state.keys() - own.keys()]
+        current = self.transformer_state
+        wrong = [f"{n} is missing" for n in current.keys() - state.keys()]
+        wrong += [f"{n} is unknown" for n in state.keys() - current.keys()]
         wrong += [
-            f"{n} is {state[n].dtype} {list(state[n].shape)}, not {own[n].dtype} {list(own[n].shape)}"
-            for n in own.keys() & state.keys()
-            if (state[n].shape, state[n].dtype) != (own[n].shape, own[n].dtype)
+            f"{n} is {state[n].dtype} {list(state[n].shape)}, not {current[n].dtype} {list(current[n].shape)}"
+            for n in current.keys() & state.keys()
+            if (state[n].shape, state[n].dtype) != (current[n].shape, current[n].dtype)
         ]
         if wrong:
             raise ConfigError(f"transformer_state does not fit this model: {'; '.join(sorted(wrong)[:4])}")
         with torch.no_grad():
-            for name, tensor in own.items():
+            for name, tensor in current.items():
                 tensor.copy_(state[name])
         self._version += 1
         for engine in self._engines.values():
-            engine.update(self._version, None if engine.caps.shared_weights else iter(own.items()))
+            engine.update(self._version, None if engine.caps.shared_weights else iter(current.items()))
 
     def close(self) -> None:
         """Frees the engines' memory; nothing can be drawn after."""

@@ -75,7 +75,7 @@ class TextStream:
     def __init__(self, decode: Callable[[Any], str]) -> None:
         self._decode = decode
         self._ids: list[int] = []
-        self._from = self._shown = 0
+        self._context_start = self._num_decoded = 0
 
     def push(self, ids: Iterable[int], *, last: bool = False) -> str:
         """The text that the next tokens add.
@@ -83,9 +83,9 @@ class TextStream:
         Args: ids: the next tokens. last: no more tokens follow, so nothing waits.
         """
         self._ids += [int(i) for i in ids]
-        before = self._decode(self._ids[self._from : self._shown])
-        text = self._decode(self._ids[self._from :])
+        before = self._decode(self._ids[self._context_start : self._num_decoded])
+        text = self._decode(self._ids[self._context_start :])
         if text.endswith(INCOMPLETE) and not last:
             return ""
-        self._from, self._shown = self._shown, len(self._ids)
+        self._context_start, self._num_decoded = self._num_decoded, len(self._ids)
         return text[len(before) :]

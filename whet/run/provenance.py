@@ -38,9 +38,9 @@ __all__ = [
     "changed_settings",
     "check_inputs",
     "check_settings",
-    "plain",
     "record_inputs",
     "source_of",
+    "to_loadable",
     "weights_digest",
 ]
 
@@ -213,16 +213,16 @@ def _part(tree: Mapping[str, Any], name: str, kind: Any) -> Any:
     return tree[name]
 
 
-def plain(tree: Any) -> Any:
+def to_loadable(tree: Any) -> Any:
     """Converts a configuration tree to types that torch.load(weights_only=True) can read.
 
-    >>> plain({1: (2, None)})
+    >>> to_loadable({1: (2, None)})
     {'1': [2, None]}
     """
     if isinstance(tree, Mapping):
-        return {str(k): plain(v) for k, v in tree.items()}
+        return {str(k): to_loadable(v) for k, v in tree.items()}
     if isinstance(tree, list | tuple):
-        return [plain(v) for v in tree]
+        return [to_loadable(v) for v in tree]
     return tree if isinstance(tree, str | int | float | bool | None) else repr(tree)
 
 
@@ -272,7 +272,7 @@ def _model(
     """The record of a model. Args: only_read: it is not trained. adapted: it has an adapter. view: it shares its
     weights with another role.
     """
-    config = plain(module.config.to_dict())  # pyright: ignore
+    config = to_loadable(module.config.to_dict())  # pyright: ignore
     digest = None
     if not view and (only_read or adapted):
         size = sum(t.numel() * t.element_size() for t in module.parameters() if t.device.type == "cpu")

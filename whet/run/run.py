@@ -33,7 +33,7 @@ from whet.observe.progress import Progress
 from whet.observe.trace import trace_folder
 from whet.run.builtin_observers import builtin_observers
 from whet.run.observer import Observer, Observers, TrainerControl
-from whet.run.provenance import check_inputs, check_settings, plain
+from whet.run.provenance import check_inputs, check_settings, to_loadable
 from whet.run.random_state import random_state, set_random_state
 from whet.run.signals import SignalHandler, Stopped
 from whet.run.start_messages import log_data_end, log_run_length, steps_in_data, write_environment
@@ -430,7 +430,7 @@ class Run:
 
     def _compared_settings(self) -> dict[str, Any]:
         """The settings that a resume compares, with those that were given from Python and have no key."""
-        return plain({**self.settings, **self.task.extra_settings()})
+        return to_loadable({**self.settings, **self.task.extra_settings()})
 
     def _resume(self) -> int:
         """Restores the checkpoint that `resume` names. Returns: its step; -1 if there is none yet."""

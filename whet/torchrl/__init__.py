@@ -1,4 +1,4 @@
-"""TorchRL's GRPO objectives and its Monte-Carlo advantage, over whet's own losses: one import changed.
+"""TorchRL's GRPO objectives and its Monte-Carlo advantage, computed by whet's losses; a program changes one import.
 
     from whet.torchrl import GRPOLoss, MCAdvantage        # was: from torchrl.objectives.llm import ...
 

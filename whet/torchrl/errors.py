@@ -1,4 +1,4 @@
-"""Errors that are also of the class that TorchRL raises in the same case."""
+"""Errors that inherit from the class that TorchRL raises in the same case."""
 
 from __future__ import annotations
 

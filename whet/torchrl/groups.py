@@ -16,7 +16,7 @@ from torch import Tensor
 
 from whet.errors import ConfigError, DataError, lookup_error
 from whet.ops import GroupedRewards
-from whet.torchrl.selection import MCAdvantageSelector, inside
+from whet.torchrl.selection import MCAdvantageSelector, mean_is_within
 
 __all__ = ["COUNTERS", "GroupGatherer", "Trajectory", "mc_advantage"]
 
@@ -40,30 +40,30 @@ COUNTERS = (
     "expired_groups",
     "discarded_trajectories",
 )
-"""What is counted: TorchRL's names, and the groups given up because there were too many or they waited too long, with
-the trajectories that went with them. Where steps are pooled (trajectory_return=None) returns are not counted, nor
-successful trajectories: those whose rewards sum to more than 0."""
+"""The counters: TorchRL's, and those of groups that were discarded because there were too many or they waited too long,
+with their trajectories. A trajectory is successful if its rewards sum to more than 0. If trajectory_return=None pools
+the steps, neither returns nor successful trajectories are counted."""
 
 
 class Trajectory(NamedTuple):
-    """A finished trajectory: the group it belongs to, the reward of each of its steps, and whatever else it is."""
+    """A finished trajectory: its group, the reward of each of its steps, and an object of the caller."""
 
     group: Hashable
-    """The prompt's text or a number; equal ones belong together."""
+    """The prompt's text or a number; trajectories with equal ones form a group."""
     rewards: Tensor
-    """[T ...], a number each step."""
+    """[T ...], a number for each step."""
     item: Any = None
     """Returned with the advantages."""
 
 
-class _Waiting(list[Trajectory]):
-    """The trajectories of a group that is not full, and when the last of them came, in seconds."""
+class _Queue(list[Trajectory]):
+    """The trajectories of a group that is not full, and the time when the last of them arrived, in seconds."""
 
-    since: float = 0.0
+    last_arrival: float = 0.0
 
 
 class GroupGatherer:
-    """Holds trajectories by group, and gives a group back with its advantages once it is full.
+    """Collects trajectories by group, and returns a group with its advantages once it is full.
 
     Aᵢ = (Rᵢ − mean(R)) / max(σ(R), 1e-6), R the returns of the group's trajectories, σ with n − 1; all steps of a
     trajectory have its advantage. With trajectory_return=None each step has its own: R are the rewards of all steps of
@@ -71,20 +71,20 @@ class GroupGatherer:
 
     Args:
         grpo_size: G.
-        trajectory_return: what a return is, of the rewards of the steps: sum, max or mean; None = steps are pooled.
-        keep_return_bounds: (low, high), exclusive: a group whose mean return is not between is dropped (DAPO's dynamic
-            sampling); None = all are kept.
-        candidate_group_size: trajectories that a group may wait for until a choice of G lies inside the bounds; None =
-            G.
-        candidate_selection_min_size: trajectories that are waited for before the first choice; None = G.
-        candidate_selector: how the choice is made; None = MCAdvantageSelector().
-        max_queued_groups: incomplete groups held at most; one more, and the one that has waited longest is given up.
-            None = no bound.
-        group_timeout: seconds since its last trajectory after which an incomplete group is given up; None = never.
+        trajectory_return: how the rewards of the steps become a return: sum, max or mean; None = steps are pooled.
+        keep_return_bounds: (low, high), exclusive: a group with a mean return outside is dropped (DAPO's dynamic
+            sampling); None = all groups are kept.
+        candidate_group_size: the most trajectories to collect until G of them have a mean return inside the bounds;
+            None = G.
+        candidate_selection_min_size: trajectories to collect before the first choice; None = G.
+        candidate_selector: chooses the G trajectories; None = MCAdvantageSelector().
+        max_queued_groups: the most incomplete groups. With one more, the group that has waited longest is discarded.
+            None = no limit.
+        group_timeout: an incomplete group is discarded this many seconds after its last trajectory; None = never.
         clock: gives the time in seconds.
     Raises: ConfigError: a value out of its range, or options that exclude each other.
-    Source: agrees with TorchRL's MCAdvantage where two rewards differ; where all are equal whet gives exactly 0.
-        There the default is None, as of whet.torchrl's MCAdvantage, and nothing bounds the groups.
+    Source: agrees with TorchRL's MCAdvantage if two rewards differ; if all are equal, whet returns exactly 0. TorchRL's
+        default of trajectory_return is None, as in whet.torchrl's MCAdvantage, and its number of groups is unlimited.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class GroupGatherer:
     ) -> None:
         self.grpo_size = grpo_size
         self.trajectory_return = trajectory_return
-        self.keep_return_bounds = _checked_bounds(keep_return_bounds)
+        self.keep_return_bounds = _check_bounds(keep_return_bounds)
         self.candidate_group_size = grpo_size if candidate_group_size is None else candidate_group_size
         least = grpo_size if candidate_selection_min_size is None else candidate_selection_min_size
         self.candidate_selection_min_size = least
@@ -111,7 +111,7 @@ class GroupGatherer:
         self.group_timeout = group_timeout
         self.clock = clock
         self._check()
-        self.queues: OrderedDict[Hashable, _Waiting] = OrderedDict()  # in the order of their last trajectory
+        self.queues: OrderedDict[Hashable, _Queue] = OrderedDict()  # in the order of their last trajectory
         self.stats: dict[str, float] = {}
         self.reset()
 
@@ -127,7 +127,7 @@ class GroupGatherer:
         smallest = 1 if self.trajectory_return is None else 2
         rules = (
             (self.grpo_size >= smallest, f"grpo_size {self.grpo_size!r} must be at least {smallest}: a trajectory is "
-             "compared with others of its group (trajectory_return=None compares the steps of one)"),
+             "compared with the others of its group (trajectory_return=None compares steps)"),
             (most >= self.grpo_size, f"candidate_group_size {most!r} must be at least grpo_size {self.grpo_size}"),
             (self.grpo_size <= least <= most, f"candidate_selection_min_size {least!r} must lie between grpo_size "
              f"{self.grpo_size} and candidate_group_size {most}"),
@@ -144,11 +144,11 @@ class GroupGatherer:
                 raise ConfigError(message)
 
     def add(self, trajectory: Trajectory) -> list[tuple[Trajectory, Tensor]] | None:
-        """Takes a trajectory; returns its group where that is full now.
+        """Adds a trajectory, and returns its group if it is full now.
 
-        Returns: the group's trajectories in the order they came (of those chosen), each with its advantages, in the
-            shape of its rewards; None while the group waits, and where it is dropped.
-        Raises: DataError: no rewards, or one that is not finite.
+        Returns: the (chosen) trajectories of the group in order of arrival, each with its advantages in the shape of
+            its rewards; None if the group is not full yet or is dropped.
+        Raises: DataError: no rewards, or a reward that is not finite.
         """
         if not trajectory.rewards.numel() or not trajectory.rewards.isfinite().all():
             raise DataError(
@@ -157,37 +157,37 @@ class GroupGatherer:
             )
         self.expire()
         self._count(trajectory)
-        waiting = self.queues.setdefault(trajectory.group, _Waiting())
+        waiting = self.queues.setdefault(trajectory.group, _Queue())
         waiting.append(trajectory)
-        waiting.since = self.clock()
+        waiting.last_arrival = self.clock()
         self.queues.move_to_end(trajectory.group)
         if len(waiting) < self.candidate_selection_min_size:
-            self._bound()
+            self._evict_oldest()
             return None
-        found = self._advantages(waiting)
-        if found is None and len(waiting) < self.candidate_group_size:
-            self._bound()
+        group = self._compute_advantages(waiting)
+        if group is None and len(waiting) < self.candidate_group_size:
+            self._evict_oldest()
             return None
         del self.queues[trajectory.group]
         self.stats["completed_groups"] += 1
-        self.stats["dropped_groups" if found is None else "written_groups"] += 1
-        return found
+        self.stats["dropped_groups" if group is None else "written_groups"] += 1
+        return group
 
     def expire(self) -> int:
-        """Gives up the groups that have waited too long. Returns: how many."""
+        """Discards the groups that have waited too long. Returns: their number."""
         if self.group_timeout is None:
             return 0
         now, before = self.clock(), self.stats["expired_groups"]
-        while self.queues and now - next(iter(self.queues.values())).since > self.group_timeout:
-            self._give_up("expired_groups")
+        while self.queues and now - next(iter(self.queues.values())).last_arrival > self.group_timeout:
+            self._discard_oldest("expired_groups")
         return int(self.stats["expired_groups"] - before)
 
-    def _bound(self) -> None:
-        """Gives up the group that has waited longest where there are too many."""
+    def _evict_oldest(self) -> None:
+        """Discards the group that has waited longest, if there are too many."""
         if self.max_queued_groups is not None and len(self.queues) > self.max_queued_groups:
-            self._give_up("evicted_groups")
+            self._discard_oldest("evicted_groups")
 
-    def _give_up(self, counter: str) -> None:
+    def _discard_oldest(self, counter: str) -> None:
         _, waiting = self.queues.popitem(last=False)
         self.stats[counter] += 1
         self.stats["discarded_trajectories"] += len(waiting)
@@ -195,40 +195,40 @@ class GroupGatherer:
     def _count(self, trajectory: Trajectory) -> None:
         self.stats["completed_trajectories"] += 1
         self.stats["completed_decisions"] += len(trajectory.rewards) if trajectory.rewards.dim() else 1
-        if self.trajectory_return is None:  # steps are compared: TorchRL counts no returns then
+        if self.trajectory_return is None:  # as TorchRL, which counts no returns if steps are compared
             return
         total = float(trajectory.rewards.sum())
         self.stats["trajectory_return_sum"] += total
         self.stats["trajectory_return_max"] = max(self.stats["trajectory_return_max"], total)
         self.stats["successful_trajectories"] += int(total > 0)
 
-    def _advantages(self, group: list[Trajectory]) -> list[tuple[Trajectory, Tensor]] | None:
-        """The trajectories chosen and their advantages; None = no choice lies inside the bounds."""
+    def _compute_advantages(self, group: list[Trajectory]) -> list[tuple[Trajectory, Tensor]] | None:
+        """The chosen trajectories and their advantages; None = no choice has a mean inside the bounds."""
         if self.trajectory_return is None:
-            steps = _relative(torch.cat([t.rewards.flatten() for t in group]))
+            steps = _normalize(torch.cat([t.rewards.flatten() for t in group]))
             each = steps.split([t.rewards.numel() for t in group])
             return [(t, a.reshape(t.rewards.shape).to(t.rewards)) for t, a in zip(group, each, strict=True)]
         reduce = RETURNS[self.trajectory_return]
         returns = torch.stack([reduce(t.rewards.detach().double()) for t in group])
-        chosen = self._chosen(group, returns)
+        chosen = self._select(group, returns)
         if chosen is None:
             return None
-        advantages = _relative(returns[chosen])
+        advantages = _normalize(returns[chosen])
         return [
             (group[i], a.to(group[i].rewards).expand(group[i].rewards.shape).clone())
             for i, a in zip(chosen, advantages, strict=True)
         ]
 
-    def _chosen(self, group: list[Trajectory], returns: Tensor) -> list[int] | None:
-        """The places of the trajectories that are trained on; None = none yet."""
+    def _select(self, group: list[Trajectory], returns: Tensor) -> list[int] | None:
+        """The indices of the trajectories to train on; None = no choice yet."""
         selector, bounds = self.candidate_selector, self.keep_return_bounds
         candidates = TensorDict({"return": returns}, [len(group)])
         if "trajectories" in selector.in_keys and all(is_tensor_collection(t.item) for t in group):
             candidates["trajectories"] = lazy_stack([t.item for t in group], 0)
         chosen = selector.select(candidates, group_size=self.grpo_size, keep_return_bounds=bounds)
-        if chosen is None or not inside(returns[chosen].tolist(), bounds):
+        if chosen is None or not mean_is_within(returns[chosen].tolist(), bounds):
             return None
-        rescued = len(group) > self.grpo_size and not inside(returns[: self.grpo_size].tolist(), bounds)
+        rescued = len(group) > self.grpo_size and not mean_is_within(returns[: self.grpo_size].tolist(), bounds)
         self.stats["rescued_groups"] += int(rescued)
         self.stats["selected_trajectories"] += len(chosen)
         self.stats["unselected_trajectories"] += len(group) - len(chosen)
@@ -236,14 +236,14 @@ class GroupGatherer:
 
 
 class Groups(Iterator[list[tuple[Trajectory, Tensor]]]):
-    """The groups of a stream, as they fill up. Args: gatherer: of the groups. trajectories: the stream."""
+    """An iterator over the groups of a stream, as they fill up. Args: gatherer: of groups. trajectories: the stream."""
 
     def __init__(self, gatherer: GroupGatherer, trajectories: Iterable[Trajectory]) -> None:
         self._gatherer = gatherer
         self._full = (group for t in trajectories if (group := gatherer.add(t)) is not None)
 
     def __next__(self) -> list[tuple[Trajectory, Tensor]]:
-        """The next group that is full, each trajectory with the advantages of its steps."""
+        """The next full group: each trajectory with the advantages of its steps."""
         return next(self._full)
 
     def get_stats(self) -> dict[str, float]:
@@ -256,7 +256,7 @@ def mc_advantage(trajectories: Iterable[Trajectory], grpo_size: int, **options: 
 
     Args: trajectories: in any order, finished. grpo_size, options: see GroupGatherer.
     Returns: an iterator over groups: [(trajectory, advantages in the shape of its rewards), ...]. Groups that never
-        fill up are not in it; its get_stats() counts them.
+        fill up are left out; its get_stats() counts them.
     Raises: ConfigError: an unknown option. DataError: a reward that is not finite.
 
     >>> stream = [Trajectory("a", torch.tensor([0., 1.])), Trajectory("b", torch.tensor([1.])),
@@ -270,13 +270,13 @@ def mc_advantage(trajectories: Iterable[Trajectory], grpo_size: int, **options: 
     return Groups(GroupGatherer(grpo_size, **options), trajectories)
 
 
-def _relative(rewards: Tensor) -> Tensor:
-    """(r − mean) / max(σ, 1e-6) of one group: [n], fp32, exactly 0 where all are equal."""
+def _normalize(rewards: Tensor) -> Tensor:
+    """(r − mean) / max(σ, 1e-6) of one group: [n], fp32, exactly 0 if all are equal."""
     g = GroupedRewards.by(rewards, torch.zeros(len(rewards), dtype=torch.long, device=rewards.device))
     return g.advantages((g.rewards - g.mean) / g.std(1).clamp(min=MIN_STD))
 
 
-def _checked_bounds(bounds: tuple[float, float] | None) -> tuple[float, float] | None:
+def _check_bounds(bounds: tuple[float, float] | None) -> tuple[float, float] | None:
     """The bounds as numbers. Raises ConfigError: not an increasing pair."""
     if bounds is None:
         return None

@@ -28,7 +28,7 @@ from whet.ops import (
     token_weights,
 )
 from whet.ops.policy_losses.base import LossOutput
-from whet.torchrl.actor import STRATEGIES, Scored, score
+from whet.torchrl.actor import STRATEGIES, ActorOutput, run_actor
 from whet.torchrl.output import CISPOLossOutput, DAPOLossOutput, GRPOLossOutput, LLMLossOutput
 from whet.torchrl.tokens import Keys, Keys2025, Tokens, read_tokens, reference_logprobs
 from whet.torchrl.versions import check_compat
@@ -36,12 +36,12 @@ from whet.torchrl.versions import check_compat
 __all__ = ["DAPO", "CISPOLoss", "GRPOLoss"]
 
 _AGGREGATIONS = {"prompt_mean": "sequence-mean-token-mean", "token_mean": "token-mean"}
-_KNOWN = (
+_OPTIONS = (
     "actor_network", "aggregation", "clip_epsilon", "compat", "device", "entropy_bonus", "entropy_coeff",
     "kl_mask_threshold", "kl_to_inference_coeff", "kl_to_ref_coeff", "masking_strategy", "ref_log_prob_padding_side",
     "ref_log_prob_padding_value", "reduction", "samples_mc_entropy",
 )  # fmt: skip
-_OF_TODAY = {
+_DEFAULTS_0_14 = {
     "kl_mask_threshold": None,
     "aggregation": "token_mean",
     "masking_strategy": "sft",
@@ -57,27 +57,27 @@ class GRPOLoss(nn.Module):
     l_t = −min(r_t A_t, clip(r_t, 1 − ε_low, 1 + ε_high) A_t), r = π/π_sampler of the token.
 
     Args:
-        actor_network: gives the current logprobs: see whet.torchrl.actor.score.
-        clip_epsilon: ε, or (ε_low, ε_high); assignable later as clip_epsilon_low and clip_epsilon_high.
+        actor_network: gives the current logprobs: see whet.torchrl.actor.run_actor.
+        clip_epsilon: ε, or (ε_low, ε_high). They can be set later: clip_epsilon_low and clip_epsilon_high.
         kl_mask_threshold: tokens with ½(log π − log π_sampler)² above it are left out of every part of the loss.
         aggregation: token_mean, prompt_mean (a mean over rows of means over tokens) or none.
-        entropy_bonus, entropy_coeff: on by default; samples_mc_entropy: draws where the entropy has no formula.
+        entropy_bonus, entropy_coeff: on by default; samples_mc_entropy: draws for an entropy without a formula.
         reduction: mean, none (as aggregation) or sum (over trained tokens).
-        kl_to_ref_coeff, kl_to_inference_coeff: β, β'; None = no such part.
+        kl_to_ref_coeff, kl_to_inference_coeff: β, β'; None = without that term.
         device: of the clip range; None = the actor's.
-        masking_strategy: sft (the response), rlhf (the assistant's tokens) or generic (all, but for a first one whose
-            logprob was not recorded).
+        masking_strategy: sft (the response), rlhf (the assistant's tokens) or generic (all tokens, except a first one
+            without a recorded logprob).
         ref_log_prob_padding_side, ref_log_prob_padding_value: for reference logprobs of different lengths.
-        compat: the TorchRL that is meant: "0.14", or "0.9", what was to be 0.9 in mid-2025, with its keys and means
-            over all positions, padding included; the release 0.9.0 itself is as "0.14".
+        compat: the version of TorchRL to follow: "0.14", or "0.9" for the development version of mid-2025, which has
+            other keys and takes means over all positions, padding included. The release 0.9.0 is like "0.14".
     Returns: GRPOLossOutput; the fields that begin with loss_ sum to the loss.
-    A subclass may have TorchRL's `_compute_policy_objective(log_weight, advantage)`, [B, T, 1] each, which returns the
+    A subclass may define TorchRL's `_compute_policy_objective(log_weight, advantage)`, [B, T, 1] each. It returns the
     loss of each token and the clip fraction.
 
-    Raises: ConfigError: an unknown option or value; gamma or clip_value, which a loss without a critic can't follow.
-        When called: MissingKeyError, DataError: what is wrong with the data.
+    Raises: ConfigError: an unknown option or value; gamma or clip_value, which need a critic.
+        When called: MissingKeyError, DataError: the data lack a key, or do not fit.
     Source: agrees with TorchRL 0.14.1's GRPOLoss in loss_objective and its gradient; docs/from-torchrl.md lists where
-        the other fields differ, and why. Log-ratios are held in ±20.
+        the other fields differ, and why. Log-ratios are clipped to ±20.
 
     >>> from tensordict import TensorDict
     >>> data = TensorDict({"tokens": {"full": torch.tensor([[3, 4]])}, "advantage": torch.ones(1, 1, 1),
@@ -90,7 +90,7 @@ class GRPOLoss(nn.Module):
     output_type: type[LLMLossOutput] = GRPOLossOutput
     default_clip: float | tuple[float, float] = 0.2
     bounded: bool = True
-    """Whether the ratio needs a lower bound."""
+    """Whether ε_low must be below 1, so that the ratio has a lower bound."""
     clip_epsilon_low: Tensor
     clip_epsilon_high: Tensor
 
@@ -115,7 +115,7 @@ class GRPOLoss(nn.Module):
         **unknown: Any,
     ) -> None:
         super().__init__()
-        _refuse(unknown)
+        _check_unknown(unknown)
         check_compat(compat)
         self.actor_network = actor_network
         self.kl_mask_threshold, self.aggregation = kl_mask_threshold, aggregation or "token_mean"
@@ -132,8 +132,8 @@ class GRPOLoss(nn.Module):
         self.compat = compat
         self._check()
         low, high = _clip_range(self.default_clip if clip_epsilon is None else clip_epsilon, bounded=self.bounded)
-        of_actor = next(actor_network.parameters(), None) if isinstance(actor_network, nn.Module) else None
-        device = device if device is not None or of_actor is None else of_actor.device
+        if device is None and isinstance(actor_network, nn.Module):
+            device = next((parameter.device for parameter in actor_network.parameters()), None)
         self.register_buffer("clip_epsilon_low", torch.tensor(low, device=device))
         self.register_buffer("clip_epsilon_high", torch.tensor(high, device=device))
         self.tensor_keys = (Keys2025 if compat == "0.9" else Keys)()
@@ -155,7 +155,7 @@ class GRPOLoss(nn.Module):
         if self.kl_mask_threshold == 0:
             raise ConfigError("kl_mask_threshold 0 must be positive; None keeps all tokens")
         if self.compat == "0.9":
-            for name, default in _OF_TODAY.items():
+            for name, default in _DEFAULTS_0_14.items():
                 if getattr(self, name) != default:
                     raise ConfigError(f"{name} is not an option of compat='0.9'; leave out compat, or the option")
 
@@ -169,9 +169,9 @@ class GRPOLoss(nn.Module):
     # ---- keys ----------------------------------------------------------------------------------------------------
 
     def set_keys(self, **keys: Any) -> None:
-        """Names the entries that are read, advantage="adv" for one; None sets one back to its default.
+        """Sets the keys of the entries to read, e.g. advantage="adv"; None restores a default.
 
-        Raises: ConfigError: no such entry.
+        Raises: ConfigError: an unknown entry.
         """
         known = vars(self.tensor_keys)
         for name, key in keys.items():
@@ -181,13 +181,13 @@ class GRPOLoss(nn.Module):
 
     @property
     def in_keys(self) -> list[Any]:
-        """The entries that are read: the actor's, and the loss's own."""
-        own = [key for key in vars(self.tensor_keys).values() if key is not None]
-        return list(dict.fromkeys([*getattr(self.actor_network, "in_keys", []), *own]))
+        """The keys to read: the actor's, and those of the loss."""
+        loss_keys = [key for key in vars(self.tensor_keys).values() if key is not None]
+        return list(dict.fromkeys([*getattr(self.actor_network, "in_keys", []), *loss_keys]))
 
     @property
     def out_keys(self) -> list[str]:
-        """The fields that are returned with these options."""
+        """The fields of the output with these options."""
         entropy = ["entropy", "loss_entropy"] if self.entropy_bonus else []
         ref = ["loss_kl_to_ref", "kl_to_ref"] if self.kl_to_ref_coeff else []
         sampler = ["loss_kl_to_inference", "kl_to_inference"] if self.kl_to_inference_coeff is not None else []
@@ -207,91 +207,91 @@ class GRPOLoss(nn.Module):
     def forward(self, tensordict: TensorDictBase) -> LLMLossOutput:
         """The loss of a batch [B]. Returns and Raises: see the class."""
         keys = self.tensor_keys
-        scored = score(
+        actor_output = run_actor(
             self.actor_network,
             tensordict,
             keys=keys,
             strategy=self.masking_strategy,
             samples=self.samples_mc_entropy,
         )
-        trained = read_tokens(tensordict, scored, keys, strategy=self.masking_strategy, compat=self.compat)
-        moved, x = sampling_metrics(trained.inputs()), trained.inputs()
+        trained = read_tokens(tensordict, actor_output, keys, strategy=self.masking_strategy, compat=self.compat)
+        sampling, x = sampling_metrics(trained.inputs()), trained.inputs()
         kept = trained
         if self.kl_mask_threshold is not None:
-            kept = trained.only(sampler_kl_mask(x, kl_mask_threshold=self.kl_mask_threshold).bool())
+            kept = trained.select(sampler_kl_mask(x, kl_mask_threshold=self.kl_mask_threshold).bool())
             x = kept.inputs()
         low, high = float(self.clip_epsilon_low), float(self.clip_epsilon_high)
-        ratio = moved["sampling/weight"]
+        ratio = sampling["sampling/weight"]
         outside = ((ratio < 1 - low) | (ratio > 1 + high)).to(ratio.dtype)
         share = trained.share if self.compat == "0.9" else 1.0
-        of_user = getattr(self, "_compute_policy_objective", None)
-        if of_user is None:
+        user_objective = getattr(self, "_compute_policy_objective", None)
+        if user_objective is None:
             loss, clipped = self.surrogate(x, low, high)[0], _mean(outside) * share
-        else:  # TorchRL's place for a loss of one's own: [B, T, 1] in and out
-            moves = kept.grid(x.need("logprobs") - x.need("old_logprobs"))
-            grid, clipped = of_user(moves.unsqueeze(-1), kept.advantages.unsqueeze(-1))
+        else:  # the method for users' losses in TorchRL: [B, T, 1] in and out
+            log_ratio = kept.to_grid(x.need("logprobs") - x.need("old_logprobs"))
+            grid, clipped = user_objective(log_ratio.unsqueeze(-1), kept.advantages.unsqueeze(-1))
             loss = grid.squeeze(-1)[kept.mask]
-        found = {
+        fields = {
             "loss_objective": self._objective(loss, kept),
             "clip_fraction": clipped,
-            "kl_approx": _mean(moved["sampling/kl_approx"]) * share,
+            "kl_approx": _mean(sampling["sampling/kl_approx"]) * share,
             "ESS": self._ess(kept).to(ratio.dtype),
         }
         if self.entropy_bonus:
-            found |= self._entropy(scored, trained, kept)
+            fields |= self._entropy(actor_output, trained, kept)
         if self.kl_to_ref_coeff:
             side, value = self.ref_log_prob_padding_side, self.ref_log_prob_padding_value
             ref = reference_logprobs(tensordict, keys.ref_log_probs, kept, side=side, value=value)
-            found |= self._kl("kl_to_ref", self.kl_to_ref_coeff, ref, kept)
+            fields |= self._kl("kl_to_ref", self.kl_to_ref_coeff, ref, kept)
         if self.kl_to_inference_coeff is not None:
-            found |= self._kl("kl_to_inference", self.kl_to_inference_coeff, x.need("sampler_logprobs"), kept)
-        return self.output_type(**found)  # pyright: ignore[reportArgumentType]
+            fields |= self._kl("kl_to_inference", self.kl_to_inference_coeff, x.need("sampler_logprobs"), kept)
+        return self.output_type(**fields)  # pyright: ignore[reportArgumentType]
 
-    def _entropy(self, scored: Scored, trained: Tokens, kept: Tokens) -> dict[str, Tensor]:
-        """The bonus, and its mean over the trained tokens; in 2025 over all places."""
+    def _entropy(self, actor_output: ActorOutput, trained: Tokens, kept: Tokens) -> dict[str, Tensor]:
+        """The entropy bonus, and the mean entropy over the trained tokens; with compat="0.9" over all positions."""
         if self.compat == "0.9":
             trained = kept = replace(trained, mask=torch.ones_like(trained.mask))
-        entropy = scored.entropy(trained.mask)
-        loss = self._reduced(-self.entropy_coeff * trained.grid(entropy)[kept.mask], kept)
+        entropy = actor_output.entropy(trained.mask)
+        loss = self._aggregate(-self.entropy_coeff * trained.to_grid(entropy)[kept.mask], kept)
         return {"entropy": _mean(entropy.detach()), "loss_entropy": loss}
 
     def _kl(self, name: str, coeff: float, other: Tensor, kept: Tokens) -> dict[str, Tensor]:
-        """A divergence (k3) at the tokens of the loss, and its part of the loss; in 2025 a mean whatever the rest."""
+        """A divergence (k3) at the tokens of the loss, and its term of the loss; with compat="0.9" always a mean."""
         kl = kl_divergence(kept.logprobs[kept.mask], other, mode="k3")
-        loss = _mean(kl) if self.compat == "0.9" else self._reduced(kl, kept)
+        loss = _mean(kl) if self.compat == "0.9" else self._aggregate(kl, kept)
         return {name: _mean(kl.detach()), f"loss_{name}": coeff * loss}
 
     def _ess(self, kept: Tokens) -> Tensor:
-        """The effective sample size of the tokens; in 2025 of the rows, at each place of a row, and their mean."""
+        """The effective sample size of the tokens; with compat="0.9" of the rows at each position, then averaged."""
         x = kept.inputs()
         weight = sampling_metrics(x)["sampling/weight"]
         if self.compat != "0.9":
             return effective_sample_size(weight, x.mask)
-        weights = torch.where(kept.mask, kept.grid(weight), 1.0)
+        weights = torch.where(kept.mask, kept.to_grid(weight), 1.0)
         everywhere = torch.ones_like(weights[:, 0], dtype=torch.bool)
         each = torch.stack([effective_sample_size(column, everywhere) for column in weights.unbind(1)])
         return {"none": each, "sum": each.sum(), "mean": each.mean()}[self.reduction]
 
     def _objective(self, loss: Tensor, kept: Tokens) -> Tensor:
-        """The surrogate [s], aggregated; in 2025 places that are not trained count too, with a ratio of 1."""
+        """Aggregates the surrogate [s]; with compat="0.9" untrained positions count too, with a ratio of 1."""
         if self.compat != "0.9" or type(self).surrogate is not GRPOLoss.surrogate:
-            return self._reduced(loss, kept)
+            return self._aggregate(loss, kept)
         rest = torch.where(kept.mask, 0.0, -kept.advantages)
-        return self._reduced(loss, kept) + {"none": rest, "sum": rest.sum(), "mean": rest.mean()}[self.reduction]
+        return self._aggregate(loss, kept) + {"none": rest, "sum": rest.sum(), "mean": rest.mean()}[self.reduction]
 
-    def _reduced(self, loss: Tensor, kept: Tokens) -> Tensor:
-        """A loss [s] of the tokens that are kept, aggregated: 0-d; for each token [B, T, 1], in 2025 [B, T]."""
+    def _aggregate(self, loss: Tensor, kept: Tokens) -> Tensor:
+        """Aggregates a loss [s] to 0-d, or, per token, spreads it to [B, T, 1] (with compat="0.9" to [B, T])."""
         if "none" in (self.aggregation, self.reduction):
-            return kept.grid(loss) if self.compat == "0.9" else kept.grid(loss).unsqueeze(-1)
+            return kept.to_grid(loss) if self.compat == "0.9" else kept.to_grid(loss).unsqueeze(-1)
         rows = kept.mask.nonzero()[:, 0]
-        there = torch.ones_like(rows, dtype=torch.bool)
+        every = torch.ones_like(rows, dtype=torch.bool)
         if self.reduction == "sum":
-            weights = there.double()
+            weights = every.double()
         elif self.compat == "0.9":
-            weights = there.double() / kept.mask.numel()
+            weights = every.double() / kept.mask.numel()
         else:
             mode = _AGGREGATIONS[self.aggregation]
-            weights = token_weights(there, rows, mode, num_units=len(kept.mask))
+            weights = token_weights(every, rows, mode, num_units=len(kept.mask))
         return aggregate(loss, weights)
 
 
@@ -311,10 +311,10 @@ class DAPO(GRPOLoss):
 class CISPOLoss(GRPOLoss):
     """The policy gradient weighted by the clipped ratio: a clipped token keeps its gradient.
 
-    l_t = −sg(clip(r_t, 1 − ε_low, 1 + ε_high)) A_t log π_t, sg without gradient. Its value is no estimate of anything.
+    l_t = −sg(clip(r_t, 1 − ε_low, 1 + ε_high)) A_t log π_t, sg without gradient. Its value estimates nothing.
 
-    Args: as GRPOLoss; clip_epsilon is (1, 0.2) by default, no bound below.
-    Source: MiniMax-M1, arXiv:2506.13585. TorchRL's CISPOLoss is −clip(r) A, without gradient at a clipped token.
+    Args: as GRPOLoss; clip_epsilon is (1, 0.2) by default, without a lower bound.
+    Source: MiniMax-M1, arXiv:2506.13585. TorchRL's CISPOLoss is −clip(r) A, which has no gradient at a clipped token.
 
     >>> CISPOLoss(None).clip_epsilon_low
     tensor(1.)
@@ -330,7 +330,7 @@ class CISPOLoss(GRPOLoss):
 
 
 def _mean(x: Tensor) -> Tensor:
-    """The mean; 0 of nothing."""
+    """The mean; 0 for an empty tensor."""
     return masked_mean(x, torch.ones_like(x, dtype=torch.bool))
 
 
@@ -351,13 +351,13 @@ def _clip_range(clip: Any, *, bounded: bool) -> tuple[float, float]:
     return low, high
 
 
-def _refuse(unknown: dict[str, Any]) -> None:
-    """Raises ConfigError for gamma and clip_value where they are set, and for unknown options."""
+def _check_unknown(unknown: dict[str, Any]) -> None:
+    """Raises ConfigError for unknown options, and for gamma and clip_value unless they are None."""
     for name, value in unknown.items():
         if name not in ("gamma", "clip_value"):
-            raise lookup_error("option of the loss", name, _KNOWN)
+            raise lookup_error("option of the loss", name, _OPTIONS)
         if value is not None:
             raise ConfigError(
-                f"{name}={value!r}: the loss has no critic, so nothing would follow it; leave it out (discounting and "
+                f"{name}={value!r}: the loss has no critic, so it would have no effect; leave it out (discounting and "
                 "value clipping are PPO's: whet.PPOConfig has gamma and clip_range_value)"
             )

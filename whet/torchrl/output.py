@@ -23,17 +23,17 @@ LOSSES = ("loss_objective", "loss_entropy", "loss_kl_to_ref", "loss_kl_to_infere
 class LLMLossOutput(TensorClass["nocast"]):  # pyright: ignore[reportInvalidTypeArguments]
     """The parts of a loss, and metrics without gradient: 0-d each.
 
-    Where aggregation or reduction is "none" the loss_ fields are [B, T, 1], 0 at tokens that are not trained.
+    If aggregation or reduction is "none", the loss_ fields are [B, T, 1], with 0 at tokens that are not trained.
     """
 
     loss_objective: Tensor
     """The surrogate, aggregated."""
     clip_fraction: Tensor
-    """The share of trained tokens whose ratio lies outside the clip range, whatever the advantage."""
+    """The share of trained tokens with a ratio outside the clip range, whatever the advantage."""
     kl_approx: Tensor
     """The mean over trained tokens of log π_sampler − log π."""
     ESS: Tensor
-    """The effective sample size, as a share: 1 where all ratios are equal."""
+    """The effective sample size, as a share: 1 if all ratios are equal."""
     entropy: Tensor | None = None
     """The mean over trained tokens of the policy's entropy."""
     loss_entropy: Tensor | None = None
@@ -49,16 +49,16 @@ class LLMLossOutput(TensorClass["nocast"]):  # pyright: ignore[reportInvalidType
 
     @property
     def loss(self) -> Tensor:
-        """The loss: the sum of the fields that begin with loss_, whatever else is logged."""
+        """The loss: the sum of the fields that begin with loss_."""
         parts = [part for part in (getattr(self, name) for name in LOSSES) if part is not None]
         return torch.stack(torch.broadcast_tensors(*parts)).sum(0)
 
     def mean(self, dim: Any = None, *, reduce: bool | None = None, **options: Any) -> Any:  # pyright: ignore
-        """With reduce=True, as TorchRL's recipes have it: the loss. Else TensorDict's mean of every field."""
+        """With reduce=True, as in TorchRL's recipes, the loss; else TensorDict's mean of every field."""
         return self.loss.mean() if reduce else self.to_tensordict().mean(dim, **options)
 
     def sum(self, dim: Any = None, *, reduce: bool | None = None, **options: Any) -> Any:  # pyright: ignore
-        """With reduce=True: the loss, summed over tokens where it is given for each. Else TensorDict's sum."""
+        """With reduce=True the loss, summed over tokens if it is per token; else TensorDict's sum."""
         return self.loss.sum() if reduce else self.to_tensordict().sum(dim, **options)
 
 
@@ -74,6 +74,6 @@ class CISPOLossOutput(LLMLossOutput):
     """The output of CISPOLoss."""
 
 
-LLMLossOutput.__doc__ = "The parts of a loss, and what is logged beside them; its property `loss` is the loss itself."
-for _kind, _of in ((GRPOLossOutput, "GRPOLoss"), (DAPOLossOutput, "DAPO"), (CISPOLossOutput, "CISPOLoss")):
-    _kind.__doc__ = f"What {_of} returns: the fields of LLMLossOutput."  # TensorClass puts a signature in its place
+LLMLossOutput.__doc__ = "The terms of a loss and its metrics; the property `loss` is their sum."
+for _kind, _loss in ((GRPOLossOutput, "GRPOLoss"), (DAPOLossOutput, "DAPO"), (CISPOLossOutput, "CISPOLoss")):
+    _kind.__doc__ = f"The output of {_loss}: the fields of LLMLossOutput."  # TensorClass replaces it by a signature

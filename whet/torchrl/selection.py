@@ -9,15 +9,15 @@ from typing import Any
 
 from whet.errors import ConfigError, DataError, lookup_error
 
-__all__ = ["MCAdvantageSelector", "inside"]
+__all__ = ["MCAdvantageSelector", "mean_is_within"]
 
 _STRATEGIES = ("balanced", "first", "uniform")
 
 
-def inside(values: Sequence[float], bounds: tuple[float, float] | None) -> bool:
-    """Whether the mean of some returns lies strictly between the bounds; None = any does.
+def mean_is_within(values: Sequence[float], bounds: tuple[float, float] | None) -> bool:
+    """Whether the mean of some returns lies strictly between the bounds; None = no bounds.
 
-    >>> inside([0., 1.], (0.1, 0.9)), inside([1., 1.], (0.1, 0.9))
+    >>> mean_is_within([0., 1.], (0.1, 0.9)), mean_is_within([1., 1.], (0.1, 0.9))
     (True, False)
     """
     return bounds is None or bounds[0] < sum(values) / len(values) < bounds[1]
@@ -26,15 +26,16 @@ def inside(values: Sequence[float], bounds: tuple[float, float] | None) -> bool:
 class MCAdvantageSelector:
     """Chooses the trajectories of an oversampled group.
 
-    first: the first that came. uniform: spread evenly over the sorted returns. balanced: of all subsets whose mean
-    return lies inside the bounds, the one nearest to their middle, of equals the one of the widest range; uniform where
+    first: the first to arrive. uniform: spread evenly over the sorted returns. balanced: of all subsets with a mean
+    return inside the bounds, the one nearest to their middle, and of equals the one with the widest range; uniform if
     there are no bounds.
 
     Args:
         strategy: balanced, first or uniform.
-        max_combinations: subsets that balanced tries at most; beyond, uniform's choice is moved into the bounds, one
-            trajectory at a time.
-        in_keys: what `select` is given of each candidate, "return" and, for a selector of your own, "trajectories".
+        max_combinations: the most subsets that balanced tries. If there are more, uniform's choice is moved into the
+            bounds, one trajectory at a time.
+        in_keys: the keys of each candidate that `select` receives: "return" and, for your own selector,
+            "trajectories".
     Raises: ConfigError: an unknown strategy, no combinations, no keys.
     Source: agrees with TorchRL's MCAdvantageSelector.
 
@@ -53,7 +54,7 @@ class MCAdvantageSelector:
         if max_combinations < 1:
             raise ConfigError(f"max_combinations {max_combinations!r} must be at least 1")
         if in_keys is not None and not in_keys:
-            raise ConfigError('in_keys is empty; name what select() reads, ["return"] is the default')
+            raise ConfigError('in_keys is empty; name the keys that select() reads, ["return"] by default')
         self.strategy = strategy
         self.max_combinations = max_combinations
         self.in_keys = ["return"] if in_keys is None else list(in_keys)
@@ -65,7 +66,7 @@ class MCAdvantageSelector:
 
         Args: candidates: a TensorDict [n] with the keys `in_keys`, the first of them a number each. group_size: how
                 many are chosen. keep_return_bounds: of their mean, exclusive; None = any.
-        Raises: DataError: fewer candidates than group_size, or no single number each.
+        Raises: DataError: fewer candidates than group_size, or not a single number each.
         """
         values = self._values(candidates)
         if len(values) < group_size:
@@ -73,12 +74,12 @@ class MCAdvantageSelector:
         if len(values) == group_size or self.strategy == "first":
             chosen: list[int] | None = list(range(group_size))
         elif self.strategy == "uniform" or keep_return_bounds is None:
-            chosen = _uniform(values, group_size)
+            chosen = _choose_uniform(values, group_size)
         elif math.comb(len(values), group_size) <= self.max_combinations:
-            chosen = _nearest(values, group_size, keep_return_bounds)
+            chosen = _choose_nearest(values, group_size, keep_return_bounds)
         else:
-            chosen = _moved(values, group_size, keep_return_bounds)
-        if chosen is None or not inside([values[i] for i in chosen], keep_return_bounds):
+            chosen = _move_into_bounds(values, group_size, keep_return_bounds)
+        if chosen is None or not mean_is_within([values[i] for i in chosen], keep_return_bounds):
             return None
         return chosen
 
@@ -87,13 +88,13 @@ class MCAdvantageSelector:
         found = candidates.get(self.in_keys[0])
         if found.numel() != candidates.numel():
             raise DataError(
-                f"{self.in_keys[0]!r} has the shape {list(found.shape)} for {candidates.numel()} candidates; the "
-                "strategies of whet take one number each: override select() for others"
+                f"{self.in_keys[0]!r} has the shape {list(found.shape)} for {candidates.numel()} candidates; "
+                "whet's strategies take one number each: override select() for others"
             )
         return [float(v) for v in found.detach().reshape(-1).cpu()]
 
 
-def _uniform(values: list[float], size: int) -> list[int]:
+def _choose_uniform(values: list[float], size: int) -> list[int]:
     """Places spread evenly over the sorted values."""
     ordered = sorted(range(len(values)), key=values.__getitem__)
     if size == 1:
@@ -101,28 +102,28 @@ def _uniform(values: list[float], size: int) -> list[int]:
     return [ordered[round(i * (len(ordered) - 1) / (size - 1))] for i in range(size)]
 
 
-def _nearest(values: list[float], size: int, bounds: tuple[float, float]) -> list[int] | None:
-    """Of all subsets inside the bounds the one nearest to their middle, then of the widest range, then the first."""
+def _choose_nearest(values: list[float], size: int, bounds: tuple[float, float]) -> list[int] | None:
+    """The subset with its mean nearest to the middle of the bounds, then the widest range, then the first one."""
     middle = 0.5 * (bounds[0] + bounds[1])
 
-    def far(subset: tuple[int, ...]) -> tuple[float, float]:
-        own = [values[i] for i in subset]
-        return abs(sum(own) / size - middle), min(own) - max(own)
+    def distance(subset: tuple[int, ...]) -> tuple[float, float]:
+        returns = [values[i] for i in subset]
+        return abs(sum(returns) / size - middle), min(returns) - max(returns)
 
-    subsets = (s for s in combinations(range(len(values)), size) if inside([values[i] for i in s], bounds))
-    best = min(subsets, key=far, default=None)
+    subsets = (s for s in combinations(range(len(values)), size) if mean_is_within([values[i] for i in s], bounds))
+    best = min(subsets, key=distance, default=None)
     return None if best is None else list(best)
 
 
-def _moved(values: list[float], size: int, bounds: tuple[float, float]) -> list[int] | None:
-    """Uniform's choice, its worst replaced by the best of the others, one at a time, until the mean is inside."""
-    chosen = _uniform(values, size)
+def _move_into_bounds(values: list[float], size: int, bounds: tuple[float, float]) -> list[int] | None:
+    """Replaces trajectories of uniform's choice one at a time, until the mean is inside the bounds; None = never."""
+    chosen = _choose_uniform(values, size)
     low = sum(values[i] for i in chosen) / size <= bounds[0]
     ordered = sorted(range(len(values)), key=values.__getitem__)
     towards = reversed(ordered) if low else ordered
     leaving = sorted(chosen, key=values.__getitem__, reverse=not low)
     for new in towards:
-        if inside([values[i] for i in chosen], bounds):
+        if mean_is_within([values[i] for i in chosen], bounds):
             return chosen
         if new in chosen:
             continue

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from whet.errors import DataError
 from whet.ops import LossInputs
-from whet.torchrl.actor import Scored, padded
+from whet.torchrl.actor import ActorOutput, get_padded
 from whet.torchrl.errors import HasGradientError, MissingKeyError
 
 __all__ = ["Keys", "Keys2025", "Tokens", "read_tokens", "reference_logprobs"]
@@ -25,7 +25,7 @@ log = logging.getLogger("whet")
 
 @dataclass
 class Keys:
-    """The keys that a loss reads: TorchRL's names and defaults, and `mask`, for actors without one."""
+    """The keys that a loss reads: TorchRL's names and defaults, and `mask`, for an actor without a mask."""
 
     advantage: Any = "advantage"
     action: Any = ("tokens", "full")
@@ -52,7 +52,7 @@ class Keys2025:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A padded batch: everything [B, T], a number at masked-out places has no meaning."""
+    """A padded batch: each tensor is [B, T], and its values at masked-out positions have no meaning."""
 
     mask: Tensor
     """Bool: the tokens that are trained."""
@@ -64,11 +64,11 @@ class Tokens:
 
     @property
     def share(self) -> Tensor:
-        """The trained tokens as a share of all places."""
+        """The share of positions with a trained token."""
         return self.mask.sum() / self.mask.numel()
 
     def inputs(self) -> LossInputs:
-        """The trained tokens end to end, as whet's losses take them: [s]; the sampler is the old policy."""
+        """The trained tokens as columns [s] for whet's losses; the sampler is the old policy."""
         rows = self.mask.nonzero()[:, 0]
         return LossInputs(
             sequence=rows,
@@ -80,52 +80,54 @@ class Tokens:
             num_sequences=len(self.mask),
         )
 
-    def grid(self, column: Tensor) -> Tensor:
-        """[B, T] of a column [s], 0 at tokens that are not trained."""
+    def to_grid(self, column: Tensor) -> Tensor:
+        """A column [s] as [B, T], with 0 at tokens that are not trained."""
         return column.new_zeros(self.mask.shape).masked_scatter(self.mask, column)
 
-    def only(self, kept: Tensor) -> Tokens:
-        """The trained tokens that are True in a column Bool [s]."""
-        return replace(self, mask=self.grid(kept))
+    def select(self, chosen: Tensor) -> Tokens:
+        """Keeps only the trained tokens that are True in a column, Bool [s]."""
+        return replace(self, mask=self.to_grid(chosen))
 
 
-def read_tokens(data: TensorDictBase, scored: Scored, keys: Any, *, strategy: str, compat: str) -> Tokens:
-    """The tokens of a batch, and which are trained.
+def read_tokens(data: TensorDictBase, actor_output: ActorOutput, keys: Any, *, strategy: str, compat: str) -> Tokens:
+    """Reads the tokens of a batch and decides which of them are trained.
 
-    Trained is what the actor's mask says and has a recorded logprob that is finite; with compat="0.9" what has a
-    recorded logprob other than 0. Under the strategy "generic" the first token of a row is left out where none was
-    recorded.
+    A token is trained if the actor's mask has it and its recorded logprob is finite; with compat="0.9", if its recorded
+    logprob is not 0. Under the strategy "generic" the first token of a row is left out if it has no recorded logprob.
 
-    Raises: MissingKeyError: no advantage, no recorded logprobs. HasGradientError: those have a gradient. DataError:
-        shapes that do not fit; an advantage of a trained token that is not finite.
+    Raises: MissingKeyError: no advantage, or no recorded logprobs. HasGradientError: the recorded logprobs have a
+        gradient. DataError: shapes that do not fit, or an advantage of a trained token that is not finite.
     """
-    advantages = padded(data, keys.advantage, 0.0)
-    sampled = _sampled(data, keys, scored.logprobs)
+    advantages = get_padded(data, keys.advantage, 0.0)
+    sampled = _sampled(data, keys, actor_output.logprobs)
     if sampled.requires_grad:
         raise HasGradientError(f"{keys.sample_log_prob!r} has a gradient; record it under torch.no_grad()")
-    if sampled.shape != scored.logprobs.shape:
+    if sampled.shape != actor_output.logprobs.shape:
         raise DataError(
-            f"the actor's logprobs have the shape {list(scored.logprobs.shape)}, those recorded under "
-            f"{keys.sample_log_prob!r} {list(sampled.shape)}; both are of the whole row, prompt and response, padded "
-            "on the left: record them with the same actor and masking_strategy, or name another key with set_keys"
+            f"the actor's logprobs have the shape {list(actor_output.logprobs.shape)}, those recorded under "
+            f"{keys.sample_log_prob!r} {list(sampled.shape)}; both must be of prompt and response, "
+            "padded left: record them with the same actor and masking_strategy, or name another key with set_keys"
         )
     if compat == "0.9":
         mask = sampled != 0
     else:
-        mask = scored.mask & sampled.isfinite()
+        mask = actor_output.mask & sampled.isfinite()
         first = _unrecorded(sampled, mask)
-        if strategy == "generic":  # nothing stands before it, so it has no distribution
+        if strategy == "generic":  # no token precedes it, so it has no distribution
             mask = mask & ~first
         else:
-            sampled = torch.where(first, scored.logprobs.detach().to(sampled.dtype), sampled)
-    tokens = Tokens(mask, scored.logprobs, sampled, _per_token(advantages, mask))
+            sampled = torch.where(first, actor_output.logprobs.detach().to(sampled.dtype), sampled)
+    tokens = Tokens(mask, actor_output.logprobs, sampled, _per_token(advantages, mask))
     _check_trained(tokens.advantages[mask], keys)
     return tokens
 
 
 def reference_logprobs(data: TensorDictBase, key: Any, tokens: Tokens, *, side: str, value: float) -> Tensor:
-    """The reference's logprobs of the trained tokens: [s]. Raises MissingKeyError, DataError: none, another shape."""
-    found = padded(data, key, value, side=side)
+    """The reference's logprobs of the trained tokens: [s].
+
+    Raises: MissingKeyError: there are none. DataError: they have another shape.
+    """
+    found = get_padded(data, key, value, side=side)
     found = found.squeeze(-1) if found.ndim == tokens.mask.ndim + 1 else found
     if found.shape != tokens.mask.shape:
         raise DataError(
@@ -136,7 +138,7 @@ def reference_logprobs(data: TensorDictBase, key: Any, tokens: Tokens, *, side: 
 
 
 def _check_trained(advantages: Tensor, keys: Any) -> None:
-    """Raises DataError for an advantage that would make every weight NaN; a warning where nothing is trained."""
+    """Raises DataError for an advantage that would make every weight NaN; warns if no token is trained."""
     if not len(advantages):
         log.warning(
             "no token of the batch is trained, so the loss is 0: the mask of the actor or of the data is False "
@@ -145,16 +147,16 @@ def _check_trained(advantages: Tensor, keys: Any) -> None:
     elif bad := int((~advantages.isfinite()).sum()):
         raise DataError(
             f"{bad} of the {len(advantages)} trained tokens have an advantage ({keys.advantage!r}) that is NaN or "
-            "infinite, and one update with it makes every weight NaN; leave their rows out, or set it to 0: a group of "
-            "one reward, or a reward that is NaN, is what mostly makes it"
+            "infinite, and one update with it makes every weight NaN; leave their rows out, or set it to 0. Usual "
+            "causes are a group with a single reward and a reward that is NaN"
         )
 
 
 def _sampled(data: TensorDictBase, keys: Any, current: Tensor) -> Tensor:
-    """The recorded logprobs; those of the response alone are laid at the right end, and NaN stands before them."""
-    found = padded(data, keys.sample_log_prob, 0.0, need=False)
+    """The recorded logprobs. Those of a response are put at the right end of the row, with NaN before them."""
+    found = get_padded(data, keys.sample_log_prob, 0.0, required=False)
     if found is None and keys.sample_log_prob == ("log_probs", "full"):
-        response = padded(data, ("log_probs", "response"), float("nan"), need=False)
+        response = get_padded(data, ("log_probs", "response"), float("nan"), required=False)
         if response is not None and response.shape[-1] <= current.shape[-1]:
             return torch.nn.functional.pad(response, (current.shape[-1] - response.shape[-1], 0), value=float("nan"))
     if found is None:
@@ -167,20 +169,20 @@ def _sampled(data: TensorDictBase, keys: Any, current: Tensor) -> Tensor:
 
 
 def _unrecorded(sampled: Tensor, mask: Tensor) -> Tensor:
-    """The first trained token of each row where all those have a recorded logprob of exactly 0.0: Bool [B, T].
+    """Bool [B, T]: the first trained token of each row, if all of these have a recorded logprob of exactly 0.0.
 
-    TransformersWrapper records 0.0 for the first generated token, and for the first of a whole row, whatever its
-    logprob; the current one takes its place. Where 0.0 were true for every row, that is 0 too, and nothing changes.
+    TransformersWrapper records 0.0 for the first generated token and for the first token of a whole row, whatever their
+    logprobs are. The current logprob replaces it. If 0.0 was right for every row, the current logprob is 0 as well.
     """
     first = mask & (mask.cumsum(-1) == 1)
     if not first.any() or (sampled[first] != 0).any():
         return torch.zeros_like(first)
-    log.debug("the first recorded logprob of every row is exactly 0.0: taken as not recorded")
+    log.debug("the first recorded logprob of every row is exactly 0.0: treated as not recorded")
     return first
 
 
 def _per_token(advantages: Tensor, mask: Tensor) -> Tensor:
-    """[B, T] of advantages [B], [B, 1], [B, T], [B, 1, 1] or [B, T, 1]. Raises DataError: another shape."""
+    """Expands advantages [B], [B, 1], [B, T], [B, 1, 1] or [B, T, 1] to [B, T]. Raises DataError: another shape."""
     shape = advantages.shape
     found = advantages.squeeze(-1) if advantages.ndim == mask.ndim + 1 else advantages
     found = found.unsqueeze(-1) if found.ndim == mask.ndim - 1 else found

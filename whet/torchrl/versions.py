@@ -1,4 +1,4 @@
-"""The releases of TorchRL with defaults and keys that `compat` selects."""
+"""The releases of TorchRL whose defaults and keys `compat` selects."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ RELEASES = ("0.14", "0.9")
 
 
 def check_compat(compat: str) -> None:
-    """Raises ConfigError: none of RELEASES.
+    """Raises ConfigError if the release is not one of RELEASES.
 
     >>> check_compat("0.14")
     """

@@ -156,7 +156,7 @@ def measure_model(role: RoleConfig, *, trained: bool) -> ModelSizes:
         raise ConfigError("no model; write model=<hub name or folder>")
     module: Any = meta_model(role.model, role.trust_remote_code)
     if module is None:
-        raise ConfigError(f"{role.model}: there is no config of a language model; name a folder or hub name of one")
+        raise ConfigError(f"{role.model} has no config.json of a language model; name a folder or hub name of one")
     dtype = torch.float32 if role.dtype == "float32" else torch.bfloat16
     module = module.to(dtype).requires_grad_(trained and role.lora is None).train(trained)
     if trained and role.lora is not None:

@@ -1,6 +1,6 @@
 """Reduces a loss's values per token to metrics. Sums are made on the device, and the host reads them once.
 
-Dim letters: s tokens of a micro-batch.
+Dim legend: s tokens of a micro-batch.
 """
 
 from __future__ import annotations

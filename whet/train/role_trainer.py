@@ -204,21 +204,22 @@ class RoleTrainer:
             batch: the whole mini-batch; `weights` are added if it has none.
             select: `f(batch) -> Long [M]`, the sequences that are run. The others must have no gradient; they have been
                 counted in the weights. None = all.
-            adjust_metrics: `f(metrics, batch, run) -> metrics` turns the metrics of the sequences that were run into
+            adjust_metrics: `f(metrics, batch, selected) -> metrics` turns the metrics of the selected sequences into
                 those of the whole mini-batch.
         Returns: the loss's metrics, grad_norm, learning_rate, optim/skipped, under the role's prefix.
         Raises: TrainingError: the tenth update in a row whose gradient is not finite.
         """
         batch = self.add_loss_weights(batch)
-        run = batch if select is None else batch.select(select(batch))
-        metrics = self.worker.forward_backward(run, self.loss, **self._loss_options, reductions=self._reductions(batch))
+        selected = batch if select is None else batch.select(select(batch))
+        reductions = self._reductions(batch)
+        metrics = self.worker.forward_backward(selected, self.loss, **self._loss_options, reductions=reductions)
         metrics = merge(_per_update(metrics), self.worker.optim_step())
         if metrics["optim/skipped"].value:
             self._log_skipped(metrics)
         else:
             self.skipped, self._updated_version = 0, self.worker.version
         if adjust_metrics is not None:
-            metrics = adjust_metrics(metrics, batch, run)
+            metrics = adjust_metrics(metrics, batch, selected)
         metrics = self._prefixed(metrics)
         for listener in list(self.listeners):
             listener(self, metrics)

@@ -1,10 +1,10 @@
 """ModelWorker: one model with its optimizer, and the methods that learners call.
 
 These methods hide micro-batches, packing, shared prefixes, mixed precision and sharding; a loss sees whole sequences in
-fp32 or better. Rule 1 of the design is kept here: `forward_backward` runs (weights * loss).sum().backward() for each
-micro-batch, and nothing else divides.
+fp32 or better. Rule 1 of the design is kept here: for each micro-batch `_run` sums the losses with
+`total = aggregate(losses, weights)`, which is (weights * losses).sum(), and runs `total.backward()`. Nothing divides.
 
-Dim letters: N sequences, S tokens of a batch, s tokens of a micro-batch.
+Dim legend: N sequences, S tokens of a batch, s tokens of a micro-batch.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Its methods take text or padded arrays and return padded arrays, where whet's own cluster takes prompts and batches.
 
-Dim letters: B rows, P prompt, C completion.
+Dim legend: B rows, P prompt, C completion.
 """
 
 from __future__ import annotations

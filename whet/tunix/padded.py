@@ -3,7 +3,7 @@
 Masks are made from ids here alone: a padded prompt begins after its leading pads, a padded completion ends with its
 first end id. Everywhere else in whet the lengths are known.
 
-Dim letters: B rows, P prompt, C completion, V vocabulary.
+Dim legend: B rows, P prompt, C completion, V vocabulary.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ LossInputs, TokenStats: what a loss receives and what a model returns.
 
 The token axis: the completion tokens of a batch, laid end to end in batch order, are one axis of S tokens. Whatever
 is per token is a column on it, never padded; whatever is per sequence is a column of N numbers (see columns.py).
-Dim letters: K distinct prefixes, N sequences, J trajectories, U units (sequences that stay together), S tokens; s, n
+Dim legend: K distinct prefixes, N sequences, J trajectories, U units (sequences that stay together), S tokens; s, n
 and u are those of a micro-batch (whole sequences, whole units), P prompt, C completion, G group.
 
 A loss returns one number per token, [s], or one per unit, [u]. Which of the two the batch says by its weights, made

@@ -1,4 +1,4 @@
-"""TokenBatch: what learners see, identical on every rank. Dim letters as in whet.types."""
+"""TokenBatch: what learners see, identical on every rank. Dim legend as in whet.types."""
 
 from __future__ import annotations
 

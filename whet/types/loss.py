@@ -1,6 +1,6 @@
 """The inputs of a loss, and the outputs of a model.
 
-Dim letters: s tokens of a micro-batch, n its sequences (whole), u its units (whole).
+Dim legend: s tokens of a micro-batch, n its sequences (whole), u its units (whole).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What is made before a batch is: prompts, completions, groups and examples.
 
-Read-only numpy, since many small tensors are expensive to move. Dim letters: B rows, P prompt, C completion, G group,
+Read-only numpy, since many small tensors are expensive to move. Dim legend: B rows, P prompt, C completion, G group,
 V vocabulary.
 """
 

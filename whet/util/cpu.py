@@ -1,6 +1,6 @@
-"""The processor: its model, its family, and the vector instructions that kernels are chosen by.
+"""The processor: its model, its family, and the vector instructions by which kernels are chosen.
 
-Left out on purpose: its speed, which nothing is chosen by, and systems without /proc, which give a name alone.
+Left out on purpose: its speed, on which no choice depends. Systems without /proc report only a name.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asim
 
 
 def cpu_info() -> dict[str, Any]:
-    """What is known of the processor.
+    """Information about the processor.
 
-    Returns: model; family, a string, or None where the system names none; cores, the number usable by this process;
-        flags, the vector instructions that matter.
+    Returns: model; family, a string, or None if the system reports none; cores, the number that this process may use;
+        flags, the vector instructions that affect a choice of kernels.
 
     >>> sorted(cpu_info())
     ['cores', 'family', 'flags', 'model']

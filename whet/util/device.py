@@ -1,9 +1,8 @@
-"""The device that a model lies on, as the process sees it: which is the current one, what it holds, what it gives back.
+"""The GPU of a model: the current device, its memory metrics, and the release of cached memory.
 
-torch's allocator keeps freed blocks of a GPU for itself. It finds most of them again, but no other user of the GPU
-can: not another process, not an engine with an allocator of its own, not the next phase of a step where its blocks are
-larger. And what a CUDA graph worked in is given back in no other way. On a CPU nothing here does anything; memory.py
-is its counterpart.
+torch's allocator caches freed blocks of a GPU and reuses most of them. Other users of the GPU can't: another process,
+an engine with its own allocator, or the next phase of a step if it needs larger blocks. The memory of a CUDA graph is
+released only by `empty_cache`. On a CPU these functions do nothing; memory.py is the counterpart.
 Left out on purpose: settings of the allocator, which are read once, when the process starts.
 """
 
@@ -18,9 +17,9 @@ __all__ = ["empty_cache", "memory_metrics", "on_device"]
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes a GPU the current one for a while, since graphs, streams and new threads begin on the current device.
+    """A context in which a GPU is the current device, on which graphs, streams and new threads begin.
 
-    Args: device: any; of kinds without a current one, and for "cuda" without a number, nothing changes.
+    Args: device: any device; nothing changes for a CPU, or for "cuda" without a number.
 
     >>> with on_device(torch.device("cpu")):
     ...     pass
@@ -41,11 +40,11 @@ def empty_cache(device: torch.device) -> None:
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
-    """What torch holds of a GPU, in bytes: allocated to tensors, and reserved for them; now, and at most so far.
+    """GPU memory of torch's allocator in bytes: allocated to tensors and reserved, now and at the peak.
 
-    What is reserved beyond what is allocated is cached, or lies between tensors and fits nothing.
-    Args: device: any.
-    Returns: name to bytes; {} on a CPU.
+    The difference of both is cached or fragmented.
+    Args: device: any device.
+    Returns: name -> bytes; {} on a CPU.
 
     >>> memory_metrics(torch.device("cpu"))
     {}

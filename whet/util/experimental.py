@@ -1,7 +1,6 @@
-"""What is written and tested with stand-ins, but has never run on the hardware it is for: a warning when it is chosen.
+"""The warning for code that was tested only with stand-ins, and has never run on its hardware.
 
-A piece of code leaves this list when it has run there; until then check its figures and its results
-before you rely on them. Left out on purpose: a switch that silences it.
+Left out on purpose: a switch that silences the warning.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ log = logging.getLogger("whet")
 
 
 @functools.cache
-def warn_experimental(what: str) -> None:
-    """Logs once per process that something is experimental.
+def warn_experimental(feature: str) -> None:
+    """Logs once per process that a feature is experimental.
 
-    Args: what: its name, as the user chose it: "rollout_engine 'sglang'".
+    Args: feature: as the user chose it, such as "rollout_engine 'sglang'".
     """
     log.warning(
-        "%s is experimental: it has never been run on the hardware it is for; check its first results against another "
+        "%s is experimental: it has never run on its hardware; check its first results against another "
         "engine or setting",
-        what,
+        feature,
     )

@@ -1,4 +1,4 @@
-"""Pauses Python's garbage collector of reference cycles while many objects are made that stay."""
+"""Pauses Python's cyclic garbage collector while many long-lived objects are created."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["pause_collector"]
 
 @contextmanager
 def pause_collector() -> Iterator[None]:
-    """Pauses the collector of reference cycles, around imports and the loading of models.
+    """Pauses the cyclic garbage collector, for imports and the loading of models.
 
-    Importing torch and transformers makes several hundred thousand objects, which all stay. The collector would walk
-    through them again and again: a fifth of the time of the imports. At the end they count as old, so the next
-    collections of young objects leave them out.
+    Importing torch and transformers creates several hundred thousand objects that live on. The collector would visit
+    them many times, which takes a fifth of the import time. At the end they belong to the oldest generation, so the
+    next collections of young objects skip them.
 
     >>> with pause_collector():
     ...     gc.isenabled()

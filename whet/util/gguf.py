@@ -1,7 +1,7 @@
-"""GGUF: a model file of llama.cpp, converted once to a folder of Hugging Face files in the user's cache.
+"""GGUF, llama.cpp's format of model files: a file is converted once to a Hugging Face folder in the user's cache.
 
-transformers' own reader makes the weights, the config, the tokenizer and its chat template. Everything else then works
-on an ordinary folder, so a GGUF file has no code path of its own.
+transformers reads the weights, the config, the tokenizer and its chat template. All other code then works on an
+ordinary folder, so GGUF files need no code path elsewhere.
 Left out on purpose: training in a GGUF file's own quantisation, and writing GGUF files.
 """
 
@@ -29,99 +29,99 @@ __all__ = ["convert_gguf", "gguf_file"]
 logger = logging.getLogger("whet")
 
 FORMAT = 1
-"""Part of a folder's name: a change of what is written here changes it."""
+"""Version of the converted folder; a part of the hash in its name."""
 
 
 def gguf_file(source: Path) -> Path | None:
-    """The GGUF file that a path names: the file itself, or the only one of a folder without a model of its own.
+    """The GGUF file of a path: the file itself, or the only one in a folder without a Hugging Face model.
 
     Args: source: a path that exists.
-    Returns: None where the path names no GGUF file.
-    Raises: ConfigError: a folder with several, where one must be named; a part of a split file.
+    Returns: None if there is no GGUF file.
+    Raises: ConfigError: a folder with several GGUF files.
     """
     if source.is_dir():
         files = [] if (source / "config.json").is_file() else sorted(source.glob("*.gguf"))
         if len(files) > 1:
             names = ", ".join(file.name for file in files[:8])
-            raise ConfigError(f"{source} holds {len(files)} GGUF files ({names}); give one of them: {files[0]}")
+            raise ConfigError(f"{source} has {len(files)} GGUF files ({names}); give one of them: {files[0]}")
         return files[0] if files else None
     return source if source.suffix == ".gguf" else None
 
 
 def convert_gguf(file: Path) -> str:
-    """The folder with a GGUF file's model and tokenizer; converted at the first call, and kept.
+    """Converts a GGUF file to a Hugging Face folder with model and tokenizer, if the cache lacks it.
 
-    The weights are written in the dtype of the file's unquantised matrices, and in bfloat16 where all are quantised.
+    The weights are written in the dtype of the file's matrices if all have one unquantised dtype, else in bfloat16.
 
     Args: file: the GGUF file.
-    Returns: a folder in the user's cache; its name depends on the file's bytes.
-    Raises: ConfigError: the extra `gguf` is missing, transformers does not read this kind of model, or the cache can't
-        be written.
+    Returns: the folder in the user's cache; its name has a hash of the file.
+    Raises: ConfigError: the package gguf is missing, transformers can't read this kind of model, or the cache can't be
+        written.
 
     Example: convert_gguf(Path("SmolLM2-135M-Instruct.Q4_1.gguf")).
     """
     try:
         import gguf  # noqa: F401  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise ConfigError(f"{file} is a model in GGUF, which needs the package gguf: {install_hint('gguf')}") from error
+        raise ConfigError(f"{file} is a GGUF model, which needs the package gguf: {install_hint('gguf')}") from error
     try:
         folder = _cache_folder() / f"{file.stem}-{_digest(file)}"
         if (folder / "config.json").is_file():
             return str(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        parts = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     except OSError as error:
         raise ConfigError(f"can't convert {file}: {error}; set XDG_CACHE_HOME to a writable folder") from error
     logger.info("converting %s once, to %s", file, folder)
     try:
         with pause_collector():
-            _convert(file, parts)
+            _convert(file, temporary)
         try:
-            parts.rename(folder)
+            temporary.rename(folder)
         except OSError:  # another process was faster
             if not (folder / "config.json").is_file():
                 raise
         return str(folder)
     except ConfigError:
         raise
-    except Exception as error:  # transformers' reader raises what it likes
+    except Exception as error:  # transformers' reader raises errors of any class
         raise ConfigError(
             f"can't read {file}: {format_exception(error)}; transformers reads GGUF files of "
             f"{', '.join(_known_architectures())}; for others give the Hugging Face folder or name of the model"
         ) from error
     finally:
-        shutil.rmtree(parts, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _convert(file: Path, folder: Path) -> None:
-    """Writes the model, the tokenizer and a card with licence and base model to an empty folder."""
+    """Writes the model, the tokenizer and a model card with license and base model to an empty folder."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    place: dict[str, Any] = {"gguf_file": file.name}
-    bars = nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
-    with _read_once(file) as reader, bars:  # progress bars of transformers, which fill a log
+    source: dict[str, Any] = {"gguf_file": file.name}
+    hidden_progress = nullcontext() if sys.stderr.isatty() else redirect_stderr(io.StringIO())
+    with _read_once(file) as reader, hidden_progress:  # transformers' progress bars would fill a log
         kinds = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
         dtype = {"F32": torch.float32, "F16": torch.float16}.get(kinds.pop()) if len(kinds) == 1 else None
-        config = AutoConfig.from_pretrained(file.parent, **place)
-        model = AutoModelForCausalLM.from_pretrained(file.parent, config=config, dtype=torch.float32, **place)
-        plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        plain.load_state_dict(model.state_dict())
-        plain.to(dtype or torch.bfloat16).save_pretrained(folder)
-        AutoTokenizer.from_pretrained(file.parent, **place).save_pretrained(folder)
-    text = lambda key: str(reader.fields[key].contents()) if key in reader.fields else ""
-    named = {"license": text("general.license"), "base_model": text("general.base_model.0.repo_url")}
-    named["base_model"] = named["base_model"].removeprefix("https://huggingface.co/")
-    lines = [f"{key}: {value}" for key, value in named.items() if value]
+        config = AutoConfig.from_pretrained(file.parent, **source)
+        model = AutoModelForCausalLM.from_pretrained(file.parent, config=config, dtype=torch.float32, **source)
+        unquantized = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        unquantized.load_state_dict(model.state_dict())
+        unquantized.to(dtype or torch.bfloat16).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(file.parent, **source).save_pretrained(folder)
+    read_text = lambda key: str(reader.fields[key].contents()) if key in reader.fields else ""
+    metadata = {"license": read_text("general.license"), "base_model": read_text("general.base_model.0.repo_url")}
+    metadata["base_model"] = metadata["base_model"].removeprefix("https://huggingface.co/")
+    lines = [f"{key}: {value}" for key, value in metadata.items() if value]
     card = "\n".join(["---", *lines, "---", "", f"Converted from {file.name}.", ""])
     (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 @contextmanager
 def _read_once(file: Path) -> Iterator[Any]:
-    """Reads a file's metadata once: transformers would do it for the config, the weights and the tokenizer alike.
+    """Reads a file's metadata once; transformers would read it for the config, the weights and the tokenizer.
 
-    In the package gguf, the slices of a plain array are several times as fast as those of its numpy.memmap.
+    Slices of a plain array are several times faster than those of the numpy.memmap that the package gguf uses.
     """
     import gguf  # pyright: ignore[reportMissingImports]
     import numpy as np

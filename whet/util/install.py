@@ -1,7 +1,7 @@
-"""What whet is called where packages are installed from, where it lies, and how its extras are installed there.
+"""The name of the distribution, where this installation came from, and the command that installs an extra.
 
-The distribution is `whet-rl`; what is imported and the command are `whet`. The distribution `whet` of the package index
-is a stranger's.
+The distribution is `whet-rl`; the package and the command are `whet`. The distribution `whet` on the package index is
+another project.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from pathlib import Path
 __all__ = ["DISTRIBUTION", "REPOSITORY", "foreign_whet", "install_hint", "is_checkout"]
 
 DISTRIBUTION = "whet-rl"
-"""The name that is installed; pyproject.toml has the same."""
+"""The name of the distribution, as in pyproject.toml."""
 REPOSITORY = "https://github.com/whet-rl/whet"
-"""Where the source lies; the URLs of pyproject.toml begin so."""
+"""The repository; the URLs in pyproject.toml begin with it."""
 PACKAGE = Path(__file__).parents[1]
 
 
 def install_hint(extra: str = "", options: str = "") -> str:
-    """The command that installs whet with an extra, in the form that works for this installation.
+    """The command that installs whet with an extra, from the source of this installation.
 
-    A checkout is installed from its folder, a wheel or a commit from its source, and all else from the index.
-    Args: extra: an extra of pyproject.toml. options: more arguments of pip.
+    A checkout is installed from its folder, a wheel or a commit from its URL, anything else from the index.
+    Args: extra: an extra of pyproject.toml. options: further arguments of pip.
 
     >>> install_hint("lora").startswith("pip install ") and "[lora]" in install_hint("lora")
     True
@@ -43,12 +43,12 @@ def install_hint(extra: str = "", options: str = "") -> str:
 
 
 def foreign_whet() -> str | None:
-    """The version of the index's distribution `whet`, if that is installed too; None = it is not.
+    """The version of the other project's distribution `whet`; None = it is not installed.
 
-    whet itself was called so before: an installation of that time has its command.
+    An installation from the time when this project had that name is recognised by its command.
     """
-    places = (Path(entry) for entry in sys.path)
-    if not any(next(place.glob("whet-*.dist-info"), None) for place in places):  # metadata's import costs more
+    folders = (Path(entry) for entry in sys.path)
+    if not any(next(folder.glob("whet-*.dist-info"), None) for folder in folders):  # cheaper than importing metadata
         return None
     from importlib import metadata
 
@@ -58,7 +58,7 @@ def foreign_whet() -> str | None:
 
 
 def is_checkout() -> bool:
-    """Whether the package lies in the repository."""
+    """Whether the package is in a checkout of the repository."""
     return (PACKAGE.parent / "pyproject.toml").is_file() and (PACKAGE.parent / "recipes").is_dir()
 
 

@@ -17,16 +17,16 @@ class LevelFormatter(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """Formats a record."""
+        """The text of a record."""
         text = super().format(record)
         return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
 
 
 class DefaultHandler(logging.Handler):
-    """Prints whet's warnings in a notebook or a script that has not set up logging; Python would print no level.
+    """Prints whet's warnings in a notebook or a script without a logging setup; Python would print no level.
 
-    It prints nothing where the root logger or logger `whet` has a handler of the program's. It writes to sys.stderr as
-    it is at that moment, so that lines appear above a progress bar.
+    It prints nothing if the program has added a handler to the root logger or to the logger `whet`. It looks up
+    sys.stderr at each record, so that lines appear above a progress bar.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
-"""The process's heap: gives what was freed back to the system.
+"""Returns freed memory of the process's heap to the system.
 
-glibc keeps freed blocks below 32 MB for itself, and a phase of a step can seldom use what another left: tensors that
-live on lie between them. So the peak of a run becomes the sum of its phases', where it should be their maximum.
-Left out on purpose: other limits and thresholds of malloc, which cost page faults in every operation.
+glibc keeps freed blocks below 32 MB. The next phase of a step can seldom reuse them, because live tensors lie between
+them. Without a release, the peak memory of a run would be the sum of its phases instead of their maximum.
+Left out on purpose: malloc's limits and thresholds, which would cause page faults in every operation.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ __all__ = ["release_freed_memory"]
 
 
 def release_freed_memory() -> bool:
-    """Gives freed memory back to the system: some milliseconds, and as much again when it is next needed.
+    """Returns freed memory to the system: takes some milliseconds, and as much again when the memory is next needed.
 
-    Returns: whether anything was given back; False too where malloc is not glibc's.
+    Returns: whether any memory was released; False if malloc is not glibc's.
     Source: malloc_trim(3).
 
     >>> release_freed_memory() in (True, False)
@@ -30,7 +30,7 @@ def release_freed_memory() -> bool:
 
 @functools.cache
 def _malloc_trim() -> Callable[[int], int] | None:
-    """The malloc_trim of glibc; None where there is none."""
+    """The function malloc_trim of glibc; None on other systems."""
     if not sys.platform.startswith("linux"):
         return None
     try:

@@ -1,6 +1,6 @@
-"""Where a model lies: in a folder, in a run's folder, in one of its checkpoints, or on the hub under a name.
+"""Resolves the source of a model: a folder, a run, a checkpoint, or a hub name.
 
-Left out on purpose: downloads of a name without a revision, which are transformers'.
+Left out on purpose: downloads of hub names without a revision, which transformers does.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ __all__ = [
 ]
 
 MODEL_FILES = ("config.json", "adapter_config.json", "tokenizer.json", "tokenizer_config.json")
-"""Files of which a folder, or what the cache has of a name, holds one where there is something to read."""
+"""A folder with one of these files has a model or a tokenizer, and so has the hub cache."""
 RUN_FILES = ("metrics.jsonl", "config.yaml")
-"""Files of which the folder of a run holds one."""
+"""A folder with one of these files is a run."""
 UNREACHABLE = {"ConnectError", "ConnectTimeout", "ConnectionError", "OfflineModeIsEnabled", "ProxyError"}
-"""Classes of the hub client's errors, whichever HTTP library it has, that mean that the hub did not answer."""
+"""Classes of errors that mean that the hub did not answer, for any HTTP library of the hub client."""
 
 
 UNUSED_FILES = ("*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.pth", "*.tflite", "onnx/*", "original/*")
-"""Files of a hub repository that whet reads nothing of."""
+"""Files of a hub repository that whet does not read."""
 
 
 def split_revision(name: str) -> tuple[str, str | None]:
-    """A hub name and what stands behind its "@": a branch, tag or commit; None = its main branch.
+    """A hub name and its revision after "@": a branch, tag or commit; None = the main branch.
 
     >>> split_revision("Qwen/Qwen3-0.6B@v1.0"), split_revision("Qwen/Qwen3-0.6B")
     (('Qwen/Qwen3-0.6B', 'v1.0'), ('Qwen/Qwen3-0.6B', None))
@@ -45,61 +45,61 @@ def split_revision(name: str) -> tuple[str, str | None]:
 
 
 def model_folder(source: str | Path) -> str:
-    """The folder of a model or tokenizer; a hub name as it is, and the downloaded files of one with a revision.
+    """The folder of a model or tokenizer, or a hub name.
 
-    Args: source: a folder, one of a finished run, which stands for its final/, one of a checkpoint (step-...), which
-        stands for its actor/, one that runs lie in, which stands for the newest that has finished, or a hub name.
-    Returns: the folder or the name.
-    Raises: ConfigError: a path to nothing; a run that has not finished, with the folder to give instead; a folder
-        without a model or a run, with what it has.
+    Args: source: a folder of a model; of a finished run (its final/ is taken); of a checkpoint step-... (its actor/);
+        of several runs (the newest finished one); or a hub name. With a revision (name@v1) its files are downloaded.
+    Returns: the folder, or the hub name unchanged.
+    Raises: ConfigError: a missing path; a run that has not finished (the error names its newest checkpoint); a folder
+        without a model or a run.
 
     >>> model_folder("Qwen/Qwen3-0.6B")
     'Qwen/Qwen3-0.6B'
     """
-    named, folder = str(source), Path(source)
+    name, folder = str(source), Path(source)
     if not str(source).strip():
         raise ConfigError("the name of a model or tokenizer is empty; give a folder or a hub name")
     try:
         folder = folder.expanduser()
-        there, above = folder.exists(), folder.parent.is_dir()
+        exists, parent_exists = folder.exists(), folder.parent.is_dir()
     except (OSError, RuntimeError) as error:  # a name too long, a folder that may not be read, no such user
-        raise ConfigError(f"can't look for {format_value(named)}: {error}; give a folder or a hub name") from error
-    if not there:
-        if split_revision(named)[1] is not None:
-            return _snapshot(*split_revision(named))
-        if named.startswith(("/", ".", "~")) or named.count("/") > 1:
-            here = folder.parent
-            near = nearest(folder.name, _inside(here)) if above else f"; there is no {here}"
-            raise ConfigError(f"there is no folder {named}, and no hub name looks like that{near}")
-        return named
+        raise ConfigError(f"can't look for {format_value(name)}: {error}; give a folder or a hub name") from error
+    if not exists:
+        if split_revision(name)[1] is not None:
+            return _snapshot(*split_revision(name))
+        if name.startswith(("/", ".", "~")) or name.count("/") > 1:
+            parent = folder.parent
+            hint = nearest(folder.name, _list_names(parent)) if parent_exists else f"; there is no {parent}"
+            raise ConfigError(f"there is no folder {name}, and it is not a valid hub name{hint}")
+        return name
     if (file := gguf_file(folder)) is not None:
         return convert_gguf(file)
     for path in folder.glob("*.safetensors"):
         if path.stat().st_size < 1024 and path.read_bytes().startswith(b"version https://git-lfs"):
-            raise ConfigError(f"{path} is a pointer of Git LFS, not the weights; run `git lfs pull` in {named}")
+            raise ConfigError(f"{path} is a Git LFS pointer, not the weights; run `git lfs pull` in {name}")
     if folder.is_file():
-        raise ConfigError(f"{named} is a file; give the folder that it lies in")
-    if any((folder / name).is_file() for name in MODEL_FILES):
+        raise ConfigError(f"{name} is a file; give its folder")
+    if any((folder / file).is_file() for file in MODEL_FILES):
         return str(folder)
     for part in (folder / "final", folder / "actor"):
         if _is_model(part):
             return str(part)
-    run, newest = _is_run(folder), _newest_checkpoint(folder)
-    what = "is a run that has not finished" if run else "holds checkpoints, and no model itself"
+    is_run, newest = _is_run(folder), _newest_checkpoint(folder)
+    state = "is a run that has not finished" if is_run else "has checkpoints, but no model"
     if newest is not None:
-        raise ConfigError(f"{named} {what}; resume with trainer.resume=latest, or give its newest checkpoint: {newest}")
-    if run:
-        raise ConfigError(f"{named} {what}, and it has no checkpoint; give the model that it began with")
+        raise ConfigError(f"{name} {state}; resume with trainer.resume=latest, or give its newest checkpoint: {newest}")
+    if is_run:
+        raise ConfigError(f"{name} {state}, and it has no checkpoint; give the model that it started from")
     if runs := find_runs(folder):
-        return _of_newest(named, runs)
-    if not any((folder / name).is_file() for name in _inside(folder)):
-        inside = ", ".join(sorted(_inside(folder))[:8]) or "nothing"
-        raise ConfigError(f"{named} holds no model, tokenizer or run, but {inside}; give the folder of one")
+        return _newest_final(name, runs)
+    if not any((folder / file).is_file() for file in _list_names(folder)):
+        content = ", ".join(sorted(_list_names(folder))[:8]) or "nothing"
+        raise ConfigError(f"{name} has no model, tokenizer or run, but {content}; give the folder of one")
     return str(folder)
 
 
 def _snapshot(name: str, revision: str | None) -> str:
-    """The folder of the cache with the files of a hub name at a revision. Raises ConfigError where it can't be had."""
+    """Downloads a hub name at a revision. Returns: its folder in the cache. Raises: ConfigError: that failed."""
     from huggingface_hub import HfApi, constants, snapshot_download
 
     try:
@@ -108,43 +108,43 @@ def _snapshot(name: str, revision: str | None) -> str:
             files = HfApi().list_repo_files(name, revision=revision)
             skip += ["*.bin"] if any(file.endswith(".safetensors") for file in files) else []
         return str(snapshot_download(name, revision=revision, ignore_patterns=skip))
-    except Exception as error:  # the client lets through what its HTTP library raises
+    except Exception as error:  # the client does not wrap the errors of its HTTP library
         why = hub_unreachable_reason(error) or format_exception(error, 200)
         raise ConfigError(
-            f"{name!r} at revision {revision!r} can't be had from the hub ({why}); check the name, the branch, tag or "
-            "commit behind the @, and the network"
+            f"{name!r} at revision {revision!r} can't be downloaded from the hub ({why}); check the name, the branch, "
+            "tag or commit after the @, and the network"
         ) from error
 
 
 def resolved_path_message(source: str, folder: str) -> str:
-    """What is logged where a folder stands for a model that lies within it. Args: folder: which `model_folder` gave."""
+    """The log message for a path that model_folder has resolved. Args: source: the path. folder: the result."""
     newer = []
     for run in reversed(find_runs(Path(source).expanduser())):
         if _is_model(run / "final"):
             break
         newer.append(run.name)
-    late = f" ({', '.join(newer)}: newer, and not finished)" if newer else ""
-    return f"{source}: taking {folder}{late}"
+    unfinished = f" ({', '.join(newer)}: newer, and not finished)" if newer else ""
+    return f"{source}: taking {folder}{unfinished}"
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """The runs that lie in a folder, the one that was written to last at the end."""
+    """The runs in a folder, the most recently written one last."""
     if _is_run(folder) or not folder.is_dir():
         return []
-    found = [folder / name for name in _inside(folder) if (folder / name).is_dir() and _is_run(folder / name)]
-    written = lambda run: max((run / n).stat().st_mtime_ns for n in (*RUN_FILES, "final") if (run / n).exists())
-    return sorted(found, key=lambda run: (written(run), run.name))
+    runs = [folder / name for name in _list_names(folder) if (folder / name).is_dir() and _is_run(folder / name)]
+    last_write = lambda run: max((run / n).stat().st_mtime_ns for n in (*RUN_FILES, "final") if (run / n).exists())
+    return sorted(runs, key=lambda run: (last_write(run), run.name))
 
 
-def _of_newest(named: str, runs: Sequence[Path]) -> str:
-    """The model of the newest run that has finished. Raises ConfigError where none has, with their checkpoints."""
+def _newest_final(name: str, runs: Sequence[Path]) -> str:
+    """The final model of the newest finished run. Raises ConfigError: none has finished; it lists their checkpoints."""
     finished = [run for run in runs if _is_model(run / "final")]
     if finished:
         return str(finished[-1] / "final")
-    found = [f"  {run.name}: {_newest_checkpoint(run) or 'no checkpoint'}" for run in reversed(runs)]
+    lines = [f"  {run.name}: {_newest_checkpoint(run) or 'no checkpoint'}" for run in reversed(runs)]
     raise ConfigError(
-        f"{named} holds {len(runs)} run(s), none of which has finished; give one of their checkpoints, or finish a run "
-        "with trainer.resume=latest:\n" + "\n".join(found[:8])
+        f"{name} has {len(runs)} run(s), and none has finished; give one of their checkpoints, or finish a run "
+        "with trainer.resume=latest:\n" + "\n".join(lines[:8])
     )
 
 
@@ -162,44 +162,44 @@ def _newest_checkpoint(folder: Path) -> Path | None:
 
 
 def check_hub(name: str) -> None:
-    """Asks the hub once for a name that is not a folder and not in its cache: transformers would try for half a minute.
+    """Asks the hub once for a name that is neither a folder nor cached; transformers would retry for half a minute.
 
-    Raises: ConfigError: the hub does not answer, there is no such model, or no name looks like that. Whatever else goes
-        wrong is left to transformers.
+    Raises: ConfigError: the hub does not answer, there is no such model, or the name is invalid. Other errors are left
+        to transformers.
     """
     from huggingface_hub import HfApi, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     if Path(name).expanduser().exists():
         return
-    near = nearest(name, list_folders())
+    hint = nearest(name, list_folders())
     try:
         if any(isinstance(try_to_load_from_cache(name, file), str) for file in MODEL_FILES):
             return
         HfApi().model_info(name, timeout=10)
     except HFValidationError as error:
-        raise ConfigError(f"there is no folder {name!r}, and no hub name looks like that{near}") from error
-    except Exception as error:  # the client lets through what its HTTP library raises
+        raise ConfigError(f"there is no folder {name!r}, and it is not a valid hub name{hint}") from error
+    except Exception as error:  # the client does not wrap the errors of its HTTP library
         if (why := hub_unreachable_reason(error)) is not None:
             raise ConfigError(
-                f"there is no folder {name!r} here, and the hub can't be reached to look for that name ({why}); check "
-                f"the path or the network{near}"
+                f"there is no folder {name!r} here, and the hub can't be reached ({why}); check "
+                f"the path or the network{hint}"
             ) from error
-        classes = set(_names(error))
+        classes = set(_class_names(error))
         if "RepositoryNotFoundError" in classes and "GatedRepoError" not in classes:
             raise ConfigError(
-                f"there is no folder {name!r} here, and no model of that name on the hub that you may see; check the "
-                f"name, or log in: hf auth login{near}"
+                f"there is no folder {name!r} here, and no model of that name on the hub that you can access; check "
+                f"the name, or log in: hf auth login{hint}"
             ) from error
 
 
 def list_folders() -> list[str]:
-    """Names of the folders in the working folder, for messages; none where it may not be read."""
-    return [name for name in _inside(Path()) if Path(name).is_dir()]
+    """Names of the folders in the working folder, for messages; [] if it can't be read."""
+    return [name for name in _list_names(Path()) if Path(name).is_dir()]
 
 
-def _inside(folder: Path) -> list[str]:
-    """What lies in a folder, as far as it may be read."""
+def _list_names(folder: Path) -> list[str]:
+    """Names of the files and folders in a folder; [] if it can't be read."""
     try:
         return [p.name for p in folder.iterdir()]
     except OSError:
@@ -207,19 +207,19 @@ def _inside(folder: Path) -> list[str]:
 
 
 def hub_unreachable_reason(error: BaseException) -> str | None:
-    """Why the hub did not answer, if that is what an error of its client says; None = it did, or that is unknown.
+    """Why the hub did not answer, from an error of its client; None = another kind of error.
 
     >>> hub_unreachable_reason(ConnectionError("refused")), hub_unreachable_reason(KeyError())
     ('refused', None)
     """
-    classes = set(_names(error))
+    classes = set(_class_names(error))
     if "OfflineModeIsEnabled" in classes:
         return "HF_HUB_OFFLINE is set"
     return (str(error) or type(error).__name__).splitlines()[0] if classes & UNREACHABLE else None
 
 
-def _names(error: BaseException | None) -> Iterator[str]:
-    """The classes of an error and of what caused it, their bases included."""
+def _class_names(error: BaseException | None) -> Iterator[str]:
+    """Names of the classes of an error and its causes, base classes included."""
     while error is not None:
         yield from (cls.__name__ for cls in type(error).__mro__)
         error = error.__cause__ or error.__context__

@@ -1,4 +1,4 @@
-"""Files that come with whet: recipes and pages. They lie beside the package in a checkout, inside it in a wheel."""
+"""Recipes and documentation pages: files next to the package in a checkout, and inside it in a wheel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["copy_recipe", "list_pages", "list_recipes", "read_page", "recipe_pat
 
 
 def list_recipes() -> dict[str, str]:
-    """The recipes: name -> what it is, in a line.
+    """The recipes: name -> a line that describes it.
 
     >>> list_recipes()["demo"]
     'The demo: a 0.7 M-parameter model learns the order of operations by GRPO.'
@@ -22,7 +22,7 @@ def list_recipes() -> dict[str, str]:
 
 
 def recipe_path(name: str) -> Path:
-    """The file of a recipe. Args: name: with or without .yaml. Raises: ConfigError: there is no such recipe.
+    """The file of a recipe. Args: name: with or without .yaml. Raises: ConfigError: an unknown recipe.
 
     >>> recipe_path("demo").name
     'demo.yaml'
@@ -36,9 +36,9 @@ def recipe_path(name: str) -> Path:
 def copy_recipe(name: str, folder: str | Path = ".") -> list[Path]:
     """Copies a recipe, with the Python files that it refers to.
 
-    Args: name: as recipe_path. folder: where to; it is made.
-    Returns: the files, the recipe first.
-    Raises: ConfigError: there is no such recipe, one of the files is there already, or can't be written.
+    Args: name: as for recipe_path. folder: the target, created if missing.
+    Returns: the copies, the recipe first.
+    Raises: ConfigError: an unknown recipe, or a file that exists already or can't be written.
     """
     source = recipe_path(name)
     names = sorted({*re.findall(r"[\w-]+\.py\b", source.read_text())})

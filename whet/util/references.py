@@ -1,6 +1,6 @@
-"""Names of whet's own things, and references to the user's code: "package.module:name" and "folder/file.py:name".
+"""Resolves names of built-in objects, and references to user code: "package.module:name" and "folder/file.py:name".
 
-Left out on purpose: entry points and plugins. A reference says where the object is.
+Left out on purpose: entry points and plugins. A reference names the location of the object.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def is_ref(text: str) -> bool:
 
 
 def resolve_ref(text: str, kind: str) -> Any:
-    """The object that a reference names.
+    """The object of a reference.
 
-    Modules and files in the working folder are found too: that folder (of a file: its own) joins the end of
-    sys.path, so it hides nothing and the user's own imports work. A file is run once, however often it is named.
+    The working folder (for a file: the file's folder) is appended to sys.path, so its modules are found, and the user's
+    own imports work. A file is run only once.
 
     Args: text: "package.module:name" or "file.py:name"; the name may have dots. kind: what is looked for, for messages.
     Returns: the object.
@@ -51,7 +51,7 @@ def resolve_ref(text: str, kind: str) -> Any:
             f"{kind} {format_value(text)} is not a reference; write package.module:name or path/to/file.py:name"
         )
     module_name, _, name = text.rpartition(":")
-    value: Any = _module(module_name, text, kind)
+    value: Any = _import(module_name, text, kind)
     for part in name.split("."):
         try:
             value = getattr(value, part)
@@ -65,13 +65,13 @@ def resolve_ref(text: str, kind: str) -> Any:
 
 
 def resolve_name(value: Any, known: Mapping[str, Any], kind: str, hint: Callable[[str], str] | None = None) -> Any:
-    """The function or class that a name or a reference stands for; a callable as it is.
+    """The function or class of a name or a reference; a callable is returned unchanged.
 
     Args:
         value: a name in known, "package.module:name", "file.py:name", or a callable.
-        known: name -> a callable, or where it is in whet ("package.module:name"), which is imported here.
+        known: name -> a callable, or its location in whet ("package.module:name"), which is imported here.
         kind: what is looked for, for messages.
-        hint: the end of the message about an unknown name.
+        hint: gives the end of the error message for an unknown name.
     Raises: ConfigError: an unknown name (with the nearest), or what it refers to can't be found or called.
 
     >>> resolve_name("last", {"last": len}, "reader")
@@ -83,41 +83,42 @@ def resolve_name(value: Any, known: Mapping[str, Any], kind: str, hint: Callable
                 return resolve_callable(value, kind)
             unknown = lookup_error(kind, value, known)
             raise ConfigError(f"{unknown}, package.module:name, file.py:name{hint(value) if hint else ''}")
-        found = known[value]
-        if isinstance(found, str):
-            module, _, name = found.partition(":")
+        target = known[value]
+        if isinstance(target, str):
+            module, _, name = target.partition(":")
             try:
                 return getattr(importlib.import_module(module), name)
             except ImportError as error:
                 raise _import_error(value, kind, f"importing {module}", error) from error
-        return found
+        return target
     if not callable(value):
         raise ConfigError(f"a {kind} is a callable or its name, got {type(value).__name__} {format_value(value)}")
     return value
 
 
-def resolve_module(place: str, kind: str) -> ModuleType:
+def resolve_module(location: str, kind: str) -> ModuleType:
     """The module of a file ("folder/file.py") or of a name ("package.module"), found as resolve_ref finds it.
 
-    Args: place: where it lies. kind: what is looked for, for messages.
+    Args: location: the file or the name. kind: what is looked for, for messages.
     Raises: ConfigError: no such file or module (with the nearest), or the user's code raised.
 
     >>> resolve_module("math", "environment").__name__
     'math'
     """
-    if not place.endswith(".py") and not all(part.isidentifier() for part in place.split(".")):
-        raise ConfigError(f"{kind} {format_value(place)} is no module; write path/to/file.py or package.module")
-    return _module(place, place, kind)
+    if not location.endswith(".py") and not all(part.isidentifier() for part in location.split(".")):
+        raise ConfigError(f"{kind} {format_value(location)} is not a module; write path/to/file.py or package.module")
+    return _import(location, location, kind)
 
 
-def _module(place: str, text: str, kind: str) -> ModuleType:
-    return _from_file(Path(place), text, kind) if place.endswith(".py") else _from_name(place, text, kind)
+def _import(location: str, text: str, kind: str) -> ModuleType:
+    """The module of a file or of a dotted name. Args: text: the reference, for messages."""
+    return _import_file(Path(location), text, kind) if location.endswith(".py") else _import_name(location, text, kind)
 
 
 def resolve_callable(text: str, kind: str) -> Any:
-    """The function or class that a reference names.
+    """The function or class of a reference.
 
-    Args: as resolve_ref. Raises: ConfigError: as there, or what it names can't be called.
+    Args: as in resolve_ref. Raises: ConfigError: as resolve_ref, or the object can't be called.
 
     >>> resolve_callable("sys:maxunicode", "reward")
     Traceback (most recent call last):
@@ -130,8 +131,8 @@ def resolve_callable(text: str, kind: str) -> Any:
     return target
 
 
-def _from_file(path: Path, text: str, kind: str) -> ModuleType:
-    """The module of a file, run on first use."""
+def _import_file(path: Path, text: str, kind: str) -> ModuleType:
+    """The module of a file, which is run on first use."""
     try:
         path = path.expanduser()
         exists = path.is_file()
@@ -147,7 +148,7 @@ def _from_file(path: Path, text: str, kind: str) -> ModuleType:
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType) and vars(module).get("__file__") == str(path):
             return module
-    name = f"whet_file_{path.stem}_{zlib.crc32(str(path).encode()):08x}"  # hides no installed module of the file's name
+    name = f"whet_file_{path.stem}_{zlib.crc32(str(path).encode()):08x}"  # does not shadow an installed module
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{kind} {text!r}: {path} can't be imported as Python")
@@ -162,27 +163,27 @@ def _from_file(path: Path, text: str, kind: str) -> ModuleType:
     return module
 
 
-def _from_name(place: str, text: str, kind: str) -> ModuleType:
+def _import_name(module: str, text: str, kind: str) -> ModuleType:
     """The module of a dotted name."""
     _make_importable(Path.cwd())
     importlib.invalidate_caches()
     try:
-        return importlib.import_module(place)
+        return importlib.import_module(module)
     except ModuleNotFoundError as error:
         missing = error.name or ""
-        if missing != place and not place.startswith(missing + "."):
-            raise _import_error(text, kind, f"importing {place}", error) from error  # what it imports is not there
+        if missing != module and not module.startswith(missing + "."):
+            raise _import_error(text, kind, f"importing {module}", error) from error  # one of its imports is missing
         parent, _, last = missing.rpartition(".")
         folders = vars(sys.modules[parent]).get("__path__", []) if parent else None  # a module has none
         siblings = [info.name for info in pkgutil.iter_modules(folders)]
         hint = nearest(last, siblings) or "; is it installed?"
         raise ConfigError(f"{kind} {text!r}: no module {missing!r}{hint}") from error
     except (Exception, SystemExit) as error:
-        raise _import_error(text, kind, f"importing {place}", error) from error
+        raise _import_error(text, kind, f"importing {module}", error) from error
 
 
 def _make_importable(folder: Path) -> None:
-    """Makes a folder importable, after everything else."""
+    """Appends a folder to sys.path."""
     folder = folder.resolve()
     if folder not in (Path(entry).resolve() for entry in sys.path):
         sys.path.append(str(folder))

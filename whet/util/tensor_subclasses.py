@@ -1,4 +1,4 @@
-"""Tensors that wrap others: quantised ones, and DTensors, of which each process has a shard."""
+"""Tensor subclasses: quantised tensors, and DTensors, which are sharded over processes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["copy_full_tensor", "gather_full_tensor", "is_sharded", "is_wrapper_s
 
 
 def is_wrapper_subclass(tensor: Any) -> TypeGuard[Any]:
-    """Whether a tensor is made of others, which `__tensor_flatten__` names and `__tensor_unflatten__` joins again.
+    """Whether a tensor is a wrapper subclass, with `__tensor_flatten__` and `__tensor_unflatten__`.
 
-    torch has a function for it, which is private.
+    torch's own function for this is private.
 
     >>> is_wrapper_subclass(torch.ones(2))
     False
@@ -24,7 +24,7 @@ def is_wrapper_subclass(tensor: Any) -> TypeGuard[Any]:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor, of which each process has a shard.
+    """Whether a tensor is a DTensor.
 
     >>> is_sharded(torch.ones(2))
     False
@@ -44,7 +44,7 @@ def gather_full_tensor(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copy_full_tensor(target: Tensor, source: Tensor) -> None:
-    """Copies a whole tensor into another one, in place; of a DTensor each process copies its own shard.
+    """Copies a full tensor into another tensor, in place; for a DTensor each process copies its shard.
 
     >>> copy_full_tensor(target := torch.zeros(2), torch.ones(2))
     >>> target
@@ -54,10 +54,10 @@ def copy_full_tensor(target: Tensor, source: Tensor) -> None:
 
 
 def shard_like(target: Tensor, source: Tensor) -> Tensor:
-    """A whole tensor, sharded as a DTensor is; as it is where the other one is not a DTensor."""
+    """A full tensor, sharded like `target`; unchanged if `target` is not a DTensor."""
     if not is_sharded(target):
         return source
-    from torch.distributed.tensor import distribute_tensor  # imported where processes share a model
+    from torch.distributed.tensor import distribute_tensor  # imported only where processes share a model
 
     like: Any = target
     source = source.to(device=like.device, dtype=like.dtype)

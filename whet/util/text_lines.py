@@ -1,4 +1,4 @@
-"""Lines for a person: broken at words where a terminal is narrow, without what could move its cursor."""
+"""Text for a terminal: line wrapping, and control characters made visible."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["escape_control_characters", "join_fields", "shorten_middle", "wrap_c
 
 _WRAPPER = partial(textwrap.TextWrapper, break_long_words=False, break_on_hyphens=False, replace_whitespace=False)
 WIDTH = 80
-"""Columns that a line has where nobody says another number."""
+"""Default width of a line, in characters."""
 
 
 def escape_control_characters(text: str) -> str:
-    r"""Text for a terminal: control characters, which could move its cursor or change its title, as pictures.
+    r"""Replaces control characters, which could move a terminal's cursor or change its title, by visible symbols.
 
     >>> escape_control_characters("a\x1b[31m b\n")
     'a␛[31m b\n'
@@ -24,7 +24,7 @@ def escape_control_characters(text: str) -> str:
 
 
 def wrap_text(text: str, width: int = WIDTH, indent: str = "  ") -> str:
-    """Text broken at blanks to a width; what continues a line is indented, a word longer than it stays whole.
+    """Wraps text at blanks to a width; continued lines are indented, and long words are not broken.
 
     >>> print(wrap_text("a: long words, and more of them", 16))
     a: long words,
@@ -39,7 +39,7 @@ def wrap_text(text: str, width: int = WIDTH, indent: str = "  ") -> str:
 
 
 def wrap_columns(text: str, width: int = WIDTH) -> str:
-    """Text in two columns, two blanks or more between them, broken to a width: the second column stays one.
+    """Wraps text of two columns, which two or more blanks separate; the second column stays aligned.
 
     >>> print(wrap_columns("  data=...  rows: a file, or a folder", 26))
       data=...  rows: a file,
@@ -54,7 +54,7 @@ def wrap_columns(text: str, width: int = WIDTH) -> str:
 
 
 def join_fields(fields: list[str], width: int = WIDTH) -> str:
-    r"""Fields on one line with two blanks between them, or on several where they are too many; none is broken.
+    r"""Joins fields with two blanks, on several lines if they exceed the width; no field is broken.
 
     >>> join_fields(["step 3", "reward 0.5", "kl 0.01"], 20)
     'step 3  reward 0.5\n  kl 0.01'
@@ -68,7 +68,7 @@ def join_fields(fields: list[str], width: int = WIDTH) -> str:
 
 
 def shorten_middle(text: str, most: int) -> str:
-    """A long text as its beginning and its end.
+    """Replaces the middle of a long text by its length.
 
     >>> shorten_middle("abcdefghij", 6), shorten_middle("abc", 6)
     ('abc [4 characters] hij', 'abc')

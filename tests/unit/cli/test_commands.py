@@ -178,7 +178,7 @@ def test_conversations_train_in_process_and_one_that_is_stopped_says_the_command
     assert main(["grpo", *chats]) == 130
     said, how, command = capsys.readouterr().err.strip().rsplit("\n", 2)
     assert said.endswith(f"stopped after step 1; checkpoint: {tmp_path}/run/checkpoints/step-000001")
-    assert how == "go on with:" and command.endswith(f" grpo trainer.run_dir={tmp_path}/run trainer.resume=latest")
+    assert how == "continue with:" and command.endswith(f" grpo trainer.run_dir={tmp_path}/run trainer.resume=latest")
     again = shlex.split(command)
     assert main(again[again.index("grpo") :]) == 0
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2

@@ -42,7 +42,7 @@ def findings(error):
 
 RUN = {
     "data=/no/such/rows.jsonl": "no file or folder '/no/such/rows.jsonl'",
-    "reward=[exakt, nowhere.py:fn]": "unknown reward function 'exakt'. Known: boxed, exact_match",
+    "reward=[exakt, nowhere.py:fn]": "unknown reward function 'exakt'. Known: boxed, code_tests, exact_match",
     "algo.advantage_estimator=grop": "unknown advantage estimator 'grop'; did you mean grpo or",
     "algo.policy_loss_fn=gspoo": "unknown policy loss 'gspoo'",
     "algo.loss_agg_mode=token-maen": "unknown loss_agg_mode 'token-maen'; did you mean token-mean",

@@ -160,7 +160,7 @@ def test_all_rows_are_looked_at_before_those_over_the_limit_are_one_error(tokeni
     assert (
         len(made) == 18
         and dropping.describe_over_limit().startswith("2 of 20 rows")
-        and "2 left out" in dropping.describe_treatment()
+        and "2 left out" in dropping.describe_counts()
     )
     assert encode_all(made, PromptEncoder(tokenizer), "prompts") == made  # what is encoded is taken as it is
 

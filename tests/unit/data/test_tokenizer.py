@@ -40,7 +40,7 @@ def test_a_tokenizer_object_comes_back_as_it_is(tokenizer):
 
 
 def test_what_is_no_tokenizer_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="holds no model, tokenizer or run, but nothing; give the folder of one"):
+    with pytest.raises(ConfigError, match="has no model, tokenizer or run, but nothing; give the folder of one"):
         load_tokenizer(tmp_path)
     with pytest.raises(ConfigError, match="got int"):
         load_tokenizer(3)

@@ -192,7 +192,7 @@ def test_folders_are_not_mixed(measured, tmp_path):
         measured(out=str(tmp_path / "e"))
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "metrics.jsonl").touch()
-    with pytest.raises(ConfigError, match=r"holds metrics\.jsonl, and no evaluation"):
+    with pytest.raises(ConfigError, match=r"holds metrics\.jsonl and no evaluation"):
         measured(out=str(tmp_path / "x"))
     (tmp_path / "e" / "completions" / "eval-000000.parquet").write_bytes(b"PAR1")
     with pytest.raises(CheckpointError, match="not a file of completions"):

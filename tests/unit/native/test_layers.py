@@ -199,7 +199,7 @@ def test_torchs_default_dtype_changes_nothing(dtype):
     try:
         assert same(native(kernels, *inputs), want)
         assert kernels.weight_grad(*inputs[:2]).dtype == torch.float32
-        assert all(allclose(x.got, x.want, x.limit) for x in layers._comparisons(kernels))
+        assert all(allclose(x.actual, x.expected, x.tolerance) for x in layers._comparisons(kernels))
     finally:
         torch.set_default_dtype(torch.float32)
 

@@ -345,7 +345,7 @@ def test_what_is_missing_is_said():
             "'nca_pair' is not a function of the",
         ),
         ({"losses": only("aot"), "use_weighting": True}, "'aot' ranks the batch"),
-        ({"losses": only("kto"), "ld_alpha": 0.5}, "ld_alpha compares the sides of a pair"),
+        ({"losses": only("kto"), "ld_alpha": 0.5}, "ld_alpha compares the two answers of a pair"),
     ],
 )
 def test_losses_that_do_not_go_together_are_refused(fields, message):

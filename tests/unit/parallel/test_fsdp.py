@@ -19,5 +19,5 @@ def test_a_dtype_other_than_float32_or_bfloat16_and_two_at_once_are_refused(own,
     changed = model.parameters() if own == torch.float16 else [model.model.norm.weight]
     for p in changed:
         p.data = p.data.to(own)
-    with pytest.raises(ConfigError, match=f"{named}; set dtype=float32 or dtype=bfloat16"):
+    with pytest.raises(ConfigError, match=f"{named}; set actor.dtype=bfloat16 or float32"):
         FSDPPlacement(None, None).prepare(model, dtype)

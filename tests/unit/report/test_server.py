@@ -122,7 +122,9 @@ def test_nothing_but_get(served):
 
 def test_addresses(run):
     live = LiveRuns([run])
-    with pytest.raises(ConfigError, match=r"host=0\.0\.0\.0: other machines reach this address; it needs a token"):
+    with pytest.raises(
+        ConfigError, match=r"host=0\.0\.0\.0: other machines can reach it, so it needs a token; pass one"
+    ):
         make_server(live, "0.0.0.0", 0, None)
     with make_server(live, "127.0.0.1", 0, None) as server:
         port = server.server_address[1]

@@ -167,7 +167,7 @@ def test_what_is_missing_or_wrong_is_said_at_the_start(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs math-verify .*pip install .*\[math\]'"):
         resolve_reward("math_match")
-    with pytest.raises(ConfigError, match="is no regular expression"):
+    with pytest.raises(ConfigError, match="is not a regular expression"):
         format_match(["a"], pattern="(")
     with pytest.raises(ConfigError, match="no length is within"):
         whet.rewards.within_length(["a"], [[1]], min_tokens=5, max_tokens=4)
@@ -176,12 +176,12 @@ def test_what_is_missing_or_wrong_is_said_at_the_start(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "bound", "said"),
     [
-        ("format_match", {"pattern": "("}, "is no regular expression"),
-        ("format_match", {"pattern": 3}, "pattern 3 is no regular expression"),
+        ("format_match", {"pattern": "("}, "is not a regular expression"),
+        ("format_match", {"pattern": 3}, "pattern 3 is not a regular expression"),
         ("number_match", {"tolerance": -1}, "tolerance must be a number of at least 0, got -1"),
         ("number_match", {"tolerance": float("nan")}, "got nan"),
         ("number_match", {"tolerance": "0.1"}, "got '0.1'"),
-        ("number_match", {"tol": 0.1}, "number_match has no argument 'tol'. To be bound are tolerance"),
+        ("number_match", {"tol": 0.1}, "number_match has no argument 'tol'. Arguments that can be bound: tolerance"),
         ("within_length", {"max_tokens": 0.5}, "give whole numbers"),
     ],
 )

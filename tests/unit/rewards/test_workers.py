@@ -16,7 +16,7 @@ from whet.errors import ConfigError, RewardError
 from whet.rewards.call import RewardInputs, call_rewards
 from whet.rewards.function_info import make_function_ref
 from whet.rewards.manager import RewardManager
-from whet.rewards.resolve import by_name
+from whet.rewards.resolve import resolve_rewards
 from whet.rewards.text import exact_match, format_match
 from whet.rewards.workers import RewardWorkers
 
@@ -90,7 +90,7 @@ def inputs(texts, **columns):
 def workers(file, *names, count=2, **options):
     """The functions of the file, and processes that call them."""
     refs = [name if ":" in name or name == "exact_match" else f"{file}:{name}" for name in names]
-    fns = by_name(refs)
+    fns = resolve_rewards(refs)
     pairs = zip(refs, fns.items(), strict=True)
     return fns, RewardWorkers({name: make_function_ref(ref, fn, name) for ref, (name, fn) in pairs}, count, **options)
 
@@ -250,7 +250,7 @@ def test_no_process_outlives_the_trainer(file, tmp_path, how):
     from whet.rewards.workers import Call, RewardWorkers
     assert "torch" not in sys.modules
     workers = RewardWorkers({{"started": FunctionRef(ref={file + ":started"!r})}}, 2)
-    workers.call({{"started": Call(words={{"completions": [{str(noted)!r}]}}, ids=["0_0"])}}, timeout_s=None)
+    workers.call({{"started": Call(kwargs={{"completions": [{str(noted)!r}]}}, ids=["0_0"])}}, timeout_s=None)
     """
     trainer = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], stderr=subprocess.DEVNULL)
     end = time.monotonic() + 60

@@ -450,9 +450,9 @@ def test_a_reference_without_a_value_is_refused(word, told):
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 REFUSED = [
-    ("actor.sp_size=2", "actor.sp_size=2 is refused: whet runs one process now"),
+    ("actor.sp_size=2", "actor.sp_size=2 is refused: tensor, sequence and context parallelism are not"),
     ("rollout.tp_size=2", "rollout.tp_size=2 is refused"),
-    ("actor.fsdp_size=8", "actor.fsdp_size=8 is refused"),
+    ("actor.fsdp_size=8", "actor.fsdp_size=8 is refused: whet.rl2 is made for one process"),
     ("actor.clipp=0.1", "unknown key actor.clipp; did you mean actor.clip"),
     ("adv.lambda=0.9", "did you mean adv.lamda"),
     ("nonsense.key=1", "unknown key nonsense.key; docs/from-rl2.md lists them"),

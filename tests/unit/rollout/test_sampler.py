@@ -238,7 +238,7 @@ def test_a_folder_is_loaded_without_gradients_and_a_module_is_left_as_it_is(mode
     with pytest.raises(ConfigError, match=r"can.t|no tokenizer at"):
         Sampler("nothing")
     (tmp_path / "final").mkdir()
-    with pytest.raises(ConfigError, match=r"there is no folder .*finel, and no hub name .*did you mean final"):
+    with pytest.raises(ConfigError, match=r"there is no folder .*finel, and it is not .*did you mean final"):
         Sampler(tmp_path / "finel")
 
 

@@ -179,5 +179,5 @@ def test_the_command(tmp_path, capsys):
 
 def test_a_missing_config_is_an_error(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match="no config of a language model"):
+    with pytest.raises(ConfigError, match=r"no config\.json of a language model"):
         measure_model(RoleConfig(model=str(tmp_path)), trained=True)

@@ -88,7 +88,7 @@ def test_names_and_values_of_earlier_releases_and_what_follows_from_others(given
         ({"load_best_model_at_end": True}, "save and eval strategy to match"),
         ({"sync_ref_model": True}, "`sync_ref_model=True` while `beta=0.0`"),
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "needs evaluations"),
-        ({"tp_size": 2}, "one process trains"),
+        ({"tp_size": 2}, "there is no tensor parallelism"),
         ({"compat": "0.15"}, "unknown compat"),
         ({"max_steps": 0}, "max_steps=0 trains nothing.*-1"),
         ({"generation_kwargs": "{top_k: 5}"}, r"generation_kwargs='{top_k: 5}' is not JSON .*double quotes"),
@@ -159,7 +159,7 @@ def test_a_command_line_and_a_subclass_read_the_fields():
     assert args.accelerator_config.split_batches  # transformers' own class, as there
     del given["accelerator_config"]
     assert {name: getattr(args, name) for name in given} == given
-    with pytest.raises(ConfigError, match=r"deepspeed='x\.json' is not supported: one process trains"):
+    with pytest.raises(ConfigError, match=r"deepspeed='x\.json' is not supported: whet.trl trains in one process"):
         parser.parse_args_into_dataclasses([*words, "--deepspeed", "x.json"])
 
     @dataclasses.dataclass

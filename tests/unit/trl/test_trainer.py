@@ -156,7 +156,7 @@ def test_nothing_but_model_rewards_and_rows_is_needed(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("loss", "level", "more", "said"),
     [
-        ("dapo", "sequence", {}, "each sequence is weighted by its length"),
+        ("dapo", "sequence", {}, "weights each sequence by its completion length"),
         ("grpo", "sequence", {}, ""),
         ("luspo", "token", {}, "needs importance_sampling_level='sequence'"),
         ("vespo", "sequence", {}, "computes sequence ratios itself"),

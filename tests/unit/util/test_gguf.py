@@ -107,7 +107,7 @@ def test_a_gguf_file_is_the_model_that_it_was_made_from(tmp_path):
 def test_what_can_not_be_read_is_named(tmp_path, monkeypatch):
     for name in ("q4.gguf", "q8.gguf"):
         (tmp_path / name).write_bytes(b"GGUF")
-    with pytest.raises(ConfigError, match=r"holds 2 GGUF files \(q4.gguf, q8.gguf\); give one of them"):
+    with pytest.raises(ConfigError, match=r"has 2 GGUF files \(q4.gguf, q8.gguf\); give one of them"):
         model_folder(tmp_path)
     with pytest.raises(ConfigError, match=r"can't read .*q4\.gguf: "):
         model_folder(tmp_path / "q4.gguf")

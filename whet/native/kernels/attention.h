@@ -1,4 +1,4 @@
-// Attention of one new token a row over a shared prompt and its own tokens.
+// Attention of one new token per row over a shared prompt and the row's drawn tokens.
 #pragma once
 
 #include "tables.h"
@@ -58,7 +58,7 @@ inline void weigh_all(float* const* out, const float (*p)[BLOCK], const T* v, in
     for (; at < size; at += W) weigh<Q, 1>(out, p, v, count, size, at);
 }
 
-// What a query has seen so far: exp-weighted values, the sum of the weights, the largest score.
+// Partial attention of a query: the sum of exp-weighted values, the sum of the weights, the largest score.
 struct Seen {
     float *sums, *weight, *top;
 };
@@ -78,7 +78,7 @@ inline void score(const float* q, const T* k, int count, int hidden, int size, f
     for (int j = 0; j < hidden; j++) p[j] = -INFINITY;
 }
 
-// Scores become weights in place, and what was seen before is scaled to the largest score so far.
+// Turns scores into weights in place, and rescales the earlier partial sums to the new largest score.
 inline void weights_of(float* p, int count, int size, Seen& seen) {
     vec top = all(-INFINITY), total{};
     for (int j = 0; j < count; j += W) {
@@ -104,7 +104,7 @@ inline void weights_of(float* p, int count, int size, Seen& seen) {
     *seen.weight += sum(total);
 }
 
-// Lets queries see one block of keys.
+// Adds one block of keys to the partial attention of queries.
 template <class T>
 inline void look_at(const float* const* q, Seen* seen, int queries, const int* hidden, const T* k, const T* v,
                     int count, int size) {
@@ -121,7 +121,7 @@ inline void look_at(const float* const* q, Seen* seen, int queries, const int* h
     for (; i < queries; i++) weigh_all<1>(out + i, p + i, v, count, size);
 }
 
-// Lets queries see keys begin..end-1 of one KV head, each query those from its `first` on.
+// Adds keys begin..end-1 of one KV head, for each query from its `first` on.
 template <class T>
 void look(const float* const* q, Seen* seen, int queries, const int64_t* first, const T* k, const T* v, int64_t begin,
           int64_t end, int size) {
@@ -190,7 +190,7 @@ void attend(const Step& s, const Layer& layer, const T* qkv, T* out) {
                 alignas(64) float k[MAX_HEAD_SIZE];
                 const T* weight = norm ? norm + (s.heads + h) * size : nullptr;
                 turned(x + (s.heads + h) * size, weight, float(layer.key_epsilon), c, n, size, k);
-                int64_t at = ((row * s.kv + h) * layer.places + s.made[row]) * size;
+                int64_t at = ((row * s.kv + h) * layer.places + s.num_drawn[row]) * size;
                 for (int i = 0; i < size; i += W) store(keys + at + i, load(k + i));
                 std::memcpy(values + at, x + (s.heads + s.kv + h) * size, sizeof(T) * size);
             }
@@ -207,7 +207,7 @@ void attend(const Step& s, const Layer& layer, const T* qkv, T* out) {
                 int64_t first[TILE], least = tokens;
                 int count = int(std::min<int64_t>(TILE, queries - from));
                 for (int i = 0; i < count; i++) {
-                    int64_t row = s.asking[begin + (from + i) / g];
+                    int64_t row = s.query_rows[begin + (from + i) / g];
                     float* mine = s.room + (row * s.heads + h * g + (from + i) % g) * each;
                     q[i] = mine;
                     seen[i] = {mine + size, mine + 2 * size, mine + 2 * size + 1};
@@ -219,9 +219,9 @@ void attend(const Step& s, const Layer& layer, const T* qkv, T* out) {
         }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t task = 0; task < s.rows * s.kv; task++) {
-            const int64_t row = task / s.kv, h = task % s.kv, made = s.made[row];
+            const int64_t row = task / s.kv, h = task % s.kv, num_drawn = s.num_drawn[row];
             const int64_t base = task * layer.places * size;
-            const int64_t least = std::max<int64_t>(0, made - window + 1);
+            const int64_t least = std::max<int64_t>(0, num_drawn - window + 1);
             for (int from = 0; from < g; from += TILE) {
                 const float* q[TILE];
                 Seen seen[TILE];
@@ -233,7 +233,7 @@ void attend(const Step& s, const Layer& layer, const T* qkv, T* out) {
                     seen[i] = {mine + size, mine + 2 * size, mine + 2 * size + 1};
                     first[i] = least;
                 }
-                look(q, seen, count, first, keys + base, values + base, least / BLOCK * BLOCK, made + 1, size);
+                look(q, seen, count, first, keys + base, values + base, least / BLOCK * BLOCK, num_drawn + 1, size);
                 for (int i = 0; i < count; i++) {
                     T* to = out + (row * s.heads + h * g + from + i) * size;
                     float share = 1 / *seen[i].weight;

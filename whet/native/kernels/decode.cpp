@@ -1,7 +1,7 @@
 // The decoder layers of a decode step on a CPU: products of few rows, attention over prompts and own tokens, norms.
 //
 // Called from whet/native/decode.py, built with the machine's own compiler. Every result of a row is computed from
-// that row alone, in an order that depends on nothing else: a row gives the same bits alone, in a crowd, and with any
+// that row alone, in an order that depends on nothing else: a row gives the same bits alone, in a batch, and with any
 // number of threads. Sums are in fp32; T is what is stored, float or bfloat16 (here its bits), rounded where
 // transformers rounds but for the second product of a rotation. Dim legend: n rows, H query heads, K KV heads,
 // g = H / K, D head size, L places of a KV row, d hidden size, m width of the MLP.
@@ -49,7 +49,7 @@ void gated(const T* x, T* out, int64_t rows, int64_t width, int threads) {
     }
 }
 
-// All layers of one token a row: from `hidden` to `hidden` and `more`, whose sum is what the last layer gives.
+// Runs all layers for one token per row; the result is `hidden` + `more`.
 template <class T>
 void run(const Step& s, const Layer* layers, int64_t count) {
     const int threads = int(s.threads);
@@ -72,9 +72,9 @@ void run(const Step& s, const Layer* layers, int64_t count) {
 
 extern "C" {
 
-// What decode.py must know, or know alike: numbers of one SIMD register (widths must be multiples of it), the largest
-// head size, bytes of the tables.
-int64_t whet_fact(int64_t which) {
+// Constants for decode.py: numbers of one SIMD register (widths must be multiples of it), the largest head size, bytes
+// of the tables.
+int64_t whet_constant(int64_t which) {
     const int64_t facts[] = {W, MAX_HEAD_SIZE, sizeof(Product), sizeof(Step), sizeof(Layer)};
     return facts[which];
 }

@@ -31,7 +31,7 @@ void norm(const T* x, const T* w, T* y, float* r, int64_t n, int64_t d, float ep
     }
 }
 
-// d_x = r g w - x r³ mean(g w x), d_w = sum over rows of g x r, by parts. d_x or d_w null: not wanted.
+// d_x = r g w - x r³ mean(g w x), d_w = sum over rows of g x r, by parts. d_x or d_w null: not computed.
 template <class T>
 void norm_back(const T* x, const T* w, const float* r, const T* g, T* d_x, float* d_w, int64_t n, int64_t d, int threads) {
     const int64_t count = parts(n, PART);
@@ -143,9 +143,9 @@ inline void weight_grad(const float* g, const float* x, float* sums, int64_t n, 
 
 extern "C" {
 
-// What layers.py must know: numbers of one SIMD register, rows summed together, a thread's
+// Constants for layers.py: numbers of one SIMD register, rows summed together, a thread's
 // room for gradients of weights.
-int64_t whet_fact(int64_t which) {
+int64_t whet_constant(int64_t which) {
     const int64_t facts[] = {W, PART, (TALL + BROAD) * DEPTH};
     return facts[which];
 }

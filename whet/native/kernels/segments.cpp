@@ -113,7 +113,7 @@ inline void read_queries(const Tensor& x, const Rows& rows, int size, C* to) {
     if (rows.count < QUERIES) std::memset(to + int64_t(rows.count) * LONG, 0, sizeof(C) * wide);
 }
 
-// ---- who sees what ---------------------------------------------------------------------------------------------------
+// ---- visible keys ----------------------------------------------------------------------------------------------------
 
 // Which keys of a block the rows of a strip see: row r those from begin[r] to end[r] - 1.
 struct Sight {
@@ -450,9 +450,9 @@ template <class T> void backward(const Call& c) {
 
 extern "C" {
 
-// What segments.py must know, or know alike: rows of a block of queries, keys of a block and what their room is a
+// Constants for segments.py: rows of a block of queries, keys of a block and what their room is a
 // multiple of, the largest head size, bytes of the tables.
-int64_t whet_fact(int64_t which) {
+int64_t whet_constant(int64_t which) {
     const int64_t facts[] = {QUERIES, KEYS, WIDE, MAX_HEAD_SIZE, sizeof(Call), sizeof(Segment), sizeof(Block)};
     return facts[which];
 }

@@ -1,4 +1,4 @@
-// What whet/native/decode.py fills in: the structures have their twins there, field by field.
+// Tables that whet/native/decode.py fills in; it declares the same structures, field by field.
 #pragma once
 
 #include <cstdint>
@@ -14,24 +14,24 @@ struct Product {
     const int64_t* spans;       // [panels, 2]: which of the ranks a panel has; those outside are 0
 };
 
-// What all layers of a step share. All pointers to Long unless said.
+// Data of a step, for all layers. Pointers are to int64 unless noted.
 struct Step {
     int64_t rows, heads, kv, size, threads;
     const int64_t* position;       // [n]
-    const int64_t* made;           // [n], own tokens before this one
+    const int64_t* num_drawn;           // [n], drawn tokens before this one
     const void *cos, *sin;         // T [positions, D]; the first half of sin with a minus
     int64_t groups;                // rows that share a prompt
-    const int64_t* group_ends;     // [groups + 1]: where each begins in `asking`
-    const int64_t* asking;         // [n]: rows, group by group
+    const int64_t* group_ends;     // [groups + 1]: where each begins in `query_rows`
+    const int64_t* query_rows;         // [n]: rows, group by group
     const int64_t* prompt_tokens;  // [groups]
-    float* room;                   // [n, H, 2 D + 2]: queries, then what they have seen
+    float* room;                   // [n, H, 2 D + 2]: workspace of queries and their partial attention
     void *hidden, *more;           // T [n, d]: what goes through the layers, and what is to be added to it
     void *wide, *narrow;           // T [n, the widest]: inputs and outputs of products
 };
 
-// A layer's own.
+// Data of one layer.
 struct Layer {
-    void *keys, *values;             // T [rows, K, L, D], own tokens
+    void *keys, *values;             // T [rows, K, L, D], of drawn tokens
     int64_t places;                  // L
     const void* const* prompt_keys;  // [groups]: T [K, L, D], first place of each prompt
     const void* const* prompt_values;
@@ -39,7 +39,7 @@ struct Layer {
     const void* norm;                // T [H + K, D], weights of the norms of queries and keys; null = none
     double query_epsilon, key_epsilon;
     double scale;
-    int64_t window;                  // places back that are seen; 0 = all
+    int64_t window;                  // attention window in tokens; 0 = none
     const void *before, *after;      // T [d], weights of the norms; null = 1
     double before_epsilon, after_epsilon;
     Product qkv, output, gate_up, down;

@@ -1,7 +1,7 @@
 """PreferenceInputs, the argument of a preference loss (sums over each unit's two sides), and a loss's declarations.
 
 A unit is a pair, or one row with a label. A row has one side: chosen if the label is desirable, else rejected.
-Dim letters: s tokens of a micro-batch, n its sequences, u its units; U units of a whole optimizer step.
+Dim legend: s tokens of a micro-batch, n its sequences, u its units; U units of a whole optimizer step.
 """
 
 from __future__ import annotations

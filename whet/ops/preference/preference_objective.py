@@ -94,7 +94,7 @@ class PreferenceObjective:
     def __post_init__(self) -> None:
         """Checks that the losses go together."""
         if not self.losses:
-            raise ConfigError("a preference objective needs a loss, got none")
+            raise ConfigError("a preference objective needs a loss, got none; pass losses={name: loss}")
         if self.loss_weights is not None and len(self.loss_weights) != len(self.losses):
             raise ConfigError(
                 f"loss_weights has {len(self.loss_weights)} numbers for {len(self.losses)} losses "
@@ -110,10 +110,15 @@ class PreferenceObjective:
                 "f-divergence other than reverse_kl; leave f_divergence_type at 'reverse_kl'"
             )
         if self.use_weighting and (wrong := [n for n, need in declared.items() if not need.weighable]):
-            raise ConfigError(f"loss {wrong[0]!r} ranks the batch, so no pair has a loss to weigh; no use_weighting")
+            raise ConfigError(
+                f"loss {wrong[0]!r} ranks the batch, so no pair has a loss to weigh; leave use_weighting out"
+            )
         for option, on in (("use_weighting", self.use_weighting), ("ld_alpha", self.ld_alpha is not None)):
             if on and self.needs.rows == "labels":
-                raise ConfigError(f"{option} compares the sides of a pair, and {', '.join(self.losses)} has none")
+                raise ConfigError(
+                    f"{option} compares the two answers of a pair, and {', '.join(self.losses)} has no pairs; leave "
+                    f"{option} out"
+                )
 
     @functools.cached_property
     def needs(self) -> Needs:

@@ -383,10 +383,10 @@ class EmbeddedEngine:
         Raises: EngineError: weights came to an engine that shares the trainer's, none came to one that has its own, or
             they don't fit.
         """
-        self._model.check_given(weights)
+        self._model.check_weights(weights)
         self._requeue()
         self._weights_changed, self.version = True, version
-        self._model.take(weights)
+        self._model.load_weights(weights)
 
     def _requeue(self) -> None:
         """Takes all requests out of the batch, keeping their tokens, and drops all KV."""

@@ -51,7 +51,7 @@ class EngineModel:
         if not self._is_complete:
             raise EngineError("the last update of the engine's weights failed half-way; give it all of them again")
 
-    def check_given(self, weights: object | None) -> None:
+    def check_weights(self, weights: object | None) -> None:
         """Raises EngineError: weights for an engine that shares the trainer's, or none for one that has its own."""
         if weights is not None and self.shared:
             raise EngineError("the engine reads the trainer's own parameters; call update(version) without weights")
@@ -60,7 +60,7 @@ class EngineModel:
             raise EngineError(f"the engine has weights of its own; call update(version, worker.{which}_weights())")
 
     @torch.no_grad()
-    def take(self, weights: Iterable[tuple[str, Tensor]] | None) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]] | None) -> None:
         """Copies weights into the parameters, one at a time, in their dtype and on their device.
 
         Args: weights: (name, tensor); a shared tensor comes under one of its names or under each. Of a model with an

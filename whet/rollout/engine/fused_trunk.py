@@ -91,8 +91,8 @@ class _Block:
             q, k, v = (x.unsqueeze(2) for x in parts)
         else:
             q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in parts)
-        seen = layout.attend(self.number, q, k, v, **self.options)  # [B, H, T, D]
-        h = self.out(seen.transpose(1, 2).reshape(h.shape[0], -1)).add_(h)
+        attended = layout.attend(self.number, q, k, v, **self.options)  # [B, H, T, D]
+        h = self.out(attended.transpose(1, 2).reshape(h.shape[0], -1)).add_(h)
         gate, up = self.gate_up(self.after(h, self.gate_up.gain)).chunk(2, -1)
         return self.down(self.act(gate).mul_(up)).add_(h)
 
@@ -251,8 +251,8 @@ class FusedTrunk:
         if any(b.options["softcap"] is not None or b.options["sinks"] is not None for b in self._blocks):
             return Unavailable("soft-capped scores or sinks")
         if any(type(b.act).__name__ not in SILU for b in self._blocks):
-            found = sorted({type(b.act).__name__ for b in self._blocks})
-            return Unavailable(f"its activations are {', '.join(found)}")
+            names = sorted({type(b.act).__name__ for b in self._blocks})
+            return Unavailable(f"its activations are {', '.join(names)}")
         if any((b.kv, b.qkv.width) != (first.kv, first.qkv.width) for b in self._blocks):
             return Unavailable("heads differ from layer to layer")
         widths = {weight.shape[1], *(b.gate_up.width // 2 for b in self._blocks)}

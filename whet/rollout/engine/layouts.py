@@ -152,7 +152,7 @@ class DecodeLayout(Layout):
 
     def clear_step(self) -> None:
         """Drops the tables of the last step."""
-        self._own_bias: dict[int | None, Tensor | None] = {}
+        self._drawn_bias: dict[int | None, Tensor | None] = {}
         self._prompt_bias: dict[tuple[int, int | None, int], Tensor] = {}
         self._write_at: dict[int, Tensor] = {}
 
@@ -172,7 +172,7 @@ class DecodeLayout(Layout):
             rows: of a step, padding included; a padding row reads the first row's prompt. None = n.
         """
         self.rows = len(buckets) if rows is None else rows
-        known = list(self._head_tables)
+        head_counts = list(self._head_tables)
         self._head_tables.clear()
         self._buckets = []
         self._place = np.zeros((self.rows, 3), np.int64)  # bucket number, prompt slot, rank among its rows
@@ -192,7 +192,7 @@ class DecodeLayout(Layout):
             self._buckets.append(self._bucket(number, int(bucket), stores[int(bucket)], rows_of, plens))
         self._place[len(buckets) :] = self._place[0]
         if self.fixed is not None:  # a captured step can't make tables
-            for heads, kv in known:
+            for heads, kv in head_counts:
                 self._heads(heads, kv)
 
     @property
@@ -259,14 +259,14 @@ class DecodeLayout(Layout):
             window = None
         keys, values = self._write(layer, k, v)
         s = self._longest
-        own, own_lse = partial_attention(
-            q.reshape(n, kv, heads // kv, size), keys[:n, :, :s], values[:n, :, :s], self._own_mask(window, q.dtype),
+        drawn_out, drawn_lse = partial_attention(
+            q.reshape(n, kv, heads // kv, size), keys[:n, :, :s], values[:n, :, :s], self._drawn_mask(window, q.dtype),
             scale=scale, softcap=softcap,
         )  # fmt: skip
-        q, lse = q.reshape(n * heads, size), own_lse.reshape(-1)
+        q, lse = q.reshape(n * heads, size), drawn_lse.reshape(-1)
         prompt, prompt_lse = self._prompt_part(layer, q, k, v, window, scale=scale, softcap=softcap)
         weight = torch.sigmoid(prompt_lse - lse).unsqueeze(1)
-        out = torch.lerp(own.view(n * heads, -1).to(weight.dtype), prompt.to(weight.dtype), weight)
+        out = torch.lerp(drawn_out.view(n * heads, -1).to(weight.dtype), prompt.to(weight.dtype), weight)
         if sinks is not None:
             lse = torch.logaddexp(prompt_lse, lse)
             out = out * torch.sigmoid(lse.view(n, heads) - sinks.float()).view(-1, 1)
@@ -314,17 +314,17 @@ class DecodeLayout(Layout):
             flat.index_copy_(0, self._write_at[kv], x.reshape(self.rows * kv, -1))
         return keys, values
 
-    def _own_mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+    def _drawn_mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """[n, 1, 1, s] of 0 and MASK_VALUE over the drawn tokens; None = all are visible."""
         if window is not None and window >= self._longest:
             window = None
         if window is None and self._equal:
             return None
-        if window not in self._own_bias:
+        if window not in self._drawn_bias:
             distance = self._drawn.unsqueeze(1) - self._range[: self._longest]
             hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
-            self._own_bias[window] = mask_bias(hidden, dtype)[:, None, None]
-        return self._own_bias[window]
+            self._drawn_bias[window] = mask_bias(hidden, dtype)[:, None, None]
+        return self._drawn_bias[window]
 
     def _prompt_mask(self, number: int, window: int | None, g: int, dtype: torch.dtype) -> Tensor | None:
         """[m, 1, 1 or G * g, S] of 0 and MASK_VALUE over a bucket's prompts; None = all are visible."""

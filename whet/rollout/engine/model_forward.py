@@ -77,19 +77,19 @@ class FusedForward:
     def __init__(self, loaded: LoadedModel, trunk: FusedTrunk) -> None:
         self.loaded = loaded
         self.device = _device(loaded)
-        found = trunk.kernels
-        self.kernels = None if isinstance(found, Unavailable) else found
+        kernels = trunk.kernels
+        self.kernels = None if isinstance(kernels, Unavailable) else kernels
         """The native kernels of a decode step; None = torch's."""
         self.backends = {
             "trunk": "fused",
             "products": "native, packed" if self.kernels else "torch",
-            "kernels": f"native ({self.kernels.compiler})" if self.kernels else f"torch ({found})",
+            "kernels": f"native ({self.kernels.compiler})" if self.kernels else f"torch ({kernels})",
         }
         """The implementation of each part, and why."""
         self._trunk = trunk
         self._head = PackedLinear([loaded.module.get_output_embeddings()], kernels=self.kernels)  # pyright: ignore
         self._weights = list(loaded.module.parameters())
-        self._known_state, self._known_kinds = self._state(), self._kinds()
+        self._last_state, self._built_kinds = self._state(), self._kinds()
         self._moves = 0
 
     @contextmanager
@@ -113,22 +113,22 @@ class FusedForward:
     def refresh(self, *, force: bool) -> None:
         """Computes again what is derived from the weights, if they have changed. Args: force: even if they have not."""
         state = self._state()
-        self._moves += [p for p, _ in state] != [p for p, _ in self._known_state]
-        if force or state != self._known_state:
-            if self._kinds() != self._known_kinds:
+        self._moves += [p for p, _ in state] != [p for p, _ in self._last_state]
+        if force or state != self._last_state:
+            if self._kinds() != self._built_kinds:
                 raise EngineError(
                     "the model's weights have another dtype, device or shape than when the engine was built; build "
                     "a new engine for them"
                 )
             self._trunk.refresh()
             self._head.refresh()
-            self._known_state = state
+            self._last_state = state
 
     def drop(self) -> None:
         """Frees the copies until `refresh`."""
         for product in (*self._trunk.products(), self._head):
             product.drop()
-        self._known_state = ()
+        self._last_state = ()
 
     @property
     def epoch(self) -> int:

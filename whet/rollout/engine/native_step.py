@@ -34,7 +34,7 @@ class NativeLayer:
     scale: float
     """Factor of the scores."""
     window: int | None
-    """Attention window in tokens; None = all tokens are seen."""
+    """Attention window in tokens; None = no window."""
     before: Tensor | None
     """[d]: the weight of the norm before attention; None = the next product contains it."""
     after: Tensor | None
@@ -57,7 +57,7 @@ class NativeLayout(Layout):
         self.completion_store = completion_store
         self.step = StepTable()
         """The table of the step that `begin` has set."""
-        self._kept: dict[str, Any] = {}
+        self._buffers: dict[str, Any] = {}
         """Tensors and arrays that a table points into, except the stores."""
         self._layers: ctypes.Array[LayerTable] | None = None
         self._prompts: list[tuple[KVStore, np.ndarray]] = []
@@ -90,9 +90,9 @@ class NativeLayout(Layout):
         b, s = buckets[order], slots[order]
         begins = np.flatnonzero(np.r_[True, (b[1:] != b[:-1]) | (s[1:] != s[:-1])])
         first = order[begins]
-        tables = {"group_ends": np.r_[begins, len(order)], "asking": order, "prompt_tokens": lengths[first]}
+        tables = {"group_ends": np.r_[begins, len(order)], "query_rows": order, "prompt_tokens": lengths[first]}
         for name, table in tables.items():
-            self._kept[name] = table = np.ascontiguousarray(table, np.int64)
+            self._buffers[name] = table = np.ascontiguousarray(table, np.int64)
             setattr(self.step, name, table.ctypes.data)
         self.step.rows, self.step.groups = len(order), len(first)
         self._prompts = [(stores[int(x)], slots[first[buckets[first] == x]]) for x in np.unique(buckets)]
@@ -113,7 +113,7 @@ class NativeLayout(Layout):
         if epoch != self._epoch:
             self._epoch, self._layers = epoch, None
             places = [np.full(len(slots), store.length, np.int64) for store, slots in self._prompts]
-            self._kept["prompt_places"] = np.concatenate(places)
+            self._buffers["prompt_places"] = np.concatenate(places)
 
     def set_rotary(self, cos: Tensor, sin: Tensor, heads: tuple[int, int]) -> None:
         """Sets the rotary tables.
@@ -122,9 +122,9 @@ class NativeLayout(Layout):
         """
         step, size = self.step, cos.shape[1]
         step.heads, step.kv, step.size, step.threads = *heads, size, torch.get_num_threads()
-        self._kept["step"] = tensors = (self.position_ids, self._drawn, cos, sin)
-        step.position, step.made, step.cos, step.sin = (x.data_ptr() for x in tensors)
-        step.room = self._room("room", self.rows * heads[0] * (2 * size + 2), torch.float32).data_ptr()
+        self._buffers["step"] = tensors = (self.position_ids, self._drawn, cos, sin)
+        step.position, step.num_drawn, step.cos, step.sin = (x.data_ptr() for x in tensors)
+        step.room = self._workspace("room", self.rows * heads[0] * (2 * size + 2), torch.float32).data_ptr()
 
     def run(self, h: Tensor, num_refreshes: int, layers: Callable[[], list[NativeLayer]]) -> Tensor:
         """Takes one token of each row through all layers.
@@ -141,19 +141,19 @@ class NativeLayout(Layout):
             widths = [(layer.products[0].width, layer.products[2].width, layer.products[3].inputs) for layer in parts]
             self._width = max(h.shape[1], *(x for width in widths for x in width))
         step = self.step
-        more = self._room("more", h.numel(), h.dtype)
+        more = self._workspace("more", h.numel(), h.dtype)
         step.hidden, step.more = h.data_ptr(), more.data_ptr()
         for name in ("wide", "narrow"):
-            setattr(step, name, self._room(name, len(h) * self._width, h.dtype).data_ptr())
+            setattr(step, name, self._workspace(name, len(h) * self._width, h.dtype).data_ptr())
         self.kernels.run(step, self._layers, h.dtype)
         return more[: h.numel()].view_as(h)
 
-    def _room(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
+    def _workspace(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
         """Memory for `size` numbers, reused from step to step."""
-        room = self._kept.get(name)
-        if room is None or room.numel() < size or room.dtype != dtype:
-            self._kept[name] = room = torch.empty(size, dtype=dtype)
-        return room
+        workspace = self._buffers.get(name)
+        if workspace is None or workspace.numel() < size or workspace.dtype != dtype:
+            self._buffers[name] = workspace = torch.empty(size, dtype=dtype)
+        return workspace
 
     def table(self, number: int, layer: NativeLayer, like: Tensor) -> LayerTable:
         """The addresses of a layer's keys, values and weights.
@@ -167,11 +167,11 @@ class NativeLayout(Layout):
             for addresses, x in zip(prompts, store.layer(number, shape, shape), strict=True):
                 addresses.append(x.data_ptr() + slots * x.stride(0) * x.itemsize)
         where = [np.concatenate(x).astype(np.int64) for x in prompts]
-        self._kept[f"layer {number}"] = where, layer  # the stores keep their own; a dropped one is to be free
+        self._buffers[f"layer {number}"] = where, layer  # the stores keep their own; a dropped one is to be free
         pointer = lambda x: None if x is None else x.data_ptr()
         return LayerTable(
             keys.data_ptr(), values.data_ptr(), self.completion_store.length,
-            where[0].ctypes.data, where[1].ctypes.data, self._kept["prompt_places"].ctypes.data,
+            where[0].ctypes.data, where[1].ctypes.data, self._buffers["prompt_places"].ctypes.data,
             pointer(layer.norm), *layer.epsilons, layer.scale, layer.window or 0,
             pointer(layer.before), pointer(layer.after), *layer.outer_epsilons,
             *(p.table or ProductTable() for p in layer.products),

@@ -95,11 +95,11 @@ def _draw(scores: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     sums = p.sum(2, dtype=wide)
     cdf = sums.cumsum(1)
     total = cdf[:, -1:]
-    wanted = u.unsqueeze(1) * total
-    block = torch.searchsorted(cdf, wanted, right=True).clamp_(max=p.shape[1] - 1)
+    target = u.unsqueeze(1) * total
+    block = torch.searchsorted(cdf, target, right=True).clamp_(max=p.shape[1] - 1)
     inner = p.gather(1, block.unsqueeze(2).expand(n, 1, BLOCK)).squeeze(1).cumsum(1, dtype=wide)
     inner += cdf.gather(1, block) - sums.gather(1, block)
-    place = torch.searchsorted(inner, wanted, right=True).clamp_(max=BLOCK - 1) + block * BLOCK
+    place = torch.searchsorted(inner, target, right=True).clamp_(max=BLOCK - 1) + block * BLOCK
     place.clamp_(max=size - 1)
     chosen = scores.gather(1, place)
     impossible = (chosen - top).exp() == 0

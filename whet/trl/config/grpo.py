@@ -194,7 +194,7 @@ def warn_of_differences(args: Any) -> None:
         log.warning("loss_type='vespo' computes sequence ratios itself; leave importance_sampling_level at 'token'")
     if level == "sequence" and loss_type in ("bnpo", "cispo", "dapo", "dr_grpo"):
         log.warning(
-            "importance_sampling_level='sequence': loss_type=%r sums over tokens, so each sequence is weighted by its "
-            "length; GSPO is loss_type='grpo'",
+            "importance_sampling_level='sequence': loss_type=%r sums over tokens, which weights each sequence by its "
+            "completion length; take loss_type='grpo', a mean over sequences",
             loss_type,
         )

@@ -6,7 +6,7 @@ from whet.fronts.field import Field, Table, inert, old, other, refused, works
 
 __all__ = ["OLD_TRAINING_FIELDS", "OWN_FIELDS", "TRAINING_FIELDS"]
 
-_ONE = "one process trains; several processes are not supported yet"
+_ONE = "whet.trl trains in one process; whet's own commands train in several (whet docs scaling)"
 _ROWS = "rows are read in this process when they are needed, without workers"
 _HUB = "checkpoints are not pushed; save_model() and push_to_hub() push one commit"
 _ROLLOUT = "an event between two updates of a rollout waits for the end of the rollout"
@@ -165,7 +165,7 @@ OLD_TRAINING_FIELDS: Table = {
     "overwrite_output_dir": old("no effect: existing files stay, and a run replaces checkpoints of the same steps only",
                                 bool),
     "group_by_length": old("must be False: sequences are packed, never padded", bool),
-    "tp_size": old("must be 1: one process trains", int),
+    "tp_size": old("must be 1: there is no tensor parallelism", int),
     "torchdynamo": old("no effect: nothing is compiled"),
 }  # fmt: skip
 """Field of an earlier transformers -> how it is read."""
