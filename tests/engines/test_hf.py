@@ -4,10 +4,13 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
+from tiny import COMMON
 
+from whet.errors import ConfigError, EngineError
 from whet.ops.counter_rng import address_key, uniform
 from whet.rollout.base import Request, Sampling
 from whet.rollout.engine.sampling import sample_rows
+from whet.rollout.generate_options import freeze_options
 from whet.rollout.hf import HFEngine
 from whet.rollout.requests import make_plan
 
@@ -58,3 +61,28 @@ def test_a_token_is_run_once_under_every_name_of_a_cache(name, monkeypatch):
     assert seen == [(11, 1)] + [(1, 1)] * (NEW - 1)  # tokens that are run, and logits that are made
     assert [o.tokens.tolist() for o in outputs] == tokens.tolist()
     torch.testing.assert_close(torch.tensor(np.stack([o.logprobs for o in outputs])), logprobs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"no_repeat_ngram_size": 1}, {"num_beams": 3}], ids=str)
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PromptEncoderConfig", "PrefixTuningConfig"])
+def test_a_learned_prompt_is_read_as_peft_s_generate_reads_it(kind, options):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    base = tf.Qwen3ForCausalLM(tf.Qwen3Config(**{**COMMON, "initializer_range": 0.2, "max_position_embeddings": 20}))
+    model = peft.get_peft_model(base, getattr(peft, kind)(num_virtual_tokens=3, task_type="CAUSAL_LM")).eval()
+    prompt = np.arange(1, 12, dtype=np.int32)
+    ids = torch.from_numpy(prompt[None]).long()
+    expected = model.generate(input_ids=ids, max_new_tokens=NEW, do_sample=False, **options)[0]
+    with torch.no_grad():
+        logits = model(expected[None]).logits[0, -NEW - 1 : -1].log_softmax(-1)
+    engine = HFEngine(model)
+    sampling = Sampling(max_tokens=NEW, temperature=0.0, generation_kwargs=freeze_options(options))
+    engine.submit([Request(id=0, tokens=prompt, sampling=sampling, group=0, address=ADDRESSES[0])])
+    (output,) = engine.step()
+    assert output.tokens.tolist() == expected[len(prompt) :].tolist()
+    if "no_repeat_ngram_size" not in options:  # whose logprobs are those of the processed logits
+        logprobs = logits.gather(1, expected[len(prompt) :, None])[:, 0]
+        torch.testing.assert_close(torch.from_numpy(output.logprobs), logprobs, atol=1e-5, rtol=1e-5)
+    long = Request(id=1, tokens=prompt, sampling=Sampling(max_tokens=7), group=0, address=ADDRESSES[0])
+    with pytest.raises((ConfigError, EngineError), match="17"):  # 20 positions, 3 of them for virtual tokens
+        engine.submit([long])

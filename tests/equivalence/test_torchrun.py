@@ -14,9 +14,11 @@ import torch
 from helpers import full, rows, tiny_model
 from processes import free_port, needs_gloo, start, wait
 from run_folders import assert_same_completions, assert_same_rows, assert_same_run, rows_of, run_command, run_commands
+from safetensors.torch import load_file
 
 from whet.cli import main
 from whet.models.load import load_model
+from whet.parallel.placement import Placement
 
 REWARD = """
 import os
@@ -64,6 +66,15 @@ COMMANDS = {
 }  # fmt: skip
 """Commands of `whet` by their run folders."""
 QUICK = ("sft-dropout", "grpo-lora", "grpo-reward-model")
+SAVES = "trainer.checkpointing_options.save_interval_steps=1"
+UNCLIPPED = ["actor.optim.name=sgd", "actor.optim.lr=0.1", "actor.optim.max_grad_norm=0"]
+ROUNDINGS = 40
+"""Results that are rounded on the way to a gradient: of some ten operations a layer, forward and backward."""
+
+
+def in_bf16(words):
+    """The same command, in bf16."""
+    return [word.replace("dtype=float32", "dtype=bfloat16") for word in words]
 
 
 @pytest.fixture(scope="session")
@@ -120,6 +131,15 @@ def run_to_failure(folder, words, more=None):
 
 def compare(folders, monkeypatch, commands, size=2):
     """Runs commands on several processes, and in this one meanwhile; compares the run folders."""
+    run_both(folders, monkeypatch, commands, size)
+    one, several = folders
+    for run in {word for words in commands for word in words if word.startswith("trainer.run_dir=")}:
+        name = run.removeprefix("trainer.run_dir=")
+        assert_same_run(one / name, several / name)
+
+
+def run_both(folders, monkeypatch, commands, size=2):
+    """Runs commands on several processes, and in this one meanwhile."""
     one, several = folders
     processes = start(size, run_commands, several, free_port(), commands)
     try:
@@ -128,9 +148,6 @@ def compare(folders, monkeypatch, commands, size=2):
             assert main(words) == 0
     finally:
         wait(processes, several)
-    for run in {word for words in commands for word in words if word.startswith("trainer.run_dir=")}:
-        name = run.removeprefix("trainer.run_dir=")
-        assert_same_run(one / name, several / name)
 
 
 @needs_gloo
@@ -141,6 +158,46 @@ def test_every_command_writes_the_run_of_one_process(folders, monkeypatch, names
 
 
 @needs_gloo
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", ["grpo-lora", *(full(name) for name in COMMANDS if name != "grpo-lora")])
+def test_bf16_with_the_modules_own_layers_differs_by_the_rounding_of_fp32(folders, monkeypatch, name):
+    """The masters, the sums of gradients and their norm are fp32, and all else is rounded alike."""
+    monkeypatch.setattr(Placement, "fast_layers", False)
+    compare(folders, monkeypatch, [in_bf16([*COMMANDS[name], *COMMON, RUN])])
+
+
+@needs_gloo
+@pytest.mark.timeout(200)
+def test_bf16_is_bit_equal_and_resumes_where_each_rank_has_one_pass(folders, monkeypatch):
+    """A sum of two gradients does not depend on their order."""
+    monkeypatch.setattr(Placement, "fast_layers", False)
+    words = {"sft": ["sft", *SUPERVISED[:2], "data=sft.jsonl", "actor.dtype=bfloat16", *COMMON, *UNCLIPPED, SAVES],
+             "grpo": [*in_bf16(GRPO), "data.batch_size=2", *UNCLIPPED, SAVES]}  # fmt: skip
+    steps = [["trainer.max_steps=1"], ["trainer.max_steps=2", "trainer.resume=latest"]]
+    compare(folders, monkeypatch, [[*words[n], *more, f"trainer.run_dir={n}"] for n in words for more in steps])
+    for name in ("sft", "grpo"):
+        a, b = (load_file(f / name / "checkpoints/step-000002/actor/model.safetensors") for f in folders)
+        assert all(torch.equal(a[key], b[key]) for key in a) and {x.dtype for x in b.values()} == {torch.float32}
+        made = json.loads((folders[1] / name / "environment.json").read_text())
+        assert made["compute_dtype"] == {"actor": "bfloat16"}
+
+
+@needs_gloo
+@pytest.mark.timeout(200)
+def test_an_update_in_bf16_is_that_of_one_process_to_the_rounding_of_bf16(folders, monkeypatch):
+    """Here one process takes layers of its own, which round elsewhere."""
+    words = {"sft": COMMANDS["sft"], "grpo": GRPO}
+    last = [*UNCLIPPED, "trainer.max_steps=1", "data.eval_path=null"]
+    run_both(folders, monkeypatch, [in_bf16([*words[n], *COMMON, *last, f"trainer.run_dir={n}"]) for n in words])
+    start_weights = load_file(folders[0] / "model/model.safetensors")
+    bound = ROUNDINGS**0.5 * torch.finfo(torch.bfloat16).eps / 2
+    for name in words:
+        one, several = (load_file(folder / name / "final/model.safetensors") for folder in folders)
+        for key, weight in one.items():
+            assert 0 < (several[key] - weight).norm() <= bound * (weight - start_weights[key]).norm(), (name, key)
+
+
+@needs_gloo
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("size", [2, full(4)])
 def test_grpo_refills_evaluates_saves_and_resumes_as_one_process(folders, monkeypatch, size):
@@ -148,7 +205,7 @@ def test_grpo_refills_evaluates_saves_and_resumes_as_one_process(folders, monkey
     more = [
         *GRPO,
         RUN,
-        "trainer.checkpointing_options.save_interval_steps=1",
+        SAVES,
         "algo.dynamic_sampling=true",
         "algo.group_reward_bounds=[2.5, 3.5]",
     ]
@@ -163,10 +220,13 @@ def test_grpo_refills_evaluates_saves_and_resumes_as_one_process(folders, monkey
 @needs_gloo
 @pytest.mark.full
 @pytest.mark.timeout(200)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("optimizer", [["actor.optim.name=adamw"], LORA], ids=["adamw", "lora"])
-def test_a_run_of_two_processes_goes_on_in_one_and_then_in_two(folders, monkeypatch, optimizer):
+def test_a_run_of_two_processes_goes_on_in_one_and_then_in_two(folders, monkeypatch, optimizer, dtype):
+    monkeypatch.setattr(Placement, "fast_layers", dtype == "float32" and Placement.fast_layers)
     one, several = folders
-    words = [*GRPO, *optimizer, RUN, "trainer.checkpointing_options.save_interval_steps=1"]
+    words = [*GRPO, *optimizer, RUN, SAVES]
+    words = words if dtype == "float32" else in_bf16(words)
     part = lambda steps: [*words, f"trainer.max_steps={steps}", "trainer.resume=latest"]
     wait(start(2, run_commands, several, free_port(), [part(1)]), several)
     monkeypatch.chdir(several)
@@ -235,7 +295,7 @@ def test_a_fault_of_one_rank_ends_the_others_with_rank_step_and_phase(folders, f
     folder, (rank, code, message) = folders[1], FAULTS[fault]
     (folder / "reward.py").write_text(FAULTY.format(rank=rank, fault=code))
     words = [*GRPO, RUN, "trainer.max_steps=2", "trainer.collective_timeout_s=8", "data.eval_path=null",
-             "trainer.checkpointing_options.save_interval_steps=1"]  # fmt: skip
+             SAVES]  # fmt: skip
     codes, output = run_to_failure(folder, words)
     assert all(codes) and f"rank 0 of 2, step 1, {message}" in output[0], output
 
@@ -258,7 +318,7 @@ def test_max_restarts_goes_on_from_the_last_checkpoint(folders, monkeypatch):
     first = "os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'"
     fault = f"{first} and os.path.isdir('run/checkpoints/step-000002') and os._exit(1)"
     (several / "reward.py").write_text(FAULTY.format(rank=1, fault=fault))
-    words = [*GRPO, RUN, "trainer.max_steps=4", "trainer.checkpointing_options.save_interval_steps=1"]
+    words = [*GRPO, RUN, "trainer.max_steps=4", SAVES]
     done = torchrun(several, ["-m", "whet", *words, "trainer.resume=latest"], "--max-restarts=1")
     assert done.returncode == 0, done.stderr
     assert "resumed from" in done.stderr and "step 2 is done" in done.stderr

@@ -174,10 +174,16 @@ The points above about callbacks, the last step, resuming, masters and overridde
 - A `peft_config` that is more than one product W + s·B·A in every layer (DoRA, rank patterns, `layers_to_transform`,
   `target_parameters`, the experts of a mixture, `bias`, `trainable_token_indices`, PiSSA and PEFT's other
   initialisations) runs in PEFT's own layers, slower than whet's, and a line of the log says so.
-- Prompt tuning, prefix tuning and p-tuning run in PEFT's own module, on padded rows, for SFT and DPO; a line of the log
-  says so. The first token of a row is not trained, which TRL trains from the last virtual token. Prefix tuning needs
-  `gradient_checkpointing=False`, as there. GRPO and RLOO refuse them. PEFT's other kinds of adapters (IA3, LoHa,
-  OFT ...) are refused everywhere.
+- Prompt tuning, prefix tuning and p-tuning run in PEFT's own module, on padded rows, for SFT, DPO, GRPO and RLOO; a
+  line of the log says so. GRPO and RLOO sample by transformers' forward (the `hf` engine), not by vLLM, and take
+  `encoder_dropout` as 0.0. SFT does not train the first token of a row, which TRL trains from the last virtual token.
+  Prefix tuning needs `gradient_checkpointing=False`, as there. The reference is the model without the prompt, or the
+  prompt of a given PEFT model as it was. In TRL, GRPO's padding before a short prompt lies between the virtual tokens
+  and the prompt and moves its logits; rows here have no padding before them.
+- Reward models refuse all three. With prompt tuning and p-tuning, PEFT's classifier reads a padded row's score at the
+  padding, so TRL's scores depend on the longest row of the batch.
+- PEFT's other kinds of adapters (IA3, LoHa, OFT ...) are refused everywhere, though TRL trains them: whet saves,
+  resumes, merges and switches off only LoRA's layers and learned prompts.
 - `lora_dropout` is kept. The reference of an adapter is what the model was at the beginning, without a second copy.
 - `optimizer_cls_and_kwargs`: as with `optimizers`, the learning rate is the class's, and the schedule the arguments'.
 - `trainer.train_dataset` and `eval_dataset` are the rows as token ids under TRL's names, without those that are left

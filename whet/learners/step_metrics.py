@@ -123,7 +123,10 @@ def known_totals(rewards: RewardBatch) -> list[np.ndarray]:
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
-    """The lengths and ends of completions, counts of tokens and prompts, and the turns of episodes."""
+    """The lengths and ends of completions, counts of tokens and prompts, and the turns of episodes.
+
+    completions/clipped_ratio counts every completion without a stop, also aborted and failed ones, as TRL's does.
+    """
     done = [c for g in groups for c in g.completions]
     lengths = np.array([len(c.tokens) for c in done])
     stopped = np.array([c.finish_reason == "stop" for c in done])

@@ -13,6 +13,7 @@ from torch import nn
 
 from whet.models.attention import ATTENTION
 from whet.models.config_sizes import config_positions
+from whet.models.prompt_tuning import num_virtual_tokens
 
 __all__ = ["eval_mode", "max_positions", "transformers_attention"]
 
@@ -43,9 +44,11 @@ def max_positions(module: nn.Module) -> int | None:
     """The most positions of a model.
 
     Args: module: a model of transformers.
-    Returns: max_position_embeddings of its config, or its equivalent; None = no limit (recurrent models).
+    Returns: max_position_embeddings of its config, or its equivalent, less the virtual tokens of a learned prompt;
+        None = no limit (recurrent models).
     """
-    return config_positions(module.config)
+    positions = config_positions(module.config)
+    return None if positions is None else positions - num_virtual_tokens(module)
 
 
 @contextmanager

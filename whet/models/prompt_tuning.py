@@ -5,9 +5,9 @@ keys and values in every layer (prefix tuning).
     prompt_encoder.safetensors                        the encoder of the virtual tokens, from which training continues
 
 The model is PEFT's PeftModel around a frozen language model or classifier. It trains padded, since a layout of packed
-rows has no place for the virtual tokens.
+rows has no place for the virtual tokens. The "hf" engine samples from it.
 Dim legend: B rows, T tokens, v virtual tokens.
-Left out on purpose: sampling with a learned prompt, and several prompts at once.
+Left out on purpose: several prompts at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from whet.errors import ConfigError
 from whet.models.lora_layers import Adapter
 
-__all__ = ["ENCODER", "KINDS", "PromptAdapter", "is_prompt_tuned", "save_prompt"]
+__all__ = ["ENCODER", "KINDS", "PromptAdapter", "is_prompt_tuned", "num_virtual_tokens", "save_prompt"]
 
 ENCODER = "prompt_encoder.safetensors"
 """The file of the encoder of the virtual tokens."""
@@ -45,6 +45,15 @@ def is_prompt_tuned(model: object) -> bool:
     from peft import PeftModel
 
     return isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning
+
+
+def num_virtual_tokens(model: Any) -> int:
+    """The number of positions before each row that a learned prompt takes; 0 for other models.
+
+    >>> num_virtual_tokens(nn.Linear(2, 2))
+    0
+    """
+    return model.active_peft_config.num_virtual_tokens if is_prompt_tuned(model) else 0
 
 
 class PromptAdapter(Adapter):

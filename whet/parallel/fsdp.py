@@ -1,6 +1,8 @@
 """FSDPPlacement: a model sharded over several processes by torch's fully_shard.
 
     parameters, gradients, moments    each rank holds its shard of every tensor; a decoder layer is whole while it runs
+    bf16                              trained parameters are fp32 shards, which the optimizer updates, and are gathered
+                                      in bf16; gradients are added in fp32, over the passes and over the ranks
     forward passes                    every rank makes the same list and runs every size-th pass of it
     gradients                         are added over the ranks after the last pass, never averaged: the token weights
                                       were computed from the whole batch, so nothing else divides
@@ -8,8 +10,7 @@
 
     checkpoints, exports      every rank gathers each tensor in turn, and rank 0 writes it
 
-Experimental: fp32 only, and the module's own layers. Left out on purpose: computing in another dtype than that of the
-parameters, which needs torch's MixedPrecisionPolicy, and loading a model that no rank can hold whole.
+Experimental: the module's own layers only. Left out on purpose: loading a model that no rank can hold whole.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from whet.errors import ConfigError
@@ -43,7 +44,7 @@ class FSDPPlacement(Placement):
     """A model sharded over all ranks of a one-dimensional mesh.
 
     Args: mesh: the ranks of the shards. ranks: the same processes, for what they agree on.
-    Raises: ConfigError: a dtype other than float32.
+    Raises: ConfigError: a dtype other than float32 and bfloat16.
 
     Example: `ModelWorker(loaded, optim=OptimConfig(), placement=FSDPPlacement(init_device_mesh("cpu", (2,)), ranks))`.
     """
@@ -56,26 +57,40 @@ class FSDPPlacement(Placement):
         self._whole = False
         """Whether this rank has the whole model now, so that it runs passes without the others."""
 
-    def prepare(self, module: nn.Module, dtype: torch.dtype | None) -> None:
+    @property
+    def dtype(self) -> torch.dtype:
+        """See Placement: trained parameters are fp32 shards, and are gathered in this dtype."""
+        return self.module.whet_dtype  # pyright: ignore[reportReturnType]
+
+    def prepare(self, module: nn.Module, dtype: torch.dtype | None) -> torch.dtype | None:
         """Shards every decoder layer, and the rest of the model (embedding, last norm, head) as one more part.
 
-        A view's module is sharded already, by the placement of its owner.
+        Trained parameters become fp32, so they are the optimizer's masters; the others are cast to the dtype. A view's
+        module is sharded already, by the placement of its owner.
         """
         if isinstance(module, FSDPModule):
             return
-        dtypes = sorted({str(p.dtype) for p in module.parameters()} | ({str(dtype)} if dtype is not None else set()))
-        if dtypes != ["torch.float32"]:
-            raise ConfigError(f"FSDP takes only float32, not {', '.join(dtypes)}; set actor.dtype=float32")
+        dtypes = {p.dtype for p in module.parameters() if dtype is None or not p.is_floating_point()} or {dtype}
+        if not dtypes <= {torch.float32, torch.bfloat16} or len(dtypes) > 1:
+            raise ConfigError(
+                f"several processes compute in float32 or in bfloat16, not in {', '.join(sorted(map(str, dtypes)))}; "
+                "set actor.dtype=bfloat16 or float32 (module_dtype of a module), and leave out quantization"
+            )
+        compute: Any = dtypes.pop()
+        for p in module.parameters():
+            p.data = p.data.to(torch.float32 if p.requires_grad else compute)
+        policy = MixedPrecisionPolicy(compute, torch.float32, cast_forward_inputs=False)
         meta = lambda p: nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
         # a copy without weights, since fully_shard changes the classes of the modules
         self._skeleton = copy.deepcopy(module, {id(p): meta(p) for p in module.parameters()})
         trunk: Any = module.get_decoder()  # pyright: ignore[reportCallIssue]
         for layer in trunk.layers:
-            fully_shard(layer, mesh=self.mesh)
-        fully_shard(module, mesh=self.mesh)
+            fully_shard(layer, mesh=self.mesh, mp_policy=policy)
+        fully_shard(module, mesh=self.mesh, mp_policy=policy)
         for part in _parts(module):  # both calls: gloo can't do the first alone, and the second alone is a mean
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
+        module.whet_dtype = compute
         module.whet_call = MethodType(_call, module)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
         register_fsdp_forward_method(module, CALL)
 

@@ -42,8 +42,13 @@ class Placement:
         self._module: nn.Module | None = None
         self._optim: Optim | None = None
 
-    def prepare(self, module: nn.Module, dtype: torch.dtype | None) -> None:
-        """Puts parameters where they will be trained. Args: module: the whole model. dtype: that it will compute in."""
+    def prepare(self, module: nn.Module, dtype: torch.dtype | None) -> torch.dtype | None:
+        """Puts parameters where they will be trained.
+
+        Args: module: the whole model. dtype: that it will compute in; None = its own.
+        Returns: the dtype that the parameters are still to be cast to; None = they stay as they are.
+        """
+        return dtype
 
     def attach(self, module: nn.Module, optim: Optim | None) -> None:
         """Takes charge of a model. Args: module: the model. optim: its optimizer; None = it is not trained."""
@@ -63,6 +68,11 @@ class Placement:
     def device(self) -> torch.device:
         """Where the model computes."""
         return next(self.module.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that the model computes in."""
+        return next(self.module.parameters()).dtype
 
     def during(self, phase: Phase) -> AbstractContextManager[None]:
         """A context for a phase: the tensors that it needs are on the device that computes."""

@@ -11,6 +11,7 @@ from typing import Any
 from whet.config import RolloutConfig
 from whet.errors import ConfigError
 from whet.models.loaded_model import LoadedModel
+from whet.models.prompt_tuning import is_prompt_tuned
 from whet.rollout.base import Constraint, RolloutEngine, Sampling
 from whet.rollout.constrained_decoding import Grammars
 from whet.rollout.generate_options import freeze_options, validate_options
@@ -95,6 +96,11 @@ def make_engine(
             "rollout_engine 'embedded' can't run this model (%s); using 'hf'", "; ".join(loaded.unpackable_reasons)
         )
         spec = "hf"
+    if spec in ("vllm", "sglang") and is_prompt_tuned(loaded.module):
+        raise ConfigError(
+            f"rollout_engine {spec!r} can't read the model's learned prompt (PEFT's prompt tuning); set "
+            "rollout_engine=embedded, which becomes 'hf' here"
+        )
     if names := sorted({*generation_kwargs, *(name for s in samplings for name, _ in s.generation_kwargs)}):
         validate_options(dict.fromkeys(names))
         if spec == "embedded":

@@ -22,6 +22,7 @@ from whet.config.base import config, config_from_dict
 from whet.config.fields import Bool, Count, Float, Int, Number
 from whet.config.rollout import OWN_FIELDS
 from whet.errors import ConfigError, EngineError
+from whet.models.prompt_tuning import is_prompt_tuned
 from whet.rollout.base import Output, Request, Sampling
 from whet.rollout.stopping import Decode, find_end, find_stop_string
 
@@ -169,12 +170,13 @@ def _generate(module: Any, ids: Tensor, request: Request, *, num_generations: in
         fields |= {"temperature": float(sampling.temperature), "top_k": sampling.top_k, "top_p": sampling.top_p}
         fields["min_p"] = sampling.min_p or None
     generation_config = GenerationConfig(**fields, **validate_options(dict(sampling.generation_kwargs)))
-    own_config, module.generation_config = module.generation_config, GenerationConfig()
+    base = module.get_base_model() if is_prompt_tuned(module) else module
+    own_config, base.generation_config = base.generation_config, GenerationConfig()
     try:
         mask = torch.ones_like(prompts)
         return module.generate(prompts, attention_mask=mask, generation_config=generation_config, **arguments)
     finally:
-        module.generation_config = own_config
+        base.generation_config = own_config
 
 
 def logits_processors(module: Any, ids: Tensor, request: Request) -> Callable[[Tensor, Tensor], Tensor]:
@@ -214,7 +216,7 @@ def _output(module: nn.Module, request: Request, row: Tensor, decode: Decode | N
     length, reason = find_end(sampling, tokens, new=len(tokens), decode=decode) or (len(tokens), "length")
     tokens = tokens[:length]
     ids = row[None, : prompt + len(tokens)]
-    logits = module(input_ids=ids, use_cache=False).logits[0, prompt - 1 : -1].float()
+    logits = module(input_ids=ids, use_cache=False).logits[0, -len(tokens) - 1 : -1].float()
     logprobs = logits.log_softmax(-1).gather(1, ids[0, prompt:, None]).squeeze(1)
     return Output(
         id=request.id,

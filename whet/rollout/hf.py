@@ -3,6 +3,7 @@
 It runs any causal language model of transformers, also those that whet's attention does not fit, and all other engines
 are tested against it. Only requests of equal lengths and one Sampling run together, so a stateful model meets no
 padding. Options of transformers' generate without a field of whet (Sampling.generation_kwargs) work only here.
+A learned prompt of PEFT is read once, before the first token; the cache holds it afterwards.
 Left out on purpose: continuous batching, shared prompts.
 Dim legend: n rows, V vocabulary.
 """
@@ -22,6 +23,7 @@ from whet.config import RolloutConfig
 from whet.errors import ConfigError, EngineError
 from whet.models.loaded_model import LoadedModel
 from whet.models.modes import eval_mode, max_positions, transformers_attention
+from whet.models.prompt_tuning import is_prompt_tuned
 from whet.ops.counter_rng import address_key, uniform
 from whet.rollout.base import EngineCaps, Output, Request
 from whet.rollout.constrained_decoding import Grammars
@@ -78,7 +80,10 @@ class HFEngine(QueueEngine):
         self._vocabulary = int(self._module.get_input_embeddings().weight.shape[0])  # pyright: ignore
         self._positions = max_positions(self._module)
         self._decode, self._batch_size, self._grammars = decode, batch_size, grammars
-        parameters = inspect.signature(self._module.forward).parameters
+        self._base: Any = self._module
+        if is_prompt_tuned(self._base):
+            self._base = self._base.get_base_model()
+        parameters = inspect.signature(self._base.forward).parameters
         self._options = {"use_cache": True} | ({"logits_to_keep": 1} if "logits_to_keep" in parameters else {})
         """Options of a forward pass. Logits of all tokens of a prompt would be the largest tensor in memory."""
 
@@ -132,7 +137,7 @@ class HFEngine(QueueEngine):
         place = torch.tensor([r.offset for r in batch], device=device)
         draws = torch.tensor([r.draw + r.offset for r in batch], device=device)
         seen = seen_tokens(list(ids), self._vocabulary) if plan.support.penalises else None
-        process = logits_processors(self._module, ids, batch[0]) if plan.sampling.generation_kwargs else None
+        process = logits_processors(self._base, ids, batch[0]) if plan.sampling.generation_kwargs else None
         flights = [InFlightRequest(request=r, matcher=self._grammars and self._grammars.start(r)) for r in batch]
         finished: dict[int, FinishReason] = {}
         cache: dict[str, Any] = {}
@@ -184,6 +189,7 @@ class HFEngine(QueueEngine):
 
         Args: ids: Long [n T], tokens that the cache does not hold.
         """
-        out = self._module(input_ids=ids, **self._options, **cache)
+        module = self._base if cache else self._module
+        out = module(input_ids=ids, **self._options, **cache)
         name = next((name for name in CACHES if name in out), None)
         return out.logits[:, -1], {} if name is None else {name: out[name]}

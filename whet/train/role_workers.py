@@ -191,8 +191,6 @@ class RoleWorkers:
         configured = source.dtype if isinstance(source, RoleConfig) else self._module_dtype
         if configured is not None and not loaded.is_view:  # a view has its owner's dtype
             saved = None if configured != "auto" else self._saved_dtypes.get(role.value)
-            if configured == "auto" and saved is None and self.ranks.size > 1:
-                configured = "float32"  # the only dtype that FSDPPlacement takes
             dtype = self.ranks.broadcast(compute_dtype(saved or configured, loaded))  # processors may differ
         if isinstance(source, RoleConfig) and not loaded.is_view:
             checkpoint_activations(loaded.module, source.gradient_checkpointing)

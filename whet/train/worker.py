@@ -39,6 +39,7 @@ from whet.train.metric_reduction import REDUCTIONS, Metrics, Reductions, reduce_
 from whet.train.model_files import ModelFiles
 from whet.train.optim import Optim, total_norm
 from whet.types import LossInputs, TokenBatch, TokenStats
+from whet.util.tensor_subclasses import is_sharded
 
 __all__ = ["REDUCTIONS", "Allowed", "Divergence", "Loss", "Metrics", "ModelWorker", "Reductions"]
 
@@ -128,7 +129,7 @@ class ModelWorker:
                 "4 bits; set lora to train an adapter on it, or leave out quantization"
             )
         self.placement = placement or Placement()
-        self.placement.prepare(loaded.module, dtype)
+        dtype = self.placement.prepare(loaded.module, dtype)
         self.optim = None if optim is None else Optim(loaded.module, optim, dtype=dtype, norm=self._norm)
         if dtype is not None and not loaded.is_view:
             cast_parameters(loaded.module, dtype)
@@ -153,12 +154,12 @@ class ModelWorker:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that the model computes in."""
-        return next(self.module.parameters()).dtype
+        return self.placement.dtype
 
     @property
     def backends(self) -> dict[str, str]:
         """The implementations of its attention and its layers, with the reasons; see models.backends."""
-        backends = training_backends(self.loaded)
+        backends = training_backends(self.loaded, self.dtype)
         if self.fast_layers is None:
             backends["layers"] = f"the model's own ({type(self.placement).__name__} holds parameters in parts)"
         return backends
@@ -445,7 +446,9 @@ class ModelWorker:
         """
         besides = self.loaded.score_head if self.loaded.lm_head.kind != "none" else None
         weights = base_weights(self.module)
-        yield from ((name, w) for name, w in weights if besides is None or name != "score.weight")
+        for name, w in weights:
+            if besides is None or name != "score.weight":
+                yield name, w.to(self.dtype) if is_sharded(w) else w  # trained shards are fp32
 
     def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(the module's own name, tensor) of the trained weights; of an adapted model only the adapter."""

@@ -871,3 +871,60 @@ def test_the_engine_samples_from_peft_s_own_layers(fields, tmp_path, caplog):
     again = make()
     again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
     assert same(weights_of(again.model), weights_of(whole.model))
+
+
+@pytest.mark.parametrize("by", ["config", "module"])
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PromptEncoderConfig", "PrefixTuningConfig"])
+def test_transformers_samples_from_a_model_with_a_learned_prompt(kind, by, tmp_path, caplog):
+    peft = pytest.importorskip("peft")
+    config = getattr(peft, kind)(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    tiny_model().save_pretrained(tmp_path / "base")
+    torch.manual_seed(0)
+    prompts = peft.get_peft_model(tiny_model(), config).prompt_encoder.state_dict()
+    more = {"beta": 0.1, "save_strategy": "steps", "save_steps": 1, "gradient_checkpointing": kind[:6] == "Prompt"}
+
+    def reward(completions, **kwargs):  # different for each completion
+        return [float(sum(map(ord, text)) % 97) for text in completions]
+
+    def make():
+        base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        if by == "config":
+            return trainer(tmp_path / "out", reward, model=base, peft_config=config, **more)
+        model = peft.get_peft_model(base, config)
+        model.prompt_encoder.load_state_dict(prompts)
+        return trainer(tmp_path / "out", reward, model=model, **more)
+
+    whole = make()
+    assert "using 'hf'" in caplog.text
+    before = {n: p.clone() for n, p in whole.model.named_parameters()}
+    whole.train()
+    moved = {n for n, p in whole.model.named_parameters() if not torch.equal(p, before[n])}
+    assert moved == {n for n in before if n.startswith("prompt_encoder.")}
+    first, second = (row for row in whole.state.log_history if "kl" in row)
+    assert (abs(first["kl"]) < 1e-6) == (by == "module")  # the reference is a given prompt, or the model without one
+    assert second["kl"] != 0
+    assert all(row["sampling/sampling_logp_difference/max"] < 1e-5 for row in (first, second))
+    read = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "out" / "checkpoint-2"
+    )
+    ids = torch.arange(97, 107)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(read.eval()(ids).logits, whole.model.eval()(ids).logits, rtol=1e-4, atol=1e-4)
+    again = make()
+    again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
+    assert same(weights_of(again.model), weights_of(whole.model))
+
+
+def test_what_can_t_be_sampled_or_adapted_is_refused_with_the_reason(tmp_path, caplog):
+    peft = pytest.importorskip("peft")
+    with pytest.raises(
+        ValueError, match="peft_config is a IA3Config: whet saves, resumes and switches off PEFT's LoRA"
+    ):
+        trainer(tmp_path, peft_config=peft.IA3Config(task_type="CAUSAL_LM"))
+    config = peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match=r"'vllm' can't read the model's learned prompt .*use_vllm=False"):
+        trainer(tmp_path, peft_config=config, use_vllm=True)
+    encoder = {"encoder_reparameterization_type": "LSTM", "encoder_dropout": 0.5, "encoder_num_layers": 2}
+    made = trainer(tmp_path, peft_config=peft.PromptEncoderConfig(num_virtual_tokens=3, **encoder))
+    assert "peft_config.encoder_dropout=0.5 is taken as 0.0" in caplog.text
+    made.train()

@@ -50,16 +50,18 @@ _PROMPT = "is_prompt_learning"
 
 
 def _without_dropout(peft_config: Any) -> Any:
-    """The configuration with a lora_dropout of 0; logs a warning if there is dropout."""
-    if not getattr(peft_config, "lora_dropout", 0.0):
-        return peft_config
-    log.warning(
-        "peft_config.lora_dropout=%s is taken as 0.0: the sampler has no dropout, so it would sample from another "
-        "policy than the one in training",
-        peft_config.lora_dropout,
-    )
-    peft_config = copy.deepcopy(peft_config)
-    peft_config.lora_dropout = 0.0
+    """The configuration with dropouts of 0; logs a warning if there is dropout."""
+    for field in ("lora_dropout", "encoder_dropout"):
+        if not getattr(peft_config, field, 0.0):
+            continue
+        log.warning(
+            "peft_config.%s=%s is taken as 0.0: the sampler has no dropout, so it would sample from another policy "
+            "than the one in training",
+            field,
+            getattr(peft_config, field),
+        )
+        peft_config = copy.deepcopy(peft_config)
+        setattr(peft_config, field, 0.0)
     return peft_config
 
 
@@ -71,7 +73,10 @@ def _to_whet_lora(peft_config: Any, model: str | nn.Module, *, trust: bool) -> L
     """
     if type(peft_config).__name__ != "LoraConfig":
         kind = type(peft_config).__name__
-        raise ConfigError(f"peft_config is a {kind}; adapters here are LoRA: give peft.LoraConfig")
+        raise ConfigError(
+            f"peft_config is a {kind}: whet saves, resumes and switches off PEFT's LoRA, and its prompt tuning on a "
+            "base that is not quantized; give peft.LoraConfig"
+        )
     if field := _unsupported_field(peft_config):
         raise ConfigError(
             f"peft_config.{field}={getattr(peft_config, field)!r} is not supported: adapters here are W + s·B·A; leave "
@@ -95,11 +100,6 @@ def _unsupported_field(peft_config: Any) -> str:
     return next((name for name, plain in fields if getattr(peft_config, name, plain[0]) not in plain), "")
 
 
-def _is_prompt(peft_config: Any) -> bool:
-    """Whether it is prompt tuning, prefix tuning or p-tuning."""
-    return bool(getattr(peft_config, _PROMPT, False))
-
-
 def _load_config(model: str, trust: bool) -> Any:
     """Loads the configuration of a model. Args: trust: whether the code in its folder may run."""
     return AutoConfig.from_pretrained(model_folder(model), trust_remote_code=trust)
@@ -110,7 +110,7 @@ def _reason_for_peft(model: Any, peft_config: Any, scored: bool, trust: bool) ->
 
     Args: model: the model to adapt. scored: whether it is a reward model. trust: whether its code may run.
     """
-    if _is_prompt(peft_config):
+    if getattr(peft_config, _PROMPT, False):
         return _PROMPT
     if type(peft_config).__name__ != "LoraConfig":
         return ""
@@ -225,7 +225,7 @@ def prepare_model(
         args: the trainer's arguments.
         peft_config: PEFT's configuration; None = no adapter.
         quantization_config: BitsAndBytesConfig, for a model given by name; None = that of model_init_kwargs.
-        supervised: whether nothing samples from the model; then its adapter may have dropout, or be a learned prompt.
+        supervised: whether nothing samples from the model; then its adapter may have dropout.
         scored: whether it is a reward model.
     """
     _check_peft_config(model, peft_config)
@@ -233,7 +233,7 @@ def prepare_model(
     init_kwargs, model, trust = args.model_init_kwargs or {}, with_revision(model, args), trusts_remote_code(args)
     is_quantized = bool(quantization_config or init_kwargs.get("quantization_config"))
     reason, lora = "", None
-    if peft_config is not None and not is_quantized and (supervised or not _is_prompt(peft_config)):
+    if peft_config is not None and not is_quantized:
         reason = _reason_for_peft(model, peft_config, scored, trust)
     if peft_config is not None and not reason:
         lora = _to_whet_lora(peft_config, model, trust=trust)
