@@ -282,7 +282,7 @@ FAULTS = {
     "raises": (1, "raise ValueError('judge broke')", "rewards: WhetError: rank 1 of 2 failed: RewardError: reward "),
     "exits": (1, "os._exit(3)", MISSING),
     "sleeps": (1, "time.sleep(300)", MISSING),
-    "forward": (1, "whet.models.forward.model_stats = None", "update: RuntimeError: "),
+    "forward": (1, "whet.models.forward.model_stats = None", "update: another process ended; its own message says why"),
     "save": (0, "whet.train.model_files.save_weights = None", "checkpoint: TypeError: "),
 }  # fmt: skip
 """The rank that fails, what its reward function does, and what rank 0 says."""

@@ -44,6 +44,7 @@ from whet.observe.plots import plot_curves
 from whet.observe.progress import sparkline
 from whet.parallel.processes import join_processes
 from whet.parallel.ranks import Ranks
+from whet.parallel.torchrun_env import world_size
 from whet.run.run import Run
 from whet.run.signals import Stopped
 from whet.storage.completions import read_completions
@@ -231,7 +232,12 @@ def _describe_stop(stop: KeyboardInterrupt, config: AnyRun) -> str:
 
 
 def program() -> str:
-    """The command that runs whet from this shell."""
+    """The command that runs whet from this shell, with torchrun where it started several processes."""
+    if (size := world_size()) > 1:
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+        nodes = "--standalone" if per_node == size else f"--nnodes={size // per_node}"
+        torchrun = "torchrun" if shutil.which("torchrun") else f"{shlex.quote(sys.executable)} -m torch.distributed.run"
+        return f"{torchrun} {nodes} --nproc_per_node={per_node} -m whet"
     return "whet" if shutil.which("whet") is not None else f"{shlex.quote(sys.executable)} -m whet"
 
 

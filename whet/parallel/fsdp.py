@@ -151,7 +151,7 @@ class FSDPPlacement(Placement):
         size = self.ranks.size
         own = [(x, True) for x in passes[self.ranks.rank :: size]]
         missing = -(-len(passes) // size) - len(own)
-        return own + [(passes[-1], False)] * missing
+        return own + [(x, False) for x in passes[-1:]] * missing  # no passes where every advantage is 0
 
     def check_same_passes(self, facts: Mapping[str, Any]) -> None:
         """See Placement."""

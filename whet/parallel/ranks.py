@@ -13,6 +13,7 @@ out on purpose: tensors, which a placement moves.
 from __future__ import annotations
 
 import datetime
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 from whet.errors import ConfigError, WhetError, format_exception
 
-__all__ = ["ProcessRanks", "Ranks"]
+__all__ = ["ProcessRanks", "Ranks", "is_connection_lost"]
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -29,6 +30,16 @@ Result = TypeVar("Result")
 def _no_phase() -> str:
     """No phase is known."""
     return ""
+
+
+def is_connection_lost(error: BaseException) -> bool:
+    """Whether gloo raised an error because another process has ended.
+
+    >>> is_connection_lost(RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"))
+    True
+    """
+    text = str(error)
+    return isinstance(error, RuntimeError) and "gloo" in text and ("by peer" in text or "Broken pipe" in text)
 
 
 class Ranks:
@@ -156,12 +167,16 @@ class ProcessRanks(Ranks):
     def all_gather(self, value: Any) -> list[Any]:
         """See Ranks; the values travel as pickles. Raises WhetError: a rank is missing, with its number on rank 0."""
         values: list[Any] = [None] * self.size
+        start = time.monotonic()
         try:
             dist.monitored_barrier(self.group, self.timeout, wait_all_ranks=True)  # names the missing ranks
             dist.all_gather_object(values, value, group=self.group)
         except RuntimeError as error:
+            reason = str(error).splitlines()[0][:300].rstrip(". ")
+            waited = time.monotonic() - start >= self.timeout.total_seconds()
             raise WhetError(
-                f"{self.describe()}: the other ranks did not all arrive here: {str(error).splitlines()[0][:300]}; "
-                "the output of the missing ranks says why, or raise trainer.collective_timeout_s"
+                f"{self.describe()}{'' if self.phase() or not self.step else ', between phases'}: the other ranks did "
+                f"not all arrive here: {reason}; the output of the missing ranks says why"
+                + (", or raise trainer.collective_timeout_s" if waited else "")
             ) from error
         return values

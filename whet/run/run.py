@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +32,7 @@ from whet.observe.notebook import run_html
 from whet.observe.profiler import StepProfiler
 from whet.observe.progress import Progress
 from whet.observe.trace import trace_folder
+from whet.parallel.ranks import is_connection_lost
 from whet.run.builtin_observers import builtin_observers
 from whet.run.observer import Observer, Observers, TrainerControl
 from whet.run.provenance import check_inputs, check_settings, to_loadable
@@ -105,6 +107,11 @@ class Run:
         own = Observers([*builtin_observers(config), *observers])
         self.observers = own if self.ranks.is_writer else Observers([])
         self._signals = SignalHandler()
+        if self.ranks.size > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
+            self._signals.effect += (
+                " (torchrun ends the processes after 30 s; if the step takes longer, all since the last checkpoint is "
+                "lost)"
+            )
         self._begun = False
         self._begun_at = self._saved_step = 0
         self._finished: tuple[tuple[int, ...], dict[str, Any]] | None = None
@@ -496,18 +503,26 @@ class Run:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         """Saves the last step and the model if training ended without an error; closes everything in any case."""
+        lost: WhetError | None = None
         try:
             if kind is None:
                 self._finish()
             elif error is not None:
                 where = self.ranks.describe()
-                if self.ranks.size > 1 and not isinstance(error, KeyboardInterrupt) and where not in str(error):
+                if self.ranks.size > 1 and is_connection_lost(error):
+                    lost = WhetError(
+                        f"{where}: another process ended; its own message says why; trainer.resume=latest continues "
+                        "from the last checkpoint"
+                    )
+                elif self.ranks.size > 1 and not isinstance(error, KeyboardInterrupt) and where not in str(error):
                     log.error("%s: %s", where, format_exception(error))
                 self._save_finished(error)
             if self._begun:
                 self._notify("on_run_end", self, error)
         finally:
             self._close()
+        if lost is not None:
+            raise lost from error
         if error is None:
             self._check_observers()
 

@@ -1,6 +1,7 @@
 import functools
 import io
 import os
+import re
 import subprocess
 import sys
 import types
@@ -325,3 +326,13 @@ def test_what_only_prints_ends_quietly_where_nobody_reads_on_and_in_words_on_a_f
         monkeypatch.setattr(sys, "stdout", full)
         assert main(words) == 2
     assert "standard output can't be written: [Errno 28] No space left on device" in said.getvalue()
+
+
+def test_the_command_to_continue_names_torchrun_where_several_processes_run(monkeypatch):
+    from whet.cli.commands import program
+
+    assert "torch" not in program()
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert re.fullmatch(r".*torch\S*run --standalone --nproc_per_node=4 -m whet", program())
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert re.fullmatch(r".*torch\S*run --nnodes=2 --nproc_per_node=2 -m whet", program())

@@ -70,6 +70,28 @@ def test_a_signal_that_one_rank_has_ends_all_after_the_same_step():
     assert together(2, done) == ["ended"] * 2
 
 
+def test_under_torchrun_the_message_of_a_signal_names_its_time_limit(monkeypatch):
+    effects = lambda: [run._signals.effect for run in together(2, lambda ranks: learner(ranks).new_run(rows(6)))]
+    assert effects() == ["stopping after this step, with a checkpoint"] * 2
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    assert all("torchrun ends the processes after 30 s; if the step takes longer" in x for x in effects())
+
+
+def test_a_lost_connection_is_one_message_with_rank_step_and_fix():
+    def ended(ranks):
+        made = learner(ranks)
+
+        def fail(*args):
+            raise RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")
+
+        made.update = fail
+        made.train(rows(6))
+
+    for rank, error in enumerate(together(2, ended)):
+        message = f"rank {rank} of 2, step 1: another process ended; its own message says why; "
+        assert str(error) == message + "trainer.resume=latest continues from the last checkpoint"
+
+
 @pytest.mark.parametrize("event", ["on_run_begin", "on_step_end", "on_run_end"])
 def test_an_observer_that_fails_ends_all_ranks(event):
     class Broken(Observer):
