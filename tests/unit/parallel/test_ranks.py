@@ -4,6 +4,7 @@ import pytest
 from meeting import together
 
 from whet.errors import ConfigError, RewardError, WhetError
+from whet.parallel.fsdp import FSDPPlacement
 from whet.parallel.ranks import Ranks
 
 
@@ -70,3 +71,13 @@ def test_a_failure_of_one_rank_is_an_error_on_all():
     one, two = together(2, lambda r: r.scatter_gather(judge, [0, 1, 2, 3]))
     assert type(one) is WhetError and str(one) == "rank 1 of 2 failed: RewardError: no answer"
     assert type(two) is RewardError
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+def test_every_rank_runs_as_many_passes_also_where_there_are_none(count):
+    def split(ranks):
+        return FSDPPlacement(None, ranks).split_passes(list(range(count)))
+
+    one, two = together(2, split)
+    assert len(one) == len(two) == (count + 1) // 2
+    assert sorted(x for x, counts in (*one, *two) if counts) == list(range(count))
