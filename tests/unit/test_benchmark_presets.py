@@ -29,12 +29,12 @@ def scripts(monkeypatch):
 
 def by_rule(tasks, prompt):
     """What a pupil who knows the order of operations writes."""
-    expression, steps = tasks.parsed(prompt), []
+    expression, steps = tasks.parse_expression(prompt), []
     while expression[1]:
         products = [i for i, o in enumerate(expression[1]) if o == "*"]
         chosen = products[0] if products else 0
         steps.append(tasks.step(expression, chosen))
-        expression = tasks.carry_out(expression, chosen)
+        expression = tasks.apply_operation(expression, chosen)
     return ";".join(steps)
 
 

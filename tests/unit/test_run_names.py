@@ -34,7 +34,7 @@ def test_runs_that_begin_in_one_second_get_a_folder_each(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     (tmp_path / "elsewhere" / "runs").symlink_to("nowhere")
-    with pytest.raises(ConfigError, match=r"can't be made: .*; give another trainer\.run_dir"):
+    with pytest.raises(ConfigError, match=r"can't be created: .*; give another trainer\.run_dir"):
         commands._with_run_dir(load_run([]), Ranks())
 
 

@@ -392,7 +392,7 @@ def test_held_out_rows_are_a_draw_from_the_seed_and_in_neither_part_twice():
     assert len(hold_out(rows(20), 0.01, seed=0)[1]) == 1
     with pytest.raises(DataError, match="holding 1 of 1 rows out leaves no training rows"):
         hold_out(rows(1), 0.5, seed=0)
-    with pytest.raises(ConfigError, match=r"share of 1\.5"):
+    with pytest.raises(ConfigError, match=r"data.eval_fraction=1\.5 must"):
         hold_out(rows(4), 1.5, seed=0)
     with pytest.raises(ConfigError, match="without a length"):
         hold_out(Stream(4), 0.5, seed=0)

@@ -78,7 +78,7 @@ def test_dropout_keeps_the_mean_and_draws_anew_in_each_layer():
     assert a.mean(0).std() < 0.07 and a.mean(1).std() < 0.07  # of 200 draws: 0.577 / sqrt(200) = 0.041
     layers[0].keys = torch.arange(199, -1, -1)  # a token's draws go with its key, not with its place
     assert torch.equal(layers[0](x), a.flip(0))
-    with pytest.raises(ConfigError, match="reads 150 of a pass's 200 tokens, as experts do"):
+    with pytest.raises(ConfigError, match="reads 150 of a pass's 200 tokens, as expert layers do"):
         layers[0](x[:150])
 
 
