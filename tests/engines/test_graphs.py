@@ -173,9 +173,9 @@ def test_what_a_layout_keeps_of_a_captured_step_goes_when_the_engine_sleeps(mach
     engine = on_gpu(small())
     run(engine, requests(prompts((3, 9)), WORK, group=4))
     layout = engine._runner.layout
-    assert layout._own_bias and layout._write_at
+    assert layout._drawn_bias and layout._write_at
     engine.sleep()
-    assert not (layout._own_bias or layout._prompt_bias or layout._write_at)
+    assert not (layout._drawn_bias or layout._prompt_bias or layout._write_at)
 
 
 def test_two_engines_of_a_process_do_not_break_each_others_graphs(machine):
