@@ -14,6 +14,7 @@ LAYERS = [
     {"data", "models", "packing", "parallel"},
     {"rollout"},
     {"rewards", "envs"},
+    {"serve"},
     {"train"},
     {"hub"},
     {"run"},

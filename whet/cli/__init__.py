@@ -281,6 +281,10 @@ def _config(command: str, words: list[str]) -> Any:
         from whet.config.report import load_compare
 
         return load_compare(words)
+    if command == "serve":
+        from whet.config.serve import load_serve
+
+        return load_serve(words)
     from whet.config.generate import load_sampling
 
     return load_sampling(kind, words)
@@ -321,6 +325,10 @@ def _check(command: str, config: Any) -> None:
         from whet.config.report import check_compare
 
         check_compare(config)
+    elif command == "serve":
+        from whet.config.serve import check_serve
+
+        check_serve(config)
     elif command != "demo":
         from whet.config.generate import check_sampling
 

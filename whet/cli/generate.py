@@ -77,8 +77,8 @@ def generate(config: GenerateConfig) -> int:
     return count
 
 
-def open_sampler(config: SamplingConfig, *, max_batch_size: int) -> Sampler:
-    """The Sampler of a configuration, without the progress bars of transformers."""
+def open_sampler(config: SamplingConfig, *, max_batch_size: int, **sizes: int | None) -> Sampler:
+    """The Sampler of a configuration, without the progress bars of transformers. Args: sizes: further ones."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
@@ -92,6 +92,7 @@ def open_sampler(config: SamplingConfig, *, max_batch_size: int) -> Sampler:
         max_batch_size=max_batch_size,
         chat_template_kwargs=config.chat_template_kwargs,
         trust_remote_code=config.trust_remote_code,
+        **sizes,
     )
 
 

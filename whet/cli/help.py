@@ -222,6 +222,29 @@ COMMON_KEYS: Mapping[str, Sequence[Group]] = {
             },
         ),
     ),
+    "serve": (
+        ("Model", {"model": "folder of a model or of a run, or a hub name", "dtype": "data type of the weights"}),
+        (
+            "Server",
+            {
+                "host": "address to listen at; others than loopback need an API key",
+                "port": "port to listen at; 0: a free one",
+                "api_key": "key of the clients; default: WHET_API_KEY, else a random one",
+                "served_model_name": "name of the model in requests; default: model as it is written",
+                "max_batch_size": "sequences that are decoded together",
+                "max_length": "longest prompt and completion together, in tokens",
+            },
+        ),
+        (
+            "Defaults of requests",
+            {
+                "max_tokens": "longest completion in tokens; default: what the context has left",
+                "temperature": "0: greedy",
+                "top_p": "nucleus sampling",
+                "chat_template_kwargs": "arguments of the chat template, e.g. {enable_thinking: true}",
+            },
+        ),
+    ),
     "push": (
         (
             "Keys",
@@ -328,6 +351,7 @@ _EXAMPLES: Mapping[str, Sequence[str]] = {
         "whet generate model=runs/a/final prompts=test.jsonl num_generations=4 out=completions.jsonl",
     ),
     "chat": ("whet chat model=Qwen/Qwen3-0.6B max_tokens=1000",),
+    "serve": ("whet serve Qwen/Qwen3-0.6B", "WHET_API_KEY=... whet serve runs/a host=0.0.0.0 port=8080"),
     "push": ("whet push runs/a repo=me/sums which=best dry_run=true",),
     "report": ("whet report runs/a", "whet report runs/a runs/b out=compared"),
     "compare": ("whet compare runs/a runs/b metrics='[eval reward, kl]'",),
@@ -414,6 +438,7 @@ def command_help(command: str, about: str, topic: str, kind: type, short: Mappin
         return keys
     words = {
         "push": "[RUN] ",
+        "serve": "[MODEL] ",
         "report": "[RUN ...] ",
         "watch": "[RUN ...] ",
         "compare": "[RUN ...] ",

@@ -26,6 +26,7 @@ COMMANDS = {
     "plan": "print the memory that a run takes on a GPU: whet plan model=FOLDER [memory_gb=24] key=value",
     "generate": "complete prompts: model=FOLDER prompt=TEXT",
     "chat": "chat with a model: model=FOLDER",
+    "serve": "serve a model behind an OpenAI-compatible API: whet serve MODEL",
     "eval": "evaluate a model on a data set: model=FOLDER data=FILE reward=NAME",
     "report": "write an HTML report of one or more runs: whet report RUN [RUN ...]",
     "watch": "serve the live report of a run at http://127.0.0.1:7860: whet watch RUN [RUN ...]",
@@ -64,7 +65,7 @@ INFO_COMMANDS = {
 }
 """Command that only prints information -> its arguments."""
 FLAGS = {
-    "print_config": ("chat", "compare", "eval", "generate", "push", "report", "watch", *RUN_COMMANDS),
+    "print_config": ("chat", "compare", "eval", "generate", "push", "report", "serve", "watch", *RUN_COMMANDS),
     "profile": TRAINING_COMMANDS,
 }
 """Flag (a word without a value, --help aside) -> the commands that take it."""
@@ -94,6 +95,11 @@ def config_class(command: str) -> tuple[Any, Any]:
         from whet.config.report import CompareConfig
 
         return CompareConfig, {}
+    if command == "serve":
+        from whet.config.generate import SAMPLING_SHORTHANDS
+        from whet.config.serve import ServeConfig
+
+        return ServeConfig, SAMPLING_SHORTHANDS
     if command in ("chat", "generate"):
         from whet.config.generate import SAMPLING_SHORTHANDS, ChatConfig, GenerateConfig
 

@@ -3,9 +3,10 @@
     ids of a turn -> {"role": "assistant", "content": ..., "tool_calls": [{"type": "function", "function": {...}}]}
     messages of tools -> the ids between that turn and the next one
 
-The tokenizer's response template says how calls are written. A chat template that writes a call as an opening mark,
-JSON with name and arguments, and a closing mark (Qwen's, Hermes') needs no response template: one is derived from how
-the template writes a probe. Left out on purpose: a table of known models' templates.
+The tokenizer's response template says how calls are written. Without one, the form is found by how the chat template
+writes a probe: as JSON with name and arguments between two marks (Hermes, Qwen, ```json blocks), or as one of
+CALL_FORMS. A form is taken only if it reads the probe's calls back from the template's own text. Left out on purpose: a
+table of known models' templates.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import jinja2
@@ -20,7 +22,26 @@ import numpy as np
 
 from whet.errors import ConfigError
 
-__all__ = ["ToolTemplate", "parse_turn"]
+__all__ = ["CALL_FORMS", "ToolTemplate", "parse_turn"]
+
+CALL_FORMS: dict[str, dict[str, Any]] = {
+    # <tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>; the schema gives the types
+    "qwen3_coder": {
+        "open_pattern": r"\s*(?:<tool_call>\s*)?<function=(?P<name>[^>\n]+)>",
+        "close_pattern": r"</function>\s*(?:</tool_call>)?\s*",
+        "content": "xml-inline",
+        "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
+    },
+    # {"name": NAME, "parameters": {...}}, also behind <|python_tag|>, several with ; between them
+    "llama3_json": {
+        "open_pattern": r'(?:<\|python_tag\|>)?\s*\{\s*(?:"type":\s*"function",\s*)?"name":\s*"(?P<name>[^"]+)",\s*'
+        r'"(?:parameters|arguments)":\s*',
+        "close_pattern": r'\}\s*(?:;\s*|(?=(?:<\|python_tag\|>)?\s*\{\s*"(?:name|type)")|(?=END)|$)',
+        "content": "json",
+    },
+}
+"""Name, as vLLM calls its parser -> the field tool_calls of transformers' response templates, whose close_pattern may
+name END, the marks that end a turn."""
 
 _NAME, _KEY, _VALUE, _TEXT = "tool_name_7f3a", "tool_key_51c0", "tool_value_c2d9", "said_e84b"
 """Words of the probes, which no template contains."""
@@ -113,36 +134,46 @@ class ToolTemplate:
     def _derive_response_template(self) -> dict[str, Any]:
         """A response template, from how the chat template writes two calls.
 
-        Raises: ConfigError: they are not written as an opening mark, JSON and a closing mark.
+        Raises: ConfigError: no known form reads them.
         """
         try:
-            _, _, rest = self._render(_probe(_NAME, _NAME)).partition(_TEXT)
-            opening, first, rest = _split_at_json(rest)
-            between, second, _ = _split_at_json(rest)
-        except (jinja2.TemplateError, ValueError):
-            opening = between = first = second = None
-        opening = (opening or "").strip()
-        closing = (between or "").strip().removesuffix(opening).strip()
-        expected = {"name": _NAME, "arguments": {_KEY: _VALUE}}
-        if not opening or not closing or [first, second] != [expected] * 2:
-            raise ConfigError(
-                "the tokenizer has no response_template, and its chat template does not write calls as a mark, JSON "
-                "with name and arguments, and a mark; set tokenizer.response_template (transformers' page on response "
-                "parsing says how)"
-            )
+            calls, text = 2, self._render(_probe(_NAME, _NAME))
+        except jinja2.TemplateError:  # Llama's: one call a turn
+            calls, text = 1, self._render(_probe(_NAME))
         user = [{"role": "user", "content": "hi"}]
         header = self._render(user, add_generation_prompt=True).removeprefix(self._render(user))
-        end = re.escape(self.tokenizer.eos_token)
-        return {
-            "defaults": {"role": "assistant"},
-            "start_anchor": header[: header.find("\n") + 1] or header,
-            "fields": {
-                "reasoning_content": {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"},
-                "tool_calls": {"open": opening, "close_pattern": rf"{re.escape(closing)}\s*", "repeats": True,
-                               "content": "json", "transform": {"type": "function", "function": "{content}"}},
-                "content": {"close_pattern": rf"{end}\s*", "content": "text"},
-            },
-        }  # fmt: skip
+        anchor = header[: header.find("\n") + 1] or header
+        end = "|".join(map(re.escape, dict.fromkeys([self.tokenizer.eos_token, *self._end_marks])))
+        before, _, turn = text.rpartition(anchor) if anchor else ("", "", text)
+        forms = {
+            name: {
+                **form,
+                "close_pattern": form["close_pattern"].replace("END", end),
+                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+            }
+            for name, form in CALL_FORMS.items()
+        }
+        for form in [_marked_json(text.partition(_TEXT)[2]), *forms.values()]:
+            if form is None:
+                continue
+            template: dict[str, Any] = {
+                "defaults": {"role": "assistant"},
+                "start_anchor": anchor,
+                "fields": {
+                    "reasoning_content": {"open": "<think>", "close_pattern": r"</think>\s*", "content": "text"},
+                    "tool_calls": {**form, "repeats": True},
+                    "content": {"close_pattern": rf"(?:{end})\s*", "content": "text"},
+                },
+            }
+            with suppress(ValueError, TypeError):
+                message = self.tokenizer.parse_response(turn, template, prefix=before + anchor)
+                if message.get("tool_calls") == [_call(_NAME, {_KEY: _VALUE})] * calls:
+                    return template
+        raise ConfigError(
+            "the tokenizer has no response_template, and its chat template writes calls neither as JSON with name and "
+            f"arguments between two marks, nor as {', '.join(CALL_FORMS)}; set tokenizer.response_template "
+            "(transformers' page on response parsing says how)"
+        )
 
 
 def parse_turn(
@@ -192,6 +223,28 @@ def _probe(*names: str) -> list[dict[str, Any]]:
     """A conversation in which the model says a word and calls tools of these names."""
     calls = [_call(name, {_KEY: _VALUE}) for name in names]
     return [{"role": "user", "content": "hi"}, {"role": "assistant", "content": _TEXT, "tool_calls": calls}]
+
+
+def _marked_json(text: str) -> dict[str, Any] | None:
+    """The field tool_calls for calls as JSON between two marks; None = they are written otherwise.
+
+    Args: text: of two calls.
+    """
+    try:
+        opening, _, rest = _split_at_json(text)
+        between, _, _ = _split_at_json(rest)
+    except ValueError:
+        return None
+    opening = opening.strip()
+    closing = between.strip().removesuffix(opening).strip()
+    if not opening or not closing:
+        return None
+    return {
+        "open": opening,
+        "close_pattern": rf"{re.escape(closing)}\s*",
+        "content": "json",
+        "transform": {"type": "function", "function": "{content}"},
+    }
 
 
 def _split_at_json(text: str) -> tuple[str, Any, str]:

@@ -2,16 +2,18 @@
 
     def multiply(a: int, b: int) -> int: ...       # with type hints and a docstring of Google's form, for the model
 
-A call that fails is answered by its error, and counted. Left out on purpose: images in an answer, and a sandbox; a tool
-runs in this process, with arguments that the model has written.
+A call that fails, or exceeds its time, is answered by its error, and counted. Left out on purpose: images in an answer,
+and a sandbox (whet.envs.sandbox); a tool runs in this process, with arguments that the model has written.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +25,7 @@ from transformers.utils.chat_template_utils import (
 
 from whet.errors import ConfigError
 
-__all__ = ["ToolCounts", "Tools"]
+__all__ = ["Tool", "ToolCounts", "ToolLimits", "Tools"]
 
 
 @dataclass
@@ -43,10 +45,33 @@ class ToolCounts:
         return metrics
 
 
+@dataclass(frozen=True, kw_only=True)
+class ToolLimits:
+    """Limits of the calls of one turn, for `Tools.run`."""
+
+    max_concurrent: int = 8
+    """Calls that run at once; the others wait."""
+    timeout_s: float | None = None
+    """Time limit of a call, without its waiting; None = no limit. A function in a thread can't be stopped: its answer
+    is the error, and the thread goes on until the function returns."""
+    max_chars: int | None = None
+    """Characters of an answer, which keeps its first and its last half; None = all."""
+
+
+@dataclass(frozen=True, eq=False)
+class Tool:
+    """A tool that is no Python function, such as an MCP server's."""
+
+    schema: Mapping[str, Any]
+    """As chat templates take it: {"type": "function", "function": {"name", "description", "parameters"}}."""
+    call: Callable[..., Any]
+    """Plain or async, called with the arguments as keywords."""
+
+
 class Tools:
     """Functions by name, and their schemas for a chat template.
 
-    Args: functions: plain or async.
+    Args: functions: plain or async functions, or Tools. limits: of the calls of one turn.
     Raises: ConfigError: a function without type hints or a docstring; two functions of one name.
 
     >>> def double(x: int) -> int:
@@ -61,24 +86,41 @@ class Tools:
     [{'role': 'tool', 'name': 'double', 'content': '8'}]
     """
 
-    def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
+    def __init__(self, functions: Sequence[Callable[..., Any] | Tool], *, limits: ToolLimits = ToolLimits()) -> None:
         self.functions: dict[str, Callable[..., Any]] = {}
         self.schemas: list[Any] = []
+        self.limits = limits
         for fn in functions:
-            try:
-                schema = get_json_schema(fn)
-            except (DocstringParsingException, TypeHintParsingException, AttributeError, TypeError) as error:
-                raise ConfigError(
-                    f"the tool {fn!r} needs type hints and a docstring of Google's form: {error}"
-                ) from error
+            schema = dict(fn.schema) if isinstance(fn, Tool) else _schema(fn)
             name = schema["function"]["name"]
             if name in self.functions:
                 raise ConfigError(f"two tools are named {name!r}, and the model calls them by name; rename one")
-            self.functions[name] = fn
+            self.functions[name] = fn.call if isinstance(fn, Tool) else fn
             self.schemas.append(schema)
 
+    async def run(self, calls: Sequence[Mapping[str, Any]], counts: ToolCounts) -> list[dict[str, Any]]:
+        """Runs the calls of a turn at once, within the limits; plain functions run in threads.
+
+        Args: calls: of a message. counts: their number and that of the failures are added to it.
+        Returns: the messages that answer them, in order.
+        """
+        semaphore = asyncio.Semaphore(self.limits.max_concurrent)
+
+        async def run_one(call: Mapping[str, Any]) -> tuple[str, Any]:
+            async with semaphore:
+                deadline = asyncio.timeout(self.limits.timeout_s)
+                try:
+                    async with deadline:
+                        name, result = await _in_thread(lambda: self._call(call))
+                        return name, await result if inspect.isawaitable(result) else result
+                except Exception as error:
+                    late = f"no answer within {self.limits.timeout_s:g} s" if deadline.expired() else ""
+                    return _name(call), TimeoutError(late) if late else error
+
+        return self._messages(await asyncio.gather(*map(run_one, calls)), counts)
+
     def answer(self, calls: Sequence[Mapping[str, Any]], counts: ToolCounts) -> list[dict[str, Any]]:
-        """Runs the calls of a turn: plain functions in order, then async ones together.
+        """Runs the calls of a turn here: plain functions in order, on this thread, then async ones together.
 
         Args: calls: of a message. counts: their number and that of the failures are added to it.
         Returns: the messages that answer them.
@@ -89,10 +131,12 @@ class Tools:
             name, result = self._call(call)
             (pending if inspect.iscoroutine(result) else results).append((name, result))
         awaited = _run_together([coroutine for _, coroutine in pending])
-        results += zip([name for name, _ in pending], awaited, strict=True)
-        counts.calls += len(calls)
+        return self._messages([*results, *zip([name for name, _ in pending], awaited, strict=True)], counts)
+
+    def _messages(self, results: Sequence[tuple[str, Any]], counts: ToolCounts) -> list[dict[str, Any]]:
+        counts.calls += len(results)
         counts.failures += sum(isinstance(result, Exception) for _, result in results)
-        return [{"role": "tool", "name": name, "content": _text(result)} for name, result in results]
+        return [{"role": "tool", "name": name, "content": self._text(result)} for name, result in results]
 
     def _call(self, call: Mapping[str, Any]) -> tuple[str, Any]:
         """The name of a call, and what its function returned: also a coroutine, or an error."""
@@ -107,6 +151,41 @@ class Tools:
         except Exception as error:  # the tool is the user's own code, and its arguments are the model's
             return name, error
 
+    def _text(self, result: Any) -> str:
+        """A result as the content of a message."""
+        text = str({"error": str(result)} if isinstance(result, Exception) else result)
+        most = self.limits.max_chars
+        if most is None or len(text) <= most:
+            return text
+        left_out = f" [{len(text) - most} characters left out] "
+        return text[: (most + 1) // 2] + left_out + (text[-(most // 2) :] if most > 1 else "")
+
+
+def _schema(fn: Callable[..., Any]) -> dict[str, Any]:
+    """The schema of a function. Raises ConfigError: it has no type hints or no docstring."""
+    try:
+        return get_json_schema(fn)
+    except (DocstringParsingException, TypeHintParsingException, AttributeError, TypeError) as error:
+        raise ConfigError(f"the tool {fn!r} needs type hints and a docstring of Google's form: {error}") from error
+
+
+def _name(call: Mapping[str, Any]) -> str:
+    return str(call.get("function", call).get("name", "unknown"))
+
+
+async def _in_thread(work: Callable[[], tuple[str, Any]]) -> tuple[str, Any]:
+    """What a function returns, run in a daemon thread: one that hangs does not keep the program alive."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[tuple[str, Any]] = loop.create_future()
+
+    def run() -> None:
+        result = work()
+        with suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(lambda: None if future.done() else future.set_result(result))
+
+    threading.Thread(target=run, name="whet-tool", daemon=True).start()
+    return await future
+
 
 def _run_together(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
     """Their results, errors included. They run on a thread of their own, since a notebook's loop is running already."""
@@ -118,8 +197,3 @@ def _run_together(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
 
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(asyncio.run, gather()).result()
-
-
-def _text(result: Any) -> str:
-    """A result as the content of a message."""
-    return str({"error": str(result)} if isinstance(result, Exception) else result)

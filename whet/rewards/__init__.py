@@ -1,7 +1,8 @@
-"""Rewards: the contract of a reward function, its manager, and functions for texts, numbers, programs and lengths."""
+"""Rewards: their contract, their manager, functions for texts, numbers, programs and lengths, and a judge model."""
 
 from whet.rewards.code import code_tests
 from whet.rewards.function_info import per_completion
+from whet.rewards.judge import JudgeModel
 from whet.rewards.length import overlong, within_length
 from whet.rewards.maths import math_match
 from whet.rewards.numbers import number_match
@@ -10,6 +11,7 @@ from whet.rewards.text import boxed, exact_match, format_match, fuzzy_match, las
 from whet.rewards.verifiers import verifiers
 
 __all__ = [
+    "JudgeModel",
     "boxed",
     "code_tests",
     "exact_match",

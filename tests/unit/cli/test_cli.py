@@ -226,7 +226,7 @@ def test_the_package_runs_as_a_program():
         (
             ["demo", "--print-config"],
             "--print-config is not a flag of whet demo, only of whet chat, whet compare, whet eval, whet generate, "
-            "whet push, whet report, whet watch, whet grpo, whet ppo, whet sft, whet rm, whet dpo",
+            "whet push, whet report, whet serve, whet watch, whet grpo, whet ppo, whet sft, whet rm, whet dpo",
         ),
     ],
 )

@@ -369,7 +369,7 @@ def test_what_can_t_be_is_refused(given, message, tmp_path):
 
 def test_a_template_that_writes_calls_otherwise_needs_a_response_template():
     other = tokenizer()
-    other.chat_template = TOOLS.replace("<tool_call>", "").replace("</tool_call>", "")
+    other.chat_template = TOOLS.replace('{"name": "', "call ").replace('", "arguments": ', " with ")
     with pytest.raises(ConfigError, match=r"set tokenizer\.response_template"):
         ToolTemplate(other, {}, [END])
     other.response_template = ToolTemplate(tokenizer(), {}, [END]).response_template
