@@ -12,6 +12,9 @@ from __future__ import annotations
 import atexit
 import datetime
 import logging
+import time
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -51,6 +54,7 @@ def join_processes(timeout_s: float = TIMEOUT_S) -> Ranks:
         control = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(control, dist.ProcessGroup)
         _joined[world] = ProcessRanks(control, timeout)
+        atexit.register(_wait_for_gloo_threads)
         log.info("%d processes train together: FSDP over %s", dist.get_world_size(), dist.get_backend())
     return _joined[world]
 
@@ -81,3 +85,28 @@ def _close_process_group() -> None:
     _joined.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _wait_for_gloo_threads(limit_s: float = 10.0) -> None:
+    """Waits at the end of the program until gloo's threads have released the tensors of the last collective.
+
+    A collective returns shortly before its thread releases them, and to release a tensor the thread needs Python's
+    lock. If Python ends first, it ends the thread within a destructor, and the process aborts with "terminate called
+    without an active exception" (https://github.com/pytorch/pytorch/issues/190489). The groups can't be relied upon to
+    join their threads, since models and meshes refer to them.
+    """
+    end, idle = time.monotonic() + limit_s, 0
+    while idle < 2 and time.monotonic() < end:  # twice: at first a thread may sleep since it waits for this one
+        time.sleep(0.005)  # without Python's lock
+        idle = idle + 1 if all(state == "S" for state in _gloo_thread_states()) else 0
+
+
+def _gloo_thread_states() -> list[str]:
+    """The state of each of gloo's threads that run collectives: S = it sleeps. Empty on systems without /proc."""
+    states: list[str] = []
+    for place in Path("/proc/self/task").glob("*"):
+        with suppress(OSError):  # the thread has ended
+            name, _, rest = (place / "stat").read_text().partition("(")[2].rpartition(")")
+            if "gloo" in name:
+                states.append(rest.split()[0])
+    return states

@@ -383,7 +383,7 @@ def test_a_reward_model_alone_and_with_functions(monkeypatch):
     assert list(both.reward_manager.weights.values()) == [0.5, 2.0]
     row = run.rows[0]
     assert row["reward"] == pytest.approx(0.5 * row[f"rewards/{name}"] + 2 * row["rewards/length_reward"])
-    with pytest.raises(ConfigError, match="no reward model is set; .*pass RLCluster"):
+    with pytest.raises(ConfigError, match=r"no reward model is set; .*pass RLCluster"):
         ppo(models(), ["reward_model"])
 
 
