@@ -101,10 +101,8 @@ class RLTask(Task):
 
     def prepare(self) -> None:
         """Encodes the evaluation data."""
-        if self.has_evaluation and self._eval_prompts is None:
-            self._eval_prompts = self._encode_eval()
-
-    def _encode_eval(self) -> list[Prompt]:
+        if not self.has_evaluation or self._eval_prompts is not None:
+            return
         rows = load_rows(self.eval_ds, split=None)
         encode, column = self.learner.encoder(Mode.EVAL), self.learner.data.prompt_column
         stream = PromptStream(rows, batch_size=1, shuffle=False, last_batch="keep", encode=encode, prompt_column=column)
@@ -113,7 +111,7 @@ class RLTask(Task):
         if isinstance(manager := self.learner.reward_manager, RewardManager):
             manager.check_answers(((p.row, p.columns) for p in prompts), "evaluation rows")
         log.info("evaluation data: %s", "; ".join(filter(None, (f"{len(prompts)} prompts", encode.describe_counts()))))
-        return prompts
+        self._eval_prompts = prompts
 
     def _check_fit(self, prompts: Sequence[Prompt], mode: Mode) -> None:
         """Raises DataError: a prompt leaves no room for its completion, or has an id that the model does not know."""

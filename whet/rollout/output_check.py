@@ -43,7 +43,14 @@ def check_output(output: Output, request: Request, engine: RolloutEngine, *, voc
     if output.finish_reason not in get_args(FinishReason):
         raise EngineError(str(lookup_error(f"finish_reason of {name}", output.finish_reason, get_args(FinishReason))))
     if count:
-        _check_ids(name, output.tokens, vocab_size)
+        tokens = output.tokens
+        if not np.issubdtype(tokens.dtype, np.integer):
+            raise EngineError(f"{name} gave tokens of type {tokens.dtype}; they must be integers, int32 best")
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0:
+            raise EngineError(f"{name} gave token {low}; ids are 0 or above")
+        if vocab_size is not None and high >= vocab_size:
+            raise EngineError(f"{name} gave token {high}; the model's ids are 0 to {vocab_size - 1}")
     if not np.isfinite(output.logprobs).all():
         raise EngineError(
             f"the model's logits are not finite at step {request.address[1]}",
@@ -52,14 +59,3 @@ def check_output(output: Output, request: Request, engine: RolloutEngine, *, voc
             key="trainer.allow_config_change",
             engine=name,
         )
-
-
-def _check_ids(name: str, tokens: np.ndarray, vocab_size: int | None) -> None:
-    """Raises EngineError unless the tokens are ids of the model."""
-    if not np.issubdtype(tokens.dtype, np.integer):
-        raise EngineError(f"{name} gave tokens of type {tokens.dtype}; they must be integers, int32 best")
-    low, high = int(tokens.min()), int(tokens.max())
-    if low < 0:
-        raise EngineError(f"{name} gave token {low}; ids are 0 or above")
-    if vocab_size is not None and high >= vocab_size:
-        raise EngineError(f"{name} gave token {high}; the model's ids are 0 to {vocab_size - 1}")

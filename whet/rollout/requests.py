@@ -80,8 +80,16 @@ def check_request(
     s, name = request.sampling, f"request {request.id}"
     if closed:
         raise EngineError(f"{name} was sent to a closed engine; make another")
-    _check_arrays(request)
-    length = len(request.tokens)
+    tokens = request.tokens
+    if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "iu"):
+        got = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, np.ndarray) else type(tokens).__name__
+        raise EngineError(f"{name}: tokens must be an array of integer ids [P], got {got}; np.array(ids, np.int32)")
+    address = tuple(request.address)
+    if len(address) != 4 or not all(isinstance(a, int | np.integer) and not isinstance(a, bool) for a in address):
+        raise EngineError(
+            f"{name}: the address must be four integers, (seed, step, prompt, generation), got {request.address!r}"
+        )
+    length = len(tokens)
     if length == 0:
         raise EngineError(f"{name} has an empty prompt; give at least one token")
     if s.max_tokens < 1:
@@ -97,7 +105,15 @@ def check_request(
             f"{name} can never fit: {length} prompt + {s.max_tokens} new tokens = {length + s.max_tokens}, the model "
             f"has {positions} positions; shorten the prompt or max_tokens"
         )
-    _check_ids(request, vocabulary)
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= vocabulary:
+        raise EngineError(f"{name}: token {low if low < 0 else high} is outside the vocabulary of {vocabulary}")
+    if wrong := [i for i in (*s.stop_ids, *s.forbidden_ids) if not 0 <= i < vocabulary]:
+        raise EngineError(f"{name}: stop or forbidden id {wrong[0]} is outside the vocabulary of {vocabulary}")
+    barred = s.forbidden_ids + (s.stop_ids if s.min_tokens > request.offset else ())
+    if len(barred) >= vocabulary and len(set(barred)) == vocabulary:
+        early = f", stop ids until token {s.min_tokens}" if len(set(s.forbidden_ids)) < vocabulary else ""
+        raise EngineError(f"{name}: all {vocabulary} ids are forbidden{early}; leave one to draw")
     if "" in s.stop:
         raise EngineError(f"{name}: an empty stop string would end every completion at once; leave it out")
     if s.stop and not decodes:
@@ -108,31 +124,4 @@ def check_request(
         raise ConfigError(
             f"{name} has the constraint {s.constraint}, but the engine was built without grammars=, which constraints "
             "need; pass grammars=Grammars(tokenizer, vocabulary=...) to an engine that takes it ('embedded', 'hf')"
-        )
-
-
-def _check_ids(request: Request, vocabulary: int) -> None:
-    """Raises EngineError for an id outside the vocabulary, or where every id is forbidden."""
-    s, name = request.sampling, f"request {request.id}"
-    low, high = int(request.tokens.min()), int(request.tokens.max())
-    if low < 0 or high >= vocabulary:
-        raise EngineError(f"{name}: token {low if low < 0 else high} is outside the vocabulary of {vocabulary}")
-    if wrong := [i for i in (*s.stop_ids, *s.forbidden_ids) if not 0 <= i < vocabulary]:
-        raise EngineError(f"{name}: stop or forbidden id {wrong[0]} is outside the vocabulary of {vocabulary}")
-    barred = s.forbidden_ids + (s.stop_ids if s.min_tokens > request.offset else ())
-    if len(barred) >= vocabulary and len(set(barred)) == vocabulary:
-        early = f", stop ids until token {s.min_tokens}" if len(set(s.forbidden_ids)) < vocabulary else ""
-        raise EngineError(f"{name}: all {vocabulary} ids are forbidden{early}; leave one to draw")
-
-
-def _check_arrays(request: Request) -> None:
-    """Raises EngineError unless tokens are a row of integers, and the address four of them."""
-    name, tokens = f"request {request.id}", request.tokens
-    if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "iu"):
-        got = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, np.ndarray) else type(tokens).__name__
-        raise EngineError(f"{name}: tokens must be an array of integer ids [P], got {got}; np.array(ids, np.int32)")
-    address = tuple(request.address)
-    if len(address) != 4 or not all(isinstance(a, int | np.integer) and not isinstance(a, bool) for a in address):
-        raise EngineError(
-            f"{name}: the address must be four integers, (seed, step, prompt, generation), got {request.address!r}"
         )

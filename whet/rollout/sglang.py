@@ -87,7 +87,10 @@ class SGLangEngine:
             addressed=self._seeded, abort=True, sleep=True, updates_in_flight=True, experimental=True
         )
         warn_experimental("rollout_engine 'sglang'")
-        _check_config(config)
+        refused: dict[str, tuple[object, str]] = {}
+        for name in {"model_path", "skip_tokenizer_init", "server_args"} & set(config.sglang.kwargs):
+            refused["sglang.kwargs"] = (name, "whet sets it; see the section sglang")
+        check_options("sglang", refused)
         for sampling in samplings or [make_sampling(config.for_mode(mode), ()) for mode in ("train", "eval")]:
             self._check_sampling(sampling)
         self._vocabulary = int(module.get_input_embeddings().weight.shape[0])  # pyright: ignore
@@ -187,14 +190,10 @@ class SGLangEngine:
             raise EngineError("the engine is asleep; call wake() first")
         if self._tasks and not self._done:
             limit = None if timeout_s is None else max(timeout_s, WAIT)
-            self._collect(self._wait(asyncio.FIRST_COMPLETED, limit), halted=False)
+            waiting = asyncio.wait(list(self._tasks), timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            self._collect(self._engine.loop.run_until_complete(waiting)[0], halted=False)
         done, self._done = self._done, []
         return done
-
-    def _wait(self, until: str, limit: float | None = None) -> set[asyncio.Task[Any]]:
-        """The finished tasks. Args: until: of asyncio.wait. limit: seconds; None = no limit."""
-        waiting = asyncio.wait(list(self._tasks), timeout=limit, return_when=until)
-        return self._engine.loop.run_until_complete(waiting)[0]
 
     def _collect(self, tasks: Iterable[asyncio.Task[Any]], *, halted: bool) -> None:
         """Records the results of tasks. Args: halted: tasks that were aborted stay in flight."""
@@ -380,14 +379,6 @@ def engine_arguments(config: RolloutConfig, *, dtype: torch.dtype) -> dict[str, 
         "random_seed": 0,
     }
     return {**{n: v for n, v in arguments.items() if v is not None}, **config.sglang.kwargs}
-
-
-def _check_config(config: RolloutConfig) -> None:
-    """Refuses fields that this adapter does not support."""
-    refused: dict[str, tuple[object, str]] = {}
-    for name in {"model_path", "skip_tokenizer_init", "server_args"} & set(config.sglang.kwargs):
-        refused["sglang.kwargs"] = (name, "whet sets it; see the section sglang")
-    check_options("sglang", refused)
 
 
 def import_package() -> Any:

@@ -165,17 +165,13 @@ class VLLMEngine:
             self._check_sampling(r.sampling)
         for r in requests:
             self._in_flight[r.id] = InFlightRequest(request=r)
-            self._add(r)
-
-    def _add(self, request: Request) -> None:
-        """Adds a request to vLLM."""
-        params = self._vllm.SamplingParams(
-            **sampling_arguments(request),
-            **self._extra,
-            output_kind=self._vllm.sampling_params.RequestOutputKind.DELTA,
-        )
-        prompt = {"prompt_token_ids": request.tokens.tolist()}
-        self._llm.llm_engine.add_request(str(request.id), prompt, params)
+            params = self._vllm.SamplingParams(
+                **sampling_arguments(r),
+                **self._extra,
+                output_kind=self._vllm.sampling_params.RequestOutputKind.DELTA,
+            )
+            prompt = {"prompt_token_ids": r.tokens.tolist()}
+            self._llm.llm_engine.add_request(str(r.id), prompt, params)
 
     def _check_sampling(self, sampling: Sampling) -> None:
         """Refuses a Sampling that vLLM can't draw, or for which it would report other logprobs."""
@@ -392,7 +388,8 @@ def llm_arguments(config: RolloutConfig, *, device: str, dtype: torch.dtype, kv_
     if device == "cpu":
         arguments["enforce_eager"] = True
         blocks = NULL + rows * -(-(config.max_prompt_length + config.most_tokens) // block)
-        share = int(config.vllm.hbm_utilization * _host_memory())
+        host_memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        share = int(config.vllm.hbm_utilization * host_memory)
         arguments["kv_cache_memory_bytes"] = min(blocks * block * kv_bytes, share)
     else:
         arguments["gpu_memory_utilization"] = config.vllm.hbm_utilization
@@ -427,11 +424,6 @@ def _kv_bytes(module: nn.Module) -> int:
     kv_heads = vars(config).get("num_key_value_heads") or heads
     size = vars(config).get("head_dim") or config.hidden_size // heads
     return 2 * config.num_hidden_layers * kv_heads * size * next(module.parameters()).dtype.itemsize
-
-
-def _host_memory() -> int:
-    """Bytes of this machine's memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def import_package() -> Any:

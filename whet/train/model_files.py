@@ -107,21 +107,21 @@ class ModelFiles:
         check_format(path, state.get("format"), weights=folder)
         if self.adapted:
             learned = is_prompt_tuned(self.loaded.module)
-            self._read_adapter(_state_folder(folder) / ENCODER if learned else folder / ADAPTER_WEIGHTS)
+            path = _state_folder(folder) / ENCODER if learned else folder / ADAPTER_WEIGHTS
+            try:
+                found = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(path).items()}
+                load_adapter_weights(self.loaded.module, found, str(path), self.masters)
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(
+                    f"{path} can't be read ({error}); resume from an earlier step-* folder"
+                ) from error
+            except ConfigError as error:
+                raise CheckpointError(str(error)) from error
         else:
             load_weights(self.loaded.module, folder / "model.safetensors", self.masters)
         if self.optim is not None:
             self.optim.load(_state_folder(folder) / "optimizer.safetensors", state["optim"])
         return state["version"]
-
-    def _read_adapter(self, path: Path) -> None:
-        try:
-            found = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(path).items()}
-            load_adapter_weights(self.loaded.module, found, str(path), self.masters)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path} can't be read ({error}); resume from an earlier step-* folder") from error
-        except ConfigError as error:
-            raise CheckpointError(str(error)) from error
 
     def export(self, folder: Path, tokenizer: Any, *, merge: bool, dtype: str = "auto") -> None:
         """Writes the model in Hugging Face's format, from the fp32 masters if there are any.

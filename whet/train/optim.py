@@ -249,7 +249,13 @@ class Optim:
         flat = [name for names in groups for name in names]
         saved, before, entries = load_optimizer_state(path, rest, groups)
         check_moment_shapes(path, entries, self.masters)
-        self._load_schedule(rest)
+        # the schedule before the groups: a new schedule sets their rate to its first one
+        self.updates, self._loaded = rest["updates"], True
+        configured = None if self.config is None else self.config.total_steps
+        self.total_updates = rest["total_updates"] if configured is None else configured
+        if rest["schedule"] is not None and (schedule := self._scheduler()) is not None:
+            schedule.load_state_dict(rest["schedule"])
+            self.schedule = schedule
         current = self.optimizer.state_dict()["param_groups"]
         found = [g | {"params": now["params"]} for g, now in zip(saved, current, strict=True)]
         try:
@@ -268,15 +274,6 @@ class Optim:
         master = self.masters[name]
         is_moment = lambda value: isinstance(value, Tensor) and value.shape == master.shape
         return {key: shard_like(master, value) if is_moment(value) else value for key, value in entry.items()}
-
-    def _load_schedule(self, rest: Mapping[str, Any]) -> None:
-        """Restores the schedule, before the groups: a new schedule sets their rate to its first one."""
-        self.updates, self._loaded = rest["updates"], True
-        configured = None if self.config is None else self.config.total_steps
-        self.total_updates = rest["total_updates"] if configured is None else configured
-        if rest["schedule"] is not None and (schedule := self._scheduler()) is not None:
-            schedule.load_state_dict(rest["schedule"])
-            self.schedule = schedule
 
     def _set_rates(self) -> None:
         """Sets the rates that the schedule has now: the saved ones, unless a setting changed."""

@@ -75,22 +75,6 @@ def check_optimizer(config: Any) -> None:
         _adamw8bit_class()
 
 
-def _adamw(groups: Groups, c: OptimConfig) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups, lr=c.rate, betas=c.betas, eps=c.eps, fused=_fused(groups))
-
-
-def _adam(groups: Groups, c: OptimConfig) -> torch.optim.Optimizer:
-    return torch.optim.Adam(groups, lr=c.rate, betas=c.betas, eps=c.eps, fused=_fused(groups))
-
-
-def _sgd(groups: Groups, c: OptimConfig) -> torch.optim.Optimizer:
-    return torch.optim.SGD(groups, lr=c.rate, momentum=c.momentum or 0.0)
-
-
-def _adamw8bit(groups: Groups, c: OptimConfig) -> torch.optim.Optimizer:
-    return _adamw8bit_class()(groups, lr=c.rate, betas=c.betas, eps=c.eps)
-
-
 def _adamw8bit_class() -> Any:
     """The class of torchao. Raises ConfigError if torchao is not installed."""
     try:
@@ -143,10 +127,10 @@ def _muon(masters: Mapping[str, Tensor], c: OptimConfig) -> torch.optim.Optimize
 
 
 OPTIMIZERS: dict[str, Callable[[Groups, OptimConfig], torch.optim.Optimizer]] = {
-    "adam": _adam,
-    "adamw": _adamw,
-    "adamw8bit": _adamw8bit,
-    "sgd": _sgd,
+    "adam": lambda groups, c: torch.optim.Adam(groups, lr=c.rate, betas=c.betas, eps=c.eps, fused=_fused(groups)),
+    "adamw": lambda groups, c: torch.optim.AdamW(groups, lr=c.rate, betas=c.betas, eps=c.eps, fused=_fused(groups)),
+    "adamw8bit": lambda groups, c: _adamw8bit_class()(groups, lr=c.rate, betas=c.betas, eps=c.eps),
+    "sgd": lambda groups, c: torch.optim.SGD(groups, lr=c.rate, momentum=c.momentum or 0.0),
 }
 
 

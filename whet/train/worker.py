@@ -10,7 +10,7 @@ Dim legend: N sequences, S tokens of a batch, s tokens of a micro-batch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,16 +130,13 @@ class ModelWorker:
             )
         self.placement = placement or Placement()
         dtype = self.placement.prepare(loaded.module, dtype)
-        self.optim = None if optim is None else Optim(loaded.module, optim, dtype=dtype, norm=self._norm)
+        norm = lambda grads: self.placement.grad_norm(grads, total_norm)  # a process may have a part of each gradient
+        self.optim = None if optim is None else Optim(loaded.module, optim, dtype=dtype, norm=norm)
         if dtype is not None and not loaded.is_view:
             cast_parameters(loaded.module, dtype)
         self.fast_layers: FastLayers | None = FastLayers(loaded.module) if self.placement.fast_layers else None
         """whet's own forwards for some layers; None = the module's own only."""
         self.placement.attach(loaded.module, self.optim)
-
-    def _norm(self, grads: Sequence[Tensor]) -> float:
-        """The norm of the whole gradient; this process may have only a part of it."""
-        return self.placement.grad_norm(grads, total_norm)
 
     @property
     def module(self) -> nn.Module:
@@ -218,26 +215,21 @@ class ModelWorker:
         self, batch: TokenBatch, names: tuple[str, ...], support: Support, max_sequences: int | None = None
     ) -> TokenStats:
         with self.placement.during("read"):
-            return self._read_columns(batch, names, support, max_sequences or self.max_read_sequences)
-
-    def _read_columns(
-        self, batch: TokenBatch, names: tuple[str, ...], support: Support, max_sequences: int | None
-    ) -> TokenStats:
-        out: dict[str, Tensor] = {}
-        apart = batch.replace(unit_of=None, unit_weights=None)  # what is read of a sequence needs no other
-        for micro, counts in self._own_passes(apart, max_sequences, "scores" in names):
-            stats = self._stats(micro, support, entropy="entropy" in names, outputs={*names} - {"entropy"})
-            for name in names:
-                column = getattr(stats, name)
-                size, at = (
-                    (batch.num_sequences, micro.sequences)
-                    if name == "scores"
-                    else (batch.num_tokens, micro.token_index)
-                )
-                whole = out.setdefault(name, column.new_zeros(size))
-                if counts:
-                    whole.index_copy_(0, at, column)
-        return TokenStats(**{name: whole.cpu() for name, whole in self.placement.gather_columns(out).items()})
+            out: dict[str, Tensor] = {}
+            apart = batch.replace(unit_of=None, unit_weights=None)  # what is read of a sequence needs no other
+            for micro, counts in self._own_passes(apart, max_sequences or self.max_read_sequences, "scores" in names):
+                stats = self._stats(micro, support, entropy="entropy" in names, outputs={*names} - {"entropy"})
+                for name in names:
+                    column = getattr(stats, name)
+                    size, at = (
+                        (batch.num_sequences, micro.sequences)
+                        if name == "scores"
+                        else (batch.num_tokens, micro.token_index)
+                    )
+                    whole = out.setdefault(name, column.new_zeros(size))
+                    if counts:
+                        whole.index_copy_(0, at, column)
+            return TokenStats(**{name: whole.cpu() for name, whole in self.placement.gather_columns(out).items()})
 
     def _stats(
         self,
@@ -250,7 +242,9 @@ class ModelWorker:
         teacher: TeacherTarget | None = None,
     ) -> TokenStats:
         """Runs one forward pass. Returns: the model's statistics of its targets."""
-        allowed = self._allowed(micro, support)
+        # the tokens that a constraint allows at each target; None = there is no constraint here
+        matters = support.constrained and not support.full and self.loaded.lm_head.kind != "none"
+        allowed = self.allowed(micro) if matters and self.allowed else None
         options = {"constants": constants, "allowed": allowed, "outputs": outputs, "teacher": teacher}
         with self.layers(), self.loaded.use_view():
             return self.placement.forward(
@@ -267,11 +261,6 @@ class ModelWorker:
         with teacher.layers(), teacher.loaded.use_view():
             states = teacher.placement.forward(lambda: head_states(teacher.loaded, micro, temperature))
         return states, divergence.gkd_beta
-
-    def _allowed(self, micro: MicroBatch, support: Support) -> Tensor | None:
-        """The tokens that a constraint allows at each target; None = there is no constraint here."""
-        matters = support.constrained and not support.full and self.loaded.lm_head.kind != "none"
-        return self.allowed(micro) if matters and self.allowed else None
 
     def layers(self) -> AbstractContextManager[None]:
         """A context for forward and backward passes, in which whet's own forwards of layers are active."""

@@ -206,21 +206,17 @@ class FusedTrunk:
         """Hidden states [N, d] of ids [B, T] after the last norm."""
         h = F.embedding(ids.reshape(-1), self._trunk.embed_tokens.weight)
         if isinstance(layout, NativeLayout):
-            return self._step(h, layout)
+            block = self._blocks[0]
+            heads = (block.qkv.width // self._cos.shape[1] - 2 * block.kv, block.kv)
+            layout.set_rotary(self._cos, self._sin, heads)
+            more = layout.run(h, self._num_refreshes, lambda: [b.native() for b in self._blocks])
+            return layout.kernels.norm(h, more, self._norm.weight, self._norm.epsilon)
         place = layout.position_ids.reshape(-1)
         cos, sin = (x.index_select(0, place).unsqueeze(1) for x in (self._cos, self._sin))
         shape = (ids.shape[0], ids.shape[1])
         for block in self._blocks:
             h = block(h, cos, sin, layout, shape)
         return self._norm(h)
-
-    def _step(self, h: Tensor, layout: NativeLayout) -> Tensor:
-        """Hidden states [n, d] of one token for each row, from their embeddings."""
-        block = self._blocks[0]
-        heads = (block.qkv.width // self._cos.shape[1] - 2 * block.kv, block.kv)
-        layout.set_rotary(self._cos, self._sin, heads)
-        more = layout.run(h, self._num_refreshes, lambda: [b.native() for b in self._blocks])
-        return layout.kernels.norm(h, more, self._norm.weight, self._norm.epsilon)
 
     def _decode_probe(self, ids: Tensor, kernels: DecodeKernels) -> Tensor:
         """Hidden states [2, d] of the last two of ids [1, T], decoded one by one after a prompt of the others."""

@@ -57,7 +57,8 @@ def partial_attention(
         return flash(q, k, v, 0.0, False, attn_mask=bias, scale=scale)
     s, p = _scores_and_softmax(q, k, bias, scale=scale, softcap=softcap)
     v = v.flatten(0, 1)
-    return torch.bmm(p.to(v.dtype), v).view(*q.shape[:3], -1), _lse(s, p).view(q.shape[:3])
+    # the largest score and its softmax: two maxima are cheaper than another sum of exponentials
+    return torch.bmm(p.to(v.dtype), v).view(*q.shape[:3], -1), (s.amax(-1) - p.amax(-1).log()).view(q.shape[:3])
 
 
 def _scores_and_softmax(
@@ -72,14 +73,6 @@ def _scores_and_softmax(
     if bias is not None:
         s.view(*q.shape[:3], -1).add_(bias)
     return s, s.softmax(-1)
-
-
-def _lse(s: Tensor, p: Tensor) -> Tensor:
-    """The log-sum-exp of scores whose softmax is p.
-
-    It follows from the largest score and its softmax: two maxima are cheaper than another sum of exponentials.
-    """
-    return s.amax(-1) - p.amax(-1).log()
 
 
 def mask_bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
