@@ -32,7 +32,7 @@ from whet.rollout.driver import Rollouts
 from whet.rollout.policy_rollouts import Play, PolicyRollouts
 from whet.train.role_checkpoints import Checkpoints
 from whet.train.role_trainer import RoleTrainer
-from whet.train.role_workers import ACTOR, ModelSource, RoleWorkers, model_checks, trusts_remote_code
+from whet.train.role_workers import ACTOR, RoleWorkers, model_checks, trusts_remote_code
 from whet.train.worker import Allowed, ModelWorker
 from whet.types import Group, Prompt
 
@@ -87,10 +87,12 @@ class RLCluster(RoleWorkers):
             offload_to_cpu=cluster_config.offload_to_cpu,
             module_dtype=module_dtype,
         )
-        _check_given(cluster_config, (actor, critic, reference, reward, teacher))
         self.cluster_config = cluster_config
         self.training_config: RLTrainingConfig = cluster_config.training_config
         config = self.training_config
+        models, optimizers = (actor, critic, reference, reward, teacher), (config.actor_optimizer, config.critic_optimizer)
+        named = model_checks(config, models, optimizers)
+        raise_all([lambda: resolve_engine(cluster_config.rollout_engine), *named])  # pyright: ignore[reportArgumentType]
         if isinstance(actor, nn.Module):
             reference, critic, teacher = (
                 copy.deepcopy(actor) if m is actor else m for m in (reference, critic, teacher)
@@ -112,7 +114,12 @@ class RLCluster(RoleWorkers):
         ):
             if model is None:
                 continue
-            model, loaded = (model, policy) if role is Role.ACTOR else self._load(role, model, actor, policy)
+            if role is Role.ACTOR:
+                loaded = policy
+            elif role is Role.REFERENCE:
+                model, loaded = self.load_reference(model, actor, policy)
+            else:
+                loaded = self.load(role, model)
             budget, own = self._budget(loaded, positions), support
             if role is Role.TEACHER:  # it may have fewer rows than ids are forbidden
                 known = tuple(i for i in support.forbidden_ids if i < loaded.num_ids)
@@ -122,26 +129,14 @@ class RLCluster(RoleWorkers):
         for role, model in ((Role.REFERENCE, reference), (Role.TEACHER, teacher)):
             if model is not None:
                 self.check_same_ids(role, model, actor)
-        self._train_roles(config)
-        self.checkpoints = Checkpoints(config.checkpoint_root, self._trainers, self._workers, ranks=self.ranks)
-        self._rollouts = PolicyRollouts(
-            self._make_engine, self.actor, vocab_size=policy.module.config.vocab_size, ranks=self.ranks
-        )
-
-    def _train_roles(self, config: RLTrainingConfig) -> None:
-        """Makes the trainers of the actor and the critic."""
         accumulate = (config.mini_batch_size or 1) // (config.train_micro_batch_size or config.mini_batch_size or 1)
         for role, loss in ((Role.ACTOR, clipped_surrogate), (Role.CRITIC, clipped_value)):
             if role in self._workers:
                 self.add_trainer(role, loss, accumulate=accumulate)
-
-    def _load(
-        self, role: Role, model: ModelSource, actor: ModelSource, policy: LoadedModel
-    ) -> tuple[ModelSource, LoadedModel]:
-        """Loads the model of a role other than the actor. Returns: its source, and the loaded model."""
-        if role is Role.REFERENCE:
-            return self.load_reference(model, actor, policy)
-        return model, self.load(role, model)
+        self.checkpoints = Checkpoints(config.checkpoint_root, self._trainers, self._workers, ranks=self.ranks)
+        self._rollouts = PolicyRollouts(
+            self._make_engine, self.actor, vocab_size=policy.module.config.vocab_size, ranks=self.ranks
+        )
 
     def _drawn_from(self, policy: LoadedModel) -> tuple[Support, Allowed]:
         """The distribution that training samples from: its support, and the constraint of its tokens.
@@ -149,7 +144,12 @@ class RLCluster(RoleWorkers):
         Raises: ConfigError: stop strings or a constraint of training or evaluation are wrong, or the policy has
             dropout.
         """
-        _check_dropout(policy)
+        if policy.adapter is not None and policy.adapter.dropout:
+            raise ConfigError(
+                f"actor.lora.lora_dropout={policy.adapter.dropout} must be 0.0 in reinforcement learning: the sampler "
+                "draws without dropout, so every ratio of trainer to sampler would be noise; dropout is allowed only "
+                "in `whet sft`, `whet rm` and `whet dpo`"
+            )
         for mode in (Mode.TRAIN, Mode.EVAL):
             self._grammars.check(self.sampling(mode))
         sampling = self.sampling(Mode.TRAIN)
@@ -365,20 +365,3 @@ def _shared_critic(critic: Any) -> tuple[bool, Any]:
             "remove the other critic.* keys"
         )
     return True, None
-
-
-def _check_given(config: ClusterConfig, models: Iterable[Any]) -> None:
-    """Raises one ConfigError with every unknown engine, model, optimizer and logger."""
-    loop = config.training_config
-    named = model_checks(loop, models, (loop.actor_optimizer, loop.critic_optimizer))
-    raise_all([lambda: resolve_engine(config.rollout_engine), *named])  # pyright: ignore[reportArgumentType]
-
-
-def _check_dropout(policy: LoadedModel) -> None:
-    """Raises ConfigError for an adapter with dropout: the policy that samples would differ from the trained one."""
-    if policy.adapter is not None and policy.adapter.dropout:
-        raise ConfigError(
-            f"actor.lora.lora_dropout={policy.adapter.dropout} must be 0.0 in reinforcement learning: the sampler "
-            "draws without dropout, so every ratio of trainer to sampler would be noise; dropout is allowed only in "
-            "`whet sft`, `whet rm` and `whet dpo`"
-        )

@@ -59,7 +59,8 @@ def resolve_defaults(config: RunConfig, train: Any, evaluation: Any) -> Resolved
     tokenizer = load_tokenizer(config.tokenizer or config.actor.model, trust_remote_code=config.actor.trust_remote_code)
     config = with_template(config, tokenizer, train)
     sets = {mode: rows for mode, rows in ((Mode.TRAIN, train), (Mode.EVAL, evaluation)) if rows is not None}
-    are_rows = {mode: _are_rows(rows, config.data.prompt_column) for mode, rows in sets.items()}
+    column = config.data.prompt_column
+    are_rows = {mode: has_random_access(x) and not is_batch(first_row(x), column) for mode, x in sets.items()}
     encoders = {mode: make_encoder(config, tokenizer, mode) for mode in sets}
     ready = {mode: _encode(encoders[mode], rows) if are_rows[mode] else rows for mode, rows in sets.items()}
     if config.rollout.open_lengths:
@@ -85,11 +86,6 @@ def _encode(encode: PromptEncoder, rows: Any) -> Sequence[Prompt]:
     if counts := encode.describe_counts():
         log.warning("%s", counts)
     return prompts
-
-
-def _are_rows(data: Any, prompt_column: str | None) -> bool:
-    """Whether data are rows with a length, which are encoded at once."""
-    return has_random_access(data) and not is_batch(first_row(data), prompt_column)
 
 
 def _prompts_of_batches(encode: PromptEncoder, data: Any, config: RunConfig) -> Sequence[Prompt]:

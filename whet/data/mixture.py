@@ -85,7 +85,12 @@ class MixedRows(Sequence[Any]):
     def _interleaving(self) -> np.ndarray:
         """int64 [N]: the data set of each row of an epoch, before shuffling; the same in every epoch."""
         assert self.weights is not None
-        return _interleave(normalize_weights(self.weights), len(self))
+        share = normalize_weights(self.weights)
+        taken, datasets = np.zeros(len(share), dtype=np.int64), np.empty(len(self), dtype=np.int64)
+        for place in range(len(self)):
+            datasets[place] = number = _next_dataset(share, taken)
+            taken[number] += 1
+        return datasets
 
     def order(self, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
         """The indices of the rows of one epoch of a mixture with weights.
@@ -150,15 +155,6 @@ class MixedStream:
 def _next_dataset(share: np.ndarray, taken: np.ndarray) -> int:
     """The data set that is furthest behind its share; the first one in a tie."""
     return int(np.argmax(share * (taken.sum() + 1) - taken))
-
-
-def _interleave(share: np.ndarray, total: int) -> np.ndarray:
-    """int64 [total]: the data set of each row."""
-    taken, datasets = np.zeros(len(share), dtype=np.int64), np.empty(total, dtype=np.int64)
-    for place in range(total):
-        datasets[place] = number = _next_dataset(share, taken)
-        taken[number] += 1
-    return datasets
 
 
 def permutation(rows: int, *address: int) -> np.ndarray:

@@ -357,7 +357,12 @@ def _log_waiting(name: str) -> Iterator[None]:
 def _load_folder(path: Path, split: str | None, streaming: bool) -> Any:
     """The rows of a folder: saved by datasets, or with data files of one format."""
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-        return _load_saved(path, split, streaming)
+        import datasets
+
+        with convert_read_errors(f"{path}, which save_to_disk wrote,", "save the data set again"):
+            rows = _select_split(datasets.load_from_disk(str(path)), split, path)
+            validate_table(rows.data.table)
+            return rows.to_iterable_dataset() if streaming else rows
     files = sorted(p for where in (path, path / "data") for p in where.glob("*") if file_format(p) in FORMATS)
     if not files:
         raise DataError(f"folder {str(path)!r} holds no data; expected {', '.join(FORMATS)} files or a saved Dataset")
@@ -374,16 +379,6 @@ def _load_folder(path: Path, split: str | None, streaming: bool) -> Any:
     chosen = chosen or files
     _check_same_format(chosen, f"folder {str(path)!r}")
     return _load_files(chosen, streaming)
-
-
-def _load_saved(path: Path, split: str | None, streaming: bool) -> Any:
-    """The rows of a data set that save_to_disk has written."""
-    import datasets
-
-    with convert_read_errors(f"{path}, which save_to_disk wrote,", "save the data set again"):
-        rows = _select_split(datasets.load_from_disk(str(path)), split, path)
-        validate_table(rows.data.table)
-        return rows.to_iterable_dataset() if streaming else rows
 
 
 def _names_split(path: Path, split: str) -> bool:

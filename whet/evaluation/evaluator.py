@@ -212,7 +212,16 @@ class Evaluator:
         c, started = self.config, time.monotonic()
         folder = None if c.out is None or not self.ranks.is_writer else EvalFolder(c.out, resume=c.resume)
         try:
-            with self._sampler() as sampler:
+            with Sampler(
+                self.model,
+                self.tokenizer,
+                rollout_engine=c.rollout_engine,
+                dtype=c.dtype,
+                device=c.device,
+                chat_template_kwargs=c.sampling.chat_template_kwargs,
+                rollout_config=c.sampling,
+                trust_remote_code=c.trust_remote_code,
+            ) as sampler:
                 self.config = self._with_template(sampler)
                 work = _Work(self, sampler, folder)
                 with Progress(len(work.prompts), description=description) as progress:
@@ -240,19 +249,6 @@ class Evaluator:
         if applied:
             log.info("chat template: it is applied to prompts that are plain text (data.apply_chat_template=auto)")
         return dataclasses.replace(c, data=dataclasses.replace(c.data, apply_chat_template=applied))
-
-    def _sampler(self) -> Sampler:
-        c = self.config
-        return Sampler(
-            self.model,
-            self.tokenizer,
-            rollout_engine=c.rollout_engine,
-            dtype=c.dtype,
-            device=c.device,
-            chat_template_kwargs=c.sampling.chat_template_kwargs,
-            rollout_config=c.sampling,
-            trust_remote_code=c.trust_remote_code,
-        )
 
 
 class _Work:

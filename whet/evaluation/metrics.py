@@ -153,10 +153,14 @@ def compute_metrics(
     if passed is not None:
         judged = [(p[~np.isnan(p)], [a for a, x in zip(one.answers, p) if x == x]) for one, p in zip(results, passed)]
         for k in ks:
-            metrics[f"pass@{k}"] = estimate([_pass_at_k(p, k) for p, _ in judged])
+            metrics[f"pass@{k}"] = estimate(
+                [pass_at_k(len(p), int(p.sum()), k) if len(p) >= k else math.nan for p, _ in judged]
+            )
         for k in ks:
             if k > 1:
-                metrics[f"majority@{k}"] = estimate([_majority_at_k(a, p, k) for p, a in judged])
+                metrics[f"majority@{k}"] = estimate(
+                    [majority_at_k(a, p.tolist(), k) if len(p) >= k else math.nan for p, a in judged]
+                )
     metrics["tokens"] = estimate([_mean(one.lengths) for one in results])
     metrics["truncated"] = estimate([_mean(one.truncated) for one in results])
     return metrics
@@ -165,11 +169,3 @@ def compute_metrics(
 def _mean(values: np.ndarray) -> float:
     values = values[~np.isnan(values)] if values.dtype.kind == "f" else values
     return float(values.mean()) if len(values) else math.nan
-
-
-def _pass_at_k(passed: np.ndarray, k: int) -> float:
-    return pass_at_k(len(passed), int(passed.sum()), k) if len(passed) >= k else math.nan
-
-
-def _majority_at_k(answers: Sequence[Hashable | None], passed: np.ndarray, k: int) -> float:
-    return majority_at_k(answers, passed.tolist(), k) if len(passed) >= k else math.nan

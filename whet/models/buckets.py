@@ -125,22 +125,21 @@ class Bucket:
 
     def mask(self, window: int | None, like: Tensor, dtype: torch.dtype) -> Tensor:
         """[1 or m, 1, n, K] of 0 or -inf. Own token i is key above + i in every segment, whatever its padding."""
-        key = (self.window(window), dtype)
+        window = self.window(window)
+        key = (window, dtype)
         if key not in self._masks:
             with torch.inference_mode(False):  # the mask outlives this pass, and the next pass may need a gradient
-                self._masks[key] = self._make_mask(key[0], like.device, dtype)
+                i = torch.arange(self.own, device=like.device)[:, None] + self.above
+                j = torch.arange(self.above + self.own, device=like.device)
+                visible = j <= i
+                if window is not None:
+                    visible &= j > i - window
+                visible = visible[None, None]
+                if self.gaps is not None:
+                    visible = visible & (j >= self.gaps[:, None, None, None])
+                mask = torch.zeros(visible.shape, dtype=dtype, device=like.device)
+                self._masks[key] = mask.masked_fill_(~visible, -torch.inf)
         return self._masks[key]
-
-    def _make_mask(self, window: int | None, device: torch.device, dtype: torch.dtype) -> Tensor:
-        i = torch.arange(self.own, device=device)[:, None] + self.above
-        j = torch.arange(self.above + self.own, device=device)
-        visible = j <= i
-        if window is not None:
-            visible &= j > i - window
-        visible = visible[None, None]
-        if self.gaps is not None:
-            visible = visible & (j >= self.gaps[:, None, None, None])
-        return torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, -torch.inf)
 
 
 def _token_places(lengths: Sequence[int], parents: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:

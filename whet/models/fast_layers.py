@@ -302,12 +302,10 @@ def _run_linear(layer: Any, x: Tensor) -> Tensor:
 def _is_gated(layer: nn.Module) -> bool:
     """Whether a layer has the submodules of down(act(gate(x)) * up(x)); each may have an adapter."""
     parts = dict(layer.named_children())
-    return set(parts) == MLP_PARTS and type(_base_layer(parts["down_proj"])) is nn.Linear
-
-
-def _base_layer(layer: Any) -> nn.Module:
-    """A layer without its adapter."""
-    return layer.get_base_layer() if is_adapter_layer(layer) else layer
+    if set(parts) != MLP_PARTS:
+        return False
+    down: Any = parts["down_proj"]
+    return type(down.get_base_layer() if is_adapter_layer(down) else down) is nn.Linear
 
 
 def _run_gated(layer: Any, x: Tensor) -> Tensor:

@@ -162,9 +162,21 @@ def model_stats(
     if teacher is not None and not support.plain:
         raise ConfigError(f"a divergence compares full distributions, which may have a temperature only; got {support}")
     if hidden is not None and head.linear and support.plain:
-        stats = _temperature_stats(
-            _linear_head_states(module, head, hidden, support.temperature or 1.0), micro, entropy, constants, teacher
+        # a distribution with a temperature only: without storing all logits
+        states = _linear_head_states(module, head, hidden, support.temperature or 1.0)
+        stats = linear_stats(
+            states.hidden,
+            states.weight,
+            micro.targets,
+            bias=states.bias,
+            temperature=states.projection.temperature,
+            scale=states.projection.scale,
+            softcap=states.projection.softcap,
+            entropy=entropy,
+            constants=constants,
         )
+        divergence = None if teacher is None else linear_divergence(states, teacher[0], gkd_beta=teacher[1])
+        stats = dataclasses.replace(stats, divergence=divergence)
         return dataclasses.replace(stats, values=values, scores=scores)
     if head.linear:
         assert hidden is not None
@@ -174,25 +186,6 @@ def model_stats(
         vocab, logits = rows.shape[1], lambda s: to_fp32(rows[s])
     stats = _full_logits_stats(logits, micro, vocab, support, entropy, constants, allowed)
     return dataclasses.replace(stats, values=values, scores=scores)
-
-
-def _temperature_stats(
-    states: HeadStates, micro: MicroBatch, entropy: bool, constants: Collection[str], teacher: TeacherTarget | None
-) -> TokenStats:
-    """Statistics of a distribution with a temperature only, without storing all logits."""
-    stats = linear_stats(
-        states.hidden,
-        states.weight,
-        micro.targets,
-        bias=states.bias,
-        temperature=states.projection.temperature,
-        scale=states.projection.scale,
-        softcap=states.projection.softcap,
-        entropy=entropy,
-        constants=constants,
-    )
-    divergence = None if teacher is None else linear_divergence(states, teacher[0], gkd_beta=teacher[1])
-    return dataclasses.replace(stats, divergence=divergence)
 
 
 def _inputs(micro: MicroBatch) -> dict[str, object]:

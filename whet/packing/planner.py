@@ -100,7 +100,9 @@ def plan_micro_batches(
     >>> [micro.input_ids.tolist() for micro in plan_micro_batches(batch, max_tokens=3)]  # each part has the prefix
     [[[5, 6, 7]], [[5, 6, 8]]]
     """
-    _check_limits(max_tokens=max_tokens, max_sequences=max_sequences)
+    for name, limit in (("max_tokens", max_tokens), ("max_sequences", max_sequences)):
+        if limit is not None and limit < 1:
+            raise ConfigError(f"{name} {limit} must be at least 1")
     work = _Work(
         batch=batch,
         max_tokens=min(max_tokens, NO_CAP),
@@ -286,13 +288,6 @@ def _group(work: _Work, ids: Sequence[int]) -> _Group:
     lengths = work.lengths[ids].tolist()
     own = [PackItem((i,), n, cost.of(n, above=prefix, targets=n + 1)) for i, n in zip(ids, lengths)]
     return _Group(prefix=prefix, prefix_cost=cost.of(prefix), own=own, tokens=prefix + sum(lengths))
-
-
-def _check_limits(**limits: int | None) -> None:
-    """Raises ConfigError where a limit is below 1."""
-    for name, value in limits.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} {value} must be at least 1")
 
 
 def _check_lengths(work: _Work, max_tokens: int) -> None:

@@ -108,7 +108,8 @@ def apply_on_error(found: CheckedRewards | RewardError, count: int, on_error: On
     if found.problem is not None:
         if on_error == "raise":
             raise RewardValueError(found.problem)
-        LOG.warning("%s; %d such %s counted as not applicable", found.problem, found.wrong, _entry(found.wrong))
+        noun = "entry" if found.wrong == 1 else "entries"
+        LOG.warning("%s; %d such %s counted as not applicable", found.problem, found.wrong, noun)
     return found.rewards, found.wrong
 
 
@@ -171,10 +172,6 @@ def error_from_exception(what: str, error: BaseException, own: str) -> RewardErr
     failed = RewardError(text)
     failed.__cause__ = error
     return failed
-
-
-def _entry(count: int) -> str:
-    return "entry" if count == 1 else "entries"
 
 
 def _is_tensor(value: Any) -> TypeGuard[Any]:

@@ -85,9 +85,12 @@ class RewardModel:
             chat = self.apply_chat_template or not isinstance(prompt, str)
             if self.same_ids and (self.same_template or not chat):
                 pairs.append((before, after))
+                continue
+            if chat:
+                ids = self._encode_chat(prompt, text)
             else:
-                ids = self._encode_chat(prompt, text) if chat else self._encode_text(prompt, text)
-                pairs.append((ids[:-1], ids[-1:]))
+                ids = list(self.tokenizer(prompt + text, verbose=False).input_ids)
+            pairs.append((ids[:-1], ids[-1:]))
         scored = [i for i, (before, after) in enumerate(pairs) if len(before) and len(after)]
         rewards: list[float | None] = [None] * len(pairs)
         if scored:
@@ -95,10 +98,6 @@ class RewardModel:
             for i, score in zip(scored, scores, strict=True):
                 rewards[i] = score
         return rewards
-
-    def _encode_text(self, prompt: Any, completion: Any) -> list[int]:
-        """The ids of prompt and completion as one text."""
-        return list(self.tokenizer(prompt + completion, verbose=False).input_ids)
 
     def _encode_chat(self, prompt: str | list[Message], completion: str | list[Message]) -> list[int]:
         """The ids of the conversation in the reward model's chat template."""

@@ -93,6 +93,7 @@ class Arguments:
             if row.kind is dict and isinstance(value, str) and (row.state != "no effect" or value.startswith("{")):
                 setattr(self, name, _parse_dict(name, value))
         self._derive_fields()
+        self._check()
 
     def _apply_compat(self) -> None:
         """Applies the defaults of the earlier release that `compat` names."""
@@ -152,7 +153,6 @@ class Arguments:
             self.metric_for_best_model = "loss"
         if self.greater_is_better is None and self.metric_for_best_model is not None:
             self.greater_is_better = not self.metric_for_best_model.endswith("loss")
-        self._check()
 
     def parse_enums(self) -> None:
         """Replaces strings by members of transformers' enumerations. Raises ConfigError: an unknown value."""

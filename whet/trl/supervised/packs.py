@@ -69,7 +69,11 @@ def pack_best_fit(examples: Iterable[Example], size: int, *, split: bool) -> Ite
             fitting
             for e in batch
             for s in e.sequences
-            for fitting in (_split_sequence(s, size) if split else [truncate_end(s, size)])
+            for fitting in (
+                _split_tokens(np.concatenate([s.prefix, s.tokens]), label_mask(s), size)
+                if split
+                else [truncate_end(s, size)]
+            )
             if fitting is not None
         ]
         for pack in best_fit([len(s.prefix) + len(s.tokens) for s in sequences], size):
@@ -88,10 +92,6 @@ def pack_wrapped(examples: Iterable[Example], size: int) -> Iterator[Example]:
         ids = np.concatenate([x for s in sequences for x in (s.prefix, s.tokens)])
         for part in _split_tokens(ids, np.concatenate([label_mask(s) for s in sequences]), size):
             yield Example(sequences=(part,), row=batch[0].row)
-
-
-def _split_sequence(s: TrainSequence, size: int) -> Iterator[TrainSequence]:
-    return _split_tokens(np.concatenate([s.prefix, s.tokens]), label_mask(s), size)
 
 
 def _split_tokens(ids: np.ndarray, mask: np.ndarray, size: int) -> Iterator[TrainSequence]:

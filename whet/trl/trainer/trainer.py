@@ -336,7 +336,19 @@ class Trainer(HubMixin):
             self.learner.train(self.train_rows())
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
             self._load_best(Path(self.state.best_model_checkpoint))
-        return self._finish(time.monotonic() - started)
+        seconds = time.monotonic() - started
+        steps = self.state.global_step
+        samples = steps * self.rows_per_update
+        metrics = {
+            "train_runtime": round(seconds, 4),
+            "train_samples_per_second": round(samples / max(seconds, 1e-9), 3),
+            "train_steps_per_second": round(steps / max(seconds, 1e-9), 3),
+            "total_flos": self.state.total_flos,
+            "train_loss": sum(self.losses) / max(len(self.losses), 1),
+        }
+        self.log_window(metrics)
+        self.call_event("on_train_end")
+        return TrainOutput(steps, metrics["train_loss"], metrics)
 
     @property
     def resumable_root(self) -> str | None:
@@ -377,20 +389,6 @@ class Trainer(HubMixin):
     def raw_eval_dataset(self) -> Any:
         """The evaluation data, before they are encoded."""
         return self.eval_dataset
-
-    def _finish(self, seconds: float) -> TrainOutput:
-        steps = self.state.global_step
-        samples = steps * self.rows_per_update
-        metrics = {
-            "train_runtime": round(seconds, 4),
-            "train_samples_per_second": round(samples / max(seconds, 1e-9), 3),
-            "train_steps_per_second": round(steps / max(seconds, 1e-9), 3),
-            "total_flos": self.state.total_flos,
-            "train_loss": sum(self.losses) / max(len(self.losses), 1),
-        }
-        self.log_window(metrics)
-        self.call_event("on_train_end")
-        return TrainOutput(steps, metrics["train_loss"], metrics)
 
     def begin(self, *, resumed: bool) -> None:
         """Initializes the state at the beginning of a run."""
