@@ -90,8 +90,8 @@ class RLCluster(RoleWorkers):
         self.cluster_config = cluster_config
         self.training_config: RLTrainingConfig = cluster_config.training_config
         config = self.training_config
-        models, optimizers = (actor, critic, reference, reward, teacher), (config.actor_optimizer, config.critic_optimizer)
-        named = model_checks(config, models, optimizers)
+        models = (actor, critic, reference, reward, teacher)
+        named = model_checks(config, models, (config.actor_optimizer, config.critic_optimizer))
         raise_all([lambda: resolve_engine(cluster_config.rollout_engine), *named])  # pyright: ignore[reportArgumentType]
         if isinstance(actor, nn.Module):
             reference, critic, teacher = (

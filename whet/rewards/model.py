@@ -89,7 +89,7 @@ class RewardModel:
             if chat:
                 ids = self._encode_chat(prompt, text)
             else:
-                ids = list(self.tokenizer(prompt + text, verbose=False).input_ids)
+                ids = self.tokenizer(f"{prompt}{text}", verbose=False).input_ids
             pairs.append((ids[:-1], ids[-1:]))
         scored = [i for i, (before, after) in enumerate(pairs) if len(before) and len(after)]
         rewards: list[float | None] = [None] * len(pairs)
