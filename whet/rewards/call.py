@@ -30,7 +30,6 @@ from whet.rewards.checked_values import (
     OnError,
     apply_on_error,
     check_values,
-    checked_rewards,
     error_from_exception,
 )
 from whet.rewards.deadline import call_with_deadline, timeout_error, with_caller_context
@@ -44,7 +43,6 @@ __all__ = [
     "RewardFn",
     "RewardInputs",
     "call_rewards",
-    "checked_rewards",
     "copy_argument",
     "function_name",
     "select_keywords",
@@ -217,7 +215,7 @@ def call_rewards(
         timeout_s: the time limit of each function; None = no limit, and plain functions stay on the caller's thread.
         on_error: "raise", or "none": a failure counts as "not applicable".
         workers: processes that call all functions except reward models; None = this process calls them.
-        nan_is_none: see checked_rewards; it applies to functions that this process calls.
+        nan_is_none: see check_values; it applies to functions that this process calls.
 
     Returns:
         Rewards, failures and seconds by name.

@@ -20,7 +20,7 @@ import numpy as np
 
 from whet.errors import RewardError, RewardValueError, format_exception, format_value
 
-__all__ = ["CheckedRewards", "OnError", "apply_on_error", "check_values", "checked_rewards", "error_from_exception"]
+__all__ = ["CheckedRewards", "OnError", "apply_on_error", "check_values", "error_from_exception"]
 
 LOG = logging.getLogger(__name__)
 MAX_REWARD = 1e15
@@ -65,36 +65,11 @@ class CheckedRewards:
         return cls(rewards=np.full(count, math.nan), wrong=count, problem=problem)
 
 
-def checked_rewards(
-    value: Any, ids: Sequence[str], *, name: str, on_error: OnError = "raise", nan_is_none: bool = False
-) -> tuple[np.ndarray, int]:
-    """Converts a function's return value to numbers.
-
-    Args:
-        value: a list, tuple, array or tensor of numbers, bools or None, one per completion. A tensor may be sparse, on
-            any device, and require a gradient.
-        ids: [N] trajectory ids.
-        name: the function's name.
-        on_error: "raise", or "none": invalid entries become NaN and are counted.
-        nan_is_none: whether NaN means "not applicable", like None; False = NaN is invalid.
-
-    Returns:
-        float64 [N], where NaN is not applicable (None) or invalid; and the number of invalid entries.
-
-    Raises:
-        RewardError: not a list, a wrong length, or an entry that is not a finite number of a sensible size; the message
-            has the row, the value and its type.
-
-    >>> checked_rewards([1, None, True], ["0_0", "0_1", "0_2"], name="f")
-    (array([ 1., nan,  1.]), 0)
-    """
-    return apply_on_error(check_values(value, ids, name=name, nan_is_none=nan_is_none), len(ids), on_error)
-
-
 def apply_on_error(found: CheckedRewards | RewardError, count: int, on_error: OnError) -> tuple[np.ndarray, int]:
     """Raises an error for invalid rewards, or logs a warning.
 
-    Args: found: a function's rewards, or its failure. count: the number of completions. on_error: see checked_rewards.
+    Args: found: a function's rewards, or its failure. count: the number of completions. on_error: "raise", or
+        "none": invalid entries become NaN and are counted.
     Returns: the rewards, and the number of invalid entries.
     Raises: RewardError: there are invalid entries, and on_error is "raise".
 
@@ -114,10 +89,19 @@ def apply_on_error(found: CheckedRewards | RewardError, count: int, on_error: On
 
 
 def check_values(value: Any, ids: Sequence[str], *, name: str, nan_is_none: bool = False) -> CheckedRewards:
-    """Checks a function's return value, without raising; `problem` names the first invalid entry.
+    """Converts a function's return value to numbers, without raising.
 
-    Args: see checked_rewards.
+    Args:
+        value: a list, tuple, array or tensor of numbers, bools or None, one per completion. A tensor may be sparse, on
+            any device, and require a gradient.
+        ids: [N] trajectory ids.
+        name: the function's name.
+        nan_is_none: whether NaN means "not applicable", like None; False = NaN is invalid.
+    Returns: the rewards. `problem` has the row, the value and the type of the first entry that is not a finite number
+        of a sensible size, or says that the value is not a list, or that its length is wrong.
 
+    >>> check_values([1, None, True], ["0_0", "0_1", "0_2"], name="f").rewards
+    array([ 1., nan,  1.])
     >>> check_values(3, ["0_0", "0_1"], name="f").problem
     "reward function f returned int '3'; return a list of 2 numbers, one per completion"
     """

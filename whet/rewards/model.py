@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import Tensor
 
 from whet.data.row_schema import message_text
 from whet.errors import ConfigError
@@ -20,15 +19,9 @@ from whet.types import Example, Message, TokenBatch, TrainSequence
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["RewardModel", "Scorer"]
+    from whet.train.worker import ModelWorker
 
-
-class Scorer(Protocol):
-    """Runs the model; ModelWorker implements it."""
-
-    def scores(self, batch: TokenBatch) -> Tensor:
-        """The score at the last token of each sequence: [N]."""
-        ...
+__all__ = ["RewardModel"]
 
 
 class RewardModel:
@@ -51,7 +44,7 @@ class RewardModel:
 
     def __init__(
         self,
-        worker: Scorer,
+        worker: ModelWorker,
         *,
         name: str,
         policy_tokenizer: PreTrainedTokenizerBase,

@@ -1,4 +1,4 @@
-"""Shared code of the adapters of other packages' engines (vLLM, SGLang): seeds, and checks of samplings and weights.
+"""Shared code of the adapters of other packages' engines (vLLM, SGLang): requests, seeds, checks, names of weights.
 
 Such an engine has its own copy of the weights and its own random numbers. So a request gets a seed derived from its
 address, and its tokens are stamped with the policy version by the adapter. When the engine is built, its logprobs of a
@@ -14,22 +14,29 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
+from whet.config import RolloutConfig
 from whet.errors import ConfigError, EngineError
+from whet.models.loaded_model import LoadedModel
 from whet.models.lora_layers import base_parameters
 from whet.models.modes import eval_mode, transformers_attention
 from whet.models.quantized import dequantize
 from whet.models.self_check import tolerance_for
 from whet.ops.counter_rng import address_key
 from whet.ops.logprobs import selective_log_softmax
-from whet.rollout.base import Request, Sampling, sampling_support
+from whet.rollout.base import Output, Request, Sampling, sampling_support
+from whet.rollout.build import make_sampling
+from whet.rollout.in_flight import InFlightRequest
+from whet.rollout.requests import check_ids, check_request
+from whet.rollout.stopping import Decode
 
 __all__ = [
+    "ExternalEngine",
     "WeightNames",
     "check_agreement",
     "check_logprob_support",
@@ -55,6 +62,61 @@ SUPPORTED_FIELDS = (
 """Fields of Sampling that vLLM and SGLang support."""
 TOLERANCE = {"wide": 1e-3, "half": 0.25}
 """Largest mean difference of their logprobs; vLLM's were 3e-6 (fp32) and 0.03 (bf16), stale weights some 10."""
+
+
+class ExternalEngine:
+    """The requests in flight, the weights' names and the policy version of an adapter; subclasses run the engine.
+
+    Args: as the subclasses'. A subclass sets what its `_check_sampling` reads before it calls this.
+    """
+
+    _positions: int | None
+    """The most tokens of a sequence; None = no limit."""
+
+    def __init__(
+        self,
+        model: LoadedModel | nn.Module,
+        *,
+        decode: Decode | None = None,
+        config: RolloutConfig | None = None,
+        samplings: Sequence[Sampling] = (),
+    ) -> None:
+        config = config or RolloutConfig()
+        for sampling in samplings or [make_sampling(config.for_mode(mode), ()) for mode in ("train", "eval")]:
+            self._check_sampling(sampling)
+        module = model.module if isinstance(model, LoadedModel) else model
+        self._decode = decode
+        self._vocabulary = int(module.get_input_embeddings().weight.shape[0])  # pyright: ignore
+        self._names = WeightNames(module)
+        self._in_flight: dict[int, InFlightRequest] = {}
+        self._done: list[Output] = []
+        self._asleep = False
+        self.version = 0
+        """The policy version stamped on what is drawn now."""
+
+    @classmethod
+    def from_config(
+        cls, config: RolloutConfig, model: LoadedModel, *, decode: Decode, samplings: Sequence[Sampling] = (), **_: Any
+    ) -> Self:
+        """The engine of a rollout configuration. Args: as make_engine's."""
+        return cls(model, decode=decode, config=config, samplings=samplings)
+
+    def _check_sampling(self, sampling: Sampling) -> None:
+        """Refuses a Sampling that the engine draws differently, or for which it would report other logprobs."""
+        raise NotImplementedError
+
+    def _check_requests(self, requests: Sequence[Request], *, closed: bool) -> None:
+        """Raises EngineError for a request that could never fit, or with an id that is in flight."""
+        check_ids(requests, self._in_flight)
+        for r in requests:
+            check_request(
+                r,
+                vocabulary=self._vocabulary,
+                positions=self._positions,
+                decodes=self._decode is not None,
+                closed=closed,
+            )
+            self._check_sampling(r.sampling)
 
 
 def request_seed(request: Request, bits: int = 63) -> int:

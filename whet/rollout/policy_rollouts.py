@@ -10,12 +10,9 @@ Left out on purpose: engines on a device of their own, which have no memory that
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from whet.parallel.ranks import Ranks
 from whet.rollout.base import RolloutEngine, Sampling
@@ -24,27 +21,10 @@ from whet.rollout.driver import Episode, GroupKey, Rollouts, Turns, single_turn
 from whet.rollout.length_history import LengthHistory
 from whet.types import Group, Prompt
 
-__all__ = ["Play", "Policy", "PolicyRollouts"]
+if TYPE_CHECKING:
+    from whet.train.worker import ModelWorker
 
-
-class Policy(Protocol):
-    """The part of a ModelWorker that is used here; its module is of a higher layer."""
-
-    version: int
-
-    @property
-    def device(self) -> torch.device:
-        """The device of its training."""
-        ...
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of all parameters, one at a time."""
-        ...
-
-    def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of the trained parameters."""
-        ...
-
+__all__ = ["Play", "PolicyRollouts"]
 
 Play = Callable[[Sampling], Callable[[Episode], Turns]]
 """Sampling parameters -> the generator function of an episode."""
@@ -63,7 +43,7 @@ class PolicyRollouts:
     def __init__(
         self,
         build: Callable[[], RolloutEngine],
-        policy: Policy,
+        policy: ModelWorker,
         *,
         vocab_size: int | None = None,
         ranks: Ranks | None = None,

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,8 @@ from whet.models.lora_layers import base_weights
 from whet.models.modes import max_positions
 from whet.models.self_check import probe_tokens
 from whet.rollout.base import EngineCaps, EngineStats, Output, PartialOutput, Request, Sampling
-from whet.rollout.build import make_sampling
 from whet.rollout.external_engine import (
-    WeightNames,
+    ExternalEngine,
     check_agreement,
     check_logprob_support,
     check_options,
@@ -39,7 +38,7 @@ from whet.rollout.external_engine import (
     write_config,
 )
 from whet.rollout.in_flight import InFlightRequest
-from whet.rollout.requests import check_ids, check_request, make_plan
+from whet.rollout.requests import make_plan
 from whet.rollout.stopping import Decode
 from whet.util.experimental import warn_experimental
 
@@ -56,7 +55,7 @@ KV = ["kv_cache"]
 """The memory that sleep frees; freed weights would have to be sent again."""
 
 
-class SGLangEngine:
+class SGLangEngine(ExternalEngine):
     """SGLang behind whet's protocol.
 
     Args:
@@ -81,7 +80,6 @@ class SGLangEngine:
         module = model.module if isinstance(model, LoadedModel) else model
         config = config or RolloutConfig()
         package = import_package()
-        self._decode = decode
         self._seeded = config.sglang.enable_deterministic_sampling
         self.caps = EngineCaps(
             addressed=self._seeded, abort=True, sleep=True, updates_in_flight=True, experimental=True
@@ -91,24 +89,16 @@ class SGLangEngine:
         for name in {"model_path", "skip_tokenizer_init", "server_args"} & set(config.sglang.kwargs):
             refused["sglang.kwargs"] = (name, "whet sets it; see the section sglang")
         check_options("sglang", refused)
-        for sampling in samplings or [make_sampling(config.for_mode(mode), ()) for mode in ("train", "eval")]:
-            self._check_sampling(sampling)
-        self._vocabulary = int(module.get_input_embeddings().weight.shape[0])  # pyright: ignore
+        super().__init__(module, decode=decode, config=config, samplings=samplings)
         limits = [n for n in (max_positions(module), config.sglang.context_length) if n is not None]
         self._positions = min(limits, default=None)
-        self._names = WeightNames(module)
-        self._in_flight: dict[int, InFlightRequest] = {}
         self._tasks: dict[asyncio.Task[Any], int] = {}
         self._rids: dict[int, str] = {}
         self._serial = 0
-        self._done: list[Output] = []
-        self._asleep = False
         arguments = engine_arguments(config, dtype=next(module.parameters()).dtype)
         self._stats = EngineStats(
             max_batch=int(arguments["max_running_requests"]), kv_tokens_bound=config.kv_cache_tokens
         )
-        self.version = 0
-        """The policy version stamped on what is drawn now."""
         with tempfile.TemporaryDirectory(prefix="whet-sglang-") as folder:
             write_config(module, Path(folder))
             start = config.sglang.model_version or folder
@@ -116,13 +106,6 @@ class SGLangEngine:
         self._send(base_weights(module))
         self.backends = {"sglang": package.__version__, "logprobs apart": f"{self._probe(module):.1e}"}
         """SGLang's version, and the mean difference of its logprobs of a prompt from the module's."""
-
-    @classmethod
-    def from_config(
-        cls, config: RolloutConfig, model: LoadedModel, *, decode: Decode, samplings: Sequence[Sampling] = (), **_: Any
-    ) -> Self:
-        """The engine of a rollout configuration. Args: as make_engine's."""
-        return cls(model, decode=decode, config=config, samplings=samplings)
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
@@ -132,16 +115,7 @@ class SGLangEngine:
         Raises: EngineError: one of them could never fit, or its id is in flight; none is queued then. ConfigError: its
             Sampling has a field that SGLang does not support.
         """
-        check_ids(requests, self._in_flight)
-        for r in requests:
-            check_request(
-                r,
-                vocabulary=self._vocabulary,
-                positions=self._positions,
-                decodes=self._decode is not None,
-                closed=self._engine is None,
-            )
-            self._check_sampling(r.sampling)
+        self._check_requests(requests, closed=self._engine is None)
         for r in requests:
             self._in_flight[r.id] = InFlightRequest(request=r)
             if not self._asleep:

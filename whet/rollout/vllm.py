@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -32,9 +32,8 @@ from whet.models.loaded_model import LoadedModel
 from whet.models.lora_layers import base_weights
 from whet.models.self_check import probe_tokens
 from whet.rollout.base import EngineCaps, EngineStats, Output, PartialOutput, Request, Sampling
-from whet.rollout.build import make_sampling
 from whet.rollout.external_engine import (
-    WeightNames,
+    ExternalEngine,
     check_agreement,
     check_logprob_support,
     check_options,
@@ -43,7 +42,7 @@ from whet.rollout.external_engine import (
     write_config,
 )
 from whet.rollout.in_flight import InFlightRequest
-from whet.rollout.requests import check_ids, check_request, make_plan
+from whet.rollout.requests import make_plan
 from whet.rollout.stopping import Decode
 from whet.types import FinishReason
 from whet.util.experimental import warn_experimental
@@ -65,7 +64,7 @@ FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "
 """vLLM's finish_reason -> whet's; any other is "error"."""
 
 
-class VLLMEngine:
+class VLLMEngine(ExternalEngine):
     """vLLM behind whet's protocol.
 
     Args:
@@ -90,18 +89,10 @@ class VLLMEngine:
         module = model.module if isinstance(model, LoadedModel) else model
         config = config or RolloutConfig()
         self._vllm = import_package()
-        self._decode, self._extra = decode, dict(config.vllm.sampling_kwargs)
+        self._extra = dict(config.vllm.sampling_kwargs)
         _check_config(config)
         self._reports: Literal["drawn", "raw"] = MODES[config.vllm.logprobs_mode]
-        for sampling in samplings or [make_sampling(config.for_mode(mode), ()) for mode in ("train", "eval")]:
-            self._check_sampling(sampling)
-        self._vocabulary = int(module.get_input_embeddings().weight.shape[0])  # pyright: ignore
-        self._names = WeightNames(module)
-        self._in_flight: dict[int, InFlightRequest] = {}
-        self._done: list[Output] = []
-        self._asleep = False
-        self.version = 0
-        """The policy version stamped on what is drawn now."""
+        super().__init__(module, decode=decode, config=config, samplings=samplings)
         first = next(module.parameters())
         arguments = llm_arguments(config, device=first.device.type, dtype=first.dtype, kv_bytes=_kv_bytes(module))
         self._sleeps = bool(arguments.get("enable_sleep_mode"))
@@ -122,13 +113,6 @@ class VLLMEngine:
         except BaseException:
             self.close()
             raise
-
-    @classmethod
-    def from_config(
-        cls, config: RolloutConfig, model: LoadedModel, *, decode: Decode, samplings: Sequence[Sampling] = (), **_: Any
-    ) -> Self:
-        """The engine of a rollout configuration. Args: as make_engine's."""
-        return cls(model, decode=decode, config=config, samplings=samplings)
 
     def _build_llm(self, module: nn.Module, config: RolloutConfig, arguments: dict[str, Any]) -> Any:
         """A new LLM, without weights. Raises EngineError: this process has one already, or vLLM fails."""
@@ -153,16 +137,7 @@ class VLLMEngine:
         Raises: EngineError: one of them could never fit, or its id is in flight; none is queued then. ConfigError: its
             Sampling has a field that vLLM does not support.
         """
-        check_ids(requests, self._in_flight)
-        for r in requests:
-            check_request(
-                r,
-                vocabulary=self._vocabulary,
-                positions=self._positions,
-                decodes=self._decode is not None,
-                closed=self._llm is None,
-            )
-            self._check_sampling(r.sampling)
+        self._check_requests(requests, closed=self._llm is None)
         for r in requests:
             self._in_flight[r.id] = InFlightRequest(request=r)
             params = self._vllm.SamplingParams(

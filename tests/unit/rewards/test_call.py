@@ -15,7 +15,8 @@ import torch
 
 from whet.errors import ConfigError, RewardError
 from whet.rewards import deadline
-from whet.rewards.call import RewardInputs, call_rewards, checked_rewards, function_name, select_keywords
+from whet.rewards.call import RewardInputs, call_rewards, function_name, select_keywords
+from whet.rewards.checked_values import check_values
 
 INPUTS = RewardInputs(
     prompts=["p", "p"],
@@ -408,9 +409,9 @@ def test_a_function_may_run_an_event_loop_where_the_caller_is_in_one():
     assert asyncio.run(notebook())[0]["f"].tolist() == [1.0, 0.0]
 
 
-def test_checked_rewards_is_exact_for_an_empty_batch():
-    rewards, wrong = checked_rewards([], [], name="f")
-    assert rewards.shape == (0,) and wrong == 0
+def test_the_values_of_an_empty_batch_are_no_rewards_and_no_problem():
+    checked = check_values([], [], name="f")
+    assert checked.rewards.shape == (0,) and checked.wrong == 0 and checked.problem is None
 
 
 def test_what_is_counted_is_also_logged(caplog):
