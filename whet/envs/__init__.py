@@ -5,7 +5,7 @@ conversation.py     a user's function interact(messages) answers; script.py load
 tool_episodes.py    tools answer the calls of a turn; tool_calls.py parses the calls, tools.py runs the functions
 
 An environment has a method `play(sampling)`, which gives the generator that whet.rollout.driver plays. Left out on
-purpose: environments that are awaited (async, tools that run at once), and rewards of single turns.
+purpose: rewards of single turns.
 """
 
 from whet.envs.conversation import Conversation

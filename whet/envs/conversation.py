@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 from whet.data.prompts import PromptEncoder
@@ -16,9 +16,10 @@ from whet.envs.script import Script
 from whet.envs.transcript import ChatTranscript
 from whet.errors import RewardError, format_value
 from whet.rewards.call import OnError
-from whet.rewards.deadline import call_with_deadline
+from whet.rewards.checked_values import error_from_exception
 from whet.rollout.base import Sampling
 from whet.rollout.driver import Episode, Turns
+from whet.rollout.external_calls import CallTimeoutError, ExternalCall
 from whet.types import Message
 
 __all__ = ["Conversation"]
@@ -83,13 +84,18 @@ class Conversation:
 
         return playing
 
-    def _respond(self, messages: Sequence[Message]) -> list[Message]:
+    def _respond(self, messages: Sequence[Message]) -> Generator[ExternalCall, Any, list[Message]]:
         """The environment's messages. Raises RewardError: interact raised, was late, or returned something else."""
         interact, name, copied = self.script.interact, f"interact of {self.script.name}", copy.deepcopy(list(messages))
         assert interact is not None
-        answer = call_with_deadline(lambda: interact(copied), name, self.timeout_s)
-        if isinstance(answer, RewardError):
-            raise answer
+        try:
+            answer = yield ExternalCall(function=lambda: interact(copied), name=name, timeout_s=self.timeout_s)
+        except CallTimeoutError as error:
+            raise RewardError(f"{error}; give it a limit of its own, or raise trainer.reward_timeout_s") from error
+        except GeneratorExit:
+            raise
+        except BaseException as error:  # SystemExit too: it is the user's code
+            raise error_from_exception(name, error, __file__) from error
         _check_messages(answer, name)
         return [dict(m) for m in answer]
 

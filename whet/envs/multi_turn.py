@@ -2,6 +2,7 @@
 
     the model's turn is sampled -> respond() answers it -> the answer is appended -> the model's next turn ...
 
+The driver waits for an answer without stopping the other episodes (rollout/external_calls.py). The loop goes on
 until there is no answer, the model has had all its turns, or the answer leaves no room for another turn. A Transcript
 holds the token ids. Ids that the model did not sample have version -1 and are not trained.
 """
@@ -11,12 +12,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from whet.rollout.base import Output, Request, Sampling
 from whet.rollout.driver import Episode
+from whet.rollout.external_calls import ExternalCall
 from whet.types import FinishReason, Message
 
 __all__ = ["Transcript", "play_turns"]
@@ -47,20 +49,21 @@ def play_turns(
     episode: Episode,
     sampling: Sampling,
     transcript: Transcript,
-    respond: Callable[[], Sequence[Message]],
+    respond: Callable[[], Generator[ExternalCall, Any, Sequence[Message]]],
     *,
     max_turns: int | None,
     max_tokens: int,
     max_length: int | None,
-) -> Generator[Request, Output, FinishReason]:
+) -> Generator[Request | ExternalCall, Any, FinishReason]:
     """Plays an episode to its end.
 
     Args:
         episode: creates the requests, which are yielded.
         sampling: the sampling parameters of a turn.
         transcript: holds the prompt, and receives turns and answers.
-        respond: called after a turn; returns the messages that answer it, [] = the episode ends. It is not called after
-            the last turn, or after a turn with finish_reason "abort" or "error".
+        respond: called after a turn; a generator that yields the calls to wait for, and returns the messages that
+            answer the turn, [] = the episode ends. It is not called after the last turn, or after a turn with
+            finish_reason "abort" or "error".
         max_turns: the most turns of the model; None = no limit.
         max_tokens: the most tokens after the prompt, answers included.
         max_length: the most tokens of the episode, a limit of the model; None = no limit.
@@ -83,7 +86,7 @@ def play_turns(
         transcript.add_turn(output)
         if turn == max_turns or output.finish_reason in ("abort", "error"):
             return output.finish_reason
-        answer = respond()
+        answer = yield from respond()
         if not answer:
             return output.finish_reason
         transcript.add_answer(answer)

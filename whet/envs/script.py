@@ -45,7 +45,8 @@ class Script:
     name: str
     """Its file, module or function, for messages."""
     interact: Callable[..., Any] | None = None
-    """Called between two turns with the messages so far; returns the next ones, [] = the episode has ended."""
+    """Plain or async. Called between two turns with the messages so far; returns the next ones, [] = the episode has
+    ended."""
     reward_fn: Callable[..., Any] | None = None
     """The reward of a conversation."""
     tools: tuple[Any, ...] = ()
@@ -57,8 +58,8 @@ def load_script(source: Any, *, turns: int = 1) -> Script:
 
     Args: source: "file.py", "package.module", or the function interact itself. turns: of an episode; more than one
         need interact.
-    Raises: ConfigError: no such file or module; neither interact nor reward_fn; interact is missing, async, or takes
-        something else; TOOL is neither a mapping nor a list of them.
+    Raises: ConfigError: no such file or module; neither interact nor reward_fn; interact is missing, or takes something
+        else; TOOL is neither a mapping nor a list of them.
 
     >>> load_script(lambda messages: [], turns=2).reward_fn is None
     True
@@ -117,8 +118,6 @@ def _check_interact(script: Script) -> None:
         raise ConfigError(
             f"environment {script.name!r} has no interact(messages), which rollout.max_turns above 1 calls; write it"
         )
-    if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__):
-        raise ConfigError(f"interact of {script.name!r} is async; in this release it is a plain function")
     try:
         inspect.signature(fn).bind([])
     except TypeError as error:

@@ -7,7 +7,7 @@ ids of an answer and never encodes earlier ids again, so an episode is one seque
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from whet.envs.tool_calls import ToolTemplate
 from whet.envs.tools import ToolCounts, Tools
 from whet.rollout.base import Output, Sampling
 from whet.rollout.driver import Episode, Turns, completion
+from whet.rollout.external_calls import ExternalCall
 from whet.types import Completion, Message, Prompt
 
 __all__ = ["PROMPT", "ToolEpisodes", "ToolTranscript"]
@@ -96,9 +97,11 @@ class ToolEpisodes:
             prompt, tools = start(episode)
             transcript = ToolTranscript(prompt, self.template, tools)
 
-            def respond() -> Sequence[Message]:
+            def respond() -> Generator[ExternalCall, Any, Sequence[Message]]:
                 calls = transcript.messages[-1].get("tool_calls")
-                return tools.answer(calls, self.counts) if calls else []
+                if not calls:
+                    return []
+                return (yield ExternalCall(function=lambda: tools.run(calls, self.counts), name="the tools"))
 
             yield from play_turns(
                 episode,

@@ -1,16 +1,17 @@
 """Rollouts: runs episodes in an engine, and returns each group of completions as soon as its last episode has ended.
 
 An episode is a generator: it yields requests, is sent their outputs, and returns its completions. So many episodes
-interleave in one engine, deterministically and without threads. A completion to a prompt (`single_turn`) yields once;
-an environment with ten turns yields ten times. Only `Rollouts` calls an engine's submit and step (besides `stream`,
-which shows tokens to a person).
+interleave in one engine. A completion to a prompt (`single_turn`) yields once; an environment with ten turns yields ten
+times. It may also yield an ExternalCall, such as a tool: the engine goes on with the other episodes until the call
+ends. Draws are addressed by episode and turn, so a transcript does not depend on which call ends first. Only `Rollouts`
+calls an engine's submit and step (besides `stream`, which shows tokens to a person).
 
     rollouts = Rollouts(engine)
     rollouts.start(episodes)
     while groups := rollouts.ready():       # as they end; more may be started at any time
         ...
 
-Left out on purpose: waiting for anything but the engine (a slow tool), and rewards.
+Left out on purpose: rewards.
 Dim legend: C completion.
 """
 
@@ -25,6 +26,7 @@ import numpy as np
 
 from whet.errors import DataError, EngineError
 from whet.rollout.base import Output, PartialOutput, Request, RolloutEngine, Sampling, check_caps
+from whet.rollout.external_calls import CallResult, ExternalCall, ExternalCalls
 from whet.rollout.output_check import check_output
 from whet.types import Completion, Group, Prompt
 
@@ -33,8 +35,13 @@ __all__ = ["Episode", "GroupKey", "Rollouts", "Turns", "completion", "single_tur
 GroupKey = tuple[int, int, int]
 """(seed, step, prompt): the address of a group's draws, which identifies it while it is running."""
 Turns = Generator[Any, Any, Completion | Sequence[Completion]]
-"""Yields a Request and is sent its Output, or yields several and is sent a list; returns one Completion, or the forks
-of one episode."""
+"""Yields a Request and is sent its Output, or yields several and is sent a list, or yields an ExternalCall and is sent
+its value; returns one Completion, or the forks of one episode."""
+CALL_POLL_S = 0.02
+"""The time after which a step of the engine returns to collect external calls."""
+CALL_GRACE_S = 0.05
+"""The time for which the engine waits for calls that have just started. Quick tools then answer in a fixed order, and
+their episodes continue in one batch."""
 
 
 class Episode:
@@ -61,6 +68,8 @@ class Episode:
 
     def __init__(self, prompt: Prompt, address: tuple[int, int, int, int], play: Callable[[Episode], Turns]) -> None:
         self.prompt, self.address, self.play = prompt, address, play
+        self.seconds: dict[str, float] = {}
+        """The time that it has waited for the engine ("engine") and for the phases of its external calls."""
         self._draws = 0
 
     @property
@@ -183,6 +192,10 @@ class _RunningEpisode:
     turns: Turns
     single: bool = True
     """Whether it yielded one request, not a list of them."""
+    since: float = 0.0
+    """When its requests were submitted."""
+    phase: str = "engine"
+    """What it waits for: the engine, or the phase of its external call."""
     outputs: list[Output | None] = field(default_factory=list)
     """The outputs of the requests that it waits for; None = not finished yet."""
     completions: tuple[Completion, ...] | None = None
@@ -213,14 +226,25 @@ class Rollouts:
         engine: no other code calls its submit and step.
         next_id: id of the first request; the attribute `next_id` counts up from it.
         vocab_size: token ids from here on are refused; None = unknown.
+        max_concurrent_calls: external calls that run at once.
     """
 
-    def __init__(self, engine: RolloutEngine, *, next_id: int = 0, vocab_size: int | None = None) -> None:
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        *,
+        next_id: int = 0,
+        vocab_size: int | None = None,
+        max_concurrent_calls: int = 64,
+    ) -> None:
         self.engine, self.next_id, self.vocab_size = engine, next_id, vocab_size
         self._groups: dict[GroupKey, _GroupInFlight] = {}
         self._finished: dict[GroupKey, Group] = {}
         self._waiting: dict[int, tuple[_RunningEpisode, int, Request]] = {}
         self._cancelled: set[int] = set()
+        self._calls = ExternalCalls(max_concurrent_calls)
+        self._calling: dict[int, _RunningEpisode] = {}
+        self._next_call = self._first_new_call = 0
         self._num_submitted = 0  # since the engine was last idle
 
     @property
@@ -253,7 +277,7 @@ class Rollouts:
             running.append(_RunningEpisode(e, e.play(e)))
         self._groups |= new
         try:
-            self._advance([(r, None) for g in new.values() for r in g.running])
+            self._advance([(r, r.turns.send, None) for g in new.values() for r in g.running])
         except BaseException:
             self.cancel(new)
             raise
@@ -291,6 +315,10 @@ class Rollouts:
         ids = [i for i, (r, *_) in self._waiting.items() if id(r) in objects]
         for i in ids:
             del self._waiting[i]
+        calls = [key for key, r in self._calling.items() if id(r) in objects]
+        for key in calls:
+            del self._calling[key]
+        self._calls.cancel(calls)
         try:
             if ids:
                 self._cancelled |= set(ids)  # an engine that can't abort returns them later
@@ -299,29 +327,47 @@ class Rollouts:
             for r in cancelled:
                 r.turns.close()
 
+    def close(self) -> None:
+        """Ends all groups, and the loop of external calls; not the engine."""
+        self.cancel()
+        self._calls.close()
+
     def _compute(self, is_done: Callable[[], bool], timeout_s: float | None) -> None:
-        """Calls step until `is_done`, or nothing is running, or the time is up."""
+        """Steps the engine and collects external calls until `is_done`, or nothing is running, or the time is up."""
         start = time.monotonic()
         try:
             while self._groups and not is_done():
-                if timeout_s is None:
-                    outputs, is_idle = self.engine.step(), True
-                else:
-                    outputs = self.engine.step(timeout_s=max(0.0, timeout_s - (time.monotonic() - start)))
-                    is_idle = not self.engine.stats().in_flight
-                if not outputs and is_idle:
-                    lost = f"{len(self._waiting)} of {self._num_submitted}"
-                    raise EngineError(f"the engine is idle, but {lost} requests never finished")
-                self._receive(outputs)
+                rest = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - start))
+                if self._waiting:
+                    self._step(rest)
+                    rest = 0.0
+                elif not self._calling:
+                    raise EngineError(f"{len(self._groups)} groups are running, but wait for nothing")
+                if self._calling:
+                    self._collect_calls(rest)
                 if timeout_s is not None and time.monotonic() - start >= timeout_s:
                     break
         except BaseException:  # Ctrl-C in a notebook: the next call must not find these
             self.cancel()
             raise
 
+    def _step(self, timeout_s: float | None) -> None:
+        """One step of the engine, a short one while external calls are running."""
+        if self._calling:
+            timeout_s = CALL_POLL_S if timeout_s is None else min(timeout_s, CALL_POLL_S)
+        if timeout_s is None:
+            outputs, is_idle = self.engine.step(), True
+        else:
+            outputs = self.engine.step(timeout_s=timeout_s)
+            is_idle = not self.engine.stats().in_flight
+        if not outputs and is_idle:
+            lost = f"{len(self._waiting)} of {self._num_submitted}"
+            raise EngineError(f"the engine is idle, but {lost} requests never finished")
+        self._receive(outputs)
+
     def _receive(self, outputs: Iterable[Output]) -> None:
         """Gives outputs to the episodes that wait for them."""
-        ready: list[tuple[_RunningEpisode, Any]] = []
+        ready: list[tuple[_RunningEpisode, Callable[[Any], Any], Any]] = []
         for o in outputs:
             if o.id in self._cancelled:
                 self._cancelled.discard(o.id)
@@ -335,18 +381,47 @@ class Rollouts:
             check_output(o, request, self.engine, vocab_size=self.vocab_size)
             running.outputs[index] = o
             if None not in running.outputs:
-                ready.append((running, o if running.single else list(running.outputs)))
+                _add_seconds(running, time.monotonic() - running.since)
+                ready.append((running, running.turns.send, o if running.single else list(running.outputs)))
         self._advance(ready)
 
-    def _advance(self, episodes: Iterable[tuple[_RunningEpisode, Any]]) -> None:
-        """Resumes episodes until their next requests, which are submitted together, or their end.
+    def _collect_calls(self, timeout_s: float | None) -> None:
+        """Gives the results of external calls to the episodes that wait for them.
 
-        Args: episodes: each with the value that it is sent.
+        Args: timeout_s: of waiting for the first one; None = no limit. New calls have CALL_GRACE_S to end together.
+        """
+        new = {key for key in self._calling if key >= self._first_new_call}
+        self._first_new_call = self._next_call
+        results: list[CallResult] = []
+        end = time.monotonic() + CALL_GRACE_S
+        while new and (rest := end - time.monotonic()) > 0:
+            results += (ended := self._calls.collect(rest))
+            new -= {result.key for result in ended}
+        results += self._calls.collect(0.0 if results else timeout_s)
+        ready: list[tuple[_RunningEpisode, Callable[[Any], Any], Any]] = []
+        for result in sorted(results, key=lambda result: result.key):
+            running = self._calling.pop(result.key)
+            _add_seconds(running, result.seconds)
+            resume = running.turns.send if result.error is None else running.turns.throw
+            ready.append((running, resume, result.value if result.error is None else result.error))
+        self._advance(ready)
+
+    def _advance(self, episodes: Iterable[tuple[_RunningEpisode, Callable[[Any], Any], Any]]) -> None:
+        """Resumes episodes until their next requests, which are submitted together, a call, or their end.
+
+        Args: episodes: each with its generator's `send` or `throw`, and the argument of that.
         """
         requests: list[Request] = []
-        for running, value in episodes:
+        for running, resume, argument in episodes:
             try:
-                requests += self._numbered(running, running.turns.send(value))
+                yielded = resume(argument)
+                if isinstance(yielded, ExternalCall):
+                    running.phase = yielded.phase
+                    self._calling[self._next_call] = running
+                    self._calls.start(self._next_call, yielded)
+                    self._next_call += 1
+                else:
+                    requests += self._numbered(running, yielded)
             except StopIteration as end:
                 episode = running.episode
                 running.completions = _check_completions(episode, end.value)
@@ -361,7 +436,7 @@ class Rollouts:
 
     def _numbered(self, running: _RunningEpisode, yielded: Request | Sequence[Request]) -> list[Request]:
         """The requests that an episode has yielded, with ids and the number of its group."""
-        running.single = isinstance(yielded, Request)
+        running.single, running.since, running.phase = isinstance(yielded, Request), time.monotonic(), "engine"
         requests = [yielded] if isinstance(yielded, Request) else list(yielded)
         if not requests:
             raise DataError("an episode yielded no request; yield one or more, or return its completions")
@@ -373,6 +448,12 @@ class Rollouts:
             self._waiting[request.id] = running, index, request
         self.next_id += len(requests)
         return numbered
+
+
+def _add_seconds(running: _RunningEpisode, seconds: float) -> None:
+    """Adds to the time that an episode has waited for what it waits for."""
+    of = running.episode.seconds
+    of[running.phase] = of.get(running.phase, 0.0) + seconds
 
 
 def _check_completions(episode: Episode, returned: Any) -> tuple[Completion, ...]:

@@ -188,6 +188,7 @@ class PolicyRollouts:
     def close(self) -> None:
         """Frees the engine."""
         if self._driver is not None:
+            self._driver.close()
             self.engine.close()
 
 

@@ -1,5 +1,6 @@
 """Episodes of several turns: which tokens the model sees, which are trained, and what happens when the world fails."""
 
+import asyncio
 import functools
 import json
 import time
@@ -21,6 +22,7 @@ from whet.learners.ppo import PPOLearner
 from whet.learners.step import Step
 from whet.rollout.base import Output, Sampling
 from whet.rollout.driver import Episode
+from whet.rollout.external_calls import ExternalCall, ExternalCalls
 from whet.types import TokenBatch
 
 FORGETFUL = (  # earlier turns of the assistant lose what stands before the bar
@@ -41,9 +43,16 @@ def played(said, interact, encode, *, row=SUM, turns=5, tokens=10_000, each=100,
     talk = Conversation(Script(name="world", interact=interact), encode, max_turns=turns, max_tokens=tokens, **options)
     play = talk.play(Sampling(max_tokens=each))
     turns_of_it, contexts, said = play(Episode(encode(row, 7), (0, 1, 2, 3), play)), [], iter(said)
+    calls = ExternalCalls()
     try:
         request = next(turns_of_it)
         while True:
+            if isinstance(request, ExternalCall):
+                calls.start(0, request)
+                (result,) = calls.collect()
+                failed = result.error is not None
+                request = turns_of_it.throw(result.error) if failed else turns_of_it.send(result.value)
+                continue
             contexts.append((request.tokens.tolist(), request.sampling.max_tokens, request.draw))
             ids = [*encode.tokenizer(next(said)).input_ids, *([256] if ends == "stop" else [])]
             ids = np.array(ids[: request.sampling.max_tokens], np.int32)
@@ -51,6 +60,8 @@ def played(said, interact, encode, *, row=SUM, turns=5, tokens=10_000, each=100,
             request = turns_of_it.send(Output(id=0, tokens=ids, **columns, finish_reason=ends))
     except StopIteration as end:
         return end.value, contexts
+    finally:
+        calls.close()
 
 
 def twice(messages):
@@ -94,7 +105,8 @@ def test_each_episode_is_a_conversation_of_its_own_and_its_turns_are_one():
         requests.append([next(turns_of_it)])
         ids = np.array([65, 256], np.int32)
         said = Output(id=0, tokens=ids, logprobs=np.full(2, -1.0), versions=np.full(2, 4), finish_reason="stop")
-        requests[-1].append(turns_of_it.send(said))
+        turns_of_it.send(said)  # the call of interact
+        requests[-1].append(turns_of_it.send([{"role": "tool", "content": "5"}]))
     names = [[request.conversation for request in of] for of in requests]
     assert names[0][0] == names[0][1] != names[1][0] == names[1][1]
 
@@ -210,6 +222,15 @@ def test_an_interact_that_fails_ends_the_run_or_its_own_episode(interact, words,
     assert words in caplog.text and "row 7, generation 3 has no reward" in caplog.text
 
 
+def test_interact_may_be_async():
+    async def answers(messages):
+        await asyncio.sleep(0)
+        return twice(messages)
+
+    (made,), _ = played(["calc", "five"], answers, encoder())
+    assert [m["content"] for m in made.messages] == ["calc", "5", "five"]
+
+
 def test_interact_may_change_the_messages_that_it_is_given():
     def careless(messages):
         messages[0]["content"] = messages[-1]["content"] = "gone"
@@ -225,7 +246,6 @@ def test_interact_may_change_the_messages_that_it_is_given():
         ("x = 1", "has neither interact(messages) nor reward_fn(messages, answer); write one"),
         ("async def step(state, action, extra_info): ...", "is written for a later form of RL2"),
         ("def reward_fn(messages, answer): ...", "has no interact(messages), which rollout.max_turns above 1 calls"),
-        ("async def interact(messages): ...", "is async"),
         ("def interact(messages, state): ...", "is called as interact(messages): missing a required argument"),
         ("def interact(messages): ...\nTOOL = 'calc'", "TOOL holds 'c'; give a mapping"),
     ],

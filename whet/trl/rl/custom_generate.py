@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from torch import nn
 
 from whet.rollout.base import Output, Request
 from whet.rollout.driver import Episode
+from whet.rollout.external_calls import ExternalCall, ExternalCalls
 from whet.types import Completion, Group
 
 __all__ = ["find_custom_generate", "generate_groups"]
@@ -42,6 +43,8 @@ def generate_groups(
 ) -> list[Group]:
     """Plays episodes by `module.generate`. As in TRL, each call generates the next turn of all unfinished episodes.
 
+    The tools of a turn run together.
+
     Args:
         module: the model.
         episodes: num_generations episodes of each prompt in turn.
@@ -52,16 +55,37 @@ def generate_groups(
     Returns: a group for each prompt.
     """
     completions: dict[int, Completion] = {}
-    playing = [(i, episode.play(episode)) for i, episode in enumerate(episodes)]
-    waiting: list[tuple[int, Any, Request]] = [(i, turns, next(turns)) for i, turns in playing]
-    while waiting:
-        rows = _generate(module, [request.tokens for *_, request in waiting], end_ids, pad_id, options)
-        requested, waiting = waiting, []
-        for (i, turns, request), row in zip(requested, rows, strict=True):
-            try:
-                waiting.append((i, turns, turns.send(_output(row, request, end_ids, pad_id, version))))
-            except StopIteration as end:  # an episode here has one sequence
-                completions[i] = end.value if isinstance(end.value, Completion) else end.value[0]
+    turns = [episode.play(episode) for episode in episodes]
+    waiting: list[tuple[int, Request]] = []
+    calls = ExternalCalls()
+
+    def resume(i: int, advance: Callable[[Any], Any], argument: Any) -> None:
+        try:
+            yielded = advance(argument)
+        except StopIteration as end:  # an episode here has one sequence
+            completions[i] = end.value if isinstance(end.value, Completion) else end.value[0]
+            return
+        if isinstance(yielded, ExternalCall):
+            calls.start(i, yielded)
+        else:
+            waiting.append((i, yielded))
+
+    try:
+        for i, generator in enumerate(turns):
+            resume(i, generator.send, None)
+        while waiting or calls:
+            requested, waiting = waiting, []
+            if requested:
+                rows = _generate(module, [request.tokens for _, request in requested], end_ids, pad_id, options)
+                for (i, request), row in zip(requested, rows, strict=True):
+                    resume(i, turns[i].send, _output(row, request, end_ids, pad_id, version))
+            while calls:
+                for result in calls.collect():
+                    failed = result.error is not None
+                    generator = turns[result.key]
+                    resume(result.key, generator.throw if failed else generator.send, result.error or result.value)
+    finally:
+        calls.close()
     return [
         Group(prompt=episodes[i].prompt, completions=tuple(completions[i + g] for g in range(num_generations)))
         for i in range(0, len(episodes), num_generations)
