@@ -56,7 +56,7 @@ from whet.util.package_files import recipe_path
 from whet.util.references import is_ref
 from whet.util.text_lines import escape_control_characters, shorten_middle
 
-__all__ = ["demo", "grpo", "load_train_and_eval", "make_rl_learner", "ppo", "train", "without_read_keys"]
+__all__ = ["demo", "grpo", "make_rl_learner", "ppo", "train", "without_read_keys"]
 
 log = logging.getLogger("whet")
 

@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from whet.cli.commands import load_train_and_eval, train, without_read_keys
+from whet.cli.commands import train, without_read_keys
 from whet.cli.resolve_defaults import with_template
+from whet.cli.rows import load_train_and_eval
 from whet.config import DPORunConfig, RMRunConfig, RoleConfig, SFTRunConfig
 from whet.config.run_supervised import SupervisedRunConfig, check_supervised
 from whet.data.preference import PreferenceEncoder, ScoredPairEncoder, UnpairedEncoder

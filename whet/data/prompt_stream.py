@@ -30,7 +30,6 @@ from whet.errors import CheckpointError, ConfigError, DataError, format_exceptio
 __all__ = [
     "PromptStream",
     "batch_to_rows",
-    "compute_checksums",
     "encode_all",
     "epoch_order",
     "first_row",

@@ -14,24 +14,7 @@ from whet.errors import DataError, format_value
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["align_parts", "decode_ids", "encode_parts", "leading_special_ids", "tokenize_parts"]
-
-
-def encode_parts(tokenizer: PreTrainedTokenizerBase, parts: Sequence[str], row: int = 0) -> list[list[int]]:
-    """The ids of each part; together they are the ids of the full text.
-
-    If a token of the full text would span two parts, the parts are tokenised separately, without the space that some
-    tokenizers put before every text.
-
-    Args: tokenizer: of transformers; it adds no special tokens. parts: the parts of one text. row: the row number for
-        error messages.
-    Raises: DataError: the ids of the parts together are another text.
-
-    >>> from whet.data.tokenizer import byte_tokenizer
-    >>> encode_parts(byte_tokenizer(), ["2+2=", "4"])
-    [[50, 43, 50, 61], [52]]
-    """
-    return align_parts(tokenizer, parts, tokenize_parts(tokenizer, [parts])[0], row)
+__all__ = ["align_parts", "decode_ids", "leading_special_ids", "tokenize_parts"]
 
 
 def tokenize_parts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Sequence[str]]) -> list[list[list[int]]]:
@@ -46,7 +29,19 @@ def tokenize_parts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Sequence[
 def align_parts(
     tokenizer: PreTrainedTokenizerBase, parts: Sequence[str], ids: Sequence[list[int]], row: int = 0
 ) -> list[list[int]]:
-    """The ids of each part so that no token spans two. Args: ids: of `tokenize_parts`. The others: see encode_parts."""
+    """The ids of each part of a text, so that no token spans two; together they are the ids of the full text.
+
+    If a token of the full text would span two parts, the parts are tokenised separately, without the space that some
+    tokenizers put before every text.
+
+    Args: tokenizer: of transformers; it adds no special tokens. parts: the parts of one text. ids: of `tokenize_parts`.
+        row: the row number for error messages.
+    Raises: DataError: the ids of the parts together are another text.
+
+    >>> from whet.data.tokenizer import byte_tokenizer
+    >>> align_parts(byte_tokenizer(), ["2+2=", "4"], tokenize_parts(byte_tokenizer(), [["2+2=", "4"]])[0])
+    [[50, 43, 50, 61], [52]]
+    """
     full, *each = ids
     if list(chain.from_iterable(each)) == full:
         return each

@@ -15,8 +15,7 @@ from whet.envs.multi_turn import play_turns
 from whet.envs.script import Script
 from whet.envs.transcript import ChatTranscript
 from whet.errors import RewardError, format_value
-from whet.rewards.call import OnError
-from whet.rewards.checked_values import error_from_exception
+from whet.rewards.checked_values import OnError, error_from_exception
 from whet.rollout.base import Sampling
 from whet.rollout.driver import Episode, Turns
 from whet.rollout.external_calls import CallTimeoutError, ExternalCall

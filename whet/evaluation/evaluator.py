@@ -23,7 +23,8 @@ from whet._version import __version__
 from whet.config import Mode, config_from_dict, dump_tree
 from whet.config.evaluate import EVAL_SHORTHANDS, EvalRunConfig
 from whet.config.loader import merge
-from whet.data.prompt_stream import compute_checksums, hold_out
+from whet.data.checksums import compute_checksums
+from whet.data.prompt_stream import hold_out
 from whet.data.read_errors import iterate_rows
 from whet.data.sources import load_rows
 from whet.data.templates import uses_chat_template

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from whet.config import Mode, Role, dump_tree
+from whet.data.checksums import compute_checksums
 from whet.data.lengths import LengthStats, check_prompt_lengths
 from whet.data.preview import prompt_lines
-from whet.data.prompt_stream import PromptStream, batch_to_rows, compute_checksums
+from whet.data.prompt_stream import PromptStream, batch_to_rows
 from whet.data.prompts import PromptEncoder
 from whet.data.sources import load_rows
 from whet.data.text_parts import decode_ids

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from whet.config import Mode, OptimConfig, dump_tree
+from whet.data.checksums import compute_checksums
 from whet.data.lengths import LengthStats
 from whet.data.preview import example_lines
-from whet.data.prompt_stream import PromptStream, compute_checksums
+from whet.data.prompt_stream import PromptStream
 from whet.data.sources import load_rows
 from whet.data.supervised import RowEncoder
 from whet.errors import DataError

@@ -29,7 +29,7 @@ from whet.packing.micro_batch import MicroBatch
 from whet.packing.prefix_tree import PrefixTree, build_tree, prefix_trees
 from whet.types import TokenBatch
 
-__all__ = ["MicroBatch", "plan_micro_batches"]
+__all__ = ["plan_micro_batches"]
 
 TOKEN_COST = PassCost()
 """A cost that counts tokens alone."""

@@ -39,7 +39,6 @@ from whet.rewards.workers import Call, RewardWorkers
 
 __all__ = [
     "CallResults",
-    "OnError",
     "RewardFn",
     "RewardInputs",
     "call_rewards",

@@ -16,7 +16,8 @@ import numpy as np
 from whet.config.rewards import check_workers
 from whet.errors import ConfigError, DataError, lookup_error
 from whet.metrics import Metric, Sum
-from whet.rewards.call import CallResults, OnError, RewardInputs, call_rewards
+from whet.rewards.call import CallResults, RewardInputs, call_rewards
+from whet.rewards.checked_values import OnError
 from whet.rewards.columns import check_answers, check_columns
 from whet.rewards.function_info import make_function_ref
 from whet.rewards.library import REWARDS

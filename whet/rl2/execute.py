@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.cli import commands, supervised
+from whet.cli.rows import load_train_and_eval
 from whet.config import PPORunConfig, RunConfig
 from whet.data.prompt_stream import first_row
 from whet.data.sources import load_rows
@@ -44,7 +45,7 @@ def with_steps(config: RunConfig) -> RunConfig:
     trainer = config.trainer
     if not config.algo.dynamic_sampling or trainer.max_steps is not None:
         return config
-    rows, size = commands.load_train_and_eval(config)[0], config.data.batch_size
+    rows, size = load_train_and_eval(config)[0], config.data.batch_size
     if not hasattr(rows, "__len__"):
         raise ConfigError(
             "the data have no length, so the number of epochs gives no number of steps; write trainer.total_steps=..."

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from whet.errors import ConfigError, format_exception, nearest
+from whet.train.metric_reduction import Metrics
 from whet.train.role_trainer import RoleTrainer
-from whet.train.worker import Metrics
 
 if TYPE_CHECKING:
     from whet.run.run import Run

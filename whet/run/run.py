@@ -43,9 +43,9 @@ from whet.run.task import Task
 from whet.storage.checkpoint import read_run_id
 from whet.storage.run_folder import RunFolder, has_steps
 from whet.storage.run_state import check_storable
+from whet.train.metric_reduction import Metrics
 from whet.train.role_trainer import RoleTrainer
 from whet.train.role_workers import RoleWorkers
-from whet.train.worker import Metrics
 from whet.util.device import memory_metrics
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from whet.errors import DataError, TrainingError, lookup_error
 from whet.metrics import Mean, Sum, merge
 from whet.ops import token_weights, unit_weights
 from whet.ops.loss_aggregation import Weighting
-from whet.train.metric_reduction import Reductions
-from whet.train.worker import REDUCTIONS, Divergence, Loss, Metrics, ModelWorker
+from whet.train.metric_reduction import REDUCTIONS, Metrics, Reductions
+from whet.train.worker import Divergence, Loss, ModelWorker
 from whet.types import TokenBatch
 
 __all__ = ["MetricsAdjuster", "RoleTrainer", "SequenceSelector", "check_ids", "lower_lr_advice"]
@@ -118,7 +118,7 @@ class RoleTrainer:
         """Sets how the loss's metrics are named and reduced. Default: each is logged as its mean.
 
         Args:
-            metrics: name -> one of worker.REDUCTIONS ("mean", "max", "min" over tokens, "weighted" as the loss,
+            metrics: name -> one of metric_reduction.REDUCTIONS ("mean", "max", "min" over tokens, "weighted" as the loss,
                 "sequence_mean", ...); or several of them, logged as name/how; or {label: how}.
             on_policy: metrics that have a meaning only where all trained tokens come from the current weights. They are
                 left out of other updates.

@@ -35,13 +35,13 @@ from whet.packing.path_keys import path_keys
 from whet.packing.plan_cache import PlanCache
 from whet.parallel.placement import Placement
 from whet.train.loss_inputs import check_loss_shapes, has_unit_weights, make_loss_inputs
-from whet.train.metric_reduction import REDUCTIONS, Metrics, Reductions, reduce_metrics, unpack_metrics
+from whet.train.metric_reduction import Metrics, Reductions, reduce_metrics, unpack_metrics
 from whet.train.model_files import ModelFiles
 from whet.train.optim import Optim, total_norm
 from whet.types import LossInputs, TokenBatch, TokenStats
 from whet.util.tensor_subclasses import is_sharded
 
-__all__ = ["REDUCTIONS", "Allowed", "Divergence", "Loss", "Metrics", "ModelWorker", "Reductions"]
+__all__ = ["Allowed", "Divergence", "Loss", "ModelWorker"]
 
 Loss = Callable[[LossInputs], tuple[Tensor, dict[str, Tensor]]]
 Allowed = Callable[[MicroBatch], Tensor]

@@ -24,8 +24,9 @@ from whet.rollout import resolve_engine
 from whet.rollout.base import RolloutEngine
 from whet.rollout.text import as_batch, encode_texts
 from whet.storage.checkpoint import step_of
+from whet.train.metric_reduction import Metrics
 from whet.train.role_trainer import RoleTrainer, check_ids
-from whet.train.worker import Loss, Metrics
+from whet.train.worker import Loss
 from whet.tunix import roles
 from whet.tunix.base_rollout import BaseRolloutAdapter, is_rollout_class
 from whet.tunix.configs import ClusterConfig, RolloutConfig, core_config

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from whet import cli
 from whet.cli import commands, main
+from whet.cli.rows import load_train_and_eval
 from whet.config import load_run
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import byte_tokenizer
@@ -71,12 +72,12 @@ def words(tmp_path, model_folder):
 
 def test_a_stream_that_is_to_be_shuffled_says_that_it_keeps_its_order(words, caplog):
     streamed = [*words, "data.streaming=true"]
-    rows, _ = commands.load_train_and_eval(load_run(streamed))
+    rows, _ = load_train_and_eval(load_run(streamed))
     assert [row["answer"] for row in rows] == list(range(1, 11))
     assert "data.shuffle has no effect on a stream without data.shuffle_buffer: it keeps its own order" in caplog.text
     caplog.clear()
-    commands.load_train_and_eval(load_run([*streamed, "data.shuffle=false"]))
-    commands.load_train_and_eval(load_run(words))
+    load_train_and_eval(load_run([*streamed, "data.shuffle=false"]))
+    load_train_and_eval(load_run(words))
     assert caplog.text == ""
 
 
@@ -255,10 +256,10 @@ def test_a_teacher_takes_the_place_of_rewards(words, tmp_path, capsys):
 
 
 def test_rows_are_held_out_once_and_never_trained_on(words, tmp_path):
-    train, held = commands.load_train_and_eval(load_run([*words, "data.eval_fraction=0.3"]))
+    train, held = load_train_and_eval(load_run([*words, "data.eval_fraction=0.3"]))
     train, held = [r["prompt"] for r in train], [r["prompt"] for r in held]
     assert len(held) == 3 and len(train) == 7 and not set(train) & set(held)
-    train, held = commands.load_train_and_eval(load_run([*words, f"data.eval_path={tmp_path / 'chats.jsonl'}"]))
+    train, held = load_train_and_eval(load_run([*words, f"data.eval_path={tmp_path / 'chats.jsonl'}"]))
     assert len(list(train)) == len(list(held)) == 10
 
 
@@ -269,11 +270,11 @@ def test_evaluation_data_are_not_the_training_split_and_take_the_subset(words, t
     folder = str(tmp_path / "set")
     argv = [*words, f"data.eval_path={folder}", f"data.path={folder}"]
     argv = [w for w in argv if not w.startswith("data=")]
-    assert commands.load_train_and_eval(load_run(argv)) == ([{"prompt": "train"}], [{"prompt": "test"}])
-    assert commands.load_train_and_eval(load_run([*argv, "data.eval_split=train"]))[1] == [{"prompt": "train"}]
+    assert load_train_and_eval(load_run(argv)) == ([{"prompt": "train"}], [{"prompt": "test"}])
+    assert load_train_and_eval(load_run([*argv, "data.eval_split=train"]))[1] == [{"prompt": "train"}]
     asked = []
     monkeypatch.setattr("whet.cli.rows.load_rows", lambda source, **k: asked.append((source, k["split"], k["subset"])))
-    commands.load_train_and_eval(load_run([*argv, "data.subset=main"]))
+    load_train_and_eval(load_run([*argv, "data.subset=main"]))
     assert asked == [(folder, "train", "main"), (folder, None, "main")]
 
 
@@ -294,11 +295,11 @@ def test_evaluation_on_the_training_data_is_said(words, tmp_path, monkeypatch, c
         "data.eval_split=train",
     ):
         caplog.clear()
-        _, evaluated = commands.load_train_and_eval(load_run([*words, *given.split()]))
+        _, evaluated = load_train_and_eval(load_run([*words, *given.split()]))
         assert len(evaluated) == 10 and "evaluations are of the training data" in caplog.text
     caplog.clear()
-    commands.load_train_and_eval(load_run([*words, "data.eval_path=chats.jsonl", "data.eval_split=test"]))
-    commands.load_train_and_eval(load_run([*words, "data.eval_fraction=0.5"]))
+    load_train_and_eval(load_run([*words, "data.eval_path=chats.jsonl", "data.eval_split=test"]))
+    load_train_and_eval(load_run([*words, "data.eval_fraction=0.5"]))
     assert caplog.text == ""
 
 

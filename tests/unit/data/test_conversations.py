@@ -10,7 +10,7 @@ from whet.config import SupervisedDataConfig
 from whet.data.conversations import render_turns
 from whet.data.supervised import SFTEncoder
 from whet.data.templates import ChatTemplate
-from whet.data.text_parts import encode_parts, leading_special_ids
+from whet.data.text_parts import align_parts, leading_special_ids, tokenize_parts
 from whet.errors import DataError
 
 PLAIN = ("qwen", "llama", "gemma", "mistral")
@@ -232,6 +232,10 @@ def test_a_header_that_is_marked_stays_given():
 
 def text_of(tokenizer, ids):
     return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+
+def encode_parts(tokenizer, parts):
+    return align_parts(tokenizer, parts, tokenize_parts(tokenizer, [parts])[0])
 
 
 def test_a_token_never_spans_what_is_given_and_what_is_said():

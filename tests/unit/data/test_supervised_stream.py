@@ -10,8 +10,9 @@ from chat_templates import bracketed, said, tokenizer_with, user
 from pyarrow import parquet
 
 from whet.config import SupervisedDataConfig
+from whet.data.checksums import compute_checksums
 from whet.data.preference import PreferenceEncoder, UnpairedEncoder
-from whet.data.prompt_stream import PromptStream, compute_checksums
+from whet.data.prompt_stream import PromptStream
 from whet.data.sources import load_rows
 from whet.data.supervised import SFTEncoder
 from whet.errors import CheckpointError, DataError

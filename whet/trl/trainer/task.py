@@ -21,8 +21,8 @@ from whet.learners.rl_task import RLTask
 from whet.learners.step import BaseStep
 from whet.learners.supervised_task import SupervisedTask
 from whet.run.task import Task
+from whet.train.metric_reduction import Metrics
 from whet.train.role_trainer import RoleTrainer
-from whet.train.worker import Metrics
 from whet.types import Example
 
 if TYPE_CHECKING:
