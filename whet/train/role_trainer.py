@@ -118,7 +118,7 @@ class RoleTrainer:
         """Sets how the loss's metrics are named and reduced. Default: each is logged as its mean.
 
         Args:
-            metrics: name -> one of metric_reduction.REDUCTIONS ("mean", "max", "min" over tokens, "weighted" as the loss,
+            metrics: name -> one of REDUCTIONS ("mean", "max", "min" over tokens, "weighted" as the loss,
                 "sequence_mean", ...); or several of them, logged as name/how; or {label: how}.
             on_policy: metrics that have a meaning only where all trained tokens come from the current weights. They are
                 left out of other updates.
