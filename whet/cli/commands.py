@@ -174,6 +174,7 @@ def make_rl_learner(config: RunConfig) -> tuple[RLLearner, Any, Any]:
     resolved = resolve_defaults(config, *load_train_and_eval(config))
     config = resolved.config
     check_rewards(config, resolved.train, resolved.evaluation)
+    check_teacher_used(config)
     algo = dataclasses.replace(config.algo, reward_weights=config.reward_weights)
     reference = None
     if algo.beta or algo.force_compute_kl:
@@ -184,7 +185,7 @@ def make_rl_learner(config: RunConfig) -> tuple[RLLearner, Any, Any]:
         critic=_critic(config) if isinstance(config, PPORunConfig) else None,
         reference=reference,
         reward=config.reward_model,
-        teacher=_teacher(config),
+        teacher=config.teacher,
         tokenizer=resolved.tokenizer,
         cluster_config=ClusterConfig(
             rollout_engine=config.rollout_engine,
@@ -197,12 +198,6 @@ def make_rl_learner(config: RunConfig) -> tuple[RLLearner, Any, Any]:
     learner = make(cluster, algo, list(config.reward_names), data=without_read_keys(config.data), settings=config)  # pyright: ignore
     learner.encoders.update(resolved.encoders)
     return learner, resolved.train, resolved.evaluation
-
-
-def _teacher(config: RunConfig) -> RoleConfig | None:
-    """The teacher's model. Raises ConfigError where nothing would learn from it."""
-    check_teacher_used(config)
-    return config.teacher
 
 
 def _critic(config: PPORunConfig) -> RoleConfig:

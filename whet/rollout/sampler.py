@@ -232,7 +232,21 @@ class Sampler:
         seed = secrets.randbits(31) if seed is None else seed
         each = self.limit_lengths(sampling, prompts, fixed=max_tokens is not None)
         groups = self.sample(prompts, each, num_generations=num_generations, seed=seed)
-        return self._output(groups, seed, echo=echo, pad=pad_output, logprobs=return_logprobs, logits=return_logits)
+        completions = [c for g in groups for c in g.completions]
+        prompt_tokens = [g.prompt.tokens for g in groups for _ in g.completions]
+        tokens = [c.tokens for c in completions]
+        if echo:
+            tokens = [np.concatenate([p, c]) for p, c in zip(prompt_tokens, tokens, strict=True)]
+        fill: Any = lambda rows, value: _padded(rows, value) if pad_output else rows
+        return SamplerOutput(
+            text=[self.decode(t) for t in tokens],
+            tokens=fill(tokens, self.pad_id),
+            logprobs=fill([c.logprobs for c in completions], 0.0) if return_logprobs else None,
+            logits=fill([c.logits for c in completions], 0.0) if return_logits else None,
+            padded_prompt_tokens=pad_left(prompt_tokens, self.pad_id),
+            finish_reason=[c.finish_reason for c in completions],
+            seed=seed,
+        )
 
     # ---- the steps of a call -------------------------------------------------------------------------------------
 
@@ -379,26 +393,6 @@ class Sampler:
             conversation=conversation,
         )
         return stream(self.engine(sampling), [request])
-
-    def _output(
-        self, groups: Sequence[Group], seed: int, *, echo: bool, pad: bool, logprobs: bool, logits: bool
-    ) -> SamplerOutput:
-        """The result of a call."""
-        completions = [c for g in groups for c in g.completions]
-        prompts = [g.prompt.tokens for g in groups for _ in g.completions]
-        tokens = [c.tokens for c in completions]
-        if echo:
-            tokens = [np.concatenate([p, c]) for p, c in zip(prompts, tokens, strict=True)]
-        fill: Any = lambda rows, value: _padded(rows, value) if pad else rows
-        return SamplerOutput(
-            text=[self.decode(t) for t in tokens],
-            tokens=fill(tokens, self.pad_id),
-            logprobs=fill([c.logprobs for c in completions], 0.0) if logprobs else None,
-            logits=fill([c.logits for c in completions], 0.0) if logits else None,
-            padded_prompt_tokens=pad_left(prompts, self.pad_id),
-            finish_reason=[c.finish_reason for c in completions],
-            seed=seed,
-        )
 
     # ---- weights and end -----------------------------------------------------------------------------------------
 
