@@ -49,6 +49,7 @@ from whet.run.run import Run
 from whet.run.signals import Stopped
 from whet.storage.completions import read_completions
 from whet.storage.files import finite_or_none, to_json, write_atomic
+from whet.train.memory_plan import choose_settings, free_gpu_memory
 from whet.train.role_checkpoints import Checkpoints
 from whet.train.role_workers import ACTOR
 from whet.util.garbage import pause_collector
@@ -175,6 +176,7 @@ def make_rl_learner(config: RunConfig) -> tuple[RLLearner, Any, Any]:
     config = resolved.config
     check_rewards(config, resolved.train, resolved.evaluation)
     check_teacher_used(config)
+    config = _with_memory_plan(config)
     algo = dataclasses.replace(config.algo, reward_weights=config.reward_weights)
     reference = None
     if algo.beta or algo.force_compute_kl:
@@ -200,11 +202,24 @@ def make_rl_learner(config: RunConfig) -> tuple[RLLearner, Any, Any]:
     return learner, resolved.train, resolved.evaluation
 
 
+def _with_memory_plan(config: RunConfig) -> RunConfig:
+    """Sets what is open to what fits the GPU, where one process trains on one GPU with the embedded engine."""
+    memory = free_gpu_memory()
+    if memory is None or world_size() > 1 or config.rollout_engine != "embedded":
+        return config
+    return choose_settings(config, memory)
+
+
 def _critic(config: PPORunConfig) -> RoleConfig:
     """The critic's model: the actor's, with a score head of its own, where none is given."""
     actor = config.actor
     adapter_options = {"lora": actor.lora, "optim": {}} if actor.lora is not None else {}  # with the rate of an adapter
-    critic = config.critic or RoleConfig(dtype=actor.dtype, quantization=actor.quantization, **adapter_options)
+    critic = config.critic or RoleConfig(
+        dtype=actor.dtype,
+        quantization=actor.quantization,
+        gradient_checkpointing=actor.gradient_checkpointing,
+        **adapter_options,
+    )
     if critic.model is not None:
         return critic
     adapter = (

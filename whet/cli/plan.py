@@ -10,6 +10,7 @@ from whet.train.memory_plan import (
     ModelSizes,
     measure_model,
     plan_memory,
+    ways_to_fit,
     with_lengths,
     with_settings,
 )
@@ -49,7 +50,5 @@ def plan_text(config: RunConfig, sizes: ModelSizes, plan: MemoryPlan, memory_gb:
     if plan.peak <= memory_gb * GB:
         lines += [f"  fits with {' '.join(words)}" if words else "  fits as it is", ""]
         return "\n".join(lines)
-    ways = [] if config.actor.lora is not None else ["actor.lora.r=16"]
-    ways += ["actor.quantization=nf4"] if config.actor.lora is not None and config.actor.quantization is None else []
-    ways += ["actor.optim.name=adamw8bit"] if config.actor.lora is None else []
-    return "\n".join([*lines, f"  does not fit, by {plan.peak / GB - memory_gb:.1f} GB; try {' or '.join(ways)}", ""])
+    excess = plan.peak / GB - memory_gb
+    return "\n".join([*lines, f"  does not fit, by {excess:.1f} GB; try {ways_to_fit(config)}", ""])

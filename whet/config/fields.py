@@ -218,7 +218,7 @@ TYPE_NAMES = {
     "Meshes": "dict[Role, DeviceMesh]",
     "Name": "str",
     "Number": "int",
-    "Recompute": "none | selective | full",
+    "Recompute": "auto | none | selective | full",
     "Pieces": "list of str | callable",
     "Seconds": "float",
     "Seed": "int",

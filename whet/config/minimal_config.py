@@ -27,7 +27,7 @@ _OFF = {
     "entropy_coef": 0.0,
     "eval_every_n_steps": 0,
     "eval_fraction": 0.0,
-    "gradient_checkpointing": "none",
+    "gradient_checkpointing": "auto",
     "max_turns": 1,
     "metrics_prefix": "",
     "min_p": 0.0,

@@ -23,7 +23,7 @@ def _recompute(value: Any) -> Any:
     return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
 
 
-Recompute = Annotated[Literal["none", "selective", "full"], BeforeValidator(_recompute)]
+Recompute = Annotated[Literal["auto", "none", "selective", "full"], BeforeValidator(_recompute)]
 
 
 @config
@@ -111,9 +111,10 @@ class RoleConfig:
     keeps its dtype."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The optimizer; no effect on a model that is only read."""
-    gradient_checkpointing: Recompute = "none"
+    gradient_checkpointing: Recompute = "auto"
     """Recompute activations in the backward pass: "full" = whole layers (least memory, a fifth to a third more time),
-    "selective" = all but matrix products and attention, "none" = nothing. true means "full", false means "none"."""
+    "selective" = all but matrix products and attention, "none" = nothing. "auto" = "full" where the plan of memory
+    needs it (`whet grpo` and `whet ppo` on one GPU), else "none". true means "full", false means "none"."""
     attention: Literal["auto", "flex", "plain"] = "auto"
     """Attention over packed sequences: "flex" = FlexAttention (CUDA), "plain" = torch's operator, "auto" = whet's own
     kernels on a CPU, flex on a GPU for shared prefixes, sliding windows, logit soft-capping or attention sinks (after

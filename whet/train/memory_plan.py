@@ -9,9 +9,10 @@ Left out on purpose: the time that a setting costs, models on several devices, a
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +31,16 @@ __all__ = [
     "MemoryPlan",
     "ModelSizes",
     "Part",
+    "choose_settings",
+    "free_gpu_memory",
     "measure_model",
     "plan_memory",
+    "ways_to_fit",
     "with_lengths",
     "with_settings",
 ]
+
+log = logging.getLogger("whet")
 
 GB = 1e9
 RESERVE = 1.5e9
@@ -74,8 +80,10 @@ class ModelSizes:
     dtype_bytes: int
 
     def activations(self, tokens: int, checkpointing: str) -> float:
-        """Bytes that a forward pass holds for its backward pass. Args: checkpointing: "none" or "full"."""
-        if checkpointing == "none":
+        """Bytes that a forward pass holds for its backward pass. Args: checkpointing: "none" or "full"; others count
+        as "none", which is an upper bound.
+        """
+        if checkpointing != "full":
             return float(self.activation_bytes * tokens)
         one_layer = self.activation_bytes / self.layers
         return tokens * (self.layers * self.layer_input_bytes + one_layer)
@@ -239,11 +247,14 @@ def _candidates(config: RunConfig, sizes: ModelSizes) -> Iterator[MemoryPlan]:
     budgets = [trainer.max_tokens_per_microbatch] if trainer.max_tokens_per_microbatch else []
     budgets = budgets or [n for n in (most, most // 2, most // 4, most // 8, least) if n >= least]
     chosen = config.actor.gradient_checkpointing
-    modes = [chosen] if chosen != "none" else ["none", "full"]
+    modes = [chosen] if chosen != "auto" else ["none", "full"]
     rows = rollout.max_batch_size
     counts = [rollout.kv_cache_tokens] if rollout.kv_cache_tokens else [rows * longest // k for k in (1, 2, 4, 8, 16)]
     combinations = [
-        (mode, tokens) for mode in modes for tokens in budgets if mode == "full" or tokens >= min(4096, most)
+        (mode, tokens)
+        for mode in modes
+        for tokens in budgets
+        if len(modes) == 1 or mode == "full" or tokens >= min(4096, most)
     ]
     for kv_tokens in counts:
         for mode, tokens in combinations:
@@ -257,7 +268,7 @@ def _plan(config: RunConfig, sizes: ModelSizes, tokens: int, checkpointing: str,
     masters = 4.0 * sizes.trained if sizes.dtype_bytes < 4 else 0.0
     moments = _MOMENTS.get(config.actor.optim.name, 8.0) * sizes.trained
     gradients = 4.0 * sizes.trained + sizes.largest * sizes.dtype_bytes
-    reference = weights if config.algo.beta and config.actor.lora is None else 0.0
+    reference = weights if (config.algo.beta or config.algo.force_compute_kl) and config.actor.lora is None else 0.0
     held = [
         Part("weights", models * weights, models * weights),
         Part("fp32 masters", models * masters, models * masters),
@@ -280,6 +291,76 @@ def with_settings(config: RunConfig, plan: MemoryPlan) -> Sequence[str]:
         words.append(f"trainer.max_tokens_per_microbatch={plan.tokens}")
     if config.actor.gradient_checkpointing != plan.checkpointing:
         words.append(f"actor.gradient_checkpointing={plan.checkpointing}")
-    if config.rollout.kv_cache_tokens != plan.kv_tokens:
+    rollout = with_lengths(config).rollout
+    longest = (rollout.max_prompt_length or LENGTH) + rollout.most_tokens
+    if (rollout.kv_cache_tokens or rollout.max_batch_size * longest) != plan.kv_tokens:  # unbounded it decodes faster
         words.append(f"rollout.kv_cache_tokens={plan.kv_tokens}")
     return words
+
+
+def free_gpu_memory() -> float | None:
+    """The bytes that are free on the current CUDA device; None = there is none."""
+    return float(torch.cuda.mem_get_info()[0]) if torch.cuda.is_available() else None
+
+
+C = TypeVar("C", bound=RunConfig)
+
+
+def choose_settings(config: C, memory: float) -> C:
+    """Sets what the user left open so that a run fits a GPU, and logs one line with the choice and its reason.
+
+    Args:
+        config: of a run on one GPU with the embedded engine, whose lengths are set.
+        memory: free bytes of the GPU.
+    Returns: the configuration with the token budget, the checkpointing and the bound of the KV cache of its plan. It
+        is unchanged if the model's sizes can't be counted.
+    Raises: ConfigError: no setting fits; the largest part and what makes it smaller. Where the user set all three, or
+        offload_to_cpu, a warning takes its place.
+    """
+    try:
+        sizes = measure_model(config.actor, trained=True)
+        others = [role for role in (config.teacher, config.reward_model) if role is not None and role.model is not None]
+        read = sum(measure_model(role, trained=False).weight_bytes for role in others)
+    except Exception as error:  # such as a model with code of its own, which the meta device can't run
+        log.warning("memory is not planned, because the model's sizes can't be counted: %s", error)
+        return config
+    plan = plan_memory(config, sizes, memory=memory - read)
+    words = " ".join(with_settings(config, plan))
+    needs = f"the largest phase needs {(plan.peak + read) / GB:.1f} GB by plan, {memory / GB:.1f} GB are free"
+    if plan.peak + read > memory:
+        part = max(plan.parts, key=lambda part: part.rollout if plan.rollout >= plan.update else part.update)
+        size = max(part.rollout, part.update) / GB
+        message = f"{needs}; the largest part is {part.name}: {size:.1f} GB. Try {ways_to_fit(config, part)}"
+        trainer, rollout, mode = config.trainer, config.rollout, config.actor.gradient_checkpointing
+        if config.offload_to_cpu or (trainer.max_tokens_per_microbatch and rollout.kv_cache_tokens and mode != "auto"):
+            log.warning("the run may not fit: %s", message)
+            return config
+        raise ConfigError(
+            f"the run does not fit: {message}. To try it all the same, set trainer.max_tokens_per_microbatch, "
+            "actor.gradient_checkpointing and rollout.kv_cache_tokens"
+        )
+    log.info("memory: %s%s", needs, f"; chosen to fit: {words}" if words else "")
+    longest = (config.rollout.max_prompt_length or LENGTH) + config.rollout.most_tokens
+    bounded = config.rollout.kv_cache_tokens or plan.kv_tokens < config.rollout.max_batch_size * longest
+    changes = {
+        "actor": dataclasses.replace(config.actor, gradient_checkpointing=plan.checkpointing),
+        "trainer": dataclasses.replace(config.trainer, max_tokens_per_microbatch=plan.tokens),
+        "rollout": dataclasses.replace(config.rollout, kv_cache_tokens=plan.kv_tokens if bounded else None),
+    }
+    if config.critic is not None and config.critic.gradient_checkpointing == "auto":
+        changes["critic"] = dataclasses.replace(config.critic, gradient_checkpointing=plan.checkpointing)
+    return dataclasses.replace(config, **changes)
+
+
+def ways_to_fit(config: RunConfig, part: Part | None = None) -> str:
+    """The settings that make a run smaller. Args: part: the largest one, which decides which come first."""
+    ways = []
+    if part is not None and part.name.startswith("KV"):
+        ways.append("a smaller rollout.kv_cache_tokens, shorter rollout.max_tokens_to_generate")
+    if part is not None and part.name.startswith("activations"):
+        ways.append("actor.gradient_checkpointing=full, a smaller trainer.max_tokens_per_microbatch")
+    if config.actor.lora is None:
+        ways += ["actor.lora.r=16", "actor.optim.name=adamw8bit"]
+    elif config.actor.quantization is None:
+        ways.append("actor.quantization=nf4")
+    return " or ".join(ways or ["a smaller model"])

@@ -193,7 +193,8 @@ class RoleWorkers:
             saved = None if configured != "auto" else self._saved_dtypes.get(role.value)
             dtype = self.ranks.broadcast(compute_dtype(saved or configured, loaded))  # processors may differ
         if isinstance(source, RoleConfig) and not loaded.is_view:
-            checkpoint_activations(loaded.module, source.gradient_checkpointing)
+            mode = source.gradient_checkpointing
+            checkpoint_activations(loaded.module, "none" if mode == "auto" else mode)
         own = source.optim if isinstance(source, RoleConfig) else OptimConfig()
         if optimizer is not None and own != OptimConfig():
             raise ConfigError(

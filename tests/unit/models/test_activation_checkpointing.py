@@ -197,7 +197,8 @@ def test_a_model_that_cannot_is_refused_by_name():
 def test_an_unknown_mode_names_the_nearest():
     with pytest.raises(ConfigError, match=r"gradient_checkpointing 'selectiv'.*selective"):
         checkpoint_activations(tiny_model(), "selectiv")
-    with pytest.raises(ConfigError, match=r"gradient_checkpointing: input should be 'none', 'selective' or 'full'"):
+    message = r"gradient_checkpointing: input should be 'auto', 'none', 'selective' or 'full'"
+    with pytest.raises(ConfigError, match=message):
         RoleConfig(gradient_checkpointing="half")  # pyright: ignore[reportArgumentType]
 
 

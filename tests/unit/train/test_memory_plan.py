@@ -1,20 +1,22 @@
 """The plan of memory against what small models really hold, and against numbers counted on a fake CUDA device."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, LlamaConfig, Qwen3Config
 
-from whet.cli import main
+from whet.cli import commands, main
 from whet.config import PPORunConfig, RoleConfig, load_run
 from whet.config.lora import LoraConfig
 from whet.errors import ConfigError
 from whet.models.attention import SegmentLayout
 from whet.models.lora import add_adapter
-from whet.train.memory_plan import GB, measure_model, plan_memory, with_settings
+from whet.train.memory_plan import GB, MAX_TOKENS, RESERVE, choose_settings, measure_model, plan_memory, with_settings
 from whet.train.optim import Optim
 
+RECIPE = Path(__file__).parents[3] / "recipes/gsm8k_qwen3_0.6b.yaml"
 QWEN3 = {  # layers, width, width of the gate, heads, bytes of activations of 16,363 tokens (counted on a fake GPU)
     "0.6B": (28, 1024, 3072, 16, 33.1),
     "1.7B": (28, 2048, 6144, 16, 52.0),
@@ -149,6 +151,58 @@ def test_what_fits_where(tmp_path, name, extra, memory, fits):
     config = load_run(words, PPORunConfig) if "PPO" in extra else load_run(words)
     plan = plan_memory(config, measure_model(config.actor, trained=True), memory=memory * GB)
     assert (plan.peak <= memory * GB) is fits
+
+
+def test_the_recipe_of_gsm8k_fits_24_gb(tmp_path, caplog):
+    config = load_run(["--config", str(RECIPE), f"actor.model={qwen3(tmp_path / 'm', '0.6B')}"])
+    with caplog.at_level("INFO", "whet"):
+        chosen = choose_settings(config, 24 * GB)
+    (line,) = caplog.messages
+    assert line.startswith("memory: the largest phase needs ") and "24.0 GB are free; chosen to fit: " in line
+    assert "trainer.max_tokens_per_microbatch=16384 rollout.kv_cache_tokens=98304" in line
+    assert plan_memory(chosen, measure_model(chosen.actor, trained=True)).peak <= 24 * GB
+    assert chosen.actor.gradient_checkpointing == "full"  # the recipe's own
+    assert choose_settings(chosen, 24 * GB) == chosen
+    assert choose_settings(config, 80 * GB).rollout.kv_cache_tokens is None  # nothing is bounded without need
+
+
+def test_auto_checkpoints_only_where_it_has_to(tmp_path):
+    config = load_run([f"model={qwen3(tmp_path / 'm', '4B')}", "actor.lora.r=16", "rollout.max_prompt_length=512",
+                       "rollout.max_tokens_to_generate=1024"])  # fmt: skip
+    assert config.actor.gradient_checkpointing == "auto"
+    assert choose_settings(config, 24 * GB).actor.gradient_checkpointing == "full"
+    assert choose_settings(config, 80 * GB).actor.gradient_checkpointing == "none"
+
+
+def test_what_fits_nowhere_is_refused_with_the_largest_part(tmp_path, caplog):
+    words = [f"model={qwen3(tmp_path / 'm', '1.7B')}", "rollout.max_prompt_length=512",
+             "rollout.max_tokens_to_generate=1024"]  # fmt: skip
+    message = r"does not fit.*24\.0 GB are free; the largest part is adamw moments: 13\.8 GB. Try actor\.lora\.r=16"
+    with pytest.raises(ConfigError, match=message):
+        choose_settings(load_run(words), 24 * GB)
+    fixed = ["trainer.max_tokens_per_microbatch=2048", "actor.gradient_checkpointing=full",
+             "rollout.kv_cache_tokens=2048"]  # fmt: skip
+    config = load_run([*words, *fixed])
+    assert choose_settings(config, 24 * GB) is config and "the run may not fit: " in caplog.text
+
+
+def test_a_run_on_a_gpu_takes_the_plan(tmp_path, monkeypatch):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 8)
+    folder = save_config(tmp_path / "m", vocab_size=320)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
+    words = [f"model={folder}", "tokenizer=byte", f"data={rows}", "reward=exact_match",
+             "rollout.max_tokens_to_generate=8"]  # fmt: skip
+    memory = RESERVE + 0.4 * GB
+    monkeypatch.setattr(commands, "free_gpu_memory", lambda: memory)
+    learner, *_ = commands.make_rl_learner(load_run(words))
+    try:
+        assert learner.cluster.training_config.max_tokens_per_microbatch == MAX_TOKENS
+        memory = RESERVE
+        with pytest.raises(ConfigError, match="the run does not fit"):
+            commands.make_rl_learner(load_run(words))
+    finally:
+        learner.close()
 
 
 def test_other_architectures_are_counted(tmp_path):
