@@ -320,7 +320,7 @@ class RLCluster(RoleWorkers):
             )
 
     def release_engine_memory(self) -> None:
-        """Frees the memory that the engine does not need during an update: all but the weights."""
+        """Frees the memory that the engine does not need while a step is scored and updated: all but the weights."""
         if self._rollouts.release():
             self.release_memory(self.actor)
 

@@ -430,6 +430,15 @@ def test_a_shelf_drops_the_oldest_first_and_what_is_asked_for_last():
     assert len(shelf) == 0 and shelf.get(None) is None
 
 
+def test_a_shelf_is_bounded_in_bytes():
+    shelf = ConversationCache(None, max_bytes=held(12).bytes)
+    for c, n in enumerate((5, 6, 6)):
+        shelf.put(c, held(n), None)
+    assert [c for c in range(3) if shelf.get(c)] == [1, 2]
+    shelf.put(3, held(13), None)  # more than all of it
+    assert shelf.bytes <= held(12).bytes and shelf.get(3) is None
+
+
 def test_stats_of_a_new_engine_are_zero(model):
     s = EmbeddedEngine(model, max_batch=3).stats()
     assert s == EngineStats(max_batch=3)

@@ -216,6 +216,7 @@ class PolicyLearner(RLLearner):
         batch.sampler_is_mean, batch.token_rewards, metrics.
         """
         cluster, batch = self.cluster, step.batch
+        cluster.release_engine_memory()
         source = self.old_logprobs_from(batch.num_groups, cluster.actor_trainer.stale_versions(batch))
         if source == "trainer":
             with cluster.trace.span("old_logprobs"):

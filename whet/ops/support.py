@@ -8,6 +8,8 @@ caller passes them.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -180,6 +182,17 @@ def allowed_tokens(bits: Tensor, vocabulary: int) -> Tensor:
     return torch.nn.functional.pad(flags, (0, vocabulary - flags.shape[1]))
 
 
+def _index(ids: Sequence[int], device: torch.device) -> Tensor:
+    """Token ids as an index on a device. On a GPU it is copied there once: a host list would block at each use."""
+    return torch.tensor(ids) if device.type == "cpu" else _index_on_device(tuple(ids), device)
+
+
+@functools.lru_cache(maxsize=64)
+def _index_on_device(ids: tuple[int, ...], device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(ids, device=device)
+
+
 def _outside(logits: Tensor, support: Support, position: Tensor, allowed: Tensor | None) -> Tensor:
     """Bool [n, V]: the tokens that are not drawn, from detached logits already divided by the temperature."""
     outside = torch.zeros_like(logits, dtype=torch.bool)
@@ -188,11 +201,11 @@ def _outside(logits: Tensor, support: Support, position: Tensor, allowed: Tensor
             raise ConfigError("a constrained distribution needs `allowed` [n, W], the tokens that may come")
         outside = ~allowed_tokens(allowed, logits.shape[1])
     if support.forbidden_ids:
-        outside[:, list(support.forbidden_ids)] = True
+        outside[:, _index(support.forbidden_ids, outside.device)] = True
     if support.min_tokens and support.stop_ids:
         early = (position < support.min_tokens).unsqueeze(1)
         stops = torch.zeros_like(outside[0])
-        stops[list(support.stop_ids)] = True
+        stops[_index(support.stop_ids, outside.device)] = True
         outside = outside | (early & stops)
     if not support.truncates:
         return outside

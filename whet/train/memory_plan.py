@@ -55,6 +55,8 @@ _STEP = 512
 """Budgets of tokens are multiples of it."""
 LENGTH = 512
 """Tokens of a prompt, and of a completion, where the configuration leaves them to the data and the model."""
+CONVERSATION_BYTES = 4 * 2**30
+"""The bound of the embedded engine on the KV of earlier turns, where kv_cache_tokens is not set."""
 MAX_TOKENS = 16384
 """Tokens of a micro-batch beyond which a GPU is no faster."""
 
@@ -258,10 +260,12 @@ def _candidates(config: RunConfig, sizes: ModelSizes) -> Iterator[MemoryPlan]:
     ]
     for kv_tokens in counts:
         for mode, tokens in combinations:
-            yield _plan(config, sizes, tokens, mode, max(kv_tokens, longest))
+            yield _plan(config, sizes, tokens, mode, max(kv_tokens, longest), bounded=kv_tokens < rows * longest)
 
 
-def _plan(config: RunConfig, sizes: ModelSizes, tokens: int, checkpointing: str, kv_tokens: int) -> MemoryPlan:
+def _plan(
+    config: RunConfig, sizes: ModelSizes, tokens: int, checkpointing: str, kv_tokens: int, *, bounded: bool
+) -> MemoryPlan:
     shares = config.critic is not None and config.critic.model == "actor"
     models = 2 if isinstance(config, PPORunConfig) and not shares else 1
     weights = float(sizes.weight_bytes)
@@ -269,6 +273,9 @@ def _plan(config: RunConfig, sizes: ModelSizes, tokens: int, checkpointing: str,
     moments = _MOMENTS.get(config.actor.optim.name, 8.0) * sizes.trained
     gradients = 4.0 * sizes.trained + sizes.largest * sizes.dtype_bytes
     reference = weights if (config.algo.beta or config.algo.force_compute_kl) and config.actor.lora is None else 0.0
+    turns = 0.0
+    if config.rollout.max_turns > 1 and not bounded:
+        turns = float(min(CONVERSATION_BYTES, sizes.kv_bytes * kv_tokens))
     held = [
         Part("weights", models * weights, models * weights),
         Part("fp32 masters", models * masters, models * masters),
@@ -278,6 +285,7 @@ def _plan(config: RunConfig, sizes: ModelSizes, tokens: int, checkpointing: str,
         Part(f"activations, {tokens:,} tokens", 0.0, sizes.activations(tokens, checkpointing)),
         Part("logits of the head, in parts", 0.0, 3.0 * CHUNK_BYTES),
         Part(f"KV cache, {kv_tokens:,} tokens", float(sizes.kv_bytes * kv_tokens), 0.0),
+        Part("KV of earlier turns", turns, 0.0),
         Part("reserve", RESERVE, RESERVE),
     ]
     parts = tuple(part for part in held if part.rollout or part.update)

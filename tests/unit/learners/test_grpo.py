@@ -53,6 +53,15 @@ def batches_of(monkeypatch, made, count=4):
     return seen
 
 
+def test_the_engine_gives_up_its_memory_before_scores_are_computed(monkeypatch):
+    made, held = learner(use_rollout_logps=False), []
+    logprobs = made.cluster.actor.logprobs
+    note = lambda *args, **kw: (held.append(made.cluster.rollout.stats().kv_bytes), logprobs(*args, **kw))[1]
+    monkeypatch.setattr(made.cluster.actor, "logprobs", note)
+    made.train(rows(4))
+    assert held == [0]
+
+
 def test_one_update_after_each_rollout_needs_no_old_logprobs(monkeypatch):
     made = learner()
     calls = watch(monkeypatch, made.cluster.actor, "logprobs")

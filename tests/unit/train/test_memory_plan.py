@@ -13,7 +13,17 @@ from whet.config.lora import LoraConfig
 from whet.errors import ConfigError
 from whet.models.attention import SegmentLayout
 from whet.models.lora import add_adapter
-from whet.train.memory_plan import GB, MAX_TOKENS, RESERVE, choose_settings, measure_model, plan_memory, with_settings
+from whet.rollout.engine.conversation_cache import MAX_BYTES
+from whet.train.memory_plan import (
+    CONVERSATION_BYTES,
+    GB,
+    MAX_TOKENS,
+    RESERVE,
+    choose_settings,
+    measure_model,
+    plan_memory,
+    with_settings,
+)
 from whet.train.optim import Optim
 
 RECIPE = Path(__file__).parents[3] / "recipes/gsm8k_qwen3_0.6b.yaml"
@@ -164,6 +174,18 @@ def test_the_recipe_of_gsm8k_fits_24_gb(tmp_path, caplog):
     assert chosen.actor.gradient_checkpointing == "full"  # the recipe's own
     assert choose_settings(chosen, 24 * GB) == chosen
     assert choose_settings(config, 80 * GB).rollout.kv_cache_tokens is None  # nothing is bounded without need
+
+
+def test_the_cache_of_conversations_has_a_part_where_episodes_have_turns(tmp_path):
+    env = tmp_path / "env.py"
+    env.write_text("def interact(*args): return None")
+    words = [f"model={qwen3(tmp_path / 'm', '0.6B')}", f"rollout.env_path={env}", "rollout.max_turns=4"]
+    config = load_run(words)
+    sizes = measure_model(config.actor, trained=True)
+    parts = {part.name: part.rollout for part in plan_memory(config, sizes).parts}
+    assert parts["KV of earlier turns"] == CONVERSATION_BYTES == MAX_BYTES
+    bounded = plan_memory(load_run([*words, "rollout.kv_cache_tokens=9000"]), sizes)
+    assert "KV of earlier turns" not in {part.name for part in bounded.parts}
 
 
 def test_auto_checkpoints_only_where_it_has_to(tmp_path):

@@ -15,7 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-__all__ = ["CachedSequence", "ConversationCache", "common_prefix_length"]
+__all__ = ["MAX_BYTES", "CachedSequence", "ConversationCache", "common_prefix_length"]
+
+MAX_BYTES = 4 * 2**30
+"""Default bound on the KV of earlier turns."""
 
 
 def common_prefix_length(a: np.ndarray, b: np.ndarray) -> int:
@@ -48,10 +51,12 @@ class ConversationCache:
     """The last sequence of each conversation, the oldest first.
 
     Args: max_conversations: held at once; the oldest is dropped first. None = as many as there is room for.
+        max_bytes: of the KV that is held.
     """
 
-    def __init__(self, max_conversations: int | None) -> None:
+    def __init__(self, max_conversations: int | None, max_bytes: int = MAX_BYTES) -> None:
         self._max_conversations = max_conversations
+        self._max_bytes = max_bytes
         self._cached: dict[int, CachedSequence] = {}
 
     def __len__(self) -> int:
@@ -75,6 +80,11 @@ class ConversationCache:
             self.shrink(room, ())
         if self._max_conversations is not None and len(self) > self._max_conversations:
             self.drop(next(iter(self._cached)))
+        held = self.bytes
+        while held > self._max_bytes:
+            oldest = next(iter(self._cached))
+            held -= self._cached[oldest].bytes
+            self.drop(oldest)
 
     def shrink(self, room: int, last: Collection[int | None]) -> None:
         """Drops the oldest conversations until the others fit.
