@@ -163,6 +163,12 @@ def _env() -> str:
     return "\n".join(f"- {name}: {value}" for name, value in lines.items())
 
 
+def _doctor() -> str:
+    from whet.cli.doctor import doctor_text
+
+    return doctor_text()
+
+
 def _version(name: str, metadata: Any) -> str | None:
     try:
         return metadata.version(name)
@@ -196,6 +202,7 @@ _PRINTERS: Mapping[str, Callable[..., str]] = {
     "docs": _docs,
     "schema": _schema,
     "completion": _completion,
+    "doctor": _doctor,
     "env": _env,
     "version": lambda: f"whet {__version__}",
 }

@@ -36,6 +36,7 @@ COMMANDS = {
     "docs": "list the pages of the documentation; whet docs NAME prints one",
     "schema": "print the JSON schema of a YAML file, for editors: whet schema grpo",
     "completion": "print a shell completion script: whet completion bash, zsh or fish",
+    "doctor": "check this machine: device, driver, engines, free memory, the largest model that fits",
     "env": "print the versions and the hardware, for a bug report",
     "version": "print the version",
 }
@@ -60,6 +61,7 @@ INFO_COMMANDS = {
     "docs": "[NAME]",
     "schema": "[COMMAND]",
     "completion": "bash|zsh|fish",
+    "doctor": "",
     "env": "",
     "version": "",
 }

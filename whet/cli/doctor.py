@@ -1,0 +1,119 @@
+"""`whet doctor`: what this machine can run, and what to install where something is missing."""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import tempfile
+import time
+from importlib.util import find_spec
+
+import torch
+from transformers import Qwen3Config
+
+from whet.config import RunConfig, load_run
+from whet.native import build
+from whet.observe.environment import collect_environment
+from whet.train.memory_plan import GB, ModelSizes, free_gpu_memory, measure_model, plan_memory
+
+__all__ = ["doctor_text", "largest_models"]
+
+_QWEN3 = {"8B": (36, 4096, 12288, 32), "4B": (36, 2560, 9728, 32), "1.7B": (28, 2048, 6144, 16),
+          "0.6B": (28, 1024, 3072, 16)}  # fmt: skip
+"""Name -> layers, width, width of the gate, heads."""
+_ENGINES = {"vllm": "vLLM's own environment: whet docs engines", "sglang": "SGLang's own environment"}
+
+
+def doctor_text(memory: float | None = None) -> str:
+    """The findings, one a line. Args: memory: bytes of a GPU to plan for; None = what is free on this one."""
+    facts, cuda = collect_environment(), torch.cuda.is_available()
+    memory = free_gpu_memory() if memory is None else memory
+    kernels = build.load_library("decode")
+    compiler = kernels.compiler if isinstance(kernels, build.Library) else f"none ({kernels}); install g++ or clang++"
+    lines = {
+        "device": ", ".join(facts["devices"]) or f"no GPU; the processor: {facts['cpu']['model']}",
+        "driver": _driver() or "no NVIDIA driver found (nvidia-smi does not run)",
+        "torch": f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}",
+        "bfloat16": _bfloat16(cuda),
+        "C++ compiler": compiler,
+        "C++ kernels": "run on the processor" if isinstance(kernels, build.Library) else "off",
+        "Triton": "installed" if find_spec("triton") else "not installed; flex attention needs it on a GPU",
+        "rollout engine": f"embedded, {'on the GPU' if cuda else 'on the processor'}",
+        **{
+            name: "installed" if find_spec(name) else f"not installed; optional: {how}"
+            for name, how in _ENGINES.items()
+        },
+        "matrix product": _product("cuda" if cuda else "cpu"),
+        "free memory": "no GPU; whet plan model=... plans for 24, 40 and 80 GB",
+    }
+    if memory is not None:
+        lines["free memory"] = f"{memory / GB:.1f} GB"
+        lines |= {f"largest Qwen3 by plan, {mode}": name or "none" for mode, name in largest_models(memory).items()}
+    if not cuda and _driver() is not None:
+        lines["to do"] = "the driver is there and torch has no CUDA: install a CUDA wheel of torch (pytorch.org)"
+    return "\n".join(f"- {name}: {value}" for name, value in lines.items())
+
+
+def largest_models(memory: float) -> dict[str, str | None]:
+    """The largest Qwen3 that fits by plan in each mode of training, for 512 + 1,024 tokens; None = none does.
+
+    Args: memory: bytes of the GPU.
+    """
+    modes = {"all weights": (), "LoRA": ("actor.lora.r=16",)}
+    return {mode: next((name for name in _QWEN3 if _fits(name, words, memory)), None) for mode, words in modes.items()}
+
+
+def _fits(name: str, words: tuple[str, ...], memory: float) -> bool:
+    config, sizes = _sizes(name, words)
+    return plan_memory(config, sizes, memory=memory).peak <= memory
+
+
+@functools.cache
+def _sizes(name: str, words: tuple[str, ...]) -> tuple[RunConfig, ModelSizes]:
+    """A run of a Qwen3, and the sizes of the model."""
+    layers, width, gate, heads = _QWEN3[name]
+    shape = Qwen3Config(
+        vocab_size=151_936,
+        hidden_size=width,
+        intermediate_size=gate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=name != "8B",
+        architectures=["Qwen3ForCausalLM"],
+    )
+    lengths = ("rollout.max_prompt_length=512", "rollout.max_tokens_to_generate=1024")
+    with tempfile.TemporaryDirectory() as folder:
+        shape.save_pretrained(folder)
+        config = load_run([f"model={folder}", "algo.beta=0", *lengths, *words])
+        return config, measure_model(config.actor, trained=True)
+
+
+def _driver() -> str | None:
+    """The version of NVIDIA's driver; None = it is not installed."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.split("\n")[0].strip() or None if result.returncode == 0 else None
+
+
+def _bfloat16(cuda: bool) -> str:
+    if cuda:
+        return "in hardware" if torch.cuda.is_bf16_supported(including_emulation=False) else "not in hardware; float32"
+    return "no GPU; actor.dtype=auto decides by the processor"
+
+
+def _product(device: str) -> str:
+    """One measured product of matrices, as its speed."""
+    size, dtype = (4096, torch.bfloat16) if device == "cuda" else (1024, torch.float32)
+    x = torch.ones(size, size, dtype=dtype, device=device)
+    seconds = []
+    for _ in range(3):  # the first one loads libraries
+        start = time.perf_counter()
+        float((x @ x)[0, 0])  # waits for the device
+        seconds.append(time.perf_counter() - start)
+    speed = 2 * size**3 / min(seconds) / 1e12
+    return f"{speed:.2f} TFLOP/s ({size} x {size}, {str(dtype).removeprefix('torch.')}, measured)"
