@@ -330,7 +330,15 @@ class ModelWorker:
         Raises: DataError: the batch has no weights, or both kinds; a loss or a metric of another shape.
         """
         with self.placement.during("backward"), _teacher_on_device(divergence):
-            return self._run(batch, loss, entropy, constants, scores, divergence, reductions or {}, backward=True)
+            try:
+                return self._run(batch, loss, entropy, constants, scores, divergence, reductions or {}, backward=True)
+            except torch.OutOfMemoryError as error:
+                error.add_note(
+                    f"The update ran out of memory with {self.max_tokens} tokens in a micro-batch. Set a smaller "
+                    "trainer.max_tokens_per_microbatch (no gradient changes) or actor.gradient_checkpointing=full, and "
+                    "continue from the last checkpoint with trainer.resume=latest trainer.allow_config_change=true"
+                )
+                raise
 
     @torch.no_grad()
     def evaluate(

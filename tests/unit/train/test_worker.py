@@ -40,6 +40,16 @@ def values(metrics):
 # ---- forward_backward ----------------------------------------------------------------------------------------------
 
 
+def test_an_update_out_of_memory_names_the_settings_that_help():
+    def loss(x):
+        raise torch.OutOfMemoryError("planted")
+
+    with pytest.raises(torch.OutOfMemoryError, match="planted") as caught:
+        make(max_tokens=40).forward_backward(weighted(random_batch(*SHAPES)), loss)
+    (note,) = caught.value.__notes__
+    assert "with 40 tokens" in note and "trainer.max_tokens_per_microbatch" in note
+
+
 @pytest.mark.parametrize("mode", ["token-mean", "sequence-mean-token-mean"])
 def test_the_gradient_and_the_metrics_are_those_of_the_whole_batch_however_it_is_cut(mode):
     batch = weighted(random_batch(*SHAPES, masked=True), mode)
