@@ -256,7 +256,7 @@ def _candidates(config: RunConfig, sizes: ModelSizes) -> Iterator[MemoryPlan]:
         (mode, tokens)
         for mode in modes
         for tokens in budgets
-        if len(modes) == 1 or mode == "full" or tokens >= min(4096, most)
+        if len(modes) == 1 or mode == "full" or tokens >= min(4096, budgets[0])
     ]
     for kv_tokens in counts:
         for mode, tokens in combinations:

@@ -194,6 +194,9 @@ def test_auto_checkpoints_only_where_it_has_to(tmp_path):
     assert config.actor.gradient_checkpointing == "auto"
     assert choose_settings(config, 24 * GB).actor.gradient_checkpointing == "full"
     assert choose_settings(config, 80 * GB).actor.gradient_checkpointing == "none"
+    small = dataclasses.replace(config.trainer, max_tokens_per_microbatch=2048)  # the user's own budget is no reason
+    config = dataclasses.replace(config, trainer=small)
+    assert choose_settings(config, 80 * GB).actor.gradient_checkpointing == "none"
 
 
 def test_what_fits_nowhere_is_refused_with_the_largest_part(tmp_path, caplog):
