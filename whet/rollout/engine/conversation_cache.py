@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-__all__ = ["MAX_BYTES", "CachedSequence", "ConversationCache", "common_prefix_length"]
+__all__ = ["CachedSequence", "ConversationCache", "common_prefix_length"]
 
 MAX_BYTES = 4 * 2**30
 """Default bound on the KV of earlier turns."""
