@@ -72,6 +72,8 @@ class Completion:
     messages: tuple[Message, ...] | None = None
     """Of an episode with turns: what was said after the prompt up to the end of this sequence, the environment's
     messages included; None = the decoded tokens say it."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """The time that its episode waited for the engine ("engine") and for the phases of its calls ("tools")."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
