@@ -132,7 +132,7 @@ class PolicyLearner(RLLearner):
         self.objective = make_objective(c)
         self.kl_controller = KLController(c)
         self.teacher_column = teacher_column(self.objective.surrogate)
-        self.token_stats = TokenStatsRecorder(self.config, cluster.ranks)
+        self.token_stats = TokenStatsRecorder(self.config, cluster.ranks.all_gather)
         self.check(cluster)
         self.zero_metrics = metrics_without_advantage(self.objective.surrogate)
         self.skips_without_signal = not (

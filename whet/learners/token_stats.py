@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from whet.config import RLTrainingConfig
 from whet.learners.step_metrics import TOKEN_STATS
-from whet.parallel.ranks import Ranks
 from whet.types import LossInputs, TokenBatch
 
 __all__ = ["TokenStatsRecorder"]
@@ -29,11 +30,12 @@ PLACE = "place_in_step"
 class TokenStatsRecorder:
     """Records one step at a time: `start`, `record` in each pass of an update, `finish`.
 
-    Args: config: token_stats_every_n_steps, token_stats_max_mb and run_dir are read. ranks: each has run a part.
+    Args: config: token_stats_every_n_steps, token_stats_max_mb and run_dir are read. all_gather: of the cluster's
+        ranks; each process runs a part of an update.
     """
 
-    def __init__(self, config: RLTrainingConfig, ranks: Ranks) -> None:
-        self.config, self.ranks = config, ranks
+    def __init__(self, config: RLTrainingConfig, all_gather: Callable[[Any], list[Any]]) -> None:
+        self.config, self.all_gather = config, all_gather
         self._parts: list[tuple[Tensor, ...]] = []
         self._is_full = False
 
@@ -60,7 +62,7 @@ class TokenStatsRecorder:
         own = [torch.cat(parts).cpu() for parts in zip(*self._parts, strict=True)]
         self._parts = []
         columns = {name: torch.full((batch.num_tokens,), math.nan) for name in TOKEN_STATS}
-        for gathered in filter(None, self.ranks.all_gather(own)):
+        for gathered in filter(None, self.all_gather(own)):
             place, *values = gathered
             for column, value in zip(columns.values(), values, strict=True):
                 column[place] = value  # later updates replace earlier ones
@@ -71,7 +73,7 @@ class TokenStatsRecorder:
         if folder is None or not every or index % every or self._is_full:
             return False
         limit = self.config.token_stats_max_mb
-        self._is_full = self.ranks.broadcast(_megabytes(Path(folder) / "completions") >= limit)
+        self._is_full = self.all_gather(_megabytes(Path(folder) / "completions") >= limit)[0]  # as rank 0 sees it
         if self._is_full:
             log.warning(
                 "the completions of the run take %g MB, so values of single tokens are no longer stored; "

@@ -11,7 +11,6 @@ from helpers import cluster, rows, same, tiny_model, weights_of
 from whet.config import DataConfig, GRPOConfig, RLTrainingConfig
 from whet.learners.grpo import GRPOLearner
 from whet.learners.token_stats import TokenStatsRecorder
-from whet.parallel.ranks import Ranks
 from whet.types import LossInputs, TokenBatch
 
 
@@ -68,11 +67,9 @@ def test_they_end_where_the_folder_is_as_large_as_its_limit(tmp_path, caplog):
 
 
 def test_the_parts_of_several_processes_are_put_together():
-    class Two(Ranks):
+    def all_gather(own):
         """Two processes, each of which has run a half of the tokens."""
-
-        def all_gather(self, own):
-            return [own] if isinstance(own, bool) else [[x[half] for x in own] for half in (slice(5), slice(5, None))]
+        return [own] if isinstance(own, bool) else [[x[half] for x in own] for half in (slice(5), slice(5, None))]
 
     one = torch.ones(9, dtype=torch.long)
     batch = TokenBatch(
@@ -80,7 +77,7 @@ def test_the_parts_of_several_processes_are_put_together():
         group_of=0 * one[:1],
         token_columns={"tokens": one, "mask": one > 0, "sampler_logprobs": one * 0.0, "versions": one},
     )  # fmt: skip
-    recorder = TokenStatsRecorder(RLTrainingConfig(run_dir="nowhere", token_stats_every_n_steps=1), Two())
+    recorder = TokenStatsRecorder(RLTrainingConfig(run_dir="nowhere", token_stats_every_n_steps=1), all_gather)
     batch = recorder.start(1, batch)
     logprobs = -torch.arange(9.0)
     columns = {"entropy": one * 2.0, "token_columns": batch.token_columns}
