@@ -172,7 +172,7 @@ class TrainingConfig:
     stop_when.entropy.steps=3. eval/<name> is a metric of evaluations. None = off."""
     collective_timeout_s: Seconds = 1800.0
     """Longest time that a process waits for the others under torchrun, in seconds; then the run ends with an error.
-    It must exceed the longest time that one rank alone rewards or saves."""
+    It must exceed the longest time for which one rank rewards or saves while the others wait."""
 
     REFUSED: ClassVar[dict[str, str]] = {
         "gradient_accumulation_steps": "an update covers all of its rows, however many fit into memory at once; set "

@@ -89,7 +89,7 @@ _METRICS = {
 }
 """How the loss's metrics are named and reduced: Tunix's names with Tunix's meaning, else TRL's with TRL's."""
 _ON_POLICY = ("sampling/sampling_logp_difference",)
-"""Metrics of the first update after a rollout alone. After it, the change of the weights is in the difference too."""
+"""Metrics of only the first update after a rollout. Later the difference contains the change of the weights too."""
 
 
 class PolicyLearner(RLLearner):

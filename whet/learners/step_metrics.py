@@ -266,7 +266,7 @@ def average_over_mini_batch(
 def average_over_known(
     metrics: Mapping[str, Metric], prefix: str, run: TokenBatch, known: Tensor, reductions: Reductions
 ) -> dict[str, Metric]:
-    """An update's metrics, with those of a prefix averaged over the tokens alone at which they are known.
+    """An update's metrics, with those of a prefix averaged only over the tokens at which they are known.
 
     Args:
         metrics: the update's. Those of the prefix are 0 at tokens at which they are not known.
