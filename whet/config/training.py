@@ -18,6 +18,7 @@ from whet.config.enums import Mode
 from whet.config.fields import (
     Bool,
     Count,
+    Float,
     Fn,
     Items,
     Name,
@@ -324,6 +325,11 @@ class RLTrainingConfig(TrainingConfig):
     band of that metric; `whet docs troubleshooting` lists the defaults."""
     show_samples: Number = 0
     """Steps between two displays of a prompt with its best and its worst completion; 0 = never."""
+    token_stats_every_n_steps: Number = 10
+    """Steps between two steps whose completions are stored with each token's advantage, logprob and entropy under
+    the trained model; 0 = never. They come from the update and cost no pass."""
+    token_stats_max_mb: Float = 1000.0
+    """Megabytes of the run folder's completions/ from which on these are no longer stored."""
     last_batch: Literal["drop", "keep"] = "drop"
     """Prompts at the end of an epoch that fill no step: "drop" = leave them out and log their number, "keep" = make a
     smaller step."""

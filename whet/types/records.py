@@ -72,6 +72,8 @@ class Completion:
     messages: tuple[Message, ...] | None = None
     """The messages of an episode with turns, from the prompt to the end of this sequence, those of the environment
     included. None = the decoded tokens are the only message."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """The time that its episode waited for the engine ("engine") and for the phases of its calls ("tools")."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
