@@ -291,7 +291,7 @@ def save_model(
     merge: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Path:
-    """Saves a model in Hugging Face's format (safetensors), or the adapter alone in PEFT's format if the model has one.
+    """Saves a model in Hugging Face's format (safetensors), or only the adapter in PEFT's format if the model has one.
 
     transformers loads a critic or a reward model as AutoModelForSequenceClassification, if the family has that class.
 

@@ -72,6 +72,8 @@ _FREE = (
     "trainer.reward_workers",
     "trainer.run_dir",
     "trainer.show_samples",
+    "trainer.token_stats_every_n_steps",
+    "trainer.token_stats_max_mb",
     "trainer.stop_when",
     "trainer.warn_when",
     "trainer.loggers",

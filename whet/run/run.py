@@ -427,7 +427,9 @@ class Run:
         if self._finished is None or self._finished[0] != self._updates():
             return
         if self.ranks.size > 1:  # a checkpoint needs all processes, and the others may not have failed
-            log.warning("step %d is not saved: one of %d processes can't save alone", self.step, self.ranks.size)
+            log.warning(
+                "step %d is not saved: one of %d processes can't save without the others", self.step, self.ranks.size
+            )
             return
         state = self._finished[1]
         try:
