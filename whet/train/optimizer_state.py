@@ -170,8 +170,8 @@ def _group_of(path: Path, names: Sequence[str], saved: Sequence[Mapping[str, Any
     near = max(saved, key=lambda group: len(set(group["params"]) & set(names)), default={"params": []})
     unmatched = sorted(set(near["params"]) ^ set(names))
     raise CheckpointError(
-        f"{path} does not fit this optimizer: {unmatched[0]!r} is in a group on one side only ({len(unmatched)} such "
-        "names); resume with the model and the frozen layers that it was saved with, or start a new run from its weights"
+        f"{path} does not fit this optimizer: {unmatched[0]!r} is in a group on one side only (of {len(unmatched)}); "
+        "resume with the model and the frozen layers that it was saved with, or start a new run from its weights"
     )
 
 
