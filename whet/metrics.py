@@ -108,7 +108,7 @@ Metric = Mean | Sum | Max | Min | Last
 def merge(first: Mapping[str, Metric], *others: Mapping[str, Metric]) -> dict[str, Metric]:
     """The metrics of several micro-batches or ranks as one.
 
-    Args: first, others: metrics by name, in the order they were made (it matters to Last alone).
+    Args: first, others: metrics by name, in the order they were computed, which matters only to Last.
     Returns: a new dict with every name of any of them.
     Raises: DataError: one name carries two kinds.
 

@@ -88,5 +88,5 @@ def test_tunix_s_classes_and_calls_take_every_name(name):
 
 
 def test_a_length_under_two_names_is_refused():
-    with pytest.raises(ConfigError, match="max_tokens are the same length; give max_tokens_to_generate alone"):
+    with pytest.raises(ConfigError, match="max_tokens are the same length; give only max_tokens_to_generate"):
         tunix.RolloutConfig(max_tokens=1, max_tokens_to_generate=2)

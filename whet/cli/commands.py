@@ -91,7 +91,7 @@ def train(config: R, make_learner: Callable[[R], tuple[Any, Any, Any]]) -> dict[
 
     ranks = join_processes(config.trainer.collective_timeout_s)
     with pause_collector():
-        ranks.call_on_writer(lambda: check_run(config))  # one rank alone may lock a folder to look at it
+        ranks.call_on_writer(lambda: check_run(config))  # only one rank may lock a folder to read it
     transformers_logging.disable_progress_bar()
     started = time.monotonic()
     named = config.trainer.run_dir is not None

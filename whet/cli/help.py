@@ -96,7 +96,7 @@ COMMON_KEYS: Mapping[str, Sequence[Group]] = {
         (
             "Algorithm",
             {
-                "algo.gae_lambda": "1: trust the rewards alone; 0: trust the critic",
+                "algo.gae_lambda": "1: trust only the rewards; 0: trust the critic",
                 "algo.beta": "weight of the KL penalty; 0.0: no reference model is loaded",
                 "algo.num_iterations": "times each rollout is trained on (verl: ppo_epochs)",
                 "algo.critic_warmup_steps": "first steps, in which only the critic is trained",

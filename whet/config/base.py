@@ -305,8 +305,8 @@ def _prefix_message(cls: type, path: tuple[str, ...], key: str, message: str, *,
     if (word := re.match(r"(\w+)(?=[ .:=])", message)) and word[0] in names:
         first, rest = word[0], message[word.end() :]
         if whole:
-            told = "|".join(name for name in names if "_" in name)
-            rest = re.sub(rf"(?<![\w.\"'])({told})(?=[ ,;:)=]|$)", rf"{key}.\1", rest)
+            compound = "|".join(name for name in names if "_" in name)
+            rest = re.sub(rf"(?<![\w.\"'])({compound})(?=[ ,;:)=]|$)", rf"{key}.\1", rest)
         return f"{key}.{first}{rest}"
     return f"{key} {message}" if message.startswith(("must ", "is ", "holds ")) else f"{key}: {message}"
 

@@ -265,8 +265,9 @@ def _settings_of_run(run: Mapping[str, Any]) -> dict[str, Any]:
 
 def _env_path_of_run(run: Mapping[str, Any], rollout: RolloutConfig) -> str | None:
     """The environment's reward, for a run without a reward, a reward model and a teacher; else None."""
-    alone = run.get("reward_model") is None and run.get("teacher") is None and isinstance(rollout.env_path, str)
-    return f"{rollout.env_path}:reward_fn" if alone else None
+    if run.get("reward_model") is not None or run.get("teacher") is not None or not isinstance(rollout.env_path, str):
+        return None
+    return f"{rollout.env_path}:reward_fn"
 
 
 def _with_weights(reward: Any, weights: Sequence[float] | None) -> Any:
@@ -290,7 +291,8 @@ def check_eval(config: EvalRunConfig) -> None:
     if config.sampling.max_turns > 1:
         missing.append(
             f"rollout.max_turns={config.sampling.max_turns}: whet eval completes prompts in one turn, and episodes are "
-            "evaluated by their run (trainer.eval_every_n_steps); set rollout.max_turns=1 for the first turn alone"
+            "evaluated by their run (trainer.eval_every_n_steps); set rollout.max_turns=1 to evaluate only the first "
+            "turn"
         )
     missing += missing_inputs(config.model, config.data.path, "<folder, run folder or hub name>")
     if not config.reward_names:

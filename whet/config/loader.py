@@ -133,7 +133,7 @@ def parse_config_args(
 
 
 def resolve_files(node: Any, folder: Path) -> Any:
-    """A tree in which Python files (alone or in references) are paths relative to a folder, if the folder has them.
+    """A tree in which Python files, also those in references, are paths relative to a folder, if the folder has them.
 
     Args: node: of the tree. folder: of the YAML file that the tree comes from.
     """
@@ -169,9 +169,9 @@ def takes_text(cls: type, key: Sequence[str], text: str, short: Mapping[str, str
         return False
     if text == "null" and type(None) in kinds:
         return False
-    alone = {*kinds} <= {str, type(None), *CALLABLE_TYPES, *(kind for kind in kinds if get_origin(kind) is Literal)}
+    only_text = {*kinds} <= {str, type(None), *CALLABLE_TYPES, *(kind for kind in kinds if get_origin(kind) is Literal)}
     section = full is not None and section_at(cls, tuple(key)) is not None  # data={path: ...}, where data=FILE is short
-    return not text.startswith("{" if alone and section else () if alone else YAML_STARTS)
+    return not text.startswith("{" if only_text and section else () if only_text else YAML_STARTS)
 
 
 def _parse_value(key: str, text: str, after: Sequence[str]) -> Any:

@@ -67,7 +67,7 @@ class CompareConfig:
     """
 
     runs: Strings = ()
-    """Run folders; runs that differ in the seed alone share a column. The first words may be the folders."""
+    """Run folders; runs that differ only in the seed share a column. The first words may be the folders."""
     metrics: Strings = ()
     """Metrics to compare, by their names in metrics.jsonl, those of evaluations as "eval reward"; empty = the usual
     ones."""

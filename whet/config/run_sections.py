@@ -137,9 +137,9 @@ def take_base_sections(cls: type, given: Any) -> Any:
     words = given.kwargs if isinstance(given, ArgsKwargs) else given
     if not isinstance(words, Mapping):
         return given
-    made = dict(words)
+    converted = dict(words)
     for field in dataclasses.fields(cls):
         kind, value = field.default_factory, words.get(field.name)
         if dataclasses.is_dataclass(value) and isinstance(kind, type) and type(value) is kind.__base__:
-            made[field.name] = kind(**{f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
-    return ArgsKwargs((), made) if isinstance(given, ArgsKwargs) else made
+            converted[field.name] = kind(**{f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
+    return ArgsKwargs((), converted) if isinstance(given, ArgsKwargs) else converted

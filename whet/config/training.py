@@ -18,6 +18,7 @@ from whet.config.enums import Mode
 from whet.config.fields import (
     Bool,
     Count,
+    Float,
     Fn,
     Items,
     Name,
@@ -128,7 +129,10 @@ class TrainingConfig:
     metrics_prefix: Text = ""
     """Prefix of every metric in the loggers, joined with a slash. "" = none."""
     pbar_description: Text | None = "Training"
-    """Text before the progress bar, "" = none; None = no progress bar."""
+    """Text before the progress, "" = none; None = no progress."""
+    view: Literal["auto", "rich", "lines"] = "auto"
+    """Progress: "rich" = step, phase, metrics with their curves, memory and time left, updated in place; "lines" = a line
+    at most every 30 seconds; "auto" = rich if stderr is a terminal."""
     max_tokens_per_microbatch: Count | None = None
     """Most tokens of one forward and backward pass, prompts and completions together. None = 16384 on a GPU; on a CPU
     about 1536, and up to 2048 to keep groups whole; more if the longest sequence of the rollout is longer."""
@@ -171,7 +175,7 @@ class TrainingConfig:
     stop_when.entropy.steps=3. eval/<name> is a metric of evaluations. None = off."""
     collective_timeout_s: Seconds = 1800.0
     """Longest time that a process waits for the others under torchrun, in seconds; then the run ends with an error.
-    It must exceed the longest time that one rank alone rewards or saves."""
+    It must exceed the longest time for which one rank rewards or saves while the others wait."""
 
     REFUSED: ClassVar[dict[str, str]] = {
         "gradient_accumulation_steps": "an update covers all of its rows, however many fit into memory at once; set "
@@ -324,6 +328,11 @@ class RLTrainingConfig(TrainingConfig):
     band of that metric; `whet docs troubleshooting` lists the defaults."""
     show_samples: Number = 0
     """Steps between two displays of a prompt with its best and its worst completion; 0 = never."""
+    token_stats_every_n_steps: Number = 10
+    """Steps between two steps whose completions are stored with each token's advantage, logprob and entropy under
+    the trained model; 0 = never. They come from the update and cost no pass."""
+    token_stats_max_mb: Float = 1000.0
+    """Megabytes of the run folder's completions/ from which on these are no longer stored."""
     last_batch: Literal["drop", "keep"] = "drop"
     """Prompts at the end of an epoch that fill no step: "drop" = leave them out and log their number, "keep" = make a
     smaller step."""

@@ -138,7 +138,7 @@ def check_prompt_lengths(
         fix = f"set rollout.max_prompt_length={limit} {treatment}{lower}"
     else:
         key, limit = "rollout.max_tokens_to_generate", positions - min(longest, positions - 1)
-        fix = "max_tokens_to_generate alone leaves no room for a prompt; set it to "
+        fix = "max_tokens_to_generate leaves no room for a prompt; set it to "
         fix += (
             f"{positions - longest} or less for this prompt"
             if longest < positions

@@ -1,6 +1,6 @@
 """The batches of a run: which rows make up each step, with an exact resume.
 
-Three kinds of source. Rows with a length (a list, a Dataset): each epoch in an order drawn from (seed, epoch) alone.
+Three kinds of source. Rows with a length (a list, a Dataset): each epoch in an order drawn from (seed, epoch).
 Ready-made batches (mappings from column to a list, Tunix's form): in their own order. A stream of rows: in its own
 order, in batches of batch_size, optionally shuffled within a buffer. A stream with state_dict and load_state_dict, such
 as datasets.IterableDataset and whet's own, continues at its position after a resume. For any other iterable, a resume

@@ -28,11 +28,11 @@ PREFIX = "verifiers:"
 def taskset_rows(source: str, split: str | None) -> list[dict[str, Any]]:
     """The rows of a split.
 
-    Args: source: "verifiers:name?option=value&...". split: given to the taskset's own option `split`, unless the source
-        sets it. A taskset without that option has "train" alone; None = what the taskset takes by default.
+    Args: source: "verifiers:name?option=value&...". split: the value of the taskset's own option `split`, unless the
+        source sets it. A taskset without that option has only "train". None = the taskset's default.
     Returns: dicts with prompt, task and index.
     Raises: ConfigError: the extra is missing, there is no such taskset or option, or a task needs more than one answer.
-        DataError: the taskset has no splits and another one than "train" is asked for.
+        DataError: the taskset has no splits, and the split is not "train".
 
     Example: taskset_rows("verifiers:gsm8k?size=100", "train").
     """

@@ -9,7 +9,7 @@ import numpy as np
 
 from whet.types import Group
 
-__all__ = ["make_completion_columns"]
+__all__ = ["make_completion_columns", "turn_spans"]
 
 
 def make_completion_columns(
@@ -28,6 +28,7 @@ def make_completion_columns(
     """
     pairs = [(g.prompt, c) for g in groups for c in g.completions]
     prompt_ids = [p.tokens if c.prefix is None else c.prefix for p, c in pairs]
+    turns = [turn_spans(c.versions) for _, c in pairs]
     prompt_texts = {id(ids): decode(ids) for ids in {id(ids): ids for ids in prompt_ids}.values()}  # once per prompt
     return {
         "row": [p.row for p, _ in pairs],
@@ -41,5 +42,22 @@ def make_completion_columns(
         "reward": list(rewards),
         "finish_reason": [c.finish_reason for _, c in pairs],
         "version": [int(c.versions.max()) for _, c in pairs],
+        "versions": [c.versions for _, c in pairs],
+        "turn_starts": [starts for starts, _ in turns],
+        "turn_ends": [ends for _, ends in turns],
         "info": [c.info for _, c in pairs],
+        "seconds": [{name: round(spent, 3) for name, spent in c.seconds.items()} for _, c in pairs],
     }
+
+
+def turn_spans(versions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The turns of the model in a sequence: turn i is the tokens starts[i] to ends[i], without the latter.
+
+    Args: versions: int [C], -1 = not sampled. Two turns with no token between them are one.
+
+    >>> starts, ends = turn_spans(np.array([3, 3, -1, -1, 3]))
+    >>> starts.tolist(), ends.tolist()
+    ([0, 4], [2, 5])
+    """
+    changes = np.diff((versions >= 0).astype(np.int8), prepend=0, append=0)
+    return (changes == 1).nonzero()[0], (changes == -1).nonzero()[0]

@@ -151,15 +151,15 @@ def compute_metrics(
         rewards[f"rewards/{name}"] = [_mean(one.table[name]) for one in results]
     metrics = {name: estimate(values) for name, values in rewards.items()}
     if passed is not None:
-        judged = [(p[~np.isnan(p)], [a for a, x in zip(one.answers, p) if x == x]) for one, p in zip(results, passed)]
+        graded = [(p[~np.isnan(p)], [a for a, x in zip(one.answers, p) if x == x]) for one, p in zip(results, passed)]
         for k in ks:
             metrics[f"pass@{k}"] = estimate(
-                [pass_at_k(len(p), int(p.sum()), k) if len(p) >= k else math.nan for p, _ in judged]
+                [pass_at_k(len(p), int(p.sum()), k) if len(p) >= k else math.nan for p, _ in graded]
             )
         for k in ks:
             if k > 1:
                 metrics[f"majority@{k}"] = estimate(
-                    [majority_at_k(a, p.tolist(), k) if len(p) >= k else math.nan for p, a in judged]
+                    [majority_at_k(a, p.tolist(), k) if len(p) >= k else math.nan for p, a in graded]
                 )
     metrics["tokens"] = estimate([_mean(one.lengths) for one in results])
     metrics["truncated"] = estimate([_mean(one.truncated) for one in results])

@@ -374,9 +374,9 @@ def _versions(facts: CardFacts) -> str:
 
 def _licence(facts: CardFacts) -> str:
     if facts.licence:
-        said = facts.licence.get("license_name") or facts.licence.get("license")
+        licence = facts.licence.get("license_name") or facts.licence.get("license")
         link = facts.licence.get("license_link")
-        return f"## Licence\n\nThat of the base model: {f'[{said}]({link})' if link else said}."
+        return f"## Licence\n\nThat of the base model: {f'[{licence}]({link})' if link else licence}."
     where = f"see [its page](https://huggingface.co/{facts.base})" if facts.base else "ask whoever made it"
     return f"## Licence\n\nThe licence of the base model is not known here: {where}."
 

@@ -23,7 +23,7 @@ def warn_about_config(config: PolicyConfig, longest: int | None = None) -> None:
     c, mode = config, config.keywords["kl_loss_mode"]
     if c.beta and c.kl_type == "loss" and mode in ("kl", "k1") and not c.use_bias_correction_kl:
         log.warning(
-            "algo.kl_loss_mode=%r with algo.beta=%s: the gradient of k1 is that of log pi alone, so it does not pull "
+            "algo.kl_loss_mode=%r with algo.beta=%s: the gradient of k1 is that of log pi, so it does not pull "
             "towards the reference; algo.kl_loss_mode='low_var_kl' does",
             mode,
             c.beta,

@@ -42,6 +42,7 @@ from whet.learners.step_metrics import (
     skipped_metrics,
 )
 from whet.learners.teacher import check_teacher, divergence_from, with_teacher
+from whet.learners.token_stats import TokenStatsRecorder
 from whet.ops import (
     LOSS_AGG_MODES,
     entropy_rank,
@@ -88,7 +89,7 @@ _METRICS = {
 }
 """How the loss's metrics are named and reduced: Tunix's names with Tunix's meaning, else TRL's with TRL's."""
 _ON_POLICY = ("sampling/sampling_logp_difference",)
-"""Metrics of the first update after a rollout alone. After it, the change of the weights is in the difference too."""
+"""Metrics of only the first update after a rollout. Later the difference contains the change of the weights too."""
 
 
 class PolicyLearner(RLLearner):
@@ -131,6 +132,7 @@ class PolicyLearner(RLLearner):
         self.objective = make_objective(c)
         self.kl_controller = KLController(c)
         self.teacher_column = teacher_column(self.objective.surrogate)
+        self.token_stats = TokenStatsRecorder(self.config, cluster.ranks.all_gather)
         self.check(cluster)
         self.zero_metrics = metrics_without_advantage(self.objective.surrogate)
         self.skips_without_signal = not (
@@ -212,10 +214,10 @@ class PolicyLearner(RLLearner):
         """Adds log-probabilities: the old ones (see `old_logprobs_from`), the reference's where beta is not 0, and a
         teacher's. With kl_type="reward" it subtracts the KL from `token_rewards`.
 
-        Reads: batch, batch.token_rewards. Writes: batch.old_logprobs, batch.ref_logprobs, batch.teacher_logprobs,
-        batch.sampler_is_mean, batch.token_rewards, metrics.
+        Reads: index, batch, batch.token_rewards. Writes: batch.old_logprobs, batch.ref_logprobs,
+        batch.teacher_logprobs, batch.sampler_is_mean, batch.token_rewards, metrics.
         """
-        cluster, batch = self.cluster, step.batch
+        cluster, batch = self.cluster, self.token_stats.start(step.index, step.batch)
         cluster.release_engine_memory()
         source = self.old_logprobs_from(batch.num_groups, cluster.actor_trainer.stale_versions(batch))
         if source == "trainer":
@@ -350,6 +352,7 @@ class PolicyLearner(RLLearner):
             metrics |= sampling_metrics(x, recorded=False)
         if x.entropy is not None:
             metrics["entropy"] = x.entropy.detach()
+        self.token_stats.record(x)
         return loss, metrics
 
     def after_step(self, run: Run, step: Step) -> None:
@@ -357,6 +360,7 @@ class PolicyLearner(RLLearner):
 
         Reads: batch.old_logprobs, batch.ref_logprobs. Writes: nothing.
         """
+        step = step.replace(batch=self.token_stats.finish(step.batch))
         step = step.log(self.kl_controller.after_step(step.batch))
         move_reference(self.cluster, self.algo_config, step.index)
         super().after_step(run, step)

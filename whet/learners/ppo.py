@@ -94,7 +94,7 @@ class PPOLearner(PolicyLearner):
             )
         if self.shares_trunk and config.critic_warmup_steps:
             raise ConfigError(
-                f"algo.critic_warmup_steps={config.critic_warmup_steps} trains the critic alone, and this one shares "
+                f"algo.critic_warmup_steps={config.critic_warmup_steps} trains only the critic, and this one shares "
                 "the actor's trunk; set 0, or give the critic a model of its own"
             )
         for name, usual in (("critic_updates", 1), ("value_loss_agg_mode", "token-mean")):

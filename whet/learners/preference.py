@@ -136,7 +136,7 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
 
     @property
     def chance(self) -> float | None:
-        """Ln 2, the loss of a coin, where the loss is sigmoid alone."""
+        """Ln 2, the loss of a coin toss, if sigmoid is the only loss; else None."""
         c = self.algo_config
         return math.log(2) if c.loss_type == ("sigmoid",) and c.loss_weights is None else None
 

@@ -5,6 +5,7 @@ Dim legend: N sequences, J trajectories.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from whet.rewards.reward_batch import RewardBatch
 
 __all__ = [
+    "TOKEN_STATS",
     "advantage_metrics",
     "average_over_known",
     "average_over_mini_batch",
@@ -38,6 +40,9 @@ __all__ = [
     "total_metrics",
     "value_metrics",
 ]
+
+TOKEN_STATS = {"trainer_logprobs": "trainer_logprobs", "trainer_entropy": "entropy"}
+"""The columns of a batch that `token_stats` records in updates, float [S], NaN = unknown, and their names in files."""
 
 
 def spread(name: str, values: np.ndarray, *, prefix: bool = False) -> dict[str, Metric]:
@@ -261,7 +266,7 @@ def average_over_mini_batch(
 def average_over_known(
     metrics: Mapping[str, Metric], prefix: str, run: TokenBatch, known: Tensor, reductions: Reductions
 ) -> dict[str, Metric]:
-    """An update's metrics, with those of a prefix averaged over the tokens alone at which they are known.
+    """An update's metrics, with those of a prefix averaged only over the tokens at which they are known.
 
     Args:
         metrics: the update's. Those of the prefix are 0 at tokens at which they are not known.
@@ -292,11 +297,15 @@ def completion_columns(
 ) -> tuple[dict[str, list[Any]], dict[str, np.ndarray]]:
     """The columns of completions/ in the run folder, and the rewards of each function.
 
-    Args: rewards: of the step. batch: with advantages; None = an evaluation. decode: a prompt's ids -> text with
-        special tokens.
+    Args: rewards: of the step. batch: with advantages, and on some steps with TOKEN_STATS; None = an evaluation.
+        decode: a prompt's ids -> text with special tokens.
     """
     at = rewards.trajectory_of
     columns = make_completion_columns(rewards.groups, rewards.texts, rewards.total[at].tolist(), decode)
     if batch is not None and batch.advantages is not None:
         columns["advantage"] = batch.trajectory_advantages.numpy()[at].tolist()
+    if batch is not None and all(name in batch.token_columns for name in TOKEN_STATS):
+        for name, stored in {**TOKEN_STATS, "advantages": "advantages"}.items():
+            values = batch.token_columns[name].float().masked_fill(~batch.mask, math.nan)
+            columns[stored] = np.split(values.numpy(), batch.ends[:-1].numpy())
     return columns, {name: values[at] for name, values in sorted(rewards.table.items())}

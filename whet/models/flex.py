@@ -175,7 +175,7 @@ class FlexRow:
         since = torch.zeros_like(position) if window is None else position - (window - 1)
 
         def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            """Whether token i sees token j. It reads only tables: a number would be compiled in, for this row alone."""
+            """Whether token i sees token j. It reads only tables: a number would be compiled in for this row."""
             return (order[j] <= order[i]) & (order[i] <= end[j]) & (position[j] >= since[i])
 
         zero = torch.zeros((), dtype=torch.int32, device=order.device)

@@ -166,7 +166,7 @@ def check_config(config: PretrainedConfig, name: str) -> None:
     if extra or config.get_text_config() is not config:
         raise ConfigError(
             f"{name!r} ({config.model_type}) is not a text-only model: its config has "
-            f"{', '.join(extra) or 'sub-models'}; give the causal language model alone"
+            f"{', '.join(extra) or 'sub-models'}; give only the causal language model"
         )
     if config.is_encoder_decoder:
         raise ConfigError(f"{name!r} ({config.model_type}) is an encoder-decoder; give a causal language model")

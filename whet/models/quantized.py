@@ -31,7 +31,7 @@ def quantization_config(kind: str, device: torch.device) -> Any:
     except Exception as error:  # the import loads a native library, with many exception classes
         raise ConfigError(
             f"quantization={kind} needs bitsandbytes ({format_exception(error, 200)}); "
-            f"{install_hint('qlora')}, or leave quantization out: lora alone trains an adapter on unquantised weights"
+            f"{install_hint('qlora')}, or leave quantization out: lora then trains an adapter on unquantised weights"
         ) from error
     if device.type not in ("cuda", "cpu", "xpu"):
         raise ConfigError(f"quantization={kind} does not run on {device.type}: bitsandbytes supports cuda, xpu and cpu")

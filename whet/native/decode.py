@@ -44,8 +44,8 @@ class StepTable(ctypes.Structure):
         *((name, _long) for name in ("rows", "heads", "kv", "size", "threads")),
         *((name, _pointer) for name in ("position", "num_drawn", "cos", "sin")),
         ("groups", _long),
-        *((name, _pointer) for name in ("group_ends", "query_rows", "prompt_tokens", "room")),
-        *((name, _pointer) for name in ("hidden", "more", "wide", "narrow")),
+        *((name, _pointer) for name in ("group_ends", "query_rows", "prompt_tokens", "workspace")),
+        *((name, _pointer) for name in ("hidden", "residual", "wide", "narrow")),
     )
 
 
@@ -84,18 +84,18 @@ class DecodeKernels:
         """Outputs in a panel of a packed weight."""
         self._run, self._attend = handle.whet_run, handle.whet_attend
         self._pack, self._multiply = handle.whet_pack, handle.whet_multiply
-        self._norm, self._gated = handle.whet_norm, handle.whet_gated
+        self._norm, self._silu_mul = handle.whet_norm, handle.whet_silu_mul
         self._run.argtypes = (_pointer, _pointer, _long, _long)
         self._attend.argtypes = (*(_pointer,) * 4, _long)
         self._pack.argtypes = (_pointer, _pointer, *(_long,) * 4)
         self._multiply.argtypes = (*(_pointer,) * 3, *(_long,) * 3)
         self._norm.argtypes = (*(_pointer,) * 4, _long, _long, _double, _long, _long)
-        self._gated.argtypes = (_pointer, _pointer, *(_long,) * 4)
-        for function in (self._run, self._attend, self._pack, self._multiply, self._norm, self._gated):
+        self._silu_mul.argtypes = (_pointer, _pointer, *(_long,) * 4)
+        for function in (self._run, self._attend, self._pack, self._multiply, self._norm, self._silu_mul):
             function.restype = None
 
     def run(self, step: StepTable, layers: ctypes.Array[LayerTable], dtype: torch.dtype) -> None:
-        """Runs all layers for one token per row. The result is step.hidden + step.more.
+        """Runs all layers for one token per row. The result is step.hidden + step.residual.
 
         Args: step, layers: the tables. dtype: of the weights and the KV.
         """
@@ -158,7 +158,7 @@ class DecodeKernels:
         rows, width = x.shape[0], x.shape[1] // 2
         out = x.new_empty(rows, width)
         is_bf16 = x.dtype == torch.bfloat16
-        self._gated(x.data_ptr(), out.data_ptr(), rows, width, torch.get_num_threads(), is_bf16)
+        self._silu_mul(x.data_ptr(), out.data_ptr(), rows, width, torch.get_num_threads(), is_bf16)
         return out
 
 
@@ -212,11 +212,11 @@ def _compare_attention(
     cos, sin = torch.ones(prompt + places, size, dtype=dtype), torch.zeros(prompt + places, size, dtype=dtype)
     longs = [torch.tensor(x) for x in ([0, 2], [0, 1], [prompt], [prompt])]
     addresses = [torch.tensor([x.data_ptr()]) for x in prompts]
-    room = torch.empty(2, 2, 2 * size + 2)
-    tables = [cos, sin, position, counts, *longs, *addresses, room]  # kept alive for the call
+    workspace = torch.empty(2, 2, 2 * size + 2)
+    tables = [cos, sin, position, counts, *longs, *addresses, workspace]  # kept alive for the call
     ends, query_rows, tokens, lengths = (x.data_ptr() for x in longs)
     step = StepTable(2, 2, 1, size, torch.get_num_threads(), position.data_ptr(), counts.data_ptr(), cos.data_ptr(),
-                     sin.data_ptr(), 1, ends, query_rows, tokens, room.data_ptr())  # fmt: skip
+                     sin.data_ptr(), 1, ends, query_rows, tokens, workspace.data_ptr())  # fmt: skip
     layer = LayerTable(keys.data_ptr(), values.data_ptr(), places, addresses[0].data_ptr(), addresses[1].data_ptr(),
                        lengths, None, 0.0, 0.0, size**-0.5, 0)  # fmt: skip
     actual = kernels.attend(step, layer, qkv)

@@ -33,16 +33,16 @@ class LayerKernels:
         handle.whet_constant.restype, handle.whet_constant.argtypes = _long, (_long,)
         self.lanes: int = handle.whet_constant(0)
         """Numbers side by side in a register: rows must be multiples of it."""
-        self._part, self._room = handle.whet_constant(1), handle.whet_constant(2)
+        self._part, self._workspace_size = handle.whet_constant(1), handle.whet_constant(2)
         self._weight_grad = handle.whet_weight_grad
         self._weight_grad.argtypes = (*(_pointer,) * 3, *(_long,) * 5, _pointer)
         self._norm, self._norm_back = handle.whet_norm, handle.whet_norm_back
-        self._gated, self._gated_back = handle.whet_gated, handle.whet_gated_back
+        self._silu_mul, self._silu_mul_back = handle.whet_silu_mul, handle.whet_silu_mul_back
         self._norm.argtypes = (*(_pointer,) * 4, _long, _long, ctypes.c_double, _long, _long)
         self._norm_back.argtypes = (*(_pointer,) * 6, *(_long,) * 4)
-        self._gated.argtypes = (*(_pointer,) * 3, *(_long,) * 3)
-        self._gated_back.argtypes = (*(_pointer,) * 5, *(_long,) * 3)
-        for function in (self._norm, self._norm_back, self._gated, self._gated_back, self._weight_grad):
+        self._silu_mul.argtypes = (*(_pointer,) * 3, *(_long,) * 3)
+        self._silu_mul_back.argtypes = (*(_pointer,) * 5, *(_long,) * 3)
+        for function in (self._norm, self._norm_back, self._silu_mul, self._silu_mul_back, self._weight_grad):
             function.restype = None
 
     def fit(self, *tensors: Tensor) -> bool:
@@ -84,7 +84,7 @@ class LayerKernels:
         """silu(gate) · up, [n d]."""
         y = torch.empty_like(gate)
         pointers = (z.data_ptr() for z in (gate, up, y))
-        self._gated(*pointers, gate.numel(), torch.get_num_threads(), gate.dtype == torch.bfloat16)
+        self._silu_mul(*pointers, gate.numel(), torch.get_num_threads(), gate.dtype == torch.bfloat16)
         return y
 
     def gated_grads(
@@ -97,7 +97,7 @@ class LayerKernels:
         """
         d_gate, y = torch.empty_like(gate), torch.empty_like(gate) if product else None
         pointers = (None if z is None else z.data_ptr() for z in (gate, up, grad, y, d_gate))
-        self._gated_back(*pointers, gate.numel(), torch.get_num_threads(), gate.dtype == torch.bfloat16)
+        self._silu_mul_back(*pointers, gate.numel(), torch.get_num_threads(), gate.dtype == torch.bfloat16)
         return d_gate, grad, y
 
     def weight_grad(self, grad: Tensor, x: Tensor, into: Tensor | None = None) -> Tensor:
@@ -113,10 +113,10 @@ class LayerKernels:
             raise ValueError(f"the sum is {list(out.shape)} in {out.dtype}; it must be [O, I], contiguous, float32")
         if not (len(x) and out.numel()):
             return out.zero_() if into is None else out
-        room = torch.empty(threads * self._room, dtype=torch.float32, device="cpu")
+        workspace = torch.empty(threads * self._workspace_size, dtype=torch.float32, device="cpu")
         pointers = (z.data_ptr() for z in (grad, x, out))
         with record_function("native: gradient of a weight"):
-            self._weight_grad(*pointers, len(x), *out.shape, into is not None, threads, room.data_ptr())
+            self._weight_grad(*pointers, len(x), *out.shape, into is not None, threads, workspace.data_ptr())
         return out
 
 

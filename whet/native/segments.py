@@ -52,10 +52,10 @@ class _Call(ctypes.Structure):
     _fields_ = (
         *((name, _long) for name in ("heads", "kv", "size", "value_size", "threads", "stripes", "window")),
         ("scale", _double),
-        *((name, _long) for name in ("key_blocks", "query_blocks", "room_keys")),
+        *((name, _long) for name in ("key_blocks", "query_blocks", "padded_keys")),
         *((name, _pointer) for name in ("segments", "keys", "queries", "stripe_ends")),
         *((name, _Tensor) for name in ("q", "k", "v", "out", "grad", "d_q", "d_k", "d_v")),
-        *((name, _pointer) for name in ("sums", "room")),
+        *((name, _pointer) for name in ("sums", "workspace")),
     )
 
 
@@ -68,8 +68,12 @@ class SegmentKernels:
         self.queries, self.keys, self.wide, self.max_head_size, *sizes = (handle.whet_constant(i) for i in range(7))
         if sizes != [ctypes.sizeof(_Call), 3 * 8, 5 * 8]:
             raise OSError("segments.cpp and segments.py name different fields")
-        self.room, self.forward, self.backward = handle.whet_room, handle.whet_forward, handle.whet_backward
-        self.room.restype, self.room.argtypes = _long, (_pointer, _long, _long)
+        self.workspace_size, self.forward, self.backward = (
+            handle.whet_workspace,
+            handle.whet_forward,
+            handle.whet_backward,
+        )
+        self.workspace_size.restype, self.workspace_size.argtypes = _long, (_pointer, _long, _long)
         for function in (self.forward, self.backward):
             function.restype, function.argtypes = None, (_pointer, _long)
 
@@ -84,20 +88,20 @@ class SegmentTables:
         kernels = _kernels()
         starts = list(itertools.accumulate(lengths, initial=0))
         above: list[int] = []
-        segments, keys, queries, room = [], [], [], 0
+        segments, keys, queries, padded_keys = [], [], [], 0
         for i, (n, parent) in enumerate(zip(lengths, parents, strict=True)):
             above.append(above[parent] + lengths[parent] if parent >= 0 else 0)
             segments.append((parent, above[i], len(keys)))
             for a in range(0, n, kernels.keys):
                 count = min(kernels.keys, n - a)
-                keys.append((i, starts[i] + a, above[i] + a, count, room))
-                room += -(-count // kernels.wide) * kernels.wide
+                keys.append((i, starts[i] + a, above[i] + a, count, padded_keys))
+                padded_keys += -(-count // kernels.wide) * kernels.wide
             blocks = -(-n // (kernels.queries // group))
             cuts = [n * j // blocks for j in range(blocks + 1)]  # of nearly equal lengths
             queries += [(i, starts[i] + a, above[i] + a, b - a, 0) for a, b in itertools.pairwise(cuts)]
         with torch.inference_mode(False):  # they are used after this pass
             self.segments, self.keys, self.queries = (torch.tensor(x, device="cpu") for x in (segments, keys, queries))
-        self.room, self.group, self.tokens = room, group, starts[-1]
+        self.padded_keys, self.group, self.tokens = padded_keys, group, starts[-1]
         self._blocks = [(place, n) for _, _, place, n, _ in queries]
 
     def stripe_ends(self, kv: int, threads: int, *, window: int, sizes: int) -> Tensor:
@@ -110,7 +114,7 @@ class SegmentTables:
             sizes: D + E; limits the number of stripes, since each has sums of gradients (MAX_STRIPE_BYTES).
         """
         count = 1 if kv % threads == 0 else min(MAX_STRIPES, -(-2 * threads // kv), len(self._blocks))
-        count = max(1, min(count, MAX_STRIPE_BYTES // (4 * kv * sizes * self.room)))
+        count = max(1, min(count, MAX_STRIPE_BYTES // (4 * kv * sizes * self.padded_keys)))
         seen = lambda place, n: min(place + n, window + n) if window else place + n
         work = list(itertools.accumulate(n * seen(place, n) for place, n in self._blocks))
         ends = [bisect.bisect_left(work, work[-1] * i // count) + 1 for i in range(1, count + 1)]
@@ -199,7 +203,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, tables: SegmentTables, scale: float, window: int) -> Tensor:
         q, k, v = (_rows(x) for x in (q, k, v))
-        out, sums = OPERATOR(q, k, v, tables.segments, tables.keys, tables.queries, tables.room, scale, window)
+        out, sums = OPERATOR(q, k, v, tables.segments, tables.keys, tables.queries, tables.padded_keys, scale, window)
         ctx.save_for_backward(q, k, v, out, sums)
         ctx.tables, ctx.scale, ctx.window = tables, scale, window
         return out.transpose(0, 1)[None]
@@ -210,7 +214,9 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, sums = ctx.saved_tensors
         tables, threads = ctx.tables, torch.get_num_threads()
         d_q, d_k, d_v = grads = [x.new_empty(x.shape) for x in (q, k, v)]
-        call = _call(q, k, v, out, tables.segments, tables.keys, tables.queries, tables.room, ctx.scale, ctx.window)
+        call = _call(
+            q, k, v, out, tables.segments, tables.keys, tables.queries, tables.padded_keys, ctx.scale, ctx.window
+        )
         ends = tables.stripe_ends(k.shape[1], threads, window=ctx.window, sizes=q.shape[2] + v.shape[2])
         grad = _rows(grad)  # the variable keeps it alive during the call
         call.stripes, call.stripe_ends = len(ends), ends.data_ptr()
@@ -227,14 +233,14 @@ def _attend(
     segments: Tensor,
     keys: Tensor,
     queries: Tensor,
-    room: int,
+    padded_keys: int,
     scale: float,
     window: int,
 ) -> tuple[Tensor, Tensor]:
     """[T H D], [T K D], [T K E] -> [T H E], and the log of the sum of exponentials [T H]."""
     out = v.new_empty(q.shape[0], q.shape[1], v.shape[2])
     sums = q.new_empty(q.shape[:2], dtype=torch.float32)
-    call = _call(q, k, v, out, segments, keys, queries, room, scale, window)
+    call = _call(q, k, v, out, segments, keys, queries, padded_keys, scale, window)
     _run(call, sums, back=False, half=q.dtype == torch.bfloat16)
     return out, sums
 
@@ -242,8 +248,8 @@ def _attend(
 # An operator of torch's dispatcher, so that checkpoints may hold its result and profiles name it.
 _library = torch.library.Library("whet", "FRAGMENT")
 _library.define(
-    "attend_segments(Tensor q, Tensor k, Tensor v, Tensor segments, Tensor keys, Tensor queries, int room, float scale,"
-    " int window) -> (Tensor, Tensor)"
+    "attend_segments(Tensor q, Tensor k, Tensor v, Tensor segments, Tensor keys, Tensor queries, int padded_keys,"
+    " float scale, int window) -> (Tensor, Tensor)"
 )
 _library.impl("attend_segments", _attend, "CPU")
 OPERATOR = torch.ops.whet.attend_segments.default
@@ -268,13 +274,13 @@ def _call(
     segments: Tensor,
     keys: Tensor,
     queries: Tensor,
-    room: int,
+    padded_keys: int,
     scale: float,
     window: int,
 ) -> _Call:
     """The arguments of both forward and backward; the tensors must stay alive during the call."""
     call = _Call(q.shape[1], k.shape[1], q.shape[2], v.shape[2], torch.get_num_threads(), 1, window, scale)
-    call.key_blocks, call.query_blocks, call.room_keys = len(keys), len(queries), room
+    call.key_blocks, call.query_blocks, call.padded_keys = len(keys), len(queries), padded_keys
     call.segments, call.keys, call.queries = (x.data_ptr() for x in (segments, keys, queries))
     call.q, call.k, call.v, call.out = (_view(x) for x in (q, k, v, out))
     return call
@@ -283,8 +289,10 @@ def _call(
 def _run(call: _Call, sums: Tensor, *, back: bool, half: bool) -> None:
     """Runs the library with temporary memory."""
     kernels = _kernels()
-    room = torch.empty(kernels.room(ctypes.addressof(call), back, half), dtype=torch.float32, device="cpu")
-    call.sums, call.room = sums.data_ptr(), room.data_ptr()
+    workspace = torch.empty(
+        kernels.workspace_size(ctypes.addressof(call), back, half), dtype=torch.float32, device="cpu"
+    )
+    call.sums, call.workspace = sums.data_ptr(), workspace.data_ptr()
     (kernels.backward if back else kernels.forward)(ctypes.addressof(call), half)
 
 

@@ -39,10 +39,10 @@ def run_html(title: str, train: Sequence[Row], evaluations: Sequence[Row]) -> st
     """
     columns = {"first step": train[:1], "last step": train[-1:]}
     columns |= {"first evaluation": evaluations[:1], "last evaluation": evaluations[-1:]}
-    filled = {name: rows[0] for name, rows in columns.items() if rows}
-    names = [name for name in SHOWN if any(finite_or_none(row.get(name)) is not None for row in filled.values())]
-    cells = [[name, *(_number(row.get(name)) for row in filled.values())] for name in names]
-    return table_html(title, [["", *filled], *cells]) + _curves([*train, *evaluations])
+    last_rows = {name: rows[0] for name, rows in columns.items() if rows}
+    names = [name for name in SHOWN if any(finite_or_none(row.get(name)) is not None for row in last_rows.values())]
+    cells = [[name, *(_number(row.get(name)) for row in last_rows.values())] for name in names]
+    return table_html(title, [["", *last_rows], *cells]) + _curves([*train, *evaluations])
 
 
 def table_html(title: str, cells: Sequence[Sequence[str]]) -> str:

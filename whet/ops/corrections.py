@@ -215,8 +215,8 @@ def sampling_metrics(x: LossInputs, *, recorded: bool = True) -> dict[str, Tenso
         recorded: False = the engine reports no logprobs: the policy at the start of the step stands for the sampler,
             and the first metric, which would say nothing, is left out.
     Returns: [s] each, without gradient, 0 where masked out; exponents held in ±20.
-    Source: the first is TRL's; the others are TorchRL's kl_approx, kl_to_inference and ESS over the trained tokens
-        alone: TorchRL divides the first two by all positions, prompt and padding included.
+    Source: the first is TRL's; the others are TorchRL's kl_approx, kl_to_inference and ESS over only the trained
+        tokens: TorchRL divides the first two by all positions, prompt and padding included.
 
     >>> x = LossInputs(sequence=torch.tensor([0]), mask=torch.tensor([True]), logprobs=torch.tensor([-1.]),
     ...                sampler_logprobs=torch.tensor([-2.]))

@@ -39,8 +39,8 @@ def _abs(d: Tensor) -> Tensor:
 def _k3(d: Tensor) -> Tensor:
     """k3 = exp(−d) + d − 1, the exponent held in ±20: exp(88.8) is already infinite in fp32.
 
-    The gradient passes through the clamp, as 1 − exp(20) far below 0: without it that of d alone would be left, which
-    pushes the policy further away from the reference.
+    The gradient passes through the clamp, as 1 − exp(20) far below 0. Otherwise only the gradient of d would remain,
+    which pushes the policy further away from the reference.
     """
     held = (-d.detach()).clamp(-20.0, 20.0)
     free = (-d).clamp(-1e30, 1e30)  # finite, so that the difference below is 0 and not NaN
@@ -111,7 +111,7 @@ def reference_kl(
 
     KL_t = k(d_t), d = log π − log π_ref. With the correction: KL_t = k(d_t)·r_t, r = π/π_old with its gradient, at a
     level of IMPORTANCE_LEVELS, its log held as there. With the ratio of the token its mean under π_old is KL(π‖π_ref),
-    and so is its gradient's where k is k1 or k3, which is not true of k(d) alone; others have another gradient.
+    and if k is k1 or k3 the mean of its gradient is the gradient of that. Without the ratio neither holds.
 
     Args:
         x: needs ref_logprobs, which gets no gradient; old_logprobs None = logprobs.detach(), a ratio of exactly 1.

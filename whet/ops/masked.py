@@ -109,7 +109,7 @@ def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
     y = (x − μ) / √(v + 1e-8), μ and v the masked mean and unbiased variance.
     Args: x [...]. mask: Bool, broadcastable to x.
     Returns: x's shape, fp32 or wider; 0 where masked out, and everywhere if all numbers are equal. Computed in float64:
-        in fp32 the rounding of the mean alone would be whitened to values up to 0.5 where all numbers are 1000.1.
+        in fp32, numbers that are all 1000.1 would be whitened to values up to 0.5 by the rounding of their mean.
     Source: the whitening of PPO in Tunix, verl and TRL; they leave numbers at masked-out places.
 
     >>> masked_whiten(torch.tensor([1., 3., 9.]), torch.tensor([True, True, False]))  # mean 2, variance 2

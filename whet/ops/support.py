@@ -64,8 +64,8 @@ class Support:
             ("repetition_penalty", self.repetition_penalty > 0, "positive (1 = off)"),
             ("min_tokens", self.min_tokens >= 0, "at least 0"),
         )
-        for name, good, rule in rules:
-            if not good:
+        for name, is_valid, rule in rules:
+            if not is_valid:
                 raise ConfigError(f"{name} {vars(self)[name]!r} must be {rule}")
 
     @property

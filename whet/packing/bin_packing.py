@@ -4,7 +4,7 @@ Packed and padded micro-batches are both made in two rounds. The first uses as f
 allows. The second repeats this under the smallest cost cap that needs no more of them (MULTIFIT: Coffman, Garey,
 Johnson 1978). A cap that is too low changes nothing. So the result never has more micro-batches than first fit has, and
 its most expensive one never costs more.
-All numbers are integers that depend on lengths alone: a batch is cut in the same way on every machine.
+All numbers are integers that depend only on lengths, so a batch is split in the same way on every machine.
 Left out on purpose: sliding windows, which see fewer pairs; measured times.
 """
 

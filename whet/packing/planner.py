@@ -6,7 +6,7 @@ Dim legend: B rows, T tokens of a row, s completion tokens of a micro-batch, n i
   run once (prefix_tree.py). What exceeds the token budget is split, and each part repeats the prefix that it needs.
 - The last token of a completion predicts nothing. It is run only where its hidden state is asked for.
 - There are as few micro-batches as fit, then they are made similar in cost (bin_packing.py); the largest comes first.
-- The plan depends on the batch alone, not on measured times.
+- The plan depends only on the batch, not on measured times.
 Left out on purpose: columns such as advantages; `MicroBatch.token_index` says where a token's columns are.
 """
 
@@ -32,7 +32,7 @@ from whet.types import TokenBatch
 __all__ = ["plan_micro_batches"]
 
 TOKEN_COST = PassCost()
-"""A cost that counts tokens alone."""
+"""A cost that counts only tokens."""
 MAX_REPEATED_SHARE = 0.01
 """How much more work repeated prefixes may cause before a larger token budget is taken, as a share."""
 

@@ -14,8 +14,8 @@ from whet.storage.completions import read_completions
 
 __all__ = ["TokenTexts", "chunk", "load_token_texts"]
 
-LOGPROB_SCALE = 100
-"""A logprob is written as a whole number of hundredths of a nat, without its sign."""
+SCALE = 100
+"""Logprobs (without their sign), entropies and the logarithms of ratios are written as whole hundredths of a nat."""
 _TOKENIZERS = ("final", "checkpoints/*/actor", "start")
 """Where a run folder may hold tokenizer.json."""
 
@@ -81,9 +81,10 @@ def chunk(path: Path, token_texts: TokenTexts | None) -> dict[str, Any]:
     Args: path: a file of RunFolder.write_completions. token_texts: None = completions without their tokens.
     Returns: `functions`, the names of the reward functions; `groups`, each with `row`, `prompt` and `items`. An item
         has `g` (generation), `r` (reward), `f` (a reward for each function), `a` (advantage), `end` (finish reason),
-        `v` (version), `n` (tokens), `text`, `info`, and, with token texts, `tokens` (their text end to end; absent if
-        it is `text`), `len` (UTF-16 units of each token) and `lp` (see LOGPROB_SCALE; null for tokens that the model
-        did not sample).
+        `v` (version), `n` (tokens), `text`, `info`, `s` (seconds by phase), and, with token texts, `tokens` (their text
+        end to end; absent if it is `text`), `len` (UTF-16 units of each token) and numbers of each token, null where
+        unknown or not sampled by the model: `lp` (logprob), `ratio` (log of trainer / sampler), `ent` (entropy), see
+        SCALE; `adv` (advantage, absent if all are equal) and `vs` (versions, absent if all are `v`).
     Raises: CheckpointError: the file can't be read.
     """
     columns, rewards = read_completions(path)
@@ -98,7 +99,7 @@ def chunk(path: Path, token_texts: TokenTexts | None) -> dict[str, Any]:
         item = _item(columns, i)
         item["f"] = [_number(rewards[name][i]) for name in functions]
         if token_texts is not None:
-            item |= _tokens(columns["tokens"][i], columns["logprobs"][i], token_texts, item["text"])
+            item |= _tokens(columns, i, token_texts, item["text"])
         groups[-1]["items"].append(item)
     return {"functions": functions, "groups": groups}
 
@@ -113,21 +114,35 @@ def _item(columns: Mapping[str, Sequence[Any]], i: int) -> dict[str, Any]:
         "n": len(columns["tokens"][i]),
         "text": columns["completion"][i] or "",
     }
-    info = columns["info"][i] if "info" in columns else None
-    return {**item, "info": json.loads(info)} if info else item
+    for short, name in (("info", "info"), ("s", "seconds")):
+        if text := columns[name][i] if name in columns else None:
+            item[short] = json.loads(text)
+    return item
 
 
-def _tokens(
-    tokens: Sequence[int], logprobs: Sequence[float] | None, token_texts: TokenTexts, text: str
-) -> dict[str, Any]:
-    texts = token_texts(tokens)
+def _tokens(columns: Mapping[str, Sequence[Any]], i: int, token_texts: TokenTexts, text: str) -> dict[str, Any]:
+    texts = token_texts(columns["tokens"][i])
     whole = "".join(texts)
-    known = logprobs if logprobs is not None else [None] * len(tokens)
+    value = lambda name: columns[name][i] if name in columns else None
+    versions, logprobs, trainer, advantages = map(value, ("versions", "logprobs", "trainer_logprobs", "advantages"))
+    sampled = [v >= 0 for v in versions] if versions else [True] * len(texts)
     found: dict[str, Any] = {
         "len": [len(t.encode("utf-16-le", "surrogatepass")) // 2 for t in texts],
-        "lp": [None if p is None or not math.isfinite(p) else round(-p * LOGPROB_SCALE) for p in known],
+        "lp": _hundredths([-p for p in logprobs], sampled) if logprobs else [None] * len(texts),
     }
+    if trainer and logprobs:
+        found["ratio"] = _hundredths([new - old for new, old in zip(trainer, logprobs, strict=True)], sampled)
+    if entropy := value("entropy"):
+        found["ent"] = _hundredths(entropy, sampled)
+    if advantages and len({a for a in advantages if not math.isnan(a)}) > 1:
+        found["adv"] = [_number(a) for a in advantages]
+    if versions and len(set(versions) - {-1}) > 1:
+        found["vs"] = versions
     return found if whole == text else {**found, "tokens": whole}
+
+
+def _hundredths(values: Sequence[float], sampled: Sequence[bool]) -> list[int | None]:
+    return [round(v * SCALE) if s and math.isfinite(v) else None for v, s in zip(values, sampled, strict=True)]
 
 
 def _number(value: float | None) -> float | None:

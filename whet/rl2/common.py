@@ -1,4 +1,4 @@
-"""The keys of whet's that all of RL2's trainers have: models, optimizers, the run's folder and length."""
+"""Computes the keys of whet's that all of RL2's trainers have: models, optimizers, the run's folder and length."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WhetKeys = dict[str, Any]
 
 
 def translate_models(args: ParsedArgs) -> WhetKeys:
-    """Models, their tokenizer, and the switches that save memory."""
+    """Translates models, their tokenizer, and the switches that save memory."""
     roles = [role for role in ("actor", "ref_actor", "critic") if _has_role(args, role)]
     own = "reward_model" if args.trainer == "rm" else "critic"
     sections = {"actor": "actor", "ref_actor": "reference", "critic": own}
@@ -37,7 +37,7 @@ def translate_models(args: ParsedArgs) -> WhetKeys:
 
 
 def _has_role(args: ParsedArgs, role: str) -> bool:
-    """Whether a command trains or reads a role; keys of a critic that is not there are a problem."""
+    """Whether a command trains or reads a role. Keys of a critic without adv.estimator=gae are a problem."""
     has_role = {
         "actor": args.trainer != "rm",
         "ref_actor": args.trainer == "dpo" or (args.trainer == "ppo" and bool(args.get("actor.kl.coef"))),
@@ -45,12 +45,12 @@ def _has_role(args: ParsedArgs, role: str) -> bool:
     }[role]
     extra = [k for k in args.values if k.startswith(f"{role}.")]
     if extra and not has_role and role == "critic":
-        args.problems.append(f"{extra[0]}: there is a critic with adv.estimator=gae alone; leave it out")
+        args.problems.append(f"{extra[0]}: only adv.estimator=gae has a critic; leave it out")
     return has_role
 
 
 def translate_adapter(args: ParsedArgs, role: str, section: str) -> WhetKeys:
-    """The low-rank adapter of a role; empty where its rank is 0. Args: section: of whet's configuration."""
+    """The low-rank adapter of a role; empty if its rank is 0. Args: section: of whet's configuration."""
     own = {name: args.get(f"{role}.lora.{name}") for name in ("rank", "alpha", "target_modules", "dropout")}
     if not own["rank"]:
         return {}
@@ -75,7 +75,7 @@ LATER_RATES = {"actor": 1e-6, "critic": 5e-6}
 
 
 def translate_optimizer(args: ParsedArgs, role: str, section: str) -> WhetKeys:
-    """The optimizer of a role and its schedule, with its generation's defaults. Args: section: whet's, of the role."""
+    """Translates the optimizer of a role, a section of whet's, and its schedule; defaults are the generation's."""
     optim, (rate, least, ratio) = f"{section}.optim", DEFAULTS[args.trainer][role]
     rate = LATER_RATES[role] if args.is_2026 else rate
     both = lambda name: (f"{role}.{name}", f"{role}.optimizer.{name}")
@@ -113,7 +113,7 @@ def split_of(path: Any) -> tuple[str, Any]:
 
 
 def translate_trainer(args: ParsedArgs) -> WhetKeys:
-    """The run's folder, checkpoints, loggers and length."""
+    """Translates the run's folder, checkpoints, loggers and length."""
     flat: WhetKeys = {}
     role = "critic" if args.trainer == "rm" else "actor"
     folder = args.get("trainer.save_dir", f"{role}.save_dir")

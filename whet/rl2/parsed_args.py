@@ -1,4 +1,4 @@
-"""Parses the words of a command of RL2's to keys and values, and tells for which generation of RL2 it is written."""
+"""Parses a command of RL2's to keys and values, and recognises the generation of RL2 that it is written for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEXTS = ("data.path", "data.eval_path", "tokenizer", "trainer.run_dir")
 GROUPS = {"actor": ("fsdp",), "ref_actor": ("fsdp",), "critic": ("fsdp",)}
 """Hydra's configuration groups and the supported choices of each."""
 PREFIXES_SEPTEMBER_2025 = ("train_data.", "test_data.")
-"""Prefixes of keys that only September 2025 has."""
+"""Prefixes of keys that only the release of September 2025 has."""
 SUFFIXES_SEPTEMBER_2025 = (".use_wandb", ".ddp_size", ".scheduler")
 """Suffixes of keys that September 2025 has and July 2025 lacks."""
 PREFIXES_2026 = ("rollout.train.", "rollout.test.", "rollout.server_args.", "data.train.", "data.test.")
@@ -38,7 +38,7 @@ SUFFIXES_2026 = (
     ".cp_size",
     ".total_steps",
 )
-"""Suffixes of such keys."""
+"""Suffixes of keys that 2026 has and July 2025 lacks."""
 
 
 class ParsedArgs:
@@ -140,7 +140,7 @@ def parse_args(trainer: str, words: Sequence[str]) -> ParsedArgs:
         if key in GROUPS and equals:
             if value not in GROUPS[key]:
                 raise ConfigError(
-                    f"{word}: {', '.join(GROUPS[key])} alone is here; {KEYS['ppo']['actor.tf_config.*'].note}"
+                    f"{word}: {', '.join(GROUPS[key])} is the only choice; {KEYS['ppo']['actor.tf_config.*'].note}"
                 )
             continue
         if key.startswith(("~", "hydra.", "--config-")):

@@ -1,4 +1,4 @@
-"""The keys of whet's that several keys of RL2's ppo decide together: data, sampling, lengths, objective, updates."""
+"""Computes the keys of whet's that depend on several keys of RL2's ppo: data, sampling, lengths, objective, updates."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from whet.rl2.parsed_args import ParsedArgs, copied_values
 __all__ = ["CONTENTS_ALONE", "TRANSLATIONS"]
 
 CONTENTS_ALONE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-"""The chat template that stands for apply_chat_template=false."""
+"""The chat template that does what apply_chat_template=false does in RL2: it joins the contents."""
 PROMPTS, RESPONSES = (
     tuple(f"{section}.{name}" for section in ("data", "train_data", "rollout.train"))
     for name in ("prompts_per_rollout", "responses_per_prompt")
 )
 """The keys for the prompts of a step and the completions of each prompt, in every generation of RL2."""
 PROMPT_TOKENS = 2048
-"""Longest prompt where max_length_per_device is not given."""
+"""The longest prompt if max_length_per_device is not set, in tokens."""
 SAMPLED = {
     "top_p": 1.0,
     "top_k": None,
@@ -30,7 +30,7 @@ SAMPLED = {
 
 
 def translate_data(args: ParsedArgs) -> WhetKeys:
-    """Data sets, and the form of their prompts."""
+    """Translates data sets, and the form of their prompts."""
     args.require("the prompts of a step", *PROMPTS)
     number = args.get_count(*RESPONSES)
     args.require_equal(number, "rollout.responses_per_prompt", "adv.responses_per_prompt")
@@ -44,11 +44,11 @@ def translate_data(args: ParsedArgs) -> WhetKeys:
             args.problems.append("rollout.test_ratio has no effect next to a test path; leave one of them out")
     elif args.is_2026:
         flat["data.eval_fraction"] = args.get("rollout.test_ratio", default=0.03)
-    asked = args.get("rollout.apply_chat_template", "rollout.train.apply_chat_template")
-    templated = not args.is_september_2025 if asked is None else asked  # whose prompts are plain texts
+    apply = args.get("rollout.apply_chat_template", "rollout.train.apply_chat_template")
+    templated = not args.is_september_2025 if apply is None else apply  # prompts of September 2025 are plain texts
     args.require_equal(templated, "rollout.test.apply_chat_template")
     flat["data.apply_chat_template"] = templated
-    if asked is False:
+    if apply is False:
         flat["rollout.chat_template_kwargs"] = {"chat_template": CONTENTS_ALONE}
     columns = {name: args.get(f"rollout.train.{name}_key", default=name) for name in ("prompt", "messages")}
     for name, column in columns.items():
@@ -62,16 +62,15 @@ def translate_data(args: ParsedArgs) -> WhetKeys:
 
 
 def translate_sampling(args: ParsedArgs) -> WhetKeys:
-    """Sampling parameters of training and evaluation, turns, and the token budget."""
+    """Translates the sampling parameters of training and evaluation, turns, and the token budget."""
     names = [f"rollout.train{dot}sampling_params.max_new_tokens" for dot in ("_", ".")]
     each = args.require("the longest completion", *names)
     temperature = args.get(*(n.replace("max_new_tokens", "temperature") for n in names), default=1.0)
     args.require_equal(temperature, "actor.temperature", "ref_actor.temperature")
     flat: WhetKeys = {"rollout.temperature": temperature}
     train, test = (copied_values(_sampling_args(args, mode)) for mode in ("train", "test"))
-    stop = (
-        {} if args.is_2026 and "rollout.eval.stop" not in test else {"stop": ()}
-    )  # since 2026 evaluation takes it from training
+    # since 2026 evaluation uses the stop strings of training
+    stop = {} if args.is_2026 and "rollout.eval.stop" not in test else {"stop": ()}
     for name, usual in {**{k: v for k, v in SAMPLED.items() if k != "stop"}, **stop}.items():
         if f"rollout.{name}" in train and f"rollout.eval.{name}" not in test:
             flat[f"rollout.eval.{name}"] = usual
@@ -88,9 +87,9 @@ def _sampling_args(args: ParsedArgs, mode: str) -> ParsedArgs:
 
 
 def _translate_lengths(args: ParsedArgs, each: Any, turns: Any) -> WhetKeys:
-    """The longest prompt and episode that max_length_per_device has room for."""
+    """Computes the longest prompt and episode for which max_length_per_device has room."""
     if not isinstance(each, int) or not isinstance(turns, int):
-        return {}  # the check of the configuration names the wrong type
+        return {}  # the configuration itself reports the wrong type
     if args.get("actor.max_length_per_device") is None:
         return {"rollout.max_prompt_length": PROMPT_TOKENS}
     budget = args.get_count("actor.max_length_per_device", default=each + 1)
@@ -105,7 +104,7 @@ def _translate_lengths(args: ParsedArgs, each: Any, turns: Any) -> WhetKeys:
 
 
 def translate_objective(args: ParsedArgs) -> WhetKeys:
-    """Advantages, KL, correction for the sampler, averaging, and the updates of a rollout."""
+    """Translates advantages, KL, the correction for the sampler, averaging, and the updates of a rollout."""
     estimator = args.require_choice(
         "adv.estimator", args.get("adv.estimator", default="reinforce"), ("reinforce", "gae")
     )
@@ -125,7 +124,7 @@ def translate_objective(args: ParsedArgs) -> WhetKeys:
 
 
 def translate_kl(args: ParsedArgs) -> WhetKeys:
-    """The KL to the reference: its coefficient, its place and its estimator."""
+    """Translates the KL to the reference: its coefficient, its place and its estimator."""
     coef, where = args.get("actor.kl.coef", default=0.0), args.get("actor.kl.type")
     if not coef:
         return {"algo.beta": 0.0}
@@ -141,7 +140,7 @@ def translate_kl(args: ParsedArgs) -> WhetKeys:
 
 
 def translate_correction(args: ParsedArgs) -> WhetKeys:
-    """Truncated importance sampling: the weight min(π / sampler, tis_coef) of the current policy, also on the KL."""
+    """Translates truncated importance sampling: the weight min(π / sampler, tis_coef), which multiplies the KL too."""
     most = args.get("actor.tis_coef", default=2.0 if args.is_september_2025 else 0.0)
     if not most:
         return {}
@@ -150,7 +149,7 @@ def translate_correction(args: ParsedArgs) -> WhetKeys:
 
 
 def translate_averaging(args: ParsedArgs, gae: bool) -> WhetKeys:
-    """avg_level of actor and critic."""
+    """Translates avg_level of actor and critic."""
     modes = {"token": "token-mean", "sequence": "sequence-mean-token-mean"}
     level = args.require_choice("actor.avg_level", args.get("actor.avg_level", default="token"), tuple(modes))
     flat: WhetKeys = {"algo.loss_agg_mode": modes.get(level)}
@@ -163,7 +162,7 @@ def translate_averaging(args: ParsedArgs, gae: bool) -> WhetKeys:
 
 
 def translate_updates(args: ParsedArgs, gae: bool) -> WhetKeys:
-    """update_per_rollout of actor and critic, and freeze_steps."""
+    """Translates update_per_rollout of actor and critic, and freeze_steps."""
     flat: WhetKeys = {}
     number = args.get_count("actor.update_per_rollout")
     prompts = args.get_count(*PROMPTS, default=number)
@@ -193,7 +192,7 @@ def translate_updates(args: ParsedArgs, gae: bool) -> WhetKeys:
 
 
 def translate_filtering(args: ParsedArgs) -> WhetKeys:
-    """dynamic_filtering and group_filtering: the groups that a step trains on; new groups replace the others."""
+    """Translates dynamic_filtering and group_filtering: new groups replace those that they filter out."""
     number = args.get_count(*RESPONSES)
     low, high = (args.get(f"rollout.group_filtering.{name}") for name in ("lower", "upper"))
     filters = args.get("rollout.dynamic_filtering", "rollout.train.dynamic_filtering", default=True) and number > 1

@@ -16,7 +16,7 @@ ALIKE = (
     *("model_name", "dtype", "use_liger_kernel", "ddp_size", "tp_size", "cp_size", "sp_size"),
     *("max_length_per_device", "offload_model", "offload_optimizer"),
 )
-"""Suffixes of keys that have the same default in all roles: a reference to one that is not given needs no value."""
+"""Suffixes of keys with the same default in all roles: a reference to such a key needs no value for it."""
 REFERENCE = re.compile(r"\$\{([^${}]*)\}")
 
 
@@ -49,14 +49,14 @@ class _Resolver:
         if not isinstance(value, str) or "${" not in value:
             return value
         if whole := REFERENCE.fullmatch(value):
-            return self._found(whole[1], value, place, seen)
-        text = REFERENCE.sub(lambda one: str(self._found(one[1], value, place, seen)), value)
+            return self._value(whole[1], value, place, seen)
+        text = REFERENCE.sub(lambda one: str(self._value(one[1], value, place, seen)), value)
         if "${" in text and not self.problems:  # one inside another
             return self.node(text, place, seen)
         return text
 
-    def _found(self, name: str, value: str, place: tuple[str, ...], seen: tuple[str, ...]) -> Any:
-        """The value of one reference; None and a problem where it has none."""
+    def _value(self, name: str, value: str, place: tuple[str, ...], seen: tuple[str, ...]) -> Any:
+        """The value of one reference; None, with a problem, if it has none."""
         try:
             kind, colon, rest = name.strip().partition(":")
             if colon:

@@ -1,4 +1,4 @@
-"""The keys of whet's that several keys of RL2's sft, rm and dpo decide together."""
+"""Computes the keys of whet's that depend on several keys of RL2's sft, rm and dpo."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["translate_averaging", "translate_data"]
 
 
 def translate_data(args: ParsedArgs) -> WhetKeys:
-    """Data sets, their lengths, and the token budget."""
+    """Translates data sets, their lengths, and the token budget."""
     path = args.require("the data", "data.path", "data.train.path")
     flat: WhetKeys = {"trainer.last_batch": "drop", "data.on_long": "truncate"}
     flat["data.split"], flat["data.path"] = split_of(path)
@@ -33,7 +33,7 @@ def translate_data(args: ParsedArgs) -> WhetKeys:
 
 
 def _translate_columns(args: ParsedArgs) -> WhetKeys:
-    """The columns to read: conversations with the chat template, texts without it, whatever else a row has."""
+    """Translates the columns to read: conversations with the chat template, texts without it."""
     templated = args.get(
         "data.apply_chat_template", "data.train.apply_chat_template", default=not args.is_september_2025
     )

@@ -91,7 +91,8 @@ class Sampling:
     constraint: Constraint | None = None
     """The language of the completion's text; stop ids are drawn only where it may end."""
     logprob_support: str = "sampling"
-    """"sampling": of the exact distribution drawn from; "full": temperature alone."""
+    """The distribution of the log-probabilities. "sampling": the one that tokens are drawn from; "full": the whole
+    distribution at the temperature, without top_p and the like."""
     generation_kwargs: tuple[tuple[str, Any], ...] = ()
     """Options of transformers' generate, (name, value) with tuples for lists: only for the hf engine."""
     return_logits: bool = False

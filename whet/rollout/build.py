@@ -111,7 +111,7 @@ def make_engine(
     cls = engine_class.func if isinstance(engine_class, functools.partial) else engine_class
     if inspect.isclass(cls) and not callable(inspect.getattr_static(cls, "submit", None)):
         raise ConfigError(
-            f"the engine {cls.__name__} has no submit; derive it from SimpleEngine, where you write complete alone; "
+            f"the engine {cls.__name__} has no submit; derive it from SimpleEngine, where you write only complete; "
             "whet.tunix.RLCluster takes a class with Tunix's generate"
         )
     from_config = getattr(engine_class, "from_config", None)
@@ -123,7 +123,7 @@ def make_engine(
     if missing := [n for n in dir(RolloutEngine) if n[0] != "_" and not hasattr(engine, n)]:
         raise ConfigError(
             f"the engine {type(engine).__name__} has no {', '.join(missing)}; derive it from SimpleEngine, where you "
-            "write complete alone, or from QueueEngine, where you write step alone (whet.rollout.queue_engine)"
+            "write only complete, or from QueueEngine, where you write only step (whet.rollout.queue_engine)"
         )
     if config.kv_cache_tokens is not None and engine.stats().kv_tokens_bound is None:
         log.warning(

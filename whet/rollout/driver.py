@@ -465,7 +465,7 @@ def _check_completions(episode: Episode, returned: Any) -> tuple[Completion, ...
             f"the episode at {episode.address} returned {description!r}; return its Completion, or several, with "
             f"generation {episode.generation}"
         )
-    return completions
+    return tuple(replace(c, seconds=episode.seconds) for c in completions)
 
 
 def stream(engine: RolloutEngine, requests: Sequence[Request]) -> Iterator[PartialOutput]:

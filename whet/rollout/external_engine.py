@@ -185,7 +185,7 @@ set it to 'full', or leave them out
             truncations = "top_k, top_p, min_p, " if reports == "drawn" else ""
             raise ConfigError(
                 f"{engine} reports logprobs after penalties and truncation, and logprob_support 'full' asks for "
-                f"temperature alone; set it to 'sampling', or leave out {truncations}min_tokens, repetition_penalty "
+                f"only temperature; set it to 'sampling', or leave out {truncations}min_tokens, repetition_penalty "
                 "and forbidden_tokens"
             )
     elif drawn.truncates and reports != "drawn":

@@ -141,13 +141,13 @@ class SGLangEngine(ExternalEngine):
         check_supported(sampling, engine="sglang")
         if sampling.repetition_penalty != 1.0:
             raise ConfigError(
-                f"repetition_penalty {sampling.repetition_penalty}: sglang counts tokens of the completion alone, "
+                f"repetition_penalty {sampling.repetition_penalty}: sglang counts only tokens of the completion, "
                 "whet those of the prompt too; leave it out, or use rollout_engine 'embedded' or 'vllm'"
             )
         if sampling.temperature > 0 and sampling.top_p < 1 and (sampling.top_k or sampling.min_p):
             raise ConfigError(
                 f"sglang takes top_p={sampling.top_p} of the whole distribution, whet of what top_k left "
-                "and before min_p; give top_p alone, or leave it out"
+                "and before min_p; give only top_p, or leave it out"
             )
         if self._seeded and sampling.temperature > 0 and sampling.min_p:
             raise ConfigError("sglang has no min_p with seeds; leave it out, or deterministic sampling")
@@ -253,8 +253,8 @@ class SGLangEngine(ExternalEngine):
 
     def _load(self, bucket: list[tuple[str, Tensor]], *, last: bool) -> None:
         """Sends a bucket of weights to SGLang."""
-        good, message = self._engine.update_weights_from_tensor(bucket, load_format=None, flush_cache=last)
-        if not good:
+        success, message = self._engine.update_weights_from_tensor(bucket, load_format=None, flush_cache=last)
+        if not success:
             raise EngineError(f"SGLang refused the weights {bucket[0][0]} .. {bucket[-1][0]}: {message}")
 
     def sleep(self) -> None:

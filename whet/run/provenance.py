@@ -72,6 +72,8 @@ _FREE = (
     "trainer.reward_workers",
     "trainer.run_dir",
     "trainer.show_samples",
+    "trainer.token_stats_every_n_steps",
+    "trainer.token_stats_max_mb",
     "trainer.stop_when",
     "trainer.warn_when",
     "trainer.loggers",
@@ -81,6 +83,7 @@ _FREE = (
     "trainer.profile",
     "trainer.checkpointing_options",
     "trainer.pbar_description",
+    "trainer.view",
 )
 """Keys that a resumed run may change, because they don't change a step's results. The run's length changes only a
 learning-rate schedule, which is rebuilt with a warning: see Optim.plan."""

@@ -7,6 +7,6 @@ served_model.py   the model, its tokenizer and the defaults of sampling
 engine_loop.py    one thread steps the engine for the requests of all clients
 api_errors.py     errors in OpenAI's form
 
-Handler threads parse, tokenise and wait; the engine's thread alone touches the engine. Left out on purpose: several
+Handler threads parse, tokenise and wait; only the engine's thread touches the engine. Left out on purpose: several
 models, embeddings, images, and OpenAI's Responses and Assistants APIs.
 """

@@ -310,7 +310,7 @@ class _Handler(BaseHTTPRequestHandler):
         key = self.server.api_key
         if key is None:
             if urlsplit("//" + self.headers.get("Host", "")).hostname not in LOOPBACK:
-                raise ApiError(403, "this server answers on loopback alone; use the address 127.0.0.1")
+                raise ApiError(403, "this server answers only on loopback; use the address 127.0.0.1")
             return
         brought = self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
         if not hmac.compare_digest(brought.encode("utf-8", "replace"), key.encode()):

@@ -449,8 +449,10 @@ def load_weights(module: nn.Module, path: Path, masters: Mapping[str, Tensor] | 
         found = load_file(path)
     except (OSError, SafetensorError) as e:
         raise CheckpointError(f"{path} can't be read ({e}); resume from an earlier step-* folder") from e
-    if odd := sorted(targets.keys() ^ found.keys()):
-        raise CheckpointError(f"{path} holds another model: {odd[0]!r} is on one side only ({len(odd)} such names)")
+    if unmatched := sorted(targets.keys() ^ found.keys()):
+        raise CheckpointError(
+            f"{path} holds another model: {unmatched[0]!r} is on one side only ({len(unmatched)} such names)"
+        )
     for name, t in targets.items():
         if t.shape != found[name].shape:
             raise CheckpointError(f"{path}: {name} is {tuple(found[name].shape)} there and {tuple(t.shape)} here")

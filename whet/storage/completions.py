@@ -1,4 +1,7 @@
-"""Files of completions: parquet, one row per completion, the same columns in every file, written atomically."""
+"""Files of completions: parquet, one row per completion, the same columns in every file, written atomically.
+
+docs/run-folder.md describes the columns.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,22 @@ __all__ = ["REWARD", "read_completions", "write_completions"]
 
 REWARD = "reward/"
 """The prefix of the column of a reward function."""
-OPTIONAL = ("prompt_text", "prompt_tokens", "advantage", "info")
+OPTIONAL = (
+    "prompt_text",
+    "prompt_tokens",
+    "trainer_logprobs",
+    "entropy",
+    "advantages",
+    "versions",
+    "turn_starts",
+    "turn_ends",
+    "advantage",
+    "info",
+    "seconds",
+)
 """Columns that are null if they are not given."""
+_FLOATS = ("logprobs", "trainer_logprobs", "entropy", "advantages")
+_REPEATED = ("tokens", "prompt_tokens", "versions", "turn_starts", "turn_ends")
 
 
 def write_completions(path: Path, *, step: int, columns: Mapping[str, Any], rewards: Mapping[str, Any]) -> None:
@@ -30,14 +47,8 @@ def write_completions(path: Path, *, step: int, columns: Mapping[str, Any], rewa
     table = _table(step, columns, rewards)
     options = {
         "compression": "zstd",
-        "use_dictionary": [
-            "tokens.list.element",
-            "finish_reason",
-            "prompt",
-            "prompt_text",
-            "prompt_tokens.list.element",
-        ],
-        "column_encoding": {"logprobs.list.element": "BYTE_STREAM_SPLIT"},
+        "use_dictionary": ["finish_reason", "prompt", "prompt_text", *(f"{name}.list.element" for name in _REPEATED)],
+        "column_encoding": {f"{name}.list.element": "BYTE_STREAM_SPLIT" for name in _FLOATS},
     }
     write_atomic(path, lambda file: pq.write_table(table, file, **options))
 
@@ -76,11 +87,18 @@ def _types() -> dict[str, Any]:
         "completion": pa.string(),
         "tokens": pa.list_(pa.int32()),
         "logprobs": pa.list_(pa.float32()),
+        "trainer_logprobs": pa.list_(pa.float32()),
+        "entropy": pa.list_(pa.float32()),
+        "advantages": pa.list_(pa.float32()),
+        "versions": pa.list_(pa.int32()),
+        "turn_starts": pa.list_(pa.int32()),
+        "turn_ends": pa.list_(pa.int32()),
         "reward": pa.float64(),
         "advantage": pa.float64(),
         "finish_reason": pa.string(),
         "version": pa.int32(),
         "info": pa.string(),
+        "seconds": pa.string(),
     }
 
 
@@ -102,8 +120,8 @@ def _table(step: int, columns: Mapping[str, Any], rewards: Mapping[str, Any]) ->
         if name == "reward":
             for fn, values in rewards.items():
                 arrays[f"{REWARD}{fn}"] = pa.array(_numbers(values), pa.float64())
-        if name == "info":
-            given[name] = [to_json(info) if info else None for info in given[name]]
+        if name in ("info", "seconds"):
+            given[name] = [to_json(value) if value else None for value in given[name]]
         values = _numbers(given[name]) if kind == pa.float64() else [_text(v) for v in given[name]]
         arrays[name] = pa.array(values, kind)
     return pa.table(arrays)

@@ -242,9 +242,10 @@ class RunFolder:
             step: the global step.
             mode: "train" or "eval".
             columns: name -> sequence: row, generation, prompt (text or messages), prompt_text (the text that the model
-                read), prompt_tokens (its ids), completion (text), tokens (ids), logprobs, reward, advantage,
-                finish_reason, version, info (a mapping, written as JSON; an empty one becomes null). `prompt_text`,
-                `prompt_tokens`, `advantage` and `info` are optional. NaN and None become null.
+                read), prompt_tokens (its ids), completion (text), reward, advantage, finish_reason, version, info and
+                seconds (mappings, written as JSON; an empty one becomes null); a value for each token: tokens (ids),
+                logprobs, trainer_logprobs, entropy, advantages, versions; turn_starts and turn_ends. Those of
+                `completions.OPTIONAL` may be missing. NaN and None become null, except in values for each token.
             rewards: function -> its rewards; "exact" becomes the column "reward/exact".
         Returns: the file's path.
         Raises: DataError: a column is missing, unknown, or has another length.

@@ -139,8 +139,8 @@ class GroupGatherer:
              "keep_return_bounds and candidate_group_size choose by the returns of trajectories; set "
              'trajectory_return to "sum", "max" or "mean"'),
         )  # fmt: skip
-        for good, message in rules:
-            if not good:
+        for is_valid, message in rules:
+            if not is_valid:
                 raise ConfigError(message)
 
     def add(self, trajectory: Trajectory) -> list[tuple[Trajectory, Tensor]] | None:

@@ -168,9 +168,9 @@ def _group_of(path: Path, names: Sequence[str], saved: Sequence[Mapping[str, Any
         if set(group["params"]) == set(names):
             return i
     near = max(saved, key=lambda group: len(set(group["params"]) & set(names)), default={"params": []})
-    odd = sorted(set(near["params"]) ^ set(names))
+    unmatched = sorted(set(near["params"]) ^ set(names))
     raise CheckpointError(
-        f"{path} does not fit this optimizer: {odd[0]!r} is in a group on one side only ({len(odd)} such names); "
+        f"{path} does not fit this optimizer: {unmatched[0]!r} is in a group on one side only (of {len(unmatched)}); "
         "resume with the model and the frozen layers that it was saved with, or start a new run from its weights"
     )
 

@@ -220,7 +220,7 @@ class Checkpoints:
     ) -> None:
         """Writes a model in Hugging Face's format, with its step in run.json. The folder is written atomically.
 
-        Args: merge: write the base with the adapter merged, not the adapter alone. dtype: see ModelWorker.export.
+        Args: merge: write the base with the adapter merged, not only the adapter. dtype: see ModelWorker.export.
         Raises: CheckpointError: it could not be written; an older folder stays.
         """
 

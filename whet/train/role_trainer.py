@@ -68,7 +68,7 @@ class RoleTrainer:
         self.skipped = 0
         """Updates in a row, up to now, whose gradient was not finite."""
         self.on_policy_metrics: frozenset[str] = frozenset()
-        """Metrics of the loss that are logged of updates on policy alone."""
+        """Metrics of the loss that are logged only for updates on policy."""
         self.listeners: list[Callable[[RoleTrainer, Metrics], Any]] = []
         """Called after each update, with its metrics."""
         self._updated_version: int | None = None

@@ -499,8 +499,9 @@ class ModelWorker:
     def export(self, folder: Path | None, tokenizer: Any = None, *, merge: bool = False, dtype: str = "auto") -> None:
         """Writes the model in Hugging Face's format, from the fp32 masters where there are any.
 
-        Of a model with an adapter: the adapter in PEFT's format. Args: folder: as in `save`. merge: the whole model
-            instead, merged. dtype: of the weights; auto = what the model was saved in before, of an adapter alone fp32.
+        If the model has an adapter, it writes only that, in PEFT's format. Args: folder: as in `save`. merge: write the
+            whole model with the adapter merged. dtype: of the weights; auto = that of the model's files, fp32 for an
+            adapter.
         """
         with self.placement.during("export"), self.placement.whole_module() as module:
             if folder is not None:

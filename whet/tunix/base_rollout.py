@@ -226,9 +226,9 @@ def prompt_text(tokenizer: Any, ids: Sequence[int]) -> str:
     >>> prompt_text(byte_tokenizer(), [258, 104, 105])
     '<|im_start|>hi'
     """
-    added = [int(i) for i in tokenizer("").input_ids]
-    differing = (n for n, (a, b) in enumerate(zip(added, ids)) if a != b)
-    first = next(differing, min(len(added), len(ids)))
+    special = [int(i) for i in tokenizer("").input_ids]
+    differing = (n for n, (a, b) in enumerate(zip(special, ids)) if a != b)
+    first = next(differing, min(len(special), len(ids)))
     return str(tokenizer.decode(list(ids[first:]), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 

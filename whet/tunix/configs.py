@@ -447,7 +447,7 @@ class TrainingConfig(core.TrainingConfig):
     metrics_logging_options: MetricsLoggerOptions | None = None
     """Where metrics go; None = the defaults."""
     profiler_options: ProfilerOptions | None = None
-    """Which steps are profiled; None = the second alone where profile is true, else none."""
+    """Which steps are profiled; None = only the second step if `profile` is true, else none."""
     perf_metrics_options: PerfMetricsOptions | None = None
     """Where the time went; None = the defaults without trace.json."""
     data_sharding_axis: tuple[Name, ...] = ("fsdp",)
@@ -456,7 +456,7 @@ class TrainingConfig(core.TrainingConfig):
     """Bound on the steps that are queued on the device. No effect: a step ends before the next begins."""
 
     REFUSED: ClassVar[dict[str, str]] = {
-        "max_logp_positions_per_packed_row": "not needed: logprobs are computed at completion tokens alone",
+        "max_logp_positions_per_packed_row": "not needed: logprobs are computed only at completion tokens",
     }
 
     @model_validator(mode="before")

@@ -36,7 +36,7 @@ def resolve_length_alias(given: Any, own: str) -> Any:
         return given
     names = [name for name in COMPLETION if name in words]
     if len(names) > 1:
-        raise ConfigError(f"{' and '.join(names)} are the same length; give {own} alone")
+        raise ConfigError(f"{' and '.join(names)} are the same length; give only {own}")
     if names in ([], [own]):
         return given
     found = {own if key in names else key: value for key, value in words.items()}

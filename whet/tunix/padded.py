@@ -1,6 +1,6 @@
 """Tunix's padded arrays and their way to whet's batches: left-padded prompts [B, P], right-padded completions [B, C].
 
-Masks are made from ids here alone: a padded prompt begins after its leading pads, a padded completion ends with its
+Only here are masks made from ids: a padded prompt begins after its leading pads, a padded completion ends with its
 first end id. Everywhere else in whet the lengths are known.
 
 Dim legend: B rows, P prompt, C completion, V vocabulary.

@@ -146,7 +146,7 @@ class Trainer(RoleTrainer):
     def with_loss_fn(self, loss: Loss, has_aux: bool = True, **options: Any) -> Trainer:
         """Sets the loss as RoleTrainer does.
 
-        Args: has_aux: the loss returns (per token [s], {name: [s]}); without it, the first alone. options: see
+        Args: has_aux: the loss returns (per token [s], {name: [s]}); without it, only the first. options: see
             RoleTrainer.with_loss_fn.
         """
         super().with_loss_fn(loss if has_aux else lambda x: (loss(x), {}), **options)  # pyright: ignore

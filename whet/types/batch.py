@@ -1,4 +1,4 @@
-"""TokenBatch: what learners see, identical on every rank. Dim legend as in whet.types."""
+"""TokenBatch: the batch that learners train on, identical on every rank. Dim legend as in whet.types."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ __all__ = ["TokenBatch"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenBatch(Columns):
-    """What learners see: each distinct prefix once, and every column per token on the token axis. Frozen.
+    """The batch that learners train on: each distinct prefix once, and one token axis with all columns per token.
+
+    It is frozen: its methods return new batches.
 
     Example: prompt [5, 6], completions [7, 2] and [8, 2]:
     prefixes [5, 6], prefix_ends [2], prefix_of [0, 0], tokens [7, 2, 8, 2], ends [2, 4], trajectory_of [0, 1],
-    group_of [0, 0], unit_of [0, 1]; where the two are a pair of which a loss makes one number, unit_of is [0, 0].
+    group_of [0, 0], unit_of [0, 1]. If the two are a pair, for which a loss returns one number, unit_of is [0, 0].
     """
 
     prefixes: Tensor
     """Long [sum P]: the K prefixes end to end."""
     prefix_ends: Tensor
-    """Long [K]."""
+    """Long [K]: the end of each prefix in `prefixes`."""
     prefix_of: Tensor
     """Long [N]: the prefix of each sequence."""
     ends: Tensor
@@ -41,22 +43,23 @@ class TokenBatch(Columns):
     group_of: Tensor
     """Long [J]: the group of each trajectory."""
     token_columns: Mapping[str, Tensor]
-    """[S ...] each: the columns per token, by name; see whet.types.columns for the well-known ones."""
+    """[S ...] each: the columns per token, by name. whet.types.columns declares the well-known ones."""
     sequence_columns: Mapping[str, Tensor] = field(default_factory=dict)
     """[N ...] each: the columns per sequence, by name."""
     unit_of: Tensor = None  # pyright: ignore[reportAssignmentType]
-    """Long [N], from 0: sequences of one unit stay in one micro-batch; by default each sequence is its own."""
+    """Long [N], from 0: the unit of each sequence. Sequences of a unit stay in one micro-batch. By default each
+    sequence is a unit of its own."""
     unit_weights: Tensor | None = None
-    """Float [U]: of a loss that returns one number per unit, made once per optimizer step in place of `weights`."""
+    """Float [U]: the weights of a loss that returns one number per unit. A step has these or `weights`."""
 
     tokens = RequiredColumn()
-    """Long [S]."""
+    """Long [S]: the completion tokens."""
     mask = RequiredColumn()
     """Bool [S]: True = trained."""
     sampler_logprobs = RequiredColumn()
-    """Float [S]: what the engine reported."""
+    """Float [S]: the log-probabilities that the engine reported."""
     versions = RequiredColumn()
-    """Int [S]: policy version of each token, -1 = not sampled."""
+    """Int [S]: the policy version that sampled each token; -1 = the token was not sampled."""
 
     def __post_init__(self) -> None:
         if self.unit_of is None:
@@ -79,32 +82,32 @@ class TokenBatch(Columns):
 
     @property
     def num_sequences(self) -> int:
-        """N."""
+        """The number of sequences, N."""
         return len(self.ends)
 
     @property
     def num_tokens(self) -> int:
-        """S."""
+        """The number of completion tokens, S."""
         return len(self.tokens)
 
     @property
     def lengths(self) -> Tensor:
-        """Long [N]: completion tokens of each sequence."""
+        """Long [N]: the number of completion tokens of each sequence."""
         return torch.diff(self.ends, prepend=self.ends.new_zeros(1))
 
     @property
     def starts(self) -> Tensor:
-        """Long [N]: the place of each sequence's first token."""
+        """Long [N]: the index of each sequence's first token."""
         return self.ends - self.lengths
 
     @property
     def num_groups(self) -> int:
-        """How many groups the trajectories belong to."""
+        """The number of groups that the trajectories belong to."""
         return int(self.group_of.max()) + 1 if len(self.group_of) else 0
 
     @property
     def prefix_lengths(self) -> Tensor:
-        """Long [K]: tokens of each distinct prefix."""
+        """Long [K]: the number of tokens of each distinct prefix."""
         return torch.diff(self.prefix_ends, prepend=self.prefix_ends.new_zeros(1))
 
     @property
@@ -119,7 +122,7 @@ class TokenBatch(Columns):
 
     @property
     def num_units(self) -> int:
-        """U."""
+        """The number of units, U."""
         return int(self.unit_of.max()) + 1 if len(self.unit_of) else 0
 
     @property
@@ -144,28 +147,28 @@ class TokenBatch(Columns):
         return self.prefixes[int(self.prefix_ends[k - 1]) if k else 0 : int(self.prefix_ends[k])]
 
     def replace(self, **changes: Tensor | Mapping[str, Tensor] | None) -> TokenBatch:
-        """A copy with some fields or columns set; None takes a column away.
+        """Returns a copy with some fields or columns set; None removes a column.
 
         Args: changes: fields, well-known columns, and columns that the batch has.
         Raises: DataError: another name (a column of your own is set by with_token_columns or with_sequence_columns), or
             a column of another length than the batch.
         """
         fields = {n: c for n, c in changes.items() if n in self._fields()}
-        held = {"token_columns": dict(self.token_columns), "sequence_columns": dict(self.sequence_columns), **fields}
+        copy = {"token_columns": dict(self.token_columns), "sequence_columns": dict(self.sequence_columns), **fields}
         for name in changes.keys() - fields.keys():
             if name not in (known := self._names()):
                 raise DataError(
                     f"unknown column {name!r}{nearest(name, [*known, *self._fields()]) or '.'} A column of your own is "
                     f"set by batch.with_token_columns({name}=...) or batch.with_sequence_columns({name}=...)"
                 )
-            columns = held["sequence_columns" if name in self.sequence_columns else "token_columns"]
+            columns = copy["sequence_columns" if name in self.sequence_columns else "token_columns"]
             columns.pop(name, None)
             if changes[name] is not None:
                 columns[name] = changes[name]
-        return dataclasses.replace(self, **held)  # pyright: ignore[reportArgumentType]
+        return dataclasses.replace(self, **copy)  # pyright: ignore[reportArgumentType]
 
     def with_token_columns(self, **columns: Tensor) -> TokenBatch:
-        """A copy with columns per token under names of your own: a loss reads them as x.need(name).
+        """Returns a copy with columns per token under names of your own. x.need(name) reads them in a loss.
 
         Args: columns: [S ...] each, on the CPU, in the order of `tokens`.
         Raises: DataError: another length, or a name that means something else.
@@ -173,7 +176,7 @@ class TokenBatch(Columns):
         return self._with("token_columns", columns)
 
     def with_sequence_columns(self, **columns: Tensor) -> TokenBatch:
-        """A copy with columns per sequence under names of your own: a loss reads them as x.need(name), [n ...].
+        """Returns a copy with columns per sequence under names of your own. x.need(name) reads them in a loss, [n ...].
 
         Args: columns: [N ...] each, on the CPU, in the order of `ends`.
         Raises: DataError: another length, or a name that means something else.
@@ -182,11 +185,12 @@ class TokenBatch(Columns):
 
     def _with(self, kind: str, columns: Mapping[str, Tensor]) -> TokenBatch:
         known = self.well_known()
-        taken = {*dir(type(self)), *self._fields(), *dir(LossInputs), *(f.name for f in dataclasses.fields(LossInputs))}
-        taken = taken - set(known) if kind == "token_columns" else taken
+        loss_fields = {f.name for f in dataclasses.fields(LossInputs)}
+        reserved = {*dir(type(self)), *self._fields(), *dir(LossInputs), *loss_fields}
+        reserved = reserved - set(known) if kind == "token_columns" else reserved
         for name in columns:
             other = self.sequence_columns if kind == "token_columns" else self.token_columns
-            if name in taken or name in other or not name.isidentifier():
+            if name in reserved or name in other or not name.isidentifier():
                 raise DataError(f"a column can't be named {name!r}: it means something else here; choose another name")
         return dataclasses.replace(self, **{kind: {**getattr(self, kind), **columns}})
 
@@ -195,16 +199,16 @@ class TokenBatch(Columns):
         return [f.name for f in dataclasses.fields(cls)]
 
     def select(self, sequences: Tensor) -> TokenBatch:
-        """The batch of some sequences, in the order given; every column travels unchanged.
+        """Returns the batch of some sequences, in the given order, with all their columns unchanged.
 
         Args: sequences: Long [M], indices into the N sequences.
-        Returns: a TokenBatch of M sequences. Prefixes, trajectories, groups and units that nothing refers to are left
-            out; those kept keep their order.
+        Returns: a TokenBatch of M sequences. It leaves out prefixes, trajectories, groups and units that no sequence
+            refers to; the others keep their order.
         """
         if torch.equal(sequences, torch.arange(self.num_sequences)):
             return self
         lengths = self.lengths.index_select(0, sequences)
-        places = _spans(self.starts.index_select(0, sequences), lengths)
+        indices = _spans(self.starts.index_select(0, sequences), lengths)
         prefixes, prefix_of = torch.unique(self.prefix_of.index_select(0, sequences), return_inverse=True)
         prefix_lengths = self.prefix_lengths.index_select(0, prefixes)
         prefix_starts = (self.prefix_ends - self.prefix_lengths).index_select(0, prefixes)
@@ -218,7 +222,7 @@ class TokenBatch(Columns):
             ends=lengths.cumsum(0),
             trajectory_of=trajectory_of,
             group_of=group_of,
-            token_columns={name: c.index_select(0, places) for name, c in self.token_columns.items()},
+            token_columns={name: c.index_select(0, indices) for name, c in self.token_columns.items()},
             sequence_columns={name: c.index_select(0, sequences) for name, c in self.sequence_columns.items()},
             unit_of=unit_of,
             unit_weights=None if self.unit_weights is None else self.unit_weights.index_select(0, units),
@@ -226,11 +230,12 @@ class TokenBatch(Columns):
 
     @classmethod
     def cat(cls, batches: Sequence[TokenBatch]) -> TokenBatch:
-        """Batches end to end. A column that only some of them have raises DataError.
+        """Joins batches end to end.
 
         Args: batches: at least one.
-        Returns: their sequences in order; prefixes, trajectories, groups and units stay apart even where they are
-            equal.
+        Returns: their sequences in order. Prefixes, trajectories, groups and units of different batches stay apart,
+            even equal ones.
+        Raises: DataError: only some of the batches have a column.
         """
         if len(batches) == 1:
             return batches[0]
@@ -255,7 +260,7 @@ class TokenBatch(Columns):
 
     @classmethod
     def from_groups(cls, groups: Sequence[Group]) -> TokenBatch:
-        """Lays groups end to end.
+        """Makes a batch of the completions of groups.
 
         Args: groups: completed prompts.
         Returns: N = all completions, in order; J = distinct (group, generation), in order.
@@ -301,14 +306,14 @@ class TokenBatch(Columns):
 
     @classmethod
     def from_examples(cls, examples: Sequence[Example], *, paired: bool = False, version: int = 0) -> TokenBatch:
-        """Lays the sequences of supervised training end to end.
+        """Makes a batch of the sequences of supervised training.
 
         Args:
             examples: encoded rows.
-            paired: the sequences of a row are one unit, and each is its own trajectory; else each sequence is a unit,
-                and those of a row are one trajectory.
-            version: stamped on the trained tokens.
-        Returns: a group for each example. sampler_logprobs are 0: nothing was sampled.
+            paired: True: the sequences of a row are one unit, and each is a trajectory of its own. False: each sequence
+                is a unit of its own, and the sequences of a row are one trajectory.
+            version: the policy version of the trained tokens.
+        Returns: a batch with a group for each example. sampler_logprobs are 0, since nothing was sampled.
         Raises: DataError: no examples, a sequence without tokens or without a prefix, or a column that only some have.
 
         >>> from whet.types import TrainSequence
@@ -323,7 +328,7 @@ class TokenBatch(Columns):
             raise DataError("a batch needs at least one example, got none")
         if empty := [i for i, s in enumerate(sequences) if len(s.tokens) == 0 or len(s.prefix) == 0]:
             raise DataError(
-                f"sequence {empty[0]} has no tokens or no prefix; every sequence needs one of each at least"
+                f"sequence {empty[0]} has no tokens or no prefix; every sequence needs at least one token of each"
             )
         places = {(e, s.prefix.tobytes()): s.prefix for e, x in enumerate(examples) for s in x.sequences}
         keys = {key: k for k, key in enumerate(places)}
@@ -349,7 +354,7 @@ class TokenBatch(Columns):
 
 
 def _check(name: str, column: object, size: int, what: str) -> None:
-    """Raises DataError where a column is not a tensor on the CPU of the length that it should have."""
+    """Raises DataError unless a column is a tensor on the CPU with `size` rows."""
     if not isinstance(column, Tensor):
         raise DataError(f"column {name} is a {type(column).__name__}; give a tensor")
     if column.dim() == 0 or len(column) != size:
@@ -359,7 +364,7 @@ def _check(name: str, column: object, size: int, what: str) -> None:
 
 
 def _cat_columns(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Columns end to end; DataError for one that only some have."""
+    """Joins columns end to end. Raises DataError for a column that only some of the parts have."""
     for name in {name for columns in parts for name in columns}:
         if not all(name in columns for columns in parts):
             raise DataError(f"column {name} is set in some of the batches and not in others; set it in all or none")
@@ -367,12 +372,12 @@ def _cat_columns(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _joined(arrays: Sequence[np.ndarray], dtype: torch.dtype) -> Tensor:
-    """Numpy arrays end to end, as a tensor."""
+    """Joins numpy arrays end to end and returns a tensor."""
     return torch.from_numpy(np.concatenate([np.asarray(a) for a in arrays])).to(dtype)
 
 
 def _spans(starts: Tensor, lengths: Tensor) -> Tensor:
-    """The places starts[i] .. starts[i] + lengths[i] - 1, end to end.
+    """The indices starts[i] .. starts[i] + lengths[i] - 1 of every i, end to end.
 
     >>> _spans(torch.tensor([5, 0]), torch.tensor([2, 1]))
     tensor([5, 6, 0])

@@ -1,8 +1,8 @@
-"""Columns: what a batch holds per token or per sequence, each under its name.
+"""Columns: the tensors that a batch holds per token or per sequence, by name.
 
-`TokenBatch.select` and `cat`, packing and `LossInputs` carry all columns without knowing their names. The well-known
-ones are declared once, here, and are read as attributes; a user's own is set by `TokenBatch.with_token_columns` or
-`with_sequence_columns` and is read the same way.
+`TokenBatch.select` and `cat`, packing and `LossInputs` carry all columns without knowing their names. This file
+declares the well-known columns, which are read as attributes. `TokenBatch.with_token_columns` and
+`with_sequence_columns` set columns of a user's own, which are read in the same way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Columns", "OptionalColumn", "RequiredColumn"]
 
 
 class OptionalColumn:
-    """A well-known column of the token axis that reads as None where a batch has none."""
+    """A well-known column of the token axis; it reads as None if the batch does not have it."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -62,37 +62,37 @@ class Columns:
     """
 
     token_columns: Mapping[str, Tensor]
-    """[S ...] each: whatever is per token, by name."""
+    """[S ...] each: the columns per token, by name."""
     sequence_columns: Mapping[str, Tensor]
-    """[N ...] each: whatever is per sequence, by name."""
+    """[N ...] each: the columns per sequence, by name."""
 
     tokens = OptionalColumn()
     """Long: the completion tokens."""
     sampler_logprobs = OptionalColumn()
-    """Float: what the engine reported."""
+    """Float: the log-probabilities that the engine reported."""
     versions = OptionalColumn()
-    """Int: policy version of each token, -1 = not sampled."""
+    """Int: the policy version that sampled each token; -1 = the token was not sampled."""
     old_logprobs = OptionalColumn()
-    """Float: the policy at rollout, in the trainer's numerics; None where one update follows one rollout: the loss
-    takes logprobs.detach(), a ratio of exactly 1."""
+    """Float: the log-probabilities under the policy at rollout, computed by the trainer. None if one update follows one
+    rollout: the loss then takes logprobs.detach(), so that the ratio is exactly 1."""
     ref_logprobs = OptionalColumn()
-    """Float: the reference's."""
+    """Float: the log-probabilities under the reference."""
     values = OptionalColumn()
-    """Float: of the state before each token, at rollout."""
+    """Float: the critic's values of the states before each token, at rollout."""
     token_rewards = OptionalColumn()
-    """Float: what a token earned, where rewards are not of whole trajectories."""
+    """Float: the reward of each token, if rewards are not of whole trajectories."""
     returns = OptionalColumn()
-    """Float: what a critic's values should be."""
+    """Float: the targets of the critic's values."""
     advantages = OptionalColumn()
-    """Float."""
+    """Float: the advantage of each token."""
     weights = OptionalColumn()
-    """Float: loss_agg_mode as token weights, made once per optimizer step."""
+    """Float: loss_agg_mode as weights of tokens, computed once per optimizer step."""
 
     def column(self, name: str) -> Tensor | None:
-        """A column, or what a loss is given besides, by name.
+        """The column, or other input of a loss, of this name.
 
-        Returns: [S ...] or [N ...]; None where it is a known one that this batch does not have.
-        Raises: DataError: nothing has this name here; with the nearest that has.
+        Returns: [S ...] or [N ...]; None if the name is known and this batch does not have the column.
+        Raises: DataError: the name is unknown; the message suggests the nearest known one.
         """
         for columns in (self.token_columns, self.sequence_columns):
             if name in columns:
@@ -103,9 +103,9 @@ class Columns:
         return getattr(self, name)
 
     def need(self, name: str) -> Tensor:
-        """A column that can't be done without.
+        """The column of this name, which must be there.
 
-        Raises: DataError: the column is missing, with its name; or nothing has this name.
+        Raises: DataError: this batch does not have the column, or the name is unknown.
         """
         if name not in (known := self._names()):
             raise DataError(
@@ -124,16 +124,16 @@ class Columns:
         return sorted(name for name, c in declared.items() if isinstance(c, OptionalColumn | RequiredColumn))
 
     def _names(self) -> list[str]:
-        """What `column` knows."""
+        """The names that `column` knows."""
         return sorted({*self.well_known(), *self.token_columns, *self.sequence_columns})
 
     def __getattr__(self, name: str) -> Any:
-        """A column that is not well known. Asked for only where nothing else has the name."""
-        held = vars(self)
-        if not {"token_columns", "sequence_columns"} <= held.keys():  # still empty: copy and pickle look names up
+        """A column that is not well known. Python calls this only if nothing else has the name."""
+        fields = vars(self)
+        if not {"token_columns", "sequence_columns"} <= fields.keys():  # copy and pickle ask before any is set
             raise AttributeError(name)
-        for columns in (held["token_columns"], held["sequence_columns"]):
+        for columns in (fields["token_columns"], fields["sequence_columns"]):
             if name in columns:
                 return columns[name]
-        near = nearest(name, {*dir(type(self)), *held, *self._names()})
+        near = nearest(name, {*dir(type(self)), *fields, *self._names()})
         raise AttributeError(f"{type(self).__name__} has no column or attribute {name!r}{near}")

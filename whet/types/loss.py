@@ -35,38 +35,38 @@ CONSTANTS = ("correct", "log_sum_sq_probs", "mean_logits")
 class LossInputs(Columns):
     """The inputs of a loss: whole sequences of one micro-batch, on the model's device, in fp32 or better.
 
-    All columns of the batch are there, cut to these sequences: `x.advantages`, `x.need("teacher_logprobs")`. Numbers
-    per token are 0 where the mask is False.
-    Example: two sequences of 2 and 1 tokens: sequence = [0, 0, 1], every column per token of length 3, every one per
-    sequence of length 2. Where they are one unit, a pair: unit_of = [0, 0], unit = [0, 0, 0], num_units = 1.
+    They have all columns of the batch for these sequences: `x.advantages`, `x.need("teacher_logprobs")`. Numbers per
+    token are 0 where the mask is False.
+    Example: two sequences of 2 and 1 tokens: sequence = [0, 0, 1]; a column per token has length 3, a column per
+    sequence has length 2. If the two are one unit, a pair: unit_of = [0, 0], unit = [0, 0, 0], num_units = 1.
     """
 
     sequence: Tensor
-    """Long [s]: which sequence of this micro-batch each token belongs to, 0, 1, ... in order."""
+    """Long [s]: the sequence of each token, counted 0, 1, ... within this micro-batch."""
     mask: Tensor
     """Bool [s]: True = trained."""
     logprobs: Tensor
-    """[s], with gradient: the current policy's."""
+    """[s], with gradient: the log-probabilities under the current policy."""
     entropy: Tensor | None
-    """[s], with gradient where the loss asked for it."""
+    """[s]: the entropy of the current policy, with gradient if the loss requires it."""
     new_values: Tensor | None
-    """[s], with gradient: the critic's, now."""
+    """[s], with gradient: the values of the current critic."""
     divergence: Tensor | None
-    """[s], with gradient: of the policy's distribution from a teacher's, where the loss asked for it."""
+    """[s], with gradient: the divergence between policy and teacher, if the loss requires it."""
     correct: Tensor | None
-    """Bool [s]: the token is the likeliest, where the loss asked for it."""
+    """Bool [s]: whether the token is the most likely one, if the loss requires it."""
     log_sum_sq_probs: Tensor | None
-    """[s], a constant: log Σ p² of the policy's distribution, where the loss asked for it."""
+    """[s], without gradient: log Σ p² of the policy's distribution, if the loss requires it."""
     mean_logits: Tensor | None
-    """[s], a constant: the mean logit over the vocabulary, where the loss asked for it."""
+    """[s], without gradient: the mean logit over the vocabulary, if the loss requires it."""
     scores: Tensor | None
-    """[n], with gradient: the value head's at each sequence's last token, where the loss asked for it."""
+    """[n], with gradient: the output of the value head at each sequence's last token, if the loss requires it."""
     unit_of: Tensor
-    """Long [n]: the unit of each sequence in this micro-batch; a sequence that is its own unit has its own number."""
+    """Long [n]: the unit of each sequence, counted within this micro-batch."""
     num_sequences: int
-    """n."""
+    """The number of sequences, n."""
     num_units: int
-    """u."""
+    """The number of units, u."""
     token_columns: Mapping[str, Tensor]
     sequence_columns: Mapping[str, Tensor]
 
@@ -90,14 +90,14 @@ class LossInputs(Columns):
         sequence_columns: Mapping[str, Tensor] | None = None,
         **columns: Tensor | None,
     ) -> None:
-        """`columns` are well-known ones (advantages, ...); others are given in `token_columns` or `sequence_columns`.
+        """Takes well-known columns (advantages, ...) as arguments, others in `token_columns` or `sequence_columns`.
 
-        Raises: DataError: a name that is not well known, or a column of another length than tokens or sequences.
+        Raises: DataError: a name in `columns` is not well known, or a column has not the length of its axis.
         """
         known = self.well_known()
         if wrong := [name for name in columns if name not in known]:
             raise DataError(
-                f"unknown column {wrong[0]!r}{nearest(wrong[0], known) or '.'} One of your own is given in "
+                f"unknown column {wrong[0]!r}{nearest(wrong[0], known) or '.'} Pass a column of your own in "
                 "token_columns= or sequence_columns="
             )
         if num_sequences is None:
@@ -106,7 +106,7 @@ class LossInputs(Columns):
             unit_of = torch.arange(num_sequences, device=sequence.device)
         if num_units is None:
             num_units = int(unit_of.max()) + 1 if len(unit_of) else 0
-        given = {**(token_columns or {}), **columns}
+        all_token_columns = {**(token_columns or {}), **columns}
         values = {
             "sequence": sequence,
             "mask": mask,
@@ -121,7 +121,7 @@ class LossInputs(Columns):
             "unit_of": unit_of,
             "num_sequences": num_sequences,
             "num_units": num_units,
-            "token_columns": {name: c for name, c in given.items() if c is not None},
+            "token_columns": {name: c for name, c in all_token_columns.items() if c is not None},
             "sequence_columns": dict(sequence_columns or {}),
         }
         for name, value in values.items():
@@ -129,7 +129,7 @@ class LossInputs(Columns):
         self._check_lengths()
 
     def _check_lengths(self) -> None:
-        """Raises DataError where a column has not one row for each token, or for each sequence."""
+        """Raises DataError unless every column has one row for each token, or one for each sequence."""
         per_token = {**{name: getattr(self, name) for name in _PER_TOKEN}, **self.token_columns}
         per_sequence = {"unit_of": self.unit_of, "scores": self.scores, **self.sequence_columns}
         kinds = ((per_token, len(self.mask), "tokens"), (per_sequence, self.num_sequences, "sequences"))

@@ -1,7 +1,7 @@
-"""What is made before a batch is: prompts, completions, groups and examples.
+"""The records before a batch: prompts, completions, groups and examples.
 
-Read-only numpy, since many small tensors are expensive to move. Dim legend: B rows, P prompt, C completion, G group,
-V vocabulary.
+They are read-only numpy arrays, since many small tensors are expensive to move. Dim legend: B rows, P prompt,
+C completion, G group, V vocabulary.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Prompt:
     """
 
     tokens: np.ndarray
-    """int32 [P]: the ids that the model is given."""
+    """int32 [P]: the ids that the model reads."""
     source: str | list[Message]
     """The prompt as the data set had it: text, or a list of messages."""
     columns: Mapping[str, Any] = field(default_factory=dict)
@@ -47,31 +47,33 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Completion:
-    """One training sequence: what followed a prompt, stop token included.
+    """One training sequence: the tokens after a prompt, stop token included.
 
     Example: the answer "4<end>" of policy version 3:
     Completion(tokens=[52, 256], logprobs=[-.1, -.01], versions=[3, 3], finish_reason="stop", generation=0).
     """
 
     tokens: np.ndarray
-    """int32 [C]: all after the prefix, stop token and environment tokens included."""
+    """int32 [C]: all tokens after the prefix, stop token and environment tokens included."""
     logprobs: np.ndarray
-    """float32 [C]: the sampler's, under logprob_support; 0 where not sampled."""
+    """float32 [C]: the sampler's log-probabilities, under logprob_support; 0 at tokens that were not sampled."""
     versions: np.ndarray
-    """int32 [C]: policy version that made each token; -1 = not sampled, so the mask is versions >= 0."""
+    """int32 [C]: the policy version that sampled each token; -1 = not sampled, so the mask is versions >= 0."""
     finish_reason: FinishReason
     """Why generation ended."""
     generation: int
-    """0..G-1; the forks of one episode repeat it: (prompt, generation) is the trajectory."""
+    """The number of the trajectory in its group, 0..G-1. All forks of one episode have the same number."""
     prefix: np.ndarray | None = None
     """int32 [P']: a fork's own prefix; None = the group's prompt."""
     info: Mapping[str, Any] = field(default_factory=dict)
-    """Status, turns, tools: to the store, as JSON, never to the loss."""
+    """Status, turns, tools: stored as JSON with the completion. A loss does not see it."""
     logits: np.ndarray | None = None
-    """float [C, V], where they were asked for."""
+    """float [C, V], on request."""
     messages: tuple[Message, ...] | None = None
-    """Of an episode with turns: what was said after the prompt up to the end of this sequence, the environment's
-    messages included; None = the decoded tokens say it."""
+    """The messages of an episode with turns, from the prompt to the end of this sequence, those of the environment
+    included. None = the decoded tokens are the only message."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """The time that its episode waited for the engine ("engine") and for the phases of its calls ("tools")."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -84,11 +86,11 @@ class Group:
     prompt: Prompt
     completions: tuple[Completion, ...]
     rewards: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Rewards that come with the completions, as from an environment: float64 [trajectories] by name, in the order of
-    generation; NaN = not applicable. They join those of the reward functions in `RewardBatch.table`, which has all."""
+    """Rewards that come with the completions, such as an environment's: float64 [trajectories] by name, in the order of
+    generation; NaN = not applicable. `RewardBatch.table` holds these and those of the reward functions."""
     greedy: Completion | None = None
-    """The greedy completion of the prompt, which is no part of the group and is not trained on; only where an estimator
-    asks for it."""
+    """The greedy completion of the prompt, if an estimator requires it. It is not in the group, and no update trains on
+    it."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -99,9 +101,9 @@ class TrainSequence:
     """
 
     prefix: np.ndarray
-    """int32 [P]: what stands before the tokens; at least one. Sequences of one row that begin alike share it."""
+    """int32 [P]: the tokens before them, at least one. Sequences of one row with the same prefix share it."""
     tokens: np.ndarray
-    """int32 [C]: all after the prefix; at least one."""
+    """int32 [C]: all tokens after the prefix, at least one."""
     mask: np.ndarray
     """bool [C]: True = trained."""
 
@@ -114,7 +116,7 @@ class Example:
     """
 
     sequences: tuple[TrainSequence, ...]
-    """At least one."""
+    """The sequences of the row, at least one."""
     columns: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     """A number for each sequence, by name: columns per sequence of the batch."""
     row: int = 0

@@ -108,7 +108,7 @@ def test_what_is_refused():
     assert "unknown algo.preset ['dapo']" in refused(["algo.preset=[dapo]"])
     assert "did you mean algo.epsilon" in refused(["algo.preset=dapo", "algo.epsilom=0.1"])
     message = refused(["algo.preset=ppo"])
-    assert "algo.preset='ppo' is a PPOConfig, and algo is a GRPOConfig here: train by it with whet ppo" in message
+    assert "algo.preset='ppo' is a PPOConfig, and algo is a GRPOConfig here: train with whet ppo" in message
     assert "whet grpo, or take one of ppo, rl2_ppo" in refused(["algo.preset=dapo"], PPORunConfig)
     with pytest.raises(ConfigError, match=r"GRPOConfig.preset: .* presets\.dapo\(\.\.\.\)"):
         GRPOConfig(preset="dapo")  # pyright: ignore

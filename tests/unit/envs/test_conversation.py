@@ -369,6 +369,11 @@ def test_the_completions_of_a_run_show_the_turns(world, tmp_path):
     said = json.loads(table.completion[0])
     assert said[0]["role"] == "assistant" and json.loads(table.loc[0, "info"])["turns"] == (len(said) + 1) // 2
     assert set(table.columns) >= {"reward/reward_fn"}
+    starts, ends, versions = table.turn_starts[0], table.turn_ends[0], table.versions[0]
+    assert len(starts) == len(ends) == (len(said) + 1) // 2
+    assert sorted(i for s, e in zip(starts, ends) for i in range(s, e)) == np.flatnonzero(versions >= 0).tolist()
+    waits = [json.loads(text) for text in table.seconds]
+    assert all(w["engine"] >= 0 for w in waits) and any("tools" in w for w in waits)
 
 
 def test_an_episode_whose_world_fails_has_no_reward_and_teaches_nothing(tmp_path):

@@ -228,7 +228,7 @@ def test_prompts_that_can_never_fit_the_model_end_the_run_before_it_starts(tmp_p
     long = [*rows(5), {"prompt": "x" * 121}, *rows(2)]  # 121 + 8 > 128
     with pytest.raises(DataError, match=r"row 5: 121 prompt.*\.max_tokens_to_generate 8 = 129.*128 positions"):
         started(long, max_prompt_length=125)
-    with pytest.raises(DataError, match=r"to_generate alone leaves no room .* set it to 12\d or less"):
+    with pytest.raises(DataError, match=r"to_generate leaves no room .* set it to 12\d or less"):
         started(rows(4), max_tokens_to_generate=10**8)
     other = byte_tokenizer()
     other.add_tokens(["<odd>"] + [f"<{i}>" for i in range(9)])

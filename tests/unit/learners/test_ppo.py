@@ -296,7 +296,7 @@ def test_a_shared_critic_learns_and_the_policy_stays_a_language_model(tmp_path):
 @pytest.mark.parametrize(
     ("critic", "algo", "says"),
     [
-        ("actor", {"critic_warmup_steps": 2}, "critic_warmup_steps=2 trains the critic alone"),
+        ("actor", {"critic_warmup_steps": 2}, "critic_warmup_steps=2 trains only the critic"),
         (RoleConfig(model="actor", optim=OptimConfig(lr=1.0)), {}, "remove the other critic"),
         (None, {}, 'or critic="actor"'),
         ("actor", {"vf_coef": 0.0}, "vf_coef must be positive"),

@@ -460,16 +460,18 @@ FP32, BF16 = "in torch.float32 differ from torch's on this machine", "in torch.b
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        ("round_as(load(a + c) * r[i], kind) * load(w + c)", "load(a + c) * r[i]", FP32),
+        ("round_as(load(a + c) * r[i], rounding) * load(w + c)", "load(a + c) * r[i]", FP32),
         full("* share * share * share / d", "* share * share / d", FP32),
-        full("fused(load(b + c) * share, load(a + c), load(of_part + c))", "load(b + c) * share * load(a + c)", FP32),
+        full("fused(load(b + c) * share, load(a + c), load(part_sums + c))", "load(b + c) * share * load(a + c)", FP32),
         full("fused(a, 1.0f - s, all(1.0f))", "all(1.0f)", FP32),
-        full("store(g + c, slope * open);", "", FP32),
-        full("store(y + c, round_as(silu(load(gate + c)), kind) * load(up + c))", "store(y + c, load(up + c))", FP32),
-        full("if (y) store(y + c, open * b);", "if (y) store(y + c, open);", FP32),
+        full("store(g + c, slope * activated);", "", FP32),
+        full(
+            "store(y + c, round_as(silu(load(gate + c)), rounding) * load(up + c))", "store(y + c, load(up + c))", FP32
+        ),
+        full("if (y) store(y + c, activated * b);", "if (y) store(y + c, activated);", FP32),
         ("rows, to, in, add || from > 0);", "rows, to, in, false);", "gradients of weights differ from torch's"),
         ("return load(bits);", "return load(bits) * 1.1f;", BF16),
-        ("void whet_gated_back(", "void whet_back(", "loading them failed: "),
+        ("void whet_silu_mul_back(", "void whet_back(", "loading them failed: "),
     ],
 )
 def test_kernels_that_compute_something_else_are_not_used(fresh, cache, rewrite, monkeypatch, old, new, reason):

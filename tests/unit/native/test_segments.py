@@ -396,7 +396,7 @@ def test_blocks_hold_each_token_once_and_fit(group):
         assert all(place == above[i] + first - starts[i] and 0 < n <= most for i, first, place, n, _ in rows)
         assert all(starts[i] <= first and first + n <= starts[i + 1] for i, first, _, n, _ in rows)
     room = itertools.accumulate((-(-n // KERNELS.wide) * KERNELS.wide for *_, n, _ in tables.keys.tolist()), initial=0)
-    assert [*tables.keys[:, 4].tolist(), tables.room] == list(room)
+    assert [*tables.keys[:, 4].tolist(), tables.padded_keys] == list(room)
 
 
 @pytest.mark.parametrize("tree", [((1,), (-1,)), LONG, ((5781, 1), (-1, -1)), ((9000, *[1] * 40), (-1, *[0] * 40))])
@@ -422,7 +422,7 @@ def test_stripes_have_like_work(window):
 
 def test_stripes_are_fewer_where_their_sums_would_be_large(monkeypatch):
     tables = SegmentTables((4000,), (-1,), 1)
-    monkeypatch.setattr(segments, "MAX_STRIPE_BYTES", 3 * 4 * 2 * 16 * tables.room)
+    monkeypatch.setattr(segments, "MAX_STRIPE_BYTES", 3 * 4 * 2 * 16 * tables.padded_keys)
     assert len(tables.stripe_ends(2, 5, window=0, sizes=16)) == 3
     monkeypatch.setattr(segments, "MAX_STRIPE_BYTES", 1)
     assert len(tables.stripe_ends(2, 5, window=0, sizes=16)) == 1
@@ -546,11 +546,11 @@ def test_without_a_compiler_torch_attends_and_the_reason_is_said_once(fresh, cac
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        ("seen.sums[r] *= less[r];", "", "attention in torch.float32 differs from the formula on this machine"),
+        ("state.sums[r] *= less[r];", "", "attention in torch.float32 differs from the formula on this machine"),
         full("- deltas[r + k]", "", "attention in torch.float32 differs from the formula on this machine"),
         full("ahead - c.window + 1", "ahead - c.window", "attention in torch.float32 differs from the formula"),
         ("threads, stripes, window;", "threads, stripes, window, more;", "segments.cpp and segments.py name different"),
-        full("int64_t whet_room(", "int64_t whet_space(", "loading them failed: "),
+        full("int64_t whet_workspace(", "int64_t whet_space(", "loading them failed: "),
     ],
 )
 def test_kernels_that_compute_something_else_are_not_used(fresh, cache, rewrite, monkeypatch, old, new, reason):

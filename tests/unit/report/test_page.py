@@ -6,6 +6,8 @@ import shutil
 import threading
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from whet.report.report import write_report
 from whet.report.server import LiveRuns, make_server
@@ -55,6 +57,8 @@ def report(tmp_path_factory):
                     "completion": texts,
                     "tokens": [[1] * (i % 7 + 1) for i in range(n)],
                     "logprobs": [[-0.5] * (i % 7 + 1) for i in range(n)],
+                    "trainer_logprobs": [[-0.6] * (i % 7 + 1) if i > 3 else None for i in range(n)],
+                    "entropy": [[1.5] * (i % 7 + 1) if i > 3 else None for i in range(n)],
                     "reward": [float(i % SIZE == 0) if i // SIZE % 2 else 0.5 for i in range(n)],
                     "advantage": [1.0 - i % 2 for i in range(n)],
                     "finish_reason": ["length" if i % 10 == 9 else "stop" for i in range(n)],
@@ -62,6 +66,8 @@ def report(tmp_path_factory):
                 },
                 rewards={"exact": [0.0] * n, "form": [1.0] * n},
             )
+    (folder / "b/final").mkdir()
+    Tokenizer(WordLevel({"?": 0, "a": 1}, unk_token="?")).save(str(folder / "b/final/tokenizer.json"))
     return write_report([folder / "a", folder / "b"], folder / "report")
 
 
@@ -159,6 +165,22 @@ def test_filters_and_orders_of_completions(page):
     assert page.is_disabled("button[aria-label='previous step']")
 
 
+def test_tokens_are_coloured_by_what_is_asked_for(page):
+    page.goto(page.url.partition("#")[0] + "#completions/1-train-000600")
+    page.wait_for_selector(".group")
+    token = page.locator(".item").nth(6).locator(".tok").first
+    colours = set()
+    for by in ("logprob", "ratio", "entropy", "advantage"):
+        page.select_option("select[aria-label='colour']", by)
+        colours.add(token.get_attribute("style"))
+    assert len(colours) == 4 and None not in colours
+    title = "p 0.607, logprob -0.50, ratio 0.90, entropy 1.50, version 600"
+    assert token.get_attribute("title") == title
+    page.select_option("select[aria-label='colour']", "entropy")
+    assert "no entropy of tokens" in page.locator(".item").first.inner_text()
+    assert "no entropy" not in page.locator(".item").nth(6).inner_text()
+
+
 def test_long_lists_and_long_texts_are_drawn_in_parts(page):
     page.goto(page.url.partition("#")[0] + "#completions/0-train-000600")
     page.wait_for_selector(".group")
@@ -181,7 +203,7 @@ def test_a_completion_has_an_address_and_a_file(page):
     assert page.evaluate("location.hash") == "#completions/1-eval-000600/1/1"
     page.reload()
     page.wait_for_selector(".item.linked")
-    assert "answer 5" in page.inner_text(".item.linked .text")
+    assert page.inner_text(".item.linked .text").split() == ["a"] * 6
     with page.expect_download() as download:
         page.locator(".item.linked button", has_text="save").click()
     saved = json.loads(download.value.path().read_text())

@@ -44,7 +44,7 @@ def run(tmp_path):
     (folder / "config.yaml").write_text("actor:\n  optim: {lr: 0.1}\nreward: exact\n")
     for name, step in (("train-000001", 1), ("train-000002", 2), ("train-000003", 3), ("eval-000003", 3)):
         found = completions(
-            [1.0, 0.0, None, 1.0], [[72, 105], [33], [0xC3, 0xA9], [65]], [[-0.5, math.nan]] + [[-1.0]] * 3
+            [1.0, 0.0, None, 1.0], [[72, 105], [33], [0xC3, 0xA9], [65]], [[-0.5, math.nan], [-1.0], [-1.0] * 2, [-1.0]]
         )
         write_completions(
             folder / "completions" / f"{name}.parquet", step=step, columns=found, rewards={"exact": found["reward"]}
@@ -89,6 +89,21 @@ def test_tokens_have_their_text_and_logprob(run):
     assert first["items"][0]["len"] == [1, 1] and first["items"][0]["lp"] == [50, None]
     assert "tokens" not in first["items"][0]  # it is the text
     assert second["items"][0]["tokens"] == "é" and second["items"][0]["len"] == [1, 0]
+
+
+def test_tokens_have_the_values_of_the_trainer_where_the_run_has_them(tmp_path):
+    columns = completions(
+        [1.0, 0.0], [[65, 66, 67], [65]], [[-0.5, 0.0, -1.0], [-1.0]],
+        trainer_logprobs=[[-0.25, math.nan, -1.5], None], entropy=[[2.0, math.nan, 0.125], None],
+        advantages=[[0.5, math.nan, -0.5], [1.0]], versions=[[3, -1, 4], [3]], version=[4, 3],
+        seconds=[{"engine": 1.5, "tools": 0.25}, {}],
+    )  # fmt: skip
+    write_completions(tmp_path / "train-000001.parquet", step=1, columns=columns, rewards={})
+    (group,) = chunk(tmp_path / "train-000001.parquet", TokenTexts(lambda ids: bytes(ids).decode()))["groups"]
+    first, second = group["items"]
+    assert first["lp"] == [50, None, 100] and first["ratio"] == [25, None, -50] and first["ent"] == [200, None, 12]
+    assert first["adv"] == [0.5, None, -0.5] and first["vs"] == [3, -1, 4] and first["s"]["tools"] == 0.25
+    assert not {"ratio", "ent", "adv", "vs", "s"} & second.keys()
 
 
 def test_a_prompt_that_comes_twice_in_a_step_is_two_groups(tmp_path):

@@ -127,9 +127,10 @@ def test_completions_read_back_with_pandas_and_datasets(tmp_path):
     table = pd.read_parquet(path)
     assert list(table) == [
         "step", "row", "generation", "prompt", "prompt_text", "prompt_tokens", "completion",
-        "tokens", "logprobs", "reward/exact", "reward/length",
+        "tokens", "logprobs", "trainer_logprobs", "entropy", "advantages", "versions", "turn_starts", "turn_ends",
+        "reward/exact", "reward/length",
         "reward", "advantage", "finish_reason", "version",
-        "info",
+        "info", "seconds",
     ]  # fmt: skip
     assert table["step"].tolist() == [12, 12] and table["tokens"][0].tolist() == [52, 256]
     assert table["logprobs"][1].tolist() == [-0.5, -0.25] and table["completion"].tolist() == ["x", "?"]

@@ -99,7 +99,6 @@ def test_a_save_that_fails_leaves_nothing_and_loses_nothing(run, tmp_path, monke
     assert (tmp_path / "checkpoint-4" / "model.safetensors").read_bytes() == before
 
 
-
 def test_an_output_dir_that_another_run_writes_or_that_is_a_file_is_refused(run, tmp_path):
     _, made = run
     made.models.checkpoints.open()

@@ -22,7 +22,7 @@ NEED_GROUPS = (
     "rloo",
     "scalerl",
 )
-"""The estimators that need groups of two or more: a completion alone is compared with itself and teaches nothing."""
+"""The estimators that need groups of two or more: they would compare a single completion with itself."""
 
 
 @config

@@ -28,6 +28,6 @@ class GRPOConfig(PolicyConfig):
         if self.advantage_estimator == "gae":
             raise ConfigError(
                 "advantage_estimator='gae' needs the values of a critic, and GRPO has none; train with PPO (whet ppo, "
-                "PPOConfig), or choose an estimator that reads rewards alone (grpo, rloo, reinforce_plus_plus)"
+                "PPOConfig), or choose an estimator that reads only rewards (grpo, rloo, reinforce_plus_plus)"
             )
         self.check_groups()

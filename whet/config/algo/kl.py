@@ -56,8 +56,9 @@ class KLFields(AlgorithmConfig):
         mode = self.keywords["kl_loss_mode"]
         if self.use_bias_correction_kl and mode in self.CHOICES["kl_loss_mode"] and mode not in _CORRECTED:
             raise ConfigError(
-                f"use_bias_correction_kl=True with kl_loss_mode={mode!r} has a wrong gradient: the importance ratio "
-                "makes that of k1 and k3 alone the KL's; take kl_loss_mode='low_var_kl', or leave the correction off"
+                f"use_bias_correction_kl=True with kl_loss_mode={mode!r} has a wrong gradient: with the "
+                "importance ratio, only k1 and k3 have the gradient of the KL; take kl_loss_mode='low_var_kl', or "
+                "leave the correction off"
             )
         for name in ("target_kl", "kl_horizon"):
             value = getattr(self, name)

@@ -3,8 +3,8 @@
 // out [rows, columns] += a [rows, depth] b [depth, columns]. C is what is multiplied: float, or bfloat16 where the
 // processor sums products of pairs; STEP<C> numbers of the depth then lie together. Three forms of a block x [n, d]:
 //   rows    [n][LONG]             left factor; for floats also a right factor, of depth n
-//   laid    [n / STEP][d][STEP]   right factor, of depth n
-//   turned  [d / STEP][n][STEP]   right factor, of depth d; left factor too, of n rows and depth d
+//   paired  [n / STEP][d][STEP]   right factor, of depth n
+//   transposed  [d / STEP][n][STEP]   right factor, of depth d; left factor too, of n rows and depth d
 #pragma once
 
 #include "vectors.h"
@@ -19,7 +19,7 @@ template <> struct Multiplied<bf16> { typedef bf16 C; };
 #endif
 template <class C> constexpr int STEP = sizeof(C) == 2 ? 2 : 1;
 
-inline int64_t up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 // Sums of R rows and V registers of columns. NEXT: numbers from a row of a to the next; across, down: from a step of the
 // depth to the next, of a and of b.
@@ -77,9 +77,9 @@ inline void product(int rows, int columns, const C* a, int64_t across, const C* 
     if (c < columns) tile_of<C, NEXT, 1>(rows, a, across, b + c * STEP<C>, down, steps, out + c, next, add);
 }
 
-// A row of numbers as C, with zeros behind them up to `room`.
+// A row of numbers as C, with zeros behind them up to `padded`.
 template <class T, class C>
-inline void copied(const T* x, C* y, int count, int room) {
+inline void copy_padded(const T* x, C* y, int count, int padded) {
     int i = 0;
     if constexpr (sizeof(T) == sizeof(C)) {
         std::memcpy(y, x, sizeof(T) * count);
@@ -94,11 +94,11 @@ inline void copied(const T* x, C* y, int count, int room) {
             for (; i < count; i++) y[i] = wide[i % W];
         }
     }
-    for (; i < room; i++) y[i] = 0;
+    for (; i < padded; i++) y[i] = 0;
 }
 
 // Floats as a row of numbers.
-template <class T> inline void rounded(const float* x, T* y, int count) {
+template <class T> inline void store_rounded(const float* x, T* y, int count) {
     int i = 0;
     for (; i + W <= count; i += W) store(y + i, load(x + i));
     if (i < count) {
@@ -120,11 +120,11 @@ template <class T> inline float dot(const T* x, const T* y, int count) {
     return sum(sums);
 }
 
-// rows -> laid. n: a multiple of STEP.
-inline void laid(const float* x, float* y, int n, int width) {
+// Converts rows to pairs of rows. n: a multiple of STEP.
+inline void pair_rows(const float* x, float* y, int n, int width) {
     for (int i = 0; i < n; i++) std::memcpy(y + int64_t(i) * width, x + int64_t(i) * LONG, sizeof(float) * width);
 }
-inline void laid(const bf16* x, bf16* y, int n, int width) {
+inline void pair_rows(const bf16* x, bf16* y, int n, int width) {
     for (int i = 0; i < n; i += 2) {
         const bf16 *low = x + int64_t(i) * LONG, *high = low + LONG;
         uint32_t* to = (uint32_t*)(y + int64_t(i) * width);
@@ -132,26 +132,26 @@ inline void laid(const bf16* x, bf16* y, int n, int width) {
     }
 }
 
-// rows -> turned, of `wide` columns: words (a float, or a pair) of a square change places with those across it.
+// Transposes rows into `wide` columns: words (a float, or a pair) of a square change places with those across it.
 template <int half, size_t... i>
-inline void swapped(words& x, words& y, std::index_sequence<i...>) {
+inline void swap_across(words& x, words& y, std::index_sequence<i...>) {
     words low = __builtin_shufflevector(x, y, ((int(i) & half) ? W + int(i) - half : int(i))...);
     words high = __builtin_shufflevector(x, y, ((int(i) & half) ? W + int(i) : int(i) + half)...);
     x = low, y = high;
 }
 template <int half = W / 2>
-inline void square(words* x) {
+inline void transpose_square(words* x) {
     for (int i = 0; i < W; i++)
-        if (!(i & half)) swapped<half>(x[i], x[i + half], std::make_index_sequence<W>());
-    if constexpr (half > 1) square<half / 2>(x);
+        if (!(i & half)) swap_across<half>(x[i], x[i + half], std::make_index_sequence<W>());
+    if constexpr (half > 1) transpose_square<half / 2>(x);
 }
 template <class C>
-inline void turned(const C* x, C* y, int n, int width, int wide) {
+inline void transpose(const C* x, C* y, int n, int width, int wide) {
     for (int c = 0; c < width; c += W * STEP<C>)
         for (int i = 0; i < n; i += W) {
             words block[W];
             for (int j = 0; j < W; j++) block[j] = *(const loose_words*)(x + int64_t(i + j) * LONG + c);
-            square(block);
+            transpose_square(block);
             for (int j = 0; j < W && c + j * STEP<C> < width; j++)
                 *(loose_words*)(y + (int64_t(c / STEP<C> + j) * wide + i) * STEP<C>) = block[j];
         }

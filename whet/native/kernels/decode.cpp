@@ -13,58 +13,58 @@
 namespace {
 
 template <class T>
-void norm(T* h, const T* more, const T* weight, T* out, int64_t rows, int64_t width, float epsilon, int threads) {
-    const T* kind = nullptr;
+void norm(T* h, const T* residual, const T* weight, T* out, int64_t rows, int64_t width, float epsilon, int threads) {
+    const T* rounding = nullptr;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows * width > 16384)
     for (int64_t row = 0; row < rows; row++) {
         T *x = h + row * width, *y = out + row * width;
         vec squares{};
         for (int64_t c = 0; c < width; c += W) {
             vec a = load(x + c);
-            if (more) {
-                a = round_as(a + load(more + row * width + c), kind);
+            if (residual) {
+                a = round_as(a + load(residual + row * width + c), rounding);
                 store(x + c, a);
             }
             squares = fused(a, a, squares);
         }
         float share = 1 / std::sqrt(sum(squares) / width + epsilon);
         for (int64_t c = 0; c < width; c += W) {
-            vec a = round_as(load(x + c) * share, kind);
+            vec a = round_as(load(x + c) * share, rounding);
             store(y + c, weight ? a * load(weight + c) : a);
         }
     }
 }
 
 template <class T>
-void gated(const T* x, T* out, int64_t rows, int64_t width, int threads) {
-    const T* kind = nullptr;
+void silu_mul(const T* x, T* out, int64_t rows, int64_t width, int threads) {
+    const T* rounding = nullptr;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && rows * width > 8192)
     for (int64_t row = 0; row < rows; row++) {
         const T *gate = x + 2 * row * width, *up = gate + width;
         for (int64_t c = 0; c < width; c += W) {
             vec a = load(gate + c);
-            vec open = round_as(silu(a), kind);
-            store(out + row * width + c, open * load(up + c));
+            vec activated = round_as(silu(a), rounding);
+            store(out + row * width + c, activated * load(up + c));
         }
     }
 }
 
-// Runs all layers for one token per row; the result is `hidden` + `more`.
+// Runs all layers for one token per row; the result is `hidden` + `residual`.
 template <class T>
 void run(const Step& s, const Layer* layers, int64_t count) {
     const int threads = int(s.threads);
-    T *h = (T*)s.hidden, *more = (T*)s.more, *x = (T*)s.narrow, *y = (T*)s.wide;
+    T *h = (T*)s.hidden, *residual = (T*)s.residual, *x = (T*)s.narrow, *y = (T*)s.wide;
     for (int64_t i = 0; i < count; i++) {
         const Layer& l = layers[i];
         const int64_t d = l.qkv.in, m = l.down.in;
-        norm(h, i ? more : (T*)nullptr, (const T*)l.before, x, s.rows, d, float(l.before_epsilon), threads);
+        norm(h, i ? residual : (T*)nullptr, (const T*)l.before, x, s.rows, d, float(l.before_epsilon), threads);
         multiply(l.qkv, x, y, s.rows, threads);
         attend(s, l, y, x);
-        multiply(l.output, x, more, s.rows, threads);
-        norm(h, more, (const T*)l.after, x, s.rows, d, float(l.after_epsilon), threads);
+        multiply(l.output, x, residual, s.rows, threads);
+        norm(h, residual, (const T*)l.after, x, s.rows, d, float(l.after_epsilon), threads);
         multiply(l.gate_up, x, y, s.rows, threads);
-        gated(y, x, s.rows, m, threads);
-        multiply(l.down, x, more, s.rows, threads);
+        silu_mul(y, x, s.rows, m, threads);
+        multiply(l.down, x, residual, s.rows, threads);
     }
 }
 
@@ -75,8 +75,8 @@ extern "C" {
 // Constants for decode.py: numbers of one SIMD register (widths must be multiples of it), the largest head size, bytes
 // of the tables.
 int64_t whet_constant(int64_t which) {
-    const int64_t facts[] = {W, MAX_HEAD_SIZE, sizeof(Product), sizeof(Step), sizeof(Layer)};
-    return facts[which];
+    const int64_t constants[] = {W, MAX_HEAD_SIZE, sizeof(Product), sizeof(Step), sizeof(Layer)};
+    return constants[which];
 }
 
 // All layers of a decode step.
@@ -93,8 +93,8 @@ void whet_attend(const Step* step, const Layer* layer, const void* qkv, void* ou
 
 // Weights [out, in] into panels; `to` has room for `out` rounded up to a multiple of 2 W.
 void whet_pack(const void* weight, void* to, int64_t in, int64_t out, int64_t threads, int64_t half) {
-    if (half) packed((const bf16*)weight, (bf16*)to, in, out, int(threads));
-    else packed((const float*)weight, (float*)to, in, out, int(threads));
+    if (half) pack_panels((const bf16*)weight, (bf16*)to, in, out, int(threads));
+    else pack_panels((const float*)weight, (float*)to, in, out, int(threads));
 }
 
 // x T [n, in] -> y T [n, out].
@@ -103,18 +103,19 @@ void whet_multiply(const Product* product, const void* x, void* y, int64_t rows,
     else multiply(*product, (const float*)x, (float*)y, rows, int(threads));
 }
 
-// h += more (null = nothing); out = h / rms(h) * weight (null = 1). T [n, width].
-void whet_norm(void* h, const void* more, const void* weight, void* out, int64_t rows, int64_t width, double epsilon,
+// h += residual (null = nothing); out = h / rms(h) * weight (null = 1). T [n, width].
+void whet_norm(void* h, const void* residual, const void* weight, void* out, int64_t rows, int64_t width,
+        double epsilon,
                int64_t threads, int64_t half) {
     const float e = float(epsilon);
     const int t = int(threads);
-    if (half) norm((bf16*)h, (const bf16*)more, (const bf16*)weight, (bf16*)out, rows, width, e, t);
-    else norm((float*)h, (const float*)more, (const float*)weight, (float*)out, rows, width, e, t);
+    if (half) norm((bf16*)h, (const bf16*)residual, (const bf16*)weight, (bf16*)out, rows, width, e, t);
+    else norm((float*)h, (const float*)residual, (const float*)weight, (float*)out, rows, width, e, t);
 }
 
 // silu(x[:, :width]) * x[:, width:]: T [n, 2 width] -> [n, width].
-void whet_gated(const void* x, void* out, int64_t rows, int64_t width, int64_t threads, int64_t half) {
-    if (half) gated((const bf16*)x, (bf16*)out, rows, width, int(threads));
-    else gated((const float*)x, (float*)out, rows, width, int(threads));
+void whet_silu_mul(const void* x, void* out, int64_t rows, int64_t width, int64_t threads, int64_t half) {
+    if (half) silu_mul((const bf16*)x, (bf16*)out, rows, width, int(threads));
+    else silu_mul((const float*)x, (float*)out, rows, width, int(threads));
 }
 }

@@ -65,7 +65,7 @@ inline void tile(const bf16* x, int64_t step, const bf16* w, int64_t in, vec (*s
 // are not written. z, of `rank` columns, is what the adapters' first matrices make of x; the panel has the part `span`.
 template <class T, int R>
 void tile_out(const Product& p, const T* x, const T* z, T* y, int64_t panel) {
-    const T* kind = nullptr;
+    const T* rounding = nullptr;
     const int columns = int(std::min<int64_t>(PANEL, p.out - panel * PANEL));
     vec sums[R][2];
     tile<R>(x, p.in, (const T*)p.weight + panel * PANEL * p.in, p.in, sums);
@@ -78,12 +78,12 @@ void tile_out(const Product& p, const T* x, const T* z, T* y, int64_t panel) {
     if (p.rank) {
         const int64_t *span = p.spans + 2 * panel, from = span[0];
         const float* scale = p.scale + panel * PANEL;
-        vec more[R][2];
-        tile<R>(z + from, p.rank, (const T*)p.second + (panel * p.rank + from) * PANEL, span[1] - from, more);
+        vec adapter[R][2];
+        tile<R>(z + from, p.rank, (const T*)p.second + (panel * p.rank + from) * PANEL, span[1] - from, adapter);
         for (int r = 0; r < R; r++)
             for (int c = 0; c < 2; c++)
-                sums[r][c] = round_as(sums[r][c], kind) +
-                             round_as(round_as(more[r][c], kind) * load(scale + c * W), kind);
+                sums[r][c] = round_as(sums[r][c], rounding) +
+                             round_as(round_as(adapter[r][c], rounding) * load(scale + c * W), rounding);
     }
     for (int r = 0; r < R; r++) {
         if (columns == PANEL) {
@@ -105,14 +105,14 @@ void tile_of(int rows, const Product& p, const T* x, const T* z, T* y, int64_t p
 template <class T>
 void multiply(const Product& p, const T* x, T* y, int64_t n, int threads) {
     if (n == 0) return;
-    std::vector<T> lower(n * p.rank);
-    T* z = lower.data();
+    std::vector<T> rank_outputs(n * p.rank);
+    T* z = rank_outputs.data();
     if (p.rank) multiply(Product{p.first, nullptr, p.in, p.rank}, x, z, n, threads);
-    const int64_t panels = (p.out + PANEL - 1) / PANEL, least = std::min<int64_t>(n, ROWS);
+    const int64_t panels = (p.out + PANEL - 1) / PANEL, cached_rows = std::min<int64_t>(n, ROWS);
     // few panels and many threads: rows are shared out too
-    const int64_t deep = (least + DEEP - 1) / DEEP, wanted = (2 * threads + panels - 1) / panels;
-    const int64_t parts = panels >= 2 * threads ? 1 : std::min(deep, wanted);
-    const int64_t block = parts == 1 ? ROWS : ((least + parts - 1) / parts + DEEP - 1) / DEEP * DEEP;
+    const int64_t row_tiles = (cached_rows + DEEP - 1) / DEEP, wanted_parts = (2 * threads + panels - 1) / panels;
+    const int64_t parts = panels >= 2 * threads ? 1 : std::min(row_tiles, wanted_parts);
+    const int64_t block = parts == 1 ? ROWS : ((cached_rows + parts - 1) / parts + DEEP - 1) / DEEP * DEEP;
     const int64_t blocks = (n + block - 1) / block;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && n * p.in * p.out > 32768)
     for (int64_t task = 0; task < blocks * panels; task++) {
@@ -127,17 +127,17 @@ void multiply(const Product& p, const T* x, T* y, int64_t n, int threads) {
 
 // Panels of a weight [out, in].
 template <class T>
-void packed(const T* weight, T* to, int64_t in, int64_t out, int threads) {
-    constexpr int deep = sizeof(T) == 2 ? 2 : 1;  // inputs that lie together
+void pack_panels(const T* weight, T* to, int64_t in, int64_t out, int threads) {
+    constexpr int step = sizeof(T) == 2 ? 2 : 1;  // inputs that lie together
     const int64_t panels = (out + PANEL - 1) / PANEL;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && in * out > 32768)
     for (int64_t p = 0; p < panels; p++) {
         T* panel = to + p * PANEL * in;
         const int64_t columns = std::min<int64_t>(PANEL, out - p * PANEL);
-        for (int64_t i = 0; i < in; i += deep)
+        for (int64_t i = 0; i < in; i += step)
             for (int64_t o = 0; o < PANEL; o++)
-                for (int k = 0; k < deep; k++)
-                    panel[i * PANEL + o * deep + k] = o < columns ? weight[(p * PANEL + o) * in + i + k] : T(0);
+                for (int k = 0; k < step; k++)
+                    panel[i * PANEL + o * step + k] = o < columns ? weight[(p * PANEL + o) * in + i + k] : T(0);
     }
 }
 

@@ -36,61 +36,66 @@ struct Block {
 struct Call {
     int64_t heads, kv, size, value_size, threads, stripes, window;  // places back that are seen; 0 = all
     double scale;
-    int64_t key_blocks, query_blocks, room_keys;  // tokens of all blocks of keys, with room
+    int64_t key_blocks, query_blocks, padded_keys;  // tokens of all blocks of keys, with room
     const Segment* segments;
     const Block *keys, *queries;
     const int64_t* stripe_ends;  // [stripes]: last block of queries of each, plus 1
     Tensor q, k, v, out, grad, d_q, d_k, d_v;
     float* sums;  // [T, H]: log of the sum of exponentials
-    float* room;
+    float* workspace;
 };
 
-// ---- where things lie in `room` --------------------------------------------------------------------------------------
+// ---- the parts of `workspace`
+// ----------------------------------------------------------------------------------------
 
 template <class T> struct Plan {
     typedef typename Multiplied<T>::C C;
     const Call& c;
-    const int64_t d = up(c.size, PANEL), e = up(c.value_size, PANEL);  // columns, with padding
+    const int64_t d = round_up(c.size, PANEL), e = round_up(c.value_size, PANEL);  // columns, with padding
     const int64_t g = c.heads / c.kv;
 
-    int64_t of(int64_t numbers) const { return up(numbers * int64_t(sizeof(C)), 64) / 4; }  // as floats
-    // keys turned and values laid (forward); keys turned, values turned and keys laid (backward)
-    float* forms(int64_t head, const Block& b, bool back) const {
-        return c.room + of(back ? 2 * d + e : d + e) * (head * c.room_keys + b.ahead);
+    int64_t floats(int64_t numbers) const { return round_up(numbers * int64_t(sizeof(C)),
+            64) / 4; }  // that hold so many C
+    // keys transposed and values paired (forward); keys and values transposed, and keys paired (backward)
+    float* packed(int64_t head, const Block& b, bool back) const {
+        return c.workspace + floats(back ? 2 * d + e : d + e) * (head * c.padded_keys + b.ahead);
     }
-    C* keys(float* forms) const { return (C*)forms; }
-    C* values(float* forms, const Block& b) const { return (C*)forms + d * up(b.count, WIDE); }
-    C* laid_keys(float* forms, const Block& b) const { return (C*)forms + (d + e) * up(b.count, WIDE); }
+    C* keys(float* packed) const { return (C*)packed; }
+    C* values(float* packed, const Block& b) const { return (C*)packed + d * round_up(b.count, WIDE); }
+    C* paired_keys(float* packed, const Block& b) const { return (C*)packed + (d + e) * round_up(b.count, WIDE); }
     // gradients of a block of keys and of its values
-    float* gradients(float* of_head, const Block& b) const { return of_head + (d + e) * b.ahead; }
+    float* gradients(float* head_gradients, const Block& b) const { return head_gradients + (d + e) * b.ahead; }
     // a thread's own
-    int64_t rows() const { return of(QUERIES * LONG); }
-    int64_t forward_own() const { return std::max(rows(), of(KEYS * LONG)) + QUERIES * e + of(DEEP * KEYS); }
-    int64_t backward_own() const {
-        return read_room() + QUERIES * d + of(3 * QUERIES * KEYS);
+    int64_t rows() const { return floats(QUERIES * LONG); }
+    int64_t forward_workspace() const { return std::max(rows(),
+            floats(KEYS * LONG)) + QUERIES * e + floats(DEEP * KEYS); }
+    int64_t backward_workspace() const {
+        return queries_workspace() + QUERIES * d + floats(3 * QUERIES * KEYS);
     }
-    int64_t read_room() const { return std::max(2 * rows() + of(QUERIES * d) + of(QUERIES * e), of(KEYS * LONG)); }
-    int64_t shared(bool back) const { return of(back ? 2 * d + e : d + e) * c.kv * c.room_keys; }
-    int64_t gradients_of_head() const { return (d + e) * c.room_keys; }
-    int64_t room(bool back) const {
-        if (!back) return shared(false) + c.threads * forward_own();
-        return shared(true) + c.stripes * c.kv * gradients_of_head() + c.threads * backward_own();
+    int64_t queries_workspace() const { return std::max(2 * rows() + floats(QUERIES * d) + floats(QUERIES * e),
+            floats(KEYS * LONG)); }
+    int64_t shared(bool back) const { return floats(back ? 2 * d + e : d + e) * c.kv * c.padded_keys; }
+    int64_t gradients_of_head() const { return (d + e) * c.padded_keys; }
+    int64_t workspace_size(bool back) const {
+        if (!back) return shared(false) + c.threads * forward_workspace();
+        return shared(true) + c.stripes * c.kv * gradients_of_head() + c.threads * backward_workspace();
     }
 };
 
 template <class T> inline const T* head_of(const Tensor& x, int64_t token, int64_t head) {
     return (const T*)x.data + token * x.token + head * x.head;
 }
-template <class T> inline T* head_to(const Tensor& x, int64_t token, int64_t head) {
+template <class T> inline T* mutable_head(const Tensor& x, int64_t token, int64_t head) {
     return (T*)x.data + token * x.token + head * x.head;
 }
 
 // The rows of a block of keys of one head, with zeros below.
 template <class T, class C>
 inline void read_keys(const Tensor& x, const Block& b, int64_t head, int size, C* rows) {
-    const int wide = int(up(size, PANEL));
-    for (int i = 0; i < b.count; i++) copied(head_of<T>(x, b.first + i, head), rows + int64_t(i) * LONG, size, wide);
-    for (int64_t i = b.count; i < up(b.count, W); i++) std::memset(rows + i * LONG, 0, sizeof(C) * wide);
+    const int wide = int(round_up(size, PANEL));
+    for (int i = 0; i < b.count; i++) copy_padded(head_of<T>(x, b.first + i, head), rows + int64_t(i) * LONG, size,
+            wide);
+    for (int64_t i = b.count; i < round_up(b.count, W); i++) std::memset(rows + i * LONG, 0, sizeof(C) * wide);
 }
 // The rows of a block of queries: all heads of a token, then the next token's.
 struct Rows {
@@ -104,36 +109,36 @@ struct Rows {
         }
     }
 };
-// They, with a row of zeros below where there is room.
+// Reads the rows, with a row of zeros below where there is room.
 template <class T, class C>
 inline void read_queries(const Tensor& x, const Rows& rows, int size, C* to) {
-    const int wide = int(up(size, PANEL));
+    const int wide = int(round_up(size, PANEL));
     for (int r = 0; r < rows.count; r++)
-        copied(head_of<T>(x, rows.token[r], rows.head[r]), to + int64_t(r) * LONG, size, wide);
+        copy_padded(head_of<T>(x, rows.token[r], rows.head[r]), to + int64_t(r) * LONG, size, wide);
     if (rows.count < QUERIES) std::memset(to + int64_t(rows.count) * LONG, 0, sizeof(C) * wide);
 }
 
 // ---- visible keys ----------------------------------------------------------------------------------------------------
 
 // Which keys of a block the rows of a strip see: row r those from begin[r] to end[r] - 1.
-struct Sight {
+struct VisibleKeys {
     int begin[DEEP], end[DEEP];
-    int most;  // the largest end
+    int max_end;  // the largest end
     bool whole(int r, int columns) const { return begin[r] == 0 && end[r] == columns; }
 };
-inline Sight sight(const Call& c, const int64_t* places, int rows, const Block& keys) {
-    Sight s;
-    s.most = 0;
+inline VisibleKeys visible_keys(const Call& c, const int64_t* places, int rows, const Block& keys) {
+    VisibleKeys s;
+    s.max_end = 0;
     for (int r = 0; r < rows; r++) {
         const int64_t ahead = places[r] - keys.place;  // places from the block's first key
         const int64_t hidden = c.window ? ahead - c.window + 1 : 0;
         s.begin[r] = int(std::min(std::max<int64_t>(hidden, 0), keys.count));
         s.end[r] = int(std::min(std::max<int64_t>(ahead + 1, 0), keys.count));
-        s.most = std::max(s.most, s.end[r]);
+        s.max_end = std::max(s.max_end, s.end[r]);
     }
     return s;
 }
-inline bool sees(const Call& c, const Block& queries, const Block& keys) {
+inline bool is_visible(const Call& c, const Block& queries, const Block& keys) {
     const int64_t last = queries.place + queries.count - 1;
     return keys.place <= last && (!c.window || keys.place + keys.count > queries.place - c.window + 1);
 }
@@ -150,149 +155,152 @@ inline ints inside(vec lane, int at, int begin, int end) {
 template <class F> inline void each_block(const Call& c, const Block& queries, F&& visit) {
     for (int64_t s = queries.segment; s >= 0; s = c.segments[s].parent) {
         for (int64_t b = c.segments[s].block; b < c.key_blocks && c.keys[b].segment == s; b++)
-            if (sees(c, queries, c.keys[b])) visit(b);
+            if (is_visible(c, queries, c.keys[b])) visit(b);
     }
 }
 
 // ---- forward ---------------------------------------------------------------------------------------------------------
 
 template <int half, size_t... i>
-inline vec larger(vec x, vec y, std::index_sequence<i...>) {
+inline vec fold_max(vec x, vec y, std::index_sequence<i...>) {
     constexpr int b = 2 * half;
     vec low = __builtin_shufflevector(x, y, ((int(i) % b < half) ? int(i) : W + int(i) - half)...);
     vec high = __builtin_shufflevector(x, y, ((int(i) % b < half) ? int(i) + half : W + int(i))...);
     return pick(low > high, low, high);
 }
 // Lane r of a[0] becomes the largest lane of a[r].
-template <int half = W / 2> inline void largest_of(vec* a) {
-    for (int j = 0; j < half; j++) a[j] = larger<half>(a[j], a[j + half], std::make_index_sequence<W>());
-    if constexpr (half > 1) largest_of<half / 2>(a);
+template <int half = W / 2> inline void lane_maxima(vec* a) {
+    for (int j = 0; j < half; j++) a[j] = fold_max<half>(a[j], a[j + half], std::make_index_sequence<W>());
+    if constexpr (half > 1) lane_maxima<half / 2>(a);
 }
 
-// What a strip of queries has seen: weighted values, sums of weights by lanes, the largest score of each row.
-struct Seen {
+// Online softmax of a strip of queries: weighted values, sums of weights by lanes, the largest score of each row.
+struct OnlineSoftmax {
     float* values;
     vec sums[DEEP];
-    vec tops;
+    vec row_max;
 };
 
 // Scores of a strip become weights, and what was seen before is scaled to the largest scores so far.
 template <class C>
-inline void weigh(float (*s)[KEYS], C (*p)[KEYS], int rows, int columns, const Sight& sight, float scale, int e,
-                  Seen& seen) {
-    vec tops[W];
+inline void softmax_strip(float (*s)[KEYS], C (*p)[KEYS], int rows, int columns, const VisibleKeys& visible,
+        float scale, int e,
+                  OnlineSoftmax& state) {
+    vec maxima[W];
     const vec lane = lanes(), nothing = all(-INFINITY);
-    for (int r = 0; r < W; r++) tops[r] = nothing;
+    for (int r = 0; r < W; r++) maxima[r] = nothing;
     for (int r = 0; r < rows; r++) {
-        const bool whole = sight.whole(r, columns);
+        const bool whole = visible.whole(r, columns);
         for (int j = 0; j < columns; j += W) {
             vec x = load(s[r] + j) * scale;
-            if (!whole) x = pick(inside(lane, j, sight.begin[r], sight.end[r]), x, nothing);
+            if (!whole) x = pick(inside(lane, j, visible.begin[r], visible.end[r]), x, nothing);
             store(s[r] + j, x);
-            tops[r] = pick(x > tops[r], x, tops[r]);
+            maxima[r] = pick(x > maxima[r], x, maxima[r]);
         }
     }
-    largest_of(tops);
-    const vec now = pick(tops[0] > seen.tops, tops[0], seen.tops);
-    const vec less = pick(now == nothing, all(1), exponential(seen.tops - now));
+    lane_maxima(maxima);
+    const vec now = pick(maxima[0] > state.row_max, maxima[0], state.row_max);
+    const vec less = pick(now == nothing, all(1), exponential(state.row_max - now));
     const vec base = pick(now == nothing, vec{}, now);
-    seen.tops = now;
+    state.row_max = now;
     for (int r = 0; r < rows; r++) {
         if (less[r] != 1) {
-            for (int c = 0; c < e; c += W) store(seen.values + r * e + c, load(seen.values + r * e + c) * less[r]);
-            seen.sums[r] *= less[r];
+            for (int c = 0; c < e; c += W) store(state.values + r * e + c, load(state.values + r * e + c) * less[r]);
+            state.sums[r] *= less[r];
         }
         const vec top = all(base[r]);
         for (int j = 0; j < columns; j += W) {
             vec x = exponential(load(s[r] + j) - top);
-            seen.sums[r] += x;
+            state.sums[r] += x;
             store(p[r] + j, x);
         }
     }
 }
 
 template <class T>
-void forward_queries(const Call& c, const Plan<T>& plan, const Block& b, int64_t head, float* own) {
+void forward_queries(const Call& c, const Plan<T>& plan, const Block& b, int64_t head, float* workspace) {
     typedef typename Plan<T>::C C;
     const Rows row(b, head, int(plan.g));
     const int rows = row.count, e = int(plan.e);
-    const int steps = int(up(c.size, STEP<C>) / STEP<C>);
-    C* q = (C*)own;
-    float* values = own + std::max(plan.rows(), plan.of(KEYS * LONG));
+    const int steps = int(round_up(c.size, STEP<C>) / STEP<C>);
+    C* q = (C*)workspace;
+    float* values = workspace + std::max(plan.rows(), plan.floats(KEYS * LONG));
     C(*p)[KEYS] = (C(*)[KEYS])(values + QUERIES * e);
     alignas(64) float s[DEEP][KEYS];
-    Seen seen[QUERIES / DEEP];
+    OnlineSoftmax state[QUERIES / DEEP];
     read_queries<T>(c.q, row, int(c.size), q);
     std::memset(values, 0, sizeof(float) * rows * e);
     for (int i = 0; i * DEEP < rows; i++) {
-        seen[i].values = values + i * DEEP * e;
-        seen[i].tops = all(-INFINITY);
-        for (vec& x : seen[i].sums) x = vec{};
+        state[i].values = values + i * DEEP * e;
+        state[i].row_max = all(-INFINITY);
+        for (vec& x : state[i].sums) x = vec{};
     }
     each_block(c, b, [&](int64_t at) {
-        float* forms = plan.forms(head, c.keys[at], false);
-        const C *k = plan.keys(forms), *v = plan.values(forms, c.keys[at]);
-        const int64_t wide = up(c.keys[at].count, WIDE);
+        float* packed = plan.packed(head, c.keys[at], false);
+        const C *k = plan.keys(packed), *v = plan.values(packed, c.keys[at]);
+        const int64_t wide = round_up(c.keys[at].count, WIDE);
         for (int i = 0; i * DEEP < rows; i++) {
             const int n = std::min(DEEP, rows - i * DEEP);
-            const Sight view = sight(c, row.place + i * DEEP, n, c.keys[at]);
-            const int columns = int(up(view.most, W));
+            const VisibleKeys view = visible_keys(c, row.place + i * DEEP, n, c.keys[at]);
+            const int columns = int(round_up(view.max_end, W));
             if (!columns) continue;
             product<C, LONG>(n, columns, q + i * DEEP * LONG, STEP<C>, k, wide * STEP<C>, steps, s[0], KEYS, false);
-            weigh(s, p, n, columns, view, float(c.scale), e, seen[i]);
-            product<C, KEYS>(n, e, p[0], STEP<C>, v, e * STEP<C>, up(view.most, STEP<C>) / STEP<C>, seen[i].values, e,
+            softmax_strip(s, p, n, columns, view, float(c.scale), e, state[i]);
+            product<C, KEYS>(n, e, p[0], STEP<C>, v, e * STEP<C>, round_up(view.max_end, STEP<C>) / STEP<C>,
+                    state[i].values, e,
                              true);
         }
     });
     for (int r = 0; r < rows; r++) {
-        const Seen& x = seen[r / DEEP];
-        const float sum_of = sum(x.sums[r % DEEP]), share = 1 / sum_of;
-        c.sums[row.token[r] * c.heads + row.head[r]] = x.tops[r % DEEP] + std::log(sum_of);
+        const OnlineSoftmax& x = state[r / DEEP];
+        const float total = sum(x.sums[r % DEEP]), share = 1 / total;
+        c.sums[row.token[r] * c.heads + row.head[r]] = x.row_max[r % DEEP] + std::log(total);
         float* from = values + r * e;
         for (int i = 0; i < e; i += W) store(from + i, load(from + i) * share);
-        rounded(from, head_to<T>(c.out, row.token[r], row.head[r]), int(c.value_size));
+        store_rounded(from, mutable_head<T>(c.out, row.token[r], row.head[r]), int(c.value_size));
     }
 }
 
 template <class T> void forward(const Call& c) {
     typedef typename Plan<T>::C C;
     const Plan<T> plan{c};
-    float* own = c.room + plan.shared(false);
+    float* workspace = c.workspace + plan.shared(false);
 #pragma omp parallel num_threads(int(c.threads)) if (c.threads > 1)
     {
-        float* mine = own + omp_get_thread_num() * plan.forward_own();
+        float* thread_workspace = workspace + omp_get_thread_num() * plan.forward_workspace();
 #pragma omp for schedule(dynamic, 1)
         for (int64_t task = 0; task < c.kv * c.key_blocks; task++) {
             const int64_t head = task / c.key_blocks;
             const Block& b = c.keys[task % c.key_blocks];
-            const int n = int(b.count), wide = int(up(n, WIDE));
-            float* forms = plan.forms(head, b, false);
-            read_keys<T>(c.k, b, head, int(c.size), (C*)mine);
-            turned((const C*)mine, plan.keys(forms), n, int(up(c.size, STEP<C>)), wide);
-            read_keys<T>(c.v, b, head, int(c.value_size), (C*)mine);
-            laid((const C*)mine, plan.values(forms, b), int(up(n, STEP<C>)), int(plan.e));
+            const int n = int(b.count), wide = int(round_up(n, WIDE));
+            float* packed = plan.packed(head, b, false);
+            read_keys<T>(c.k, b, head, int(c.size), (C*)thread_workspace);
+            transpose((const C*)thread_workspace, plan.keys(packed), n, int(round_up(c.size, STEP<C>)), wide);
+            read_keys<T>(c.v, b, head, int(c.value_size), (C*)thread_workspace);
+            pair_rows((const C*)thread_workspace, plan.values(packed, b), int(round_up(n, STEP<C>)), int(plan.e));
         }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t task = 0; task < c.kv * c.query_blocks; task++)
-            forward_queries<T>(c, plan, c.queries[task % c.query_blocks], task / c.query_blocks, mine);
+            forward_queries<T>(c, plan, c.queries[task % c.query_blocks], task / c.query_blocks, thread_workspace);
     }
 }
 
 // ---- backward --------------------------------------------------------------------------------------------------------
 
 // Words of pairs: numbers of one row, and below each the number of the next row.
-inline void store_turned(float* to, const vec* x) { store(to, x[0]); }
+inline void store_transposed(float* to, const vec* x) { store(to, x[0]); }
 #if defined(__AVX512BF16__)
 inline __m512i halves(vec x) { return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x)); }
-inline void store_turned(bf16* to, const vec* x) {
+inline void store_transposed(bf16* to, const vec* x) {
     _mm512_storeu_si512(to, _mm512_or_si512(halves(x[0]), _mm512_slli_epi32(halves(x[1]), 16)));
 }
 #endif
 
 // What goes into the products with a strip's scores s and the gradients dp of its weights:
-// p = exp(scale s - sum), turned; ds = scale p (dp - delta), turned and, where that is another form, as rows.
+// p = exp(scale s - sum), transposed; ds = scale p (dp - delta), transposed and, where that is another form, as rows.
 template <class C>
-inline void slopes(const float (*s)[KEYS], const float (*dp)[KEYS], int rows, int columns, const Sight& sight,
+inline void softmax_gradient(const float (*s)[KEYS], const float (*dp)[KEYS], int rows, int columns,
+        const VisibleKeys& visible,
                    const float* sums, const float* deltas, float scale, C* p, C* ds, C* ds_rows) {
     constexpr int step = STEP<C>;
     const vec lane = lanes();
@@ -302,44 +310,46 @@ inline void slopes(const float (*s)[KEYS], const float (*dp)[KEYS], int rows, in
             vec weight[step] = {}, slope[step] = {};
             for (int k = 0; k < step && r + k < rows; k++) {
                 vec x = exponential(load(s[r + k] + j) * scale - sums[r + k]);  // rounded as in the forward pass
-                if (!sight.whole(r + k, columns)) x = pick(inside(lane, j, sight.begin[r + k], sight.end[r + k]), x, vec{});
+                if (!visible.whole(r + k, columns)) x = pick(inside(lane, j, visible.begin[r + k],
+                        visible.end[r + k]), x, vec{});
                 weight[k] = x;
                 slope[k] = x * (load(dp[r + k] + j) - deltas[r + k]) * scale;
                 if (step > 1) store(ds_rows + (r + k) * KEYS + j, slope[k]);
             }
-            store_turned(to_p + j * step, weight);
-            store_turned(to_ds + j * step, slope);
+            store_transposed(to_p + j * step, weight);
+            store_transposed(to_ds + j * step, slope);
         }
         std::memset(to_p + columns * step, 0, sizeof(C) * (KEYS - columns) * step);
         std::memset(to_ds + columns * step, 0, sizeof(C) * (KEYS - columns) * step);
     }
 }
 
-// Queries of a block, and their gradients, in the forms that products take.
-template <class T> struct Asking {
+// Queries of a block, and their gradients, in the layouts that products take.
+template <class T> struct QueryBlock {
     typedef typename Plan<T>::C C;
     Rows row;
     const C *q, *grad;            // rows
-    const C *q_laid, *grad_laid;  // right factors
+    const C *q_paired, *grad_paired;  // right factors
     int64_t q_down, grad_down;    // numbers from a step of theirs to the next
     float sums[QUERIES], deltas[QUERIES];
     float* d_q;
     C *p, *ds, *ds_rows;
 
-    Asking(const Call& c, const Plan<T>& plan, const Block& b, int64_t head, float* own) : row(b, head, int(plan.g)) {
-        C *rows = (C*)own, *grads = (C*)(own + plan.rows());
-        float* at = own + 2 * plan.rows();
+    QueryBlock(const Call& c, const Plan<T>& plan, const Block& b, int64_t head, float* workspace) : row(b, head,
+            int(plan.g)) {
+        C *rows = (C*)workspace, *grads = (C*)(workspace + plan.rows());
+        float* at = workspace + 2 * plan.rows();
         read_queries<T>(c.q, row, int(c.size), rows);
         read_queries<T>(c.grad, row, int(c.value_size), grads);
-        q = q_laid = rows, grad = grad_laid = grads, q_down = grad_down = LONG;
+        q = q_paired = rows, grad = grad_paired = grads, q_down = grad_down = LONG;
         if constexpr (STEP<C> > 1) {
-            C *pairs = (C*)at, *grad_pairs = (C*)(at + plan.of(QUERIES * plan.d));
-            const int count = int(up(row.count, STEP<C>));
-            laid(rows, pairs, count, int(plan.d));
-            laid(grads, grad_pairs, count, int(plan.e));
-            q_laid = pairs, grad_laid = grad_pairs, q_down = STEP<C> * plan.d, grad_down = STEP<C> * plan.e;
+            C *pairs = (C*)at, *grad_pairs = (C*)(at + plan.floats(QUERIES * plan.d));
+            const int count = int(round_up(row.count, STEP<C>));
+            pair_rows(rows, pairs, count, int(plan.d));
+            pair_rows(grads, grad_pairs, count, int(plan.e));
+            q_paired = pairs, grad_paired = grad_pairs, q_down = STEP<C> * plan.d, grad_down = STEP<C> * plan.e;
         }
-        d_q = own + plan.read_room();
+        d_q = workspace + plan.queries_workspace();
         p = (C*)(d_q + QUERIES * plan.d), ds = p + QUERIES * KEYS, ds_rows = ds + QUERIES * KEYS;
         std::memset(d_q, 0, sizeof(float) * row.count * plan.d);
         for (int r = 0; r < row.count; r++) {
@@ -352,67 +362,72 @@ template <class T> struct Asking {
 
 // Gradients that one block of keys gives to a block of queries, and takes from it.
 template <class T>
-void backward_blocks(const Call& c, const Plan<T>& plan, Asking<T>& a, const Block& block, float* forms, float* sums) {
+void backward_blocks(const Call& c, const Plan<T>& plan, QueryBlock<T>& a, const Block& block, float* packed,
+        float* sums) {
     typedef typename Plan<T>::C C;
     constexpr int step = STEP<C>;
-    const C *keys = plan.keys(forms), *values = plan.values(forms, block), *laid_keys = plan.laid_keys(forms, block);
-    const int64_t down = up(block.count, WIDE) * step;
+    const C *keys = plan.keys(packed), *values = plan.values(packed, block), *paired_keys = plan.paired_keys(packed,
+            block);
+    const int64_t down = round_up(block.count, WIDE) * step;
     const int d = int(plan.d), e = int(plan.e), rows = a.row.count;
-    const int64_t q_steps = up(c.size, step) / step, v_steps = up(c.value_size, step) / step;
+    const int64_t q_steps = round_up(c.size, step) / step, v_steps = round_up(c.value_size, step) / step;
     alignas(64) float s[DEEP][KEYS], dp[DEEP][KEYS];
-    int most[QUERIES / DEEP], all_most = 0;
+    int max_ends[QUERIES / DEEP], max_end = 0;
     for (int i = 0; i * DEEP < rows; i++) {
         const int first = i * DEEP, n = std::min(DEEP, rows - first);
-        const Sight view = sight(c, a.row.place + first, n, block);
-        const int columns = int(up(view.most, W));
-        most[i] = view.most;
-        all_most = std::max(all_most, view.most);
+        const VisibleKeys view = visible_keys(c, a.row.place + first, n, block);
+        const int columns = int(round_up(view.max_end, W));
+        max_ends[i] = view.max_end;
+        max_end = std::max(max_end, view.max_end);
         product<C, LONG>(n, columns, a.q + first * LONG, step, keys, down, q_steps, s[0], KEYS, false);
         product<C, LONG>(n, columns, a.grad + first * LONG, step, values, down, v_steps, dp[0], KEYS, false);
         C* ds_rows = step > 1 ? a.ds_rows : a.ds + first * KEYS;
-        slopes(s, dp, n, columns, view, a.sums + first, a.deltas + first, float(c.scale), a.p + first * KEYS,
+        softmax_gradient(s, dp, n, columns, view, a.sums + first, a.deltas + first, float(c.scale), a.p + first * KEYS,
                a.ds + first * KEYS, ds_rows);
-        product<C, KEYS>(n, d, ds_rows, step, laid_keys, d * step, up(view.most, step) / step, a.d_q + first * d, d, true);
+        product<C, KEYS>(n, d, ds_rows, step, paired_keys, d * step, round_up(view.max_end, step) / step,
+                a.d_q + first * d, d, true);
     }
     float *d_k = sums, *d_v = sums + block.count * d;
-    for (int j = 0; j < all_most; j += DEEP) {
+    for (int j = 0; j < max_end; j += DEEP) {
         int from = 0;  // rows before it see none of these keys
-        while (most[from / DEEP] <= j) from += DEEP;
-        const int n = std::min(DEEP, all_most - j);
-        const int64_t steps = up(rows - from, step) / step, at = from * KEYS + j * step;
-        product<C, step>(n, e, a.p + at, KEYS * step, a.grad_laid + from / step * a.grad_down, a.grad_down, steps,
+        while (max_ends[from / DEEP] <= j) from += DEEP;
+        const int n = std::min(DEEP, max_end - j);
+        const int64_t steps = round_up(rows - from, step) / step, at = from * KEYS + j * step;
+        product<C, step>(n, e, a.p + at, KEYS * step, a.grad_paired + from / step * a.grad_down, a.grad_down, steps,
                          d_v + j * e, e, true);
-        product<C, step>(n, d, a.ds + at, KEYS * step, a.q_laid + from / step * a.q_down, a.q_down, steps, d_k + j * d, d,
+        product<C, step>(n, d, a.ds + at, KEYS * step, a.q_paired + from / step * a.q_down, a.q_down, steps,
+                d_k + j * d, d,
                          true);
     }
 }
 
 // A stripe of queries of one KV head; its own sums of the gradients of keys and values.
 template <class T>
-void backward_stripe(const Call& c, const Plan<T>& plan, int64_t head, int64_t stripe, float* sums, float* own) {
+void backward_stripe(const Call& c, const Plan<T>& plan, int64_t head, int64_t stripe, float* sums, float* workspace) {
     std::memset(sums, 0, sizeof(float) * plan.gradients_of_head());
     for (int64_t i = stripe ? c.stripe_ends[stripe - 1] : 0; i < c.stripe_ends[stripe]; i++) {
-        Asking<T> a(c, plan, c.queries[i], head, own);
+        QueryBlock<T> a(c, plan, c.queries[i], head, workspace);
         each_block(c, c.queries[i], [&](int64_t at) {
             const Block& b = c.keys[at];
-            backward_blocks(c, plan, a, b, plan.forms(head, b, true), plan.gradients(sums, b));
+            backward_blocks(c, plan, a, b, plan.packed(head, b, true), plan.gradients(sums, b));
         });
         for (int r = 0; r < a.row.count; r++)
-            rounded(a.d_q + r * plan.d, head_to<T>(c.d_q, a.row.token[r], a.row.head[r]), int(c.size));
+            store_rounded(a.d_q + r * plan.d, mutable_head<T>(c.d_q, a.row.token[r], a.row.head[r]), int(c.size));
     }
 }
 
 // Gradients of a block of keys and their values: the stripes' sums together.
 template <class T>
-void gathered(const Call& c, const Plan<T>& plan, int64_t head, int64_t at, float* sums) {
+void sum_stripes(const Call& c, const Plan<T>& plan, int64_t head, int64_t at, float* sums) {
     const Block& b = c.keys[at];
     const int64_t next = c.kv * plan.gradients_of_head(), numbers = b.count * (plan.d + plan.e);
     float* first = plan.gradients(sums + head * plan.gradients_of_head(), b);
     for (int64_t s = 1; s < c.stripes; s++)
         for (int64_t i = 0; i < numbers; i += W) store(first + i, load(first + i) + load(first + s * next + i));
     for (int64_t i = 0; i < b.count; i++) {
-        rounded(first + i * plan.d, head_to<T>(c.d_k, b.first + i, head), int(c.size));
-        rounded(first + b.count * plan.d + i * plan.e, head_to<T>(c.d_v, b.first + i, head), int(c.value_size));
+        store_rounded(first + i * plan.d, mutable_head<T>(c.d_k, b.first + i, head), int(c.size));
+        store_rounded(first + b.count * plan.d + i * plan.e, mutable_head<T>(c.d_v, b.first + i, head),
+                int(c.value_size));
     }
 }
 
@@ -420,29 +435,31 @@ template <class T> void backward(const Call& c) {
     typedef typename Plan<T>::C C;
     const Plan<T> plan{c};
     const int64_t blocks = c.kv * c.key_blocks;
-    float *sums = c.room + plan.shared(true), *own = sums + c.stripes * c.kv * plan.gradients_of_head();
+    float *sums = c.workspace + plan.shared(true), *workspace = sums + c.stripes * c.kv * plan.gradients_of_head();
 #pragma omp parallel num_threads(int(c.threads)) if (c.threads > 1)
     {
-        float* mine = own + omp_get_thread_num() * plan.backward_own();
+        float* thread_workspace = workspace + omp_get_thread_num() * plan.backward_workspace();
 #pragma omp for schedule(dynamic, 1)
         for (int64_t task = 0; task < blocks; task++) {
             const Block& b = c.keys[task % c.key_blocks];
             const int64_t head = task / c.key_blocks;
-            const int n = int(b.count), wide = int(up(n, WIDE));
-            float* forms = plan.forms(head, b, true);
-            read_keys<T>(c.k, b, head, int(c.size), (C*)mine);
-            turned((const C*)mine, plan.keys(forms), n, int(up(c.size, STEP<C>)), wide);
-            laid((const C*)mine, plan.laid_keys(forms, b), int(up(n, STEP<C>)), int(plan.d));
-            read_keys<T>(c.v, b, head, int(c.value_size), (C*)mine);
-            turned((const C*)mine, plan.values(forms, b), n, int(up(c.value_size, STEP<C>)), wide);
+            const int n = int(b.count), wide = int(round_up(n, WIDE));
+            float* packed = plan.packed(head, b, true);
+            read_keys<T>(c.k, b, head, int(c.size), (C*)thread_workspace);
+            transpose((const C*)thread_workspace, plan.keys(packed), n, int(round_up(c.size, STEP<C>)), wide);
+            pair_rows((const C*)thread_workspace, plan.paired_keys(packed, b), int(round_up(n, STEP<C>)), int(plan.d));
+            read_keys<T>(c.v, b, head, int(c.value_size), (C*)thread_workspace);
+            transpose((const C*)thread_workspace, plan.values(packed, b), n, int(round_up(c.value_size, STEP<C>)),
+                    wide);
         }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t task = 0; task < c.kv * c.stripes; task++) {
-            backward_stripe<T>(c, plan, task % c.kv, task / c.kv, sums + task * plan.gradients_of_head(), mine);
+            backward_stripe<T>(c, plan, task % c.kv, task / c.kv, sums + task * plan.gradients_of_head(),
+                    thread_workspace);
         }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t task = 0; task < blocks; task++)
-            gathered<T>(c, plan, task / c.key_blocks, task % c.key_blocks, sums);
+            sum_stripes<T>(c, plan, task / c.key_blocks, task % c.key_blocks, sums);
     }
 }
 
@@ -453,13 +470,13 @@ extern "C" {
 // Constants for segments.py: rows of a block of queries, keys of a block and what their room is a
 // multiple of, the largest head size, bytes of the tables.
 int64_t whet_constant(int64_t which) {
-    const int64_t facts[] = {QUERIES, KEYS, WIDE, MAX_HEAD_SIZE, sizeof(Call), sizeof(Segment), sizeof(Block)};
-    return facts[which];
+    const int64_t constants[] = {QUERIES, KEYS, WIDE, MAX_HEAD_SIZE, sizeof(Call), sizeof(Segment), sizeof(Block)};
+    return constants[which];
 }
 
-// Floats that `room` must hold.
-int64_t whet_room(const Call* call, int64_t back, int64_t half) {
-    return half ? Plan<bf16>{*call}.room(back) : Plan<float>{*call}.room(back);
+// Floats that `workspace` must hold.
+int64_t whet_workspace(const Call* call, int64_t back, int64_t half) {
+    return half ? Plan<bf16>{*call}.workspace_size(back) : Plan<float>{*call}.workspace_size(back);
 }
 
 // q, k, v -> out, sums.

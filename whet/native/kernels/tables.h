@@ -18,14 +18,14 @@ struct Product {
 struct Step {
     int64_t rows, heads, kv, size, threads;
     const int64_t* position;       // [n]
-    const int64_t* num_drawn;           // [n], drawn tokens before this one
+    const int64_t* num_drawn;      // [n], drawn tokens before this one
     const void *cos, *sin;         // T [positions, D]; the first half of sin with a minus
     int64_t groups;                // rows that share a prompt
     const int64_t* group_ends;     // [groups + 1]: where each begins in `query_rows`
-    const int64_t* query_rows;         // [n]: rows, group by group
+    const int64_t* query_rows;     // [n]: rows, group by group
     const int64_t* prompt_tokens;  // [groups]
-    float* room;                   // [n, H, 2 D + 2]: workspace of queries and their partial attention
-    void *hidden, *more;           // T [n, d]: what goes through the layers, and what is to be added to it
+    float* workspace;                   // [n, H, 2 D + 2]: workspace of queries and their partial attention
+    void *hidden, *residual;           // T [n, d]: what goes through the layers, and what is to be added to it
     void *wide, *narrow;           // T [n, the widest]: inputs and outputs of products
 };
 

@@ -115,7 +115,7 @@ def generalized_advantages(
     Raises: ConfigError: gamma or gae_lambda outside 0 to 1. DataError: an infinite reward, or lengths that differ.
     Source: Schulman et al., arXiv:1506.02438, equations 11 and 16; equal to Tunix's and verl's
         compute_gae_advantage_return before whitening, which leave numbers at masked-out places. They scan padded rows,
-        whet the trained tokens alone. RL2's too, where λ and γ are the same.
+        whet only the trained tokens. RL2's is equal too if λ and γ are the same.
 
     >>> a, r = generalized_advantages(torch.tensor([1.0]), torch.tensor([0.5, 9.0, 0.25]),
     ...                               torch.tensor([True, False, True]), torch.zeros(3, dtype=torch.long),

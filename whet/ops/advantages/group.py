@@ -133,7 +133,7 @@ def pass_at_k_advantages(
     advantage_eps: float = 1e-6,
     advantage_ddof: int = 1,
 ) -> Tensor:
-    """The difference between the best and the second-best reward of a group, for the best alone: a gradient of pass@k.
+    """The best reward of a group minus the second-best, for the best completion only: a gradient of pass@k.
 
     A = (r₁ − r₂) / (σ + ε) for the best, 0 for the others, r₁ and r₂ the two largest rewards of the group; 0 where
     several are best. σ, ε as in grpo_advantages.
@@ -148,9 +148,9 @@ def pass_at_k_advantages(
     """
     g = GroupedRewards.by(rewards, group_ids)
     is_best = g.known & (g.rewards == g.extreme("amax")[g.group])
-    alone = is_best & (g.sum(is_best.long()) == 1)
+    is_single_best = is_best & (g.sum(is_best.long()) == 1)
     second = g.extreme("amax", among=~is_best)[g.group]
-    gain = torch.where(alone & g.spread, g.rewards - second, 0.0)
+    gain = torch.where(is_single_best & g.spread, g.rewards - second, 0.0)
     scale = g.scale(scale_rewards, advantage_ddof)
     return g.advantages(gain if scale is None else gain / (scale + advantage_eps))
 

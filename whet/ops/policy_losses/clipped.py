@@ -47,7 +47,7 @@ def clipped_surrogate(
         column.
     Source: PPO arXiv:1707.06347; GRPO arXiv:2402.03300; dual clip arXiv:1912.09729; clip-higher, DAPO arXiv:2503.14476;
         two-sided clip arXiv:2505.07291. Agrees with Tunix's grpo_loss_fn, TRL's grpo, bnpo, dr_grpo, dapo and luspo,
-        which differ in aggregation alone, and TorchRL's GRPOLoss, which clips log r; clip_ratio/* are TRL's.
+        which differ only in aggregation, and TorchRL's GRPOLoss, which clips log r; clip_ratio/* are TRL's.
 
     >>> x = LossInputs(sequence=torch.tensor([0]), mask=torch.tensor([True]), logprobs=torch.tensor([0.]),
     ...                old_logprobs=torch.tensor([-1.]), advantages=torch.tensor([2.]))

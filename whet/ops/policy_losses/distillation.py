@@ -46,7 +46,7 @@ def gkd(x: LossInputs, *, gkd_beta: float = 0.5) -> LossOutput:
     """On-policy distillation by whole distributions: the divergence from the teacher's, before each token sampled.
 
     l = D_β(π_teacher, π), whet.ops.generalized_jsd with β = gkd_beta, over the whole vocabulary, at the rollout's
-    temperature. No gradient goes through the sampling, and none comes from advantages: rewards are logged alone.
+    temperature. No gradient goes through the sampling, and none comes from advantages: rewards are only logged.
 
     Args:
         x: needs divergence [s], with gradient to the policy; the teacher is a constant.

@@ -495,7 +495,7 @@ function completionsTab() {
   };
   const field = (name, attributes) => { const input = el("input", { ...attributes, value: whet.view[name] }); input.oninput = () => filter(name)(input.value); return input; };
   const sorts = [["row", "order of the data"], ["best", "best first"], ["worst", "worst first"], ["spread", "widest spread first"], ["long", "longest first"]];
-  const colours = [["logprob", "probability"], ["advantage", "advantage"], ["none", "nothing"]];
+  const colours = [["logprob", "probability"], ["ratio", "ratio trainer / sampler"], ["entropy", "entropy"], ["advantage", "advantage"], ["none", "nothing"]];
   part.append(el("div", { class: "bar" },
     move(-1, "←", "previous step"), pick, move(1, "→", "next step"),
     el("label", {}, "sort ", selected(sorts, whet.view.sort, filter("sort"), "order")),
@@ -548,8 +548,10 @@ function groupCard({ group, index, items }, chunk, file) {
   return el("article", { class: "group" }, head, el("div", { class: "items" }, ...items.map(({ item, k }) => itemCard(item, k, index, group, chunk, file))));
 }
 
+const NEEDS = { ratio: "ratio", entropy: "ent" }; // colour -> what an item must have
+
 function itemCard(item, k, index, group, chunk, file) {
-  const target = whet.view.target, linked = target && target[0] === index && target[1] === k;
+  const v = whet.view, target = v.target, linked = target && target[0] === index && target[1] === k;
   const sign = item.a === null ? "" : item.a > 0 ? "good" : item.a < 0 ? "bad" : "dim";
   const functions = chunk.functions.length > 1 ? chunk.functions.map((name, f) => `${name} ${short(item.f[f])}`).join(", ") : "";
   const body = el("div", { class: "text", tabindex: 0, role: "region", "aria-label": "completion" });
@@ -560,8 +562,10 @@ function itemCard(item, k, index, group, chunk, file) {
       item.a === null ? null : el("span", { class: sign, text: `advantage ${item.a > 0 ? "+" : ""}${short(item.a)}` }),
       el("span", { class: "dim", text: `${item.n} tokens` }),
       item.end === "stop" ? null : el("span", { class: "bad", text: `ended by ${item.end}` }),
+      item.s ? el("span", { class: "dim", title: "seconds that the episode waited for each", text: Object.entries(item.s).map(([name, s]) => `${name} ${seconds(s)}`).join(", ") }) : null,
       functions ? el("span", { class: "dim", text: functions }) : null),
     body,
+    v.colour in NEEDS && item.len && !item[NEEDS[v.colour]] ? el("p", { class: "dim", text: `no ${v.colour} of tokens: the trainer stores them every token_stats_every_n_steps, of completions that it updates on` }) : null,
     item.info ? el("details", {}, el("summary", { class: "dim", text: "episode" }), el("pre", { class: "scroll", text: JSON.stringify(item.info, null, 1) })) : null,
     el("footer", {},
       el("button", { text: "link", title: "put the address of this completion into the address bar", onclick: () => { history.replaceState(null, "", "#" + ["completions", file.key, index, k].join("/")); if (navigator.clipboard) navigator.clipboard.writeText(location.href).catch(() => {}); } }),
@@ -582,20 +586,38 @@ function fillText(body, item, from) { // a part of a completion, as coloured tok
   while (i < item.len.length && place < from) place += item.len[i++];
   const fragment = document.createDocumentFragment(), until = place + FIRST_TEXT;
   for (; i < item.len.length && place < until; i++) {
-    const piece = text.slice(place, place += item.len[i]), lp = item.lp[i];
+    const piece = text.slice(place, place += item.len[i]);
     if (!piece) continue;
-    if (lp === null) { fragment.append(el("span", { class: "given", title: "not sampled by the model", text: piece })); continue; }
-    const p = Math.exp(-lp / 100);
-    const colour = v.colour === "advantage" ? advantageColour(item.a) : `rgba(224,96,60,${(.8 * (1 - p)).toFixed(2)})`;
-    fragment.append(el("span", { class: "tok", title: `p ${p.toFixed(3)}, logprob ${(-lp / 100).toFixed(2)}`, style: colour.endsWith(",0.00)") ? null : `background:${colour}`, text: piece }));
+    if (item.lp[i] === null) { fragment.append(el("span", { class: "given", title: "not sampled by the model", text: piece })); continue; }
+    const colour = tokenColour(item, i, v.colour);
+    fragment.append(el("span", { class: "tok", title: tokenTitle(item, i), style: colour.endsWith(",0.00)") ? null : `background:${colour}`, text: piece }));
   }
   body.append(fragment);
   if (i < item.len.length) body.append(moreText(body, item, place, text.length));
 }
 
-function advantageColour(a) {
-  const strength = Math.min(.6, Math.abs(a || 0) / 3).toFixed(2);
-  return a >= 0 ? `rgba(40,160,100,${strength})` : `rgba(220,70,50,${strength})`;
+const at = (list, i) => list && list[i] !== null ? list[i] : undefined; // a number of a token, if it is known
+
+function tokenColour(item, i, by) {
+  if (by === "advantage") return signed((at(item.adv, i) ?? item.a ?? 0) / 3);
+  if (by === "ratio") return signed((at(item.ratio, i) ?? 0) / 100 / .3); // full at a ratio of 1.35, or its inverse
+  if (by === "entropy") return `rgba(110,90,220,${Math.min(.7, (at(item.ent, i) ?? 0) / 100 / 4).toFixed(2)})`;
+  return `rgba(224,96,60,${(.8 * (1 - Math.exp(-item.lp[i] / 100))).toFixed(2)})`;
+}
+
+function tokenTitle(item, i) {
+  const lp = -item.lp[i] / 100, ratio = at(item.ratio, i), entropy = at(item.ent, i), advantage = at(item.adv, i);
+  const parts = [`p ${Math.exp(lp).toFixed(3)}, logprob ${lp.toFixed(2)}`];
+  if (ratio !== undefined) parts.push(`ratio ${Math.exp(ratio / 100).toFixed(2)}`);
+  if (entropy !== undefined) parts.push(`entropy ${(entropy / 100).toFixed(2)}`);
+  if (advantage !== undefined) parts.push(`advantage ${short(advantage)}`);
+  parts.push(`version ${at(item.vs, i) ?? item.v}`);
+  return parts.join(", ");
+}
+
+function signed(x) { // green above 0, red below
+  const strength = Math.min(.6, .6 * Math.abs(x)).toFixed(2);
+  return x >= 0 ? `rgba(40,160,100,${strength})` : `rgba(220,70,50,${strength})`;
 }
 
 function moreText(body, item, from, length) {

@@ -124,7 +124,7 @@ class NativeLayout(Layout):
         step.heads, step.kv, step.size, step.threads = *heads, size, torch.get_num_threads()
         self._buffers["step"] = tensors = (self.position_ids, self._drawn, cos, sin)
         step.position, step.num_drawn, step.cos, step.sin = (x.data_ptr() for x in tensors)
-        step.room = self._workspace("room", self.rows * heads[0] * (2 * size + 2), torch.float32).data_ptr()
+        step.workspace = self._workspace("workspace", self.rows * heads[0] * (2 * size + 2), torch.float32).data_ptr()
 
     def run(self, h: Tensor, num_refreshes: int, layers: Callable[[], list[NativeLayer]]) -> Tensor:
         """Takes one token of each row through all layers.
@@ -141,12 +141,12 @@ class NativeLayout(Layout):
             widths = [(layer.products[0].width, layer.products[2].width, layer.products[3].inputs) for layer in parts]
             self._width = max(h.shape[1], *(x for width in widths for x in width))
         step = self.step
-        more = self._workspace("more", h.numel(), h.dtype)
-        step.hidden, step.more = h.data_ptr(), more.data_ptr()
+        residual = self._workspace("residual", h.numel(), h.dtype)
+        step.hidden, step.residual = h.data_ptr(), residual.data_ptr()
         for name in ("wide", "narrow"):
             setattr(step, name, self._workspace(name, len(h) * self._width, h.dtype).data_ptr())
         self.kernels.run(step, self._layers, h.dtype)
-        return more[: h.numel()].view_as(h)
+        return residual[: h.numel()].view_as(h)
 
     def _workspace(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
         """Memory for `size` numbers, reused from step to step."""

@@ -66,8 +66,8 @@ class Scheduler:
     >>> [flight.request.id for flight in scheduler.queue]  # the longest completion first, groups together
     [2, 0, 1]
 
-    Each live row gets the places of the longest, since the rows are one rectangle. The third request alone takes
-    32 + 40. With the first it would be 32 + 32 for two prompts and 2 x 40 for two rows, which is over 96:
+    Each live row gets the places of the longest, since the rows are one rectangle. The third request takes
+    32 + 40 by itself. With the first it would be 32 + 32 for two prompts and 2 x 40 for two rows, which is over 96:
 
     >>> memory = {"conversations": ConversationCache(None), "min_free": 1}
     >>> admitted = scheduler.admit(num_live=0, longest=0, prefixes={}, **memory)

@@ -59,8 +59,7 @@ _FIXES = {
     "data.text_column": "name a column of plain text in dataset_text_field",
     "rollout.max_prompt_length": "lower max_completion_length, leave longer prompts out, or set "
     "max_prompt_length={limit}, which cuts them on the left",
-    "rollout.max_tokens_to_generate": "max_completion_length alone leaves no room for a prompt; set it to {limit} or "
-    "less",
+    "rollout.max_tokens_to_generate": "max_completion_length leaves no room for a prompt; set it to {limit} or less",
     "trainer.allow_config_change": "resume from an earlier checkpoint with a lower learning_rate (or {engine} reports "
     "wrong logprobs)",
     "trainer.resume": f"go on with {_RESUME}",

@@ -248,7 +248,7 @@ def prepare_model(
     if isinstance(model, str):
         quantization = init_kwargs.get("quantization_config")
         if quantization is not None and quantization_config is not None:
-            raise ConfigError("quantization_config is in model_init_kwargs too; give it to the trainer alone")
+            raise ConfigError("quantization_config is in model_init_kwargs too; give it only to the trainer")
         quantization = quantization_config if quantization is None else quantization
         if quantization is not None and not getattr(quantization, "load_in_4bit", False):
             raise ConfigError(

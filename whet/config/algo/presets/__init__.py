@@ -109,13 +109,13 @@ def preset(name: Any, wanted: type) -> PolicyConfig:
     """
     if not isinstance(name, str) or name not in PRESETS:
         raise lookup_error("algo.preset", name, PRESETS)
-    made = PRESETS[name]()
-    if not issubclass(wanted, type(made)):
-        kind = type(made)
+    config = PRESETS[name]()
+    if not issubclass(wanted, type(config)):
+        kind = type(config)
         here = next((known for known in _COMMANDS if issubclass(wanted, known)), wanted)
         same = ", ".join(sorted(n for n, function in PRESETS.items() if issubclass(wanted, type(function()))))
         raise ConfigError(
-            f"algo.preset={name!r} is a {kind.__name__}, and algo is a {here.__name__} here: train by it with "
+            f"algo.preset={name!r} is a {kind.__name__}, and algo is a {here.__name__} here: train with "
             f"{_COMMANDS[kind]}, or take one of {same}"
         )
-    return made
+    return config

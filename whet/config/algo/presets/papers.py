@@ -2,8 +2,8 @@
 the tokens of one, ρ = π/π_old of a token, A the advantage, sg without gradient; a loss is minimised.
 
 "Not verified" is a value that a paper may state, and that was found neither there nor in its authors' code: it is a
-usual one. Where a paper divides by a deviation alone, 1e-6 is added to it here (advantage_eps), and the deviation
-is that of a sample.
+usual one. Where a paper adds nothing to the deviation that it divides by, 1e-6 is added to it here (advantage_eps),
+and the deviation is that of a sample.
 """
 
 from __future__ import annotations
