@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pandas
 import pytest
-from helpers import full
+from helpers import full, tiny_model
 from processes import free_port, needs_gloo, start, wait
 from run_folders import assert_same_completions, assert_same_tensors, files_of
 from safetensors.torch import load_file
@@ -64,6 +64,7 @@ def test_a_launched_program_writes_the_files_of_one_process(tmp_path, launcher):
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     for words, folder in zip(([], ["-m", *LAUNCHERS[launcher]]), folders, strict=True):
         folder.mkdir()
+        tiny_model().save_pretrained(folder / "model")
         done = subprocess.run([sys.executable, *words, program, str(folder)], env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]
     one, two = folders

@@ -1,4 +1,4 @@
-"""A program for TRL with an adapter, a reference, evaluations, checkpoints and a resume. Args: the folder of its files.
+"""A program for TRL with an adapter, a reference, evaluations, checkpoints and a resume. Args: a folder with a model.
 
 Of several processes each takes its share of the same step.
 """
@@ -30,7 +30,7 @@ def score(completion_ids, log_metric, log_extra, **_):
 
 def sft(folder, steps):
     args = SFTConfig(folder, **{**fields, "max_steps": steps}, train_sampling_strategy="sequential", max_length=32)
-    return SFTTrainer(tiny_model(), args, train_dataset=rows, eval_dataset=rows[:3], processing_class=byte_tokenizer(),
+    return SFTTrainer(f"{sys.argv[1]}/model", args, train_dataset=rows, eval_dataset=rows[:3], processing_class=byte_tokenizer(),
                       peft_config=LoraConfig(r=2, target_modules="all-linear"))  # fmt: skip
 
 
@@ -42,7 +42,7 @@ def grpo(folder, steps):
 
 def dpo(folder, steps):
     args = DPOConfig(folder, **{**fields, "max_steps": steps}, max_length=32, save_only_model=True)
-    return DPOTrainer(tiny_model(), args=args, train_dataset=pairs, eval_dataset=pairs[:3],
+    return DPOTrainer(f"{sys.argv[1]}/model", args=args, train_dataset=pairs, eval_dataset=pairs[:3],
                       processing_class=byte_tokenizer())  # fmt: skip
 
 
