@@ -157,7 +157,7 @@ class RLCluster(RoleWorkers):
 
     def _budget(self, loaded: LoadedModel, positions: int | None) -> int:
         """The token budget of a role's micro-batches. Args: positions: of the model that samples."""
-        device = loaded.module.device.type
+        device = self.device_of(loaded).type
         usual = self.training_config.token_budget(device)
         budget = self.cluster_config.token_budget(device, positions)
         if budget > usual and not self._workers:

@@ -55,6 +55,7 @@ def load_model(
     *,
     dtype: str | torch.dtype = "float32",
     device: torch.device | str = "cpu",
+    on_cpu: bool = False,
     role: str = "actor",
     attention: str = "auto",
     score_head: bool = False,
@@ -72,6 +73,7 @@ def load_model(
         dtype: dtype of the parameters: float32, bfloat16, float16, float64. The default is not the checkpoint's dtype,
             because master weights in bf16 would lose every small update.
         device: the device of the model.
+        on_cpu: leave the weights on the CPU; a placement moves them to the device.
         role: actor; reference or teacher (no gradient); critic (its score head is new if the model has none); reward
             (the model must have a score head). A score head is that of a sequence classifier with one label.
         attention: the implementation of attention over packed rows: auto, flex or plain.
@@ -99,7 +101,8 @@ def load_model(
     saved = _find_saved_adapter(model, lora, role)
     if lora is not None and not isinstance(model, nn.Module):
         check_lora(str(model), lora, trust_remote_code)
-    read = _prepare_module(model if saved is None else saved, dtype, role, quantization, device, trust_remote_code)
+    place = torch.device("cpu") if on_cpu else device
+    read = _prepare_module(model if saved is None else saved, dtype, role, quantization, place, trust_remote_code)
     capabilities, name = find_capabilities(read.module, read.name), read.name
     module = _add_heads(read.module, read.score_weight, role, name, score_head)
     if merge is None:

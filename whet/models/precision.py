@@ -24,11 +24,12 @@ BF16_WIDTH = 128
 """The smallest hidden size for which bf16 is fast enough to be worth its rounding."""
 
 
-def compute_dtype(name: str, loaded: LoadedModel) -> torch.dtype:
+def compute_dtype(name: str, loaded: LoadedModel, device: torch.device | None = None) -> torch.dtype:
     """The compute dtype of a model.
 
     Args: name: "float32", "bfloat16" or "auto". "auto" is bf16 on a GPU with bf16 hardware, and on a CPU with AVX-512
-        BF16 or AMX for a model of width 128 or more; otherwise it is fp32. loaded: the model, on its device.
+        BF16 or AMX for a model of width 128 or more; otherwise it is fp32. loaded: the model. device: that it will
+            compute on; None = its own.
     Returns: the dtype.
     Raises: ConfigError: an unknown name.
     """
@@ -37,7 +38,7 @@ def compute_dtype(name: str, loaded: LoadedModel) -> torch.dtype:
             raise lookup_error("dtype", name, ("auto", *DTYPES))
         return DTYPES[name]
     width = loaded.module.config.get_text_config().hidden_size  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
-    return auto_dtype(next(loaded.module.parameters()).device, int(width))
+    return auto_dtype(device or next(loaded.module.parameters()).device, int(width))
 
 
 def auto_dtype(device: torch.device, width: int) -> torch.dtype:

@@ -10,7 +10,9 @@
 
     checkpoints, exports      every rank gathers each tensor in turn, and rank 0 writes it
 
-Experimental: the module's own layers only. Left out on purpose: loading a model that no rank can hold whole.
+A model that only rank 0 has read (parallel/loading.py) is sent and sharded layer by layer.
+
+Experimental: the module's own layers only. Left out on purpose: models that rank 0 can't hold whole.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from whet.errors import ConfigError
+from whet.parallel.loading import receive, without_weights
 from whet.parallel.placement import Phase, Placement
 from whet.parallel.ranks import Ranks
 from whet.util.tensor_subclasses import gather_full_tensor
@@ -65,8 +68,8 @@ class FSDPPlacement(Placement):
     def prepare(self, module: nn.Module, dtype: torch.dtype | None) -> torch.dtype | None:
         """Shards every decoder layer, and the rest of the model (embedding, last norm, head) as one more part.
 
-        Trained parameters become fp32, so they are the optimizer's masters; the others are cast to the dtype. A view's
-        module is sharded already, by the placement of its owner.
+        Each part is sharded as soon as it is whole. Trained parameters become fp32, so they are the optimizer's
+        masters; the others are cast to the dtype. A view's module is sharded already, by the placement of its owner.
         """
         if isinstance(module, FSDPModule):
             return
@@ -80,13 +83,14 @@ class FSDPPlacement(Placement):
         for p in module.parameters():
             p.data = p.data.to(torch.float32 if p.requires_grad else compute)
         policy = MixedPrecisionPolicy(compute, torch.float32, cast_forward_inputs=False)
-        meta = lambda p: nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
-        # a copy without weights, since fully_shard changes the classes of the modules
-        self._skeleton = copy.deepcopy(module, {id(p): meta(p) for p in module.parameters()})
+        self._skeleton = without_weights(module, module)  # since fully_shard changes the classes of the modules
+        only_on_writer = any(self.ranks.all_gather(next(module.parameters()).is_meta))
         trunk: Any = module.get_decoder()  # pyright: ignore[reportCallIssue]
-        for layer in trunk.layers:
-            fully_shard(layer, mesh=self.mesh, mp_policy=policy)
-        fully_shard(module, mesh=self.mesh, mp_policy=policy)
+        for part in (*trunk.layers, module):
+            if only_on_writer:
+                whole = (p for p in part.parameters() if not isinstance(p, DTensor))  # layers are sharded by then
+                receive(whole, torch.device(self.mesh.device_type))
+            fully_shard(part, mesh=self.mesh, mp_policy=policy)
         for part in _parts(module):  # both calls: gloo can't do the first alone, and the second alone is a mean
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)

@@ -27,6 +27,7 @@ from whet.config import CheckpointingOptions, Mode, TrainingConfig
 from whet.errors import CheckpointError, ConfigError, DataError, WhetError, format_exception
 from whet.hub.push import PushResult, push_to_hub
 from whet.observe.environment import read_environment
+from whet.observe.live_view import make_progress
 from whet.observe.loggers import Loggers
 from whet.observe.notebook import run_html
 from whet.observe.profiler import StepProfiler
@@ -226,7 +227,8 @@ class Run:
             self.evaluate(0)
             self._check_observers()
         description = c.pbar_description if self.ranks.is_writer else None
-        self.progress = Progress(total, description=description, start=self.step, metric=self.task.main_metric)
+        options = {"description": description, "start": self.step, "metric": self.task.main_metric}
+        self.progress = make_progress(c.view, total, phase=lambda: self.roles.trace.phase, **options)
         self.progress.__enter__()
         self.saved_at = time.monotonic()
 
@@ -314,7 +316,7 @@ class Run:
         fields |= {name: f"{row[name]:.3g}" for name in self.trainer.displayed if name in row}
         speed, value = row["perf/tokens_per_second"], row.get(self.task.main_metric, float("nan"))
         assert self.progress is not None
-        self.progress.update(self.step, value=value, tokens_per_s=speed, fields=fields)
+        self.progress.update(self.step, value=value, tokens_per_s=speed, fields=fields, row=row)
 
     def _evaluate_and_save(self) -> None:
         """Evaluates and saves if the configuration says so or an observer requests it."""

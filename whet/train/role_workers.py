@@ -29,6 +29,7 @@ from whet.observe.loggers import check_loggers
 from whet.observe.trace import Trace
 from whet.ops import Support
 from whet.packing.plan_cache import PlanCache
+from whet.parallel.loading import load_on_writer
 from whet.parallel.placement import Placement
 from whet.parallel.processes import join_processes
 from whet.parallel.ranks import Ranks
@@ -109,6 +110,8 @@ class RoleWorkers:
     ) -> LoadedModel:
         """Loads a role's model, with its adapter. A module stays on its device.
 
+        Of several processes only rank 0 reads it, on the CPU; the others have it without weights until `add` shards it.
+
         Args: score_head: add one to the LM head. trained: None = the role's default. The saved adapter of a model that
             is not trained is merged.
         Raises: ConfigError: there is no such model, or it has settings for training and is not trained.
@@ -123,10 +126,18 @@ class RoleWorkers:
             raise ConfigError(
                 f"{role.value}.lora makes an adapter to train, and the {role.value} is only read; leave it out"
             )
-        return load_model(
+        several = self.ranks.size > 1
+        if several and source.quantization is not None:
+            raise ConfigError(
+                f"{role.value}.quantization={source.quantization} does not run on {self.ranks.size} processes: FSDP "
+                "shards numbers, and 4-bit weights are packed in blocks with scales; leave it out, or use one process"
+            )
+        load = partial(
+            load_model,
             source.model,
             dtype="float32" if source.dtype == "auto" or (trained and source.lora is None) else source.dtype,
             device=self.device(role),
+            on_cpu=several,
             role=role.value,
             attention=source.attention,
             score_head=score_head,
@@ -136,6 +147,9 @@ class RoleWorkers:
             seed=self._loop.seed,
             trust_remote_code=source.trust_remote_code,
         )
+        if source.trust_remote_code:  # the others can't receive modules whose code they have not imported
+            return load()
+        return load_on_writer(self.ranks, load) if several else load()
 
     def load_reference(
         self, source: ModelSource, actor: ModelSource, policy: LoadedModel
@@ -191,7 +205,8 @@ class RoleWorkers:
         configured = source.dtype if isinstance(source, RoleConfig) else self._module_dtype
         if configured is not None and not loaded.is_view:  # a view has its owner's dtype
             saved = None if configured != "auto" else self._saved_dtypes.get(role.value)
-            dtype = self.ranks.broadcast(compute_dtype(saved or configured, loaded))  # processors may differ
+            # processors may differ
+            dtype = self.ranks.broadcast(compute_dtype(saved or configured, loaded, self.device_of(loaded)))
         if isinstance(source, RoleConfig) and not loaded.is_view:
             mode = source.gradient_checkpointing
             checkpoint_activations(loaded.module, "none" if mode == "auto" else mode)
@@ -212,7 +227,7 @@ class RoleWorkers:
             support=support,
             allowed=allowed,
             max_tokens=max_tokens,
-            saturating_tokens=self._loop.saturating_tokens(loaded.module.device.type),
+            saturating_tokens=self._loop.saturating_tokens(self.device_of(loaded).type),
             max_sequences=self._loop.max_segments_per_packed_row,
             config=source if isinstance(source, RoleConfig) else None,
             placement=placement,
@@ -246,7 +261,7 @@ class RoleWorkers:
 
     def _placement(self, loaded: LoadedModel) -> Placement:
         """The placement of a role's tensors: sharded over several processes, else as offload_to_cpu says."""
-        device = loaded.module.device
+        device = self.device_of(loaded)
         if self.ranks.size > 1:
             from torch.distributed.device_mesh import init_device_mesh  # imported where processes share a model
 
@@ -270,6 +285,10 @@ class RoleWorkers:
         """The device on which a role's model is loaded; of several processes each has its own GPU."""
         usual = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         return self._device or usual
+
+    def device_of(self, loaded: LoadedModel) -> torch.device:
+        """The device that a model computes on; with several processes it is moved there as it is sharded."""
+        return self.device(Role.ACTOR) if self.ranks.size > 1 else loaded.module.device
 
     def check_same_ids(self, role: Role, model: ModelSource, actor: ModelSource) -> None:
         """Raises ConfigError where a role that is compared with the policy has another tokenizer.

@@ -75,7 +75,7 @@ class SupervisedModels(RoleWorkers):
             if model is None:
                 continue
             source, role_model = (model, own) if own is not None else self.load_reference(model, given, loaded)
-            budget = self.config.token_budget(role_model.module.device.type)
+            budget = self.config.token_budget(self.device_of(role_model).type)
             role_optimizer = optimizer if role is self.role else None
             self.add(role, source, role_model, role_optimizer, max_tokens=budget, trained=role is self.role)
         if reference is not None:

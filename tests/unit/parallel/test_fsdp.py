@@ -1,11 +1,13 @@
-"""Models that FSDPPlacement refuses before it shards them."""
+"""Models that several processes refuse before they shard them."""
 
 import pytest
 import torch
 from helpers import tiny_model
 
+from whet.config import Role, RoleConfig, SupervisedTrainingConfig
 from whet.errors import ConfigError
 from whet.parallel.fsdp import FSDPPlacement
+from whet.train.role_workers import RoleWorkers
 
 
 @pytest.mark.parametrize("own, dtype, named", [
@@ -21,3 +23,10 @@ def test_a_dtype_other_than_float32_or_bfloat16_and_two_at_once_are_refused(own,
         p.data = p.data.to(own)
     with pytest.raises(ConfigError, match=f"{named}; set actor.dtype=bfloat16 or float32"):
         FSDPPlacement(None, None).prepare(model, dtype)
+
+
+def test_4_bit_weights_are_refused_before_they_are_read():
+    workers = RoleWorkers(SupervisedTrainingConfig())
+    workers.ranks.size = 2
+    with pytest.raises(ConfigError, match="quantization=nf4 does not run on 2 processes: FSDP shards numbers"):
+        workers.load(Role.TEACHER, RoleConfig(model="nowhere", quantization="nf4"))
