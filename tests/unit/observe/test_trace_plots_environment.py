@@ -3,6 +3,7 @@ import logging
 import threading
 import time
 
+import numpy as np
 import pytest
 from helpers import cluster, length_reward, rows
 
@@ -12,6 +13,11 @@ from whet.learners.grpo import GRPOLearner
 from whet.observe import Trace, collect_environment, plot_curves, plots
 from whet.observe.plots import metric_series
 from whet.observe.trace import trace_folder
+from whet.rollout.base import Sampling
+from whet.rollout.driver import Episode, Rollouts, completion
+from whet.rollout.external_calls import ExternalCall
+from whet.rollout.mock import MockEngine
+from whet.types import Prompt
 
 
 def spans_of(path):
@@ -82,10 +88,21 @@ def test_spans_of_other_threads_and_calls_are_on_the_timeline_and_not_in_the_sum
     at = {e["name"]: e["tid"] for e in events if e["ph"] == "X"}
     assert (at["rollout"], at["beside"]) == (0, 1)
     begin, end = (next(e for e in events if e["ph"] == kind) for kind in "be")
-    assert (
-        begin["id"] == end["id"] and end["ts"] - begin["ts"] == pytest.approx(5e5)
+    assert begin["id"] == end["id"] and end["ts"] - begin["ts"] == pytest.approx(5e5)
     assert begin["args"] == {"episode": "3"}
-    )
+
+
+def test_calls_of_tools_and_the_wait_for_them_are_traced():
+    def play(episode):
+        output = yield episode.request(episode.prompt.tokens, Sampling(max_tokens=2))
+        yield ExternalCall(function=lambda: time.sleep(0.02), name="a tool")
+        return completion(output, generation=episode.generation)
+
+    trace, prompt = Trace(), Prompt(tokens=np.array([5, 6], np.int32), source="", row=0)
+    with trace.span("rollout"):
+        (group,) = Rollouts(MockEngine(), trace=trace).run([Episode(prompt, (0, 1, 0, 0), play)])
+    assert trace.pop_times()["time/rollout/tool_wait"] >= 0.02 <= group.completions[0].seconds["tools"]
+    assert {e["name"] for e in trace.events() if e["ph"] == "b"} == {"tools"}
 
 
 def run_span(trace, name):
@@ -104,7 +121,9 @@ def test_a_step_reports_what_its_time_went_to(tmp_path):
     learner.update = lambda step, mini: batches.append(mini) or update(step, mini)
     rows_ = learner.train(rows(4)).train_rows
     for row in rows_:
-        assert 0 <= row["time/data"] < row["time/step"] and 0 < row["time/rollout/first_completion"] <= row["time/rollout"]
+        assert (
+            0 <= row["time/data"] < row["time/step"] and 0 < row["time/rollout/first_completion"] <= row["time/rollout"]
+        )
         assert 0 <= row["perf/idle_share"] < 1 and "perf/mfu" not in row
     cost, flops = c.actor.cost, run_flops[0]
     lengths = [len(t) for t in batches[0].tokens.split(batches[0].lengths.tolist())]
