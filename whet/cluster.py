@@ -99,6 +99,7 @@ class RLCluster(RoleWorkers):
             )
         shares_trunk, critic = _shared_critic(critic)
         policy = self.load(Role.ACTOR, actor, score_head=shares_trunk)
+        reference = self.copy_module(reference, actor, policy)
         self.tokenizer = load_tokenizer(tokenizer, trust_remote_code=trusts_remote_code(actor))
         self.eos_ids = stop_token_ids(self.tokenizer, policy.module.config, policy.module.generation_config)
         self._grammars = make_grammars(policy, self.tokenizer)

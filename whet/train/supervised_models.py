@@ -66,6 +66,7 @@ class SupervisedModels(RoleWorkers):
         if reference is given and isinstance(given, nn.Module):
             reference = copy.deepcopy(given)
         loaded = self.load(Role.CRITIC if actor is None else Role.ACTOR, given)
+        reference = self.copy_module(reference, given, loaded)
         self.tokenizer = load_tokenizer(tokenizer, trust_remote_code=trusts_remote_code(given))
         generates = loaded.module.generation_config if "logprobs" in loaded.outputs else None
         self.eos_ids = stop_token_ids(self.tokenizer, loaded.module.config, generates)
