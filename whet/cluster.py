@@ -136,7 +136,11 @@ class RLCluster(RoleWorkers):
                 self.add_trainer(role, loss, accumulate=accumulate)
         self.checkpoints = Checkpoints(config.checkpoint_root, self._trainers, self._workers, ranks=self.ranks)
         self._rollouts = PolicyRollouts(
-            self._make_engine, self.actor, vocab_size=policy.module.config.vocab_size, ranks=self.ranks
+            self._make_engine,
+            self.actor,
+            vocab_size=policy.module.config.vocab_size,
+            ranks=self.ranks,
+            trace=self.trace,
         )
 
     def _drawn_from(self, policy: LoadedModel) -> tuple[Support, Allowed]:

@@ -131,8 +131,8 @@ class TrainingConfig:
     pbar_description: Text | None = "Training"
     """Text before the progress, "" = none; None = no progress."""
     view: Literal["auto", "rich", "lines"] = "auto"
-    """Progress: "rich" = step, phase, metrics with their curves, memory and time left, updated in place; "lines" = a line
-    at most every 30 seconds; "auto" = rich if stderr is a terminal."""
+    """Progress: "rich" = step, phase, metrics with their curves, memory and time left, updated in place; "lines" = a
+    line at most every 30 seconds; "auto" = rich if stderr is a terminal."""
     max_tokens_per_microbatch: Count | None = None
     """Most tokens of one forward and backward pass, prompts and completions together. None = 16384 on a GPU; on a CPU
     about 1536, and up to 2048 to keep groups whole; more if the longest sequence of the rollout is longer."""
