@@ -23,8 +23,16 @@ def rl2(size):
 def tunix(size):
     """A program for Tunix with a reference, evaluations, checkpoints and a mesh of all processes."""
     from whet.data.tokenizer import byte_tokenizer
-    from whet.tunix import ClusterConfig, GRPOConfig, GRPOLearner, OptimConfig, RLCluster, RLTrainingConfig, Role
-    from whet.tunix import RolloutConfig  # fmt: skip
+    from whet.tunix import (
+        ClusterConfig,
+        GRPOConfig,
+        GRPOLearner,
+        OptimConfig,
+        RLCluster,
+        RLTrainingConfig,
+        Role,
+        RolloutConfig,
+    )
 
     mesh = {"fsdp": size, "tp": 1}
     training = RLTrainingConfig(actor_optimizer=OptimConfig(name="sgd", lr=0.1), eval_every_n_steps=2, max_steps=2,
