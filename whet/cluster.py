@@ -210,8 +210,8 @@ class RLCluster(RoleWorkers):
     @property
     def engine_name(self) -> str:
         """The engine's name in the configuration, or the name of its class."""
-        given = self.cluster_config.rollout_engine
-        return given if isinstance(given, str) else getattr(given, "__name__", type(given).__name__)
+        engine = self.cluster_config.rollout_engine
+        return engine if isinstance(engine, str) else getattr(engine, "__name__", type(engine).__name__)
 
     # ---- roles ---------------------------------------------------------------------------------------------------
 
@@ -361,8 +361,8 @@ def _shared_critic(critic: Any) -> tuple[bool, Any]:
 
     Raises: ConfigError: the shared critic has settings that only a model of its own can have.
     """
-    given = critic.model if isinstance(critic, RoleConfig) else critic
-    if not isinstance(given, str) or given != ACTOR:
+    model = critic.model if isinstance(critic, RoleConfig) else critic
+    if not isinstance(model, str) or model != ACTOR:
         return False, critic
     if isinstance(critic, RoleConfig) and dataclasses.replace(critic, dtype="auto") != RoleConfig(model=ACTOR):
         raise ConfigError(
