@@ -1,0 +1,312 @@
+# ruff: noqa: E402 - the library comes before torch
+"""A program: steps of the engine and updates on a fake CUDA device. It prints a line of JSON for each case.
+
+Fake tensors have a device, a dtype and a shape, and no numbers. So a tensor on the wrong device, a kernel whose output
+shape depends on values, and an operation that CUDA branches alone reach raise here as they would on a GPU. `Ledger`
+counts what a GPU would be waited for. The first argument is the library built from fake_cuda.cpp, which must be loaded
+before torch is; the others are the cases.
+"""
+
+import contextlib
+import ctypes
+import json
+import sys
+import traceback
+from pathlib import Path
+
+ctypes.CDLL(sys.argv[1], mode=ctypes.RTLD_GLOBAL)
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "engines")]
+
+import numpy as np
+import torch
+from helpers import random_batch
+from tiny import VOCABULARY, build, prompts, requests
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map
+
+from whet.config import OptimConfig
+from whet.config.lora import LoraConfig
+from whet.models.activation_checkpointing import checkpoint_activations
+from whet.models.load import load_model
+from whet.ops import Support, clipped_surrogate, token_weights
+from whet.packing.micro_batch import MicroBatch
+from whet.rollout.base import Sampling
+from whet.rollout.engine.engine import EmbeddedEngine
+from whet.rollout.engine.fused_trunk import FusedTrunk
+from whet.rollout.engine.layouts import DecodeLayout
+from whet.rollout.engine.runner import Runner, StepOutput
+from whet.train.offload import Offload, OffloadPlacement
+from whet.train.worker import Divergence, ModelWorker
+from whet.types.batch import TokenBatch
+
+CUDA = torch.device("cuda", 0)
+LORA = LoraConfig(r=4)
+MODE = FakeTensorMode(allow_non_fake_inputs=True)
+aten = torch.ops.aten
+VALUE_SHAPES = {"nonzero", "_unique2", "unique_dim", "masked_select", "unique_consecutive", "bincount"}
+VIEWS = {"view", "select", "slice", "unsqueeze", "squeeze", "expand", "detach", "alias", "as_strided", "permute", "t"}
+
+
+class Ledger(TorchDispatchMode):
+    """Counts kernels, copies between the devices, and waits: reads of numbers after a kernel or a copy."""
+
+    def __init__(self):
+        super().__init__()
+        self.kernels = self.to_host = self.to_device = self.waits = 0
+        self.places = []
+        self._busy = True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        args, kwargs = tree_map(_fake, (args, kwargs or {}))
+        name, inputs = func.overloadpacket.__name__, _tensors((args, kwargs))
+        on_device = [x for x in inputs if x.is_cuda]
+        if name in ("_local_scalar_dense", "item"):
+            if on_device and self._busy:
+                self.waits, self._busy = self.waits + 1, False
+                self.places.append(_place())
+            return 1.0 if inputs[0].dtype.is_floating_point else inputs[0].dtype == torch.bool or 1
+        if name in VALUE_SHAPES and on_device:
+            raise RuntimeError(f"the shape of {name}'s output depends on values on the device")
+        if name in ("index", "index_put", "index_put_", "_index_put_impl_") and on_device:
+            for index in _tensors(args[1]):
+                if index.dtype in (torch.bool, torch.uint8):
+                    raise RuntimeError(f"{name} by a mask: the shape depends on values on the device")
+                if not index.is_cuda:
+                    raise RuntimeError(f"{name} by an index on the host: each use copies it")
+        out = func(*args, **kwargs)
+        outputs = _tensors(out)
+        if name in ("_to_copy", "copy_", "to"):
+            source, target = (args[1], args[0]) if name == "copy_" else (args[0], outputs[0])
+            if source.is_cuda != target.is_cuda:
+                self.to_device += target.is_cuda
+                self.to_host += source.is_cuda
+        if any(x.is_cuda for x in outputs) and name not in VIEWS:
+            self.kernels, self._busy = self.kernels + 1, True
+        return out
+
+    def counts(self):
+        return {name: getattr(self, name) for name in ("kernels", "to_host", "to_device", "waits", "places")}
+
+
+def _tensors(tree):
+    return [x for x in tree_iter(tree) if isinstance(x, torch.Tensor)]
+
+
+def _fake(x):
+    return MODE.from_tensor(x) if isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor) else x
+
+
+def _place():
+    """The line of whet's that is running."""
+    frames = [f for f in traceback.extract_stack() if "/whet/" in f.filename and "/tests/" not in f.filename]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "?"
+
+
+def moved(tensor):
+    """A fake tensor on the device, of the same kind."""
+    with MODE:
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=CUDA)
+
+
+def move(module):
+    """Puts parameters, buffers and other tensors of a module on the device; shared ones stay shared."""
+    seen = {}
+    for m in module.modules():
+        for name, p in m._parameters.items():
+            if p is not None:
+                if id(p) not in seen:
+                    with MODE:
+                        seen[id(p)] = torch.nn.Parameter(moved(p), requires_grad=p.requires_grad)
+                m._parameters[name] = seen[id(p)]
+        for name, b in m._buffers.items():
+            m._buffers[name] = None if b is None else moved(b)
+        for name, b in list(vars(m).items()):
+            if isinstance(b, torch.Tensor):
+                setattr(m, name, moved(b))
+    return module
+
+
+# ---- the engine ----------------------------------------------------------------------------------------------------
+
+
+def _move_engine(engine, fixed):
+    runner = engine._runner
+    forward = runner.forward
+    move(forward.loaded.module)
+    trunk = getattr(forward, "_trunk", None)
+    if isinstance(trunk, FusedTrunk):
+        trunk._cos, trunk._sin = moved(trunk._cos), moved(trunk._sin)
+        for block in trunk._blocks:
+            if block.qk_weight is not None:
+                object.__setattr__(block, "qk_weight", moved(block.qk_weight))
+            for norm in (block.before, block.after, *(block.qk_norms or ())):
+                norm._least = moved(norm._least)
+        trunk._norm._least = moved(trunk._norm._least)
+        for product in (*trunk.products(), forward._head):
+            product._merged = {i: moved(w) for i, w in product._merged.items()}
+    forward.refresh = lambda *, force: None  # fake parameters have no addresses
+    forward.device = runner.device = CUDA
+    with MODE:
+        runner.state = torch.zeros(*runner.state.shape, dtype=torch.long, device=CUDA)
+        if fixed:
+            runner.fix_shapes()
+            runner.graphs._captures = False
+        else:
+            runner.layout = DecodeLayout(runner.completion_store, CUDA)
+
+
+def engine_case(family="qwen3", *, fixed=True, lengths=(40, 9), dtype=torch.bfloat16, lora=False,
+                prefill_tokens=8192, kv_cache_tokens=None, **sampling):  # fmt: skip
+    """Drains an engine. Returns: counts, and the most copies of a block of decode steps."""
+    model = load_model(build(family, max_position_embeddings=512).to(dtype), dtype=dtype, lora=LORA if lora else None)
+    options = {"prefill_tokens": prefill_tokens, "kv_cache_tokens": kv_cache_tokens}
+    engine = EmbeddedEngine(model, max_batch=64, native=False, **options)
+    _move_engine(engine, fixed)
+    rng, blocks, ledger = np.random.RandomState(0), [], Ledger()
+
+    def read(runner, tokens, logprobs, logits):
+        steps, n = len(tokens), len(tokens[0])
+        for column in (tokens, logprobs, logits):
+            if column is not None:
+                torch.stack(column).cpu()
+        return StepOutput(
+            tokens=rng.randint(4, 60, (steps, n)).astype(np.int32),
+            logprobs=np.zeros((steps, n), np.float32),
+            logits=None if logits is None else np.zeros((steps, n, VOCABULARY), np.float32),
+        )
+
+    decode = engine._runner.decode
+
+    def counted(*args, **options):
+        before = ledger.to_host, ledger.to_device
+        out = decode(*args, **options)
+        blocks.append([ledger.to_host - before[0], ledger.to_device - before[1]])
+        return out
+
+    Runner._read, engine._runner.decode = read, counted
+    work = requests(prompts(lengths), Sampling(**{"max_tokens": 9, "temperature": 1.0, **sampling}), group=2)
+    engine.submit(work)
+    done = 0
+    with MODE, ledger:
+        while outputs := engine.step():
+            done += len(outputs)
+    assert done == len(work)
+    return {**ledger.counts(), "blocks": blocks, "trunk": engine.backends["trunk"]}
+
+
+ENGINE = {
+    "plain": {},
+    "eager": {"fixed": False},
+    "greedy": {"temperature": 0.0},
+    "truncated": {"top_k": 20, "top_p": 0.95},
+    "min-p": {"min_p": 0.1, "min_tokens": 4, "stop_ids": (3,), "forbidden_ids": (5, 6)},
+    "penalty": {"repetition_penalty": 1.2},
+    "logits": {"return_logits": True},
+    "moe": {"family": "qwen3_moe"},
+    "lora": {"lora": True},
+}
+
+
+# ---- updates -------------------------------------------------------------------------------------------------------
+
+
+def _worker(family="qwen3", *, role="actor", dtype=torch.bfloat16, lora=False, checkpointing=None, trained=True,
+            offload=False, **options):  # fmt: skip
+    model = build(family, max_position_embeddings=512).to(dtype)
+    loaded = load_model(model, dtype=dtype, role=role, attention="plain", lora=LORA if lora else None)
+    move(loaded.module)
+    if checkpointing:
+        checkpoint_activations(loaded.module, checkpointing)
+    if offload:
+        options["placement"] = OffloadPlacement(Offload(CUDA))
+    optim = OptimConfig(lr=1e-3) if trained else None
+    with MODE:
+        return ModelWorker(loaded, optim=optim, dtype=dtype, max_tokens=140, **options)
+
+
+def update_case(family="qwen3", *, entropy=False, teacher=False, role="actor", **options):
+    """Scoring, forward_backward and an optimizer step. Returns: the counts of each, and the micro-batches."""
+    batch = random_batch((40, [30, 9]), (12, [80, 40]))
+    batch = batch.replace(tokens=batch.tokens % VOCABULARY, prefixes=batch.prefixes % VOCABULARY)
+    batch = batch.replace(weights=token_weights(batch.mask, batch.trajectory, "token-mean"))
+    worker = _worker(family, role=role, **options)
+    loss, extra = clipped_surrogate, {"entropy": entropy}
+    if role == "critic":
+        loss, extra = (lambda x: ((x.need("new_values") - x.advantages) ** 2, {})), {}
+    if teacher:
+        loss, extra = (lambda x: (x.divergence, {})), {"divergence": Divergence(_worker(family, trained=False))}
+    to, MicroBatch.to = MicroBatch.to, lambda self, device: self
+    planned = worker.micro_batches(batch, None)  # before fake tensors: a plan reads integers
+    MicroBatch.to = to
+    out = {"micro_batches": len(planned)}
+    TokenBatch.__post_init__ = lambda self: None  # fake columns have no numbers to check
+    worker.micro_batches = lambda *args: [m.to(CUDA) for m in planned]
+    read = worker.values if role == "critic" else worker.logprobs
+    calls = {"read": lambda: read(batch), "backward": lambda: worker.forward_backward(batch, loss, **extra),
+             "step": worker.optim_step}  # fmt: skip
+    for name, call in calls.items():
+        with MODE, Ledger() as ledger:
+            call()
+        out[name] = ledger.counts()
+    return out
+
+
+UPDATES = {
+    "plain": {},
+    "entropy": {"entropy": True},
+    "truncated": {"support": Support(temperature=0.7, top_k=20, top_p=0.95)},
+    "forbidden": {"support": Support(min_tokens=3, stop_ids=(3,), forbidden_ids=(5, 6))},
+    "penalty": {"support": Support(repetition_penalty=1.2)},
+    "constrained": {
+        "support": Support(constrained=True),
+        "allowed": lambda m: torch.full((len(m.targets), VOCABULARY // 8), 255, dtype=torch.uint8).to(CUDA),
+    },
+    "full": {"checkpointing": "full"},
+    "offload": {"offload": True},
+}
+
+
+# ---- mistakes that must show ---------------------------------------------------------------------------------------
+
+
+def mistake_case(mistake):
+    """Runs a mistake. Returns: the counts."""
+    with MODE, Ledger() as ledger:
+        mistake(torch.ones(4, device=CUDA))
+    return ledger.counts()
+
+
+MISTAKES = {
+    "device": lambda x: x + torch.ones(4, device="cpu"),
+    "shape": lambda x: x.nonzero(),
+    "index": lambda x: x[torch.zeros(2, dtype=torch.long)],
+    "read": lambda x: (float(x.sum()), x[0].item() + x[1].item(), float(x.max())),
+}
+CASES = {
+    **{f"engine/{name}": lambda o=options: engine_case(**o) for name, options in ENGINE.items()},
+    **{f"update/{name}": lambda o=options: update_case(**o) for name, options in UPDATES.items()},
+    **{f"mistake/{name}": lambda m=mistake: mistake_case(m) for name, mistake in MISTAKES.items()},
+}
+
+
+def _install():
+    """Replaces what a CPU build of torch lacks."""
+    torch.set_num_threads(1)
+    waits = type("Stream", (), {"synchronize": lambda self: None})
+    torch.cuda.device = lambda *_: contextlib.nullcontext()
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    torch.cuda.current_stream = lambda *_: waits()
+
+
+if __name__ == "__main__":
+    _install()
+    for name in sys.argv[2:]:
+        with contextlib.redirect_stdout(sys.stderr):
+            kept = TokenBatch.__post_init__, Runner._read
+            try:
+                line = CASES[name]()
+            except Exception as error:
+                line = {"error": "".join(traceback.format_exception(error)[-6:])}
+            TokenBatch.__post_init__, Runner._read = kept
+        print(json.dumps({"case": name, **line}), flush=True)

@@ -1,0 +1,89 @@
+"""Steps of the engine and updates on a fake CUDA device: no mixed devices, and few waits for the device.
+
+tests/fake_cuda.py says what such a device shows. It runs as a program, since a CPU build of torch must see the device
+before it is imported.
+"""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+ENGINE = ("greedy", "eager", "truncated", "min-p", "penalty", "logits", "moe", "lora")
+UPDATES = ("plain", "entropy", "truncated", "forbidden", "penalty", "constrained", "full")
+MISTAKES = ("device", "shape", "index", "read")
+
+
+@pytest.fixture(scope="session")
+def device(tmp_path_factory):
+    """The path of the built device."""
+    compiler = shutil.which("g++") or shutil.which("c++")
+    if compiler is None:
+        pytest.skip("the fake CUDA device needs a C++ compiler, and there is neither g++ nor c++")
+    spec = importlib.util.find_spec("torch")
+    torch = Path(spec.origin).parent
+    if not (torch / "lib/libtorch_cpu.so").exists() or (torch / "lib/libtorch_cuda.so").exists():
+        pytest.skip("the fake CUDA device is for CPU builds of torch on Linux")
+    built = tmp_path_factory.mktemp("device") / "fake_cuda.so"
+    paths = [f"-I{torch / 'include'}", f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}"]
+    source = str(TESTS / "fake_cuda.cpp")
+    flags = ["-std=c++20", "-O0", "-shared", "-fPIC"]
+    subprocess.run(
+        [compiler, *flags, source, "-o", str(built), *paths, "-lc10", "-ltorch_cpu"], check=True, timeout=120
+    )
+    return str(built)
+
+
+def run(device, *cases):
+    """The counts of each case."""
+    command = [sys.executable, str(TESTS / "fake_cuda.py"), device, *cases]
+    out = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    lines = [json.loads(line) for line in out.stdout.splitlines()]
+    assert [line["case"] for line in lines] == list(cases), out.stderr[-2000:]
+    return lines
+
+
+def check_step(line):
+    """The budgets of an engine's steps, or of an update."""
+    assert "error" not in line, f"{line['case']}: {line['error']}"
+    if line["case"].startswith("engine/"):
+        assert line["waits"] == 0 and line["kernels"] > 0, line
+        copies = 3 if line["case"] == "engine/logits" else 2  # tokens, logprobs, and the logits asked for
+        assert all(to_host <= copies for to_host, _ in line["blocks"]), line
+    else:
+        assert line["micro_batches"] > 1, line
+        assert line["read"]["waits"] == 0 and line["read"]["to_host"] == 1, line
+        assert line["backward"]["waits"] == 1, line  # the metrics of all micro-batches, at the end
+        assert line["step"]["waits"] <= 1, line  # the norm
+
+
+def check_mistakes(lines):
+    """Mistakes show on the device, so the budgets mean something."""
+    errors = {line["case"].split("/")[1]: line.get("error", "") for line in lines}
+    assert "FakeTensorDeviceMismatchError" in errors["device"]
+    assert "depends on values" in errors["shape"]
+    assert "index on the host" in errors["index"]
+    assert lines[-1]["waits"] == 2
+
+
+def test_nothing_waits_for_the_device_inside_a_step(device):
+    cases = [f"mistake/{name}" for name in MISTAKES]
+    lines = run(device, *cases, "engine/plain", "update/offload")
+    check_mistakes(lines[: len(cases)])
+    for line in lines[len(cases) :]:
+        check_step(line)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind, names", [("engine", ENGINE), ("update", UPDATES)], ids=["engine", "update"])
+def test_other_steps(device, kind, names):
+    for line in run(device, *[f"{kind}/{name}" for name in names]):
+        check_step(line)
