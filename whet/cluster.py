@@ -99,6 +99,7 @@ class RLCluster(RoleWorkers):
             )
         shares_trunk, critic = _shared_critic(critic)
         policy = self.load(Role.ACTOR, actor, score_head=shares_trunk)
+        reference = self.copy_module(reference, actor, policy)
         self.tokenizer = load_tokenizer(tokenizer, trust_remote_code=trusts_remote_code(actor))
         self.eos_ids = stop_token_ids(self.tokenizer, policy.module.config, policy.module.generation_config)
         self._grammars = make_grammars(policy, self.tokenizer)
@@ -135,7 +136,11 @@ class RLCluster(RoleWorkers):
                 self.add_trainer(role, loss, accumulate=accumulate)
         self.checkpoints = Checkpoints(config.checkpoint_root, self._trainers, self._workers, ranks=self.ranks)
         self._rollouts = PolicyRollouts(
-            self._make_engine, self.actor, vocab_size=policy.module.config.vocab_size, ranks=self.ranks
+            self._make_engine,
+            self.actor,
+            vocab_size=policy.module.config.vocab_size,
+            ranks=self.ranks,
+            trace=self.trace,
         )
 
     def _drawn_from(self, policy: LoadedModel) -> tuple[Support, Allowed]:
@@ -205,8 +210,8 @@ class RLCluster(RoleWorkers):
     @property
     def engine_name(self) -> str:
         """The engine's name in the configuration, or the name of its class."""
-        given = self.cluster_config.rollout_engine
-        return given if isinstance(given, str) else getattr(given, "__name__", type(given).__name__)
+        engine = self.cluster_config.rollout_engine
+        return engine if isinstance(engine, str) else getattr(engine, "__name__", type(engine).__name__)
 
     # ---- roles ---------------------------------------------------------------------------------------------------
 
@@ -356,8 +361,8 @@ def _shared_critic(critic: Any) -> tuple[bool, Any]:
 
     Raises: ConfigError: the shared critic has settings that only a model of its own can have.
     """
-    given = critic.model if isinstance(critic, RoleConfig) else critic
-    if not isinstance(given, str) or given != ACTOR:
+    model = critic.model if isinstance(critic, RoleConfig) else critic
+    if not isinstance(model, str) or model != ACTOR:
         return False, critic
     if isinstance(critic, RoleConfig) and dataclasses.replace(critic, dtype="auto") != RoleConfig(model=ACTOR):
         raise ConfigError(

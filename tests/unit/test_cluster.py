@@ -370,5 +370,5 @@ def test_what_an_engine_cannot_draw_in_evaluation_is_refused_when_it_is_built(mo
     monkeypatch.setattr(f"whet.rollout.{engine}.import_package", lambda: None)  # all that comes before the check
     wrong = {"vllm": {"temperature": 3.0}, "sglang": {"repetition_penalty": 1.5}}[engine]
     modes = {Mode.TRAIN: RolloutConfig(), Mode.EVAL: RolloutConfig(**wrong)}
-    with pytest.raises(ConfigError, match=rf"{engine}.*(temperatures of 0|counts tokens)"):
+    with pytest.raises(ConfigError, match=rf"{engine}.*(temperatures of 0|counts only tokens)"):
         cluster(engine=engine, rollout=modes).build_engine()

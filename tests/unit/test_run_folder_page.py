@@ -107,7 +107,14 @@ def test_every_metric_explained_is_one_of_a_run(written):
     listed = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
     of_a_loss = {"cispo_clip_ratio", "divergence", "teacher_kl", "vespo/phi_seq_mean"}  # each of one policy loss
     of_turns = {"completions/sampled_tokens", *(f"turns/{name}" for name in ("mean", "max", "min", "forks", "failed"))}
-    assert listed - written == {"rewards/<f>/errors", *of_a_loss, *of_turns}  # the first only where a function failed
+    of_turns.add("time/rollout/tool_wait")
+    of_a_gpu = {"perf/mfu"}
+    assert listed - written == {
+        "rewards/<f>/errors",
+        *of_a_loss,
+        *of_turns,
+        *of_a_gpu,
+    }  # the first only where a function failed
 
 
 def test_every_file_of_a_run_is_explained(folder):

@@ -42,14 +42,33 @@ trainer = GRPOTrainer("Qwen/Qwen3-0.6B", reward_funcs=accuracy, args=GRPOConfig(
 trainer.train()
 ```
 
-Neither TRL nor accelerate is needed. whet's learners train, in one process; GRPOTrainer samples with an engine that
+Neither TRL nor accelerate is needed. whet's learners train; GRPOTrainer samples with an engine that
 reads the trainer's own weights. Reward functions, callbacks, checkpoints in `output_dir/checkpoint-*`, `log_history`
 and metric names are those of TRL.
 
 [examples/trl](../examples/trl) has scripts to start from: GSM8K, an adapter, several rewards, conversations, vLLM, a
-callback, a resumed run. The test suite runs each with both imports. `accelerate launch script.py` and `torchrun
-script.py` work with one process; accelerate's settings for the CPU and bf16 are applied. Several processes are
-refused; the error names the accumulation that makes the same step with one process.
+callback, a resumed run. The test suite runs each with both imports.
+
+## Several processes
+
+`torchrun --nproc_per_node=2 script.py` and `accelerate launch --num_processes 2 script.py` run the script on two
+processes. whet shards the models by FSDP2 itself ([Several processes](scaling.md)) and reads accelerate's settings for
+the CPU and bf16; DeepSpeed and FSDP plugins have no effect, axes for tensor or context parallelism are refused.
+(`accelerate launch --cpu` starts one process, whatever its number of processes; torchrun starts several on a CPU.)
+
+- Batches count as in TRL: an update has per_device_train_batch_size x processes x gradient_accumulation_steps rows,
+  and a loss is one mean over all of them, also with `average_tokens_across_devices=False`. A test trains with TRL and
+  with whet on two processes each (SFT, DPO, GRPO with a `rollout_func` that draws nothing): prompts of each process,
+  losses, gradient norms and weights agree.
+- The last update of an epoch has the rows that are left; accelerate fills it with the epoch's first rows. It is the
+  same where the processes' batches divide the rows.
+- Each process calls reward functions and `rollout_func` for its own prompts, as in TRL. Every process calls callbacks;
+  the first alone logs, saves and pushes, and `state.is_world_process_zero` tells it. If a callback of any process sets
+  `should_save`, `should_evaluate` or `should_training_stop`, all do.
+- All processes must call `train`, `evaluate`, `save_model` and `push_to_hub`. `trainer.model` has this process's
+  shards: save by `trainer.save_model`, and for generation in a script enter `with trainer.worker.rollout_weights():`.
+- One process alone runs `tools` and `environment_factory`, beam search, a custom `generate`, and `optimizers=` with an
+  optimizer; with several they are refused.
 
 ## The model, its checkpoints, memory
 

@@ -75,13 +75,13 @@ def config(cls: type[T]) -> type[T]:
     plain = checked.__init__
 
     @functools.wraps(plain)
-    def __init__(self: Any, *args: Any, **given: Any) -> None:
+    def __init__(self: Any, *args: Any, **keywords: Any) -> None:
         if args:
             raise ConfigError(f"{type(self).__name__} takes keywords only, got {len(args)} positional value(s)")
         try:
-            adapter(type(self)).validator.validate_python(ArgsKwargs((), given), self_instance=self)
+            adapter(type(self)).validator.validate_python(ArgsKwargs((), keywords), self_instance=self)
         except ValidationError as error:
-            raise to_config_error(type(self), error, given, root=type(self).__name__) from None
+            raise to_config_error(type(self), error, keywords, root=type(self).__name__) from None
 
     checked.__init__ = __init__  # pyright: ignore[reportAttributeAccessIssue]
     return checked
@@ -118,17 +118,17 @@ def partial_config_from_dict(cls: type[T], tree: Mapping[str, Any]) -> tuple[T |
     >>> config.actor.model, sorted(lacks)
     ('a/b', ['actor', 'modle'])
     """
-    left: dict[str, Any] = dict(tree)
+    known: dict[str, Any] = dict(tree)
     lacks: set[str] = set()
     while True:
         try:
-            return adapter(cls).validate_python(left), frozenset(lacks)
+            return adapter(cls).validate_python(known), frozenset(lacks)
         except ValidationError as error:
-            paths = [_path(cls, item["loc"], left) for item in error.errors(include_url=False)]
-        before = left
+            paths = [_path(cls, item["loc"], known) for item in error.errors(include_url=False)]
+        before = known
         for path in sorted(paths, key=len, reverse=True):  # a section after its keys
-            left = _without(left, path)
-        if left == before:
+            known = _without(known, path)
+        if known == before:
             return None, frozenset(lacks)
         lacks |= {path[0] for path in paths if path}
 
@@ -160,14 +160,14 @@ def check_instance(value: Any, cls: type[T], name: str) -> T:
 
 
 def to_config_error(
-    cls: type, error: ValidationError, given: Any, *, root: str = "", short: Mapping[str, str] | None = None
+    cls: type, error: ValidationError, value: Any, *, root: str = "", short: Mapping[str, str] | None = None
 ) -> ConfigError:
     """A ConfigError from pydantic's ValidationError: one line per path, and of a union only the deepest error.
 
     Args:
         cls: the class that was checked.
         error: pydantic's.
-        given: the value that was checked.
+        value: the checked value.
         root: class name, from Python.
         short: shorthands, named in suggestions.
 
@@ -177,9 +177,9 @@ def to_config_error(
     times, and pydantic's locations contain the members of the union, which no user has written:
 
     >>> from whet.config import RLTrainingConfig
-    >>> given = {"actor_optimizer": {"lrr": 1.0}}
+    >>> value = {"actor_optimizer": {"lrr": 1.0}}
     >>> try:
-    ...     adapter(RLTrainingConfig).validate_python(given)
+    ...     adapter(RLTrainingConfig).validate_python(value)
     ... except ValidationError as error:
     ...     found = error
     >>> for item in found.errors():
@@ -191,12 +191,12 @@ def to_config_error(
     `_path` keeps the keys that the user wrote: ("actor_optimizer", "lrr"), and ("actor_optimizer",) twice. The first is
     the deepest, and `_error_line` makes the message from it:
 
-    >>> print(to_config_error(RLTrainingConfig, found, given))
+    >>> print(to_config_error(RLTrainingConfig, found, value))
     unknown key actor_optimizer.lrr; did you mean actor_optimizer.lr?
     """
     found: dict[tuple[str, ...], list[Any]] = {}
     for item in error.errors(include_url=False):
-        found.setdefault(_path(cls, item["loc"], given), []).append(item)
+        found.setdefault(_path(cls, item["loc"], value), []).append(item)
     lines = [
         _error_line(cls, path, items, root, short or {})
         for path, items in found.items()
@@ -205,15 +205,15 @@ def to_config_error(
     return ConfigError("\n".join(lines))
 
 
-def _path(cls: type, loc: tuple[Any, ...], given: Any) -> tuple[str, ...]:
+def _path(cls: type, loc: tuple[Any, ...], value: Any) -> tuple[str, ...]:
     """The keys in pydantic's location that the user wrote, without the members of unions."""
     path: tuple[str, ...] = ()
     for part in loc:
         section = section_at(cls, path)
-        if (isinstance(given, Mapping) and part in given) or (
-            isinstance(given, list | tuple) and isinstance(part, int) and part < len(given)
+        if (isinstance(value, Mapping) and part in value) or (
+            isinstance(value, list | tuple) and isinstance(part, int) and part < len(value)
         ):
-            given = given[part]
+            value = value[part]
         elif section is None or part not in [f.name for f in dataclasses.fields(section)]:
             continue
         path = (*path, str(part))

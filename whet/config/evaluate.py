@@ -215,14 +215,14 @@ def load_eval(argv: Sequence[str]) -> EvalRunConfig:
             files.append(word)
         else:
             words.append(word)
-    given = parse_config_args(files) if files else {}
-    given = (
+    settings = parse_config_args(files) if files else {}
+    settings = (
         _settings_of_run(parse_config_args(files, SHORTHANDS))
-        if given.keys() & {*TRAINING_SECTIONS}
+        if settings.keys() & {*TRAINING_SECTIONS}
         else parse_config_args(files, EVAL_SHORTHANDS)
     )
     own = parse_config_args(words, EVAL_SHORTHANDS, EvalRunConfig)
-    return config_from_dict(EvalRunConfig, merge(given, own), short=EVAL_SHORTHANDS)
+    return config_from_dict(EvalRunConfig, merge(settings, own), short=EVAL_SHORTHANDS)
 
 
 def _settings_of_run(run: Mapping[str, Any]) -> dict[str, Any]:

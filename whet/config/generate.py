@@ -176,8 +176,8 @@ def load_sampling(cls: type[T], argv: Sequence[str]) -> T:
     Raises: ConfigError: every problem at once, a line each.
     """
     prompts = tuple(word.removeprefix("--").partition("=")[2] for word in argv if _is_prompt(word))
-    given = parse_config_args([word for word in argv if not _is_prompt(word)], SAMPLING_SHORTHANDS, cls)
-    return config_from_dict(cls, {**given, **({"prompt": prompts} if prompts else {})}, short=SAMPLING_SHORTHANDS)
+    arguments = parse_config_args([word for word in argv if not _is_prompt(word)], SAMPLING_SHORTHANDS, cls)
+    return config_from_dict(cls, {**arguments, **({"prompt": prompts} if prompts else {})}, short=SAMPLING_SHORTHANDS)
 
 
 def _is_prompt(word: str) -> bool:

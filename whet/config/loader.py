@@ -202,9 +202,9 @@ def merge(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
     return {**a, **both}
 
 
-def _expand(given: Mapping[str, Any], short: Mapping[str, str]) -> dict[str, Any]:
+def _expand(values: Mapping[str, Any], short: Mapping[str, str]) -> dict[str, Any]:
     """Moves the values of shorthands to their full keys."""
-    full = merge({}, _copied(given))
+    full = merge({}, _copied(values))
     for key, target in short.items():
         *parents, name = key.split(".")
         node = _at(full, parents)

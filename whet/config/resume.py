@@ -43,15 +43,15 @@ def load_partial(cls: type[T], argv: Sequence[str], short: Mapping[str, str]) ->
 
 def kept_from_run(cls: type, argv: Sequence[str], short: Mapping[str, str]) -> dict[str, tuple[Any, Any]]:
     """The values of a resumed run that differ from this release's defaults: key -> (value, default)."""
-    given, kept = parse_config_args(argv, short, cls), {}
-    _fill_from_run(cls, given, _run_settings(cls, given), "", kept)
+    arguments, kept = parse_config_args(argv, short, cls), {}
+    _fill_from_run(cls, arguments, _run_settings(cls, arguments), "", kept)
     return kept
 
 
 def _with_run(cls: type, argv: Sequence[str], short: Mapping[str, str]) -> dict[str, Any]:
     """The given keys, over those of the run."""
-    given = parse_config_args(argv, short, cls)
-    return _fill_from_run(cls, given, _run_settings(cls, given), "", {})
+    arguments = parse_config_args(argv, short, cls)
+    return _fill_from_run(cls, arguments, _run_settings(cls, arguments), "", {})
 
 
 def command_of(settings: Mapping[str, Any]) -> str:
@@ -71,9 +71,9 @@ def command_of(settings: Mapping[str, Any]) -> str:
     return "dpo" if "beta" in algo else "sft"
 
 
-def _run_settings(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+def _run_settings(cls: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration of the run to resume; {} if there is none. Raises ConfigError: another command started it."""
-    trainer = given.get("trainer")
+    trainer = arguments.get("trainer")
     if not isinstance(trainer, Mapping) or trainer.get("resume") != "latest":
         return {}
     folder = trainer.get("run_dir")
@@ -87,13 +87,15 @@ def _run_settings(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
             f"{folder} is a run of whet {theirs}; resume it by that, or give whet {own} another trainer.run_dir"
         )
     if whole:
-        _check_unedited(brief, whole, given, folder)
+        _check_unedited(brief, whole, arguments, folder)
     return whole or brief
 
 
-def _check_unedited(brief: Mapping[str, Any], whole: Mapping[str, Any], given: Mapping[str, Any], folder: str) -> None:
+def _check_unedited(
+    brief: Mapping[str, Any], whole: Mapping[str, Any], arguments: Mapping[str, Any], folder: str
+) -> None:
     """Raises ConfigError for an edit of config.yaml, which a resume would ignore and overwrite."""
-    run, now = flatten(whole), flatten(given)
+    run, now = flatten(whole), flatten(arguments)
     edited = [
         f"{key} is {value!r} in {folder}/{MINIMAL_CONFIG_FILE}, and {run.get(key)!r} in the run"
         for key, value in flatten(brief).items()
@@ -108,14 +110,14 @@ def _check_unedited(brief: Mapping[str, Any], whole: Mapping[str, Any], given: M
 
 
 def _fill_from_run(
-    cls: type, given: Mapping[str, Any], run: Mapping[str, Any], prefix: str, kept: dict[str, tuple[Any, Any]]
+    cls: type, arguments: Mapping[str, Any], run: Mapping[str, Any], prefix: str, kept: dict[str, tuple[Any, Any]]
 ) -> dict[str, Any]:
     """The given keys of a section, and the other keys from the run. A key that this release does not have is left out.
 
-    Args: cls: of the section. given: its keys now. run: its keys in the run. prefix: of its keys. kept: receives the
-        values that were taken from the run and differ from the defaults.
+    Args: cls: of the section. arguments: its keys now. run: its keys in the run. prefix: of its keys. kept: receives
+        the values that were taken from the run and differ from the defaults.
     """
-    found = dict(given)
+    found = dict(arguments)
     for field in dataclasses.fields(cls):  # pyright: ignore[reportArgumentType]
         name, key = field.name, prefix + field.name
         if name not in run or key in _RESUME_KEYS:

@@ -80,10 +80,10 @@ class ConstraintConfig:
 
     def __post_init__(self) -> None:
         """Checks that exactly one field is given."""
-        given = [f.name for f in dataclasses.fields(self) if vars(self)[f.name] is not None]
-        if len(given) != 1:
+        named = [f.name for f in dataclasses.fields(self) if vars(self)[f.name] is not None]
+        if len(named) != 1:
             names = ", ".join(f.name for f in dataclasses.fields(self))
-            raise ConfigError(f"a constraint needs one of {names}; got {' and '.join(given) or 'none of them'}")
+            raise ConfigError(f"a constraint needs one of {names}; got {' and '.join(named) or 'none of them'}")
         if self.json_schema is not None:
             _check_schema(self.json_schema)
 

@@ -73,19 +73,19 @@ class RunConfig(RewardFields):
 
     @model_validator(mode="before")
     @classmethod
-    def _sections(cls, given: Any) -> Any:
+    def _sections(cls, arguments: Any) -> Any:
         """Fills algo with the fields of algo.preset, except keys that are set. Accepts objects of base sections."""
-        given = take_base_sections(cls, given)
-        words = given.kwargs if isinstance(given, ArgsKwargs) else given
+        arguments = take_base_sections(cls, arguments)
+        words = arguments.kwargs if isinstance(arguments, ArgsKwargs) else arguments
         if not isinstance(words, Mapping):
-            return given
+            return arguments
         algo = words.get("algo")
         if not isinstance(algo, Mapping) or "preset" not in algo:
-            return given
+            return arguments
         name, own = algo["preset"], {key: value for key, value in algo.items() if key != "preset"}
         fields = {} if name is None else dump_tree(preset(name, section_at(cls, ("algo",))))
         words = {**words, "algo": merge(fields, own)}
-        return ArgsKwargs((), words) if isinstance(given, ArgsKwargs) else words
+        return ArgsKwargs((), words) if isinstance(arguments, ArgsKwargs) else words
 
     def __post_init__(self) -> None:
         """Checks rules that concern several sections."""
@@ -140,7 +140,7 @@ def missing_inputs(model: str | None, path: Sources | None, of: str = "<hub name
     ['no data; write data=<hub name, folder, json, jsonl, csv, parquet or arrow file>']
     """
     data = "no data; write data=<hub name, folder, json, jsonl, csv, parquet or arrow file>"
-    return [line for line, given in ((f"no model; write model={of}", model), (data, path)) if given is None]
+    return [line for line, value in ((f"no model; write model={of}", model), (data, path)) if value is None]
 
 
 def check_complete(config: RunConfig, unread: Collection[str] = ()) -> None:

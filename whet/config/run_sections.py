@@ -126,7 +126,7 @@ class RunSupervisedDataConfig(SupervisedDataConfig):
     = if the tokenizer has a chat template; false = plain text stays unchanged. No effect on rows without a prompt."""
 
 
-def take_base_sections(cls: type, given: Any) -> Any:
+def take_base_sections(cls: type, arguments: Any) -> Any:
     """The arguments of a run's configuration, with objects of a base section (e.g. GRPOConfig) as objects of the run's
     own section (RunGRPOConfig) with the same values.
 
@@ -134,12 +134,12 @@ def take_base_sections(cls: type, given: Any) -> Any:
     >>> RunConfig(algo=GRPOConfig()).algo.num_generations
     2
     """
-    words = given.kwargs if isinstance(given, ArgsKwargs) else given
+    words = arguments.kwargs if isinstance(arguments, ArgsKwargs) else arguments
     if not isinstance(words, Mapping):
-        return given
+        return arguments
     converted = dict(words)
     for field in dataclasses.fields(cls):
         kind, value = field.default_factory, words.get(field.name)
         if dataclasses.is_dataclass(value) and isinstance(kind, type) and type(value) is kind.__base__:
             converted[field.name] = kind(**{f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
-    return ArgsKwargs((), converted) if isinstance(given, ArgsKwargs) else converted
+    return ArgsKwargs((), converted) if isinstance(arguments, ArgsKwargs) else converted

@@ -54,9 +54,9 @@ class SupervisedRunConfig:
 
     @model_validator(mode="before")
     @classmethod
-    def _sections(cls, given: Any) -> Any:
+    def _sections(cls, arguments: Any) -> Any:
         """Accepts objects of the base sections."""
-        return take_base_sections(cls, given)
+        return take_base_sections(cls, arguments)
 
     @property
     def trained(self) -> RoleConfig:

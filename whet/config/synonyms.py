@@ -23,7 +23,7 @@ _ALL: dict[tuple[str, ...], str] = {
     ("actor.optim.name",): "optim optimizer",
     ("actor.optim.betas",): "adam_beta1 adam_beta2",
     ("actor.optim.eps",): "adam_epsilon",
-    ("actor.optim.schedule",): "lr_scheduler_type lr_scheduler scheduler lr_decay_style",
+    ("actor.optim.schedule",): "lr_scheduler_type lr_scheduler scheduler lr_decay_style warmup_style",
     ("actor.optim.schedule_kwargs",): "lr_scheduler_kwargs",
     ("actor.optim.warmup_ratio",): "lr_warmup_steps_ratio",
     ("actor.optim.warmup_steps",): "lr_warmup_steps num_warmup_steps",
@@ -71,7 +71,7 @@ _ALL: dict[tuple[str, ...], str] = {
     ("trainer.keep_best.mode",): "greater_is_better",
     ("trainer.loggers",): "report_to logger use_wandb wandb",
     ("trainer.metrics_logging_options.log_dir",): "logging_dir",
-    ("trainer.metrics_logging_options.project_name",): "project wandb_project",
+    ("trainer.metrics_logging_options.project_name",): "project wandb_project project_name",
     ("trainer.metrics_logging_options.run_name",): "experiment_name wandb_run_name",
     ("trainer.resume",): "resume_from_checkpoint load_ckpt_from resume_mode",
     ("trainer.data_shuffle_seed",): "data_seed",
@@ -105,6 +105,10 @@ _ALL: dict[tuple[str, ...], str] = {
     ("algo.dynamic_sampling",): "dynamic_filtering filter_groups group_filtering",
     ("algo.critic_warmup_steps",): "critic_warmup freeze_steps",
     ("algo.loss_type", "algo.policy_loss_fn"): "loss_type loss_fn loss_mode loss_algo",
+    ("algo.kl_horizon",): "horizon",
+    ("algo.sampler_is",): "rollout_is",
+    ("algo.sampler_is_threshold",): "rollout_is_threshold tis_imp_ratio_cap",
+    ("offload_to_cpu",): "param_offload optimizer_offload",
     ("algo.label_smoothing",): "label_smoothing_factor",
 }
 
@@ -117,8 +121,8 @@ def _places(section: str, word: str) -> tuple[str, ...]:
 _OWN = {
     "actor": "model gradient_checkpointing",
     "actor.optim": "betas weight_decay warmup_ratio warmup_steps max_grad_norm",
-    "algo": "beta delta epsilon epsilon_high kl_loss_mode loss_agg_mode num_iterations scale_rewards sampler_is "
-    "sync_ref_model",
+    "algo": "beta delta epsilon epsilon_high kl_loss_mode loss_agg_mode max_num_gen_batches num_iterations "
+    "overlong_buffer sampler_is scale_rewards sync_ref_model target_kl",
     "data": "system_prompt prompt_column apply_chat_template",
     "rollout": "temperature top_p top_k min_p repetition_penalty min_tokens eos_tokens chat_template_kwargs",
     "trainer": "max_steps num_epochs seed run_dir loggers eval_every_n_steps mini_batch_size",
@@ -175,9 +179,13 @@ _WHOLE: dict[str, tuple[str, ...]] = {
     "actor.kl.type": ("algo.kl_type",),
     "actor_rollout_ref.model.path": ("actor.model", "reward_model.model"),
     "actor_rollout_ref.rollout.name": ("rollout_engine",),
+    "actor_rollout_ref.rollout.val_kwargs": ("rollout.eval",),
+    "actor_rollout_ref.rollout.val_kwargs.n": ("rollout.num_generations_eval",),
+    "algorithm.filter_groups.enable": ("algo.dynamic_sampling",),
     "critic.model.path": ("critic.model",),
     "adv.estimator": ("algo.advantage_estimator",),
     "adv.norm_var": ("algo.norm_var",),
+    "data.tokenizer": ("tokenizer",),
     "custom_reward_function.name": ("reward",),
     "custom_reward_function.path": ("reward",),
     "peft_config.r": ("actor.lora.r",),

@@ -129,7 +129,10 @@ class TrainingConfig:
     metrics_prefix: Text = ""
     """Prefix of every metric in the loggers, joined with a slash. "" = none."""
     pbar_description: Text | None = "Training"
-    """Text before the progress bar, "" = none; None = no progress bar."""
+    """Text before the progress, "" = none; None = no progress."""
+    view: Literal["auto", "rich", "lines"] = "auto"
+    """Progress: "rich" = step, phase, metrics with their curves, memory and time left, updated in place; "lines" = a
+    line at most every 30 seconds; "auto" = rich if stderr is a terminal."""
     max_tokens_per_microbatch: Count | None = None
     """Most tokens of one forward and backward pass, prompts and completions together. None = 16384 on a GPU; on a CPU
     about 1536, and up to 2048 to keep groups whole; more if the longest sequence of the rollout is longer."""
@@ -188,13 +191,13 @@ class TrainingConfig:
 
     @model_validator(mode="before")
     @classmethod
-    def _keep_best_by_name(cls, given: Any) -> Any:
+    def _keep_best_by_name(cls, arguments: Any) -> Any:
         """Reads a text in keep_best as the name of a metric."""
-        values = given.kwargs if isinstance(given, ArgsKwargs) else given
+        values = arguments.kwargs if isinstance(arguments, ArgsKwargs) else arguments
         if not isinstance(values, Mapping) or not isinstance(values.get("keep_best"), str):
-            return given
+            return arguments
         values = {**values, "keep_best": {"metric": values["keep_best"]}}
-        return ArgsKwargs((), values) if isinstance(given, ArgsKwargs) else values
+        return ArgsKwargs((), values) if isinstance(arguments, ArgsKwargs) else values
 
     def __post_init__(self) -> None:
         """Refuses a resume without a folder."""
@@ -238,17 +241,17 @@ class TrainingConfig:
         >>> TrainingConfig().token_budget("cpu", longest=3000)
         3072
         """
-        given = self.max_tokens_per_microbatch
-        if given is None:
+        budget = self.max_tokens_per_microbatch
+        if budget is None:
             usual = 2048 if device == "cpu" else 16384
             return usual if longest <= usual else -(-longest // 128) * 128
-        if given < longest:
+        if budget < longest:
             raise ConfigError(
-                f"trainer.max_tokens_per_microbatch={given} is smaller than the longest sequence, {longest} tokens "
+                f"trainer.max_tokens_per_microbatch={budget} is smaller than the longest sequence, {longest} tokens "
                 f"(rollout.max_prompt_length + rollout.max_tokens_to_generate); set it to {longest} or more, or leave "
                 "it out"
             )
-        return given
+        return budget
 
     def saturating_tokens(self, device: str) -> int | None:
         """The number of tokens above which a larger micro-batch is no faster; None = unknown, or set by the user.
@@ -420,14 +423,14 @@ class ClusterConfig:
 
     @field_validator("rollout_config", mode="before")
     @classmethod
-    def _by_mode(cls, given: Any) -> Any:
+    def _by_mode(cls, arguments: Any) -> Any:
         """Refuses the fields of a RolloutConfig where its entries for the modes are due."""
-        if isinstance(given, list | tuple):
+        if isinstance(arguments, list | tuple):
             raise ConfigError("is a list; give the RolloutConfig without the brackets")
         fields = {f.name for f in dataclasses.fields(RolloutConfig)} - {"eval"}  # which is a mode too
-        if isinstance(given, Mapping) and given and fields.issuperset(given):
+        if isinstance(arguments, Mapping) and arguments and fields.issuperset(arguments):
             raise ConfigError("is a dict of modes to RolloutConfigs; for both modes write RolloutConfig(**it)")
-        return given
+        return arguments
 
     def __post_init__(self) -> None:
         """Checks that training has a rollout configuration, and that the token budget holds its sequences."""
@@ -448,9 +451,9 @@ class ClusterConfig:
         """
         rollout = self.rollout_for(Mode.TRAIN)
         longest = rollout.max_prompt_length + rollout.most_tokens
-        given = self.training_config.max_tokens_per_microbatch
-        if rollout.max_turns > 1 and given is not None:  # where an episode ends that began with one whole turn
-            longest = max(min(longest, given), rollout.max_prompt_length + rollout.max_tokens_to_generate)
+        budget = self.training_config.max_tokens_per_microbatch
+        if rollout.max_turns > 1 and budget is not None:  # where an episode ends that began with one whole turn
+            longest = max(min(longest, budget), rollout.max_prompt_length + rollout.max_tokens_to_generate)
         return self.training_config.token_budget(device, longest if positions is None else min(longest, positions))
 
     def rollout_for(self, mode: Mode | str) -> RolloutConfig:

@@ -148,9 +148,9 @@ def find_changed_text(
     for place, words in missing.items():
         if words:
             where = next(s for s in shown if s.messages > place)
-            given = STAND_IN.sub(lambda found: stand_ins.texts[int(found[1])], words[0])
+            expected = STAND_IN.sub(lambda found: stand_ins.texts[int(found[1])], words[0])
             return _describe_difference(
-                place, str(messages[place]["role"]), given, _text_after(messages, place, where.text)
+                place, str(messages[place]["role"]), expected, _text_after(messages, place, where.text)
             )
     for one, text in zip(shown, texts, strict=True):
         if not stand_ins.shows(text, one.text) and not _shows_all_texts(template, messages, one, row):

@@ -1,4 +1,4 @@
-"""Progress: a bar in a terminal, plain lines elsewhere, on rank 0 only."""
+"""Progress: a bar in a terminal, plain lines elsewhere, on rank 0 only. live_view.py has the display of a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from whet.util.log_lines import LevelFormatter
 from whet.util.streams import Stderr
 from whet.util.text_lines import join_fields, wrap_text
 
-__all__ = ["Progress", "setup_logging", "sparkline"]
+__all__ = ["Progress", "force_terminal", "format_short", "setup_logging", "sparkline", "terminal_console"]
 
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -41,7 +41,7 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 
 
 @functools.cache
-def _console() -> Any:
+def terminal_console() -> Any:
     """The console that log handler and bar share, so that they don't break each other's lines."""
     from typing import cast
 
@@ -62,7 +62,7 @@ def setup_logging(level: int = logging.INFO) -> None:
     Args: level: of whet's own lines on rank 0; other libraries log warnings.
     """
     first = _first_rank()
-    if first and _console().is_terminal:
+    if first and terminal_console().is_terminal:
         handler: logging.Handler = _AboveBarHandler()
     else:
         handler = logging.StreamHandler(Stderr())
@@ -72,12 +72,23 @@ def setup_logging(level: int = logging.INFO) -> None:
     logging.getLogger("whet").setLevel(level if first else logging.ERROR)
 
 
+def force_terminal() -> None:
+    """Treats stderr as a terminal from here on: log lines go above the bar."""
+    os.environ["TTY_COMPATIBLE"] = "1"  # which rich reads
+    root = logging.getLogger()
+    for old in [h for h in root.handlers if isinstance(getattr(h, "stream", None), Stderr)]:
+        new = _AboveBarHandler()
+        new.setFormatter(old.formatter)
+        root.removeHandler(old)
+        root.addHandler(new)
+
+
 class _AboveBarHandler(logging.Handler):
     """Prints log lines in a terminal above the bar, wrapped at words to the terminal's width."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.console = _console()
+        self.console = terminal_console()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Prints a record."""
@@ -103,6 +114,7 @@ class Progress:
         description: the words before the bar; None = show nothing.
         every_s: seconds between two lines.
         metric: the metric that is shown first.
+        bar: show a bar in a terminal; False = lines there too.
     """
 
     def __init__(
@@ -113,10 +125,11 @@ class Progress:
         description: str | None = "Training",
         every_s: float = 30.0,
         metric: str = "reward",
+        bar: bool = True,
     ) -> None:
         self.total, self.start, self.description, self.every_s = total, start, description, every_s
         self.metric = metric
-        self._enabled = _first_rank() and description is not None
+        self._enabled, self._has_bar = _first_rank() and description is not None, bar
         self._values: list[float] = []
         self._line = ""
         self._begun = self._printed = time.monotonic()
@@ -125,10 +138,8 @@ class Progress:
 
     def __enter__(self) -> Progress:
         self._begun = self._printed = time.monotonic()
-        if self._enabled and _console().is_terminal:
-            self._bar = _make_bar()
-            options = {"total": self.total, "completed": self.start, "text": ""}
-            self._task = self._bar.add_task(self.description, **options)
+        if self._enabled and self._has_bar and terminal_console().is_terminal:
+            self._bar = self._make_bar()
             self._bar.start()
             method = weakref.WeakMethod(self._after_fork)
             os.register_at_fork(after_in_child=lambda: (after_fork := method()) and after_fork())
@@ -141,7 +152,15 @@ class Progress:
         elif self._line:
             self._print_line()
 
-    def update(self, step: int, *, value: float, tokens_per_s: float, fields: Mapping[str, str] | None = None) -> None:
+    def update(
+        self,
+        step: int,
+        *,
+        value: float,
+        tokens_per_s: float,
+        fields: Mapping[str, str] | None = None,
+        row: Mapping[str, float] | None = None,
+    ) -> None:
         """Shows one more step.
 
         Args:
@@ -149,10 +168,11 @@ class Progress:
             value: the step's `metric`; NaN = it has none.
             tokens_per_s: the tokens trained per second.
             fields: shown after the metric: name -> formatted number.
+            row: all metrics of the step, for a LiveView.
         """
         self._values.append(value)
         texts = [f"{self.metric} {value:.3g}", *(f"{name} {number}" for name, number in (fields or {}).items())]
-        texts.append(f"{_format_short(tokens_per_s)} tok/s")
+        texts.append(f"{format_short(tokens_per_s)} tok/s")
         if self._bar is not None:
             self._bar.update(self._task, completed=step, text=self._with_curve(texts))
         elif self._enabled:
@@ -160,6 +180,11 @@ class Progress:
             self._line = join_fields([head, *texts, *self._time_left(step)])
             if time.monotonic() - self._printed >= self.every_s:
                 self._print_line()
+
+    def _make_bar(self) -> Any:
+        bar = _make_bar()
+        self._task = bar.add_task(str(self.description), total=self.total, completed=self.start, text="")
+        return bar
 
     def _time_left(self, step: int) -> list[str]:
         """The time left; [] if the number of steps is unknown."""
@@ -170,8 +195,8 @@ class Progress:
 
     def _with_curve(self, texts: list[str]) -> str:
         """The text after the bar, with a curve after the first metric if the terminal is wide enough."""
-        room = _console().width - _OTHER_COLUMNS - len(str(self.description)) - len("  ".join(texts))
-        room -= _BAR_COLUMNS if _console().width >= _MIN_WIDTH_FOR_BAR else 0
+        room = terminal_console().width - _OTHER_COLUMNS - len(str(self.description)) - len("  ".join(texts))
+        room -= _BAR_COLUMNS if terminal_console().width >= _MIN_WIDTH_FOR_BAR else 0
         curve = f" {sparkline(self._values, min(24, room))}" if room >= 6 else ""
         return "  ".join([texts[0] + curve, *texts[1:]])
 
@@ -189,20 +214,20 @@ class Progress:
         self._bar, self._enabled = None, False
         for name in ("stdout", "stderr"):
             setattr(sys, name, getattr(vars(sys)[name], "rich_proxied_file", vars(sys)[name]))
-        _console.cache_clear()
+        terminal_console.cache_clear()
         for handler in logging.getLogger().handlers:
             if isinstance(handler, _AboveBarHandler):
-                handler.console = _console()
+                handler.console = terminal_console()
 
 
 _MIN_WIDTH_FOR_BAR, _BAR_COLUMNS, _OTHER_COLUMNS = 110, 20, 24
 """The width of a terminal with room for a bar, the width of the bar, and that of the rest besides words and bar."""
 
 
-def _format_short(number: float) -> str:
+def format_short(number: float) -> str:
     """Formats a number in at most five characters.
 
-    >>> _format_short(872.3), _format_short(5234.0), _format_short(1.5e6)
+    >>> format_short(872.3), format_short(5234.0), format_short(1.5e6)
     ('872', '5.2k', '1.5M')
     """
     for size, letter in ((1e6, "M"), (1e3, "k")):
@@ -219,10 +244,10 @@ def _make_bar() -> Any:
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
         MofNCompleteColumn(),
-        *([BarColumn(_BAR_COLUMNS - 1)] if _console().width >= _MIN_WIDTH_FOR_BAR else []),
+        *([BarColumn(_BAR_COLUMNS - 1)] if terminal_console().width >= _MIN_WIDTH_FOR_BAR else []),
         TextColumn("{task.fields[text]}", markup=False),
         TimeRemainingColumn(),
-        console=_console(),
+        console=terminal_console(),
         refresh_per_second=4,
         speed_estimate_period=600,  # steps may be slower than the default of 30 seconds
         redirect_stdout=True,

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,8 @@ def trace_folder(options: Any, run_dir: str | Path | None) -> Path | None:
 class Trace:
     """The time spans of one process.
 
+    The metrics are of the thread that made the Trace; spans of other threads are on the timeline only.
+
     Args: keep: the number of latest spans kept for the timeline.
 
     >>> trace = Trace()
@@ -56,10 +59,17 @@ class Trace:
     def __init__(self, keep: int = 100_000) -> None:
         self._events: deque[dict[str, Any]] = deque(maxlen=keep)
         self._spent: dict[str, float] = {}
-        self._open: list[str] = []
+        self._main = threading.get_ident()
+        self._open: dict[int, list[str]] = {self._main: []}
+        self._names = {self._main: "main"}
+        self._num_added = 0
         self._rank = int(os.environ.get("RANK", "0"))
+        self._epoch = time.time_ns() - time.perf_counter_ns()
+        """The start of the clock of spans: processes of other machines have another one."""
         self.annotate: Callable[[str], AbstractContextManager[Any]] | None = None
         """Marks each span for a profiler while one runs."""
+        self.covered_s = 0.0
+        """Seconds inside any span since the last `pop_times`."""
         self._failed = ""
 
     @contextmanager
@@ -68,8 +78,10 @@ class Trace:
 
         Args: name: of the phase. tags: shown with the span on the timeline.
         """
-        outermost = name not in self._open
-        self._open.append(name)
+        thread = threading.get_ident()
+        opened = self._open.setdefault(thread, [])
+        outermost = name not in opened
+        opened.append(name)
         start = time.perf_counter_ns()
         try:
             with nullcontext() if self.annotate is None else self.annotate(name):
@@ -79,16 +91,30 @@ class Trace:
             raise
         finally:
             spent = time.perf_counter_ns() - start
-            self._open.pop()
-            if outermost:
-                self._spent[name] = self._spent.get(name, 0.0) + spent / 1e9
-            event = {"name": name, "ph": "X", "ts": start / 1e3, "dur": spent / 1e3, "pid": self._rank, "tid": 0}
-            self._events.append({**event, "args": {k: str(v) for k, v in tags.items()}} if tags else event)
+            opened.pop()
+            if thread == self._main:
+                self._spent[name] = self._spent.get(name, 0.0) + (spent / 1e9 if outermost else 0.0)
+                self.covered_s += 0.0 if opened else spent / 1e9
+            self._record("X", name, start, thread, tags, dur=spent / 1e3)
+
+    def add(self, name: str, seconds: float, **tags: Any) -> None:
+        """Adds a span that has just ended, beside others of its name, such as the call of a tool; for the timeline."""
+        end, self._num_added = time.perf_counter_ns(), self._num_added + 1
+        number = {"cat": name, "id": f"{self._rank}.{self._num_added}"}
+        self._record("b", name, end - int(seconds * 1e9), self._main, tags, **number)
+        self._record("e", name, end, self._main, {}, **number)
+
+    def _record(self, kind: str, name: str, at: int, thread: int, tags: dict[str, Any], **more: Any) -> None:
+        if thread not in self._names:
+            self._names[thread] = threading.current_thread().name
+        event = {"name": name, "ph": kind, "ts": (self._epoch + at) / 1e3, "pid": self._rank, "tid": thread, **more}
+        self._events.append({**event, "args": {k: str(v) for k, v in tags.items()}} if tags else event)
 
     @property
     def phase(self) -> str:
         """The innermost span that is open, or that an error has ended since the last `pop_times`; "" = none."""
-        return self._failed or (self._open[-1] if self._open else "")
+        opened = self._open[self._main]
+        return self._failed or (opened[-1] if opened else "")
 
     def pop_times(self) -> dict[str, float]:
         """The seconds of each name since the last call; resets the sums.
@@ -96,15 +122,26 @@ class Trace:
         Returns: "time/<name>" -> seconds. A span inside another counts for both; inside a span of the same name it
             counts once.
         """
-        spent, self._spent, self._failed = self._spent, {}, ""
+        spent, self._spent, self._failed, self.covered_s = self._spent, {}, "", 0.0
         return {f"time/{name}": seconds for name, seconds in spent.items()}
 
-    def write(self, path: str | Path) -> None:
+    def events(self) -> list[dict[str, Any]]:
+        """The events of the timeline, in Chrome's trace format: spans by time, and the names of process and threads."""
+        threads = {thread: number for number, thread in enumerate(self._names)}
+        name = lambda what, thread, text: {
+            "name": what, "ph": "M", "pid": self._rank, "tid": threads[thread], "args": {"name": text}
+        }  # fmt: skip
+        names = [name("process_name", self._main, f"rank {self._rank}")]
+        names += [name("thread_name", thread, text) for thread, text in self._names.items()]
+        spans = sorted(self._events, key=lambda e: e["ts"])
+        return [*names, *({**event, "tid": threads[event["tid"]]} for event in spans)]
+
+    def write(self, path: str | Path, others: Iterable[dict[str, Any]] = ()) -> None:
         """Writes the timeline as Chrome trace JSON, whole or not at all. A failure is only logged.
 
-        Args: path: the file; its folder is made if missing.
+        Args: path: the file; its folder is made if missing. others: the events of other processes.
         """
-        path, events = Path(path), sorted(self._events, key=lambda e: e["ts"])
+        path, events = Path(path), [*self.events(), *others]
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode())

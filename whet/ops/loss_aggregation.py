@@ -180,9 +180,9 @@ def aggregate(loss: Tensor, weights: Tensor) -> Tensor:
 def _check_prompt(prompt: Tensor | None, trajectory: Tensor) -> None:
     """Raises DataError if prompt is missing, or does not have one entry for each token."""
     if prompt is None or prompt.shape != trajectory.shape:
-        given = "none was given" if prompt is None else f"it has the shape {list(prompt.shape)}"
+        problem = "none was given" if prompt is None else f"it has the shape {list(prompt.shape)}"
         raise DataError(
-            f"this loss_agg_mode needs prompt=, the prompt of each token, {list(trajectory.shape)}; {given}"
+            f"this loss_agg_mode needs prompt=, the prompt of each token, {list(trajectory.shape)}; {problem}"
         )
 
 

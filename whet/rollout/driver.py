@@ -19,12 +19,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from whet.errors import DataError, EngineError
+from whet.observe.trace import Trace
 from whet.rollout.base import Output, PartialOutput, Request, RolloutEngine, Sampling, check_caps
 from whet.rollout.external_calls import CallResult, ExternalCall, ExternalCalls
 from whet.rollout.output_check import check_output
@@ -227,6 +229,7 @@ class Rollouts:
         next_id: id of the first request; the attribute `next_id` counts up from it.
         vocab_size: token ids from here on are refused; None = unknown.
         max_concurrent_calls: external calls that run at once.
+        trace: receives the external calls, and the time for which the engine has nothing to do but to wait for them.
     """
 
     def __init__(
@@ -236,12 +239,14 @@ class Rollouts:
         next_id: int = 0,
         vocab_size: int | None = None,
         max_concurrent_calls: int = 64,
+        trace: Trace | None = None,
     ) -> None:
         self.engine, self.next_id, self.vocab_size = engine, next_id, vocab_size
         self._groups: dict[GroupKey, _GroupInFlight] = {}
         self._finished: dict[GroupKey, Group] = {}
         self._waiting: dict[int, tuple[_RunningEpisode, int, Request]] = {}
         self._cancelled: set[int] = set()
+        self._trace = trace or Trace()
         self._calls = ExternalCalls(max_concurrent_calls)
         self._calling: dict[int, _RunningEpisode] = {}
         self._next_call = self._first_new_call = 0
@@ -344,7 +349,9 @@ class Rollouts:
                 elif not self._calling:
                     raise EngineError(f"{len(self._groups)} groups are running, but wait for nothing")
                 if self._calling:
-                    self._collect_calls(rest)
+                    idle = nullcontext() if self._waiting else self._trace.span("rollout/tool_wait")
+                    with idle:
+                        self._collect_calls(rest)
                 if timeout_s is not None and time.monotonic() - start >= timeout_s:
                     break
         except BaseException:  # Ctrl-C in a notebook: the next call must not find these
@@ -402,6 +409,7 @@ class Rollouts:
         for result in sorted(results, key=lambda result: result.key):
             running = self._calling.pop(result.key)
             _add_seconds(running, result.seconds)
+            self._trace.add(running.phase, result.seconds, episode=running.episode.address)
             resume = running.turns.send if result.error is None else running.turns.throw
             ready.append((running, resume, result.value if result.error is None else result.error))
         self._advance(ready)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from whet.observe.trace import Trace
 from whet.parallel.ranks import Ranks
 from whet.rollout.base import RolloutEngine, Sampling
 from whet.rollout.build import describe_engine
@@ -38,6 +39,7 @@ class PolicyRollouts:
         policy: gives it weights and version.
         vocab_size: of the model; None = unknown.
         ranks: the processes that sample together, each a share of the prompts; None = one.
+        trace: receives the calls of tools.
     """
 
     def __init__(
@@ -47,7 +49,9 @@ class PolicyRollouts:
         *,
         vocab_size: int | None = None,
         ranks: Ranks | None = None,
+        trace: Trace | None = None,
     ) -> None:
+        self._trace = trace
         self._build, self._policy, self._vocab_size, self._ranks = build, policy, vocab_size, ranks or Ranks()
         self._driver: Rollouts | None = None
         self._lengths = LengthHistory()
@@ -59,7 +63,8 @@ class PolicyRollouts:
     def driver(self) -> Rollouts:
         """Runs episodes in the engine, which is built here at the first use; it may be released."""
         if self._driver is None:
-            self._driver = Rollouts(self._build(), next_id=self._next_id, vocab_size=self._vocab_size)
+            options = {"next_id": self._next_id, "vocab_size": self._vocab_size, "trace": self._trace}
+            self._driver = Rollouts(self._build(), **options)
             if self._policy.version:
                 self._update()
         return self._driver

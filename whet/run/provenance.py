@@ -85,6 +85,7 @@ _FREE = (
     "trainer.profile",
     "trainer.checkpointing_options",
     "trainer.pbar_description",
+    "trainer.view",
 )
 """Keys that a resumed run may change, because they don't change a step's results. The run's length changes only a
 learning-rate schedule, which is rebuilt with a warning: see Optim.plan."""

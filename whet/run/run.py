@@ -15,6 +15,7 @@ checkpoint in one of them holds for all.
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import os
 import time
@@ -27,6 +28,7 @@ from whet.config import CheckpointingOptions, Mode, TrainingConfig
 from whet.errors import CheckpointError, ConfigError, DataError, WhetError, format_exception
 from whet.hub.push import PushResult, push_to_hub
 from whet.observe.environment import read_environment
+from whet.observe.live_view import make_progress
 from whet.observe.loggers import Loggers
 from whet.observe.notebook import run_html
 from whet.observe.profiler import StepProfiler
@@ -46,7 +48,7 @@ from whet.storage.run_state import check_storable
 from whet.train.metric_reduction import Metrics
 from whet.train.role_trainer import RoleTrainer
 from whet.train.role_workers import RoleWorkers
-from whet.util.device import memory_metrics
+from whet.util.device import memory_metrics, peak_flops
 
 if TYPE_CHECKING:
     from whet.data.prompt_stream import PromptStream
@@ -114,6 +116,8 @@ class Run:
             )
         self._begun = False
         self._begun_at = self._saved_step = 0
+        self._data_wait = 0.0
+        """Seconds for which the running step waited for its batch."""
         self._finished: tuple[tuple[int, ...], dict[str, Any]] | None = None
         """The updates made and the state after the last finished step, for a checkpoint of it; None = it is saved."""
 
@@ -226,7 +230,8 @@ class Run:
             self.evaluate(0)
             self._check_observers()
         description = c.pbar_description if self.ranks.is_writer else None
-        self.progress = Progress(total, description=description, start=self.step, metric=self.task.main_metric)
+        options = {"description": description, "start": self.step, "metric": self.task.main_metric}
+        self.progress = make_progress(c.view, total, phase=lambda: self.roles.trace.phase, **options)
         self.progress.__enter__()
         self.saved_at = time.monotonic()
 
@@ -242,10 +247,10 @@ class Run:
         if self._is_done():
             return
         self._batches = iter(self.stream)
-        for items in self._batches:
+        for items in iter(self._wait_for_batch, None):
             index = self.step + 1
             self._notify("on_step_begin", self, index)
-            self.step_started, self.ranks.step = time.monotonic(), index
+            self.step_started, self.ranks.step = time.monotonic() - self._data_wait, index
             self.roles.trace.pop_times()
             with self.profiler.step(index):
                 yield index, items
@@ -263,7 +268,15 @@ class Run:
         """Takes one more batch of the data into the running step; None = the data have ended."""
         if self._batches is None:
             raise ConfigError("next_batch() gives a running step more data; call it within `for ... in run.steps()`")
-        return next(self._batches, None)
+        with self.roles.trace.span("data"):
+            return next(self._batches, None)
+
+    def _wait_for_batch(self) -> list[Any] | None:
+        """The next batch, and the time that it took."""
+        started = time.monotonic()
+        batch = self.next_batch()
+        self._data_wait = time.monotonic() - started
+        return batch
 
     def _on_any_rank(self, condition: bool) -> bool:
         """Whether a condition holds in any process. Every process must call it."""
@@ -296,7 +309,7 @@ class Run:
             "num_tokens": float(self.tokens),
             "epoch": self._epoch(),
             "optim/updates": float(self.trainer.train_steps),
-            **self.roles.trace.pop_times(),
+            **self._times(seconds),
             **memory_metrics(self.trainer.worker.device),
             "time/step": seconds,
             "perf/global_step_time": seconds,
@@ -309,12 +322,28 @@ class Run:
         unsaved = self.checkpoints.root is not None and self._saved_step != self.step
         self._finished = (self._updates(), copy.deepcopy(self._state())) if unsaved else None
 
+    def _times(self, seconds: float) -> dict[str, float]:
+        """The time of a step by phase, and what follows from it. Args: seconds: of the step."""
+        trace = self.roles.trace
+        outside = max(0.0, seconds - self._data_wait - trace.covered_s)
+        times = trace.pop_times()
+        times["time/data"] = times.get("time/data", 0.0) + self._data_wait
+        idle = outside + times["time/data"] + times.get("time/rollout/tool_wait", 0.0)
+        found = {**times, "perf/idle_share": idle / max(seconds, 1e-9)}
+        worker = self.trainer.worker
+        flops = worker.pop_flops()
+        if spent := times.get("time/update"):
+            found["perf/update_tflops"] = flops / spent / 1e12
+            if peak := peak_flops(worker.device):
+                found["perf/mfu"] = flops / spent / peak
+        return found
+
     def _show_progress(self, row: Mapping[str, float]) -> None:
         fields = dict(self.task.progress_fields(row))
         fields |= {name: f"{row[name]:.3g}" for name in self.trainer.displayed if name in row}
         speed, value = row["perf/tokens_per_second"], row.get(self.task.main_metric, float("nan"))
         assert self.progress is not None
-        self.progress.update(self.step, value=value, tokens_per_s=speed, fields=fields)
+        self.progress.update(self.step, value=value, tokens_per_s=speed, fields=fields, row=row)
 
     def _evaluate_and_save(self) -> None:
         """Evaluates and saves if the configuration says so or an observer requests it."""
@@ -559,5 +588,13 @@ class Run:
         evaluated = any(r["mode"] == "eval" and r["step"] == self.step for r in self.rows)
         if self.task.has_evaluation and not evaluated:
             self.evaluate(self.step)
+        self._write_timeline()
+
+    def _write_timeline(self) -> None:
+        """Writes the spans of all processes. Every rank must call it."""
+        options = self.config.perf_metrics_options
+        if options is None or not options.enable_trace_writer:
+            return
+        _, *others = self.ranks.all_gather(self.roles.trace.events() if self.ranks.rank else [])
         if self.timeline is not None:
-            self.roles.trace.write(self.timeline / "trace.json")
+            self.roles.trace.write(self.timeline / "trace.json", others=itertools.chain(*others))

@@ -111,8 +111,8 @@ def _table(step: int, columns: Mapping[str, Any], rewards: Mapping[str, Any]) ->
     if unknown := [n for n in columns if n not in types]:
         raise DataError(f"completions have unknown columns {', '.join(unknown)}; known: {', '.join(types)}")
     count = len(columns["tokens"])
-    given = {n: columns.get(n, [None] * count) for n in types}
-    for name, values in {**given, **{f"{REWARD}{n}": v for n, v in rewards.items()}}.items():
+    all_columns = {n: columns.get(n, [None] * count) for n in types}
+    for name, values in {**all_columns, **{f"{REWARD}{n}": v for n, v in rewards.items()}}.items():
         if len(values) != count:
             raise DataError(f"column {name} has {len(values)} values for {count} completions")
     arrays = {"step": pa.array([step] * count, pa.int32())}
@@ -121,8 +121,8 @@ def _table(step: int, columns: Mapping[str, Any], rewards: Mapping[str, Any]) ->
             for fn, values in rewards.items():
                 arrays[f"{REWARD}{fn}"] = pa.array(_numbers(values), pa.float64())
         if name in ("info", "seconds"):
-            given[name] = [to_json(value) if value else None for value in given[name]]
-        values = _numbers(given[name]) if kind == pa.float64() else [_text(v) for v in given[name]]
+            all_columns[name] = [to_json(value) if value else None for value in all_columns[name]]
+        values = _numbers(all_columns[name]) if kind == pa.float64() else [_text(v) for v in all_columns[name]]
         arrays[name] = pa.array(values, kind)
     return pa.table(arrays)
 

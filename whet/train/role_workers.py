@@ -156,6 +156,16 @@ class RoleWorkers:
             return load()
         return load_on_writer(self.ranks, load) if several else load()
 
+    @staticmethod
+    def copy_module(source: ModelSource | None, actor: ModelSource, policy: LoadedModel) -> ModelSource | None:
+        """The source of the reference; a copy of the actor's module if the reference is that module without an adapter.
+
+        It must be copied before `add` of the actor, after which several processes share it. Args: as `load_reference`.
+        """
+        is_copy = isinstance(actor, nn.Module) and policy.adapter is None and isinstance(source, str | RoleConfig)
+        is_copy = is_copy and (source.model if isinstance(source, RoleConfig) else source) == ACTOR
+        return copy.deepcopy(actor) if is_copy else source
+
     def load_reference(
         self, source: ModelSource, actor: ModelSource, policy: LoadedModel
     ) -> tuple[ModelSource, LoadedModel]:
@@ -174,9 +184,8 @@ class RoleWorkers:
         if policy.adapter is not None:
             log.info("reference: the actor as it is now, on the same base: no second copy")
             return policy.module, policy.snapshot_view()
-        if isinstance(actor, nn.Module):
-            source = copy.deepcopy(actor)
-        elif isinstance(actor, RoleConfig):
+        assert not isinstance(actor, nn.Module), "copy_module has copied it"
+        if isinstance(actor, RoleConfig):
             source = RoleConfig(model=actor.model, dtype=actor.dtype, trust_remote_code=actor.trust_remote_code)
         else:
             source = RoleConfig(model=actor)

@@ -61,25 +61,26 @@ class SupervisedModels(RoleWorkers):
         raise_all(model_checks(self.config, (actor, reward_model, reference), (optimizer,)))
         self.optimizer = optimizer
         self.role = Role.REWARD if actor is None else Role.ACTOR
-        given = actor if actor is not None else reward_model
-        assert given is not None
-        if reference is given and isinstance(given, nn.Module):
-            reference = copy.deepcopy(given)
-        loaded = self.load(Role.CRITIC if actor is None else Role.ACTOR, given)
-        self.tokenizer = load_tokenizer(tokenizer, trust_remote_code=trusts_remote_code(given))
+        trained = actor if actor is not None else reward_model
+        assert trained is not None
+        if reference is trained and isinstance(trained, nn.Module):
+            reference = copy.deepcopy(trained)
+        loaded = self.load(Role.CRITIC if actor is None else Role.ACTOR, trained)
+        reference = self.copy_module(reference, trained, loaded)
+        self.tokenizer = load_tokenizer(tokenizer, trust_remote_code=trusts_remote_code(trained))
         generates = loaded.module.generation_config if "logprobs" in loaded.outputs else None
         self.eos_ids = stop_token_ids(self.tokenizer, loaded.module.config, generates)
         self.positions = max_positions(loaded.module)
         """The longest sequence that the model can read, in tokens; None = no limit is known."""
-        for role, model, own in ((self.role, given, loaded), (Role.REFERENCE, reference, None)):
+        for role, model, own in ((self.role, trained, loaded), (Role.REFERENCE, reference, None)):
             if model is None:
                 continue
-            source, role_model = (model, own) if own is not None else self.load_reference(model, given, loaded)
+            source, role_model = (model, own) if own is not None else self.load_reference(model, trained, loaded)
             budget = self.config.token_budget(self.device_of(role_model).type)
             role_optimizer = optimizer if role is self.role else None
             self.add(role, source, role_model, role_optimizer, max_tokens=budget, trained=role is self.role)
         if reference is not None:
-            self.check_same_ids(Role.REFERENCE, reference, given)
+            self.check_same_ids(Role.REFERENCE, reference, trained)
         self.add_trainer(self.role, nll, plain=True)
         self.checkpoints = Checkpoints(self.config.checkpoint_root, self._trainers, self._workers, ranks=self.ranks)
 

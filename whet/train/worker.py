@@ -117,6 +117,7 @@ class ModelWorker:
         self.plan_cache = plan_cache or PlanCache()
         self.seed = seed
         self.version = 0
+        self._flops = 0.0
         self.replaced = False
         """Whether an untrained model has other weights than the loaded ones: checkpoints then hold them too."""
         self.cost = model_cost(loaded.module)
@@ -394,6 +395,7 @@ class ModelWorker:
                 if backward:
                     with self.layers():  # checkpointed layers run again
                         total.backward()
+                    self._flops += 6.0 * (self.cost.token * micro.num_tokens + self.cost.target * len(micro.targets))
             if not counts:
                 continue
             if per_unit:
@@ -414,6 +416,15 @@ class ModelWorker:
             return nullcontext()
         keys = path_keys(self.placement.split_tokens(micro))
         return adapter.dropout_on(keys.flatten().to(self.device), self.seed, self.updates)
+
+    def pop_flops(self) -> float:
+        """The FLOPs of this process's training passes since the last call.
+
+        6 N for each token that is run, N the matrices' entries: a product and its two gradients. Attention between
+        tokens and the second forward pass of checkpointing do not count, frozen weights count like trained ones.
+        """
+        flops, self._flops = self._flops, 0.0
+        return flops
 
     @property
     def updates(self) -> int:

@@ -306,12 +306,12 @@ class RolloutConfig(core.RolloutConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _engine_names(cls, given: Any) -> Any:
+    def _engine_names(cls, arguments: Any) -> Any:
         """Moves the engines' fields into the sections vllm and sglang, and reads every name of the length limit."""
-        given = resolve_length_alias(given, "max_tokens_to_generate")
-        values = given.kwargs if isinstance(given, ArgsKwargs) else given
+        arguments = resolve_length_alias(arguments, "max_tokens_to_generate")
+        values = arguments.kwargs if isinstance(arguments, ArgsKwargs) else arguments
         if not isinstance(values, Mapping):
-            return given
+            return arguments
         if "eval" in values:
             values = {**values, "eval": resolve_length_alias(values["eval"], "max_tokens_to_generate")}
         found = {name: value for name, value in values.items() if name not in FLAT_NAMES}
@@ -321,7 +321,7 @@ class RolloutConfig(core.RolloutConfig):
             if not isinstance(options, Mapping) or name in options:
                 raise ConfigError(f"{flat} and {section}.{name} are the same key; give it once, as {section}.{name}")
             found[section] = {**options, name: values[flat]}
-        return ArgsKwargs((), found) if isinstance(given, ArgsKwargs) else found
+        return ArgsKwargs((), found) if isinstance(arguments, ArgsKwargs) else found
 
     def __getattr__(self, name: str) -> Any:
         """An engine's field by its long name."""
@@ -513,16 +513,16 @@ class ClusterConfig(core.ClusterConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _engine_name(cls, given: Any) -> Any:
+    def _engine_name(cls, arguments: Any) -> Any:
         """Reads Tunix's names of the engines."""
-        values = given.kwargs if isinstance(given, ArgsKwargs) else given
+        values = arguments.kwargs if isinstance(arguments, ArgsKwargs) else arguments
         if not isinstance(values, Mapping):
-            return given
+            return arguments
         engine = values.get("rollout_engine")
         if not isinstance(engine, str) or engine not in ENGINE_NAMES:
-            return given
+            return arguments
         values = {**values, "rollout_engine": ENGINE_NAMES[engine]}
-        return ArgsKwargs((), values) if isinstance(given, ArgsKwargs) else values
+        return ArgsKwargs((), values) if isinstance(arguments, ArgsKwargs) else values
 
     def __post_init__(self) -> None:
         """Checks the rollout's fields against the engine, and what the base checks."""

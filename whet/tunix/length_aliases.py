@@ -22,25 +22,25 @@ COMPLETION = ("max_tokens_to_generate", "max_tokens", "max_generation_steps")
 """Names of the longest completion, in tokens, stop token included."""
 
 
-def resolve_length_alias(given: Any, own: str) -> Any:
+def resolve_length_alias(arguments: Any, own: str) -> Any:
     """The arguments of a configuration or a call, with the length limit under its own name there.
 
-    Args: given: a mapping, or pydantic's arguments; anything else stays as it is. own: one of COMPLETION.
+    Args: arguments: a mapping, or pydantic's arguments; anything else stays as it is. own: one of COMPLETION.
     Raises: ConfigError: the length is given under two names.
 
     >>> resolve_length_alias({"max_tokens": 8, "top_k": 1}, "max_tokens_to_generate")
     {'max_tokens_to_generate': 8, 'top_k': 1}
     """
-    words = given.kwargs if isinstance(given, ArgsKwargs) else given
+    words = arguments.kwargs if isinstance(arguments, ArgsKwargs) else arguments
     if not isinstance(words, Mapping):
-        return given
+        return arguments
     names = [name for name in COMPLETION if name in words]
     if len(names) > 1:
         raise ConfigError(f"{' and '.join(names)} are the same length; give only {own}")
     if names in ([], [own]):
-        return given
+        return arguments
     found = {own if key in names else key: value for key, value in words.items()}
-    return ArgsKwargs((), found) if isinstance(given, ArgsKwargs) else found
+    return ArgsKwargs((), found) if isinstance(arguments, ArgsKwargs) else found
 
 
 def accepts_length_aliases(own: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

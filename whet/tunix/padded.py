@@ -1,7 +1,7 @@
 """Tunix's padded arrays and their way to whet's batches: left-padded prompts [B, P], right-padded completions [B, C].
 
-Only here are masks made from ids: a padded prompt begins after its leading pads, a padded completion ends with its
-first end id. Everywhere else in whet the lengths are known.
+Only here does whet make masks from ids: a padded prompt begins after its leading pads, a padded completion ends with
+its first end id. Everywhere else in whet the lengths are known.
 
 Dim legend: B rows, P prompt, C completion, V vocabulary.
 """
@@ -199,21 +199,21 @@ def check_example(example: Any) -> TrainExample:
     if not isinstance(example, TrainExample):
         fix = "TrainExample(**it)" if isinstance(example, dict) else "TrainExample(prompt_ids=..., ...)"
         raise DataError(f"expected a TrainExample or a TokenBatch, got {type(example).__name__}; give {fix}")
-    given = {f.name: getattr(example, f.name) for f in dataclasses.fields(example)}
-    made = {name: _tensor(name, value) for name, value in given.items() if value is not None}
+    fields = {f.name: getattr(example, f.name) for f in dataclasses.fields(example)}
+    tensors = {name: _tensor(name, value) for name, value in fields.items() if value is not None}
     required = [f.name for f in dataclasses.fields(example) if f.default is dataclasses.MISSING]
-    if missing := [name for name in required if name not in made]:
+    if missing := [name for name in required if name not in tensors]:
         raise DataError(f"TrainExample.{missing[0]} is None; give an array")
-    ids = {name: _whole(name, made[name]) for name in MASKS.values()}
+    ids = {name: _whole(name, tensors[name]) for name in MASKS.values()}
     rows = len(ids["completion_ids"])
     if len(ids["prompt_ids"]) != rows:
         shapes = " and ".join(f"{name} {list(x.shape)}" for name, x in ids.items())
         raise DataError(f"TrainExample: {shapes} differ in rows; give [B, P] and [B, C] of the same B")
     if not rows:
         raise DataError("TrainExample has no rows; give at least one")
-    masks = {name: _mask(name, made[name], of, ids[of]) for name, of in MASKS.items()}
+    masks = {name: _mask(name, tensors[name], of, ids[of]) for name, of in MASKS.items()}
     counted = masks["completion_mask"]
-    others = {n: _numbers(n, x, counted) for n, x in made.items() if n not in ids and n not in masks}
+    others = {n: _numbers(n, x, counted) for n, x in tensors.items() if n not in ids and n not in masks}
     return TrainExample(**ids, **masks, **others)
 
 

@@ -33,8 +33,8 @@ def perf_options(config: Any) -> PerfMetricsOptions | None:
     """What a run takes for a perf_config. Raises ConfigError: a function of the user's own, which has no spans here."""
     if not isinstance(config, PerfMetricsConfig):
         return config
-    for name, given in vars(config).items():
-        if given is not None and given is not _default_export:
+    for name, function in vars(config).items():
+        if function is not None and function is not _default_export:
             raise ConfigError(
                 f"PerfMetricsConfig.{name}: there are no Tunix spans to export; time/ metrics go to every logger, and "
                 "perf_metrics_options=PerfMetricsOptions(trace_dir=...) of RLTrainingConfig writes a timeline"

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["empty_cache", "memory_metrics", "on_device"]
+__all__ = ["empty_cache", "memory_metrics", "on_device", "peak_flops", "peak_of"]
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
@@ -57,3 +57,38 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
         "memory/peak_allocated": float(torch.cuda.max_memory_allocated(device)),
         "memory/peak_reserved": float(torch.cuda.max_memory_reserved(device)),
     }
+
+
+PEAK_TFLOPS = {
+    "B200": 2250.0,
+    "H200": 989.0,
+    "H100 NVL": 835.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+    "L4": 121.0,
+    "A10": 125.0,
+    "RTX 4090": 165.0,
+    "RTX 3090": 71.0,
+}
+"""Part of the name of a GPU -> TFLOP/s of its dense bf16 matrix products, from the makers' data sheets. The first one
+that fits counts."""
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The FLOP/s of a device's dense bf16 matrix products; None = unknown.
+
+    >>> peak_flops(torch.device("cpu"))
+    """
+    return peak_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def peak_of(name: str) -> float | None:
+    """The FLOP/s of the GPU of this name; None = unknown.
+
+    >>> peak_of("NVIDIA H100 80GB HBM3"), peak_of("NVIDIA A10G"), peak_of("Tesla T4")
+    (989000000000000.0, None, None)
+    """
+    words = f" {name} ".replace("-", " ")
+    return next((1e12 * peak for part, peak in PEAK_TFLOPS.items() if f" {part} " in words), None)

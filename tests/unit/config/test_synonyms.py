@@ -1,14 +1,18 @@
 """Keys of other libraries are answered with whet's own, in every command."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from whet import config
 from whet.cli.registry import config_class
 from whet.config import monitoring
 from whet.config.base import config_from_dict, leaves
-from whet.config.synonyms import NOTES, SECTIONS, SYNONYMS, find_owner
+from whet.config.synonyms import NOTES, SECTIONS, SYNONYMS, find_owner, find_synonym
 from whet.errors import ConfigError
 
+ROOT = Path(__file__).parents[3]
 COMMANDS = ("grpo", "ppo", "sft", "rm", "dpo", "eval", "generate", "chat")
 
 
@@ -109,3 +113,15 @@ def test_from_python_the_answer_is_a_keyword_or_the_class_that_has_it():
         with pytest.raises(ConfigError) as error:
             made()
         assert said in str(error.value)
+
+
+VERL_ROW = re.compile(r"(?m)^\| `([\w.]+)`[^|]* \| `([\w.]+)` \|")
+
+
+def test_the_page_from_verl_names_keys_of_whet_and_the_errors_name_the_same():
+    rows = VERL_ROW.findall((ROOT / "docs" / "from-verl.md").read_text())
+    known = keys_of("ppo")
+    assert len(rows) > 50 and [key for _, key in rows if key not in known] == []
+    for verl, key in rows:
+        short = key.replace(".optim.", ".")
+        assert verl in known or find_synonym(verl.split("."), known) in (key, short), verl

@@ -54,6 +54,27 @@ def test_other_ranks_and_no_description_show_nothing(quiet, capsys, monkeypatch)
     assert capsys.readouterr().err == ""
 
 
+def in_terminal(code, *words, columns):
+    """The lines that a program has written to a terminal, without control codes."""
+    import pty
+
+    main, side = pty.openpty()
+    env = {**os.environ, "TERM": "xterm", "COLUMNS": str(columns)}
+    child = subprocess.Popen([sys.executable, "-c", code, *words], stdin=side, stdout=side, stderr=side, env=env)
+    os.close(side)
+    out = b""
+    while True:
+        try:
+            out += (piece := os.read(main, 65536))
+        except OSError:
+            break
+        if not piece:
+            break
+    assert child.wait() == 0
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.decode())
+    return [line.rstrip() for line in re.split(r"[\r\n]+", text)]
+
+
 CODE = """
 import logging
 from whet.observe import Progress, setup_logging
@@ -71,23 +92,8 @@ with Progress(20, start=5) as bar:
 
 @pytest.mark.parametrize("columns", [140, 80])
 def test_in_a_terminal_a_bar_with_log_lines_and_prints_kept_whole(columns):
-    import pty
-
-    main, side = pty.openpty()
-    env = {**os.environ, "TERM": "xterm", "COLUMNS": str(columns)}
-    child = subprocess.Popen([sys.executable, "-c", CODE], stdin=side, stdout=side, stderr=side, env=env)
-    os.close(side)
-    out = b""
-    while True:
-        try:
-            out += (piece := os.read(main, 65536))
-        except OSError:
-            break
-        if not piece:
-            break
-    assert child.wait() == 0
-    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.decode())
-    lines = [line.strip() for line in re.split(r"[\r\n]+", text)]
+    lines = [line.strip() for line in in_terminal(CODE, columns=columns)]
+    text = "\n".join(lines)
     assert "saved [10] [/INST]" in lines and "a plain print [red]x" in text
     assert any("20/20" in line and "len 512  truncated 12%  kl 0.0021  5.2k tok/s" in line for line in lines)
     assert max(map(len, lines)) <= columns and ("▁" in text) == (columns == 140)
@@ -114,6 +120,45 @@ def test_ranks_other_than_0_log_errors_only(rank, shown, monkeypatch, capsys):
     assert said == shown
 
 
+VIEW = """
+import logging, sys, time
+from whet.observe import setup_logging
+from whet.observe.live_view import make_progress
+setup_logging()
+with make_progress(sys.argv[1], 20, phase=lambda: "rollout", description="Training") as view:
+    for step in range(1, 21):
+        row = {"kl": step / 1000, "entropy/token_mean": 2 / step, "completions/clipped_ratio": 0.25}
+        view.update(step, value=step / 20, tokens_per_s=5200.0, row={**row, "perf/tokens_per_second": 5200.0})
+        if step == 10:
+            logging.getLogger("whet.x").info("saved [10] [/INST]")
+            print("a plain print [red]x")
+"""
+
+
+@pytest.mark.parametrize("columns", [120, 80, 50])
+def test_a_live_view_shows_step_phase_metrics_and_curves(columns):
+    lines = in_terminal(VIEW, "auto", columns=columns)
+    assert "saved [10] [/INST]" in lines and "a plain print [red]x" in lines
+    assert max(map(len, lines)) <= columns
+    head, *cells = lines[-8 if columns == 50 else -5 :][:-1]
+    assert head.startswith("Training 20/20") and "rollout 0 s" in head and "left" in head
+    names = ["reward", "KL", "entropy", "truncated", "tokens/s", "memory"]
+    assert re.findall(r"reward|KL|entropy|truncated|tokens/s|memory", " ".join(cells)) == names
+    assert "25%" in cells[-3 if columns == 50 else -2] and re.search(r"reward +1 ▁.*█", cells[0])
+
+
+@pytest.mark.parametrize(("view", "terminal"), [("lines", True), ("rich", False), ("auto", False)])
+def test_a_view_may_be_lines_in_a_terminal_and_rich_in_a_pipe(view, terminal):
+    if terminal:
+        lines = in_terminal(VIEW, view, columns=80)
+    else:
+        run = subprocess.run([sys.executable, "-c", VIEW, view], capture_output=True, text=True, check=True)
+        lines = run.stderr.splitlines()
+    assert any("saved [10] [/INST]" in line for line in lines)
+    assert any(line.startswith("reward ") for line in lines) == (view == "rich")
+    assert any(line.startswith("Training 20/20  reward 1  5.2k tok/s") for line in lines) == (view != "rich")
+
+
 class Dead:
     """A terminal that was closed."""
 
@@ -133,9 +178,9 @@ def root(monkeypatch):
     own = logging.getLogger("whet")
     before = logging.getLogger().level, own.level
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
-    progress._console.cache_clear()
+    progress.terminal_console.cache_clear()
     yield
-    progress._console.cache_clear()
+    progress.terminal_console.cache_clear()
     logging.getLogger().setLevel(before[0])
     own.setLevel(before[1])
 
@@ -164,5 +209,5 @@ def test_a_forked_child_prints_as_if_there_were_no_bar(root, monkeypatch):
             os._exit(int(hasattr(sys.stdout, "rich_proxied_file") or bool(handler.console._live_stack)))
         assert os.waitpid(child, 0)[1] == 0
     if (child := os.fork()) == 0:  # nothing left to undo
-        os._exit(int(progress._console() is not handler.console))
+        os._exit(int(progress.terminal_console() is not handler.console))
     assert os.waitpid(child, 0)[1] == 0

@@ -1,7 +1,9 @@
 import json
 import logging
+import threading
 import time
 
+import numpy as np
 import pytest
 from helpers import cluster, length_reward, rows
 
@@ -11,6 +13,15 @@ from whet.learners.grpo import GRPOLearner
 from whet.observe import Trace, collect_environment, plot_curves, plots
 from whet.observe.plots import metric_series
 from whet.observe.trace import trace_folder
+from whet.rollout.base import Sampling
+from whet.rollout.driver import Episode, Rollouts, completion
+from whet.rollout.external_calls import ExternalCall
+from whet.rollout.mock import MockEngine
+from whet.types import Prompt
+
+
+def spans_of(path):
+    return [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
 
 
 def test_spans_sum_by_name_until_asked():
@@ -45,7 +56,7 @@ def test_the_timeline_is_chrome_trace_json_with_nesting_and_tags(tmp_path):
     with trace.span("step", step=3), trace.span("rollout"):
         pass
     trace.write(tmp_path / "trace.json")
-    step, rollout = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    step, rollout = spans_of(tmp_path / "trace.json")
     assert (step["name"], rollout["name"], step["ph"], step["args"]) == ("step", "rollout", "X", {"step": "3"})
     assert step["ts"] <= rollout["ts"] and rollout["ts"] + rollout["dur"] <= step["ts"] + step["dur"]
 
@@ -56,7 +67,73 @@ def test_the_timeline_keeps_the_latest_spans(tmp_path):
         with trace.span(name):
             pass
     trace.write(tmp_path / "t.json")
-    assert [e["name"] for e in json.loads((tmp_path / "t.json").read_text())["traceEvents"]] == ["b", "c"]
+    assert [e["name"] for e in spans_of(tmp_path / "t.json")] == ["b", "c"]
+
+
+def test_spans_of_other_threads_and_calls_are_on_the_timeline_and_not_in_the_sums(tmp_path):
+    trace = Trace()
+    with trace.span("rollout"):
+        thread = threading.Thread(target=lambda: run_span(trace, "beside"), name="helper")
+        thread.start()
+        thread.join()
+        trace.add("tools", 0.5, episode=3)
+        assert trace.phase == "rollout"
+    covered = trace.covered_s
+    times = trace.pop_times()
+    assert list(times) == ["time/rollout"] and covered == pytest.approx(times["time/rollout"]) and not trace.covered_s
+    trace.write(tmp_path / "t.json", others=[{"name": "update", "ph": "X", "ts": 0, "dur": 1, "pid": 1, "tid": 0}])
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert names == {(0, 0): "main", (0, 1): "helper"} and events[-1]["pid"] == 1
+    at = {e["name"]: e["tid"] for e in events if e["ph"] == "X"}
+    assert (at["rollout"], at["beside"]) == (0, 1)
+    begin, end = (next(e for e in events if e["ph"] == kind) for kind in "be")
+    assert begin["id"] == end["id"] and end["ts"] - begin["ts"] == pytest.approx(5e5)
+    assert begin["args"] == {"episode": "3"}
+
+
+def test_calls_of_tools_and_the_wait_for_them_are_traced():
+    def play(episode):
+        output = yield episode.request(episode.prompt.tokens, Sampling(max_tokens=2))
+        yield ExternalCall(function=lambda: time.sleep(0.02), name="a tool")
+        return completion(output, generation=episode.generation)
+
+    trace, prompt = Trace(), Prompt(tokens=np.array([5, 6], np.int32), source="", row=0)
+    with trace.span("rollout"):
+        (group,) = Rollouts(MockEngine(), trace=trace).run([Episode(prompt, (0, 1, 0, 0), play)])
+    assert trace.pop_times()["time/rollout/tool_wait"] >= 0.02 <= group.completions[0].seconds["tools"]
+    assert {e["name"] for e in trace.events() if e["ph"] == "b"} == {"tools"}
+
+
+def run_span(trace, name):
+    with trace.span(name):
+        pass
+
+
+def test_a_step_reports_what_its_time_went_to(tmp_path):
+    """FLOPs of the update: 6 N for each token that is run, N the entries of the matrices; a prompt is run once."""
+    batches, options = [], PerfMetricsOptions()
+    c = cluster(run_dir=str(tmp_path), max_steps=2, perf_metrics_options=options)
+    learner = GRPOLearner(c, GRPOConfig(num_generations=2, beta=0.0), length_reward, data=DataConfig(batch_size=2))
+    run_flops, pop = [], c.actor.pop_flops
+    c.actor.pop_flops = lambda: run_flops.append(pop()) or run_flops[-1]
+    update = learner.update
+    learner.update = lambda step, mini: batches.append(mini) or update(step, mini)
+    rows_ = learner.train(rows(4)).train_rows
+    for row in rows_:
+        assert (
+            0 <= row["time/data"] < row["time/step"] and 0 < row["time/rollout/first_completion"] <= row["time/rollout"]
+        )
+        assert 0 <= row["perf/idle_share"] < 1 and "perf/mfu" not in row
+    cost, flops = c.actor.cost, run_flops[0]
+    lengths = [len(t) for t in batches[0].tokens.split(batches[0].lengths.tolist())]
+    targets = sum(lengths)
+    prompts = int(batches[0].prefix_lengths.sum())
+    # the last token of a completion is a target and not run
+    assert flops == 6.0 * (cost.token * (prompts + targets - len(lengths)) + cost.target * targets)
+    assert rows_[0]["perf/update_tflops"] == pytest.approx(flops / rows_[0]["time/update"] / 1e12)
+    names = {e["name"] for e in spans_of(tmp_path / "trace.json")}
+    assert {"data", "rollout", "rewards", "update", "weight_sync", "checkpoint"} <= names
 
 
 def test_the_environment_is_plain_json_with_versions_and_threads():

@@ -159,7 +159,7 @@ def test_a_command_line_and_a_subclass_read_the_fields():
     assert args.accelerator_config.split_batches  # transformers' own class, as there
     del given["accelerator_config"]
     assert {name: getattr(args, name) for name in given} == given
-    with pytest.raises(ConfigError, match=r"deepspeed='x\.json' is not supported: whet.trl trains in one process"):
+    with pytest.raises(ConfigError, match=r"deepspeed='x\.json' is not supported: several processes share each"):
         parser.parse_args_into_dataclasses([*words, "--deepspeed", "x.json"])
 
     @dataclasses.dataclass

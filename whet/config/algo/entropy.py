@@ -17,8 +17,9 @@ class EntropyFields(AlgorithmConfig):
     entropy_coef: Float = 0.0
     """c, the weight of the entropy bonus of each token; 0.0 = no bonus."""
     use_adaptive_entropy: Bool = False
-    """Adapt c after each update: raised by entropy_coef_delta where the mean entropy of its trained tokens was at most
-    entropy_target, else lowered; the bonus acts only while the entropy of the update before was at most the target."""
+    """Adapt c after each update: entropy_coef_delta raises it if the mean entropy of the trained tokens was at most
+    entropy_target, and lowers it otherwise. The bonus acts only if the entropy of the update before was at most the
+    target."""
     entropy_coef_min: Float = 0.0
     """Smallest c of use_adaptive_entropy."""
     entropy_coef_max: Float = 1.0

@@ -29,7 +29,7 @@ class RewardModelConfig(SupervisedConfig):
     """
 
     CHOICES: ClassVar[Mapping[str, Mapping[str, str]]] = {
-        "loss_type": {"bradley_terry": "the usual one; margins where the rows have them"}
+        "loss_type": {"bradley_terry": "the usual one; it reads margins if the rows have them"}
     }
     READS: ClassVar[Readers] = REWARD_MODEL_READS
 

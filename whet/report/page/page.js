@@ -32,11 +32,13 @@ const PANELS = [ // title, metrics (the first that a run has), what it is, lowes
   ["Speed", [
     ["tokens per second", ["perf/tokens_per_second"], "Trained tokens by the time of the whole step.", 0],
     ["seconds a step", ["time/step", "perf/global_step_time"], "", 0],
-    ["memory", ["memory/peak_mb", "memory/peak"], "", 0],
+    ["share idle", ["perf/idle_share"], "Of a step's time: no phase ran, or it waited for rows or tools.", 0],
+    ["model FLOP utilisation", ["perf/mfu", "perf/update_tflops"], "Of the updates: as a share of the GPU's peak, or in TFLOP/s where that is unknown.", 0],
+    ["memory", ["memory/peak_allocated", "memory/peak_reserved"], "Of torch's allocator at its peak, in bytes.", 0],
   ]],
 ];
-const PHASES = { rollout: "#4c78a8", rewards: "#f2a541", scoring: "#8e6bbf", update: "#3aa675", weight_sync: "#9aa3ad", eval: "#d0708f", checkpoint: "#a6763c" };
-const OTHER_COLORS = ["#5fb3b3", "#c17fd0", "#7f9a3d", "#d98c5f", "#6c8ecb"];
+const PHASES = { data: "#6c8ecb", rollout: "#4c78a8", rewards: "#f2a541", scoring: "#8e6bbf", update: "#3aa675", weight_sync: "#9aa3ad", eval: "#d0708f", checkpoint: "#a6763c" };
+const OTHER_COLORS = ["#5fb3b3", "#c17fd0", "#7f9a3d", "#d98c5f"];
 const W = 290, H = 128, LEFT = 44, RIGHT = 6, TOP = 8, BOTTOM = 18;
 const FIRST_TEXT = 20000; // characters of a completion that are drawn at once
 const FIRST_GROUPS = 12; // groups that are drawn at once

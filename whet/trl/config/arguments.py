@@ -24,6 +24,8 @@ from transformers.training_args import ParallelMode
 
 from whet.errors import ConfigError, lookup_error, nearest
 from whet.fronts.field import Table
+from whet.parallel import torchrun_env
+from whet.parallel.processes import join_processes
 from whet.trl.config.launch import apply_launcher
 from whet.trl.config.training import OWN_FIELDS
 
@@ -139,6 +141,12 @@ class Arguments:
             loggers = get_available_reporting_integrations()
         self.report_to = [] if loggers == ["none"] else loggers
         apply_launcher(self)
+        if self.world_size > 1 and self.accelerator_config.split_batches:
+            raise ConfigError(
+                f"accelerator_config: split_batches=True divides per_device_train_batch_size="
+                f"{self.per_device_train_batch_size} by {self.world_size} processes; leave it out, and give the rows "
+                "of one process"
+            )
         if self.disable_tqdm is None:
             self.disable_tqdm = False
         if self.activation_checkpointing is None:
@@ -199,7 +207,9 @@ class Arguments:
     @property
     def device(self) -> torch.device:
         """The device of the models."""
-        return torch.device("cuda" if torch.cuda.is_available() and not self.use_cpu else "cpu")
+        if self.use_cpu or not torch.cuda.is_available():
+            return torch.device("cpu")
+        return torch.device("cuda") if self.world_size == 1 else torch.device("cuda", self.local_process_index)
 
     @property
     def n_gpu(self) -> int:
@@ -209,32 +219,32 @@ class Arguments:
     @property
     def world_size(self) -> int:
         """The number of processes."""
-        return 1
+        return torchrun_env.world_size()
 
     @property
     def process_index(self) -> int:
         """The index of this process."""
-        return 0
+        return torchrun_env.rank()
 
     @property
     def local_process_index(self) -> int:
         """The index of this process on its machine."""
-        return 0
+        return torchrun_env.local_rank()
 
     @property
     def should_log(self) -> bool:
-        """Whether this process logs."""
-        return True
+        """Whether this process logs: the first does."""
+        return self.process_index == 0
 
     @property
     def should_save(self) -> bool:
-        """Whether this process saves."""
-        return True
+        """Whether this process saves: the first does."""
+        return self.process_index == 0
 
     @property
     def parallel_mode(self) -> ParallelMode:
-        """NOT_PARALLEL: one process trains."""
-        return ParallelMode.NOT_PARALLEL
+        """DISTRIBUTED if several processes train."""
+        return ParallelMode.NOT_PARALLEL if self.world_size == 1 else ParallelMode.DISTRIBUTED
 
     @property
     def train_batch_size(self) -> int:
@@ -252,13 +262,18 @@ class Arguments:
         return int(steps) if steps >= 1 else math.ceil(num_training_steps * steps)
 
     def get_process_log_level(self) -> int:
-        """The level of the loggers."""
-        return _LEVELS[self.log_level] or logging.WARNING
+        """The level of this process's loggers."""
+        return _LEVELS[self.log_level if self.should_log else self.log_level_replica] or logging.WARNING
 
     @contextlib.contextmanager
     def main_process_first(self, local: bool = True, desc: str = "work") -> Iterator[None]:
-        """Does nothing: there is one process."""
+        """A context that the first process has left before the others enter it. Args: local, desc: have no effect."""
+        ranks = join_processes(self.ddp_timeout)
+        if not ranks.is_writer:
+            ranks.all_gather(None)
         yield
+        if ranks.is_writer:
+            ranks.all_gather(None)
 
     def to_dict(self) -> dict[str, Any]:
         """All fields, with tokens hidden."""

@@ -1,6 +1,6 @@
 """Computes rollouts and updates from TRL's batch sizes, by TRL's rules.
 
-    micro-step     per_device_train_batch_size completions
+    micro-step     per_device_train_batch_size completions in each process
     update         gradient_accumulation_steps micro-steps: an optimizer step
     generation     the completions of steps_per_generation micro-steps, used num_iterations times
 
@@ -61,12 +61,14 @@ def compute_batches(fields: Mapping[str, Any], *, method: str = "GRPO") -> Batch
     """Computes the batches of a configuration by TRL's rules.
 
     Args: fields: num_generations, per_device_train_batch_size, gradient_accumulation_steps, num_iterations,
-        generation_batch_size and steps_per_generation (None = not set). method: the method's name in the message.
+        generation_batch_size and steps_per_generation (None = not set); world_size, the number of processes (left
+        out = 1). method: the method's name in the message.
     Raises: ConfigError: sizes that break a rule; the message has the nearest settings that work, with their steps.
 
     >>> sizes = dict(num_generations=8, per_device_train_batch_size=8, gradient_accumulation_steps=4, num_iterations=1)
-    >>> str(compute_batches({**sizes, "generation_batch_size": None, "steps_per_generation": None}))
-    '4 prompts x 8 completions a rollout, 1 update of 32'
+    >>> sizes |= dict(generation_batch_size=None, steps_per_generation=None)
+    >>> str(compute_batches(sizes)), str(compute_batches({**sizes, "world_size": 2}))
+    ('4 prompts x 8 completions a rollout, 1 update of 32', '8 prompts x 8 completions a rollout, 1 update of 64')
     """
     batches = _batches_or_error(fields)
     if isinstance(batches, Batches):
@@ -85,6 +87,7 @@ def _batches_or_error(fields: Mapping[str, Any]) -> Batches | str:
     size, steps = fields["generation_batch_size"], fields["steps_per_generation"]
     if min(micro, accumulate, iterations, size or 1, steps or 1) < 1:
         return "batch sizes must be positive."
+    micro *= fields.get("world_size", 1)
     if size is not None and steps is not None and size != micro * steps:
         return "'generation_batch_size' and 'steps_per_generation' can not be both configured at the same time."
     if size is not None and size % micro:

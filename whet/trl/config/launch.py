@@ -1,6 +1,6 @@
 """Reads the settings that `torchrun` and `accelerate launch` pass in environment variables.
 
-Process groups are not supported: one process trains.
+Of several processes each has a share of every model: whet shards by FSDP2 itself, and needs no plugin of accelerate.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 from typing import Any
 
 from whet.errors import ConfigError
-from whet.parallel.torchrun_env import world_size
+from whet.parallel.torchrun_env import check_torchrun_env, world_size
 
 __all__ = ["apply_launcher"]
 
@@ -19,20 +19,24 @@ log = logging.getLogger("whet")
 _TRUE = ("1", "on", "t", "true", "y", "yes")
 _SHARDED = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_FSDP": "FSDP"}
 """Variable of accelerate that asks for a sharded model -> the library."""
+_SIZES = {f"PARALLELISM_CONFIG_{name}_SIZE": name.lower() for name in ("CP", "SP", "TP")}
+"""Variable of accelerate with the size of a mesh's axis -> the axis."""
 
 
 def apply_launcher(args: Any) -> None:
     """Applies the launcher's settings.
 
     Args: args: a configuration; use_cpu and bf16 may be set.
-    Raises: ConfigError: several processes; fp16 or fp8 if the script does not set the precision itself.
+    Raises: ConfigError: torchrun's variables are wrong; an axis of the mesh that whet does not have; fp16 or fp8 if
+        the script does not set the precision itself.
     """
-    if (count := world_size()) > 1:
-        raise ConfigError(
-            f"WORLD_SIZE is {count}: the launcher started {count} processes, but whet.trl trains in one; start one "
-            "(accelerate launch --num_processes 1, torchrun --nproc_per_node 1), and for the same step multiply "
-            f"gradient_accumulation_steps by {count}: {count * args.gradient_accumulation_steps}"
-        )
+    check_torchrun_env()
+    for variable, axis in _SIZES.items() if _is_set("ACCELERATE_USE_PARALLELISM_CONFIG") else ():
+        if (size := os.environ.get(variable, "1")) != "1":
+            raise ConfigError(
+                f"{variable}={size} splits each model over {size} processes by {axis}, and whet shards over all "
+                f"{world_size()} by FSDP2 alone; launch without --parallelism_config_{axis}_size"
+            )
     if _is_set("ACCELERATE_USE_CPU"):
         args.use_cpu = True
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
@@ -45,7 +49,9 @@ def apply_launcher(args: Any) -> None:
         )
     for name, library in _SHARDED.items():
         if _is_set(name):
-            log.warning("%s has no effect: with one process %s does not shard the model", name, library)
+            reason = f"with one process {library} does not shard the model"
+            several = "several processes share the model by whet's own FSDP2 (whet docs scaling)"
+            log.warning("%s has no effect: %s", name, reason if world_size() == 1 else several)
 
 
 def _is_set(name: str) -> bool:

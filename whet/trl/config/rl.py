@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any, ClassVar
 
 from whet.errors import ConfigError
@@ -26,6 +27,7 @@ _SIZES = (
     "num_iterations",
     "generation_batch_size",
     "steps_per_generation",
+    "world_size",
 )
 
 
@@ -52,7 +54,7 @@ class RLArguments(Arguments):
             raise ConfigError(
                 "'generation_batch_size' and 'steps_per_generation' can not be both configured at the same time; give "
                 f"one: steps_per_generation={self.steps_per_generation} makes a generation_batch_size of "
-                f"{self.per_device_train_batch_size * self.steps_per_generation}"
+                f"{self.per_device_train_batch_size * self.world_size * self.steps_per_generation}"
             )
         if self.sync_ref_model and not self.beta:
             raise ConfigError(
@@ -69,12 +71,14 @@ class RLArguments(Arguments):
         self.steps_per_generation = batches.steps_per_generation
         self.generation_batch_size = batches.generation_batch_size
         group = self.num_generations_eval or self.num_generations
-        if self.eval_strategy != "no" and self.per_device_eval_batch_size % group:
-            nearest = -(-self.per_device_eval_batch_size // group) * group
+        size = self.per_device_eval_batch_size * self.world_size
+        if self.eval_strategy != "no" and size % group:
+            least = group // math.gcd(group, self.world_size)
+            nearest = -(-self.per_device_eval_batch_size // least) * least
             raise ConfigError(
-                f"The global eval batch size ({self.per_device_eval_batch_size} * 1) must be divisible by the number "
-                f"of generations used for evaluation ({group}); set per_device_eval_batch_size={nearest}, or "
-                f"num_generations_eval to a divisor of {self.per_device_eval_batch_size}"
+                f"The global eval batch size ({self.per_device_eval_batch_size} * {self.world_size}) must be divisible "
+                f"by the number of generations used for evaluation ({group}); set per_device_eval_batch_size={nearest},"
+                f" or num_generations_eval to a divisor of {size}"
             )
         if self.use_vllm:
             self._check_vllm()
@@ -90,7 +94,8 @@ class RLArguments(Arguments):
 
     def _is_copy(self) -> bool:
         """Whether dataclasses.replace made this object: all fields are set, both sizes included."""
-        agree = self.generation_batch_size == self.per_device_train_batch_size * self.steps_per_generation
+        micro = self.per_device_train_batch_size * self.world_size
+        agree = self.generation_batch_size == micro * self.steps_per_generation
         return agree and self._set_fields.issuperset(self.TABLE.keys() - {"output_dir"})
 
     def _check_vllm(self) -> None:

@@ -12,8 +12,9 @@ ON_LONG = {"keep_start": "truncate", "keep_end": "truncate_left"}
 """truncation_mode -> whet's treatment of rows over max_length."""
 
 SUPERVISED_FIELDS: Table = {
-    "per_device_train_batch_size": works(8, "rows; times gradient_accumulation_steps they are an update. "
-                                            "max_tokens_per_microbatch decides how many run through the model at once"),
+    "per_device_train_batch_size": works(8, "rows of each process; times gradient_accumulation_steps and the processes "
+                                            "they are an update. max_tokens_per_microbatch decides how many run "
+                                            "through the model at once"),
     "num_train_epochs": works(3.0),
     "max_steps": works(-1),
     "gradient_accumulation_steps": other(1, "a loss is one mean over the update; a TRL loss over rows is a mean of its "

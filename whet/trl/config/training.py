@@ -6,7 +6,9 @@ from whet.fronts.field import Field, Table, inert, old, other, refused, works
 
 __all__ = ["OLD_TRAINING_FIELDS", "OWN_FIELDS", "TRAINING_FIELDS"]
 
-_ONE = "whet.trl trains in one process; whet's own commands train in several (whet docs scaling)"
+_SHARDED = "several processes share each model by FSDP2 without it (whet docs scaling); leave it out"
+_DDP = "several processes share each model by FSDP2, not by DDP"
+_RANK_0 = "of several processes the first logs and saves"
 _ROWS = "rows are read in this process when they are needed, without workers"
 _HUB = "checkpoints are not pushed; save_model() and push_to_hub() push one commit"
 _ROLLOUT = "an event between two updates of a rollout waits for the end of the rollout"
@@ -26,8 +28,8 @@ TRAINING_FIELDS: Table = {
     "output_dir": works(None, 'None = "trainer_output"', str),
     "per_device_train_batch_size": other(
         8,
-        "completions; times gradient_accumulation_steps they are an update. max_tokens_per_microbatch decides how many "
-        "run through the model at once",
+        "completions of each process; times gradient_accumulation_steps and the processes they are an update. "
+        "max_tokens_per_microbatch decides how many run through the model at once",
     ),
     "num_train_epochs": works(3.0, "a fraction of an epoch is rounded up to whole rollouts"),
     "max_steps": other(-1, "optimizer steps, rounded up to whole rollouts"),
@@ -46,7 +48,7 @@ TRAINING_FIELDS: Table = {
     "adam_epsilon": works(1e-8),
     "optim_target_modules": refused(None, "GaLore and similar optimizers are not supported; use peft_config", str),
     "gradient_accumulation_steps": works(1, "an update takes whole rollouts or divides one: see the rules of batches"),
-    "average_tokens_across_devices": inert(True, _ONE),
+    "average_tokens_across_devices": inert(True, "a loss is always one mean over the rows of all processes"),
     "max_grad_norm": works(1.0, "an update with a gradient that is not finite is skipped and counted"),
     "label_smoothing_factor": inert(0.0, "GRPO has no labels, nor has it in TRL"),
     "bf16": other(
@@ -77,11 +79,11 @@ TRAINING_FIELDS: Table = {
     "logging_strategy": works("steps"),
     "logging_steps": other(10, f"optimizer steps; {_ROLLOUT}. A value below 1 is a share of all steps", float),
     "logging_first_step": works(False),
-    "log_on_each_node": inert(True, _ONE),
+    "log_on_each_node": inert(True, _RANK_0),
     "logging_nan_inf_filter": inert(True, "an update with a gradient that is not finite is skipped, its loss unlogged"),
     "include_num_input_tokens_seen": inert("no", "num_tokens is always logged"),
     "log_level": works("passive", "sets the level of whet's and transformers' loggers"),
-    "log_level_replica": inert("warning", _ONE),
+    "log_level_replica": works("warning"),
     "disable_tqdm": works(None, kind=bool),
     "report_to": other("none", "transformers' callbacks report; each needs its package", list[str]),
     "run_name": works(None, kind=str),
@@ -103,7 +105,7 @@ TRAINING_FIELDS: Table = {
     "save_only_model": works(False),
     "save_strategy": works("steps"),
     "save_steps": other(500, f"optimizer steps; {_ROLLOUT}", float),
-    "save_on_each_node": inert(False, _ONE),
+    "save_on_each_node": inert(False, _RANK_0),
     "save_total_limit": works(None, kind=int),
     "enable_jit_checkpoint": inert(False, "SIGTERM always ends a run with a checkpoint"),
     "push_to_hub": other(False, "the token is checked at once; save_model() and push_to_hub() push, checkpoints don't"),
@@ -123,7 +125,7 @@ TRAINING_FIELDS: Table = {
     "data_seed": works(None, kind=int),
     "use_cpu": works(False, "a model given as a module stays on its device"),
     "accelerator_config": inert(None, "accelerate is not used", dict),
-    "parallelism_config": refused(None, _ONE, str),
+    "parallelism_config": refused(None, _SHARDED, str),
     "dataloader_drop_last": inert(False, "as in TRL's sampler, an epoch's rows that fill no rollout are left out"),
     "dataloader_num_workers": inert(0, _ROWS),
     "dataloader_pin_memory": inert(True, _ROWS),
@@ -135,15 +137,15 @@ TRAINING_FIELDS: Table = {
     "label_names": inert(None, "GRPO has no labels", list[str]),
     "train_sampling_strategy": refused("random", "rows are shuffled; shuffle_dataset=False keeps their order"),
     "length_column_name": inert("length", "only sampling by length reads it"),
-    "ddp_find_unused_parameters": inert(None, _ONE, bool),
-    "ddp_bucket_cap_mb": inert(None, _ONE, int),
-    "ddp_broadcast_buffers": inert(None, _ONE, bool),
-    "ddp_static_graph": inert(None, _ONE, bool),
-    "ddp_backend": inert(None, _ONE, str),
-    "ddp_timeout": inert(1800, _ONE),
-    "fsdp": refused(None, _ONE, str, harmless=("", [])),
-    "fsdp_config": refused(None, _ONE, dict, harmless=({},)),
-    "deepspeed": refused(None, f"{_ONE}; whet's offload_to_cpu does what ZeRO-offload does", dict),
+    "ddp_find_unused_parameters": inert(None, _DDP, bool),
+    "ddp_bucket_cap_mb": inert(None, _DDP, int),
+    "ddp_broadcast_buffers": inert(None, _DDP, bool),
+    "ddp_static_graph": inert(None, _DDP, bool),
+    "ddp_backend": inert(None, "NCCL between GPUs, gloo on a CPU", str),
+    "ddp_timeout": works(1800),
+    "fsdp": refused(None, _SHARDED, str, harmless=("", [])),
+    "fsdp_config": refused(None, _SHARDED, dict, harmless=({},)),
+    "deepspeed": refused(None, _SHARDED, dict),
     "debug": refused("", "underflow_overflow is not supported; optim/skipped counts gradients that are not finite", str,
                      harmless=([], None)),
     "skip_memory_metrics": inert(True, "memory is always measured"),
@@ -152,7 +154,7 @@ TRAINING_FIELDS: Table = {
     "do_predict": inert(False, "for scripts to read, as in transformers"),
     "resume_from_checkpoint": inert(None, "for scripts to read, as in transformers; use train(resume_from_checkpoint=)",
                                     str),
-    "local_rank": inert(-1, _ONE),
+    "local_rank": inert(-1, "LOCAL_RANK of the environment counts, which the launcher sets"),
 }  # fmt: skip
 """Field -> its default and its meaning in whet."""
 

@@ -148,6 +148,7 @@ def training_fields(args: Any, steps: int | None, root: str | None) -> dict[str,
     return {
         "max_steps": steps,
         "seed": args.seed,
+        "collective_timeout_s": float(args.ddp_timeout),
         "data_shuffle_seed": args.data_seed,
         "checkpoint_root_directory": root,
         "max_tokens_per_microbatch": args.max_tokens_per_microbatch,

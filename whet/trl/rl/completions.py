@@ -55,7 +55,7 @@ class Completions:
 
     def write(self, step: int) -> None:
         """Prints, stores and sends the pending completions. Args: step: optimizer steps so far."""
-        if not self.pending or not self.args.log_completions:
+        if not self.pending or not self.args.log_completions or not self.args.should_log:
             return
         import pandas
 

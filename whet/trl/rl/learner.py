@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from whet.config import Mode
 from whet.data.prompts import PromptEncoder
 from whet.envs.tool_calls import parse_turn
+from whet.errors import ConfigError
 from whet.learners.grpo import GRPOLearner
 from whet.learners.rl_task import RLTask
 from whet.learners.step import Step
@@ -61,12 +62,16 @@ class TRLLearner(GRPOLearner):
         """Completes prompts by rollout_func, else by the model's custom `generate`, else by the engine."""
         count = self.num_generations_of(mode)
         if self.agents.rollout_func is not None:
-            groups = self.agents.call_rollout_func(self.trainer, prompts, count, self.cluster.eos_ids)
-            return self.parse_messages(groups)
+            return self.parse_messages(self._call_rollout_func(prompts, count))
         prompts, play = self.agents.start_episodes(self, prompts, count, mode, first)
         if (model := self._custom_generate_model()) is None:
             return self.parse_messages(
                 self.cluster.sample(prompts, num_generations=count, step=step, first=first, mode=mode, play=play)
+            )
+        if (size := self.cluster.ranks.size) > 1:
+            raise ConfigError(
+                f"WORLD_SIZE is {size}, and a custom generate or beam search samples in one process in this release; "
+                "start one process, or give rollout_func, which each process calls with its own prompts"
             )
         config, sampling = self.cluster.rollout_for(mode), self.cluster.sampling(mode)
         if play is None:
@@ -92,6 +97,14 @@ class TRLLearner(GRPOLearner):
                 version=self.cluster.actor.version,
             )
         return self.parse_messages(groups)
+
+    def _call_rollout_func(self, prompts: Sequence[Prompt], count: int) -> list[Group]:
+        """Completes prompts by rollout_func; of several processes each completes a share."""
+        with self.cluster.actor.rollout_weights():
+            shares = self.cluster.ranks.scatter_gather(
+                lambda own: self.agents.call_rollout_func(self.trainer, own, count, self.cluster.eos_ids), prompts
+            )
+        return [group for share in shares for group in share]
 
     def _custom_generate_model(self) -> nn.Module | None:
         """The model with a custom `generate`, or the model if the arguments ask for beam search; None = the engine."""

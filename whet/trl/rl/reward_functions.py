@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import PurePosixPath
 from types import FunctionType
 from typing import Any
@@ -20,6 +20,7 @@ from torch import nn
 from whet.data.tokenizer import load_tokenizer
 from whet.errors import ConfigError
 from whet.models.load import load_model
+from whet.parallel.ranks import Ranks
 from whet.rewards.call import RewardInputs
 from whet.rewards.manager import RewardManager
 from whet.rewards.model import RewardModel
@@ -36,11 +37,12 @@ log = logging.getLogger("whet")
 class RewardLog:
     """Collects the columns and metrics that reward functions log.
 
-    Args: state: returns the trainer's current state, the keyword trainer_state.
+    Args: state: returns the trainer's current state, the keyword trainer_state. ranks: returns the processes; of
+        several, each calls the functions for its own groups.
     """
 
-    def __init__(self, state: Callable[[], Any]) -> None:
-        self._state = state
+    def __init__(self, state: Callable[[], Any], ranks: Callable[[], Ranks] = Ranks) -> None:
+        self._state, self._ranks = state, ranks
         self.columns: dict[str, list[Any]] = {}
         self.metrics: dict[str, list[float]] = {}
 
@@ -57,10 +59,20 @@ class RewardLog:
         self.metrics.setdefault(name, []).append(float(value))
 
     def take(self) -> tuple[dict[str, list[Any]], dict[str, float]]:
-        """Returns the columns and metrics since the last call, and clears them."""
-        columns, metrics = self.columns, {n: sum(v) / len(v) for n, v in self.metrics.items()}
+        """Returns the columns and metrics of all processes since the last call, and clears them."""
+        everywhere = self._ranks().all_gather((self.columns, self.metrics))
         self.columns, self.metrics = {}, {}
-        return columns, metrics
+        columns, metrics = (_joined(part) for part in zip(*everywhere, strict=True))
+        return columns, {n: sum(v) / len(v) for n, v in metrics.items()}
+
+
+def _joined(parts: Iterable[Mapping[str, list[Any]]]) -> dict[str, list[Any]]:
+    """The lists of several dicts, joined by name."""
+    joined: dict[str, list[Any]] = {}
+    for part in parts:
+        for name, values in part.items():
+            joined.setdefault(name, []).extend(values)
+    return joined
 
 
 class TRLRewards(RewardManager):
@@ -112,7 +124,8 @@ class TRLRewards(RewardManager):
             first = int(unscored[0])
             kwargs = {"prompt": rewards.inputs.prompts[first], "completion": rewards.inputs.completions[first]}
             log.warning("All reward functions returned None for the following kwargs: %s. Its advantage is 0.", kwargs)
-        return rewards
+        # other processes get the rewards, and methods of this one's trainer are nothing for them
+        return dataclasses.replace(rewards, inputs=dataclasses.replace(rewards.inputs, extras={}))
 
 
 def make_reward_functions(

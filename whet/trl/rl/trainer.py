@@ -87,6 +87,11 @@ class RLTrainer(Trainer):
         model = unwrap_peft(model)
         args = self.args
         self.agents = Agents(tools, environment_factory, rollout_func, self.processing_class, args)
+        if args.world_size > 1 and self.agents.has_tools:
+            raise ConfigError(
+                f"WORLD_SIZE is {args.world_size}, and tools and environments run in one process in this release; "
+                "start one process, or give rollout_func, which each process calls with its own prompts"
+            )
         self.rollout_func, self.tools = rollout_func, self.agents.functions(tools or ())
         self.completions = Completions(args)
         if args.sync_ref_model and (peft_config is not None or model is not self._original_model):
@@ -94,7 +99,7 @@ class RLTrainer(Trainer):
                 "You passed `sync_ref_model=True` while using a PEFT model: the reference is the base under the "
                 "adapter, and there is no second model to synchronize; set `sync_ref_model=False`, or train all weights"
             )
-        self.reward_log = RewardLog(lambda: self.state)
+        self.reward_log = RewardLog(lambda: self.state, lambda: self.models.ranks)
         self._metrics: dict[str, dict[str, list[float]]] = {"train": defaultdict(list), "eval": defaultdict(list)}
         """Values that a script appends; the next log or evaluation has their means."""
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset

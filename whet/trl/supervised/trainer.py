@@ -2,8 +2,8 @@
 
     rows -> Examples (examples.py, packs.py) -> one of whet's supervised learners
 
-A step is one update of per_device_train_batch_size * gradient_accumulation_steps rows. Read `__init__` first, then the
-methods that a subclass overrides: `encoder`, `make_models`, `make_learner`.
+A step is one update of per_device_train_batch_size * gradient_accumulation_steps rows in each process. Read `__init__`
+first, then the methods that a subclass overrides: `encoder`, `make_models`, `make_learner`.
 """
 
 from __future__ import annotations
@@ -245,7 +245,12 @@ class SupervisedTrainer(Trainer):
     @property
     def rows_per_update(self) -> int:
         """Rows of an optimizer step."""
-        return self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
+        return self._rows_per_micro_step * self.args.gradient_accumulation_steps
+
+    @property
+    def _rows_per_micro_step(self) -> int:
+        """Rows of a forward pass of all processes."""
+        return self.args.per_device_train_batch_size * self.args.world_size
 
     def train_rows(self) -> Any:
         """The Examples to train on. Raises ConfigError: there are none."""
@@ -282,7 +287,7 @@ class SupervisedTrainer(Trainer):
         if not isinstance(self._rows, list) or not self.updates_per_epoch:
             super().set_epoch()
             return
-        micro = max(1, -(-len(self._rows) // self.args.per_device_train_batch_size))
+        micro = max(1, -(-len(self._rows) // self._rows_per_micro_step))
         epochs, updates = divmod(self.state.global_step, self.updates_per_epoch)
         self.state.epoch = epochs + min(updates * self.args.gradient_accumulation_steps, micro) / micro
 

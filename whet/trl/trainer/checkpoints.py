@@ -37,13 +37,13 @@ class TrainerCheckpoints(Checkpoints):
 
     def __init__(self, trainer: Any, root: str | None) -> None:
         models = trainer.models
-        super().__init__(root, models.trainers, models.workers)
+        super().__init__(root, models.trainers, models.workers, ranks=models.ranks)
         self._trainer = trainer
 
     def open(self, *, new: bool = False) -> None:
         """Creates and locks output_dir, and removes unfinished files of a killed run. Args: new: has no effect."""
         self.run = secrets.token_hex(8)  # new for each run, which writes later checkpoints again after a resume
-        if self.root is None or self._lock is not None:
+        if self.root is None or self._lock is not None or not self.ranks.is_writer:
             return
         try:
             self.root.mkdir(parents=True, exist_ok=True)
@@ -77,12 +77,18 @@ class TrainerCheckpoints(Checkpoints):
         folder = self.of_step(step)
         if folder is None:
             return None
-        if read_run_id(folder) == self.run:
+        if self.ranks.broadcast(read_run_id(folder) == self.run):
             return folder
         self._trainer.prepare_save()
+        if not self.ranks.is_writer:  # it gives its shards to the first process
+            place = self.ranks.broadcast(None)
+            self.write_files(None, state=state, tokenizer=tokenizer)
+            self._trainer.save_user_files(place)
+            return folder
         state = {**state, "trl": self._trainer.resume_state()}  # prepare_save has updated the best checkpoint
 
         def fill(place: Path) -> None:
+            self.ranks.broadcast(place)
             self.write_files(place, state=state, tokenizer=tokenizer)
             separate_training_state(place)
             self._trainer.save_user_files(place)

@@ -26,6 +26,7 @@ class HubMixin:
     TRAINED_BY: ClassVar[str] = ""
     args: Any
     model: Any
+    models: Any
     worker: Any
     processing_class: Any
     state: Any
@@ -34,7 +35,7 @@ class HubMixin:
         """Writes the model and the tokenizer in Hugging Face's format. Args: output_dir: None = args.output_dir."""
         folder = Path(output_dir or self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        self.worker.export(folder, self.processing_class)
+        self.worker.export(folder if self.args.should_save else None, self.processing_class)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub("Model save")
 
@@ -45,16 +46,22 @@ class HubMixin:
 
     def save_state(self) -> None:
         """Writes trainer_state.json into output_dir."""
+        if not self.args.should_save:
+            return
         Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
         self.state.save_to_json(str(Path(self.args.output_dir) / "trainer_state.json"))
 
     def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
         """Prints metrics, sorted by name. Args: split: train, eval, ..."""
+        if not self.args.should_log:
+            return
         width = max(map(len, metrics), default=0)
         print(f"***** {split} metrics *****", *(f"  {n:<{width}} = {metrics[n]}" for n in sorted(metrics)), sep="\n")  # noqa: T201
 
     def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
         """Writes metrics to {split}_results.json in output_dir. Args: combined: also add them to all_results.json."""
+        if not self.args.should_save:
+            return
         folder = Path(self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{split}_results.json").write_text(json.dumps(dict(metrics), indent=4, sort_keys=True))
@@ -70,6 +77,8 @@ class HubMixin:
         tags: str | Sequence[str] | None = None,
     ) -> None:
         """Writes README.md into output_dir. Args: dataset_name: the data set's name on the hub. tags: further tags."""
+        if not self.args.should_save:
+            return
         folder = Path(self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         base = self.model.name_or_path or None
@@ -100,16 +109,20 @@ class HubMixin:
         self.save_model(_internal_call=True)
         self.create_model_card(**card_fields)
         folder = Path(args.output_dir)
-        commit = push_folder(
-            folder,
-            args.hub_model_id or folder.resolve().name,
-            (folder / "README.md").read_text(),
-            private=args.hub_private_repo is not False,
-            message=commit_message or "End of training",
-            branch=revision or args.hub_revision,
-            token=token or args.hub_token,
-        )
-        return str(commit.url)
+
+        def push() -> str:
+            commit = push_folder(
+                folder,
+                args.hub_model_id or folder.resolve().name,
+                (folder / "README.md").read_text(),
+                private=args.hub_private_repo is not False,
+                message=commit_message or "End of training",
+                branch=revision or args.hub_revision,
+                token=token or args.hub_token,
+            )
+            return str(commit.url)
+
+        return self.models.ranks.call_on_writer(push)
 
 
 def model_card(name: str, method: str, base: str | None, dataset: str | None, tags: Sequence[str]) -> str:

@@ -106,8 +106,11 @@ class CallbackTask(Task):
             run.control.stop = True
 
     def _act_on_flags(self, run: Any) -> None:
-        """Logs, evaluates and saves as the flags of `control` say."""
+        """Logs, evaluates and saves as the flags of `control` say, of several processes those of any."""
         trainer = self.trainer
+        everywhere = trainer.models.ranks.all_gather([getattr(trainer.control, name) for name in _FLAGS])
+        for name, values in zip(_FLAGS, zip(*everywhere, strict=True), strict=True):
+            setattr(trainer.control, name, any(values))
         if trainer.control.should_log:
             trainer.log_window()
         if trainer.control.should_evaluate:

@@ -138,7 +138,7 @@ class Trainer(HubMixin):
             check_hub_token(args.hub_token)
         if args.tf32 is not None:
             torch.backends.cuda.matmul.allow_tf32 = args.tf32
-        if args.log_level != "passive":
+        if args.log_level != "passive" or not args.should_log:
             log.setLevel(args.get_process_log_level())
             transformers_logging.set_verbosity(args.get_process_log_level())
         loggers = [] if not args.report_to else _reporting_callbacks(args.report_to)
@@ -150,7 +150,7 @@ class Trainer(HubMixin):
                 callback.logging_dir = str(Path(args.logging_dir).expanduser())
         self.callback_handler.add_callback(PrinterCallback if args.disable_tqdm else ProgressCallback)
         self.control = TrainerControl()
-        self.state = TrainerState(stateful_callbacks=self._stateful())
+        self.state = self._new_state()
         self.window, self.losses = MetricsWindow(), list[float]()
         self.run: Any = None
         self.scheduler: Any = None
@@ -160,10 +160,22 @@ class Trainer(HubMixin):
         self.eval_rows: Mapping[str, Any] = {}
         """The evaluation sets by name; "" is the name of a single set."""
         self.accelerator = SimpleNamespace(
-            device=args.device, is_main_process=True, is_local_main_process=True, num_processes=1, process_index=0,
-            local_process_index=0, unwrap_model=lambda model, *_, **__: model, wait_for_everyone=lambda: None,
-            print=print,
+            device=args.device, is_main_process=args.should_log, is_local_main_process=args.local_process_index == 0,
+            num_processes=args.world_size, process_index=args.process_index,
+            local_process_index=args.local_process_index, unwrap_model=lambda model, *_, **__: model,
+            wait_for_everyone=lambda: self.models.ranks.all_gather(None),
+            print=print if args.should_log else lambda *_, **__: None,
         )  # fmt: skip
+
+    def _new_state(self, **values: Any) -> TrainerState:
+        """The state of a run. Args: values: of a checkpoint; without them the run is a new one."""
+        state = TrainerState(**(values or {"stateful_callbacks": self._stateful()}))
+        state.is_world_process_zero, state.is_local_process_zero = self._is_zero()
+        return state
+
+    def _is_zero(self) -> tuple[bool, bool]:
+        """Whether this process is the first of all, and of its machine."""
+        return self.args.process_index == 0, self.args.local_process_index == 0
 
     def _stateful(self) -> list[Any]:
         return [c for c in [*self.callback_handler.callbacks, self.control] if isinstance(c, ExportableState)]
@@ -202,6 +214,11 @@ class Trainer(HubMixin):
                 raise ConfigError("both optimizers and optimizer_cls_and_kwargs are set; give one of them")
             set_scheduler = partial(setattr, self, "scheduler")
             return factories.optimizer_from_class(*cls_and_kwargs, self.args, self.max_steps or 1, set_scheduler)
+        if optimizer is not None and self.args.world_size > 1:
+            raise ConfigError(
+                f"optimizers has an optimizer over the whole model's weights, of which each of {self.args.world_size} "
+                "processes has a shard; set optim and lr_scheduler_type, or give optimizer_cls_and_kwargs"
+            )
         if optimizer is not None:
             return factories.existing_optimizer(optimizer, self.scheduler, self.args.max_grad_norm)
         if self.scheduler is not None:
@@ -256,13 +273,15 @@ class Trainer(HubMixin):
         return self.processing_class
 
     def is_world_process_zero(self) -> bool:
-        """Whether this process writes files; True."""
-        return True
+        """Whether this process writes files."""
+        return self._is_zero()[0]
 
-    is_local_process_zero = is_world_process_zero
+    def is_local_process_zero(self) -> bool:
+        """Whether this process is the first of its machine."""
+        return self._is_zero()[1]
 
     def end(self) -> None:
-        """Does nothing: there is one process, and loggers end by themselves."""
+        """Does nothing: processes and loggers end by themselves."""
 
     def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
         """Adds a callback after the others."""
@@ -328,9 +347,12 @@ class Trainer(HubMixin):
         self.read_changes()
         self._restart_optimizer()
         factories.begin_schedule(self)
-        resume = None if not resume_from_checkpoint else find_checkpoint(self.args.output_dir, resume_from_checkpoint)
+        resume = None
+        if resume_from_checkpoint:
+            find = partial(find_checkpoint, self.args.output_dir, resume_from_checkpoint)
+            resume = self.models.ranks.call_on_writer(find)
         self.resume_from(None if resume is None else str(resume))
-        self.state = TrainerState(stateful_callbacks=self._stateful())
+        self.state = self._new_state()
         self.window, self.losses, started = MetricsWindow(), [], time.monotonic()
         with self.attention.whet():
             self.learner.train(self.train_rows())
@@ -498,11 +520,15 @@ class Trainer(HubMixin):
     def save_weights(self) -> None:
         """Writes a checkpoint without optimizer state, for save_only_model or save_strategy="no"."""
         folder = checkpoint_path(self.args.output_dir, self.state.global_step)
-        folder.parent.mkdir(parents=True, exist_ok=True)
         self.prepare_save()
-        Checkpoints.export(folder, self.run.step, self.worker, self.processing_class)
+        if self.args.should_save:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            Checkpoints.export(folder, self.run.step, self.worker, self.processing_class)
+        else:  # it gives its shards to the first process
+            self.worker.export(None)
         self.save_user_files(folder)
-        self.state.save_to_json(str(folder / "trainer_state.json"))
+        if self.args.should_save:
+            self.state.save_to_json(str(folder / "trainer_state.json"))
         self.after_save(folder)
 
     def prepare_save(self) -> None:
@@ -516,7 +542,8 @@ class Trainer(HubMixin):
         """Removes the oldest checkpoints after one was written, and calls on_save."""
         state = self.state
         best = [Path(state.best_model_checkpoint)] if state.best_model_checkpoint else []
-        rotate_checkpoints(self.args.output_dir, self.args.save_total_limit, [folder, *best])
+        if self.args.should_save:
+            rotate_checkpoints(self.args.output_dir, self.args.save_total_limit, [folder, *best])
         self.call_event("on_save")
 
     def _load_best(self, folder: Path) -> None:
@@ -530,7 +557,7 @@ class Trainer(HubMixin):
 
     def load_resume_state(self, saved: Mapping[str, Any]) -> None:
         """Restores `resume_state`. If the best checkpoint has moved, it is expected in output_dir."""
-        self.state = TrainerState(**json.loads(saved["state"]))
+        self.state = self._new_state(**json.loads(saved["state"]))
         best = self.state.best_model_checkpoint
         if best is not None and not Path(best).is_dir():
             self.state.best_model_checkpoint = str(Path(self.args.output_dir) / Path(best).name)

@@ -1,0 +1,137 @@
+"""LiveView: a run in a terminal, as a few lines that update: step, phase, time left, and metrics with their curves."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, Literal
+
+from whet.observe.progress import Progress, force_terminal, format_short, sparkline, terminal_console
+
+__all__ = ["LiveView", "View", "make_progress"]
+
+View = Literal["auto", "rich", "lines"]
+CELLS = (
+    ("KL", ("kl", "sampling/kl_to_inference")),
+    ("entropy", ("entropy/token_mean", "entropy")),
+    ("grad norm", ("grad_norm",)),
+    ("length", ("completions/mean_length",)),
+    ("truncated", ("completions/clipped_ratio",)),
+    ("accuracy", ("rewards/accuracies", "accuracy", "mean_token_accuracy")),
+    ("tokens/s", ("perf/tokens_per_second",)),
+    ("memory", ("memory/peak_allocated", "peak memory")),
+)
+"""Beside the main metric: the name that is shown, and the metrics of which the first that a run has is taken."""
+_NAME, _VALUE, _GAP = 10, 8, 2
+_BYTES = 1 if sys.platform == "darwin" else 1024
+"""The unit of getrusage's memory."""
+
+
+def make_progress(view: View, total: int | None, *, phase: Callable[[], str], **options: Any) -> Progress:
+    """The display of a run: a LiveView, or plain lines.
+
+    Args:
+        view: "auto" = a LiveView if stderr is a terminal; "rich" = a LiveView in any case; "lines" = lines.
+        total, options: as of Progress.
+        phase: returns what the run does now.
+    """
+    if view == "rich":
+        force_terminal()
+    if view == "lines" or not terminal_console().is_terminal:
+        return Progress(total, bar=False, **options)
+    return LiveView(total, phase=phase, **options)
+
+
+class LiveView(Progress):
+    """Shows a run in a terminal.
+
+    Args:
+        total, options: as of Progress.
+        phase: returns what the run does now.
+    """
+
+    def __init__(self, total: int | None, *, phase: Callable[[], str], **options: Any) -> None:
+        super().__init__(total, **options)
+        self._phase = phase
+        self._step = self.start
+        self._series: dict[str, list[float]] = {}
+        self._drawn: tuple[int, int, list[str]] = (-1, 0, [])
+        """The step and the width of the last drawing of the metrics, and its lines."""
+        self._shown_phase, self._phase_since = "", self._begun
+
+    def update(
+        self,
+        step: int,
+        *,
+        value: float,
+        tokens_per_s: float,
+        fields: Mapping[str, str] | None = None,
+        row: Mapping[str, float] | None = None,
+    ) -> None:
+        """Shows one more step. Args: as of Progress.update; the metrics come from `row`."""
+        peak = float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _BYTES)
+        known = {"peak memory": peak, **(row or {})}
+        found = [(self.metric, value)]
+        for name, metrics in CELLS:
+            found += [(name, known[m]) for m in metrics if m in known][:1]
+        for name, number in found:
+            self._series.setdefault(name, []).append(number)
+        self._step = step
+
+    def _make_bar(self) -> Any:
+        from rich.live import Live
+
+        return Live(get_renderable=self._render, console=terminal_console(), refresh_per_second=4)
+
+    def _render(self) -> Any:
+        from rich.text import Text
+
+        width = terminal_console().width
+        if self._drawn[:2] != (self._step, width):
+            self._drawn = (self._step, width, self._cells(width))
+        return Text("\n".join([self._head(width), *self._drawn[2]]), no_wrap=True, overflow="crop")
+
+    def _head(self, width: int) -> str:
+        """Step, phase and time."""
+        now = time.monotonic()
+        if (phase := self._phase() or "between steps") != self._shown_phase:
+            self._shown_phase, self._phase_since = phase, now
+        title = f"{self.description} {self._step}" + ("" if self.total is None else f"/{self.total}")
+        spent = timedelta(seconds=round(now - self._begun))
+        texts = [f"{phase} {now - self._phase_since:.0f} s", f"{spent} spent", *self._time_left(self._step)]
+        if len("  ".join([title, *texts])) > width:
+            del texts[1]
+        tail = "  ".join(texts)
+        room = width - len(title) - len(tail) - 2 * _GAP
+        if self.total is None or room < 8:
+            return f"{title}  {tail}"
+        done = round(min(1.0, self._step / max(1, self.total)) * room)
+        return f"{title}  {'━' * done}{'─' * (room - done)}  {tail}"
+
+    def _cells(self, width: int) -> list[str]:
+        """The metrics, in two columns where the terminal is wide enough."""
+        columns = 2 if width >= 70 else 1
+        size = (width - _GAP * (columns - 1)) // columns
+        curve = max(0, size - _NAME - _VALUE - 2)
+        cells = [
+            f"{name:<{_NAME}.{_NAME}} {_number(name, values[-1]):>{_VALUE}} {sparkline(values, curve) if curve else ''}"
+            for name, values in list(self._series.items())
+        ]
+        rows = (cells[i : i + columns] for i in range(0, len(cells), columns))
+        return [(" " * _GAP).join(f"{cell:<{size}.{size}}" for cell in row).rstrip() for row in rows]
+
+
+def _number(name: str, value: float) -> str:
+    """Formats a metric.
+
+    >>> _number("memory", 2.5e9), _number("truncated", 0.25), _number("KL", 0.0123)
+    ('2.5 GB', '25%', '0.0123')
+    """
+    if name == "memory":
+        return f"{value / 1e9:.1f} GB" if value >= 1e9 else f"{value / 1e6:.0f} MB"
+    if name == "truncated":
+        return f"{value:.0%}"
+    return format_short(value) if name in ("tokens/s", "length") else f"{value:.3g}"
