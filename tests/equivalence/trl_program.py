@@ -30,8 +30,9 @@ def score(completion_ids, log_metric, log_extra, **_):
 
 def sft(folder, steps):
     args = SFTConfig(folder, **{**fields, "max_steps": steps}, train_sampling_strategy="sequential", max_length=32)
-    return SFTTrainer(f"{sys.argv[1]}/model", args, train_dataset=rows, eval_dataset=rows[:3], processing_class=byte_tokenizer(),
-                      peft_config=LoraConfig(r=2, target_modules="all-linear"))  # fmt: skip
+    adapter = LoraConfig(r=2, target_modules="all-linear")
+    return SFTTrainer(f"{sys.argv[1]}/model", args, train_dataset=rows, eval_dataset=rows[:3], peft_config=adapter,
+                      processing_class=byte_tokenizer())  # fmt: skip
 
 
 def grpo(folder, steps):

@@ -235,9 +235,10 @@ def test_a_default_of_tunix_s_without_effect_is_not_warned_of(caplog):
     ("meshes", "message"),
     [
         ("cuda", "the meshes are 'cuda' (str), and must be a dict of Role to mesh"),
-        ({Role.ACTOR: "cuda"}, "the mesh of actor is 'cuda' (str); a mesh is torch's DeviceMesh of one device"),
-        ({"rollout": {"fsdp": 2}}, "the mesh of rollout is {'fsdp': 2} (dict); a mesh is torch's DeviceMesh"),
-        ({Role.ACTOR: ((1, 1), ("fsdp", "tp"))}, "the mesh of actor is ((1, 1), ('fsdp', 'tp')) (tuple)"),
+        ({Role.ACTOR: "cuda"}, "the mesh of actor is 'cuda' (str); a mesh is a torch DeviceMesh, a jax Mesh, a dict"),
+        ({"rollout": {"fsdp": 2}}, "the mesh of rollout is fsdp=2 = 2 devices, and torchrun has started 1 process(es)"),
+        ({Role.ACTOR: ((1, 2), ("fsdp", "tp"))}, "fsdp=1 x tp=2 = 2 devices, and whet shards over axes of data alone"),
+        ({Role.ACTOR: ((1, 2), ("fsdp",))}, "the mesh of actor is ((1, 2), ('fsdp',)) (tuple)"),
         ({"actr": None}, "unknown role of a mesh 'actr'; did you mean actor?"),
     ],
 )
@@ -247,19 +248,31 @@ def test_a_wrong_mesh_is_refused(meshes, message):
     assert message in str(error.value)
 
 
-def test_a_mesh_of_one_device_says_where_a_role_lies_and_one_of_two_is_refused():
-    class Mesh(SimpleNamespace):
-        def size(self):
-            return self.devices
+def torch_mesh(*shape, device="cpu", names=None):
+    return SimpleNamespace(device_type=device, shape=shape, mesh_dim_names=names)
 
-    meshes = {"actor": Mesh(device_type="cpu", devices=1), "critic": None}
-    assert ClusterConfig(role_to_mesh=meshes).role_to_mesh.keys() == {Role.ACTOR}
-    with pytest.raises(ConfigError, match="the mesh of actor has 2 devices, and one process trains on one"):
-        ClusterConfig(role_to_mesh={"actor": Mesh(device_type="cpu", devices=2)})
+
+@pytest.mark.parametrize(
+    ("mesh", "processes"),
+    [
+        (torch_mesh(1), 1),
+        (torch_mesh(2), 2),
+        (torch_mesh(2, 2, names=("replica", "fsdp")), 4),
+        (SimpleNamespace(axis_names=("fsdp", "tp"), shape={"fsdp": 2, "tp": 1}), 2),
+        ({"dp": 2, "fsdp": 2}, 4),
+        (((4, 1), ("fsdp", "tp")), 4),
+    ],
+)
+def test_a_mesh_of_torchruns_processes_is_taken_and_another_refused(mesh, processes, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", str(processes))
+    assert ClusterConfig(role_to_mesh={"actor": mesh, "critic": None}).role_to_mesh.keys() == {Role.ACTOR}
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ConfigError, match=rf"= {processes} devices, and torchrun has started 3 process\(es\)"):
+        ClusterConfig(role_to_mesh={"actor": mesh})
 
 
 def test_a_mesh_says_on_which_kind_of_device_a_role_is_loaded():
-    mesh = SimpleNamespace(device_type="meta")
+    mesh = torch_mesh(1, device="meta")
     config = ClusterConfig(role_to_mesh={Role.REFERENCE: mesh, Role.ROLLOUT: None})
     made = RLCluster(actor=tiny_model(), tokenizer=byte_tokenizer(), cluster_config=config)
     assert made.r2m == {Role.REFERENCE: mesh}

@@ -13,7 +13,7 @@ _INTRO = """# From RL2
 RL2's commands run with one word changed, under `torchrun` too:
 
 ```
-torchrun --nproc_per_node=1 -m whet.rl2 ppo \\
+torchrun --nproc_per_node=2 -m whet.rl2 ppo \\
     data.train_data_path=train@Chenmien/SearchR1 \\
     data.prompts_per_rollout=256 \\
     data.responses_per_prompt=8 \\
@@ -33,6 +33,10 @@ command written with keys of 2026 (`rollout.train.*`, `trainer.total_steps`, `ac
 2026, one with those of the release of September 2025, PyPI's (`train_data.*`, `test_data.*`; `trainer.use_wandb` in
 sft, rm and dpo), its own (`actor.tis_coef=2`), any other those of July 2025 (a constant learning rate, 12 updates of
 the critic, no least rate).
+
+Under torchrun every model is sharded over all processes ([Several processes](scaling.md)); batches are of all of them,
+as in RL2. `ddp_size` and `fsdp_size` may be left out; if not, they must give the number of processes. Offloading, on by
+default here as there, is off with several processes, and `offload_model=true` is refused.
 
 A value may refer to another of the command, or of its `--config FILE`, as OmegaConf has it:
 `trainer.save_dir='ckpts/${trainer.project}/${trainer.experiment_name}'`, `${oc.env:HOME}` and `${oc.env:NAME,default}`.

@@ -237,7 +237,7 @@ TUNIX_FIELDS: dict[type, dict[str, Field]] = {
         "compute_logps_chunk_size": Field(0, "no effect", "logits are always made a chunk at a time"),
     },
     ClusterConfig: {
-        "role_to_mesh": Field(REQUIRED, "other", "None or {} = this process's device"),
+        "role_to_mesh": Field(REQUIRED, "other", "checked: axes of data whose product is torchrun's processes"),
         "role_to_logical_axis_rule": Field(None, "refused", "parameters are sharded by mesh axis"),
         "rollout_engine": Field(
             "vanilla",
@@ -436,7 +436,10 @@ print([row["reward"] for row in run.rows])
 
 - **Names**: `whet.tunix` has the names of all of Tunix's packages. Importing a name that whet does not offer raises an
   error with the reason.
-- **Devices**: Tunix has a mesh for each role. In whet all roles share the devices of a run; leave `role_to_mesh` out.
+- **Devices**: Tunix has a mesh for each role. In whet all roles share the processes of `torchrun`, each with one
+  device, and every model is sharded over all of them ([Several processes](scaling.md)): leave `role_to_mesh` out. A
+  mesh (torch's, jax's, `{"fsdp": 2}` or `((2, 1), ("fsdp", "tp"))`) is checked: an axis of tensors above 1, or another
+  product than the number of processes, is refused with the arithmetic.
 - **Optimizer**: an optax transformation in Tunix; in whet an `OptimConfig`, which has fields for clipping, schedule and
   decay, or a function that makes a torch optimizer.
 - **Model**: Tunix calls a loader of the model family twice; whet reads a Hugging Face folder or hub name once.

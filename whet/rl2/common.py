@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from whet.parallel.torchrun_env import world_size
 from whet.rl2.parsed_args import ParsedArgs
 
-__all__ = ["WhetKeys", "split_of", "translate_models", "translate_trainer"]
+__all__ = ["WhetKeys", "check_sizes", "split_of", "translate_models", "translate_trainer"]
 
 WhetKeys = dict[str, Any]
 """Dotted keys of whet's and their values."""
@@ -32,8 +33,30 @@ def translate_models(args: ParsedArgs) -> WhetKeys:
             flat[f"{sections[role]}.gradient_checkpointing"] = args.get(*names, default=True)
             flat |= {**translate_optimizer(args, role, sections[role]), **translate_adapter(args, role, sections[role])}
     switches = [args.get(f"{role}.offload_{what}") for role in roles for what in ("model", "optimizer")]
-    flat["offload_to_cpu"] = True in switches or False not in switches
+    flat["offload_to_cpu"] = True in switches or (False not in switches and world_size() == 1)
     return flat
+
+
+def check_sizes(args: ParsedArgs, role: str) -> None:
+    """Notes sizes of a role's device mesh that torchrun's processes don't have, or that whet can't run.
+
+    As in RL2, a missing fsdp_size, or 0, is what the other sizes leave.
+    """
+    processes = world_size()
+    ddp, *axes = (args.get_count(f"{role}.{name}_size") for name in ("ddp", "tp", "sp", "cp"))
+    shards = args.get(f"{role}.fsdp_size") or max(processes // ddp, 1)
+    for name, size in zip(("tp", "sp", "cp"), axes, strict=True):
+        if size > 1:
+            rest = f" = {size} x {processes // size}" if processes % size == 0 else f", no multiple of {size}"
+            args.problems.append(
+                f"{role}.{name}_size={size} is refused: there are {processes} process(es){rest}, and whet shards each "
+                "model over all; tensor, sequence and context parallelism are not supported; set it to 1"
+            )
+    if ddp * shards != processes:
+        args.problems.append(
+            f"{role}: ddp_size={ddp} x fsdp_size={shards} = {ddp * shards} processes, and torchrun has started "
+            f"{processes}; start torchrun --nproc_per_node={ddp * shards}, or leave both out: whet shards over all"
+        )
 
 
 def _has_role(args: ParsedArgs, role: str) -> bool:

@@ -17,6 +17,7 @@ from whet.data.prompt_stream import first_row
 from whet.data.sources import load_rows
 from whet.envs import load_script
 from whet.errors import ConfigError
+from whet.parallel.processes import join_processes
 from whet.rl2.parsed_args import ParsedArgs
 from whet.storage.checkpoint import list_checkpoints
 
@@ -29,7 +30,12 @@ def train(args: ParsedArgs, config: Any) -> dict[str, Any]:
     """Trains. Args: args: the command. config: its translation. Returns: the run's summary."""
     if args.trainer == "ppo" and config.rollout.env_path is not None:
         load_script(config.rollout.env_path, turns=config.rollout.max_turns)  # raises before the first line of the log
-    config = with_columns(with_folder(_with_loggers(config), args), args)
+    ranks = join_processes(config.trainer.collective_timeout_s)
+    wanted = [key for key, value in args.values.items() if key.endswith(".ddp_size") and value not in (None, 1)]
+    for key in wanted:
+        log.info("%s=%s: whet shards over all %d processes; the update is the same", key, args.values[key], ranks.size)
+    config = _with_loggers(config)
+    config = with_columns(ranks.call_on_writer(lambda: with_folder(config, args)), args)
     if args.trainer != "ppo":
         return {"sft": supervised.sft, "rm": supervised.rm, "dpo": supervised.dpo}[args.trainer](config)
     config = with_steps(config)

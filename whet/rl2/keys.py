@@ -29,10 +29,9 @@ def computed(key: str = "", note: str = "") -> Field:
     return Field(state="other", note=note, key=key)
 
 
-_OWN_COMMANDS = "whet's own commands shard a model over the processes of torchrun (whet docs scaling)"
-_ONE = refused(None, "tensor, sequence and context parallelism are not supported; set it to 1", harmless=(1,))
-_DDP = refused(None, f"whet.rl2 is made for one process, set it to 1; {_OWN_COMMANDS}", harmless=(1,))
-_FSDP = _DDP._replace(harmless=(0, 1))
+_ONE = refused(None, "the engine of each process has a whole model; set it to 1", harmless=(1,))
+_SHARDS = computed("", "ddp_size x fsdp_size must be torchrun's processes; whet shards over all of them")
+_AXIS = computed("", "must be 1: there is no tensor, sequence or context parallelism")
 MEGATRON = "whet does not use Megatron; leave its keys out"
 """The reason to refuse Megatron's keys."""
 _LIGER = "whet never computes a whole row of logits; its fused layers run on a CPU only, and it has none for a GPU"
@@ -91,11 +90,11 @@ def _model(role: str, section: str) -> dict[str, Field]:
         "dtype": computed(
             f"{section}.dtype", "bfloat16 or float32; master weights are fp32 in both; float16 is refused"
         ),
-        "ddp_size": _DDP,
-        "fsdp_size": _FSDP,
-        "tp_size": _ONE,
-        "sp_size": _ONE,
-        "cp_size": _ONE,
+        "ddp_size": _SHARDS,
+        "fsdp_size": _SHARDS,
+        "tp_size": _AXIS,
+        "sp_size": _AXIS,
+        "cp_size": _AXIS,
         "max_length_per_device": inert(None, _BUDGET),
         "max_inference_length_per_device": inert(None, _BUDGET),
         "offload_model": computed("offload_to_cpu", _SWITCH),

@@ -114,7 +114,8 @@ class RLEngine(cluster.RLCluster):
     def device(self, role: Role) -> torch.device:
         """The device on which a role's model is loaded: the kind of its mesh, or the GPU if there is one."""
         mesh = self.r2m.get(roles.Role(role))
-        return super().device(role) if mesh is None else torch.device(mesh.device_type)
+        kind = getattr(mesh, "device_type", None)  # torch's mesh has one
+        return super().device(role) if kind is None else torch.device(kind)
 
     @property
     def restored_step(self) -> int:

@@ -497,7 +497,8 @@ class ClusterConfig(core.ClusterConfig):
     """
 
     role_to_mesh: Meshes | None = None
-    """Torch's DeviceMesh of each role, of one device; None or {} = all on this process's device."""
+    """The mesh of each role: torch's, jax's, or sizes by axis. It must have axes of data alone, with torchrun's
+    processes; None or {} = all of them."""
     role_to_logical_axis_rule: dict[Role, Any] | None = None
     """Must be None: parameters are sharded by mesh axis, there are no logical axes."""
     training_config: RLTrainingConfig = field(default_factory=RLTrainingConfig)

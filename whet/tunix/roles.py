@@ -1,7 +1,12 @@
-"""Tunix's Role, which has a member for the rollout, and the device mesh of each role, which has one device."""
+"""Tunix's Role, which has a member for the rollout, and the device mesh of each role.
+
+All roles share the processes of torchrun, each with one device, and every model is sharded over all of them. So a mesh
+is only checked: its axes must be of data (fsdp, dp), and have as many devices together as there are processes.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from enum import Enum
 from typing import Annotated, Any
@@ -9,11 +14,14 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 
 from whet.errors import ConfigError, format_value, lookup_error
+from whet.parallel.torchrun_env import world_size
 
 __all__ = ["Meshes", "Role", "check_meshes"]
 
-_RULE = "a mesh is torch's DeviceMesh of one device, e.g. init_device_mesh('cuda', (1,))"
-_FIX = "leave role_to_mesh out: a GPU is taken if there is one"
+_RULE = "a mesh is a torch DeviceMesh, a jax Mesh, a dict of sizes ({'fsdp': 2}), or sizes and names ((2,), ('fsdp',))"
+_FIX = "leave role_to_mesh out: whet shards over all processes"
+_DATA_AXES = ("data", "ddp", "dp", "fsdp", "replica")
+"""Names of axes over which whet can share a batch: it shards the models over all of them."""
 
 
 class Role(str, Enum):  # noqa: UP042 - as whet.config.Role, whose members equal these
@@ -35,14 +43,14 @@ def check_meshes(role_to_mesh: Any) -> dict[Role, Any]:
     """The mesh of each role that has one.
 
     Args: role_to_mesh: a mapping from roles, or their names, to meshes or None; None = no meshes.
-    Raises: ConfigError: it is not a mapping, a role is unknown, or a mesh is not a DeviceMesh of one device.
+    Raises: ConfigError: it is not a mapping, a role is unknown, a value is no mesh, or the processes can't be it.
 
-    >>> check_meshes({"actor": None}), check_meshes(None)
-    ({}, {})
-    >>> check_meshes({"actor": "cuda"})
+    >>> check_meshes({"actor": None}), check_meshes({"actor": {"fsdp": 1}})
+    ({}, {<Role.ACTOR: 'actor'>: {'fsdp': 1}})
+    >>> check_meshes({"actor": ((1, 4), ("fsdp", "tp"))})
     Traceback (most recent call last):
-    whet.errors.ConfigError: the mesh of actor is 'cuda' (str); a mesh is torch's DeviceMesh of one device, e.g. \
-init_device_mesh('cuda', (1,)); leave role_to_mesh out: a GPU is taken if there is one
+    whet.errors.ConfigError: the mesh of actor is fsdp=1 x tp=4 = 4 devices, and whet shards over axes of data alone, \
+without tp; make it fsdp=4, or leave role_to_mesh out: whet shards over all processes
     """
     if role_to_mesh is None:
         return {}
@@ -61,14 +69,48 @@ init_device_mesh('cuda', (1,)); leave role_to_mesh out: a GPU is taken if there 
 
 
 def _check(name: str, mesh: Any) -> None:
-    """Raises ConfigError for anything but None or a mesh of one device."""
+    """Raises ConfigError for anything but None or a mesh of torchrun's processes."""
     if mesh is None:
         return
-    if not hasattr(mesh, "device_type"):
+    sizes = _axis_sizes(mesh)
+    if sizes is None:
         kind = f"{type(mesh).__module__}.{type(mesh).__name__}".removeprefix("builtins.")
         raise ConfigError(f"{name} is {format_value(mesh, 80)} ({kind}); {_RULE}; {_FIX}")
-    if callable(vars(type(mesh)).get("size")) and mesh.size() != 1:
-        raise ConfigError(f"{name} has {mesh.size()} devices, and one process trains on one; {_RULE}; {_FIX}")
+    count, processes = math.prod(sizes.values()), world_size()
+    shown = f"{name} is {' x '.join(f'{axis}={size}' for axis, size in sizes.items())} = {count} devices"
+    if other := [axis for axis, size in sizes.items() if axis not in _DATA_AXES and size != 1]:
+        raise ConfigError(
+            f"{shown}, and whet shards over axes of data alone, without {', '.join(other)}; make it fsdp={count}, or "
+            f"{_FIX}"
+        )
+    if count != processes:
+        raise ConfigError(
+            f"{shown}, and torchrun has started {processes} process(es) with one device each; start torchrun "
+            f"--nproc_per_node={count}, or {_FIX}"
+        )
+
+
+def _axis_sizes(mesh: Any) -> dict[str, int] | None:
+    """The size of each axis of a mesh; None = it is no mesh. An axis without a name counts as one of data.
+
+    >>> _axis_sizes(((2, 1), ("fsdp", "tp")))
+    {'fsdp': 2, 'tp': 1}
+    """
+    if isinstance(mesh, Mapping):
+        sizes: Any = mesh
+    elif isinstance(mesh, tuple | list):
+        if len(mesh) != 2 or any(not isinstance(part, tuple | list) for part in mesh) or len(mesh[0]) != len(mesh[1]):
+            return None
+        sizes = dict(zip(mesh[1], mesh[0], strict=True))
+    elif isinstance(shape := getattr(mesh, "shape", None), Mapping):  # jax's
+        sizes = shape
+    elif hasattr(mesh, "device_type"):
+        names = mesh.mesh_dim_names or _DATA_AXES[: len(mesh.shape)]
+        sizes = dict(zip(names, mesh.shape, strict=True))
+    else:
+        return None
+    valid = all(isinstance(axis, str) and type(size) is int and size > 0 for axis, size in sizes.items())
+    return dict(sizes) if valid and sizes else None
 
 
 Meshes = Annotated[dict[Role, Any], BeforeValidator(check_meshes)]

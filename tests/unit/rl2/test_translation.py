@@ -450,9 +450,9 @@ def test_a_reference_without_a_value_is_refused(word, told):
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 REFUSED = [
-    ("actor.sp_size=2", "actor.sp_size=2 is refused: tensor, sequence and context parallelism are not"),
+    ("actor.sp_size=2", "actor.sp_size=2 is refused: there are 1 process(es), no multiple of 2, and whet shards"),
     ("rollout.tp_size=2", "rollout.tp_size=2 is refused"),
-    ("actor.fsdp_size=8", "actor.fsdp_size=8 is refused: whet.rl2 is made for one process"),
+    ("actor.fsdp_size=8", "ddp_size=1 x fsdp_size=8 = 8 processes, and torchrun has started 1; start torchrun"),
     ("actor.clipp=0.1", "unknown key actor.clipp; did you mean actor.clip"),
     ("adv.lambda=0.9", "did you mean adv.lamda"),
     ("nonsense.key=1", "unknown key nonsense.key; docs/from-rl2.md lists them"),
@@ -486,6 +486,30 @@ def test_what_can_not_be_carried_out_is_refused_with_the_reason(word, words):
     with pytest.raises(ConfigError) as told:
         translate_command("ppo", [*LEAST["ppo"], word])
     assert words in str(told.value)
+
+
+SIZES = [
+    ("", None),
+    ("actor.fsdp_size=4", None),
+    ("actor.ddp_size=2", None),
+    ("actor.ddp_size=2 actor.fsdp_size=0", None),
+    ("actor.ddp_size=4 actor.fsdp_size=1", None),
+    ("actor.ddp_size=2 actor.fsdp_size=4", "ddp_size=2 x fsdp_size=4 = 8 processes, and torchrun has started 4; start"),
+    ("actor.ddp_size=3", "actor: ddp_size=3 x fsdp_size=1 = 3 processes, and torchrun has started 4"),
+    ("actor.tp_size=2", "actor.tp_size=2 is refused: there are 4 process(es) = 2 x 2, and whet shards each model"),
+    ("actor.cp_size=3", "actor.cp_size=3 is refused: there are 4 process(es), no multiple of 3, and whet shards each"),
+]
+
+
+@pytest.mark.parametrize(("words", "refusal"), SIZES)
+def test_sizes_of_a_mesh_must_give_torchruns_processes(words, refusal, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    if refusal is None:
+        assert not translate_command("ppo", [*LEAST["ppo"], *words.split()]).offload_to_cpu
+    else:
+        with pytest.raises(ConfigError) as told:
+            translate_command("ppo", [*LEAST["ppo"], *words.split()])
+        assert refusal in str(told.value)
 
 
 def test_all_problems_are_told_at_once():
