@@ -13,7 +13,15 @@ import pytest
 import torch
 from helpers import full, rows, tiny_model
 from processes import free_port, needs_gloo, start, wait
-from run_folders import assert_same_completions, assert_same_rows, assert_same_run, rows_of, run_command, run_commands
+from run_folders import (
+    assert_same_completions,
+    assert_same_rows,
+    assert_same_run,
+    assert_same_tensors,
+    rows_of,
+    run_command,
+    run_commands,
+)
 from safetensors.torch import load_file
 
 from whet.cli import main
@@ -138,10 +146,10 @@ def compare(folders, monkeypatch, commands, size=2):
         assert_same_run(one / name, several / name)
 
 
-def run_both(folders, monkeypatch, commands, size=2):
-    """Runs commands on several processes, and in this one meanwhile."""
+def run_both(folders, monkeypatch, commands, size=2, more=()):
+    """Runs commands on several processes, and in this one meanwhile. Args: more: words for several processes."""
     one, several = folders
-    processes = start(size, run_commands, several, free_port(), commands)
+    processes = start(size, run_commands, several, free_port(), [[*words, *more] for words in commands])
     try:
         monkeypatch.chdir(one)
         for words in commands:
@@ -155,6 +163,22 @@ def run_both(folders, monkeypatch, commands, size=2):
 @pytest.mark.parametrize("names", [QUICK, *(full((name,)) for name in COMMANDS if name not in QUICK)], ids=" ".join)
 def test_every_command_writes_the_run_of_one_process(folders, monkeypatch, names):
     compare(folders, monkeypatch, [[*COMMANDS[name], *COMMON, f"trainer.run_dir={name}"] for name in names])
+
+
+@needs_gloo
+@pytest.mark.full
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("key", ["context_parallel_size", "data_parallel_replicate_size"])
+def test_other_meshes_train_and_resume_as_one_process(folders, monkeypatch, key):
+    names = ("sft-dropout", "grpo-distillation", "ppo-shared")
+    steps = ["trainer.max_steps=1"], ["trainer.max_steps=2", "trainer.resume=latest"]
+    words = [[*COMMANDS[n], *COMMON, SAVES, *more, f"trainer.run_dir={n}"] for n in names for more in steps]
+    run_both(folders, monkeypatch, words, more=[f"trainer.{key}=2"])
+    for name in names:
+        one, several = (folder / name for folder in folders)
+        assert_same_rows(rows_of(one), rows_of(several))
+        for path in one.rglob("*.safetensors"):
+            assert_same_tensors(load_file(path), load_file(several / path.relative_to(one)), str(path))
 
 
 @needs_gloo
