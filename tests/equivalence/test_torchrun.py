@@ -162,7 +162,16 @@ def run_both(folders, monkeypatch, commands, size=2, more=()):
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("names", [QUICK, *(full((name,)) for name in COMMANDS if name not in QUICK)], ids=" ".join)
 def test_every_command_writes_the_run_of_one_process(folders, monkeypatch, names):
-    compare(folders, monkeypatch, [[*COMMANDS[name], *COMMON, f"trainer.run_dir={name}"] for name in names])
+    seen = ["trainer.perf_metrics_options.enable_trace_writer=true"]
+    of_rl = ["trainer.token_stats_every_n_steps=1"]
+    words = {n: [*COMMANDS[n], *COMMON, *seen, *(of_rl if n.startswith(("grpo", "ppo")) else [])] for n in names}
+    compare(folders, monkeypatch, [[*words[name], f"trainer.run_dir={name}"] for name in names])
+    for name in names:
+        of_one, of_both = (json.loads((folder / name / "trace.json").read_text())["traceEvents"] for folder in folders)
+        assert {e["pid"] for e in of_one} == {0} and {e["pid"] for e in of_both} == {0, 1}
+        if name.startswith("grpo"):
+            stored = pandas.read_parquet(folders[1] / name / "completions/train-000001.parquet")
+            assert any(len(values) for values in stored.trainer_logprobs.dropna())
 
 
 @needs_gloo
