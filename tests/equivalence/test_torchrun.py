@@ -148,10 +148,10 @@ def compare(folders, monkeypatch, commands, size=2):
         assert_same_run(one / name, several / name)
 
 
-def run_both(folders, monkeypatch, commands, size=2):
-    """Runs commands on several processes, and in this one meanwhile."""
+def run_both(folders, monkeypatch, commands, size=2, more=()):
+    """Runs commands on several processes, and in this one meanwhile. Args: more: words for several processes."""
     one, several = folders
-    processes = start(size, run_commands, several, free_port(), commands)
+    processes = start(size, run_commands, several, free_port(), [[*words, *more] for words in commands])
     try:
         monkeypatch.chdir(one)
         for words in commands:
@@ -164,7 +164,32 @@ def run_both(folders, monkeypatch, commands, size=2):
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("names", [QUICK, *(full((name,)) for name in COMMANDS if name not in QUICK)], ids=" ".join)
 def test_every_command_writes_the_run_of_one_process(folders, monkeypatch, names):
-    compare(folders, monkeypatch, [[*COMMANDS[name], *COMMON, f"trainer.run_dir={name}"] for name in names])
+    seen = ["trainer.perf_metrics_options.enable_trace_writer=true"]
+    of_rl = ["trainer.token_stats_every_n_steps=1"]
+    words = {n: [*COMMANDS[n], *COMMON, *seen, *(of_rl if n.startswith(("grpo", "ppo")) else [])] for n in names}
+    compare(folders, monkeypatch, [[*words[name], f"trainer.run_dir={name}"] for name in names])
+    for name in names:
+        of_one, of_both = (json.loads((folder / name / "trace.json").read_text())["traceEvents"] for folder in folders)
+        assert {e["pid"] for e in of_one} == {0} and {e["pid"] for e in of_both} == {0, 1}
+        if name.startswith("grpo"):
+            stored = pandas.read_parquet(folders[1] / name / "completions/train-000001.parquet")
+            assert any(len(values) for values in stored.trainer_logprobs.dropna())
+
+
+@needs_gloo
+@pytest.mark.full
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("key", ["context_parallel_size", "data_parallel_replicate_size"])
+def test_other_meshes_train_and_resume_as_one_process(folders, monkeypatch, key):
+    names = ("sft-dropout", "grpo-distillation", "ppo-shared")
+    steps = ["trainer.max_steps=1"], ["trainer.max_steps=2", "trainer.resume=latest"]
+    words = [[*COMMANDS[n], *COMMON, SAVES, *more, f"trainer.run_dir={n}"] for n in names for more in steps]
+    run_both(folders, monkeypatch, words, more=[f"trainer.{key}=2"])
+    for name in names:
+        one, several = (folder / name for folder in folders)
+        assert_same_rows(rows_of(one), rows_of(several))
+        for path in one.rglob("*.safetensors"):
+            assert_same_tensors(load_file(path), load_file(several / path.relative_to(one)), str(path))
 
 
 @needs_gloo

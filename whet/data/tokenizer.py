@@ -112,7 +112,7 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def check_same_ids(policy: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, name: str) -> None:
-    """Raises ConfigError if a token has another id in another model's tokenizer. Args: name: of the other model."""
+    """Raises ConfigError if a token has another id in another model's tokenizer. Args: name: the other model's."""
     a, b = policy.get_vocab(), other.get_vocab()
     if a == b:
         return

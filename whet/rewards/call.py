@@ -98,7 +98,7 @@ class RewardInputs:
         return replace(self, columns={n: [values[i] for i in at] for n, values in self.columns.items()}, **selected)
 
     def offered(self) -> dict[str, Any]:
-        """All keywords with their values. The lists are copies."""
+        """All keywords with their values, as lists."""
         each = {name: getattr(self, name) for name in EACH}
         lists = {name: list(values) for name, values in {**self.columns, **each}.items()}
         return {**self.extras, **lists, "mode": self.mode}
@@ -228,10 +228,8 @@ def call_rewards(
     >>> results.rewards, results.errors
     ({'length': array([2.])}, {'length': 0})
     """
-    arguments = {
-        n: select_keywords(fn, inputs.offered(), inputs.algo_fields, name=n, extras=inputs.extras.keys())
-        for n, fn in fns.items()
-    }
+    offered, extras = inputs.offered(), inputs.extras.keys()
+    arguments = {n: select_keywords(fn, offered, inputs.algo_fields, name=n, extras=extras) for n, fn in fns.items()}
     remote: dict[str, Call] = {}
     for name in [] if workers is None else [name for name in fns if name in workers.functions]:
         kwargs, count = arguments[name], len(inputs.trajectory_ids)

@@ -136,7 +136,7 @@ class Call:
         raise NotImplementedError
 
     def delta(self, index: int, partial: PartialOutput) -> Iterator[dict[str, Any]]:
-        """The choices of the chunks that new tokens add."""
+        """The choices of the chunks that new tokens add to the stream."""
         raise NotImplementedError
 
     def envelope(self, choices: list[dict[str, Any]], *, streamed: bool = False) -> dict[str, Any]:

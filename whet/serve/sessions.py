@@ -118,7 +118,7 @@ class Session:
 
     @property
     def forks(self) -> int:
-        """Sequences besides the first."""
+        """The number of sequences besides the first."""
         return max(0, len(self.sequences) - 1)
 
     def begin(self, messages: Sequence[Message], tools: Sequence[Any], options: Mapping[str, Any]) -> Turn:

@@ -119,6 +119,46 @@ def test_the_tabs_follow_the_arrow_keys(page):
     assert page.evaluate("document.activeElement.id") == "tab-config"
 
 
+def test_the_keyboard_alone_reaches_the_completions_of_a_step_and_their_filters(page):
+    focus = lambda: page.evaluate(
+        "(document.activeElement.getAttribute('aria-label') || document.activeElement.textContent).split(':')[0]"
+    )
+
+    def tab_to(name):
+        for _ in range(60):
+            page.keyboard.press("Tab")
+            if focus() == name:
+                return
+        raise AssertionError(f"{name} can't be reached")
+
+    tab_to("Overview")
+    tab_to("smoothing")
+    page.keyboard.press("Home")
+    assert page.locator("path.raw").count() == 0
+    tab_to("reward")
+    page.keyboard.press("ArrowLeft")
+    assert page.locator(".plot header span").first.inner_text().startswith("step 600")
+    for _ in range(3):
+        page.keyboard.press("ArrowLeft")
+    assert page.locator(".plot header span").first.inner_text().startswith("step 597")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".group")
+    assert page.evaluate("location.hash") == "#completions/0-train-000600"
+    tab_to("previous step")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/0-train-000300")
+    page.wait_for_selector(".group")
+    tab_to("finish reason")
+    page.keyboard.press("End")
+    assert count(page) == "16 of 160 completions"
+    tab_to("find text")
+    page.keyboard.type("question 2")
+    assert count(page) == "5 of 160 completions"
+    tab_to("link")
+    page.keyboard.press("Enter")
+    assert page.evaluate("location.hash").startswith("#completions/0-train-000300/")
+
+
 def test_a_click_on_a_curve_opens_the_completions_of_its_step(page):
     svg = page.locator(".plot", has_text="reward").first.locator("svg")
     box = svg.bounding_box()
@@ -219,14 +259,36 @@ def test_missing_data_are_named(browser, report, tmp_path):
     page.close()
 
 
+CONTRAST = """() => {
+  const linear = v => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
+  const luminance = ([r, g, b]) => .2126 * linear(r / 255) + .7152 * linear(g / 255) + .0722 * linear(b / 255);
+  const parse = text => text.match(/[\\d.]+/g).map(Number);
+  const background = node => {
+    for (; node; node = node.parentElement) {
+      const colour = parse(getComputedStyle(node).backgroundColor);
+      if (colour.length < 4 || colour[3] === 1) return colour;
+    }
+    return [255, 255, 255];
+  };
+  const texts = [...document.querySelectorAll("h1, h2, b, span, td, th, button, p, label")];
+  return Math.min(...texts.filter(n => n.textContent.trim() && !n.disabled && n.checkVisibility()).map(n => {
+    const [a, b] = [parse(getComputedStyle(n).color), background(n)].map(luminance);
+    return (Math.max(a, b) + .05) / (Math.min(a, b) + .05);
+  }));
+}"""
+"""The least contrast of a text and what is behind it, as WCAG defines it; 4.5 can be read."""
+
+
+@pytest.mark.parametrize("width", [380, 1280])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_narrow_window_scrolls_in_one_direction_only(browser, report, scheme):
-    page = browser.new_page(viewport={"width": 380, "height": 800}, color_scheme=scheme)
+def test_each_tab_fits_its_window_and_can_be_read(browser, report, scheme, width):
+    page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
     page.goto(report.as_uri())
-    for tab in ("overview", "completions", "evaluations", "time", "config"):
+    for tab in ("overview", "metrics", "completions", "evaluations", "time", "config"):
         page.click(f"#tab-{tab}")
         page.wait_for_timeout(100)
-        assert page.evaluate("document.documentElement.scrollWidth") <= 380, tab
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, tab
+        assert page.evaluate(CONTRAST) >= 4.5, tab
     page.close()
 
 

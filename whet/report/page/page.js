@@ -39,7 +39,7 @@ const PANELS = [ // title, metrics (the first that a run has), what it is, lowes
 ];
 const PHASES = { data: "#6c8ecb", rollout: "#4c78a8", rewards: "#f2a541", scoring: "#8e6bbf", update: "#3aa675", weight_sync: "#9aa3ad", eval: "#d0708f", checkpoint: "#a6763c" };
 const OTHER_COLORS = ["#5fb3b3", "#c17fd0", "#7f9a3d", "#d98c5f"];
-const W = 290, H = 128, LEFT = 44, RIGHT = 6, TOP = 8, BOTTOM = 18;
+const W = 290, H = 128, LEFT = 50, RIGHT = 6, TOP = 8, BOTTOM = 18;
 const FIRST_TEXT = 20000; // characters of a completion that are drawn at once
 const FIRST_GROUPS = 12; // groups that are drawn at once
 const SVG = "http://www.w3.org/2000/svg";
@@ -257,7 +257,7 @@ function chart(title, names, help, floor) {
   const x = v => LEFT + (x1 > x0 ? (v - x0) / (x1 - x0) : .5) * (W - LEFT - RIGHT);
   const y = v => H - BOTTOM - (Math.min(Math.max(v, low), high) - low) / (high - low) * (H - BOTTOM - TOP);
   const path = points => thinned(points).map(([a, b], i) => `${i ? "L" : "M"}${x(a).toFixed(1)} ${y(b).toFixed(1)}`).join("");
-  const drawing = svg("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": `${title}: ${lines.map(l => `${l.run.name} ${l.mode} last ${short(last(l.points)[1])}`).join(", ")}` });
+  const drawing = svg("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", tabindex: 0, "aria-label": `${title}: ${lines.map(l => `${l.run.name} ${l.mode} last ${short(last(l.points)[1])}`).join(", ")}` });
   for (const tick of [low, (low + high) / 2, high]) {
     drawing.append(svg("line", { class: "axis", x1: LEFT, x2: W - RIGHT, y1: y(tick), y2: y(tick) }));
     drawing.append(svg("text", { x: LEFT - 4, y: y(tick) + 3, "text-anchor": "end" }, short(tick)));
@@ -283,18 +283,26 @@ function chart(title, names, help, floor) {
   const rest = shown.map(l => short(last(l.smooth)[1])).join("  ");
   const cursor = svg("line", { class: "cursor", y1: TOP, y2: H - BOTTOM, visibility: "hidden" });
   drawing.append(cursor);
-  const nearest = event => {
-    const bounds = drawing.getBoundingClientRect(), at = (event.clientX - bounds.left) / bounds.width * W;
-    return shown.map(l => l.points.reduce((a, b) => Math.abs(x(b[0]) - at) < Math.abs(x(a[0]) - at) ? b : a));
-  };
-  drawing.onpointermove = event => {
-    const points = nearest(event);
+  const nearest = at => shown.map(l => l.points.reduce((a, b) => Math.abs(x(b[0]) - at) < Math.abs(x(a[0]) - at) ? b : a));
+  const place = event => { const bounds = drawing.getBoundingClientRect(); return (event.clientX - bounds.left) / bounds.width * W; };
+  const point = points => {
     cursor.setAttribute("x1", x(points[0][0])); cursor.setAttribute("x2", x(points[0][0]));
     cursor.setAttribute("visibility", "visible");
     value.textContent = `step ${points[0][2]}: ${points.map(p => short(p[1])).join("  ")}`;
   };
-  drawing.onpointerleave = () => { cursor.setAttribute("visibility", "hidden"); value.textContent = rest; };
-  drawing.onclick = event => openStep(whet.runs.indexOf(shown[0].run), nearest(event)[0][2]);
+  const open = step => openStep(shown[0].run, shown[0].mode, step);
+  drawing.onpointermove = event => point(nearest(place(event)));
+  drawing.onpointerleave = drawing.onblur = () => { cursor.setAttribute("visibility", "hidden"); value.textContent = rest; };
+  drawing.onclick = event => open(nearest(place(event))[0][2]);
+  let at = shown[0].points.length; // where the arrow keys are
+  drawing.onkeydown = event => {
+    const points = shown[0].points, step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (event.key === "Enter") open(points[Math.min(at, points.length - 1)][2]);
+    if (!step) return;
+    event.preventDefault();
+    at = Math.min(Math.max(at + step, 0), points.length - 1);
+    point(nearest(x(points[at][0])));
+  };
   value.textContent = rest;
   box.append(drawing);
   return box;
@@ -310,8 +318,8 @@ function range(values, floor) { // the axis: all values, but for single spikes f
   return high > low ? [low, high] : [low - (Math.abs(low) / 10 || .5), high + (Math.abs(high) / 10 || .5)];
 }
 
-function openStep(run, step) { // the completions nearest to a step
-  const files = whet.runs[run].completions;
+function openStep(run, mode, step) { // the completions nearest to a step, of its mode if there are any
+  const own = run.completions.filter(f => f.mode === mode), files = own.length ? own : run.completions;
   if (!files.length) return;
   const near = files.reduce((a, b) => Math.abs(b.step - step) < Math.abs(a.step - step) ? b : a);
   go("completions", near.key);
@@ -328,7 +336,7 @@ function plotControls(redraw) {
   const slider = el("input", { type: "range", min: 0, max: .99, step: .01, value: whet.view.smooth, "aria-label": "smoothing" });
   slider.oninput = () => { whet.view.smooth = Number(slider.value); redraw(); };
   const x = selected([["step", "steps"], ["tokens", "tokens"], ["hours", "hours"]], whet.view.x, v => { whet.view.x = v; redraw(); }, "horizontal axis");
-  return el("div", { class: "bar" }, el("label", {}, "smoothing ", slider), el("label", {}, "over ", x), el("span", { class: "dim", text: "dots: evaluations · a click opens the step's completions" }));
+  return el("div", { class: "bar" }, el("label", {}, "smoothing ", slider), el("label", {}, "over ", x), el("span", { class: "dim", text: "dots: evaluations · a click, or Enter after the arrow keys, opens the step's completions" }));
 }
 
 function overview() {
@@ -603,7 +611,7 @@ const at = (list, i) => list && list[i] !== null ? list[i] : undefined; // a num
 function tokenColour(item, i, by) {
   if (by === "advantage") return signed((at(item.adv, i) ?? item.a ?? 0) / 3);
   if (by === "ratio") return signed((at(item.ratio, i) ?? 0) / 100 / .3); // full at a ratio of 1.35, or its inverse
-  if (by === "entropy") return `rgba(110,90,220,${Math.min(.7, (at(item.ent, i) ?? 0) / 100 / 4).toFixed(2)})`;
+  if (by === "entropy") return `rgba(110,90,220,${Math.min(.7, .35 * Math.sqrt((at(item.ent, i) ?? 0) / 100)).toFixed(2)})`;
   return `rgba(224,96,60,${(.8 * (1 - Math.exp(-item.lp[i] / 100))).toFixed(2)})`;
 }
 
