@@ -390,7 +390,7 @@ def test_kernels_that_compute_something_else_are_not_used(cache, rewrite, monkey
     ("old", "new", "reason"),
     [
         ("load(y + c + size / 2), load(sin", "load(y + c), load(sin", "a decode step differs by"),
-        full("norm(h, residual, (const T*)l.after", "norm(h, (T*)nullptr, (const T*)l.after", "a decode step differs by"),
+        full("norm(h, residual, (const T*)l.a", "norm(h, (T*)nullptr, (const T*)l.a", "a decode step differs by"),
         ("    int64_t window;  ", "    int64_t window, more;  ", "tables.h and decode.py name different fields"),
     ],
 )

@@ -4,6 +4,7 @@ import itertools
 import json
 import multiprocessing.connection
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,17 @@ import pytest
 import torch
 from helpers import full, rows, tiny_model
 from processes import free_port, needs_gloo, start, wait
-from run_folders import assert_same_completions, assert_same_rows, assert_same_run, rows_of, run_command, run_commands
+from run_folders import (
+    assert_same_completions,
+    assert_same_rows,
+    assert_same_run,
+    assert_same_tensors,
+    rows_of,
+    run_command,
+    run_commands,
+)
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from whet.cli import main
 from whet.models.load import load_model
@@ -138,10 +148,10 @@ def compare(folders, monkeypatch, commands, size=2):
         assert_same_run(one / name, several / name)
 
 
-def run_both(folders, monkeypatch, commands, size=2):
-    """Runs commands on several processes, and in this one meanwhile."""
+def run_both(folders, monkeypatch, commands, size=2, more=()):
+    """Runs commands on several processes, and in this one meanwhile. Args: more: words for several processes."""
     one, several = folders
-    processes = start(size, run_commands, several, free_port(), commands)
+    processes = start(size, run_commands, several, free_port(), [[*words, *more] for words in commands])
     try:
         monkeypatch.chdir(one)
         for words in commands:
@@ -154,7 +164,32 @@ def run_both(folders, monkeypatch, commands, size=2):
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("names", [QUICK, *(full((name,)) for name in COMMANDS if name not in QUICK)], ids=" ".join)
 def test_every_command_writes_the_run_of_one_process(folders, monkeypatch, names):
-    compare(folders, monkeypatch, [[*COMMANDS[name], *COMMON, f"trainer.run_dir={name}"] for name in names])
+    seen = ["trainer.perf_metrics_options.enable_trace_writer=true"]
+    of_rl = ["trainer.token_stats_every_n_steps=1"]
+    words = {n: [*COMMANDS[n], *COMMON, *seen, *(of_rl if n.startswith(("grpo", "ppo")) else [])] for n in names}
+    compare(folders, monkeypatch, [[*words[name], f"trainer.run_dir={name}"] for name in names])
+    for name in names:
+        of_one, of_both = (json.loads((folder / name / "trace.json").read_text())["traceEvents"] for folder in folders)
+        assert {e["pid"] for e in of_one} == {0} and {e["pid"] for e in of_both} == {0, 1}
+        if name.startswith("grpo"):
+            stored = pandas.read_parquet(folders[1] / name / "completions/train-000001.parquet")
+            assert any(len(values) for values in stored.trainer_logprobs.dropna())
+
+
+@needs_gloo
+@pytest.mark.full
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("key", ["context_parallel_size", "data_parallel_replicate_size"])
+def test_other_meshes_train_and_resume_as_one_process(folders, monkeypatch, key):
+    names = ("sft-dropout", "grpo-distillation", "ppo-shared")
+    steps = ["trainer.max_steps=1"], ["trainer.max_steps=2", "trainer.resume=latest"]
+    words = [[*COMMANDS[n], *COMMON, SAVES, *more, f"trainer.run_dir={n}"] for n in names for more in steps]
+    run_both(folders, monkeypatch, words, more=[f"trainer.{key}=2"])
+    for name in names:
+        one, several = (folder / name for folder in folders)
+        assert_same_rows(rows_of(one), rows_of(several))
+        for path in one.rglob("*.safetensors"):
+            assert_same_tensors(load_file(path), load_file(several / path.relative_to(one)), str(path))
 
 
 @needs_gloo
@@ -238,6 +273,38 @@ def test_a_run_of_two_processes_goes_on_in_one_and_then_in_two(folders, monkeypa
     assert_same_run(one / "run", several / "run")
 
 
+RESUMED = {
+    "adamw": [*GRPO, "actor.optim.name=adamw"],
+    "momentum": [*GRPO, "actor.optim.name=sgd", "actor.optim.lr=0.1", "actor.optim.momentum=0.9"],
+    "lora": [*GRPO, "actor.lora.r=2", "actor.optim.name=adamw"],
+    "critic": COMMANDS["ppo"],
+}
+"""Commands whose checkpoints of two processes are resumed by other numbers of processes."""
+
+
+@needs_gloo
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", [full(name) for name in RESUMED])
+def test_a_checkpoint_of_two_processes_is_resumed_by_one_two_and_four(folders, monkeypatch, name):
+    """The next three steps are those of a run of one process that was never interrupted."""
+    one, several = folders
+    part = lambda run, steps: [*RESUMED[name], f"trainer.run_dir={run}", SAVES, f"trainer.max_steps={steps}",
+                               "data.eval_path=null", "trainer.resume=latest"]  # fmt: skip
+    monkeypatch.chdir(one)
+    assert main(part("run-1", 4)) == 0
+    wait(start(2, run_commands, several, free_port(), [part("run-1", 1)]), several)
+    for size in (2, 4):
+        shutil.copytree(several / "run-1", several / f"run-{size}")
+        wait(start(size, run_commands, several, free_port(), [part(f"run-{size}", 4)]), several)
+    monkeypatch.chdir(several)
+    assert main(part("run-1", 4)) == 0
+    for size in (1, 2, 4):
+        run = several / f"run-{size}"
+        assert_same_rows(rows_of(one / "run-1"), rows_of(run))
+        for path in (one / "run-1").rglob("*.safetensors"):
+            assert_same_tensors(load_file(path), load_file(run / path.relative_to(one / "run-1")), str(path))
+
+
 DRAWING = """
 import os
 import numpy as np
@@ -298,6 +365,35 @@ def test_a_fault_of_one_rank_ends_the_others_with_rank_step_and_phase(folders, f
              SAVES]  # fmt: skip
     codes, output = run_to_failure(folder, words)
     assert all(codes) and f"rank 0 of 2, step 1, {message}" in output[0], output
+
+
+KILLED = {
+    0: "whet.train.model_files.write_state = lambda *_: os.kill(os.getpid(), 9)",
+    1: "whet.parallel.fsdp.gather_full_tensor = lambda *_: os.kill(os.getpid(), 9)",
+}
+"""Rank -> what kills it in its next save: rank 0 when it has written weights, rank 1 before it gives its shards."""
+
+
+@needs_gloo
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("rank", [full(rank) for rank in KILLED])
+def test_a_rank_killed_in_a_save_loses_no_earlier_checkpoint(folders, monkeypatch, rank):
+    one, several = folders
+    fault = f"os.path.isdir('run/checkpoints/step-000001') and exec({KILLED[rank]!r})"
+    (several / "reward.py").write_text("import whet.parallel.fsdp\n" + FAULTY.format(rank=rank, fault=fault))
+    words = [*GRPO, RUN, SAVES, "trainer.max_steps=3", "data.eval_path=null", "trainer.resume=latest"]
+    codes, output = run_to_failure(several, words)
+    assert codes[rank] == -9 and all(codes), output
+    kept = [path.name for path in (several / "run/checkpoints").glob("step-*")]
+    unfinished = list((several / "run/checkpoints").glob(".tmp-*"))
+    assert kept == ["step-000001"] and len(unfinished) == (rank == 0)  # rank 0 removes its own, unless it is killed
+    (several / "reward.py").write_text(REWARD)
+    wait(start(2, run_commands, several, free_port(), [words]), several)
+    assert not list((several / "run/checkpoints").glob(".tmp-*"))
+    monkeypatch.chdir(one)
+    assert main(words) == 0
+    assert_same_run(one / "run", several / "run")
+    assert AutoModelForCausalLM.from_pretrained(several / "run/final").dtype == torch.float32
 
 
 @needs_gloo

@@ -442,7 +442,7 @@ def choices(cls: type, name: str) -> Mapping[str, str]:
 
     >>> from whet.config import GRPOConfig
     >>> choices(GRPOConfig, "advantage_estimator")["rloo"]
-    'against the mean of the others: unbiased, also for small groups'
+    'it compares with the mean of the others, which is unbiased, also in small groups'
     """
     for base in cls.__mro__:
         if name in (known := vars(base).get("CHOICES", {})):

@@ -177,6 +177,13 @@ class TrainingConfig:
     """Longest time that a process waits for the others under torchrun, in seconds; then the run ends with an error.
     It must exceed the longest time for which one rank rewards or saves while the others wait."""
 
+    context_parallel_size: Count = 1
+    """Processes that divide the tokens of each forward and backward pass, so each keeps a part of the activations
+    (Ulysses). It must divide the number of processes and of attention heads. 1 = each pass runs on one process."""
+    data_parallel_replicate_size: Count = 1
+    """Copies of the model, each sharded over the processes of one group: HSDP, for clusters whose hosts are connected
+    more slowly than the GPUs within them; set it to the number of hosts. 1 = one copy over all processes."""
+
     REFUSED: ClassVar[dict[str, str]] = {
         "gradient_accumulation_steps": "an update covers all of its rows, however many fit into memory at once; set "
         "the batch size to all of them, and max_tokens_per_microbatch where memory is short",

@@ -203,7 +203,7 @@ class PromptEncoder:
         """One row as a Prompt.
 
         Args:
-            row: column -> value; or an encoded Prompt, of which only the length is checked again.
+            row: column -> value; or an encoded Prompt, and then only its length is checked again.
             number: the row's index in the data set.
         Returns: the Prompt; None = it is too long, and on_long_prompt is "drop".
         Raises: DataError: no prompt column, no text, images, too long, no tokens, a template that changes the text or

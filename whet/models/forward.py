@@ -247,6 +247,8 @@ def _turn_positions(micro: MicroBatch) -> Tensor:
 
     Example: in a completion of 5, the third token comes from an environment: positions 0, 1, 2, 0, 1.
     """
+    if micro.share is not None:  # a turn may begin before this process's part
+        return _turn_positions(micro.share.whole).index_select(0, micro.share.targets)
     sampled = (micro.batch.versions >= 0).to(micro.token_index.device).index_select(0, micro.token_index)
     index = torch.arange(len(sampled), device=sampled.device)
     starts = (micro.position == 0) | ~sampled.roll(1)

@@ -84,7 +84,7 @@ def weight_grad(grad: Tensor, x: Tensor, into: Tensor | None = None) -> Tensor:
 
 @functools.cache
 def has_full_width_avx512() -> bool:
-    """Whether the processor computes with full AVX-512 registers, of which MKL uses half.
+    """Whether the processor computes with full AVX-512 registers; MKL uses half of them.
 
     AMD's processors do since family 26 (Zen 5). There, oneDNN is twice as fast as MKL at every product, and the native
     kernel is as fast for the gradients of weights, for which oneDNN copies both factors. Earlier processors split a

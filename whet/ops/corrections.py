@@ -208,7 +208,7 @@ def sampling_metrics(x: LossInputs, *, recorded: bool = True) -> dict[str, Tenso
 
     With δ = log π − log π_sampler: sampling/sampling_logp_difference |δ|; sampling/kl_approx −δ, whose mean estimates
     KL(π_sampler‖π); sampling/kl_to_inference exp(−δ) + δ − 1, k3 of KL(π‖π_sampler); sampling/weight exp(δ) and its
-    square, of which the effective sample size is made.
+    square, which give the effective sample size.
 
     Args:
         x: needs sampler_logprobs; at one that is NaN there is no difference, which a mean over tokens should leave out.

@@ -110,7 +110,7 @@ def reference_kl(
     """The divergence from the reference at each token, with a gradient only to the policy.
 
     KL_t = k(d_t), d = log π − log π_ref. With the correction: KL_t = k(d_t)·r_t, r = π/π_old with its gradient, at a
-    level of IMPORTANCE_LEVELS, its log held as there. With the ratio of the token its mean under π_old is KL(π‖π_ref),
+    level of IMPORTANCE_LEVELS, its log held in ±20. With the ratio of the token its mean under π_old is KL(π‖π_ref),
     and if k is k1 or k3 the mean of its gradient is the gradient of that. Without the ratio neither holds.
 
     Args:

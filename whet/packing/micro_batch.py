@@ -11,7 +11,21 @@ from torch import Tensor
 from whet.models.attention import SegmentLayout
 from whet.types import TokenBatch
 
-__all__ = ["MicroBatch"]
+__all__ = ["MicroBatch", "Share"]
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """The part of a pass that one of several processes runs; see parallel/context.py."""
+
+    whole: MicroBatch
+    """The pass."""
+    tokens: slice
+    """Its places of the row."""
+    targets: Tensor
+    """Long: its targets, of those of the pass."""
+    sequences: Tensor
+    """Long: the sequences of the pass whose last token it runs, where scores are asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,6 +65,8 @@ class MicroBatch:
     """Long [n]: the place of the hidden state at each sequence's last token, where that token is run."""
     batch: TokenBatch
     """The batch that `token_index`, `sequences` and `units` index; on the CPU."""
+    share: Share | None = None
+    """Of one of several processes that run a pass together; None = it is whole."""
     host: MicroBatch | None = None
     """The CPU copy of a micro-batch that was moved to a device."""
 

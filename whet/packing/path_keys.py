@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from whet.packing.micro_batch import MicroBatch
@@ -24,6 +25,9 @@ def path_keys(micro: MicroBatch) -> Tensor:
 
     Returns: Long [B T], on the CPU; padding has any key.
     """
+    if micro.share is not None:
+        keys, tokens = path_keys(micro.share.whole), micro.share.tokens
+        return F.pad(keys, (0, max(0, tokens.stop - keys.shape[1])))[:, tokens]
     host = micro.on_host
     ids = host.input_ids.numpy().astype(np.uint64) + np.uint64(1)
     if host.layout is None:

@@ -3,7 +3,8 @@
     parameters, gradients, moments    each rank holds its shard of every tensor; a decoder layer is whole while it runs
     bf16                              trained parameters are fp32 shards, which the optimizer updates, and are gathered
                                       in bf16; gradients are added in fp32, over the passes and over the ranks
-    forward passes                    every rank makes the same list and runs every size-th pass of it
+    forward passes                    every rank makes the same list; of n data ranks each runs every n-th pass of it
+    tokens of a pass                  with context parallelism, several ranks run a pass together, each on some tokens
     gradients                         are added over the ranks after the last pass, never averaged: the token weights
                                       were computed from the whole batch, so nothing else divides
     rollout                           every rank has the whole model while it samples
@@ -26,14 +27,17 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from whet.errors import ConfigError
+from whet.packing.micro_batch import MicroBatch
+from whet.parallel.context import gather_stats, take_share
 from whet.parallel.loading import receive, without_weights
+from whet.parallel.mesh import ProcessMesh
 from whet.parallel.placement import Phase, Placement
 from whet.parallel.ranks import Ranks
+from whet.types import TokenStats
 from whet.util.tensor_subclasses import gather_full_tensor
 
 __all__ = ["FSDPPlacement"]
@@ -44,17 +48,17 @@ CALL = "whet_call"
 
 
 class FSDPPlacement(Placement):
-    """A model sharded over all ranks of a one-dimensional mesh.
+    """A model sharded over processes.
 
-    Args: mesh: the ranks of the shards. ranks: the same processes, for what they agree on.
+    Args: mesh: their grid. ranks: the same processes, for what they agree on.
     Raises: ConfigError: a dtype other than float32 and bfloat16.
 
-    Example: `ModelWorker(loaded, optim=OptimConfig(), placement=FSDPPlacement(init_device_mesh("cpu", (2,)), ranks))`.
+    Example: `ModelWorker(loaded, optim=OptimConfig(), placement=FSDPPlacement(make_mesh("cpu", 2, 1, 1), ranks))`.
     """
 
     fast_layers = False
 
-    def __init__(self, mesh: DeviceMesh, ranks: Ranks) -> None:
+    def __init__(self, mesh: ProcessMesh, ranks: Ranks) -> None:
         super().__init__()
         self.mesh, self.ranks = mesh, ranks
         self._whole = False
@@ -90,7 +94,7 @@ class FSDPPlacement(Placement):
             if only_on_writer:
                 whole = (p for p in part.parameters() if not isinstance(p, DTensor))  # layers are sharded by then
                 receive(whole, torch.device(self.mesh.device_type))
-            fully_shard(part, mesh=self.mesh, mp_policy=policy)
+            fully_shard(part, mesh=self.mesh.fsdp, mp_policy=policy)
         for part in _parts(module):  # both calls: gloo can't do the first alone, and the second alone is a mean
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
@@ -152,10 +156,24 @@ class FSDPPlacement(Placement):
         """See Placement; passes have similar costs, so they are dealt in turn. All ranks must run as many passes."""
         if self._whole:
             return super().split_passes(passes)
-        size = self.ranks.size
-        own = [(x, True) for x in passes[self.ranks.rank :: size]]
+        size, context = self._data_size, self.mesh.context_size
+        own = [(x, True) for x in passes[self.ranks.rank // context :: size]]
         missing = -(-len(passes) // size) - len(own)
         return own + [(x, False) for x in passes[-1:]] * missing  # no passes where every advantage is 0
+
+    @property
+    def _data_size(self) -> int:
+        """The number of ranks, or of groups of context ranks, that run different passes."""
+        return self.ranks.size // self.mesh.context_size
+
+    def split_tokens(self, micro: MicroBatch) -> MicroBatch:
+        """See Placement."""
+        alone = self._whole or self.mesh.context_size == 1
+        return micro if alone else take_share(micro, self.mesh.context_group)
+
+    def gather_tokens(self, stats: TokenStats, micro: MicroBatch) -> TokenStats:
+        """See Placement."""
+        return stats if micro.share is None else gather_stats(stats, micro.share, self.mesh.context_group)
 
     def check_same_passes(self, facts: Mapping[str, Any]) -> None:
         """See Placement."""
@@ -170,19 +188,20 @@ class FSDPPlacement(Placement):
     def gather_columns(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """See Placement."""
         for column in columns.values() if not self._whole else ():
-            dist.all_reduce(column, group=self.mesh.get_group())
+            dist.all_reduce(column, group=self.mesh.data_group)
         return dict(columns)
 
     def gather_results(self, results: list[Result]) -> list[Result]:
         """See Placement."""
-        everywhere = self.ranks.all_gather(results)
-        total = sum(map(len, everywhere))
-        return [everywhere[i % self.ranks.size][i // self.ranks.size] for i in range(total)]
+        everywhere = self.ranks.all_gather(results)[:: self.mesh.context_size]
+        size, total = self._data_size, sum(map(len, everywhere))
+        return [everywhere[i % size][i // size] for i in range(total)]
 
     def grad_norm(self, grads: Sequence[Tensor], local: Callable[[Sequence[Tensor]], float]) -> float:
-        """See Placement: the norm of the norms of the shards."""
+        """See Placement: the norm of the norms of the shards; other ranks may have copies of them."""
         own = local([g.to_local() if isinstance(g, DTensor) else g for g in grads])
-        return float(torch.linalg.vector_norm(torch.tensor(self.ranks.all_gather(own), dtype=torch.float64)))
+        norms = self.ranks.all_gather(own)[: self.mesh.num_shards]
+        return float(torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64)))
 
 
 def _parts(module: nn.Module) -> list[FSDPModule]:

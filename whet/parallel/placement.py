@@ -20,7 +20,9 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
+    from whet.packing.micro_batch import MicroBatch
     from whet.train.optim import Optim
+    from whet.types import TokenStats
 
 __all__ = ["Phase", "Placement"]
 
@@ -102,6 +104,14 @@ class Placement:
         Returns: each pass, and whether it counts. A rank with fewer passes repeats one, which must have weight 0.
         """
         return [(x, True) for x in passes]
+
+    def split_tokens(self, micro: MicroBatch) -> MicroBatch:
+        """This process's part of a pass. Args: micro: a pass that it runs, alone or together with others."""
+        return micro
+
+    def gather_tokens(self, stats: TokenStats, micro: MicroBatch) -> TokenStats:
+        """The statistics of all targets of a pass. Args: stats: of this process's part. micro: that part."""
+        return stats
 
     def check_same_passes(self, facts: Mapping[str, Any]) -> None:
         """Raises WhetError if the processes are about to run different passes. Args: facts: of this process's batch."""

@@ -1,4 +1,4 @@
-"""The environment variables of torchrun: RANK, WORLD_SIZE and LOCAL_RANK."""
+"""The environment variables of torchrun, RANK, WORLD_SIZE and LOCAL_RANK, and whether settings fit them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 from whet.errors import ConfigError, format_value
 
-__all__ = ["check_torchrun_env", "local_rank", "rank", "require_single_process", "world_size"]
+__all__ = ["check_mesh", "check_torchrun_env", "local_rank", "rank", "require_single_process", "world_size"]
 
 
 def rank() -> int:
@@ -32,6 +32,27 @@ def check_torchrun_env() -> None:
         fix = "unset RANK" if count == 1 else "start the processes with torchrun"
         raise ConfigError(f"RANK is {own} in the environment, and WORLD_SIZE is {count}; {fix}")
     local_rank()
+
+
+def check_mesh(size: int, context_parallel_size: int, data_parallel_replicate_size: int) -> None:
+    """Raises ConfigError if so many processes can't form such a grid.
+
+    >>> check_mesh(8, 2, 4)
+    >>> check_mesh(1, 2, 1)
+    Traceback (most recent call last):
+    whet.errors.ConfigError: trainer.context_parallel_size=2 does not divide the number of processes, 1; start a \
+multiple of 2 with torchrun --nproc_per_node, or set it to a divisor of 1
+    """
+    sizes = {
+        "context_parallel_size": context_parallel_size,
+        "data_parallel_replicate_size": data_parallel_replicate_size,
+    }
+    for name, n in sizes.items():
+        if size % n:
+            raise ConfigError(
+                f"trainer.{name}={n} does not divide the number of processes, {size}; start a multiple of {n} with "
+                f"torchrun --nproc_per_node, or set it to a divisor of {size}"
+            )
 
 
 def require_single_process(what: str) -> None:

@@ -9,6 +9,7 @@ from whet.rl2.parsed_args import ParsedArgs
 
 __all__ = ["WhetKeys", "check_sizes", "split_of", "translate_models", "translate_trainer"]
 
+_CONTEXT = ", and whet.trainer.context_parallel_size={size} to share the tokens of each pass"
 WhetKeys = dict[str, Any]
 """Dotted keys of whet's and their values."""
 
@@ -50,7 +51,7 @@ def check_sizes(args: ParsedArgs, role: str) -> None:
             rest = f" = {size} x {processes // size}" if processes % size == 0 else f", no multiple of {size}"
             args.problems.append(
                 f"{role}.{name}_size={size} is refused: there are {processes} process(es){rest}, and whet shards each "
-                "model over all; tensor, sequence and context parallelism are not supported; set it to 1"
+                f"model over all; set it to 1{'' if name == 'tp' else _CONTEXT.format(size=size)}"
             )
     if ddp * shards != processes:
         args.problems.append(

@@ -31,7 +31,8 @@ def computed(key: str = "", note: str = "") -> Field:
 
 _ONE = refused(None, "the engine of each process has a whole model; set it to 1", harmless=(1,))
 _SHARDS = computed("", "ddp_size x fsdp_size must be torchrun's processes; whet shards over all of them")
-_AXIS = computed("", "must be 1: there is no tensor, sequence or context parallelism")
+_TP = computed("", "must be 1: there is no tensor parallelism")
+_CP = computed("", "must be 1; whet.trainer.context_parallel_size shares the tokens of a pass, of all roles")
 MEGATRON = "whet does not use Megatron; leave its keys out"
 """The reason to refuse Megatron's keys."""
 _LIGER = "whet never computes a whole row of logits; its fused layers run on a CPU only, and it has none for a GPU"
@@ -92,9 +93,9 @@ def _model(role: str, section: str) -> dict[str, Field]:
         ),
         "ddp_size": _SHARDS,
         "fsdp_size": _SHARDS,
-        "tp_size": _AXIS,
-        "sp_size": _AXIS,
-        "cp_size": _AXIS,
+        "tp_size": _TP,
+        "sp_size": _CP,
+        "cp_size": _CP,
         "max_length_per_device": inert(None, _BUDGET),
         "max_inference_length_per_device": inert(None, _BUDGET),
         "offload_model": computed("offload_to_cpu", _SWITCH),

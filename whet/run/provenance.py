@@ -63,6 +63,8 @@ _FREE = (
     "reward_model.gradient_checkpointing",
     "offload_to_cpu",
     "trainer.collective_timeout_s",
+    "trainer.context_parallel_size",
+    "trainer.data_parallel_replicate_size",
     "trainer.keep_best",
     "trainer.max_steps",
     "trainer.num_epochs",

@@ -25,7 +25,7 @@ from whet.errors import CheckpointError, ConfigError, format_exception, lookup_e
 from whet.storage.checkpoint import CHECKPOINT_FORMAT
 from whet.train.optimizer_state import FORMAT_KEY, check_moment_shapes, flatten_state, load_optimizer_state
 from whet.train.optimizers import group_settings, make_optimizer, set_setting
-from whet.util.tensor_subclasses import shard_like
+from whet.util.tensor_subclasses import gather_full_tensor, shard_like
 
 __all__ = ["Optim"]
 
@@ -205,16 +205,19 @@ class Optim:
         """Writes the moments to a safetensors file and returns the rest as plain containers, for torch.save.
 
         Both use the model's parameter names, so their order doesn't matter. Args: path: None = another rank writes, and
-            this one gives it its shards.
+            this one gives it its shards, keeps no whole tensor, and returns {}.
         """
         groups = self._names()
         flat = [name for names in groups for name in names]
         state = self.optimizer.state_dict()
+        if path is None:
+            for value in (value for entry in state["state"].values() for value in entry.values()):
+                gather_full_tensor(value)  # and keeps none: the whole state is on the host of the rank that writes
+            return {}
         tensors, plain, wrapped = flatten_state({flat[i]: entry for i, entry in state["state"].items()})
-        if path is not None:
-            save_file(
-                tensors, path, metadata={FORMAT_KEY: str(CHECKPOINT_FORMAT)}
-            )  # one key: safetensors writes several in no fixed order
+        save_file(
+            tensors, path, metadata={FORMAT_KEY: str(CHECKPOINT_FORMAT)}
+        )  # one key: safetensors writes several in no fixed order
         return {
             "kind": type(self.optimizer).__name__,
             "initial_settings": self.initial_settings,

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ from whet.parallel.loading import load_on_writer
 from whet.parallel.placement import Placement
 from whet.parallel.processes import join_processes
 from whet.parallel.ranks import Ranks
+from whet.parallel.torchrun_env import check_mesh
 from whet.train.offload import OffloadPlacement
 from whet.train.optimizers import check_optimizer
 from whet.train.role_checkpoints import Checkpoints
@@ -41,6 +42,9 @@ from whet.train.worker import Allowed, Loss, ModelWorker
 from whet.util.device import empty_cache
 from whet.util.memory import release_freed_memory
 from whet.util.model_paths import check_hub, model_folder
+
+if TYPE_CHECKING:
+    from whet.parallel.mesh import ProcessMesh
 
 __all__ = ["ACTOR", "RoleWorkers", "check_model_exists", "model_checks"]
 
@@ -85,6 +89,7 @@ class RoleWorkers:
     ) -> None:
         self.ranks: Ranks = join_processes(config.collective_timeout_s)
         """The processes that train together: `broadcast`, `scatter_gather`, `is_writer`."""
+        check_mesh(self.ranks.size, config.context_parallel_size, config.data_parallel_replicate_size)
         self._loop, self._offload, self._module_dtype = config, offload_to_cpu, module_dtype
         self._device = None if device is None else check_device(device)
         self.trace = Trace()
@@ -132,7 +137,7 @@ class RoleWorkers:
                 f"{role.value}.quantization={source.quantization} does not run on {self.ranks.size} processes: FSDP "
                 "shards numbers, and 4-bit weights are packed in blocks with scales; leave it out, or use one process"
             )
-        load = partial(
+        load = functools.partial(
             load_model,
             source.model,
             dtype="float32" if source.dtype == "auto" or (trained and source.lora is None) else source.dtype,
@@ -272,8 +277,7 @@ class RoleWorkers:
         """The placement of a role's tensors: sharded over several processes, else as offload_to_cpu says."""
         device = self.device_of(loaded)
         if self.ranks.size > 1:
-            from torch.distributed.device_mesh import init_device_mesh  # imported where processes share a model
-
+            from whet.parallel.context import check_heads  # imported where processes share a model
             from whet.parallel.fsdp import FSDPPlacement
 
             if self._offload:
@@ -281,7 +285,14 @@ class RoleWorkers:
                     f"offload_to_cpu moves whole tensors, and {self.ranks.size} processes have a shard of each; leave "
                     "it out, or use one process"
                 )
-            return FSDPPlacement(init_device_mesh(device.type, (self.ranks.size,)), self.ranks)
+            context = self._loop.context_parallel_size
+            if context > 1 and not loaded.packable:
+                raise ConfigError(
+                    f"trainer.context_parallel_size={context} divides packed rows, and {loaded.name} trains padded: "
+                    f"{'; '.join(loaded.unpackable_reasons)}; set it to 1"
+                )
+            check_heads(loaded.module.config, context, loaded.name)
+            return FSDPPlacement(self._mesh, self.ranks)
         if loaded.is_view:
             return Placement()
         if self._offload and device.type != "cpu":
@@ -289,6 +300,14 @@ class RoleWorkers:
         if self._offload and not self._workers:
             log.info("offload_to_cpu has nothing to do: the models lie on the CPU")
         return Placement()
+
+    @functools.cached_property
+    def _mesh(self) -> ProcessMesh:
+        from whet.parallel.mesh import make_mesh  # imported where processes share a model
+
+        loop = self._loop
+        sizes = loop.context_parallel_size, loop.data_parallel_replicate_size
+        return make_mesh(self.device(Role.ACTOR).type, self.ranks.size, *sizes)
 
     def device(self, role: Role) -> torch.device:
         """The device on which a role's model is loaded; of several processes each has its own GPU."""
@@ -412,9 +431,9 @@ def model_checks(config: TrainingConfig, models: Iterable[Any], optimizers: Iter
     named = [m.model if isinstance(m, RoleConfig) else m for m in models]
     optims = [m.optim for m in models if isinstance(m, RoleConfig)]
     return [
-        *(partial(check_model_exists, name) for name in named if isinstance(name, str)),
-        *(partial(check_optimizer, optim) for optim in (*optims, *optimizers)),
-        partial(check_loggers, config.chosen_loggers, config.metrics_logging_options),
+        *(functools.partial(check_model_exists, name) for name in named if isinstance(name, str)),
+        *(functools.partial(check_optimizer, optim) for optim in (*optims, *optimizers)),
+        functools.partial(check_loggers, config.chosen_loggers, config.metrics_logging_options),
     ]
 
 

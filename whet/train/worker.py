@@ -246,11 +246,15 @@ class ModelWorker:
         # the tokens that a constraint allows at each target; None = there is no constraint here
         matters = support.constrained and not support.full and self.loaded.lm_head.kind != "none"
         allowed = self.allowed(micro) if matters and self.allowed else None
+        part = self.placement.split_tokens(micro)
+        if allowed is not None and part.share is not None:
+            allowed = allowed.index_select(0, part.share.targets.to(allowed.device))
         options = {"constants": constants, "allowed": allowed, "outputs": outputs, "teacher": teacher}
         with self.layers(), self.loaded.use_view():
-            return self.placement.forward(
-                lambda: token_stats(self.loaded, micro, support=support, entropy=entropy, **options)  # pyright: ignore
+            stats = self.placement.forward(
+                lambda: token_stats(self.loaded, part, support=support, entropy=entropy, **options)  # pyright: ignore
             )
+        return self.placement.gather_tokens(stats, part)
 
     @torch.no_grad()
     def _teacher_target(self, micro: MicroBatch, divergence: Divergence | None) -> TeacherTarget | None:
@@ -258,9 +262,9 @@ class ModelWorker:
         if divergence is None:
             return None
         teacher = divergence.teacher
-        temperature = self.support.temperature or 1.0
+        temperature, part = self.support.temperature or 1.0, teacher.placement.split_tokens(micro)
         with teacher.layers(), teacher.loaded.use_view():
-            states = teacher.placement.forward(lambda: head_states(teacher.loaded, micro, temperature))
+            states = teacher.placement.forward(lambda: head_states(teacher.loaded, part, temperature))
         return states, divergence.gkd_beta
 
     def layers(self) -> AbstractContextManager[None]:
@@ -410,7 +414,8 @@ class ModelWorker:
         adapter = self.loaded.adapter
         if adapter is None or not adapter.dropout:
             return nullcontext()
-        return adapter.dropout_on(path_keys(micro).flatten().to(self.device), self.seed, self.updates)
+        keys = path_keys(self.placement.split_tokens(micro))
+        return adapter.dropout_on(keys.flatten().to(self.device), self.seed, self.updates)
 
     def pop_flops(self) -> float:
         """The FLOPs of this process's training passes since the last call.

@@ -259,16 +259,24 @@ def test_missing_data_are_named(browser, report, tmp_path):
     page.close()
 
 
-CONTRAST = """() => {  // of texts and their backgrounds, by WCAG; the least
-  const light = rgb => { const [r, g, b] = rgb.map(v => v / 255).map(v => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4);
-    return .2126 * r + .7152 * g + .0722 * b; };
+CONTRAST = """() => {
+  const linear = v => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
+  const luminance = ([r, g, b]) => .2126 * linear(r / 255) + .7152 * linear(g / 255) + .0722 * linear(b / 255);
   const parse = text => text.match(/[\\d.]+/g).map(Number);
-  const back = node => { for (; node; node = node.parentElement) { const c = parse(getComputedStyle(node).backgroundColor);
-    if (c.length < 4 || c[3] === 1) return c; } return [255, 255, 255]; };
-  return Math.min(...[...document.querySelectorAll("h1, h2, b, span, td, th, button, p, label")].filter(n => n.textContent.trim()
-    && !n.disabled && n.checkVisibility()).map(n => { const [a, b] = [parse(getComputedStyle(n).color), back(n)].map(c => light(c.slice(0, 3)));
-      return (Math.max(a, b) + .05) / (Math.min(a, b) + .05); }));
+  const background = node => {
+    for (; node; node = node.parentElement) {
+      const colour = parse(getComputedStyle(node).backgroundColor);
+      if (colour.length < 4 || colour[3] === 1) return colour;
+    }
+    return [255, 255, 255];
+  };
+  const texts = [...document.querySelectorAll("h1, h2, b, span, td, th, button, p, label")];
+  return Math.min(...texts.filter(n => n.textContent.trim() && !n.disabled && n.checkVisibility()).map(n => {
+    const [a, b] = [parse(getComputedStyle(n).color), background(n)].map(luminance);
+    return (Math.max(a, b) + .05) / (Math.min(a, b) + .05);
+  }));
 }"""
+"""The least contrast of a text and what is behind it, as WCAG defines it; 4.5 can be read."""
 
 
 @pytest.mark.parametrize("width", [380, 1280])

@@ -498,6 +498,7 @@ SIZES = [
     ("actor.ddp_size=3", "actor: ddp_size=3 x fsdp_size=1 = 3 processes, and torchrun has started 4"),
     ("actor.tp_size=2", "actor.tp_size=2 is refused: there are 4 process(es) = 2 x 2, and whet shards each model"),
     ("actor.cp_size=3", "actor.cp_size=3 is refused: there are 4 process(es), no multiple of 3, and whet shards each"),
+    ("actor.sp_size=2", "set it to 1, and whet.trainer.context_parallel_size=2 to share the tokens of each pass"),
 ]
 
 

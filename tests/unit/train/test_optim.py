@@ -1,4 +1,6 @@
 import math
+import weakref
+from typing import ClassVar
 
 import pytest
 import torch
@@ -281,6 +283,26 @@ def test_a_factory_that_raises_is_an_error_in_words():
 
 
 # ---- state ---------------------------------------------------------------------------------------------------------
+
+
+class Shard(torch.Tensor):
+    """A shard, of which a process may have no more than one whole tensor at a time."""
+
+    whole: ClassVar[list] = []
+
+    def full_tensor(self):
+        assert not [ref for ref in self.whole if ref() is not None]
+        made = torch.ones(4)
+        self.whole.append(weakref.ref(made))
+        return made
+
+
+def test_a_process_that_only_gives_its_shards_keeps_no_whole_tensor():
+    optim = Optim(Toy(), OptimConfig(lr=0.1))
+    masters = list(optim.masters.values())
+    for p in masters:
+        optim.optimizer.state[p] = {"step": torch.ones(()), "exp_avg": Shard(2), "exp_avg_sq": Shard(2)}
+    assert optim.save(None) == {} and len(Shard.whole) == 2 * len(masters)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

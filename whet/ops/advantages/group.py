@@ -137,7 +137,7 @@ def pass_at_k_advantages(
 
     A = (r₁ − r₂) / (σ + ε) for the best, 0 for the others, r₁ and r₂ the two largest rewards of the group; 0 where
     several are best. σ, ε as in grpo_advantages.
-    Args: rewards [N], NaN = not applicable. group_ids: Long [N]. The others: as there.
+    Args: rewards [N], NaN = not applicable. group_ids: Long [N]. The others: as in grpo_advantages.
     Returns: [N], fp32; exactly 0 in groups of one and where all rewards of a group are equal.
     Raises: DataError: an infinite reward, or shapes that differ. ConfigError: an unknown scale_rewards.
     Source: arXiv:2503.19595; agrees with verl's grpo_passk, which refuses a group of one.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["CallbackTask", "RLCallbackTask", "SupervisedCallbackTask"]
 
 _LAST_UPDATE = ("grad_norm", "learning_rate")
-"""Metrics of which a log row has the last update's value, as in transformers."""
+"""Metrics whose value in a log row is that of the last update, as in transformers."""
 _FLAGS = ("should_log", "should_evaluate", "should_save")
 
 

@@ -15,7 +15,7 @@ def trl_grpo(**changes: Any) -> GRPOConfig:
 
     A_i = (r_i − mean_g(r)) / (std_g(r) + 1e-4), the deviation of a sample (n − 1);
     L = Σ_i Σ_t [−min(ρ A, clip(ρ, 0.8, 1.2) A) + β ρ k3] / Σ_i n_i, ρ = π/π_old of the token; β = 0, so no KL.
-    Args: changes: fields in place of these. With beta the KL is k3 times the ratio (use_bias_correction_kl), as there.
+    Args: changes: fields in place of these. With beta the KL is k3 times the ratio (use_bias_correction_kl), as in TRL.
     Source: TRL 1.16, grpo_config.py and GRPOTrainer._compute_loss: num_generations 8, loss_type "dapo", beta 0.0,
         epsilon 0.2, scale_rewards "group", use_bias_correction_kl True, num_iterations 1. TRL corrects for vLLM by
         sequence_mask at 3.0: sampler_is="sequence", sampler_is_mode="mask", sampler_is_threshold=3.0, which is not set
@@ -76,7 +76,7 @@ def rl2_reinforce(**changes: Any) -> GRPOConfig:
     L = Σ_i Σ_t −min(ρ A, clip(ρ, 0.8, 1.2) A) / Σ_i n_i, ρ = π/π_old of the token.
     Groups whose rewards are all equal are left out and not replaced (dynamic_filtering), which is dynamic_sampling with
     one batch of prompts here; it needs trainer.max_steps.
-    Args: changes: fields in place of these. beta is a KL in the reward (k1), as there; norm_var=True divides by the
+    Args: changes: fields in place of these. beta is a KL in the reward (k1), as in RL2; norm_var=True divides by the
         deviation + 1.19e-7; RL2's DeepSeek preset is norm_var=True, kl_type="loss", kl_loss_mode="k3",
         loss_agg_mode="sequence-mean-token-mean".
     Source: RL2 at its head of May 2026: adv.estimator reinforce, avg_level token, clip 0.2, kl.coef 0, kl.type reward,
@@ -113,7 +113,7 @@ def rl2_ppo(**changes: Any) -> PPOConfig:
     L = Σ −min(ρ A, clip(ρ, 0.8, 1.2) A) / Σ_i n_i; the critic's max((v − R)², (clip(v, V ± 0.5) − R)²), the same mean.
     Args: changes: fields in place of these. beta is a KL in the reward (k1): its README's PPO has one.
     Source: RL2 at its head of May 2026: clip 0.2, critic.clip 0.5, avg_level token, kl.coef 0; adv.gamma and adv.lamda
-        1.0 in its ppo.yaml. dynamic_filtering, on by default there, is for groups, of which PPO needs none: off.
+        1.0 in its ppo.yaml. dynamic_filtering, on by default there, is for groups, which PPO does not need: off.
 
     >>> rl2_ppo().clip_range_value
     0.5

@@ -1,0 +1,109 @@
+"""Gradients, metrics and scores of fixed batches: in this process alone, or on a mesh of several."""
+
+import datetime
+
+import torch
+import torch.distributed as dist
+from helpers import completion, forest, prompt, random_batch, tiny_model
+from storages import StoragePeak
+from torch.distributed.tensor import DTensor
+from transformers import GptOssConfig, GptOssForCausalLM
+
+from whet.config import OptimConfig
+from whet.metrics import flat
+from whet.models.load import load_model
+from whet.ops import LOSS_AGG_MODES
+from whet.parallel.mesh import make_mesh
+from whet.train.optim import total_norm
+from whet.train.role_trainer import RoleTrainer
+from whet.train.worker import ModelWorker
+from whet.types import Group, TokenBatch
+
+TIMEOUT = datetime.timedelta(seconds=60)
+
+
+def sinks_model():
+    """Layers with windows, with sinks, and with experts."""
+    torch.manual_seed(2)
+    sizes = {"vocab_size": 260, "hidden_size": 32, "intermediate_size": 16, "head_dim": 8, "num_local_experts": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "num_experts_per_tok": 2}
+    return GptOssForCausalLM(GptOssConfig(**sizes, **heads, sliding_window=8, attention_dropout=0.0))
+
+
+MODELS = {
+    "trees": lambda: tiny_model(),
+    "one KV head": lambda: tiny_model(1, num_key_value_heads=1),
+    "windows and sinks": sinks_model,
+}
+
+
+def batches():
+    """Forks and later turns; lengths that differ; and a pass whose first half predicts no target."""
+    long = Group(prompt=prompt([*range(50, 90)]), completions=(completion([5, 6, 2]), completion([8, 2], 1)))
+    yield forest(3, 7, piece=12)
+    yield random_batch((5, (1, 17, 4)), (23, (9, 2)), (3, (6,)), masked=True)
+    yield TokenBatch.from_groups([long])
+
+
+def loss(x):
+    """It reads other tokens of a sequence, and its entropy."""
+    sums = torch.zeros(x.num_sequences, dtype=x.logprobs.dtype).index_add(0, x.sequence, x.logprobs)
+    own = x.logprobs * (1 + x.sequence % 3) + 0.1 * x.entropy - 0.01 * sums[x.sequence] ** 2 / 10
+    return own, {"sum": sums[x.sequence]}
+
+
+def whole(tensor):
+    """A copy of all of a tensor, of which this rank may have a part."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def results(placement):
+    """Gradients, metrics, logprobs and scores for each model, batch and aggregation. Args: placement: makes one."""
+    found = {}
+    for name, model in MODELS.items():
+        worker = ModelWorker(load_model(model()), optim=OptimConfig(), max_tokens=80, placement=placement())
+        trainer = RoleTrainer(worker, loss=loss)
+        for i, batch in enumerate(batches()):
+            found[f"{name}, {i}, logprobs"] = worker.logprobs(batch).logprobs
+            for mode in LOSS_AGG_MODES:
+                trainer.with_loss_fn(loss, loss_agg_mode=mode, loss_agg_norm=20.0)
+                weighted = trainer.add_loss_weights(batch)
+                metrics = worker.forward_backward(weighted, loss, entropy=True)
+                found[f"{name}, {i}, {mode}"] = torch.tensor([v for _, v in sorted(flat(metrics).items())])
+                for key, master in worker.optim.masters.items():
+                    found[f"{name}, {i}, {mode}, {key}"] = whole(master.grad)
+                norm = worker.placement.grad_norm([m.grad for m in worker.optim.masters.values()], total_norm)
+                found[f"{name}, {i}, {mode}, norm"] = torch.tensor(norm)
+                for p in worker.module.parameters():
+                    p.grad = None
+    critic = load_model(tiny_model(4), role="critic")
+    with torch.no_grad():
+        critic.score_head.weight.normal_(generator=torch.Generator().manual_seed(0))
+    worker = ModelWorker(critic, placement=placement(), max_tokens=80)
+    for i, batch in enumerate(batches()):
+        found[f"scores {i}"], found[f"values {i}"] = worker.scores(batch), worker.values(batch)
+    return found
+
+
+def peak(placement):
+    """The most bytes of tensors that one long pass has at a time."""
+    worker = ModelWorker(load_model(tiny_model()), optim=OptimConfig(), max_tokens=2048, placement=placement())
+    batch = RoleTrainer(worker, loss=loss).add_loss_weights(random_batch((40, (600, 500)), (30, (700,))))
+    with StoragePeak() as counted:
+        worker.forward_backward(batch, loss, entropy=True)
+    return counted.peak
+
+
+def on_meshes(rank, size, folder, meshes):
+    """The results on each mesh, (context_parallel_size, data_parallel_replicate_size), and its peak."""
+    from whet.parallel.fsdp import FSDPPlacement
+    from whet.parallel.ranks import ProcessRanks
+
+    meeting = f"file://{folder / 'meeting'}"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=TIMEOUT)
+    ranks = ProcessRanks(dist.group.WORLD, TIMEOUT)
+    for context, replicas in meshes:
+        mesh = make_mesh("cpu", size, context, replicas)
+        made = lambda mesh=mesh: FSDPPlacement(mesh, ranks)
+        torch.save((results(made), peak(made)), folder / f"{rank}-{context}-{replicas}.pt")
+    dist.destroy_process_group()

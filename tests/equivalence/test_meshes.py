@@ -1,0 +1,32 @@
+"""Processes that divide passes, their tokens and the shards have the gradients of one process."""
+
+import pytest
+import torch
+from helpers import full
+from mesh_programs import on_meshes, results
+from processes import needs_gloo, start, wait
+
+from whet.parallel.placement import Placement
+
+
+@needs_gloo
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("size, meshes", [(2, [(1, 1), (2, 1), (1, 2)]), full(4, [(1, 1), (2, 1), (2, 2), (4, 1)])])
+def test_gradients_are_those_of_one_process_and_context_parallelism_divides_the_activations(tmp_path, size, meshes):
+    """Each mesh is (context_parallel_size, data_parallel_replicate_size)."""
+    processes = start(size, on_meshes, tmp_path, meshes)
+    try:
+        one = results(Placement)
+    finally:
+        wait(processes, tmp_path, 300)
+    peaks = {}
+    for context, replicas in meshes:
+        for rank in range(size):
+            found, peaks[context, rank] = torch.load(tmp_path / f"{rank}-{context}-{replicas}.pt")
+            assert found.keys() == one.keys()
+            for name, expected in one.items():
+                limit = 1e-5 * expected.abs().max()
+                assert (found[name] - expected).abs().max() <= limit > 0, (context, replicas, rank, name)
+    for context, _ in meshes:
+        share = max(peaks[context, rank] for rank in range(size)) / peaks[1, 0]
+        assert share <= 1 / context + 0.1, f"{context} processes have {share:.2f} of the activations each"
