@@ -13,6 +13,7 @@ Left out on purpose: several prompts at once.
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,7 +27,15 @@ from torch import Tensor, nn
 from whet.errors import ConfigError
 from whet.models.lora_layers import Adapter
 
-__all__ = ["ENCODER", "KINDS", "PromptAdapter", "is_prompt_tuned", "num_virtual_tokens", "save_prompt"]
+__all__ = [
+    "ENCODER",
+    "KINDS",
+    "PromptAdapter",
+    "is_prompt_tuned",
+    "num_virtual_tokens",
+    "prompt_in_generate",
+    "save_prompt",
+]
 
 ENCODER = "prompt_encoder.safetensors"
 """The file of the encoder of the virtual tokens."""
@@ -105,11 +114,43 @@ class PromptAdapter(Adapter):
         prompt = self.model.get_prompt(len(input_ids))
         mask = torch.cat([attention_mask.new_ones(len(input_ids), count), attention_mask], 1)
         if self.kind == "PREFIX_TUNING":
-            return decoder(input_ids=input_ids, attention_mask=mask, past_key_values=prompt, **kwargs)
+            return decoder(input_ids=input_ids, attention_mask=mask, **{_cache_name(decoder): prompt}, **kwargs)
         tokens = decoder.get_input_embeddings()(input_ids)
         output = decoder(inputs_embeds=torch.cat([prompt.to(tokens.dtype), tokens], 1), attention_mask=mask, **kwargs)
         output.last_hidden_state = output.last_hidden_state[:, count:]
         return output
+
+
+@contextmanager
+def prompt_in_generate(model: Any) -> Iterator[None]:
+    """Lets a model's `generate` read its learned prompt inside the context.
+
+    PEFT up to 0.21.2 looks for the cache under the name it had before transformers 5.24, does not find it, and leaves
+    the prompt out without a word. The context gives the cache its old name where PEFT looks for it.
+
+    Args: model: any model; one without a learned prompt, or with an older transformers, stays as it is.
+    """
+    if not is_prompt_tuned(model) or _cache_name(model.get_base_model()) == "past_key_values":
+        yield
+        return
+    prepare = model.base_model_prepare_inputs_for_generation
+
+    def prepare_with_old_name(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        inputs = prepare(*args, **kwargs)
+        if "cache" in inputs:
+            inputs["past_key_values"] = inputs.pop("cache")
+        return inputs
+
+    model.base_model_prepare_inputs_for_generation = prepare_with_old_name
+    try:
+        yield
+    finally:
+        model.base_model_prepare_inputs_for_generation = prepare
+
+
+def _cache_name(module: nn.Module) -> str:
+    """The name of the argument that takes the cache: `cache` from transformers 5.24 on."""
+    return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from whet.config.base import config, config_from_dict
 from whet.config.fields import Bool, Count, Float, Int, Number
 from whet.config.rollout import OWN_FIELDS
 from whet.errors import ConfigError, EngineError
-from whet.models.prompt_tuning import is_prompt_tuned
+from whet.models.prompt_tuning import is_prompt_tuned, prompt_in_generate
 from whet.rollout.base import Output, Request, Sampling
 from whet.rollout.stopping import Decode, find_end, find_stop_string
 
@@ -174,7 +174,8 @@ def _generate(module: Any, ids: Tensor, request: Request, *, num_generations: in
     own_config, base.generation_config = base.generation_config, GenerationConfig()
     try:
         mask = torch.ones_like(prompts)
-        return module.generate(prompts, attention_mask=mask, generation_config=generation_config, **arguments)
+        with prompt_in_generate(module):
+            return module.generate(prompts, attention_mask=mask, generation_config=generation_config, **arguments)
     finally:
         base.generation_config = own_config
 

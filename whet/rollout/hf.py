@@ -37,9 +37,10 @@ from whet.types import FinishReason
 
 __all__ = ["HFEngine"]
 
-CACHES = ("past_key_values", "cache_params")
-"""Names of the cache in models' outputs and arguments: most models', and those of Mamba's relatives. RWKV's `state` is
-left out: with it transformers 5.23 mixes up the rows of a batch."""
+CACHES = ("cache", "past_key_values", "cache_params")
+"""Names of the cache in models' outputs and arguments: from transformers 5.24 on, and before it most models' and those
+of Mamba's relatives. The new name comes first, since its outputs still answer to the old ones, which Mamba's forward
+then ignores. RWKV's `state` is left out: with it transformers 5.23 mixes up the rows of a batch."""
 
 
 class HFEngine(QueueEngine):
