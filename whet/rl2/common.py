@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from whet.parallel.torchrun_env import world_size
-from whet.rl2.keys import KEYS
+from whet.rl2.keys import NO_TENSOR_PARALLEL
 from whet.rl2.parsed_args import ParsedArgs
 
 __all__ = ["WhetKeys", "context_size", "split_of", "translate_models", "translate_sizes", "translate_trainer"]
@@ -50,9 +50,7 @@ def translate_sizes(args: ParsedArgs) -> WhetKeys:
     replicas = _size_of_all_roles(args, "ddp_size")
     for role in ROLES:
         if (tensor := args.get_count(f"{role}.tp_size")) > 1:
-            args.problems.append(
-                f"{role}.tp_size={tensor} is refused: {KEYS['ppo']['actor.tp_size'].note}; set it to 1"
-            )
+            args.problems.append(f"{role}.tp_size={tensor} is refused: {NO_TENSOR_PARALLEL}")
         shards = args.get(f"{role}.fsdp_size") or max(processes // replicas, 1)
         if replicas * shards != processes:
             args.problems.append(
