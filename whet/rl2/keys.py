@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from whet.fronts.field import Field, inert, refused
 
-__all__ = ["KEYS", "MEGATRON", "effect_of"]
+__all__ = ["KEYS", "MEGATRON", "NO_TENSOR_PARALLEL", "effect_of"]
 
 
 def effect_of(field: Field) -> str:
@@ -34,7 +34,9 @@ _DDP = computed(
     "trainer.data_parallel_replicate_size", "copies of each model; roles that leave it out have that of the others"
 )
 _FSDP = computed("", "ddp_size x fsdp_size must be torchrun's processes; left out, or 0, it is what ddp_size leaves")
-_TP = computed("", "must be 1: there is no tensor parallelism")
+NO_TENSOR_PARALLEL = "must be 1: there is no tensor parallelism"
+"""The reason to refuse tp_size above 1."""
+_TP = computed("", NO_TENSOR_PARALLEL)
 _CP = computed(
     "trainer.context_parallel_size",
     "processes that divide the tokens of a pass; roles that leave it out have that of the others",

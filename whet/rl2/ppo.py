@@ -92,10 +92,11 @@ def _translate_lengths(args: ParsedArgs, each: Any, turns: Any) -> WhetKeys:
         return {}  # the configuration itself reports the wrong type
     if args.get("actor.max_length_per_device") is None:
         return {"rollout.max_prompt_length": PROMPT_TOKENS}
-    budget = args.get_count("actor.max_length_per_device", default=each + 1) * context_size(args)
+    own = args.get_count("actor.max_length_per_device", default=each + 1)
+    budget = own * context_size(args)
     if budget <= each:
         args.problems.append(
-            f"actor.max_length_per_device={args.get('actor.max_length_per_device')} holds no prompt besides max_new_tokens={each}; raise it"
+            f"actor.max_length_per_device={own} holds no prompt besides max_new_tokens={each}; raise it"
         )
     flat: WhetKeys = {"trainer.max_tokens_per_microbatch": budget, "rollout.max_prompt_length": budget - each}
     if turns > 1:  # the text between the turns counts too; an episode that fills the budget ends

@@ -451,7 +451,7 @@ def test_a_reference_without_a_value_is_refused(word, told):
 
 REFUSED = [
     ("actor.sp_size=2", "sp_size (cp_size)=2 does not divide torchrun's 1 process(es); start a multiple of 2"),
-    ("actor.tp_size=2", "actor.tp_size=2 is refused: must be 1: there is no tensor parallelism; set it to 1"),
+    ("actor.tp_size=2", "actor.tp_size=2 is refused: must be 1: there is no tensor parallelism"),
     ("rollout.tp_size=2", "rollout.tp_size=2 is refused"),
     ("actor.fsdp_size=8", "ddp_size=1 x fsdp_size=8 = 8 processes, and torchrun has started 1; start torchrun"),
     ("actor.clipp=0.1", "unknown key actor.clipp; did you mean actor.clip"),
@@ -501,7 +501,7 @@ SIZES = [  # words, and (copies, processes of a pass, tokens of a pass) or the r
     ("ref_actor.sp_size=2", (1, 2, 200)),
     ("actor.ddp_size=2 actor.fsdp_size=4", "ddp_size=2 x fsdp_size=4 = 8 processes, and torchrun has started 4; start"),
     ("actor.ddp_size=3", "actor: ddp_size=3 x fsdp_size=1 = 3 processes, and torchrun has started 4"),
-    ("actor.tp_size=2", "actor.tp_size=2 is refused: must be 1: there is no tensor parallelism; set it to 1"),
+    ("actor.tp_size=2", "actor.tp_size=2 is refused: must be 1: there is no tensor parallelism"),
     ("actor.cp_size=3", "sp_size (cp_size)=3 does not divide torchrun's 4 process(es); start a multiple of 3, or set"),
     ("actor.cp_size=2 ref_actor.cp_size=1", "actor.cp_size=2 and ref_actor.cp_size=1: all roles share one mesh; give"),
     ("actor.ddp_size=2 ref_actor.ddp_size=4", "actor.ddp_size=2 and ref_actor.ddp_size=4: all roles share one mesh"),
