@@ -12,6 +12,7 @@ def test_the_doctor_says_what_runs_on_a_machine_without_a_gpu(capsys, monkeypatc
     assert {"driver", "torch", "bfloat16", "C++ compiler", "vllm", "sglang"} <= set(lines)
 
 
+@pytest.mark.full
 def test_the_largest_models_are_those_of_the_plan():
     assert largest_models(24 * GB) == {"all weights": "0.6B", "LoRA": "8B"}
     assert largest_models(2 * GB) == {"all weights": None, "LoRA": None}
