@@ -1,7 +1,6 @@
 """Gradients, metrics and scores of fixed batches: in this process alone, or on a mesh of several."""
 
 import datetime
-import os
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,6 @@ from whet.train.role_trainer import RoleTrainer
 from whet.train.worker import ModelWorker
 from whet.types import Group, TokenBatch
 
-MODES = LOSS_AGG_MODES if os.environ.get("WHET_CHECK_FULL") else LOSS_AGG_MODES[:2]
 TIMEOUT = datetime.timedelta(seconds=60)
 
 
@@ -67,7 +65,7 @@ def results(placement):
         trainer = RoleTrainer(worker, loss=loss)
         for i, batch in enumerate(batches()):
             found[f"{name}, {i}, logprobs"] = worker.logprobs(batch).logprobs
-            for mode in MODES:
+            for mode in LOSS_AGG_MODES:
                 trainer.with_loss_fn(loss, loss_agg_mode=mode, loss_agg_norm=20.0)
                 weighted = trainer.add_loss_weights(batch)
                 metrics = worker.forward_backward(weighted, loss, entropy=True)

@@ -1,3 +1,5 @@
+import pytest
+
 from whet.cli import main
 from whet.cli.doctor import doctor_text, largest_models
 from whet.train.memory_plan import GB
