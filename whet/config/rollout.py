@@ -204,7 +204,8 @@ class RolloutConfig:
     max_episode_tokens: Count | None = None
     """With max_turns above 1: the most tokens after the prompt, those of tools included. An episode also ends at the
     model's context length, and in training at trainer.max_tokens_per_microbatch. None = max_turns times
-    max_tokens_to_generate. With an agent: max_prompt_length and this bound the context and completion of a call."""
+    max_tokens_to_generate. With an agent: the context and the completion of each call have at most max_prompt_length +
+    max_episode_tokens tokens together."""
     eval: Tree = field(default_factory=dict)
     """Other values of these fields for evaluation, e.g. {temperature: 0.0}."""
 
