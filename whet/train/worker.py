@@ -40,6 +40,7 @@ from whet.train.model_files import ModelFiles
 from whet.train.optim import Optim, total_norm
 from whet.types import LossInputs, TokenBatch, TokenStats
 from whet.util.tensor_subclasses import is_sharded
+from whet.util.transfer import to_device
 
 __all__ = ["Allowed", "Divergence", "Loss", "ModelWorker"]
 
@@ -374,12 +375,9 @@ class ModelWorker:
         backward: bool,
     ) -> Metrics:
         per_unit = has_unit_weights(batch)
-        unit_weights = None if batch.unit_weights is None else batch.unit_weights.to(self.device)
         labels: list[list[tuple[str, str]]] = []
         numbers: list[Tensor] = []  # of each micro-batch, on the device: read once, since a GPU is waited for
-        carried = {name: c for name, c in batch.token_columns.items() if name != "tokens"}  # a micro-batch has these
-        token_columns = {name: c.to(self.device) for name, c in carried.items()}
-        sequence_columns = {name: c.to(self.device) for name, c in batch.sequence_columns.items()}
+        token_columns, sequence_columns, unit_weights = _columns_on(self.device, batch)
         shared = self._own_passes(batch, self.max_sequences, scores)
         for i, (micro, counts) in enumerate(shared):
             self.placement.set_gradient_sync(i == len(shared) - 1)
@@ -536,6 +534,15 @@ class ModelWorker:
             self.optim.close()
         self.optim = None
         self.placement.release()
+
+
+def _columns_on(device: torch.device, batch: TokenBatch) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
+    """The columns of a batch's tokens and sequences, and its units' weights, on a device; micro-batches have tokens."""
+    tokens = {name: c for name, c in batch.token_columns.items() if name != "tokens"}
+    sequences = batch.sequence_columns
+    weights = [] if batch.unit_weights is None else [batch.unit_weights]
+    moved = iter(to_device([*tokens.values(), *sequences.values(), *weights], device))
+    return dict(zip(tokens, moved)), dict(zip(sequences, moved)), next(moved, None)
 
 
 def _teacher_on_device(divergence: Divergence | None) -> AbstractContextManager[None]:
