@@ -7,7 +7,7 @@ from processes import as_torchrun
 
 SGD = ["whet.actor.optim.name=sgd"]
 RL2 = ["ppo", "data.path=chats.jsonl", "data.prompts_per_rollout=4", "data.responses_per_prompt=3", "actor.lr=1e-2",
-       "actor.model_name=model", "actor.dtype=float32", "actor.offload_model=false", "actor.max_length_per_device=160",
+       "actor.model_name=model", "actor.dtype=float32", "actor.offload_model=false",
        "actor.kl.coef=0.01", "actor.kl.type=loss", "ref_actor.dtype=float32", "rollout.env_path=env.py",
        "rollout.max_turns=2", "rollout.train_sampling_params.max_new_tokens=6", "trainer.disable_wandb=true",
        "trainer.save_dir=rl2", "trainer.n_epochs=1", "whet.trainer.pbar_description=null", *SGD]  # fmt: skip
@@ -15,9 +15,11 @@ RL2 = ["ppo", "data.path=chats.jsonl", "data.prompts_per_rollout=4", "data.respo
 
 
 def rl2(size):
+    """RL2's command with a copy of the model on each process, which together run each pass."""
     from whet.rl2.command import main
 
-    assert main([*RL2, f"actor.fsdp_size={size}"]) == 0
+    sizes = [f"actor.ddp_size={size}", "actor.fsdp_size=1", f"actor.sp_size={size}"]
+    assert main([*RL2, f"actor.max_length_per_device={160 // size}", *sizes]) == 0
 
 
 def tunix(size):

@@ -59,6 +59,8 @@ _ALL: dict[tuple[str, ...], str] = {
     _ROWS: "per_device_train_batch_size train_batch_size global_batch_size prompts_per_rollout rollout_batch_size",
     _MICRO: "micro_batch_size micro_batch_size_per_gpu ppo_micro_batch_size_per_gpu log_prob_micro_batch_size_per_gpu "
     "ppo_max_token_len_per_gpu max_length_per_device max_token_len_per_gpu",
+    ("trainer.context_parallel_size",): "ulysses_sequence_parallel_size sequence_parallel_size sp_size cp_size",
+    ("trainer.data_parallel_replicate_size",): "fsdp_size ddp_size dp_replicate_size",
     ("trainer.mini_batch_size",): "ppo_mini_batch_size steps_per_generation update_per_rollout",
     ("trainer.show_samples",): "log_completions num_completions_to_print",
     _EPOCHS: "num_train_epochs n_epochs total_epochs epochs",

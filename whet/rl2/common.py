@@ -5,18 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from whet.parallel.torchrun_env import world_size
+from whet.rl2.keys import NO_TENSOR_PARALLEL
 from whet.rl2.parsed_args import ParsedArgs
 
-__all__ = ["WhetKeys", "check_sizes", "split_of", "translate_models", "translate_trainer"]
+__all__ = ["WhetKeys", "context_size", "split_of", "translate_models", "translate_sizes", "translate_trainer"]
 
-_CONTEXT = ", and whet.trainer.context_parallel_size={size} to share the tokens of each pass"
+ROLES = ("actor", "ref_actor", "critic")
+"""RL2's names of the roles."""
 WhetKeys = dict[str, Any]
 """Dotted keys of whet's and their values."""
 
 
 def translate_models(args: ParsedArgs) -> WhetKeys:
     """Translates models, their tokenizer, and the switches that save memory."""
-    roles = [role for role in ("actor", "ref_actor", "critic") if _has_role(args, role)]
+    roles = [role for role in ROLES if _has_role(args, role)]
     own = "reward_model" if args.trainer == "rm" else "critic"
     sections = {"actor": "actor", "ref_actor": "reference", "critic": own}
     flat: WhetKeys = {}
@@ -38,26 +40,47 @@ def translate_models(args: ParsedArgs) -> WhetKeys:
     return flat
 
 
-def check_sizes(args: ParsedArgs, role: str) -> None:
-    """Notes sizes of a role's device mesh that torchrun's processes don't have, or that whet can't run.
+def translate_sizes(args: ParsedArgs) -> WhetKeys:
+    """Translates the sizes of RL2's device meshes to those of whet's one mesh, which all roles share.
 
-    As in RL2, a missing fsdp_size, or 0, is what the other sizes leave.
+    A size that only some roles have is that of all: it divides memory and work, and no update depends on it. As in RL2,
+    a missing fsdp_size, or 0, is what ddp_size leaves. What torchrun's processes can't be is a problem.
     """
     processes = world_size()
-    ddp, *axes = (args.get_count(f"{role}.{name}_size") for name in ("ddp", "tp", "sp", "cp"))
-    shards = args.get(f"{role}.fsdp_size") or max(processes // ddp, 1)
-    for name, size in zip(("tp", "sp", "cp"), axes, strict=True):
-        if size > 1:
-            rest = f" = {size} x {processes // size}" if processes % size == 0 else f", no multiple of {size}"
+    replicas = _size_of_all_roles(args, "ddp_size")
+    for role in ROLES:
+        if (tensor := args.get_count(f"{role}.tp_size")) > 1:
+            args.problems.append(f"{role}.tp_size={tensor} is refused: {NO_TENSOR_PARALLEL}")
+        shards = args.get(f"{role}.fsdp_size") or max(processes // replicas, 1)
+        if replicas * shards != processes:
             args.problems.append(
-                f"{role}.{name}_size={size} is refused: there are {processes} process(es){rest}, and whet shards each "
-                f"model over all; set it to 1{'' if name == 'tp' else _CONTEXT.format(size=size)}"
+                f"{role}: ddp_size={replicas} x fsdp_size={shards} = {replicas * shards} processes, and torchrun has "
+                f"started {processes}; start torchrun --nproc_per_node={replicas * shards}, or leave fsdp_size out and "
+                f"set ddp_size to a divisor of {processes}"
             )
-    if ddp * shards != processes:
+    context = context_size(args)
+    if processes % context:
         args.problems.append(
-            f"{role}: ddp_size={ddp} x fsdp_size={shards} = {ddp * shards} processes, and torchrun has started "
-            f"{processes}; start torchrun --nproc_per_node={ddp * shards}, or leave both out: whet shards over all"
+            f"sp_size (cp_size)={context} does not divide torchrun's {processes} process(es); start a multiple of "
+            f"{context}, or set it to a divisor of {processes}"
         )
+    return {"trainer.data_parallel_replicate_size": replicas, "trainer.context_parallel_size": context}
+
+
+def context_size(args: ParsedArgs) -> int:
+    """The number of processes that divide the tokens of a pass: sp_size, since 2026 cp_size."""
+    return _size_of_all_roles(args, "sp_size", "cp_size")
+
+
+def _size_of_all_roles(args: ParsedArgs, *names: str) -> int:
+    """A size that all roles share, 1 if none has it; two different ones are a problem."""
+    sizes = {key: args.get_count(key) for key in (f"{role}.{name}" for role in ROLES for name in names)}
+    given = {key: size for key, size in sizes.items() if args.values.get(key) is not None}
+    if len({*given.values()}) > 1:
+        args.problems.append(
+            f"{' and '.join(f'{key}={size}' for key, size in given.items())}: all roles share one mesh; give one size"
+        )
+    return next(iter(given.values()), 1)
 
 
 def _has_role(args: ParsedArgs, role: str) -> bool:

@@ -31,9 +31,6 @@ def train(args: ParsedArgs, config: Any) -> dict[str, Any]:
     if args.trainer == "ppo" and config.rollout.env_path is not None:
         load_script(config.rollout.env_path, turns=config.rollout.max_turns)  # raises before the first line of the log
     ranks = join_processes(config.trainer.collective_timeout_s)
-    wanted = [key for key, value in args.values.items() if key.endswith(".ddp_size") and value not in (None, 1)]
-    for key in wanted:
-        log.info("%s=%s: whet shards over all %d processes; the update is the same", key, args.values[key], ranks.size)
     config = _with_loggers(config)
     config = with_columns(ranks.call_on_writer(lambda: with_folder(config, args)), args)
     if args.trainer != "ppo":

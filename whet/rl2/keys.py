@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from whet.fronts.field import Field, inert, refused
 
-__all__ = ["KEYS", "MEGATRON", "effect_of"]
+__all__ = ["KEYS", "MEGATRON", "NO_TENSOR_PARALLEL", "effect_of"]
 
 
 def effect_of(field: Field) -> str:
@@ -30,9 +30,17 @@ def computed(key: str = "", note: str = "") -> Field:
 
 
 _ONE = refused(None, "the engine of each process has a whole model; set it to 1", harmless=(1,))
-_SHARDS = computed("", "ddp_size x fsdp_size must be torchrun's processes; whet shards over all of them")
-_TP = computed("", "must be 1: there is no tensor parallelism")
-_CP = computed("", "must be 1; whet.trainer.context_parallel_size shares the tokens of a pass, of all roles")
+_DDP = computed(
+    "trainer.data_parallel_replicate_size", "copies of each model; roles that leave it out have that of the others"
+)
+_FSDP = computed("", "ddp_size x fsdp_size must be torchrun's processes; left out, or 0, it is what ddp_size leaves")
+NO_TENSOR_PARALLEL = "must be 1: there is no tensor parallelism"
+"""The reason to refuse tp_size above 1."""
+_TP = computed("", NO_TENSOR_PARALLEL)
+_CP = computed(
+    "trainer.context_parallel_size",
+    "processes that divide the tokens of a pass; roles that leave it out have that of the others",
+)
 MEGATRON = "whet does not use Megatron; leave its keys out"
 """The reason to refuse Megatron's keys."""
 _LIGER = "whet never computes a whole row of logits; its fused layers run on a CPU only, and it has none for a GPU"
@@ -91,8 +99,8 @@ def _model(role: str, section: str) -> dict[str, Field]:
         "dtype": computed(
             f"{section}.dtype", "bfloat16 or float32; master weights are fp32 in both; float16 is refused"
         ),
-        "ddp_size": _SHARDS,
-        "fsdp_size": _SHARDS,
+        "ddp_size": _DDP,
+        "fsdp_size": _FSDP,
         "tp_size": _TP,
         "sp_size": _CP,
         "cp_size": _CP,
@@ -255,7 +263,10 @@ _ROLLOUT = {
     "base_port": inert(None, "there is no server"),
     "test_ratio": copied("data.eval_fraction", _TEST_RATIO),
 }
-_OWN_BUDGET = computed("trainer.max_tokens_per_microbatch", "the longest sequence must fit into it, prompt included")
+_OWN_BUDGET = computed(
+    "trainer.max_tokens_per_microbatch",
+    "times the processes that divide a pass (sp_size, cp_size); the longest sequence must fit, prompt included",
+)
 _PPO_TRAINER = {
     "total_steps": copied("trainer.max_steps"),
     "eval_only": refused(None, "use `whet eval`", harmless=(False,)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from whet.rl2.common import WhetKeys, split_of
+from whet.rl2.common import WhetKeys, context_size, split_of
 from whet.rl2.parsed_args import ParsedArgs, copied_values
 
 __all__ = ["CONTENTS_ALONE", "TRANSLATIONS"]
@@ -92,10 +92,11 @@ def _translate_lengths(args: ParsedArgs, each: Any, turns: Any) -> WhetKeys:
         return {}  # the configuration itself reports the wrong type
     if args.get("actor.max_length_per_device") is None:
         return {"rollout.max_prompt_length": PROMPT_TOKENS}
-    budget = args.get_count("actor.max_length_per_device", default=each + 1)
+    own = args.get_count("actor.max_length_per_device", default=each + 1)
+    budget = own * context_size(args)
     if budget <= each:
         args.problems.append(
-            f"actor.max_length_per_device={budget} holds no prompt besides max_new_tokens={each}; raise it"
+            f"actor.max_length_per_device={own} holds no prompt besides max_new_tokens={each}; raise it"
         )
     flat: WhetKeys = {"trainer.max_tokens_per_microbatch": budget, "rollout.max_prompt_length": budget - each}
     if turns > 1:  # the text between the turns counts too; an episode that fills the budget ends

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from whet.rl2.common import WhetKeys, split_of
+from whet.rl2.common import WhetKeys, context_size, split_of
 from whet.rl2.parsed_args import ParsedArgs
 
 __all__ = ["translate_averaging", "translate_data"]
@@ -26,6 +26,7 @@ def translate_data(args: ParsedArgs) -> WhetKeys:
         flat["data.eval_fraction"] = args.get("data.test_ratio", default=0.03)
     args.require_equal(length, "data.test.max_length")
     if (budget := args.get("actor.max_length_per_device", "critic.max_length_per_device")) is not None:
+        budget = budget * context_size(args) if isinstance(budget, int) else budget
         most = flat.get("data.max_length", 0)
         fits = isinstance(budget, int) and most == budget + 1
         flat["trainer.max_tokens_per_microbatch"] = most if fits else budget

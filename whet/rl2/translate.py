@@ -13,7 +13,7 @@ from whet.config import RunConfig
 from whet.config.base import config_from_dict
 from whet.config.loader import merge
 from whet.rl2 import ppo, supervised
-from whet.rl2.common import WhetKeys, check_sizes, translate_models, translate_trainer
+from whet.rl2.common import WhetKeys, translate_models, translate_sizes, translate_trainer
 from whet.rl2.messages import vocabulary
 from whet.rl2.parsed_args import CONFIGS, ParsedArgs, copied_values, parse_args
 
@@ -44,10 +44,9 @@ def translate_args(args: ParsedArgs) -> Any:
 def translated_tree(args: ParsedArgs) -> tuple[type, dict[str, Any]]:
     """The class of the configuration and its tree, without the keys given as whet.<key>."""
     args.collect_refused()
-    for role in ("actor", "ref_actor", "critic"):
-        check_sizes(args, role)
+    sizes = translate_sizes(args)
     args.raise_problems()
-    flat = copied_values(args)
+    flat = copied_values(args) | sizes
     for translate in _TRANSLATIONS[args.trainer]:
         flat |= translate(args)
     args.raise_problems()

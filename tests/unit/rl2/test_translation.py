@@ -450,7 +450,8 @@ def test_a_reference_without_a_value_is_refused(word, told):
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 REFUSED = [
-    ("actor.sp_size=2", "actor.sp_size=2 is refused: there are 1 process(es), no multiple of 2, and whet shards"),
+    ("actor.sp_size=2", "sp_size (cp_size)=2 does not divide torchrun's 1 process(es); start a multiple of 2"),
+    ("actor.tp_size=2", "actor.tp_size=2 is refused: must be 1: there is no tensor parallelism"),
     ("rollout.tp_size=2", "rollout.tp_size=2 is refused"),
     ("actor.fsdp_size=8", "ddp_size=1 x fsdp_size=8 = 8 processes, and torchrun has started 1; start torchrun"),
     ("actor.clipp=0.1", "unknown key actor.clipp; did you mean actor.clip"),
@@ -488,29 +489,47 @@ def test_what_can_not_be_carried_out_is_refused_with_the_reason(word, words):
     assert words in str(told.value)
 
 
-SIZES = [
-    ("", None),
-    ("actor.fsdp_size=4", None),
-    ("actor.ddp_size=2", None),
-    ("actor.ddp_size=2 actor.fsdp_size=0", None),
-    ("actor.ddp_size=4 actor.fsdp_size=1", None),
+SIZES = [  # words, and (copies, processes of a pass, tokens of a pass) or the refusal, on four processes
+    ("", (1, 1, 100)),
+    ("actor.fsdp_size=4", (1, 1, 100)),
+    ("actor.ddp_size=2", (2, 1, 100)),
+    ("actor.ddp_size=2 actor.fsdp_size=0", (2, 1, 100)),
+    ("actor.ddp_size=4 actor.fsdp_size=1", (4, 1, 100)),
+    ("actor.sp_size=2", (1, 2, 200)),
+    ("actor.cp_size=4 actor.ddp_size=2 actor.fsdp_size=2 trainer.total_steps=1", (2, 4, 400)),
+    ("actor.sp_size=2 ref_actor.sp_size=${actor.sp_size} ref_actor.ddp_size=2", (2, 2, 200)),
+    ("ref_actor.sp_size=2", (1, 2, 200)),
     ("actor.ddp_size=2 actor.fsdp_size=4", "ddp_size=2 x fsdp_size=4 = 8 processes, and torchrun has started 4; start"),
     ("actor.ddp_size=3", "actor: ddp_size=3 x fsdp_size=1 = 3 processes, and torchrun has started 4"),
-    ("actor.tp_size=2", "actor.tp_size=2 is refused: there are 4 process(es) = 2 x 2, and whet shards each model"),
-    ("actor.cp_size=3", "actor.cp_size=3 is refused: there are 4 process(es), no multiple of 3, and whet shards each"),
-    ("actor.sp_size=2", "set it to 1, and whet.trainer.context_parallel_size=2 to share the tokens of each pass"),
+    ("actor.tp_size=2", "actor.tp_size=2 is refused: must be 1: there is no tensor parallelism"),
+    ("actor.cp_size=3", "sp_size (cp_size)=3 does not divide torchrun's 4 process(es); start a multiple of 3, or set"),
+    ("actor.cp_size=2 ref_actor.cp_size=1", "actor.cp_size=2 and ref_actor.cp_size=1: all roles share one mesh; give"),
+    ("actor.ddp_size=2 ref_actor.ddp_size=4", "actor.ddp_size=2 and ref_actor.ddp_size=4: all roles share one mesh"),
+    ("actor.cp_size=0", "actor.cp_size: expected a whole number above 0, got 0"),
+    ("actor.cp_size=2 rollout.train_sampling_params.max_new_tokens=200", "max_length_per_device=100 holds no prompt"),
 ]
 
 
-@pytest.mark.parametrize(("words", "refusal"), SIZES)
-def test_sizes_of_a_mesh_must_give_torchruns_processes(words, refusal, monkeypatch):
+@pytest.mark.parametrize(("words", "expected"), SIZES)
+def test_the_sizes_of_a_mesh_are_those_of_all_roles_and_must_give_torchruns_processes(words, expected, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
-    if refusal is None:
-        assert not translate_command("ppo", [*LEAST["ppo"], *words.split()]).offload_to_cpu
-    else:
+    command = [*LEAST["ppo"], "actor.max_length_per_device=100", *words.split()]
+    if isinstance(expected, str):
         with pytest.raises(ConfigError) as told:
-            translate_command("ppo", [*LEAST["ppo"], *words.split()])
-        assert refusal in str(told.value)
+            translate_command("ppo", command)
+        assert expected in str(told.value)
+        return
+    made = translate_command("ppo", command)
+    loop = made.trainer
+    sizes = loop.data_parallel_replicate_size, loop.context_parallel_size, loop.max_tokens_per_microbatch
+    assert sizes == expected and not made.offload_to_cpu
+    assert made.rollout.max_prompt_length == expected[2] - 16
+
+
+def test_the_budget_of_supervised_training_is_that_of_all_processes_of_a_pass(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    words = ["actor.max_length_per_device=8", "actor.cp_size=2"]
+    assert translate_command("sft", [*LATER["sft"], *words]).trainer.max_tokens_per_microbatch == 16
 
 
 def test_all_problems_are_told_at_once():
