@@ -18,7 +18,6 @@ from torch import Tensor
 from whet.errors import ConfigError
 from whet.ops.masked import to_fp32
 from whet.ops.shapes import check_shapes
-from whet.util.transfer import to_device
 
 __all__ = ["Support", "allowed_tokens", "draw", "greedy", "support_logits"]
 
@@ -191,7 +190,7 @@ def _index(ids: Sequence[int], device: torch.device) -> Tensor:
 @functools.lru_cache(maxsize=64)
 def _index_on_device(ids: tuple[int, ...], device: torch.device) -> Tensor:
     with torch.inference_mode(False):
-        return to_device([torch.tensor(ids)], device)[0]
+        return torch.tensor(ids, device=device)
 
 
 def _outside(logits: Tensor, support: Support, position: Tensor, allowed: Tensor | None) -> Tensor:
