@@ -44,6 +44,7 @@ _SAMPLING = {
     **_LENGTHS,
     "rollout.temperature": "sampling temperature; 1.0: the policy's own distribution",
     "rollout.env_path": "env.py: tools and several turns (whet docs environments)",
+    "rollout.agent": "agent.py:agent: an agent that calls the model by OpenAI's API (whet docs agents)",
 }
 _RUN = {
     "trainer.run_dir": "output folder; default: runs/<date>-<time>",

@@ -45,6 +45,7 @@ from whet.rewards.manager import RewardManager, resolve_reward_manager
 from whet.rewards.resolve import resolve_reward, resolve_rewards
 from whet.rollout import check_engine
 from whet.run.builtin_observers import check_push
+from whet.serve.agent_episodes import load_agent
 from whet.storage.files import check_writable
 from whet.storage.folder_lock import check_unlocked
 from whet.storage.run_folder import check_no_run
@@ -103,6 +104,8 @@ def _policy_checks(config: RunConfig, unread: Collection[str]) -> Iterator[Check
         rollout = config.rollout.for_mode(mode)
         if rollout.env_path is not None:
             yield "rollout", partial(load_script, rollout.env_path, turns=rollout.max_turns)
+        if rollout.agent is not None:
+            yield "rollout", partial(load_agent, rollout.agent)
     for section in ("actor", "critic", "reference", "teacher", "reward_model"):
         yield from _role_checks(section, getattr(config, section), trained=section in ("actor", "critic"))
 

@@ -294,6 +294,11 @@ def check_eval(config: EvalRunConfig) -> None:
             "evaluated by their run (trainer.eval_every_n_steps); set rollout.max_turns=1 to evaluate only the first "
             "turn"
         )
+    if config.sampling.agent is not None:
+        missing.append(
+            f"rollout.agent={config.sampling.agent}: whet eval completes prompts in one turn, and agents are evaluated "
+            "by their run (trainer.eval_every_n_steps); set rollout.agent=null to evaluate the prompts alone"
+        )
     missing += missing_inputs(config.model, config.data.path, "<folder, run folder or hub name>")
     if not config.reward_names:
         missing.append("no reward; write reward=file.py:function, or the name of one of whet's own")

@@ -23,6 +23,7 @@ from whet.config.fields import (
     Int,
     Name,
     Number,
+    Seconds,
     Seed,
     Size,
     Strings,
@@ -192,12 +193,18 @@ class RolloutConfig:
     reward_fn(messages, answer) and TOOL (the tools that the chat template lists); from Python also the function
     interact itself. Its reward_fn is the reward if `reward` is not set. None = no environment. See whet docs
     environments."""
+    agent: Name | Fn | None = None
+    """The agent, in place of an environment: "file.py:function" or "package.module:function", called as agent(base_url,
+    api_key, row) for each episode. It calls the model at base_url by OpenAI's API, and returns its reward. None = no
+    agent. See whet docs agents."""
+    agent_timeout_s: Seconds | None = 600.0
+    """Longest time of an agent, in seconds; None = no limit."""
     max_turns: Count = 1
     """Most turns of the model in an episode. The environment answers between two turns; 1 = it never answers."""
     max_episode_tokens: Count | None = None
     """With max_turns above 1: the most tokens after the prompt, those of tools included. An episode also ends at the
     model's context length, and in training at trainer.max_tokens_per_microbatch. None = max_turns times
-    max_tokens_to_generate."""
+    max_tokens_to_generate. With an agent: max_prompt_length and this bound the context and completion of a call."""
     eval: Tree = field(default_factory=dict)
     """Other values of these fields for evaluation, e.g. {temperature: 0.0}."""
 
@@ -244,11 +251,16 @@ class RolloutConfig:
             raise ConfigError(f"min_tokens must lie in 0..max_tokens_to_generate={most}, got {self.min_tokens}")
         if taken := sorted(self.generation_kwargs.keys() & OWN_FIELDS.keys()):
             raise ConfigError(f"generation_kwargs: {taken[0]} has a field of its own: set {OWN_FIELDS[taken[0]]}")
+        if self.agent is not None and (self.env_path is not None or self.max_turns > 1):
+            other = "env_path" if self.env_path is not None else f"max_turns={self.max_turns}"
+            raise ConfigError(f"agent and {other}: an agent decides itself what follows a turn; leave {other} out")
         if self.max_turns > 1 and self.env_path is None:
             raise ConfigError(
                 f"max_turns={self.max_turns} needs env_path, the file whose interact(messages) answers between turns"
             )
-        if self.max_turns == 1 and self.max_episode_tokens is not None:
+        if self.agent_timeout_s is not None and self.agent_timeout_s <= 0:
+            raise ConfigError(f"agent_timeout_s must be positive, got {self.agent_timeout_s!r}; None = no limit")
+        if self.max_turns == 1 and self.agent is None and self.max_episode_tokens is not None:
             raise ConfigError(
                 f"max_episode_tokens={self.max_episode_tokens} has no effect with max_turns=1; set "
                 "max_tokens_to_generate"

@@ -157,7 +157,11 @@ def check_complete(config: RunConfig, unread: Collection[str] = ()) -> None:
     missing = missing_inputs(
         config.actor.model if readable("actor") else "", config.data.path if readable("data") else ""
     )
-    learns = config.reward_names or (config.teacher is not None and not isinstance(config, PPORunConfig))
+    learns = (
+        config.reward_names
+        or config.rollout.agent is not None
+        or (config.teacher is not None and not isinstance(config, PPORunConfig))
+    )
     if not learns and readable("reward", "rollout", "teacher"):
         missing.append("no reward; write reward=file.py:function, or the name of one of whet's own")
     if config.teacher is not None and config.teacher.model is None and readable("teacher"):

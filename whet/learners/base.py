@@ -36,7 +36,7 @@ from whet.config import AlgorithmConfig, DataConfig, Mode, Role
 from whet.config.rewards import REWARD_MODEL
 from whet.data.prompts import PromptEncoder
 from whet.errors import ConfigError
-from whet.learners.episodes import load_environment, make_play
+from whet.learners.episodes import load_environment, make_agent_episodes, make_play
 from whet.learners.from_config import reward_functions
 from whet.learners.rl_task import RLTask
 from whet.learners.step import Step
@@ -47,8 +47,10 @@ from whet.rewards.metric_fns import call_metric_fns, reduce_metrics
 from whet.rewards.resolve import as_list, with_reward_model
 from whet.rewards.reward_batch import RewardBatch
 from whet.rollout.generate_options import check_trainable
+from whet.rollout.policy_rollouts import Play
 from whet.run.observer import Observer
 from whet.run.run import Run
+from whet.serve.agent_episodes import AGENT_REWARD, AgentEpisodes
 from whet.types import Group, Prompt, TokenBatch
 
 __all__ = ["RLLearner"]
@@ -99,6 +101,7 @@ class RLLearner:
         self.settings = settings
         self.observers = list(observers)
         self.environment = load_environment(cluster)
+        self._agents: dict[Mode, AgentEpisodes] = {}
         self.encoders: dict[Mode, PromptEncoder] = {}
         """Each mode's encoder, made at its first use. A caller that has encoded rows already may put its own here."""
         if not reward_fns and self.environment is not None and Role.REWARD not in cluster.workers:
@@ -121,6 +124,7 @@ class RLLearner:
                 f"reward names {REWARD_MODEL}, but no reward model is set; set reward_model.model=, or pass "
                 "RLCluster(reward=...)"
             )
+        has_agent = self.cluster.rollout_for().agent is not None
         algo_config = self.algo_config
         manager = resolve_reward_manager(algo_config.reward_manager)
         reward_fns, weights = reward_functions(reward_fns, algo_config)
@@ -130,8 +134,11 @@ class RLLearner:
             on_error=self.config.on_reward_error,
             timeout_s=self.config.reward_timeout_s,
             **({"workers": self.config.reward_workers} if self.config.reward_workers else {}),
+            **({"groups_have_rewards": True} if has_agent and not reward_fns else {}),
             algo_fields={f.name: getattr(algo_config, f.name) for f in dataclasses.fields(algo_config)},
         )
+        if has_agent and AGENT_REWARD in getattr(self.reward_manager, "fns", ()):
+            raise ConfigError(f"a reward function is named {AGENT_REWARD}, like the reward of rollout.agent; rename it")
 
     def train(self, train_ds: Any, eval_ds: Any = None) -> Run:
         """Trains until max_steps or the data's end.
@@ -173,6 +180,8 @@ class RLLearner:
         """Frees the engine and the optimizers, and ends the workers of rewards."""
         if isinstance(self.reward_manager, RewardManager):
             self.reward_manager.close()
+        for episodes in self._agents.values():
+            episodes.close()
         self.cluster.close()
 
     # ---- the stages ----------------------------------------------------------------------------------------------
@@ -210,8 +219,16 @@ class RLLearner:
             first=first,
             mode=mode,
             greedy=self.needs_greedy and mode is Mode.TRAIN,
-            play=make_play(self.cluster, mode, self.encoder(mode)),
+            play=self.play(mode),
         )
+
+    def play(self, mode: Mode) -> Play | None:
+        """The generator of a mode's episodes; None = one completion each."""
+        if self.cluster.rollout_for(mode).agent is None:
+            return make_play(self.cluster, mode, self.encoder(mode))
+        if mode not in self._agents:
+            self._agents[mode] = make_agent_episodes(self.cluster, mode, self.encoder(mode))
+        return self._agents[mode].play
 
     def encoder(self, mode: Mode) -> PromptEncoder:
         """The encoder of a mode: it turns rows into prompts, and an environment's messages into tokens."""

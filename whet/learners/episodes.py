@@ -8,8 +8,10 @@ from whet.data.prompts import PromptEncoder
 from whet.envs import Conversation, Script, load_script
 from whet.models.modes import max_positions
 from whet.rollout.policy_rollouts import Play
+from whet.serve.agent_episodes import AgentEpisodes, load_agent
+from whet.serve.run_model import RunModel
 
-__all__ = ["load_environment", "make_play"]
+__all__ = ["load_environment", "make_agent_episodes", "make_play"]
 
 
 def load_environment(cluster: RLCluster) -> Script | None:
@@ -29,15 +31,42 @@ def make_play(cluster: RLCluster, mode: Mode, encode: PromptEncoder) -> Play | N
     config, training = cluster.rollout_for(mode), cluster.training_config
     if config.max_turns == 1:
         return None
-    bounds = [max_positions(cluster.actor.module)]
-    if mode is Mode.TRAIN:
-        bounds.append(training.max_tokens_per_microbatch)
     return Conversation(
         load_script(config.env_path, turns=config.max_turns),
         encode,
         max_turns=config.max_turns,
         max_tokens=config.most_tokens,
-        max_length=min((bound for bound in bounds if bound is not None), default=None),
+        max_length=_longest(cluster, mode),
         timeout_s=training.reward_timeout_s,
         on_error=training.on_reward_error,
     ).play
+
+
+def make_agent_episodes(cluster: RLCluster, mode: Mode, encode: PromptEncoder) -> AgentEpisodes:
+    """Makes the episodes of rollout.agent, with the server that its agents call.
+
+    Args: encode: the mode's encoder; calls have its system prompt and chat template.
+    Raises: ConfigError: the agent can't be found or called, or the tokenizer has no chat template.
+    """
+    config, training = cluster.rollout_for(mode), cluster.training_config
+    bounds = [_longest(cluster, mode)]
+    if config.max_episode_tokens is not None and config.max_prompt_length is not None:
+        bounds.append(config.max_prompt_length + config.max_episode_tokens)
+    model = RunModel(
+        cluster.tokenizer,
+        cluster.eos_ids,
+        name="policy",
+        longest=min((bound for bound in bounds if bound is not None), default=None),
+        chat_template_kwargs=config.chat_template_kwargs,
+        system_prompt=encode.system_prompt,
+    )
+    agent = load_agent(config.agent)
+    return AgentEpisodes(agent, model, timeout_s=config.agent_timeout_s, on_error=training.on_reward_error)
+
+
+def _longest(cluster: RLCluster, mode: Mode) -> int | None:
+    """The most tokens of a sequence: what the model has positions for, and in training what a pass holds."""
+    bounds = [max_positions(cluster.actor.module)]
+    if mode is Mode.TRAIN:
+        bounds.append(cluster.training_config.max_tokens_per_microbatch)
+    return min((bound for bound in bounds if bound is not None), default=None)

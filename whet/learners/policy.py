@@ -167,6 +167,11 @@ class PolicyLearner(RLLearner):
                 f"algo.beta={c.beta}, algo.force_compute_kl={c.force_compute_kl}: the KL needs a reference model; pass "
                 "RLCluster(reference=...), or set algo.beta=0.0 and algo.force_compute_kl=False"
             )
+        if self.needs_greedy and cluster.rollout_for().agent is not None:
+            raise ConfigError(
+                f"algo.advantage_estimator={c.advantage_estimator} compares with the reward of a greedy completion, to "
+                "which rollout.agent gives none; choose another advantage_estimator"
+            )
         if c.sync_ref_model and cluster.worker(Role.REFERENCE).loaded.is_view:
             raise ConfigError(
                 "algo.sync_ref_model=True moves the reference, which here is a view of the actor (its adapter switched "

@@ -103,7 +103,8 @@ class PPOLearner(PolicyLearner):
                     f"{name}={getattr(config, name)!r} is for a critic with a model of its own; this one shares the "
                     f"actor's updates: leave it at {usual!r}"
                 )
-        if not reward_fns and Role.REWARD not in cluster.workers and cluster.rollout_for().env_path is None:
+        rollout = cluster.rollout_for()
+        if not reward_fns and Role.REWARD not in cluster.workers and rollout.env_path is None and rollout.agent is None:
             raise ConfigError(
                 "PPO requires one of `reward_fns` or a reward model to be set; give the learner reward_fns=[...], or "
                 "pass RLCluster(reward=...)"

@@ -28,6 +28,7 @@ from whet.rewards.manager import RewardManager
 from whet.run.provenance import record_inputs
 from whet.run.run import Run
 from whet.run.task import Task
+from whet.serve.agent_episodes import load_agent
 from whet.types import Prompt
 from whet.util.references import is_ref
 
@@ -184,6 +185,8 @@ class RLTask(Task):
             yield from ((f"reward function {name}", fn) for name, fn in manager.fns.items())
         if learner.environment is not None and learner.environment.interact is not None:
             yield "the environment", learner.environment.interact
+        if (agent := learner.cluster.rollout_for().agent) is not None:
+            yield "the agent", load_agent(agent)
         yield from ((f"metric function {n}", fn) for n, fn in enumerate(learner.metric_fns))
         yield from ((f"the loss of the {role.value}", t.loss) for role, t in learner.cluster.trainers.items())
         for field in dataclasses.fields(learner.algo_config):

@@ -60,6 +60,7 @@ class RewardManager:
         timeout_s: float | None = 60.0,
         workers: int = 0,
         algo_fields: Mapping[str, Any] | None = None,
+        groups_have_rewards: bool = False,
     ) -> None:
         """Args:
             reward_fns: one or a list: callables, names of whet's own, "package.module:name" or "file.py:name".
@@ -68,6 +69,7 @@ class RewardManager:
             timeout_s: of each call; None = no deadline.
             workers: processes that call the functions except reward models; 0 = this process calls them.
             algo_fields: fields of the algorithm's configuration, for functions that name them.
+            groups_have_rewards: the groups bring rewards (Group.rewards), so there may be no functions.
 
         Raises:
             ConfigError: no functions, an unknown name, a function named mean, sum, min or max, weights that don't
@@ -75,7 +77,7 @@ class RewardManager:
                 import.
         """
         refs = as_list(reward_fns)
-        if not refs:
+        if not refs and not groups_have_rewards:
             raise ConfigError(
                 f"reward_fns is empty; give at least one function, or a name among {', '.join(sorted(REWARDS))}"
             )

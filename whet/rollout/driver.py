@@ -72,6 +72,8 @@ class Episode:
         self.prompt, self.address, self.play = prompt, address, play
         self.seconds: dict[str, float] = {}
         """The time that it has waited for the engine ("engine") and for the phases of its external calls."""
+        self.rewards: dict[str, float] = {}
+        """Rewards by name that `play` gives the episode: Group.rewards. An episode without one has NaN there."""
         self._draws = 0
 
     @property
@@ -218,7 +220,9 @@ class _GroupInFlight:
         if any(r.completions is None for r in ordered):
             return None
         completions = tuple(c for r in ordered for c in r.completions or ())
-        return Group(prompt=ordered[0].episode.prompt, completions=completions)
+        names = dict.fromkeys(name for r in ordered for name in r.episode.rewards)
+        rewards = {n: np.array([r.episode.rewards.get(n, np.nan) for r in ordered], np.float64) for n in names}
+        return Group(prompt=ordered[0].episode.prompt, completions=completions, rewards=rewards)
 
 
 class Rollouts:

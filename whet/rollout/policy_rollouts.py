@@ -210,4 +210,5 @@ def _episode(
 def _without_greedy(group: Group, num_generations: int) -> Group:
     """The group with its greedy trajectory (of its forks the last) in Group.greedy."""
     drawn = tuple(c for c in group.completions if c.generation < num_generations)
-    return replace(group, completions=drawn, greedy=group.completions[-1])
+    rewards = {name: values[:num_generations] for name, values in group.rewards.items()}
+    return replace(group, completions=drawn, rewards=rewards, greedy=group.completions[-1])

@@ -20,14 +20,15 @@ from typing import Any
 
 import numpy as np
 
-from whet.rollout.base import PartialOutput, Request
+from whet.rollout.base import Output, PartialOutput, Request
 from whet.rollout.text import TextStream
 from whet.serve.api_errors import ApiError
 from whet.serve.bodies import ChatBody, CompletionBody, GenerateBody, SamplingBody
-from whet.serve.served_model import ServedModel, read_messages
+from whet.serve.chat_model import ChatModel
+from whet.serve.served_model import read_messages
 from whet.serve.sessions import Session
 
-__all__ = ["Call", "ChatCall", "CompletionCall", "GenerateCall", "join_partials", "version_spans"]
+__all__ = ["ROUTES", "Call", "ChatCall", "CompletionCall", "GenerateCall", "join_partials", "version_spans"]
 
 _places = itertools.count()
 _SEED = secrets.randbits(31)
@@ -65,14 +66,16 @@ class ChoiceText:
         return text
 
 
-def join_partials(partials: Sequence[PartialOutput]) -> PartialOutput:
-    """The whole of a request's tokens."""
-    return PartialOutput(
+def join_partials(partials: Sequence[PartialOutput]) -> Output:
+    """The whole of a request's tokens. Args: partials: up to the last one."""
+    reason = partials[-1].finish_reason
+    assert reason is not None
+    return Output(
         id=partials[-1].id,
         tokens=np.concatenate([p.tokens for p in partials]),
         logprobs=np.concatenate([p.logprobs for p in partials]),
         versions=np.concatenate([p.versions for p in partials]),
-        finish_reason=partials[-1].finish_reason,
+        finish_reason=reason,
     )
 
 
@@ -85,7 +88,7 @@ class Call:
     kind = ""
     """The prefix of the response's id."""
 
-    def __init__(self, model: ServedModel, body: Any, session: Session | None = None) -> None:
+    def __init__(self, model: ChatModel, body: Any, session: Session | None = None) -> None:
         self.model, self.body, self.session = model, body, session or Session(model)
         model.check_name(body.model)
         self.id = f"{self.kind}-{secrets.token_hex(12)}"
@@ -110,7 +113,7 @@ class Call:
     def add_prompts(
         self, prompts: Sequence[np.ndarray], *, max_tokens: int | None, response_format: Any = None
     ) -> None:
-        """Makes the requests of prompts. Raises ApiError, ConfigError: see ServedModel.sampling and limit."""
+        """Makes the requests of prompts. Raises ApiError, ConfigError: see ChatModel.sampling and limit."""
         body = self.body_sampling
         sampling = self.model.sampling(body, max_tokens=max_tokens, response_format=response_format)
         for i, tokens in enumerate(prompts):
@@ -120,7 +123,7 @@ class Call:
                 Request(id=-1, tokens=tokens, sampling=limited, group=-1, address=(seed, 0, place, generation))
                 for generation in range(body.n)
             ]
-        self._texts = [ChoiceText(self.model.sampler.decode, r.sampling.stop) for r in self.requests]
+        self._texts = [ChoiceText(self.model.decode, r.sampling.stop) for r in self.requests]
         self._offsets = [0] * len(self.requests)
 
     def requests_of(self, conversation: int | None) -> list[Request]:
@@ -191,7 +194,7 @@ class ChatCall(Call):
 
     kind = "chatcmpl"
 
-    def __init__(self, model: ServedModel, body: ChatBody, session: Session | None = None) -> None:
+    def __init__(self, model: ChatModel, body: ChatBody, session: Session | None = None) -> None:
         super().__init__(model, body, session)
         self.tools = list(body.tools or ()) if body.tool_choice != "none" else []
         if self.tools:
@@ -287,18 +290,46 @@ class ChatCall(Call):
         return {"content": _token_logprobs(self.model, partial), "refusal": None}
 
 
-class CompletionCall(Call):
+class TokenCall(Call):
+    """A call whose prompts are token ids: a session matches them by their ids."""
+
+    def begin_prompts(self, prompts: Sequence[np.ndarray], *, max_tokens: int | None) -> None:
+        """Makes the requests of prompts, as turns of the session. Raises ApiError, ConfigError: see `add_prompts`."""
+        self._turns = [self.session.begin_tokens(tokens) for tokens in prompts]
+        self.add_prompts(prompts, max_tokens=max_tokens)
+        self._partials: list[list[PartialOutput]] = [[] for _ in self.requests]
+
+    def response(self, outputs: Sequence[PartialOutput]) -> dict[str, Any]:
+        """The whole response; its choices are recorded."""
+        made = super().response(outputs)
+        for i, output in enumerate(outputs):
+            self._record(i, output)
+        return made
+
+    def chunks(self, index: int, partial: PartialOutput) -> Iterator[dict[str, Any]]:
+        """The chunks that new tokens of a request add; a choice that has ended is recorded."""
+        self._partials[index].append(partial)
+        yield from super().chunks(index, partial)
+        if partial.finish_reason is not None:
+            self._record(index, join_partials(self._partials[index]))
+
+    def _record(self, index: int, output: PartialOutput) -> None:
+        message = {"role": "assistant", "content": self.model.decode(output.tokens)}
+        self.session.end(self._turns[index // self.body_sampling.n], output, message)
+
+
+class CompletionCall(TokenCall):
     """A call of /v1/completions."""
 
     kind = "cmpl"
 
-    def __init__(self, model: ServedModel, body: CompletionBody, session: Session | None = None) -> None:
+    def __init__(self, model: ChatModel, body: CompletionBody, session: Session | None = None) -> None:
         super().__init__(model, body, session)
         prompts = body.prompts()
         if not prompts:
             raise ApiError(400, "prompt is empty; give a text, token ids, or a list of them", param="prompt")
         encoded = [model.encode_text(p) if isinstance(p, str) else np.asarray(p, np.int32) for p in prompts]
-        self.add_prompts(encoded, max_tokens=body.max_tokens)
+        self.begin_prompts(encoded, max_tokens=body.max_tokens)
 
     def envelope(self, choices: list[dict[str, Any]], *, streamed: bool = False) -> dict[str, Any]:
         """A response or a chunk around its choices."""
@@ -339,16 +370,16 @@ class CompletionCall(Call):
         }
 
 
-class GenerateCall(Call):
+class GenerateCall(TokenCall):
     """A call of /inference/v1/generate: token ids in, token ids out, in vLLM's form."""
 
     kind = "gen"
 
-    def __init__(self, model: ServedModel, body: GenerateBody, session: Session | None = None) -> None:
+    def __init__(self, model: ChatModel, body: GenerateBody, session: Session | None = None) -> None:
         super().__init__(model, body, session)
         if body.request_id is not None:
             self.id = body.request_id
-        self.add_prompts([np.asarray(body.token_ids, np.int32)], max_tokens=body.sampling_params.max_tokens)
+        self.begin_prompts([np.asarray(body.token_ids, np.int32)], max_tokens=body.sampling_params.max_tokens)
 
     @property
     def body_sampling(self) -> SamplingBody:
@@ -376,7 +407,7 @@ class GenerateCall(Call):
         yield self.choice(index, partial)
 
 
-def _token_logprobs(model: ServedModel, partial: PartialOutput, *, ids: bool = False) -> list[dict[str, Any]]:
+def _token_logprobs(model: ChatModel, partial: PartialOutput, *, ids: bool = False) -> list[dict[str, Any]]:
     """The tokens with their logprobs, in the form of chat completions. Args: ids: add token_id."""
     entries = []
     for token, logprob in zip(partial.tokens.tolist(), partial.logprobs.tolist(), strict=True):
@@ -405,3 +436,11 @@ def version_spans(versions: np.ndarray) -> list[dict[str, int]]:
 def _finish_reason(output: PartialOutput, message: Mapping[str, Any]) -> str | None:
     """OpenAI's finish_reason: "tool_calls" where the message has some."""
     return "tool_calls" if message.get("tool_calls") else output.finish_reason
+
+
+ROUTES: dict[str, tuple[type[Any], type[Call]]] = {
+    "/v1/chat/completions": (ChatBody, ChatCall),
+    "/v1/completions": (CompletionBody, CompletionCall),
+    "/inference/v1/generate": (GenerateBody, GenerateCall),
+}
+"""Path -> the class of its body, and the class of its calls."""

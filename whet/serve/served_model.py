@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -14,32 +12,36 @@ import numpy as np
 
 from whet.config.rollout import ConstraintConfig
 from whet.config.serve import ServeConfig
-from whet.data.templates import ChatTemplate
-from whet.envs.tool_calls import ToolTemplate
 from whet.rollout.base import RolloutEngine, Sampling
 from whet.rollout.sampler import Sampler
 from whet.serve.api_errors import ApiError
 from whet.serve.bodies import SamplingBody
+from whet.serve.chat_model import ChatModel
 from whet.types import Message
 
-__all__ = ["ServedModel", "read_messages"]
+__all__ = ["CONTEXT_CODE", "ServedModel", "check_prompt", "context_error", "read_messages"]
 
 
-class ServedModel:
+CONTEXT_CODE = "context_length_exceeded"
+"""OpenAI's code of the error for a prompt that is too long."""
+
+
+class ServedModel(ChatModel):
     """A model behind the API. Its methods may be called from several threads.
 
     Args: sampler: the model, its tokenizer and engine. config: the server's settings.
     """
 
     def __init__(self, sampler: Sampler, config: ServeConfig) -> None:
+        super().__init__(
+            sampler.tokenizer,
+            sampler.eos_ids,
+            name=config.served_model_name or str(config.model or "model"),
+            longest=sampler.longest,
+            chat_template_kwargs=config.chat_template_kwargs,
+            system_prompt=config.system_prompt,
+        )
         self.sampler, self.config = sampler, config
-        self.name = config.served_model_name or str(config.model or "model")
-        self.created = int(time.time())
-        self.template = ChatTemplate(sampler.tokenizer, config.chat_template_kwargs)
-        self.end_marks = {i: str(sampler.tokenizer.decode([i])) for i in sampler.eos_ids}
-        """The ids that end a turn, with their texts."""
-        self._tool_template: ToolTemplate | None = None
-        self._lock = threading.Lock()  # a tokenizer must not encode on two threads
 
     @property
     def engine(self) -> RolloutEngine:
@@ -52,35 +54,6 @@ class ServedModel:
             raise ApiError(
                 404, f"no model {name!r}; this server has {self.name!r}", param="model", code="model_not_found"
             )
-
-    # ---- prompts -------------------------------------------------------------------------------------------------
-
-    def encode_text(self, text: str) -> np.ndarray:
-        """int32 [P]: the ids of a text, with the tokenizer's own special tokens."""
-        with self._lock:
-            return np.asarray(self.sampler.tokenizer(text, verbose=False).input_ids, np.int32)
-
-    def render(
-        self, messages: Sequence[Message], tools: Sequence[Any], options: Mapping[str, Any], *, asks: bool
-    ) -> str:
-        """The text of a conversation.
-
-        Args: messages: of `read_messages`. tools, options: for the template. asks: with the header of the assistant's
-            turn.
-        Raises: ConfigError: there is no template. DataError: the template refuses the messages.
-        """
-        if self.config.system_prompt and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self.config.system_prompt}, *messages]
-        with self._lock:
-            return self.template.text(messages, asks=asks, **({"tools": list(tools)} if tools else {}), **options)
-
-    def encode(self, text: str) -> np.ndarray:
-        """int32 [P]: the ids of a rendered conversation, or of a part of it."""
-        with self._lock:
-            ids = self.sampler.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-        return np.asarray(ids, np.int32)
-
-    # ---- sampling ------------------------------------------------------------------------------------------------
 
     def sampling(self, body: SamplingBody, *, max_tokens: int | None, response_format: Any = None) -> Sampling:
         """The sampling parameters of a request, without the limit of its length.
@@ -117,42 +90,33 @@ class ServedModel:
         Args: max_tokens: of the client; None = the server's, or all the room.
         Raises: ApiError: the prompt and max_tokens are longer than the model allows.
         """
-        longest, length = self.sampler.longest, len(prompt)
-        if length == 0:
-            raise ApiError(400, "the prompt has no tokens; write something in it", param="prompt")
+        longest, length = self.longest, len(prompt)
+        check_prompt(prompt)
         if longest is None:
             return sampling
         room = longest - length
         if room < (max_tokens or 1):
-            wanted = f"{length} tokens in the prompt" + (f" and {max_tokens} of max_tokens" if max_tokens else "")
-            raise ApiError(
-                400,
-                f"this model's context length is {longest} tokens, and the request has {wanted}; shorten the prompt or "
-                "lower max_tokens",
-                param="messages",
-                code="context_length_exceeded",
-            )
+            raise context_error(longest, length, max_tokens)
         default = self.config.max_tokens or room
         return replace(sampling, max_tokens=max_tokens or min(default, room))
 
-    # ---- completions ---------------------------------------------------------------------------------------------
 
-    def tool_template(self) -> ToolTemplate:
-        """Reads tool calls in the form of the chat template. Raises ConfigError: the template has no tools."""
-        if self._tool_template is None:
-            options = {**self.template.options}
-            self._tool_template = ToolTemplate(self.sampler.tokenizer, options, self.sampler.eos_ids)
-        return self._tool_template
+def check_prompt(prompt: np.ndarray) -> None:
+    """Raises ApiError for a prompt without tokens."""
+    if len(prompt) == 0:
+        raise ApiError(400, "the prompt has no tokens; write something in it", param="prompt")
 
-    def read_turn(self, tokens: np.ndarray, prompt: np.ndarray, tools: Sequence[Any]) -> Message:
-        """A completion as a message with its tool calls."""
-        template = self.tool_template()
-        with self._lock:
-            return template.parse(tokens, prompt, tools)
 
-    def token_text(self, token: int) -> str:
-        """The text of one token, special tokens included."""
-        return str(self.sampler.tokenizer.decode([token], clean_up_tokenization_spaces=False))
+def context_error(longest: int, length: int, max_tokens: int | None) -> ApiError:
+    """The error for a prompt that leaves too little room. Args: length: its tokens. max_tokens: of the client."""
+    wanted = f"{length} tokens in the prompt" + (f" and {max_tokens} of max_tokens" if max_tokens else "")
+    return ApiError(
+        400,
+        f"this model's context length is {longest} tokens, and the request has {wanted}; shorten the prompt or lower "
+        "max_tokens",
+        param="messages",
+        code=CONTEXT_CODE,
+    )
 
 
 def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:

@@ -28,14 +28,14 @@ from whet.errors import ConfigError
 from whet.rollout.base import PartialOutput
 from whet.rollout.sampler import Sampler
 from whet.serve.api_errors import ApiError, to_api_error
-from whet.serve.bodies import ChatBody, CompletionBody, GenerateBody
-from whet.serve.calls import Call, ChatCall, CompletionCall, GenerateCall, join_partials
+from whet.serve.calls import ROUTES, Call, join_partials
+from whet.serve.chat_model import ChatModel
 from whet.serve.engine_loop import EngineLoop, Generation
 from whet.serve.served_model import ServedModel
 from whet.serve.sessions import Session
 from whet.util.text_lines import escape_control_characters
 
-__all__ = ["LOOPBACK", "SESSION_HEADER", "ApiServer", "serving"]
+__all__ = ["LOOPBACK", "SESSION_HEADER", "ApiHandler", "ApiServer", "Disconnected", "serving"]
 
 log = logging.getLogger("whet")
 
@@ -48,15 +48,9 @@ MAX_BODY = 64 << 20
 """The most bytes of a body."""
 POLL_S = 0.25
 """How often a thread that waits for the engine looks whether its client is still there."""
-ROUTES: dict[str, tuple[Any, Any]] = {
-    "/v1/chat/completions": (ChatBody, ChatCall),
-    "/v1/completions": (CompletionBody, CompletionCall),
-    "/inference/v1/generate": (GenerateBody, GenerateCall),
-}
-"""Path -> the class of its body, and the class of its calls."""
 
 
-class _Disconnected(Exception):
+class Disconnected(Exception):
     """The client closed the connection before its response was complete."""
 
 
@@ -72,6 +66,11 @@ class ApiServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 512
 
+    @property
+    def handler(self) -> type[ApiHandler]:
+        """The class that answers a connection."""
+        return ApiHandler
+
     def __init__(self, host: str, port: int, api_key: str | None) -> None:
         if not api_key and host not in LOOPBACK:
             raise ConfigError(
@@ -80,13 +79,13 @@ class ApiServer(ThreadingHTTPServer):
             )
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.host, self.api_key = host, api_key
-        self.model: ServedModel
+        self.model: ChatModel
         self.loop: EngineLoop
         self._sessions: OrderedDict[str, Session] = OrderedDict()
         self._active = 0
         self._idle = threading.Condition()
         try:
-            super().__init__((host, port), _Handler)
+            super().__init__((host, port), self.handler)
         except OSError as error:
             raise ConfigError(
                 f"{host}:{port} can't be bound: {error.strerror or error}; set port=0 for a free one"
@@ -101,6 +100,10 @@ class ApiServer(ThreadingHTTPServer):
     def start(self, model: ServedModel, loop: EngineLoop) -> None:
         """Answers requests from now on, in threads. Args: loop: runs, or will run, in another thread."""
         self.model, self.loop = model, loop
+        self.start_thread()
+
+    def start_thread(self) -> None:
+        """Answers requests in threads from now on."""
         threading.Thread(target=self.serve_forever, args=(0.05,), name="whet-serve", daemon=True).start()
 
     def stop(self, timeout_s: float = 2.0) -> None:
@@ -160,17 +163,23 @@ def serving(sampler: Sampler, config: ServeConfig | None = None) -> Iterator[Api
         server.stop()
 
 
-class _Handler(BaseHTTPRequestHandler):
+class ApiHandler(BaseHTTPRequestHandler):
+    """One connection of a client: its requests, one after the other."""
+
     server: ApiServer
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "whet", ""
     disable_nagle_algorithm = True
     timeout = 120.0
+    log_level = logging.INFO
+    """Of the line for each request."""
 
     def do_GET(self) -> None:
+        """Answers a GET request."""
         self._answer({"/health": self._health, "/v1/models": self._models, "/trajectories": self._trajectories})
 
     def do_POST(self) -> None:
+        """Answers a POST request."""
         self._answer(dict.fromkeys(ROUTES, self._call))
 
     def _answer(self, routes: dict[str, Any]) -> None:
@@ -191,7 +200,7 @@ class _Handler(BaseHTTPRequestHandler):
                 known = ", ".join(["/v1/models", *ROUTES])
                 raise ApiError(404, f"no route {self.command} {path}; there are {known}")
             routes[path](path, body)
-        except (_Disconnected, BrokenPipeError, ConnectionError, TimeoutError):
+        except (Disconnected, BrokenPipeError, ConnectionError, TimeoutError):
             self._status, self.close_connection = 499, True
             self._note = f"{self._note}, the client disconnected".removeprefix(", ")
         except Exception as error:
@@ -204,7 +213,7 @@ class _Handler(BaseHTTPRequestHandler):
             seconds = time.monotonic() - self._start
             session = f" [session {self._session_name[:40]}]" if self._session_name else ""
             line = f"{self.command} {path} {self._status}: {self._note or 'ok'}, {seconds:.2f} s{session}"
-            log.info("%s", escape_control_characters(line))
+            log.log(self.log_level, "%s", escape_control_characters(line))
 
     def _fail(self, error: ApiError) -> None:
         """Sends an error; in a stream, as its last event."""
@@ -227,7 +236,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _models(self, path: str, body: bytes) -> None:
         model = self.server.model
         card = {"id": model.name, "object": "model", "created": model.created, "owned_by": "whet"}
-        card["max_model_len"] = model.sampler.longest
+        card["max_model_len"] = model.longest
         is_one = unquote(urlsplit(self.path).path).endswith(f"/models/{model.name}")
         self._send(200, card if is_one else {"object": "list", "data": [card]})
 
@@ -241,10 +250,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _call(self, path: str, body: bytes) -> None:
         """Runs a call of the engine, and sends its response or its stream."""
         body_class, call_class = ROUTES[path]
-        try:
-            fields = json.loads(body)
-        except ValueError as error:
-            raise ApiError(400, f"the body is not JSON: {error}") from error
+        fields = self._read_json(body)
         session = None if self._session_name is None else self.server.session(self._session_name)
         call = call_class(self.server.model, body_class.model_validate(fields), session)
         generation = self.server.loop.submit(call.requests_of(self._conversation()), streams=call.body.stream)
@@ -265,6 +271,13 @@ class _Handler(BaseHTTPRequestHandler):
                 "completion tokens"
             )
 
+    def _read_json(self, body: bytes) -> Any:
+        """The value of a body. Raises ApiError: it is not JSON."""
+        try:
+            return json.loads(body)
+        except ValueError as error:
+            raise ApiError(400, f"the body is not JSON: {error}") from error
+
     def _conversation(self) -> int | None:
         """The number of the session's conversation; None = the request names no session."""
         name = self._session_name
@@ -275,7 +288,7 @@ class _Handler(BaseHTTPRequestHandler):
         events = self._events(generation)
         with closing(events):
             first = next(events)  # an error before it is a response with its own status
-            self._send_headers(200, "text/event-stream", {"Transfer-Encoding": "chunked", "Cache-Control": "no-cache"})
+            self._begin_stream()
             for chunk in call.chunks(*first):
                 self._send_event(chunk)
             for event in events:
@@ -283,17 +296,16 @@ class _Handler(BaseHTTPRequestHandler):
                     self._send_event(chunk)
         for chunk in call.last_chunks():
             self._send_event(chunk)
-        self._send_data(b"data: [DONE]\n\n")
         self._end_stream()
 
     def _events(self, generation: Generation) -> Iterator[tuple[int, PartialOutput]]:
-        """The events of a generation. Raises _Disconnected: the client has gone."""
+        """The events of a generation. Raises Disconnected: the client has gone."""
         while generation.remaining:
             event = generation.next(POLL_S)
             if event is not None:
                 yield event
             elif self._is_disconnected():
-                raise _Disconnected
+                raise Disconnected
 
     def _is_disconnected(self) -> bool:
         """Whether the client has closed the connection."""
@@ -312,14 +324,17 @@ class _Handler(BaseHTTPRequestHandler):
             if urlsplit("//" + self.headers.get("Host", "")).hostname not in LOOPBACK:
                 raise ApiError(403, "this server answers only on loopback; use the address 127.0.0.1")
             return
-        brought = self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        if not hmac.compare_digest(brought.encode("utf-8", "replace"), key.encode()):
+        if not hmac.compare_digest(self._brought_key().encode("utf-8", "replace"), key.encode()):
             raise ApiError(
                 401,
                 "wrong or missing API key; send the key that whet serve printed as Authorization: Bearer KEY "
                 "(OPENAI_API_KEY)",
                 code="invalid_api_key",
             )
+
+    def _brought_key(self) -> str:
+        """The API key that the request brings; "" = none."""
+        return self.headers.get("Authorization", "").removeprefix("Bearer ").strip()
 
     def _read_body(self) -> bytes:
         """The body of the request. Raises ApiError: it has no length, or is too long."""
@@ -352,7 +367,11 @@ class _Handler(BaseHTTPRequestHandler):
         """Sends one chunk of a stream."""
         self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
 
+    def _begin_stream(self) -> None:
+        self._send_headers(200, "text/event-stream", {"Transfer-Encoding": "chunked", "Cache-Control": "no-cache"})
+
     def _end_stream(self) -> None:
+        self._send_data(b"data: [DONE]\n\n")
         self.wfile.write(b"0\r\n\r\n")
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:

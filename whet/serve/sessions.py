@@ -23,6 +23,9 @@ from whet.types import Message
 
 __all__ = ["Renderer", "Session", "TokenSequence", "Turn"]
 
+TOKENS_KEY = "tokens"
+"""The key of turns whose prompt was token ids; no history of messages matches them."""
+
 
 class Renderer(Protocol):
     """The chat template and the tokenizer of a session."""
@@ -50,7 +53,7 @@ class TokenSequence:
     parts: list[PartialOutput | np.ndarray] = field(default_factory=list)
     """Turns, and the ids between them."""
     messages: list[Message] = field(default_factory=list)
-    """The conversation, the last turn included."""
+    """The conversation, the last turn included. Of a prompt of token ids there are only the turns."""
 
     def as_dict(self) -> dict[str, Any]:
         """The sequence for JSON: `mask` is 1 for sampled tokens, and `versions` is -1 for the others."""
@@ -141,6 +144,19 @@ class Session:
                 return Turn(np.concatenate([node.tokens, added]), node, added, messages, key, rendered)
         tokens = self.renderer.encode(text)
         return Turn(tokens, None, tokens, messages, key, rendered)
+
+    def begin_tokens(self, tokens: np.ndarray) -> Turn:
+        """The next turn of an agent that sends token ids: it continues the turn whose ids the prompt begins with.
+
+        Args: tokens: int32 [P], the prompt.
+        """
+        with self._lock:
+            nodes = sorted(self._nodes, key=lambda n: (-len(n.tokens), n.continued))
+        begins = lambda n: len(n.tokens) < len(tokens) and np.array_equal(n.tokens, tokens[: len(n.tokens)])
+        node = next((n for n in nodes if begins(n)), None)
+        if node is None:
+            return Turn(tokens, None, tokens, [], TOKENS_KEY, "")
+        return Turn(tokens, node, tokens[len(node.tokens) :], node.messages, TOKENS_KEY, "")
 
     def end(self, turn: Turn, output: PartialOutput, message: Message) -> None:
         """Records a sampled turn. Args: turn: of `begin`. output: its tokens. message: as the agent received it."""

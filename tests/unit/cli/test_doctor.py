@@ -1,3 +1,5 @@
+import pytest
+
 from whet.cli import main
 from whet.cli.doctor import doctor_text, largest_models
 from whet.train.memory_plan import GB
@@ -12,6 +14,7 @@ def test_the_doctor_says_what_runs_on_a_machine_without_a_gpu(capsys, monkeypatc
     assert {"driver", "torch", "bfloat16", "C++ compiler", "vllm", "sglang"} <= set(lines)
 
 
+@pytest.mark.full
 def test_the_largest_models_are_those_of_the_plan():
     assert largest_models(24 * GB) == {"all weights": "0.6B", "LoRA": "8B"}
     assert largest_models(2 * GB) == {"all weights": None, "LoRA": None}

@@ -28,7 +28,6 @@ def score(text, tests):
         ("print(int(input()) * 2)", 1.0),
         ("```python\nprint(8)\n```", 0.0),
         ("```python\nprint(int(input()) * 2); 1 / 0\n```", 0.0),
-        ("```python\nwhile True: pass\n```", 0.0),
         ("", 0.0),
         ("I can't do that.", 0.0),
         ("```python\nimport os; os._exit(0)\n```", 0.0),
@@ -39,6 +38,10 @@ def test_a_program_passes_what_it_prints(text, wanted):
     assert score(text, tests) == wanted
     assert score([{"role": "assistant", "content": text}], json.dumps(tests)) == wanted
     assert score(text, {"inputs": ["4", "5"], "outputs": ["8", "10"]}) == wanted
+
+
+def test_a_program_that_does_not_end_fails():
+    assert score("```python\nwhile True: pass\n```", [{"input": "4", "output": "8"}]) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -153,3 +153,26 @@ def test_an_agent_s_calls_are_recorded_by_header_or_base_url(by_path):
         assert send(server, "GET", "/sessions/other/trajectories")[0] == 404
         assert send(server, "GET", "/trajectories")[0] == 400
         assert post(server, "/v1/chat/completions", messages=messages)["choices"][0]["message"]["content"] == "answer 3"
+
+
+def test_prompts_of_token_ids_continue_the_turn_that_they_begin_with():
+    with serving() as server:
+        ask = lambda ids: post(server, "/sessions/a/v1/completions", prompt=ids, max_tokens=3, return_token_ids=True)
+        ids = list(b"count: ")
+        first = ask(ids)["choices"][0]["token_ids"]
+        second = ask([*ids, *first, *b" on "])["choices"][0]["token_ids"]
+        ask([*ids, *first[:1], *b"?"])  # not what was sampled: another sequence
+        _, _, body = send(server, "GET", "/sessions/a/trajectories")
+    (one, two) = body["trajectories"]
+    assert one["token_ids"] == [*first, *b" on ", *second]
+    assert one["mask"] == [1] * len(first) + [0] * 4 + [1] * len(second)
+    assert one["prompt_token_ids"] == ids and two["prompt_token_ids"] == [*ids, *first[:1], *b"?"]
+
+
+def test_streamed_token_calls_are_recorded_whole():
+    with serving() as server:
+        body = {"token_ids": list(b"ab"), "sampling_params": {"max_tokens": 5, "ignore_eos": True}, "stream": True}
+        send(server, "POST", "/sessions/a/inference/v1/generate", body)
+        _, _, found = send(server, "GET", "/sessions/a/trajectories")
+    (only,) = found["trajectories"]
+    assert sum(only["mask"]) == 5 and only["prompt_token_ids"] == list(b"ab")

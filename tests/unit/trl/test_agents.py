@@ -57,11 +57,16 @@ def chats(count, **columns):
 
 
 def saying(*turns):
-    """A `generate` that says these: a list of texts for each call, one for each row that waits."""
-    left = [list(texts) for texts in turns]
+    """A `generate` that says these: a list of texts for each call, one for each row that waits.
+
+    A last turn may be a function of a row's text: which of several rows waits first depends on their tools.
+    """
+    left = list(turns)
 
     def generate(input_ids, **_):
-        texts = left.pop(0)
+        texts = left[0] if callable(left[0]) else left.pop(0)
+        if callable(texts):
+            texts = [texts(tokenizer().decode(row)) for row in input_ids]
         assert len(texts) == len(input_ids)
         made = [[*text.encode(), END] for text in texts]
         width = max(map(len, made))
@@ -103,7 +108,8 @@ def test_tools_are_told_called_and_answered_and_only_the_model_s_tokens_are_trai
         "plain",
         CALL % ("none", "{}"),
     ]
-    made = trainer(tmp_path, seen, tools=[multiply, later], say=[first, ["12", "so"]])
+    answer = lambda text: "12" if "<tool_response>\n12\n" in text else "so"
+    made = trainer(tmp_path, seen, tools=[multiply, later], say=[first, answer])
     batches = []
     score = made.learner.score
     made.learner.score = lambda step: batches.append(step.batch) or score(step)
@@ -119,9 +125,11 @@ def test_tools_are_told_called_and_answered_and_only_the_model_s_tokens_are_trai
     assert completions[0][1] == {"role": "tool", "name": "multiply", "content": "12"}
     assert completions[0][2]["content"] == "{'error': \"'no'\"}"
     assert "Tool none not found" in completions[2][1]["content"]
-    answer = "\n<|im_start|>user\n<tool_response>\n12\n</tool_response><|im_end|>\n<|im_start|>user\n<tool_response>\n"
+    responses = (
+        "\n<|im_start|>user\n<tool_response>\n12\n</tool_response><|im_end|>\n<|im_start|>user\n<tool_response>\n"
+    )
     text = tokenizer().decode(ids[0])
-    assert text.startswith(first[0] + "<|im_end|>" + answer)
+    assert text.startswith(first[0] + "<|im_end|>" + responses)
     assert text.endswith("<|im_start|>assistant\n12<|im_end|>")
     batch = batches[0]
     said = [len(first[0].encode()) + 1 + 3, 6, len(first[2].encode()) + 1 + 3]

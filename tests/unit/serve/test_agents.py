@@ -1,0 +1,374 @@
+"""Agents in a training run: an agent that knows a base URL and a key is an episode, and what it does wrong is told."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import numpy as np
+import pytest
+import torch
+from agent_runs import ask, batch_of, completions_of, learner, post, refused, two_turns
+from chat_templates import QWEN3
+from helpers import one_by_one, rows, same, tiny_model, weights_of
+
+from whet.config import Mode, RolloutConfig
+from whet.config.evaluate import check_eval, load_eval
+from whet.errors import ConfigError, RewardError
+from whet.learners.grpo import GRPOLearner
+from whet.learners.ppo import PPOLearner
+from whet.learners.step import Step
+from whet.serve.agent_episodes import load_agent
+
+# ---- sequences and rewards -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("template", [None, QWEN3])
+def test_the_trainer_computes_the_logprobs_that_the_sampler_had(template):
+    made = learner(two_turns, template=template)
+    step, batch = batch_of(made)
+    forks = sum(c.info.get("forks", 0) > 0 for c in completions_of(step))
+    assert len(step.rewards.total) == len(batch.group_of) == 6 and (forks > 0) == (template is not None)
+    at = batch.mask
+    assert torch.equal(at, batch.versions >= 0)
+    want = batch.sampler_logprobs[at]
+    torch.testing.assert_close(made.cluster.actor.logprobs(batch).logprobs[at], want, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(one_by_one(made.cluster.actor.module, batch)[at], want, atol=1e-5, rtol=1e-5)
+    for group in step.groups:
+        prefixes = [c.prefix for c in group.completions]
+        assert all(p is not None and bytes(i for i in p.tolist() if i < 256).find(b"Be short.") >= 0 for p in prefixes)
+    made.close()
+
+
+def test_the_reward_is_what_the_agent_returns_and_the_messages_are_those_after_its_prompt():
+    step, _ = batch_of(learner(two_turns))
+    said = [sum(len(m["content"]) for m in c.messages if m["role"] == "assistant") for c in completions_of(step)]
+    assert step.rewards.total.tolist() == [float(n) for n in said] and dict(step.rewards.table).keys() == {"agent"}
+    for c in completions_of(step):
+        assert [m["role"] for m in c.messages] == ["assistant", "user", "assistant"]
+        assert c.info["turns"] == 2 and c.info["prompt"][0]["content"] == "Be short."
+        assert c.seconds["agent"] >= 0 and c.seconds["engine"] >= 0
+
+
+def test_an_agent_that_asks_as_the_data_does_has_the_group_s_prompt():
+    def agent(base_url, api_key, row):
+        return len(ask(base_url, api_key, [{"role": "user", "content": row["prompt"]}])["content"])
+
+    step, batch = batch_of(learner(agent))
+    assert all(c.prefix is None for c in completions_of(step)) and len(batch.prefix_ends) == 2
+
+
+def test_rewards_of_functions_are_added():
+    function = lambda completions, **_: [100.0] * len(completions)
+    agent = lambda base_url, api_key, row: (two_turns(base_url, api_key, row), 1.0)[1]
+    step, _ = batch_of(learner(agent, reward=function))
+    assert step.rewards.total.tolist() == [101.0] * 6
+
+
+def test_what_is_drawn_depends_neither_on_the_order_of_agents_nor_on_their_form():
+    runs = []
+    for delays in (lambda row: 0.0, lambda row: 0.03 * (row["i"] % 2)):
+
+        async def agent(base_url, api_key, row, delays=delays):
+            await asyncio.sleep(delays(row))
+            return await asyncio.to_thread(two_turns, base_url, api_key, row)
+
+        made = learner(agent)
+        encode = made.encoder(Mode.TRAIN)
+        prompts = [encode(row, i) for i, row in enumerate(rows(4, i=list(range(4))))]
+        runs.append([c.tokens.tolist() for c in completions_of(made.sample(Step(index=1, prompts=prompts)))])
+        made.close()
+    assert runs[0] == runs[1]
+
+
+def test_an_async_agent_that_blocks_delays_others_and_ends():
+    async def agent(base_url, api_key, row):
+        return two_turns(base_url, api_key, row)  # a blocking client in an async function
+
+    step, _ = batch_of(learner(agent))
+    assert np.isfinite(step.rewards.total).all()
+
+
+def test_two_calls_at_once_are_two_sequences():
+    async def agent(base_url, api_key, row):
+        call = lambda text: asyncio.to_thread(ask, base_url, api_key, [{"role": "user", "content": text}])
+        return sum(len(m["content"]) for m in await asyncio.gather(call("a"), call("b")))
+
+    step, batch = batch_of(learner(agent))
+    assert batch.num_sequences == 12 and len(step.rewards.total) == 6
+
+
+def test_streams_tokens_and_models_are_served_too():
+    seen = []
+
+    def agent(base_url, api_key, row):
+        text = post(base_url, api_key, messages=[{"role": "user", "content": "a"}], stream=True)
+        ids = list(b"count: ")
+        more = {"return_token_ids": True, "max_tokens": 3}
+        for _ in range(2):
+            choice = post(base_url, api_key, "/completions", prompt=ids, **more)["choices"][0]
+            ids = [*ids, *choice["token_ids"], *b" next "]
+        request = urllib.request.Request(base_url + "/models", headers={"Authorization": f"Bearer {api_key}"})
+        with urllib.request.urlopen(request) as response:
+            models = json.load(response)
+        seen.append((text.count("data: "), models["data"][0]["id"]))
+        return 1.0
+
+    step, batch = batch_of(learner(agent), 1)
+    assert batch.num_sequences == 6 and all(name == "policy" and count >= 3 for count, name in seen)
+    (chat, tokens) = step.groups[0].completions[:2]
+    assert (tokens.versions == -1).sum() == len(b" next ") and tokens.prefix.tolist() == list(b"count: ")
+    assert chat.info["turns"] == 3
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [GRPOLearner, PPOLearner])
+def test_a_run_resumes_to_the_bit(kind, tmp_path):
+    data = rows(8, answer=["1"] * 8)
+    more = {"eval_every_n_steps": 1, "checkpointing_options": {"save_interval_steps": 1}}
+    weights = []
+    for name, steps in (("whole", (2,)), ("parts", (1, 2))):
+        for last in steps:
+            resume = {"resume": "latest"} if last != steps[0] else {}
+            made = learner(two_turns, kind, max_steps=last, run_dir=str(tmp_path / name), **more, **resume)
+            run = made.train(data, data[:2])
+            made.close()
+        weights.append(weights_of(made.cluster.actor.module))
+    assert same(*weights) and not same(weights[0], weights_of(tiny_model(max_position_embeddings=512)))
+    assert run.rows[-1]["turns/mean"] == 2 and "rewards/agent" in run.rows[-1]
+
+
+AGENT = """
+import asyncio, json, urllib.request
+
+def call(base_url, api_key, messages):
+    headers = {"Authorization": f"Bearer {api_key}"}
+    body = json.dumps({"model": "gpt-5", "messages": messages, "temperature": 1.0}).encode()
+    with urllib.request.urlopen(urllib.request.Request(base_url + "/chat/completions", body, headers)) as response:
+        return json.load(response)["choices"][0]["message"]
+
+async def agent(base_url, api_key, row):
+    messages = [{"role": "user", "content": row["prompt"]}]
+    messages += [await asyncio.to_thread(call, base_url, api_key, messages), {"role": "user", "content": "Sure?"}]
+    last = await asyncio.to_thread(call, base_url, api_key, messages)
+    return float(len(last["content"])) + (row["answer"] == "4")
+"""
+
+
+def test_the_command_line_trains_an_agent(tmp_path, monkeypatch):
+    from whet.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"prompt": f"{i}+2=", "answer": "4"}) for i in range(4)))
+    tiny_model(max_position_embeddings=256).save_pretrained(tmp_path / "model")
+    words = ["model=model", "tokenizer=byte", "data=data.jsonl", "rollout.agent=agent.py:agent", "max_tokens=6"]
+    more = ["algo.num_generations=2", "data.batch_size=2", "trainer.max_steps=2", "trainer.run_dir=run"]
+    assert main(["grpo", *words, *more, "data.apply_chat_template=true", "actor.dtype=float32"]) == 0
+    logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(logged) == 2 and all(row["rewards/agent"] >= 1 and row["turns/mean"] == 2 for row in logged)
+
+
+def test_a_run_ends_with_its_servers():
+    made = learner(two_turns)
+    made.train(rows(4))
+    (episodes,) = made._agents.values()
+    made.close()
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(episodes.server.url + "/health", timeout=2)
+
+
+# ---- failures --------------------------------------------------------------------------------------------------------
+
+
+def raises(base_url, api_key, row):
+    two_turns(base_url, api_key, row)
+    raise KeyError("no such tool")
+
+
+async def hangs(base_url, api_key, row):
+    await asyncio.to_thread(two_turns, base_url, api_key, row)
+    await asyncio.sleep(60)
+
+
+FAILURES = [
+    (raises, "the agent raises raised KeyError: 'no such tool'"),
+    (hangs, "the agent hangs has not returned within 0.6 s"),
+    (lambda base_url, api_key, row: time.sleep(5), "the agent lambda has not returned within 0.6 s"),
+    (lambda base_url, api_key, row: "good", "the agent lambda returned 'good'; return its reward, a finite number"),
+    (lambda base_url, api_key, row: 1.0, "the agent lambda returned without a call of the model"),
+]
+
+
+@pytest.mark.parametrize(("agent", "words"), FAILURES)
+def test_an_agent_that_fails_ends_the_run_or_its_own_episode(agent, words, caplog):
+    limits = {"rollout": {"agent_timeout_s": 0.6}}
+    made = learner(agent, **limits)
+    with pytest.raises(RewardError) as told:
+        batch_of(made, 1)
+    assert words in str(told.value)
+    assert made.cluster.rollout.stats().in_flight == 0
+    made.close()
+    made = learner(agent, on_reward_error="none", **limits)
+    step, _ = batch_of(made, 1)
+    assert np.isnan(step.rewards.total).all() and words in caplog.text
+    assert {c.finish_reason for c in completions_of(step)} == {"error"}
+    scored = made.assign_advantages(made.score(made.batch(step))).batch
+    assert (scored.advantages == 0).all()
+    made.close()
+
+
+def test_one_failing_agent_is_left_out_of_its_group_and_the_step_is_trained():
+    def agent(base_url, api_key, row):
+        if len(ask(base_url, api_key, [{"role": "user", "content": row["prompt"]}])["content"]) % 2:
+            raise OSError("the sandbox is gone")
+        return 1.0
+
+    made = learner(agent, on_reward_error="none", max_steps=1)
+    step, _ = batch_of(made, 4)
+    failed = np.array([c.finish_reason == "error" for c in completions_of(step)])
+    assert failed.any() and not failed.all() and np.isnan(step.rewards.total).tolist() == failed.tolist()
+    assert made.train(rows(4)).step == 1
+    made.close()
+
+
+def test_wrong_keys_ended_episodes_and_sessions_are_refused():
+    keys, told, first = [], [], threading.Lock()
+
+    def agent(base_url, api_key, row):
+        hi = [{"role": "user", "content": "a"}]
+        ask(base_url, api_key, hi)
+        if first.acquire(blocking=False):
+            number, secret = api_key.split("-")
+            told.append(refused(lambda: ask(base_url, "", hi)))
+            told.append(refused(lambda: ask(base_url, f"{int(number) + 1}-{secret}", hi)))
+            told.append(refused(lambda: ask(base_url, "999999-abc", hi)))
+            told.append(refused(lambda: ask(base_url.replace("/v1", "/sessions/a/v1"), api_key, hi)))
+        keys.append((base_url, api_key, hi))
+        return 1.0
+
+    made = learner(agent)
+    batch_of(made, 1)
+    assert [status for status, _ in told] == [401, 401, 401, 400] and "API key" in told[0][1]
+    status, message = refused(lambda: ask(*keys[0]))
+    assert status == 410 and "this episode has ended" in message
+    made.close()
+
+
+def test_a_call_that_outlives_its_agent_is_refused():
+    answers = []
+
+    async def agent(base_url, api_key, row):
+        call = lambda: refused(lambda: ask(base_url, api_key, [{"role": "user", "content": "late"}]))
+        ask(base_url, api_key, [{"role": "user", "content": "a"}])
+        threading.Timer(0.3, lambda: answers.append(call())).start()
+        return 1.0
+
+    made = learner(agent)
+    batch_of(made, 1)
+    deadline = time.monotonic() + 10
+    while len(answers) < 3 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert [status for status, _ in answers] == [410] * 3
+    made.close()
+
+
+def test_a_full_context_is_told_and_is_the_model_s_failure():
+    told = []
+
+    def agent(base_url, api_key, row):
+        messages = [{"role": "user", "content": "a"}]
+        while True:
+            try:
+                messages += [ask(base_url, api_key, messages), {"role": "user", "content": "x" * 60}]
+            except urllib.error.HTTPError as error:
+                told.append(json.loads(error.read())["error"]["code"])
+                raise
+
+    made = learner(agent, rollout={"max_episode_tokens": 100})  # and 100 of the prompt
+    step, _ = batch_of(made, 1)
+    assert set(told) == {"context_length_exceeded"} and np.isnan(step.rewards.total).all()
+    for c in completions_of(step):
+        assert c.finish_reason == "length" and len(c.prefix if c.prefix is not None else []) + len(c.tokens) <= 200
+    made.close()
+
+
+def test_settings_of_an_agent_have_no_effect_and_are_warned_of(caplog):
+    told = []
+
+    def agent(base_url, api_key, row):
+        hi = [{"role": "user", "content": row["prompt"]}]
+        ask(base_url, api_key, hi, model="gpt-5", temperature=0.0, seed=1, max_tokens=100, stop=["\n\n\n"])
+        told.append(refused(lambda: ask(base_url, api_key, hi, response_format={"type": "json_object"})))
+        told.append(refused(lambda: ask(base_url, api_key, [])))
+        return 1.0
+
+    made = learner(agent)
+    step, batch = batch_of(made)
+    assert caplog.text.count("the agent asks for temperature=0.0") == 1 and "seed=1" in caplog.text
+    assert max(len(c.tokens) for c in completions_of(step)) <= 6
+    at = batch.mask
+    want = batch.sampler_logprobs[at]
+    torch.testing.assert_close(made.cluster.actor.logprobs(batch).logprobs[at], want, atol=1e-5, rtol=1e-5)
+    assert {status for status, _ in told} == {400} and "rollout.constraint" in told[0][1]
+    made.close()
+
+
+def test_a_turn_whose_client_has_gone_is_not_trained():
+    def agent(base_url, api_key, row):
+        body = json.dumps({"messages": [{"role": "user", "content": "a"}]})
+        host, port = base_url.removeprefix("http://").removesuffix("/v1").split(":")
+        with socket.create_connection((host, int(port))) as gone:
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {api_key}\r\n"
+            gone.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+        time.sleep(0.6)  # the server looks every POLL_S whether its client is there
+        ask(base_url, api_key, [{"role": "user", "content": "b"}])
+        return 1.0
+
+    made = learner(agent)
+    engine = made.cluster.rollout
+    step_of, waited = engine.step, []
+
+    def slow(*args, **kwargs):
+        if not waited:
+            waited.append(time.sleep(0.5))
+        return step_of(*args, **kwargs)
+
+    engine.step = slow
+    step, batch = batch_of(made, 1)
+    assert [c.info["turns"] for c in completions_of(step)] == [1] * 3 and batch.num_sequences == 3
+    made.close()
+
+
+# ---- configuration ---------------------------------------------------------------------------------------------------
+
+
+def test_settings_that_contradict_an_agent_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"agent and env_path: an agent decides itself"):
+        RolloutConfig(agent="a.py:f", env_path="e.py")
+    with pytest.raises(ConfigError, match=r"agent and max_turns=2"):
+        RolloutConfig(agent="a.py:f", max_turns=2)
+    with pytest.raises(ConfigError, match=r"agent_timeout_s must be positive, got 0\.0"):
+        RolloutConfig(agent_timeout_s=0)
+    with pytest.raises(ConfigError, match="called as agent"):
+        load_agent(lambda base_url: 0.0)
+    with pytest.raises(ConfigError, match="agent 5 is not a function"):
+        load_agent(5)
+    with pytest.raises(ConfigError, match="compares with the reward of a greedy completion"):
+        learner(two_turns, algo={"advantage_estimator": "remax"})
+
+    def agent(completions, **_):
+        return [0.0] * len(completions)
+
+    with pytest.raises(ConfigError, match="a reward function is named agent"):
+        learner(two_turns, reward=agent)
+    (tmp_path / "run.yaml").write_text(
+        "actor: {model: m}\ndata: {path: d.jsonl, eval_path: e.jsonl}\nrollout: {agent: 'a.py:f'}\n"
+    )
+    with pytest.raises(ConfigError, match=r"rollout\.agent=a\.py:f"):
+        check_eval(load_eval(["--config", str(tmp_path / "run.yaml")]))

@@ -1,0 +1,256 @@
+"""AgentEpisodes: episodes in which an agent calls the model through an OpenAI-compatible base URL.
+
+    async def agent(base_url, api_key, row):        # plain functions run in a thread
+        client = AsyncOpenAI(base_url=base_url, api_key=api_key)
+        ...                                         # as many calls as it likes
+        return reward                               # a number, or None where it does not apply
+
+The agent owns the loop: an episode waits for its next call, samples the turn, and answers. A Session records the turns
+as sequences to train on. Left out on purpose: several agents in one episode with rewards of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import functools
+import inspect
+import logging
+import weakref
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from whet.envs.tool_episodes import PROMPT
+from whet.errors import ConfigError, RewardError, format_value
+from whet.rewards.call import function_name
+from whet.rewards.checked_values import OnError, check_values, error_from_exception
+from whet.rollout.base import Output, Request, Sampling
+from whet.rollout.driver import Episode, Turns, completion
+from whet.rollout.external_calls import CallTimeoutError, ExternalCall, ExternalCalls, run_function
+from whet.serve.agent_server import AgentCall, AgentEnd, AgentServer, Inbox, episode_over
+from whet.serve.api_errors import ApiError
+from whet.serve.run_model import RunModel
+from whet.serve.served_model import CONTEXT_CODE
+from whet.serve.sessions import Session, TokenSequence
+from whet.types import Completion, FinishReason, Message
+from whet.util.references import resolve_callable
+
+__all__ = ["AGENT_REWARD", "AgentEpisodes", "load_agent"]
+
+log = logging.getLogger("whet")
+
+AGENT_REWARD = "agent"
+"""The name of the reward that an agent returns."""
+ALL_AT_ONCE = 1 << 30
+"""Agents that run at once: all that the driver has started. An agent that waited for its turn would keep its episode
+waiting, and all episodes together the others."""
+
+
+def load_agent(source: Any) -> Callable[..., Any]:
+    """The agent that rollout.agent names.
+
+    Args: source: "file.py:function", "package.module:function", or the function itself.
+    Raises: ConfigError: it can't be found, or is not called with (base_url, api_key, row).
+
+    >>> load_agent(lambda base_url, api_key, row: 0.0).__name__
+    '<lambda>'
+    """
+    agent = resolve_callable(source, "agent") if isinstance(source, str) else source
+    if not callable(agent):
+        raise ConfigError(f"agent {format_value(agent, 60)} is not a function; write agent(base_url, api_key, row)")
+    try:
+        inspect.signature(agent).bind(base_url="", api_key="", row={})
+    except TypeError as error:
+        raise ConfigError(
+            f"agent {function_name(agent)} is called as agent(base_url=..., api_key=..., row=...): {error}"
+        ) from error
+    except ValueError:  # a builtin has no signature
+        pass
+    return agent
+
+
+class AgentEpisodes:
+    """Plays episodes with a user's agent.
+
+    Args:
+        agent: called with base_url, api_key and row: the columns of the data, and the prompt as "prompt".
+        model: the policy; its `longest` bounds the tokens of a call's prompt and completion.
+        timeout_s: of an agent; None = no deadline.
+        on_error: what follows when the agent raises, is late, returns no number, or never calls the model. "raise":
+            the run ends; "none": the episode has no reward (finish_reason "error"), with a warning.
+    """
+
+    def __init__(
+        self, agent: Callable[..., Any], model: RunModel, *, timeout_s: float | None, on_error: OnError = "raise"
+    ) -> None:
+        self.agent, self.model, self.timeout_s, self.on_error = agent, model, timeout_s, on_error
+        self.name = f"agent {function_name(agent)}"
+        self.server = AgentServer(model)
+        self._agents = ExternalCalls(ALL_AT_ONCE)
+        self._number = 0
+        self._finalizer = weakref.finalize(self, _close, self.server, self._agents)
+        self._finalizer.atexit = False
+
+    def close(self) -> None:
+        """Ends all agents, and the server."""
+        self._finalizer()
+
+    def play(self, sampling: Sampling) -> Callable[[Episode], Turns]:
+        """The generator function of an Episode. Args: sampling: its max_tokens is the most of one call."""
+        model = self.model.with_sampling(sampling)
+
+        def playing(episode: Episode) -> Turns:
+            session, inbox, number = Session(model), self.server.open_episode(), self._number
+            self._number += 1
+            seen: list[ApiError] = []
+            try:
+                self._start(number, inbox, episode)
+                end = None
+                while end is None:
+                    events = yield ExternalCall(function=inbox.get, name=self.name, phase="agent")
+                    end = next((e for e in events if isinstance(e, AgentEnd)), None)
+                    calls = [e for e in events if isinstance(e, AgentCall)]
+                    yield from self._answer(episode, model, session, calls if end is None else [])
+                    seen += [call.answer for call in calls if isinstance(call.answer, ApiError)]
+                    _refuse(calls)
+            finally:
+                self.server.close_episode(inbox)
+                self._agents.cancel([number])
+            return self._completions(episode, session, end, any(error.code == CONTEXT_CODE for error in seen))
+
+        return playing
+
+    # ---- the agent -----------------------------------------------------------------------------------------------
+
+    def _start(self, number: int, inbox: Inbox, episode: Episode) -> None:
+        """Starts the agent of an episode, whose end arrives in the inbox."""
+        row = copy.deepcopy({**episode.prompt.columns, "prompt": episode.prompt.source})
+        function = functools.partial(self.agent, base_url=self.server.base_url, api_key=inbox.key, row=row)
+        self._agents.collect(0.0)  # ends that the inboxes have had
+        run = functools.partial(_run_agent, function, inbox, self.name, self.timeout_s)
+        self._agents.start(number, ExternalCall(function=run, name=self.name))
+
+    def _answer(
+        self, episode: Episode, model: RunModel, session: Session, calls: Sequence[AgentCall]
+    ) -> Generator[list[Request], list[Output], None]:
+        """Samples the turns of calls, and answers them."""
+        try:
+            begun = [call for call in calls if call.begin(model, session) is not None]
+            drawn = [(call, request) for call in begun for request in call.call.requests]
+            if not drawn:
+                return
+            conversation = hash(episode.address) if len(drawn) == 1 else None
+            outputs = yield [
+                episode.request(request.tokens, request.sampling, conversation=conversation) for _, request in drawn
+            ]
+            for call in begun:
+                call.finish([output for output, (of, _) in zip(outputs, drawn, strict=True) if of is call])
+        finally:
+            _refuse(calls)
+
+    # ---- the end -------------------------------------------------------------------------------------------------
+
+    def _completions(self, episode: Episode, session: Session, end: AgentEnd, out_of_context: bool) -> list[Completion]:
+        """The sequences to train on, with the reward. Raises RewardError: the agent failed, and on_error is "raise"."""
+        reason: FinishReason | None = None
+        info: dict[str, Any] = {"turns": session.turns}
+        if session.forks:
+            info["forks"] = session.forks
+        try:
+            if end.error is not None and out_of_context and not isinstance(end.error, CallTimeoutError):
+                reason = "length"  # the model's doing: its context was full, and the agent gave up
+            else:
+                reward = self._reward(end, session, episode)
+                episode.rewards[AGENT_REWARD] = reward
+        except RewardError as error:
+            if self.on_error == "raise":
+                raise
+            log.warning("%s; row %d, generation %d has no reward", error, episode.prompt.row, episode.generation)
+            reason = "error"
+            info["error"] = str(error)
+        if not session.sequences:
+            return [_stand_in(episode, info, reason or "length")]
+        return [_sequence(sequence, episode, info, reason) for sequence in session.sequences]
+
+    def _reward(self, end: AgentEnd, session: Session, episode: Episode) -> float:
+        """The agent's reward; NaN = it does not apply. Raises RewardError: it has none."""
+        if isinstance(end.error, CallTimeoutError):
+            raise RewardError(f"{end.error}; give its calls limits of their own, or raise rollout.agent_timeout_s")
+        if end.error is not None:
+            raise error_from_exception(f"the {self.name}", end.error, __file__) from end.error
+        checked = check_values([end.value], [f"{episode.prompt.row}_{episode.generation}"], name=self.name)
+        if checked.wrong:
+            raise RewardError(
+                f"the {self.name} returned {format_value(end.value, 80)}; return its reward, a finite number, or None "
+                "where it does not apply"
+            )
+        if not session.sequences:
+            raise RewardError(f"the {self.name} returned without a call of the model; call it at base_url")
+        return float(checked.rewards[0])
+
+
+async def _run_agent(function: Callable[[], Any], inbox: Inbox, name: str, timeout_s: float | None) -> None:
+    """Runs an agent, and puts its end into the inbox."""
+    limit = asyncio.timeout(timeout_s)
+    try:
+        async with limit:
+            end = AgentEnd(value=await run_function(function))
+    except asyncio.CancelledError:  # the episode has ended
+        raise
+    except BaseException as error:  # SystemExit too: it is the user's code
+        late = CallTimeoutError(f"the {name} has not returned within {timeout_s} s")
+        end = AgentEnd(error=late if limit.expired() else error)
+    try:
+        inbox.put(end)
+    except ApiError:
+        log.debug("%s ended after its episode", name)
+
+
+def _refuse(calls: Sequence[AgentCall]) -> None:
+    """Answers the calls that have no answer: their episode has ended."""
+    for call in calls:
+        call.refuse(episode_over())
+
+
+def _sequence(
+    sequence: TokenSequence, episode: Episode, info: Mapping[str, Any], reason: FinishReason | None
+) -> Completion:
+    """A sequence to train on. Args: reason: why the episode ended; None = as the sequence's last turn did."""
+    made = completion(*sequence.parts, generation=episode.generation, info=info)  # pyright: ignore[reportArgumentType]
+    before, after = _split_messages(sequence.messages, episode.prompt.source)
+    changes: dict[str, Any] = {"messages": tuple(after), "finish_reason": reason or made.finish_reason}
+    if not np.array_equal(sequence.prefix, episode.prompt.tokens):
+        changes |= {"prefix": sequence.prefix, "info": {**info, PROMPT: before}}
+    return replace(made, **changes)
+
+
+def _split_messages(messages: Sequence[Message], prompt: Any) -> tuple[list[Message], list[Message]]:
+    """The messages of a conversation before the agent's model spoke, and the others."""
+    given = [] if isinstance(prompt, str) else list(prompt)
+    count = len(given)
+    if not count or [dict(m) for m in messages[:count]] != [dict(m) for m in given]:
+        roles = [m["role"] for m in messages]
+        count = roles.index("assistant")
+    return list(messages[:count]), list(messages[count:])
+
+
+def _stand_in(episode: Episode, info: Mapping[str, Any], reason: FinishReason) -> Completion:
+    """The completion of an episode without a turn of the model: one token that was not sampled, so none is trained."""
+    return Completion(
+        tokens=episode.prompt.tokens[-1:].astype(np.int32),
+        logprobs=np.zeros(1, np.float32),
+        versions=np.full(1, -1, np.int32),
+        finish_reason=reason,
+        generation=episode.generation,
+        info=dict(info),
+        messages=({"role": "assistant", "content": ""},),
+    )
+
+
+def _close(server: AgentServer, agents: ExternalCalls) -> None:
+    """Ends agents and server."""
+    agents.close()
+    server.stop(timeout_s=0.1)

@@ -1,0 +1,124 @@
+"""ChatModel: what a call needs of a model besides its engine: tokenizer, chat template, tool calls, and sampling.
+
+ServedModel (served_model.py) is that of `whet serve`, RunModel (run_model.py) that of a training run.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from whet.data.templates import ChatTemplate
+from whet.envs.tool_calls import ToolTemplate
+from whet.rollout.base import Sampling
+from whet.serve.bodies import SamplingBody
+from whet.types import Message
+
+__all__ = ["ChatModel"]
+
+
+class ChatModel:
+    """A model behind the API. Its methods may be called from several threads.
+
+    Args:
+        tokenizer: of transformers.
+        eos_ids: the ids that end a turn.
+        name: of the model, in responses.
+        longest: the most tokens of a prompt and its completion together; None = no bound.
+        chat_template_kwargs: more arguments of the chat template.
+        system_prompt: added before messages without a system turn; None or "" = off.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        eos_ids: Sequence[int],
+        *,
+        name: str,
+        longest: int | None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        system_prompt: str | None = None,
+    ) -> None:
+        self.tokenizer, self.eos_ids, self.name, self.longest = tokenizer, tuple(eos_ids), name, longest
+        self.system_prompt = system_prompt
+        self.created = int(time.time())
+        self.template = ChatTemplate(tokenizer, chat_template_kwargs)
+        self.end_marks: Mapping[int, str] = {i: str(tokenizer.decode([i])) for i in eos_ids}
+        """The ids that end a turn, with their texts."""
+        self._tool_templates: dict[str, ToolTemplate] = {}
+        self._lock = threading.Lock()  # a tokenizer must not encode on two threads
+
+    def check_name(self, name: str | None) -> None:
+        """Raises ApiError for another model's name."""
+        raise NotImplementedError
+
+    # ---- prompts -------------------------------------------------------------------------------------------------
+
+    def encode_text(self, text: str) -> np.ndarray:
+        """int32 [P]: the ids of a text, with the tokenizer's own special tokens."""
+        with self._lock:
+            return np.asarray(self.tokenizer(text, verbose=False).input_ids, np.int32)
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Any], options: Mapping[str, Any], *, asks: bool
+    ) -> str:
+        """The text of a conversation.
+
+        Args: messages: of `read_messages`. tools, options: for the template. asks: with the header of the assistant's
+            turn.
+        Raises: ConfigError: there is no template. DataError: the template refuses the messages.
+        """
+        if self.system_prompt and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        with self._lock:
+            return self.template.text(messages, asks=asks, **({"tools": list(tools)} if tools else {}), **options)
+
+    def encode(self, text: str) -> np.ndarray:
+        """int32 [P]: the ids of a rendered conversation, or of a part of it."""
+        with self._lock:
+            ids = self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        return np.asarray(ids, np.int32)
+
+    # ---- sampling ------------------------------------------------------------------------------------------------
+
+    def sampling(self, body: SamplingBody, *, max_tokens: int | None, response_format: Any = None) -> Sampling:
+        """The sampling parameters of a request, without the limit of its length.
+
+        Args: body: the fields that the client set. max_tokens: of the client; None = see `limit`.
+        Raises: ConfigError: a value out of its range. ApiError: an unknown response_format.
+        """
+        raise NotImplementedError
+
+    def limit(self, sampling: Sampling, prompt: np.ndarray, *, max_tokens: int | None) -> Sampling:
+        """The sampling parameters with max_tokens for the room that a prompt leaves.
+
+        Args: max_tokens: of the client; None = the server's, or all the room.
+        Raises: ApiError: the prompt leaves no room.
+        """
+        raise NotImplementedError
+
+    # ---- completions ---------------------------------------------------------------------------------------------
+
+    def decode(self, ids: Any) -> str:
+        """The text of ids, special tokens left out."""
+        return str(self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
+
+    def tool_template(self) -> ToolTemplate:
+        """Reads tool calls in the form of the chat template. Raises ConfigError: the template has no tools."""
+        if "only" not in self._tool_templates:
+            self._tool_templates["only"] = ToolTemplate(self.tokenizer, {**self.template.options}, self.eos_ids)
+        return self._tool_templates["only"]
+
+    def read_turn(self, tokens: np.ndarray, prompt: np.ndarray, tools: Sequence[Any]) -> Message:
+        """A completion as a message with its tool calls."""
+        template = self.tool_template()
+        with self._lock:
+            return template.parse(tokens, prompt, tools)
+
+    def token_text(self, token: int) -> str:
+        """The text of one token, special tokens included."""
+        return str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
