@@ -1,12 +1,15 @@
 """FSDPPlacement: a model sharded over several processes by torch's fully_shard.
 
-    parameters, gradients, moments    each rank holds its shard of every tensor; a decoder layer is whole while it runs
+    parameters, moments               each rank holds its shard of every tensor; a decoder layer is whole while it runs
     bf16                              trained parameters are fp32 shards, which the optimizer updates, and are gathered
                                       in bf16; gradients are added in fp32, over the passes and over the ranks
     forward passes                    every rank makes the same list; of n data ranks each runs every n-th pass of it
     tokens of a pass                  with context parallelism, several ranks run a pass together, each on some tokens
-    gradients                         are added over the ranks after the last pass, never averaged: the token weights
-                                      were computed from the whole batch, so nothing else divides
+    gradients                         are whole until the last pass, in which they are added over the ranks and become
+                                      shards. They are never averaged: the token weights were computed from the whole
+                                      batch, so nothing else divides
+    collectives                       of a pass: one gather of each layer forward and one backward; of an update: one
+                                      reduce-scatter of each layer. None is of a token or of one parameter
     rollout                           every rank has the whole model while it samples
 
     checkpoints, exports      every rank gathers each tensor in turn, and rank 0 writes it

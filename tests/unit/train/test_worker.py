@@ -40,13 +40,13 @@ def values(metrics):
 
 
 class Shares(Placement):
-    """The first of two groups of processes, whose three processes divide each pass: it runs every second pass."""
+    """The second of two groups of processes, whose three processes divide each pass."""
 
     data_size, context_size = 2, 3
 
     def split_passes(self, passes):
-        own = [(x, True) for x in passes[::2]]
-        return own if len(passes) > 1 else [*own, (passes[0], False)]
+        own = [(x, True) for x in passes[1::2]]
+        return own if len(passes) % 2 == 0 else [*own, (passes[-1], False)]
 
 
 def test_the_imbalance_is_the_longest_pass_of_each_round_over_the_mean_work():
@@ -58,7 +58,7 @@ def test_the_imbalance_is_the_longest_pass_of_each_round_over_the_mean_work():
         work.append([worker.cost.token * m.num_tokens + worker.cost.target * len(m.targets) for m in passes])
         worker.forward_backward(batch, clipped_surrogate)
         worker.logprobs(batch)  # a pass without a gradient does not count
-        own += sum(work[-1][::2])
+        own += sum(work[-1][1::2]) + len(passes) % 2 * work[-1][-1]
     rounds = [made[i : i + 2] for made in work for i in range(0, len(made), 2)]
     assert len(work[0]) > 2 and len(work[1]) == 1
     assert worker.pop_imbalance() == pytest.approx(sum(map(max, rounds)) / (sum(map(sum, work)) / 2))
