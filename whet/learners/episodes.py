@@ -46,7 +46,7 @@ def make_agent_episodes(cluster: RLCluster, mode: Mode, encode: PromptEncoder) -
     """Makes the episodes of rollout.agent, with the server that its agents call.
 
     Args: encode: the mode's encoder; calls have its system prompt and chat template.
-    Raises: ConfigError: the agent can't be found or called, or the tokenizer has no chat template.
+    Raises: ConfigError: the agent can't be found or called.
     """
     config, training = cluster.rollout_for(mode), cluster.training_config
     bounds = [_longest(cluster, mode)]

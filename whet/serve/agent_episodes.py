@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from whet.envs.tool_episodes import PROMPT
-from whet.errors import ConfigError, RewardError, format_value
+from whet.errors import ConfigError, DataError, RewardError, format_value
 from whet.rewards.call import function_name
 from whet.rewards.checked_values import OnError, check_values, error_from_exception
 from whet.rollout.base import Output, Request, Sampling
@@ -127,6 +127,11 @@ class AgentEpisodes:
 
     def _start(self, number: int, inbox: Inbox, episode: Episode) -> None:
         """Starts the agent of an episode, whose end arrives in the inbox."""
+        if "prompt" in episode.prompt.columns:
+            raise DataError(
+                f"row {episode.prompt.row} has a column 'prompt' besides its prompt, which an agent receives under "
+                "that name; rename the column"
+            )
         row = copy.deepcopy({**episode.prompt.columns, "prompt": episode.prompt.source})
         function = functools.partial(self.agent, base_url=self.server.base_url, api_key=inbox.key, row=row)
         self._agents.collect(0.0)  # ends that the inboxes have had
@@ -198,14 +203,12 @@ async def _run_agent(function: Callable[[], Any], inbox: Inbox, name: str, timeo
     try:
         async with limit:
             end = AgentEnd(value=await run_function(function))
-    except asyncio.CancelledError:  # the episode has ended
-        raise
     except BaseException as error:  # SystemExit too: it is the user's code
         late = CallTimeoutError(f"the {name} has not returned within {timeout_s} s")
         end = AgentEnd(error=late if limit.expired() else error)
     try:
         inbox.put(end)
-    except ApiError:
+    except ApiError:  # its episode has ended, which cancelled it
         log.debug("%s ended after its episode", name)
 
 

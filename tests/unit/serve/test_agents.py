@@ -1,6 +1,7 @@
 """Agents in a training run: an agent that knows a base URL and a key is an episode, and what it does wrong is told."""
 
 import asyncio
+import dataclasses
 import json
 import socket
 import threading
@@ -17,7 +18,7 @@ from helpers import one_by_one, rows, same, tiny_model, weights_of
 
 from whet.config import Mode, RolloutConfig
 from whet.config.evaluate import check_eval, load_eval
-from whet.errors import ConfigError, RewardError
+from whet.errors import ConfigError, DataError, RewardError
 from whet.learners.grpo import GRPOLearner
 from whet.learners.ppo import PPOLearner
 from whet.learners.step import Step
@@ -124,6 +125,29 @@ def test_streams_tokens_and_models_are_served_too():
     assert chat.info["turns"] == 3
 
 
+def test_a_call_reuses_what_the_engine_has_of_its_conversation():
+    made = learner(two_turns)
+    before = made.cluster.rollout.stats()
+    step, _ = batch_of(made)
+    done = made.cluster.rollout.stats().since(before)
+    first = sum(len(c.prefix) for c in completions_of(step))
+    assert done.prefilled < first + sum(len(c.tokens) for c in completions_of(step)) and done.reused >= first / 2
+    made.close()
+
+
+def test_agents_wait_beside_each_other():
+    async def agent(base_url, api_key, row):
+        await asyncio.sleep(0.3)
+        return len((await asyncio.to_thread(ask, base_url, api_key, [{"role": "user", "content": "a"}]))["content"])
+
+    made = learner(agent, algo={"num_generations": 20})
+    batch_of(made, 1)
+    started = time.monotonic()
+    step, _ = batch_of(made)
+    assert len(step.rewards.total) == 40 and time.monotonic() - started < 4  # one after the other: 12 s
+    made.close()
+
+
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
@@ -196,10 +220,15 @@ async def hangs(base_url, api_key, row):
     await asyncio.sleep(60)
 
 
+async def cancels_itself(base_url, api_key, row):
+    raise asyncio.CancelledError
+
+
 FAILURES = [
+    (cancels_itself, "the agent cancels_itself raised CancelledError"),
     (raises, "the agent raises raised KeyError: 'no such tool'"),
-    (hangs, "the agent hangs has not returned within 0.6 s"),
-    (lambda base_url, api_key, row: time.sleep(5), "the agent lambda has not returned within 0.6 s"),
+    (hangs, "the agent hangs has not returned within 0.4 s"),
+    (lambda base_url, api_key, row: time.sleep(5), "the agent lambda has not returned within 0.4 s"),
     (lambda base_url, api_key, row: "good", "the agent lambda returned 'good'; return its reward, a finite number"),
     (lambda base_url, api_key, row: 1.0, "the agent lambda returned without a call of the model"),
 ]
@@ -207,7 +236,7 @@ FAILURES = [
 
 @pytest.mark.parametrize(("agent", "words"), FAILURES)
 def test_an_agent_that_fails_ends_the_run_or_its_own_episode(agent, words, caplog):
-    limits = {"rollout": {"agent_timeout_s": 0.6}}
+    limits = {"rollout": {"agent_timeout_s": 0.4}}
     made = learner(agent, **limits)
     with pytest.raises(RewardError) as told:
         batch_of(made, 1)
@@ -342,6 +371,15 @@ def test_a_turn_whose_client_has_gone_is_not_trained():
     engine.step = slow
     step, batch = batch_of(made, 1)
     assert [c.info["turns"] for c in completions_of(step)] == [1] * 3 and batch.num_sequences == 3
+    made.close()
+
+
+def test_a_column_with_the_name_of_the_prompt_is_refused():
+    made = learner(two_turns)
+    made.data = dataclasses.replace(made.data, prompt_column="question")
+    prompts = [made.encoder(Mode.TRAIN)({"question": "a", "prompt": "b"}, 3)]
+    with pytest.raises(DataError, match="row 3 has a column 'prompt' besides its prompt"):
+        made.sample(Step(index=1, prompts=prompts))
     made.close()
 
 
