@@ -94,6 +94,16 @@ class Placement:
 
     # ---- several processes ---------------------------------------------------------------------------------------
 
+    @property
+    def data_size(self) -> int:
+        """The number of processes, or of groups that run a pass together, which run different passes."""
+        return 1
+
+    @property
+    def context_size(self) -> int:
+        """The number of processes that divide the tokens of a pass."""
+        return 1
+
     def forward(self, fn: Callable[[], Result]) -> Result:
         """Runs a function that calls the model or reads its parameters. Args: fn: returns a TokenStats."""
         return fn()

@@ -40,6 +40,7 @@ from whet.train.model_files import ModelFiles
 from whet.train.optim import Optim, total_norm
 from whet.types import LossInputs, TokenBatch, TokenStats
 from whet.util.tensor_subclasses import is_sharded
+from whet.util.transfer import to_device
 
 __all__ = ["Allowed", "Divergence", "Loss", "ModelWorker"]
 
@@ -118,6 +119,7 @@ class ModelWorker:
         self.seed = seed
         self.version = 0
         self._flops = 0.0
+        self._slowest_work = self._mean_work = 0.0
         self.replaced = False
         """Whether an untrained model has other weights than the loaded ones: checkpoints then hold them too."""
         self.cost = model_cost(loaded.module)
@@ -292,9 +294,15 @@ class ModelWorker:
         )
         return [micro.to(self.device) for micro in planned]
 
-    def _own_passes(self, batch: TokenBatch, max_sequences: int | None, at_end: bool) -> list[tuple[MicroBatch, bool]]:
-        """The passes of a batch that this process runs, and whether each counts."""
+    def _own_passes(
+        self, batch: TokenBatch, max_sequences: int | None, at_end: bool, trained: bool = False
+    ) -> list[tuple[MicroBatch, bool]]:
+        """The passes of a batch that this process runs, and whether each counts. Args: trained: count their work."""
         passes = self.micro_batches(batch, max_sequences, at_end)
+        if trained:
+            work, size = [self._work(micro) for micro in passes], self.placement.data_size
+            self._slowest_work += sum(max(work[i : i + size]) for i in range(0, len(work), size))
+            self._mean_work += sum(work) / size
         self.placement.check_same_passes(
             {
                 "sequences": batch.num_sequences,
@@ -374,13 +382,10 @@ class ModelWorker:
         backward: bool,
     ) -> Metrics:
         per_unit = has_unit_weights(batch)
-        unit_weights = None if batch.unit_weights is None else batch.unit_weights.to(self.device)
         labels: list[list[tuple[str, str]]] = []
         numbers: list[Tensor] = []  # of each micro-batch, on the device: read once, since a GPU is waited for
-        carried = {name: c for name, c in batch.token_columns.items() if name != "tokens"}  # a micro-batch has these
-        token_columns = {name: c.to(self.device) for name, c in carried.items()}
-        sequence_columns = {name: c.to(self.device) for name, c in batch.sequence_columns.items()}
-        shared = self._own_passes(batch, self.max_sequences, scores)
+        token_columns, sequence_columns, unit_weights = _columns_on(self.device, batch)
+        shared = self._own_passes(batch, self.max_sequences, scores, trained=backward)
         for i, (micro, counts) in enumerate(shared):
             self.placement.set_gradient_sync(i == len(shared) - 1)
             with self._dropout(micro) if backward else nullcontext():
@@ -395,7 +400,7 @@ class ModelWorker:
                 if backward:
                     with self.layers():  # checkpointed layers run again
                         total.backward()
-                    self._flops += 6.0 * (self.cost.token * micro.num_tokens + self.cost.target * len(micro.targets))
+                    self._flops += 6.0 * self._work(micro) / self.placement.context_size
             if not counts:
                 continue
             if per_unit:
@@ -408,6 +413,10 @@ class ModelWorker:
             numbers.append(torch.stack([total.detach().double(), *sums]))
         read = torch.cat(numbers).tolist() if numbers else []
         return merge({"loss": Sum(0.0)}, *self.placement.gather_results(list(unpack_metrics(labels, read))))
+
+    def _work(self, micro: MicroBatch) -> int:
+        """Multiply-adds of a forward pass with the entries of the matrices."""
+        return self.cost.token * micro.num_tokens + self.cost.target * len(micro.targets)
 
     def _dropout(self, micro: MicroBatch) -> AbstractContextManager[None]:
         """A context for a training pass, in which an adapter's dropout is on."""
@@ -425,6 +434,16 @@ class ModelWorker:
         """
         flops, self._flops = self._flops, 0.0
         return flops
+
+    def pop_imbalance(self) -> float:
+        """How much longer the training passes since the last call took than if all processes had had equal work.
+
+        The processes run their passes in rounds, and in each round all wait for the longest pass. So this is the sum of
+        the most work of each round, over the mean work of a process; 1 = balanced, nan = there were no passes.
+        Work is the FLOPs of `pop_flops`; a pass that only keeps the others company has none.
+        """
+        slowest, mean, self._slowest_work, self._mean_work = self._slowest_work, self._mean_work, 0.0, 0.0
+        return slowest / mean if mean else float("nan")
 
     @property
     def updates(self) -> int:
@@ -536,6 +555,15 @@ class ModelWorker:
             self.optim.close()
         self.optim = None
         self.placement.release()
+
+
+def _columns_on(device: torch.device, batch: TokenBatch) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
+    """The columns of a batch's tokens and sequences, and its units' weights, on a device; micro-batches have tokens."""
+    tokens = {name: c for name, c in batch.token_columns.items() if name != "tokens"}
+    sequences = batch.sequence_columns
+    weights = [] if batch.unit_weights is None else [batch.unit_weights]
+    moved = iter(to_device([*tokens.values(), *sequences.values(), *weights], device))
+    return dict(zip(tokens, moved)), dict(zip(sequences, moved)), next(moved, None)
 
 
 def _teacher_on_device(divergence: Divergence | None) -> AbstractContextManager[None]:

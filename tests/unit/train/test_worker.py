@@ -1,4 +1,5 @@
 import json
+import math
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from whet.config import OptimConfig
 from whet.errors import CheckpointError, DataError
 from whet.models.load import load_model
 from whet.ops import Support, clipped_surrogate, clipped_value, token_weights
+from whet.parallel.placement import Placement
 from whet.train.metric_reduction import reduce_metrics
 from whet.train.worker import ModelWorker
 
@@ -35,6 +37,36 @@ def gradients(worker):
 
 def values(metrics):
     return {name: m.value for name, m in metrics.items()}
+
+
+class Shares(Placement):
+    """The second of two groups of processes, whose three processes divide each pass."""
+
+    data_size, context_size = 2, 3
+
+    def split_passes(self, passes):
+        own = [(x, True) for x in passes[1::2]]
+        return own if len(passes) % 2 == 0 else [*own, (passes[-1], False)]
+
+
+def test_the_imbalance_is_the_longest_pass_of_each_round_over_the_mean_work():
+    worker = make(placement=Shares(), max_tokens=20)
+    batches = [weighted(random_batch(*SHAPES)), weighted(random_batch((4, (10,))))]
+    work, own = [], 0
+    for batch in batches:
+        passes = worker.micro_batches(batch, None)
+        work.append([worker.cost.token * m.num_tokens + worker.cost.target * len(m.targets) for m in passes])
+        worker.forward_backward(batch, clipped_surrogate)
+        worker.logprobs(batch)  # a pass without a gradient does not count
+        own += sum(work[-1][1::2]) + len(passes) % 2 * work[-1][-1]
+    rounds = [made[i : i + 2] for made in work for i in range(0, len(made), 2)]
+    assert len(work[0]) > 2 and len(work[1]) == 1
+    assert worker.pop_imbalance() == pytest.approx(sum(map(max, rounds)) / (sum(map(sum, work)) / 2))
+    assert worker.pop_flops() == pytest.approx(6 * own / 3)
+    assert math.isnan(worker.pop_imbalance()) and worker.pop_flops() == 0.0
+    alone = make(max_tokens=20)
+    alone.forward_backward(batches[0], clipped_surrogate)
+    assert alone.pop_imbalance() == 1.0
 
 
 # ---- forward_backward ----------------------------------------------------------------------------------------------
