@@ -148,6 +148,24 @@ def test_agents_wait_beside_each_other():
     made.close()
 
 
+def test_an_agent_that_is_slow_holds_up_none_of_many():
+    waiting = threading.Semaphore(0)
+
+    def agent(base_url, api_key, row):
+        number = int(api_key.partition("-")[0])
+        if number < 70:  # more than the calls that the driver runs at once
+            assert waiting.acquire(timeout=20)
+        ask(base_url, api_key, [{"role": "user", "content": "a"}])
+        if number == 71:
+            waiting.release(70)
+        return 1.0
+
+    made = learner(agent, algo={"num_generations": 72})
+    step, _ = batch_of(made, 1)
+    assert np.isfinite(step.rewards.total).all() and len(step.rewards.total) == 72
+    made.close()
+
+
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
