@@ -1,6 +1,7 @@
 """Gradients, metrics and scores of fixed batches: in this process alone, or on a mesh of several."""
 
 import datetime
+import itertools
 
 import torch
 import torch.distributed as dist
@@ -57,15 +58,18 @@ def whole(tensor):
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def results(placement):
-    """Gradients, metrics, logprobs and scores for each model, batch and aggregation. Args: placement: makes one."""
-    found = {}
+def results(placement, every=True):
+    """Gradients, metrics, logprobs and scores of the models and batches.
+
+    Args: placement: makes one. every: with each aggregation; else each aggregation has one or two batches.
+    """
+    found, turns = {}, itertools.cycle(LOSS_AGG_MODES)
     for name, model in MODELS.items():
         worker = ModelWorker(load_model(model()), optim=OptimConfig(), max_tokens=80, placement=placement())
         trainer = RoleTrainer(worker, loss=loss)
         for i, batch in enumerate(batches()):
             found[f"{name}, {i}, logprobs"] = worker.logprobs(batch).logprobs
-            for mode in LOSS_AGG_MODES:
+            for mode in LOSS_AGG_MODES if every else [next(turns)]:
                 trainer.with_loss_fn(loss, loss_agg_mode=mode, loss_agg_norm=20.0)
                 weighted = trainer.add_loss_weights(batch)
                 metrics = worker.forward_backward(weighted, loss, entropy=True)
@@ -94,7 +98,7 @@ def peak(placement):
     return counted.peak
 
 
-def on_meshes(rank, size, folder, meshes):
+def on_meshes(rank, size, folder, meshes, every):
     """The results on each mesh, (context_parallel_size, data_parallel_replicate_size), and its peak."""
     from whet.parallel.fsdp import FSDPPlacement
     from whet.parallel.ranks import ProcessRanks
@@ -105,5 +109,5 @@ def on_meshes(rank, size, folder, meshes):
     for context, replicas in meshes:
         mesh = make_mesh("cpu", size, context, replicas)
         made = lambda mesh=mesh: FSDPPlacement(mesh, ranks)
-        torch.save((results(made), peak(made)), folder / f"{rank}-{context}-{replicas}.pt")
+        torch.save((results(made, every), peak(made)), folder / f"{rank}-{context}-{replicas}.pt")
     dist.destroy_process_group()

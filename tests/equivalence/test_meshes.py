@@ -11,12 +11,16 @@ from whet.parallel.placement import Placement
 
 @needs_gloo
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("size, meshes", [(2, [(1, 1), (2, 1), (1, 2)]), full(4, [(1, 1), (2, 1), (2, 2), (4, 1)])])
-def test_gradients_are_those_of_one_process_and_context_parallelism_divides_the_activations(tmp_path, size, meshes):
+@pytest.mark.parametrize("size, meshes, every", [
+    (2, [(2, 1), (1, 2)], False),  # FSDP alone is that of test_two_processes.py
+    full(2, [(1, 1), (2, 1), (1, 2)], True),
+    full(4, [(1, 1), (2, 1), (2, 2), (4, 1)], True),
+])  # fmt: skip
+def test_gradients_are_those_of_one_process_and_context_parallelism_divides_activations(tmp_path, size, meshes, every):
     """Each mesh is (context_parallel_size, data_parallel_replicate_size)."""
-    processes = start(size, on_meshes, tmp_path, meshes)
+    processes = start(size, on_meshes, tmp_path, meshes, every)
     try:
-        one = results(Placement)
+        one = results(Placement, every)
     finally:
         wait(processes, tmp_path, 300)
     peaks = {}

@@ -31,5 +31,6 @@ def test_two_processes_make_the_update_of_one(tmp_path):
         for name, number in one["row"].items():
             assert found["row"][name] == pytest.approx(number, rel=1e-4, abs=ROUNDING), name
     assert ranks[0]["row"] == ranks[1]["row"]
+    assert one["imbalance"] is None and 1 < ranks[0]["imbalance"] == ranks[1]["imbalance"] < 2
     assert all(0 < len(found["rewarded"]) < 9 for found in ranks)
     assert [ids for found in ranks for ids in found["rewarded"]] == one["rewarded"] and len(one["rewarded"]) == 9

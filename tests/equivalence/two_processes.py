@@ -56,6 +56,7 @@ def one_update(prompts):
         "gradients": gradients,
         "weights": {name: whole(p) for name, p in worker.module.named_parameters()},
         "row": {n: x for n, x in run.rows[0].items() if isinstance(x, float) and not n.startswith(VARIES)},
+        "imbalance": run.rows[0].get("perf/rank_imbalance"),
         "passes": passes,
         "rewarded": rewarded,
     }

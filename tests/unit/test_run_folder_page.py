@@ -108,12 +108,13 @@ def test_every_metric_explained_is_one_of_a_run(written):
     of_a_loss = {"cispo_clip_ratio", "divergence", "teacher_kl", "vespo/phi_seq_mean"}  # each of one policy loss
     of_turns = {"completions/sampled_tokens", *(f"turns/{name}" for name in ("mean", "max", "min", "forks", "failed"))}
     of_turns.add("time/rollout/tool_wait")
-    of_a_gpu = {"perf/mfu"}
+    of_a_gpu, of_several = {"perf/mfu"}, {"perf/rank_imbalance"}
     assert listed - written == {
         "rewards/<f>/errors",
         *of_a_loss,
         *of_turns,
         *of_a_gpu,
+        *of_several,
     }  # the first only where a function failed
 
 

@@ -171,13 +171,16 @@ def _data(words: list[str]) -> None:
 
 
 def _plan(words: list[str]) -> None:
-    """`whet plan [grpo|ppo] [memory_gb=N] key=value ...`; its keys are those of the command that would train."""
+    """`whet plan [grpo|ppo] [memory_gb=N] [num_processes=N] key=value ...`; its keys are the training command's."""
     from whet.errors import ConfigError
 
     kind, words = (words[0], words[1:]) if words and words[0] in ("grpo", "ppo") else ("grpo", words)
-    is_memory = lambda word: word.removeprefix("--").startswith("memory_gb=")
-    sizes = [word.partition("=")[2] for word in words if is_memory(word)]
-    words = [word for word in words if not is_memory(word)]
+    own: dict[str, list[str]] = {"memory_gb": [], "num_processes": []}
+    rest = []
+    for word in words:
+        name, _, value = word.removeprefix("--").partition("=")
+        (own[name] if name in own and "=" in word else rest).append(value if name in own and "=" in word else word)
+    sizes, counts, words = own["memory_gb"], own["num_processes"], rest
     _check_flags(kind, words)
     try:
         memory = float(sizes[-1]) if sizes else None
@@ -185,10 +188,13 @@ def _plan(words: list[str]) -> None:
         memory = -1.0
     if memory is not None and not 0 < memory < 1e6:
         raise ConfigError(f"memory_gb={sizes[-1]}: expected the gigabytes of a GPU, such as 24")
+    count = counts[-1] if counts else "1"
+    if not (count.isascii() and count.isdigit() and 0 < int(count) < 1e6):
+        raise ConfigError(f"num_processes={count}: expected the processes of torchrun, each with a GPU, such as 8")
     config = _config(kind, words)
     from whet.cli.plan import plan
 
-    plan(config, memory)
+    plan(config, memory, int(count))
 
 
 def _log_inputs(command: str, config: Any, words: list[str]) -> None:

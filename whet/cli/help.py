@@ -297,6 +297,7 @@ COMMON_KEYS: Mapping[str, Sequence[Group]] = {
             {
                 "model": "only its config is read",
                 "memory_gb=24": "memory of the GPU; default: plans for 24, 40 and 80",
+                "num_processes=8": "processes of torchrun, each with a GPU; default: 1",
                 "actor.lora.r": "plan an adapter of this rank",
                 "rollout.max_prompt_length": "default: 512 tokens",
                 "rollout.max_tokens_to_generate": "default: 512 tokens",
@@ -444,7 +445,7 @@ def command_help(command: str, about: str, topic: str, kind: type, short: Mappin
         "watch": "[RUN ...] ",
         "compare": "[RUN ...] ",
         "data": "[grpo|ppo|sft|rm|dpo] [rows=N] ",
-        "plan": "[grpo|ppo] [memory_gb=N] ",
+        "plan": "[grpo|ppo] [memory_gb=N] [num_processes=N] ",
     }.get(command, "")
     files = "" if command == "demo" else "[--config FILE ...] "
     usage = [f"usage: whet {command} {words}{files}{flags}[key=value ...]", "", about]

@@ -1,12 +1,15 @@
 """FSDPPlacement: a model sharded over several processes by torch's fully_shard.
 
-    parameters, gradients, moments    each rank holds its shard of every tensor; a decoder layer is whole while it runs
+    parameters, moments               each rank holds its shard of every tensor; a decoder layer is whole while it runs
     bf16                              trained parameters are fp32 shards, which the optimizer updates, and are gathered
                                       in bf16; gradients are added in fp32, over the passes and over the ranks
     forward passes                    every rank makes the same list; of n data ranks each runs every n-th pass of it
     tokens of a pass                  with context parallelism, several ranks run a pass together, each on some tokens
-    gradients                         are added over the ranks after the last pass, never averaged: the token weights
-                                      were computed from the whole batch, so nothing else divides
+    gradients                         are whole until the last pass, in which they are added over the ranks and become
+                                      shards. They are never averaged: the token weights were computed from the whole
+                                      batch, so nothing else divides
+    collectives                       of a pass: one gather of each layer forward and one backward; of an update: one
+                                      reduce-scatter of each layer. None is of a token or of one parameter
     rollout                           every rank has the whole model while it samples
 
     checkpoints, exports      every rank gathers each tensor in turn, and rank 0 writes it
@@ -57,6 +60,7 @@ class FSDPPlacement(Placement):
     """
 
     fast_layers = False
+    repeats_passes = False
 
     def __init__(self, mesh: ProcessMesh, ranks: Ranks) -> None:
         super().__init__()
@@ -156,20 +160,24 @@ class FSDPPlacement(Placement):
         """See Placement; passes have similar costs, so they are dealt in turn. All ranks must run as many passes."""
         if self._whole:
             return super().split_passes(passes)
-        size, context = self._data_size, self.mesh.context_size
+        size, context = self.data_size, self.context_size
         own = [(x, True) for x in passes[self.ranks.rank // context :: size]]
         missing = -(-len(passes) // size) - len(own)
         return own + [(x, False) for x in passes[-1:]] * missing  # no passes where every advantage is 0
 
     @property
-    def _data_size(self) -> int:
-        """The number of ranks, or of groups of context ranks, that run different passes."""
-        return self.ranks.size // self.mesh.context_size
+    def data_size(self) -> int:
+        """See Placement."""
+        return 1 if self._whole else self.ranks.size // self.mesh.context_size
+
+    @property
+    def context_size(self) -> int:
+        """See Placement."""
+        return 1 if self._whole else self.mesh.context_size
 
     def split_tokens(self, micro: MicroBatch) -> MicroBatch:
         """See Placement."""
-        alone = self._whole or self.mesh.context_size == 1
-        return micro if alone else take_share(micro, self.mesh.context_group)
+        return micro if self.context_size == 1 else take_share(micro, self.mesh.context_group)
 
     def gather_tokens(self, stats: TokenStats, micro: MicroBatch) -> TokenStats:
         """See Placement."""
@@ -194,7 +202,7 @@ class FSDPPlacement(Placement):
     def gather_results(self, results: list[Result]) -> list[Result]:
         """See Placement."""
         everywhere = self.ranks.all_gather(results)[:: self.mesh.context_size]
-        size, total = self._data_size, sum(map(len, everywhere))
+        size, total = self.ranks.size // self.mesh.context_size, sum(map(len, everywhere))
         return [everywhere[i % size][i // size] for i in range(total)]
 
     def grad_norm(self, grads: Sequence[Tensor], local: Callable[[Sequence[Tensor]], float]) -> float:

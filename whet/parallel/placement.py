@@ -39,6 +39,8 @@ class Placement:
 
     fast_layers = True
     """Whether layers may have whet's own forwards, which read parameters as plain tensors."""
+    repeats_passes = True
+    """Whether an update may start again with other passes, which several processes would have to agree on."""
 
     def __init__(self) -> None:
         self._module: nn.Module | None = None
@@ -93,6 +95,16 @@ class Placement:
         yield self.module
 
     # ---- several processes ---------------------------------------------------------------------------------------
+
+    @property
+    def data_size(self) -> int:
+        """The number of processes, or of groups that run a pass together, which run different passes."""
+        return 1
+
+    @property
+    def context_size(self) -> int:
+        """The number of processes that divide the tokens of a pass."""
+        return 1
 
     def forward(self, fn: Callable[[], Result]) -> Result:
         """Runs a function that calls the model or reads its parameters. Args: fn: returns a TokenStats."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -331,7 +332,9 @@ class Run:
         idle = outside + times["time/data"] + times.get("time/rollout/tool_wait", 0.0)
         found = {**times, "perf/idle_share": idle / max(seconds, 1e-9)}
         worker = self.trainer.worker
-        flops = worker.pop_flops()
+        flops, imbalance = worker.pop_flops(), worker.pop_imbalance()
+        if self.ranks.size > 1 and not math.isnan(imbalance):
+            found["perf/rank_imbalance"] = imbalance
         if spent := times.get("time/update"):
             found["perf/update_tflops"] = flops / spent / 1e12
             if peak := peak_flops(worker.device):

@@ -3,7 +3,8 @@
 The sizes of a model are counted, not estimated: its layers are built on the meta device, which has shapes and no
 memory, and a forward pass there shows what is saved for the backward pass. RESERVE is for what a CUDA context, the
 allocator's holes and the workspace of kernels take.
-Left out on purpose: the time that a setting costs, models on several devices, and the memory of vLLM and SGLang.
+Of several processes, each on a GPU of its own, the plan is that of one: see parallel/fsdp.py for what it holds.
+Left out on purpose: the time that a setting costs, and the memory of vLLM and SGLang.
 """
 
 from __future__ import annotations
@@ -73,6 +74,8 @@ class ModelSizes:
     weight_bytes: int
     """Of the weights as they are held, with the linear layers in 4 bits if the role asks for it."""
     layers: int
+    layer_parameters: int
+    """Of the largest decoder layer."""
     kv_bytes: int
     """Keys and values of one token, of all layers."""
     activation_bytes: int
@@ -190,6 +193,7 @@ def _measure(module: Any, dtype: torch.dtype, in_4_bits: Collection[Tensor]) -> 
         largest=max(gradients, default=0),
         weight_bytes=int(held),
         layers=module.config.get_text_config().num_hidden_layers,
+        layer_parameters=max(sum(p.numel() for p in x.parameters()) for x in module.get_decoder().layers),
         kv_bytes=sum(layout.kv_bytes.values()),
         activation_bytes=(second - first) // (_TRIALS[1] - _TRIALS[0]),
         layer_input_bytes=module.config.get_text_config().hidden_size * dtype.itemsize,
@@ -218,17 +222,20 @@ def _saved_bytes(module: nn.Module, tokens: int) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 
-def plan_memory(config: RunConfig, sizes: ModelSizes, *, memory: float | None = None) -> MemoryPlan:
-    """The memory of a run on one GPU, with settings that fit where the configuration leaves them open.
+def plan_memory(
+    config: RunConfig, sizes: ModelSizes, *, memory: float | None = None, num_processes: int = 1
+) -> MemoryPlan:
+    """The memory of a run on each of its GPUs, with settings that fit where the configuration leaves them open.
 
     Args:
         config: of a run with one trained model (GRPO, or PPO whose critic has the actor's size).
         sizes: of the actor.
         memory: bytes of the GPU; None = as the configuration says, whether or not it fits.
+        num_processes: each has a GPU; the mesh is that of config.trainer, which check_mesh has checked.
     Returns: the plan with the most tokens in a micro-batch that fits, without checkpointing if that leaves room for
         4,096 tokens or all of a step; the smallest one if nothing fits.
     """
-    wanted = list(_candidates(config, sizes))
+    wanted = list(_candidates(config, sizes, num_processes))
     if memory is None:
         return wanted[0]
     return next((plan for plan in wanted if plan.peak <= memory), wanted[-1])
@@ -240,12 +247,12 @@ def with_lengths(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, **missing)) if missing else config
 
 
-def _candidates(config: RunConfig, sizes: ModelSizes) -> Iterator[MemoryPlan]:
+def _candidates(config: RunConfig, sizes: ModelSizes, num_processes: int) -> Iterator[MemoryPlan]:
     """Plans from the fastest to the smallest."""
     rollout, trainer = with_lengths(config).rollout, config.trainer
     longest = (rollout.max_prompt_length or LENGTH) + rollout.most_tokens
     least = -(-longest // _STEP) * _STEP
-    most = max(least, MAX_TOKENS)
+    most = max(least, MAX_TOKENS * trainer.context_parallel_size)
     budgets = [trainer.max_tokens_per_microbatch] if trainer.max_tokens_per_microbatch else []
     budgets = budgets or [n for n in (most, most // 2, most // 4, most // 8, least) if n >= least]
     chosen = config.actor.gradient_checkpointing
@@ -260,29 +267,60 @@ def _candidates(config: RunConfig, sizes: ModelSizes) -> Iterator[MemoryPlan]:
     ]
     for kv_tokens in counts:
         for mode, tokens in combinations:
-            yield _plan(config, sizes, tokens, mode, max(kv_tokens, longest), bounded=kv_tokens < rows * longest)
+            bounded = kv_tokens < rows * longest
+            yield _plan(config, sizes, tokens, mode, max(kv_tokens, longest), num_processes, bounded=bounded)
 
 
-def _plan(
-    config: RunConfig, sizes: ModelSizes, tokens: int, checkpointing: str, kv_tokens: int, *, bounded: bool
-) -> MemoryPlan:
-    shares = config.critic is not None and config.critic.model == "actor"
-    models = 2 if isinstance(config, PPORunConfig) and not shares else 1
-    weights = float(sizes.weight_bytes)
-    masters = 4.0 * sizes.trained if sizes.dtype_bytes < 4 else 0.0
+def _held_weights(config: RunConfig, sizes: ModelSizes, num_processes: int) -> list[Part]:
+    """The parts of weights, moments and gradients, of all models.
+
+    With several processes trained weights are fp32 shards, which the optimizer updates. The whole model in its compute
+    dtype is there during the rollout; during the update, embedding, norm and head, one layer, and the next one.
+    Gradients are whole between the passes of an update, and become shards as the last pass goes through the layers.
+    """
+    own_critic = isinstance(config, PPORunConfig) and not (config.critic and config.critic.model == "actor")
+    models = 2 if own_critic else 1
+    weights, width = float(sizes.weight_bytes), sizes.dtype_bytes
+    masters = 4.0 * sizes.trained if width < 4 else 0.0
     moments = _MOMENTS.get(config.actor.optim.name, 8.0) * sizes.trained
-    gradients = 4.0 * sizes.trained + sizes.largest * sizes.dtype_bytes
+    gradients = 4.0 * sizes.trained + sizes.largest * width
     reference = weights if (config.algo.beta or config.algo.force_compute_kl) and config.actor.lora is None else 0.0
-    turns = 0.0
-    if config.rollout.max_turns > 1 and not bounded:
-        turns = float(min(CONVERSATION_BYTES, sizes.kv_bytes * kv_tokens))
-    held = [
-        Part("weights", models * weights, models * weights),
+    gathered = Part("gathered weights", 0.0, 0.0)
+    if num_processes > 1:
+        shards = num_processes // config.trainer.data_parallel_replicate_size
+        outside = sizes.parameters - sizes.layers * sizes.layer_parameters
+        layers = min(2, sizes.layers) * sizes.layer_parameters
+        gathered = Part(gathered.name, float(width * sizes.parameters), float(width * (outside + layers)))
+        reference, moments, masters = reference / shards, moments / shards, 0.0
+        weights = (4.0 * sizes.trained + width * (sizes.parameters - sizes.trained)) / shards
+        gradients = 4.0 * sizes.trained + min(sizes.trained, sizes.layer_parameters) * (4.0 + width)
+    return [
+        Part("weights" if num_processes == 1 else "shards of weights", models * weights, models * weights),
+        gathered,
         Part("fp32 masters", models * masters, models * masters),
         Part(f"{config.actor.optim.name} moments", models * moments, models * moments),
         Part("reference model", reference, reference),
         Part("gradients", 0.0, gradients),
-        Part(f"activations, {tokens:,} tokens", 0.0, sizes.activations(tokens, checkpointing)),
+    ]
+
+
+def _plan(
+    config: RunConfig,
+    sizes: ModelSizes,
+    tokens: int,
+    checkpointing: str,
+    kv_tokens: int,
+    num_processes: int,
+    *,
+    bounded: bool,
+) -> MemoryPlan:
+    own_tokens = -(-tokens // config.trainer.context_parallel_size)
+    turns = 0.0
+    if config.rollout.max_turns > 1 and not bounded:
+        turns = float(min(CONVERSATION_BYTES, sizes.kv_bytes * kv_tokens))
+    held = [
+        *_held_weights(config, sizes, num_processes),
+        Part(f"activations, {own_tokens:,} tokens", 0.0, sizes.activations(own_tokens, checkpointing)),
         Part("logits of the head, in parts", 0.0, 3.0 * CHUNK_BYTES),
         Part(f"KV cache, {kv_tokens:,} tokens", float(sizes.kv_bytes * kv_tokens), 0.0),
         Part("KV of earlier turns", turns, 0.0),
@@ -360,8 +398,11 @@ def choose_settings(config: C, memory: float) -> C:
     return dataclasses.replace(config, **changes)
 
 
-def ways_to_fit(config: RunConfig, part: Part | None = None) -> str:
-    """The settings that make a run smaller. Args: part: the largest one, which decides which come first."""
+def ways_to_fit(config: RunConfig, part: Part | None = None, num_processes: int = 1) -> str:
+    """The settings that make a run smaller.
+
+    Args: part: the largest one, which decides which come first. num_processes: each has a GPU.
+    """
     ways = []
     if part is not None and part.name.startswith("KV"):
         ways.append("a smaller rollout.kv_cache_tokens, shorter rollout.max_tokens_to_generate")
@@ -369,6 +410,8 @@ def ways_to_fit(config: RunConfig, part: Part | None = None) -> str:
         ways.append("actor.gradient_checkpointing=full, a smaller trainer.max_tokens_per_microbatch")
     if config.actor.lora is None:
         ways += ["actor.lora.r=16", "actor.optim.name=adamw8bit"]
-    elif config.actor.quantization is None:
+    elif config.actor.quantization is None and num_processes == 1:
         ways.append("actor.quantization=nf4")
+    if num_processes > 1:
+        ways += ["more processes", "a larger trainer.context_parallel_size"]
     return " or ".join(ways or ["a smaller model"])

@@ -80,7 +80,7 @@ def test_the_help_of_a_command_is_one_screen_of_keys_that_there_are(command, cap
         return
     kind, short = config_class({"data": "grpo", "demo": "grpo", "plan": "grpo"}.get(command, command))
     known = {key for key, *_ in leaves(kind)} | {key for key, *_ in leaves(kind, optional=True)} | {*short}
-    known |= {"algo.preset"} | {"data": {"rows=3"}, "plan": {"memory_gb=24"}}.get(command, {"seed"})
+    known |= {"algo.preset"} | {"data": {"rows=3"}, "plan": {"memory_gb=24", "num_processes=8"}}.get(command, {"seed"})
     keys = [key for _, keys in COMMON_KEYS[command] for key in keys]
     assert [key for key in keys if key not in known and key.partition("=")[0] not in known] == []
     assert all(any(line.startswith(f"  {key}") for line in lines) for key in keys)

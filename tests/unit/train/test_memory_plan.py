@@ -246,14 +246,40 @@ def test_the_command(tmp_path, capsys):
         f"{size} GB: PPO, bfloat16, trains 4,022.5 M of 4,022 M parameters" for size in (24, 40, 80)
     ]
     assert "does not fit, by" in out and "try actor.lora.r=16" in out
+    mesh = ["num_processes=8", "trainer.data_parallel_replicate_size=2", "trainer.context_parallel_size=2"]
+    assert main(["plan", f"model={save_config(tmp_path / 'small')}", "memory_gb=80", *mesh]) == 0
+    assert "  each of 8 processes: a shard of 4, a pass with 1 other" in capsys.readouterr().out
+    nf4 = ["num_processes=2", "actor.lora.r=4", "actor.quantization=nf4"]
     for words, message in (
         ([], "no model; write model="),
         ([f"model={tmp_path}"], "no model, tokenizer or run"),
         ([f"model={model}", "memory_gb=much"], "memory_gb=much: expected the gigabytes of a GPU"),
         ([f"model={model}", "memory=24"], "memory"),
+        ([f"model={model}", "num_processes=0"], "num_processes=0: expected the processes of torchrun"),
+        ([f"model={model}", "trainer.context_parallel_size=2"], "does not divide the number of processes, 1"),
+        ([f"model={model}", *nf4], "does not run on 2 processes"),
     ):
         assert main(["plan", *words]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_several_processes_share_what_the_mesh_says(tmp_path):
+    model, mesh = qwen3(tmp_path / "m", "8B"), "trainer.{}_size={}".format
+    words = [f"model={model}", "rollout.max_prompt_length=512", "rollout.max_tokens_to_generate=1024",
+             "trainer.max_tokens_per_microbatch=16384", "actor.gradient_checkpointing=none"]  # fmt: skip
+    config = load_run(words)
+    sizes = measure_model(config.actor, trained=True)
+    parts = lambda *more, n=8: {
+        p.name.split(",")[0]: p for p in plan_memory(load_run([*words, *more]), sizes, num_processes=n).parts
+    }
+    one, eight, halves = parts(n=1), parts(), parts(mesh("data_parallel_replicate", 2))
+    assert one["weights"].update + one["fp32 masters"].update == 6 * sizes.parameters
+    assert eight["shards of weights"].update == halves["shards of weights"].update / 2 == sizes.parameters / 2
+    assert eight["adamw moments"].update == one["adamw moments"].update / 8
+    assert eight["gathered weights"].rollout == one["weights"].rollout > 8 * eight["gathered weights"].update / 2
+    tokens = parts(mesh("context_parallel", 4))
+    assert tokens["activations"].update == one["activations"].update / 4 and tokens.keys() == eight.keys()
+    assert plan_memory(load_run(words[:3]), sizes, num_processes=8, memory=80 * GB).peak <= 80 * GB
 
 
 def test_a_missing_config_is_an_error(tmp_path):

@@ -1,4 +1,5 @@
 import json
+import math
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from whet.config import OptimConfig
 from whet.errors import CheckpointError, DataError
 from whet.models.load import load_model
 from whet.ops import Support, clipped_surrogate, clipped_value, token_weights
+from whet.parallel.placement import Placement
 from whet.train.metric_reduction import reduce_metrics
 from whet.train.worker import ModelWorker
 
@@ -37,6 +39,36 @@ def values(metrics):
     return {name: m.value for name, m in metrics.items()}
 
 
+class Shares(Placement):
+    """The second of two groups of processes, whose three processes divide each pass."""
+
+    data_size, context_size = 2, 3
+
+    def split_passes(self, passes):
+        own = [(x, True) for x in passes[1::2]]
+        return own if len(passes) % 2 == 0 else [*own, (passes[-1], False)]
+
+
+def test_the_imbalance_is_the_longest_pass_of_each_round_over_the_mean_work():
+    worker = make(placement=Shares(), max_tokens=20)
+    batches = [weighted(random_batch(*SHAPES)), weighted(random_batch((4, (10,))))]
+    work, own = [], 0
+    for batch in batches:
+        passes = worker.micro_batches(batch, None)
+        work.append([worker.cost.token * m.num_tokens + worker.cost.target * len(m.targets) for m in passes])
+        worker.forward_backward(batch, clipped_surrogate)
+        worker.logprobs(batch)  # a pass without a gradient does not count
+        own += sum(work[-1][1::2]) + len(passes) % 2 * work[-1][-1]
+    rounds = [made[i : i + 2] for made in work for i in range(0, len(made), 2)]
+    assert len(work[0]) > 2 and len(work[1]) == 1
+    assert worker.pop_imbalance() == pytest.approx(sum(map(max, rounds)) / (sum(map(sum, work)) / 2))
+    assert worker.pop_flops() == pytest.approx(6 * own / 3)
+    assert math.isnan(worker.pop_imbalance()) and worker.pop_flops() == 0.0
+    alone = make(max_tokens=20)
+    alone.forward_backward(batches[0], clipped_surrogate)
+    assert alone.pop_imbalance() == 1.0
+
+
 # ---- forward_backward ----------------------------------------------------------------------------------------------
 
 
@@ -48,6 +80,60 @@ def test_an_update_out_of_memory_names_the_settings_that_help():
         make(max_tokens=40).forward_backward(weighted(random_batch(*SHAPES)), loss)
     (note,) = caught.value.__notes__
     assert "with 40 tokens" in note and "trainer.max_tokens_per_microbatch" in note
+
+
+def short_of_memory(most, seen):
+    """A loss whose passes of more targets run out of memory."""
+
+    def loss(x):
+        seen.append(len(x.logprobs))
+        if len(x.logprobs) > most:
+            raise torch.OutOfMemoryError("planted")
+        return clipped_surrogate(x)
+
+    return loss
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_an_update_out_of_memory_starts_again_with_half_the_tokens_and_is_the_same_update(caplog, dtype):
+    batch, longer = weighted(random_batch(*SHAPES)), weighted(random_batch((20, [30, 3]), seed=1))
+    seen, models = [], [tiny_model(), tiny_model()]
+    worker, other = (make(m, dtype=dtype, max_tokens=n) for m, n in zip(models, (60, 24)))
+    metrics = worker.forward_backward(batch, short_of_memory(20, seen))
+    assert max(seen) > 20 and seen[-1] <= 20
+    (message,) = [r.getMessage() for r in caplog.records if "out of memory" in r.getMessage()]
+    budget = int(message.rpartition("=")[2].split()[0])
+    assert "starts again" in message and budget < 60
+    other.max_tokens = budget
+    assert values(metrics) == values(other.forward_backward(batch, clipped_surrogate))
+    assert same(gradients(worker), gradients(other)) and worker.pop_flops() == other.pop_flops()
+    worker.optim_step(), other.optim_step()
+    assert same(weights_of(worker.module), weights_of(other.module))
+    seen.clear()
+    worker.forward_backward(batch, short_of_memory(20, seen))
+    assert max(seen) <= 20  # later updates begin with the smaller budget
+    worker.optim_step()
+    worker.forward_backward(longer, clipped_surrogate)  # and a longer sequence has the configured one
+    assert worker.max_tokens == 60
+
+
+def test_a_sequence_that_does_not_fit_alone_ends_the_update_with_what_helps():
+    seen, worker = [], make(max_tokens=60)
+    with pytest.raises(torch.OutOfMemoryError, match="planted") as caught:
+        worker.forward_backward(weighted(random_batch((5, [3, 9, 1, 14]))), short_of_memory(13, seen))
+    (note,) = caught.value.__notes__
+    assert "one sequence (or unit) alone does not fit" in note and "with 60 tokens" in note
+    assert len(seen) > 1
+
+
+def test_gradients_of_an_earlier_call_are_not_dropped_for_another_try():
+    batch, worker = weighted(random_batch(*SHAPES)), make(max_tokens=60)
+    worker.forward_backward(batch, clipped_surrogate)
+    before = gradients(worker)
+    with pytest.raises(torch.OutOfMemoryError, match="planted") as caught:
+        worker.forward_backward(batch, short_of_memory(0, []))
+    assert "Set a smaller trainer.max_tokens_per_microbatch" in caught.value.__notes__[0]
+    assert same(gradients(worker), before)
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "sequence-mean-token-mean"])

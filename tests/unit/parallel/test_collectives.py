@@ -1,0 +1,132 @@
+"""What FSDP sends and holds, on one of several processes whose others only seem to be there (torch's fake backend)."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import random_batch, tiny_model
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from whet.config import OptimConfig, load_run
+from whet.models.load import load_model
+from whet.parallel.fsdp import FSDPPlacement
+from whet.parallel.mesh import make_mesh
+from whet.parallel.ranks import Ranks
+from whet.train.memory_plan import measure_model, plan_memory
+from whet.train.role_trainer import RoleTrainer
+from whet.train.worker import ModelWorker
+
+SIZE, LAYERS = 4, 3
+MESHES = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)]
+
+
+class FakeRanks(Ranks):
+    size = SIZE
+
+    def all_gather(self, value):
+        return [value] * SIZE
+
+
+@pytest.fixture
+def processes():
+    dist.init_process_group("fake", rank=0, world_size=SIZE, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def make(context, replicas, dtype=None):
+    model = load_model(tiny_model(num_hidden_layers=LAYERS, num_attention_heads=4))
+    placement = FSDPPlacement(make_mesh("cpu", SIZE, context, replicas), FakeRanks())
+    return ModelWorker(model, optim=OptimConfig(lr=0.1), placement=placement, max_tokens=60, dtype=dtype)
+
+
+def loss(x):
+    return x.logprobs, {}
+
+
+def weighted(worker, *shapes):
+    return RoleTrainer(worker, loss=loss).add_loss_weights(random_batch(*shapes))
+
+
+class Collectives(TorchDispatchMode):
+    """Counts collectives by name. torch's CommDebugMode also follows the modules, and fails on FSDP's hooks."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            name = func._opname.strip("_")
+            self.counts[name] = self.counts.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+def counts(fn):
+    with Collectives() as found:
+        fn()
+    return found.counts
+
+
+@pytest.mark.parametrize("context, replicas", MESHES)
+def test_a_pass_gathers_each_layer_twice_and_an_update_reduces_it_once(processes, context, replicas):
+    """No collective is of a token or of a parameter. The embedding with the head is one more part, gathered once."""
+    worker = make(context, replicas)
+    batch = weighted(worker, *((5 + i % 3, (20 + i,)) for i in range(9)))
+    passes = len(worker.placement.split_passes(worker.micro_batches(batch, None)))
+    assert passes > 1
+    sent = counts(lambda: worker.forward_backward(batch, loss))
+    expected = {"allgather_base": passes * (2 * LAYERS + 1), "reduce_scatter_base": LAYERS + 1}
+    if SIZE == replicas:  # whole copies: nothing is sharded
+        expected = {}
+    if replicas > 1:
+        expected["allreduce"] = LAYERS + 1
+    if context > 1:
+        expected["alltoall_base"] = passes * LAYERS * 8  # queries, keys, values and results, there and back
+        expected["allreduce"] = expected.get("allreduce", 0) + passes  # the logprobs of all targets
+    assert sent == expected
+    assert counts(worker.optim_step) == {}
+
+    def sample():
+        with worker.rollout_weights():
+            pass
+
+    assert counts(sample) == ({} if SIZE == replicas else {"allgather_base": LAYERS + 1})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_process_holds_what_the_plan_of_memory_says(processes, tmp_path, replicas, dtype):
+    worker = make(1, replicas, getattr(torch, dtype))
+    worker.module.config.save_pretrained(tmp_path)
+    words = [f"model={tmp_path}", f"actor.dtype={dtype}", "algo.beta=0.1",
+             f"trainer.data_parallel_replicate_size={replicas}"]  # fmt: skip
+    config = load_run(words)
+    sizes = measure_model(config.actor, trained=True)
+    parts = {part.name: part for part in plan_memory(config, sizes, num_processes=SIZE).parts}
+    whole = sum(p.numel() for p in worker.module.parameters())
+    shards = [p.to_local() for p in worker.module.parameters() if isinstance(p, DTensor)]
+    assert parts["shards of weights"].rollout == sum(x.nbytes for x in shards)
+    width = getattr(torch, dtype).itemsize
+    assert parts["gathered weights"].rollout == whole * width > parts["gathered weights"].update
+    batch = weighted(worker, *((5 + i % 3, (20 + i,)) for i in range(9)))
+    between, sync = {}, worker.placement.set_gradient_sync
+
+    def watch(last):
+        """Notes the bytes of the gradients before each pass."""
+        sync(last)
+        parts = [part for part in worker.module.modules() if hasattr(part, "unshard")]
+        held = [p for part in parts for p in part._get_fsdp_state()._fsdp_param_group.fsdp_params]
+        grads = [p.unsharded_accumulated_grad for p in held]
+        grads += [p._unsharded_param.grad for p in held if hasattr(p, "_unsharded_param")]
+        between[last] = sum(g.nbytes for g in grads if g is not None)
+
+    worker.placement.set_gradient_sync = watch
+    worker.forward_backward(batch, loss)
+    assert between[True] == 4 * whole <= parts["gradients"].update
+    worker.optim_step()
+    moments = [x for state in worker.optim.optimizer.state.values() for x in state.values() if x.numel() > 1]
+    local = sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in moments)
+    assert parts["adamw moments"].update == pytest.approx(local, rel=0.01)
+    assert parts["reference model"].update == whole * width / (SIZE / replicas)
