@@ -29,6 +29,7 @@ def device(tmp_path_factory):
     if compiler is None:
         pytest.skip("the fake CUDA device needs a C++ compiler, and there is neither g++ nor c++")
     spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None
     torch = Path(spec.origin).parent
     if not (torch / "lib/libtorch_cpu.so").exists() or (torch / "lib/libtorch_cuda.so").exists():
         pytest.skip("the fake CUDA device is for CPU builds of torch on Linux")

@@ -77,7 +77,7 @@ def generate(config: GenerateConfig) -> int:
     return count
 
 
-def open_sampler(config: SamplingConfig, *, max_batch_size: int, **sizes: int | None) -> Sampler:
+def open_sampler(config: SamplingConfig, *, max_batch_size: int, **sizes: Any) -> Sampler:
     """The Sampler of a configuration, without the progress bars of transformers. Args: sizes: further ones."""
     from transformers.utils import logging as transformers_logging
 

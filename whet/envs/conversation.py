@@ -15,7 +15,7 @@ from whet.envs.multi_turn import play_turns
 from whet.envs.script import Script
 from whet.envs.transcript import ChatTranscript
 from whet.errors import RewardError, format_value
-from whet.rewards.checked_values import OnError, error_from_exception
+from whet.rewards.checked_values import OnError, error_from_exception, failed_episode
 from whet.rollout.base import Sampling
 from whet.rollout.driver import Episode, Turns
 from whet.rollout.external_calls import CallTimeoutError, ExternalCall
@@ -75,7 +75,7 @@ class Conversation:
                 )
             except RewardError as error:
                 if self.on_error == "raise":
-                    raise
+                    raise failed_episode(error, episode.prompt.row, episode.generation) from error.__cause__
                 log.warning("%s; row %d, generation %d has no reward", error, episode.prompt.row, episode.generation)
                 reason, info = "error", {"error": str(error)}
             forks = {"forks": transcript.forks} if transcript.forks else {}

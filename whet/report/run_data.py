@@ -56,7 +56,7 @@ def run_data(folder: str | Path) -> dict[str, Any]:
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder; name a run folder, e.g. whet report runs/a")
+        raise ConfigError(f"{folder} is no folder; name the folder of a run, such as runs/a")
     rows = read_metrics(folder)
     if not rows:
         raise ConfigError(f"{folder} has no metrics.jsonl with rows; name a folder that a run has written")

@@ -10,6 +10,7 @@ import itertools
 import logging
 import math
 import sys
+import sysconfig
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,9 +21,11 @@ import numpy as np
 
 from whet.errors import RewardError, RewardValueError, format_exception, format_value
 
-__all__ = ["CheckedRewards", "OnError", "apply_on_error", "check_values", "error_from_exception"]
+__all__ = ["CheckedRewards", "OnError", "apply_on_error", "check_values", "error_from_exception", "failed_episode"]
 
 LOG = logging.getLogger(__name__)
+LIBRARIES = (*{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")},)
+"""Folders of the installed packages and of Python, whose lines are not the user's."""
 MAX_REWARD = 1e15
 """The largest size of a reward. Beyond it, differences within a group are lost in double precision."""
 NO_NUMBERS = (
@@ -133,7 +136,7 @@ def check_values(value: Any, ids: Sequence[str], *, name: str, nan_is_none: bool
 
 
 def error_from_exception(what: str, error: BaseException, own: str) -> RewardError:
-    """The RewardError for an exception of a function.
+    """The RewardError for an exception of a function, with the line of the user's code that led to it.
 
     Args: what: the function, for the message. error: the exception. own: the caller's file, which the message leaves
         out.
@@ -144,8 +147,9 @@ def error_from_exception(what: str, error: BaseException, own: str) -> RewardErr
     exception = format_exception(error)
     text = f"{what} raised {exception}"
     frames = traceback.extract_tb(error.__traceback__)
-    if frames and frames[-1].filename != own:
-        text += f" ({Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line})"
+    frame = next((f for f in reversed(frames) if not f.filename.startswith(LIBRARIES)), frames[-1] if frames else None)
+    if frame is not None and frame.filename != own:
+        text += f" ({Path(frame.filename).name}:{frame.lineno}: {frame.line})"
     if isinstance(error, AttributeError) and "'list' object" in exception:
         text += "; for conversations a completion is a list of messages: whet.rewards.text.text_of(c) is its text"
     if "main thread" in exception or "threaded environment" in exception:
@@ -156,6 +160,20 @@ def error_from_exception(what: str, error: BaseException, own: str) -> RewardErr
     failed = RewardError(text)
     failed.__cause__ = error
     return failed
+
+
+def failed_episode(error: RewardError, row: int, generation: int) -> RewardError:
+    """The error that ends a run when the environment or the agent of an episode fails.
+
+    Args: error: the failure. row, generation: of the episode.
+
+    >>> print(failed_episode(RewardError("the agent raised KeyError: 'x'"), 3, 0))  # doctest: +ELLIPSIS
+    the agent raised KeyError: 'x'; in the episode of row 3, generation 0; trainer.on_reward_error=none goes on ...
+    """
+    return RewardError(
+        f"{error}; in the episode of row {row}, generation {generation}; trainer.on_reward_error=none goes on without "
+        "its reward"
+    )
 
 
 def _is_tensor(value: Any) -> TypeGuard[Any]:

@@ -21,6 +21,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ class JudgeModel:
         *,
         system: str | None = None,
         scale: tuple[float, float] = (0.0, 10.0),
-        read: Callable[[str], float | None] = read_number,
+        read: Callable[[str], float | Decimal | None] = read_number,
         options: Mapping[str, Any] | None = None,
         timeout_s: float = 30.0,
         retries: int = 3,
@@ -128,7 +129,9 @@ class JudgeModel:
         ]
         loop = asyncio.get_running_loop()
         asked = {body: loop.run_in_executor(self._threads, self._grade, body) for body in dict.fromkeys(bodies)}
-        results = dict(zip(asked, await asyncio.gather(*asked.values(), return_exceptions=True), strict=True))
+        results: dict[str, Any] = dict(
+            zip(asked, await asyncio.gather(*asked.values(), return_exceptions=True), strict=True)
+        )
         for result in results.values():
             if isinstance(result, BaseException):
                 raise result

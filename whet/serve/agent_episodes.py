@@ -26,7 +26,7 @@ import numpy as np
 from whet.envs.tool_episodes import PROMPT
 from whet.errors import ConfigError, DataError, RewardError, format_value
 from whet.rewards.call import function_name
-from whet.rewards.checked_values import OnError, check_values, error_from_exception
+from whet.rewards.checked_values import OnError, check_values, error_from_exception, failed_episode
 from whet.rollout.base import Output, Request, Sampling
 from whet.rollout.driver import Episode, Turns, completion
 from whet.rollout.external_calls import CallTimeoutError, ExternalCall, ExternalCalls, run_function
@@ -170,7 +170,7 @@ class AgentEpisodes:
                 episode.rewards[AGENT_REWARD] = reward
         except RewardError as error:
             if self.on_error == "raise":
-                raise
+                raise failed_episode(error, episode.prompt.row, episode.generation) from error.__cause__
             log.warning("%s; row %d, generation %d has no reward", error, episode.prompt.row, episode.generation)
             reason = "error"
             info["error"] = str(error)

@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from hashlib import blake2b
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -166,7 +166,7 @@ def serving(sampler: Sampler, config: ServeConfig | None = None) -> Iterator[Api
 class ApiHandler(BaseHTTPRequestHandler):
     """One connection of a client: its requests, one after the other."""
 
-    server: ApiServer
+    server: ApiServer  # pyright: ignore[reportIncompatibleVariableOverride]
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "whet", ""
     disable_nagle_algorithm = True
@@ -298,7 +298,7 @@ class ApiHandler(BaseHTTPRequestHandler):
             self._send_event(chunk)
         self._end_stream()
 
-    def _events(self, generation: Generation) -> Iterator[tuple[int, PartialOutput]]:
+    def _events(self, generation: Generation) -> Generator[tuple[int, PartialOutput]]:
         """The events of a generation. Raises Disconnected: the client has gone."""
         while generation.remaining:
             event = generation.next(POLL_S)

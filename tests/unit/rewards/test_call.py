@@ -2,6 +2,7 @@ import asyncio
 import contextvars
 import dataclasses
 import functools
+import json
 import math
 import os
 import signal
@@ -16,7 +17,7 @@ import torch
 from whet.errors import ConfigError, RewardError
 from whet.rewards import deadline
 from whet.rewards.call import RewardInputs, call_rewards, function_name, select_keywords
-from whet.rewards.checked_values import check_values
+from whet.rewards.checked_values import check_values, error_from_exception
 
 INPUTS = RewardInputs(
     prompts=["p", "p"],
@@ -483,3 +484,14 @@ def test_an_interrupt_on_the_main_thread_is_the_users():
     for limit in (None, 60.0):
         with pytest.raises(KeyboardInterrupt):
             call(fn, timeout_s=limit)
+
+
+def test_an_error_inside_a_library_names_the_line_of_the_function_that_called_it():
+    def parses(text):
+        return json.loads(text)
+
+    with pytest.raises(json.JSONDecodeError) as raised:
+        parses("{")
+    error = error_from_exception("the agent", raised.value, "elsewhere.py")
+    line = parses.__code__.co_firstlineno + 1
+    assert str(error).endswith(f"(test_call.py:{line}: return json.loads(text))")
