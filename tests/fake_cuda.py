@@ -22,7 +22,7 @@ import torch
 from helpers import random_batch
 from tiny import VOCABULARY, build, prompts, requests
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map
 
 from whet.config import OptimConfig
@@ -32,28 +32,35 @@ from whet.models.load import load_model
 from whet.ops import Support, clipped_surrogate, token_weights
 from whet.packing.micro_batch import MicroBatch
 from whet.rollout.base import Sampling
+from whet.rollout.engine import runner as runner_file
 from whet.rollout.engine.engine import EmbeddedEngine
 from whet.rollout.engine.fused_trunk import FusedTrunk
 from whet.rollout.engine.layouts import DecodeLayout
-from whet.rollout.engine.runner import Runner, StepOutput
 from whet.train.offload import Offload, OffloadPlacement
 from whet.train.worker import Divergence, ModelWorker
 from whet.types.batch import TokenBatch
+from whet.util.transfer import to_host
 
 CUDA = torch.device("cuda", 0)
 LORA = LoraConfig(r=4)
 MODE = FakeTensorMode(allow_non_fake_inputs=True)
 aten = torch.ops.aten
 VALUE_SHAPES = {"nonzero", "_unique2", "unique_dim", "masked_select", "unique_consecutive", "bincount"}
+PINNED = {}
+"""Storage -> a tensor that holds it: the pinned memory made so far."""
+COUNTS = ("kernels", "to_host", "to_device", "blocking", "waits", "places")
 VIEWS = {"view", "select", "slice", "unsqueeze", "squeeze", "expand", "detach", "alias", "as_strided", "permute", "t"}
 
 
 class Ledger(TorchDispatchMode):
-    """Counts kernels, copies between the devices, and waits: reads of numbers after a kernel or a copy."""
+    """Counts kernels, copies between the devices, and waits: reads of numbers after a kernel or a copy.
+
+    A copy is blocking if it is from or to memory that is not pinned, or was not asked to be anything else.
+    """
 
     def __init__(self):
         super().__init__()
-        self.kernels = self.to_host = self.to_device = self.waits = 0
+        self.kernels = self.to_host = self.to_device = self.blocking = self.waits = 0
         self.places = []
         self._busy = True
 
@@ -81,12 +88,22 @@ class Ledger(TorchDispatchMode):
             if source.is_cuda != target.is_cuda:
                 self.to_device += target.is_cuda
                 self.to_host += source.is_cuda
+                asked = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
+                if not (asked and _storage(target if source.is_cuda else source) in PINNED):
+                    self.blocking += 1
+                    self.places.append(_place())
+        if kwargs.get("pin_memory"):
+            PINNED.update({_storage(x): x for x in outputs})
         if any(x.is_cuda for x in outputs) and name not in VIEWS:
             self.kernels, self._busy = self.kernels + 1, True
         return out
 
     def counts(self):
-        return {name: getattr(self, name) for name in ("kernels", "to_host", "to_device", "waits", "places")}
+        return {name: getattr(self, name) for name in COUNTS}
+
+
+def _storage(tensor):
+    return tensor.untyped_storage()._cdata
 
 
 def _tensors(tree):
@@ -165,32 +182,30 @@ def engine_case(family="qwen3", *, fixed=True, lengths=(40, 9), dtype=torch.bflo
     _move_engine(engine, fixed)
     rng, blocks, ledger = np.random.RandomState(0), [], Ledger()
 
-    def read(runner, tokens, logprobs, logits):
-        steps, n = len(tokens), len(tokens[0])
-        for column in (tokens, logprobs, logits):
-            if column is not None:
-                torch.stack(column).cpu()
-        return StepOutput(
-            tokens=rng.randint(4, 60, (steps, n)).astype(np.int32),
-            logprobs=np.zeros((steps, n), np.float32),
-            logits=None if logits is None else np.zeros((steps, n, VOCABULARY), np.float32),
-        )
+    def read(tensors):
+        fakes = to_host(tensors)
+        with _disable_current_modes():  # the engine reads real tokens
+            make = lambda x: np.zeros(x.shape, np.float32) if x.is_floating_point() else rng.randint(4, 60, x.shape)
+            return [torch.from_numpy(make(x)).to(x.dtype) for x in fakes]
 
     decode = engine._runner.decode
 
     def counted(*args, **options):
-        before = ledger.to_host, ledger.to_device
+        before = ledger.counts()
         out = decode(*args, **options)
-        blocks.append([ledger.to_host - before[0], ledger.to_device - before[1]])
+        blocks.append({name: getattr(ledger, name) - before[name] for name in COUNTS if name != "places"})
         return out
 
-    Runner._read, engine._runner.decode = read, counted
+    runner_file.to_host, engine._runner.decode = read, counted
     work = requests(prompts(lengths), Sampling(**{"max_tokens": 9, "temperature": 1.0, **sampling}), group=2)
     engine.submit(work)
     done = 0
-    with MODE, ledger:
-        while outputs := engine.step():
-            done += len(outputs)
+    try:
+        with MODE, ledger:
+            while outputs := engine.step():
+                done += len(outputs)
+    finally:
+        runner_file.to_host = to_host
     assert done == len(work)
     return {**ledger.counts(), "blocks": blocks, "trunk": engine.backends["trunk"]}
 
@@ -221,7 +236,7 @@ def _worker(family="qwen3", *, role="actor", dtype=torch.bfloat16, lora=False, c
     if offload:
         options["placement"] = OffloadPlacement(Offload(CUDA))
     optim = OptimConfig(lr=1e-3) if trained else None
-    with MODE:
+    with MODE, Ledger():
         return ModelWorker(loaded, optim=optim, dtype=dtype, max_tokens=140, **options)
 
 
@@ -260,7 +275,7 @@ UPDATES = {
     "penalty": {"support": Support(repetition_penalty=1.2)},
     "constrained": {
         "support": Support(constrained=True),
-        "allowed": lambda m: torch.full((len(m.targets), VOCABULARY // 8), 255, dtype=torch.uint8).to(CUDA),
+        "allowed": lambda m: torch.full((len(m.targets), VOCABULARY // 8), 255, dtype=torch.uint8, device="cpu"),
     },
     "full": {"checkpointing": "full"},
     "offload": {"offload": True},
@@ -303,10 +318,10 @@ if __name__ == "__main__":
     _install()
     for name in sys.argv[2:]:
         with contextlib.redirect_stdout(sys.stderr):
-            kept = TokenBatch.__post_init__, Runner._read
+            kept = TokenBatch.__post_init__
             try:
                 line = CASES[name]()
             except Exception as error:
                 line = {"error": "".join(traceback.format_exception(error)[-6:])}
-            TokenBatch.__post_init__, Runner._read = kept
+            TokenBatch.__post_init__ = kept
         print(json.dumps({"case": name, **line}), flush=True)

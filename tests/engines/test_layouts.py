@@ -94,7 +94,7 @@ def test_prefill_in_chunks_equals_attention_written_out(case, value_size):
     for runs in (first, second):
         spans = [(r.slot + i, slice(r.start, r.start + r.length)) for r in runs for i in range(r.count)]
         packed = [torch.cat([x[row, :, span] for row, span in spans], 1)[None] for x in (q, k, v)]
-        layout = PrefillLayout(runs, torch.device("cpu"))
+        layout = PrefillLayout(runs)
         assert layout.position_ids[0].tolist() == [i for _, s in spans for i in range(s.start, s.stop)]
         out = layout.attend(0, *packed, scale=0.4, **options)
         for (row, span), part in zip(spans, out[0].split([s.stop - s.start for _, s in spans], 1)):

@@ -50,9 +50,9 @@ def learner(agent, kind=GRPOLearner, *, reward=None, template=None, algo=None, r
     model = functools.partial(tiny_model, max_position_embeddings=512)
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template or tokenizer.chat_template
-    sizes = {"max_prompt_length": 100, "max_tokens_to_generate": 6}
+    sizes = {"max_prompt_length": 100, "max_tokens_to_generate": 6, "max_episode_tokens": 400}
     made = cluster(
-        actor=model(),
+        actor=training.pop("actor", None) or model(),
         critic=model(1) if kind is PPOLearner else None,
         tokenizer=tokenizer,
         rollout={"agent": agent, **sizes, **(rollout or {})},

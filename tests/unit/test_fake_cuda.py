@@ -17,6 +17,8 @@ import pytest
 TESTS = Path(__file__).parents[1]
 ENGINE = ("greedy", "eager", "truncated", "min-p", "penalty", "logits", "moe", "lora")
 UPDATES = ("plain", "entropy", "truncated", "forbidden", "penalty", "constrained", "full")
+MORE_COPIES = {"update/forbidden", "update/penalty", "update/constrained"}
+"""Updates with data that are made for each micro-batch: places in a turn, tokens seen before, masks of a constraint."""
 MISTAKES = ("device", "shape", "index", "read")
 
 
@@ -56,13 +58,28 @@ def check_step(line):
     assert "error" not in line, f"{line['case']}: {line['error']}"
     if line["case"].startswith("engine/"):
         assert line["waits"] == 0 and line["kernels"] > 0, line
-        copies = 3 if line["case"] == "engine/logits" else 2  # tokens, logprobs, and the logits asked for
-        assert all(to_host <= copies for to_host, _ in line["blocks"]), line
+        copies = 2 if line["case"] == "engine/logits" else 1  # tokens with logprobs, and the logits asked for
+        for block in line["blocks"]:
+            assert block["to_host"] == block["blocking"] == copies, line
+        first, *others = [block["to_device"] for block in line["blocks"]]
+        assert first <= 1 and not any(others), line  # the tables that a regrouped batch reads
     else:
-        assert line["micro_batches"] > 1, line
-        assert line["read"]["waits"] == 0 and line["read"]["to_host"] == 1, line
-        assert line["backward"]["waits"] == 1, line  # the metrics of all micro-batches, at the end
-        assert line["step"]["waits"] <= 1, line  # the norm
+        check_update(line)
+
+
+def check_update(line):
+    """The budgets of an update: copies to the device do not block, and there is one for each micro-batch."""
+    count = line["micro_batches"]
+    assert count > 1, line
+    more = count if line["case"] in MORE_COPIES else 0
+    ids = 2 if line["case"] == "update/forbidden" else 0  # copied once in a run
+    assert line["read"]["waits"] == 0 and line["read"]["to_host"] == line["read"]["blocking"] - ids == 1, line
+    assert line["read"]["to_device"] <= count + more + ids, line
+    assert line["backward"]["waits"] == 1, line  # the metrics of all micro-batches, at the end
+    assert line["backward"]["to_host"] == line["backward"]["blocking"] == 0, line
+    assert line["backward"]["to_device"] <= count + more + 1, line  # and the columns of the batch
+    assert line["step"]["waits"] <= 1, line  # the norm
+    assert line["step"]["blocking"] == 0, line  # offloaded tensors go to pinned memory
 
 
 def check_mistakes(lines):

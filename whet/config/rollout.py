@@ -48,6 +48,9 @@ OWN_FIELDS = {
 }
 """Option of transformers' generate -> the field of RolloutConfig that does the same."""
 
+AGENT_TURNS = 8
+"""max_episode_tokens of an agent, in multiples of max_tokens_to_generate, where it is not set."""
+
 _WORDS = """
 $anchor $comment $defs $dynamicAnchor $dynamicRef $id $recursiveAnchor $recursiveRef $ref $schema $vocabulary
 additionalItems additionalProperties allOf anyOf const contains contentEncoding contentMediaType contentSchema default
@@ -204,7 +207,8 @@ class RolloutConfig:
     max_episode_tokens: Count | None = None
     """With max_turns above 1: the most tokens after the prompt, those of tools included. An episode also ends at the
     model's context length, and in training at trainer.max_tokens_per_microbatch. None = max_turns times
-    max_tokens_to_generate. With an agent: max_prompt_length and this bound the context and completion of a call."""
+    max_tokens_to_generate. With an agent: max_prompt_length plus this is the most tokens of a call's context and
+    completion, the agent's own system prompt and tools included; None = 8 times max_tokens_to_generate."""
     eval: Tree = field(default_factory=dict)
     """Other values of these fields for evaluation, e.g. {temperature: 0.0}."""
 
@@ -280,7 +284,8 @@ class RolloutConfig:
         >>> RolloutConfig(max_tokens_to_generate=8, env_path="env.py", max_turns=3).most_tokens
         24
         """
-        return self.max_episode_tokens or self.max_turns * self.max_tokens_to_generate
+        turns = self.max_turns if self.agent is None else AGENT_TURNS
+        return self.max_episode_tokens or turns * self.max_tokens_to_generate
 
     def for_mode(self, mode: Mode | str) -> RolloutConfig:
         """This section as training or evaluation uses it.

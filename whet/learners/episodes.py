@@ -15,13 +15,16 @@ __all__ = ["load_environment", "make_agent_episodes", "make_play"]
 
 
 def load_environment(cluster: RLCluster) -> Script | None:
-    """Loads the environment of training, and checks that of evaluation. Returns: None where there is none.
+    """Loads the environment of training; checks that of evaluation, and the agents.
 
-    Raises: ConfigError: a file can't be loaded, or has no function that answers.
+    Returns: the environment of training; None = there is none.
+    Raises: ConfigError: a file can't be loaded, or has no function that answers; an agent can't be called.
     """
     scripts = {}
     for mode in (Mode.TRAIN, Mode.EVAL):
         config = cluster.rollout_for(mode)
+        if config.agent is not None:
+            load_agent(config.agent)
         scripts[mode] = None if config.env_path is None else load_script(config.env_path, turns=config.max_turns)
     return scripts[Mode.TRAIN]
 
@@ -49,9 +52,7 @@ def make_agent_episodes(cluster: RLCluster, mode: Mode, encode: PromptEncoder) -
     Raises: ConfigError: the agent can't be found or called.
     """
     config, training = cluster.rollout_for(mode), cluster.training_config
-    bounds = [_longest(cluster, mode)]
-    if config.max_episode_tokens is not None and config.max_prompt_length is not None:
-        bounds.append(config.max_prompt_length + config.max_episode_tokens)
+    bounds = [_longest(cluster, mode), config.max_prompt_length + config.most_tokens]
     model = RunModel(
         cluster.tokenizer,
         cluster.eos_ids,

@@ -10,8 +10,9 @@ Dim legend: B rows, T tokens, H query heads, D head size.
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -123,6 +124,22 @@ class SegmentLayout(Layout):
     def to(self, device: torch.device | str) -> SegmentLayout:
         """The same layout on another device."""
         return SegmentLayout(self.lengths, self.parents, device, attention=self.attention, multiple=self.multiple)
+
+    def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> SegmentLayout:
+        """The same layout with fn(x) for each of its tensors x, those that attention on a GPU will read included.
+
+        Args: fn: moves a tensor to a device.
+        """
+        mapped = copy.copy(self)
+        mapped._tables = {}
+        for name in ("bucket_row", "_flex"):
+            vars(mapped).pop(name, None)
+        mapped.position_ids = fn(self.position_ids)
+        if self.attention != "flex":
+            mapped.bucket_row = self.bucket_row.map_tensors(fn)
+        if self.attention == "flex" or (self.attention == "auto" and not self.bucket_row.needs_no_mask(None)):
+            mapped._flex = self._flex.map_tensors(fn)
+        return mapped
 
     @functools.cached_property
     def bucket_row(self) -> BucketRow:

@@ -8,8 +8,9 @@ Left out on purpose: merging two parts of the attention by log-sum-exp, for whic
 
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -64,6 +65,14 @@ class BucketRow:
         self._queries, self._keys = _index(queries, tokens, device), _index(keys, tokens, device)
         self._back = _index(back, len(queries), device)  # this drops all padding
 
+    def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> BucketRow:
+        """The same with fn(x) for each index x. Args: fn: moves a tensor to a device."""
+        mapped = copy.copy(self)
+        mapped.buckets = [b.map_tensors(fn) for b in self.buckets]
+        indices = (self._queries, self._keys, self._back)
+        mapped._queries, mapped._keys, mapped._back = (None if x is None else fn(x) for x in indices)
+        return mapped
+
     def needs_no_mask(self, window: int | None) -> bool:
         """Whether the causal flag is enough for all buckets."""
         return all(b.is_causal(window) for b in self.buckets)
@@ -114,6 +123,13 @@ class Bucket:
         gaps = gaps[:1] if len(set(gaps)) == 1 else gaps  # one mask for all
         self.gaps = torch.tensor(gaps, device=device) if any(gaps) else None
         self._masks: dict[tuple[int | None, torch.dtype], Tensor] = {}
+
+    def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> Bucket:
+        """The same with fn(x) for its tensor x. Args: fn: moves a tensor to a device."""
+        mapped = copy.copy(self)
+        mapped.gaps = None if self.gaps is None else fn(self.gaps)
+        mapped._masks = {}
+        return mapped
 
     def window(self, window: int | None) -> int | None:
         """The window; None = it hides no key."""

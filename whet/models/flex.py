@@ -18,6 +18,7 @@ options, autotuning, and float64 (FlexAttention has no kernel for it).
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -35,6 +36,7 @@ from whet.errors import format_exception
 from whet.models.buckets import BucketRow, segment_positions
 from whet.ops.masked import fp32_or_wider
 from whet.util.device import on_device
+from whet.util.transfer import to_device
 
 __all__ = ["FlexCase", "FlexRow", "depth_first_order", "flex_unsupported_reason", "record_flex_failure"]
 
@@ -155,9 +157,16 @@ class FlexRow:
         padding = np.arange(self.tokens, self.padded, dtype=np.int32)
         tables = [torch.from_numpy(np.concatenate([x, padding])) for x in depth_first_order(lengths, parents)]
         with torch.inference_mode(False):  # the row may be scored first, and trained on later
-            self._order, self._end = (x.to(position_ids.device) for x in tables)
+            self._order, self._end = to_device(tables, position_ids.device)
             self._position = F.pad(position_ids[0].to(torch.int32), (0, self.padded - self.tokens))
         self._masks: dict[int | None, BlockMask] = {}
+
+    def map_tensors(self, fn: Callable[[Tensor], Tensor]) -> FlexRow:
+        """The same with fn(x) for each table x. Args: fn: moves a tensor to a device."""
+        mapped = copy.copy(self)
+        mapped._order, mapped._end, mapped._position = fn(self._order), fn(self._end), fn(self._position)
+        mapped._masks = {}
+        return mapped
 
     def mask(self, window: int | None) -> BlockMask:
         """The block mask: blocks with a visible pair, blocks with visible pairs only, and the function for one pair.

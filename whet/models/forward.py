@@ -29,6 +29,7 @@ from whet.ops.masked import to_fp32
 from whet.ops.support import Support, support_logits
 from whet.packing.micro_batch import MicroBatch
 from whet.types import TokenStats
+from whet.util.transfer import to_device
 
 if TYPE_CHECKING:
     from whet.models.loaded_model import LoadedModel
@@ -223,7 +224,7 @@ def _full_logits_stats(
         if first_places is not None and places is not None:
             seen = first_places.index_select(0, micro.sequence[s]) < places[s, None]
         targets = micro.targets[s]
-        bits = None if allowed is None else allowed[s].to(targets.device)
+        bits = None if allowed is None else to_device([allowed[s]], targets.device)[0]
         z = support_logits(logits(s), support, seen=seen, position=position[s], keep=targets, allowed=bits)
         correct = is_likeliest(z, targets) if "correct" in constants else None
         log_sum = log_sum_sq_probs(z.detach()) if "log_sum_sq_probs" in constants else None
@@ -249,7 +250,8 @@ def _turn_positions(micro: MicroBatch) -> Tensor:
     """
     if micro.share is not None:  # a turn may begin before this process's part
         return _turn_positions(micro.share.whole).index_select(0, micro.share.targets)
-    sampled = (micro.batch.versions >= 0).to(micro.token_index.device).index_select(0, micro.token_index)
+    sampled = micro.batch.versions.index_select(0, micro.on_host.token_index) >= 0
+    (sampled,) = to_device([sampled], micro.token_index.device)
     index = torch.arange(len(sampled), device=sampled.device)
     starts = (micro.position == 0) | ~sampled.roll(1)
     start = torch.where(starts, index, 0).cummax(0).values
@@ -265,10 +267,13 @@ def _first_places(micro: MicroBatch, vocab: int) -> tuple[Tensor, Tensor]:
     batch, device = micro.batch, micro.input_ids.device
     ends, lengths = batch.ends.tolist(), batch.lengths.tolist()
     first = torch.full((len(micro.sequences), vocab), torch.iinfo(torch.int32).max, dtype=torch.int32, device=device)
-    prefixes = []
-    for row, i in zip(first, micro.on_host.sequences.tolist()):
+    prefixes, tokens, places = [], [], []
+    for row, i in enumerate(micro.on_host.sequences.tolist()):
         prefix = batch.prefix(i)
         prefixes.append(len(prefix))
-        ids = torch.cat([prefix, batch.tokens[ends[i] - lengths[i] : ends[i]]]).to(device)
-        row.scatter_reduce_(0, ids, torch.arange(len(ids), dtype=torch.int32, device=device), "amin")
-    return first, torch.tensor(prefixes, device=device).index_select(0, micro.sequence) + micro.position
+        ids = torch.cat([prefix, batch.tokens[ends[i] - lengths[i] : ends[i]]])
+        tokens.append(ids + row * vocab)
+        places.append(torch.arange(len(ids), dtype=torch.int32))
+    columns = to_device([torch.cat(tokens), torch.cat(places), torch.tensor(prefixes)], device)
+    first.view(-1).scatter_reduce_(0, *columns[:2], "amin")
+    return first, columns[2].index_select(0, micro.sequence) + micro.position

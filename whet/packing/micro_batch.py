@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from whet.models.attention import SegmentLayout
 from whet.types import TokenBatch
+from whet.util.transfer import to_device
 
 __all__ = ["MicroBatch", "Share"]
 
@@ -81,9 +83,16 @@ class MicroBatch:
         return self.host or self
 
     def to(self, device: torch.device | str) -> MicroBatch:
-        """The same on a device."""
+        """The same on a device, by one copy for which the host does not wait."""
         if torch.device(device).type == "cpu":
             return self
+        found: list[Tensor] = []
+        self._map_tensors(lambda x: (found.append(x), x)[1])
+        moved = iter(to_device(found, device))
+        return dataclasses.replace(self._map_tensors(lambda x: next(moved)), host=self.on_host)
+
+    def _map_tensors(self, fn: Callable[[Tensor], Tensor]) -> MicroBatch:
+        """The same with fn(x) for each tensor x of its columns and of its layout, in one order."""
         columns = {f.name: vars(self)[f.name] for f in dataclasses.fields(self)}
-        moved = {name: x.to(device) for name, x in columns.items() if isinstance(x, Tensor)}
-        return dataclasses.replace(self, layout=self.layout and self.layout.to(device), host=self.on_host, **moved)
+        mapped = {name: fn(x) for name, x in columns.items() if isinstance(x, Tensor)}
+        return dataclasses.replace(self, layout=self.layout and self.layout.map_tensors(fn), **mapped)

@@ -60,6 +60,7 @@ class FSDPPlacement(Placement):
     """
 
     fast_layers = False
+    repeats_passes = False
 
     def __init__(self, mesh: ProcessMesh, ranks: Ranks) -> None:
         super().__init__()

@@ -39,6 +39,8 @@ class Placement:
 
     fast_layers = True
     """Whether layers may have whet's own forwards, which read parameters as plain tensors."""
+    repeats_passes = True
+    """Whether an update may start again with other passes, which several processes would have to agree on."""
 
     def __init__(self) -> None:
         self._module: nn.Module | None = None

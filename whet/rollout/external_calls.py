@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -45,6 +45,8 @@ class ExternalCall:
     """Time limit from the start of the function, without its waiting for its turn; None = no limit."""
     phase: str = "tools"
     """The name under which its seconds are counted."""
+    only_waits: bool = False
+    """It only waits for an event, so it starts at once, however many calls are running."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,7 +65,7 @@ class CallResult:
 class ExternalCalls:
     """Runs ExternalCalls. All methods are for one thread.
 
-    Args: max_concurrent: calls that run at once; the others wait.
+    Args: max_concurrent: calls that run at once; the others wait, except those that only wait for an event.
 
     >>> calls = ExternalCalls()
     >>> calls.start(7, ExternalCall(function=lambda: 2 + 3, name="sum"))
@@ -146,7 +148,7 @@ class ExternalCalls:
         assert self._semaphore is not None
         started = time.monotonic()
         try:
-            async with self._semaphore:
+            async with nullcontext() if call.only_waits else self._semaphore:
                 started = time.monotonic()
                 limit = asyncio.timeout(call.timeout_s)
                 try:

@@ -44,9 +44,6 @@ log = logging.getLogger("whet")
 
 AGENT_REWARD = "agent"
 """The name of the reward that an agent returns."""
-ALL_AT_ONCE = 1 << 30
-"""Agents that run at once: all that the driver has started. An agent that waited for its turn would keep its episode
-waiting, and all episodes together the others."""
 
 
 def load_agent(source: Any) -> Callable[..., Any]:
@@ -89,7 +86,7 @@ class AgentEpisodes:
         self.agent, self.model, self.timeout_s, self.on_error = agent, model, timeout_s, on_error
         self.name = f"agent {function_name(agent)}"
         self.server = AgentServer(model)
-        self._agents = ExternalCalls(ALL_AT_ONCE)
+        self._agents = ExternalCalls()
         self._number = 0
         self._finalizer = weakref.finalize(self, _close, self.server, self._agents)
         self._finalizer.atexit = False
@@ -110,7 +107,7 @@ class AgentEpisodes:
                 self._start(number, inbox, episode)
                 end = None
                 while end is None:
-                    events = yield ExternalCall(function=inbox.get, name=self.name, phase="agent")
+                    events = yield ExternalCall(function=inbox.get, name=self.name, phase="agent", only_waits=True)
                     end = next((e for e in events if isinstance(e, AgentEnd)), None)
                     calls = [e for e in events if isinstance(e, AgentCall)]
                     yield from self._answer(episode, model, session, calls if end is None else [])
@@ -136,7 +133,8 @@ class AgentEpisodes:
         function = functools.partial(self.agent, base_url=self.server.base_url, api_key=inbox.key, row=row)
         self._agents.collect(0.0)  # ends that the inboxes have had
         run = functools.partial(_run_agent, function, inbox, self.name, self.timeout_s)
-        self._agents.start(number, ExternalCall(function=run, name=self.name))
+        # all run at once: an agent that waited for its turn would keep its episode waiting
+        self._agents.start(number, ExternalCall(function=run, name=self.name, only_waits=True))
 
     def _answer(
         self, episode: Episode, model: RunModel, session: Session, calls: Sequence[AgentCall]

@@ -83,8 +83,22 @@ class RunModel(ChatModel):
             return sampling
         room = self.longest - len(prompt)
         if room < 1:
+            self._warn_of_full_context(len(prompt))
             raise context_error(self.longest, len(prompt), None)
         return replace_lengths(sampling, most=min(sampling.max_tokens, room))
+
+    def _warn_of_full_context(self, length: int) -> None:
+        """Warns once of a call that leaves no room. Args: length: tokens of its context."""
+        if "context" not in self._warned:
+            self._warned.add("context")
+            log.warning(
+                "an agent's call has a context of %d tokens, and the limit with its completion is %d "
+                "(rollout.max_prompt_length plus rollout.max_episode_tokens, in training at most "
+                "trainer.max_tokens_per_microbatch, and the model's context length); raise the limit, or let the agent "
+                "shorten its history",
+                length,
+                self.longest,
+            )
 
     def _warn_of_own_settings(self, body: SamplingBody) -> None:
         """Warns once of each field that an agent sets to a value that the run does not have."""

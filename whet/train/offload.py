@@ -11,11 +11,12 @@ The copies are exact. Left out on purpose: moving layer by layer, or while somet
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from whet.parallel.placement import Phase, Placement
 from whet.train.optim import Optim
@@ -28,11 +29,48 @@ Copy = Callable[[Tensor, torch.device], Tensor]
 
 
 def copy_to_device(tensor: Tensor, place: torch.device) -> Tensor:
-    """A copy of a tensor on a device. From a GPU to the host it is in pinned memory, for speed in both directions."""
-    if tensor.is_cuda and place.type == "cpu":
-        warn_experimental("offload_to_cpu through pinned memory")
-        return torch.empty_like(tensor, device=place, pin_memory=True).copy_(tensor, non_blocking=True)
+    """A copy of a tensor on a device, for which the host does not wait where it need not."""
     return tensor.to(place, non_blocking=True, copy=True)
+
+
+class PinnedPlaces:
+    """Places in pinned memory for the data of tensors: one buffer per dtype for all that are first seen together.
+
+    A place is kept as long as its tensor lives, so memory is pinned once in a run. The allocator of pinned memory
+    rounds sizes up to powers of two; in one buffer that happens once, not for each tensor.
+
+    Args: pinned: False = ordinary memory, where there is no GPU.
+    """
+
+    def __init__(self, *, pinned: bool = True) -> None:
+        self.pinned = pinned
+        self._places = WeakTensorKeyDictionary()
+
+    def reserve(self, tensors: Sequence[Tensor]) -> None:
+        """Makes places for those of the tensors that have none."""
+        new: dict[torch.dtype, list[Tensor]] = {}
+        for t in tensors:
+            place = self._places.get(t)
+            if place is None or place.dtype != t.dtype or place.shape != t.shape or place.stride() != t.stride():
+                new.setdefault(t.dtype, []).append(t)
+        for dtype, group in new.items():
+            sizes = [_extent(t) for t in group]
+            buffer = torch.empty(sum(sizes), dtype=dtype, pin_memory=self.pinned)
+            for t, part in zip(group, buffer.split(sizes), strict=True):
+                self._places[t] = part.as_strided(t.shape, t.stride())
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """The data of a tensor on the device, in its place; for the copy the host does not wait."""
+        return self._places[tensor].copy_(tensor.data, non_blocking=True)
+
+    def clear(self) -> None:
+        """Frees all places that nothing else refers to."""
+        self._places = WeakTensorKeyDictionary()
+
+
+def _extent(tensor: Tensor) -> int:
+    """The elements from the first to the last one of a tensor in memory."""
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
 
 
 class Offload:
@@ -51,6 +89,7 @@ class Offload:
     def __init__(self, device: torch.device, host: torch.device | str = "cpu", *, copy: Copy = copy_to_device) -> None:
         self.device, self.host, self.copy = device, torch.device(host), copy
         self._held: dict[int, Tensor] = {}
+        self._pinned = PinnedPlaces() if copy is copy_to_device and device.type == "cuda" else None
 
     @property
     def held_bytes(self) -> int:
@@ -59,12 +98,25 @@ class Offload:
 
     def to_host(self, tensors: Iterable[Tensor]) -> None:
         """Moves tensors from the device to the host; others (an optimizer's counts, tensors on the host) stay."""
-        for t in _parts(tensors):
-            if id(t) not in self._held and t.device == self.device and self.device != self.host:
-                t.data = self.copy(t.data, self.host)
-                self._held[id(t)] = t
+        leaving = {
+            id(t): t
+            for t in _parts(tensors)
+            if id(t) not in self._held and t.device == self.device and self.device != self.host
+        }
+        places = self._reserve_pinned(list(leaving.values()))
+        for t in leaving.values():
+            t.data = self.copy(t.data, self.host) if places is None else places.copy(t)
+        self._held.update(leaving)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # code on the host does not wait for a stream
+
+    def _reserve_pinned(self, tensors: list[Tensor]) -> PinnedPlaces | None:
+        """Pinned places for tensors that leave a GPU; None = they go to other memory."""
+        if self._pinned is None or not tensors:
+            return None
+        warn_experimental("offload_to_cpu through pinned memory")
+        self._pinned.reserve(tensors)
+        return self._pinned
 
     def to_device(self, tensors: Iterable[Tensor]) -> None:
         """Moves the tensors that `to_host` moved back to the device."""
@@ -75,6 +127,8 @@ class Offload:
     def clear(self) -> None:
         """Drops its references to tensors on the host."""
         self._held.clear()
+        if self._pinned is not None:
+            self._pinned.clear()
 
 
 class OffloadPlacement(Placement):

@@ -159,6 +159,16 @@ class Optim:
         warmup = int(c.warmup_ratio * total) if c.warmup_ratio and total else c.warmup_steps
         return _make_schedule(c, self.optimizer, total, warmup)
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a gradient has been added since the last step."""
+        return any(x.grad is not None for x in (*self.masters.values(), *self.params.values()))
+
+    def clear_gradients(self) -> None:
+        """Drops what has been added since the last step."""
+        for x in (*self.masters.values(), *self.params.values()):
+            x.grad = None
+
     @torch.no_grad()
     def step(self) -> tuple[float, float, bool]:
         """Makes one update from the accumulated gradients, and clears them.

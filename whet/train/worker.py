@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from whet.config import OptimConfig, RoleConfig
-from whet.errors import ConfigError
+from whet.errors import ConfigError, DataError
 from whet.metrics import Last, Mean, Sum, merge
 from whet.models.backends import training_backends
 from whet.models.fast_layers import FastLayers
@@ -38,8 +38,11 @@ from whet.train.loss_inputs import check_loss_shapes, has_unit_weights, make_los
 from whet.train.metric_reduction import Metrics, Reductions, reduce_metrics, unpack_metrics
 from whet.train.model_files import ModelFiles
 from whet.train.optim import Optim, total_norm
+from whet.train.out_of_memory import log_smaller_budget, out_of_memory_note, smaller_budget
 from whet.types import LossInputs, TokenBatch, TokenStats
+from whet.util.device import empty_cache
 from whet.util.tensor_subclasses import is_sharded
+from whet.util.transfer import to_device
 
 __all__ = ["Allowed", "Divergence", "Loss", "ModelWorker"]
 
@@ -117,6 +120,8 @@ class ModelWorker:
         self.plan_cache = plan_cache or PlanCache()
         self.seed = seed
         self.version = 0
+        self._smaller_tokens: int | None = None
+        """The token budget of an update after one that ran out of memory."""
         self._flops = 0.0
         self._slowest_work = self._mean_work = 0.0
         self.replaced = False
@@ -272,17 +277,30 @@ class ModelWorker:
         """A context for forward and backward passes, in which whet's own forwards of layers are active."""
         return nullcontext() if self.fast_layers is None else self.fast_layers.enabled()
 
-    def micro_batches(self, batch: TokenBatch, max_sequences: int | None, at_end: bool = False) -> list[MicroBatch]:
+    def micro_batches(
+        self, batch: TokenBatch, max_sequences: int | None, at_end: bool = False, trained: bool = False
+    ) -> list[MicroBatch]:
         """Packs a batch into forward passes of similar cost within the token budget; deterministic.
 
         There are as few passes as possible, unless smaller ones are as fast: see `saturating_tokens`.
 
-        Args: max_sequences: of one pass. at_end: run completions to their last token, for scores.
+        Args: max_sequences: of one pass. at_end: run completions to their last token, for scores. trained: with a
+            gradient, whose passes are smaller after an update that ran out of memory.
         Raises: DataError: a sequence or a unit over the token budget.
         """
-        planned = self.plan_cache.get(
+        budget = self.max_tokens
+        if trained and self._smaller_tokens is not None:
+            budget = min(budget, self._smaller_tokens)
+            try:
+                self._planned(batch, max_sequences, at_end, budget)
+            except DataError:  # a sequence or a unit of this batch is longer
+                budget = self.max_tokens
+        return [micro.to(self.device) for micro in self._planned(batch, max_sequences, at_end, budget)]
+
+    def _planned(self, batch: TokenBatch, max_sequences: int | None, at_end: bool, max_tokens: int) -> list[MicroBatch]:
+        return self.plan_cache.get(
             batch,
-            max_tokens=self.max_tokens,
+            max_tokens=max_tokens,
             max_sequences=max_sequences,
             packable=self.loaded.packable,
             at_end=at_end,
@@ -291,13 +309,12 @@ class ModelWorker:
             saturating_tokens=self.saturating_tokens,
             multiple=BF16_MULTIPLE if self.device.type == "cpu" and self.dtype == torch.bfloat16 else 1,
         )
-        return [micro.to(self.device) for micro in planned]
 
     def _own_passes(
         self, batch: TokenBatch, max_sequences: int | None, at_end: bool, trained: bool = False
     ) -> list[tuple[MicroBatch, bool]]:
         """The passes of a batch that this process runs, and whether each counts. Args: trained: count their work."""
-        passes = self.micro_batches(batch, max_sequences, at_end)
+        passes = self.micro_batches(batch, max_sequences, at_end, trained)
         if trained:
             work, size = [self._work(micro) for micro in passes], self.placement.data_size
             self._slowest_work += sum(max(work[i : i + size]) for i in range(0, len(work), size))
@@ -339,18 +356,37 @@ class ModelWorker:
                 own name if not named.
         Returns: "loss" (the sum) and the loss's metrics, over the tokens of the mask, or over the units with a trained
             token.
+        An update that runs out of memory starts again with micro-batches of half the tokens, unless gradients of other
+        calls have been added already.
+
         Raises: DataError: the batch has no weights, or both kinds; a loss or a metric of another shape.
+            OutOfMemoryError: one sequence or unit alone does not fit.
         """
+        options = (entropy, constants, scores, divergence, reductions or {})
+        is_repeatable = self.placement.repeats_passes and self.optim is not None and not self.optim.has_gradient
+        counted = self._flops, self._slowest_work, self._mean_work
         with self.placement.during("backward"), _teacher_on_device(divergence):
-            try:
-                return self._run(batch, loss, entropy, constants, scores, divergence, reductions or {}, backward=True)
-            except torch.OutOfMemoryError as error:
-                error.add_note(
-                    f"The update ran out of memory with {self.max_tokens} tokens in a micro-batch. Set a smaller "
-                    "trainer.max_tokens_per_microbatch (no gradient changes) or actor.gradient_checkpointing=full, and "
-                    "continue from the last checkpoint with trainer.resume=latest trainer.allow_config_change=true"
-                )
-                raise
+            while True:
+                try:
+                    return self._run(batch, loss, *options, backward=True)
+                except torch.OutOfMemoryError as error:
+                    last = self.max_tokens if self._smaller_tokens is None else self._smaller_tokens
+                    plan = lambda tokens: self._planned(batch, self.max_sequences, scores, tokens)
+                    used = max(
+                        micro.num_tokens for micro in self.micro_batches(batch, self.max_sequences, scores, True)
+                    )
+                    smaller = smaller_budget(plan, used) if is_repeatable else None
+                    if smaller is None:
+                        note = out_of_memory_note(self.max_tokens, last, is_repeatable=is_repeatable)
+                        error.add_note(note)
+                        raise
+                # the error, which held the tensors of the pass, is gone here
+                self._flops, self._slowest_work, self._mean_work = counted
+                self._smaller_tokens = smaller
+                log_smaller_budget(used, smaller)
+                if self.optim is not None:
+                    self.optim.clear_gradients()
+                empty_cache(self.device)
 
     @torch.no_grad()
     def evaluate(
@@ -381,12 +417,9 @@ class ModelWorker:
         backward: bool,
     ) -> Metrics:
         per_unit = has_unit_weights(batch)
-        unit_weights = None if batch.unit_weights is None else batch.unit_weights.to(self.device)
         labels: list[list[tuple[str, str]]] = []
         numbers: list[Tensor] = []  # of each micro-batch, on the device: read once, since a GPU is waited for
-        carried = {name: c for name, c in batch.token_columns.items() if name != "tokens"}  # a micro-batch has these
-        token_columns = {name: c.to(self.device) for name, c in carried.items()}
-        sequence_columns = {name: c.to(self.device) for name, c in batch.sequence_columns.items()}
+        token_columns, sequence_columns, unit_weights = _columns_on(self.device, batch)
         shared = self._own_passes(batch, self.max_sequences, scores, trained=backward)
         for i, (micro, counts) in enumerate(shared):
             self.placement.set_gradient_sync(i == len(shared) - 1)
@@ -557,6 +590,15 @@ class ModelWorker:
             self.optim.close()
         self.optim = None
         self.placement.release()
+
+
+def _columns_on(device: torch.device, batch: TokenBatch) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor | None]:
+    """The columns of a batch's tokens and sequences, and its units' weights, on a device; micro-batches have tokens."""
+    tokens = {name: c for name, c in batch.token_columns.items() if name != "tokens"}
+    sequences = batch.sequence_columns
+    weights = [] if batch.unit_weights is None else [batch.unit_weights]
+    moved = iter(to_device([*tokens.values(), *sequences.values(), *weights], device))
+    return dict(zip(tokens, moved)), dict(zip(sequences, moved)), next(moved, None)
 
 
 def _teacher_on_device(divergence: Divergence | None) -> AbstractContextManager[None]:

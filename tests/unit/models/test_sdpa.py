@@ -69,7 +69,7 @@ def prefilled(start, length, window, counts=(2,), **how):
     for count in counts:
         runs.append(PrefillSpan(count=count, start=start, length=length, store=store, slot=slot))
         slot += count
-    layout = PrefillLayout(runs, torch.device("cpu"))
+    layout = PrefillLayout(runs)
     how = {"scale": 0.3, "window": window, "softcap": None, "sinks": None} | how
     with Calls() as calls, Largest() as largest:
         out = layout.attend(0, *heads(sum(counts) * length, seed=1), **how)

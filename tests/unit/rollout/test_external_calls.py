@@ -184,3 +184,14 @@ def test_closing_cancels_what_is_running():
     assert calls.collect(0.05) == [] and len(calls) == 1
     calls.close()
     assert ended.wait(10.0) and len(calls) == 0
+
+
+def test_a_call_that_only_waits_for_an_event_starts_beside_the_calls_that_run():
+    ended, calls = threading.Event(), ExternalCalls(max_concurrent=1)
+    calls.start(0, ExternalCall(function=ended.wait, name="runs"))
+    calls.start(1, ExternalCall(function=lambda: ended.set() or 5, name="waits", only_waits=True))
+    found = {}
+    while len(found) < 2:
+        found |= {result.key: result.value for result in calls.collect(10)}
+    assert found == {0: True, 1: 5}
+    calls.close()

@@ -148,6 +148,24 @@ def test_agents_wait_beside_each_other():
     made.close()
 
 
+def test_an_agent_that_is_slow_holds_up_none_of_many():
+    waiting = threading.Semaphore(0)
+
+    def agent(base_url, api_key, row):
+        number = int(api_key.partition("-")[0])
+        if number < 70:  # more than the calls that the driver runs at once
+            assert waiting.acquire(timeout=20)
+        ask(base_url, api_key, [{"role": "user", "content": "a"}])
+        if number == 71:
+            waiting.release(70)
+        return 1.0
+
+    made = learner(agent, algo={"num_generations": 72})
+    step, _ = batch_of(made, 1)
+    assert np.isfinite(step.rewards.total).all() and len(step.rewards.total) == 72
+    made.close()
+
+
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
@@ -191,7 +209,7 @@ def test_the_command_line_trains_an_agent(tmp_path, monkeypatch):
     (tmp_path / "agent.py").write_text(AGENT)
     (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"prompt": f"{i}+2=", "answer": "4"}) for i in range(4)))
     tiny_model(max_position_embeddings=256).save_pretrained(tmp_path / "model")
-    words = ["model=model", "tokenizer=byte", "data=data.jsonl", "rollout.agent=agent.py:agent", "max_tokens=6"]
+    words = ["model=model", "tokenizer=byte", "data=data.jsonl", "rollout.agent=agent.py:agent", "max_tokens=16"]
     more = ["algo.num_generations=2", "data.batch_size=2", "trainer.max_steps=2", "trainer.run_dir=run"]
     assert main(["grpo", *words, *more, "data.apply_chat_template=true", "actor.dtype=float32"]) == 0
     logged = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -307,7 +325,7 @@ def test_a_call_that_outlives_its_agent_is_refused():
     made.close()
 
 
-def test_a_full_context_is_told_and_is_the_model_s_failure():
+def test_a_full_context_is_told_and_is_the_model_s_failure(caplog):
     told = []
 
     def agent(base_url, api_key, row):
@@ -321,6 +339,10 @@ def test_a_full_context_is_told_and_is_the_model_s_failure():
 
     made = learner(agent, rollout={"max_episode_tokens": 100})  # and 100 of the prompt
     step, _ = batch_of(made, 1)
+    assert (
+        caplog.text.count("an agent's call has a context of") == 1
+        and "the limit with its completion is 200" in caplog.text
+    )
     assert set(told) == {"context_length_exceeded"} and np.isnan(step.rewards.total).all()
     for c in completions_of(step):
         assert c.finish_reason == "length" and len(c.prefix if c.prefix is not None else []) + len(c.tokens) <= 200
@@ -383,6 +405,16 @@ def test_a_column_with_the_name_of_the_prompt_is_refused():
     made.close()
 
 
+def test_a_sequence_longer_than_the_data_s_prompts_and_a_completion_is_trained():
+    def agent(base_url, api_key, row):
+        return len(ask(base_url, api_key, [{"role": "user", "content": "x" * 2500}])["content"])
+
+    rollout = {"max_episode_tokens": 3000}
+    made = learner(agent, rollout=rollout, actor=tiny_model(max_position_embeddings=4096), max_steps=1)
+    assert made.train(rows(2)).step == 1
+    made.close()
+
+
 # ---- configuration ---------------------------------------------------------------------------------------------------
 
 
@@ -397,6 +429,8 @@ def test_settings_that_contradict_an_agent_are_refused(tmp_path):
         load_agent(lambda base_url: 0.0)
     with pytest.raises(ConfigError, match="agent 5 is not a function"):
         load_agent(5)
+    with pytest.raises(ConfigError, match="no file no_such_agent"):
+        learner("no_such_agent.py:agent")
     with pytest.raises(ConfigError, match="compares with the reward of a greedy completion"):
         learner(two_turns, algo={"advantage_estimator": "remax"})
 

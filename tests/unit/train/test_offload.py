@@ -11,7 +11,7 @@ from whet.learners.grpo import GRPOLearner
 from whet.models.load import load_model
 from whet.ops import clipped_surrogate
 from whet.parallel.placement import Placement
-from whet.train.offload import Offload, OffloadPlacement
+from whet.train.offload import Offload, OffloadPlacement, PinnedPlaces
 from whet.train.worker import Divergence, ModelWorker
 from whet.types import TokenBatch
 
@@ -82,6 +82,24 @@ def test_a_round_trip_changes_no_bit_and_no_object():
         assert t.stride() == b.stride() and torch.equal(
             t.view(torch.uint8) if t.dim() == 1 else t, b.view(torch.uint8) if b.dim() == 1 else b
         )
+
+
+def test_places_of_one_buffer_per_dtype_are_kept():
+    tensors = [torch.randn(3, 4).t(), torch.randn(5), torch.randn(6, 2)[:, 0], torch.zeros(0), torch.arange(3)]
+    before = [t.clone() for t in tensors]
+    offload = Offload(DEVICE, HOST)
+    offload._pinned = PinnedPlaces(pinned=False)
+    offload.to_host(tensors)
+    places = [t.data_ptr() for t in tensors]
+    assert len({t.untyped_storage()._cdata for t in tensors}) == 2 and all(map(torch.equal, tensors, before))
+    offload.to_device(tensors)
+    assert all(map(torch.equal, tensors, before)) and len({t.untyped_storage()._cdata for t in tensors}) == 5
+    tensors[1].add_(1)
+    offload.to_host(tensors)
+    assert [t.data_ptr() for t in tensors][:2] == places[:2] and torch.equal(tensors[1], before[1] + 1)
+    assert len(offload._pinned._places) == 5
+    offload.clear()
+    assert not len(offload._pinned._places)
 
 
 def test_what_is_not_on_the_device_stays_and_nothing_moves_twice():

@@ -82,6 +82,60 @@ def test_an_update_out_of_memory_names_the_settings_that_help():
     assert "with 40 tokens" in note and "trainer.max_tokens_per_microbatch" in note
 
 
+def short_of_memory(most, seen):
+    """A loss whose passes of more targets run out of memory."""
+
+    def loss(x):
+        seen.append(len(x.logprobs))
+        if len(x.logprobs) > most:
+            raise torch.OutOfMemoryError("planted")
+        return clipped_surrogate(x)
+
+    return loss
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_an_update_out_of_memory_starts_again_with_half_the_tokens_and_is_the_same_update(caplog, dtype):
+    batch, longer = weighted(random_batch(*SHAPES)), weighted(random_batch((20, [30, 3]), seed=1))
+    seen, models = [], [tiny_model(), tiny_model()]
+    worker, other = (make(m, dtype=dtype, max_tokens=n) for m, n in zip(models, (60, 24)))
+    metrics = worker.forward_backward(batch, short_of_memory(20, seen))
+    assert max(seen) > 20 and seen[-1] <= 20
+    (message,) = [r.getMessage() for r in caplog.records if "out of memory" in r.getMessage()]
+    budget = int(message.rpartition("=")[2].split()[0])
+    assert "starts again" in message and budget < 60
+    other.max_tokens = budget
+    assert values(metrics) == values(other.forward_backward(batch, clipped_surrogate))
+    assert same(gradients(worker), gradients(other)) and worker.pop_flops() == other.pop_flops()
+    worker.optim_step(), other.optim_step()
+    assert same(weights_of(worker.module), weights_of(other.module))
+    seen.clear()
+    worker.forward_backward(batch, short_of_memory(20, seen))
+    assert max(seen) <= 20  # later updates begin with the smaller budget
+    worker.optim_step()
+    worker.forward_backward(longer, clipped_surrogate)  # and a longer sequence has the configured one
+    assert worker.max_tokens == 60
+
+
+def test_a_sequence_that_does_not_fit_alone_ends_the_update_with_what_helps():
+    seen, worker = [], make(max_tokens=60)
+    with pytest.raises(torch.OutOfMemoryError, match="planted") as caught:
+        worker.forward_backward(weighted(random_batch((5, [3, 9, 1, 14]))), short_of_memory(13, seen))
+    (note,) = caught.value.__notes__
+    assert "one sequence (or unit) alone does not fit" in note and "with 60 tokens" in note
+    assert len(seen) > 1
+
+
+def test_gradients_of_an_earlier_call_are_not_dropped_for_another_try():
+    batch, worker = weighted(random_batch(*SHAPES)), make(max_tokens=60)
+    worker.forward_backward(batch, clipped_surrogate)
+    before = gradients(worker)
+    with pytest.raises(torch.OutOfMemoryError, match="planted") as caught:
+        worker.forward_backward(batch, short_of_memory(0, []))
+    assert "Set a smaller trainer.max_tokens_per_microbatch" in caught.value.__notes__[0]
+    assert same(gradients(worker), before)
+
+
 @pytest.mark.parametrize("mode", ["token-mean", "sequence-mean-token-mean"])
 def test_the_gradient_and_the_metrics_are_those_of_the_whole_batch_however_it_is_cut(mode):
     batch = weighted(random_batch(*SHAPES, masked=True), mode)

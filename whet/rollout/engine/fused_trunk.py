@@ -223,7 +223,7 @@ class FusedTrunk:
         count, prompt, store = ids.shape[1] - 2, KVStore(rows=1, length=PROBE_LENGTH), KVStore()
         store.reserve(1, 2)
         span = PrefillSpan(count=1, start=0, length=count, store=prompt, slot=0)
-        self(ids[:, :count], PrefillLayout([span], ids.device))
+        self(ids[:, :count], PrefillLayout([span]))
         layout, zero = NativeLayout(kernels, store), np.zeros(1, np.int64)
         layout.regroup({PROBE_LENGTH: prompt}, zero + PROBE_LENGTH, zero, zero + count)
         steps = []
@@ -343,4 +343,5 @@ def _max_difference(actual: Tensor, expected: Tensor) -> float:
 def _probe_layout(kind: type, device: torch.device) -> Any:
     """A layout of one short prompt, with its own store."""
     store = KVStore(rows=1, length=PROBE_LENGTH)
-    return kind([PrefillSpan(count=1, start=0, length=PROBE_LENGTH, store=store, slot=0)], device)
+    span = PrefillSpan(count=1, start=0, length=PROBE_LENGTH, store=store, slot=0)
+    return kind([span], span.positions[None].to(device))

@@ -19,6 +19,7 @@ from whet.models.attention import Layout
 from whet.ops.masked import to_fp32
 from whet.rollout.engine.cuda_graph import FixedTensors
 from whet.rollout.engine.kv_cache import KVStore
+from whet.util.transfer import to_device
 
 __all__ = ["DecodeLayout", "mask_bias", "partial_attention"]
 
@@ -168,6 +169,7 @@ class DecodeLayout(Layout):
         head_counts = list(self._head_tables)
         self._head_tables.clear()
         self._buckets = []
+        found: list[tuple[int, np.ndarray, np.ndarray]] = []
         self._place = np.zeros((self.rows, 3), np.int64)  # bucket number, prompt slot, rank among its rows
         for number, bucket in enumerate(np.unique(buckets)):
             readers = np.flatnonzero(buckets == bucket)
@@ -182,7 +184,11 @@ class DecodeLayout(Layout):
             rows_of[slot, rank] = readers
             plens[slot] = lengths[readers]
             self._place[readers] = np.stack([np.full(len(readers), number), slot, rank], 1)
-            self._buckets.append(self._bucket(number, int(bucket), stores[int(bucket)], rows_of, plens))
+            found.append((int(bucket), rows_of, plens))
+        moved = to_device([torch.from_numpy(x.reshape(-1)) for _, *tables in found for x in tables], self.device)
+        for number, (bucket, rows_of, plens) in enumerate(found):
+            tables = moved[2 * number], moved[2 * number + 1]
+            self._buckets.append(self._bucket(number, bucket, stores[bucket], rows_of, plens, *tables))
         self._place[len(buckets) :] = self._place[0]
         if self.fixed is not None:  # a captured step can't make tables
             for heads, kv in head_counts:
@@ -193,12 +199,24 @@ class DecodeLayout(Layout):
         """Places that are read of the prompts of each bucket."""
         return tuple(b.length for b in self._buckets)
 
-    def _bucket(self, number: int, bucket: int, store: KVStore, rows: np.ndarray, plens: np.ndarray) -> _PromptBucket:
-        """The tables of one store's prompts. Args: rows [m, G]: that read them. plens [m]: tokens of the prompts."""
+    def _bucket(
+        self,
+        number: int,
+        bucket: int,
+        store: KVStore,
+        rows: np.ndarray,
+        plens: np.ndarray,
+        row_index: Tensor,
+        lengths: Tensor,
+    ) -> _PromptBucket:
+        """The tables of one store's prompts.
+
+        Args: rows [m, G]: that read them. plens [m]: tokens of the prompts. row_index, lengths: both on the device.
+        """
         if self.fixed is not None:
             store.reserve(len(rows), bucket)
         longest = int(plens.max()) if self.fixed is None else bucket
-        lengths = self._keep(("lengths", number), torch.from_numpy(plens))
+        lengths = self._keep(("lengths", number), lengths)
         hidden = torch.arange(longest, device=self.device) >= lengths[:, None]
         return _PromptBucket(
             store=store,
@@ -207,13 +225,12 @@ class DecodeLayout(Layout):
             length=longest,
             rows=rows,
             lengths=lengths,
-            row_index=self._keep(("rows", number), torch.from_numpy(rows.reshape(-1))),
+            row_index=self._keep(("rows", number), row_index),
             hidden=None if (plens == longest).all() and self.fixed is None else self._keep(("hidden", number), hidden),
         )
 
     def _keep(self, key: tuple[str, *tuple[int, ...]], value: Tensor) -> Tensor:
-        """The value on the device; for steps of fixed shape at its fixed address."""
-        value = value.to(self.device)
+        """The value, which is on the device; for steps of fixed shape at its fixed address."""
         return value if self.fixed is None else self.fixed.keep(key, value)
 
     def begin(self, position: Tensor, drawn: Tensor, *, longest: int, furthest: int, equal: bool) -> None:
@@ -338,16 +355,18 @@ class DecodeLayout(Layout):
     def _heads(self, heads: int, kv: int) -> tuple[list[Tensor], Tensor]:
         """Index tables for a head count: of the queries of each bucket, and back to the rows' order."""
         if (heads, kv) not in self._head_tables:
-            g, tables, bases, base = heads // kv, [], [], 0
+            g, found, bases, base = heads // kv, [], [], 0
             head = np.arange(heads).reshape(kv, 1, g)
             for b in self._buckets:
                 index = b.rows[:, None, :, None] * heads + head  # [m K G g]
-                tables.append(self._keep(("read", len(tables), heads, kv), torch.from_numpy(index.reshape(-1))))
+                found.append(torch.from_numpy(index.reshape(-1)))
                 bases.append(base)
                 base += index.size
             number, slot, rank = self._place.T[:, :, None, None]
             max_rows = np.array([b.max_rows for b in self._buckets])[number]
             k, j = np.arange(kv)[:, None], np.arange(g)
             back = np.array(bases)[number] + ((slot * kv + k) * max_rows + rank) * g + j  # [n K g]
-            self._head_tables[heads, kv] = tables, self._keep(("back", heads, kv), torch.from_numpy(back.reshape(-1)))
+            *moved, last = to_device([*found, torch.from_numpy(back.reshape(-1))], self.device)
+            tables = [self._keep(("read", i, heads, kv), x) for i, x in enumerate(moved)]
+            self._head_tables[heads, kv] = tables, self._keep(("back", heads, kv), last)
         return self._head_tables[heads, kv]

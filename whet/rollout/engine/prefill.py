@@ -36,14 +36,21 @@ class PrefillSpan:
     slot: int
     """The first prompt's row of the store; the others follow."""
 
+    @property
+    def positions(self) -> Tensor:
+        """Long [count * length], on the host: the position of each token in its prompt."""
+        return torch.arange(self.start, self.start + self.length).repeat(self.count)
+
 
 class PrefillLayout(Layout):
-    """Packed prompts, or chunks of them: causal attention, whose keys and values are written to the stores."""
+    """Packed prompts, or chunks of them: causal attention, whose keys and values are written to the stores.
 
-    def __init__(self, spans: list[PrefillSpan], device: torch.device) -> None:
+    Args: spans: in the order of the row. position_ids: Long [1 T], their `positions` on the device; None = on the host.
+    """
+
+    def __init__(self, spans: list[PrefillSpan], position_ids: Tensor | None = None) -> None:
         self.spans = spans
-        positions = [torch.arange(s.start, s.start + s.length).repeat(s.count) for s in spans]
-        self.position_ids = torch.cat(positions).unsqueeze(0).to(device)
+        self.position_ids = torch.cat([s.positions for s in spans])[None] if position_ids is None else position_ids
         self._masks: dict[tuple[int, int, int | None], Tensor | None] = {}
 
     def attend(

@@ -29,6 +29,7 @@ from whet.rollout.engine.sampling import sample_rows, seen_tokens
 from whet.rollout.engine.scheduler import Prefix
 from whet.rollout.in_flight import InFlightRequest
 from whet.rollout.requests import SamplingPlan
+from whet.util.transfer import to_device, to_host
 
 __all__ = ["Runner", "StepOutput"]
 
@@ -179,10 +180,11 @@ class Runner:
                 spans.append(PrefillSpan(count=1, start=start, length=end - start, store=store, slot=p.slot))
         ids = np.concatenate([p.tokens[start:end] for p, start, end in chunk]).astype(np.int64)
         self.forward.ensure_positions(max(end for _, _, end in chunk))
-        tokens = torch.from_numpy(ids).to(self.device).unsqueeze(0)
-        hidden = self.forward.features(tokens, PrefillLayout(spans, self.device))
-        ends = np.cumsum([end - start for _, start, end in chunk]) - 1
-        last_hidden = hidden.index_select(0, torch.from_numpy(ends).to(self.device))
+        ends = torch.tensor([end - start for _, start, end in chunk]).cumsum(0) - 1
+        host = [torch.from_numpy(ids), torch.cat([span.positions for span in spans]), ends]
+        tokens, positions, ends = to_device(host, self.device)
+        hidden = self.forward.features(tokens.unsqueeze(0), PrefillLayout(spans, positions.unsqueeze(0)))
+        last_hidden = hidden.index_select(0, ends)
         for (p, _, end), h in zip(chunk, last_hidden, strict=True):
             p.last_hidden, p.num_computed_tokens = h, end
 
@@ -223,13 +225,13 @@ class Runner:
         state[NUM_DRAWN] = [flight.request.offset + len(flight.tokens) for flight, _ in admitted]
         state[DRAW] = [flight.request.draw + flight.request.offset + len(flight.tokens) for flight, _ in admitted]
         state[KEY] = [address_key(*flight.request.address) for flight, _ in admitted]
-        self.state[:, rows] = torch.from_numpy(state).to(self.device)
+        (self.state[:, rows],) = to_device([torch.from_numpy(state)], self.device)
         if any(plans[flight.plan].support.penalises for flight, _ in admitted):
             if self.seen is None:
                 shape = (self.state.shape[1], self.vocabulary)
                 self.seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
-            contexts = [torch.from_numpy(p.tokens.astype(np.int64)).to(self.device) for _, p in admitted]
-            self.seen[rows] = seen_tokens(contexts, self.vocabulary)
+            contexts = [torch.from_numpy(p.tokens.astype(np.int64)) for _, p in admitted]
+            self.seen[rows] = seen_tokens(to_device(contexts, self.device), self.vocabulary)
         logits = self.forward.logits(torch.stack([p.last_hidden for _, p in admitted if p.last_hidden is not None]))
         groups = self._grouped([flight.plan for flight, _ in admitted], plans)
         numbers = uniform(self.state[KEY, rows], self.state[DRAW, rows])
@@ -325,7 +327,8 @@ class Runner:
         if len(distinct) == 1:
             return [(plans[distinct[0]], None)]
         array = np.array(indices)
-        return [(plans[i], torch.from_numpy(np.flatnonzero(array == i)).to(self.device)) for i in distinct]
+        rows = to_device([torch.from_numpy(np.flatnonzero(array == i)) for i in distinct], self.device)
+        return [(plans[i], index) for i, index in zip(distinct, rows, strict=True)]
 
     def _sample(
         self,
@@ -357,15 +360,13 @@ class Runner:
 
     def _read(self, tokens: list[Tensor], logprobs: list[Tensor], logits: list[Tensor] | None) -> StepOutput:
         """Copies steps to the host."""
-        return StepOutput(
-            tokens=torch.stack(tokens).to(torch.int32).cpu().numpy(),
-            logprobs=torch.stack(logprobs).cpu().numpy(),
-            logits=None if logits is None else torch.stack(logits).cpu().numpy(),
-        )
+        drawn, values = to_host([torch.stack(tokens).to(torch.int32), torch.stack(logprobs)])
+        kept = None if logits is None else to_host([torch.stack(logits)])[0].numpy()
+        return StepOutput(tokens=drawn.numpy(), logprobs=values.numpy(), logits=kept)
 
     def move_rows(self, source: np.ndarray, target: np.ndarray, length: int) -> None:
         """Moves live rows into holes. Args: source, target: int [m]. length: the most tokens that one has drawn."""
-        src, dst = (torch.from_numpy(x).to(self.device) for x in (source, target))
+        src, dst = to_device([torch.from_numpy(x) for x in (source, target)], self.device)
         self.completion_store.move(src, dst, length)
         self.state.index_copy_(1, dst, self.state.index_select(1, src))
         if self.seen is not None:
@@ -373,7 +374,7 @@ class Runner:
 
     def move_prefix(self, bucket: int, source: int, target: int) -> None:
         """Moves a prompt's KV into a hole of its store."""
-        src, dst = (torch.tensor([x], device=self.device) for x in (source, target))
+        src, dst = to_device([torch.tensor([x]) for x in (source, target)], self.device)
         self.prompt_stores[bucket].move(src, dst, bucket)
 
     def shrink(self, rows: int, length: int, slots_in_use: dict[int, int]) -> None:

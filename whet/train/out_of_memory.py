@@ -1,0 +1,72 @@
+"""What an update does when it runs out of GPU memory: it starts again with smaller micro-batches.
+
+No gradient changes, since the weights of a loss are made once for the whole batch. Left out on purpose: updates of
+several processes, which must run the same passes, and other phases than the update.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from whet.errors import DataError
+from whet.packing.micro_batch import MicroBatch
+
+__all__ = ["log_smaller_budget", "out_of_memory_note", "smaller_budget"]
+
+log = logging.getLogger("whet")
+
+
+def smaller_budget(plan: Callable[[int], Sequence[MicroBatch]], budget: int) -> int | None:
+    """Half of the largest micro-batch's tokens, or more where a sequence or a unit is longer.
+
+    Args: plan: the micro-batches within a token budget; DataError = a sequence or a unit does not fit. budget: the
+        one that was too large.
+    Returns: a token budget; None = the largest micro-batch is one sequence or unit, which can't be divided.
+    """
+
+    def is_possible(tokens: int) -> bool:
+        try:
+            plan(tokens)
+        except DataError:
+            return False
+        return True
+
+    largest = max(micro.num_tokens for micro in plan(budget))
+    low, high = largest // 2, largest - 1
+    if high < 1 or not is_possible(high):
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if is_possible(middle) else (middle + 1, high)
+    return high
+
+
+def log_smaller_budget(before: int, after: int) -> None:
+    """Logs that an update starts again with another token budget."""
+    log.warning(
+        "an update ran out of memory with %d tokens in a micro-batch; it starts again, and goes on, with at most %d, "
+        "which changes no gradient. Set trainer.max_tokens_per_microbatch=%d in the next run",
+        before, after, after,
+    )  # fmt: skip
+
+
+def out_of_memory_note(configured: int, last: int, *, is_repeatable: bool) -> str:
+    """What helps after an update that ran out of memory.
+
+    Args: configured: the configured token budget. last: the budget of the last try. is_repeatable: whether smaller
+        micro-batches were tried.
+    """
+    resume = "continue from the last checkpoint with trainer.resume=latest trainer.allow_config_change=true"
+    if not is_repeatable:
+        return (
+            f"The update ran out of memory with {last} tokens in a micro-batch. Set a smaller "
+            "trainer.max_tokens_per_microbatch (no gradient changes) or actor.gradient_checkpointing=full, and "
+            f"{resume}"
+        )
+    return (
+        f"The update ran out of memory with {configured} tokens in a micro-batch, and one sequence (or unit) alone "
+        f"does not fit, at a budget of {last}: no smaller trainer.max_tokens_per_microbatch helps. Set "
+        "actor.gradient_checkpointing=full, actor.optim.name=adamw8bit, actor.lora.rank=16 or shorter sequences, and "
+        f"{resume}"
+    )
