@@ -329,17 +329,17 @@ class RLTrainingConfig(TrainingConfig):
     """Longest time of one call of a reward function, in seconds; None = no limit."""
     reward_workers: Number = 0
     """Processes that call the reward functions. A process is killed if its call takes too long or crashes. 0 = call
-    them in this process, which can't end a call."""
+    them in this process, which can't end a call that hangs in C code."""
     warn_when: dict[Name, Band] | None = None
     """Warn when a metric leaves a band, and again when it gets worse: warn_when.kl.above=2.0. It replaces the default
     band of that metric; `whet docs troubleshooting` lists the defaults."""
     show_samples: Number = 0
     """Steps between two displays of a prompt with its best and its worst completion; 0 = never."""
     token_stats_every_n_steps: Number = 10
-    """Steps between two steps whose completions are stored with each token's advantage, logprob and entropy under
-    the trained model; 0 = never. They come from the update and cost no pass."""
+    """Store each token's advantage, logprob and entropy under the trained model with the completions every so many
+    steps; 0 = never. They come from the update and cost no pass."""
     token_stats_max_mb: Float = 1000.0
-    """Megabytes of the run folder's completions/ from which on these are no longer stored."""
+    """Stop storing them when the run folder's completions/ has reached this size in megabytes."""
     last_batch: Literal["drop", "keep"] = "drop"
     """Prompts at the end of an epoch that fill no step: "drop" = leave them out and log their number, "keep" = make a
     smaller step."""
@@ -414,8 +414,8 @@ class ClusterConfig:
     rollout_engine: Name | Fn = "embedded"
     """"embedded", "hf", "vllm", "sglang", "mock", "package.module:name", or an engine's class or partial."""
     offload_to_cpu: Bool = False
-    """Keep on a GPU what the phase needs: the reference while it scores, masters and moments during an update; they lie
-    in pinned host memory otherwise. Nothing to do on a CPU."""
+    """Keep models and optimizer state in pinned host memory while a phase does not use them: the reference is on the
+    GPU while it scores, masters and moments during an update. No effect on a CPU."""
     training_config: RLTrainingConfig = field(default_factory=RLTrainingConfig)
     """The loop."""
     rollout_config: InstanceOf[RolloutConfig] | dict[Mode, RolloutConfig] = field(default_factory=RolloutConfig)

@@ -32,7 +32,7 @@ def warn_about_config(config: PolicyConfig, longest: int | None = None) -> None:
     start = buffer.max_response_length - buffer.overlong_buffer_length
     if buffer.enable and longest is not None and longest <= start:
         log.warning(
-            "algo.overlong_buffer takes nothing off: it begins after %d tokens, and completions have at most "
+            "algo.overlong_buffer never applies: its penalty starts after %d tokens, and completions have at most "
             "rollout.max_tokens_to_generate=%d; set algo.overlong_buffer.max_response_length=%d and "
             "overlong_buffer_length to the last part of it",
             start,
@@ -50,8 +50,8 @@ def warn_about_config(config: PolicyConfig, longest: int | None = None) -> None:
         )
     if of_sequences and (factors := _token_factors(c)):
         log.warning(
-            "%s with a ratio of whole sequences keeps no token out: every token has the gradient of its sequence, and "
-            "a token's factor only scales that; algo.importance_sampling_level='sequence-token'%s gives each its own",
+            "%s can't leave out single tokens, because the ratio is of whole sequences: it only scales a token's share "
+            "of its sequence's gradient; algo.importance_sampling_level='sequence-token'%s gives each its own",
             ", ".join(factors),
             " and policy_loss_fn='grpo'" if c.policy_loss_fn == "gmpo" else "",
         )

@@ -49,13 +49,17 @@ def check_dynamic_sampling(learner: RLLearner, config: SelectionFields, max_step
         )
 
 
-def filter_groups(rewards: RewardBatch, bounds: tuple[float, float] | None = None) -> np.ndarray:
+def filter_groups(
+    rewards: RewardBatch, bounds: tuple[float, float] | None = None, clip: tuple[float, float] | None = None
+) -> np.ndarray:
     """Which groups have signal: Bool [groups].
 
     Without bounds, these are the groups with two different totals; with bounds, those with low < mean total < high. NaN
     totals are left out. A group with NaN totals only has no signal.
-    Args: bounds: (low, high).
+    Args: bounds: (low, high). clip: reward_clip_range; the totals are clipped first, as they are for the advantages.
     """
+    if clip is not None:
+        rewards = rewards.with_total(rewards.total.clip(*clip))
     if bounds is None:
         return rewards.have_spread
     low, high = bounds
@@ -78,17 +82,18 @@ def refill_groups(
         completions_left_out, tokens_left_out; reward, the mean over all completions that were drawn.
     """
     wanted, drawn = len(step.groups), [step]
-    kept = int(filter_groups(step.rewards, config.group_reward_bounds).sum())
+    bounds, clip = config.group_reward_bounds, config.reward_clip_range
+    kept = int(filter_groups(step.rewards, bounds, clip).sum())
     while kept < wanted and len(drawn) < config.max_num_gen_batches and (prompts := next_batch()) is not None:
         first = sum(len(s.prompts) for s in drawn)
         drawn.append(learner.reward(learner.sample(Step(index=step.index, prompts=prompts, first=first))))
-        kept += int(filter_groups(drawn[-1].rewards, config.group_reward_bounds).sum())
+        kept += int(filter_groups(drawn[-1].rewards, bounds, clip).sum())
     if kept < wanted:
         ended = len(drawn) < config.max_num_gen_batches
         reason = "the data ended" if ended else f"max_num_gen_batches={config.max_num_gen_batches}"
         log.warning("step %d: %d of %d groups have different rewards (%s)", step.index, kept, wanted, reason)
     rewards = RewardBatch.cat([s.rewards for s in drawn])
-    chosen = np.flatnonzero(filter_groups(rewards, config.group_reward_bounds))[:wanted]
+    chosen = np.flatnonzero(filter_groups(rewards, bounds, clip))[:wanted]
     result = rewards.select(chosen if len(chosen) else range(wanted))
     for further in drawn[1:]:
         step = step.log(further.metrics)

@@ -209,7 +209,7 @@ def _display_name(value: Any) -> str:
 def reward_functions(reward_fns: Any, config: AlgorithmConfig) -> tuple[list[Any], tuple[float, ...] | None]:
     """The reward functions of a run and their weights: the user's, and the penalty of overlong_buffer.
 
-    With a teacher there may be no functions of the user. All rewards are 0 then, and so are the advantages.
+    With a teacher there may be no functions of the user. No completion has a reward then, and all advantages are 0.
     Args: reward_fns: one or several. config: reward_weights are those of the user's; the penalty's weight is 1.
     """
     fns = as_list(reward_fns)

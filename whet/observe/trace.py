@@ -19,6 +19,7 @@ from typing import Any
 
 from whet.errors import CheckpointError
 from whet.storage.files import make_writable_folder, write_atomic
+from whet.util.device import PhaseMemory
 
 __all__ = ["Trace", "trace_folder"]
 
@@ -68,6 +69,8 @@ class Trace:
         """The start of the clock of spans: processes of other machines have another one."""
         self.annotate: Callable[[str], AbstractContextManager[Any]] | None = None
         """Marks each span for a profiler while one runs."""
+        self.memory: PhaseMemory | None = None
+        """Notes the peak of a GPU's memory in each span of the main thread; None = there is no GPU."""
         self.covered_s = 0.0
         """Seconds inside any span since the last `pop_times`."""
         self._failed = ""
@@ -81,6 +84,9 @@ class Trace:
         thread = threading.get_ident()
         opened = self._open.setdefault(thread, [])
         outermost = name not in opened
+        memory = self.memory if thread == self._main else None
+        if memory is not None:
+            memory.change(opened)
         opened.append(name)
         start = time.perf_counter_ns()
         try:
@@ -91,6 +97,8 @@ class Trace:
             raise
         finally:
             spent = time.perf_counter_ns() - start
+            if memory is not None:
+                memory.change(opened)
             opened.pop()
             if thread == self._main:
                 self._spent[name] = self._spent.get(name, 0.0) + (spent / 1e9 if outermost else 0.0)

@@ -49,7 +49,7 @@ from whet.storage.run_state import check_storable
 from whet.train.metric_reduction import Metrics
 from whet.train.role_trainer import RoleTrainer
 from whet.train.role_workers import RoleWorkers
-from whet.util.device import memory_metrics, peak_flops
+from whet.util.device import PhaseMemory, memory_metrics, peak_flops
 
 if TYPE_CHECKING:
     from whet.data.prompt_stream import PromptStream
@@ -217,6 +217,8 @@ class Run:
         if c.run_dir is not None:
             self.rows = self.ranks.broadcast([] if self.folder is None else self.folder.rows())
         log_run_length(c, self.stream, self.step)
+        if (device := self.trainer.worker.device).type == "cuda":
+            self.roles.trace.memory = PhaseMemory(device)
         self._begun_at, total, size = self.step, self.total_steps, self.stream.batch_size
         self.timeline = trace_folder(c.perf_metrics_options, c.run_dir) if self.ranks.is_writer else None
         self.profiler.set_num_steps(None if total is None else total - self.step)
@@ -312,6 +314,7 @@ class Run:
             "optim/updates": float(self.trainer.train_steps),
             **self._times(seconds),
             **memory_metrics(self.trainer.worker.device),
+            **({} if self.roles.trace.memory is None else self.roles.trace.memory.pop_metrics()),
             "time/step": seconds,
             "perf/global_step_time": seconds,
             "perf/tokens_per_second": num_tokens / max(seconds, 1e-9),

@@ -73,8 +73,9 @@ class Columns:
     versions = OptionalColumn()
     """Int: the policy version that sampled each token; -1 = the token was not sampled."""
     old_logprobs = OptionalColumn()
-    """Float: the log-probabilities under the policy at rollout, computed by the trainer. None if one update follows one
-    rollout: the loss then takes logprobs.detach(), so that the ratio is exactly 1."""
+    """Float: the log-probabilities under the policy at rollout: by the trainer, or the engine's own (see
+    `PolicyLearner.old_logprobs_from`). None if one update follows one rollout: the loss then takes logprobs.detach(),
+    so that the ratio is exactly 1."""
     ref_logprobs = OptionalColumn()
     """Float: the log-probabilities under the reference."""
     values = OptionalColumn()

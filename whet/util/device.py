@@ -8,12 +8,13 @@ Left out on purpose: settings of the allocator, which are read once, when the pr
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
-__all__ = ["empty_cache", "memory_metrics", "on_device", "peak_flops", "peak_of"]
+__all__ = ["PhaseMemory", "empty_cache", "memory_metrics", "on_device", "peak_flops", "peak_of"]
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
@@ -57,6 +58,51 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
         "memory/peak_allocated": float(torch.cuda.max_memory_allocated(device)),
         "memory/peak_reserved": float(torch.cuda.max_memory_reserved(device)),
     }
+
+
+class PhaseMemory:
+    """The peaks of torch's allocator on a GPU in each phase, and since the process began; its own peaks are reset.
+
+    Args: device: CUDA. read: the bytes allocated and reserved at most since the last reset. reset: forgets them.
+
+    >>> peaks = iter([(5, 8), (9, 12), (3, 12), (1, 12)])
+    >>> memory = PhaseMemory(torch.device("cpu"), read=lambda: next(peaks), reset=lambda: None)
+    >>> memory.change([]), memory.change(["rollout"]), memory.change(["update"])
+    (None, None, None)
+    >>> memory.pop_metrics()  # doctest: +NORMALIZE_WHITESPACE
+    {'memory/rollout/peak_allocated': 9.0, 'memory/update/peak_allocated': 3.0,
+     'memory/peak_allocated': 9.0, 'memory/peak_reserved': 12.0}
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        read: Callable[[], tuple[int, int]] | None = None,
+        reset: Callable[[], None] | None = None,
+    ) -> None:
+        self._read = read or (lambda: (torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)))
+        self._reset = reset or (lambda: torch.cuda.reset_peak_memory_stats(device))
+        self._phases: dict[str, int] = {}
+        self._allocated = self._reserved = 0
+
+    def change(self, phases: Iterable[str]) -> None:
+        """Called before a phase begins or ends. Args: phases: those that are open, nested ones too."""
+        allocated, reserved = self._read()
+        self._reset()
+        self._allocated, self._reserved = max(self._allocated, allocated), max(self._reserved, reserved)
+        for name in phases:
+            self._phases[name] = max(self._phases.get(name, 0), allocated)
+
+    def pop_metrics(self) -> dict[str, float]:
+        """The peaks of each phase since the last call, and those since the process began."""
+        self.change(())
+        phases, self._phases = self._phases, {}
+        return {
+            **{f"memory/{name}/peak_allocated": float(peak) for name, peak in phases.items()},
+            "memory/peak_allocated": float(self._allocated),
+            "memory/peak_reserved": float(self._reserved),
+        }
 
 
 PEAK_TFLOPS = {

@@ -64,7 +64,7 @@ def test_what_some_function_reads_may_be_set(made):
 
 PULLS_NOT = "does not pull towards the reference"
 LONGER = "longer completions count more"
-KEEPS_IN = "keeps no token out"
+KEEPS_IN = "can't leave out single tokens"
 WHOLE = {"importance_sampling_level": "sequence"}
 RANKED = {"loss_masks": ("top-entropy",), "top_entropy_quantile": 0.2}
 REJECTED = {"loss_masks": ("sampler-rejection", weigh)}
@@ -110,6 +110,6 @@ def test_choices_that_are_seldom_meant_are_said_aloud_once(made, said, caplog):
 @pytest.mark.parametrize(("longest", "said"), [(512, True), (16384, True), (16385, False), (None, False)])
 def test_a_punishment_of_length_that_no_completion_reaches_is_said(longest, said, caplog):
     warn_about_config(GRPOConfig(overlong_buffer={"enable": True}), longest)
-    assert ("it begins after 16384 tokens" in caplog.text) is said
+    assert ("its penalty starts after 16384 tokens" in caplog.text) is said
     warn_about_config(GRPOConfig(), longest)
     assert len(caplog.records) == said

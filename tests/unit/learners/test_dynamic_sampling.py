@@ -118,6 +118,8 @@ def test_what_teaches_is_a_spread_or_a_mean_between_the_bounds():
     assert filter_groups(rewarded).tolist() == [False, True, False, False]
     assert filter_groups(rewarded, (0.0, 1.0)).tolist() == [False, True, False, False]
     assert filter_groups(rewarded, (0.5, 2.0)).tolist() == [True, False, True, False]  # no reward: never
+    assert not filter_groups(rewarded, clip=(5.0, 6.0)).any()  # equal once they are clipped, as the advantages have it
+    assert filter_groups(rewarded, clip=(-9.0, 9.0)).tolist() == filter_groups(rewarded).tolist()
     some = rewarded.select([1, 2])
     assert [g.prompt.row for g in some.groups] == [1, 2] and some.total.tolist()[:2] == [0.0, 1.0]
     assert np.isnan(some.total[2]) and some.inputs.trajectory_ids == ["1_0", "1_1", "2_0", "2_1"]

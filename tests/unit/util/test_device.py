@@ -1,10 +1,13 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from helpers import cluster, length_reward, rows
 
 from whet.config import DataConfig, GRPOConfig
 from whet.learners.grpo import GRPOLearner
-from whet.util.device import empty_cache, memory_metrics, on_device
+from whet.observe.trace import Trace
+from whet.util.device import PhaseMemory, empty_cache, memory_metrics, on_device
 
 HERE, THERE = torch.device("cpu"), torch.device("cuda", 1)
 
@@ -54,3 +57,39 @@ def test_a_run_notes_memory_with_each_step(monkeypatch):
     monkeypatch.setattr("whet.run.run.memory_metrics", lambda device: {"memory/reserved": 7.0})
     learner = GRPOLearner(cluster(max_steps=1), GRPOConfig(beta=0.0), length_reward, data=DataConfig(batch_size=2))
     assert [row["memory/reserved"] for row in learner.train(rows(2)).rows] == [7.0]
+
+
+def test_each_phase_has_the_peak_of_its_spans_and_the_run_that_of_all(monkeypatch):
+    memory = SimpleNamespace(now=100, peak=100)
+
+    def use(size):
+        memory.now = size
+        memory.peak = max(memory.peak, size)
+
+    def reset():
+        memory.peak = memory.now
+
+    trace = Trace()
+    trace.memory = PhaseMemory(THERE, read=lambda: (memory.peak, 2 * memory.peak), reset=reset)
+    use(500), use(100)  # while the models are loaded
+    with trace.span("rollout"):
+        use(300), use(200)
+        with trace.span("prefill"):
+            use(250), use(150)
+    with trace.span("update"):
+        use(400), use(150)
+    with pytest.raises(KeyError), trace.span("update"):
+        use(450), use(150)
+        raise KeyError
+    assert trace.memory.pop_metrics() == {
+        "memory/rollout/peak_allocated": 300.0,
+        "memory/prefill/peak_allocated": 250.0,
+        "memory/update/peak_allocated": 450.0,
+        "memory/peak_allocated": 500.0,
+        "memory/peak_reserved": 1000.0,
+    }
+    with trace.span("update"):
+        use(160)
+    later = trace.memory.pop_metrics()
+    assert later["memory/update/peak_allocated"] == 160.0 and later["memory/peak_allocated"] == 500.0
+    assert "memory/rollout/peak_allocated" not in later

@@ -73,7 +73,8 @@ class AlgorithmConfig:
     """Weight of each reward function, in their order; None = 1.0 each."""
     reward_clip_range: tuple[Float, Float] | None = None
     """(low, high): clip the weighted sum of the rewards before advantages are computed and before a KL in the reward;
-    None = off. The logged rewards are not clipped. gdpo refuses it, because it has no such sum."""
+    None = off. dynamic_sampling compares the clipped rewards; the logged rewards are not clipped. gdpo refuses it,
+    because it has no such sum."""
     overlong_buffer: OverlongBuffer = field(default_factory=OverlongBuffer)
     """A penalty for completions that come near the length limit (DAPO)."""
     num_iterations: Count = 1

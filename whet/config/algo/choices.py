@@ -33,7 +33,7 @@ CHOICES: Mapping[str, Mapping[str, str]] = {
         "cispo": "it clips a token's weight and keeps its gradient; for long answers",
         "cispo-trl": "it repeats TRL's loss_type=cispo, which caps the ratio at ε_high itself",
         "cispo-torchrl": "it repeats TorchRL's CISPOLoss",
-        "sapo": "it closes a soft gate instead of a clip; for several updates of each rollout",
+        "sapo": "it uses a smooth gate instead of a hard clip; for several updates of each rollout",
         "vespo": "it weighs whole sequences without a clip; for samples of an older policy",
         "reinforce": "it uses no ratio; for one update of each rollout, or with sampler_is",
         "distillation": "it learns from a stronger teacher of the same vocabulary, and from rewards",

@@ -111,7 +111,8 @@ class CorrectionFields(AlgorithmConfig):
             )
         if "sampler-rejection" in self.loss_masks and self.rejection_lower is None and self.rejection_threshold is None:
             raise ConfigError(
-                "loss_masks=[sampler-rejection] needs rejection_lower or rejection_threshold, 0.999 and 1.001 say"
+                "loss_masks=[sampler-rejection] needs rejection_lower or rejection_threshold, for example "
+                "0.999 and 1.001"
             )
         if "sampler-kl" in self.loss_masks and self.kl_mask_threshold is None:
             raise ConfigError("loss_masks=[sampler-kl] needs kl_mask_threshold, in nats (0.02, for example)")

@@ -50,8 +50,8 @@ class KLFields(AlgorithmConfig):
             raise ConfigError(f"beta must not be negative, got {self.beta!r}")
         if self.use_bias_correction_kl and self.kl_type != "loss":
             raise ConfigError(
-                f"use_bias_correction_kl=True corrects the KL in the loss; kl_type={self.kl_type!r} takes the KL of "
-                "the policy that sampled, which needs none: leave it off"
+                f"use_bias_correction_kl=True corrects the KL in the loss; kl_type={self.kl_type!r} measures "
+                "the KL of the policy that sampled, which needs no correction; set use_bias_correction_kl=False"
             )
         mode = self.keywords["kl_loss_mode"]
         if self.use_bias_correction_kl and mode in self.CHOICES["kl_loss_mode"] and mode not in _CORRECTED:

@@ -159,8 +159,8 @@ def gdpo_advantages(x: AdvantageInputs, *, advantage_eps: float = 1e-6, advantag
     z_k = (r_k − mean_g(r_k)) / (std_g(r_k) + ε) for each function k; R = Σ_k w_k z_k over those that apply;
     A = (R − mean(R)) / (std(R) + ε) over all trajectories to which some function applies. So rewards that differ in
     size or rarity count alike, and combinations that have one sum stay apart. It reads the rewards of
-    each function, never their sum: what bounds that (reward_clip_range, which is refused) or makes another number of
-    it (a reward_manager of one's own) changes nothing here, except which trajectories have none.
+    each function, not their sum: reward_clip_range is refused, and a reward_manager of one's own only decides which
+    trajectories have no reward.
     Args: x: a step; without a table its reward is the one function, and token_rewards, if any, count as one more of
             weight 1. advantage_eps: ε. advantage_ddof: of both deviations.
     Returns: [J], fp32; exactly 0 without a reward, and everywhere if R is the same everywhere.
