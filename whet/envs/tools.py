@@ -52,8 +52,8 @@ class ToolLimits:
     max_concurrent: int = 8
     """Calls that run at once; the others wait."""
     timeout_s: float | None = 60.0
-    """Time limit of a call, without its waiting; None = no limit, and a call that hangs then stops the run. A function in
-    a thread can't be stopped: its answer is the error, and the thread goes on until the function returns."""
+    """Time limit of a call, without its waiting; None = no limit, and a call that hangs then stops the run. A function
+    in a thread can't be stopped: its answer is the error, and the thread goes on until the function returns."""
     max_chars: int | None = None
     """Characters of an answer, which keeps its first and its last half; None = all."""
 
