@@ -17,7 +17,7 @@ from whet.types import Prompt
 
 __all__ = ["Environments"]
 
-_NOT_TOOLS = ("reset", "get_reward")
+_NOT_TOOLS = ("reset", "step", "get_reward")
 """Public methods of an environment that are not tools."""
 _COLUMN = "environment"
 
