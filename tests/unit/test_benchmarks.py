@@ -443,7 +443,7 @@ def test_bf16_is_null_with_the_reason_where_the_machine_has_none(scripts, capsys
     assert result["bfloat16_why_not"] == "no such arithmetic"
 
 
-@full
+@pytest.mark.full
 @pytest.mark.timeout(300)
 def test_a_mesh_is_measured_against_one_process(scripts, tmp_path):
     argv = ["--meshes", "1,2r2", "--shape", "tiny", "--steps", "1", "--groups", "3", "--tokens", "600"]
