@@ -126,7 +126,7 @@ def _plan_with(**options: Any) -> Callable[[Any], None]:
         keep |= {"attention": worker.loaded.attention}
         if not options.get("packable", True):
             worker.module.set_attn_implementation("sdpa")
-        worker.micro_batches = lambda batch, most, at_end=False: plan_micro_batches(
+        worker.micro_batches = lambda batch, most, at_end=False, *_: plan_micro_batches(
             batch, max_sequences=most, at_end=at_end, **{**keep, **options}
         )
 

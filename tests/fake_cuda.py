@@ -220,6 +220,12 @@ ENGINE = {
     "logits": {"return_logits": True},
     "moe": {"family": "qwen3_moe"},
     "lora": {"lora": True},
+    "chunks": {"prefill_tokens": 16},
+    "bounded": {"kv_cache_tokens": 128},
+    "fp32": {"dtype": torch.float32},
+    "gemma2": {"family": "gemma2"},
+    "gemma3": {"family": "gemma3"},
+    "gpt_oss": {"family": "gpt_oss"},
 }
 
 
@@ -279,6 +285,12 @@ UPDATES = {
     },
     "full": {"checkpointing": "full"},
     "offload": {"offload": True},
+    "selective": {"checkpointing": "selective"},
+    "lora": {"lora": True},
+    "fp32": {"dtype": torch.float32},
+    "teacher": {"teacher": True},
+    "critic": {"role": "critic"},
+    "moe": {"family": "qwen3_moe"},
 }
 
 

@@ -2,11 +2,16 @@
 
 import pytest
 import torch
+from helpers import forest
 from tiny import FORMS, build, prompts, requests, run
 
+from whet.config import OptimConfig
 from whet.errors import EngineError
+from whet.models.load import load_model
 from whet.rollout.base import Sampling
 from whet.rollout.engine import EmbeddedEngine
+from whet.run.provenance import weights_digest
+from whet.train.worker import ModelWorker
 
 WORK = requests(prompts(), Sampling(max_tokens=6), group=2)
 
@@ -81,6 +86,22 @@ def test_updates_that_do_not_fit_are_refused_and_nothing_is_sampled_from_half_of
         engine.abort([WORK[0].id])
     engine.update(0, iter(names.items()))
     assert same(run(engine, WORK), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_five_updates_at_a_learning_rate_of_0_change_nothing(dtype):
+    """A digest of the engine's tensors is that of the trainer's after each, and what it samples is the same."""
+    worker = ModelWorker(load_model(build(gain=3.0)), optim=OptimConfig(lr=0.0, weight_decay=0.1), dtype=dtype)
+    engine = EmbeddedEngine(worker.loaded, own_weights=True)
+    before, digest = run(engine, WORK), weights_digest(worker.module)
+    batch = forest(3, 4, piece=8, vocab=20)
+    batch = batch.replace(weights=torch.ones(batch.num_tokens))
+    for version in range(1, 6):
+        worker.forward_backward(batch, lambda x: (x.logprobs, {}))
+        worker.optim_step()
+        engine.update(version, worker.named_weights())
+        assert weights_digest(engine._model.loaded.module) == weights_digest(worker.module) == digest
+        assert same(run(engine, WORK), before) and engine.version == version
 
 
 def test_an_engine_that_shares_weights_takes_none():

@@ -9,6 +9,9 @@ from two_processes import one_of, one_update
 ROUNDING = 8 * 2 * 64**0.5 * torch.finfo(torch.float32).eps
 """Of logprobs of up to 8, sums of 64 numbers: metrics that would be 0 are differences of such."""
 
+TIED = "lm_head", "model.embed_tokens"
+"""The name of a shared tensor, and the other name that it has."""
+
 
 @needs_gloo
 @pytest.mark.timeout(200)
@@ -27,6 +30,10 @@ def test_two_processes_make_the_update_of_one(tmp_path):
             limit = 1e-5 * gradient.abs().max()
             assert (found["gradients"][name] - gradient).abs().max() <= limit > 0, name
         assert gap(found["weights"], one["weights"]) <= 1e-6
+        for sent in found["sent"]:  # what an engine with weights of its own gets
+            assert sent and all(
+                type(w) is torch.Tensor and w.equal(found["weights"][n.replace(*TIED)]) for n, w in sent.items()
+            )
         assert found["row"].keys() == one["row"].keys()
         for name, number in one["row"].items():
             assert found["row"][name] == pytest.approx(number, rel=1e-4, abs=ROUNDING), name

@@ -9,6 +9,9 @@ from torch.distributed.tensor import DTensor
 
 from whet.config import DataConfig, GRPOConfig, OptimConfig
 from whet.learners.grpo import GRPOLearner
+from whet.rollout.base import EngineCaps
+from whet.rollout.mock import MockEngine
+from whet.rollout.policy_rollouts import PolicyRollouts
 
 VARIES = ("time/", "perf/", "rollout/mean_batch_size")
 """Metrics of a clock, or of one rank's engine."""
@@ -18,6 +21,21 @@ PATIENCE = datetime.timedelta(seconds=60)
 def whole(tensor):
     """A copy of all of a tensor, of which this rank may have a part."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def sent(policy, adapters):
+    """What an engine with weights of its own gets."""
+
+    class Engine(MockEngine):
+        caps = EngineCaps(shared_weights=False, adapters=adapters)
+
+        def update(self, version, weights=None):
+            self.got = dict(weights)
+
+    rollouts = PolicyRollouts(Engine, policy)
+    rollouts.engine.update(0, ())
+    rollouts.sync()
+    return rollouts.engine.got
 
 
 def one_update(prompts):
@@ -56,6 +74,7 @@ def one_update(prompts):
         "gradients": gradients,
         "weights": {name: whole(p) for name, p in worker.module.named_parameters()},
         "row": {n: x for n, x in run.rows[0].items() if isinstance(x, float) and not n.startswith(VARIES)},
+        "sent": [sent(worker, adapters) for adapters in (False, True)],
         "imbalance": run.rows[0].get("perf/rank_imbalance"),
         "passes": passes,
         "rewarded": rewarded,

@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 NAMES = (
     "common", "tasks", "sides", "machine", "grpo_step", "learning_curve", "train_sides", "train_step",
     "floor", "rollout_sides", "rollout", "learning_tasks", "presets", "supervised_sides", "sft_step", "demo_seeds",
-    "same_script",
+    "same_script", "scaling",
 )  # fmt: skip
 
 
@@ -63,6 +63,9 @@ def test_defaults_are_the_recorded_setting(scripts):
         ("sft_step", ["--batch", "1"], "at least 2"),
         ("same_script", ["--steps", "1"], "--steps at least 2"),
         ("presets", ["--out", "x", "--completions", "40"], "a multiple of 32"),
+        ("scaling", ["--meshes", "1,4c3"], "--meshes 4c3: write processes[c<size>][r<size>], of sizes that divide"),
+        ("scaling", ["--meshes", "two"], "--meshes two: write processes"),
+        ("scaling", ["--steps", "0"], "at least 1"),
     ],
 )
 def test_a_setting_that_means_nothing_is_refused(scripts, capsys, name, argv, said):
@@ -438,3 +441,13 @@ def test_bf16_is_null_with_the_reason_where_the_machine_has_none(scripts, capsys
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["ratios"] == {"tiny-bf16-p6-equal": None, "tiny-bf16-p6-mixed": None}
     assert result["bfloat16_why_not"] == "no such arithmetic"
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_a_mesh_is_measured_against_one_process(scripts, tmp_path):
+    argv = ["--meshes", "1,2r2", "--shape", "tiny", "--steps", "1", "--groups", "3", "--tokens", "600"]
+    scripts["scaling"].main([*argv, "--record", str(tmp_path / "found.json")])
+    one, two = json.loads((tmp_path / "found.json").read_text())["rows"]
+    assert (one["mesh"], two["mesh"], one["sent"], one["gradient_error"]) == ("1", "2r2", {}, 0)
+    assert two["gradient_error"] < 1e-5 and two["sent"]["allreduce"]["calls"] == 3 and len(two["peak_mb"]) == 2

@@ -15,8 +15,14 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-ENGINE = ("greedy", "eager", "truncated", "min-p", "penalty", "logits", "moe", "lora")
-UPDATES = ("plain", "entropy", "truncated", "forbidden", "penalty", "constrained", "full")
+ENGINE = (
+    *("greedy", "eager", "truncated", "min-p", "penalty", "logits", "moe", "lora"),
+    *("chunks", "bounded", "fp32", "gemma2", "gemma3", "gpt_oss"),
+)
+UPDATES = (
+    *("plain", "entropy", "truncated", "forbidden", "penalty", "constrained", "full"),
+    *("selective", "lora", "fp32", "teacher", "critic", "moe"),
+)
 MORE_COPIES = {"update/forbidden", "update/penalty", "update/constrained"}
 """Updates with data that are made for each micro-batch: places in a turn, tokens seen before, masks of a constraint."""
 MISTAKES = ("device", "shape", "index", "read")

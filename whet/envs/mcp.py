@@ -98,6 +98,8 @@ class McpServer:
         schema = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
 
         async def call(**arguments: Any) -> str:
+            if self._end.is_set() or self._loop.is_closed():
+                raise RuntimeError(f"the MCP server `{self.name}` is closed; start another one")
             return await asyncio.wrap_future(self._submit(self._call(tool.name, arguments)))
 
         return Tool({"type": "function", "function": schema}, call)

@@ -51,9 +51,9 @@ class ToolLimits:
 
     max_concurrent: int = 8
     """Calls that run at once; the others wait."""
-    timeout_s: float | None = None
-    """Time limit of a call, without its waiting; None = no limit. A function in a thread can't be stopped: its answer
-    is the error, and the thread goes on until the function returns."""
+    timeout_s: float | None = 60.0
+    """Time limit of a call, without its waiting; None = no limit, and a call that hangs then stops the run. A function
+    in a thread can't be stopped: its answer is the error, and the thread goes on until the function returns."""
     max_chars: int | None = None
     """Characters of an answer, which keeps its first and its last half; None = all."""
 
@@ -111,8 +111,10 @@ class Tools:
                 deadline = asyncio.timeout(self.limits.timeout_s)
                 try:
                     async with deadline:
-                        name, result = await _in_thread(lambda: self._call(call))
-                        return name, await result if inspect.isawaitable(result) else result
+                        _, result = await _in_thread(lambda: self._call(call))
+                        return _name(call), await result if inspect.isawaitable(result) else result
+                except SystemExit as error:  # of an async tool; it would end the loop
+                    return _name(call), RuntimeError(f"the tool raised {error!r}")
                 except Exception as error:
                     late = f"no answer within {self.limits.timeout_s:g} s" if deadline.expired() else ""
                     return _name(call), TimeoutError(late) if late else error
@@ -179,7 +181,10 @@ async def _in_thread(work: Callable[[], tuple[str, Any]]) -> tuple[str, Any]:
     future: asyncio.Future[tuple[str, Any]] = loop.create_future()
 
     def run() -> None:
-        result = work()
+        try:
+            result = work()
+        except BaseException as error:  # such as SystemExit: without an outcome the caller would wait forever
+            result = "", RuntimeError(f"the tool raised {error!r}")
         with suppress(RuntimeError):  # the loop has ended meanwhile
             loop.call_soon_threadsafe(lambda: None if future.done() else future.set_result(result))
 

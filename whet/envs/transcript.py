@@ -47,7 +47,7 @@ class ChatTranscript:
         """The conversation, the prompt included."""
         self._continues = not self._is_plain and self.messages[-1]["role"] == "assistant"
         self._new_messages: list[Message] = []  # after the prompt
-        self._text = self._render()
+        self._text = self._text_before = self._render()  # with and without the last answer
         self._prompt = prompt.tokens
         self._prefix: np.ndarray | None = None
         self._parts: list[Output | np.ndarray] = []
@@ -90,7 +90,8 @@ class ChatTranscript:
         count = len(self._new_messages)
         self.messages += messages
         self._new_messages += messages
-        before, self._text = self._text, self._render()
+        before = self._text_before = self._text
+        self._text = self._render()
         if self._text.startswith(before):
             self._parts.append(self._ids(self._text[len(before) :], special=False))
             return
@@ -101,6 +102,8 @@ class ChatTranscript:
         """Removes the last answer, which the model never saw: the conversation ends before it."""
         while self._new_messages[-1]["role"] != "assistant":
             self._new_messages.pop()
+            self.messages.pop()
+        self._text = self._text_before
         if self._parts:
             self._parts.pop()
         else:

@@ -10,9 +10,11 @@ Left out on purpose: engines on a device of their own, which have no memory that
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
 
 from whet.observe.trace import Trace
 from whet.parallel.ranks import Ranks
@@ -21,6 +23,7 @@ from whet.rollout.build import describe_engine
 from whet.rollout.driver import Episode, GroupKey, Rollouts, Turns, single_turn
 from whet.rollout.length_history import LengthHistory
 from whet.types import Group, Prompt
+from whet.util.tensor_subclasses import gather_full_tensor
 
 if TYPE_CHECKING:
     from whet.train.worker import ModelWorker
@@ -167,7 +170,7 @@ class PolicyRollouts:
     def _update(self) -> None:
         policy, caps = self._policy, self.engine.caps
         weights = policy.trained_weights if caps.adapters else policy.named_weights
-        self.engine.update(policy.version, None if caps.shared_weights else weights())
+        self.engine.update(policy.version, None if caps.shared_weights else _whole(weights()))
 
     # ---- state and end -------------------------------------------------------------------------------------------
 
@@ -212,3 +215,9 @@ def _without_greedy(group: Group, num_generations: int) -> Group:
     drawn = tuple(c for c in group.completions if c.generation < num_generations)
     rewards = {name: values[:num_generations] for name, values in group.rewards.items()}
     return replace(group, completions=drawn, rewards=rewards, greedy=group.completions[-1])
+
+
+def _whole(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Weights as plain tensors, one at a time. Several processes gather each in turn, so all must take all of them."""
+    for name, weight in weights:
+        yield name, gather_full_tensor(weight)

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import json
+import math
 import time
 
 import numpy as np
@@ -155,6 +156,21 @@ def test_the_template_is_given_the_tools():
     assert bytes(encode(SUM).tokens.tolist()) == b"hm2+3="
     with pytest.raises(ConfigError, match="only a chat template can describe tools"):
         PromptEncoder(byte_tokenizer(), tools=[{"name": "hm"}])(SUM)
+
+
+@pytest.mark.parametrize("template", [None, FORGETFUL])
+def test_a_transcript_goes_on_from_a_removed_answer_as_if_it_had_not_been(template):
+    encode, end = encoder(template), {"versions": np.zeros(4, int), "finish_reason": "stop"}
+    once, twice_over = (ChatTranscript(encode(SUM, 0), encode) for _ in range(2))
+    for talk in (once, twice_over):
+        talk.add_turn(Output(id=0, tokens=np.array([*b"a|b", 256], np.int32), logprobs=np.zeros(4), **end))
+    before = twice_over.context.tolist()
+    twice_over.add_answer([{"role": "tool", "content": "too long"}])
+    twice_over.remove_answer()
+    assert twice_over.context.tolist() == before and twice_over.messages == once.messages
+    for talk in (once, twice_over):
+        talk.add_answer([{"role": "tool", "content": "5"}])
+    assert twice_over.context.tolist() == once.context.tolist() and twice_over.messages == once.messages
 
 
 # ---- limits ----------------------------------------------------------------------------------------------------------
@@ -377,16 +393,29 @@ def test_the_completions_of_a_run_show_the_turns(world, tmp_path):
 
 
 def test_an_episode_whose_world_fails_has_no_reward_and_teaches_nothing(tmp_path):
+    import pandas
+
     (tmp_path / "env.py").write_text(
         WORLD.replace("return [] if", "assert sum(map(ord, said)) % 3 != 1\n    return [] if")
     )
-    made = learner(str(tmp_path / "env.py"), on_reward_error="none", reward_timeout_s=None)
+    options = {"on_reward_error": "none", "reward_timeout_s": None, "run_dir": str(tmp_path / "run")}
+    made = learner(str(tmp_path / "env.py"), algo={"scale_rewards": "none"}, **options)
     step, _ = batch_of(made, 4)
     failed = torch.tensor([c.finish_reason == "error" for g in step.groups for c in g.completions])
     assert failed.any() and not failed.all() and np.isnan(step.rewards.total).tolist() == failed.tolist()
     scored = made.assign_advantages(made.score(made.batch(step))).batch
     assert (scored.advantages[failed.index_select(0, scored.trajectory)] == 0).all()
-    assert made.train(rows(8, answer=["1"] * 8)).rows[-1]["turns/failed"] >= 0
+    want = []  # a failure is not a zero: the baseline is the mean of the episodes of the group that did not fail
+    for totals in step.rewards.total.reshape(4, 3).tolist():
+        known = [total for total in totals if not math.isnan(total)]
+        want += [0.0 if math.isnan(total) or len(known) < 2 else total - sum(known) / len(known) for total in totals]
+    assert any(0 < sum(math.isnan(t) for t in ts) < 2 for ts in step.rewards.total.reshape(4, 3).tolist())
+    token_wants = torch.tensor(want).index_select(0, scored.trajectory)[scored.mask]
+    torch.testing.assert_close(scored.advantages[scored.mask], token_wants, atol=1e-5, rtol=1e-5)
+
+    for row in made.train(rows(8, answer=["1"] * 8)).rows:
+        table = pandas.read_parquet(tmp_path / "run" / "completions" / f"train-{int(row['step']):06d}.parquet")
+        assert row["turns/failed"] == (table.finish_reason == "error").sum()
 
 
 def test_a_world_that_fails_loses_no_finished_step(tmp_path):

@@ -98,6 +98,32 @@ def test_errors_and_late_answers_are_texts_for_the_model():
     assert "must be a mapping" in contents[6] and contents[7] == "c"
 
 
+def test_a_tool_that_exits_is_answered_by_its_error():
+    def leave(code: int) -> str:
+        """Exits.
+
+        Args:
+            code: of the exit.
+        """
+        sys.exit(code)
+
+    async def leave_too(code: int) -> str:
+        """Exits.
+
+        Args:
+            code: of the exit.
+        """
+        sys.exit(code)
+
+    tools = Tools([leave, leave_too], limits=ToolLimits(timeout_s=5.0))
+    contents, counts = run(tools, call("leave", code=3), call("leave_too", code=4))
+    assert counts.failures == 2 and "SystemExit(3)" in contents[0] and "SystemExit(4)" in contents[1]
+
+
+def test_a_call_has_a_time_limit_unless_it_is_taken_away():
+    assert ToolLimits().timeout_s == 60.0 and Tools([slow]).limits.timeout_s == 60.0
+
+
 def test_a_long_answer_keeps_its_ends():
     tools = Tools([slow], limits=ToolLimits(max_chars=4))
     assert run(tools, call("slow", text="abcdefgh", seconds=0.0))[0] == ["ab [4 characters left out] gh"]
@@ -156,7 +182,7 @@ def test_tools_of_an_mcp_server(tmp_path):
         contents, counts = run(tools, call("add", a=2, b=3), call("broken", text="x"), call("add", a="no"))
         assert contents[0] == "5" and "it broke: x" in contents[1] and "error" in contents[2] and counts.failures == 2
         assert tools.answer([call("count")], ToolCounts())[0]["content"] == "1"  # the server keeps its state
-    assert "error" in run(tools, call("count"))[0][0]  # it has ended
+    assert "is closed; start another one" in run(tools, call("count"))[0][0]
 
 
 def test_an_mcp_server_that_does_not_start_is_refused():
