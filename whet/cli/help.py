@@ -44,7 +44,7 @@ _SAMPLING = {
     **_LENGTHS,
     "rollout.temperature": "sampling temperature; 1.0: the policy's own distribution",
     "rollout.env_path": "env.py: tools and several turns (whet docs environments)",
-    "rollout.agent": "agent.py:agent: an agent that calls the model by OpenAI's API (whet docs agents)",
+    "rollout.agent": "agent.py:agent: an agent's program is the episode (whet docs agents)",
 }
 _RUN = {
     "trainer.run_dir": "output folder; default: runs/<date>-<time>",
@@ -59,7 +59,6 @@ _RL_RUN: Group = (
     "Run",
     {
         "trainer.mini_batch_size": "prompts per optimizer step; default: all prompts of the step",
-        "trainer.show_samples": "n: every n steps, print a prompt's best and worst completion",
         **_RUN,
     },
 )
