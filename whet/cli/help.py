@@ -44,7 +44,7 @@ _SAMPLING = {
     **_LENGTHS,
     "rollout.temperature": "sampling temperature; 1.0: the policy's own distribution",
     "rollout.env_path": "env.py: tools and several turns (whet docs environments)",
-    "rollout.agent": "agent.py:agent: an agent's program is the episode (whet docs agents)",
+    "rollout.agent": "agent.py:agent: an agent as the episode (whet docs agents)",
 }
 _RUN = {
     "trainer.run_dir": "output folder; default: runs/<date>-<time>",
