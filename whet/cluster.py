@@ -308,17 +308,17 @@ class RLCluster(RoleWorkers):
         Returns: a group for each prompt, in order, completions in the order of generation.
         """
         domain = mode.value if isinstance(mode, Mode) else mode
-        own = Mode(domain) if domain in ("train", "eval") else Mode.TRAIN
-        config = self.rollout_for(own)
-        base = next(s for s in (seed, config.seed, self.training_config.seed) if s is not None)
+        sampling_mode = Mode(domain) if domain in ("train", "eval") else Mode.TRAIN
+        config = self.rollout_for(sampling_mode)
+        base_seed = next(s for s in (seed, config.seed, self.training_config.seed) if s is not None)
         self._masks.drop()
         with self.actor.rollout_weights():
             return self._rollouts.sample(
                 domain,
                 prompts,
-                sampling or self.sampling(own),
+                sampling or self.sampling(sampling_mode),
                 num_generations=num_generations,
-                address=(base * len(_DOMAIN) + _DOMAIN[domain], step, first),
+                address=(base_seed * len(_DOMAIN) + _DOMAIN[domain], step, first),
                 at_once=at_once or self.training_config.rollout_micro_batch_size or len(prompts) or 1,
                 greedy=greedy,
                 play=play,

@@ -124,7 +124,7 @@ class KLController:
         return {"kl_sampled": Mean(kl), "kl_sampled/token_mean": tokens, "kl_coef": Last(used)}
 
     @property
-    def moves(self) -> bool:
+    def is_adaptive(self) -> bool:
         """Whether a coefficient is adaptive, so that checkpoints must hold it."""
         return self.config.target_kl is not None or self.config.use_adaptive_entropy
 

@@ -378,7 +378,7 @@ class PolicyLearner(RLLearner):
                 f"algo.use_adaptive_entropy needs the metric {MEASURED_ENTROPY}, which with_rl_metrics_to_log has "
                 f'replaced by {dict(labels)}; add "{MEASURED_ENTROPY}": "mean" to the labels of entropy'
             )
-        if self.kl_controller.moves and "kl_controller" not in self.state():
+        if self.kl_controller.is_adaptive and "kl_controller" not in self.state():
             raise ConfigError(
                 f"{type(self).__name__}.state() leaves out the coefficients that move (algo.target_kl, "
                 "algo.use_adaptive_entropy); return {**super().state(), ...}, and call super().restore(state)"
@@ -389,7 +389,7 @@ class PolicyLearner(RLLearner):
 
     def state(self) -> dict[str, Any]:
         """The coefficients, where one moves. A subclass adds its own: {**super().state(), ...}."""
-        return {"kl_controller": self.kl_controller.state()} if self.kl_controller.moves else {}
+        return {"kl_controller": self.kl_controller.state()} if self.kl_controller.is_adaptive else {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores `state`. Coefficients that did not move when it was saved are those of the configuration."""

@@ -74,13 +74,13 @@ def reinforce_advantages(
     (tensor([ 0.5000, -0.5000,  3.0000]), tensor([-1., -2.,  3.]))
     """
     g = GroupedRewards.by(rewards, group_ids)
-    wide = torch.full_like(g.known, global_norm) | (g.count < 2)
-    centred = g.rewards - torch.where(wide, g.as_one_group.mean, g.mean)
+    use_batch_stats = torch.full_like(g.known, global_norm) | (g.count < 2)
+    centred = g.rewards - torch.where(use_batch_stats, g.as_one_group.mean, g.mean)
     if norm_var:
         centred = centred / (
-            torch.where(wide, g.as_one_group.std(advantage_ddof), g.std(advantage_ddof)) + advantage_eps
+            torch.where(use_batch_stats, g.as_one_group.std(advantage_ddof), g.std(advantage_ddof)) + advantage_eps
         )
-    spread = torch.where(wide, g.as_one_group.spread, g.spread)
+    spread = torch.where(use_batch_stats, g.as_one_group.spread, g.spread)
     return torch.where(g.known & spread, centred, 0.0).float()
 
 

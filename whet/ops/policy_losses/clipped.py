@@ -63,14 +63,14 @@ def clipped_surrogate(
     log_ratio, used = log_ratios(x, importance_sampling_level)
     ratio = used.exp()
     bounded = ratio if delta is None else ratio.clamp(max=delta)
-    free, clipped = -advantages * bounded, -advantages * ratio.clamp(low, high)
-    loss = torch.maximum(free, clipped)
+    unclipped, clipped = -advantages * bounded, -advantages * ratio.clamp(low, high)
+    loss = torch.maximum(unclipped, clipped)
     metrics = {
         **of_level(_clip_metrics(bounded, advantages, low, high), importance_sampling_level),
         **ratio_metrics(log_ratio, used, x.mask),
-        "pg_clipfrac": clipped > free,
+        "pg_clipfrac": clipped > unclipped,
         "pg_loss/clipped": clipped,
-        "pg_loss/unclipped": free,
+        "pg_loss/unclipped": unclipped,
     }
     if epsilon_c is not None:
         loss, metrics["pg_clipfrac_lower"] = _dual_clipped(loss, advantages, epsilon_c)

@@ -34,8 +34,8 @@ def _sequence(log_ratio: Tensor, x: LossInputs) -> Tensor:
 
 def _sequence_token(log_ratio: Tensor, x: LossInputs) -> Tensor:
     """exp(mean_t ρ_t) in value, at most e¹⁰; the gradient is that of ρ_t, also where the log-ratio is clamped."""
-    free = log_ratio.clamp(-1e30, 1e30)  # finite, so that the difference below is 0 and not NaN
-    return (free - free.detach() + _sequence(log_ratio, x).detach()).clamp(max=10.0)
+    finite = log_ratio.clamp(-1e30, 1e30)  # so that the difference below is 0 and not NaN
+    return (finite - finite.detach() + _sequence(log_ratio, x).detach()).clamp(max=10.0)
 
 
 def _sequence_sum(log_ratio: Tensor, x: LossInputs) -> Tensor:
