@@ -15,11 +15,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from whet.errors import CheckpointError
 from whet.storage.files import make_writable_folder, write_atomic
-from whet.util.device import PhaseMemory
+
+if TYPE_CHECKING:  # it imports torch, which commands that train nothing do without
+    from whet.util.device import PhaseMemory
 
 __all__ = ["Trace", "trace_folder"]
 

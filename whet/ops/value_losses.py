@@ -17,7 +17,8 @@ __all__ = ["VALUE_LOSSES", "clipped_value", "unhalved_value"]
 def unhalved_value(x: LossInputs, *, clip_range_value: float = 0.2) -> tuple[Tensor, dict[str, Tensor]]:
     """`clipped_value` without its ½: max((v − R)², (clip(v, v_old − c, v_old + c) − R)²).
 
-    The arguments, the result and the errors are those of `clipped_value`; the metric vf_loss has no ½ either.
+    Args, Returns, Raises: those of `clipped_value` (0 where masked out, divided by nothing, v_old and R constants); the
+        metric vf_loss has no ½ either.
     Source: RL2's critic. The gradient is twice as large, which Adam does not see, and max_grad_norm does.
 
     >>> x = LossInputs(sequence=torch.tensor([0]), mask=torch.tensor([True]), logprobs=torch.tensor([0.]),
