@@ -33,6 +33,7 @@ from whet.data.prompt_stream import first_row, has_random_access, is_batch
 from whet.data.prompts import ANSWER, find_prompt_column
 from whet.data.sources import check_source
 from whet.envs import load_script
+from whet.envs.agent import load_agent
 from whet.errors import ConfigError, raise_all
 from whet.learners.from_config import objective_checks, other_field, policy_loss
 from whet.learners.grpo import check_drawn
@@ -45,7 +46,6 @@ from whet.rewards.manager import RewardManager, resolve_reward_manager
 from whet.rewards.resolve import resolve_reward, resolve_rewards
 from whet.rollout import check_engine
 from whet.run.builtin_observers import check_push
-from whet.serve.agent_episodes import load_agent
 from whet.storage.files import check_writable
 from whet.storage.folder_lock import check_unlocked
 from whet.storage.run_folder import check_no_run

@@ -6,7 +6,6 @@ The loop is `play_turns` (multi_turn.py); the token ids are in a ChatTranscript 
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
@@ -15,15 +14,13 @@ from whet.envs.multi_turn import play_turns
 from whet.envs.script import Script
 from whet.envs.transcript import ChatTranscript
 from whet.errors import RewardError, format_value
-from whet.rewards.checked_values import OnError, error_from_exception, failed_episode
+from whet.rewards.checked_values import OnError, error_from_exception, fail_episode
 from whet.rollout.base import Sampling
 from whet.rollout.driver import Episode, Turns
 from whet.rollout.external_calls import CallTimeoutError, ExternalCall
 from whet.types import Message
 
 __all__ = ["Conversation"]
-
-log = logging.getLogger("whet")
 
 
 class Conversation:
@@ -55,7 +52,8 @@ class Conversation:
     ) -> None:
         self.script, self.encode = script, encode
         self.max_turns, self.max_tokens, self.max_length = max_turns, max_tokens, max_length
-        self.timeout_s, self.on_error = timeout_s, on_error
+        self.timeout_s = timeout_s
+        self.on_error: OnError = on_error
 
     def play(self, sampling: Sampling) -> Callable[[Episode], Turns]:
         """The generator function of an Episode. Args: sampling: its max_tokens is that of one turn."""
@@ -74,10 +72,8 @@ class Conversation:
                     max_length=self.max_length,
                 )
             except RewardError as error:
-                if self.on_error == "raise":
-                    raise failed_episode(error, episode.prompt.row, episode.generation) from error.__cause__
-                log.warning("%s; row %d, generation %d has no reward", error, episode.prompt.row, episode.generation)
-                reason, info = "error", {"error": str(error)}
+                info = fail_episode(error, episode.prompt.row, episode.generation, self.on_error)
+                reason = "error"
             forks = {"forks": transcript.forks} if transcript.forks else {}
             return transcript.completions(episode.generation, reason, {"turns": transcript.turns, **forks, **info})
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from whet.cluster import RLCluster
 from whet.config import AlgorithmConfig, DataConfig, Mode, Role
 from whet.config.rewards import REWARD_MODEL
 from whet.data.prompts import PromptEncoder
+from whet.envs.agent import AGENT_REWARD
 from whet.errors import ConfigError
 from whet.learners.episodes import load_environment, make_agent_episodes, make_play
 from whet.learners.from_config import reward_functions
@@ -50,8 +51,10 @@ from whet.rollout.generate_options import check_trainable
 from whet.rollout.policy_rollouts import Play
 from whet.run.observer import Observer
 from whet.run.run import Run
-from whet.serve.agent_episodes import AGENT_REWARD, AgentEpisodes
 from whet.types import Group, Prompt, TokenBatch
+
+if TYPE_CHECKING:
+    from whet.serve.agent_episodes import AgentEpisodes
 
 __all__ = ["RLLearner"]
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from whet.cluster import RLCluster
 from whet.config import Mode
 from whet.data.prompts import PromptEncoder
 from whet.envs import Conversation, Script, load_script
+from whet.envs.agent import load_agent
 from whet.models.modes import max_positions
 from whet.rollout.policy_rollouts import Play
-from whet.serve.agent_episodes import AgentEpisodes, load_agent
-from whet.serve.run_model import RunModel
+
+if TYPE_CHECKING:
+    from whet.serve.agent_episodes import AgentEpisodes
 
 __all__ = ["load_environment", "make_agent_episodes", "make_play"]
 
@@ -51,6 +55,9 @@ def make_agent_episodes(cluster: RLCluster, mode: Mode, encode: PromptEncoder) -
     Args: encode: the mode's encoder; calls have its system prompt and chat template.
     Raises: ConfigError: the agent can't be found or called.
     """
+    from whet.serve.agent_episodes import AgentEpisodes  # with the server, which other runs do without
+    from whet.serve.run_model import RunModel
+
     config, training = cluster.rollout_for(mode), cluster.training_config
     bounds = [_longest(cluster, mode), config.max_prompt_length + config.most_tokens]
     model = RunModel(

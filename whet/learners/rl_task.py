@@ -17,6 +17,7 @@ from whet.data.prompt_stream import PromptStream, batch_to_rows
 from whet.data.prompts import PromptEncoder
 from whet.data.sources import load_rows
 from whet.data.text_parts import decode_ids
+from whet.envs.agent import load_agent
 from whet.errors import DataError
 from whet.learners.diagnostics import Diagnostics
 from whet.learners.show_samples import describe_sample
@@ -28,7 +29,6 @@ from whet.rewards.manager import RewardManager
 from whet.run.provenance import record_inputs
 from whet.run.run import Run
 from whet.run.task import Task
-from whet.serve.agent_episodes import load_agent
 from whet.types import Prompt
 from whet.util.references import is_ref
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from whet.errors import RewardError, RewardValueError, format_exception, format_value
 
-__all__ = ["CheckedRewards", "OnError", "apply_on_error", "check_values", "error_from_exception", "failed_episode"]
+__all__ = ["CheckedRewards", "OnError", "apply_on_error", "check_values", "error_from_exception", "fail_episode"]
 
 LOG = logging.getLogger(__name__)
 LIBRARIES = (*{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")},)
@@ -162,18 +162,24 @@ def error_from_exception(what: str, error: BaseException, own: str) -> RewardErr
     return failed
 
 
-def failed_episode(error: RewardError, row: int, generation: int) -> RewardError:
-    """The error that ends a run when the environment or the agent of an episode fails.
+def fail_episode(error: RewardError, row: int, generation: int, on_error: OnError) -> dict[str, str]:
+    """What follows when the environment or the agent of an episode fails: the run ends, or the episode has no reward.
 
-    Args: error: the failure. row, generation: of the episode.
+    Args: error: the failure. row, generation: of the episode. on_error: "raise" or "none", which logs a warning.
+    Returns: an entry for Completion.info.
+    Raises: RewardError: on_error is "raise".
 
-    >>> print(failed_episode(RewardError("the agent raised KeyError: 'x'"), 3, 0))  # doctest: +ELLIPSIS
-    the agent raised KeyError: 'x'; in the episode of row 3, generation 0; trainer.on_reward_error=none goes on ...
+    >>> fail_episode(RewardError("the agent raised KeyError: 'x'"), 3, 0, "raise")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    whet.errors.RewardError: the agent raised KeyError: 'x'; in the episode of row 3, generation 0; trainer.on_reward...
     """
-    return RewardError(
-        f"{error}; in the episode of row {row}, generation {generation}; trainer.on_reward_error=none goes on without "
-        "its reward"
-    )
+    if on_error == "raise":
+        raise RewardError(
+            f"{error}; in the episode of row {row}, generation {generation}; trainer.on_reward_error=none goes on "
+            "without its reward"
+        ) from error.__cause__
+    LOG.warning("%s; row %d, generation %d has no reward", error, row, generation)
+    return {"error": str(error)}
 
 
 def _is_tensor(value: Any) -> TypeGuard[Any]:

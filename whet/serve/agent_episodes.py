@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import copy
 import functools
-import inspect
 import logging
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -23,50 +22,24 @@ from typing import Any
 
 import numpy as np
 
+from whet.envs.agent import AGENT_REWARD
 from whet.envs.tool_episodes import PROMPT
-from whet.errors import ConfigError, DataError, RewardError, format_value
+from whet.errors import DataError, RewardError, format_value
 from whet.rewards.call import function_name
-from whet.rewards.checked_values import OnError, check_values, error_from_exception, failed_episode
+from whet.rewards.checked_values import OnError, check_values, error_from_exception, fail_episode
 from whet.rollout.base import Output, Request, Sampling
 from whet.rollout.driver import Episode, Turns, completion
 from whet.rollout.external_calls import CallTimeoutError, ExternalCall, ExternalCalls, run_function
 from whet.serve.agent_server import AgentCall, AgentEnd, AgentServer, Inbox, episode_over
 from whet.serve.api_errors import ApiError
+from whet.serve.chat_model import CONTEXT_CODE
 from whet.serve.run_model import RunModel
-from whet.serve.served_model import CONTEXT_CODE
 from whet.serve.sessions import Session, TokenSequence
 from whet.types import Completion, FinishReason, Message
-from whet.util.references import resolve_callable
 
-__all__ = ["AGENT_REWARD", "AgentEpisodes", "load_agent"]
+__all__ = ["AgentEpisodes"]
 
 log = logging.getLogger("whet")
-
-AGENT_REWARD = "agent"
-"""The name of the reward that an agent returns."""
-
-
-def load_agent(source: Any) -> Callable[..., Any]:
-    """The agent that rollout.agent names.
-
-    Args: source: "file.py:function", "package.module:function", or the function itself.
-    Raises: ConfigError: it can't be found, or is not called with (base_url, api_key, row).
-
-    >>> load_agent(lambda base_url, api_key, row: 0.0).__name__
-    '<lambda>'
-    """
-    agent = resolve_callable(source, "agent") if isinstance(source, str) else source
-    if not callable(agent):
-        raise ConfigError(f"agent {format_value(agent, 60)} is not a function; write agent(base_url, api_key, row)")
-    try:
-        inspect.signature(agent).bind(base_url="", api_key="", row={})
-    except TypeError as error:
-        raise ConfigError(
-            f"agent {function_name(agent)} is called as agent(base_url=..., api_key=..., row=...): {error}"
-        ) from error
-    except ValueError:  # a builtin has no signature
-        pass
-    return agent
 
 
 class AgentEpisodes:
@@ -83,7 +56,8 @@ class AgentEpisodes:
     def __init__(
         self, agent: Callable[..., Any], model: RunModel, *, timeout_s: float | None, on_error: OnError = "raise"
     ) -> None:
-        self.agent, self.model, self.timeout_s, self.on_error = agent, model, timeout_s, on_error
+        self.agent, self.model, self.timeout_s = agent, model, timeout_s
+        self.on_error: OnError = on_error
         self.name = f"agent {function_name(agent)}"
         self.server = AgentServer(model)
         self._agents = ExternalCalls()
@@ -166,14 +140,10 @@ class AgentEpisodes:
             if end.error is not None and out_of_context and not isinstance(end.error, CallTimeoutError):
                 reason = "length"  # the model's doing: its context was full, and the agent gave up
             else:
-                reward = self._reward(end, session, episode)
-                episode.rewards[AGENT_REWARD] = reward
+                episode.rewards[AGENT_REWARD] = self._reward(end, session, episode)
         except RewardError as error:
-            if self.on_error == "raise":
-                raise failed_episode(error, episode.prompt.row, episode.generation) from error.__cause__
-            log.warning("%s; row %d, generation %d has no reward", error, episode.prompt.row, episode.generation)
+            info |= fail_episode(error, episode.prompt.row, episode.generation, self.on_error)
             reason = "error"
-            info["error"] = str(error)
         if not session.sequences:
             return [_stand_in(episode, info, reason or "length")]
         return [_sequence(sequence, episode, info, reason) for sequence in session.sequences]

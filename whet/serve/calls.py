@@ -198,7 +198,7 @@ class ChatCall(Call):
         super().__init__(model, body, session)
         self.tools = list(body.tools or ()) if body.tool_choice != "none" else []
         if self.tools:
-            model.tool_template()  # refuses a template without tools before anything is drawn
+            _ = model.tool_template  # refuses a template without tools before anything is drawn
         messages = read_messages(body.messages)
         self.turn = self.session.begin(messages, body.tools or (), body.chat_template_kwargs or {})
         max_tokens = body.max_completion_tokens or body.max_tokens

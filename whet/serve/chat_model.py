@@ -5,6 +5,7 @@ ServedModel (served_model.py) is that of `whet serve`, RunModel (run_model.py) t
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -15,10 +16,14 @@ import numpy as np
 from whet.data.templates import ChatTemplate
 from whet.envs.tool_calls import ToolTemplate
 from whet.rollout.base import Sampling
+from whet.serve.api_errors import ApiError
 from whet.serve.bodies import SamplingBody
 from whet.types import Message
 
-__all__ = ["ChatModel"]
+__all__ = ["CONTEXT_CODE", "ChatModel"]
+
+CONTEXT_CODE = "context_length_exceeded"
+"""OpenAI's code of the error for a prompt that is too long."""
 
 
 class ChatModel:
@@ -49,7 +54,6 @@ class ChatModel:
         self.template = ChatTemplate(tokenizer, chat_template_kwargs)
         self.end_marks: Mapping[int, str] = {i: str(tokenizer.decode([i])) for i in eos_ids}
         """The ids that end a turn, with their texts."""
-        self._tool_templates: dict[str, ToolTemplate] = {}
         self._lock = threading.Lock()  # a tokenizer must not encode on two threads
 
     def check_name(self, name: str | None) -> None:
@@ -101,21 +105,37 @@ class ChatModel:
         """
         raise NotImplementedError
 
+    def room(self, prompt: np.ndarray) -> int | None:
+        """The tokens that a prompt leaves for its completion; None = no bound. Raises ApiError: it has no tokens."""
+        if len(prompt) == 0:
+            raise ApiError(400, "the prompt has no tokens; write something in it", param="prompt")
+        return None if self.longest is None else self.longest - len(prompt)
+
+    def context_error(self, length: int, max_tokens: int | None = None) -> ApiError:
+        """The error for a prompt that leaves too little room. Args: length: its tokens. max_tokens: of the client."""
+        wanted = f"{length} tokens in the prompt" + (f" and {max_tokens} of max_tokens" if max_tokens else "")
+        return ApiError(
+            400,
+            f"this model's context length is {self.longest} tokens, and the request has {wanted}; shorten the prompt "
+            "or lower max_tokens",
+            param="messages",
+            code=CONTEXT_CODE,
+        )
+
     # ---- completions ---------------------------------------------------------------------------------------------
 
     def decode(self, ids: Any) -> str:
         """The text of ids, special tokens left out."""
         return str(self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
 
+    @functools.cached_property
     def tool_template(self) -> ToolTemplate:
         """Reads tool calls in the form of the chat template. Raises ConfigError: the template has no tools."""
-        if "only" not in self._tool_templates:
-            self._tool_templates["only"] = ToolTemplate(self.tokenizer, {**self.template.options}, self.eos_ids)
-        return self._tool_templates["only"]
+        return ToolTemplate(self.tokenizer, {**self.template.options}, self.eos_ids)
 
     def read_turn(self, tokens: np.ndarray, prompt: np.ndarray, tools: Sequence[Any]) -> Message:
         """A completion as a message with its tool calls."""
-        template = self.tool_template()
+        template = self.tool_template
         with self._lock:
             return template.parse(tokens, prompt, tools)
 

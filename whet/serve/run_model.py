@@ -13,7 +13,6 @@ from whet.rollout.base import Sampling
 from whet.serve.api_errors import ApiError
 from whet.serve.bodies import SamplingBody
 from whet.serve.chat_model import ChatModel
-from whet.serve.served_model import check_prompt, context_error
 
 __all__ = ["RunModel"]
 
@@ -78,13 +77,12 @@ class RunModel(ChatModel):
 
         Args: as in ChatModel. Raises: ApiError: the prompt leaves no room for a token.
         """
-        check_prompt(prompt)
-        if self.longest is None:
+        room = self.room(prompt)
+        if room is None:
             return sampling
-        room = self.longest - len(prompt)
         if room < 1:
             self._warn_of_full_context(len(prompt))
-            raise context_error(self.longest, len(prompt), None)
+            raise self.context_error(len(prompt))
         return replace_lengths(sampling, most=min(sampling.max_tokens, room))
 
     def _warn_of_full_context(self, length: int) -> None:

@@ -19,11 +19,7 @@ from whet.serve.bodies import SamplingBody
 from whet.serve.chat_model import ChatModel
 from whet.types import Message
 
-__all__ = ["CONTEXT_CODE", "ServedModel", "check_prompt", "context_error", "read_messages"]
-
-
-CONTEXT_CODE = "context_length_exceeded"
-"""OpenAI's code of the error for a prompt that is too long."""
+__all__ = ["ServedModel", "read_messages"]
 
 
 class ServedModel(ChatModel):
@@ -90,33 +86,13 @@ class ServedModel(ChatModel):
         Args: max_tokens: of the client; None = the server's, or all the room.
         Raises: ApiError: the prompt and max_tokens are longer than the model allows.
         """
-        longest, length = self.longest, len(prompt)
-        check_prompt(prompt)
-        if longest is None:
+        room = self.room(prompt)
+        if room is None:
             return sampling
-        room = longest - length
         if room < (max_tokens or 1):
-            raise context_error(longest, length, max_tokens)
+            raise self.context_error(len(prompt), max_tokens)
         default = self.config.max_tokens or room
         return replace(sampling, max_tokens=max_tokens or min(default, room))
-
-
-def check_prompt(prompt: np.ndarray) -> None:
-    """Raises ApiError for a prompt without tokens."""
-    if len(prompt) == 0:
-        raise ApiError(400, "the prompt has no tokens; write something in it", param="prompt")
-
-
-def context_error(longest: int, length: int, max_tokens: int | None) -> ApiError:
-    """The error for a prompt that leaves too little room. Args: length: its tokens. max_tokens: of the client."""
-    wanted = f"{length} tokens in the prompt" + (f" and {max_tokens} of max_tokens" if max_tokens else "")
-    return ApiError(
-        400,
-        f"this model's context length is {longest} tokens, and the request has {wanted}; shorten the prompt or lower "
-        "max_tokens",
-        param="messages",
-        code=CONTEXT_CODE,
-    )
 
 
 def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:

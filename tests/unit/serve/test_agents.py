@@ -18,11 +18,11 @@ from helpers import one_by_one, rows, same, tiny_model, weights_of
 
 from whet.config import Mode, RolloutConfig
 from whet.config.evaluate import check_eval, load_eval
+from whet.envs.agent import load_agent
 from whet.errors import ConfigError, DataError, RewardError
 from whet.learners.grpo import GRPOLearner
 from whet.learners.ppo import PPOLearner
 from whet.learners.step import Step
-from whet.serve.agent_episodes import load_agent
 
 # ---- sequences and rewards -------------------------------------------------------------------------------------------
 
