@@ -288,14 +288,19 @@ class ModelWorker:
             gradient, whose passes are smaller after an update that ran out of memory.
         Raises: DataError: a sequence or a unit over the token budget.
         """
-        budget = self.max_tokens
-        if trained and self._smaller_tokens is not None:
-            budget = min(budget, self._smaller_tokens)
+        smaller = self._smaller_tokens if trained else None
+        return [micro.to(self.device) for micro in self._planned_within(batch, max_sequences, at_end, smaller)]
+
+    def _planned_within(
+        self, batch: TokenBatch, max_sequences: int | None, at_end: bool, smaller: int | None
+    ) -> list[MicroBatch]:
+        """The passes on the host. Args: smaller: a smaller token budget, where all sequences and units fit into it."""
+        if smaller is not None:
             try:
-                self._planned(batch, max_sequences, at_end, budget)
+                return self._planned(batch, max_sequences, at_end, min(smaller, self.max_tokens))
             except DataError:  # a sequence or a unit of this batch is longer
-                budget = self.max_tokens
-        return [micro.to(self.device) for micro in self._planned(batch, max_sequences, at_end, budget)]
+                pass
+        return self._planned(batch, max_sequences, at_end, self.max_tokens)
 
     def _planned(self, batch: TokenBatch, max_sequences: int | None, at_end: bool, max_tokens: int) -> list[MicroBatch]:
         return self.plan_cache.get(
@@ -372,13 +377,11 @@ class ModelWorker:
                 except torch.OutOfMemoryError as error:
                     last = self.max_tokens if self._smaller_tokens is None else self._smaller_tokens
                     plan = lambda tokens: self._planned(batch, self.max_sequences, scores, tokens)
-                    used = max(
-                        micro.num_tokens for micro in self.micro_batches(batch, self.max_sequences, scores, True)
-                    )
+                    tried = self._planned_within(batch, self.max_sequences, scores, self._smaller_tokens)
+                    used = max(micro.num_tokens for micro in tried)
                     smaller = smaller_budget(plan, used) if is_repeatable else None
                     if smaller is None:
-                        note = out_of_memory_note(self.max_tokens, last, is_repeatable=is_repeatable)
-                        error.add_note(note)
+                        error.add_note(out_of_memory_note(self.max_tokens, last, is_repeatable=is_repeatable))
                         raise
                 # the error, which held the tensors of the pass, is gone here
                 self._flops, self._slowest_work, self._mean_work = counted
