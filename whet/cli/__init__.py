@@ -178,8 +178,11 @@ def _plan(words: list[str]) -> None:
     own: dict[str, list[str]] = {"memory_gb": [], "num_processes": []}
     rest = []
     for word in words:
-        name, _, value = word.removeprefix("--").partition("=")
-        (own[name] if name in own and "=" in word else rest).append(value if name in own and "=" in word else word)
+        name, equals, value = word.removeprefix("--").partition("=")
+        if equals and name in own:
+            own[name].append(value)
+        else:
+            rest.append(word)
     sizes, counts, words = own["memory_gb"], own["num_processes"], rest
     _check_flags(kind, words)
     try:

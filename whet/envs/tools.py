@@ -111,7 +111,7 @@ class Tools:
                 deadline = asyncio.timeout(self.limits.timeout_s)
                 try:
                     async with deadline:
-                        _, result = await _in_thread(lambda: self._call(call))
+                        result = await _in_thread(lambda: self._call(call)[1])
                         return _name(call), await result if inspect.isawaitable(result) else result
                 except SystemExit as error:  # of an async tool; it would end the loop
                     return _name(call), RuntimeError(f"the tool raised {error!r}")
@@ -175,16 +175,16 @@ def _name(call: Mapping[str, Any]) -> str:
     return str(call.get("function", call).get("name", "unknown"))
 
 
-async def _in_thread(work: Callable[[], tuple[str, Any]]) -> tuple[str, Any]:
+async def _in_thread(work: Callable[[], Any]) -> Any:
     """What a function returns, run in a daemon thread: one that hangs does not keep the program alive."""
     loop = asyncio.get_running_loop()
-    future: asyncio.Future[tuple[str, Any]] = loop.create_future()
+    future: asyncio.Future[Any] = loop.create_future()
 
     def run() -> None:
         try:
             result = work()
         except BaseException as error:  # such as SystemExit: without an outcome the caller would wait forever
-            result = "", RuntimeError(f"the tool raised {error!r}")
+            result = RuntimeError(f"the tool raised {error!r}")
         with suppress(RuntimeError):  # the loop has ended meanwhile
             loop.call_soon_threadsafe(lambda: None if future.done() else future.set_result(result))
 

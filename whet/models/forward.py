@@ -274,6 +274,6 @@ def _first_places(micro: MicroBatch, vocab: int) -> tuple[Tensor, Tensor]:
         ids = torch.cat([prefix, batch.tokens[ends[i] - lengths[i] : ends[i]]])
         tokens.append(ids + row * vocab)
         places.append(torch.arange(len(ids), dtype=torch.int32))
-    columns = to_device([torch.cat(tokens), torch.cat(places), torch.tensor(prefixes)], device)
-    first.view(-1).scatter_reduce_(0, *columns[:2], "amin")
-    return first, columns[2].index_select(0, micro.sequence) + micro.position
+    index, place, start = to_device([torch.cat(tokens), torch.cat(places), torch.tensor(prefixes)], device)
+    first.view(-1).scatter_reduce_(0, index, place, "amin")
+    return first, start.index_select(0, micro.sequence) + micro.position
