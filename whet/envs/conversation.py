@@ -14,7 +14,7 @@ from whet.envs.multi_turn import play_turns
 from whet.envs.script import Script
 from whet.envs.transcript import ChatTranscript
 from whet.errors import RewardError, format_value
-from whet.rewards.checked_values import OnError, error_from_exception, fail_episode
+from whet.rewards.checked_values import EpisodeFailures, error_from_exception
 from whet.rollout.base import Sampling
 from whet.rollout.driver import Episode, Turns
 from whet.rollout.external_calls import CallTimeoutError, ExternalCall
@@ -35,8 +35,8 @@ class Conversation:
         max_tokens: after the prompt, those of the environment included.
         max_length: of the model, which no episode exceeds; None = no limit.
         timeout_s: of one call of interact; None = no deadline.
-        on_error: what follows when interact raises, is late or returns something that is not a list of messages.
-            "raise": the run ends; "none": the episode ends without a reward (finish_reason "error"), with a warning.
+        failures: what follows when interact raises, is late or returns something that is not a list of messages: the
+            run ends, or the episode does, without a reward (finish_reason "error"). None = the run ends.
     """
 
     def __init__(
@@ -48,12 +48,12 @@ class Conversation:
         max_tokens: int,
         max_length: int | None = None,
         timeout_s: float | None = 60.0,
-        on_error: OnError = "raise",
+        failures: EpisodeFailures | None = None,
     ) -> None:
         self.script, self.encode = script, encode
         self.max_turns, self.max_tokens, self.max_length = max_turns, max_tokens, max_length
         self.timeout_s = timeout_s
-        self.on_error: OnError = on_error
+        self.failures = failures or EpisodeFailures()
 
     def play(self, sampling: Sampling) -> Callable[[Episode], Turns]:
         """The generator function of an Episode. Args: sampling: its max_tokens is that of one turn."""
@@ -72,7 +72,7 @@ class Conversation:
                     max_length=self.max_length,
                 )
             except RewardError as error:
-                info = fail_episode(error, episode.prompt.row, episode.generation, self.on_error)
+                info = self.failures.add(error, episode.prompt.row, episode.generation)
                 reason = "error"
             forks = {"forks": transcript.forks} if transcript.forks else {}
             return transcript.completions(episode.generation, reason, {"turns": transcript.turns, **forks, **info})

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -86,7 +86,7 @@ class Tools:
     [{'role': 'tool', 'name': 'double', 'content': '8'}]
     """
 
-    def __init__(self, functions: Sequence[Callable[..., Any] | Tool], *, limits: ToolLimits = ToolLimits()) -> None:
+    def __init__(self, functions: Iterable[Callable[..., Any] | Tool], *, limits: ToolLimits = ToolLimits()) -> None:
         self.functions: dict[str, Callable[..., Any]] = {}
         self.schemas: list[Any] = []
         self.limits = limits
@@ -97,6 +97,10 @@ class Tools:
                 raise ConfigError(f"two tools are named {name!r}, and the model calls them by name; rename one")
             self.functions[name] = fn.call if isinstance(fn, Tool) else fn
             self.schemas.append(schema)
+
+    def __iter__(self) -> Iterator[Tool]:
+        """The tools, each with its schema."""
+        return (Tool(schema, call) for schema, call in zip(self.schemas, self.functions.values(), strict=True))
 
     async def run(self, calls: Sequence[Mapping[str, Any]], counts: ToolCounts) -> list[dict[str, Any]]:
         """Runs the calls of a turn at once, within the limits; plain functions run in threads.
