@@ -36,11 +36,12 @@ def load_environment(cluster: RLCluster) -> Script | None:
 def make_play(cluster: RLCluster, mode: Mode, encode: PromptEncoder) -> Play | None:
     """Makes the generator of a mode's episodes; None = one completion each. Args: encode: the mode's encoder."""
     config, training = cluster.rollout_for(mode), cluster.training_config
-    if config.max_turns == 1:
+    if not config.has_turns:
         return None
     return Conversation(
         load_script(config.env_path, turns=config.max_turns),
         encode,
+        end_ids=cluster.eos_ids,
         max_turns=config.max_turns,
         max_tokens=config.most_tokens,
         max_length=_longest(cluster, mode),
