@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import functools
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -273,6 +273,10 @@ class RLCluster(RoleWorkers):
         """The driver that plays episodes in the engine; the engine is ready to sample."""
         self._rollouts.resume()
         return self._rollouts.driver
+
+    def set_should_stop(self, should_stop: Callable[[], bool] | None) -> None:
+        """Sets the condition in which a rollout does not wait for episodes that hang: see Rollouts. None = no one."""
+        self._rollouts.should_stop = should_stop
 
     def build_engine(self) -> None:
         """Builds the engine now, so that its errors come before the first step."""

@@ -25,6 +25,7 @@ __all__ = [
     "EngineError",
     "RewardError",
     "RewardValueError",
+    "RolloutStopped",
     "TrainingError",
     "WhetError",
     "format_exception",
@@ -79,6 +80,10 @@ class TrainingError(WhetError, RuntimeError):
 
 class CheckpointError(WhetError, RuntimeError):
     """A checkpoint can't be written, read, or does not fit this run."""
+
+
+class RolloutStopped(KeyboardInterrupt):
+    """A run that was asked to stop has given up its rollout: what the episodes waited for did not end."""
 
 
 def nearest(word: str, known: Iterable[str], prefix: str = "") -> str:

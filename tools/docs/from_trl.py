@@ -99,11 +99,12 @@ tools have answered. Token ids are appended and never encoded again, and only th
 
 - Calls are read by the tokenizer's `response_template`. Where it has none, one is found by asking the chat template, if
   this writes a call as a mark, JSON with `name` and `arguments`, and a mark, as those of Qwen2.5 and Qwen3 do. For
-  others set `tokenizer.response_template`; TRL has a table of known models.
+  others set `processing_class.response_template`; TRL has a table of known models.
 - A template that writes its last turn as no other (Qwen3's adds empty thinking) is taken as it is; TRL puts another in
   its place.
-- The model gets the error of a tool that fails as its answer. Tools run in this process, one after the other; async
-  tools of a turn run together. Images in an answer are not supported.
+- The model gets the error of a tool that fails as its answer. Tools run in this process, those of a turn at once. A
+  tool has 60 s; for other limits give `tools=Tools([multiply], limits=ToolLimits(timeout_s=300.0))` (both are in
+  `whet.envs.tools`), which also holds for the methods of an environment. Images in an answer are not supported.
 - Reward functions are given the environments themselves, and the other columns as copies.
 - Lengths of completions count the model's own tokens, as in TRL; `num_tokens` counts the tools' tokens too.
 - `rollout_func` is called with every prompt once for each of its completions. Old log-probabilities are the trainer's;

@@ -20,7 +20,8 @@ def load_agent(source: Any) -> Callable[..., Any]:
     """The agent that rollout.agent names.
 
     Args: source: "file.py:function", "package.module:function", or the function itself.
-    Raises: ConfigError: it can't be found, or is not called with (base_url, api_key, row).
+    Raises: ConfigError: it can't be found, is a generator, or is not called with (base_url, api_key,
+        row).
 
     >>> load_agent(lambda base_url, api_key, row: 0.0).__name__
     '<lambda>'
@@ -28,6 +29,12 @@ def load_agent(source: Any) -> Callable[..., Any]:
     agent = resolve_callable(source, "agent") if isinstance(source, str) else source
     if not callable(agent):
         raise ConfigError(f"agent {format_value(agent, 60)} is not a function; write agent(base_url, api_key, row)")
+    call = agent if inspect.isroutine(agent) else type(agent).__call__
+    if inspect.isasyncgenfunction(call) or inspect.isgeneratorfunction(call):
+        raise ConfigError(
+            f"agent {function_name(agent)} is a generator, since it yields; an agent plays one episode and returns its "
+            "reward: write return"
+        )
     try:
         inspect.signature(agent).bind(base_url="", api_key="", row={})
     except TypeError as error:

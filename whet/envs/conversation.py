@@ -21,7 +21,7 @@ from whet.envs.tool_calls import ToolTemplate
 from whet.envs.tool_episodes import PROMPT
 from whet.envs.transcript import ChatTranscript
 from whet.errors import RewardError, format_value
-from whet.rewards.checked_values import OnError, error_from_exception, fail_episode
+from whet.rewards.checked_values import EpisodeFailures, error_from_exception
 from whet.rollout.base import Sampling
 from whet.rollout.driver import Episode, Turns
 from whet.rollout.external_calls import CallTimeoutError, ExternalCall
@@ -44,8 +44,8 @@ class Conversation:
         max_length: of the model, which no episode exceeds; None = no limit.
         end_ids: ids that end a turn.
         timeout_s: of one call of interact, or of a method of the class; None = no deadline.
-        on_error: what follows when one of them raises, is late or returns something that is not a list of messages.
-            "raise": the run ends; "none": the episode ends without a reward (finish_reason "error"), with a warning.
+        failures: what follows when one of them raises, is late or returns something that is not a list of messages: the
+            run ends, or the episode does, without a reward (finish_reason "error"). None = the run ends.
     Raises: ConfigError: the class has tools, and the chat template has none.
     """
 
@@ -59,12 +59,12 @@ class Conversation:
         max_length: int | None = None,
         end_ids: Sequence[int] = (),
         timeout_s: float | None = 60.0,
-        on_error: OnError = "raise",
+        failures: EpisodeFailures | None = None,
     ) -> None:
         self.script, self.encode = script, encode
         self.max_turns, self.max_tokens, self.max_length = max_turns, max_tokens, max_length
         self.end_ids, self.timeout_s = end_ids, timeout_s
-        self.on_error: OnError = on_error
+        self.failures = failures or EpisodeFailures()
         kind = script.environment
         has_tools = kind is not None and bool(kind.tool_names)
         self._template = ToolTemplate(encode.tokenizer, encode.template.options, end_ids) if has_tools else None
@@ -97,7 +97,7 @@ class Conversation:
                 identity = f"{episode.prompt.row}_{episode.generation}"
                 episode.rewards[ENVIRONMENT_REWARD] = yield from self._told(instance.get_reward(identity))
         except RewardError as error:
-            info = fail_episode(error, episode.prompt.row, episode.generation, self.on_error)
+            info = self.failures.add(error, episode.prompt.row, episode.generation)
             reason = "error"
         finally:
             if instance is not None:

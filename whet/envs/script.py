@@ -147,6 +147,10 @@ def _check_interact(script: Script) -> None:
         raise ConfigError(
             f"environment {script.name!r} has no interact(messages), which rollout.max_turns above 1 calls; write it"
         )
+    if inspect.isasyncgenfunction(fn) or inspect.isgeneratorfunction(fn):
+        raise ConfigError(
+            f"interact of {script.name!r} is a generator, since it yields; write return: it returns a list of messages"
+        )
     try:
         inspect.signature(fn).bind([])
     except TypeError as error:

@@ -12,7 +12,7 @@ import asyncio
 import copy
 import inspect
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -87,7 +87,7 @@ class Tools:
     [{'role': 'tool', 'name': 'double', 'content': '8'}]
     """
 
-    def __init__(self, functions: Sequence[Callable[..., Any] | Tool], *, limits: ToolLimits = ToolLimits()) -> None:
+    def __init__(self, functions: Iterable[Callable[..., Any] | Tool], *, limits: ToolLimits = ToolLimits()) -> None:
         self.functions: dict[str, Callable[..., Any]] = {}
         self.schemas: list[Any] = []
         self.limits = limits
@@ -104,6 +104,10 @@ class Tools:
         tools = copy.copy(self)
         tools.functions = dict(functions)
         return tools
+
+    def __iter__(self) -> Iterator[Tool]:
+        """The tools, each with its schema."""
+        return (Tool(schema, call) for schema, call in zip(self.schemas, self.functions.values(), strict=True))
 
     async def run(self, calls: Sequence[Mapping[str, Any]], counts: ToolCounts) -> list[dict[str, Any]]:
         """Runs the calls of a turn at once, within the limits; plain functions run in threads.

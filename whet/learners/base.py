@@ -44,6 +44,7 @@ from whet.learners.rl_task import RLTask
 from whet.learners.step import Step
 from whet.learners.step_metrics import completion_metrics, engine_metrics, total_metrics
 from whet.metrics import Min, flat, merge
+from whet.rewards.checked_values import EpisodeFailures
 from whet.rewards.manager import RewardManager, resolve_reward_manager
 from whet.rewards.metric_fns import call_metric_fns, reduce_metrics
 from whet.rewards.resolve import as_list, with_reward_model
@@ -107,6 +108,8 @@ class RLLearner:
         self.environment = load_environment(cluster)
         self._agents: dict[Mode, AgentEpisodes] = {}
         self._plays: dict[Mode, Play | None] = {}
+        self.failures = EpisodeFailures(self.config.on_reward_error)
+        """Of the environments and agents of the run."""
         self.encoders: dict[Mode, PromptEncoder] = {}
         """Each mode's encoder, made at its first use. A caller that has encoded rows already may put its own here."""
         if not reward_fns and self.environment is not None and Role.REWARD not in cluster.workers:
@@ -245,8 +248,8 @@ class RLLearner:
 
     def _make_play(self, mode: Mode) -> Play | None:
         if self.cluster.rollout_for(mode).agent is None:
-            return make_play(self.cluster, mode, self.encoder(mode))
-        self._agents[mode] = make_agent_episodes(self.cluster, mode, self.encoder(mode))
+            return make_play(self.cluster, mode, self.encoder(mode), self.failures)
+        self._agents[mode] = make_agent_episodes(self.cluster, mode, self.encoder(mode), self.failures)
         return self._agents[mode].play
 
     def encoder(self, mode: Mode) -> PromptEncoder:

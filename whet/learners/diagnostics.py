@@ -26,6 +26,7 @@ from whet.cluster import RLCluster
 from whet.config import Mode, Role
 from whet.config.monitoring import Band
 from whet.data.templates import uses_chat_template
+from whet.envs.agent import AGENT_REWARD
 from whet.errors import nearest
 from whet.models.modes import max_positions
 from whet.ops import Support
@@ -398,7 +399,7 @@ def _describe_no_signal(row: Mapping[str, float], rewards: RewardBatch, batch: T
     failed, truncated = reasons.count("error"), reasons.count("length") / len(reasons)
     ended = "All completions ended by themselves"
     if failed:
-        ended = f"The environment failed in {failed} of {len(reasons)} episodes: look at the warnings above"
+        ended = f"The agent or environment failed in {failed} of {len(reasons)} episodes: look at the warnings above"
     elif truncated:
         ended = f"{truncated:.0%} of the completions were truncated: {more_room} if that is why"
     cause = _find_cause(row, rewards, batch, more_room)
@@ -422,8 +423,13 @@ def _find_cause(row: Mapping[str, float], rewards: RewardBatch, batch: TokenBatc
             )
         if all(c.finish_reason == "error" for g in rewards.groups for c in g.completions):
             return (
-                "all rewards are None, since the environment failed in each episode and trainer.on_reward_error=none "
-                "ends it without one; repair it, or set that to raise"
+                "all rewards are None, since the agent or environment failed in each episode and "
+                "trainer.on_reward_error=none ends it without one; repair it, or set that to raise"
+            )
+        if [*rewards.table] == [AGENT_REWARD]:
+            return (
+                "all rewards are None, since the agent returned None in each episode, or raised when its context was "
+                "full; a function without `return` returns None: return its reward, a number"
             )
         return f"all rewards are None: {functions} applied to no completion; look at the columns that they read"
     if rewards.have_spread.any():

@@ -10,6 +10,7 @@ from whet.data.prompts import PromptEncoder
 from whet.envs import Conversation, Script, load_script
 from whet.envs.agent import load_agent
 from whet.models.modes import max_positions
+from whet.rewards.checked_values import EpisodeFailures
 from whet.rollout.policy_rollouts import Play
 
 if TYPE_CHECKING:
@@ -33,8 +34,11 @@ def load_environment(cluster: RLCluster) -> Script | None:
     return scripts[Mode.TRAIN]
 
 
-def make_play(cluster: RLCluster, mode: Mode, encode: PromptEncoder) -> Play | None:
-    """Makes the generator of a mode's episodes; None = one completion each. Args: encode: the mode's encoder."""
+def make_play(cluster: RLCluster, mode: Mode, encode: PromptEncoder, failures: EpisodeFailures) -> Play | None:
+    """Makes the generator of a mode's episodes; None = one completion each.
+
+    Args: encode: the mode's encoder. failures: of the run's episodes.
+    """
     config, training = cluster.rollout_for(mode), cluster.training_config
     if not config.has_turns:
         return None
@@ -46,20 +50,22 @@ def make_play(cluster: RLCluster, mode: Mode, encode: PromptEncoder) -> Play | N
         max_tokens=config.most_tokens,
         max_length=_longest(cluster, mode),
         timeout_s=training.reward_timeout_s,
-        on_error=training.on_reward_error,
+        failures=failures,
     ).play
 
 
-def make_agent_episodes(cluster: RLCluster, mode: Mode, encode: PromptEncoder) -> AgentEpisodes:
+def make_agent_episodes(
+    cluster: RLCluster, mode: Mode, encode: PromptEncoder, failures: EpisodeFailures
+) -> AgentEpisodes:
     """Makes the episodes of rollout.agent, with the server that its agents call.
 
-    Args: encode: the mode's encoder; calls have its system prompt and chat template.
+    Args: encode: the mode's encoder; calls have its system prompt and chat template. failures: of the run's episodes.
     Raises: ConfigError: the agent can't be found or called.
     """
     from whet.serve.agent_episodes import AgentEpisodes  # with the server, which other runs do without
     from whet.serve.run_model import RunModel
 
-    config, training = cluster.rollout_for(mode), cluster.training_config
+    config = cluster.rollout_for(mode)
     bounds = [_longest(cluster, mode), config.max_prompt_length + config.most_tokens]
     model = RunModel(
         cluster.tokenizer,
@@ -70,7 +76,7 @@ def make_agent_episodes(cluster: RLCluster, mode: Mode, encode: PromptEncoder) -
         system_prompt=encode.system_prompt,
     )
     agent = load_agent(config.agent)
-    return AgentEpisodes(agent, model, timeout_s=config.agent_timeout_s, on_error=training.on_reward_error)
+    return AgentEpisodes(agent, model, timeout_s=config.agent_timeout_s, failures=failures)
 
 
 def _longest(cluster: RLCluster, mode: Mode) -> int | None:

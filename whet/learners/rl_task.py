@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -214,6 +215,15 @@ class RLTask(Task):
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
+    def on_run_begin(self, run: Run) -> None:
+        """Lets rollouts see that the run should stop. Of several processes none may stop alone."""
+        if run.ranks.size == 1:
+            self.cluster.set_should_stop(lambda: run.stop_requested)
+
+    def on_run_end(self, run: Run, error: BaseException | None) -> None:
+        """Rollouts after the run don't stop."""
+        self.cluster.set_should_stop(None)
+
     def on_step_end(self, run: Run, step: Step) -> None:
         """Stores the completions, logs a sample every show_samples steps, and runs the diagnostics."""
         self._store(run, step)
@@ -223,13 +233,15 @@ class RLTask(Task):
         self.diagnostics.check(step.index, run.rows[-1], step.rewards, step.batch)
 
     def progress_fields(self, row: Mapping[str, float]) -> dict[str, str]:
-        """The mean length of completions, the share of truncated ones, and the KL if there is one."""
+        """The mean length of completions, the share of truncated ones, failed episodes, and the KL if there is one."""
         known = {
             "len": ("completions/mean_length", ".0f"),
             "truncated": ("completions/clipped_ratio", ".0%"),
             "kl": ("kl", ".2g"),
         }
-        return {name: f"{row[metric]:{form}}" for name, (metric, form) in known.items() if metric in row}
+        shown = {name: (row[metric], form) for name, (metric, form) in known.items() if metric in row}
+        fields = {name: f"{value:{form}}" for name, (value, form) in shown.items() if not math.isnan(value)}
+        return {**fields, **({"failed": f"{row['turns/failed']:.0f}"} if row.get("turns/failed") else {})}
 
     def _store(self, run: Run, step: Step) -> None:
         """Stores the completions of a step."""

@@ -68,14 +68,14 @@ def spread(name: str, values: np.ndarray, *, prefix: bool = False) -> dict[str, 
 def completion_metrics(rewards: RewardBatch) -> dict[str, Metric]:
     """The metrics of reward functions and completions, which training and evaluation both log.
 
-    completions/clipped_scored_ratio: the share with a total above 0 among the completions that did not end with a stop.
-    It is absent if all ended with one.
+    completions/clipped_scored_ratio: the share with a total above 0 among the completions that ended neither with a
+    stop nor by a failure. It is absent if there are none.
     """
     scored = [
         bool(total > 0)
         for group, totals in zip(rewards.groups, rewards.totals_by_group, strict=True)
         for c, total in zip({c.generation: c for c in group.completions}.values(), totals, strict=True)
-        if c.finish_reason != "stop"
+        if c.finish_reason not in ("stop", "error")
     ]
     metrics = {**rewards.metrics, **rollout_metrics(rewards.groups)}
     return {**metrics, "completions/clipped_scored_ratio": Mean(float(sum(scored)), len(scored))} if scored else metrics
@@ -130,15 +130,16 @@ def known_totals(rewards: RewardBatch) -> list[np.ndarray]:
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
     """The lengths and ends of completions, counts of tokens and prompts, and the turns of episodes.
 
-    completions/clipped_ratio counts every completion without a stop, also aborted and failed ones, as TRL's does.
+    completions/clipped_ratio is the share without a stop, also that of aborted ones, as TRL's is. Failed ones (their
+    environment or agent failed) are left out of it: turns/failed counts them.
     """
     done = [c for g in groups for c in g.completions]
     lengths = np.array([len(c.tokens) for c in done])
-    stopped = np.array([c.finish_reason == "stop" for c in done])
+    stopped, failed = (np.array([c.finish_reason == reason for c in done]) for reason in ("stop", "error"))
     return {
         **spread("completions/length", lengths, prefix=True),
         **spread("completions/terminated_length", lengths[stopped], prefix=True),
-        "completions/clipped_ratio": Mean(float((~stopped).sum()), len(done)),
+        "completions/clipped_ratio": Mean(float((~stopped & ~failed).sum()), int((~failed).sum())),
         "completions/tokens": Sum(float(lengths.sum())),
         "prompts/count": Sum(float(len(groups))),
         "prompts/mean_length": Mean(float(sum(len(g.prompt.tokens) for g in groups)), len(groups)),

@@ -17,7 +17,9 @@ Dim legend: C completion.
 
 from __future__ import annotations
 
+import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -25,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from whet.errors import DataError, EngineError
+from whet.errors import DataError, EngineError, RolloutStopped
 from whet.observe.trace import Trace
 from whet.rollout.base import Output, PartialOutput, Request, RolloutEngine, Sampling, check_caps
 from whet.rollout.external_calls import CallResult, ExternalCall, ExternalCalls
@@ -33,6 +35,8 @@ from whet.rollout.output_check import check_output
 from whet.types import Completion, Group, Prompt
 
 __all__ = ["Episode", "GroupKey", "Rollouts", "Turns", "completion", "single_turn", "single_turns", "stream"]
+
+log = logging.getLogger("whet")
 
 GroupKey = tuple[int, int, int]
 """(seed, step, prompt): the address of a group's draws, which identifies it while it is running."""
@@ -44,6 +48,10 @@ CALL_POLL_S = 0.02
 CALL_GRACE_S = 0.05
 """The time for which the engine waits for calls that have just started. Quick tools then answer in a fixed order, and
 their episodes continue in one batch."""
+STOP_POLL_S = 0.5
+"""The time after which a wait for external calls looks whether the run should stop."""
+STOP_WAIT_S = 10.0
+"""A run that should stop waits for external calls as long as one of them ends, or the engine works, in this time."""
 
 
 class Episode:
@@ -200,6 +208,8 @@ class _RunningEpisode:
     """When its requests were submitted."""
     phase: str = "engine"
     """What it waits for: the engine, or the phase of its external call."""
+    call: str = ""
+    """The name of its last external call."""
     outputs: list[Output | None] = field(default_factory=list)
     """The outputs of the requests that it waits for; None = not finished yet."""
     completions: tuple[Completion, ...] | None = None
@@ -234,6 +244,9 @@ class Rollouts:
         vocab_size: token ids from here on are refused; None = unknown.
         max_concurrent_calls: external calls that run at once.
         trace: receives the external calls, and the time for which the engine has nothing to do but to wait for them.
+
+    A caller may set `should_stop`. Once it returns True, episodes of which none gets on for STOP_WAIT_S are cancelled,
+    and RolloutStopped is raised.
     """
 
     def __init__(
@@ -255,6 +268,9 @@ class Rollouts:
         self._calling: dict[int, _RunningEpisode] = {}
         self._next_call = self._first_new_call = 0
         self._num_submitted = 0  # since the engine was last idle
+        self.should_stop: Callable[[], bool] | None = None
+        self._stop_since: float | None = None  # the last time that something got on, once it should stop
+        self._told_stop = False
 
     @property
     def in_flight(self) -> tuple[GroupKey, ...]:
@@ -349,18 +365,34 @@ class Rollouts:
                 rest = None if timeout_s is None else max(0.0, timeout_s - (time.monotonic() - start))
                 if self._waiting:
                     self._step(rest)
-                    rest = 0.0
+                    self._stop_since, rest = None, 0.0
                 elif not self._calling:
                     raise EngineError(f"{len(self._groups)} groups are running, but wait for nothing")
                 if self._calling:
                     idle = nullcontext() if self._waiting else self._trace.span("rollout/tool_wait")
                     with idle:
                         self._collect_calls(rest)
+                    self._check_stop()
                 if timeout_s is not None and time.monotonic() - start >= timeout_s:
                     break
         except BaseException:  # Ctrl-C in a notebook: the next call must not find these
             self.cancel()
             raise
+
+    def _check_stop(self) -> None:
+        """Raises RolloutStopped: the run should stop, and nothing has ended for STOP_WAIT_S."""
+        if self.should_stop is None or not self._calling or self._waiting or not self.should_stop():
+            return
+        counts = Counter(running.call for running in self._calling.values())
+        waits = ", ".join(f"{name} in {count} episode{'s' * (count > 1)}" for name, count in counts.items())
+        now = time.monotonic()
+        if not self._told_stop:
+            log.warning("waiting for %s; after %g s in which none ends, the step is given up", waits, STOP_WAIT_S)
+        self._told_stop = True
+        if self._stop_since is None:
+            self._stop_since = now
+        elif now - self._stop_since >= STOP_WAIT_S:
+            raise RolloutStopped(f"gave up waiting for {waits}")
 
     def _step(self, timeout_s: float | None) -> None:
         """One step of the engine, a short one while external calls are running."""
@@ -408,7 +440,11 @@ class Rollouts:
         while new and (rest := end - time.monotonic()) > 0:
             results += (ended := self._calls.collect(rest))
             new -= {result.key for result in ended}
+        if self.should_stop is not None:
+            timeout_s = STOP_POLL_S if timeout_s is None else min(timeout_s, STOP_POLL_S)
         results += self._calls.collect(0.0 if results else timeout_s)
+        if results:
+            self._stop_since = None
         ready: list[tuple[_RunningEpisode, Callable[[Any], Any], Any]] = []
         for result in sorted(results, key=lambda result: result.key):
             running = self._calling.pop(result.key)
@@ -428,7 +464,7 @@ class Rollouts:
             try:
                 yielded = resume(argument)
                 if isinstance(yielded, ExternalCall):
-                    running.phase = yielded.phase
+                    running.phase, running.call = yielded.phase, yielded.name
                     self._calling[self._next_call] = running
                     self._calls.start(self._next_call, yielded)
                     self._next_call += 1

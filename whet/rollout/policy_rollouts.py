@@ -61,6 +61,8 @@ class PolicyRollouts:
         self._next_id = 0
         self.engine_released = False
         """Whether the engine is asleep, and has to be woken before it samples."""
+        self.should_stop: Callable[[], bool] | None = None
+        """As that of Rollouts."""
 
     @property
     def driver(self) -> Rollouts:
@@ -70,6 +72,7 @@ class PolicyRollouts:
             self._driver = Rollouts(self._build(), **options)
             if self._policy.version:
                 self._update()
+        self._driver.should_stop = self.should_stop
         return self._driver
 
     @property

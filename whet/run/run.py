@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from whet.config import CheckpointingOptions, Mode, TrainingConfig
-from whet.errors import CheckpointError, ConfigError, DataError, WhetError, format_exception
+from whet.errors import CheckpointError, ConfigError, DataError, RolloutStopped, WhetError, format_exception
 from whet.hub.push import PushResult, push_to_hub
 from whet.observe.environment import read_environment
 from whet.observe.live_view import make_progress
@@ -128,6 +128,11 @@ class Run:
     def trainer(self) -> RoleTrainer:
         """The first trained role, which has the model that the run produces."""
         return next(iter(self.roles.trainers.values()))
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether a signal asked for the end of the run."""
+        return self._signals.stop_requested
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
@@ -257,7 +262,7 @@ class Run:
             self.roles.trace.pop_times()
             with self.profiler.step(index):
                 yield index, items
-            if self._on_any_rank(self.observers.error is not None or self._signals.stop_requested):
+            if self._on_any_rank(self.observers.error is not None or self.stop_requested):
                 self.save()
                 stopped = Stopped(self.step, self.checkpoints.of_step(self.step))
                 self.observers.check(str(stopped))
@@ -405,7 +410,12 @@ class Run:
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Evaluates on the evaluation data. Args: step: the last finished step. Returns: the row that is logged."""
-        row = self.task.evaluate(self, step)
+        try:
+            row = self.task.evaluate(self, step)
+        except RolloutStopped:
+            if step and self._saved_step != step:  # the step itself is finished
+                self.save()
+            raise
         self._log(step, Mode.EVAL, row)
         self._notify("on_evaluate", self, self.rows[-1])
         return row
@@ -455,7 +465,7 @@ class Run:
 
     def _save_finished(self, error: BaseException) -> None:
         """Saves the steps before the failed one, if that has updated nothing yet. The run still ends with its error."""
-        if isinstance(error, KeyboardInterrupt):
+        if isinstance(error, KeyboardInterrupt) and not isinstance(error, RolloutStopped):
             if self._finished is not None:
                 log.warning("stopped at once: there is no checkpoint of step %d", self.step)
             return
@@ -472,7 +482,8 @@ class Run:
         except WhetError as second:
             log.warning("the %d steps before the error could not be saved: %s", state["step"], second)
         else:
-            log.warning("the %d steps before the error are saved: %s", state["step"], folder)
+            if not isinstance(error, RolloutStopped):
+                log.warning("the %d steps before the error are saved: %s", state["step"], folder)
 
     def _compared_settings(self) -> dict[str, Any]:
         """The settings that a resume compares, with those that were given from Python and have no key."""
@@ -540,26 +551,29 @@ class Run:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         """Saves the last step and the model if training ended without an error; closes everything in any case."""
-        lost: WhetError | None = None
+        instead: BaseException | None = None
         try:
             if kind is None:
                 self._finish()
             elif error is not None:
                 where = self.ranks.describe()
                 if self.ranks.size > 1 and is_connection_lost(error):
-                    lost = WhetError(
+                    instead = WhetError(
                         f"{where}: another process ended; its own message says why; trainer.resume=latest continues "
                         "from the last checkpoint"
                     )
                 elif self.ranks.size > 1 and not isinstance(error, KeyboardInterrupt) and where not in str(error):
                     log.error("%s: %s", where, format_exception(error))
                 self._save_finished(error)
+                if isinstance(error, RolloutStopped):
+                    log.warning("%s", error)
+                    instead = Stopped(self.step, self.checkpoints.of_step(self.step))
             if self._begun:
                 self._notify("on_run_end", self, error)
         finally:
             self._close()
-        if lost is not None:
-            raise lost from error
+        if instead is not None:
+            raise instead from error
         if error is None:
             self._check_observers()
 

@@ -40,8 +40,12 @@ class Stopped(KeyboardInterrupt):
     """
 
     def __init__(self, step: int, checkpoint: Path | None) -> None:
-        self.checkpoint = checkpoint
-        if checkpoint is None:
+        self.checkpoint = checkpoint if step else None
+        if step == 0:
+            self.key = self.fix = ""
+            self.message = "stopped before the end of the first step; nothing was trained"
+            super().__init__(self.message)
+        elif checkpoint is None:
             self.key, self.fix = "trainer.run_dir", "nothing is saved: trainer.run_dir is not set"
             self.message = f"stopped after step {step}; {self.fix}"
             super().__init__(self.message)

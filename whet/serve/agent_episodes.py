@@ -27,7 +27,7 @@ from whet.envs.multi_turn import stand_in
 from whet.envs.tool_episodes import PROMPT
 from whet.errors import DataError, RewardError, format_value
 from whet.rewards.call import function_name
-from whet.rewards.checked_values import OnError, check_values, error_from_exception, fail_episode
+from whet.rewards.checked_values import EpisodeFailures, check_values, error_from_exception
 from whet.rollout.base import Output, Request, Sampling
 from whet.rollout.driver import Episode, Turns, completion
 from whet.rollout.external_calls import CallTimeoutError, ExternalCall, ExternalCalls, run_function
@@ -50,15 +50,20 @@ class AgentEpisodes:
         agent: called with base_url, api_key and row: the columns of the data, and the prompt as "prompt".
         model: the policy; its `longest` bounds the tokens of a call's prompt and completion.
         timeout_s: of an agent; None = no deadline.
-        on_error: what follows when the agent raises, is late, returns no number, or never calls the model. "raise":
-            the run ends; "none": the episode has no reward (finish_reason "error"), with a warning.
+        failures: what follows when the agent raises, is late, returns no number, or never calls the model: the run
+            ends, or the episode does, without a reward (finish_reason "error"). None = the run ends.
     """
 
     def __init__(
-        self, agent: Callable[..., Any], model: RunModel, *, timeout_s: float | None, on_error: OnError = "raise"
+        self,
+        agent: Callable[..., Any],
+        model: RunModel,
+        *,
+        timeout_s: float | None,
+        failures: EpisodeFailures | None = None,
     ) -> None:
         self.agent, self.model, self.timeout_s = agent, model, timeout_s
-        self.on_error: OnError = on_error
+        self.failures = failures or EpisodeFailures()
         self.name = f"agent {function_name(agent)}"
         self.server = AgentServer(model)
         self._agents = ExternalCalls()
@@ -132,7 +137,7 @@ class AgentEpisodes:
     # ---- the end -------------------------------------------------------------------------------------------------
 
     def _completions(self, episode: Episode, session: Session, end: AgentEnd, out_of_context: bool) -> list[Completion]:
-        """The sequences to train on, with the reward. Raises RewardError: the agent failed, and on_error is "raise"."""
+        """The sequences to train on, with the reward. Raises RewardError: the agent failed, which ends the run."""
         reason: FinishReason | None = None
         info: dict[str, Any] = {"turns": session.turns}
         if session.forks:
@@ -143,7 +148,7 @@ class AgentEpisodes:
             else:
                 episode.rewards[AGENT_REWARD] = self._reward(end, session, episode)
         except RewardError as error:
-            info |= fail_episode(error, episode.prompt.row, episode.generation, self.on_error)
+            info |= self.failures.add(error, episode.prompt.row, episode.generation)
             reason = "error"
         if not session.sequences:
             return [stand_in(episode, info, reason or "length")]

@@ -56,6 +56,9 @@ def test_pages_are_printed_by_name(capsys):
     assert main(["docs"]) == 0
     listed = capsys.readouterr().out
     assert all(f"{path.stem} " in listed for path in (ROOT / "docs").glob("*.md") if path.stem != "README")
+    assert main(["docs", "agents"]) == 0
+    printed = capsys.readouterr().out
+    assert '```python title="agent.py"' in printed and "skip" not in printed
     for name in ("lora", "docs/lora.md"):
         assert main(["docs", name]) == 0 and capsys.readouterr().out.startswith("# LoRA")
     assert main(["docs", "lorra"]) == 2 and "did you mean lora?" in capsys.readouterr().err

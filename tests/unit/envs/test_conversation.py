@@ -21,6 +21,7 @@ from whet.errors import ConfigError, RewardError
 from whet.learners.grpo import GRPOLearner
 from whet.learners.ppo import PPOLearner
 from whet.learners.step import Step
+from whet.rewards.checked_values import EpisodeFailures
 from whet.rollout.base import Output, Sampling
 from whet.rollout.driver import Episode
 from whet.rollout.external_calls import ExternalCall, ExternalCalls
@@ -233,7 +234,7 @@ def test_an_interact_that_fails_ends_the_run_or_its_own_episode(interact, words,
     with pytest.raises(RewardError) as told:
         played(["a"], interact, encoder(), timeout_s=0.05)
     assert words in str(told.value) and "reward_workers" not in str(told.value)  # which interact is not run by
-    (made,), _ = played(["a"], interact, encoder(), timeout_s=0.05, on_error="none")
+    (made,), _ = played(["a"], interact, encoder(), timeout_s=0.05, failures=EpisodeFailures("none"))
     assert made.finish_reason == "error" and words in made.info["error"]
     assert words in caplog.text and "row 7, generation 3 has no reward" in caplog.text
 
@@ -263,6 +264,7 @@ def test_interact_may_change_the_messages_that_it_is_given():
         ("async def step(state, action, extra_info): ...", "is written for a later form of RL2"),
         ("def reward_fn(messages, answer): ...", "has no interact(messages), which rollout.max_turns above 1 calls"),
         ("def interact(messages, state): ...", "is called as interact(messages): missing a required argument"),
+        ("async def interact(messages): yield []", "is a generator, since it yields; write return"),
         ("def interact(messages): ...\nTOOL = 'calc'", "TOOL holds 'c'; give a mapping"),
     ],
 )

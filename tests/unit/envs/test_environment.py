@@ -23,6 +23,7 @@ from whet.errors import ConfigError, DataError, RewardError
 from whet.learners.grpo import GRPOLearner
 from whet.learners.ppo import PPOLearner
 from whet.learners.step import Step
+from whet.rewards.checked_values import EpisodeFailures
 from whet.rollout.base import Output, Sampling
 from whet.rollout.driver import Episode
 from whet.rollout.external_calls import ExternalCall, ExternalCalls
@@ -229,7 +230,7 @@ def test_a_method_that_fails_ends_the_run_or_its_own_episode(where, words, turns
     with pytest.raises(RewardError) as told:
         played(Broken, ["1"])
     assert words in str(told.value)
-    episode, (c,), _ = played(Broken, ["1"], on_error="none")
+    episode, (c,), _ = played(Broken, ["1"], failures=EpisodeFailures("none"))
     assert c.finish_reason == "error" and words in c.info["error"] and not episode.rewards
     assert c.info["turns"] == turns and (c.versions >= 0).sum() == 2 * turns  # a digit and the end, or nothing
 

@@ -137,7 +137,7 @@ def test_a_silence_of_an_environment_that_fails_blames_it_and_no_function(diagno
         (dataclasses.replace(rewarded, groups=[dataclasses.replace(group, completions=failed)]), batch),
     )
     (text,) = said(caplog)
-    assert "since the environment failed in each episode" in text and "failed in 2 of 2 episodes" in text
+    assert "since the agent or environment failed in each episode" in text and "failed in 2 of 2 episodes" in text
     assert "judge" not in text and "ended by themselves" not in text
 
 

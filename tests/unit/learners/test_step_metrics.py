@@ -57,6 +57,8 @@ def test_the_advantage_of_a_trajectory_is_the_mean_over_its_trained_tokens():
 
 def test_lengths_and_endings_by_hand():
     done = (completion([7, 8, 9], finish="length"), completion([7], 1), completion([8], 2), completion([9], 3))
+    failed = rollout_metrics([Group(prompt=prompt("a"), completions=(*done, completion([7], 4, finish="error")))])
+    assert failed["completions/clipped_ratio"].value == 0.25  # whose environment failed is not truncated
     found = rollout_metrics([Group(prompt=prompt("abc"), completions=done)])
     assert {name: metric.value for name, metric in found.items()} == {
         "completions/mean_length": 1.5,

@@ -12,7 +12,10 @@ from whet.report.compare import Spread, compare_runs
 
 def make_run(folder, *, seed=0, lr=0.1, rewards=(0.1, 0.3), evaluation=0.5, torch="2.13"):
     folder.mkdir()
-    rows = [{"step": s + 1, "mode": "train", "version": s, "reward": r} for s, r in enumerate(rewards)]
+    rows = [
+        {"step": s + 1, "mode": "train", "version": s, "reward": r, "turns/mean": 2.0, "turns/failed": 3.0}
+        for s, r in enumerate(rewards)
+    ]
     rows.append({"step": len(rewards), "mode": "eval", "version": 0, "reward": evaluation})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "config.yaml").write_text(
@@ -51,6 +54,8 @@ def test_the_command(tmp_path, capsys):
         "metrics, over the last 2 steps  a    b",
         "eval reward                     0.5  0.5",
         "reward                          0.2  0.2",
+        "turns/mean                      2    2",
+        "turns/failed                    3    3",
         "",
         f"curves: whet report {a} {b}",
     ]

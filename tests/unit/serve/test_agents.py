@@ -2,7 +2,10 @@
 
 import asyncio
 import dataclasses
+import itertools
 import json
+import os
+import signal
 import socket
 import threading
 import time
@@ -23,6 +26,8 @@ from whet.errors import ConfigError, DataError, RewardError
 from whet.learners.grpo import GRPOLearner
 from whet.learners.ppo import PPOLearner
 from whet.learners.step import Step
+from whet.rollout import driver
+from whet.run.signals import Stopped
 
 # ---- sequences and rewards -------------------------------------------------------------------------------------------
 
@@ -252,6 +257,68 @@ FAILURES = [
 ]
 
 
+@pytest.mark.parametrize("every", [False, True])
+def test_failed_episodes_are_counted_and_the_first_ones_told(every, caplog):
+    numbers = itertools.count()
+
+    def agent(base_url, api_key, row):
+        ask(base_url, api_key, [{"role": "user", "content": row["prompt"]}])
+        if every or next(numbers) < 11:
+            raise OSError("the sandbox is gone")
+
+    made = learner(agent, on_reward_error="none", algo={"num_generations": 12}, max_steps=1)
+    (row,) = made.train(rows(2)).train_rows
+    warnings = [r.getMessage() for r in caplog.records if "the sandbox is gone" in r.getMessage()]
+    failed = row["turns/failed"]
+    assert failed == made.failures.count == (24 if every else 11)
+    assert len(warnings) == 4 and warnings[2].endswith("the next ones are only counted, in turns/failed")
+    assert warnings[3].startswith("10 episodes have failed so far; row ")
+    fields = made.new_task().progress_fields(row)
+    assert fields["failed"] == str(int(failed)) and fields.get("truncated") == (None if every else "100%")
+    told = "the agent or environment failed in each episode" if every else "the agent returned None in each episode"
+    assert f"all rewards are None, since {told}" in caplog.text
+    assert ("a function without `return` returns None" in caplog.text) is not every
+    made.close()
+
+
+def test_a_run_that_should_stop_gives_up_agents_that_hang(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(driver, "STOP_WAIT_S", 0.3)
+    monkeypatch.setattr(driver, "STOP_POLL_S", 0.05)
+    begun, hang_after, cancelled = [], [6], []
+
+    async def agent(base_url, api_key, row):
+        begun.append(row)
+        number = len(begun)
+        await asyncio.to_thread(two_turns, base_url, api_key, row)
+        if number > hang_after[0]:
+            if number == hang_after[0] + 6:
+                os.kill(os.getpid(), signal.SIGINT)
+            try:
+                await asyncio.sleep(60)
+            finally:
+                cancelled.append(row)
+        return 1.0
+
+    folder = {"run_dir": str(tmp_path), "max_steps": 3}
+    made = learner(agent, **folder)
+    started = time.monotonic()
+    with pytest.raises(Stopped, match=r"stopped after step 1; checkpoint: .*step-000001") as told:
+        made.train(rows(8))
+    assert time.monotonic() - started < 20 and told.value.checkpoint.is_dir()
+    assert made.cluster.rollout.stats().in_flight == 0
+    assert "waiting for agent agent in 6 episodes; after 0.3 s in which none ends" in caplog.text
+    hang_after[0] = 100
+    made.close()
+    made = learner(agent, **folder, resume="latest")
+    assert made.train(rows(8)).step == 3 and len(cancelled) == 6
+    made.close()
+    hang_after[0] = len(begun)
+    made = learner(agent)
+    with pytest.raises(Stopped, match="stopped before the end of the first step; nothing was trained"):
+        made.train(rows(4))
+    made.close()
+
+
 @pytest.mark.parametrize(("agent", "words"), FAILURES)
 def test_an_agent_that_fails_ends_the_run_or_its_own_episode(agent, words, caplog):
     limits = {"rollout": {"agent_timeout_s": 0.4}}
@@ -429,6 +496,12 @@ def test_settings_that_contradict_an_agent_are_refused(tmp_path):
         load_agent(lambda base_url: 0.0)
     with pytest.raises(ConfigError, match="agent 5 is not a function"):
         load_agent(5)
+
+    async def yields(base_url, api_key, row):
+        yield 1.0
+
+    with pytest.raises(ConfigError, match=r"agent yields is a generator, since it yields; .*: write return"):
+        load_agent(yields)
     with pytest.raises(ConfigError, match="no file no_such_agent"):
         learner("no_such_agent.py:agent")
     with pytest.raises(ConfigError, match="compares with the reward of a greedy completion"):

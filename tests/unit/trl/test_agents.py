@@ -14,6 +14,7 @@ from helpers import END, PAD, length_reward, rows, tiny_model
 
 from whet.data.tokenizer import byte_tokenizer
 from whet.envs.tool_calls import ToolTemplate
+from whet.envs.tools import ToolLimits, Tools
 from whet.errors import ConfigError, DataError
 from whet.trl import GRPOConfig, GRPOTrainer
 
@@ -139,6 +140,30 @@ def test_tools_are_told_called_and_answered_and_only_the_model_s_tokens_are_trai
     assert row["tools/failure_frequency"] == pytest.approx(2 / 3)
     assert row["completions/mean_length"] == pytest.approx(sum(said) / 3)
     assert math.isfinite(row["loss"])
+
+
+class Slow:
+    def reset(self, **row):
+        return None
+
+    async def wait(self) -> str:
+        """Waits for a long time."""
+        await asyncio.sleep(60)
+
+
+def test_tools_with_limits_of_their_own_and_their_environment_s(tmp_path):
+    limited = Tools([multiply], limits=ToolLimits(timeout_s=0.1))
+    calls = [CALL % ("wait", "{}"), CALL % ("multiply", '{"a": 3, "b": 4}'), "a"]
+    made = trainer(tmp_path, seen := Seen(), tools=limited, environment_factory=Slow, say=[calls, lambda text: "so"])
+    assert sorted(f.__name__ for f in made.tools) == ["multiply", "wait"]
+    made.train()
+    answers = [[m["content"] for m in c if m["role"] == "tool"] for c in seen.calls[0][1]]
+    assert answers == [["{'error': 'no answer within 0.1 s'}"], ["12"], []]
+
+
+def test_a_template_without_tools_is_told_in_trl_s_words(tmp_path):
+    with pytest.raises(ConfigError, match=r"does not support tool calling.*or set processing_class\.chat_template"):
+        trainer(tmp_path, length_reward, tools=[multiply], processing_class=byte_tokenizer())
 
 
 def test_rounds_end_at_their_limit_and_an_answer_without_room_is_taken_back(tmp_path):

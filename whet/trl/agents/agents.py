@@ -17,7 +17,7 @@ import numpy as np
 from whet.config import Mode
 from whet.envs.tool_calls import ToolTemplate
 from whet.envs.tool_episodes import PROMPT, ToolEpisodes
-from whet.envs.tools import Tools
+from whet.envs.tools import ToolLimits, Tools
 from whet.errors import ConfigError, DataError
 from whet.models.modes import max_positions
 from whet.rollout.driver import Episode
@@ -33,28 +33,30 @@ _REQUIRED_KEYS = ("completion_ids", "logprobs", "prompt_ids")
 class Agents:
     """The tools, the environments, or the rollout_func of a trainer.
 
-    Args: tools, environment_factory, rollout_func: GRPOTrainer's arguments. tokenizer: the model's. args: the trainer's
-        arguments.
+    Args: tools, environment_factory, rollout_func: GRPOTrainer's arguments; `tools` may also be Tools, whose limits
+        then hold for an environment's methods too. tokenizer: the model's. args: the trainer's arguments.
     Raises: ConfigError: a rollout_func together with tools or an environment_factory.
     """
 
     def __init__(
         self,
-        tools: Sequence[Callable[..., Any]] | None,
+        tools: Sequence[Callable[..., Any]] | Tools | None,
         environment_factory: Any,
         rollout_func: Callable[..., Any] | None,
         tokenizer: Any,
         args: Any,
     ) -> None:
-        has_tools = bool(tools) or environment_factory is not None
+        limits = tools.limits if isinstance(tools, Tools) else ToolLimits()
+        given = [*(tools or ())]
+        has_tools = bool(given) or environment_factory is not None
         if rollout_func is not None and has_tools:
             raise ConfigError(
                 "rollout_func generates the completions itself, but tools and environment_factory need whet to "
                 "generate them; give one of them"
             )
         self.rollout_func, self.tokenizer, self.args = rollout_func, tokenizer, args
-        self.tools = Tools(tools or ()) if has_tools else None
-        self.environments = None if environment_factory is None else Environments(environment_factory, tools or ())
+        self.tools = Tools(given, limits=limits) if has_tools else None
+        self.environments = None if environment_factory is None else Environments(environment_factory, given, limits)
         self.episodes: ToolEpisodes | None = None
         self.columns: dict[str, list[Any]] = {}
         """Further columns for the reward functions from the last rollout_func: a value for each completion."""
@@ -69,9 +71,11 @@ class Agents:
         """The tools' schemas for every row's prompt; environments add theirs when they are reset."""
         return () if self.tools is None or self.environments is not None else tuple(self.tools.schemas)
 
-    def functions(self, tools: Sequence[Callable[..., Any]]) -> list[Callable[..., Any]]:
+    @property
+    def functions(self) -> list[Callable[..., Any]]:
         """The functions that the model may call: the tools, and the environment's methods if there is only one kind."""
-        return list(tools) if self.environments is None else self.environments.functions or list(tools)
+        own = [] if self.environments is None else self.environments.functions
+        return own or ([] if self.tools is None else list(self.tools.functions.values()))
 
     @property
     def rewards(self) -> list[Callable[..., Any]]:

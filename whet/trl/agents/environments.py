@@ -11,7 +11,7 @@ from typing import Any
 
 from whet.data.prompts import PromptEncoder
 from whet.envs.environment import method_names, with_observation
-from whet.envs.tools import Tools
+from whet.envs.tools import Tool, ToolLimits, Tools
 from whet.errors import ConfigError, DataError, lookup_error
 from whet.types import Prompt
 
@@ -27,14 +27,14 @@ class Environments:
 
     Args:
         factory: makes an environment; or a dict of factories by name, from which a row's column `environment` chooses.
-        tools: tools of every environment, besides its methods.
+        tools: tools of every environment, besides its methods. limits: of the calls of a turn.
     Raises: ConfigError: an environment without `reset`.
     """
 
-    def __init__(self, factory: Any, tools: Sequence[Callable[..., Any]]) -> None:
+    def __init__(self, factory: Any, tools: Sequence[Callable[..., Any] | Tool], limits: ToolLimits) -> None:
         self.factory, self._has_names = factory, isinstance(factory, Mapping)
         self._factories: dict[Any, Callable[[], Any]] = dict(factory) if self._has_names else {None: factory}
-        self._tools = list(tools)
+        self._tools, self._limits = list(tools), limits
         self._pool: dict[Any, list[tuple[Any, Tools]]] = {name: [] for name in self._factories}
         self.in_use: list[Any] = []
         """The environments of the last rollout, one for each completion, in order."""
@@ -53,7 +53,7 @@ class Environments:
                     f"{kind.__name__} of environment_factory has no method reset; define it: it starts a rollout"
                 )
             bound = [getattr(environment, n) for n in methods if n not in _NOT_TOOLS]
-            pool.append((environment, Tools([*self._tools, *bound])))
+            pool.append((environment, Tools([*self._tools, *bound], limits=self._limits)))
         return pool[index]
 
     @property

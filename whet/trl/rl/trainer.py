@@ -92,7 +92,7 @@ class RLTrainer(Trainer):
                 f"WORLD_SIZE is {args.world_size}, and tools and environments run in one process in this release; "
                 "start one process, or give rollout_func, which each process calls with its own prompts"
             )
-        self.rollout_func, self.tools = rollout_func, self.agents.functions(tools or ())
+        self.rollout_func, self.tools = rollout_func, self.agents.functions
         self.completions = Completions(args)
         if args.sync_ref_model and (peft_config is not None or model is not self._original_model):
             raise ConfigError(

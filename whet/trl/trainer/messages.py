@@ -36,6 +36,8 @@ _NAMES = {
     "optim.total_steps": "max_steps",
     "optim.warmup_ratio": "warmup_steps",
     "optim.warmup_steps": "warmup_steps",
+    "tokenizer.chat_template": "processing_class.chat_template",
+    "tokenizer.response_template": "processing_class.response_template",
     "rollout.chat_template_kwargs": "chat_template_kwargs",
     "rollout.eos_tokens": "model.generation_config.eos_token_id",
     "rollout.generation_kwargs": "generation_kwargs",
