@@ -37,25 +37,26 @@ class OpenEnv:
             from openenv.core import GenericEnvClient  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ConfigError(f"environments of OpenEnv need the package; {install_hint('openenv')}") from error
-        self._client: Any = GenericEnvClient(base_url=self.base_url)
+        # its own loop in a thread: `close` comes from another loop than `step`
+        self._client: Any = GenericEnvClient(base_url=self.base_url).sync()
         self.total, self.done = 0.0, False
 
-    async def reset(self, seed: int | None = None, **_: Any) -> str:
+    def reset(self, seed: int | None = None, **_: Any) -> str:
         """Begins an episode. Args: seed: a column of the row; None = a random one. Returns: the first observation."""
-        await self._client.connect()
-        return self._take(await self._client.reset(**({} if seed is None else {"seed": seed})))
+        self._client.connect()
+        return self._take(self._client.reset(**({} if seed is None else {"seed": seed})))
 
-    async def step(self, message: Mapping[str, Any]) -> str:
+    def step(self, message: Mapping[str, Any]) -> str:
         """Plays the model's turn. Returns: the next observation."""
-        return self._take(await self._client.step(self._parse(str(message["content"]))))
+        return self._take(self._client.step(self._parse(str(message["content"]))))
 
     def get_reward(self) -> float:
         """The sum of the rewards."""
         return self.total
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Ends the session."""
-        await self._client.close()
+        self._client.close()
 
     def _take(self, result: Any) -> str:
         self.total += float(result.reward or 0.0)
