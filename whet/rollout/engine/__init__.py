@@ -3,7 +3,7 @@
 engine.py               the protocol, and a step: schedule, run, postprocess
 scheduler.py            the waiting queue, and which requests are admitted
 live_rows.py            the host's record of the rows in the batch
-conversation_cache.py   keys and values of finished requests, held for the next turn of their conversation
+prefix_cache.py         keys and values of finished requests, held for the next turn of their conversation
 kv_cache.py             keys and values of prompts (once per group) and of completions
 runner.py               prefill and decode, with the state of the rows on the device
 prefill.py              attention of prompts: writes and reads keys and values
