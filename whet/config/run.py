@@ -107,7 +107,8 @@ class RunConfig(RewardFields):
         teacher it is the reward_fn of rollout.env_path.
         """
         named = super().reward_names
-        if not named and self.teacher is None and isinstance(self.rollout.env_path, str):
+        is_file = isinstance(self.rollout.env_path, str) and not self.rollout.has_environment_class
+        if not named and self.teacher is None and is_file:
             return (f"{self.rollout.env_path}:reward_fn",)
         return named
 
@@ -160,6 +161,7 @@ def check_complete(config: RunConfig, unread: Collection[str] = ()) -> None:
     learns = (
         config.reward_names
         or config.rollout.agent is not None
+        or config.rollout.has_environment_class
         or (config.teacher is not None and not isinstance(config, PPORunConfig))
     )
     if not learns and readable("reward", "rollout", "teacher"):
