@@ -13,7 +13,7 @@ fused_trunk.py          the decoder blocks of the Llama family, written out
 packed_linear.py        linear layers of one input as one product, with packed weights
 native_step.py          the tables that whet/native's kernels of a decode step read
 cuda_graph.py           decode steps of fixed shape, replayed
-sampler.py              logits -> token and logprob
+sampling.py             logits -> token and logprob
 engine_model.py         the model that runs: the trainer's own, or a copy
 """
 
