@@ -147,6 +147,7 @@ def test_a_text_environment_of_gymnasium_is_played_by_a_model():
     assert all(total % 0.5 == 0 for total in step.rewards.total)
 
 
+@pytest.mark.full  # the package takes seconds to import
 @needs("openenv")
 def test_a_session_of_a_server_of_openenv():
     import uvicorn

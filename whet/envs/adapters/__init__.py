@@ -1,4 +1,4 @@
-"""Adapters: environments of other packages as environment classes (environment.py), or as an agent.
+"""Adapters: environments of other packages as environment classes (environment.py).
 
     # env.py
     from whet.envs.adapters.textarena import TextArena
@@ -11,7 +11,6 @@
 gymnasium.py    environments of gymnasium whose observations are texts
 textarena.py    games of TextArena
 openenv.py      clients of OpenEnv's servers
-verifiers.py    environments of verifiers: an agent, since they own the loop
 
 Each imports its package when an episode begins. An adapter is a class to derive from: its attributes say which
 environment, and its underscored methods how an observation becomes a text and a text an action.

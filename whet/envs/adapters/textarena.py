@@ -1,7 +1,7 @@
 """TextArena: a game of TextArena. The model is player 0.
 
-    class Guess(TextArena):
-        env_id = "GuessTheNumber-v0"
+class Guess(TextArena):
+    env_id = "GuessTheNumber-v0"
 """
 
 from __future__ import annotations
