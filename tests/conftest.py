@@ -8,6 +8,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import random
+import signal
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ import torch
 
 from whet.observe import plot_curves
 
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background jobs ignore Ctrl-C, which tests send
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(int(os.environ.get("WHET_TEST_THREADS", "1")))
 pytest.register_assert_rewrite("contract", "tiny")  # what they assert is shown as in a test
 

@@ -33,6 +33,7 @@ from whet.config.fields import (
 )
 from whet.config.synonyms import find_owner
 from whet.errors import ConfigError, nearest
+from whet.util.references import is_ref
 
 __all__ = ["OWN_FIELDS", "ConstraintConfig", "RolloutConfig"]
 
@@ -192,10 +193,11 @@ class RolloutConfig:
     chat_template_kwargs: Tree = field(default_factory=dict)
     """More arguments of the chat template, e.g. {enable_thinking: false}."""
     env_path: Name | Fn | None = None
-    """The environment, which answers the model's turns: a file ("env.py") or module with interact(messages),
-    reward_fn(messages, answer) and TOOL (the tools that the chat template lists); from Python also the function
-    interact itself. Its reward_fn is the reward if `reward` is not set. None = no environment. See whet docs
-    environments."""
+    """The environment, which answers the model's turns: a class ("env.py:Class") whose methods are the model's tools,
+    with reset, step and get_reward; or a file ("env.py") or module with interact(messages), reward_fn(messages,
+    answer) and TOOL (the tools that the chat template lists). From Python also the class or the function interact
+    itself. A class's get_reward is added to the rewards; a reward_fn is the reward if `reward` is not set. None = no
+    environment. See whet docs environments."""
     agent: Name | Fn | None = None
     """The agent, in place of an environment: "file.py:function" or "package.module:function", called as agent(base_url,
     api_key, row) for each episode. It calls the model at base_url by OpenAI's API, and returns its reward. None = no
@@ -276,6 +278,20 @@ class RolloutConfig:
             )
         if "" in self.stop:
             raise ConfigError("stop holds an empty string, which would end every completion at once; leave it out")
+
+    @property
+    def has_environment_class(self) -> bool:
+        """Whether env_path is a class, and not a file or a function.
+
+        >>> [RolloutConfig(env_path=path).has_environment_class for path in ("env.py:Class", "env.py")]
+        [True, False]
+        """
+        return isinstance(self.env_path, type) or (isinstance(self.env_path, str) and is_ref(self.env_path))
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether an environment plays the episodes."""
+        return self.max_turns > 1 or self.has_environment_class
 
     @property
     def most_tokens(self) -> int:

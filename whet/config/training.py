@@ -462,7 +462,7 @@ class ClusterConfig:
         rollout = self.rollout_for(Mode.TRAIN)
         longest = rollout.max_prompt_length + rollout.most_tokens
         budget = self.training_config.max_tokens_per_microbatch
-        has_turns = rollout.max_turns > 1 or rollout.agent is not None
+        has_turns = rollout.has_turns or rollout.agent is not None
         if has_turns and budget is not None:  # where an episode ends that began with one whole turn
             longest = max(min(longest, budget), rollout.max_prompt_length + rollout.max_tokens_to_generate)
         return self.training_config.token_budget(device, longest if positions is None else min(longest, positions))

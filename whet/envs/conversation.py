@@ -1,4 +1,4 @@
-"""Conversation: episodes in which a user's function interact(messages) answers the model's turns.
+"""Conversation: episodes in which a user's function interact(messages), or an environment's class, answers the turns.
 
 The loop is `play_turns` (multi_turn.py); the token ids are in a ChatTranscript (transcript.py).
 """
@@ -6,37 +6,47 @@ The loop is `play_turns` (multi_turn.py); the token ids are in a ChatTranscript 
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from whet.data.prompts import PromptEncoder
-from whet.envs.multi_turn import play_turns
+from whet.envs.environment import ENVIRONMENT_REWARD, EnvironmentInstance
+from whet.envs.multi_turn import play_turns, stand_in
 from whet.envs.script import Script
+from whet.envs.tool_calls import ToolTemplate
+from whet.envs.tool_episodes import PROMPT
 from whet.envs.transcript import ChatTranscript
 from whet.errors import RewardError, format_value
 from whet.rewards.checked_values import EpisodeFailures, error_from_exception
 from whet.rollout.base import Sampling
 from whet.rollout.driver import Episode, Turns
 from whet.rollout.external_calls import CallTimeoutError, ExternalCall
-from whet.types import Message
+from whet.types import Completion, FinishReason, Message, Prompt
 
 __all__ = ["Conversation"]
 
 
 class Conversation:
-    """Plays episodes with a user's function interact.
+    """Plays episodes with a user's function interact, or with instances of an environment's class.
 
-    It is called with a copy of all messages so far, the prompt's included, after each turn of the model but the last.
+    interact is called with a copy of all messages so far, the prompt's included, after each turn of the model but the
+    last. An instance receives the message of each turn (EnvironmentInstance).
 
     Args:
-        script: has interact.
+        script: has interact, or a class.
         encode: the encoder of the prompts.
         max_turns: of the model.
         max_tokens: after the prompt, those of the environment included.
         max_length: of the model, which no episode exceeds; None = no limit.
-        timeout_s: of one call of interact; None = no deadline.
-        failures: what follows when interact raises, is late or returns something that is not a list of messages: the
+        end_ids: ids that end a turn.
+        timeout_s: of one call of interact, or of a method of the class; None = no deadline.
+        failures: what follows when one of them raises, is late or returns something that is not a list of messages: the
             run ends, or the episode does, without a reward (finish_reason "error"). None = the run ends.
+    Raises: ConfigError: the class has tools, and the chat template has none.
     """
 
     def __init__(
@@ -47,52 +57,122 @@ class Conversation:
         max_turns: int,
         max_tokens: int,
         max_length: int | None = None,
+        end_ids: Sequence[int] = (),
         timeout_s: float | None = 60.0,
         failures: EpisodeFailures | None = None,
     ) -> None:
         self.script, self.encode = script, encode
         self.max_turns, self.max_tokens, self.max_length = max_turns, max_tokens, max_length
-        self.timeout_s = timeout_s
+        self.end_ids, self.timeout_s = end_ids, timeout_s
         self.failures = failures or EpisodeFailures()
+        kind = script.environment
+        has_tools = kind is not None and bool(kind.tool_names)
+        self._template = ToolTemplate(encode.tokenizer, encode.template.options, end_ids) if has_tools else None
 
     def play(self, sampling: Sampling) -> Callable[[Episode], Turns]:
         """The generator function of an Episode. Args: sampling: its max_tokens is that of one turn."""
+        return functools.partial(self._play, sampling=sampling)
 
-        def playing(episode: Episode) -> Turns:
-            transcript = ChatTranscript(episode.prompt, self.encode)
-            info: dict[str, Any] = {}
-            try:
-                reason = yield from play_turns(
-                    episode,
-                    sampling,
-                    transcript,
-                    lambda: self._respond(transcript.messages),
-                    max_turns=self.max_turns,
-                    max_tokens=self.max_tokens,
-                    max_length=self.max_length,
-                )
-            except RewardError as error:
-                info = self.failures.add(error, episode.prompt.row, episode.generation)
-                reason = "error"
-            forks = {"forks": transcript.forks} if transcript.forks else {}
-            return transcript.completions(episode.generation, reason, {"turns": transcript.turns, **forks, **info})
-
-        return playing
-
-    def _respond(self, messages: Sequence[Message]) -> Generator[ExternalCall, Any, list[Message]]:
-        """The environment's messages. Raises RewardError: interact raised, was late, or returned something else."""
-        interact, name, copied = self.script.interact, f"interact of {self.script.name}", copy.deepcopy(list(messages))
-        assert interact is not None
+    def _play(self, episode: Episode, sampling: Sampling) -> Turns:
+        kind = self.script.environment
+        instance = None if kind is None else EnvironmentInstance(kind, timeout_s=self.timeout_s)
+        transcript = self._transcript(episode.prompt)
+        info: dict[str, Any] = {}
         try:
-            answer = yield ExternalCall(function=lambda: interact(copied), name=name, timeout_s=self.timeout_s)
-        except CallTimeoutError as error:
-            raise RewardError(f"{error}; give it a limit of its own, or raise trainer.reward_timeout_s") from error
-        except GeneratorExit:
-            raise
-        except BaseException as error:  # SystemExit too: it is the user's code
-            raise error_from_exception(name, error, __file__) from error
+            if instance is not None:
+                prompt = yield from self._told(instance.reset(episode.prompt, self.encode))
+                if prompt is not episode.prompt:
+                    transcript = self._transcript(prompt)
+            reason: FinishReason = yield from play_turns(
+                episode,
+                sampling,
+                transcript,
+                lambda: self._respond(instance, transcript.messages),
+                max_turns=self.max_turns,
+                max_tokens=self.max_tokens,
+                max_length=self.max_length,
+                answers_last=instance is not None,
+            )
+            if instance is not None and instance.of.has_reward and reason not in ("abort", "error"):
+                identity = f"{episode.prompt.row}_{episode.generation}"
+                episode.rewards[ENVIRONMENT_REWARD] = yield from self._told(instance.get_reward(identity))
+        except RewardError as error:
+            info = self.failures.add(error, episode.prompt.row, episode.generation)
+            reason = "error"
+        finally:
+            if instance is not None:
+                instance.close()
+        return self._completions(episode, transcript, instance, reason, info)
+
+    def _completions(
+        self,
+        episode: Episode,
+        transcript: ChatTranscript,
+        instance: EnvironmentInstance | None,
+        reason: FinishReason,
+        info: Mapping[str, Any],
+    ) -> list[Completion]:
+        """The sequences to train on. Args: reason: why the episode ended. info: of a failure."""
+        facts: dict[str, Any] = {"turns": transcript.turns}
+        if transcript.forks:
+            facts["forks"] = transcript.forks
+        if instance is not None and instance.of.tool_names:
+            facts |= {"tool_calls": instance.counts.calls, "tool_errors": instance.counts.failures}
+        if not transcript.turns:
+            return [stand_in(episode, {**facts, **info}, reason)]
+        completions = transcript.completions(episode.generation, reason, {**facts, **info})
+        prompt = transcript.prompt
+        if np.array_equal(prompt.tokens, episode.prompt.tokens):
+            return completions
+        return [
+            replace(c, prefix=prompt.tokens if c.prefix is None else c.prefix, info={**c.info, PROMPT: prompt.source})
+            for c in completions
+        ]
+
+    def _transcript(self, prompt: Prompt) -> ChatTranscript:
+        template, kind = self._template, self.script.environment
+        parse = None
+        if template is not None and kind is not None:
+            parse = lambda tokens, context: template.parse(tokens, context, kind.tools.schemas)
+        return ChatTranscript(prompt, self.encode, end_ids=self.end_ids, parse=parse)
+
+    def _respond(
+        self, instance: EnvironmentInstance | None, messages: Sequence[Message]
+    ) -> Generator[ExternalCall, Any, list[Message]]:
+        """The environment's messages. Raises RewardError: it raised, was late, or returned something else."""
+        if instance is not None:
+            name = f"step of {self.script.name}"
+            answer = yield from self._told(instance.respond(messages[-1]))
+        else:
+            interact, name = self.script.interact, f"interact of {self.script.name}"
+            copied = copy.deepcopy(list(messages))
+            assert interact is not None
+            call = ExternalCall(function=lambda: interact(copied), name=name, timeout_s=self.timeout_s)
+            answer = yield from self._told(_waiting(call))
         _check_messages(answer, name)
         return [dict(m) for m in answer]
+
+    def _told(self, calls: Generator[ExternalCall, Any, Any]) -> Generator[ExternalCall, Any, Any]:
+        """Plays calls of the user's code. Raises RewardError: one raised, or was late."""
+        result: Any = None
+        call = next(calls)
+        while True:
+            try:
+                result = yield call
+            except CallTimeoutError as error:
+                raise RewardError(f"{error}; give it a limit of its own, or raise trainer.reward_timeout_s") from error
+            except GeneratorExit:
+                raise
+            except BaseException as error:  # SystemExit too: it is the user's code
+                raise error_from_exception(call.name, error, __file__) from error
+            try:
+                call = calls.send(result)
+            except StopIteration as end:
+                return end.value
+
+
+def _waiting(call: ExternalCall) -> Generator[ExternalCall, Any, Any]:
+    return (yield call)
 
 
 def _check_messages(messages: Any, name: str) -> None:

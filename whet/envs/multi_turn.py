@@ -10,7 +10,7 @@ holds the token ids. Ids that the model did not sample have version -1 and are n
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -19,9 +19,9 @@ import numpy as np
 from whet.rollout.base import Output, Request, Sampling
 from whet.rollout.driver import Episode
 from whet.rollout.external_calls import ExternalCall
-from whet.types import FinishReason, Message
+from whet.types import Completion, FinishReason, Message
 
-__all__ = ["Transcript", "play_turns"]
+__all__ = ["Transcript", "play_turns", "stand_in"]
 
 
 class Transcript(Protocol):
@@ -54,6 +54,7 @@ def play_turns(
     max_turns: int | None,
     max_tokens: int,
     max_length: int | None,
+    answers_last: bool = False,
 ) -> Generator[Request | ExternalCall, Any, FinishReason]:
     """Plays an episode to its end.
 
@@ -62,11 +63,11 @@ def play_turns(
         sampling: the sampling parameters of a turn.
         transcript: holds the prompt, and receives turns and answers.
         respond: called after a turn; a generator that yields the calls to wait for, and returns the messages that
-            answer the turn, [] = the episode ends. It is not called after the last turn, or after a turn with
-            finish_reason "abort" or "error".
+            answer the turn, [] = the episode ends. It is not called after a turn with finish_reason "abort" or "error".
         max_turns: the most turns of the model; None = no limit.
         max_tokens: the most tokens after the prompt, answers included.
         max_length: the most tokens of the episode, a limit of the model; None = no limit.
+        answers_last: call `respond` after the last of max_turns turns too, and drop what it returns.
     Returns: why the episode ended: the finish_reason of the last turn, or "length" if an answer left no room for
         another turn; that answer is removed.
 
@@ -84,10 +85,24 @@ def play_turns(
         limited = replace(sampling, max_tokens=min(sampling.max_tokens, room))
         output = yield episode.request(context, limited, conversation=conversation)
         transcript.add_turn(output)
-        if turn == max_turns or output.finish_reason in ("abort", "error"):
+        is_last = turn == max_turns
+        if output.finish_reason in ("abort", "error") or (is_last and not answers_last):
             return output.finish_reason
         answer = yield from respond()
-        if not answer:
+        if is_last or not answer:
             return output.finish_reason
         transcript.add_answer(answer)
     raise AssertionError("the loop returns")
+
+
+def stand_in(episode: Episode, info: Mapping[str, Any], reason: FinishReason) -> Completion:
+    """The completion of an episode without a turn of the model: one token that was not sampled, so none is trained."""
+    return Completion(
+        tokens=episode.prompt.tokens[-1:].astype(np.int32),
+        logprobs=np.zeros(1, np.float32),
+        versions=np.full(1, -1, np.int32),
+        finish_reason=reason,
+        generation=episode.generation,
+        info=dict(info),
+        messages=({"role": "assistant", "content": ""},),
+    )

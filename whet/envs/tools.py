@@ -9,6 +9,7 @@ and a sandbox (whet.envs.sandbox); a tool runs in this process, with arguments t
 from __future__ import annotations
 
 import asyncio
+import copy
 import inspect
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -97,6 +98,12 @@ class Tools:
                 raise ConfigError(f"two tools are named {name!r}, and the model calls them by name; rename one")
             self.functions[name] = fn.call if isinstance(fn, Tool) else fn
             self.schemas.append(schema)
+
+    def with_functions(self, functions: Mapping[str, Callable[..., Any]]) -> Tools:
+        """Tools of the same names and schemas with other functions, such as the methods of another instance."""
+        tools = copy.copy(self)
+        tools.functions = dict(functions)
+        return tools
 
     def __iter__(self) -> Iterator[Tool]:
         """The tools, each with its schema."""

@@ -36,6 +36,7 @@ from whet.config import AlgorithmConfig, DataConfig, Mode, Role
 from whet.config.rewards import REWARD_MODEL
 from whet.data.prompts import PromptEncoder
 from whet.envs.agent import AGENT_REWARD
+from whet.envs.environment import ENVIRONMENT_REWARD
 from whet.errors import ConfigError
 from whet.learners.episodes import load_environment, make_agent_episodes, make_play
 from whet.learners.from_config import reward_functions
@@ -106,6 +107,7 @@ class RLLearner:
         self.observers = list(observers)
         self.environment = load_environment(cluster)
         self._agents: dict[Mode, AgentEpisodes] = {}
+        self._plays: dict[Mode, Play | None] = {}
         self.failures = EpisodeFailures(self.config.on_reward_error)
         """Of the environments and agents of the run."""
         self.encoders: dict[Mode, PromptEncoder] = {}
@@ -130,7 +132,6 @@ class RLLearner:
                 f"reward names {REWARD_MODEL}, but no reward model is set; set reward_model.model=, or pass "
                 "RLCluster(reward=...)"
             )
-        has_agent = self.cluster.rollout_for().agent is not None
         algo_config = self.algo_config
         manager = resolve_reward_manager(algo_config.reward_manager)
         reward_fns, weights = reward_functions(reward_fns, algo_config)
@@ -140,11 +141,22 @@ class RLLearner:
             on_error=self.config.on_reward_error,
             timeout_s=self.config.reward_timeout_s,
             **({"workers": self.config.reward_workers} if self.config.reward_workers else {}),
-            **({"groups_have_rewards": True} if has_agent and not reward_fns else {}),
+            **({"groups_have_rewards": True} if self.episode_reward and not reward_fns else {}),
             algo_fields={f.name: getattr(algo_config, f.name) for f in dataclasses.fields(algo_config)},
         )
-        if has_agent and AGENT_REWARD in getattr(self.reward_manager, "fns", ()):
-            raise ConfigError(f"a reward function is named {AGENT_REWARD}, like the reward of rollout.agent; rename it")
+        if self.episode_reward in getattr(self.reward_manager, "fns", ()):
+            raise ConfigError(
+                f"a reward function is named {self.episode_reward}, like the reward of rollout."
+                f"{'agent' if self.episode_reward == AGENT_REWARD else 'env_path'}; rename it"
+            )
+
+    @property
+    def episode_reward(self) -> str | None:
+        """The name of the reward that the episodes bring: the agent's, or that of an environment's class."""
+        if self.cluster.rollout_for().agent is not None:
+            return AGENT_REWARD
+        environment = None if self.environment is None else self.environment.environment
+        return ENVIRONMENT_REWARD if environment is not None and environment.has_reward else None
 
     def train(self, train_ds: Any, eval_ds: Any = None) -> Run:
         """Trains until max_steps or the data's end.
@@ -230,10 +242,14 @@ class RLLearner:
 
     def play(self, mode: Mode) -> Play | None:
         """The generator of a mode's episodes; None = one completion each."""
+        if mode not in self._plays:
+            self._plays[mode] = self._make_play(mode)
+        return self._plays[mode]
+
+    def _make_play(self, mode: Mode) -> Play | None:
         if self.cluster.rollout_for(mode).agent is None:
             return make_play(self.cluster, mode, self.encoder(mode), self.failures)
-        if mode not in self._agents:
-            self._agents[mode] = make_agent_episodes(self.cluster, mode, self.encoder(mode), self.failures)
+        self._agents[mode] = make_agent_episodes(self.cluster, mode, self.encoder(mode), self.failures)
         return self._agents[mode].play
 
     def encoder(self, mode: Mode) -> PromptEncoder:

@@ -40,11 +40,12 @@ def make_play(cluster: RLCluster, mode: Mode, encode: PromptEncoder, failures: E
     Args: encode: the mode's encoder. failures: of the run's episodes.
     """
     config, training = cluster.rollout_for(mode), cluster.training_config
-    if config.max_turns == 1:
+    if not config.has_turns:
         return None
     return Conversation(
         load_script(config.env_path, turns=config.max_turns),
         encode,
+        end_ids=cluster.eos_ids,
         max_turns=config.max_turns,
         max_tokens=config.most_tokens,
         max_length=_longest(cluster, mode),

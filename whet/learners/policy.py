@@ -167,10 +167,11 @@ class PolicyLearner(RLLearner):
                 f"algo.beta={c.beta}, algo.force_compute_kl={c.force_compute_kl}: the KL needs a reference model; pass "
                 "RLCluster(reference=...), or set algo.beta=0.0 and algo.force_compute_kl=False"
             )
-        if self.needs_greedy and cluster.rollout_for().agent is not None:
+        if self.needs_greedy and self.episode_reward is not None:
+            source = "rollout.agent" if cluster.rollout_for().agent is not None else "rollout.env_path"
             raise ConfigError(
                 f"algo.advantage_estimator={c.advantage_estimator} compares with the reward of a greedy completion, to "
-                "which rollout.agent gives none; choose another advantage_estimator"
+                f"which {source} gives none; choose another advantage_estimator"
             )
         if c.sync_ref_model and cluster.worker(Role.REFERENCE).loaded.is_view:
             raise ConfigError(

@@ -152,17 +152,25 @@ def _turn_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
 
     turns/{mean,max,min}: the model's turns. completions/sampled_tokens: the tokens that the model drew. turns/forks:
     sequences after the first of each episode. turns/failed: episodes in which the environment failed.
+    tools/call_frequency: calls of tools per episode. tools/failure_frequency: failures per call.
     """
     last = {(id(g), c.generation): c for g in groups for c in g.completions if c.messages}
     if not last:
         return {}
     turns = [sum(m["role"] == "assistant" for m in c.messages or ()) for c in last.values()]
     sampled = sum(int((c.versions >= 0).sum()) for g in groups for c in g.completions)
+    with_tools = [c.info for c in last.values() if "tool_calls" in c.info]
+    calls, errors = (sum(info[name] for info in with_tools) for name in ("tool_calls", "tool_errors"))
+    tools: dict[str, Metric] = {}
+    if with_tools:
+        tools["tools/call_frequency"] = Mean(float(calls), len(with_tools))
+        tools["tools/failure_frequency"] = Mean(float(errors), calls)
     return {
         **spread("turns", np.array(turns)),
         "turns/forks": Sum(float(sum(len(g.completions) for g in groups) - len(last))),
         "turns/failed": Sum(float(sum(c.finish_reason == "error" for c in last.values()))),
         "completions/sampled_tokens": Sum(float(sampled)),
+        **tools,
     }
 
 

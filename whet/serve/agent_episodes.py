@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from whet.envs.agent import AGENT_REWARD
+from whet.envs.multi_turn import stand_in
 from whet.envs.tool_episodes import PROMPT
 from whet.errors import DataError, RewardError, format_value
 from whet.rewards.call import function_name
@@ -150,7 +151,7 @@ class AgentEpisodes:
             info |= self.failures.add(error, episode.prompt.row, episode.generation)
             reason = "error"
         if not session.sequences:
-            return [_stand_in(episode, info, reason or "length")]
+            return [stand_in(episode, info, reason or "length")]
         return [_sequence(sequence, episode, info, reason) for sequence in session.sequences]
 
     def _reward(self, end: AgentEnd, session: Session, episode: Episode) -> float:
@@ -211,19 +212,6 @@ def _split_messages(messages: Sequence[Message], prompt: Any) -> tuple[list[Mess
         roles = [m["role"] for m in messages]
         count = roles.index("assistant")
     return list(messages[:count]), list(messages[count:])
-
-
-def _stand_in(episode: Episode, info: Mapping[str, Any], reason: FinishReason) -> Completion:
-    """The completion of an episode without a turn of the model: one token that was not sampled, so none is trained."""
-    return Completion(
-        tokens=episode.prompt.tokens[-1:].astype(np.int32),
-        logprobs=np.zeros(1, np.float32),
-        versions=np.full(1, -1, np.int32),
-        finish_reason=reason,
-        generation=episode.generation,
-        info=dict(info),
-        messages=({"role": "assistant", "content": ""},),
-    )
 
 
 def _close(server: AgentServer, agents: ExternalCalls) -> None:

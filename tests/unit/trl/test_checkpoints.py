@@ -66,6 +66,23 @@ def test_a_checkpoint_is_a_folder_of_files_that_transformers_loads(run):
     assert json.loads(held) == json.loads((folder / "checkpoint-4" / "trainer_state.json").read_text())
 
 
+@pytest.mark.parametrize(
+    ("init", "dtype"),
+    [(None, torch.float32), ({"dtype": "bfloat16"}, torch.bfloat16), ({"dtype": "auto"}, torch.bfloat16)],
+)
+def test_a_model_given_by_name_is_saved_in_the_dtype_that_trl_would_train_it_in(init, dtype, tmp_path):
+    tiny_model(dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
+    given = {**ARGS, "save_only_model": True, "model_init_kwargs": init, "max_steps": 2}
+    args = SFTConfig(str(tmp_path / "out"), **given)
+    made = SFTTrainer(str(tmp_path / "model"), args, train_dataset=[{"text": "a b"}], processing_class=byte_tokenizer())
+    made.train()
+    made.save_model(str(tmp_path / "saved"))
+    for folder in ("saved", "out/checkpoint-2"):
+        saved = weights_of(AutoModelForCausalLM.from_pretrained(tmp_path / folder))  # dtype: that of its config.json
+        assert {w.dtype for w in saved.values()} == {dtype}
+        assert same(saved, {name: w.to(dtype) for name, w in weights_of(made.model).items()})
+
+
 def test_one_that_was_packed_and_moved_is_resumed(run, tmp_path, monkeypatch):
     folder, made = run
     monkeypatch.chdir(tmp_path)

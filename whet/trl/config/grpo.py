@@ -20,9 +20,10 @@ _SERVER = "only for vllm_mode='server', which is refused"
 _CB = "whet's engine always batches continuously"
 
 GRPO_FIELDS: Table = {
-    "model_init_kwargs": other(None, "dtype, torch_dtype, device_map, attn_implementation, low_cpu_mem_usage and "
-                                     "use_safetensors have no effect: master weights are fp32, and bf16 sets the "
-                                     "dtype; others are refused", dict),
+    "model_init_kwargs": other(None, "dtype (or torch_dtype) sets the dtype of saved weights, by default float32; "
+                                     "master weights are fp32, and bf16 sets the dtype of computation. device_map, "
+                                     "attn_implementation, low_cpu_mem_usage and use_safetensors have no effect; "
+                                     "others are refused", dict),
     "trust_remote_code": works(False, "runs the Python files in the model's folder"),
     "router_aux_loss_coef": refused(None, "the router's auxiliary loss is not added; leave it out", float,
                                     harmless=(0.0, 0)),

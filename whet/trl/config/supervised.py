@@ -38,9 +38,10 @@ SUPERVISED_FIELDS: Table = {
 """Fields of transformers that differ from reinforcement learning."""
 
 MODEL_FIELDS: Table = {
-    "model_init_kwargs": other(None, "dtype=float16 sets float16 parameters, else bf16=... sets their dtype; master "
-                                     "weights are fp32. torch_dtype is the same; device_map, attn_implementation, "
-                                     "low_cpu_mem_usage and use_safetensors have no effect; others are refused", dict),
+    "model_init_kwargs": other(None, "dtype (or torch_dtype) sets the dtype of saved weights, by default float32; "
+                                     "float16 is that of the parameters too, else bf16 sets theirs. Master weights are "
+                                     "fp32. device_map, attn_implementation, low_cpu_mem_usage and use_safetensors "
+                                     "have no effect; others are refused", dict),
     "trust_remote_code": works(False, "runs the Python files in the model's folder"),
     "router_aux_loss_coef": refused(None, "the router's auxiliary loss is not added; leave it out", float,
                                     harmless=(0.0, 0)),

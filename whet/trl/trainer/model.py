@@ -23,7 +23,15 @@ from whet.models.prompt_tuning import is_prompt_tuned
 from whet.trl.config.arguments import WrongArgument
 from whet.util.model_paths import model_folder
 
-__all__ = ["model_name", "module_dtype", "prepare_model", "trusts_remote_code", "unwrap_peft", "with_revision"]
+__all__ = [
+    "model_name",
+    "module_dtype",
+    "named_dtype",
+    "prepare_model",
+    "trusts_remote_code",
+    "unwrap_peft",
+    "with_revision",
+]
 
 log = logging.getLogger("whet")
 
@@ -305,6 +313,16 @@ def _make_role(args: Any, model: str) -> RoleConfig:
         trust_remote_code=trusts_remote_code(args),
         gradient_checkpointing="full" if args.gradient_checkpointing else "none",
     )
+
+
+def named_dtype(args: Any, own: torch.dtype) -> torch.dtype:
+    """The dtype in which TRL holds and saves a model that is given by name: float32, or that of model_init_kwargs.
+
+    Args: own: the dtype of the model's files, for "auto".
+    """
+    given = args.model_init_kwargs or {}
+    name = str(given.get("dtype", given.get("torch_dtype")) or "float32").removeprefix("torch.")
+    return own if name == "auto" else getattr(torch, name)
 
 
 def module_dtype(args: Any, model: Any, optimizers: tuple[Any, Any]) -> str | None:

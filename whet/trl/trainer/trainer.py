@@ -50,7 +50,7 @@ from whet.trl.trainer.checkpoints import TrainerCheckpoints, checkpoint_path, fi
 from whet.trl.trainer.hub import HubMixin
 from whet.trl.trainer.messages import VOCABULARY
 from whet.trl.trainer.metrics import MetricsWindow, best_metric_name
-from whet.trl.trainer.model import model_name, trusts_remote_code, with_revision
+from whet.trl.trainer.model import model_name, named_dtype, trusts_remote_code, with_revision
 from whet.trl.trainer.not_provided import NOT_CALLED, missing_attribute
 from whet.trl.trainer.peft_model import wrap_in_peft
 
@@ -182,6 +182,9 @@ class Trainer(HubMixin):
 
     def finish_init(self) -> None:
         """Connects callbacks and checkpoints to the models and the learner, and calls on_init_end."""
+        if isinstance(self._original_model, str):
+            saved_dtype = named_dtype(self.args, self.worker.loaded.saved_dtype)
+            self.worker.loaded = dataclasses.replace(self.worker.loaded, saved_dtype=saved_dtype)
         self._model = wrap_in_peft(self.worker, self._original_model)
         self._model.add_model_tags(["whet", self.TAG or self.METHOD.lower()])
         self.callback_handler.model = self._model
