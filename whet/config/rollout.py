@@ -194,10 +194,10 @@ class RolloutConfig:
     """More arguments of the chat template, e.g. {enable_thinking: false}."""
     env_path: Name | Fn | None = None
     """The environment, which answers the model's turns: a class ("env.py:Class") whose methods are the model's tools,
-    with reset, step and get_reward; or a file ("env.py") or module with interact(messages), reward_fn(messages, answer)
-    and TOOL (the tools that the chat template lists). From Python also the class or the function interact itself. A
-    class's get_reward is added to the rewards; a reward_fn is the reward if `reward` is not set. None = no environment.
-    See whet docs environments."""
+    with reset, step and get_reward; or a file ("env.py") or module with interact(messages), reward_fn(messages,
+    answer) and TOOL (the tools that the chat template lists). From Python also the class or the function interact
+    itself. A class's get_reward is added to the rewards; a reward_fn is the reward if `reward` is not set. None = no
+    environment. See whet docs environments."""
     agent: Name | Fn | None = None
     """The agent, in place of an environment: "file.py:function" or "package.module:function", called as agent(base_url,
     api_key, row) for each episode. It calls the model at base_url by OpenAI's API, and returns its reward. None = no
