@@ -134,7 +134,13 @@ class RLCluster(RoleWorkers):
         for role, loss in ((Role.ACTOR, clipped_surrogate), (Role.CRITIC, clipped_value)):
             if role in self._workers:
                 self.add_trainer(role, loss, accumulate=accumulate)
-        self.checkpoints = Checkpoints(config.checkpoint_root, self._trainers, self._workers, ranks=self.ranks)
+        self.checkpoints = Checkpoints(
+            config.checkpoint_root,
+            self._trainers,
+            self._workers,
+            options=config.checkpointing_options,
+            ranks=self.ranks,
+        )
         self._rollouts = PolicyRollouts(
             self._make_engine,
             self.actor,

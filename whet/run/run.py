@@ -598,6 +598,7 @@ class Run:
                 "supervised training data.max_length"
             )
         self.save()  # before the last evaluation, which a longer run doesn't make: its draws must not be saved
+        self.checkpoints.wait()
         if self.config.run_dir is not None:  # before it too: whoever sent a signal may not wait for an evaluation
             merge, dtype, worker = self.config.merge_adapter, self.config.final_dtype, self.trainer.worker
             if self.folder is not None:
