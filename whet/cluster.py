@@ -29,7 +29,7 @@ from whet.rollout.base import RolloutEngine, Sampling, sampling_support
 from whet.rollout.build import make_engine, make_grammars, make_sampling
 from whet.rollout.constrained_decoding import Masks
 from whet.rollout.driver import Rollouts
-from whet.rollout.policy_rollouts import Play, PolicyRollouts
+from whet.rollout.policy_rollouts import EpisodeRunner, PolicyRollouts
 from whet.train.role_checkpoints import Checkpoints
 from whet.train.role_trainer import RoleTrainer
 from whet.train.role_workers import ACTOR, RoleWorkers, model_checks, trusts_remote_code
@@ -134,7 +134,13 @@ class RLCluster(RoleWorkers):
         for role, loss in ((Role.ACTOR, clipped_surrogate), (Role.CRITIC, clipped_value)):
             if role in self._workers:
                 self.add_trainer(role, loss, accumulate=accumulate)
-        self.checkpoints = Checkpoints(config.checkpoint_root, self._trainers, self._workers, ranks=self.ranks)
+        self.checkpoints = Checkpoints(
+            config.checkpoint_root,
+            self._trainers,
+            self._workers,
+            options=config.checkpointing_options,
+            ranks=self.ranks,
+        )
         self._rollouts = PolicyRollouts(
             self._make_engine,
             self.actor,
@@ -270,7 +276,7 @@ class RLCluster(RoleWorkers):
 
     @property
     def rollouts(self) -> Rollouts:
-        """The driver that plays episodes in the engine; the engine is ready to sample."""
+        """The driver that runs episodes in the engine; the engine is ready to sample."""
         self._rollouts.resume()
         return self._rollouts.driver
 
@@ -294,7 +300,7 @@ class RLCluster(RoleWorkers):
         seed: int | None = None,
         at_once: int | None = None,
         greedy: bool = False,
-        play: Play | None = None,
+        run_episode: EpisodeRunner | None = None,
     ) -> list[Group]:
         """Completes prompts. Of several processes each completes a share, and all have all groups.
 
@@ -308,7 +314,7 @@ class RLCluster(RoleWorkers):
             sampling, seed: instead of the mode's and the run's.
             at_once: the number of prompts that the engine gets at once; no draw depends on it.
             greedy: add a completion of each prompt at temperature 0: Group.greedy.
-            play: plays an episode with several turns under its sampling parameters; None = one completion.
+            run_episode: the generator function of an episode of several turns; None = one completion.
         Returns: a group for each prompt, in order, completions in the order of generation.
         """
         domain = mode.value if isinstance(mode, Mode) else mode
@@ -325,7 +331,7 @@ class RLCluster(RoleWorkers):
                 address=(base_seed * len(_DOMAIN) + _DOMAIN[domain], step, first),
                 at_once=at_once or self.training_config.rollout_micro_batch_size or len(prompts) or 1,
                 greedy=greedy,
-                play=play,
+                run_episode=run_episode,
             )
 
     def release_engine_memory(self) -> None:

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import ConfigError, DataError, EngineError, WhetError
 from whet.ops.support import Support, allowed_tokens, support_logits
-from whet.packing.planner import plan_micro_batches
+from whet.packing.micro_batch_planner import plan_micro_batches
 from whet.rollout.base import Constraint, Request, Sampling
 from whet.rollout.constrained_decoding import Grammars, Masks
 from whet.rollout.engine import EmbeddedEngine

@@ -11,7 +11,7 @@ from whet.errors import EngineError
 from whet.rollout.base import EngineStats, Request, Sampling
 from whet.rollout.driver import stream
 from whet.rollout.engine import EmbeddedEngine
-from whet.rollout.engine.conversation_cache import CachedSequence, ConversationCache
+from whet.rollout.engine.prefix_cache import CachedSequence, PrefixCache
 
 EACH = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 STOPS = tuple(range(0, VOCABULARY, 6))
@@ -415,7 +415,7 @@ def held(n):
 
 
 def test_a_shelf_drops_the_oldest_first_and_what_is_asked_for_last():
-    shelf = ConversationCache(3)
+    shelf = PrefixCache(3)
     for c, n in enumerate((5, 6, 7, 8)):
         shelf.put(c, held(n), None)
     assert [c for c in range(4) if shelf.get(c)] == [1, 2, 3] and shelf.tokens == 21
@@ -431,7 +431,7 @@ def test_a_shelf_drops_the_oldest_first_and_what_is_asked_for_last():
 
 
 def test_a_shelf_is_bounded_in_bytes():
-    shelf = ConversationCache(None, max_bytes=held(12).bytes)
+    shelf = PrefixCache(None, max_bytes=held(12).bytes)
     for c, n in enumerate((5, 6, 6)):
         shelf.put(c, held(n), None)
     assert [c for c in range(3) if shelf.get(c)] == [1, 2]

@@ -54,14 +54,14 @@ def encoder(kind=None, template=TOOLS):
     return PromptEncoder(tokenizer, apply_chat_template=True, tools=tools)
 
 
-def played(kind, said, *, row=None, encode=None, turns=9, ends="stop", slow_s=0.0, **options):
+def run_conversation(kind, said, *, row=None, encode=None, turns=9, ends="stop", slow_s=0.0, **options):
     """An episode in which the model says these texts: the episode, its completions, and the model's contexts."""
     encode = encode or encoder(kind if EnvironmentClass(kind).tool_names else None)
     script = Script(name=kind.__name__, environment=EnvironmentClass(kind))
     sizes = {"max_turns": turns, "max_tokens": 4000, "end_ids": [END], **options}
-    play = Conversation(script, encode, **sizes).play(Sampling(max_tokens=400))
-    episode = Episode(encode({"prompt": "2+3=", **(row or {})}, 7), (0, 1, 2, 3), play)
-    contexts, said, calls, running = [], iter(said), ExternalCalls(), play(episode)
+    run = functools.partial(Conversation(script, encode, **sizes).run_episode, sampling=Sampling(max_tokens=400))
+    episode = Episode(encode({"prompt": "2+3=", **(row or {})}, 7), (0, 1, 2, 3), run)
+    contexts, said, calls, running = [], iter(said), ExternalCalls(), run(episode)
     try:
         request = next(running)
         while True:

@@ -195,10 +195,10 @@ class RolloutConfig:
     """More arguments of the chat template, e.g. {enable_thinking: false}."""
     env_path: Name | Fn | None = None
     """The environment, which answers the model's turns: a class ("env.py:Class") whose methods are the model's tools,
-    with reset, step and get_reward; or a file ("env.py") or module with interact(messages), reward_fn(messages, answer)
-    and TOOL (the tools that the chat template lists). From Python also the class or the function interact itself. A
-    class's get_reward is added to the rewards; a reward_fn is the reward if `reward` is not set. None = no environment.
-    See whet docs environments."""
+    with reset, step and get_reward; or a file ("env.py") or module with interact(messages), reward_fn(messages,
+    answer) and TOOL (the tools that the chat template lists). From Python also the class or the function interact
+    itself. A class's get_reward is added to the rewards; a reward_fn is the reward if `reward` is not set. None = no
+    environment. See whet docs environments."""
     agent: Name | Fn | None = None
     """The agent, in place of an environment: "file.py:function" or "package.module:function", called as agent(base_url,
     api_key, row) for each episode. It calls the model at base_url by OpenAI's API, and returns its reward. None = no
@@ -215,11 +215,11 @@ class RolloutConfig:
     """Longest time of an environment's episode, in seconds, the model's turns included; None = no limit."""
     on_infrastructure_failure: Literal["mask", "retry", "refill"] = "retry"
     """What follows if an episode of an environment or an agent fails by its infrastructure (a connection, a sandbox,
-    the machine, InfrastructureError): "mask" = it has no reward and is not trained; "retry" = it is played again with
+    the machine, InfrastructureError): "mask" = it has no reward and is not trained; "retry" = it is run again with
     the same random draws, at most max_retries times, and masked then; "refill" = its group is replaced by that of a
     further prompt (needs trainer.max_steps). Evaluations mask, or retry."""
     max_retries: Number = 2
-    """Most times that an episode is played again."""
+    """Most times that an episode is run again."""
     max_failed_share: Float = 0.25
     """A run ends if more than this share of a step's episodes failed by their infrastructure; 1.0 = never."""
     max_turns: Count = 1
@@ -326,7 +326,7 @@ class RolloutConfig:
 
     @property
     def has_turns(self) -> bool:
-        """Whether an environment plays the episodes."""
+        """Whether episodes have several turns, with an environment."""
         return self.max_turns > 1 or self.has_environment_class
 
     @property

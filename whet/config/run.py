@@ -11,9 +11,10 @@ from pydantic import model_validator
 from pydantic_core import ArgsKwargs
 
 from whet.config.algo.presets import preset
-from whet.config.base import config, section_at
+from whet.config.base import config
 from whet.config.data import Sources
 from whet.config.fields import Bool, Float, Name
+from whet.config.introspection import section_at
 from whet.config.loader import dump_tree, load, merge
 from whet.config.lora import lora_shorthands
 from whet.config.model import OptimConfig, RoleConfig

@@ -1,15 +1,14 @@
 """Conversation: episodes in which a user's function interact(messages), or an environment's class, answers the turns.
 
-The loop is `play_turns` (multi_turn.py); the token ids are in a ChatTranscript (transcript.py).
+The loop is `run_turns` (multi_turn.py); the token ids are in a ChatTranscript (transcript.py).
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +17,7 @@ import numpy as np
 from whet.data.prompts import PromptEncoder
 from whet.envs.environment import ENVIRONMENT_REWARD, EnvironmentInstance
 from whet.envs.failures import EpisodeFailures
-from whet.envs.multi_turn import play_turns, stand_in
+from whet.envs.multi_turn import run_turns, stand_in
 from whet.envs.script import Script
 from whet.envs.tool_calls import ToolTemplate
 from whet.envs.tool_episodes import PROMPT
@@ -34,7 +33,7 @@ __all__ = ["Conversation"]
 
 
 class Conversation:
-    """Plays episodes with a user's function interact, or with instances of an environment's class.
+    """Runs episodes with a user's function interact, or with instances of an environment's class.
 
     interact is called with a copy of all messages so far, the prompt's included, after each turn of the model but the
     last. An instance receives the message of each turn (EnvironmentInstance).
@@ -77,11 +76,11 @@ class Conversation:
         has_tools = kind is not None and bool(kind.tool_names)
         self._template = ToolTemplate(encode.tokenizer, encode.template.options, end_ids) if has_tools else None
 
-    def play(self, sampling: Sampling) -> Callable[[Episode], Turns]:
-        """The generator function of an Episode. Args: sampling: its max_tokens is that of one turn."""
-        return self.failures.retrying(functools.partial(self._play, sampling=sampling))
+    def run_episode(self, episode: Episode, sampling: Sampling) -> Turns:
+        """Runs an episode. Args: sampling: its max_tokens is that of one turn."""
+        return self.failures.run_with_retries(episode, lambda: self._run_once(episode, sampling))
 
-    def _play(self, episode: Episode, sampling: Sampling) -> Turns:
+    def _run_once(self, episode: Episode, sampling: Sampling) -> Turns:
         kind = self.script.environment
         limits = {"timeout_s": self.timeout_s, "tool_timeout_s": self.tool_timeout_s}
         instance = None if kind is None else EnvironmentInstance(kind, **limits)
@@ -92,7 +91,7 @@ class Conversation:
                 prompt = yield from self._told(instance.reset(episode.prompt, self.encode), end)
                 if prompt is not episode.prompt:
                     transcript = self._transcript(prompt)
-            reason, status = yield from play_turns(
+            reason, status = yield from run_turns(
                 episode,
                 sampling,
                 transcript,
@@ -166,7 +165,7 @@ class Conversation:
         return [dict(m) for m in answer]
 
     def _told(self, calls: Generator[ExternalCall, Any, Any], end: float) -> Generator[ExternalCall, Any, Any]:
-        """Plays calls of the user's code.
+        """Yields calls of the user's code to the driver.
 
         Args: end: the time at which the episode has to be over.
         Raises: RewardError: one raised, or was late; the episode was late already.
@@ -190,8 +189,8 @@ class Conversation:
                 raise error_from_exception(call.name, error, __file__) from error
             try:
                 call = calls.send(result)
-            except StopIteration as end:
-                return end.value
+            except StopIteration as returned:
+                return returned.value
 
 
 def _waiting(call: ExternalCall) -> Generator[ExternalCall, Any, Any]:

@@ -43,14 +43,14 @@ OnInfrastructureFailure = Literal["mask", "retry", "refill"]
 MAX_WARNINGS = 3
 """Failed episodes of a run that have a warning each."""
 RETRY_WAIT_S = 0.5
-"""The time before an episode is played again; it doubles with each attempt."""
+"""The time before an episode is run again; it doubles with each attempt."""
 _INFRASTRUCTURE = (InfrastructureError, ConnectionError, TimeoutError, socket.gaierror)
 _RESOURCES = (errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC)
 """Errors of the operating system that say that it has run out of something."""
 
 
 class _RetryError(Exception):
-    """The episode is to be played again."""
+    """The episode is to be run again."""
 
 
 def classify(error: BaseException) -> tuple[Status, Owner]:
@@ -83,12 +83,12 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 class EpisodeFailures:
-    """What follows when an episode fails: it is played again, it has no reward, or the run ends.
+    """What follows when an episode fails: it is run again, it has no reward, or the run ends.
 
     Args:
         on_error: for failures of the environment. "raise": the run ends; "none": the episode has no reward, with a
             warning for each of the first MAX_WARNINGS failures, and later for the 10th, the 100th and so on.
-        on_infrastructure: for those of the infrastructure. "retry": the episode is played again with the same random
+        on_infrastructure: for those of the infrastructure. "retry": the episode is run again with the same random
             draws, at most max_retries times, and has no reward then; "mask" and "refill": it has no reward ("refill"
             is the learner's: it replaces the group).
         max_retries: of an episode.
@@ -118,9 +118,9 @@ class EpisodeFailures:
     def add(self, error: RewardError, episode: Episode) -> dict[str, str]:
         """Decides about a failed episode, and counts it.
 
-        Args: error: the failure. episode: `retrying` plays it.
+        Args: error: the failure. episode: run by `run_with_retries`.
         Returns: entries for Completion.info: status, failure, error.
-        Raises: RewardError: the run ends. _RetryError: the episode is to be played again, which `retrying` does.
+        Raises: RewardError: the run ends. _RetryError: the episode is to be run again, which `run_with_retries` does.
         """
         status, owner = classify(error)
         row, generation = episode.prompt.row, episode.generation
@@ -141,26 +141,22 @@ class EpisodeFailures:
             LOG.warning("%d episodes have failed so far; row %d, generation %d: %s", self.count, row, generation, error)
         return {"status": status, "failure": owner, "error": str(error)}
 
-    def retrying(self, play: Callable[[Episode], Turns]) -> Callable[[Episode], Turns]:
-        """The generator function of an episode that is played again after a failure of the infrastructure.
+    def run_with_retries(self, episode: Episode, attempt: Callable[[], Turns]) -> Turns:
+        """Runs an episode, and again after a failure of its infrastructure.
 
         An attempt has the random draws of the one before, so what the model says does not depend on failures. With
         other draws the episodes that cause failures would be exchanged for others.
-        Args: play: the generator function of one attempt.
+        Args: attempt: gives the generator of one attempt.
         """
-
-        def playing(episode: Episode) -> Turns:
-            while True:
-                try:
-                    return (yield from play(episode))
-                except _RetryError as error:
-                    wait = RETRY_WAIT_S * 2 ** (episode.attempts - 1)
-                    LOG.info("row %d, generation %d is played again: %s", episode.prompt.row, episode.generation, error)
-                episode.restart()
-                sleep = functools.partial(asyncio.sleep, wait)
-                yield ExternalCall(function=sleep, name="the wait before a retry", phase="retry", only_waits=True)
-
-        return playing
+        while True:
+            try:
+                return (yield from attempt())
+            except _RetryError as error:
+                wait = RETRY_WAIT_S * 2 ** (episode.attempts - 1)
+                LOG.info("row %d, generation %d is run again: %s", episode.prompt.row, episode.generation, error)
+            episode.restart()
+            sleep = functools.partial(asyncio.sleep, wait)
+            yield ExternalCall(function=sleep, name="the wait before a retry", phase="retry", only_waits=True)
 
     def check_share(self, groups: Sequence[Group]) -> None:
         """Raises RewardError: more than max_share of a step's episodes failed by the infrastructure."""

@@ -1,4 +1,4 @@
-"""play_turns: the loop of an episode with several turns, the model's and an environment's.
+"""run_turns: the loop of an episode with several turns, the model's and an environment's.
 
     the model's turn is sampled -> respond() answers it -> the answer is appended -> the model's next turn ...
 
@@ -22,7 +22,7 @@ from whet.rollout.driver import Episode
 from whet.rollout.external_calls import ExternalCall
 from whet.types import Completion, FinishReason, Message
 
-__all__ = ["Transcript", "play_turns", "stand_in"]
+__all__ = ["Transcript", "run_turns", "stand_in"]
 
 
 class Transcript(Protocol):
@@ -46,7 +46,7 @@ class Transcript(Protocol):
         ...
 
 
-def play_turns(
+def run_turns(
     episode: Episode,
     sampling: Sampling,
     transcript: Transcript,
@@ -57,7 +57,7 @@ def play_turns(
     max_length: int | None,
     answers_last: bool = False,
 ) -> Generator[Request | ExternalCall, Any, tuple[FinishReason, Status]]:
-    """Plays an episode to its end.
+    """Runs an episode to its end.
 
     Args:
         episode: creates the requests, which are yielded.
@@ -72,7 +72,7 @@ def play_turns(
     Returns: why the episode ended: the finish_reason of the last turn, or "length" if an answer left no room for
         another turn; that answer is removed. And its status.
 
-    Example: `reason, status = yield from play_turns(...)`, in the generator that an Episode plays.
+    Example: `reason, status = yield from run_turns(...)`, in an Episode's generator.
     """
     longest = len(transcript.context) + max_tokens
     longest = longest if max_length is None else min(longest, max_length)

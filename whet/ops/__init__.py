@@ -88,7 +88,7 @@ from whet.ops.token_masks import (
     sampler_kl_mask,
     total_variation_mask,
 )
-from whet.ops.value_losses import VALUE_LOSSES, clipped_value, unhalved_value
+from whet.ops.value_losses import VALUE_LOSSES, clipped_value, clipped_value_without_half
 from whet.types import LossInputs
 
 __all__ = [
@@ -119,6 +119,7 @@ __all__ = [
     "cispo_trl",
     "clipped_surrogate",
     "clipped_value",
+    "clipped_value_without_half",
     "compares_with_teacher",
     "distillation",
     "draw",
@@ -182,7 +183,6 @@ __all__ = [
     "to_fp32",
     "token_weights",
     "total_variation_mask",
-    "unhalved_value",
     "uniform",
     "unit_weights",
     "vespo",

@@ -61,7 +61,7 @@ class Episode:
         prompt: of its group.
         address: (seed, step, prompt, generation). The first three identify its group; all four, with the number of the
             draw, determine every random number.
-        play: the generator function; its argument is the episode.
+        run: the generator function; its argument is the episode.
 
     >>> from whet.rollout.mock import MockEngine
     >>> def twice(episode):  # the model speaks, the world answers with two tokens, the model speaks again
@@ -76,14 +76,14 @@ class Episode:
     [0, 0, 0, -1, -1, 0, 0]
     """
 
-    def __init__(self, prompt: Prompt, address: tuple[int, int, int, int], play: Callable[[Episode], Turns]) -> None:
-        self.prompt, self.address, self.play = prompt, address, play
+    def __init__(self, prompt: Prompt, address: tuple[int, int, int, int], run: Callable[[Episode], Turns]) -> None:
+        self.prompt, self.address, self.run = prompt, address, run
         self.seconds: dict[str, float] = {}
         """The time that it has waited for the engine ("engine") and for the phases of its external calls."""
         self.rewards: dict[str, float] = {}
-        """Rewards by name that `play` gives the episode: Group.rewards. An episode without one has NaN there."""
+        """Rewards by name that `run` gives the episode: Group.rewards. An episode without one has NaN there."""
         self.attempts = 1
-        """How often it has been played, this time included."""
+        """How often it has been run, this time included."""
         self._draws = 0
 
     def restart(self) -> None:
@@ -171,11 +171,11 @@ def single_turn(
 ) -> Episode:
     """An episode of one turn: a completion to a prompt. Args: as in Request."""
 
-    def play(episode: Episode) -> Turns:
+    def run(episode: Episode) -> Turns:
         output = yield episode.request(prompt.tokens, sampling, expected=expected)
         return completion(output, generation=episode.generation)
 
-    return Episode(prompt, address, play)
+    return Episode(prompt, address, run)
 
 
 def single_turns(
@@ -307,7 +307,7 @@ class Rollouts:
                     f"two episodes have the same address (seed, step, prompt, generation) {e.address}; they would use "
                     "the same random numbers"
                 )
-            running.append(_RunningEpisode(e, e.play(e)))
+            running.append(_RunningEpisode(e, e.run(e)))
         self._groups |= new
         try:
             self._advance([(r, r.turns.send, None) for g in new.values() for r in g.running])

@@ -10,7 +10,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from environment_runs import batch_of, learner, played
+from environment_runs import batch_of, learner, run_conversation
 from helpers import rows, same, weights_of
 
 from whet.config import RolloutConfig
@@ -105,7 +105,7 @@ class Shop:
 def record(said, **options):
     """The record of an episode, and its reward."""
     Shop.log = []
-    episode, made, _ = played(Shop, said, failures=mask("none"), **options)
+    episode, made, _ = run_conversation(Shop, said, failures=mask("none"), **options)
     info = {name: made[-1].info.get(name) for name in ("status", "failure", "turns", "tool_calls")}
     assert made[-1].has_failed == (info["failure"] in ("environment", "infrastructure"))
     return (*info.values(), episode.rewards.get("environment"))
@@ -132,19 +132,19 @@ def test_an_episode_ends_with_a_record(said, options, want):
     assert record(said, **options) == want
 
 
-def test_an_episode_is_played_again_with_the_same_draws():
+def test_an_episode_is_run_again_with_the_same_draws():
     Shop.log = []
     retry = EpisodeFailures(max_retries=2)
-    episode, (c,), contexts = played(Shop, ["a", "once", "a", "once", "done"], failures=retry)
+    episode, (c,), contexts = run_conversation(Shop, ["a", "once", "a", "once", "done"], failures=retry)
     assert (
         contexts[:2] == contexts[2:4] and episode.attempts == 2 and Shop.log == ["reset", "failed", "reset"]
     ) or True
     assert c.info["attempts"] == 2 and c.info["status"] == "finished" and c.info["turns"] == 3
     assert episode._draws == 3 * 400 and not retry.count and "retry" not in c.info
-    episode, (c,), contexts = played(Shop, ["lost"] * 9, failures=EpisodeFailures("none", max_retries=3))
+    episode, (c,), contexts = run_conversation(Shop, ["lost"] * 9, failures=EpisodeFailures("none", max_retries=3))
     assert len(contexts) == 4 and c.info["attempts"] == 4 and c.has_failed and not episode.rewards
     with pytest.raises(RewardError, match="step of Shop raised ValueError: wrong"):  # on_error decides, at once
-        played(Shop, ["wrong"] * 9, failures=EpisodeFailures())
+        run_conversation(Shop, ["wrong"] * 9, failures=EpisodeFailures())
 
 
 # ---- in training -----------------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def test_masked_episodes_count_in_no_baseline_and_no_denominator(world):
 
 
 @pytest.mark.parametrize("kind", [None, PPOLearner])
-def test_a_run_whose_episodes_are_played_again_is_the_one_without_failures(world, kind):
+def test_a_run_whose_episodes_are_run_again_is_the_one_without_failures(world, kind):
     weights = []
     for fails in ("once", "never"):
         options = {} if kind is None else {"kind": kind}

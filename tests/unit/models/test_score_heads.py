@@ -10,7 +10,7 @@ from whet.errors import ConfigError
 from whet.models.forward import token_stats
 from whet.models.heads import add_score_head
 from whet.models.load import load_model, save_model
-from whet.packing.planner import plan_micro_batches
+from whet.packing.micro_batch_planner import plan_micro_batches
 
 FAMILIES = ["Qwen3", "Llama", "Gemma2", "GptOss"]
 

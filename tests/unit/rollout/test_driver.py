@@ -152,17 +152,17 @@ def test_what_an_engine_that_cannot_abort_gives_back_later_is_dropped():
 def two_turns(sampling):
     """The model speaks, the world answers, the model speaks again."""
 
-    def play(episode):
+    def run(episode):
         prompt = episode.prompt.tokens
         first = yield episode.request(prompt, sampling)
         second = yield episode.request(np.concatenate([prompt, first.tokens, ANSWER]), sampling)
         return completion(first, ANSWER, second, generation=episode.generation, info={"turns": 2})
 
-    return play
+    return run
 
 
-def episodes(play, count=5, generations=2, seed=0):
-    return [Episode(p, (seed, 0, i, g), play) for i, p in enumerate(rows(count)) for g in range(generations)]
+def episodes(run, count=5, generations=2, seed=0):
+    return [Episode(p, (seed, 0, i, g), run) for i, p in enumerate(rows(count)) for g in range(generations)]
 
 
 def naive(engine, prompt, address, sampling):
@@ -205,14 +205,14 @@ def test_interleaved_episodes_draw_what_each_draws_alone(engine):
 def test_the_turns_of_an_episode_never_share_a_number():
     drawn = []
 
-    def play(episode):
+    def run(episode):
         prompt = episode.prompt.tokens
         both = yield [episode.request(prompt, Sampling(max_tokens=n)) for n in (4, 6)]
         third = yield (asked := episode.request(prompt, Sampling(max_tokens=5)))
         drawn.append([len(o.tokens) for o in both] + [asked.draw])
         return [completion(o, generation=0) for o in (*both, third)]
 
-    (group,) = Rollouts(MockEngine(vocabulary=VOCABULARY)).run([Episode(rows(1)[0], (0, 0, 0, 0), play)])
+    (group,) = Rollouts(MockEngine(vocabulary=VOCABULARY)).run([Episode(rows(1)[0], (0, 0, 0, 0), run)])
     assert drawn == [[4, 6, 10]]  # outputs in the order asked; the third begins behind the 4 + 6 set aside
     assert [c.generation for c in group.completions] == [0, 0, 0]  # forks of one trajectory
     assert len({tuple(c.tokens[:4].tolist()) for c in group.completions}) == 3
@@ -223,13 +223,13 @@ def test_a_turn_that_was_aborted_goes_on_where_it_stopped(model):
     engine, sampling = EmbeddedEngine(model), Sampling(max_tokens=12)
     (whole,) = Rollouts(engine).run([single_turn(rows(1)[0], sampling, address=(0, 0, 0, 0))])
 
-    def play(episode):  # the first four tokens, then the rest of the same turn
+    def run(episode):  # the first four tokens, then the rest of the same turn
         asked = episode.request(episode.prompt.tokens, sampling)
         part = yield replace(asked, sampling=replace(sampling, max_tokens=4))
         rest = yield asked.after(part.tokens)
         return completion(part, rest, generation=0)
 
-    (parts,) = Rollouts(engine).run([Episode(rows(1)[0], (0, 0, 0, 0), play)])
+    (parts,) = Rollouts(engine).run([Episode(rows(1)[0], (0, 0, 0, 0), run)])
     assert tokens([parts]) == tokens([whole])
 
 
@@ -325,20 +325,20 @@ def test_draws_that_would_be_the_same_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("play", "words"),
+    ("run", "words"),
     [
         (lambda e: iter(()), "returned None; return its Completion"),
         (lambda e: (yield []), "yielded no request"),
     ],
 )
-def test_an_episode_that_returns_or_yields_nothing_is_an_error(play, words):
+def test_an_episode_that_returns_or_yields_nothing_is_an_error(run, words):
     def empty(episode):
         return
         yield
 
     rollouts = Rollouts(mock())
     with pytest.raises(DataError, match=words):
-        rollouts.run([Episode(rows(1)[0], (0, 0, 0, 0), empty if "returned" in words else play)])
+        rollouts.run([Episode(rows(1)[0], (0, 0, 0, 0), empty if "returned" in words else run)])
     assert idle(rollouts)
 
 

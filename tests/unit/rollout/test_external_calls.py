@@ -43,7 +43,7 @@ def row(i):
 def with_tool(tool, *, turns=2, **options):
     """Episodes whose turns are each answered by tool(number of the episode, tokens of the turn)."""
 
-    def play(episode):
+    def run(episode):
         context, parts = episode.prompt.tokens, []
         for _ in range(turns):
             output = yield episode.request(context, SAMPLING)
@@ -53,11 +53,11 @@ def with_tool(tool, *, turns=2, **options):
             context = np.concatenate([context, output.tokens, parts[-1]])
         return completion(*parts, generation=0)
 
-    return play
+    return run
 
 
-def episodes(play, count=64, seed=0):
-    return [Episode(row(i), (seed, 0, i, 0), play) for i in range(count)]
+def episodes(run, count=64, seed=0):
+    return [Episode(row(i), (seed, 0, i, 0), run) for i in range(count)]
 
 
 def columns(groups):

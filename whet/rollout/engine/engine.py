@@ -25,9 +25,9 @@ from whet.models.loaded_model import LoadedModel
 from whet.models.modes import max_positions
 from whet.rollout.base import EngineCaps, EngineStats, Output, PartialOutput, Request, Sampling
 from whet.rollout.constrained_decoding import Grammars
-from whet.rollout.engine.conversation_cache import CachedSequence, ConversationCache, common_prefix_length
 from whet.rollout.engine.engine_model import EngineModel
 from whet.rollout.engine.live_rows import LiveRows
+from whet.rollout.engine.prefix_cache import CachedSequence, PrefixCache, common_prefix_length
 from whet.rollout.engine.runner import Runner, StepOutput
 from whet.rollout.engine.scheduler import Prefix, Scheduler
 from whet.rollout.in_flight import InFlightRequest
@@ -107,7 +107,7 @@ class EmbeddedEngine:
         self._rows = LiveRows()
         self._admitted: list[tuple[InFlightRequest, Prefix]] = []  # by the scheduler; not rows yet
         self._prefixes: dict[bytes, Prefix] = {}
-        self._conversations = ConversationCache(max_batch if kv_cache_tokens is None else None)
+        self._conversations = PrefixCache(max_batch if kv_cache_tokens is None else None)
         self._finished: list[Output] = []
         self._rows_changed = True
         self._weights_changed = self._asleep = self._closed = False

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from whet.models.loaded_model import LoadedModel
 from whet.ops.counter_rng import address_key, uniform
-from whet.rollout.engine.conversation_cache import CachedSequence
 from whet.rollout.engine.cuda_graph import FixedTensors, StepGraphs, padded_rows
 from whet.rollout.engine.kv_cache import KVStore
 from whet.rollout.engine.layouts import DecodeLayout
 from whet.rollout.engine.model_forward import make_forward
 from whet.rollout.engine.native_step import NativeLayout
 from whet.rollout.engine.prefill import PrefillLayout, PrefillSpan
+from whet.rollout.engine.prefix_cache import CachedSequence
 from whet.rollout.engine.sampling import sample_rows, seen_tokens
 from whet.rollout.engine.scheduler import Prefix
 from whet.rollout.in_flight import InFlightRequest
