@@ -41,7 +41,7 @@ __all__ = ["RLCluster"]
 log = logging.getLogger("whet")
 
 _DOMAIN = {"train": 0, "eval": 1, "generate": 2}
-"""Draws of training, evaluation and direct calls never share an address."""
+"""Draws of training, evaluation and direct calls never share a key."""
 
 
 class RLCluster(RoleWorkers):
@@ -328,7 +328,7 @@ class RLCluster(RoleWorkers):
                 prompts,
                 sampling or self.sampling(sampling_mode),
                 num_generations=num_generations,
-                address=(base_seed * len(_DOMAIN) + _DOMAIN[domain], step, first),
+                rng_key=(base_seed * len(_DOMAIN) + _DOMAIN[domain], step, first),
                 at_once=at_once or self.training_config.rollout_micro_batch_size or len(prompts) or 1,
                 greedy=greedy,
                 run_episode=run_episode,

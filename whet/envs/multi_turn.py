@@ -76,7 +76,7 @@ def run_turns(
     """
     longest = len(transcript.context) + max_tokens
     longest = longest if max_length is None else min(longest, max_length)
-    conversation = hash(episode.address)  # its KV is its own, whatever ran before
+    conversation = hash(episode.rng_key)  # its KV is its own, whatever ran before
     for turn in itertools.count(1):
         context = transcript.context
         room = longest - len(context)

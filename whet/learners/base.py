@@ -230,9 +230,9 @@ class RLLearner:
 
         Args:
             prompts: encoded.
-            step: the number of the step, part of the address of each random draw.
+            step: the number of the step, part of the key of each random draw.
             mode: decides the sampling parameters and the number of completions, `num_generations_of(mode)`.
-            first: the place of the first prompt in the step, part of the address too. It is passed only for the further
+            first: the place of the first prompt in the step, part of the key too. It is passed only for the further
                 batches of dynamic sampling.
         Returns: a group for each prompt.
         """

@@ -87,7 +87,7 @@ class PolicyRollouts:
         sampling: Sampling,
         *,
         num_generations: int,
-        address: GroupKey,
+        rng_key: GroupKey,
         at_once: int,
         greedy: bool = False,
         run_episode: EpisodeRunner | None = None,
@@ -99,14 +99,14 @@ class PolicyRollouts:
             prompts: encoded.
             sampling: of all of them.
             num_generations: completions of each.
-            address: (seed, step, index of the first prompt in the step) of the draws; the generation is added.
+            rng_key: (seed, step, index of the first prompt in the step) of the draws; the generation is added.
             at_once: prompts that are in the engine at once.
             greedy: also draw a completion of each prompt at temperature 0: Group.greedy.
             run_episode: the generator function of an episode of several turns; None = one completion.
         Returns: a group for each prompt, in order.
         """
         self.resume()
-        seed, step, first = address
+        seed, step, first = rng_key
         expected = self._lengths.of(kind, prompts) if run_episode is None else [None] * len(prompts)
         greedy_sampling = replace(sampling, temperature=0.0)
         first_id = self.driver.next_id
@@ -119,7 +119,7 @@ class PolicyRollouts:
                 for i in places[start : start + at_once]:
                     make = functools.partial(_episode, prompts[i], (seed, step, first + i), run_episode, expected[i])
                     episodes += [make(g, sampling) for g in range(num_generations)]
-                    if greedy:  # it has its own address, so no other draw changes
+                    if greedy:  # it has its own key, so no other draw changes
                         episodes.append(make(num_generations, greedy_sampling))
                 batch_groups = self.driver.run(episodes)
                 groups += [_without_greedy(g, num_generations) for g in batch_groups] if greedy else batch_groups
@@ -212,10 +212,10 @@ def _episode(
     sampling: Sampling,
 ) -> Episode:
     """One trajectory of a group."""
-    address = (*group, generation)
+    rng_key = (*group, generation)
     if run_episode is None:
-        return single_turn(prompt, sampling, address=address, expected=expected)
-    return Episode(prompt, address, functools.partial(run_episode, sampling=sampling))
+        return single_turn(prompt, sampling, rng_key=rng_key, expected=expected)
+    return Episode(prompt, rng_key, functools.partial(run_episode, sampling=sampling))
 
 
 def _without_greedy(group: Group, num_generations: int) -> Group:

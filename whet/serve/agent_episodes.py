@@ -125,7 +125,7 @@ class AgentEpisodes:
             drawn = [(call, request) for call in begun for request in call.call.requests]
             if not drawn:
                 return
-            conversation = hash(episode.address) if len(drawn) == 1 else None
+            conversation = hash(episode.rng_key) if len(drawn) == 1 else None
             outputs = yield [
                 episode.request(request.tokens, request.sampling, conversation=conversation) for _, request in drawn
             ]
