@@ -6,7 +6,7 @@ environment.py      the user's class: its methods are tools, and each episode ha
 adapters/           environments of other packages, as classes
 tool_episodes.py    tools answer the calls of a turn; tool_calls.py parses the calls, tools.py runs the functions
 
-An environment has a method `play(sampling)`, which gives the generator that whet.rollout.driver plays. Left out on
+An environment has a generator method `run_episode(episode, sampling)`, which whet.rollout.driver runs. Left out on
 purpose: rewards of single turns.
 """
 

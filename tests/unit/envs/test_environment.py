@@ -1,33 +1,28 @@
 """Environments that are classes: an instance for each episode, tools, steps, rewards, and what is refused."""
 
 import asyncio
-import functools
 import json
 import threading
 
 import numpy as np
 import pytest
 import torch
-from chat_templates import QWEN3, TOOLS
-from helpers import END, cluster, one_by_one, rows, same, tiny_model, weights_of
+from chat_templates import QWEN3
+from environment_runs import PLAIN, WORLD, batch_of, encoder, learner, run_conversation
+from helpers import END, one_by_one, rows, same, tiny_model, weights_of
 
-from whet.config import DataConfig, GRPOConfig, Mode, PPOConfig, RolloutConfig
+from whet.config import Mode, RolloutConfig
 from whet.config.evaluate import check_eval, load_eval
 from whet.config.run import RunConfig
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import byte_tokenizer
-from whet.envs import Conversation, EnvironmentClass, Script, load_script
+from whet.envs import load_script
 from whet.envs.environment import ENVIRONMENT_REWARD
+from whet.envs.failures import EpisodeFailures
 from whet.envs.tool_calls import ToolTemplate
 from whet.errors import ConfigError, DataError, RewardError
 from whet.learners.grpo import GRPOLearner
 from whet.learners.ppo import PPOLearner
-from whet.learners.step import Step
-from whet.rewards.checked_values import EpisodeFailures
-from whet.rollout.base import Output, Sampling
-from whet.rollout.driver import Episode
-from whet.rollout.external_calls import ExternalCall, ExternalCalls
-from whet.types import TokenBatch
 
 CALL = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
 
@@ -65,40 +60,6 @@ class Account:
         return self.balance
 
 
-def encoder(kind=None, template=TOOLS):
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = template
-    tools = EnvironmentClass(kind).tools.schemas if kind else None
-    return PromptEncoder(tokenizer, apply_chat_template=True, tools=tools)
-
-
-def played(kind, said, *, row=None, encode=None, turns=9, ends="stop", **options):
-    """An episode in which the model says these texts: the episode, its completions, and the model's contexts."""
-    encode = encode or encoder(kind if EnvironmentClass(kind).tool_names else None)
-    script = Script(name=kind.__name__, environment=EnvironmentClass(kind))
-    sizes = {"max_turns": turns, "max_tokens": 4000, "end_ids": [END], **options}
-    play = Conversation(script, encode, **sizes).play(Sampling(max_tokens=400))
-    episode = Episode(encode({"prompt": "2+3=", **(row or {})}, 7), (0, 1, 2, 3), play)
-    contexts, said, calls, running = [], iter(said), ExternalCalls(), play(episode)
-    try:
-        request = next(running)
-        while True:
-            if isinstance(request, ExternalCall):
-                calls.start(0, request)
-                (result,) = calls.collect()
-                failed = result.error is not None
-                request = running.throw(result.error) if failed else running.send(result.value)
-                continue
-            contexts.append(request.tokens.tolist())
-            ids = np.array([*next(said).encode(), *([END] if ends == "stop" else [])], np.int32)
-            columns = {"logprobs": np.full(len(ids), -1.0), "versions": np.full(len(ids), 4)}
-            request = running.send(Output(id=0, tokens=ids, **columns, finish_reason=ends))
-    except StopIteration as end:
-        return episode, end.value, contexts
-    finally:
-        calls.close()
-
-
 def decode(tokens):
     return byte_tokenizer().decode([int(i) for i in tokens])
 
@@ -115,13 +76,13 @@ def test_tools_steps_and_the_reward_are_those_of_one_instance():
             super().__init__()
             made.append(self)
 
-    episode, (c,), contexts = played(Seen, said, row={"start": 10, "level": "hard"})
+    episode, (c,), contexts = run_conversation(Seen, said, row={"start": 10, "level": "hard"})
     (instance,) = made
     assert instance.log == [("reset", "2+3=", {"level": "hard"}), ("step", "hm"), ("step", "done")]
     assert [m["content"] for m in c.messages if m["role"] == "tool"] == ["15", "you have 15", "17"]
     assert c.messages[3] == {"role": "assistant", "content": "hm"} and c.messages[4]["content"] == "go on"
     assert episode.rewards == {ENVIRONMENT_REWARD: 17.0} and len(contexts) == 4
-    assert c.info == {"turns": 4, "tool_calls": 3, "tool_errors": 0} and c.finish_reason == "stop"
+    assert c.info == {"status": "finished", "turns": 4, "tool_calls": 3, "tool_errors": 0} and c.finish_reason == "stop"
     text = decode([*contexts[0], *c.tokens.tolist()])
     user, end = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>"
     answers = f"{user}<tool_response>\n15\n</tool_response>{end}user\n<tool_response>\nyou have 15\n</tool_response>"
@@ -136,7 +97,7 @@ def test_tools_steps_and_the_reward_are_those_of_one_instance():
 @pytest.mark.parametrize("ends", ["stop", "length"])  # a turn that was cut off is closed by the template
 def test_a_call_that_the_template_would_write_otherwise_keeps_its_ids_and_forks_nothing(ends):
     said = ['<tool_call>{"name":"pay",  "arguments":{"amount":5}}</tool_call>', "done"]
-    _, (c,), contexts = played(Account, said, ends=ends)
+    _, (c,), contexts = run_conversation(Account, said, ends=ends)
     assert c.info["tool_calls"] == 1 and "forks" not in c.info
     between = decode(c.tokens[c.versions == -1]).removeprefix("<|im_end|>" * (ends == "length"))
     assert between == "\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
@@ -147,7 +108,7 @@ def test_a_call_that_the_template_would_write_otherwise_keeps_its_ids_and_forks_
 
 def test_a_template_that_rewrites_turns_forks():
     said = ["<think>\na\n</think>\n\n1", "3"]
-    _, (first, second), contexts = played(Guess, said, encode=encoder(None, QWEN3))
+    _, (first, second), contexts = run_conversation(Guess, said, encode=encoder(None, QWEN3))
     assert first.prefix.tolist() == contexts[0] and second.prefix.tolist() == contexts[1]
     assert second.info["turns"] == 2 and second.info["forks"] == 1 and "think" not in decode(second.prefix)[:-30]
 
@@ -171,7 +132,7 @@ class Guess:
 @pytest.mark.parametrize(("goal", "rest"), [(3, "2+3= (below 8)"), (12, "begin")])
 def test_what_reset_returns_is_in_the_episode_s_own_prompt(goal, rest):
     encode = encoder()
-    _, (c,), contexts = played(Guess, [str(goal)], row={"goal": goal})
+    _, (c,), contexts = run_conversation(Guess, [str(goal)], row={"goal": goal})
     content = c.info["prompt"][-1]["content"] if isinstance(c.info["prompt"], list) else c.info["prompt"]
     assert content == rest and c.prefix.tolist() == contexts[0]
     texts = [rest] if goal == 3 else ["2+3=", rest]
@@ -180,12 +141,12 @@ def test_what_reset_returns_is_in_the_episode_s_own_prompt(goal, rest):
 
 
 def test_an_episode_ends_by_done_and_the_last_turn_reaches_the_environment():
-    episode, (c,), contexts = played(Guess, ["1", "3", "5"])
+    episode, (c,), contexts = run_conversation(Guess, ["1", "3", "5"])
     assert len(contexts) == 2 and [m["content"] for m in c.messages] == ["1", "no", "3"]
     assert episode.rewards == {ENVIRONMENT_REWARD: pytest.approx(0.8)}
-    episode, (c,), contexts = played(Guess, ["1", "3"], turns=2)
+    episode, (c,), contexts = run_conversation(Guess, ["1", "3"], turns=2)
     assert len(contexts) == 2 and episode.rewards == {ENVIRONMENT_REWARD: pytest.approx(0.8)}
-    episode, (c,), contexts = played(Guess, ["1", "2"], turns=2)
+    episode, (c,), contexts = run_conversation(Guess, ["1", "2"], turns=2)
     assert c.messages[-1]["content"] == "2" and episode.rewards == {ENVIRONMENT_REWARD: pytest.approx(-0.2)}
 
 
@@ -197,7 +158,7 @@ def test_an_instance_is_closed_whatever_happens():
             closed.release()
             raise OSError("too late")  # a warning, and nothing more
 
-    played(Closing, ["3"])
+    run_conversation(Closing, ["3"])
     assert closed.acquire(timeout=5)
 
 
@@ -228,9 +189,9 @@ class Broken(Guess):
 def test_a_method_that_fails_ends_the_run_or_its_own_episode(where, words, turns, monkeypatch):
     monkeypatch.setattr(Broken, "where", where)
     with pytest.raises(RewardError) as told:
-        played(Broken, ["1"])
+        run_conversation(Broken, ["1"])
     assert words in str(told.value)
-    episode, (c,), _ = played(Broken, ["1"], failures=EpisodeFailures("none"))
+    episode, (c,), _ = run_conversation(Broken, ["1"], failures=EpisodeFailures("none"))
     assert c.finish_reason == "error" and words in c.info["error"] and not episode.rewards
     assert c.info["turns"] == turns and (c.versions >= 0).sum() == 2 * turns  # a digit and the end, or nothing
 
@@ -258,9 +219,9 @@ def test_what_does_not_fit_a_class_is_refused(tmp_path):
     assert load_script(Guess).environment.has_reward
     with pytest.raises(DataError, match="column 'prompt' besides its prompt"):
         encode = PromptEncoder(byte_tokenizer(), prompt_column="messages")
-        played(Guess, ["1"], row={"messages": "3+3=", "prompt": "2"}, encode=encode)
+        run_conversation(Guess, ["1"], row={"messages": "3+3=", "prompt": "2"}, encode=encode)
     with pytest.raises(ConfigError, match="does not support tool calling"):
-        played(Account, ["1"], encode=encoder(None, "{% for m in messages %}{{ m.content }}{% endfor %}"))
+        run_conversation(Account, ["1"], encode=encoder(None, "{% for m in messages %}{{ m.content }}{% endfor %}"))
     (tmp_path / "run.yaml").write_text("actor: {model: m}\ndata: {path: d.jsonl}\nrollout: {env_path: env.py:World}\n")
     with pytest.raises(ConfigError, match="an environment's class is evaluated by its run"):
         check_eval(load_eval(["--config", str(tmp_path / "run.yaml"), "reward=exact_match"]))
@@ -269,33 +230,6 @@ def test_what_does_not_fit_a_class_is_refused(tmp_path):
 
 
 # ---- in training -----------------------------------------------------------------------------------------------------
-
-WORLD = """
-import asyncio
-
-class World:
-    def reset(self, prompt, answer, **row):
-        self.seen, self.answer = [], answer
-        return f" [{answer}]"
-
-    def count(self, by: int) -> int:
-        '''Counts.
-
-        Args:
-            by: how far.
-        '''
-        self.seen.append(by)
-        return sum(self.seen)
-
-    async def step(self, message):
-        await asyncio.sleep(0.001 * (len(message["content"]) % 3))
-        self.seen.append(len(message["content"]))
-        return None if sum(map(ord, message["content"])) % 5 == 1 else str(self.seen)
-
-    async def get_reward(self):
-        return sum(self.seen) / 10 + len(self.answer)
-"""
-PLAIN = WORLD.replace("async def", "def").replace("await asyncio.sleep", "__import__('time').sleep")
 
 
 @pytest.fixture
@@ -308,31 +242,6 @@ def calls(monkeypatch):
         return {"role": "assistant", "content": text, **({"tool_calls": [call]} if sum(map(int, context)) % 2 else {})}
 
     monkeypatch.setattr(ToolTemplate, "parse", parse)
-
-
-def learner(path, kind=GRPOLearner, *, reward=None, algo=None, rollout=None, **training):
-    make = GRPOConfig if kind is GRPOLearner else PPOConfig
-    model = functools.partial(tiny_model, max_position_embeddings=2048)
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = TOOLS
-    sizes = {"max_turns": 3, "max_prompt_length": 600, "max_episode_tokens": 700, "max_tokens_to_generate": 6}
-    made = cluster(
-        actor=model(),
-        critic=model(1) if kind is PPOLearner else None,
-        tokenizer=tokenizer,
-        rollout={"env_path": path, **sizes, **(rollout or {})},
-        **{"max_steps": 2, **training},
-    )
-    data = DataConfig(batch_size=2, apply_chat_template=True)
-    generations = 3 if kind is GRPOLearner else 1
-    return kind(made, make(**{"beta": 0.0, "num_generations": generations, **(algo or {})}), reward, data=data)
-
-
-def batch_of(made, count=2):
-    encode = made.encoder(Mode.TRAIN)
-    prompts = [encode(row, i) for i, row in enumerate(rows(count, answer=["1", "22", "333"][:count]))]
-    step = made.reward(made.sample(Step(index=5, prompts=prompts)))
-    return step, TokenBatch.from_groups(step.groups)
 
 
 @pytest.fixture
