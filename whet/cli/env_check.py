@@ -12,8 +12,9 @@ from whet.cli.rows import load_train_and_eval
 from whet.config import Mode, RunConfig
 from whet.data.read_errors import iterate_rows
 from whet.data.tokenizer import load_tokenizer, stop_token_ids
-from whet.envs import load_script
+from whet.envs import Conversation, load_script
 from whet.envs.check import check_environment
+from whet.envs.failures import EpisodeFailures
 from whet.errors import ConfigError
 from whet.rewards.manager import RewardManager
 from whet.types import Group
@@ -43,17 +44,19 @@ def env_check(config: RunConfig, *, rows: int = 3, gold: str = "answer", say: Ca
     prompts = [encode(row, i) for i, row in zip(range(rows), iterate_rows(train, "the data"), strict=False)]
     each: int | None = rollout.max_tokens_to_generate
     script = load_script(rollout.env_path, turns=rollout.max_turns)
-    found = check_environment(
+    talk = Conversation(
         script,
         encode,
-        [p for p in prompts if p is not None],
-        _reward(config, script.environment is not None and script.environment.has_reward),
         end_ids=rollout.eos_tokens or stop_token_ids(tokenizer),
         max_turns=rollout.max_turns,
         max_tokens=rollout.max_episode_tokens or rollout.max_turns * (each or TURN_TOKENS),
-        timeout_s=config.trainer.reward_timeout_s,
-        gold=gold,
+        timeout_s=rollout.turn_timeout_s,
+        tool_timeout_s=rollout.tool_timeout_s,
+        episode_timeout_s=rollout.episode_timeout_s,
+        failures=EpisodeFailures(on_infrastructure="mask"),
     )
+    has_own = script.environment is not None and script.environment.has_reward
+    found = check_environment(talk, [p for p in prompts if p is not None], _reward(config, has_own), gold)
     for fact in found.facts:
         say(fact)
     for problem in found.problems:

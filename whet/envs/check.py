@@ -19,11 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from whet.data.prompts import PromptEncoder
 from whet.envs.conversation import Conversation
-from whet.envs.script import Script
 from whet.errors import DataError, RewardError
-from whet.rewards.checked_values import EpisodeFailures
 from whet.rollout.base import Output, Sampling
 from whet.rollout.driver import Episode
 from whet.rollout.external_calls import ExternalCall, ExternalCalls
@@ -84,39 +81,21 @@ def find_name_clashes(tools: Sequence[Any]) -> list[str]:
 
 
 def check_environment(
-    script: Script,
-    encode: PromptEncoder,
-    prompts: Sequence[Prompt],
-    reward: Callable[[Group, Sequence[Any]], float],
-    *,
-    end_ids: Sequence[int],
-    max_turns: int,
-    max_tokens: int,
-    timeout_s: float | None = 60.0,
-    gold: str = "answer",
+    talk: Conversation, prompts: Sequence[Prompt], reward: Callable[[Group, Sequence[Any]], float], gold: str = "answer"
 ) -> Findings:
     """Plays each prompt twice with each agent.
 
     Args:
-        script: the environment. encode: of the prompts. prompts: of a few rows.
+        talk: the environment, as a run has it.
+        prompts: of a few rows.
         reward: (a group of one episode, its messages) -> the total reward.
-        end_ids: that end a turn. max_turns, max_tokens, timeout_s: of the run's episodes.
         gold: the column with the answer that a right agent gives.
     """
-    names = find_name_clashes(script.tools)
-    talk = Conversation(
-        script,
-        encode,
-        max_turns=max_turns,
-        max_tokens=max_tokens,
-        end_ids=end_ids,
-        timeout_s=timeout_s,
-        failures=EpisodeFailures(),
-    )
+    names = find_name_clashes(talk.script.tools)
     calls = ExternalCalls()
     try:
         played = [
-            [_play(talk, calls, prompt, name, agent, end_ids) for _ in range(2)]
+            [_play(talk, calls, prompt, name, agent) for _ in range(2)]
             for prompt in prompts
             for name, agent in _agents(talk, gold, prompt)
         ]
@@ -128,7 +107,7 @@ def check_environment(
             one.total = reward(group, [list(c.messages or ()) for c in one.completions])
     first = [pair[0] for pair in played]
     return Findings(
-        [*_describe(first), *_times(first, timeout_s)],
+        [*_describe(first), *_times(first)],
         [*names, *_failures(first), *_transcripts(first), *_rewards(first), *_leaks(first, gold), *_differing(played)],
     )
 
@@ -164,13 +143,12 @@ def _call_text(talk: Conversation) -> str:
     return re.split("|".join(re.escape(str(talk.encode.tokenizer.decode([i]))) for i in talk.end_ids), turn)[0]
 
 
-def _play(
-    talk: Conversation, calls: ExternalCalls, prompt: Prompt, name: str, agent: Agent, end_ids: Sequence[int]
-) -> _Played:
+def _play(talk: Conversation, calls: ExternalCalls, prompt: Prompt, name: str, agent: Agent) -> _Played:
     """Plays an episode without a model."""
-    tokenizer, turns = talk.encode.tokenizer, itertools.count()
-    episode = Episode(prompt, (0, 0, 0, 0), talk.play(Sampling(max_tokens=talk.max_tokens)))
-    running, made, drifted = episode.play(episode), _Played(name, prompt, [], {}, {}, 0, None), 0
+    tokenizer, end_ids, turns = talk.encode.tokenizer, talk.end_ids, itertools.count()
+    sampling = Sampling(max_tokens=talk.max_tokens)
+    episode = Episode(prompt, (0, 0, 0, 0), lambda e: talk.run_episode(e, sampling))
+    running, made, drifted = episode.run(episode), _Played(name, prompt, [], {}, {}, 0, None), 0
     resume: Callable[[Any], Any] = running.send
     value: Any = None
     try:
@@ -193,6 +171,7 @@ def _play(
             value = Output(id=0, tokens=np.array(ids, np.int32), **columns, finish_reason=reason)
     except StopIteration as end:
         made.completions = list(end.value)
+        made.error = made.completions[0].info.get("error")
     except (RewardError, DataError) as error:
         made.error = str(error).partition("; in the episode of")[0]
     made.rewards, made.seconds, made.drifted = dict(episode.rewards), dict(episode.seconds), drifted
@@ -217,13 +196,12 @@ def _describe(played: Sequence[_Played]) -> Iterator[str]:
         yield f"{agent}: {min(turns, default=0)} to {max(turns, default=0)} turns; rewards {shown}"
 
 
-def _times(played: Sequence[_Played], timeout_s: float | None) -> Iterator[str]:
-    longest = Counter[str]()
+def _times(played: Sequence[_Played]) -> Iterator[str]:
+    longest: dict[str, float] = {}
     for p in played:
         for name, seconds in p.seconds.items():
-            longest[name] = max(longest[name], seconds)  # pyright: ignore[reportArgumentType]
-    limit = "" if timeout_s is None else f" (the limit is {timeout_s:g} s)"
-    yield from (f"{name}: at most {seconds:.3g} s{limit}" for name, seconds in longest.items())
+            longest[name] = max(longest.get(name, 0.0), seconds)
+    yield from (f"{name}: at most {seconds:.3g} s" for name, seconds in longest.items())
 
 
 def _failures(played: Sequence[_Played]) -> Iterator[str]:

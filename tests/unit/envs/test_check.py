@@ -9,7 +9,7 @@ from chat_templates import TEMPLATES, TOOLS, tokenizer_with
 
 from whet.cli import main
 from whet.data.prompts import PromptEncoder
-from whet.envs import load_script
+from whet.envs import Conversation, load_script
 from whet.envs.check import check_environment, find_name_clashes
 from whet.rewards.manager import RewardManager
 
@@ -50,15 +50,10 @@ def checked(kind, template=TOOLS, *, answers=("7", "12"), reward=None, end="<|im
     encode = PromptEncoder(tokenizer, apply_chat_template=True, tools=script.tools)
     rows = [{"prompt": [{"role": "user", "content": "Guess."}], "answer": answer} for answer in answers]
     manager = RewardManager(reward or [], groups_have_rewards=reward is None)
-    found = check_environment(
-        script,
-        encode,
-        [encode(row, i) for i, row in enumerate(rows)],
-        lambda group, messages: float(manager([group], [messages]).total[0]),
-        end_ids=[tokenizer.eos_token_id if end is None else tokenizer.convert_tokens_to_ids(end)],
-        max_turns=3,
-        max_tokens=2000,
-    )
+    end_ids = [tokenizer.eos_token_id if end is None else tokenizer.convert_tokens_to_ids(end)]
+    talk = Conversation(script, encode, end_ids=end_ids, max_turns=3, max_tokens=2000)
+    total = lambda group, messages: float(manager([group], [messages]).total[0])
+    found = check_environment(talk, [encode(row, i) for i, row in enumerate(rows)], total)
     return "\n".join(found.facts), "\n".join(found.problems)
 
 
