@@ -2,7 +2,7 @@
 
 A model that supports layouts (`packable`) trains on packed rows with shared prefixes. Any other model trains on padded
 rows with its own attention. Dim legend: D width.
-Left out on purpose: reading the files (pretrained.py), and testing what a model supports (model_capabilities.py).
+pretrained.py reads the files, and model_capabilities.py tests what a model supports.
 """
 
 from __future__ import annotations
