@@ -1,4 +1,4 @@
-"""Names the implementations that training and scoring use; environment.json records them, so a resume can log changes."""
+"""The implementations that training and scoring use; environment.json records them, so a resume can log changes."""
 
 from __future__ import annotations
 
