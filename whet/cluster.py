@@ -29,7 +29,7 @@ from whet.rollout.base import RolloutEngine, Sampling, sampling_support
 from whet.rollout.build import make_engine, make_grammars, make_sampling
 from whet.rollout.constrained_decoding import Masks
 from whet.rollout.driver import Rollouts
-from whet.rollout.policy_rollouts import Play, PolicyRollouts
+from whet.rollout.policy_rollouts import EpisodeRunner, PolicyRollouts
 from whet.train.role_checkpoints import Checkpoints
 from whet.train.role_trainer import RoleTrainer
 from whet.train.role_workers import ACTOR, RoleWorkers, model_checks, trusts_remote_code
@@ -41,7 +41,7 @@ __all__ = ["RLCluster"]
 log = logging.getLogger("whet")
 
 _DOMAIN = {"train": 0, "eval": 1, "generate": 2}
-"""Draws of training, evaluation and direct calls never share an address."""
+"""Draws of training, evaluation and direct calls never share a key."""
 
 
 class RLCluster(RoleWorkers):
@@ -277,7 +277,7 @@ class RLCluster(RoleWorkers):
 
     @property
     def rollouts(self) -> Rollouts:
-        """The driver that plays episodes in the engine; the engine is ready to sample."""
+        """The driver that runs episodes in the engine; the engine is ready to sample."""
         self._rollouts.resume()
         return self._rollouts.driver
 
@@ -301,7 +301,7 @@ class RLCluster(RoleWorkers):
         seed: int | None = None,
         at_once: int | None = None,
         greedy: bool = False,
-        play: Play | None = None,
+        run_episode: EpisodeRunner | None = None,
     ) -> list[Group]:
         """Completes prompts. Of several processes each completes a share, and all have all groups.
 
@@ -315,7 +315,7 @@ class RLCluster(RoleWorkers):
             sampling, seed: instead of the mode's and the run's.
             at_once: the number of prompts that the engine gets at once; no draw depends on it.
             greedy: add a completion of each prompt at temperature 0: Group.greedy.
-            play: plays an episode with several turns under its sampling parameters; None = one completion.
+            run_episode: the generator function of an episode of several turns; None = one completion.
         Returns: a group for each prompt, in order, completions in the order of generation.
         """
         domain = mode.value if isinstance(mode, Mode) else mode
@@ -329,10 +329,10 @@ class RLCluster(RoleWorkers):
                 prompts,
                 sampling or self.sampling(sampling_mode),
                 num_generations=num_generations,
-                address=(base_seed * len(_DOMAIN) + _DOMAIN[domain], step, first),
+                rng_key=(base_seed * len(_DOMAIN) + _DOMAIN[domain], step, first),
                 at_once=at_once or self.training_config.rollout_micro_batch_size or len(prompts) or 1,
                 greedy=greedy,
-                play=play,
+                run_episode=run_episode,
             )
 
     def pop_sync_gap(self) -> float | None:

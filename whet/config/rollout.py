@@ -293,7 +293,7 @@ class RolloutConfig:
 
     @property
     def has_turns(self) -> bool:
-        """Whether an environment plays the episodes."""
+        """Whether episodes have several turns, with an environment."""
         return self.max_turns > 1 or self.has_environment_class
 
     @property

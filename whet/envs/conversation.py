@@ -1,13 +1,12 @@
 """Conversation: episodes in which a user's function interact(messages), or an environment's class, answers the turns.
 
-The loop is `play_turns` (multi_turn.py); the token ids are in a ChatTranscript (transcript.py).
+The loop is `run_turns` (multi_turn.py); the token ids are in a ChatTranscript (transcript.py).
 """
 
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 
 from whet.data.prompts import PromptEncoder
 from whet.envs.environment import ENVIRONMENT_REWARD, EnvironmentInstance
-from whet.envs.multi_turn import play_turns, stand_in
+from whet.envs.multi_turn import run_turns, stand_in
 from whet.envs.script import Script
 from whet.envs.tool_calls import ToolTemplate
 from whet.envs.tool_episodes import PROMPT
@@ -31,7 +30,7 @@ __all__ = ["Conversation"]
 
 
 class Conversation:
-    """Plays episodes with a user's function interact, or with instances of an environment's class.
+    """Runs episodes with a user's function interact, or with instances of an environment's class.
 
     interact is called with a copy of all messages so far, the prompt's included, after each turn of the model but the
     last. An instance receives the message of each turn (EnvironmentInstance).
@@ -69,11 +68,8 @@ class Conversation:
         has_tools = kind is not None and bool(kind.tool_names)
         self._template = ToolTemplate(encode.tokenizer, encode.template.options, end_ids) if has_tools else None
 
-    def play(self, sampling: Sampling) -> Callable[[Episode], Turns]:
-        """The generator function of an Episode. Args: sampling: its max_tokens is that of one turn."""
-        return functools.partial(self._play, sampling=sampling)
-
-    def _play(self, episode: Episode, sampling: Sampling) -> Turns:
+    def run_episode(self, episode: Episode, sampling: Sampling) -> Turns:
+        """Runs an episode. Args: sampling: its max_tokens is that of one turn."""
         kind = self.script.environment
         instance = None if kind is None else EnvironmentInstance(kind, timeout_s=self.timeout_s)
         transcript = self._transcript(episode.prompt)
@@ -83,7 +79,7 @@ class Conversation:
                 prompt = yield from self._told(instance.reset(episode.prompt, self.encode))
                 if prompt is not episode.prompt:
                     transcript = self._transcript(prompt)
-            reason: FinishReason = yield from play_turns(
+            reason: FinishReason = yield from run_turns(
                 episode,
                 sampling,
                 transcript,
@@ -153,7 +149,7 @@ class Conversation:
         return [dict(m) for m in answer]
 
     def _told(self, calls: Generator[ExternalCall, Any, Any]) -> Generator[ExternalCall, Any, Any]:
-        """Plays calls of the user's code. Raises RewardError: one raised, or was late."""
+        """Yields calls of the user's code to the driver. Raises RewardError: one raised, or was late."""
         result: Any = None
         call = next(calls)
         while True:

@@ -1,4 +1,4 @@
-"""play_turns: the loop of an episode with several turns, the model's and an environment's.
+"""run_turns: the loop of an episode with several turns, the model's and an environment's.
 
     the model's turn is sampled -> respond() answers it -> the answer is appended -> the model's next turn ...
 
@@ -21,7 +21,7 @@ from whet.rollout.driver import Episode
 from whet.rollout.external_calls import ExternalCall
 from whet.types import Completion, FinishReason, Message
 
-__all__ = ["Transcript", "play_turns", "stand_in"]
+__all__ = ["Transcript", "run_turns", "stand_in"]
 
 
 class Transcript(Protocol):
@@ -45,7 +45,7 @@ class Transcript(Protocol):
         ...
 
 
-def play_turns(
+def run_turns(
     episode: Episode,
     sampling: Sampling,
     transcript: Transcript,
@@ -56,7 +56,7 @@ def play_turns(
     max_length: int | None,
     answers_last: bool = False,
 ) -> Generator[Request | ExternalCall, Any, FinishReason]:
-    """Plays an episode to its end.
+    """Runs an episode to its end.
 
     Args:
         episode: creates the requests, which are yielded.
@@ -71,11 +71,11 @@ def play_turns(
     Returns: why the episode ended: the finish_reason of the last turn, or "length" if an answer left no room for
         another turn; that answer is removed.
 
-    Example: `reason = yield from play_turns(...)`, in the generator that an Episode plays.
+    Example: `reason = yield from run_turns(...)`, in an Episode's generator.
     """
     longest = len(transcript.context) + max_tokens
     longest = longest if max_length is None else min(longest, max_length)
-    conversation = hash(episode.address)  # its KV is its own, whatever ran before
+    conversation = hash(episode.rng_key)  # its KV is its own, whatever ran before
     for turn in itertools.count(1):
         context = transcript.context
         room = longest - len(context)

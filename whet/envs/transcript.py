@@ -25,7 +25,7 @@ __all__ = ["ChatTranscript", "text_behind_turn"]
 
 
 class ChatTranscript:
-    """The transcript of one episode, for `play_turns`.
+    """The transcript of one episode, for `run_turns`.
 
     Args:
         prompt: encoded by `encode`.

@@ -38,7 +38,7 @@ from whet.data.prompts import PromptEncoder
 from whet.envs.agent import AGENT_REWARD
 from whet.envs.environment import ENVIRONMENT_REWARD
 from whet.errors import ConfigError
-from whet.learners.episodes import load_environment, make_agent_episodes, make_play
+from whet.learners.episodes import load_environment, make_agent_episodes, make_episode_runner
 from whet.learners.from_config import reward_functions
 from whet.learners.rl_task import RLTask
 from whet.learners.step import Step
@@ -50,7 +50,7 @@ from whet.rewards.metric_fns import call_metric_fns, reduce_metrics
 from whet.rewards.resolve import as_list, with_reward_model
 from whet.rewards.reward_batch import RewardBatch
 from whet.rollout.generate_options import check_trainable
-from whet.rollout.policy_rollouts import Play
+from whet.rollout.policy_rollouts import EpisodeRunner
 from whet.run.observer import Observer
 from whet.run.run import Run
 from whet.types import Group, Prompt, TokenBatch
@@ -107,7 +107,7 @@ class RLLearner:
         self.observers = list(observers)
         self.environment = load_environment(cluster)
         self._agents: dict[Mode, AgentEpisodes] = {}
-        self._plays: dict[Mode, Play | None] = {}
+        self._episode_runners: dict[Mode, EpisodeRunner | None] = {}
         self.failures = EpisodeFailures(self.config.on_reward_error)
         """Of the environments and agents of the run."""
         self.encoders: dict[Mode, PromptEncoder] = {}
@@ -227,9 +227,9 @@ class RLLearner:
 
         Args:
             prompts: encoded.
-            step: the number of the step, part of the address of each random draw.
+            step: the number of the step, part of the key of each random draw.
             mode: decides the sampling parameters and the number of completions, `num_generations_of(mode)`.
-            first: the place of the first prompt in the step, part of the address too. It is passed only for the further
+            first: the place of the first prompt in the step, part of the key too. It is passed only for the further
                 batches of dynamic sampling.
         Returns: a group for each prompt.
         """
@@ -240,20 +240,20 @@ class RLLearner:
             first=first,
             mode=mode,
             greedy=self.needs_greedy and mode is Mode.TRAIN,
-            play=self.play(mode),
+            run_episode=self.episode_runner(mode),
         )
 
-    def play(self, mode: Mode) -> Play | None:
-        """The generator of a mode's episodes; None = one completion each."""
-        if mode not in self._plays:
-            self._plays[mode] = self._make_play(mode)
-        return self._plays[mode]
+    def episode_runner(self, mode: Mode) -> EpisodeRunner | None:
+        """The generator function of a mode's episodes; None = one completion each."""
+        if mode not in self._episode_runners:
+            self._episode_runners[mode] = self._make_episode_runner(mode)
+        return self._episode_runners[mode]
 
-    def _make_play(self, mode: Mode) -> Play | None:
+    def _make_episode_runner(self, mode: Mode) -> EpisodeRunner | None:
         if self.cluster.rollout_for(mode).agent is None:
-            return make_play(self.cluster, mode, self.encoder(mode), self.failures)
+            return make_episode_runner(self.cluster, mode, self.encoder(mode), self.failures)
         self._agents[mode] = make_agent_episodes(self.cluster, mode, self.encoder(mode), self.failures)
-        return self._agents[mode].play
+        return self._agents[mode].run_episode
 
     def encoder(self, mode: Mode) -> PromptEncoder:
         """The encoder of a mode: it turns rows into prompts, and an environment's messages into tokens."""

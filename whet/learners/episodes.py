@@ -11,12 +11,12 @@ from whet.envs import Conversation, Script, load_script
 from whet.envs.agent import load_agent
 from whet.models.modes import max_positions
 from whet.rewards.checked_values import EpisodeFailures
-from whet.rollout.policy_rollouts import Play
+from whet.rollout.policy_rollouts import EpisodeRunner
 
 if TYPE_CHECKING:
     from whet.serve.agent_episodes import AgentEpisodes
 
-__all__ = ["load_environment", "make_agent_episodes", "make_play"]
+__all__ = ["load_environment", "make_agent_episodes", "make_episode_runner"]
 
 
 def load_environment(cluster: RLCluster) -> Script | None:
@@ -34,8 +34,10 @@ def load_environment(cluster: RLCluster) -> Script | None:
     return scripts[Mode.TRAIN]
 
 
-def make_play(cluster: RLCluster, mode: Mode, encode: PromptEncoder, failures: EpisodeFailures) -> Play | None:
-    """Makes the generator of a mode's episodes; None = one completion each.
+def make_episode_runner(
+    cluster: RLCluster, mode: Mode, encode: PromptEncoder, failures: EpisodeFailures
+) -> EpisodeRunner | None:
+    """Makes the generator function of a mode's episodes; None = one completion each.
 
     Args: encode: the mode's encoder. failures: of the run's episodes.
     """
@@ -51,7 +53,7 @@ def make_play(cluster: RLCluster, mode: Mode, encode: PromptEncoder, failures: E
         max_length=_longest(cluster, mode),
         timeout_s=training.reward_timeout_s,
         failures=failures,
-    ).play
+    ).run_episode
 
 
 def make_agent_episodes(

@@ -29,10 +29,10 @@ from whet.util.tensor_subclasses import gather_full_tensor
 if TYPE_CHECKING:
     from whet.train.worker import ModelWorker
 
-__all__ = ["Play", "PolicyRollouts"]
+__all__ = ["EpisodeRunner", "PolicyRollouts"]
 
-Play = Callable[[Sampling], Callable[[Episode], Turns]]
-"""Sampling parameters -> the generator function of an episode."""
+EpisodeRunner = Callable[[Episode, Sampling], Turns]
+"""The generator function of an episode under sampling parameters."""
 
 
 class PolicyRollouts:
@@ -91,10 +91,10 @@ class PolicyRollouts:
         sampling: Sampling,
         *,
         num_generations: int,
-        address: GroupKey,
+        rng_key: GroupKey,
         at_once: int,
         greedy: bool = False,
-        play: Play | None = None,
+        run_episode: EpisodeRunner | None = None,
     ) -> list[Group]:
         """Completes prompts.
 
@@ -103,16 +103,16 @@ class PolicyRollouts:
             prompts: encoded.
             sampling: of all of them.
             num_generations: completions of each.
-            address: (seed, step, index of the first prompt in the step) of the draws; the generation is added.
+            rng_key: (seed, step, index of the first prompt in the step) of the draws; the generation is added.
             at_once: prompts that are in the engine at once.
             greedy: also draw a completion of each prompt at temperature 0: Group.greedy.
-            play: gives an episode's generator for sampling parameters; None = one completion.
+            run_episode: the generator function of an episode of several turns; None = one completion.
         Returns: a group for each prompt, in order.
         """
         self.resume()
         self.sync_check.finish(self.driver, self._policy, self._vocab_size)
-        seed, step, first = address
-        expected = self._lengths.of(kind, prompts) if play is None else [None] * len(prompts)
+        seed, step, first = rng_key
+        expected = self._lengths.of(kind, prompts) if run_episode is None else [None] * len(prompts)
         greedy_sampling = replace(sampling, temperature=0.0)
         first_id = self.driver.next_id
 
@@ -122,9 +122,9 @@ class PolicyRollouts:
             for start in range(0, len(places), at_once):
                 episodes = []
                 for i in places[start : start + at_once]:
-                    make = functools.partial(_episode, prompts[i], (seed, step, first + i), play, expected[i])
+                    make = functools.partial(_episode, prompts[i], (seed, step, first + i), run_episode, expected[i])
                     episodes += [make(g, sampling) for g in range(num_generations)]
-                    if greedy:  # it has its own address, so no other draw changes
+                    if greedy:  # it has its own key, so no other draw changes
                         episodes.append(make(num_generations, greedy_sampling))
                 batch_groups = self.driver.run(episodes)
                 groups += [_without_greedy(g, num_generations) for g in batch_groups] if greedy else batch_groups
@@ -137,7 +137,7 @@ class PolicyRollouts:
             Group(prompt=prompt, completions=completions, rewards=rewards, greedy=greedy_one)
             for prompt, (completions, rewards, greedy_one) in zip(prompts, drawn, strict=True)
         ]
-        if play is None:
+        if run_episode is None:
             self._lengths.record(kind, groups)
         return groups
 
@@ -216,13 +216,18 @@ class PolicyRollouts:
 
 
 def _episode(
-    prompt: Prompt, group: GroupKey, play: Play | None, expected: int | None, generation: int, sampling: Sampling
+    prompt: Prompt,
+    group: GroupKey,
+    run_episode: EpisodeRunner | None,
+    expected: int | None,
+    generation: int,
+    sampling: Sampling,
 ) -> Episode:
     """One trajectory of a group."""
-    address = (*group, generation)
-    if play is None:
-        return single_turn(prompt, sampling, address=address, expected=expected)
-    return Episode(prompt, address, play(sampling))
+    rng_key = (*group, generation)
+    if run_episode is None:
+        return single_turn(prompt, sampling, rng_key=rng_key, expected=expected)
+    return Episode(prompt, rng_key, functools.partial(run_episode, sampling=sampling))
 
 
 def _without_greedy(group: Group, num_generations: int) -> Group:

@@ -88,7 +88,7 @@ def _probe(driver: Rollouts, policy: ModelWorker, vocabulary: int) -> float:
     """The mean difference of the engine's logprobs of a few tokens from the policy's."""
     next_id = driver.next_id
     prompt = Prompt(tokens=np.array(probe_tokens(vocabulary), np.int32), source="")
-    groups = driver.run([single_turn(prompt, PROBE, address=(0, 0, 0, 0))])
+    groups = driver.run([single_turn(prompt, PROBE, rng_key=(0, 0, 0, 0))])
     driver.next_id = next_id  # a run with a check has the ids of one without
     batch = TokenBatch.from_groups(groups)
     own = policy.logprobs(batch, support=sampling_support(PROBE)).logprobs

@@ -44,7 +44,7 @@ log = logging.getLogger("whet")
 
 
 class AgentEpisodes:
-    """Plays episodes with a user's agent.
+    """Runs episodes with a user's agent.
 
     Args:
         agent: called with base_url, api_key and row: the columns of the data, and the prompt as "prompt".
@@ -75,30 +75,26 @@ class AgentEpisodes:
         """Ends all agents, and the server."""
         self._finalizer()
 
-    def play(self, sampling: Sampling) -> Callable[[Episode], Turns]:
-        """The generator function of an Episode. Args: sampling: its max_tokens is the most of one call."""
+    def run_episode(self, episode: Episode, sampling: Sampling) -> Turns:
+        """Runs an episode. Args: sampling: its max_tokens is the most of one call."""
         model = self.model.with_sampling(sampling)
-
-        def playing(episode: Episode) -> Turns:
-            session, inbox, number = Session(model), self.server.open_episode(), self._number
-            self._number += 1
-            seen: list[ApiError] = []
-            try:
-                self._start(number, inbox, episode)
-                end = None
-                while end is None:
-                    events = yield ExternalCall(function=inbox.get, name=self.name, phase="agent", only_waits=True)
-                    end = next((e for e in events if isinstance(e, AgentEnd)), None)
-                    calls = [e for e in events if isinstance(e, AgentCall)]
-                    yield from self._answer(episode, model, session, calls if end is None else [])
-                    seen += [call.answer for call in calls if isinstance(call.answer, ApiError)]
-                    _refuse(calls)
-            finally:
-                self.server.close_episode(inbox)
-                self._agents.cancel([number])
-            return self._completions(episode, session, end, any(error.code == CONTEXT_CODE for error in seen))
-
-        return playing
+        session, inbox, number = Session(model), self.server.open_episode(), self._number
+        self._number += 1
+        seen: list[ApiError] = []
+        try:
+            self._start(number, inbox, episode)
+            end = None
+            while end is None:
+                events = yield ExternalCall(function=inbox.get, name=self.name, phase="agent", only_waits=True)
+                end = next((e for e in events if isinstance(e, AgentEnd)), None)
+                calls = [e for e in events if isinstance(e, AgentCall)]
+                yield from self._answer(episode, model, session, calls if end is None else [])
+                seen += [call.answer for call in calls if isinstance(call.answer, ApiError)]
+                _refuse(calls)
+        finally:
+            self.server.close_episode(inbox)
+            self._agents.cancel([number])
+        return self._completions(episode, session, end, any(error.code == CONTEXT_CODE for error in seen))
 
     # ---- the agent -----------------------------------------------------------------------------------------------
 
@@ -125,7 +121,7 @@ class AgentEpisodes:
             drawn = [(call, request) for call in begun for request in call.call.requests]
             if not drawn:
                 return
-            conversation = hash(episode.address) if len(drawn) == 1 else None
+            conversation = hash(episode.rng_key) if len(drawn) == 1 else None
             outputs = yield [
                 episode.request(request.tokens, request.sampling, conversation=conversation) for _, request in drawn
             ]

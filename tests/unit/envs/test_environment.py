@@ -72,14 +72,14 @@ def encoder(kind=None, template=TOOLS):
     return PromptEncoder(tokenizer, apply_chat_template=True, tools=tools)
 
 
-def played(kind, said, *, row=None, encode=None, turns=9, ends="stop", **options):
+def run_conversation(kind, said, *, row=None, encode=None, turns=9, ends="stop", **options):
     """An episode in which the model says these texts: the episode, its completions, and the model's contexts."""
     encode = encode or encoder(kind if EnvironmentClass(kind).tool_names else None)
     script = Script(name=kind.__name__, environment=EnvironmentClass(kind))
     sizes = {"max_turns": turns, "max_tokens": 4000, "end_ids": [END], **options}
-    play = Conversation(script, encode, **sizes).play(Sampling(max_tokens=400))
-    episode = Episode(encode({"prompt": "2+3=", **(row or {})}, 7), (0, 1, 2, 3), play)
-    contexts, said, calls, running = [], iter(said), ExternalCalls(), play(episode)
+    run = functools.partial(Conversation(script, encode, **sizes).run_episode, sampling=Sampling(max_tokens=400))
+    episode = Episode(encode({"prompt": "2+3=", **(row or {})}, 7), (0, 1, 2, 3), run)
+    contexts, said, calls, running = [], iter(said), ExternalCalls(), run(episode)
     try:
         request = next(running)
         while True:
@@ -115,7 +115,7 @@ def test_tools_steps_and_the_reward_are_those_of_one_instance():
             super().__init__()
             made.append(self)
 
-    episode, (c,), contexts = played(Seen, said, row={"start": 10, "level": "hard"})
+    episode, (c,), contexts = run_conversation(Seen, said, row={"start": 10, "level": "hard"})
     (instance,) = made
     assert instance.log == [("reset", "2+3=", {"level": "hard"}), ("step", "hm"), ("step", "done")]
     assert [m["content"] for m in c.messages if m["role"] == "tool"] == ["15", "you have 15", "17"]
@@ -136,7 +136,7 @@ def test_tools_steps_and_the_reward_are_those_of_one_instance():
 @pytest.mark.parametrize("ends", ["stop", "length"])  # a turn that was cut off is closed by the template
 def test_a_call_that_the_template_would_write_otherwise_keeps_its_ids_and_forks_nothing(ends):
     said = ['<tool_call>{"name":"pay",  "arguments":{"amount":5}}</tool_call>', "done"]
-    _, (c,), contexts = played(Account, said, ends=ends)
+    _, (c,), contexts = run_conversation(Account, said, ends=ends)
     assert c.info["tool_calls"] == 1 and "forks" not in c.info
     between = decode(c.tokens[c.versions == -1]).removeprefix("<|im_end|>" * (ends == "length"))
     assert between == "\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
@@ -147,7 +147,7 @@ def test_a_call_that_the_template_would_write_otherwise_keeps_its_ids_and_forks_
 
 def test_a_template_that_rewrites_turns_forks():
     said = ["<think>\na\n</think>\n\n1", "3"]
-    _, (first, second), contexts = played(Guess, said, encode=encoder(None, QWEN3))
+    _, (first, second), contexts = run_conversation(Guess, said, encode=encoder(None, QWEN3))
     assert first.prefix.tolist() == contexts[0] and second.prefix.tolist() == contexts[1]
     assert second.info["turns"] == 2 and second.info["forks"] == 1 and "think" not in decode(second.prefix)[:-30]
 
@@ -171,7 +171,7 @@ class Guess:
 @pytest.mark.parametrize(("goal", "rest"), [(3, "2+3= (below 8)"), (12, "begin")])
 def test_what_reset_returns_is_in_the_episode_s_own_prompt(goal, rest):
     encode = encoder()
-    _, (c,), contexts = played(Guess, [str(goal)], row={"goal": goal})
+    _, (c,), contexts = run_conversation(Guess, [str(goal)], row={"goal": goal})
     content = c.info["prompt"][-1]["content"] if isinstance(c.info["prompt"], list) else c.info["prompt"]
     assert content == rest and c.prefix.tolist() == contexts[0]
     texts = [rest] if goal == 3 else ["2+3=", rest]
@@ -180,12 +180,12 @@ def test_what_reset_returns_is_in_the_episode_s_own_prompt(goal, rest):
 
 
 def test_an_episode_ends_by_done_and_the_last_turn_reaches_the_environment():
-    episode, (c,), contexts = played(Guess, ["1", "3", "5"])
+    episode, (c,), contexts = run_conversation(Guess, ["1", "3", "5"])
     assert len(contexts) == 2 and [m["content"] for m in c.messages] == ["1", "no", "3"]
     assert episode.rewards == {ENVIRONMENT_REWARD: pytest.approx(0.8)}
-    episode, (c,), contexts = played(Guess, ["1", "3"], turns=2)
+    episode, (c,), contexts = run_conversation(Guess, ["1", "3"], turns=2)
     assert len(contexts) == 2 and episode.rewards == {ENVIRONMENT_REWARD: pytest.approx(0.8)}
-    episode, (c,), contexts = played(Guess, ["1", "2"], turns=2)
+    episode, (c,), contexts = run_conversation(Guess, ["1", "2"], turns=2)
     assert c.messages[-1]["content"] == "2" and episode.rewards == {ENVIRONMENT_REWARD: pytest.approx(-0.2)}
 
 
@@ -197,7 +197,7 @@ def test_an_instance_is_closed_whatever_happens():
             closed.release()
             raise OSError("too late")  # a warning, and nothing more
 
-    played(Closing, ["3"])
+    run_conversation(Closing, ["3"])
     assert closed.acquire(timeout=5)
 
 
@@ -228,9 +228,9 @@ class Broken(Guess):
 def test_a_method_that_fails_ends_the_run_or_its_own_episode(where, words, turns, monkeypatch):
     monkeypatch.setattr(Broken, "where", where)
     with pytest.raises(RewardError) as told:
-        played(Broken, ["1"])
+        run_conversation(Broken, ["1"])
     assert words in str(told.value)
-    episode, (c,), _ = played(Broken, ["1"], failures=EpisodeFailures("none"))
+    episode, (c,), _ = run_conversation(Broken, ["1"], failures=EpisodeFailures("none"))
     assert c.finish_reason == "error" and words in c.info["error"] and not episode.rewards
     assert c.info["turns"] == turns and (c.versions >= 0).sum() == 2 * turns  # a digit and the end, or nothing
 
@@ -258,9 +258,9 @@ def test_what_does_not_fit_a_class_is_refused(tmp_path):
     assert load_script(Guess).environment.has_reward
     with pytest.raises(DataError, match="column 'prompt' besides its prompt"):
         encode = PromptEncoder(byte_tokenizer(), prompt_column="messages")
-        played(Guess, ["1"], row={"messages": "3+3=", "prompt": "2"}, encode=encode)
+        run_conversation(Guess, ["1"], row={"messages": "3+3=", "prompt": "2"}, encode=encode)
     with pytest.raises(ConfigError, match="does not support tool calling"):
-        played(Account, ["1"], encode=encoder(None, "{% for m in messages %}{{ m.content }}{% endfor %}"))
+        run_conversation(Account, ["1"], encode=encoder(None, "{% for m in messages %}{{ m.content }}{% endfor %}"))
     (tmp_path / "run.yaml").write_text("actor: {model: m}\ndata: {path: d.jsonl}\nrollout: {env_path: env.py:World}\n")
     with pytest.raises(ConfigError, match="an environment's class is evaluated by its run"):
         check_eval(load_eval(["--config", str(tmp_path / "run.yaml"), "reward=exact_match"]))

@@ -44,7 +44,7 @@ STEPS_PER_READ = 4
 class EmbeddedEngine:
     """Continuous batching with shared prompts, on the trainer's own module.
 
-    Requests with equal prompts share one prefill and its KV. Draws follow Request.address, so a request gives the same
+    Requests with equal prompts share one prefill and its KV. Draws follow Request.rng_key, so a request gives the same
     tokens alone and in a batch (without native kernels, except for ties broken by the last bit of a logit).
 
     Args:
@@ -64,7 +64,7 @@ class EmbeddedEngine:
 
     caps = EngineCaps(
         shared_weights=True,
-        addressed=True,
+        keyed_draws=True,
         abort=True,
         sleep=True,
         logits=True,
