@@ -37,6 +37,7 @@ from whet.config.rewards import REWARD_MODEL
 from whet.data.prompts import PromptEncoder
 from whet.envs.agent import AGENT_REWARD
 from whet.envs.environment import ENVIRONMENT_REWARD
+from whet.envs.failures import EpisodeFailures
 from whet.errors import ConfigError
 from whet.learners.episodes import load_environment, make_agent_episodes, make_episode_runner
 from whet.learners.from_config import reward_functions
@@ -44,7 +45,6 @@ from whet.learners.rl_task import RLTask
 from whet.learners.step import Step
 from whet.learners.step_metrics import completion_metrics, engine_metrics, total_metrics
 from whet.metrics import Max, Min, flat, merge
-from whet.rewards.checked_values import EpisodeFailures
 from whet.rewards.manager import RewardManager, resolve_reward_manager
 from whet.rewards.metric_fns import call_metric_fns, reduce_metrics
 from whet.rewards.resolve import as_list, with_reward_model
@@ -108,7 +108,13 @@ class RLLearner:
         self.environment = load_environment(cluster)
         self._agents: dict[Mode, AgentEpisodes] = {}
         self._episode_runners: dict[Mode, EpisodeRunner | None] = {}
-        self.failures = EpisodeFailures(self.config.on_reward_error)
+        rollout = cluster.rollout_for()
+        self.failures = EpisodeFailures(
+            self.config.on_reward_error,
+            on_infrastructure=rollout.on_infrastructure_failure,
+            max_retries=rollout.max_retries,
+            max_share=rollout.max_failed_share,
+        )
         """Of the environments and agents of the run."""
         self.encoders: dict[Mode, PromptEncoder] = {}
         """Each mode's encoder, made at its first use. A caller that has encoded rows already may put its own here."""
@@ -267,7 +273,10 @@ class RLLearner:
 
         Where several processes train, each rewards a part of the groups.
         Reads: groups, mode. Writes: rewards.
+        Raises: RewardError: a function failed, or too many episodes did by their infrastructure.
         """
+        if step.mode is Mode.TRAIN:
+            self.failures.check_share(step.groups)
 
         def compute_rewards(groups: Sequence[Group]) -> RewardBatch:
             texts = [

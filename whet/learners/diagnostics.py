@@ -407,6 +407,11 @@ def _describe_no_signal(row: Mapping[str, float], rewards: RewardBatch, batch: T
 
 
 def _find_cause(row: Mapping[str, float], rewards: RewardBatch, batch: TokenBatch, more_room: str) -> str:
+    if all(c.finish_reason == "error" for g in rewards.groups for c in g.completions):
+        return (
+            "all rewards are None, since the agent or environment failed in each episode and "
+            "trainer.on_reward_error=none ends it without one; repair it, or set that to raise"
+        )
     if not batch.mask.any():
         return (
             "no completion ended by itself, and algo.mask_truncated_completions leaves those out; "
@@ -420,11 +425,6 @@ def _find_cause(row: Mapping[str, float], rewards: RewardBatch, batch: TokenBatc
             return (
                 f"all rewards are None, since {', '.join(failed)} failed and trainer.on_reward_error=none counts that "
                 "as None; look at rewards/<function>/errors and at the warnings above, or set it to raise"
-            )
-        if all(c.finish_reason == "error" for g in rewards.groups for c in g.completions):
-            return (
-                "all rewards are None, since the agent or environment failed in each episode and "
-                "trainer.on_reward_error=none ends it without one; repair it, or set that to raise"
             )
         if [*rewards.table] == [AGENT_REWARD]:
             return (

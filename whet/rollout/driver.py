@@ -82,7 +82,15 @@ class Episode:
         """The time that it has waited for the engine ("engine") and for the phases of its external calls."""
         self.rewards: dict[str, float] = {}
         """Rewards by name that `run` gives the episode: Group.rewards. An episode without one has NaN there."""
+        self.attempts = 1
+        """How often it has been run, this time included."""
         self._draws = 0
+
+    def restart(self) -> None:
+        """Begins it again, with the same draws and without rewards."""
+        self.attempts += 1
+        self._draws = 0
+        self.rewards.clear()
 
     @property
     def generation(self) -> int:
