@@ -147,6 +147,7 @@ class RLCluster(RoleWorkers):
             vocab_size=policy.module.config.vocab_size,
             ranks=self.ranks,
             trace=self.trace,
+            check_every=self.rollout_for(Mode.TRAIN).sync_check_every_n_syncs,
         )
 
     def _drawn_from(self, policy: LoadedModel) -> tuple[Support, Allowed]:
@@ -333,6 +334,11 @@ class RLCluster(RoleWorkers):
                 greedy=greedy,
                 run_episode=run_episode,
             )
+
+    def pop_sync_gap(self) -> float | None:
+        """The mean difference of logprobs of engine and trainer in the last check of a sync; None = there was none."""
+        gap, self._rollouts.sync_check.gap = self._rollouts.sync_check.gap, None
+        return gap
 
     def release_engine_memory(self) -> None:
         """Frees the memory that the engine does not need while a step is scored and updated: all but the weights."""

@@ -408,6 +408,10 @@ class EmbeddedEngine:
         """Undoes sleep; memory comes back as it is needed."""
         self._asleep = False
 
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of the weights that it runs with, as the trainer names them."""
+        return self._model.loaded.module.named_parameters()
+
     def close(self) -> None:
         """Frees everything; requests in flight are lost. The engine can't be used again."""
         self.abort(set(self._in_flight))
