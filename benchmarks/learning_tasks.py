@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from warm_start import Pupil, warm_start
+from warm_start import SFTTask, warm_start
 
 from whet import demo
 from whet.demo.task import Expression, apply_operation, format_expression, parse_expression
@@ -63,7 +63,7 @@ def step(expression: Expression, i: int) -> str:
 
 
 def demonstration(prompt: str, rng: random.Random) -> str:
-    """What the pupil writes: right steps in an order of his own.
+    """A demonstration: right steps in a random order.
 
     >>> demonstration("9-2*3=", random.Random(1))
     '9-2*3:9-2,2*3:(9-2)*3:9-2=7;7*3:7*3:(7*3):7*3=21'
@@ -91,7 +91,7 @@ def valid_steps(prompt: str, completion: str) -> bool:
     return not expression[1]
 
 
-PUPIL = Pupil(
+LONG_STEPS = SFTTask(
     demonstration=demonstration,
     valid=valid_steps,
     max_tokens=112,
@@ -99,7 +99,7 @@ PUPIL = Pupil(
     first_check=100,
     checked=VALIDATION,
 )
-"""Writes more than the demo's pupil, and learns it from smaller batches."""
+"""Its completions are longer than the demo's, and it learns from smaller batches."""
 
 TASKS = {
     "order": Task(
@@ -114,8 +114,8 @@ TASKS = {
         train_rows=demo.train_rows,
         heldout_rows=demo.heldout_rows,
         reward=demo.reward,
-        warm_start=functools.partial(warm_start, pupil=PUPIL, steps=1500, batch_size=16),
+        warm_start=functools.partial(warm_start, sft_task=LONG_STEPS, steps=1500, batch_size=16),
         max_prompt=16,
-        max_tokens=PUPIL.max_tokens,
+        max_tokens=LONG_STEPS.max_tokens,
     ),
 }

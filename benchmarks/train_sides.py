@@ -119,7 +119,7 @@ def _plan_with(**options: Any) -> Callable[[Any], None]:
     """Turns micro-batches into those of other options."""
 
     def patch(worker: Any) -> None:
-        from whet.packing.planner import plan_micro_batches
+        from whet.packing.micro_batch_planner import plan_micro_batches
 
         keep = {"max_tokens": worker.max_tokens, "packable": worker.loaded.packable}
         keep |= {"cost": worker.cost, "device": worker.device, "saturating_tokens": worker.saturating_tokens}

@@ -1,4 +1,4 @@
-"""A start for the benchmarks of learning, one a seed: a small model learns a pupil's ways by imitation."""
+"""The starting model of the learning benchmarks, one for each seed: a small model, trained by SFT on demonstrations."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ import numpy as np
 
 from whet import demo
 
-__all__ = ["Pupil", "warm_start"]
+__all__ = ["SFTTask", "warm_start"]
 
 log = logging.getLogger("whet")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Pupil:
+class SFTTask:
     """How the model is to write before it is trained by rewards, and when it has learnt to."""
 
     demonstration: Callable[[str, random.Random], str] = demo.demonstration
-    """(prompt, random numbers) -> what the pupil writes."""
+    """(prompt, random numbers) -> a completion to imitate."""
     valid: Callable[[str, str], bool] = demo.valid_steps
     """(prompt, completion) -> whether each step of it is right."""
     max_tokens: int = 32
@@ -41,17 +41,17 @@ def warm_start(
     folder: str,
     seed: int,
     *,
-    pupil: Pupil | None = None,
+    sft_task: SFTTask | None = None,
     steps: int = 1100,
     demonstrations: int = 20_000,
     batch_size: int = 64,
 ) -> str:
-    """Builds the tokenizer and the model, and teaches it the pupil's ways by imitation.
+    """Builds the tokenizer and the model, and trains it on demonstrations.
 
     Args:
         folder: where the model is written.
         seed: of the model, the demonstrations and their order.
-        pupil: None = the demo's.
+        sft_task: None = the demo's.
         steps: at most; it stops sooner once enough of the validation prompts get valid steps.
         demonstrations, batch_size: as named.
     Returns: the folder, which loads as any Hugging Face model does. One that is already there is taken as it is.
@@ -65,7 +65,7 @@ def warm_start(
 
     if (Path(folder) / "warm_start.txt").is_file():
         return folder
-    pupil, tokenizer = pupil or Pupil(), byte_tokenizer()
+    sft_task, tokenizer = sft_task or SFTTask(), byte_tokenizer()
     optim = OptimConfig(
         lr=3e-3,
         betas=(0.9, 0.99),
@@ -79,7 +79,7 @@ def warm_start(
     trainer = RoleTrainer(worker, loss=nll)
     rng = random.Random(seed)
     rows = demo.train_rows()
-    pairs = [(p, pupil.demonstration(p, rng)) for p in (rng.choice(rows)["prompt"] for _ in range(demonstrations))]
+    pairs = [(p, sft_task.demonstration(p, rng)) for p in (rng.choice(rows)["prompt"] for _ in range(demonstrations))]
     started = said = time.monotonic()
     log.info("warm start: at most %d steps on %d demonstrations", steps, demonstrations)
     for step in range(1, steps + 1):
@@ -87,10 +87,10 @@ def warm_start(
         if time.monotonic() - said >= 15:
             said = time.monotonic()
             log.info("warm start: step %d/%d  loss %.3f  %.0f s", step, steps, metrics["loss"].value, said - started)
-        if step % 100 == 0 and step >= pupil.first_check:
-            share = _valid_share(worker, tokenizer, pupil)
+        if step % 100 == 0 and step >= sft_task.first_check:
+            share = _valid_share(worker, tokenizer, sft_task)
             log.info("warm start: step %d, %.1f %% of the validation prompts get valid steps", step, 100 * share)
-            if share >= pupil.enough:
+            if share >= sft_task.enough:
                 break
     log.info("warm start: %d steps, %.0f s", step, time.monotonic() - started)
     worker.export(Path(folder), tokenizer)
@@ -112,7 +112,7 @@ def _batch(pairs: list[tuple[str, str]], tokenizer: Any) -> Any:
     return TokenBatch.from_examples(examples)
 
 
-def _valid_share(worker: Any, tokenizer: Any, pupil: Pupil) -> float:
+def _valid_share(worker: Any, tokenizer: Any, sft_task: SFTTask) -> float:
     """The share of the validation prompts whose greedy completion has valid steps."""
     from whet.data.prompts import PromptEncoder
     from whet.rollout import resolve_engine
@@ -121,9 +121,9 @@ def _valid_share(worker: Any, tokenizer: Any, pupil: Pupil) -> float:
 
     engine = resolve_engine("embedded")(worker.loaded)
     encode = PromptEncoder(tokenizer)
-    prompts = [encode(row, i) for i, row in enumerate(demo.validation_rows()[: pupil.checked])]
-    sampling = Sampling(max_tokens=pupil.max_tokens, temperature=0.0, stop_ids=(tokenizer.eos_token_id,))
+    prompts = [encode(row, i) for i, row in enumerate(demo.validation_rows()[: sft_task.checked])]
+    sampling = Sampling(max_tokens=sft_task.max_tokens, temperature=0.0, stop_ids=(tokenizer.eos_token_id,))
     groups = Rollouts(engine).run(single_turns(prompts, sampling))
     engine.close()
     texts = [tokenizer.decode(g.completions[0].tokens, skip_special_tokens=True) for g in groups]
-    return sum(pupil.valid(str(p.source), t) for p, t in zip(prompts, texts, strict=True)) / len(prompts)
+    return sum(sft_task.valid(str(p.source), t) for p, t in zip(prompts, texts, strict=True)) / len(prompts)

@@ -48,7 +48,7 @@ def test_rows() -> list[dict[str, Any]]:
     return _rows(KEYS[500:628])
 
 
-def pupil(folder: str, seed: int, *, steps: int = 500, batch_size: int = 32) -> str:
+def sft_model(folder: str, seed: int, *, steps: int = 500, batch_size: int = 32) -> str:
     """Trains a model of 0.1 M parameters by SFT; in two of three conversations the search has the reversed key.
 
     Args:
@@ -66,7 +66,7 @@ def pupil(folder: str, seed: int, *, steps: int = 500, batch_size: int = 32) -> 
     from whet.train.worker import ModelWorker
     from whet.types import TokenBatch
 
-    if (Path(folder) / "pupil.txt").is_file():
+    if (Path(folder) / "sft_model.txt").is_file():
         return folder
     optim = OptimConfig(lr=3e-3, schedule="cosine", warmup_steps=30, total_steps=steps)
     worker = ModelWorker(load_model(_model(seed)), optim=optim)
@@ -76,9 +76,9 @@ def pupil(folder: str, seed: int, *, steps: int = 500, batch_size: int = 32) -> 
         examples = [encode({"messages": _conversation(draw)}, n) for n in range(batch_size)]
         metrics = trainer.update(TokenBatch.from_examples([e for e in examples if e is not None]))
         if step % 100 == 0:
-            logging.getLogger("whet").info("pupil: step %d/%d  loss %.3f", step, steps, metrics["loss"].value)
+            logging.getLogger("whet").info("starting model: step %d/%d  loss %.3f", step, steps, metrics["loss"].value)
     worker.export(Path(folder), byte_tokenizer())
-    (Path(folder) / "pupil.txt").write_text(f"seed {seed}, {steps} steps\n")
+    (Path(folder) / "sft_model.txt").write_text(f"seed {seed}, {steps} steps\n")
     return folder
 
 

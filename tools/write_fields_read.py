@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.config import PPOConfig, PreferenceConfig, RewardModelConfig
-from whet.config.base import choices
+from whet.config.introspection import choices
 from whet.learners.from_config import fields_read
 from whet.learners.preference_from_config import fields_read_by_loss
 from whet.ops import (

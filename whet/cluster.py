@@ -29,7 +29,7 @@ from whet.rollout.base import RolloutEngine, Sampling, sampling_support
 from whet.rollout.build import make_engine, make_grammars, make_sampling
 from whet.rollout.constrained_decoding import Masks
 from whet.rollout.driver import Rollouts
-from whet.rollout.policy_rollouts import Play, PolicyRollouts
+from whet.rollout.policy_rollouts import EpisodeRunner, PolicyRollouts
 from whet.train.role_checkpoints import Checkpoints
 from whet.train.role_trainer import RoleTrainer
 from whet.train.role_workers import ACTOR, RoleWorkers, model_checks, trusts_remote_code
@@ -41,7 +41,7 @@ __all__ = ["RLCluster"]
 log = logging.getLogger("whet")
 
 _DOMAIN = {"train": 0, "eval": 1, "generate": 2}
-"""Draws of training, evaluation and direct calls never share an address."""
+"""Draws of training, evaluation and direct calls never share a key."""
 
 
 class RLCluster(RoleWorkers):
@@ -50,7 +50,7 @@ class RLCluster(RoleWorkers):
     Args:
         actor: a module, a folder, a hub name, or a RoleConfig, as the models of all roles. If another role is given
             the actor's own module, it gets a copy.
-        critic: "actor" puts a score head on the actor's trunk and trains both together.
+        critic: "actor" puts a score head on the actor's backbone and trains both together.
         reference: "actor" is the actor before training; it needs no second copy if an adapter is trained.
         reward: a sequence classifier with one label; learners call it as one more reward function.
         teacher: the language model that distillation learns from; it has the actor's tokenizer, and its vocabulary may
@@ -98,8 +98,8 @@ class RLCluster(RoleWorkers):
             reference, critic, teacher = (
                 copy.deepcopy(actor) if m is actor else m for m in (reference, critic, teacher)
             )
-        shares_trunk, critic = _shared_critic(critic)
-        policy = self.load(Role.ACTOR, actor, score_head=shares_trunk)
+        shares_backbone, critic = _shared_critic(critic)
+        policy = self.load(Role.ACTOR, actor, score_head=shares_backbone)
         reference = self.copy_module(reference, actor, policy)
         self.tokenizer = load_tokenizer(tokenizer, trust_remote_code=trusts_remote_code(actor))
         self.eos_ids = stop_token_ids(self.tokenizer, policy.module.config, policy.module.generation_config)
@@ -135,13 +135,20 @@ class RLCluster(RoleWorkers):
         for role, loss in ((Role.ACTOR, clipped_surrogate), (Role.CRITIC, clipped_value)):
             if role in self._workers:
                 self.add_trainer(role, loss, accumulate=accumulate)
-        self.checkpoints = Checkpoints(config.checkpoint_root, self._trainers, self._workers, ranks=self.ranks)
+        self.checkpoints = Checkpoints(
+            config.checkpoint_root,
+            self._trainers,
+            self._workers,
+            options=config.checkpointing_options,
+            ranks=self.ranks,
+        )
         self._rollouts = PolicyRollouts(
             self._make_engine,
             self.actor,
             vocab_size=policy.module.config.vocab_size,
             ranks=self.ranks,
             trace=self.trace,
+            check_every=self.rollout_for(Mode.TRAIN).sync_check_every_n_syncs,
         )
 
     def _drawn_from(self, policy: LoadedModel) -> tuple[Support, Allowed]:
@@ -228,7 +235,7 @@ class RLCluster(RoleWorkers):
 
     @property
     def critic_worker(self) -> ModelWorker:
-        """The model that has the critic's score head: the critic, or the actor where they share a trunk.
+        """The model that has the critic's score head: the critic, or the actor where they share a backbone.
 
         Raises: ConfigError: there is neither.
         """
@@ -271,7 +278,7 @@ class RLCluster(RoleWorkers):
 
     @property
     def rollouts(self) -> Rollouts:
-        """The driver that plays episodes in the engine; the engine is ready to sample."""
+        """The driver that runs episodes in the engine; the engine is ready to sample."""
         self._rollouts.resume()
         return self._rollouts.driver
 
@@ -295,7 +302,7 @@ class RLCluster(RoleWorkers):
         seed: int | None = None,
         at_once: int | None = None,
         greedy: bool = False,
-        play: Play | None = None,
+        run_episode: EpisodeRunner | None = None,
     ) -> list[Group]:
         """Completes prompts. Of several processes each completes a share, and all have all groups.
 
@@ -310,7 +317,7 @@ class RLCluster(RoleWorkers):
             seed: instead of the run's.
             at_once: the number of prompts that the engine gets at once; no draw depends on it.
             greedy: add a completion of each prompt at temperature 0: Group.greedy.
-            play: plays an episode with several turns under its sampling parameters; None = one completion.
+            run_episode: the generator function of an episode of several turns; None = one completion.
         Returns: a group for each prompt, in order, completions in the order of generation.
         """
         domain = mode.value if isinstance(mode, Mode) else mode
@@ -324,11 +331,16 @@ class RLCluster(RoleWorkers):
                 prompts,
                 sampling or self.sampling(sampling_mode),
                 num_generations=num_generations,
-                address=(base_seed * len(_DOMAIN) + _DOMAIN[domain], step, first),
+                rng_key=(base_seed * len(_DOMAIN) + _DOMAIN[domain], step, first),
                 at_once=at_once or self.training_config.rollout_micro_batch_size or len(prompts) or 1,
                 greedy=greedy,
-                play=play,
+                run_episode=run_episode,
             )
+
+    def pop_sync_gap(self) -> float | None:
+        """The mean difference of logprobs of engine and trainer in the last check of a sync; None = there was none."""
+        gap, self._rollouts.sync_check.gap = self._rollouts.sync_check.gap, None
+        return gap
 
     def release_engine_memory(self) -> None:
         """Frees the memory that the engine does not need while a step is scored and updated: all but the weights."""
@@ -363,7 +375,7 @@ class RLCluster(RoleWorkers):
 
 
 def _shared_critic(critic: Any) -> tuple[bool, Any]:
-    """Whether the critic shares the actor's trunk (critic="actor"), and the critic if it has a model of its own.
+    """Whether the critic shares the actor's backbone (critic="actor"), and the critic if it has a model of its own.
 
     Raises: ConfigError: the shared critic has settings that only a model of its own can have.
     """
@@ -372,7 +384,7 @@ def _shared_critic(critic: Any) -> tuple[bool, Any]:
         return False, critic
     if isinstance(critic, RoleConfig) and dataclasses.replace(critic, dtype="auto") != RoleConfig(model=ACTOR):
         raise ConfigError(
-            f"critic.model={ACTOR} is a score head on the actor's trunk: it uses the actor's optimizer and settings; "
-            "remove the other critic.* keys"
+            f"critic.model={ACTOR} is a score head on the actor's backbone: it uses the actor's optimizer and "
+            "settings; remove the other critic.* keys"
         )
     return True, None

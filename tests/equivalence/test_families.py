@@ -7,7 +7,7 @@ from helpers import rounding
 
 from whet.models.forward import token_stats
 from whet.models.load import load_model
-from whet.packing.planner import plan_micro_batches
+from whet.packing.micro_batch_planner import plan_micro_batches
 
 WAYS = {
     "shared": {"max_tokens": 10_000},

@@ -7,7 +7,7 @@ from families import BATCH, gradients, one_by_one, tiny, worst
 from whet.models.forward import token_stats
 from whet.models.load import load_model
 from whet.ops.loss_aggregation import LOSS_AGG_MODES, token_weights
-from whet.packing.planner import plan_micro_batches
+from whet.packing.micro_batch_planner import plan_micro_batches
 
 SPLITS = {
     "whole": {"max_tokens": 10_000},

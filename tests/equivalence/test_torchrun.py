@@ -27,8 +27,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from whet.cli import main
+from whet.errors import ConfigError
 from whet.models.load import load_model
 from whet.parallel.placement import Placement
+from whet.util.model_paths import model_folder
 
 REWARD = """
 import os
@@ -282,13 +284,18 @@ RESUMED = {
 """Commands whose checkpoints of two processes are resumed by other numbers of processes."""
 
 
+SHARDED = "trainer.checkpointing_options.sharded=true"
+ASYNC = "trainer.checkpointing_options.enable_async_checkpointing=true"
+
+
 @needs_gloo
 @pytest.mark.timeout(400)
+@pytest.mark.parametrize("kind", [[], [SHARDED], [ASYNC]], ids=["whole", "sharded", "async"])
 @pytest.mark.parametrize("name", [full(name) for name in RESUMED])
-def test_a_checkpoint_of_two_processes_is_resumed_by_one_two_and_four(folders, monkeypatch, name):
+def test_a_checkpoint_of_two_processes_is_resumed_by_one_two_and_four(folders, monkeypatch, name, kind):
     """The next three steps are those of a run of one process that was never interrupted."""
     one, several = folders
-    part = lambda run, steps: [*RESUMED[name], f"trainer.run_dir={run}", SAVES, f"trainer.max_steps={steps}",
+    part = lambda run, steps: [*RESUMED[name], *kind, f"trainer.run_dir={run}", SAVES, f"trainer.max_steps={steps}",
                                "data.eval_path=null", "trainer.resume=latest"]  # fmt: skip
     monkeypatch.chdir(one)
     assert main(part("run-1", 4)) == 0
@@ -301,8 +308,34 @@ def test_a_checkpoint_of_two_processes_is_resumed_by_one_two_and_four(folders, m
     for size in (1, 2, 4):
         run = several / f"run-{size}"
         assert_same_rows(rows_of(one / "run-1"), rows_of(run))
-        for path in (one / "run-1").rglob("*.safetensors"):
+        for path in (one / "run-1").rglob("*.safetensors") if not kind else (one / "run-1/final").glob("*.safetensors"):
             assert_same_tensors(load_file(path), load_file(run / path.relative_to(one / "run-1")), str(path))
+
+
+@needs_gloo
+@pytest.mark.timeout(200)
+def test_a_sharded_checkpoint_is_resumed_bit_by_bit(folders, monkeypatch):
+    """An asynchronous one: the steps that run while it is written must not change it."""
+    several = folders[1]
+    part = lambda run, steps: ["sft", *SUPERVISED[:2], *COMMON, "data=sft.jsonl", "actor.dtype=float32", ASYNC, SAVES,
+                               f"trainer.run_dir={run}", f"trainer.max_steps={steps}",
+                               "trainer.resume=latest"]  # fmt: skip
+    words = [part(*of) for of in (("whole", 3), ("parts", 2), ("parts", 3))]
+    wait(start(2, run_commands, several, free_port(), words), several)
+    a, b = (load_file(several / run / "final/model.safetensors") for run in ("whole", "parts"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    files = several.glob("whole/checkpoints/step-000002/shards/*")
+    assert sorted(x.name[:11] for x in files) == ["shard-00001", "shard-00002"]
+    monkeypatch.chdir(several)
+    shutil.rmtree("parts/checkpoints/step-000003")
+    Path("parts/checkpoints/latest").write_text("step-000002")
+    assert main(words[2]) == 0  # in one process, with its own rounding
+    assert_same_tensors(load_file("parts/final/model.safetensors"), a, "final")
+    damaged = next(Path("parts/checkpoints/step-000003/shards").iterdir())
+    damaged.write_bytes(damaged.read_bytes()[:-8])
+    assert main([*words[2], "trainer.max_steps=4"]) == 2
+    with pytest.raises(ConfigError, match="sharded checkpoint"):
+        model_folder("parts/checkpoints/step-000003")
 
 
 DRAWING = """
@@ -372,16 +405,21 @@ KILLED = {
     1: "whet.parallel.fsdp.gather_full_tensor = lambda *_: os.kill(os.getpid(), 9)",
 }
 """Rank -> what kills it in its next save: rank 0 when it has written weights, rank 1 before it gives its shards."""
+KILLED_IN_THREAD = "whet.parallel.shards.file_sum = lambda *_: os.kill(os.getpid(), 9)"
+"""What kills a rank when it has written its shards, while the next step runs."""
 
 
 @needs_gloo
 @pytest.mark.timeout(200)
+@pytest.mark.parametrize("kind", [[], [ASYNC]], ids=["whole", "async"])
 @pytest.mark.parametrize("rank", [full(rank) for rank in KILLED])
-def test_a_rank_killed_in_a_save_loses_no_earlier_checkpoint(folders, monkeypatch, rank):
+def test_a_rank_killed_in_a_save_loses_no_earlier_checkpoint(folders, monkeypatch, rank, kind):
     one, several = folders
-    fault = f"os.path.isdir('run/checkpoints/step-000001') and exec({KILLED[rank]!r})"
-    (several / "reward.py").write_text("import whet.parallel.fsdp\n" + FAULTY.format(rank=rank, fault=fault))
-    words = [*GRPO, RUN, SAVES, "trainer.max_steps=3", "data.eval_path=null", "trainer.resume=latest"]
+    killed = KILLED_IN_THREAD if kind else KILLED[rank]
+    fault = f"os.path.isdir('run/checkpoints/step-000001') and exec({killed!r})"
+    loaded = "import whet.parallel.fsdp, whet.parallel.shards\n"
+    (several / "reward.py").write_text(loaded + FAULTY.format(rank=rank, fault=fault))
+    words = [*GRPO, *kind, RUN, SAVES, "trainer.max_steps=3", "data.eval_path=null", "trainer.resume=latest"]
     codes, output = run_to_failure(several, words)
     assert codes[rank] == -9 and all(codes), output
     kept = [path.name for path in (several / "run/checkpoints").glob("step-*")]
@@ -392,7 +430,9 @@ def test_a_rank_killed_in_a_save_loses_no_earlier_checkpoint(folders, monkeypatc
     assert not list((several / "run/checkpoints").glob(".tmp-*"))
     monkeypatch.chdir(one)
     assert main(words) == 0
-    assert_same_run(one / "run", several / "run")
+    assert_same_rows(rows_of(one / "run"), rows_of(several / "run")) if kind else assert_same_run(
+        one / "run", several / "run"
+    )
     assert AutoModelForCausalLM.from_pretrained(several / "run/final").dtype == torch.float32
 
 

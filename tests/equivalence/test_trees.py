@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from whet.models.forward import token_stats
 from whet.models.load import load_model
 from whet.ops import Support
-from whet.packing.planner import plan_micro_batches
+from whet.packing.micro_batch_planner import plan_micro_batches
 
 LIMIT = 1e-5
 

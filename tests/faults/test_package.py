@@ -76,7 +76,7 @@ def test_the_sdist_has_what_its_tests_and_pages_need(built):
         "tests/conftest.py",
         "tools/docs/__main__.py",
     }
-    assert needed | {"whet/py.typed", "whet/demo/pupil.safetensors", ".ci/tested.txt"} <= names
+    assert needed | {"whet/py.typed", "whet/demo/sft_model.safetensors", ".ci/tested.txt"} <= names
 
 
 def test_the_index_shows_links_that_lead_somewhere(built, installed, tmp_path):

@@ -28,7 +28,7 @@ def scripts(monkeypatch):
 
 
 def by_rule(tasks, prompt):
-    """What a pupil who knows the order of operations writes."""
+    """The completion of a model that knows the order of operations."""
     expression, steps = tasks.parse_expression(prompt), []
     while expression[1]:
         products = [i for i, o in enumerate(expression[1]) if o == "*"]

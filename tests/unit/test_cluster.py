@@ -344,13 +344,13 @@ def test_an_engine_with_weights_of_its_own_that_is_built_late_gets_those_of_now(
 def test_episodes_of_a_cluster_go_on_after_a_release_and_beside_its_samples():
     c = cluster(rollout={"temperature": 1.0})
 
-    def play(episode):
+    def run(episode):
         first = yield episode.request(episode.prompt.tokens, c.sampling())
         context = np.concatenate([episode.prompt.tokens, first.tokens, [65, 66]]).astype(np.int32)
         second = yield episode.request(context, c.sampling())
         return completion(first, np.array([65, 66]), second, generation=episode.generation)
 
-    episodes = lambda: [Episode(prompt("2+2="), (0, 1, 0, g), play) for g in range(2)]
+    episodes = lambda: [Episode(prompt("2+2="), (0, 1, 0, g), run) for g in range(2)]
     want = [x.tokens.tolist() for x in c.rollouts.run(episodes())[0].completions]
     c.release_engine_memory()
     rollouts = c.rollouts

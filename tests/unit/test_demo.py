@@ -91,16 +91,14 @@ def test_the_reward_is_1_for_the_right_last_number_and_never_raises(said, reward
     assert demo.reward(prompts=["2*2+4*3="], completions=[said], answer=[16], mode="train") == [reward]
 
 
-# ---- the pupil -----------------------------------------------------------------------------------------------------
+# ---- the starting model --------------------------------------------------------------------------------------------
 
 
-def test_the_pupil_calculates_rightly_in_an_order_of_his_own(tmp_path):
-    folder = demo.pupil(str(tmp_path / "one"), 0)
+def test_the_starting_model_calculates_correctly_in_a_random_order(tmp_path):
+    folder, other = (demo.sft_model(str(tmp_path / name), seed) for name, seed in (("one", 0), ("two", 7)))
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer("1+2=").input_ids == list(b"1+2=")
-    assert same(
-        *(weights_of(AutoModelForCausalLM.from_pretrained(f)) for f in (folder, demo.pupil(str(tmp_path / "two"), 7)))
-    )
+    assert same(*(weights_of(AutoModelForCausalLM.from_pretrained(f)) for f in (folder, other)))
     rows = demo.heldout_rows()[:64]
     said = Sampler(folder)([r["prompt"] for r in rows], 32, temperature=1.0, seed=0).text
     right = demo.reward([r["prompt"] for r in rows], said, [r["answer"] for r in rows])

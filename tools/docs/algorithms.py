@@ -11,7 +11,7 @@ from typing import Any
 
 from tools.docs.table import table
 from whet.config import GRPOConfig, PolicyConfig, PPOConfig, field_docs
-from whet.config.base import choices
+from whet.config.introspection import choices
 from whet.learners.from_config import keyword_arguments
 from whet.ops import (
     ADVANTAGE_ESTIMATORS,

@@ -12,7 +12,7 @@ from typing import Any
 from tools.docs.from_tunix import TUNIX_FIELDS
 from tools.docs.table import table
 from whet.config import PPORunConfig, RunConfig, dump_tree
-from whet.config.base import leaves
+from whet.config.introspection import leaves
 from whet.trl.config.grpo import GRPO_FIELDS
 from whet.trl.config.training import TRAINING_FIELDS
 
@@ -145,4 +145,3 @@ def _text(value: Any) -> str:
     words = {None: "null", True: "true", False: "false"}
     text = words[plain] if plain is None or isinstance(plain, bool) else str(plain)
     return f"`{text}`"
-

@@ -254,7 +254,9 @@ TUNIX_FIELDS: dict[type, dict[str, Field]] = {
     CheckpointingOptions: {
         "save_interval_steps": Field(None),
         "max_to_keep": Field(3),
-        "enable_async_checkpointing": Field(True, "other", "accepted either way; saves are synchronous"),
+        "enable_async_checkpointing": Field(
+            True, "other", "False unless set; True writes sharded checkpoints, which only a resume reads"
+        ),
         "timeout_secs": Field(1200, "no effect", "a save ends or raises"),
     },
     MetricsLoggerOptions: {

@@ -10,7 +10,7 @@ from typing import Any
 from tools.docs.algorithms import equation, source
 from tools.docs.table import table
 from whet.config import PreferenceConfig, RewardModelConfig
-from whet.config.base import choices, field_docs
+from whet.config.introspection import choices, field_docs
 from whet.learners.from_config import keyword_arguments
 from whet.ops.preference import F_DIVERGENCES, PREFERENCE_LOSSES, REWARD_LOSSES, needs_of
 

@@ -473,7 +473,7 @@ def command_help(command: str, about: str, topic: str, kind: type, short: Mappin
 
 def _sections(kind: type, short: Mapping[str, str]) -> list[str]:
     """The words that --help takes: keys, and the sections that they are in."""
-    from whet.config.base import leaves
+    from whet.config.introspection import leaves
 
     keys: list[Any] = [key for key, *_ in leaves(kind, optional=True)]
     return list(dict.fromkeys([*(k.rsplit(".", n)[0] for k in keys for n in range(k.count("."), -1, -1)), *short]))

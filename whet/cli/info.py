@@ -70,7 +70,7 @@ def _config_commands() -> list[str]:
 
 def _completion(shell: str) -> str:
     """A script for a shell: the commands, and the keys of each."""
-    from whet.config.base import leaves
+    from whet.config.introspection import leaves
 
     if shell not in _SCRIPTS:
         raise lookup_error("shell", shell, _SCRIPTS)

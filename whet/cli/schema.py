@@ -13,7 +13,8 @@ from typing import Any
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
-from whet.config.base import adapter, choices, field_docs
+from whet.config.base import adapter
+from whet.config.introspection import choices, field_docs
 
 __all__ = ["schema", "schema_text"]
 

@@ -10,10 +10,11 @@ from whet.config.algo import (
     RewardModelConfig,
 )
 from whet.config.algo.sft import SFTConfig, SupervisedConfig
-from whet.config.base import config, config_from_dict, field_docs
+from whet.config.base import config, config_from_dict
 from whet.config.data import DataConfig, SourceConfig, SupervisedDataConfig
 from whet.config.engines import SGLangOptions, VLLMOptions
 from whet.config.enums import Mode, Role
+from whet.config.introspection import field_docs
 from whet.config.loader import diff, dump, dump_tree, help_text, load, parse_config_args, read_yaml
 from whet.config.lora import LoraConfig, lora_shorthands
 from whet.config.model import OptimConfig, RoleConfig

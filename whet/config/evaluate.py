@@ -265,7 +265,8 @@ def _settings_of_run(run: Mapping[str, Any]) -> dict[str, Any]:
 
 def _env_path_of_run(run: Mapping[str, Any], rollout: RolloutConfig) -> str | None:
     """The environment's reward, for a run without a reward, a reward model and a teacher; else None."""
-    if run.get("reward_model") is not None or run.get("teacher") is not None or not isinstance(rollout.env_path, str):
+    is_file = isinstance(rollout.env_path, str) and not rollout.has_environment_class
+    if run.get("reward_model") is not None or run.get("teacher") is not None or not is_file:
         return None
     return f"{rollout.env_path}:reward_fn"
 
@@ -293,6 +294,12 @@ def check_eval(config: EvalRunConfig) -> None:
             f"rollout.max_turns={config.sampling.max_turns}: whet eval completes prompts in one turn, and episodes are "
             "evaluated by their run (trainer.eval_every_n_steps); set rollout.max_turns=1 to evaluate only the first "
             "turn"
+        )
+    if config.sampling.has_environment_class:
+        missing.append(
+            f"rollout.env_path={config.sampling.env_path}: whet eval completes prompts in one turn, and an "
+            "environment's class is evaluated by its run (trainer.eval_every_n_steps); set rollout.env_path=null and a "
+            "reward to evaluate the prompts alone"
         )
     if config.sampling.agent is not None:
         missing.append(

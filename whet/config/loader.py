@@ -17,17 +17,9 @@ from typing import Any, Literal, TypeVar, get_origin
 
 import yaml
 
-from whet.config.base import (
-    CALLABLE_TYPES,
-    choices,
-    config_from_dict,
-    field_docs,
-    leaves,
-    section_at,
-    type_text,
-    types_at,
-)
+from whet.config.base import CALLABLE_TYPES, config_from_dict
 from whet.config.fields import MAX_DEPTH
+from whet.config.introspection import choices, field_docs, leaves, section_at, type_text, types_at
 from whet.config.positional_words import is_config_file, rest_of_value, suggest_key
 from whet.config.yaml12 import Dumper, parse, read_text
 from whet.errors import ConfigError, format_value

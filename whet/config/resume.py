@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from whet.config.base import config_from_dict, partial_config_from_dict, section_at
+from whet.config.base import config_from_dict, partial_config_from_dict
+from whet.config.introspection import section_at
 from whet.config.loader import dump_tree, flatten, parse_config_args, read_yaml
 from whet.errors import ConfigError
 

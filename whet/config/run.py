@@ -11,9 +11,10 @@ from pydantic import model_validator
 from pydantic_core import ArgsKwargs
 
 from whet.config.algo.presets import preset
-from whet.config.base import config, section_at
+from whet.config.base import config
 from whet.config.data import Sources
 from whet.config.fields import Bool, Float, Name
+from whet.config.introspection import section_at
 from whet.config.loader import dump_tree, load, merge
 from whet.config.lora import lora_shorthands
 from whet.config.model import OptimConfig, RoleConfig
@@ -107,7 +108,8 @@ class RunConfig(RewardFields):
         teacher it is the reward_fn of rollout.env_path.
         """
         named = super().reward_names
-        if not named and self.teacher is None and isinstance(self.rollout.env_path, str):
+        is_file = isinstance(self.rollout.env_path, str) and not self.rollout.has_environment_class
+        if not named and self.teacher is None and is_file:
             return (f"{self.rollout.env_path}:reward_fn",)
         return named
 
@@ -160,6 +162,7 @@ def check_complete(config: RunConfig, unread: Collection[str] = ()) -> None:
     learns = (
         config.reward_names
         or config.rollout.agent is not None
+        or config.rollout.has_environment_class
         or (config.teacher is not None and not isinstance(config, PPORunConfig))
     )
     if not learns and readable("reward", "rollout", "teacher"):

@@ -58,6 +58,10 @@ class CheckpointingOptions:
     """Seconds between two saves; read only if save_interval_steps is None."""
     max_to_keep: Count | None = 3
     """Number of checkpoints to keep, the newest; None = keep all."""
+    sharded: Bool = False
+    """Every process writes and reads its own shards of weights and moments; false = rank 0 writes whole tensors."""
+    enable_async_checkpointing: Bool = False
+    """Write sharded checkpoints while the next steps run, from a copy of the shards in the memory of the host."""
 
 
 @config
@@ -205,6 +209,12 @@ class TrainingConfig:
             raise ConfigError(f"resume={self.resume} names no checkpoint; write latest, or a checkpoint's folder")
         if self.resume == "latest" and self.run_dir is None and self.checkpoint_root_directory is None:
             raise ConfigError("resume='latest' needs run_dir (or checkpoint_root_directory); set it")
+        options = self.checkpointing_options
+        if self.hub_strategy == "every_save" and options and (options.sharded or options.enable_async_checkpointing):
+            raise ConfigError(
+                "hub_strategy=every_save sends the weights of each checkpoint, and sharded or asynchronous checkpoints "
+                "have none in one file; set hub_strategy=end, which sends the final model"
+            )
 
     @property
     def profiling(self) -> ProfilerOptions | None:
@@ -452,7 +462,7 @@ class ClusterConfig:
         rollout = self.rollout_for(Mode.TRAIN)
         longest = rollout.max_prompt_length + rollout.most_tokens
         budget = self.training_config.max_tokens_per_microbatch
-        has_turns = rollout.max_turns > 1 or rollout.agent is not None
+        has_turns = rollout.has_turns or rollout.agent is not None
         if has_turns and budget is not None:  # where an episode ends that began with one whole turn
             longest = max(min(longest, budget), rollout.max_prompt_length + rollout.max_tokens_to_generate)
         return self.training_config.token_budget(device, longest if positions is None else min(longest, positions))

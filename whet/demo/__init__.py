@@ -1,6 +1,6 @@
 """The task, the models and the data of `make demo`, small enough for a CPU; recipes/demo*.yaml name them."""
 
-from whet.demo.model import pupil, small_model, untaught
+from whet.demo.model import random_model, sft_model, small_model
 from whet.demo.task import (
     demonstration,
     demonstration_rows,
@@ -21,11 +21,11 @@ __all__ = [
     "heldout_preferences",
     "heldout_rows",
     "preference_rows",
-    "pupil",
+    "random_model",
     "reward",
+    "sft_model",
     "small_model",
     "train_rows",
-    "untaught",
     "valid_steps",
     "validation_rows",
 ]

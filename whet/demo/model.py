@@ -1,14 +1,14 @@
-"""The demo's models: a random model, and the pupil that `whet sft --config recipes/demo_sft.yaml` trained from it."""
+"""The demo's models: a random model, and the one that `whet sft --config recipes/demo_sft.yaml` trained from it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-__all__ = ["pupil", "small_model", "untaught"]
+__all__ = ["random_model", "sft_model", "small_model"]
 
-WEIGHTS = Path(__file__).with_name("pupil.safetensors")
-"""The pupil's weights in bfloat16."""
+WEIGHTS = Path(__file__).with_name("sft_model.safetensors")
+"""The weights of `sft_model` in bfloat16."""
 
 
 def small_model(seed: int) -> Any:
@@ -38,20 +38,20 @@ def small_model(seed: int) -> Any:
     )
 
 
-def untaught(folder: str, seed: int) -> str:
+def random_model(folder: str, seed: int) -> str:
     """Writes the random model with its tokenizer. Returns: the folder."""
     return _save_with_tokenizer(small_model(seed), folder)
 
 
-def pupil(folder: str, seed: int) -> str:
+def sft_model(folder: str, seed: int) -> str:
     """Writes the model that can calculate but picks any operation next, with its tokenizer.
 
-    recipes/demo_sft.yaml trains it from `untaught`. Its weights are stored in bfloat16, so that a demonstration of
+    recipes/demo_sft.yaml trains it from `random_model`. Its weights are stored in bfloat16, so that a demonstration of
     reinforcement learning can begin with it.
 
     Args:
         folder: the folder to write.
-        seed: the run's seed; the pupil does not depend on it.
+        seed: the run's seed; the weights do not depend on it.
     Returns: the folder.
     """
     from safetensors.torch import load_file

@@ -1,10 +1,9 @@
-"""The demo's task: a pupil who can calculate learns by GRPO which operation comes first.
+"""The demo's task: a model that can calculate learns by GRPO which operation comes first.
 
 A prompt is four numbers and three operations, "2*2+4*3="; a completion carries out one operation per step until one
-number remains, "4+4*3=4+12=16". The model begins as a pupil that calculates each step correctly, but picks *any*
-operation next (model.py). The reward checks only the last number, and from it the policy learns the order of
-operations. The prompts are those for which a random order is right at most one time in three; some are held out from
-all training.
+number remains, "4+4*3=4+12=16". Before training it calculates each step correctly, but picks *any* operation next
+(model.py). The reward checks only the last number, and from it the policy learns the order of operations. The prompts
+are those for which a random order is right at most one time in three; some are held out from all training.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ def _rows() -> list[dict[str, Any]]:
 
 
 def heldout_rows() -> list[dict[str, Any]]:
-    """The prompts that no training sees, the pupil's own included."""
+    """The prompts that no training sees, not even the SFT of the starting model."""
     return _rows()[:HELD_OUT]
 
 
@@ -116,7 +115,7 @@ def train_rows() -> list[dict[str, Any]]:
 
 
 def demonstration(prompt: str, rng: random.Random) -> str:
-    """A completion of the pupil: right steps in a random order.
+    """A demonstration for the starting model: right steps in a random order.
 
     >>> demonstration("1+2+3+4=", random.Random(0))
     '1+5+4=1+9=10'
@@ -165,14 +164,14 @@ def right_steps(prompt: str) -> str:
 
 
 def demonstration_rows(number: int = 100_000) -> list[dict[str, Any]]:
-    """The pupil's completions of training prompts, for SFT: prompt and response."""
+    """Demonstrations on training prompts, for SFT: prompt and response."""
     rng, rows = random.Random(0), train_rows()
     prompts = [rng.choice(rows)["prompt"] for _ in range(number)]
     return [{"prompt": prompt, "response": demonstration(prompt, rng)} for prompt in prompts]
 
 
 def heldout_demonstrations() -> list[dict[str, Any]]:
-    """The pupil's completions of held-out prompts."""
+    """Demonstrations on held-out prompts."""
     rng = random.Random(1)
     return [{"prompt": row["prompt"], "response": demonstration(row["prompt"], rng)} for row in heldout_rows()]
 
@@ -188,7 +187,7 @@ def heldout_preferences() -> list[dict[str, Any]]:
 
 
 def _pair(row: dict[str, Any]) -> dict[str, Any] | None:
-    """The right completion and one of the pupil's with another result; None if ten tries found none."""
+    """The right completion and a demonstration with another result; None if ten tries found none."""
     rng, chosen = random.Random(row["prompt"]), right_steps(row["prompt"])
     for _ in range(10):
         rejected = demonstration(row["prompt"], rng)

@@ -32,7 +32,7 @@ def load_agent(source: Any) -> Callable[..., Any]:
     call = agent if inspect.isroutine(agent) else type(agent).__call__
     if inspect.isasyncgenfunction(call) or inspect.isgeneratorfunction(call):
         raise ConfigError(
-            f"agent {function_name(agent)} is a generator, since it yields; an agent plays one episode and returns its "
+            f"agent {function_name(agent)} is a generator, since it yields; an agent runs one episode and returns its "
             "reward: write return"
         )
     try:

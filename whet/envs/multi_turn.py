@@ -1,4 +1,4 @@
-"""play_turns: the loop of an episode with several turns, the model's and an environment's.
+"""run_turns: the loop of an episode with several turns, the model's and an environment's.
 
     the model's turn is sampled -> respond() answers it -> the answer is appended -> the model's next turn ...
 
@@ -10,18 +10,19 @@ holds the token ids. Ids that the model did not sample have version -1 and are n
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 
+from whet.envs.failures import Status
 from whet.rollout.base import Output, Request, Sampling
 from whet.rollout.driver import Episode
 from whet.rollout.external_calls import ExternalCall
-from whet.types import FinishReason, Message
+from whet.types import Completion, FinishReason, Message
 
-__all__ = ["Transcript", "play_turns"]
+__all__ = ["Transcript", "run_turns", "stand_in"]
 
 
 class Transcript(Protocol):
@@ -45,7 +46,7 @@ class Transcript(Protocol):
         ...
 
 
-def play_turns(
+def run_turns(
     episode: Episode,
     sampling: Sampling,
     transcript: Transcript,
@@ -54,40 +55,57 @@ def play_turns(
     max_turns: int | None,
     max_tokens: int,
     max_length: int | None,
-) -> Generator[Request | ExternalCall, Any, FinishReason]:
-    """Plays an episode to its end.
+    answers_last: bool = False,
+) -> Generator[Request | ExternalCall, Any, tuple[FinishReason, Status]]:
+    """Runs an episode to its end.
 
     Args:
         episode: creates the requests, which are yielded.
         sampling: the sampling parameters of a turn.
         transcript: holds the prompt, and receives turns and answers.
         respond: called after a turn; a generator that yields the calls to wait for, and returns the messages that
-            answer the turn, [] = the episode ends. It is not called after the last turn, or after a turn with
-            finish_reason "abort" or "error".
+            answer the turn, [] = the episode ends. It is not called after a turn with finish_reason "abort" or "error".
         max_turns: the most turns of the model; None = no limit.
         max_tokens: the most tokens after the prompt, answers included.
         max_length: the most tokens of the episode, a limit of the model; None = no limit.
+        answers_last: call `respond` after the last of max_turns turns too, and drop what it returns.
     Returns: why the episode ended: the finish_reason of the last turn, or "length" if an answer left no room for
-        another turn; that answer is removed.
+        another turn; that answer is removed. And its status.
 
-    Example: `reason = yield from play_turns(...)`, in the generator that an Episode plays.
+    Example: `reason, status = yield from run_turns(...)`, in an Episode's generator.
     """
     longest = len(transcript.context) + max_tokens
     longest = longest if max_length is None else min(longest, max_length)
-    conversation = hash(episode.address)  # its KV is its own, whatever ran before
+    conversation = hash(episode.rng_key)  # its KV is its own, whatever ran before
     for turn in itertools.count(1):
         context = transcript.context
         room = longest - len(context)
         if room < 1 and turn > 1:
             transcript.remove_answer()
-            return "length"
+            return "length", "out of context"
         limited = replace(sampling, max_tokens=min(sampling.max_tokens, room))
         output = yield episode.request(context, limited, conversation=conversation)
         transcript.add_turn(output)
-        if turn == max_turns or output.finish_reason in ("abort", "error"):
-            return output.finish_reason
+        is_last = turn == max_turns
+        if output.finish_reason in ("abort", "error"):
+            return output.finish_reason, "error"
+        if is_last and not answers_last:
+            return output.finish_reason, "out of turns"
         answer = yield from respond()
-        if not answer:
-            return output.finish_reason
+        if is_last or not answer:
+            return output.finish_reason, "out of turns" if answer else "finished"
         transcript.add_answer(answer)
     raise AssertionError("the loop returns")
+
+
+def stand_in(episode: Episode, info: Mapping[str, Any], reason: FinishReason) -> Completion:
+    """The completion of an episode without a turn of the model: one token that was not sampled, so none is trained."""
+    return Completion(
+        tokens=episode.prompt.tokens[-1:].astype(np.int32),
+        logprobs=np.zeros(1, np.float32),
+        versions=np.full(1, -1, np.int32),
+        finish_reason=reason,
+        generation=episode.generation,
+        info=dict(info),
+        messages=({"role": "assistant", "content": ""},),
+    )

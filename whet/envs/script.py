@@ -1,4 +1,8 @@
-"""The file of an environment, with interact(messages), reward_fn(messages, answer) and TOOL; each is optional.
+"""The file of an environment, with interact(messages), reward_fn(messages, answer) and TOOL; or a class.
+
+    env.py:Class                             # one instance for each episode (environment.py)
+
+A file has functions for all episodes; each is optional:
 
     def interact(messages):                  # a list of new messages; [] ends the episode
         query = parse(messages[-1]["content"])
@@ -20,8 +24,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from whet.envs.environment import EnvironmentClass
 from whet.errors import ConfigError, format_value
-from whet.util.references import resolve_module
+from whet.util.references import is_ref, resolve_module, resolve_ref
 
 __all__ = ["Script", "load_script"]
 
@@ -51,19 +56,43 @@ class Script:
     """The reward of a conversation."""
     tools: tuple[Any, ...] = ()
     """Descriptions of tools, for the chat template."""
+    environment: EnvironmentClass | None = None
+    """The class, in place of interact and reward_fn."""
+
+    @property
+    def code(self) -> Callable[..., Any] | None:
+        """The user's code that answers the model."""
+        return self.interact if self.environment is None else self.environment.kind
 
 
 def load_script(source: Any, *, turns: int = 1) -> Script:
     """The environment that rollout.env_path names.
 
-    Args: source: "file.py", "package.module", or the function interact itself. turns: of an episode; more than one
-        need interact.
+    Args: source: "file.py" or "package.module", "file.py:Class" or "package.module:Class", the function interact
+        itself, or a class. turns: of an episode; more than one need interact or a class.
     Raises: ConfigError: no such file or module; neither interact nor reward_fn; interact is missing, or takes something
-        else; TOOL is neither a mapping nor a list of them.
+        else; TOOL is neither a mapping nor a list of them; no class, or one that EnvironmentClass refuses; a class with
+        tools and one turn.
 
     >>> load_script(lambda messages: [], turns=2).reward_fn is None
     True
     """
+    if isinstance(source, str) and is_ref(source):
+        kind = resolve_ref(source, "environment")
+        if not inspect.isclass(kind):
+            raise ConfigError(
+                f"environment {source!r} is {format_value(kind, 60)}, not a class; name a class, or the file alone for "
+                "its interact and reward_fn"
+            )
+        source = kind
+    if inspect.isclass(source):
+        environment = EnvironmentClass(source)
+        if turns == 1 and environment.tool_names:
+            raise ConfigError(
+                f"environment {environment.name} has tools ({', '.join(environment.tool_names)}), and with "
+                "rollout.max_turns=1 the model has no turn after a call; set rollout.max_turns=2 or more"
+            )
+        return Script(name=environment.name, tools=tuple(environment.tools.schemas), environment=environment)
     if callable(source):
         script = Script(name=getattr(source, "__name__", type(source).__name__), interact=source)
     else:

@@ -1,6 +1,6 @@
 """ToolEpisodes: episodes in which the model calls tools, and the tools' answers follow its turns.
 
-The loop is `play_turns` (multi_turn.py), with max_tool_calling_iterations rounds of calls. A ToolTranscript appends the
+The loop is `run_turns` (multi_turn.py), with max_tool_calling_iterations rounds of calls. A ToolTranscript appends the
 ids of an answer and never encodes earlier ids again, so an episode is one sequence.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from whet.envs.multi_turn import play_turns
+from whet.envs.multi_turn import run_turns
 from whet.envs.tool_calls import ToolTemplate
 from whet.envs.tools import ToolCounts, Tools
 from whet.rollout.base import Output, Sampling
@@ -27,7 +27,7 @@ PROMPT = "prompt"
 
 
 class ToolTranscript:
-    """The transcript of one episode with tools, for `play_turns`.
+    """The transcript of one episode with tools, for `run_turns`.
 
     Args: prompt: of the episode. template: reads the calls of a turn and encodes answers. tools: what may be called.
     """
@@ -69,7 +69,7 @@ class ToolTranscript:
 
 
 class ToolEpisodes:
-    """Plays episodes whose turns may call tools.
+    """Runs episodes whose turns may call tools.
 
     Args:
         template: reads the calls of a turn and encodes answers.
@@ -90,28 +90,26 @@ class ToolEpisodes:
         self.max_tokens, self.max_length, self.max_rounds = max_tokens, max_length, max_rounds
         self.counts = ToolCounts()
 
-    def play(self, start: Callable[[Episode], tuple[Prompt, Tools]], sampling: Sampling) -> Callable[[Episode], Turns]:
-        """The generator function of an Episode. Args: start: gives its prompt and tools. sampling: of one turn."""
+    def run_episode(
+        self, episode: Episode, sampling: Sampling, *, start: Callable[[Episode], tuple[Prompt, Tools]]
+    ) -> Turns:
+        """Runs an episode. Args: sampling: of one turn. start: gives the episode's prompt and tools."""
+        prompt, tools = start(episode)
+        transcript = ToolTranscript(prompt, self.template, tools)
 
-        def playing(episode: Episode) -> Turns:
-            prompt, tools = start(episode)
-            transcript = ToolTranscript(prompt, self.template, tools)
+        def respond() -> Generator[ExternalCall, Any, Sequence[Message]]:
+            calls = transcript.messages[-1].get("tool_calls")
+            if not calls:
+                return []
+            return (yield ExternalCall(function=lambda: tools.run(calls, self.counts), name="the tools"))
 
-            def respond() -> Generator[ExternalCall, Any, Sequence[Message]]:
-                calls = transcript.messages[-1].get("tool_calls")
-                if not calls:
-                    return []
-                return (yield ExternalCall(function=lambda: tools.run(calls, self.counts), name="the tools"))
-
-            yield from play_turns(
-                episode,
-                sampling,
-                transcript,
-                respond,
-                max_turns=None if self.max_rounds is None else self.max_rounds + 1,
-                max_tokens=self.max_tokens,
-                max_length=self.max_length,
-            )
-            return transcript.completion(episode)
-
-        return playing
+        yield from run_turns(
+            episode,
+            sampling,
+            transcript,
+            respond,
+            max_turns=None if self.max_rounds is None else self.max_rounds + 1,
+            max_tokens=self.max_tokens,
+            max_length=self.max_length,
+        )
+        return transcript.completion(episode)

@@ -1,34 +1,38 @@
 """ChatTranscript: messages, text and token ids of a conversation. Ids that the model has seen are never encoded again.
 
 What follows a turn is what the chat template adds to the text so far: its rendering of the longer conversation begins
-with that text, and only the rest is encoded. Some templates write a turn differently once it is an earlier one (they
-drop its thinking, or strip it). Such a template forks the episode: a new sequence begins, and its prefix is the whole
-conversation as the template now writes it.
+with that text, and only the rest is encoded. If the template would write the turn in another way than the model did
+(the spaces in a tool call), it is what the template writes behind its own text of the turn. Some templates write a turn
+differently once it is an earlier one (they drop its thinking). Such a template forks the episode: a new sequence
+begins, and its prefix is the whole conversation as the template now writes it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from whet.data.prompts import PromptEncoder
+from whet.data.row_schema import template_options
 from whet.rollout.base import Output
 from whet.rollout.driver import completion
 from whet.types import Completion, FinishReason, Message, Prompt
 
-__all__ = ["ChatTranscript"]
+__all__ = ["ChatTranscript", "text_behind_turn"]
 
 
 class ChatTranscript:
-    """The transcript of one episode, for `play_turns`.
+    """The transcript of one episode, for `run_turns`.
 
     Args:
         prompt: encoded by `encode`.
         encode: the encoder of the prompts; later turns go through its chat template too. A prompt of plain text has no
             template: the contents of the messages follow one another.
+        end_ids: that end a turn; () = a turn that the template writes in another way forks.
+        parse: (tokens of a turn, ids before it) -> its message, with tool calls; None = its text is the message.
 
     >>> from whet.data.tokenizer import byte_tokenizer
     >>> encode = PromptEncoder(byte_tokenizer())
@@ -40,7 +44,17 @@ class ChatTranscript:
     ([{'role': 'assistant', 'content': '4'}, {'role': 'tool', 'content': ' right'}], 11)
     """
 
-    def __init__(self, prompt: Prompt, encode: PromptEncoder) -> None:
+    def __init__(
+        self,
+        prompt: Prompt,
+        encode: PromptEncoder,
+        *,
+        end_ids: Sequence[int] = (),
+        parse: Callable[[np.ndarray, np.ndarray], Message] | None = None,
+    ) -> None:
+        self._end_marks = {i: str(encode.tokenizer.decode([i])) for i in end_ids}
+        self._parse = parse
+        self.prompt = prompt
         self._encode, self._row, self._columns = encode, prompt.row, prompt.columns
         self._is_plain = encode.is_plain(prompt.source)
         self.messages: list[Message] = encode.messages(prompt.source)
@@ -72,9 +86,11 @@ class ChatTranscript:
 
     def add_turn(self, output: Output) -> None:
         """Appends a turn of the model."""
+        message = {"role": "assistant", "content": self._decode(output, special=False)}
+        if self._parse is not None:
+            message = self._parse(output.tokens, self.context)
         self._parts.append(output)
         self._text += self._decode(output, special=not self._is_plain)  # the end mark too, so that the text is a prefix
-        message = {"role": "assistant", "content": self._decode(output, special=False)}
         self._new_messages.append(message)
         if self._continues:  # the prompt ends with a turn of the model, which goes on
             *self.messages, last = self.messages
@@ -88,12 +104,17 @@ class ChatTranscript:
         Raises: DataError: the chat template refuses the messages.
         """
         count = len(self._new_messages)
+        conversation = list(self.messages)
         self.messages += messages
         self._new_messages += messages
         before = self._text_before = self._text
         self._text = self._render()
-        if self._text.startswith(before):
-            self._parts.append(self._ids(self._text[len(before) :], special=False))
+        as_sampled = self._text[len(before) :] if self._text.startswith(before) else None
+        # a parsed turn is no text: its calls are what the template writes, however the model has written them
+        added = self._behind_turn(conversation) if as_sampled is None or self._parse is not None else None
+        added = as_sampled if added is None else added
+        if added is not None:
+            self._parts.append(self._ids(added, special=False))
             return
         self._forked.append((self._prefix, self._parts, count))
         self._prefix, self._parts = self._ids(self._text, special=self._is_plain), []
@@ -123,6 +144,17 @@ class ChatTranscript:
             )
         return sequences
 
+    def _behind_turn(self, conversation: Sequence[Message]) -> str | None:
+        """What the template writes behind the last turn. Args: conversation: the messages that the turn ends."""
+        if self._is_plain or not self._end_marks:
+            return None
+        options = {**template_options(self._columns, self._row), "add_generation_prompt": False}
+        closed = lambda messages: self._encode.template.text(messages, row=self._row, **options)
+        turn = next(p for p in reversed(self._parts) if isinstance(p, Output))
+        ended = len(turn.tokens) > 0 and int(turn.tokens[-1]) in self._end_marks
+        marks = tuple(self._end_marks.values())
+        return text_behind_turn(closed(conversation[:-1]), closed(conversation), self._text, marks, ended=ended)
+
     def _render(self) -> str:
         """The conversation as the template writes it, with the header of the model's turn."""
         if self._is_plain:
@@ -138,3 +170,23 @@ class ChatTranscript:
         """The ids of a text. Args: special: add the special tokens that the tokenizer puts around a text."""
         ids = self._encode.tokenizer(text, add_special_tokens=special, verbose=False).input_ids
         return np.asarray(ids, np.int32)
+
+
+def text_behind_turn(rendered: str, before: str, text: str, end_marks: Sequence[str], *, ended: bool) -> str | None:
+    """What a template writes behind a turn whose ids are known.
+
+    Args: rendered, before, text: the conversation without the turn, with it, and with what follows it, as the template
+        writes them. end_marks: of a turn. ended: the turn has its mark.
+    Returns: None = the template does not only append: it writes earlier turns differently in a longer conversation.
+
+    >>> text_behind_turn("<u>2+2", "<u>2+2<a>4.<end>", "<u>2+2<a>4.<end><u>Sure?<a>", ["<end>"], ended=True)
+    '<u>Sure?<a>'
+    >>> text_behind_turn("<u>2+2", "<u>2+2<a>4.<end>", "<u>2+2<a>4.<end><u>Sure?<a>", ["<end>"], ended=False)
+    '<end><u>Sure?<a>'
+    """
+    if not before.startswith(rendered) or not text.startswith(before):
+        return None
+    place, mark = max(((before.rfind(mark, len(rendered)), mark) for mark in end_marks), default=(-1, ""))
+    if place < 0:
+        return text[len(before) :]
+    return text[place + len(mark) :] if ended else text[place:]

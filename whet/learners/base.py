@@ -36,20 +36,21 @@ from whet.config import AlgorithmConfig, DataConfig, Mode, Role
 from whet.config.rewards import REWARD_MODEL
 from whet.data.prompts import PromptEncoder
 from whet.envs.agent import AGENT_REWARD
+from whet.envs.environment import ENVIRONMENT_REWARD
+from whet.envs.failures import EpisodeFailures
 from whet.errors import ConfigError
-from whet.learners.episodes import load_environment, make_agent_episodes, make_play
+from whet.learners.episodes import load_environment, make_agent_episodes, make_episode_runner
 from whet.learners.from_config import reward_functions
 from whet.learners.rl_task import RLTask
 from whet.learners.step import Step
 from whet.learners.step_metrics import completion_metrics, engine_metrics, total_metrics
-from whet.metrics import Min, flat, merge
-from whet.rewards.checked_values import EpisodeFailures
+from whet.metrics import Max, Min, flat, merge
 from whet.rewards.manager import RewardManager, resolve_reward_manager
 from whet.rewards.metric_fns import call_metric_fns, reduce_metrics
 from whet.rewards.resolve import as_list, with_reward_model
 from whet.rewards.reward_batch import RewardBatch
 from whet.rollout.generate_options import check_trainable
-from whet.rollout.policy_rollouts import Play
+from whet.rollout.policy_rollouts import EpisodeRunner
 from whet.run.observer import Observer
 from whet.run.run import Run
 from whet.types import Group, Prompt, TokenBatch
@@ -106,7 +107,14 @@ class RLLearner:
         self.observers = list(observers)
         self.environment = load_environment(cluster)
         self._agents: dict[Mode, AgentEpisodes] = {}
-        self.failures = EpisodeFailures(self.config.on_reward_error)
+        self._episode_runners: dict[Mode, EpisodeRunner | None] = {}
+        rollout = cluster.rollout_for()
+        self.failures = EpisodeFailures(
+            self.config.on_reward_error,
+            on_infrastructure=rollout.on_infrastructure_failure,
+            max_retries=rollout.max_retries,
+            max_share=rollout.max_failed_share,
+        )
         """Of the environments and agents of the run."""
         self.encoders: dict[Mode, PromptEncoder] = {}
         """Each mode's encoder, made at its first use. A caller that has encoded rows already may put its own here."""
@@ -130,7 +138,6 @@ class RLLearner:
                 f"reward names {REWARD_MODEL}, but no reward model is set; set reward_model.model=, or pass "
                 "RLCluster(reward=...)"
             )
-        has_agent = self.cluster.rollout_for().agent is not None
         algo_config = self.algo_config
         manager = resolve_reward_manager(algo_config.reward_manager)
         reward_fns, weights = reward_functions(reward_fns, algo_config)
@@ -140,11 +147,22 @@ class RLLearner:
             on_error=self.config.on_reward_error,
             timeout_s=self.config.reward_timeout_s,
             **({"workers": self.config.reward_workers} if self.config.reward_workers else {}),
-            **({"groups_have_rewards": True} if has_agent and not reward_fns else {}),
+            **({"groups_have_rewards": True} if self.episode_reward and not reward_fns else {}),
             algo_fields={f.name: getattr(algo_config, f.name) for f in dataclasses.fields(algo_config)},
         )
-        if has_agent and AGENT_REWARD in getattr(self.reward_manager, "fns", ()):
-            raise ConfigError(f"a reward function is named {AGENT_REWARD}, like the reward of rollout.agent; rename it")
+        if self.episode_reward in getattr(self.reward_manager, "fns", ()):
+            raise ConfigError(
+                f"a reward function is named {self.episode_reward}, like the reward of rollout."
+                f"{'agent' if self.episode_reward == AGENT_REWARD else 'env_path'}; rename it"
+            )
+
+    @property
+    def episode_reward(self) -> str | None:
+        """The name of the reward that the episodes bring: the agent's, or that of an environment's class."""
+        if self.cluster.rollout_for().agent is not None:
+            return AGENT_REWARD
+        environment = None if self.environment is None else self.environment.environment
+        return ENVIRONMENT_REWARD if environment is not None and environment.has_reward else None
 
     def train(self, train_ds: Any, eval_ds: Any = None) -> Run:
         """Trains until max_steps or the data's end.
@@ -205,16 +223,19 @@ class RLLearner:
         stats = merge(*self.cluster.ranks.all_gather(engine_metrics(self.cluster.rollout.stats().since(before))))
         waits = [sum(c.seconds.values()) for g in groups for c in g.completions if c.seconds]
         soonest = {"time/rollout/first_completion": Min(min(waits))} if waits else {}
-        return step.replace(groups=groups, versions=tuple(versions[versions >= 0].tolist())).log({**stats, **soonest})
+        gap = self.cluster.pop_sync_gap()
+        checked = {} if gap is None else {"rollout/sync_logprob_gap": Max(gap)}
+        step = step.replace(groups=groups, versions=tuple(versions[versions >= 0].tolist()))
+        return step.log({**stats, **soonest, **checked})
 
     def rollout(self, prompts: Sequence[Prompt], *, step: int, mode: Mode, first: int = 0) -> Sequence[Group]:
         """Completes prompts, in training and in evaluation. Override it for episodes of your own.
 
         Args:
             prompts: encoded.
-            step: the number of the step, part of the address of each random draw.
+            step: the number of the step, part of the key of each random draw.
             mode: decides the sampling parameters and the number of completions, `num_generations_of(mode)`.
-            first: the place of the first prompt in the step, part of the address too. It is passed only for the further
+            first: the place of the first prompt in the step, part of the key too. It is passed only for the further
                 batches of dynamic sampling.
         Returns: a group for each prompt.
         """
@@ -225,16 +246,20 @@ class RLLearner:
             first=first,
             mode=mode,
             greedy=self.needs_greedy and mode is Mode.TRAIN,
-            play=self.play(mode),
+            run_episode=self.episode_runner(mode),
         )
 
-    def play(self, mode: Mode) -> Play | None:
-        """The generator of a mode's episodes; None = one completion each."""
+    def episode_runner(self, mode: Mode) -> EpisodeRunner | None:
+        """The generator function of a mode's episodes; None = one completion each."""
+        if mode not in self._episode_runners:
+            self._episode_runners[mode] = self._make_episode_runner(mode)
+        return self._episode_runners[mode]
+
+    def _make_episode_runner(self, mode: Mode) -> EpisodeRunner | None:
         if self.cluster.rollout_for(mode).agent is None:
-            return make_play(self.cluster, mode, self.encoder(mode), self.failures)
-        if mode not in self._agents:
-            self._agents[mode] = make_agent_episodes(self.cluster, mode, self.encoder(mode), self.failures)
-        return self._agents[mode].play
+            return make_episode_runner(self.cluster, mode, self.encoder(mode), self.failures)
+        self._agents[mode] = make_agent_episodes(self.cluster, mode, self.encoder(mode), self.failures)
+        return self._agents[mode].run_episode
 
     def encoder(self, mode: Mode) -> PromptEncoder:
         """The encoder of a mode: it turns rows into prompts, and an environment's messages into tokens."""
@@ -248,7 +273,10 @@ class RLLearner:
 
         Where several processes train, each rewards a part of the groups.
         Reads: groups, mode. Writes: rewards.
+        Raises: RewardError: a function failed, or too many episodes did by their infrastructure.
         """
+        if step.mode is Mode.TRAIN:
+            self.failures.check_share(step.groups)
 
         def compute_rewards(groups: Sequence[Group]) -> RewardBatch:
             texts = [

@@ -9,14 +9,14 @@ from whet.config import Mode
 from whet.data.prompts import PromptEncoder
 from whet.envs import Conversation, Script, load_script
 from whet.envs.agent import load_agent
+from whet.envs.failures import EpisodeFailures
 from whet.models.modes import max_positions
-from whet.rewards.checked_values import EpisodeFailures
-from whet.rollout.policy_rollouts import Play
+from whet.rollout.policy_rollouts import EpisodeRunner
 
 if TYPE_CHECKING:
     from whet.serve.agent_episodes import AgentEpisodes
 
-__all__ = ["load_environment", "make_agent_episodes", "make_play"]
+__all__ = ["load_environment", "make_agent_episodes", "make_episode_runner"]
 
 
 def load_environment(cluster: RLCluster) -> Script | None:
@@ -30,27 +30,35 @@ def load_environment(cluster: RLCluster) -> Script | None:
         config = cluster.rollout_for(mode)
         if config.agent is not None:
             load_agent(config.agent)
-        scripts[mode] = None if config.env_path is None else load_script(config.env_path, turns=config.max_turns)
+        script = None if config.env_path is None else load_script(config.env_path, turns=config.max_turns)
+        if script is not None and script.environment is not None:
+            script.environment.check_lifetime(config.episode_timeout_s)
+        scripts[mode] = script
     return scripts[Mode.TRAIN]
 
 
-def make_play(cluster: RLCluster, mode: Mode, encode: PromptEncoder, failures: EpisodeFailures) -> Play | None:
-    """Makes the generator of a mode's episodes; None = one completion each.
+def make_episode_runner(
+    cluster: RLCluster, mode: Mode, encode: PromptEncoder, failures: EpisodeFailures
+) -> EpisodeRunner | None:
+    """Makes the generator function of a mode's episodes; None = one completion each.
 
     Args: encode: the mode's encoder. failures: of the run's episodes.
     """
-    config, training = cluster.rollout_for(mode), cluster.training_config
-    if config.max_turns == 1:
+    config = cluster.rollout_for(mode)
+    if not config.has_turns:
         return None
     return Conversation(
         load_script(config.env_path, turns=config.max_turns),
         encode,
+        end_ids=cluster.eos_ids,
         max_turns=config.max_turns,
         max_tokens=config.most_tokens,
         max_length=_longest(cluster, mode),
-        timeout_s=training.reward_timeout_s,
+        timeout_s=config.turn_timeout_s,
+        tool_timeout_s=config.tool_timeout_s,
+        episode_timeout_s=config.episode_timeout_s,
         failures=failures,
-    ).play
+    ).run_episode
 
 
 def make_agent_episodes(

@@ -25,7 +25,7 @@ def call_model_factory(reference: str, folder: str, seed: int) -> str:
     Raises: ConfigError: the function does not exist, does not take these arguments, raised, or returned something else.
         Errors of whet pass through unchanged.
 
-    Example: call_model_factory("whet.demo:pupil", "run/start", 0).
+    Example: call_model_factory("whet.demo:sft_model", "run/start", 0).
     """
     function: Any = resolve_callable(reference, "model")
     try:

@@ -11,10 +11,10 @@ from whet.errors import ConfigError
 from whet.ops.masked import masked_column
 from whet.types import LossInputs
 
-__all__ = ["VALUE_LOSSES", "clipped_value", "unhalved_value"]
+__all__ = ["VALUE_LOSSES", "clipped_value", "clipped_value_without_half"]
 
 
-def unhalved_value(x: LossInputs, *, clip_range_value: float = 0.2) -> tuple[Tensor, dict[str, Tensor]]:
+def clipped_value_without_half(x: LossInputs, *, clip_range_value: float = 0.2) -> tuple[Tensor, dict[str, Tensor]]:
     """`clipped_value` without its ½: max((v − R)², (clip(v, v_old − c, v_old + c) − R)²).
 
     Args, Returns, Raises: those of `clipped_value` (0 where masked out, divided by nothing, v_old and R constants); the
@@ -23,7 +23,7 @@ def unhalved_value(x: LossInputs, *, clip_range_value: float = 0.2) -> tuple[Ten
 
     >>> x = LossInputs(sequence=torch.tensor([0]), mask=torch.tensor([True]), logprobs=torch.tensor([0.]),
     ...                new_values=torch.tensor([1.]), values=torch.tensor([0.]), returns=torch.tensor([2.]))
-    >>> unhalved_value(x)[0]
+    >>> clipped_value_without_half(x)[0]
     tensor([3.2400])
     """
     loss, metrics = clipped_value(x, clip_range_value=clip_range_value)
@@ -39,7 +39,7 @@ def clipped_value(x: LossInputs, *, clip_range_value: float = 0.2) -> tuple[Tens
     Returns: loss [s], 0 where masked out, divided by nothing; and per token: vf_loss, vpred, vf_clipfrac, return; all
         detached.
     Raises: ConfigError: clip_range_value not positive. DataError: a missing column.
-    Source: the value loss of PPO (openai/baselines); agrees with Tunix. RL2's has no ½: unhalved_value.
+    Source: the value loss of PPO (openai/baselines); agrees with Tunix. RL2's has no ½: clipped_value_without_half.
 
     >>> x = LossInputs(sequence=torch.tensor([0]), mask=torch.tensor([True]), logprobs=torch.tensor([0.]),
     ...                new_values=torch.tensor([1.]), values=torch.tensor([0.]), returns=torch.tensor([2.]))
@@ -60,6 +60,6 @@ def clipped_value(x: LossInputs, *, clip_range_value: float = 0.2) -> tuple[Tens
 
 VALUE_LOSSES: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {
     "ppo": clipped_value,
-    "ppo-rl2": unhalved_value,
+    "ppo-rl2": clipped_value_without_half,
 }
 """fn(x: LossInputs, **kw) -> (loss [s], metrics), by name."""

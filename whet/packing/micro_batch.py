@@ -1,4 +1,4 @@
-"""MicroBatch: the input of one forward pass. packing/planner.py makes it, models/forward.py runs it."""
+"""MicroBatch: the input of one forward pass. packing/micro_batch_planner.py makes it, models/forward.py runs it."""
 
 from __future__ import annotations
 

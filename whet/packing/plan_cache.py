@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from whet.packing.micro_batch import MicroBatch
-from whet.packing.planner import plan_micro_batches
+from whet.packing.micro_batch_planner import plan_micro_batches
 from whet.types import TokenBatch
 
 __all__ = ["PlanCache"]

@@ -93,8 +93,8 @@ class FSDPPlacement(Placement):
         policy = MixedPrecisionPolicy(compute, torch.float32, cast_forward_inputs=False)
         self._skeleton = without_weights(module, module)  # since fully_shard changes the classes of the modules
         only_on_writer = any(self.ranks.all_gather(next(module.parameters()).is_meta))
-        trunk: Any = module.get_decoder()  # pyright: ignore[reportCallIssue]
-        for part in (*trunk.layers, module):
+        backbone: Any = module.get_decoder()  # pyright: ignore[reportCallIssue]
+        for part in (*backbone.layers, module):
             if only_on_writer:
                 whole = (p for p in part.parameters() if not isinstance(p, DTensor))  # layers are sharded by then
                 receive(whole, torch.device(self.mesh.device_type))
@@ -112,7 +112,7 @@ class FSDPPlacement(Placement):
         try:
             yield
         finally:
-            self._reshard()
+            self.reshard()
 
     @contextmanager
     def weights(self) -> Iterator[nn.Module]:
@@ -127,14 +127,14 @@ class FSDPPlacement(Placement):
             yield self.module
         finally:
             self._whole = False
-            self._reshard()
+            self.reshard()
             for part in parts:
                 part.set_reshard_after_forward(part is not self.module, recurse=False)
 
     @contextmanager
     def whole_module(self) -> Iterator[nn.Module]:
         """See Placement: each tensor is gathered in turn, and rank 0 keeps it on the CPU."""
-        self._reshard()
+        self.reshard()
         masters = {} if self._optim is None else self._optim.masters
         gathered: dict[int, Any] = {}
         skeleton = dict(self._skeleton.named_parameters())
@@ -144,7 +144,8 @@ class FSDPPlacement(Placement):
                 gathered[id(skeleton[name])] = nn.Parameter(whole.cpu(), p.requires_grad)
         yield copy.deepcopy(self._skeleton, gathered) if self.ranks.is_writer else self._skeleton
 
-    def _reshard(self) -> None:
+    def reshard(self) -> None:
+        """See Placement; not while this rank has the whole model."""
         if self._whole:
             return
         for part in _parts(self.module):

@@ -96,6 +96,9 @@ class Placement:
 
     # ---- several processes ---------------------------------------------------------------------------------------
 
+    def reshard(self) -> None:
+        """Leaves this process its shards only, if the model is sharded."""
+
     @property
     def data_size(self) -> int:
         """The number of processes, or of groups that run a pass together, which run different passes."""

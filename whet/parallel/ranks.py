@@ -76,6 +76,10 @@ class Ranks:
         """The values of all ranks, in the order of the ranks, on every rank. Args: value: what pickle takes."""
         return [value]
 
+    def in_thread(self) -> Ranks:
+        """The same processes, for what a second thread of each of them agrees on meanwhile. Every rank must call it."""
+        return Ranks()
+
     def broadcast(self, value: Result) -> Result:
         """Rank 0's value, on every rank. Args: value: of this rank; used on rank 0 only."""
         return self.all_gather(value)[0]
@@ -163,6 +167,12 @@ class ProcessRanks(Ranks):
     def __init__(self, group: dist.ProcessGroup, timeout: datetime.timedelta) -> None:
         self.group, self.timeout = group, timeout
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def in_thread(self) -> ProcessRanks:
+        """See Ranks."""
+        group = dist.new_group(dist.get_process_group_ranks(self.group), self.timeout, "gloo")
+        assert isinstance(group, dist.ProcessGroup)
+        return ProcessRanks(group, self.timeout)
 
     def all_gather(self, value: Any) -> list[Any]:
         """See Ranks; the values travel as pickles. Raises WhetError: a rank is missing, with its number on rank 0."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from whet.config.base import leaves
+from whet.config.introspection import leaves
 from whet.fronts.messages import Vocabulary
 from whet.rl2.keys import KEYS
 from whet.rl2.parsed_args import CONFIGS, ParsedArgs, flatten

@@ -365,7 +365,7 @@ class Sampler:
         Args:
             prompts: encoded.
             sampling: of all prompts, or of each, as `limit_lengths` returns them: they may differ in max_tokens.
-            seed: with a prompt's place and the generation, the address of its draws.
+            seed: with a prompt's place and the generation, the key of its draws.
             first: index of the first prompt, so that a list in several calls draws as in one.
         Returns: a group for each prompt.
         """
@@ -377,7 +377,7 @@ class Sampler:
             )
         rollouts = Rollouts(self.engine(first_sampling), next_id=self._next_id)
         self._next_id += len(prompts) * num_generations
-        return rollouts.run(single_turns(prompts, sampling, num_generations=num_generations, address=(seed, 0, first)))
+        return rollouts.run(single_turns(prompts, sampling, num_generations=num_generations, rng_key=(seed, 0, first)))
 
     def stream(
         self, prompt: Prompt, sampling: Sampling, *, seed: int | None, place: int = 0, conversation: int | None = None
@@ -386,7 +386,7 @@ class Sampler:
 
         Args:
             prompt: encoded.
-            seed: the address of its draws, with place; None = another each time.
+            seed: the key of its draws, with place; None = another each time.
             place: as in `sample`.
             conversation: calls with one number continue each other, so that an engine can reuse the KV.
         Returns: PartialOutputs; the last has the finish_reason.
@@ -397,7 +397,7 @@ class Sampler:
             tokens=prompt.tokens,
             sampling=sampling,
             group=self._next_id - 1,
-            address=(secrets.randbits(31) if seed is None else seed, 0, place, 0),
+            rng_key=(secrets.randbits(31) if seed is None else seed, 0, place, 0),
             conversation=conversation,
         )
         return stream(self.engine(sampling), [request])

@@ -45,7 +45,7 @@ from whet.run.start_messages import log_data_end, log_run_length, steps_in_data,
 from whet.run.task import Task
 from whet.storage.checkpoint import read_run_id
 from whet.storage.run_folder import RunFolder, has_steps
-from whet.storage.run_state import check_storable
+from whet.storage.run_state_validation import check_storable
 from whet.train.metric_reduction import Metrics
 from whet.train.role_trainer import RoleTrainer
 from whet.train.role_workers import RoleWorkers
@@ -598,6 +598,7 @@ class Run:
                 "supervised training data.max_length"
             )
         self.save()  # before the last evaluation, which a longer run doesn't make: its draws must not be saved
+        self.checkpoints.wait()
         if self.config.run_dir is not None:  # before it too: whoever sent a signal may not wait for an evaluation
             merge, dtype, worker = self.config.merge_adapter, self.config.final_dtype, self.trainer.worker
             if self.folder is not None:

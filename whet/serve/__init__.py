@@ -9,9 +9,9 @@ sessions.py       the calls of one agent as token sequences
 engine_loop.py    one thread steps the engine for the requests of all clients
 api_errors.py     errors in OpenAI's form
 agent_server.py   the API inside a training run: a key names an episode, which answers its calls
-agent_episodes.py the episodes that agents play; run_model.py is their model
+agent_episodes.py the episodes of agents; run_model.py is their model
 
 In `whet serve`, handler threads parse, tokenise and wait, and only the engine's thread touches the engine. In a run the
-thread that plays the episodes does all but the HTTP. Left out on purpose: several
+thread that runs the episodes does all but the HTTP. Left out on purpose: several
 models, embeddings, images, and OpenAI's Responses and Assistants APIs.
 """

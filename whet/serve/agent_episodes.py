@@ -23,10 +23,12 @@ from typing import Any
 import numpy as np
 
 from whet.envs.agent import AGENT_REWARD
+from whet.envs.failures import EpisodeFailures
+from whet.envs.multi_turn import stand_in
 from whet.envs.tool_episodes import PROMPT
 from whet.errors import DataError, RewardError, format_value
 from whet.rewards.call import function_name
-from whet.rewards.checked_values import EpisodeFailures, check_values, error_from_exception
+from whet.rewards.checked_values import check_values, error_from_exception
 from whet.rollout.base import Output, Request, Sampling
 from whet.rollout.driver import Episode, Turns, completion
 from whet.rollout.external_calls import CallTimeoutError, ExternalCall, ExternalCalls, run_function
@@ -43,7 +45,7 @@ log = logging.getLogger("whet")
 
 
 class AgentEpisodes:
-    """Plays episodes with a user's agent.
+    """Runs episodes with a user's agent.
 
     Args:
         agent: called with base_url, api_key and row: the columns of the data, and the prompt as "prompt".
@@ -74,30 +76,29 @@ class AgentEpisodes:
         """Ends all agents, and the server."""
         self._finalizer()
 
-    def play(self, sampling: Sampling) -> Callable[[Episode], Turns]:
-        """The generator function of an Episode. Args: sampling: its max_tokens is the most of one call."""
+    def run_episode(self, episode: Episode, sampling: Sampling) -> Turns:
+        """Runs an episode. Args: sampling: its max_tokens is the most of one call."""
+        return self.failures.run_with_retries(episode, lambda: self._run_once(episode, sampling))
+
+    def _run_once(self, episode: Episode, sampling: Sampling) -> Turns:
         model = self.model.with_sampling(sampling)
-
-        def playing(episode: Episode) -> Turns:
-            session, inbox, number = Session(model), self.server.open_episode(), self._number
-            self._number += 1
-            seen: list[ApiError] = []
-            try:
-                self._start(number, inbox, episode)
-                end = None
-                while end is None:
-                    events = yield ExternalCall(function=inbox.get, name=self.name, phase="agent", only_waits=True)
-                    end = next((e for e in events if isinstance(e, AgentEnd)), None)
-                    calls = [e for e in events if isinstance(e, AgentCall)]
-                    yield from self._answer(episode, model, session, calls if end is None else [])
-                    seen += [call.answer for call in calls if isinstance(call.answer, ApiError)]
-                    _refuse(calls)
-            finally:
-                self.server.close_episode(inbox)
-                self._agents.cancel([number])
-            return self._completions(episode, session, end, any(error.code == CONTEXT_CODE for error in seen))
-
-        return playing
+        session, inbox, number = Session(model), self.server.open_episode(), self._number
+        self._number += 1
+        seen: list[ApiError] = []
+        try:
+            self._start(number, inbox, episode)
+            end = None
+            while end is None:
+                events = yield ExternalCall(function=inbox.get, name=self.name, phase="agent", only_waits=True)
+                end = next((e for e in events if isinstance(e, AgentEnd)), None)
+                calls = [e for e in events if isinstance(e, AgentCall)]
+                yield from self._answer(episode, model, session, calls if end is None else [])
+                seen += [call.answer for call in calls if isinstance(call.answer, ApiError)]
+                _refuse(calls)
+        finally:
+            self.server.close_episode(inbox)
+            self._agents.cancel([number])
+        return self._completions(episode, session, end, any(error.code == CONTEXT_CODE for error in seen))
 
     # ---- the agent -----------------------------------------------------------------------------------------------
 
@@ -124,7 +125,7 @@ class AgentEpisodes:
             drawn = [(call, request) for call in begun for request in call.call.requests]
             if not drawn:
                 return
-            conversation = hash(episode.address) if len(drawn) == 1 else None
+            conversation = hash(episode.rng_key) if len(drawn) == 1 else None
             outputs = yield [
                 episode.request(request.tokens, request.sampling, conversation=conversation) for _, request in drawn
             ]
@@ -138,19 +139,21 @@ class AgentEpisodes:
     def _completions(self, episode: Episode, session: Session, end: AgentEnd, out_of_context: bool) -> list[Completion]:
         """The sequences to train on, with the reward. Raises RewardError: the agent failed, which ends the run."""
         reason: FinishReason | None = None
-        info: dict[str, Any] = {"turns": session.turns}
-        if session.forks:
-            info["forks"] = session.forks
+        info: dict[str, Any] = {"status": "finished"}
         try:
             if end.error is not None and out_of_context and not isinstance(end.error, CallTimeoutError):
-                reason = "length"  # the model's doing: its context was full, and the agent gave up
+                info, reason = {"status": "out of context", "failure": "model"}, "length"  # the agent gave up
             else:
                 episode.rewards[AGENT_REWARD] = self._reward(end, session, episode)
         except RewardError as error:
-            info |= self.failures.add(error, episode.prompt.row, episode.generation)
-            reason = "error"
+            info, reason = dict(self.failures.add(error, episode)), "error"
+        info["turns"] = session.turns
+        if episode.attempts > 1:
+            info["attempts"] = episode.attempts
+        if session.forks:
+            info["forks"] = session.forks
         if not session.sequences:
-            return [_stand_in(episode, info, reason or "length")]
+            return [stand_in(episode, info, reason or "length")]
         return [_sequence(sequence, episode, info, reason) for sequence in session.sequences]
 
     def _reward(self, end: AgentEnd, session: Session, episode: Episode) -> float:
@@ -211,19 +214,6 @@ def _split_messages(messages: Sequence[Message], prompt: Any) -> tuple[list[Mess
         roles = [m["role"] for m in messages]
         count = roles.index("assistant")
     return list(messages[:count]), list(messages[count:])
-
-
-def _stand_in(episode: Episode, info: Mapping[str, Any], reason: FinishReason) -> Completion:
-    """The completion of an episode without a turn of the model: one token that was not sampled, so none is trained."""
-    return Completion(
-        tokens=episode.prompt.tokens[-1:].astype(np.int32),
-        logprobs=np.zeros(1, np.float32),
-        versions=np.full(1, -1, np.int32),
-        finish_reason=reason,
-        generation=episode.generation,
-        info=dict(info),
-        messages=({"role": "assistant", "content": ""},),
-    )
 
 
 def _close(server: AgentServer, agents: ExternalCalls) -> None:

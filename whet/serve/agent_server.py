@@ -6,7 +6,7 @@
     event.begin(model, session), event.finish(outputs)
     inbox.close()                           later calls get status 410
 
-Handler threads read a call, put it into its episode's inbox, and wait. The thread that plays the episodes makes the
+Handler threads read a call, put it into its episode's inbox, and wait. The thread that runs the episodes makes the
 engine's requests and the response, so tokenizer, session and engine belong to one thread. Left out on purpose: streams
 that show tokens as they are drawn; a streamed response comes whole.
 """

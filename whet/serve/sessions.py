@@ -5,7 +5,6 @@ session: behind the turn that it continues, only the text of its new messages is
 that were sampled. Where nothing matches, a sequence begins (a fork): the agent has edited its history, the tools have
 changed, or the chat template rewrites earlier turns. Every sampled token is in exactly one sequence.
 
-Left out on purpose: what an agent does between its calls.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from whet.envs.transcript import text_behind_turn
 from whet.rollout.base import PartialOutput
 from whet.types import Message
 
@@ -138,9 +138,10 @@ class Session:
             nodes = sorted(self._nodes, key=lambda n: (-len(n.messages), n.continued))
         node = next((n for n in nodes if n.key == key and _matches(n.messages, messages)), None)
         if node is not None:
-            before = render(messages[: len(node.messages)], False)
-            if before.startswith(node.rendered) and text.startswith(before):  # the template only appends
-                added = self.renderer.encode(self._after_turn(node, before, text))
+            before, marks = render(messages[: len(node.messages)], False), tuple(self.renderer.end_marks.values())
+            behind = text_behind_turn(node.rendered, before, text, marks, ended=node.ended)
+            if behind is not None:
+                added = self.renderer.encode(behind)
                 return Turn(np.concatenate([node.tokens, added]), node, added, messages, key, rendered)
         tokens = self.renderer.encode(text)
         return Turn(tokens, None, tokens, messages, key, rendered)
@@ -180,14 +181,6 @@ class Session:
                     sequence=sequence,
                 )
             )
-
-    def _after_turn(self, node: _Node, before: str, text: str) -> str:
-        """The text behind the ids of a turn. Args: before: the text up to the turn. text: of the whole history."""
-        places = [(before.rfind(mark, len(node.rendered)), mark) for mark in self.renderer.end_marks.values()]
-        place, mark = max(places, default=(-1, ""))
-        if place < 0:
-            return text[len(before) :]
-        return text[place + len(mark) :] if node.ended else text[place:]
 
 
 def _matches(earlier: Sequence[Message], messages: Sequence[Message]) -> bool:

@@ -18,8 +18,8 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -35,15 +35,21 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CHECKPOINT_FORMAT",
+    "begin_checkpoint",
     "check_format",
+    "check_same_weights",
     "clean_root",
+    "file_sum",
     "find_checkpoint",
+    "finish_checkpoint",
     "list_checkpoints",
     "load_weights",
+    "named_weights",
     "open_checkpoint_root",
     "read_run_id",
     "read_state",
     "remove_checkpoint",
+    "remove_old_checkpoints",
     "save_weights",
     "step_folders",
     "step_of",
@@ -120,25 +126,54 @@ def write_checkpoint(
     Raises: CheckpointError: it could not be written (a full disk); nothing half-written stays, and nothing is lost.
         Or another run's folder has that step.
     """
+    if (folder := begin_checkpoint(root, step, write, run=run)) is not None:
+        finish_checkpoint(root, step, folder, run=run)
+    else:
+        write_pointer(root, f"step-{step:06d}")
+    remove_old_checkpoints(root, step, run=run, keep=keep, spared=spared)
+    return root / f"step-{step:06d}"
+
+
+def begin_checkpoint(root: Path, step: int, write: Callable[[Path], None], *, run: str | None) -> Path | None:
+    """Writes files of a checkpoint into a folder with a temporary name; the arguments are those of write_checkpoint.
+
+    Returns: the folder, for `finish_checkpoint`; None = the checkpoint is there already.
+    Raises: CheckpointError: as write_checkpoint.
+    """
     final = root / f"step-{step:06d}"
     tmp = temporary_path(final)
-
-    try:
+    with _removed_on_error(root, step, tmp):
         root.mkdir(parents=True, exist_ok=True)
-        if not _is_there(final, run):
-            _write_and_sync(tmp, lambda folder: write_with_checksums(folder, write, run=run, step=step))
-            tmp.rename(final)
-            _fsync(root)
-    except BaseException as e:
-        remove_path(tmp)
-        if _is_disk_error(e):
-            raise CheckpointError(
-                f"checkpoint of step {step} could not be written to {root}: {e}; earlier ones are kept. Make "
-                "room or fix its permissions, then resume with trainer.resume=latest"
-            ) from e
-        raise
+        if _is_there(final, run):
+            return None
+        tmp.mkdir()
+        write(tmp)
+    return tmp
+
+
+def finish_checkpoint(
+    root: Path, step: int, folder: Path, *, run: str | None, known: Mapping[str, str] | None = None
+) -> None:
+    """Adds the checksums, flushes the files to disk, gives the folder its name, and moves `latest`.
+
+    Args: folder: from `begin_checkpoint`. known: checksums that other processes have computed. The others: see
+        write_checkpoint.
+    Raises: CheckpointError: as write_checkpoint.
+    """
+    final = root / f"step-{step:06d}"
+    with _removed_on_error(root, step, folder):
+        _write_sums(folder, run=run, step=step, known=known or {})
+        _sync(folder)
+        folder.rename(final)
+        _fsync(root)
     write_pointer(root, final.name)
-    kept = {final, *(root / f"step-{other:06d}" for other in spared)}
+
+
+def remove_old_checkpoints(
+    root: Path, step: int, *, run: str | None, keep: int | None, spared: Iterable[int] = ()
+) -> None:
+    """Removes the oldest checkpoints of a run. Args: step: the newest one. The others: see write_checkpoint."""
+    kept = {root / f"step-{other:06d}" for other in (step, *spared)}
     own = [p for p in step_folders(root) if (p / "run.pt").is_file() and read_run_id(p) == run]
     for old in own[: -keep or None] if keep else []:
         if old not in kept:
@@ -146,7 +181,21 @@ def write_checkpoint(
                 remove_checkpoint(old)
             except OSError as error:
                 log.warning("the old checkpoint %s can't be removed and stays: %s", old, error)
-    return final
+
+
+@contextmanager
+def _removed_on_error(root: Path, step: int, folder: Path) -> Iterator[None]:
+    """A context that removes an unfinished checkpoint after an error; those of a full disk become CheckpointErrors."""
+    try:
+        yield
+    except BaseException as e:
+        remove_path(folder)
+        if _is_disk_error(e):
+            raise CheckpointError(
+                f"checkpoint of step {step} could not be written to {root}: {e}; earlier ones are kept. Make "
+                "room or fix its permissions, then resume with trainer.resume=latest"
+            ) from e
+        raise
 
 
 def _is_there(final: Path, run: str | None) -> bool:
@@ -205,13 +254,20 @@ def _is_disk_error(error: BaseException) -> bool:
 def write_with_checksums(folder: Path, write: Callable[[Path], None], *, run: str | None, step: int) -> None:
     """Writes the files of a step into a folder, with the id of the run and the checksum of every file."""
     write(folder)
+    _write_sums(folder, run=run, step=step)
+
+
+def _write_sums(folder: Path, *, run: str | None, step: int, known: Mapping[str, str] | None = None) -> None:
+    """Writes run.json and sums.json. Args: known: checksums by the path in the folder, which are not computed again."""
     if run is not None:
         (folder / _RUN).write_text(json.dumps({"run": run, "step": step}) + "\n")
-    sums = {p.relative_to(folder).as_posix(): _sum(p) for p in sorted(folder.rglob("*")) if p.is_file()}
+    names = (p.relative_to(folder).as_posix() for p in sorted(folder.rglob("*")) if p.is_file())
+    sums = {name: (known or {}).get(name) or file_sum(folder / name) for name in names}
     (folder / _SUMS).write_text(json.dumps({"format": CHECKPOINT_FORMAT, "sums": sums}, indent=1) + "\n")
 
 
-def _sum(path: Path) -> str:
+def file_sum(path: Path) -> str:
+    """The SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -244,7 +300,7 @@ def verify_checkpoint(folder: Path, needs: Iterable[str] = ()) -> None:
     for name, expected in sums.items():
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder / name} is missing from its checkpoint; {advice}")
-        if (found := _sum(folder / name)) != expected:
+        if (found := file_sum(folder / name)) != expected:
             raise CheckpointError(
                 f"{folder / name} has changed since it was written: its SHA-256 is {found[:12]}..., sums.json has "
                 f"{expected[:12]}...; {advice}, or, if you changed it yourself, delete sums.json"
@@ -254,11 +310,16 @@ def verify_checkpoint(folder: Path, needs: Iterable[str] = ()) -> None:
 def _write_and_sync(folder: Path, write: Callable[[Path], None]) -> None:
     """Creates a folder with its files, flushed to disk, with the permissions of the process's umask."""
     folder.mkdir()
+    write(folder)
+    _sync(folder)
+
+
+def _sync(folder: Path) -> None:
+    """Flushes a folder and its files to disk, with the permissions of the process's umask."""
     probe = folder / ".mode"
     probe.touch()
     mode = stat.S_IMODE(probe.stat().st_mode)
     probe.unlink()
-    write(folder)
     for place, _, files in os.walk(folder):
         for name in files:
             (Path(place) / name).chmod(mode)
@@ -430,7 +491,7 @@ def save_weights(module: nn.Module, path: Path, masters: Mapping[str, Tensor] | 
     """Writes parameters and persistent buffers, each shared tensor once, with masters in place of parameters."""
     from safetensors.torch import save_file
 
-    tensors: dict[str, Tensor] = {**dict(module.named_parameters()), **_buffers(module), **(masters or {})}
+    tensors: dict[str, Tensor] = {**named_weights(module), **(masters or {})}
     save_file({n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}, path, metadata={"format": "pt"})
 
 
@@ -444,18 +505,12 @@ def load_weights(module: nn.Module, path: Path, masters: Mapping[str, Tensor] | 
 
     from whet.util.tensor_subclasses import copy_full_tensor
 
-    targets: dict[str, Tensor] = {**dict(module.named_parameters()), **_buffers(module)}
+    targets = named_weights(module)
     try:
         found = load_file(path)
     except (OSError, SafetensorError) as e:
         raise CheckpointError(f"{path} can't be read ({e}); resume from an earlier step-* folder") from e
-    if unmatched := sorted(targets.keys() ^ found.keys()):
-        raise CheckpointError(
-            f"{path} holds another model: {unmatched[0]!r} is on one side only ({len(unmatched)} such names)"
-        )
-    for name, t in targets.items():
-        if t.shape != found[name].shape:
-            raise CheckpointError(f"{path}: {name} is {tuple(found[name].shape)} there and {tuple(t.shape)} here")
+    check_same_weights(path, targets, {name: tensor.shape for name, tensor in found.items()})
     with torch.no_grad():
         for name, t in targets.items():
             if masters and name in masters:
@@ -463,11 +518,23 @@ def load_weights(module: nn.Module, path: Path, masters: Mapping[str, Tensor] | 
             copy_full_tensor(t, found[name])
 
 
-def _buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The persistent buffers, by their full names."""
-    return {
+def check_same_weights(path: Path, targets: Mapping[str, Tensor], found: Mapping[str, Sequence[int]]) -> None:
+    """Raises CheckpointError if saved weights have other names or shapes. Args: found: name -> shape in the file."""
+    if unmatched := sorted(targets.keys() ^ found.keys()):
+        raise CheckpointError(
+            f"{path} holds another model: {unmatched[0]!r} is on one side only ({len(unmatched)} such names)"
+        )
+    for name, t in targets.items():
+        if t.shape != found[name]:
+            raise CheckpointError(f"{path}: {name} is {tuple(found[name])} there and {tuple(t.shape)} here")
+
+
+def named_weights(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and persistent buffers, each shared tensor once, by their full names."""
+    buffers = {
         f"{prefix}.{name}" if prefix else name: buffer
         for prefix, m in module.named_modules()
         for name, buffer in m._buffers.items()
         if buffer is not None and name not in m._non_persistent_buffers_set
     }
+    return {**dict(module.named_parameters()), **buffers}

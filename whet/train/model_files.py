@@ -4,6 +4,7 @@
     an adapter        adapter_model.safetensors, adapter_config.json         PEFT's format: no weight of the base
                       generation_config.json                                 of a language model's whole weights
     and               optimizer.safetensors, state.pt                        by the name of the parameter
+    sharded           config.json, state.pt; all tensors are in the shards of the checkpoint (parallel/shards.py)
     a learned prompt  prompt_encoder.safetensors                             what makes the adapter
 
 Optimizer, state and prompt encoder may be in a folder `whet` beside the weights, since some programs take every
@@ -17,10 +18,11 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import Tensor
 
 from whet.errors import CheckpointError, ConfigError
 from whet.models.load import DTYPES, save_model
@@ -30,12 +32,17 @@ from whet.models.prompt_tuning import ENCODER, is_prompt_tuned
 from whet.storage.checkpoint import (
     CHECKPOINT_FORMAT,
     check_format,
+    check_same_weights,
     load_weights,
+    named_weights,
     read_state,
     save_weights,
     write_state,
 )
 from whet.train.optim import Optim
+
+if TYPE_CHECKING:
+    from whet.parallel.shards import ShardReader
 
 __all__ = ["ModelFiles", "separate_training_state"]
 
@@ -79,15 +86,64 @@ class ModelFiles:
             save_adapter(self.loaded.module, folder, self.masters)
         else:
             save_weights(self.loaded.module, folder / "model.safetensors", self.masters)
-            config = copy.deepcopy(self.loaded.module.config)
-            config.dtype = self.loaded.saved_dtype  # the model's own; what lies here is its fp32 masters
-            config.save_pretrained(folder)
-            if self.loaded.module.can_generate():  # as it is: transformers' save_pretrained refuses some that run
-                self.loaded.module.generation_config.to_json_file(folder / "generation_config.json")  # pyright: ignore
+            self._write_config(folder)
         state: dict[str, Any] = {"format": CHECKPOINT_FORMAT, "version": version}
         if self.optim is not None:
             state["optim"] = self.optim.save(folder / "optimizer.safetensors")
         write_state(state, folder / "state.pt")
+
+    def _write_config(self, folder: Path) -> None:
+        config = copy.deepcopy(self.loaded.module.config)
+        config.dtype = self.loaded.saved_dtype  # the model's own; what lies here is its fp32 masters
+        config.save_pretrained(folder)
+        if self.loaded.module.can_generate():  # as it is: transformers' save_pretrained refuses some that run
+            self.loaded.module.generation_config.to_json_file(folder / "generation_config.json")  # pyright: ignore
+
+    def shards(self) -> tuple[dict[str, Tensor], Any]:
+        """What a resumed worker needs: tensors, of which this process has its shards, and the optimizer's plain state.
+
+        Returns: "model.<parameter>" and "optim.<parameter>.<key>" -> tensor; the state, for `write_plain`.
+        """
+        tensors = {f"model.{name}": tensor for name, tensor in self._weights().items()}
+        if self.optim is None:
+            return tensors, None
+        moments, rest = self.optim.state(sharded=True)
+        return {**tensors, **{f"optim.{name}": tensor for name, tensor in moments.items()}}, rest
+
+    def write_plain(self, folder: Path, version: int, rest: Any) -> None:
+        """Writes the files of a sharded checkpoint besides the shards. Args: rest: from `shards`."""
+        if not self.adapted:
+            self._write_config(folder)
+        state = {"format": CHECKPOINT_FORMAT, "version": version}
+        write_state(state if rest is None else {**state, "optim": rest}, folder / "state.pt")
+
+    def _weights(self) -> dict[str, Tensor]:
+        """The weights that a checkpoint holds, by the module's names; masters in place of parameters."""
+        module = self.loaded.module
+        if self.adapted:
+            return {n: self.masters.get(n, p).detach() for n, p in module.named_parameters() if p.requires_grad}
+        return {n: t.detach() for n, t in {**named_weights(module), **self.masters}.items()}
+
+    def read_shards(self, folder: Path, shards: ShardReader) -> int:
+        """Restores what `shards` and `write_plain` gave. Returns: the version.
+
+        Args: folder: the model's folder in the checkpoint. shards: a reader of this model's names.
+        Raises: CheckpointError: it doesn't fit this model; nothing is changed if names or shapes differ.
+        """
+        state = read_state(folder / "state.pt", needs=("version",) if self.optim is None else ("version", "optim"))
+        check_format(folder / "state.pt", state.get("format"), weights=folder)
+        weights, saved = self._weights(), shards.under("model.")
+        check_same_weights(saved.folder, weights, {name: shape for name, (shape, _) in saved.tensors.items()})
+        saved.read(weights)
+        for name, p in self.loaded.module.named_parameters():
+            if self.masters.get(name, p) is not p:
+                p.data.copy_(self.masters[name])
+        if self.optim is not None:
+            of_optim = shards.under("optim.")
+            moments = {n: self.optim.empty_moment(n, *kind) for n, kind in of_optim.tensors.items()}
+            of_optim.read(moments)
+            self.optim.load(folder / "optimizer.safetensors", state["optim"], moments)
+        return state["version"]
 
     def check(self, folder: Path) -> None:
         """Raises CheckpointError if a checkpoint holds an adapter and this model has none, or the reverse."""

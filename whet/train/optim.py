@@ -25,7 +25,7 @@ from whet.errors import CheckpointError, ConfigError, format_exception, lookup_e
 from whet.storage.checkpoint import CHECKPOINT_FORMAT
 from whet.train.optimizer_state import FORMAT_KEY, check_moment_shapes, flatten_state, load_optimizer_state
 from whet.train.optimizers import group_settings, make_optimizer, set_setting
-from whet.util.tensor_subclasses import gather_full_tensor, shard_like
+from whet.util.tensor_subclasses import gather_full_tensor, is_sharded, shard_like
 
 __all__ = ["Optim"]
 
@@ -217,18 +217,24 @@ class Optim:
         Both use the model's parameter names, so their order doesn't matter. Args: path: None = another rank writes, and
             this one gives it its shards, keeps no whole tensor, and returns {}.
         """
-        groups = self._names()
-        flat = [name for names in groups for name in names]
-        state = self.optimizer.state_dict()
         if path is None:
-            for value in (value for entry in state["state"].values() for value in entry.values()):
+            for value in (value for entry in self.optimizer.state_dict()["state"].values() for value in entry.values()):
                 gather_full_tensor(value)  # and keeps none: the whole state is on the host of the rank that writes
             return {}
-        tensors, plain, wrapped = flatten_state({flat[i]: entry for i, entry in state["state"].items()})
+        tensors, rest = self.state(sharded=False)
         save_file(
             tensors, path, metadata={FORMAT_KEY: str(CHECKPOINT_FORMAT)}
         )  # one key: safetensors writes several in no fixed order
-        return {
+        return rest
+
+    def state(self, *, sharded: bool) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The moments by "<parameter>.<key>", and the rest as plain containers. Args: sharded: see flatten_state."""
+        groups = self._names()
+        flat = [name for names in groups for name in names]
+        state = self.optimizer.state_dict()
+        entries = {flat[i]: entry for i, entry in state["state"].items()}
+        tensors, plain, wrapped = flatten_state(entries, sharded=sharded)
+        return tensors, {
             "kind": type(self.optimizer).__name__,
             "initial_settings": self.initial_settings,
             "groups": [g | {"params": names} for g, names in zip(state["param_groups"], groups, strict=True)],
@@ -239,10 +245,11 @@ class Optim:
             "total_updates": self.total_updates,
         }
 
-    def load(self, path: Path, rest: Mapping[str, Any]) -> None:
+    def load(self, path: Path, rest: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
         """Restores what `save` wrote and returned: moments, counts and the position in the schedule.
 
-        A setting (rate, betas, decay) that the configuration changed since the save keeps its new value.
+        A setting (rate, betas, decay) that the configuration changed since the save keeps its new value. Args: tensors:
+            the moments, which are then not read from the file; each rank's shards may be among them.
 
         Raises: CheckpointError: the state doesn't fit this model or this optimizer, or has an unknown format.
         """
@@ -260,7 +267,7 @@ class Optim:
             )
         groups = self._names()
         flat = [name for names in groups for name in names]
-        saved, before, entries = load_optimizer_state(path, rest, groups)
+        saved, before, entries = load_optimizer_state(path, rest, groups, tensors)
         check_moment_shapes(path, entries, self.masters)
         # the schedule before the groups: a new schedule sets their rate to its first one
         self.updates, self._loaded = rest["updates"], True
@@ -282,10 +289,18 @@ class Optim:
                     set_setting(group, name, value)
         self._set_rates()
 
+    def empty_moment(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """A tensor for an entry "<parameter>.<key>" of the state, sharded as its parameter is.
+
+        Args: shape: of the whole tensor. dtype: of the saved one.
+        """
+        master = next((m for n, m in self.masters.items() if name.startswith(f"{n}.") and m.shape == shape), None)
+        return torch.zeros(shape, dtype=dtype) if master is None else torch.zeros_like(master, dtype=dtype).detach()
+
     def _shard(self, name: str, entry: Mapping[str, Any]) -> dict[str, Any]:
         """The state of a parameter with its moments sharded as the parameter is, if it is."""
         master = self.masters[name]
-        is_moment = lambda value: isinstance(value, Tensor) and value.shape == master.shape
+        is_moment = lambda x: isinstance(x, Tensor) and x.shape == master.shape and not is_sharded(x)
         return {key: shard_like(master, value) if is_moment(value) else value for key, value in entry.items()}
 
     def _set_rates(self) -> None:

@@ -32,13 +32,15 @@ WRAPPED: dict[str, str] = {"OptimState8bit": "torchao.optim.subclass_8bit"}
 
 
 def flatten_state(
-    state: Mapping[Any, Mapping[str, Any]],
+    state: Mapping[Any, Mapping[str, Any]], *, sharded: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
     """Splits an optimizer's state into tensors for safetensors and plain values.
 
-    Args: state: parameter name -> the optimizer's entries for it.
-    Returns: tensors by "<name>.<key>", copies on the CPU; plain values by such names; and a description of each tensor
-        subclass by its name, with its inner tensors among the tensors as "<name>.<key>.<part>".
+    Args: state: parameter name -> the optimizer's entries for it. sharded: the tensors stay as they are, each rank's
+        shards among them; single numbers are then plain values.
+    Returns: tensors by "<name>.<key>", copies on the CPU unless `sharded`; plain values by such names; and a
+        description of each tensor subclass by its name, with its inner tensors among the tensors as
+        "<name>.<key>.<part>".
     Raises: CheckpointError: a tensor subclass is not in WRAPPED.
 
     >>> import torch
@@ -51,9 +53,18 @@ def flatten_state(
     for parameter, entry in state.items():
         for key, value in entry.items():
             name = f"{parameter}.{key}"
-            value = gather_full_tensor(value) if isinstance(value, Tensor) else value
-            if not isinstance(value, Tensor):
-                plain[name] = value
+            if isinstance(value, Tensor) and not sharded:
+                value = gather_full_tensor(value)
+            if not isinstance(value, Tensor) or (sharded and value.dim() == 0):
+                plain[name] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
+            elif sharded:
+                if type(getattr(value, "_local_tensor", value)) is not Tensor:
+                    raise CheckpointError(
+                        f"{name} of the optimizer's state is quantised, which sharded checkpoints can't hold; leave "
+                        "out sharded and enable_async_checkpointing of trainer.checkpointing_options, or take another "
+                        "optim.name"
+                    )
+                tensors[name] = value.detach()
             elif is_wrapper_subclass(value):
                 kind = type(value).__name__
                 if WRAPPED.get(kind) != type(value).__module__:
@@ -132,7 +143,10 @@ def _copy_to_cpu(value: Tensor) -> Tensor:
 
 
 def load_optimizer_state(
-    path: Path, rest: Mapping[str, Any], groups: Sequence[Sequence[str]]
+    path: Path,
+    rest: Mapping[str, Any],
+    groups: Sequence[Sequence[str]],
+    tensors: Mapping[str, Tensor] | None = None,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, dict[str, Any]]]:
     """Reads a saved optimizer's state, with the groups in the order of the current optimizer.
 
@@ -140,6 +154,7 @@ def load_optimizer_state(
         path: optimizer.safetensors.
         rest: the entry "optim" of the state.pt next to it.
         groups: the parameter names of each group of the current optimizer.
+        tensors: what the file would hold, which is not read then.
 
     Returns:
         the settings of each group; the settings that each group began with; parameter name -> its entries.
@@ -147,6 +162,16 @@ def load_optimizer_state(
     Raises:
         CheckpointError: the file can't be read, has an unknown format, or has other parameters or groups.
     """
+    tensors = _read_tensors(path) if tensors is None else tensors
+    saved = rest["groups"]
+    entries = unflatten_state(tensors, rest["plain"], rest["wrapped"], [name for names in groups for name in names])
+    order = [_group_of(path, names, saved) for names in groups]
+    if len(saved) != len(groups):
+        raise CheckpointError(f"{path} holds {len(saved)} groups of parameters, the optimizer here has {len(groups)}")
+    return [saved[i] for i in order], [rest["initial_settings"][i] for i in order], entries
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         with safe_open(path, "pt") as file:
             number = (file.metadata() or {}).get(FORMAT_KEY)
@@ -154,12 +179,7 @@ def load_optimizer_state(
     except (OSError, SafetensorError) as e:
         raise CheckpointError(f"{path} can't be read ({e}); resume from an earlier step-* folder") from e
     check_format(path, CHECKPOINT_FORMAT if number == str(CHECKPOINT_FORMAT) else number, weights=path.parent)
-    saved = rest["groups"]
-    entries = unflatten_state(tensors, rest["plain"], rest["wrapped"], [name for names in groups for name in names])
-    order = [_group_of(path, names, saved) for names in groups]
-    if len(saved) != len(groups):
-        raise CheckpointError(f"{path} holds {len(saved)} groups of parameters, the optimizer here has {len(groups)}")
-    return [saved[i] for i in order], [rest["initial_settings"][i] for i in order], entries
+    return tensors
 
 
 def _group_of(path: Path, names: Sequence[str], saved: Sequence[Mapping[str, Any]]) -> int:

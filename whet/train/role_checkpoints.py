@@ -1,26 +1,39 @@
 """Checkpoints of a run. One folder, written atomically, holds every trained role, every read-only role with replaced
 weights, and the run's own state.
+
+    whole        rank 0 gathers each tensor in turn, and writes the same files as one process
+    sharded      each rank writes its own shards (parallel/shards.py), rank 0 all other files
+    async        as sharded: shards are copied to the host, and a thread writes them while the next steps run
+
+A folder gets its name when all of its files are written. An asynchronous save ends at the latest before the next one
+begins, and before the run ends.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Collection, Mapping
+import threading
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from whet.config import Role
-from whet.errors import CheckpointError, ConfigError
+from torch import Tensor
+
+from whet.config import CheckpointingOptions, Role
+from whet.errors import CheckpointError, ConfigError, format_exception
 from whet.parallel.ranks import Ranks
 from whet.storage.checkpoint import (
     CHECKPOINT_FORMAT,
+    begin_checkpoint,
     find_checkpoint,
+    finish_checkpoint,
     list_checkpoints,
     open_checkpoint_root,
     read_run_id,
     remove_checkpoint,
+    remove_old_checkpoints,
     step_of,
     verify_checkpoint,
     write_checkpoint,
@@ -28,10 +41,14 @@ from whet.storage.checkpoint import (
     write_pointer,
     write_state,
 )
+from whet.storage.files import remove_path
 from whet.storage.folder_lock import FolderLock
-from whet.storage.run_state import read_run_state
+from whet.storage.run_state_validation import read_run_state
 from whet.train.role_trainer import RoleTrainer
 from whet.train.worker import ModelWorker
+
+if TYPE_CHECKING:
+    from whet.parallel.shards import ShardReader
 
 __all__ = ["Checkpoints"]
 
@@ -45,7 +62,8 @@ class Checkpoints:
         root: the folder of the checkpoints; None = no checkpoints are written.
         trainers: the trained roles.
         workers: all roles; a read-only role is saved if its worker is `replaced`.
-        ranks: the processes that train together; None = one. Only rank 0 changes files.
+        options: whether checkpoints are sharded, and written meanwhile; None = neither.
+        ranks: the processes that train together; None = one. Only rank 0 changes files, except shards.
     Raises: ConfigError: root is empty.
     """
 
@@ -55,6 +73,7 @@ class Checkpoints:
         trainers: Mapping[Role, RoleTrainer],
         workers: Mapping[Role, ModelWorker] | None = None,
         *,
+        options: CheckpointingOptions | None = None,
         ranks: Ranks | None = None,
     ) -> None:
         if root is not None and not str(root).strip():
@@ -66,6 +85,12 @@ class Checkpoints:
         """The run's id, so that no run removes another's checkpoints; None = the resumed checkpoint has no run.json."""
         self._lock: FolderLock | None = None
         self._created = False
+        self.options = options or CheckpointingOptions()
+        self._background: _BackgroundSave | None = None
+        """The asynchronous save that runs, or has ended since the last step."""
+        self._stager: Any = None
+        self._thread_ranks: Ranks | None = None
+        """The processes, for the threads that save; made at the first asynchronous save, as the stager is."""
         self._protected: dict[str, int] = {}
         """Pointer name -> step of a checkpoint that max_to_keep does not remove."""
 
@@ -87,7 +112,12 @@ class Checkpoints:
             )
 
     def close(self) -> None:
-        """Releases the lock. Removes the folder if this run created it and it is empty."""
+        """Waits for an asynchronous save, and releases the lock.
+
+        Removes the folder if this run created it and it is empty.
+        """
+        if self._background is not None:
+            self._background.join()
         if self._lock is not None:
             self._lock.release()
             with suppress(OSError):  # a folder that isn't empty stays
@@ -144,6 +174,8 @@ class Checkpoints:
         """
         if self.root is None:
             return None
+        if self.options.sharded or self.options.enable_async_checkpointing:
+            return self._save_sharded(self.root, step, state, tokenizer=tokenizer, keep=keep)
         if not self.ranks.is_writer:
             if self.ranks.broadcast(None) is not None:
                 self.write_files(None, state=state, tokenizer=tokenizer)
@@ -161,24 +193,99 @@ class Checkpoints:
             self._point(name)
         return folder
 
+    def _save_sharded(
+        self, root: Path, step: int, state: Mapping[str, Any], *, tokenizer: Any, keep: int | None
+    ) -> Path | None:
+        """As `save`; every rank writes its shards, at once or in a thread."""
+        from whet.parallel.shards import SHARDS, make_stager, write_shards  # imported where shards are written
+
+        self.wait()
+        tensors: dict[str, Tensor] = {}
+        rests: dict[Role, Any] = {}
+        for role, worker in self._saved_workers().items():
+            own, rests[role] = worker.shards()
+            tensors |= {f"{role.value}.{name}": tensor for name, tensor in own.items()}
+
+        def write(folder: Path) -> None:
+            for role, worker in self._saved_workers().items():
+                (folder / role.value).mkdir()
+                worker.files.write_plain(folder / role.value, worker.version, rests[role])
+                if role in self.trainers:
+                    tokenizer.save_pretrained(folder / role.value)
+            self._write_run_state(folder, state)
+
+        folder = self.ranks.call_on_writer(lambda: begin_checkpoint(root, step, write, run=self.run))
+        if folder is None:  # the checkpoint was there already
+            if self.ranks.is_writer:
+                write_pointer(root, f"step-{step:06d}")
+            return self.of_step(step)
+
+        def save(ranks: Ranks, tensors: Mapping[str, Tensor]) -> None:
+            try:
+                sums = write_shards(tensors, folder / SHARDS, ranks)
+            except BaseException:
+                if ranks.is_writer:
+                    remove_path(folder)
+                raise
+            known = {f"{SHARDS}/{name}": digest for name, digest in sums.items()}
+            ranks.call_on_writer(lambda: finish_checkpoint(root, step, folder, run=self.run, known=known))
+
+        def tidy() -> None:
+            if self.ranks.is_writer:
+                remove_old_checkpoints(root, step, run=self.run, keep=keep, spared=self._protected.values())
+            for name in self._protected:
+                self._point(name)
+
+        if not self.options.enable_async_checkpointing:
+            save(self.ranks, tensors)
+            tidy()
+            return self.of_step(step)
+        if self._thread_ranks is None:
+            self._thread_ranks, self._stager = self.ranks.in_thread(), make_stager()
+        threads, staged = self._thread_ranks, self._stager.stage(tensors)
+        threads.step, threads.phase = step, lambda: "asynchronous save"
+        self._background = _BackgroundSave(step, lambda: save(threads, staged), tidy)
+        return self.of_step(step)
+
+    def wait(self) -> None:
+        """Waits until the asynchronous save, if one runs, has ended on every rank. Every rank must call it.
+
+        Raises: CheckpointError: it has failed.
+        """
+        if self._background is None:
+            return
+        background, self._background = self._background, None
+        background.join()
+        errors = [error for error in self.ranks.all_gather(background.error) if error is not None]
+        if errors:
+            raise CheckpointError(errors[0])
+        background.tidy()
+
+    def _saved_workers(self) -> dict[Role, ModelWorker]:
+        """The workers that a checkpoint holds: of trained roles, and of read-only roles with replaced weights."""
+        replaced = {role: worker for role, worker in self.only_read.items() if worker.replaced}
+        return {**{role: trainer.worker for role, trainer in self.trainers.items()}, **replaced}
+
     def write_files(self, folder: Path | None, *, state: Mapping[str, Any], tokenizer: Any) -> None:
         """Writes the files of the roles and run.pt into an empty folder. write_checkpoint adds its own files.
 
         Args: folder: None = another rank writes; this one only gives it the shards of the weights.
         """
-        replaced = [role for role, worker in self.only_read.items() if worker.replaced]
         if folder is None:
-            for worker in (*(t.worker for t in self.trainers.values()), *(self.only_read[role] for role in replaced)):
+            for worker in self._saved_workers().values():
                 worker.save(None)
             return
-        for role, trainer in self.trainers.items():
-            place = self.place(folder, role.value)
+        for role, worker in self._saved_workers().items():
+            place = self.place(folder, role.value) if role in self.trainers else folder / role.value
             place.mkdir(exist_ok=True)
-            trainer.worker.save(place)
-            tokenizer.save_pretrained(place)
-        for role in replaced:
-            (folder / role.value).mkdir()
-            self.only_read[role].save(folder / role.value)
+            worker.save(place)
+            if role in self.trainers:
+                tokenizer.save_pretrained(place)
+        self._write_run_state(folder, state)
+
+    def _write_run_state(self, folder: Path, state: Mapping[str, Any]) -> None:
+        """Writes run.pt."""
+        replaced = [role for role, worker in self.only_read.items() if worker.replaced]
         updates = {role.value: trainer.train_steps for role, trainer in self.trainers.items()}
         skipped = {role.value: trainer.skipped for role, trainer in self.trainers.items()}
         own = {"updates": updates, "skipped": skipped, "replaced": [role.value for role in replaced]}
@@ -243,18 +350,26 @@ class Checkpoints:
                 f"{folder / 'run.pt'} has an unexpected format: its updates are {updates!r:.80}; resume from another "
                 "step-* folder"
             )
+        shards = self._shards_of(folder)
         for role, trainer in self.trainers.items():
-            trainer.load(self.place(folder, role.value), skipped=state["skipped"].get(role.value, 0))
+            own = None if shards is None else shards.under(f"{role.value}.")
+            trainer.load(self.place(folder, role.value), skipped=state["skipped"].get(role.value, 0), shards=own)
             if trainer.train_steps != updates[role.value]:
                 raise CheckpointError(
                     f"{folder / 'run.pt'} records {updates[role.value]} updates of the {role.value}, but its "
                     f"optimizer's state records {trainer.train_steps}; resume from another step-* folder"
                 )
-        self._load_replaced(folder, state["replaced"])
+        self._load_replaced(folder, state["replaced"], shards)
         if self._is_own(folder):
             self.run = read_run_id(folder)
 
-    def _load_replaced(self, folder: Path, replaced: Collection[str]) -> None:
+    def _shards_of(self, folder: Path) -> ShardReader | None:
+        """A reader of the shards of a checkpoint; None = it has whole tensors."""
+        from whet.parallel.shards import SHARDS, ShardReader  # imported where shards are read
+
+        return ShardReader(folder / SHARDS, self.ranks) if (folder / SHARDS).is_dir() else None
+
+    def _load_replaced(self, folder: Path, replaced: Collection[str], shards: ShardReader | None) -> None:
         """Restores the read-only roles with replaced weights.
 
         Raises: CheckpointError: a role's weights were replaced here but not in the checkpoint, so the original weights
@@ -262,7 +377,7 @@ class Checkpoints:
         """
         for role, worker in self.only_read.items():
             if role.value in replaced:
-                worker.load(folder / role.value)
+                worker.load(folder / role.value, None if shards is None else shards.under(f"{role.value}."))
                 worker.replaced = True
             elif worker.replaced:
                 raise CheckpointError(
@@ -283,6 +398,9 @@ class Checkpoints:
                 f"{folder} is not among the checkpoints in {self.root}, which belong to another run; give another "
                 "trainer.checkpoint_root_directory or trainer.run_dir, or trainer.resume=latest to resume those"
             )
+        if (folder / "shards").is_dir():
+            verify_checkpoint(folder, ["run.pt", *(f"{role.value}/state.pt" for role in self.trainers)])
+            return
         workers = {role.value: trainer.worker for role, trainer in self.trainers.items()}
         for role, worker in workers.items():
             worker.files.check(self.place(folder, role))
@@ -297,3 +415,28 @@ class Checkpoints:
         Raises: CheckpointError: `save` did not write it, or its step is not that of the folder's name.
         """
         return read_run_state(folder / "run.pt", needs)
+
+
+class _BackgroundSave:
+    """An asynchronous save, which begins at once.
+
+    Args: step: of the checkpoint. save: writes it, in a thread. tidy: called by the main thread after it.
+    """
+
+    def __init__(self, step: int, save: Callable[[], None], tidy: Callable[[], None]) -> None:
+        self.step, self.tidy = step, tidy
+        self.error: str | None = None
+        self._save = save
+        self._thread = threading.Thread(target=self._run, name="whet-save", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._save()
+        except BaseException as error:  # it ends the run at the next save
+            self.error = str(error) if isinstance(error, CheckpointError) else format_exception(error)
+            log.error("the asynchronous save of step %d failed: %s", self.step, self.error)
+
+    def join(self) -> None:
+        """Waits until it has ended."""
+        self._thread.join()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
@@ -17,6 +17,9 @@ from whet.ops.loss_aggregation import Weighting
 from whet.train.metric_reduction import REDUCTIONS, Metrics, Reductions
 from whet.train.worker import Divergence, Loss, ModelWorker
 from whet.types import TokenBatch
+
+if TYPE_CHECKING:
+    from whet.parallel.shards import ShardReader
 
 __all__ = ["MetricsAdjuster", "RoleTrainer", "SequenceSelector", "check_ids", "lower_lr_advice"]
 
@@ -225,12 +228,12 @@ class RoleTrainer:
             listener(self, metrics)
         return metrics
 
-    def load(self, folder: Path, *, skipped: int = 0) -> None:
+    def load(self, folder: Path, *, skipped: int = 0, shards: ShardReader | None = None) -> None:
         """Restores the model and optimizer that its worker saved. Raises CheckpointError where they don't fit.
 
-        Args: skipped: the skipped updates in a row before the save.
+        Args: skipped: the skipped updates in a row before the save. shards: of a sharded checkpoint.
         """
-        self.worker.load(folder)
+        self.worker.load(folder, shards)
         self.skipped = skipped
         self._updated_version = None  # checkpoints are written between steps
 

@@ -82,7 +82,13 @@ class SupervisedModels(RoleWorkers):
         if reference is not None:
             self.check_same_ids(Role.REFERENCE, reference, trained)
         self.add_trainer(self.role, nll, plain=True)
-        self.checkpoints = Checkpoints(self.config.checkpoint_root, self._trainers, self._workers, ranks=self.ranks)
+        self.checkpoints = Checkpoints(
+            self.config.checkpoint_root,
+            self._trainers,
+            self._workers,
+            options=self.config.checkpointing_options,
+            ranks=self.ranks,
+        )
 
     @property
     def trainer(self) -> RoleTrainer:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,9 @@ from whet.types import LossInputs, TokenBatch, TokenStats
 from whet.util.device import empty_cache
 from whet.util.tensor_subclasses import is_sharded
 from whet.util.transfer import to_device
+
+if TYPE_CHECKING:
+    from whet.parallel.shards import ShardReader
 
 __all__ = ["Allowed", "Divergence", "Loss", "ModelWorker"]
 
@@ -564,10 +567,21 @@ class ModelWorker:
         with self.placement.during("save"), self.placement.whole_module() as module:
             self._files_of(module).write(folder, self.version)
 
-    def load(self, folder: Path) -> None:
-        """Restores what `save` wrote. Raises CheckpointError if it doesn't fit this model."""
+    def shards(self) -> tuple[dict[str, Tensor], Any]:
+        """What a resumed worker needs: tensors, of which this process has its shards, and plain state.
+
+        See ModelFiles.shards; the tensors are the worker's own, which the next update changes.
+        """
+        with self.placement.during("save"):
+            self.placement.reshard()
+            return self.files.shards()
+
+    def load(self, folder: Path, shards: ShardReader | None = None) -> None:
+        """Restores what `save` wrote. Args: shards: of a sharded checkpoint. Raises CheckpointError if it doesn't fit
+        this model.
+        """
         with self.placement.during("load"):
-            self.version = self.files.read(folder)
+            self.version = self.files.read(folder) if shards is None else self.files.read_shards(folder, shards)
 
     def export(self, folder: Path | None, tokenizer: Any = None, *, merge: bool = False, dtype: str = "auto") -> None:
         """Writes the model in Hugging Face's format, from the fp32 masters where there are any.

@@ -385,9 +385,7 @@ class CheckpointingOptions(core.CheckpointingOptions):
     """When checkpoints are saved and how many are kept."""
 
     timeout_secs: Count = 1200
-    """Longest time of a save, in seconds. No effect: a save is synchronous and ends or raises."""
-    enable_async_checkpointing: Bool = False
-    """No effect: saves are synchronous, and a checkpoint is complete before the next step begins."""
+    """Longest time of a save, in seconds. No effect: a save ends or raises."""
 
 
 @config

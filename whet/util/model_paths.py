@@ -79,6 +79,13 @@ def model_folder(source: str | Path) -> str:
             raise ConfigError(f"{path} is a Git LFS pointer, not the weights; run `git lfs pull` in {name}")
     if folder.is_file():
         raise ConfigError(f"{name} is a file; give its folder")
+    for place in (folder, folder / "actor"):
+        if _is_model(place) and (place.parent / "shards").is_dir() and not any(place.glob("*.safetensors")):
+            raise ConfigError(
+                f"{place} is a part of a sharded checkpoint, whose weights are in {place.parent / 'shards'}; resume it "
+                "(trainer.resume=latest) and take final/ of the finished run, or save whole checkpoints "
+                "(trainer.checkpointing_options.sharded=false and enable_async_checkpointing=false)"
+            )
     if any((folder / file).is_file() for file in MODEL_FILES):
         return str(folder)
     for part in (folder / "final", folder / "actor"):

@@ -14,7 +14,7 @@ from whet.cli import main
 from whet.cli.help import COMMON_KEYS
 from whet.cli.registry import COMMANDS, INFO_COMMANDS, config_class
 from whet.config import SHORTHANDS, RunConfig, dump_tree, load_run
-from whet.config.base import leaves
+from whet.config.introspection import leaves
 from whet.errors import ConfigError, DataError
 
 WHOLE = ["model=m", "data=d.jsonl", "reward=exact_match"]

@@ -106,8 +106,8 @@ def test_evaluation_rows_and_streams_are_looked_at_too(folder, capsys):
         (["model=m"], "no data; write data="),
         (["data=plain.jsonl"], "no tokenizer; write model="),
         (
-            ["data=plain.jsonl", "model=whet.demo:pupil"],
-            "a run creates model=whet.demo:pupil by a function; write tokenizer=",
+            ["data=plain.jsonl", "model=whet.demo:sft_model"],
+            "a run creates model=whet.demo:sft_model by a function; write tokenizer=",
         ),
         (["data=plain.jsonl", "model=m", "rows=few"], "rows=few: expected how many rows"),
         (["sft", "data=plain.jsonl", "model=m", "algo.beta=1"], "unknown key algo.beta"),

@@ -8,10 +8,10 @@ import pytest
 from helpers import examples
 
 from whet.config import ClusterConfig, RunConfig, config_from_dict, dump, load_run
-from whet.config.base import field_docs, leaves, section_at, type_text
 from whet.config.evaluate import EvalDataConfig, EvalRunConfig
 from whet.config.fields import Name
 from whet.config.generate import ChatConfig, GenerateConfig
+from whet.config.introspection import field_docs, leaves, section_at, type_text
 from whet.config.push import PushConfig
 from whet.config.yaml12 import parse
 from whet.errors import ConfigError

@@ -22,9 +22,9 @@ from whet.config import (
     parse_config_args,
     read_yaml,
 )
-from whet.config.base import field_docs, leaves
 from whet.config.evaluate import load_eval
 from whet.config.generate import ChatConfig, GenerateConfig, load_sampling
+from whet.config.introspection import field_docs, leaves
 from whet.config.push import load_push
 from whet.errors import ConfigError
 

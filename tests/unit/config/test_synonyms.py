@@ -8,7 +8,8 @@ import pytest
 from whet import config
 from whet.cli.registry import config_class
 from whet.config import monitoring
-from whet.config.base import config_from_dict, leaves
+from whet.config.base import config_from_dict
+from whet.config.introspection import leaves
 from whet.config.synonyms import NOTES, SECTIONS, SYNONYMS, find_owner, find_synonym
 from whet.errors import ConfigError
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from whet.errors import DataError
 from whet.packing.bin_packing import PassCost
-from whet.packing.planner import plan_micro_batches
+from whet.packing.micro_batch_planner import plan_micro_batches
 
 DEAR = PassCost(token=20, pair=3, target=7)
 

@@ -17,11 +17,11 @@ from whet.config.evaluate import check_eval, load_eval
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import byte_tokenizer
 from whet.envs import ChatTranscript, Conversation, Script, load_script
+from whet.envs.failures import EpisodeFailures
 from whet.errors import ConfigError, RewardError
 from whet.learners.grpo import GRPOLearner
 from whet.learners.ppo import PPOLearner
 from whet.learners.step import Step
-from whet.rewards.checked_values import EpisodeFailures
 from whet.rollout.base import Output, Sampling
 from whet.rollout.driver import Episode
 from whet.rollout.external_calls import ExternalCall, ExternalCalls
@@ -40,11 +40,11 @@ def encoder(template=None, **options):
     return PromptEncoder(tokenizer, apply_chat_template=True, **options)
 
 
-def played(said, interact, encode, *, row=SUM, turns=5, tokens=10_000, each=100, ends="stop", **options):
+def run_conversation(said, interact, encode, *, row=SUM, turns=5, tokens=10_000, each=100, ends="stop", **options):
     """An episode in which the model says these texts; its completions, and what the model was given each time."""
     talk = Conversation(Script(name="world", interact=interact), encode, max_turns=turns, max_tokens=tokens, **options)
-    play = talk.play(Sampling(max_tokens=each))
-    turns_of_it, contexts, said = play(Episode(encode(row, 7), (0, 1, 2, 3), play)), [], iter(said)
+    run = functools.partial(talk.run_episode, sampling=Sampling(max_tokens=each))
+    turns_of_it, contexts, said = run(Episode(encode(row, 7), (0, 1, 2, 3), run)), [], iter(said)
     calls = ExternalCalls()
     try:
         request = next(turns_of_it)
@@ -77,14 +77,14 @@ def twice(messages):
 @pytest.mark.parametrize("ends", ["stop", "length"])  # a turn that was cut off is closed by the template
 def test_what_follows_a_turn_is_what_the_template_adds_and_is_not_trained(ends):
     encode = encoder()
-    (made,), contexts = played(["calc", "five"], twice, encode, ends=ends)
+    (made,), contexts = run_conversation(["calc", "five"], twice, encode, ends=ends)
     messages = [{"role": "user", "content": "2+3="}, *made.messages]
     whole = encode.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)[:-1]  # the last line feed
     assert (contexts[0][0] + made.tokens.tolist() + [256] * (ends == "length")) == whole
     sampled = made.tokens[made.versions == 4]
     assert encode.tokenizer.decode(sampled, skip_special_tokens=True) == "calcfive"
     assert (made.versions[made.versions != 4] == -1).all() and (made.logprobs[made.versions == -1] == 0).all()
-    assert made.info == {"turns": 2} and made.finish_reason == ends and made.generation == 3
+    assert made.info == {"status": "finished", "turns": 2} and made.finish_reason == ends and made.generation == 3
     assert [m["content"] for m in made.messages] == ["calc", "5", "five"]
     assert contexts[1][0] == contexts[0][0] + made.tokens[: -len(sampled) + 4 + (ends == "stop")].tolist()
     assert contexts[1][2] == 100  # no draw of the first turn is used again
@@ -93,17 +93,22 @@ def test_what_follows_a_turn_is_what_the_template_adds_and_is_not_trained(ends):
 @pytest.mark.parametrize("ends", ["abort", "error"])
 def test_a_turn_that_the_engine_gave_up_is_not_answered(ends):
     asked = []
-    (made,), contexts = played(["a", "b"], lambda m: asked.append(m) or twice(m), encoder(), ends=ends)
-    assert asked == [] and len(contexts) == 1 and made.finish_reason == ends
+    mask = EpisodeFailures(on_infrastructure="mask")
+    (made,), contexts = run_conversation(
+        ["a", "b"], lambda m: asked.append(m) or twice(m), encoder(), ends=ends, failures=mask
+    )
+    assert asked == [] and len(contexts) == 1 and made.has_failed and made.info["failure"] == "infrastructure"
+    assert made.info["error"] == f"the engine gave up a turn of the model (finish_reason '{ends}')"
 
 
 def test_each_episode_is_a_conversation_of_its_own_and_its_turns_are_one():
     encode = encoder()
     script = Script(name="world", interact=twice)
-    play = Conversation(script, encode, max_turns=2, max_tokens=100).play(Sampling(max_tokens=9))
+    talk = Conversation(script, encode, max_turns=2, max_tokens=100)
+    run = functools.partial(talk.run_episode, sampling=Sampling(max_tokens=9))
     requests = []
     for generation in (0, 1):
-        turns_of_it = play(Episode(encode(SUM, 7), (0, 1, 2, generation), play))
+        turns_of_it = run(Episode(encode(SUM, 7), (0, 1, 2, generation), run))
         requests.append([next(turns_of_it)])
         ids = np.array([65, 256], np.int32)
         said = Output(id=0, tokens=ids, logprobs=np.full(2, -1.0), versions=np.full(2, 4), finish_reason="stop")
@@ -115,19 +120,19 @@ def test_each_episode_is_a_conversation_of_its_own_and_its_turns_are_one():
 
 def test_a_prompt_of_plain_text_is_continued_by_contents_alone():
     encode = PromptEncoder(byte_tokenizer())
-    (made,), _ = played(["calc", "!"], twice, encode)
+    (made,), _ = run_conversation(["calc", "!"], twice, encode)
     assert bytes(int(t) for t in made.tokens if t < 256) == b"calc5!"
     assert made.tokens.tolist().count(256) == 2  # that a turn has ended stays where it was sampled
 
 
 def test_a_template_that_rewrites_an_earlier_turn_forks_the_episode():
     encode = encoder(FORGETFUL)
-    (first, second), contexts = played(["think|calc", "five"], twice, encode)
+    (first, second), contexts = run_conversation(["think|calc", "five"], twice, encode)
     assert first.prefix is None and bytes(first.tokens[:-1].tolist()) == b"think|calc"
     assert second.prefix.tolist() == contexts[1][0]
     assert encode.tokenizer.decode(second.prefix) == "[u]2+3=<|im_end|>[a]calc<|im_end|>[t]5<|im_end|>[a]"
     assert (first.versions == 4).all() and (second.versions == 4).all()  # each token trained where it was sampled
-    assert first.generation == second.generation == 3 and second.info == {"turns": 2, "forks": 1}
+    assert first.generation == second.generation == 3 and second.info == {"status": "finished", "turns": 2, "forks": 1}
     assert [len(c.messages) for c in (first, second)] == [1, 3]
 
 
@@ -145,7 +150,9 @@ def test_a_fork_begins_with_what_the_template_writes_alone():
 def test_a_prompt_that_ends_in_the_models_own_turn_is_continued():
     row = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "well, "}], "answer": ""}
     seen = []
-    (made,), _ = played(["yes", "no"], lambda m: seen.append(m) or twice(m), encoder(on_answered="continue"), row=row)
+    (made,), _ = run_conversation(
+        ["yes", "no"], lambda m: seen.append(m) or twice(m), encoder(on_answered="continue"), row=row
+    )
     assert [m["content"] for m in seen[0]] == ["?", "well, yes"] and made.info["turns"] == 2
     assert [m["content"] for m in made.messages] == ["yes", "5", "no"]
 
@@ -179,7 +186,7 @@ def test_a_transcript_goes_on_from_a_removed_answer_as_if_it_had_not_been(templa
 
 def test_an_episode_ends_after_its_last_turn_without_asking_the_world():
     asked = []
-    (made,), contexts = played(
+    (made,), contexts = run_conversation(
         ["a", "b", "c"], lambda m: asked.append(len(m)) or [{"role": "tool", "content": "-"}], encoder(), turns=2
     )
     assert len(contexts) == 2 and asked == [2] and made.info["turns"] == 2
@@ -189,20 +196,20 @@ def test_an_episode_ends_after_its_last_turn_without_asking_the_world():
 def test_a_turn_has_no_more_tokens_than_are_left_in_all(limit, lengths):
     encode = PromptEncoder(byte_tokenizer())
     most = {"tokens": {"tokens": 10}, "positions": {"max_length": 14}, "none": {}}[limit]
-    (made,), contexts = played(["abcde", "fghij"], twice, encode, each=5, ends="length", **most)
+    (made,), contexts = run_conversation(["abcde", "fghij"], twice, encode, each=5, ends="length", **most)
     assert [c[1] for c in contexts] == lengths
     assert len(made.tokens) == sum(lengths) + 1 and made.finish_reason == "length"
 
 
 def test_what_leaves_room_for_no_token_at_all_is_taken_back():
-    (made,), contexts = played(["abcde", "fghij"], twice, PromptEncoder(byte_tokenizer()), each=5, tokens=6)
+    (made,), contexts = run_conversation(["abcde", "fghij"], twice, PromptEncoder(byte_tokenizer()), each=5, tokens=6)
     assert len(contexts) == 1 and len(made.tokens) == 5 and made.finish_reason == "length"
 
 
 @pytest.mark.parametrize("template", [None, FORGETFUL])
 def test_what_leaves_no_room_for_an_answer_is_taken_back(template):
     loud = lambda messages: [{"role": "tool", "content": "x" * 100}]
-    (made,), contexts = played(["a|b"], loud, encoder(template), tokens=50)
+    (made,), contexts = run_conversation(["a|b"], loud, encoder(template), tokens=50)
     assert len(contexts) == 1 and (made.versions == 4).all() and made.prefix is None
     assert made.finish_reason == "length" and [m["content"] for m in made.messages] == ["a|b"]
 
@@ -232,9 +239,9 @@ FAILURES = [
 @pytest.mark.parametrize(("interact", "words"), FAILURES)
 def test_an_interact_that_fails_ends_the_run_or_its_own_episode(interact, words, caplog):
     with pytest.raises(RewardError) as told:
-        played(["a"], interact, encoder(), timeout_s=0.05)
+        run_conversation(["a"], interact, encoder(), timeout_s=0.05)
     assert words in str(told.value) and "reward_workers" not in str(told.value)  # which interact is not run by
-    (made,), _ = played(["a"], interact, encoder(), timeout_s=0.05, failures=EpisodeFailures("none"))
+    (made,), _ = run_conversation(["a"], interact, encoder(), timeout_s=0.05, failures=EpisodeFailures("none"))
     assert made.finish_reason == "error" and words in made.info["error"]
     assert words in caplog.text and "row 7, generation 3 has no reward" in caplog.text
 
@@ -244,7 +251,7 @@ def test_interact_may_be_async():
         await asyncio.sleep(0)
         return twice(messages)
 
-    (made,), _ = played(["calc", "five"], answers, encoder())
+    (made,), _ = run_conversation(["calc", "five"], answers, encoder())
     assert [m["content"] for m in made.messages] == ["calc", "5", "five"]
 
 
@@ -253,7 +260,7 @@ def test_interact_may_change_the_messages_that_it_is_given():
         messages[0]["content"] = messages[-1]["content"] = "gone"
         return [] if len(messages) > 2 else [{"role": "user", "content": "and?"}]
 
-    (made,), _ = played(["a", "b"], careless, encoder())
+    (made,), _ = run_conversation(["a", "b"], careless, encoder())
     assert [m["content"] for m in made.messages] == ["a", "and?", "b"]
 
 

@@ -5,7 +5,7 @@ from helpers import cluster, length_reward, rows
 
 from tools.docs.algorithms import KNOWN, equation, source
 from whet.config import DataConfig, GRPOConfig, PolicyConfig, RunConfig, help_text
-from whet.config.base import choices
+from whet.config.introspection import choices
 from whet.learners.from_config import describe_objective
 from whet.learners.grpo import GRPOLearner
 

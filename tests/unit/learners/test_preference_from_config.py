@@ -8,7 +8,7 @@ from preference_inputs import ALL_PARAMETERS, NEEDED, config
 from tools.docs.algorithms import equation, source
 from tools.docs.preference import PREFERENCE_KNOWN
 from whet.config import PreferenceConfig, RewardModelConfig
-from whet.config.base import choices
+from whet.config.introspection import choices
 from whet.errors import ConfigError
 from whet.learners.from_config import keyword_arguments
 from whet.learners.preference_from_config import (

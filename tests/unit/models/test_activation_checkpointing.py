@@ -20,7 +20,7 @@ from whet.models.load import load_model
 from whet.native import segments
 from whet.native.build import Unavailable
 from whet.native.segments import segment_kernels
-from whet.packing.planner import plan_micro_batches
+from whet.packing.micro_batch_planner import plan_micro_batches
 
 BATCH = random_batch((9, [7, 3, 5]), (4, [6, 6]), seed=3)  # prompts shared by three and by two completions
 

@@ -16,7 +16,7 @@ from whet.models.flex import FlexCase, FlexRow, depth_first_order, flex_unsuppor
 from whet.models.load import load_model
 from whet.native.build import Unavailable
 from whet.native.segments import segment_kernels
-from whet.packing.planner import plan_micro_batches
+from whet.packing.micro_batch_planner import plan_micro_batches
 
 torch_flex = importlib.import_module("torch.nn.attention.flex_attention")  # the package has a function of that name
 CASE = FlexCase(torch.device("cuda"), torch.float32, 4, 2, 8, 6, False, False)

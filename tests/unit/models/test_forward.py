@@ -11,7 +11,7 @@ from whet.models.forward import token_stats
 from whet.models.heads import Head
 from whet.models.load import load_model
 from whet.ops.support import Support, support_logits
-from whet.packing.planner import plan_micro_batches
+from whet.packing.micro_batch_planner import plan_micro_batches
 from whet.types import Completion, Group, Prompt, TokenBatch
 from whet.types.loss import CONSTANTS
 

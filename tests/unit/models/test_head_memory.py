@@ -15,7 +15,7 @@ from whet.models.linear_divergence import HeadStates, linear_divergence
 from whet.models.linear_logprob import linear_logprob, linear_stats
 from whet.models.load import load_model
 from whet.ops import Support
-from whet.packing.planner import plan_micro_batches
+from whet.packing.micro_batch_planner import plan_micro_batches
 from whet.types.loss import CONSTANTS
 
 VOCAB, WIDTH = 8192, 16

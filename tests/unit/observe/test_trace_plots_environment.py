@@ -93,14 +93,14 @@ def test_spans_of_other_threads_and_calls_are_on_the_timeline_and_not_in_the_sum
 
 
 def test_calls_of_tools_and_the_wait_for_them_are_traced():
-    def play(episode):
+    def run(episode):
         output = yield episode.request(episode.prompt.tokens, Sampling(max_tokens=2))
         yield ExternalCall(function=lambda: time.sleep(0.02), name="a tool")
         return completion(output, generation=episode.generation)
 
     trace, prompt = Trace(), Prompt(tokens=np.array([5, 6], np.int32), source="", row=0)
     with trace.span("rollout"):
-        (group,) = Rollouts(MockEngine(), trace=trace).run([Episode(prompt, (0, 1, 0, 0), play)])
+        (group,) = Rollouts(MockEngine(), trace=trace).run([Episode(prompt, (0, 1, 0, 0), run)])
     assert trace.pop_times()["time/rollout/tool_wait"] >= 0.02 <= group.completions[0].seconds["tools"]
     assert {e["name"] for e in trace.events() if e["ph"] == "b"} == {"tools"}
 

@@ -17,9 +17,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from whet.packing import planner
+from whet.packing import micro_batch_planner
 from whet.packing.bin_packing import PackItem, PassCost, first_fit, model_cost, pack_balanced, pack_padded_rows
-from whet.packing.planner import plan_micro_batches
+from whet.packing.micro_batch_planner import plan_micro_batches
 
 DEAR = PassCost(token=20, pair=3, target=7)
 
@@ -215,5 +215,5 @@ def test_a_budget_that_a_batch_does_not_reach_costs_nothing_and_changes_nothing(
         plans = plan_micro_batches(batch, max_tokens=max_tokens, max_sequences=most, saturating_tokens=90, cost=DEAR)
         return [(m.input_ids.tolist(), m.sequences.tolist()) for m in plans], len(asked)
 
-    monkeypatch.setattr(planner, "first_fit", counted_fit)
+    monkeypatch.setattr(micro_batch_planner, "first_fit", counted_fit)
     assert planned(2000) == planned(10**7) == planned(10**30)

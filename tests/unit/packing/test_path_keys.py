@@ -3,8 +3,8 @@
 import pytest
 from helpers import forest, seen
 
+from whet.packing.micro_batch_planner import plan_micro_batches
 from whet.packing.path_keys import path_keys
-from whet.packing.planner import plan_micro_batches
 
 
 @pytest.mark.parametrize("options", [{"packable": True}, {"packable": False}, {"packable": True, "max_sequences": 1}])

@@ -3,8 +3,8 @@ import torch
 from helpers import random_batch
 
 from whet.packing import plan_cache as module
+from whet.packing.micro_batch_planner import plan_micro_batches
 from whet.packing.plan_cache import PlanCache
-from whet.packing.planner import plan_micro_batches
 
 SHAPES = ((5, [3, 9, 1, 14]), (12, [8, 4]), (2, [7]))
 LIMITS = {"max_tokens": 40, "max_sequences": 3}

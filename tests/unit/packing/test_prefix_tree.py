@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whet.models.attention import SegmentLayout
-from whet.packing import planner
+from whet.packing import micro_batch_planner
 from whet.packing.bin_packing import PassCost, first_fit, pack_balanced
-from whet.packing.planner import plan_micro_batches
+from whet.packing.micro_batch_planner import plan_micro_batches
 from whet.packing.prefix_tree import build_tree, prefix_trees
 from whet.types import Group, TokenBatch
 
@@ -112,7 +112,7 @@ def test_a_family_fits_whole_or_in_parts_whose_tokens_and_cost_are_counted(seed,
 def test_single_turns_have_the_plan_that_they_have_without_trees(budget, monkeypatch):
     b = random_batch((60, [40, 30, 50, 20]), (100, [30, 1]), (7, [60]), (1, [3, 3, 3]), (40, [2] * 9))
     got = plan_micro_batches(b, max_tokens=budget, cost=DEAR)
-    monkeypatch.setattr(planner, "prefix_trees", lambda *_: [])
+    monkeypatch.setattr(micro_batch_planner, "prefix_trees", lambda *_: [])
     want = plan_micro_batches(b, max_tokens=budget, cost=DEAR)
     assert len(got) == len(want)
     for x, y in zip(got, want):

@@ -11,8 +11,8 @@ from whet.config import SupervisedTrainingConfig
 from whet.errors import ConfigError
 from whet.models.forward import _turn_positions
 from whet.models.load import load_model
+from whet.packing.micro_batch_planner import plan_micro_batches
 from whet.packing.path_keys import path_keys
-from whet.packing.planner import plan_micro_batches
 from whet.parallel.context import kv_repeats, take_share
 from whet.train.role_workers import RoleWorkers
 

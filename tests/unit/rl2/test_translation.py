@@ -3,7 +3,7 @@
 import pytest
 
 from whet.config import DPORunConfig, PPORunConfig, RMRunConfig, RunConfig, SFTRunConfig
-from whet.config.base import leaves
+from whet.config.introspection import leaves
 from whet.errors import ConfigError
 from whet.rl2.command import main, usage
 from whet.rl2.keys import KEYS

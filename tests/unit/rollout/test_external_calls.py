@@ -43,21 +43,21 @@ def row(i):
 def with_tool(tool, *, turns=2, **options):
     """Episodes whose turns are each answered by tool(number of the episode, tokens of the turn)."""
 
-    def play(episode):
+    def run(episode):
         context, parts = episode.prompt.tokens, []
         for _ in range(turns):
             output = yield episode.request(context, SAMPLING)
-            call = lambda output=output: tool(episode.address[2], output.tokens)
+            call = lambda output=output: tool(episode.rng_key[2], output.tokens)
             answer = yield ExternalCall(function=call, name="the tool", **options)
             parts += [output, np.asarray(answer, np.int32)]
             context = np.concatenate([context, output.tokens, parts[-1]])
         return completion(*parts, generation=0)
 
-    return play
+    return run
 
 
-def episodes(play, count=64, seed=0):
-    return [Episode(row(i), (seed, 0, i, 0), play) for i in range(count)]
+def episodes(run, count=64, seed=0):
+    return [Episode(row(i), (seed, 0, i, 0), run) for i in range(count)]
 
 
 def columns(groups):
@@ -121,7 +121,7 @@ def test_the_transcript_does_not_depend_on_which_tool_answers_first(rollouts):
 def test_others_go_on_while_one_waits(rollouts):
     release = threading.Event()
     rollouts.start(episodes(with_tool(lambda *_: [release.wait(60.0)], turns=1), 1))
-    others = rollouts.run(single_turns([row(1), row(2)], Sampling(max_tokens=30), address=(1, 0, 0)))
+    others = rollouts.run(single_turns([row(1), row(2)], Sampling(max_tokens=30), rng_key=(1, 0, 0)))
     assert len(others) == 2 and len(rollouts.in_flight) == 1
     assert rollouts.ready(timeout_s=0.05) == []
     release.set()

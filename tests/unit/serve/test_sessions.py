@@ -37,7 +37,7 @@ def said(text, *calls):
 
 
 def turn(session, messages, text, message=None, *, end=True, tools=()):
-    """Plays one turn in which the model writes a text. Returns: the text of the prompt."""
+    """Runs one turn in which the model writes a text. Returns: the text of the prompt."""
     begun = session.begin(messages, tools, {})
     tokenizer = session.renderer.tokenizer
     ids = [*tokenizer(text, add_special_tokens=False).input_ids, *([tokenizer.eos_token_id] if end else [])]

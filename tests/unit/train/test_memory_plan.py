@@ -13,7 +13,7 @@ from whet.config.lora import LoraConfig
 from whet.errors import ConfigError
 from whet.models.attention import SegmentLayout
 from whet.models.lora import add_adapter
-from whet.rollout.engine.conversation_cache import MAX_BYTES
+from whet.rollout.engine.prefix_cache import MAX_BYTES
 from whet.train.memory_plan import (
     CONVERSATION_BYTES,
     GB,

@@ -178,7 +178,7 @@ def test_rounds_end_at_their_limit_and_an_answer_without_room_is_taken_back(tmp_
     assert [[m["role"] for m in c] for c in seen.calls[1][1]] == [["assistant"]] * 3
 
 
-def test_the_engine_plays_turns_with_its_own_logprobs(tmp_path, monkeypatch):
+def test_the_engine_runs_turns_with_its_own_logprobs(tmp_path, monkeypatch):
     seen = Seen()
     made = trainer(tmp_path, seen, tools=[multiply], max_completion_length=160, num_iterations=2, max_steps=2)
     template = made.agents.episodes.template
@@ -187,8 +187,9 @@ def test_the_engine_plays_turns_with_its_own_logprobs(tmp_path, monkeypatch):
     monkeypatch.setattr(template, "parse", lambda tokens, context, tools: {
         "role": "assistant", "content": "", **({"tool_calls": [call]} if first(context) else {})})  # fmt: skip
     episodes = made.agents.episodes
-    episodes.max_tokens, play = 160, episodes.play
-    monkeypatch.setattr(episodes, "play", lambda begun, s: play(begun, replace(s, max_tokens=20)))
+    episodes.max_tokens, run = 160, episodes.run_episode
+    short = lambda episode, sampling, **start: run(episode, replace(sampling, max_tokens=20), **start)
+    monkeypatch.setattr(episodes, "run_episode", short)
     made.train()
     assert all([m["role"] for m in c] == ["assistant", "tool", "assistant"] for c in seen.calls[0][1])
     row = made.state.log_history[0]

@@ -3,7 +3,7 @@ import torch
 from helpers import random_batch
 
 from whet.packing import micro_batch
-from whet.packing.planner import plan_micro_batches
+from whet.packing.micro_batch_planner import plan_micro_batches
 from whet.util.transfer import ALIGNMENT, _pack, _starts, _unpack, to_device, to_host
 
 MIXED = [

@@ -54,7 +54,7 @@ def metrics_without_advantage(loss: Callable[..., Any]) -> tuple[str, ...] | Non
         level = level or loss.keywords.get("importance_sampling_level")
         loss = loss.func
     declared = getattr(loss, "zero_without_advantage", None)
-    return declared if declared is None else tuple(of_level(dict.fromkeys(declared), level or "token"))
+    return declared if declared is None else tuple(name_metrics_by_level(dict.fromkeys(declared), level or "token"))
 
 
 def compares_with_teacher(column: Literal["teacher_logprobs", "divergence"]) -> Callable[[LossFn], LossFn]:
@@ -89,7 +89,7 @@ def teacher_column(loss: Callable[..., Any]) -> str | None:
     return getattr(loss, "teacher_column", None)
 
 
-def of_level(metrics: Mapping[str, Any], level: str) -> dict[str, Any]:
+def name_metrics_by_level(metrics: Mapping[str, Any], level: str) -> dict[str, Any]:
     """The metrics; those that count ratios are renamed if ratios are of sequences: sequence_clip_ratio/high."""
     whole = level != "token"
     return {f"sequence_{name}" if whole and name in _OF_RATIOS else name: value for name, value in metrics.items()}

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from whet.errors import ConfigError
 from whet.ops.masked import segment_mean
-from whet.ops.policy_losses.base import LossOutput, of_level, output, zero_without_advantage
+from whet.ops.policy_losses.base import LossOutput, name_metrics_by_level, output, zero_without_advantage
 from whet.ops.policy_losses.ratios import detached_advantages, log_ratios, ratio_metrics, upper
 from whet.types import LossInputs
 
@@ -66,7 +66,7 @@ def clipped_surrogate(
     unclipped, clipped = -advantages * bounded, -advantages * ratio.clamp(low, high)
     loss = torch.maximum(unclipped, clipped)
     metrics = {
-        **of_level(_clip_metrics(bounded, advantages, low, high), importance_sampling_level),
+        **name_metrics_by_level(_clip_metrics(bounded, advantages, low, high), importance_sampling_level),
         **ratio_metrics(log_ratio, used, x.mask),
         "pg_clipfrac": clipped > unclipped,
         "pg_loss/clipped": clipped,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from whet.ops.masked import masked_column, segment_sum
-from whet.ops.policy_losses.base import LossOutput, of_level, output, zero_without_advantage
+from whet.ops.policy_losses.base import LossOutput, name_metrics_by_level, output, zero_without_advantage
 from whet.ops.policy_losses.ratios import (
     by_sign,
     check_at_least_0,
@@ -119,7 +119,7 @@ def _capped(x: LossInputs, least: float | None, cap: float, level: str) -> LossO
     advantages = detached_advantages(x)
     log_ratio, used = log_ratios(x, level)
     ratio = used.exp().detach()
-    clips = of_level({"cispo_clip_ratio": (ratio > cap) & (advantages > 0)}, level)
+    clips = name_metrics_by_level({"cispo_clip_ratio": (ratio > cap) & (advantages > 0)}, level)
     loss = -ratio.clamp(least, cap) * advantages * masked_column(x.logprobs, x.mask)
     return output(loss, {**clips, **ratio_metrics(log_ratio, used, x.mask)})
 

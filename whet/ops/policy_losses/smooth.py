@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from whet.ops.policy_losses.base import LossOutput, of_level, output, zero_without_advantage
+from whet.ops.policy_losses.base import LossOutput, name_metrics_by_level, output, zero_without_advantage
 from whet.ops.policy_losses.ratios import (
     by_sign,
     check_positive,
@@ -76,5 +76,5 @@ def cispo_torchrl(
     ratio, some = used.exp(), advantages != 0
     clips = {"clip_ratio/high": (ratio > high) & some, "clip_ratio/low": (ratio < low) & some}
     clips["clip_ratio/region"] = clips["clip_ratio/high"] | clips["clip_ratio/low"]
-    metrics = {**of_level(clips, importance_sampling_level), **ratio_metrics(log_ratio, used, x.mask)}
+    metrics = {**name_metrics_by_level(clips, importance_sampling_level), **ratio_metrics(log_ratio, used, x.mask)}
     return output(-advantages * ratio.clamp(low, high), metrics)

@@ -3,17 +3,17 @@
 engine.py               the protocol, and a step: schedule, run, postprocess
 scheduler.py            the waiting queue, and which requests are admitted
 live_rows.py            the host's record of the rows in the batch
-conversation_cache.py   keys and values of finished requests, held for the next turn of their conversation
+prefix_cache.py         keys and values of finished requests, held for the next turn of their conversation
 kv_cache.py             keys and values of prompts (once per group) and of completions
 runner.py               prefill and decode, with the state of the rows on the device
 prefill.py              attention of prompts: writes and reads keys and values
 layouts.py              attention of a decode step
-model_forward.py        token ids -> logits: by the Hugging Face module, or by the fused trunk
-fused_trunk.py          the decoder blocks of the Llama family, written out
+model_forward.py        token ids -> logits: by the Hugging Face module, or by the fused backbone
+fused_backbone.py       the decoder blocks of the Llama family, written out
 packed_linear.py        linear layers of one input as one product, with packed weights
 native_step.py          the tables that whet/native's kernels of a decode step read
 cuda_graph.py           decode steps of fixed shape, replayed
-sampler.py              logits -> token and logprob
+sampling.py             logits -> token and logprob
 engine_model.py         the model that runs: the trainer's own, or a copy
 """
 

@@ -2,7 +2,7 @@
 
 Requests wait in the order of their submission. Within one submission the groups with the longest completions come
 first, because they would otherwise run on alone at the end. Nothing here depends on the clock. The order changes no
-token, since every draw has an address (docs/exactness.md names the exception: the last bits of a logit).
+token, since every draw has a key (docs/exactness.md names the exception: the last bits of a logit).
 Memory is reserved for the longest completion that a request allows, so no admitted request is ever evicted. Earlier
 turns of conversations are kept in the remaining memory, and are dropped first.
 """
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from whet.errors import EngineError
 from whet.rollout.base import Request
-from whet.rollout.engine.conversation_cache import CachedSequence, ConversationCache, common_prefix_length
 from whet.rollout.engine.kv_cache import padded_length
+from whet.rollout.engine.prefix_cache import CachedSequence, PrefixCache, common_prefix_length
 from whet.rollout.in_flight import InFlightRequest
 
 __all__ = ["Prefix", "Scheduler"]
@@ -60,7 +60,7 @@ class Scheduler:
     >>> from whet.rollout.base import Sampling
     >>> def flight(i, prompt, group, new):
     ...     fields = {"tokens": np.array(prompt, np.int32), "sampling": Sampling(max_tokens=new)}
-    ...     return InFlightRequest(request=Request(id=i, group=group, address=(0, 0, group, i), **fields))
+    ...     return InFlightRequest(request=Request(id=i, group=group, rng_key=(0, 0, group, i), **fields))
     >>> scheduler = Scheduler(max_batch=4, kv_cache_tokens=96)
     >>> scheduler.add([flight(0, [5, 6, 7], 0, 10), flight(1, [5, 6, 7], 0, 10), flight(2, [8, 9], 1, 40)])
     >>> [flight.request.id for flight in scheduler.queue]  # the longest completion first, groups together
@@ -69,7 +69,7 @@ class Scheduler:
     Each live row gets the places of the longest, since the rows are one rectangle. The third request takes
     32 + 40 by itself. With the first it would be 32 + 32 for two prompts and 2 x 40 for two rows, which is over 96:
 
-    >>> memory = {"conversations": ConversationCache(None), "min_free": 1}
+    >>> memory = {"conversations": PrefixCache(None), "min_free": 1}
     >>> admitted = scheduler.admit(num_live=0, longest=0, prefixes={}, **memory)
     >>> [(flight.request.id, prefix.bucket) for flight, prefix in admitted]
     [(2, 32)]
@@ -129,7 +129,7 @@ class Scheduler:
         num_live: int,
         longest: int,
         prefixes: dict[bytes, Prefix],
-        conversations: ConversationCache,
+        conversations: PrefixCache,
         min_free: int,
     ) -> list[tuple[InFlightRequest, Prefix]]:
         """Admits requests, first come first served, while slots and memory last.
@@ -187,7 +187,7 @@ class Scheduler:
         places: int,
         flight: InFlightRequest,
         admitted: Sequence[tuple[InFlightRequest, Prefix]],
-        conversations: ConversationCache,
+        conversations: PrefixCache,
     ) -> bool:
         """Whether a request fits with this many places in use; drops earlier turns to make it fit."""
         if self.kv_cache_tokens is None:

@@ -1,6 +1,6 @@
 """Agents: GRPOTrainer's arguments for completions of more than one turn.
 
-tools, environment_factory      whet.envs.ToolEpisodes plays the episodes on the engine
+tools, environment_factory      whet.envs.ToolEpisodes runs the episodes on the engine
 rollout_func(prompts, trainer)  generates the completions itself
 """
 
@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from whet.envs.tools import ToolLimits, Tools
 from whet.errors import ConfigError, DataError
 from whet.models.modes import max_positions
 from whet.rollout.driver import Episode
-from whet.rollout.policy_rollouts import Play
+from whet.rollout.policy_rollouts import EpisodeRunner
 from whet.trl.agents.environments import Environments
 from whet.types import Completion, Group, Prompt
 
@@ -99,22 +100,22 @@ class Agents:
 
     def start_episodes(
         self, learner: Any, prompts: Sequence[Prompt], number: int, mode: Mode, first: int
-    ) -> tuple[Sequence[Prompt], Play | None]:
+    ) -> tuple[Sequence[Prompt], EpisodeRunner | None]:
         """Resets environments. Args: number: completions of a prompt. first: the index of the first prompt in its step.
 
-        Returns: the prompts, and the function that plays an episode; None = a single completion.
+        Returns: the prompts, and the generator function of an episode; None = a single completion.
         """
         if self.episodes is None or self.tools is None:
             return prompts, None
         episodes, tools = self.episodes, self.tools
         if self.environments is None:
-            return prompts, lambda sampling: episodes.play(lambda episode: (episode.prompt, tools), sampling)
+            return prompts, partial(episodes.run_episode, start=lambda episode: (episode.prompt, tools))
         started = self.environments.reset(prompts, number, lambda schemas: learner.encoder_with(mode, schemas))
 
         def start(episode: Episode) -> tuple[Prompt, Tools]:
-            return started[(episode.address[2] - first) * number + episode.generation]
+            return started[(episode.rng_key[2] - first) * number + episode.generation]
 
-        return [started[i * number][0] for i in range(len(prompts))], lambda sampling: episodes.play(start, sampling)
+        return [started[i * number][0] for i in range(len(prompts))], partial(episodes.run_episode, start=start)
 
     def call_rollout_func(
         self, trainer: Any, prompts: Sequence[Prompt], number: int, end_ids: Sequence[int]

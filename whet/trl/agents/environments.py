@@ -5,14 +5,14 @@ Instances are reused: there are as many of each kind as a batch needs at once. I
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from whet.data.prompts import PromptEncoder
+from whet.envs.environment import method_names, with_observation
 from whet.envs.tools import Tool, ToolLimits, Tools
-from whet.errors import ConfigError, DataError, format_value, lookup_error
+from whet.errors import ConfigError, DataError, lookup_error
 from whet.types import Prompt
 
 __all__ = ["Environments"]
@@ -47,12 +47,12 @@ class Environments:
         while len(pool) <= index:
             environment = self._factories[name]()
             kind = type(environment)
-            methods = {n for n, _ in inspect.getmembers(kind, inspect.isfunction) if not n.startswith("_")}
+            methods = method_names(kind)
             if "reset" not in methods:
                 raise ConfigError(
                     f"{kind.__name__} of environment_factory has no method reset; define it: it starts a rollout"
                 )
-            bound = [getattr(environment, n) for n in sorted(methods.difference(_NOT_TOOLS))]
+            bound = [getattr(environment, n) for n in methods if n not in _NOT_TOOLS]
             pool.append((environment, Tools([*self._tools, *bound], limits=self._limits)))
         return pool[index]
 
@@ -75,7 +75,8 @@ class Environments:
         Args: prompts: the rows' prompts. number: completions of a prompt. encoder: (tools' schemas) -> the prompts'
             encoder.
         Returns: for each completion, its prompt, to which the text of `reset` is appended, and its tools.
-        Raises: DataError: an unknown environment; a `reset` that returns neither a text nor None.
+        Raises: DataError: an unknown environment; a `reset` that returns neither a text nor messages nor None; a prompt
+            that is a text.
         """
         self.in_use, used, started = [], dict.fromkeys(self._factories, 0), []
         encoders: dict[Any, PromptEncoder] = {}
@@ -84,6 +85,10 @@ class Environments:
             if name not in self._factories:
                 known = lookup_error(_COLUMN, str(name), [str(n) for n in self._factories])
                 raise DataError(f"a row's {_COLUMN} is not among the environments of environment_factory: {known}")
+            if not isinstance(prompt.source, list):
+                raise DataError(
+                    f"row {prompt.row}: the prompt is a text, but an environment needs messages; give messages"
+                )
             row = {"prompt": prompt.source, **prompt.columns}
             if self._has_names:
                 del row[_COLUMN]
@@ -92,25 +97,9 @@ class Environments:
                 used[name] += 1
                 self.in_use.append(environment)
                 encoders.setdefault(name, encoder(tools.schemas))
-                text = environment.reset(**row)
-                started.append((_append_text(prompt, text, encoders[name], type(environment).__name__), tools))
+                text, kind = environment.reset(**row), type(environment).__name__
+                started.append((with_observation(prompt, text, encoders[name], f"{kind}.reset"), tools))
         return started
-
-
-def _append_text(prompt: Prompt, text: Any, encode: PromptEncoder, name: str) -> Prompt:
-    """Appends a text to a prompt's last message. Args: text: from `reset`. name: the environment's class."""
-    if text is not None and not isinstance(text, str):
-        raise DataError(f"{name}.reset returned {format_value(text, 80)}; return a text, or None")
-    if not isinstance(prompt.source, list):
-        raise DataError(f"row {prompt.row}: the prompt is a text, but an environment needs messages; give messages")
-    *before, last = prompt.source
-    source = [*before, {**last, "content": last["content"] + (text or "")}]
-    encoded = encode({"prompt": source, **prompt.columns}, prompt.row)
-    if encoded is None:
-        raise DataError(
-            f"row {prompt.row}: the prompt with the text of {name}.reset is too long; raise max_prompt_length"
-        )
-    return dataclasses.replace(encoded, columns=prompt.columns)
 
 
 def _reward_function(kind: type) -> Callable[..., Any]:

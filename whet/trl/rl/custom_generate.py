@@ -41,7 +41,7 @@ def generate_groups(
     options: dict[str, Any],
     version: int,
 ) -> list[Group]:
-    """Plays episodes by `module.generate`. As in TRL, each call generates the next turn of all unfinished episodes.
+    """Runs episodes by `module.generate`. As in TRL, each call generates the next turn of all unfinished episodes.
 
     The tools of a turn run together.
 
@@ -55,7 +55,7 @@ def generate_groups(
     Returns: a group for each prompt.
     """
     completions: dict[int, Completion] = {}
-    turns = [episode.play(episode) for episode in episodes]
+    turns = [episode.run(episode) for episode in episodes]
     waiting: list[tuple[int, Request]] = []
     calls = ExternalCalls()
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -63,10 +63,12 @@ class TRLLearner(GRPOLearner):
         count = self.num_generations_of(mode)
         if self.agents.rollout_func is not None:
             return self.parse_messages(self._call_rollout_func(prompts, count))
-        prompts, play = self.agents.start_episodes(self, prompts, count, mode, first)
+        prompts, run_episode = self.agents.start_episodes(self, prompts, count, mode, first)
         if (model := self._custom_generate_model()) is None:
             return self.parse_messages(
-                self.cluster.sample(prompts, num_generations=count, step=step, first=first, mode=mode, play=play)
+                self.cluster.sample(
+                    prompts, num_generations=count, step=step, first=first, mode=mode, run_episode=run_episode
+                )
             )
         if (size := self.cluster.ranks.size) > 1:
             raise ConfigError(
@@ -74,10 +76,10 @@ class TRLLearner(GRPOLearner):
                 "start one process, or give rollout_func, which each process calls with its own prompts"
             )
         config, sampling = self.cluster.rollout_for(mode), self.cluster.sampling(mode)
-        if play is None:
-            episodes = single_turns(prompts, sampling, num_generations=count, address=(0, step, first))
+        if run_episode is None:
+            episodes = single_turns(prompts, sampling, num_generations=count, rng_key=(0, step, first))
         else:
-            episodes = [Episode(prompt, (0, step, first + i, g), play(sampling))
+            episodes = [Episode(prompt, (0, step, first + i, g), partial(run_episode, sampling=sampling))
                         for i, prompt in enumerate(prompts) for g in range(count)]  # fmt: skip
         with self.trainer.attention.native():
             groups = generate_groups(
@@ -116,7 +118,7 @@ class TRLLearner(GRPOLearner):
         tokenizer: Any = self.cluster.tokenizer
         if tokenizer.response_template is None:
             return groups
-        parse = functools.partial(parse_turn, tokenizer, tokenizer.response_template)
+        parse = partial(parse_turn, tokenizer, tokenizer.response_template)
         parsed = []
         for group in groups:
             context, is_chat = group.prompt.tokens, not isinstance(group.prompt.source, str)

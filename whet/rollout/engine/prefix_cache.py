@@ -1,4 +1,4 @@
-"""ConversationCache: the KV of finished requests, held for the next turn of their conversation.
+"""PrefixCache: keeps the KV of finished requests for the next turn of their conversation.
 
 A turn's prompt begins with the previous turn's prompt and completion. Their KV exists, except that of the last token,
 which was never run. The engine copies it into the new prompt's row and runs the rest.
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-__all__ = ["CachedSequence", "ConversationCache", "common_prefix_length"]
+__all__ = ["CachedSequence", "PrefixCache", "common_prefix_length"]
 
 MAX_BYTES = 4 * 2**30
 """Default bound on the KV of earlier turns."""
@@ -47,7 +47,7 @@ class CachedSequence:
         return sum(x.nbytes for pair in self.layers.values() for x in pair)
 
 
-class ConversationCache:
+class PrefixCache:
     """The last sequence of each conversation, the oldest first.
 
     Args: max_conversations: held at once; the oldest is dropped first. None = as many as there is room for.

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from whet.errors import ConfigError, DataError
 from whet.packing.bin_packing import PassCost
-from whet.packing.planner import plan_micro_batches
+from whet.packing.micro_batch_planner import plan_micro_batches
 from whet.types import Completion, Group, Prompt, TokenBatch
 
 DEAR = PassCost(token=20, pair=3, target=7)

@@ -1,0 +1,227 @@
+"""EnvironmentClass: a user's class whose instances are the environments of episodes, and whose methods are tools.
+
+    class Calculator:
+        async def reset(self, prompt, **row):      # starts an episode: None, or a text or messages for the prompt
+            self.used = 0
+
+        def add(self, a: int, b: int) -> int:      # any other public method is a tool, with type hints and a docstring
+            ...
+
+        async def step(self, message):             # answers a turn without calls: a text, messages, or None = the end
+            ...
+
+        def get_reward(self):                      # of the episode; None = not applicable
+            ...
+
+Each method is optional, and plain or async. Each episode has an instance of its own, which keeps its state. An
+attribute `done` that is true after a turn ends the episode. Left out on purpose: images.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import dataclasses
+import inspect
+import logging
+import threading
+from collections.abc import Callable, Generator, Mapping
+from typing import Any
+
+from whet.data.prompts import PromptEncoder
+from whet.envs.tools import ToolCounts, ToolLimits, Tools
+from whet.errors import ConfigError, DataError, RewardError, format_exception, format_value
+from whet.rewards.checked_values import check_values
+from whet.rollout.external_calls import ExternalCall, run_function
+from whet.types import Message, Prompt
+
+__all__ = ["ENVIRONMENT_REWARD", "EnvironmentClass", "EnvironmentInstance", "method_names", "with_observation"]
+
+LOG = logging.getLogger("whet")
+
+ENVIRONMENT_REWARD = "environment"
+"""The name of the reward that get_reward returns."""
+NOT_TOOLS = ("close", "get_reward", "reset", "step")
+"""Public methods of an environment that are not tools."""
+
+Call = Generator[ExternalCall, Any, Any]
+"""Yields calls to wait for, and returns a value."""
+
+
+def method_names(kind: type) -> list[str]:
+    """The public methods of a class, sorted.
+
+    >>> class Door:
+    ...     def knock(self): ...
+    ...     def _open(self): ...
+    >>> method_names(Door)
+    ['knock']
+    """
+    return [n for n, _ in inspect.getmembers(kind, inspect.isfunction) if not n.startswith("_")]
+
+
+class EnvironmentClass:
+    """A user's class of environments: its tools, and what else it has.
+
+    Args: kind: the class, which is called without arguments for each episode.
+    Raises: ConfigError: the class needs arguments; a tool without type hints or a docstring; neither tools nor step nor
+        get_reward.
+
+    >>> class Dice:
+    ...     def roll(self, sides: int) -> int:
+    ...         '''Rolls a die.
+    ...
+    ...         Args:
+    ...             sides: of the die.
+    ...         '''
+    ...         return 1 + sides // 2
+    >>> [schema["function"]["name"] for schema in EnvironmentClass(Dice).tools.schemas]
+    ['roll']
+    """
+
+    def __init__(self, kind: type) -> None:
+        self.kind, self.name = kind, kind.__name__
+        try:
+            inspect.signature(kind).bind()
+        except TypeError as error:
+            raise ConfigError(
+                f"environment {self.name} is created as {self.name}() for each episode: {error}; give the arguments "
+                "defaults, or read them in reset, which receives the columns of the row"
+            ) from error
+        except ValueError:  # a builtin has no signature
+            pass
+        names = method_names(kind)
+        self.tool_names = [name for name in names if name not in NOT_TOOLS]
+        nobody = object()  # the schemas need bound methods, not an instance
+        self.tools = Tools([inspect.getattr_static(kind, n).__get__(nobody, kind) for n in self.tool_names])
+        self.has_step, self.has_reward = "step" in names, "get_reward" in names
+        if not self.tool_names and not self.has_step and not self.has_reward:
+            raise ConfigError(
+                f"environment {self.name} has neither tools (public methods) nor step(message) nor get_reward(); write "
+                "one of them"
+            )
+
+    def check_lifetime(self, episode_timeout_s: float | None) -> None:
+        """Raises ConfigError: an episode may last longer than what the class says that an instance lives."""
+        lifetime = getattr(self.kind, "lifetime_s", None)
+        if lifetime is not None and (episode_timeout_s is None or episode_timeout_s >= lifetime):
+            raise ConfigError(
+                f"environment {self.name} lives {lifetime:g} s (its lifetime_s), and rollout.episode_timeout_s="
+                f"{episode_timeout_s} lets an episode last longer; set it below that"
+            )
+
+
+class EnvironmentInstance:
+    """The environment of one episode. Its methods are generators, which yield the calls to wait for.
+
+    Args: of: the class. timeout_s: of each method, and of the calls of a turn together; None = no limit.
+        tool_timeout_s: of one call of a tool.
+    """
+
+    def __init__(self, of: EnvironmentClass, *, timeout_s: float | None, tool_timeout_s: float | None) -> None:
+        self.of, self.timeout_s = of, timeout_s
+        self._limits = ToolLimits(timeout_s=tool_timeout_s)
+        self.counts = ToolCounts()
+        self._instance: Any = None
+        self._tools: Tools = of.tools
+
+    def reset(self, prompt: Prompt, encode: PromptEncoder) -> Generator[ExternalCall, Any, Prompt]:
+        """Creates the instance and resets it.
+
+        Args: prompt: of the group. encode: its encoder.
+        Returns: the prompt of the episode, with what `reset` has returned.
+        Raises: DataError: a column is named "prompt" besides the prompt; the prompt with that is too long.
+        """
+        if "prompt" in prompt.columns:
+            raise DataError(
+                f"row {prompt.row} has a column 'prompt' besides its prompt, which reset receives under that name; "
+                "rename the column"
+            )
+        row = copy.deepcopy({**prompt.columns, "prompt": prompt.source})
+
+        def create() -> Any:
+            self._instance = self.of.kind()
+            reset = getattr(self._instance, "reset", None)
+            return None if reset is None else reset(**row)
+
+        observation = yield self._call(create, "reset", phase="reset")
+        functions = {name: getattr(self._instance, name) for name in self.of.tool_names}
+        self._tools = self.of.tools.with_functions(functions, self._limits)
+        name = f"reset of {self.of.name}"
+        return prompt if observation is None else with_observation(prompt, observation, encode, name)
+
+    def respond(self, message: Message) -> Generator[ExternalCall, Any, Any]:
+        """Runs the calls of a turn, or `step` if it has none. Returns: what answers it; [] = the episode ends."""
+        answer: Any = None
+        if calls := message.get("tool_calls"):
+            answer = yield self._call(lambda: self._tools.run(calls, self.counts), "the tools", phase="tools")
+        elif self.of.has_step:
+            given = copy.deepcopy(message)
+            answer = yield self._call(lambda: self._instance.step(given), "step", phase="step")
+        if isinstance(answer, str):
+            answer = [{"role": "user", "content": answer}]
+        return [] if answer is None or getattr(self._instance, "done", False) else answer
+
+    def get_reward(self, identity: str) -> Generator[ExternalCall, Any, float]:
+        """The reward of the episode; NaN = not applicable.
+
+        Args: identity: of the trajectory, for messages. Raises: RewardError: it is no finite number.
+        """
+        value = yield self._call(lambda: self._instance.get_reward(), "get_reward", phase="reward")
+        checked = check_values([value], [identity], name=f"get_reward of {self.of.name}")
+        if checked.wrong:
+            raise RewardError(
+                f"get_reward of {self.of.name} returned {format_value(value, 80)}; return a finite number, or None "
+                "where it does not apply"
+            )
+        return float(checked.rewards[0])
+
+    def close(self) -> None:
+        """Calls the method `close` of the instance, if it has one, in a thread that nobody waits for."""
+        if (close := getattr(self._instance, "close", None)) is not None:
+            name = f"close of {self.of.name}"
+            threading.Thread(target=_close, args=(close, name), name=name, daemon=True).start()
+
+    def _call(self, function: Callable[[], Any], method: str, *, phase: str) -> ExternalCall:
+        name = f"{method} of {self.of.name}"
+        return ExternalCall(function=function, name=name, timeout_s=self.timeout_s, phase=phase)
+
+
+def _close(close: Callable[[], Any], name: str) -> None:
+    """Calls a method `close`, plain or async; an error is a warning."""
+    try:
+        asyncio.run(run_function(close))
+    except Exception as error:
+        LOG.warning("%s raised %s", name, format_exception(error))
+
+
+def with_observation(prompt: Prompt, observation: Any, encode: PromptEncoder, name: str) -> Prompt:
+    """A prompt with what `reset` returned: a text continues the last message, messages follow it.
+
+    Args: observation: a text, messages or None. encode: of the prompt. name: of the method, for messages.
+    Raises: DataError: it is something else, or the prompt is too long with it.
+
+    >>> from whet.data.tokenizer import byte_tokenizer
+    >>> encode = PromptEncoder(byte_tokenizer())
+    >>> with_observation(encode({"prompt": "2+2", "answer": "4"}), " = ?", encode, "reset").source
+    '2+2 = ?'
+    """
+    source = prompt.source
+    is_messages = isinstance(observation, list | tuple) and all(isinstance(m, Mapping) for m in observation)
+    if is_messages and not encode.is_plain(source):
+        before = [{"role": "user", "content": source}] if isinstance(source, str) else source
+        source = [*before, *map(dict, observation)]
+    elif observation is not None and not isinstance(observation, str):
+        raise DataError(
+            f"{name} returned {format_value(observation, 80)}; return a text, messages (where the prompt is one of "
+            "messages too), or None"
+        )
+    elif isinstance(source, str):
+        source += observation or ""
+    else:
+        *first, last = source
+        source = [*first, {**last, "content": last["content"] + (observation or "")}]
+    encoded = encode({encode.prompt_column or "prompt": source, **prompt.columns}, prompt.row)
+    if encoded is None:
+        raise DataError(f"row {prompt.row}: the prompt with the text of {name} is too long; raise max_prompt_length")
+    return dataclasses.replace(encoded, columns=prompt.columns)

@@ -1,0 +1,116 @@
+"""Tensors in a folder of shards: every process writes what it holds, and any number of processes reads it again.
+
+    shards/shard-00001-model-00001-of-00001.safetensors     what rank 0 holds, with the place of each part in its tensor
+
+torch.distributed.checkpoint plans, writes and reads them; a tensor that all ranks have whole is written by one of them.
+Left out on purpose: its own file format, whose metadata is a pickle.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from whet.errors import CheckpointError, format_exception
+from whet.parallel.ranks import ProcessRanks, Ranks
+from whet.storage.checkpoint import file_sum
+
+__all__ = ["SHARDS", "ShardReader", "make_stager", "write_shards"]
+
+SHARDS = "shards"
+"""The folder of the shards in a checkpoint."""
+
+
+def write_shards(tensors: Mapping[str, Tensor], folder: Path, ranks: Ranks) -> dict[str, str]:
+    """Writes tensors into a folder. Every rank must call it, with the same names.
+
+    Args: tensors: DTensors, of which each rank writes its own shards, and tensors that all ranks have. folder: the same
+        one on every rank, in a file system that all see. ranks: the processes.
+    Returns: file name -> SHA-256, of all ranks' files.
+    Raises: CheckpointError: a rank could not write; every rank raises it.
+    """
+    with _errors(folder, "written"):
+        writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+        save(dict(tensors), storage_writer=writer, **_group(ranks))
+    own = {p.name: file_sum(p) for p in folder.glob(f"shard-{ranks.rank + 1:05d}-*")}
+    return {name: digest for sums in ranks.all_gather(own) for name, digest in sums.items()}
+
+
+class ShardReader:
+    """Reads the tensors of some names from a folder that `write_shards` wrote.
+
+    Args: folder: the folder. ranks: the processes, which must all read. prefix: of the names, which it leaves out.
+
+    Raises: CheckpointError: the folder can't be read.
+    """
+
+    def __init__(self, folder: Path, ranks: Ranks, prefix: str = "") -> None:
+        self.folder, self.ranks, self.prefix = folder, ranks, prefix
+        with _errors(folder, "read"):
+            found = self._reader().read_metadata().state_dict_metadata
+        self.tensors: dict[str, tuple[torch.Size, torch.dtype]] = {
+            name.removeprefix(prefix): (entry.size, entry.properties.dtype)
+            for name, entry in found.items()
+            if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+        }
+        """Name -> shape and dtype of the whole tensor."""
+
+    def under(self, prefix: str) -> ShardReader:
+        """A reader of the names that begin with a prefix.
+
+        Raises: CheckpointError: the folder can't be read.
+        """
+        return ShardReader(self.folder, self.ranks, self.prefix + prefix)
+
+    def read(self, targets: Mapping[str, Tensor]) -> None:
+        """Fills tensors with the saved values, in place; of a DTensor each rank reads its own shard.
+
+        Raises: CheckpointError: a file can't be read; every rank raises it.
+        """
+        named = {f"{self.prefix}{name}": tensor.detach() for name, tensor in targets.items()}
+        with _errors(self.folder, "read"):
+            load(named, storage_reader=self._reader(), **_group(self.ranks))
+
+    def _reader(self) -> Any:
+        return HuggingFaceStorageReader(str(self.folder))
+
+
+def make_stager() -> DefaultStager:
+    """Copies tensors to the host, into the same memory each time: `stager.stage(tensors)`."""
+    cuda = torch.cuda.is_available()
+    return DefaultStager(
+        StagingOptions(
+            use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda
+        )
+    )
+
+
+def _group(ranks: Ranks) -> dict[str, Any]:
+    """The arguments of torch.distributed.checkpoint for these processes."""
+    return {"process_group": ranks.group} if isinstance(ranks, ProcessRanks) else {"no_dist": True}
+
+
+@contextmanager
+def _errors(folder: Path, what: str) -> Iterator[None]:
+    """A context that turns torch.distributed.checkpoint's errors, which are no Exceptions, into CheckpointErrors."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*single process")  # that is what no_dist asks for
+            yield
+    except CheckpointException as error:
+        rank, (first, *_) = next(iter(error.failures.items()))
+        raise CheckpointError(f"{folder} can't be {what} by rank {rank}: {format_exception(first)}") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder} can't be {what}: {format_exception(error)}") from error
