@@ -109,6 +109,7 @@ def test_every_metric_explained_is_one_of_a_run(written):
     of_turns = {"completions/sampled_tokens", *(f"turns/{name}" for name in ("mean", "max", "min", "forks", "failed"))}
     of_turns.add("time/rollout/tool_wait")
     of_a_gpu, of_several = {"perf/mfu"}, {"perf/rank_imbalance"}
+    of_turns.add("rollout/sync_logprob_gap")  # of an engine with a copy of the weights
     assert listed - written == {
         "rewards/<f>/errors",
         *of_a_loss,

@@ -185,6 +185,9 @@ class RolloutConfig:
     native_kernels: Bool = True
     """On a CPU, run the embedded engine with kernels that this machine's C++ compiler builds once; false = with torch's
     operators. WHET_NATIVE=0 in the environment also turns the kernels of training off."""
+    sync_check_every_n_syncs: Number = 1
+    """Syncs of an engine with a copy of the weights per check: it draws 8 tokens, whose logprobs must be the trainer's;
+    0 = no check."""
     num_generations_eval: Size | None = None
     """Completions of each evaluation prompt; None = algo.num_generations, or 1 if evaluation is greedy."""
     generation_kwargs: Tree = field(default_factory=dict)
@@ -256,7 +259,7 @@ class RolloutConfig:
                     raise ConfigError(f"eval.{name}: unknown key{near}")
                 if name in ("on_infrastructure_failure", "max_retries", "max_failed_share"):
                     raise ConfigError(f"eval.{name} belongs to the whole run; set rollout.{name}")
-                if name in ("kv_cache_tokens", "max_batch_size", "sglang", "vllm"):
+                if name in ("kv_cache_tokens", "max_batch_size", "sglang", "sync_check_every_n_syncs", "vllm"):
                     raise ConfigError(f"eval.{name} belongs to the engine, which evaluation shares; set rollout.{name}")
             try:
                 self.for_mode(Mode.EVAL)

@@ -44,7 +44,7 @@ from whet.learners.from_config import reward_functions
 from whet.learners.rl_task import RLTask
 from whet.learners.step import Step
 from whet.learners.step_metrics import completion_metrics, engine_metrics, total_metrics
-from whet.metrics import Min, flat, merge
+from whet.metrics import Max, Min, flat, merge
 from whet.rewards.manager import RewardManager, resolve_reward_manager
 from whet.rewards.metric_fns import call_metric_fns, reduce_metrics
 from whet.rewards.resolve import as_list, with_reward_model
@@ -223,7 +223,10 @@ class RLLearner:
         stats = merge(*self.cluster.ranks.all_gather(engine_metrics(self.cluster.rollout.stats().since(before))))
         waits = [sum(c.seconds.values()) for g in groups for c in g.completions if c.seconds]
         soonest = {"time/rollout/first_completion": Min(min(waits))} if waits else {}
-        return step.replace(groups=groups, versions=tuple(versions[versions >= 0].tolist())).log({**stats, **soonest})
+        gap = self.cluster.pop_sync_gap()
+        checked = {} if gap is None else {"rollout/sync_logprob_gap": Max(gap)}
+        step = step.replace(groups=groups, versions=tuple(versions[versions >= 0].tolist()))
+        return step.log({**stats, **soonest, **checked})
 
     def rollout(self, prompts: Sequence[Prompt], *, step: int, mode: Mode, first: int = 0) -> Sequence[Group]:
         """Completes prompts, in training and in evaluation. Override it for episodes of your own.

@@ -2,7 +2,7 @@
 
 A model that supports layouts (`packable`) trains on packed rows with shared prefixes. Any other model trains on padded
 rows with its own attention. Dim legend: D width.
-Left out on purpose: reading the files (pretrained.py), and testing what a model supports (model_capabilities.py).
+pretrained.py reads the files, and model_capabilities.py tests what a model supports.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def load_model(
         role: actor; reference or teacher (no gradient); critic (its score head is new if the model has none); reward
             (the model must have a score head). A score head is that of a sequence classifier with one label.
         attention: the implementation of attention over packed rows: auto, flex or plain.
-        score_head: add a score head next to the LM head, if there is none: a critic that shares the actor's trunk.
+        score_head: add a score head next to the LM head, if there is none: a critic that shares the actor's backbone.
         lora: add a new adapter. Only the adapter, a score head and the modules_to_save are trained.
         quantization: keep the linear layers of the base in 4 bits: nf4 or fp4.
         merge: merge a saved adapter into its base. None = merge it in the roles without a gradient, unless the base is

@@ -34,6 +34,7 @@ from whet.rollout.build import make_sampling
 from whet.rollout.in_flight import InFlightRequest
 from whet.rollout.requests import check_ids, check_request
 from whet.rollout.stopping import Decode
+from whet.rollout.sync_check import TOLERANCE
 
 __all__ = [
     "ExternalEngine",
@@ -60,8 +61,6 @@ SUPPORTED_FIELDS = (
     "top_p",
 )
 """Fields of Sampling that vLLM and SGLang support."""
-TOLERANCE = {"wide": 1e-3, "half": 0.25}
-"""Largest mean difference of their logprobs; vLLM's were 3e-6 (fp32) and 0.03 (bf16), stale weights some 10."""
 
 
 class ExternalEngine:

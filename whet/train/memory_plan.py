@@ -203,8 +203,8 @@ def _measure(module: Any, dtype: torch.dtype, in_4_bits: Collection[Tensor]) -> 
 
 def _run(module: nn.Module, layout: Layout, tokens: int) -> None:
     ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
-    trunk: Any = module.base_model if hasattr(module, "base_model") else module
-    trunk(input_ids=ids, position_ids=layout.position_ids, whet_layout=layout, use_cache=False)
+    backbone: Any = module.base_model if hasattr(module, "base_model") else module
+    backbone(input_ids=ids, position_ids=layout.position_ids, whet_layout=layout, use_cache=False)
 
 
 def _saved_bytes(module: nn.Module, tokens: int) -> int:
