@@ -51,7 +51,7 @@ def test_greedy_equals_generate_token_for_token(family, form):
     assert max(len(set(t)) for t in plain) >= 3  # not one token over and over
     stop = plain[0][5]
     engine = EmbeddedEngine(model, max_batch=7, prefill_tokens=16, **form)
-    assert (engine.backends["trunk"] == "fused") == (form.get("fast", True) and family in FUSED)
+    assert (engine.backends["backbone"] == "fused") == (form.get("fast", True) and family in FUSED)
     work = requests(prompts(), Sampling(max_tokens=20, temperature=0.0, stop_ids=(stop,)), group=3)
     done = run(engine, work)
     for r in work:

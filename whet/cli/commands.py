@@ -159,7 +159,8 @@ def demo(argv: Sequence[str] = ()) -> dict[str, Any]:
         f"{summary['accuracy_before']:.1%} before GRPO, {summary['accuracy_after']:.1%} after"
     )
     _print_line(f"time: {summary['train_seconds']:.0f} s for training and evaluation")
-    _print_line(f"run folder:  {folder}   (metrics.jsonl, completions/, curves.png, summary.json)")
+    curves = "curves.png, " if (folder / "curves.png").is_file() else ""
+    _print_line(f"run folder:  {folder}   (metrics.jsonl, completions/, {curves}summary.json)")
     _print_line(f"final model: {folder / 'final'}   (loads with transformers' from_pretrained)")
     _print_line("next, a model and rows of your own (a jsonl file with the columns prompt and answer):")
     _print_line(f"  {program()} grpo model=path/to/model data=train.jsonl reward=last_number")

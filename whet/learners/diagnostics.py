@@ -8,7 +8,6 @@ Four further problems are found in the rewards, the batch and the sampler of a s
 Each problem is logged once, and again only where it gets worse. Checkpoints hold the few numbers that this needs, so a
 resumed run warns where the uninterrupted one would. Gradients that are not finite are left to RoleTrainer, which ends a
 run that has many of them.
-Left out on purpose: trends and moving windows, which the reader of a curve judges better.
 """
 
 from __future__ import annotations

@@ -95,8 +95,8 @@ class FSDPPlacement(Placement):
         policy = MixedPrecisionPolicy(compute, torch.float32, cast_forward_inputs=False)
         self._skeleton = without_weights(module, module)  # since fully_shard changes the classes of the modules
         only_on_writer = any(self.ranks.all_gather(next(module.parameters()).is_meta))
-        trunk: Any = module.get_decoder()  # pyright: ignore[reportCallIssue]
-        for part in (*trunk.layers, module):
+        backbone: Any = module.get_decoder()  # pyright: ignore[reportCallIssue]
+        for part in (*backbone.layers, module):
             if only_on_writer:
                 whole = (p for p in part.parameters() if not isinstance(p, DTensor))  # layers are sharded by then
                 receive(whole, torch.device(self.mesh.device_type))

@@ -1,7 +1,4 @@
-"""The checks of a request that all engines share, and SamplingPlan: the distributions of a request.
-
-Left out on purpose: sampling (engine/sampling.py), and checks of a single engine.
-"""
+"""The checks of a request that all engines share, and SamplingPlan: the distributions of a request."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -176,15 +176,11 @@ def measure_model(role: RoleConfig, *, trained: bool) -> ModelSizes:
         add_adapter(module, role.lora)
     in_4_bits = {x.weight for x in module.modules() if isinstance(x, nn.Linear) and not x.weight.requires_grad}
     in_4_bits -= {module.get_output_embeddings().weight}
-    return _measure(module, dtype, in_4_bits if role.quantization is not None else set())
-
-
-def _measure(module: Any, dtype: torch.dtype, in_4_bits: Collection[Tensor]) -> ModelSizes:
     module.set_attn_implementation(ATTENTION)
     first, second = (_saved_bytes(module, tokens) for tokens in _TRIALS)
     layout = _ShapesLayout(_TRIALS[0])
     _run(module, layout, _TRIALS[0])
-    ids = {id(p) for p in in_4_bits}
+    ids = {id(p) for p in in_4_bits} if role.quantization is not None else set()
     held = sum(p.numel() * (_BYTES_IN_4_BITS if id(p) in ids else dtype.itemsize) for p in module.parameters())
     gradients = [p.numel() for p in module.parameters() if p.requires_grad]
     return ModelSizes(
@@ -203,8 +199,8 @@ def _measure(module: Any, dtype: torch.dtype, in_4_bits: Collection[Tensor]) -> 
 
 def _run(module: nn.Module, layout: Layout, tokens: int) -> None:
     ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
-    trunk: Any = module.base_model if hasattr(module, "base_model") else module
-    trunk(input_ids=ids, position_ids=layout.position_ids, whet_layout=layout, use_cache=False)
+    backbone: Any = module.base_model if hasattr(module, "base_model") else module
+    backbone(input_ids=ids, position_ids=layout.position_ids, whet_layout=layout, use_cache=False)
 
 
 def _saved_bytes(module: nn.Module, tokens: int) -> int:

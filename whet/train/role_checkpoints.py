@@ -363,6 +363,8 @@ class Checkpoints:
 
         If the checkpoint is in this run's folder, the run takes over the id of the run that wrote it.
         """
+        from whet.parallel.shards import SHARDS, ShardReader  # imported where shards are read
+
         state = self.state(folder)
         updates = state["updates"]
         counts = [updates.get(role.value) if isinstance(updates, dict) else None for role in self.trainers]
@@ -371,7 +373,7 @@ class Checkpoints:
                 f"{folder / 'run.pt'} has an unexpected format: its updates are {updates!r:.80}; resume from another "
                 "step-* folder"
             )
-        shards = self._shards_of(folder)
+        shards = ShardReader(folder / SHARDS, self.ranks) if (folder / SHARDS).is_dir() else None
         for role, trainer in self.trainers.items():
             own = None if shards is None else shards.under(f"{role.value}.")
             trainer.load(self.place(folder, role.value), skipped=state["skipped"].get(role.value, 0), shards=own)
@@ -383,12 +385,6 @@ class Checkpoints:
         self._load_replaced(folder, state["replaced"], shards)
         if self._is_own(folder):
             self.run = read_run_id(folder)
-
-    def _shards_of(self, folder: Path) -> ShardReader | None:
-        """A reader of the shards of a checkpoint; None = it has whole tensors."""
-        from whet.parallel.shards import SHARDS, ShardReader  # imported where shards are read
-
-        return ShardReader(folder / SHARDS, self.ranks) if (folder / SHARDS).is_dir() else None
 
     def _load_replaced(self, folder: Path, replaced: Collection[str], shards: ShardReader | None) -> None:
         """Restores the read-only roles with replaced weights.

@@ -5,7 +5,7 @@ both sides mean the same distribution; whet.ops.support.draw is the oracle. A dr
 key of its own, so other rows of the batch do not matter. vLLM and SGLang draw by themselves: their adapters refuse
 requests that would mean another distribution there.
 Dim legend: n rows, V vocabulary.
-Left out on purpose: state. The caller holds positions, random numbers and seen tokens.
+It has no state: the caller holds positions, random numbers and seen tokens.
 """
 
 from __future__ import annotations
