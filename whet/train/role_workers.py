@@ -292,7 +292,7 @@ class RoleWorkers:
                     f"{'; '.join(loaded.unpackable_reasons)}; set it to 1"
                 )
             check_heads(loaded.module.config, context, loaded.name)
-            return FSDPPlacement(self._mesh, self.ranks)
+            return FSDPPlacement(self._mesh, self.ranks, sync_each_pass=self._loop.sync_each_microbatch)
         if loaded.is_view:
             return Placement()
         if self._offload and device.type != "cpu":
