@@ -172,9 +172,9 @@ class RolloutConfig:
     constraint: ConstraintConfig | None = None
     """Constrained (structured) decoding: regex, json_schema or grammar, e.g. {regex: "[0-9]+"}; None = any text. Needs
     the extra `grammar`."""
-    logprob_support: Literal["sampling", "full"] = "sampling"
-    """Distribution of all logprobs: "sampling" = the one sampled from, with penalties and truncation; "full" = only the
-    temperature."""
+    logprobs_mode: Literal["processed", "full"] = "processed"
+    """Distribution of all logprobs: "processed" = the one sampled from, with penalties and truncation; "full" = only
+    the temperature."""
     on_long_prompt: Literal["error", "truncate_left", "drop"] = "error"
     """A prompt over max_prompt_length: "error" = refuse it, "truncate_left" = keep its last tokens, "drop" = leave the
     row out and log the number."""
@@ -185,11 +185,14 @@ class RolloutConfig:
     native_kernels: Bool = True
     """On a CPU, run the embedded engine with kernels that this machine's C++ compiler builds once; false = with torch's
     operators. WHET_NATIVE=0 in the environment also turns the kernels of training off."""
+    sync_check_every_n_syncs: Number = 1
+    """Syncs of an engine with a copy of the weights per check: it draws 8 tokens, whose logprobs must be the trainer's;
+    0 = no check."""
     num_generations_eval: Size | None = None
     """Completions of each evaluation prompt; None = algo.num_generations, or 1 if evaluation is greedy."""
     generation_kwargs: Tree = field(default_factory=dict)
     """Options of transformers' generate that whet has no field for, e.g. {no_repeat_ngram_size: 3} or {num_beams: 4}.
-    With any of them the "hf" engine runs the rollout. Training supports them only with logprob_support "full", and
+    With any of them the "hf" engine runs the rollout. Training supports them only with logprobs_mode "full", and
     does not support beams."""
     chat_template_kwargs: Tree = field(default_factory=dict)
     """More arguments of the chat template, e.g. {enable_thinking: false}."""
@@ -256,7 +259,7 @@ class RolloutConfig:
                     raise ConfigError(f"eval.{name}: unknown key{near}")
                 if name in ("on_infrastructure_failure", "max_retries", "max_failed_share"):
                     raise ConfigError(f"eval.{name} belongs to the whole run; set rollout.{name}")
-                if name in ("kv_cache_tokens", "max_batch_size", "sglang", "vllm"):
+                if name in ("kv_cache_tokens", "max_batch_size", "sglang", "sync_check_every_n_syncs", "vllm"):
                     raise ConfigError(f"eval.{name} belongs to the engine, which evaluation shares; set rollout.{name}")
             try:
                 self.for_mode(Mode.EVAL)

@@ -44,7 +44,7 @@ from whet.learners.from_config import reward_functions
 from whet.learners.rl_task import RLTask
 from whet.learners.step import Step
 from whet.learners.step_metrics import completion_metrics, engine_metrics, total_metrics
-from whet.metrics import Min, flat, merge
+from whet.metrics import Max, Min, flat, merge
 from whet.rewards.manager import RewardManager, resolve_reward_manager
 from whet.rewards.metric_fns import call_metric_fns, reduce_metrics
 from whet.rewards.resolve import as_list, with_reward_model
@@ -223,7 +223,10 @@ class RLLearner:
         stats = merge(*self.cluster.ranks.all_gather(engine_metrics(self.cluster.rollout.stats().since(before))))
         waits = [sum(c.seconds.values()) for g in groups for c in g.completions if c.seconds]
         soonest = {"time/rollout/first_completion": Min(min(waits))} if waits else {}
-        return step.replace(groups=groups, versions=tuple(versions[versions >= 0].tolist())).log({**stats, **soonest})
+        gap = self.cluster.pop_sync_gap()
+        checked = {} if gap is None else {"rollout/sync_logprob_gap": Max(gap)}
+        step = step.replace(groups=groups, versions=tuple(versions[versions >= 0].tolist()))
+        return step.log({**stats, **soonest, **checked})
 
     def rollout(self, prompts: Sequence[Prompt], *, step: int, mode: Mode, first: int = 0) -> Sequence[Group]:
         """Completes prompts, in training and in evaluation. Override it for episodes of your own.
@@ -248,15 +251,15 @@ class RLLearner:
 
     def episode_runner(self, mode: Mode) -> EpisodeRunner | None:
         """The generator function of a mode's episodes; None = one completion each."""
-        if mode not in self._episode_runners:
-            self._episode_runners[mode] = self._make_episode_runner(mode)
-        return self._episode_runners[mode]
-
-    def _make_episode_runner(self, mode: Mode) -> EpisodeRunner | None:
+        if mode in self._episode_runners:
+            return self._episode_runners[mode]
         if self.cluster.rollout_for(mode).agent is None:
-            return make_episode_runner(self.cluster, mode, self.encoder(mode), self.failures)
-        self._agents[mode] = make_agent_episodes(self.cluster, mode, self.encoder(mode), self.failures)
-        return self._agents[mode].run_episode
+            runner = make_episode_runner(self.cluster, mode, self.encoder(mode), self.failures)
+        else:
+            self._agents[mode] = make_agent_episodes(self.cluster, mode, self.encoder(mode), self.failures)
+            runner = self._agents[mode].run_episode
+        self._episode_runners[mode] = runner
+        return runner
 
     def encoder(self, mode: Mode) -> PromptEncoder:
         """The encoder of a mode: it turns rows into prompts, and an environment's messages into tokens."""

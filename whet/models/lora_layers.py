@@ -3,7 +3,7 @@
     y = W x + b + Σ s B A x        effective weight: W + Σ s B A, over the active adapters
 
 The adapters have the form of PEFT's `inject_adapter_in_model`: the model keeps its class, and some of its linear layers
-are wrapped. The engine's fused trunk and the native kernels multiply by a copy of the weights. In fp32 they copy the
+are wrapped. The engine's fused backbone and the native kernels multiply by a copy of the weights. In fp32 they copy the
 effective weight. In half precision the adapter's part is often smaller than the rounding of W, and a rounded sum would
 lose it. There the engine multiplies by both, W x and s B A x, as the layer itself does.
 Dim legend: O out, I in, r rank.

@@ -11,7 +11,6 @@ ends. The key of a draw is that of its episode and turn, so a transcript does no
     while groups := rollouts.ready():       # as they end; more may be started at any time
         ...
 
-Left out on purpose: rewards.
 Dim legend: C completion.
 """
 

@@ -22,6 +22,7 @@ from whet.rollout.base import RolloutEngine, Sampling
 from whet.rollout.build import describe_engine
 from whet.rollout.driver import Episode, GroupKey, Rollouts, Turns, single_turn
 from whet.rollout.length_history import LengthHistory
+from whet.rollout.sync_check import SyncCheck
 from whet.types import Group, Prompt
 from whet.util.tensor_subclasses import gather_full_tensor
 
@@ -43,6 +44,7 @@ class PolicyRollouts:
         vocab_size: of the model; None = unknown.
         ranks: the processes that sample together, each a share of the prompts; None = one.
         trace: receives the calls of tools.
+        check_every: check every n-th sync of an engine with a copy of the weights; 0 = none.
     """
 
     def __init__(
@@ -53,10 +55,12 @@ class PolicyRollouts:
         vocab_size: int | None = None,
         ranks: Ranks | None = None,
         trace: Trace | None = None,
+        check_every: int = 0,
     ) -> None:
         self._trace = trace
         self._build, self._policy, self._vocab_size, self._ranks = build, policy, vocab_size, ranks or Ranks()
         self._driver: Rollouts | None = None
+        self.sync_check = SyncCheck(check_every, self._ranks)
         self._lengths = LengthHistory()
         self._next_id = 0
         self.engine_released = False
@@ -106,6 +110,7 @@ class PolicyRollouts:
         Returns: a group for each prompt, in order.
         """
         self.resume()
+        self.sync_check.finish(self.driver, self._policy, self._vocab_size)
         seed, step, first = rng_key
         expected = self._lengths.of(kind, prompts) if run_episode is None else [None] * len(prompts)
         greedy_sampling = replace(sampling, temperature=0.0)
@@ -172,8 +177,15 @@ class PolicyRollouts:
 
     def _update(self) -> None:
         policy, caps = self._policy, self.engine.caps
-        weights = policy.trained_weights if caps.adapters else policy.named_weights
-        self.engine.update(policy.version, None if caps.shared_weights else _whole(weights()))
+        if caps.shared_weights:
+            self.engine.update(policy.version, None)
+            return
+        weights = _whole(policy.trained_weights() if caps.adapters else policy.named_weights())
+        try:
+            self.engine.update(policy.version, self.sync_check.watch(policy.version, weights))
+        finally:
+            for _ in weights:  # the other processes gather what this one's engine refused to read
+                pass
 
     # ---- state and end -------------------------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ MAX_NEW_TOKENS = 256
 OPTIONS = (
     "constraint",
     "generation_kwargs",
-    "logprob_support",
+    "logprobs_mode",
     "min_p",
     "min_tokens",
     "repetition_penalty",
@@ -89,7 +89,8 @@ class Sampler:
         dtype: of a model that is read: "float32", "bfloat16", or "auto" = that of the run in whose folder it lies, else
             as RoleConfig.dtype has it.
         device: of a model that is read; None = the GPU if there is one.
-        max_batch_size, kv_cache_tokens: as in RolloutConfig.
+        max_batch_size: as in RolloutConfig.
+        kv_cache_tokens: as in RolloutConfig.
         chat_template_kwargs: further arguments of the chat template.
         rollout_config: what the engine is made of, in place of max_batch_size and kv_cache_tokens.
     Raises: ConfigError: no model or tokenizer there, or one that can't generate.
@@ -202,14 +203,20 @@ class Sampler:
             max_tokens: the longest completion; None = 256, or the rest of the context length.
             max_prompt_length: tokens; None = what the model takes.
             echo: text and tokens begin with the prompt's.
-            temperature, top_p, top_k, forbidden_tokens, eos_tokens: as in RolloutConfig; eos_tokens None = the model's.
+            temperature: as in RolloutConfig.
+            top_p: as in RolloutConfig.
+            top_k: as in RolloutConfig.
+            forbidden_tokens: as in RolloutConfig.
+            eos_tokens: as in RolloutConfig; None = the model's.
             beam_size: beams to search with; num_generations gives the best of them.
-            seed: of the draws; None = another for each call. pad_output: pad arrays to the longest completion.
-            return_logits, return_logprobs: fill these fields of SamplerOutput.
+            seed: of the draws; None = another for each call.
+            pad_output: pad arrays to the longest completion.
+            return_logits: fill this field of SamplerOutput.
+            return_logprobs: fill this field of SamplerOutput.
             num_generations: completions of each prompt.
             apply_chat_template: for texts too.
             on_long_prompt: "error" or "truncate_left".
-            options: min_p, repetition_penalty, min_tokens, stop, constraint, logprob_support, generation_kwargs.
+            options: min_p, repetition_penalty, min_tokens, stop, constraint, logprobs_mode, generation_kwargs.
         Raises: ConfigError: options that are unknown or contradict each other. DataError: a prompt that is too long.
         """
         sampling = self.sampling(
@@ -379,7 +386,8 @@ class Sampler:
 
         Args:
             prompt: encoded.
-            seed, place: the key of its draws, as in `sample`; seed None = another each time.
+            seed: the key of its draws, with place; None = another each time.
+            place: as in `sample`.
             conversation: calls with one number continue each other, so that an engine can reuse the KV.
         Returns: PartialOutputs; the last has the finish_reason.
         """
