@@ -565,6 +565,8 @@ class Run:
                 elif self.ranks.size > 1 and not isinstance(error, KeyboardInterrupt) and where not in str(error):
                     log.error("%s: %s", where, format_exception(error))
                 self._save_finished(error)
+                if self.timeline is not None:  # of this process alone: the others may have ended
+                    self.roles.trace.write(self.timeline / "trace.json")
                 if isinstance(error, RolloutStopped):
                     log.warning("%s", error)
                     instead = Stopped(self.step, self.checkpoints.of_step(self.step))
