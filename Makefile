@@ -62,8 +62,9 @@ lint: $(STAMP)  ## ruff and pyright
 docs: $(STAMP)  ## write the generated pages again
 	$(BIN)/python -m tools.docs
 
-site: $(VENV)/.installed-docs  ## the documentation as a site, in site/
-	$(BIN)/zensical build --strict
+site: $(VENV)/.installed-docs  ## the documentation as a site, in site/; a warning is an error
+	@$(BIN)/zensical build --strict --clean > $(VENV)/site.log 2>&1; code=$$?; cat $(VENV)/site.log; \
+	  test $$code = 0 && ! grep -q '^griffe:' $(VENV)/site.log  # --strict does not count the warnings of docstrings
 
 clean:  ## remove the environment
 	rm -rf $(VENV) .venv-floors .venv-newest site

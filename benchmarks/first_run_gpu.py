@@ -374,7 +374,7 @@ def _drawn(engine: Any) -> list[list[int]]:
         sampling = Sampling(max_tokens=MAX_TOKENS, temperature=temperature, stop_ids=tuple(range(0, 512, 40)))
         for i in range(24):
             prompt = np.random.RandomState(i // 4).randint(1, 512, 5 + 13 * (i // 4)).astype(np.int32)
-            request = Request(id=i, tokens=prompt, sampling=sampling, group=i // 4, address=(0, 0, i // 4, i % 4))
+            request = Request(id=i, tokens=prompt, sampling=sampling, group=i // 4, rng_key=(0, 0, i // 4, i % 4))
             engine.submit([request])
         while done := engine.step():
             out |= {o.id + 24 * (temperature == 0.0): o.tokens.tolist() for o in done}

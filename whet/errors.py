@@ -4,7 +4,8 @@ WhetError
 ├── ConfigError      (ValueError)    what the user asked for: a field, a name, a keyword, a model that can't do it
 ├── DataError        (ValueError)    what the user brought: rows, columns, prompts, tensors of the wrong shape
 ├── RewardError      (RuntimeError)  what a reward function returned, raised or never returned
-│   └── RewardValueError (ValueError)    it returned something else than one number or None a completion
+│   ├── RewardValueError (ValueError)    it returned something else than one number or None a completion
+│   └── InfrastructureError              what a reward, an environment or an agent depends on failed
 ├── EngineError      (RuntimeError)  generation: a request that can't fit, an engine that failed
 ├── TrainingError    (RuntimeError)  a run whose numbers went wrong: gradients that are not finite
 └── CheckpointError  (RuntimeError)  saving, loading, resuming
@@ -23,6 +24,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "EngineError",
+    "InfrastructureError",
     "RewardError",
     "RewardValueError",
     "RolloutStopped",
@@ -68,6 +70,13 @@ class RewardError(WhetError, RuntimeError):
 
 class RewardValueError(RewardError, ValueError):
     """A reward function returned something else than a number or None for each completion."""
+
+
+class InfrastructureError(RewardError):
+    """What a reward, an environment or an agent depends on failed: a sandbox, a search server, a machine.
+
+    Raise it in a tool, an environment or an agent: the episode then has no reward, whoever asked for what has failed.
+    """
 
 
 class EngineError(WhetError, RuntimeError):

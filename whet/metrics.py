@@ -1,8 +1,7 @@
 """Metrics that merge exactly across micro-batches and ranks.
 
 A mean carries its sum and its count, so that the mean of two halves is the mean of the whole however unequal the
-halves are. Every kind is frozen; `merge` makes a new one. Left out on purpose: windows and smoothing, which are the
-reader's business.
+halves are. Every kind is frozen; `merge` makes a new one.
 """
 
 from __future__ import annotations

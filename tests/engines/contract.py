@@ -174,7 +174,7 @@ def test_max_tokens_of_one_gives_one_token(engine):
 
 def test_requests_of_different_lengths_end_at_their_own_limit(engine):
     work = [
-        Request(id=i, tokens=p, sampling=Sampling(max_tokens=i + 1), group=i, address=(0, 0, i, 0))
+        Request(id=i, tokens=p, sampling=Sampling(max_tokens=i + 1), group=i, rng_key=(0, 0, i, 0))
         for i, p in enumerate(prompts())
     ]
     for i, o in run(engine, work).items():
@@ -189,7 +189,7 @@ def test_tokens_carry_the_version_that_made_them(engine, policy):
 
 
 def test_the_same_address_gives_the_same_tokens(engine, rounding):
-    needs(engine, "addressed")
+    needs(engine, "keyed_draws")
     work = requests(prompts(), PLAIN, group=2)
     assert_same(run(engine, work), run(engine, work), rounding)
 
@@ -201,14 +201,14 @@ def test_another_seed_gives_other_tokens(engine):
 
 
 def test_a_request_gives_the_same_tokens_alone_and_in_a_crowd(engine, rounding):
-    needs(engine, "addressed")
+    needs(engine, "keyed_draws")
     work = requests(prompts(), PLAIN, group=5)
     crowd, some = run(engine, work), (0, 7, 12, 24)
     assert_same({i: run(engine, [work[i]])[i] for i in some}, {i: crowd[i] for i in some}, rounding)
 
 
 def test_going_on_with_an_offset_equals_going_through(engine, rounding):
-    needs(engine, "addressed")
+    needs(engine, "keyed_draws")
     work = requests(prompts(), Sampling(max_tokens=12))
     whole = run(engine, work)
     cut = {r.id: len(whole[r.id].tokens) // 2 for r in work}
@@ -218,7 +218,7 @@ def test_going_on_with_an_offset_equals_going_through(engine, rounding):
 
 
 def test_a_later_turn_does_not_repeat_the_draws_of_the_first(engine):
-    needs(engine, "addressed")
+    needs(engine, "keyed_draws")
     work = requests(prompts(), Sampling(max_tokens=12), group=3)
     first = run(engine, work)
     later = run(engine, [replace(r, draw=12) for r in work])
@@ -236,7 +236,7 @@ def test_aborted_requests_come_back_once_as_aborted(engine):
 
 
 def test_a_sleeping_engine_refuses_to_step_and_goes_on_when_woken(engine, rounding):
-    needs(engine, "sleep", "addressed")
+    needs(engine, "sleep", "keyed_draws")
     work = requests(prompts(), PLAIN, group=2)
     want = run(engine, work)
     engine.submit(work)
@@ -248,7 +248,7 @@ def test_a_sleeping_engine_refuses_to_step_and_goes_on_when_woken(engine, roundi
 
 
 def test_weights_that_come_while_it_sleeps_are_used_after_waking_or_refused(engine, policy, rounding):
-    needs(engine, "sleep", "addressed")
+    needs(engine, "sleep", "keyed_draws")
     work = requests(prompts(), PLAIN)
     before = run(engine, work)
     with retrained(engine, policy, 1):
@@ -280,7 +280,7 @@ def test_weights_that_come_while_it_sleeps_are_used_after_waking_or_refused(engi
 def test_a_request_that_could_never_be_served_is_refused_and_none_is_queued(engine, fields, message):
     good = requests(prompts(), PLAIN)
     bad = {
-        **{"id": 99, "tokens": np.array([3, 4], np.int32), "sampling": PLAIN, "group": 9, "address": (0, 0, 0, 0)},
+        **{"id": 99, "tokens": np.array([3, 4], np.int32), "sampling": PLAIN, "group": 9, "rng_key": (0, 0, 0, 0)},
         **fields,
     }
     with pytest.raises(WhetError, match=message):
@@ -331,7 +331,7 @@ def test_a_stream_gives_every_token_once_and_ends_each_request_once(engine, roun
         streamed[i] = PartialOutput(id=i, finish_reason=parts[-1].finish_reason, **whole)
         assert len(whole["tokens"]) == len(whole["logprobs"]) == len(whole["versions"])
         assert len(parts) > 1 or not engine.caps.peek
-    if engine.caps.addressed:
+    if engine.caps.keyed_draws:
         assert_same(streamed, want, rounding)
 
 
@@ -368,7 +368,7 @@ def test_peek_shows_what_has_been_made_and_computes_nothing(engine, rounding):
 
 
 def test_pauses_change_nothing(engine, rounding):
-    needs(engine, "addressed")
+    needs(engine, "keyed_draws")
     work = requests(prompts(), Sampling(max_tokens=12, stop_ids=STOPS), group=2)
     want, got = run(engine, work), {}
     engine.submit(work)
@@ -378,7 +378,7 @@ def test_pauses_change_nothing(engine, rounding):
 
 
 def test_an_aborted_completion_goes_on_from_its_own_tokens(engine, rounding):
-    needs(engine, "abort", "peek", "addressed")
+    needs(engine, "abort", "peek", "keyed_draws")
     work = requests(prompts((5, 9, 40)), Sampling(max_tokens=24))
     want = run(engine, work)
     begin(engine, work)
@@ -394,7 +394,7 @@ def test_an_aborted_completion_goes_on_from_its_own_tokens(engine, rounding):
 
 
 def test_new_weights_are_used_and_old_ones_come_back_whole(engine, policy, rounding):
-    needs(engine, "addressed")
+    needs(engine, "keyed_draws")
     work = requests(prompts(), Sampling(max_tokens=8), group=2)
     before = run(engine, work)
     with retrained(engine, policy, 1):
@@ -407,7 +407,7 @@ def test_new_weights_are_used_and_old_ones_come_back_whole(engine, policy, round
 
 
 def test_new_weights_under_way_make_all_tokens_behind_them(engine, policy, rounding):
-    needs(engine, "updates_in_flight", "peek", "addressed")
+    needs(engine, "updates_in_flight", "peek", "keyed_draws")
     work = requests(prompts((5, 9, 40)), Sampling(max_tokens=24))
     made = begin(engine, work)
     with retrained(engine, policy, 4):
@@ -434,10 +434,10 @@ def test_without_updates_under_way_a_completion_has_one_version(engine, policy):
 
 
 def test_turns_of_a_conversation_say_what_they_would_say_alone(engine, rounding):
-    needs(engine, "addressed")
+    needs(engine, "keyed_draws")
     contexts, tokens = dict(enumerate(prompts())), Sampling(max_tokens=8)
     for turn in range(3):
-        work = [Request(id=i, tokens=p, sampling=tokens, group=i, address=(1, turn, i, 0)) for i, p in contexts.items()]
+        work = [Request(id=i, tokens=p, sampling=tokens, group=i, rng_key=(1, turn, i, 0)) for i, p in contexts.items()]
         alone = run(engine, work)
         before = engine.stats()
         done = run(engine, [replace(r, conversation=r.id) for r in work])
@@ -450,7 +450,7 @@ def test_turns_of_a_conversation_say_what_they_would_say_alone(engine, rounding)
 
 
 def test_hints_change_no_token(engine, rounding):
-    needs(engine, "addressed")
+    needs(engine, "keyed_draws")
     work = requests(prompts(), PLAIN, group=2)
     hinted = [replace(r, expected=1 + r.id % 5, conversation=r.id % 3) for r in work]
     assert_same(run(engine, hinted), run(engine, work), rounding)

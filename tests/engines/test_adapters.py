@@ -1,4 +1,4 @@
-"""A model with a LoRA adapter keeps the fused trunk and the native kernels, and samples what its module samples."""
+"""A model with a LoRA adapter keeps the fused backbone and the native kernels, and samples what its module samples."""
 
 import copy
 
@@ -52,7 +52,7 @@ def merged(model):
 def test_an_adapted_model_keeps_the_fast_paths_and_samples_what_the_module_samples(targets, native):
     model = adapted(targets)
     engine = EmbeddedEngine(model, native=native)
-    assert engine.backends["trunk"] == "fused"
+    assert engine.backends["backbone"] == "fused"
     if native and not isinstance(decode_kernels(), Unavailable):
         assert engine.backends["products"] == "native, packed" and engine.backends["kernels"].startswith("native")
     for sampling in (GREEDY, PLAIN):
@@ -95,10 +95,10 @@ def test_an_adapter_that_is_more_than_a_product_of_two_runs_as_a_module(options)
     model = adapted(**options)
     if "lora_dropout" in options:  # loading takes the noise out
         assert plain_linear(model.model.layers[0].mlp.up_proj) is None
-        assert EmbeddedEngine(load_model(model)).backends["trunk"] == "fused"
+        assert EmbeddedEngine(load_model(model)).backends["backbone"] == "fused"
         return
     engine = EmbeddedEngine(model)
-    assert engine.backends["trunk"] == "module (its q_proj is a Linear)"
+    assert engine.backends["backbone"] == "module (its q_proj is a Linear)"
     work = requests(prompts(), PLAIN)
     assert tokens(run(engine, work)) == tokens(run(HFEngine(model), work))
 
@@ -108,7 +108,7 @@ def test_a_base_layer_in_bf16_with_an_adapter_in_fp32_keeps_the_fast_paths():
     for p in Adapter.from_module(model).parameters():
         p.data = p.data.float()
     engine = EmbeddedEngine(model)
-    assert engine.backends["trunk"] == "fused"
+    assert engine.backends["backbone"] == "fused"
     if not isinstance(decode_kernels(), Unavailable):
         assert engine.backends["products"] == "native, packed"
 
@@ -183,7 +183,7 @@ def test_in_bf16_the_sampler_is_as_near_to_the_trainer_with_an_adapter_as_withou
     loaded = load_model(model)
     worker = ModelWorker(loaded, optim=OptimConfig(lr=1e-2), dtype=torch.bfloat16)
     engine = EmbeddedEngine(loaded, native=native)
-    assert engine.backends["trunk"] == "fused"
+    assert engine.backends["backbone"] == "fused"
     rows = [Prompt(tokens=p, source="", columns={}, row=i) for i, p in enumerate(prompts())]
 
     def gap(engine, worker):
@@ -219,7 +219,7 @@ def test_effective_weights_are_renewed_in_place_once_a_version(native, monkeypat
     effective = packed_linear.effective_weight
     monkeypatch.setattr(packed_linear, "effective_weight", lambda layer: calls.append(layer) or effective(layer))
     engine = EmbeddedEngine(model, native=native)
-    held = lambda: [t.data_ptr() for p in engine._runner.forward._trunk.products() for t in p._merged.values()]
+    held = lambda: [t.data_ptr() for p in engine._runner.forward._backbone.products() for t in p._merged.values()]
     work = requests(prompts(), PLAIN, group=2)
     run(engine, work)
     places, calls[:] = held(), []

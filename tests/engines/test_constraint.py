@@ -249,7 +249,7 @@ def test_draws_follow_the_renormalised_distribution(engine):
 def test_a_crowd_of_languages_draws_what_each_draws_alone(engine):
     kinds = [Sampling(max_tokens=8, stop_ids=(END,)), *(sampling(p, temperature=1.5) for p in PATTERNS[:4])]
     (p,) = PROMPT
-    work = [Request(id=i, tokens=p, sampling=kinds[i % 5], group=0, address=(0, 0, 0, i)) for i in range(25)]
+    work = [Request(id=i, tokens=p, sampling=kinds[i % 5], group=0, rng_key=(0, 0, 0, i)) for i in range(25)]
     crowd = run(engine, work)
     for r in work[:10]:
         alone = run(engine, [r])[r.id]
@@ -271,7 +271,7 @@ def test_going_on_with_an_offset_equals_going_through(engine):
             tokens=np.concatenate([PROMPT[0], whole.tokens[:cut]]),
             sampling=sampling("[ab0]{20}", max_tokens=10 - cut),
             group=0,
-            address=(0, 0, 0, 0),
+            rng_key=(0, 0, 0, 0),
             offset=cut,
         )
         assert run(engine, [rest])[9].tokens.tolist() == whole.tokens[cut:].tolist()

@@ -45,7 +45,7 @@ def test_a_call_after_ctrl_c_is_as_if_nothing_had_happened(bound, at):
 def test_a_step_that_was_cut_short_goes_on():
     engine = EmbeddedEngine(tiny_model(gain=1.0), max_batch=4)
     ask = lambda i: Request(
-        id=i, tokens=np.arange(1, 80, dtype=np.int32), sampling=Sampling(max_tokens=9), group=0, address=(0, 0, 0, i)
+        id=i, tokens=np.arange(1, 80, dtype=np.int32), sampling=Sampling(max_tokens=9), group=0, rng_key=(0, 0, 0, i)
     )
     engine.submit([ask(0), ask(1)])
     want = {o.id: o.tokens.tolist() for o in engine.step()}
@@ -66,7 +66,7 @@ def test_a_step_that_was_cut_short_goes_on():
 def test_an_aborted_request_that_fitted_goes_on_under_the_bound():
     engine = EmbeddedEngine(tiny_model(gain=1.0), max_batch=4, kv_cache_tokens=110)
     r = Request(
-        id=0, tokens=np.arange(60, dtype=np.int32), sampling=Sampling(max_tokens=40), group=0, address=(0, 0, 0, 0)
+        id=0, tokens=np.arange(60, dtype=np.int32), sampling=Sampling(max_tokens=40), group=0, rng_key=(0, 0, 0, 0)
     )
     engine.submit([r])
     (want,) = engine.step()

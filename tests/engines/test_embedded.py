@@ -9,7 +9,7 @@ import torch
 from tiny import FAMILIES, FORMS, VOCABULARY, build, drain, letters, prompts, requests, run
 
 from whet.errors import ConfigError, EngineError
-from whet.ops.counter_rng import address_key
+from whet.ops.counter_rng import hash_rng_key
 from whet.rollout.base import Request, Sampling
 from whet.rollout.engine import EmbeddedEngine, runner
 from whet.rollout.hf import HFEngine
@@ -51,7 +51,7 @@ def test_greedy_equals_generate_token_for_token(family, form):
     assert max(len(set(t)) for t in plain) >= 3  # not one token over and over
     stop = plain[0][5]
     engine = EmbeddedEngine(model, max_batch=7, prefill_tokens=16, **form)
-    assert (engine.backends["trunk"] == "fused") == (form.get("fast", True) and family in FUSED)
+    assert (engine.backends["backbone"] == "fused") == (form.get("fast", True) and family in FUSED)
     work = requests(prompts(), Sampling(max_tokens=20, temperature=0.0, stop_ids=(stop,)), group=3)
     done = run(engine, work)
     for r in work:
@@ -115,7 +115,7 @@ def test_logprobs_equal_a_full_forward(model, kind, support):
     tokens = prompts((3, 12, 7))
     cases = [Sampling(max_tokens=10, logprob_support=support, **s) for s in SAMPLINGS.values()]
     work = [
-        Request(id=100 * c + i, tokens=p, sampling=s, group=i, address=(c, 0, i, 0))
+        Request(id=100 * c + i, tokens=p, sampling=s, group=i, rng_key=(c, 0, i, 0))
         for c, s in enumerate(cases)
         for i, p in enumerate(tokens)
     ]
@@ -151,7 +151,7 @@ def test_frequencies_are_those_of_the_model(fields):  # other forms draw the sam
     common = int(first.argmax())
     second = np.bincount([o.tokens[1] for o in done.values() if o.tokens[0] == common], minlength=VOCABULARY)
     for seen, context in ((first, work[0].tokens), (second, np.append(work[0].tokens, common))):
-        request = Request(id=0, tokens=context, sampling=sampling, group=0, address=(0, 0, 0, 0))
+        request = Request(id=0, tokens=context, sampling=sampling, group=0, rng_key=(0, 0, 0, 0))
         p = np.exp(recomputed(model, request, np.arange(VOCABULARY), sampling, instead=True))
         assert p.sum() == pytest.approx(1, abs=1e-6)
         assert seen[p == 0].sum() == 0
@@ -263,7 +263,7 @@ def test_finished_sequences_leave_and_waiting_ones_come_in(model):
     engine = EmbeddedEngine(model, max_batch=4)
     shapes = watched(engine)
     work = [
-        Request(id=i, tokens=prompts((5,))[0], sampling=Sampling(max_tokens=n), group=i, address=(0, 0, i, 0))
+        Request(id=i, tokens=prompts((5,))[0], sampling=Sampling(max_tokens=n), group=i, rng_key=(0, 0, i, 0))
         for i, n in enumerate((24, 4, 4, 4, 8, 8))
     ]
     done = run(engine, work)
@@ -277,7 +277,7 @@ def test_rows_that_differ_in_their_limit_alone_are_drawn_in_one_call(model, monk
     calls, draw = [], runner.sample_rows
     monkeypatch.setattr(runner, "sample_rows", lambda x, *args, **kw: calls.append(len(x)) or draw(x, *args, **kw))
     work = [
-        Request(id=i, tokens=prompts((5,))[0], sampling=Sampling(max_tokens=n), group=0, address=(0, 0, 0, i))
+        Request(id=i, tokens=prompts((5,))[0], sampling=Sampling(max_tokens=n), group=0, rng_key=(0, 0, 0, i))
         for i, n in enumerate((2, 4, 3))
     ]
     run(EmbeddedEngine(model), work)
@@ -290,8 +290,8 @@ def test_step_streams_short_requests_before_long_ones(model):
     p = prompts((5, 6))
     engine.submit(
         [
-            Request(id=0, tokens=p[0], sampling=long, group=0, address=(0, 0, 0, 0)),
-            Request(id=1, tokens=p[1], sampling=short, group=1, address=(0, 0, 1, 0)),
+            Request(id=0, tokens=p[0], sampling=long, group=0, rng_key=(0, 0, 0, 0)),
+            Request(id=1, tokens=p[1], sampling=short, group=1, rng_key=(0, 0, 1, 0)),
         ]
     )
     assert [o.id for o in engine.step()] == [1]
@@ -323,7 +323,7 @@ def test_a_stop_string_may_begin_in_an_earlier_turn(model):
         tokens=np.concatenate([request.tokens, free[:3]]),
         sampling=Sampling(max_tokens=17, stop=(letters(free[2:4]),)),
         group=0,
-        address=request.address,
+        rng_key=request.rng_key,
         offset=3,
     )
     assert run(EmbeddedEngine(model, decode=letters), [rest])[0].tokens.tolist() == [free[3]]
@@ -348,7 +348,7 @@ def test_raw_logits_come_back_where_asked_for(model):
 
 def begin(engine, work):
     """Submits and decodes a little: until the short request of `work` is out."""
-    short = Request(id=-1, tokens=work[0].tokens, sampling=Sampling(max_tokens=6), group=-1, address=(9, 9, 9, 9))
+    short = Request(id=-1, tokens=work[0].tokens, sampling=Sampling(max_tokens=6), group=-1, rng_key=(9, 9, 9, 9))
     engine.submit([*work, short])
     assert [o.id for o in engine.step()] == [-1]
 
@@ -370,7 +370,7 @@ def test_abort_returns_what_was_made_and_an_offset_goes_on(model):
                 tokens=np.concatenate([work[i].tokens, made]),
                 sampling=Sampling(max_tokens=20 - len(made)),
                 group=work[i].group,
-                address=work[i].address,
+                rng_key=work[i].rng_key,
                 offset=len(made),
             )
         )
@@ -472,7 +472,7 @@ def test_a_model_without_layout_runs_in_the_naive_engine():
 
 
 def test_draws_follow_their_address_exactly(model):
-    """Token t of a request is the inverse CDF of the recomputed distribution at u(address, offset + t)."""
+    """Token t of a request is the inverse CDF of the recomputed distribution at u(rng_key, offset + t)."""
     from whet.ops.counter_rng import uniform
 
     r = requests(prompts((9,)), Sampling(max_tokens=8))[0]
@@ -482,7 +482,7 @@ def test_draws_follow_their_address_exactly(model):
         ids = torch.tensor([[*r.tokens.tolist(), *tokens.tolist()]])
         p = model(input_ids=ids).logits[0, len(r.tokens) - 1 : -1].double().softmax(1)
     model.set_attn_implementation("whet")
-    u = uniform(torch.full((8,), address_key(*r.address)), torch.arange(8))
+    u = uniform(torch.full((8,), hash_rng_key(*r.rng_key)), torch.arange(8))
     assert [int((row.cumsum(0) <= x).sum()) for row, x in zip(p, u)] == tokens.tolist()
 
 

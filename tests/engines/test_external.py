@@ -35,7 +35,7 @@ def request(sampling=None, tokens=(5, 6, 7), **fields):
             "tokens": np.array(tokens, np.int32),
             "sampling": sampling or Sampling(),
             "group": 0,
-            "address": (1, 2, 3, 4),
+            "rng_key": (1, 2, 3, 4),
             **fields,
         }
     )
@@ -52,7 +52,7 @@ def test_a_package_that_is_missing_is_named_with_the_command_that_installs_it(na
 def test_seeds_follow_the_address_and_the_offset_and_nothing_else():
     one = request()
     assert request_seed(one) == request_seed(dataclasses.replace(one, id=9, group=3, sampling=Sampling(max_tokens=2)))
-    others = [request(address=(1, 2, 3, 5)), request(address=(0, 2, 3, 4)), request(offset=1), request(offset=2)]
+    others = [request(rng_key=(1, 2, 3, 5)), request(rng_key=(0, 2, 3, 4)), request(offset=1), request(offset=2)]
     assert len({request_seed(r) for r in (one, *others)}) == 5
     assert all(0 <= request_seed(r) < 2**63 for r in others)
 

@@ -60,12 +60,12 @@ def captured(engine):
     runner, made = engine._runner, []
 
     def addresses():
-        layout, trunk = runner.layout, runner.forward._trunk
+        layout, backbone = runner.layout, runner.forward._backbone
         tables = [t for asks, back in layout._head_tables.values() for t in (*asks, back)]
         for b in layout._buckets:
             tables += [b.row_index, b.lengths, b.hidden, *b.store.layer(1, None, None)]
         drawn = runner.completion_store.layer(1, None, None)
-        return [t.data_ptr() for t in (*tables, *drawn, trunk._cos, trunk._sin, runner.state)]
+        return [t.data_ptr() for t in (*tables, *drawn, backbone._cos, backbone._sin, runner.state)]
 
     def capture(body):
         made.append(Replay(body, addresses))

@@ -7,7 +7,7 @@ import transformers as tf
 from tiny import COMMON
 
 from whet.errors import ConfigError, EngineError
-from whet.ops.counter_rng import address_key, uniform
+from whet.ops.counter_rng import hash_rng_key, uniform
 from whet.rollout.base import Request, Sampling
 from whet.rollout.engine.sampling import sample_rows
 from whet.rollout.generate_options import freeze_options
@@ -27,7 +27,7 @@ NEW, ADDRESSES = 6, [(0, 0, 0, 0), (0, 0, 0, 1)]
 def naive(model, ids):
     """Each token from the whole context, run again; every logit of it is made."""
     sampling = Sampling(max_tokens=NEW)
-    keys, found = torch.tensor([address_key(*a) for a in ADDRESSES]), []
+    keys, found = torch.tensor([hash_rng_key(*a) for a in ADDRESSES]), []
     for step in range(NEW):
         with torch.no_grad():
             logits = model(input_ids=ids, use_cache=False).logits[:, -1]
@@ -55,7 +55,7 @@ def test_a_token_is_run_once_under_every_name_of_a_cache(name, monkeypatch):
     monkeypatch.setattr(type(model), "forward", watched)
     sampling = Sampling(max_tokens=NEW)
     engine.submit(
-        [Request(id=i, tokens=prompt, sampling=sampling, group=0, address=a) for i, a in enumerate(ADDRESSES)]
+        [Request(id=i, tokens=prompt, sampling=sampling, group=0, rng_key=a) for i, a in enumerate(ADDRESSES)]
     )
     outputs = sorted(engine.step(), key=lambda o: o.id)
     assert seen == [(11, 1)] + [(1, 1)] * (NEW - 1)  # tokens that are run, and logits that are made
@@ -94,12 +94,12 @@ def test_a_learned_prompt_is_read_as_peft_s_forward_reads_it(kind, options):
         logits = model(expected[None]).logits[0, -NEW - 1 : -1].log_softmax(-1)
     engine = HFEngine(model)
     sampling = Sampling(max_tokens=NEW, temperature=0.0, generation_kwargs=freeze_options(options))
-    engine.submit([Request(id=0, tokens=prompt, sampling=sampling, group=0, address=ADDRESSES[0])])
+    engine.submit([Request(id=0, tokens=prompt, sampling=sampling, group=0, rng_key=ADDRESSES[0])])
     (output,) = engine.step()
     assert output.tokens.tolist() == expected[len(prompt) :].tolist()
     if "no_repeat_ngram_size" not in options:  # whose logprobs are those of the processed logits
         logprobs = logits.gather(1, expected[len(prompt) :, None])[:, 0]
         torch.testing.assert_close(torch.from_numpy(output.logprobs), logprobs, atol=1e-5, rtol=1e-5)
-    long = Request(id=1, tokens=prompt, sampling=Sampling(max_tokens=7), group=0, address=ADDRESSES[0])
+    long = Request(id=1, tokens=prompt, sampling=Sampling(max_tokens=7), group=0, rng_key=ADDRESSES[0])
     with pytest.raises((ConfigError, EngineError), match="17"):  # 20 positions, 3 of them for virtual tokens
         engine.submit([long])

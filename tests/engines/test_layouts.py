@@ -137,7 +137,7 @@ def test_a_store_that_makes_room_never_loses_places():
 
 def test_sequences_that_had_been_admitted_wait_in_front_and_in_their_order():
     first, second, third = (
-        InFlightRequest(request=Request(id=i, tokens=np.ones(1), sampling=Sampling(), group=i, address=(0, 0, i, 0)))
+        InFlightRequest(request=Request(id=i, tokens=np.ones(1), sampling=Sampling(), group=i, rng_key=(0, 0, i, 0)))
         for i in range(3)
     )
     scheduler = Scheduler(max_batch=2, kv_cache_tokens=None)

@@ -38,7 +38,7 @@ def talk(engine, first, sampling, *, turns=3, generations=2, hold=True):
                 tokens=context,
                 sampling=sampling,
                 group=c // generations if turn == 0 else c,
-                address=(0, turn, c // generations, c % generations),
+                rng_key=(0, turn, c // generations, c % generations),
                 conversation=c if hold else None,
             )
             for c, context in contexts.items()
@@ -92,7 +92,7 @@ def test_a_prompt_that_leaves_the_earlier_turn_reuses_what_they_begin_with(model
     for changed in (5, 20, 24):  # inside the prompt, at its end, inside the answer
         tokens = np.concatenate([first.tokens, made, said(0, 1)])
         tokens[changed] = (tokens[changed] + 1) % VOCABULARY
-        other = replace(first, tokens=tokens, address=(0, 0, 0, changed))
+        other = replace(first, tokens=tokens, rng_key=(0, 0, 0, changed))
         run(engine, [first])
         before = engine.stats()
         got = run(engine, [other])[0]
@@ -147,7 +147,7 @@ def test_another_conversation_with_the_same_words_reuses_nothing(model):
 def test_equal_prompts_of_different_groups_are_encoded_once(model):
     engine = EmbeddedEngine(model)
     p = prompts((20,))[0]
-    work = [Request(id=i, tokens=p, sampling=Sampling(max_tokens=8), group=i, address=(0, 0, i, 0)) for i in range(3)]
+    work = [Request(id=i, tokens=p, sampling=Sampling(max_tokens=8), group=i, rng_key=(0, 0, i, 0)) for i in range(3)]
     done = run(engine, work)
     assert (engine.stats().prefilled, engine.stats().reused) == (20, 40)
     for r in work:

@@ -15,7 +15,7 @@ from whet.errors import EngineError
 from whet.native import build as native_build
 from whet.native.decode import DecodeKernels, decode_kernels
 from whet.rollout.base import Sampling
-from whet.rollout.engine import EmbeddedEngine, fused_trunk
+from whet.rollout.engine import EmbeddedEngine, fused_backbone
 from whet.rollout.engine.kv_cache import KVStore
 from whet.rollout.engine.native_step import NativeLayer, NativeLayout
 from whet.rollout.engine.packed_linear import PackedLinear
@@ -233,7 +233,7 @@ def test_a_head_in_another_dtype_runs_as_the_module_does():
     want = run(EmbeddedEngine(model), requests(prompts(), Sampling(max_tokens=5)))
     model.lm_head.double().register_forward_pre_hook(lambda _, x: (x[0].double(),))
     engine = EmbeddedEngine(model)
-    assert "its head has another dtype" in engine.backends["trunk"]
+    assert "its head has another dtype" in engine.backends["backbone"]
     got = run(engine, requests(prompts(), Sampling(max_tokens=5)))
     assert {i: o.tokens.tolist() for i, o in got.items()} == {i: o.tokens.tolist() for i, o in want.items()}
 
@@ -358,7 +358,7 @@ def test_without_a_compiler_the_reason_is_said_and_torch_decodes(cache, tmp_path
     assert not list(cache.iterdir())
     monkeypatch.setenv("CXX", str(tmp_path / "nothing"))
     assert "building them failed" in str(load())
-    monkeypatch.setattr(fused_trunk, "decode_kernels", load)
+    monkeypatch.setattr(fused_backbone, "decode_kernels", load)
     model, work = build(gain=3.0), requests(prompts(), Sampling(max_tokens=8), group=2)
     engine = EmbeddedEngine(model)
     assert engine.backends["kernels"].startswith("torch (building them failed: ")
@@ -397,9 +397,9 @@ def test_kernels_that_compute_something_else_are_not_used(cache, rewrite, monkey
 def test_a_step_that_differs_from_the_module_is_not_used(cache, rewrite, monkeypatch, old, new, reason):
     monkeypatch.setattr(native_build, "FLAGS", (*native_build.FLAGS, "-O0"))  # in less time
     rewrite(old, new)
-    monkeypatch.setattr(fused_trunk, "decode_kernels", load)
+    monkeypatch.setattr(fused_backbone, "decode_kernels", load)
     engine = EmbeddedEngine(build(gain=1.0))
-    assert reason in engine.backends["kernels"] and engine.backends["trunk"] == "fused"
+    assert reason in engine.backends["kernels"] and engine.backends["backbone"] == "fused"
     assert "native" not in engine.backends["products"]
 
 
@@ -418,6 +418,6 @@ def test_a_model_that_does_not_fit_them_decodes_through_torch(family, fields, re
     if "multiple of" in reason and KERNELS.lanes == 8:
         pytest.skip("fits registers of 8")
     engine = EmbeddedEngine(build(family, gain=3.0, **fields))
-    assert engine.backends["trunk"] == "fused" and reason in engine.backends["kernels"]
+    assert engine.backends["backbone"] == "fused" and reason in engine.backends["kernels"]
     assert EmbeddedEngine(build(), native=False).backends["kernels"] == "torch (switched off)"
     assert "float64" in EmbeddedEngine(build().double()).backends["kernels"]

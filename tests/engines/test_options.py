@@ -60,7 +60,7 @@ def theirs(model, prompt, options, **fields):
 
 
 def request(tokens, s, *, generation=0, **fields):
-    return Request(id=generation, tokens=tokens, sampling=s, group=0, address=(0, 0, 0, generation), **fields)
+    return Request(id=generation, tokens=tokens, sampling=s, group=0, rng_key=(0, 0, 0, generation), **fields)
 
 
 @pytest.mark.parametrize("options", [o for o in CHANGING if o.keys() - {"top_h", "typical_p"}], ids=str)
@@ -207,7 +207,7 @@ def test_beams_are_those_of_transformers_with_the_models_own_logprobs(model, opt
     done = run(HFEngine(model, batch_size=8), work)
     for r in work:
         out = theirs(model, r.tokens, options, num_return_sequences=2, eos_token_id=list(stops) or None)
-        expected = out.sequences[r.address[3], len(r.tokens) :].tolist()
+        expected = out.sequences[r.rng_key[3], len(r.tokens) :].tolist()
         o = done[r.id]
         assert o.tokens.tolist() == expected[: len(o.tokens)] and set(expected[len(o.tokens) :]) <= {0, *stops}
         assert o.finish_reason == ("stop" if o.tokens[-1] in stops else "length")

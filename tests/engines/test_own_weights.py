@@ -1,15 +1,20 @@
 """An engine with weights of its own: what it samples from, and updates that don't fit. The rest is the contract's."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from helpers import forest
+from helpers import cluster, forest, prompt
 from tiny import FORMS, build, prompts, requests, run
 
 from whet.config import OptimConfig
-from whet.errors import EngineError
+from whet.errors import EngineError, WhetError
 from whet.models.load import load_model
+from whet.parallel.ranks import Ranks
 from whet.rollout.base import Sampling
 from whet.rollout.engine import EmbeddedEngine
+from whet.rollout.policy_rollouts import PolicyRollouts
+from whet.rollout.sync_check import SyncCheck
 from whet.run.provenance import weights_digest
 from whet.train.worker import ModelWorker
 
@@ -108,3 +113,67 @@ def test_an_engine_that_shares_weights_takes_none():
     model = build()
     with pytest.raises(EngineError, match="reads the trainer's own parameters"):
         EmbeddedEngine(model).update(1, iter(model.named_parameters()))
+
+
+class Own(EmbeddedEngine):
+    """An engine with weights of its own, which can leave one of them as it is."""
+
+    kept = None
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, own_weights=True, **options)
+
+    def update(self, version, weights=None):
+        old = {n: p.detach().clone() for n, p in self.named_weights()}
+        super().update(version, weights)
+        if self.kept is not None:
+            dict(self.named_weights())[self.kept].data.copy_(old[self.kept])
+
+
+def test_a_check_of_each_sync_finds_a_tensor_that_was_not_updated():
+    c = cluster(engine=Own, rollout={"sync_check_every_n_syncs": 2})
+    sample = lambda: c.sample([prompt("2+2=")])
+    gaps = []
+    for _ in range(4):
+        c.sync_weights()
+        sample()
+        gaps.append(c.pop_sync_gap())
+    assert gaps[::2] == [None, None] and all(gap < 1e-5 for gap in gaps[1::2])
+    moved(c.actor.module)
+    c.rollout.kept = "model.layers.0.mlp.up_proj.weight"
+    c.sync_weights()
+    sample()
+    moved(c.actor.module)
+    c.sync_weights()
+    with pytest.raises(EngineError, match=r"differ from the trainer's by .*: model.layers.0.mlp.up_proj.weight differ"):
+        sample()
+
+
+class Pair(Ranks):
+    """Two ranks, of which the other has sent another value of one tensor."""
+
+    def all_gather(self, value):
+        return [value, value | {"b": "other"}] if isinstance(value, dict) else [value, value]
+
+
+def test_processes_that_send_other_weights_name_the_tensor():
+    check, driver = SyncCheck(1, Pair()), SimpleNamespace(engine=EmbeddedEngine(build()))
+    weights = {"a": torch.zeros(2), "b": torch.ones(2)}
+    assert dict(check.watch(3, weights.items())) == weights
+    said = r"rank 1 has another set of weights for its engine than rank 0: b [0-9a-f]+ and other"
+    with pytest.raises(WhetError, match=said):
+        check.finish(driver, None, None)
+
+
+def test_an_engine_that_refuses_weights_leaves_no_process_alone_in_a_gather():
+    policy, taken = SimpleNamespace(version=1), []
+    policy.named_weights = lambda: (taken.append(name) or (name, torch.zeros(1)) for name in "abc")
+
+    def refuse(version, weights):
+        next(weights)
+        raise EngineError("no room")
+
+    engine = SimpleNamespace(caps=EmbeddedEngine.caps.__class__(), update=refuse)
+    with pytest.raises(EngineError, match="no room"):
+        _ = PolicyRollouts(lambda: engine, policy).driver
+    assert taken == ["a", "b", "c"]

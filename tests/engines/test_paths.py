@@ -1,4 +1,4 @@
-"""The fused trunk and packed weights: equal to the module where they fit, aside where they don't, never stale."""
+"""The fused backbone and packed weights: equal to the module where they fit, aside where they don't, never stale."""
 
 from dataclasses import replace
 
@@ -73,19 +73,19 @@ def test_a_packed_product_takes_the_norm_before_it_in_where_it_rounds_no_worse(d
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "mistral_window"])
-def test_the_fused_trunk_without_packing_makes_the_same_tokens(family):
+def test_the_fused_backbone_without_packing_makes_the_same_tokens(family):
     model = build(family, gain=3.0)
     engine = EmbeddedEngine(model, native=False)
-    assert engine.backends["trunk"] == "fused"
+    assert engine.backends["backbone"] == "fused"
     assert engine.backends["products"] == "torch" and engine.weight_bytes == 0
     work = requests(prompts(), PLAIN, group=3)
     assert tokens(run(engine, work)) == tokens(run(HFEngine(model), work))
 
 
-def test_the_trunk_norms_with_the_models_own_epsilon():
+def test_the_backbone_norms_with_the_models_own_epsilon():
     model = build("qwen3", gain=3.0, rms_norm_eps=0.3)
     engine, work = EmbeddedEngine(model), requests(prompts(), PLAIN)
-    assert engine.backends["trunk"] == "fused"
+    assert engine.backends["backbone"] == "fused"
     assert tokens(run(engine, work)) == tokens(run(HFEngine(model), work))
 
 
@@ -116,24 +116,24 @@ def spoiled(model, what):
 def test_a_model_that_does_something_else_runs_as_the_module(what, reason):
     model = spoiled(build(gain=3.0), what)
     engine = EmbeddedEngine(model)
-    assert reason in engine.backends["trunk"] and engine.weight_bytes == 0
+    assert reason in engine.backends["backbone"] and engine.weight_bytes == 0
     work = requests(prompts(), PLAIN)
     assert tokens(run(engine, work)) == tokens(run(HFEngine(model), work))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_path_is_named_and_the_module_runs_where_the_trunk_does_not_fit(family):
+def test_the_path_is_named_and_the_module_runs_where_the_backbone_does_not_fit(family):
     made = make_forward(load_model(build(family)), fast=True, native=True)
-    assert isinstance(made, FusedForward) == (made.backends["trunk"] == "fused")
-    assert isinstance(made, ModuleForward) == made.backends["trunk"].startswith("module (")
-    assert make_forward(made.loaded, fast=False, native=True).backends["trunk"] == "module (fast=False)"
+    assert isinstance(made, FusedForward) == (made.backends["backbone"] == "fused")
+    assert isinstance(made, ModuleForward) == made.backends["backbone"].startswith("module (")
+    assert make_forward(made.loaded, fast=False, native=True).backends["backbone"] == "module (fast=False)"
 
 
 def test_bf16_logprobs_of_both_paths_agree_to_its_rounding():
     model = build(gain=1.0).bfloat16()
     work = requests(prompts(), Sampling(max_tokens=1, return_logits=True))
     fast, slow = EmbeddedEngine(model), EmbeddedEngine(model, fast=False)
-    assert fast.backends["trunk"] == "fused"
+    assert fast.backends["backbone"] == "fused"
     a, b = run(fast, work), run(slow, work)
     for i in a:
         got, want = (torch.from_numpy(x[i].logits).log_softmax(-1) for x in (a, b))

@@ -1,4 +1,4 @@
-"""What engines and the Sampler refuse to take, each in words: arrays, addresses, ids, and requests after the end."""
+"""What engines and the Sampler refuse to take, each in words: arrays, keys, ids, and requests after the end."""
 
 from dataclasses import replace
 
@@ -33,8 +33,8 @@ def one(**changes):
         ({"tokens": np.array([[1, 2]])}, r"an array of integer ids \[P\], got int64 \[1, 2\]"),
         ({"tokens": [1, 2]}, r"an array of integer ids \[P\], got list"),
         ({"tokens": np.array([], np.int32)}, "an empty prompt"),
-        ({"address": (0, 0, 0)}, r"four integers, \(seed, step, prompt, generation\), got \(0, 0, 0\)"),
-        ({"address": (0, 0, 0, 0.5)}, r"four integers, .* got \(0, 0, 0, 0\.5\)"),
+        ({"rng_key": (0, 0, 0)}, r"four integers, \(seed, step, prompt, generation\), got \(0, 0, 0\)"),
+        ({"rng_key": (0, 0, 0, 0.5)}, r"four integers, .* got \(0, 0, 0, 0\.5\)"),
     ],
 )
 def test_a_request_of_another_form_is_refused_and_none_is_queued(engine, changes, said):

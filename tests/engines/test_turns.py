@@ -109,7 +109,7 @@ def test_a_constraint_holds_of_each_turn_alone(make):
     engine = make(decode=spell, grammars=Grammars(tokenizer(), vocabulary=VOCABULARY))
     constraint = Constraint(kind="regex", text="[ab]{6}")
     sampling = Sampling(constraint=constraint, max_tokens=8)
-    first = Request(id=0, tokens=np.array([3, 4, 5], np.int32), sampling=sampling, group=0, address=(0, 0, 0, 0))
+    first = Request(id=0, tokens=np.array([3, 4, 5], np.int32), sampling=sampling, group=0, rng_key=(0, 0, 0, 0))
     said = run(engine, [first])[0].tokens
     second = replace(context(first, said, np.array([7, 8, 9])), draw=len(said))  # which no such text holds
     again = run(engine, [second])[0].tokens

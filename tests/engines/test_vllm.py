@@ -178,7 +178,7 @@ def test_draws_follow_the_probabilities(engine, policy):
 def test_a_request_that_goes_on_does_not_draw_the_same_noise_again(engine):
     same = [
         Request(
-            id=i, tokens=prompts((9,))[0], sampling=Sampling(max_tokens=12), group=0, address=(0, 0, 0, 0), offset=i
+            id=i, tokens=prompts((9,))[0], sampling=Sampling(max_tokens=12), group=0, rng_key=(0, 0, 0, 0), offset=i
         )
         for i in range(2)
     ]

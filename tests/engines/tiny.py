@@ -81,7 +81,7 @@ def prompts(lengths=(3, 9, 40, 9, 1)) -> list[np.ndarray]:
 def requests(tokens: list[np.ndarray], sampling: Sampling, group: int = 1, seed: int = 0) -> list[Request]:
     """`group` requests per prompt; ids count up."""
     return [
-        Request(id=i * group + g, tokens=p, sampling=sampling, group=i, address=(seed, 0, i, g))
+        Request(id=i * group + g, tokens=p, sampling=sampling, group=i, rng_key=(seed, 0, i, g))
         for i, p in enumerate(tokens)
         for g in range(group)
     ]

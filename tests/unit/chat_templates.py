@@ -46,8 +46,16 @@ MARKED = (
     "<|im_end|>{% endgeneration %}{{ '\n' }}{% else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# has a system turn of its own, and leaves out tools
+SMOLLM = (
+    "{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_start|>system\nYou are a helpful AI "
+    "assistant named SmolLM, trained by Hugging Face<|im_end|>\n{% endif %}"
+    "{{ '<|im_start|>' ~ m.role ~ '\n' ~ m.content ~ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 TEMPLATES = {
-    "qwen": QWEN, "qwen3": QWEN3, "llama": LLAMA, "gemma": GEMMA, "mistral": MISTRAL, "marked": MARKED,
+    "smollm": SMOLLM, "qwen": QWEN, "qwen3": QWEN3, "llama": LLAMA, "gemma": GEMMA, "mistral": MISTRAL,
+    "marked": MARKED,
 }  # fmt: skip
 
 

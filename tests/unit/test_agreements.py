@@ -71,13 +71,13 @@ class Plain(QueueEngine):
 def test_what_an_engine_can_t_do_is_refused_also_token_by_token(fields):
     engine = Plain()
     engine.caps = type(engine.caps)(stop_strings=False)
-    r = Request(id=0, tokens=np.array([5]), sampling=Sampling(**fields), group=0, address=(0, 0, 0, 0))
+    r = Request(id=0, tokens=np.array([5]), sampling=Sampling(**fields), group=0, rng_key=(0, 0, 0, 0))
     with pytest.raises(EngineError, match=r"does not (support|return) "):
         list(stream(engine, [r]))
 
 
 def test_logits_that_are_not_finite_end_a_stream():
-    r = Request(id=0, tokens=np.array([5]), sampling=Sampling(), group=0, address=(0, 0, 0, 0))
+    r = Request(id=0, tokens=np.array([5]), sampling=Sampling(), group=0, rng_key=(0, 0, 0, 0))
     with pytest.raises(EngineError, match="not finite"):
         list(stream(Plain(), [r]))
 

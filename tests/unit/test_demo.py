@@ -6,6 +6,7 @@ from helpers import same, weights_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from whet import Sampler, demo
+from whet.cli import commands
 
 
 def by_python(prompt):
@@ -103,3 +104,13 @@ def test_the_starting_model_calculates_correctly_in_a_random_order(tmp_path):
     right = demo.reward([r["prompt"] for r in rows], said, [r["answer"] for r in rows])
     assert sum(demo.valid_steps(r["prompt"], s) for r, s in zip(rows, said, strict=True)) >= 60
     assert 0.1 < sum(right) / len(right) < 0.5
+
+
+@pytest.mark.parametrize("drawn", [True, False])
+def test_the_demo_names_the_files_that_the_run_folder_has(drawn, tmp_path, monkeypatch, capsys):
+    if drawn:
+        (tmp_path / "curves.png").touch()
+    accuracies = {"accuracy_before": 0.3, "accuracy_after": 0.9, "eval_prompts": 256}
+    monkeypatch.setattr(commands, "grpo", lambda config: {"run_dir": str(tmp_path), "train_seconds": 1.0, **accuracies})
+    commands.demo()
+    assert ("curves.png" in capsys.readouterr().out) == drawn

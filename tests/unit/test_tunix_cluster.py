@@ -406,7 +406,7 @@ def test_a_tunix_rollout_is_told_what_the_sampling_says():
 
     engine = BaseRolloutAdapter(SimpleNamespace(generate=generate), decode=str, rollout_config=RolloutConfig())
     r = Request(
-        id=0, tokens=np.array([5]), sampling=Sampling(min_p=0.2, forbidden_ids=(97,)), group=0, address=(0, 0, 0, 0)
+        id=0, tokens=np.array([5]), sampling=Sampling(min_p=0.2, forbidden_ids=(97,)), group=0, rng_key=(0, 0, 0, 0)
     )
     engine.submit([r])
     engine.step()

@@ -85,6 +85,8 @@ def _dispatch(command: str, words: list[str]) -> None:
         raise lookup_error("command", command, COMMANDS)
     elif (topic := find_help_topic(words)) is not None:
         _print_help(_command_help(command, words, topic))
+    elif command == "env" and words[:1] == ["check"]:
+        _env_check(words[1:])
     elif command in INFO_COMMANDS:
         from whet.cli.info import info_text
 
@@ -168,6 +170,31 @@ def _data(words: list[str]) -> None:
     from whet.cli.data import show_data
 
     show_data(config, rows=int(row_counts[-1]) if row_counts else 3, say=print_text)
+
+
+def _env_check(words: list[str]) -> None:
+    """`whet env check [rows=N] [gold=COLUMN] key=value ...`; its keys are those of the command that would train."""
+    from whet.errors import ConfigError
+
+    kind, words = (words[0], words[1:]) if words and words[0] in ("grpo", "ppo") else ("grpo", words)
+    own = {"rows": "3", "gold": "answer"}
+    rest = []
+    for word in words:
+        name, equals, value = word.removeprefix("--").partition("=")
+        if equals and name in own:
+            own[name] = value
+        else:
+            rest.append(word)
+    if not own["rows"].isdecimal() or not int(own["rows"]):
+        raise ConfigError(f"rows={own['rows']}: expected how many rows to play, 1 or more")
+    _check_flags(kind, rest)
+    config = _config(kind, rest)
+    from whet.observe.progress import setup_logging
+
+    setup_logging()
+    from whet.cli.env_check import env_check
+
+    env_check(config, rows=int(own["rows"]), gold=own["gold"], say=print_text)
 
 
 def _plan(words: list[str]) -> None:

@@ -88,9 +88,9 @@ class Chat:
         try:
             prompt, sampling = self._next_request()
             turn = [m["role"] for m in self.messages].count("assistant")
-            address = {"seed": self.config.seed, "place": turn, "conversation": self._number}
+            place = {"seed": self.config.seed, "place": turn, "conversation": self._number}
             try:
-                for chunk in self.sampler.stream(prompt, sampling, **address):
+                for chunk in self.sampler.stream(prompt, sampling, **place):
                     tokens += chunk.tokens.tolist()
                     self.finish_reason = chunk.finish_reason
                     texts.append(stream.push(chunk.tokens, last=chunk.finish_reason is not None))

@@ -24,7 +24,7 @@ from whet.errors import ConfigError
 from whet.models.config_sizes import read_positions
 from whet.util.references import is_ref
 
-__all__ = ["show_data"]
+__all__ = ["check_inputs", "show_data"]
 
 WIDTH = 74
 """Characters per line of a row's text."""
@@ -45,7 +45,7 @@ def show_data(config: RunConfig | SupervisedRunConfig, *, rows: int = 3, say: Ca
     Args: config: of the run. rows: the number of rows to show. say: prints lines.
     Raises: ConfigError: no data, or no tokenizer. DataError: a row that the run would refuse.
     """
-    model = _check_inputs(config)
+    model = check_inputs(config)
     train, evaluation = load_train_and_eval(config)
     trusted = getattr(config, config.TRAINED).trust_remote_code
     tokenizer = load_tokenizer(config.tokenizer or model, trust_remote_code=trusted)
@@ -57,7 +57,7 @@ def show_data(config: RunConfig | SupervisedRunConfig, *, rows: int = 3, say: Ca
         _show_examples(config, tokenizer, {Mode.TRAIN: train, Mode.EVAL: evaluation}, rows, say, positions)
 
 
-def _check_inputs(config: RunConfig | SupervisedRunConfig) -> str | None:
+def check_inputs(config: RunConfig | SupervisedRunConfig) -> str | None:
     """The name of the model. Raises ConfigError if there are no data or no tokenizer."""
     role: RoleConfig = getattr(config, config.TRAINED)
     missing = missing_inputs("", config.data.path)  # only the tokenizer of the model is needed

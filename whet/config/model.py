@@ -97,7 +97,7 @@ class RoleConfig:
     model: Name | None = None
     """Hub name (name@revision pins a branch, tag or commit), folder of a Hugging Face model, or a GGUF file (the
     extra `gguf`). The actor also accepts "file.py:function" or "package.module:function", which makes the model in a
-    folder. The critic also accepts "actor": a score head on the actor's own trunk, trained with it. A folder or hub
+    folder. The critic also accepts "actor": a score head on the actor's backbone, trained with it. A folder or hub
     name of an adapter in PEFT's format loads its base model with that adapter and trains the adapter further. None =
     from Python, or (critic, reference) the actor's model."""
     lora: LoraConfig | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import json
 from dataclasses import field
 from typing import Any, ClassVar, Literal
@@ -184,6 +185,9 @@ class RolloutConfig:
     native_kernels: Bool = True
     """On a CPU, run the embedded engine with kernels that this machine's C++ compiler builds once; false = with torch's
     operators. WHET_NATIVE=0 in the environment also turns the kernels of training off."""
+    sync_check_every_n_syncs: Number = 1
+    """Syncs of an engine with a copy of the weights per check: it draws 8 tokens, whose logprobs must be the trainer's;
+    0 = no check."""
     num_generations_eval: Size | None = None
     """Completions of each evaluation prompt; None = algo.num_generations, or 1 if evaluation is greedy."""
     generation_kwargs: Tree = field(default_factory=dict)
@@ -204,6 +208,23 @@ class RolloutConfig:
     agent. See whet docs agents."""
     agent_timeout_s: Seconds | None = 600.0
     """Longest time of an agent, in seconds; None = no limit."""
+    tool_timeout_s: Seconds | None = 30.0
+    """Longest time of a tool's call in an environment's class, in seconds; the model gets a late one's error. None = no
+    limit."""
+    turn_timeout_s: Seconds | None = 60.0
+    """Longest time in which an environment answers a turn, all tools included, and of its reset and get_reward each, in
+    seconds; trainer.on_reward_error decides about a late one. None = no limit."""
+    episode_timeout_s: Seconds | None = None
+    """Longest time of an environment's episode, in seconds, the model's turns included; None = no limit."""
+    on_infrastructure_failure: Literal["mask", "retry", "refill"] = "retry"
+    """What follows if an episode of an environment or an agent fails by its infrastructure (a connection, a sandbox,
+    the machine, InfrastructureError): "mask" = it has no reward and is not trained; "retry" = it is run again with
+    the same random draws, at most max_retries times, and masked then; "refill" = its group is replaced by that of a
+    further prompt (needs trainer.max_steps). Evaluations mask, or retry."""
+    max_retries: Number = 2
+    """Most times that an episode is run again."""
+    max_failed_share: Float = 0.25
+    """A run ends if more than this share of a step's episodes failed by their infrastructure; 1.0 = never."""
     max_turns: Count = 1
     """Most turns of the model in an episode. The environment answers between two turns; 1 = it never answers."""
     max_episode_tokens: Count | None = None
@@ -236,7 +257,9 @@ class RolloutConfig:
                     own = find_owner(name, known)
                     near = f"; did you mean eval.{own}?" if own in known else nearest(name, known, "eval.")
                     raise ConfigError(f"eval.{name}: unknown key{near}")
-                if name in ("kv_cache_tokens", "max_batch_size", "sglang", "vllm"):
+                if name in ("on_infrastructure_failure", "max_retries", "max_failed_share"):
+                    raise ConfigError(f"eval.{name} belongs to the whole run; set rollout.{name}")
+                if name in ("kv_cache_tokens", "max_batch_size", "sglang", "sync_check_every_n_syncs", "vllm"):
                     raise ConfigError(f"eval.{name} belongs to the engine, which evaluation shares; set rollout.{name}")
             try:
                 self.for_mode(Mode.EVAL)
@@ -264,8 +287,9 @@ class RolloutConfig:
             raise ConfigError(
                 f"max_turns={self.max_turns} needs env_path, the file whose interact(messages) answers between turns"
             )
-        if self.agent_timeout_s is not None and self.agent_timeout_s <= 0:
-            raise ConfigError(f"agent_timeout_s must be positive, got {self.agent_timeout_s!r}; None = no limit")
+        self._check_time_limits()
+        if not 0 <= self.max_failed_share <= 1:
+            raise ConfigError(f"max_failed_share must lie in [0, 1], got {self.max_failed_share!r}; 1.0 turns it off")
         if self.max_turns == 1 and self.agent is None and self.max_episode_tokens is not None:
             raise ConfigError(
                 f"max_episode_tokens={self.max_episode_tokens} has no effect with max_turns=1; set "
@@ -278,6 +302,21 @@ class RolloutConfig:
             )
         if "" in self.stop:
             raise ConfigError("stop holds an empty string, which would end every completion at once; leave it out")
+
+    def _check_time_limits(self) -> None:
+        """Raises ConfigError: a time limit is not positive, or not longer than the one that it contains."""
+        for name in ("tool_timeout_s", "turn_timeout_s", "episode_timeout_s", "agent_timeout_s"):
+            if (limit := getattr(self, name)) is not None and limit <= 0:
+                raise ConfigError(f"{name} must be positive, got {limit!r}; None = no limit")
+        nested = ["tool_timeout_s"] if self.has_environment_class else []
+        nested += ["turn_timeout_s", "episode_timeout_s"]
+        limits = [(name, value) for name in nested if (value := getattr(self, name)) is not None]
+        for (inner, shorter), (outer, longer) in itertools.pairwise(limits):
+            if shorter >= longer:
+                raise ConfigError(
+                    f"{inner}={shorter} is not below {outer}={longer}, so it would never end a call; lower it, or "
+                    f"raise {outer}"
+                )
 
     @property
     def has_environment_class(self) -> bool:

@@ -4,7 +4,6 @@ The context of a turn is the template's output for the messages before it, with 
 rest of the output with the turn is trained: the assistant's text, with the end token and the line feed after it.
 If the output with a later turn does not start with the earlier output (some templates remove earlier thinking), the
 later turn becomes another sequence. So each turn is trained once, in its own context.
-Left out on purpose: searching the rendered text for the assistant's messages.
 """
 
 from __future__ import annotations

@@ -157,13 +157,13 @@ def _next_dataset(share: np.ndarray, taken: np.ndarray) -> int:
     return int(np.argmax(share * (taken.sum() + 1) - taken))
 
 
-def permutation(rows: int, *address: int) -> np.ndarray:
-    """A random order of rows: the ranks of raw Philox draws, seeded with an address.
+def permutation(rows: int, *key: int) -> np.ndarray:
+    """A random order of rows: the ranks of raw Philox draws, seeded with a key.
 
     numpy guarantees that raw draws never change, but not that its own permutation doesn't.
 
-    Args: rows: the number of rows. address: integers from 0, e.g. a seed and an epoch.
+    Args: rows: the number of rows. key: integers from 0, e.g. a seed and an epoch.
     Returns: int64 [rows], each index once.
     """
-    draws = np.random.Philox(np.random.SeedSequence(address)).random_raw(rows)
+    draws = np.random.Philox(np.random.SeedSequence(key)).random_raw(rows)
     return np.argsort(draws, kind="stable")

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import re
+import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
@@ -204,8 +205,10 @@ def _load_url(text: str, streaming: bool) -> Any:
 
 
 def _download(url: str) -> Path:
-    """Downloads a file into the cache of datasets."""
-    import httpx
+    """Downloads a file into the cache of datasets. Raises: OSError: no answer, or less than the whole file."""
+    from urllib.parse import quote
+    from urllib.request import urlopen
+
     from datasets import config
 
     folder = Path(config.HF_DATASETS_CACHE) / "whet-downloads" / hashlib.sha256(url.encode()).hexdigest()[:16]
@@ -214,10 +217,11 @@ def _download(url: str) -> Path:
     part = folder / f"{path.name}.{os.getpid()}.part"
     log.info("downloading %s", url)
     try:
-        with httpx.stream("GET", url, follow_redirects=True, timeout=30) as answer, part.open("wb") as file:
-            answer.raise_for_status()
-            for block in answer.iter_bytes():
-                file.write(block)
+        with urlopen(quote(url, safe="%/:?&=#+~@!$,;'()*[]"), timeout=30) as answer, part.open("wb") as file:
+            shutil.copyfileobj(answer, file)
+            size = int(answer.headers.get("Content-Length", file.tell()))
+            if file.tell() < size:  # http.client does not say it
+                raise OSError(f"the connection ended after {file.tell()} of {size} bytes")
         return part.replace(path)
     finally:
         part.unlink(missing_ok=True)

@@ -1,7 +1,6 @@
 """Encodes rows as Examples for supervised fine-tuning; data/preference.py encodes preference data.
 
 Rows are tokenised here, once and for all. docs/data.md lists the accepted forms of rows.
-Left out on purpose: images and ready-made batches.
 """
 
 from __future__ import annotations

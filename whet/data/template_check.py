@@ -4,7 +4,6 @@ The template runs a second time on messages in which stand-ins replace the text.
 template omitted the text. If the output with the stand-ins replaced by the original text differs from the first output,
 the template changed the text. Tags (<think>, </think>) and the white space next to them are kept, because templates
 search for them.
-Left out on purpose: the names, ids and weights of messages.
 """
 
 from __future__ import annotations

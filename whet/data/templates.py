@@ -1,7 +1,4 @@
-"""Chat templates: render messages as text by the template of a tokenizer.
-
-Left out on purpose: images, and templates of our own.
-"""
+"""Chat templates: render messages as text by the template of a tokenizer."""
 
 from __future__ import annotations
 

@@ -6,6 +6,8 @@ The loop is `run_turns` (multi_turn.py); the token ids are in a ChatTranscript (
 from __future__ import annotations
 
 import copy
+import math
+import time
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,13 +16,14 @@ import numpy as np
 
 from whet.data.prompts import PromptEncoder
 from whet.envs.environment import ENVIRONMENT_REWARD, EnvironmentInstance
+from whet.envs.failures import EpisodeFailures
 from whet.envs.multi_turn import run_turns, stand_in
 from whet.envs.script import Script
 from whet.envs.tool_calls import ToolTemplate
 from whet.envs.tool_episodes import PROMPT
 from whet.envs.transcript import ChatTranscript
-from whet.errors import RewardError, format_value
-from whet.rewards.checked_values import EpisodeFailures, error_from_exception
+from whet.errors import InfrastructureError, RewardError, format_value
+from whet.rewards.checked_values import error_from_exception
 from whet.rollout.base import Sampling
 from whet.rollout.driver import Episode, Turns
 from whet.rollout.external_calls import CallTimeoutError, ExternalCall
@@ -42,7 +45,9 @@ class Conversation:
         max_tokens: after the prompt, those of the environment included.
         max_length: of the model, which no episode exceeds; None = no limit.
         end_ids: ids that end a turn.
-        timeout_s: of one call of interact, or of a method of the class; None = no deadline.
+        timeout_s: of one call of interact, or of a method of the class; None = no limit.
+        tool_timeout_s: of one call of a tool.
+        episode_timeout_s: of an episode, from its beginning.
         failures: what follows when one of them raises, is late or returns something that is not a list of messages: the
             run ends, or the episode does, without a reward (finish_reason "error"). None = the run ends.
     Raises: ConfigError: the class has tools, and the chat template has none.
@@ -58,11 +63,14 @@ class Conversation:
         max_length: int | None = None,
         end_ids: Sequence[int] = (),
         timeout_s: float | None = 60.0,
+        tool_timeout_s: float | None = 30.0,
+        episode_timeout_s: float | None = None,
         failures: EpisodeFailures | None = None,
     ) -> None:
         self.script, self.encode = script, encode
         self.max_turns, self.max_tokens, self.max_length = max_turns, max_tokens, max_length
         self.end_ids, self.timeout_s = end_ids, timeout_s
+        self.tool_timeout_s, self.episode_timeout_s = tool_timeout_s, episode_timeout_s
         self.failures = failures or EpisodeFailures()
         kind = script.environment
         has_tools = kind is not None and bool(kind.tool_names)
@@ -70,31 +78,37 @@ class Conversation:
 
     def run_episode(self, episode: Episode, sampling: Sampling) -> Turns:
         """Runs an episode. Args: sampling: its max_tokens is that of one turn."""
+        return self.failures.run_with_retries(episode, lambda: self._run_once(episode, sampling))
+
+    def _run_once(self, episode: Episode, sampling: Sampling) -> Turns:
         kind = self.script.environment
-        instance = None if kind is None else EnvironmentInstance(kind, timeout_s=self.timeout_s)
+        limits = {"timeout_s": self.timeout_s, "tool_timeout_s": self.tool_timeout_s}
+        instance = None if kind is None else EnvironmentInstance(kind, **limits)
+        end = math.inf if self.episode_timeout_s is None else time.monotonic() + self.episode_timeout_s
         transcript = self._transcript(episode.prompt)
-        info: dict[str, Any] = {}
         try:
             if instance is not None:
-                prompt = yield from self._told(instance.reset(episode.prompt, self.encode))
+                prompt = yield from self._told(instance.reset(episode.prompt, self.encode), end)
                 if prompt is not episode.prompt:
                     transcript = self._transcript(prompt)
-            reason: FinishReason = yield from run_turns(
+            reason, status = yield from run_turns(
                 episode,
                 sampling,
                 transcript,
-                lambda: self._respond(instance, transcript.messages),
+                lambda: self._respond(instance, transcript.messages, end),
                 max_turns=self.max_turns,
                 max_tokens=self.max_tokens,
                 max_length=self.max_length,
                 answers_last=instance is not None,
             )
-            if instance is not None and instance.of.has_reward and reason not in ("abort", "error"):
+            if status == "error":
+                raise InfrastructureError(f"the engine gave up a turn of the model (finish_reason {reason!r})")
+            if instance is not None and instance.of.has_reward:
                 identity = f"{episode.prompt.row}_{episode.generation}"
-                episode.rewards[ENVIRONMENT_REWARD] = yield from self._told(instance.get_reward(identity))
+                episode.rewards[ENVIRONMENT_REWARD] = yield from self._told(instance.get_reward(identity), end)
+            info = {"status": status} if status == "finished" else {"status": status, "failure": "model"}
         except RewardError as error:
-            info = self.failures.add(error, episode.prompt.row, episode.generation)
-            reason = "error"
+            reason, info = "error", self.failures.add(error, episode)
         finally:
             if instance is not None:
                 instance.close()
@@ -108,15 +122,17 @@ class Conversation:
         reason: FinishReason,
         info: Mapping[str, Any],
     ) -> list[Completion]:
-        """The sequences to train on. Args: reason: why the episode ended. info: of a failure."""
-        facts: dict[str, Any] = {"turns": transcript.turns}
+        """The sequences to train on. Args: reason, info: how the episode ended."""
+        facts: dict[str, Any] = {**info, "turns": transcript.turns}
+        if episode.attempts > 1:
+            facts["attempts"] = episode.attempts
         if transcript.forks:
             facts["forks"] = transcript.forks
         if instance is not None and instance.of.tool_names:
             facts |= {"tool_calls": instance.counts.calls, "tool_errors": instance.counts.failures}
         if not transcript.turns:
-            return [stand_in(episode, {**facts, **info}, reason)]
-        completions = transcript.completions(episode.generation, reason, {**facts, **info})
+            return [stand_in(episode, facts, reason)]
+        completions = transcript.completions(episode.generation, reason, facts)
         prompt = transcript.prompt
         if np.array_equal(prompt.tokens, episode.prompt.tokens):
             return completions
@@ -133,38 +149,48 @@ class Conversation:
         return ChatTranscript(prompt, self.encode, end_ids=self.end_ids, parse=parse)
 
     def _respond(
-        self, instance: EnvironmentInstance | None, messages: Sequence[Message]
+        self, instance: EnvironmentInstance | None, messages: Sequence[Message], end: float
     ) -> Generator[ExternalCall, Any, list[Message]]:
         """The environment's messages. Raises RewardError: it raised, was late, or returned something else."""
         if instance is not None:
             name = f"step of {self.script.name}"
-            answer = yield from self._told(instance.respond(messages[-1]))
+            answer = yield from self._told(instance.respond(messages[-1]), end)
         else:
             interact, name = self.script.interact, f"interact of {self.script.name}"
             copied = copy.deepcopy(list(messages))
             assert interact is not None
             call = ExternalCall(function=lambda: interact(copied), name=name, timeout_s=self.timeout_s)
-            answer = yield from self._told(_waiting(call))
+            answer = yield from self._told(_waiting(call), end)
         _check_messages(answer, name)
         return [dict(m) for m in answer]
 
-    def _told(self, calls: Generator[ExternalCall, Any, Any]) -> Generator[ExternalCall, Any, Any]:
-        """Yields calls of the user's code to the driver. Raises RewardError: one raised, or was late."""
+    def _told(self, calls: Generator[ExternalCall, Any, Any], end: float) -> Generator[ExternalCall, Any, Any]:
+        """Yields calls of the user's code to the driver.
+
+        Args: end: the time at which the episode has to be over.
+        Raises: RewardError: one raised, or was late; the episode was late already.
+        """
         result: Any = None
         call = next(calls)
         while True:
+            rest, limit = end - time.monotonic(), math.inf if call.timeout_s is None else call.timeout_s
+            if rest <= 0:
+                late = f"the episode has not ended within {self.episode_timeout_s} s, and its environment was not late"
+                fix = "raise rollout.episode_timeout_s, or let fewer episodes run at once"
+                raise InfrastructureError(late, fix=fix) from CallTimeoutError(late)
             try:
-                result = yield call
+                result = yield call if limit <= rest else replace(call, timeout_s=rest)
             except CallTimeoutError as error:
-                raise RewardError(f"{error}; give it a limit of its own, or raise trainer.reward_timeout_s") from error
+                setting = "turn_timeout_s" if limit <= rest else "episode_timeout_s"
+                raise RewardError(f"{error}; give it a limit of its own, or raise rollout.{setting}") from error
             except GeneratorExit:
                 raise
             except BaseException as error:  # SystemExit too: it is the user's code
                 raise error_from_exception(call.name, error, __file__) from error
             try:
                 call = calls.send(result)
-            except StopIteration as end:
-                return end.value
+            except StopIteration as returned:
+                return returned.value
 
 
 def _waiting(call: ExternalCall) -> Generator[ExternalCall, Any, Any]:

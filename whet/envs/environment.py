@@ -29,7 +29,7 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 from whet.data.prompts import PromptEncoder
-from whet.envs.tools import ToolCounts, Tools
+from whet.envs.tools import ToolCounts, ToolLimits, Tools
 from whet.errors import ConfigError, DataError, RewardError, format_exception, format_value
 from whet.rewards.checked_values import check_values
 from whet.rollout.external_calls import ExternalCall, run_function
@@ -101,15 +101,26 @@ class EnvironmentClass:
                 "one of them"
             )
 
+    def check_lifetime(self, episode_timeout_s: float | None) -> None:
+        """Raises ConfigError: an episode may last longer than what the class says that an instance lives."""
+        lifetime = getattr(self.kind, "lifetime_s", None)
+        if lifetime is not None and (episode_timeout_s is None or episode_timeout_s >= lifetime):
+            raise ConfigError(
+                f"environment {self.name} lives {lifetime:g} s (its lifetime_s), and rollout.episode_timeout_s="
+                f"{episode_timeout_s} lets an episode last longer; set it below that"
+            )
+
 
 class EnvironmentInstance:
     """The environment of one episode. Its methods are generators, which yield the calls to wait for.
 
     Args: of: the class. timeout_s: of each method, and of the calls of a turn together; None = no limit.
+        tool_timeout_s: of one call of a tool.
     """
 
-    def __init__(self, of: EnvironmentClass, *, timeout_s: float | None) -> None:
+    def __init__(self, of: EnvironmentClass, *, timeout_s: float | None, tool_timeout_s: float | None) -> None:
         self.of, self.timeout_s = of, timeout_s
+        self._limits = ToolLimits(timeout_s=tool_timeout_s)
         self.counts = ToolCounts()
         self._instance: Any = None
         self._tools: Tools = of.tools
@@ -134,7 +145,8 @@ class EnvironmentInstance:
             return None if reset is None else reset(**row)
 
         observation = yield self._call(create, "reset", phase="reset")
-        self._tools = self.of.tools.with_functions({n: getattr(self._instance, n) for n in self.of.tool_names})
+        functions = {name: getattr(self._instance, name) for name in self.of.tool_names}
+        self._tools = self.of.tools.with_functions(functions, self._limits)
         name = f"reset of {self.of.name}"
         return prompt if observation is None else with_observation(prompt, observation, encode, name)
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from whet.envs.failures import Status
 from whet.rollout.base import Output, Request, Sampling
 from whet.rollout.driver import Episode
 from whet.rollout.external_calls import ExternalCall
@@ -55,7 +56,7 @@ def run_turns(
     max_tokens: int,
     max_length: int | None,
     answers_last: bool = False,
-) -> Generator[Request | ExternalCall, Any, FinishReason]:
+) -> Generator[Request | ExternalCall, Any, tuple[FinishReason, Status]]:
     """Runs an episode to its end.
 
     Args:
@@ -69,28 +70,30 @@ def run_turns(
         max_length: the most tokens of the episode, a limit of the model; None = no limit.
         answers_last: call `respond` after the last of max_turns turns too, and drop what it returns.
     Returns: why the episode ended: the finish_reason of the last turn, or "length" if an answer left no room for
-        another turn; that answer is removed.
+        another turn; that answer is removed. And its status.
 
-    Example: `reason = yield from run_turns(...)`, in an Episode's generator.
+    Example: `reason, status = yield from run_turns(...)`, in an Episode's generator.
     """
     longest = len(transcript.context) + max_tokens
     longest = longest if max_length is None else min(longest, max_length)
-    conversation = hash(episode.address)  # its KV is its own, whatever ran before
+    conversation = hash(episode.rng_key)  # its KV is its own, whatever ran before
     for turn in itertools.count(1):
         context = transcript.context
         room = longest - len(context)
         if room < 1 and turn > 1:
             transcript.remove_answer()
-            return "length"
+            return "length", "out of context"
         limited = replace(sampling, max_tokens=min(sampling.max_tokens, room))
         output = yield episode.request(context, limited, conversation=conversation)
         transcript.add_turn(output)
         is_last = turn == max_turns
-        if output.finish_reason in ("abort", "error") or (is_last and not answers_last):
-            return output.finish_reason
+        if output.finish_reason in ("abort", "error"):
+            return output.finish_reason, "error"
+        if is_last and not answers_last:
+            return output.finish_reason, "out of turns"
         answer = yield from respond()
         if is_last or not answer:
-            return output.finish_reason
+            return output.finish_reason, "out of turns" if answer else "finished"
         transcript.add_answer(answer)
     raise AssertionError("the loop returns")
 

@@ -27,7 +27,7 @@ from typing import IO, Any, Literal, cast
 
 from whet.envs import sandbox_server
 from whet.envs.sandbox_server import missing_protection
-from whet.errors import ConfigError, RewardError
+from whet.errors import ConfigError, InfrastructureError
 
 __all__ = ["Sandbox", "SandboxLimits", "SandboxResult", "missing_protection"]
 
@@ -110,7 +110,8 @@ class Sandbox:
         """Runs a program. Threads may call it at the same time.
 
         Args: code: the program's text. stdin: what it reads. files: name -> text, of files in its folder.
-        Raises: ConfigError: a file's name leaves the folder. RewardError: the sandbox itself failed, not the program.
+        Raises: ConfigError: a file's name leaves the folder. InfrastructureError: the sandbox itself failed, not the
+            program.
         """
         for name in files or {}:
             path = PurePosixPath(name)
@@ -125,11 +126,12 @@ class Sandbox:
             self._workers.remove(worker)
             worker = _Worker(self._confined)
             self._workers.append(worker)
-            raise RewardError(f"the sandbox's process ended during a program ({error}); it is replaced") from error
+            ended = f"the sandbox's process ended during a program ({error}); it is replaced"
+            raise InfrastructureError(ended) from error
         finally:
             self._free.put(worker)
         if "error" in answer:
-            raise RewardError(f"the sandbox could not run a program: {answer['error']}")
+            raise InfrastructureError(f"the sandbox could not run a program: {answer['error']}")
         return SandboxResult(**answer)
 
     def close(self) -> None:

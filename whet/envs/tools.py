@@ -24,7 +24,7 @@ from transformers.utils.chat_template_utils import (
     get_json_schema,
 )
 
-from whet.errors import ConfigError
+from whet.errors import ConfigError, InfrastructureError
 
 __all__ = ["Tool", "ToolCounts", "ToolLimits", "Tools"]
 
@@ -99,10 +99,10 @@ class Tools:
             self.functions[name] = fn.call if isinstance(fn, Tool) else fn
             self.schemas.append(schema)
 
-    def with_functions(self, functions: Mapping[str, Callable[..., Any]]) -> Tools:
+    def with_functions(self, functions: Mapping[str, Callable[..., Any]], limits: ToolLimits) -> Tools:
         """Tools of the same names and schemas with other functions, such as the methods of another instance."""
         tools = copy.copy(self)
-        tools.functions = dict(functions)
+        tools.functions, tools.limits = dict(functions), limits
         return tools
 
     def __iter__(self) -> Iterator[Tool]:
@@ -114,6 +114,7 @@ class Tools:
 
         Args: calls: of a message. counts: their number and that of the failures are added to it.
         Returns: the messages that answer them, in order.
+        Raises: InfrastructureError: a tool raised it, so the failure is not the model's.
         """
         semaphore = asyncio.Semaphore(self.limits.max_concurrent)
 
@@ -130,7 +131,11 @@ class Tools:
                     late = f"no answer within {self.limits.timeout_s:g} s" if deadline.expired() else ""
                     return _name(call), TimeoutError(late) if late else error
 
-        return self._messages(await asyncio.gather(*map(run_one, calls)), counts)
+        results = await asyncio.gather(*map(run_one, calls))
+        for _, result in results:
+            if isinstance(result, InfrastructureError):
+                raise result
+        return self._messages(results, counts)
 
     def answer(self, calls: Sequence[Mapping[str, Any]], counts: ToolCounts) -> list[dict[str, Any]]:
         """Runs the calls of a turn here: plain functions in order, on this thread, then async ones together.

@@ -1,6 +1,6 @@
 """Evaluator: samples completions of a data set, computes their rewards, and the metrics.
 
-The draws have addresses, (seed, place of the prompt, generation), so that neither the number of prompts that are
+The keys of the draws are (seed, place of the prompt, generation), so that neither the number of prompts that are
 completed together nor a resume changes one. It completes by Sampler and judges by RewardManager, as a run does.
 Begin at `Evaluator.run`.
 """

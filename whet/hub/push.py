@@ -164,7 +164,8 @@ def _model_of(folder: Path, which: str) -> tuple[Path, int]:
     """The folder of the model and its step. Raises ConfigError if the run has no such model."""
     if not (folder / "config.yaml").is_file():
         inside = folder.name == FINAL or folder.parent.name == "checkpoints"
-        hint = f"; give the run's folder, {folder.parent}" if inside else nearest(folder.name, _siblings(folder))
+        beside = [p.name for p in folder.parent.iterdir() if p != folder] if folder.parent.is_dir() else []
+        hint = f"; give the run's folder, {folder.parent}" if inside else nearest(folder.name, beside)
         raise ConfigError(f"{folder} is not the folder of a run: it has no config.yaml{hint}")
     if which == FINAL:
         if not any((folder / FINAL / name).is_file() for name in ("config.json", "adapter_config.json")):
@@ -201,10 +202,6 @@ def _step_in(path: Path) -> int:
         return int(read_json(path)["step"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} can't be read: {error}; the model was not written by a run") from error
-
-
-def _siblings(folder: Path) -> list[str]:
-    return [p.name for p in folder.parent.iterdir() if p != folder] if folder.parent.is_dir() else []
 
 
 def _check_base(adapter: Path | None, dry_run: bool) -> None:

@@ -37,14 +37,14 @@ from whet.config.rewards import REWARD_MODEL
 from whet.data.prompts import PromptEncoder
 from whet.envs.agent import AGENT_REWARD
 from whet.envs.environment import ENVIRONMENT_REWARD
+from whet.envs.failures import EpisodeFailures
 from whet.errors import ConfigError
 from whet.learners.episodes import load_environment, make_agent_episodes, make_episode_runner
 from whet.learners.from_config import reward_functions
 from whet.learners.rl_task import RLTask
 from whet.learners.step import Step
 from whet.learners.step_metrics import completion_metrics, engine_metrics, total_metrics
-from whet.metrics import Min, flat, merge
-from whet.rewards.checked_values import EpisodeFailures
+from whet.metrics import Max, Min, flat, merge
 from whet.rewards.manager import RewardManager, resolve_reward_manager
 from whet.rewards.metric_fns import call_metric_fns, reduce_metrics
 from whet.rewards.resolve import as_list, with_reward_model
@@ -108,7 +108,13 @@ class RLLearner:
         self.environment = load_environment(cluster)
         self._agents: dict[Mode, AgentEpisodes] = {}
         self._episode_runners: dict[Mode, EpisodeRunner | None] = {}
-        self.failures = EpisodeFailures(self.config.on_reward_error)
+        rollout = cluster.rollout_for()
+        self.failures = EpisodeFailures(
+            self.config.on_reward_error,
+            on_infrastructure=rollout.on_infrastructure_failure,
+            max_retries=rollout.max_retries,
+            max_share=rollout.max_failed_share,
+        )
         """Of the environments and agents of the run."""
         self.encoders: dict[Mode, PromptEncoder] = {}
         """Each mode's encoder, made at its first use. A caller that has encoded rows already may put its own here."""
@@ -217,16 +223,19 @@ class RLLearner:
         stats = merge(*self.cluster.ranks.all_gather(engine_metrics(self.cluster.rollout.stats().since(before))))
         waits = [sum(c.seconds.values()) for g in groups for c in g.completions if c.seconds]
         soonest = {"time/rollout/first_completion": Min(min(waits))} if waits else {}
-        return step.replace(groups=groups, versions=tuple(versions[versions >= 0].tolist())).log({**stats, **soonest})
+        gap = self.cluster.pop_sync_gap()
+        checked = {} if gap is None else {"rollout/sync_logprob_gap": Max(gap)}
+        step = step.replace(groups=groups, versions=tuple(versions[versions >= 0].tolist()))
+        return step.log({**stats, **soonest, **checked})
 
     def rollout(self, prompts: Sequence[Prompt], *, step: int, mode: Mode, first: int = 0) -> Sequence[Group]:
         """Completes prompts, in training and in evaluation. Override it for episodes of your own.
 
         Args:
             prompts: encoded.
-            step: the number of the step, part of the address of each random draw.
+            step: the number of the step, part of the key of each random draw.
             mode: decides the sampling parameters and the number of completions, `num_generations_of(mode)`.
-            first: the place of the first prompt in the step, part of the address too. It is passed only for the further
+            first: the place of the first prompt in the step, part of the key too. It is passed only for the further
                 batches of dynamic sampling.
         Returns: a group for each prompt.
         """
@@ -242,15 +251,15 @@ class RLLearner:
 
     def episode_runner(self, mode: Mode) -> EpisodeRunner | None:
         """The generator function of a mode's episodes; None = one completion each."""
-        if mode not in self._episode_runners:
-            self._episode_runners[mode] = self._make_episode_runner(mode)
-        return self._episode_runners[mode]
-
-    def _make_episode_runner(self, mode: Mode) -> EpisodeRunner | None:
+        if mode in self._episode_runners:
+            return self._episode_runners[mode]
         if self.cluster.rollout_for(mode).agent is None:
-            return make_episode_runner(self.cluster, mode, self.encoder(mode), self.failures)
-        self._agents[mode] = make_agent_episodes(self.cluster, mode, self.encoder(mode), self.failures)
-        return self._agents[mode].run_episode
+            runner = make_episode_runner(self.cluster, mode, self.encoder(mode), self.failures)
+        else:
+            self._agents[mode] = make_agent_episodes(self.cluster, mode, self.encoder(mode), self.failures)
+            runner = self._agents[mode].run_episode
+        self._episode_runners[mode] = runner
+        return runner
 
     def encoder(self, mode: Mode) -> PromptEncoder:
         """The encoder of a mode: it turns rows into prompts, and an environment's messages into tokens."""
@@ -264,7 +273,10 @@ class RLLearner:
 
         Where several processes train, each rewards a part of the groups.
         Reads: groups, mode. Writes: rewards.
+        Raises: RewardError: a function failed, or too many episodes did by their infrastructure.
         """
+        if step.mode is Mode.TRAIN:
+            self.failures.check_share(step.groups)
 
         def compute_rewards(groups: Sequence[Group]) -> RewardBatch:
             texts = [

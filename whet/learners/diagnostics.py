@@ -8,7 +8,6 @@ Four further problems are found in the rewards, the batch and the sampler of a s
 Each problem is logged once, and again only where it gets worse. Checkpoints hold the few numbers that this needs, so a
 resumed run warns where the uninterrupted one would. Gradients that are not finite are left to RoleTrainer, which ends a
 run that has many of them.
-Left out on purpose: trends and moving windows, which the reader of a curve judges better.
 """
 
 from __future__ import annotations
@@ -407,6 +406,11 @@ def _describe_no_signal(row: Mapping[str, float], rewards: RewardBatch, batch: T
 
 
 def _find_cause(row: Mapping[str, float], rewards: RewardBatch, batch: TokenBatch, more_room: str) -> str:
+    if all(c.finish_reason == "error" for g in rewards.groups for c in g.completions):
+        return (
+            "all rewards are None, since the agent or environment failed in each episode and "
+            "trainer.on_reward_error=none ends it without one; repair it, or set that to raise"
+        )
     if not batch.mask.any():
         return (
             "no completion ended by itself, and algo.mask_truncated_completions leaves those out; "
@@ -420,11 +424,6 @@ def _find_cause(row: Mapping[str, float], rewards: RewardBatch, batch: TokenBatc
             return (
                 f"all rewards are None, since {', '.join(failed)} failed and trainer.on_reward_error=none counts that "
                 "as None; look at rewards/<function>/errors and at the warnings above, or set it to raise"
-            )
-        if all(c.finish_reason == "error" for g in rewards.groups for c in g.completions):
-            return (
-                "all rewards are None, since the agent or environment failed in each episode and "
-                "trainer.on_reward_error=none ends it without one; repair it, or set that to raise"
             )
         if [*rewards.table] == [AGENT_REWARD]:
             return (

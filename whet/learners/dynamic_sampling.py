@@ -1,6 +1,7 @@
 """Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): replaces groups without signal by groups of further prompts.
 
-All advantages of a group with equal rewards are 0. `filter_groups` finds such groups. `refill_groups` samples and
+All advantages of a group with equal rewards are 0. `filter_groups` finds such groups, and `complete_groups` those with
+an episode that failed by its infrastructure. `refill_groups` samples and
 rewards further batches of prompts until the step has as many groups as before, or max_num_gen_batches is reached.
 Surplus groups are discarded: in the next step they would come from an older policy.
 """
@@ -30,22 +31,24 @@ log = logging.getLogger("whet")
 
 
 def check_dynamic_sampling(learner: RLLearner, config: SelectionFields, max_steps: int | None) -> None:
-    """Raises ConfigError where dynamic sampling is on and max_steps is not set, or the rollout does not take `first`.
+    """Raises ConfigError where groups are replaced and max_steps is not set, or the rollout does not take `first`.
 
     Args: learner: its `rollout` is checked. config: of the learner. max_steps: of the run.
     """
-    if not config.dynamic_sampling:
+    refills = learner.failures.on_infrastructure == "refill"
+    if not config.dynamic_sampling and not refills:
         return
+    setting = "algo.dynamic_sampling" if config.dynamic_sampling else "rollout.on_infrastructure_failure=refill"
     if max_steps is None:
         raise ConfigError(
-            "algo.dynamic_sampling takes as many prompts as a step needs, so the data do not say how many steps there "
+            f"{setting} takes as many prompts as a step needs, so the data do not say how many steps there "
             "are; set trainer.max_steps"
         )
     if "first" not in inspect.signature(learner.rollout).parameters:
         raise ConfigError(
             f"{type(learner).__name__}.rollout does not take `first`, the place of its first prompt in the step. "
-            "Without it a further batch would draw the same random numbers; add the parameter, or set "
-            "algo.dynamic_sampling=false"
+            "Without it a further batch would draw the same random numbers; add the parameter, or leave out "
+            f"{setting}"
         )
 
 
@@ -67,33 +70,48 @@ def filter_groups(
     return np.array([low < mean < high for mean in means], bool)
 
 
+def complete_groups(groups: Sequence[Group]) -> np.ndarray:
+    """Which groups have no episode that failed by its infrastructure: Bool [groups]."""
+    failed = [any(c.info.get("failure") == "infrastructure" for c in group.completions) for group in groups]
+    return ~np.array(failed, bool)
+
+
 def refill_groups(
     learner: RLLearner, config: SelectionFields, step: Step, next_batch: Callable[[], list[Prompt] | None]
 ) -> Step:
-    """Replaces groups without signal by groups of further prompts.
+    """Replaces groups without signal, or with episodes that failed, by groups of further prompts.
 
     Args:
         learner: its stages `sample` and `reward` make the further groups.
         config: the learner's.
         step: sampled and rewarded.
         next_batch: returns a further batch of prompts; None = the data have ended.
-    Returns: the step with the groups that have signal, in the order in which they were drawn. If no group has signal,
-        its groups are those of the step. Metrics under dynamic_sampling/: batches; groups_left_out,
+    Returns: the step with the groups that are kept, in the order in which they were drawn. If none is kept, its groups
+        are those of the step. Metrics under dynamic_sampling/: batches; groups_left_out,
         completions_left_out, tokens_left_out; reward, the mean over all completions that were drawn.
     """
     wanted, drawn = len(step.groups), [step]
-    bounds, clip = config.group_reward_bounds, config.reward_clip_range
-    kept = int(filter_groups(step.rewards, bounds, clip).sum())
+
+    def keep(rewards: RewardBatch) -> np.ndarray:
+        kept = np.ones(len(rewards.groups), bool)
+        if config.dynamic_sampling:
+            kept &= filter_groups(rewards, config.group_reward_bounds, config.reward_clip_range)
+        if learner.failures.on_infrastructure == "refill":
+            kept &= complete_groups(rewards.groups)
+        return kept
+
+    kept = int(keep(step.rewards).sum())
     while kept < wanted and len(drawn) < config.max_num_gen_batches and (prompts := next_batch()) is not None:
         first = sum(len(s.prompts) for s in drawn)
         drawn.append(learner.reward(learner.sample(Step(index=step.index, prompts=prompts, first=first))))
-        kept += int(filter_groups(drawn[-1].rewards, bounds, clip).sum())
+        kept += int(keep(drawn[-1].rewards).sum())
     if kept < wanted:
         ended = len(drawn) < config.max_num_gen_batches
         reason = "the data ended" if ended else f"max_num_gen_batches={config.max_num_gen_batches}"
-        log.warning("step %d: %d of %d groups have different rewards (%s)", step.index, kept, wanted, reason)
+        what = "have different rewards" if config.dynamic_sampling else "have no failed episode"
+        log.warning("step %d: %d of %d groups %s (%s)", step.index, kept, wanted, what, reason)
     rewards = RewardBatch.cat([s.rewards for s in drawn])
-    chosen = np.flatnonzero(filter_groups(rewards, bounds, clip))[:wanted]
+    chosen = np.flatnonzero(keep(rewards))[:wanted]
     result = rewards.select(chosen if len(chosen) else range(wanted))
     for further in drawn[1:]:
         step = step.log(further.metrics)

@@ -9,8 +9,8 @@ from whet.config import Mode
 from whet.data.prompts import PromptEncoder
 from whet.envs import Conversation, Script, load_script
 from whet.envs.agent import load_agent
+from whet.envs.failures import EpisodeFailures
 from whet.models.modes import max_positions
-from whet.rewards.checked_values import EpisodeFailures
 from whet.rollout.policy_rollouts import EpisodeRunner
 
 if TYPE_CHECKING:
@@ -30,7 +30,10 @@ def load_environment(cluster: RLCluster) -> Script | None:
         config = cluster.rollout_for(mode)
         if config.agent is not None:
             load_agent(config.agent)
-        scripts[mode] = None if config.env_path is None else load_script(config.env_path, turns=config.max_turns)
+        script = None if config.env_path is None else load_script(config.env_path, turns=config.max_turns)
+        if script is not None and script.environment is not None:
+            script.environment.check_lifetime(config.episode_timeout_s)
+        scripts[mode] = script
     return scripts[Mode.TRAIN]
 
 
@@ -41,7 +44,7 @@ def make_episode_runner(
 
     Args: encode: the mode's encoder. failures: of the run's episodes.
     """
-    config, training = cluster.rollout_for(mode), cluster.training_config
+    config = cluster.rollout_for(mode)
     if not config.has_turns:
         return None
     return Conversation(
@@ -51,7 +54,9 @@ def make_episode_runner(
         max_turns=config.max_turns,
         max_tokens=config.most_tokens,
         max_length=_longest(cluster, mode),
-        timeout_s=training.reward_timeout_s,
+        timeout_s=config.turn_timeout_s,
+        tool_timeout_s=config.tool_timeout_s,
+        episode_timeout_s=config.episode_timeout_s,
         failures=failures,
     ).run_episode
 

@@ -196,25 +196,30 @@ class PolicyLearner(RLLearner):
     # ---- the stages ----------------------------------------------------------------------------------------------
 
     def select_groups(self, run: Run, step: Step) -> Step:
-        """Where dynamic_sampling is set, replaces groups without signal by groups of further prompts.
+        """Replaces groups by groups of further prompts: those without signal where dynamic_sampling is set, and those
+        with an episode that failed where on_infrastructure_failure is "refill".
 
         Reads: index, prompts, groups, rewards, versions, metrics. Writes: prompts, groups, rewards, versions, metrics.
         """
-        if not self.algo_config.dynamic_sampling:
+        if not self.algo_config.dynamic_sampling and self.failures.on_infrastructure != "refill":
             return step
         return refill_groups(self, self.algo_config, step, run.next_batch)
 
     def batch(self, step: Step) -> Step:
-        """Lays the completions end to end, and masks truncated ones where mask_truncated_completions is set.
+        """Lays the completions end to end, and masks those of failed episodes, and truncated ones where
+        mask_truncated_completions is set.
 
         Reads: groups, batch. Writes: batch.
         """
         step = super().batch(step)
-        if not self.algo_config.mask_truncated_completions:
+        completions = [c for g in step.groups for c in g.completions]
+        trained = torch.tensor([not c.has_failed for c in completions])
+        if self.algo_config.mask_truncated_completions:
+            trained &= torch.tensor([c.finish_reason != "length" for c in completions])
+        if trained.all():
             return step
         batch = step.batch
-        ended = torch.tensor([c.finish_reason != "length" for g in step.groups for c in g.completions])
-        return step.replace(batch=batch.replace(mask=batch.mask & ended.index_select(0, batch.sequence)))
+        return step.replace(batch=batch.replace(mask=batch.mask & trained.index_select(0, batch.sequence)))
 
     def score(self, step: Step) -> Step:
         """Adds log-probabilities: the old ones (see `old_logprobs_from`), the reference's where beta is not 0, and a

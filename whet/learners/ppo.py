@@ -4,10 +4,10 @@
     A_t = Σ_k (γλ)^k (r_{t+k} + γ V_{t+k+1} − V_{t+k}), whitened         gamma, gae_lambda, whiten_advantages
     R_t = A_t + V_t, before whitening                                    the critic's target: value_loss_fn
     l_t = −min(ρ_t A_t, clip(ρ_t, 1 − ε_low, 1 + ε_high) A_t) − c H_t    policy_loss_fn, per token; ρ_t = π / π_old
-    + c_v (value loss)_t, where the critic is a head on the actor's trunk (critic="actor")               vf_coef
+    + c_v (value loss)_t, where the critic is a head on the actor's backbone (critic="actor")            vf_coef
 
 Completions without a reward teach neither actor nor critic. A critic with a model of its own leaves their tokens out of
-its mean, under value_loss_agg_mode. On a shared trunk the value loss has the weights of the policy's tokens, which
+its mean, under value_loss_agg_mode. On a shared backbone the value loss has the weights of the policy's tokens, which
 count those tokens, so there it weighs less by their share. The logged means of the value loss are over tokens with a
 reward in both cases.
 
@@ -20,7 +20,7 @@ has its own sampling parameters, reward functions and a reward model may be used
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -86,19 +86,19 @@ class PPOLearner(PolicyLearner):
         if len(configs) != 1:
             raise ConfigError("PPOLearner takes ppo_config= or algo_config=, which are the same: give one of them")
         config = check_instance(configs[0], PPOConfig, "ppo_config" if algo_config is None else "algo_config")
-        self.shares_trunk = Role.CRITIC not in cluster.workers
-        if self.shares_trunk and cluster.actor.loaded.score_head is None:
+        self.shares_backbone = Role.CRITIC not in cluster.workers
+        if self.shares_backbone and cluster.actor.loaded.score_head is None:
             raise ConfigError(
                 "PPO requires a critic model; pass RLCluster(critic=...), for example the actor's folder, or "
-                'critic="actor" for a score head on the actor\'s trunk'
+                'critic="actor" for a score head on the actor\'s backbone'
             )
-        if self.shares_trunk and config.critic_warmup_steps:
+        if self.shares_backbone and config.critic_warmup_steps:
             raise ConfigError(
                 f"algo.critic_warmup_steps={config.critic_warmup_steps} trains only the critic, and this one shares "
-                "the actor's trunk; set 0, or give the critic a model of its own"
+                "the actor's backbone; set 0, or give the critic a model of its own"
             )
         for name, usual in (("critic_updates", 1), ("value_loss_agg_mode", "token-mean")):
-            if self.shares_trunk and getattr(config, name) != usual:
+            if self.shares_backbone and getattr(config, name) != usual:
                 raise ConfigError(
                     f"{name}={getattr(config, name)!r} is for a critic with a model of its own; this one shares the "
                     f"actor's updates: leave it at {usual!r}"
@@ -121,7 +121,7 @@ class PPOLearner(PolicyLearner):
         )
         value_loss = resolve_name(config.value_loss_fn, VALUE_LOSSES, "value loss", hint=other_field)
         self.value_loss = bind_fields(value_loss, config)
-        if self.shares_trunk:
+        if self.shares_backbone:
             self.skips_without_signal = False  # a sequence without an advantage has values to learn
             named = {f"critic/{name}": _under_critic(name, how) for name, how in _METRICS.items()}
             cluster.actor_trainer.with_rl_metrics_to_log({**named, **cluster.actor_trainer.reductions})
@@ -168,11 +168,14 @@ class PPOLearner(PolicyLearner):
 
         Reads: index, batch.values, batch.returns, batch.has_reward. Writes: nothing.
         """
-        if self.shares_trunk:
+        if self.shares_backbone:
             return super().update(step, mini)
         self.cluster.release_engine_memory()
         with self.cluster.trace.span("update_critic"):
-            for part in _split_mini_batch(mini, self.algo_config.critic_updates):
+            group_of = mini.group_of.index_select(0, mini.trajectory_of)
+            for groups in _split_evenly(mini.num_groups, self.algo_config.critic_updates):
+                within = (group_of >= groups.start) & (group_of < groups.stop)
+                part = mini.select(within.nonzero().flatten())
                 rewarded = part.replace(mask=part.mask & (part.need("has_reward") > 0))
                 step = step.log(self.critic_trainer.update(rewarded, select=with_trained_tokens))
         return step if step.index <= self.algo_config.critic_warmup_steps else super().update(step, mini)
@@ -183,9 +186,9 @@ class PPOLearner(PolicyLearner):
         return result if isinstance(result, tuple) else (result, {})
 
     def loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """The policy's loss at each token, plus the value loss where the critic shares its trunk."""
+        """The policy's loss at each token, plus the value loss where the critic shares its backbone."""
         loss, metrics = super().loss(x)
-        if not self.shares_trunk:
+        if not self.shares_backbone:
             return loss, metrics
         value_loss, value_metrics = self._critic_loss(x)
         has_reward = x.need("has_reward")
@@ -194,7 +197,7 @@ class PPOLearner(PolicyLearner):
 
     def _adjust_metrics(self, metrics: Metrics, mini: TokenBatch, selected: TokenBatch) -> Metrics:
         """As PolicyLearner's; the means of a shared critic's metrics are over tokens (sequences) with a reward."""
-        if self.shares_trunk:
+        if self.shares_backbone:
             reductions = self.cluster.actor_trainer.reductions
             metrics = average_over_known(metrics, "critic/", selected, selected.need("has_reward") > 0, reductions)
         return super()._adjust_metrics(metrics, mini, selected)
@@ -216,7 +219,7 @@ class PPOLearner(PolicyLearner):
     def planned_passes(self, num_groups: int) -> dict[str, str]:
         """The passes of a step besides rollout and updates, and the passes that it skips, each with the reason."""
         passes = {**super().planned_passes(num_groups), "values": "runs: the critic's, for advantages and returns"}
-        if self.shares_trunk:
+        if self.shares_backbone:
             passes["loss"] += f" + {self.algo_config.vf_coef} * value loss"
             passes["completions with advantage 0"] = "run: their values are learned"
         if n := self.algo_config.critic_warmup_steps:
@@ -232,13 +235,6 @@ def _split_evenly(count: int, parts: int) -> list[range]:
     """
     size = -(-count // parts)
     return [range(start, min(start + size, count)) for start in range(0, count, size)]
-
-
-def _split_mini_batch(mini: TokenBatch, parts: int) -> Iterator[TokenBatch]:
-    """Splits a mini-batch into at most `parts` parts of whole groups."""
-    group_of = mini.group_of.index_select(0, mini.trajectory_of)
-    for groups in _split_evenly(mini.num_groups, parts):
-        yield mini.select(((group_of >= groups.start) & (group_of < groups.stop)).nonzero().flatten())
 
 
 def with_has_reward(batch: TokenBatch, rewards: RewardBatch) -> TokenBatch:

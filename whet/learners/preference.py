@@ -77,8 +77,10 @@ class RewardModelLearner(SupervisedLearner[RewardModelConfig]):
 class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
     """Trains a policy on preferences: pairs of a better and a worse answer, or answers with a label.
 
-    Args: models, data, settings, observers: as of SupervisedLearner; of an actor, and of a reference where the loss
-        reads one. algo_config: None = DPO with its defaults.
+    Args:
+        models: an actor, and a reference where the loss reads one.
+        algo_config: None = DPO with its defaults.
+        options: data, settings and observers, as of SupervisedLearner.
     Raises: ConfigError: an unknown loss, losses that don't go together, a parameter that none of them takes, a missing
         reference or one that nothing reads.
 

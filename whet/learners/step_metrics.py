@@ -151,7 +151,9 @@ def _turn_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
     """The metrics of episodes with turns; {} without such.
 
     turns/{mean,max,min}: the model's turns. completions/sampled_tokens: the tokens that the model drew. turns/forks:
-    sequences after the first of each episode. turns/failed: episodes in which the environment failed.
+    sequences after the first of each episode. turns/failed: episodes that failed by no doing of the model;
+    turns/failed_infrastructure: those of them that failed by their infrastructure. turns/retried: attempts after the
+    first.
     tools/call_frequency: calls of tools per episode. tools/failure_frequency: failures per call.
     """
     last = {(id(g), c.generation): c for g in groups for c in g.completions if c.messages}
@@ -168,7 +170,11 @@ def _turn_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
     return {
         **spread("turns", np.array(turns)),
         "turns/forks": Sum(float(sum(len(g.completions) for g in groups) - len(last))),
-        "turns/failed": Sum(float(sum(c.finish_reason == "error" for c in last.values()))),
+        "turns/failed": Sum(float(sum(c.has_failed for c in last.values()))),
+        "turns/failed_infrastructure": Sum(
+            float(sum(c.info.get("failure") == "infrastructure" for c in last.values()))
+        ),
+        "turns/retried": Sum(float(sum(c.info.get("attempts", 1) - 1 for c in last.values()))),
         "completions/sampled_tokens": Sum(float(sampled)),
         **tools,
     }

@@ -1,7 +1,4 @@
-"""Names the implementations that training and scoring use; environment.json records them, so a resume can log changes.
-
-Left out on purpose: choices that depend on the shapes of a layer; the log reports them when the layer runs.
-"""
+"""The implementations that training and scoring use; environment.json records them, so a resume can log changes."""
 
 from __future__ import annotations
 

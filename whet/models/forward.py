@@ -2,7 +2,6 @@
 
 The head runs only on the hidden states that predict a target.
 Dim legend: B rows, T tokens, s targets, n sequences, V vocabulary, D width.
-Left out on purpose: sampling (the engines do it), and the columns of a batch (the losses read them).
 """
 
 from __future__ import annotations

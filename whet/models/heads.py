@@ -67,8 +67,8 @@ def detect_head(module: nn.Module) -> Head:
     >>> detect_head(CohereForCausalLM(CohereConfig(vocab_size=16, num_hidden_layers=1, logit_scale=0.5, **sizes)))
     Head(kind='scale', scale=0.5, softcap=None)
     """
-    layer, trunk = module.get_output_embeddings(), module.get_decoder()  # pyright: ignore[reportCallIssue]
-    if type(layer) is not nn.Linear or trunk is module:
+    layer, backbone = module.get_output_embeddings(), module.get_decoder()  # pyright: ignore[reportCallIssue]
+    if type(layer) is not nn.Linear or backbone is module:
         return Head("unknown")
     half = torch.logspace(-2, 4, layer.out_features // 2, device=layer.weight.device)
     middle = half.new_zeros(layer.out_features - 2 * len(half))
@@ -80,9 +80,9 @@ def detect_head(module: nn.Module) -> Head:
         return ramp.expand_as(output).clone()
 
     def record_output(_: nn.Module, inputs: Any, output: Any) -> None:
-        states["trunk_output"] = output[0]
+        states["backbone_output"] = output[0]
 
-    hooks = [layer.register_forward_hook(replace_output), trunk.register_forward_hook(record_output)]
+    hooks = [layer.register_forward_hook(replace_output), backbone.register_forward_hook(record_output)]
     try:
         ids = torch.arange(8, device=ramp.device)[None] % layer.out_features
         with torch.no_grad():
@@ -90,7 +90,7 @@ def detect_head(module: nn.Module) -> Head:
     finally:
         for hook in hooks:
             hook.remove()
-    if logits.shape != ramp.shape or not torch.equal(states["head_input"], states["trunk_output"]):
+    if logits.shape != ramp.shape or not torch.equal(states["head_input"], states["backbone_output"]):
         return Head("unknown")
     if torch.equal(logits, ramp):
         return Head("identity")
@@ -138,10 +138,10 @@ def score_layer(module: nn.Module) -> nn.Linear | None:
 
 
 def add_score_head(module: PreTrainedModel, weight: Tensor | None = None, *, shared: bool = False) -> PreTrainedModel:
-    """Puts a score head, one linear unit that starts at 0, on the trunk of a causal language model.
+    """Puts a score head, one linear unit that starts at 0, on the backbone of a causal language model.
 
     V(s) = w · h(s), where h(s) is the last hidden state; so V = 0 before the first update.
-    The result is transformers' sequence classifier with one label, around the same trunk. If transformers has no
+    The result is transformers' sequence classifier with one label, around the same backbone. If transformers has no
     classifier for the family, it is the language model with its LM head replaced.
 
     Args:
@@ -172,7 +172,7 @@ def add_score_head(module: PreTrainedModel, weight: Tensor | None = None, *, sha
 
 
 def _make_classifier(module: PreTrainedModel) -> PreTrainedModel | None:
-    """Transformers' sequence classifier with one label, around the trunk of a causal model; None = there is none.
+    """Transformers' sequence classifier with one label, around the backbone of a causal model; None = there is none.
 
     For a model that runs code of its own, the classifier comes from that code.
     """

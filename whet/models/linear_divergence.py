@@ -2,7 +2,6 @@
 
 It is one autograd function. It computes the logits of both heads chunk by chunk, and again in the backward pass.
 Dim legend: s rows (hidden states with a target), D width (each model has its own), V vocabulary.
-Left out on purpose: keeping small logits for the backward pass, and a teacher with a gradient.
 """
 
 from __future__ import annotations

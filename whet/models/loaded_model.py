@@ -49,10 +49,10 @@ class ParameterSnapshot:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to train: a trunk with an LM head, a score head or both.
+    """A model ready to train: a backbone with an LM head, a score head or both.
 
     An actor or a reference has an LM head. A critic or a reward model has a score head, which computes one number for a
-    state. An actor and a critic that share a trunk are one LoadedModel with both heads.
+    state. An actor and a critic that share a backbone are one LoadedModel with both heads.
 
     Example: `load_model("Qwen/Qwen3-0.6B").lm_head.kind` is "identity".
     """

@@ -3,7 +3,7 @@
     y = W x + b + Σ s B A x        effective weight: W + Σ s B A, over the active adapters
 
 The adapters have the form of PEFT's `inject_adapter_in_model`: the model keeps its class, and some of its linear layers
-are wrapped. The engine's fused trunk and the native kernels multiply by a copy of the weights. In fp32 they copy the
+are wrapped. The engine's fused backbone and the native kernels multiply by a copy of the weights. In fp32 they copy the
 effective weight. In half precision the adapter's part is often smaller than the rounding of W, and a rounded sum would
 lose it. There the engine multiplies by both, W x and s B A x, as the layer itself does.
 Dim legend: O out, I in, r rank.
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from whet.errors import ConfigError
 from whet.models.quantized import dequantize, is_quantized_layer
-from whet.ops.counter_rng import address_key, keep_mask
+from whet.ops.counter_rng import hash_rng_key, keep_mask
 from whet.ops.masked import to_fp32
 from whet.util.tensor_subclasses import gather_full_tensor
 
@@ -71,7 +71,7 @@ class SeededDropout(nn.Module):
                 f"lora_dropout={self.p}: a layer with an adapter reads {x.shape[:-1].numel()} of a pass's {len(keys)} "
                 "tokens, as expert layers do, and dropout on these is not supported; set actor.lora.lora_dropout=0"
             )
-        kept = keep_mask(keys ^ address_key(self.number, 0, 0, 0), x.shape[-1], self.p)
+        kept = keep_mask(keys ^ hash_rng_key(self.number, 0, 0, 0), x.shape[-1], self.p)
         return x * kept.view(x.shape) / (1 - self.p)
 
 
@@ -136,7 +136,7 @@ class Adapter:
         """
         dropouts = list(self._dropouts())
         for drop in dropouts:
-            drop.keys = tokens ^ address_key(seed, update, 0, 0)
+            drop.keys = tokens ^ hash_rng_key(seed, update, 0, 0)
         try:
             yield
         finally:

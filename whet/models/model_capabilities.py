@@ -10,7 +10,6 @@ The model itself is tested in two cases: its structure differs from that of its 
 layer, a hook), or its twin can't run a layout, which may be due to the twin's sizes. The twin keeps the head size, the
 numbers of heads and experts, the rotary tables and all factors, because families tie them to one another.
 Dim legend: T tokens, V vocabulary.
-Left out on purpose: broken weights, and the kernels of the machine.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@ On a GPU, the kernels that take a mask do not support shared heads (before torch
 scores, twice: 4 GB for 8,192 tokens and 16 heads. Repeated keys would need a copy for each query head, until the
 backward pass. So there is one call for the first query head of every group, one for the second heads, and so on. No key
 is repeated, and no scores are stored.
-Left out on purpose: calls without a mask, for which kernels support shared heads.
 Dim legend: B rows, H query heads, KV key heads, T queries, K keys, D head size.
 """
 

@@ -1,7 +1,6 @@
 """A short prompt for comparing two implementations of a model, and the tolerance of the comparison.
 
-Packed rows, the engine's fused trunk and the engines of other packages are each compared with the module itself.
-Left out on purpose: the comparison of FlexAttention, which needs only tensors.
+Packed rows, the engine's fused backbone and the engines of other packages are each compared with the module itself.
 """
 
 from __future__ import annotations

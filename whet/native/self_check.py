@@ -2,7 +2,6 @@
 
 A compiler, a flag or a processor may be faulty, and training on wrong numbers raises no error. Each family of kernels
 defines its shapes and tolerances as `Comparison`s, which are compared here.
-Left out on purpose: any test of speed.
 """
 
 from __future__ import annotations

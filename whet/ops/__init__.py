@@ -39,7 +39,7 @@ from whet.ops.corrections import (
     sampling_metrics,
     weight_metrics,
 )
-from whet.ops.counter_rng import address_key, keep_mask, uniform
+from whet.ops.counter_rng import hash_rng_key, keep_mask, uniform
 from whet.ops.divergence import check_beta, generalized_jsd, log_mixture
 from whet.ops.kl import KL_MODES, adapted_beta, kl_divergence, kl_rewards, reference_kl, sequence_mean_kl
 from whet.ops.logprobs import entropy, is_likeliest, log_sum_sq_probs, selective_log_softmax
@@ -107,7 +107,6 @@ __all__ = [
     "PolicyObjective",
     "Support",
     "adapted_beta",
-    "address_key",
     "advantages_and_returns",
     "aggregate",
     "allowed_tokens",
@@ -139,6 +138,7 @@ __all__ = [
     "greedy",
     "group_spread",
     "grpo_advantages",
+    "hash_rng_key",
     "high_entropy_mask",
     "is_likeliest",
     "keep_mask",

@@ -1,6 +1,6 @@
-"""Counter-based random numbers without state: a uniform number for each address.
+"""Counter-based random numbers without state: a uniform number for each key and position.
 
-The address of a draw is (seed, step, prompt, generation, position). A number depends only on its address, so batch
+The key of a completion is (seed, step, prompt, generation). A number depends only on key and position, so batch
 composition, scheduling, restarts and the number of processes don't change it. Integer arithmetic only (64 bit,
 wrapping), so CPU and CUDA give the same bits. Dim legend: n draws.
 Left out on purpose: normal numbers and permutations; and secrecy: the hash is for statistics, not for cryptography.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["address_key", "keep_mask", "uniform"]
+__all__ = ["hash_rng_key", "keep_mask", "uniform"]
 
 # splitmix64 (Steele, Lea, Flood, OOPSLA 2014): the increment and the multipliers of its finaliser.
 _GAMMA = 0x9E3779B97F4A7C15
@@ -23,8 +23,8 @@ _MUR1 = 0x85EBCA6B - 2**32
 _MUR2 = 0xC2B2AE35 - 2**32
 
 
-def address_key(seed: int, step: int, prompt: int, generation: int) -> int:
-    """The key of one completion's draws: a hash of where in the run it stands.
+def hash_rng_key(seed: int, step: int, prompt: int, generation: int) -> int:
+    """The hash of an rng_key, which tells where in the run a completion stands.
 
     k₀ = 0, kᵢ = mix(kᵢ₋₁ xor aᵢ), a the four parts in order; mix(z) is splitmix64's finaliser of z + γ.
 
@@ -36,9 +36,9 @@ def address_key(seed: int, step: int, prompt: int, generation: int) -> int:
     Returns: an integer in int64's range, so that it fits a Long tensor.
     Source: splitmix64's finaliser, chained.
 
-    >>> address_key(0, 0, 0, 0) == address_key(0, 0, 0, 1)
+    >>> hash_rng_key(0, 0, 0, 0) == hash_rng_key(0, 0, 0, 1)
     False
-    >>> -(2**63) <= address_key(2**63, 7, 1, 2) < 2**63
+    >>> -(2**63) <= hash_rng_key(2**63, 7, 1, 2) < 2**63
     True
     """
     key = 0
@@ -51,11 +51,11 @@ def address_key(seed: int, step: int, prompt: int, generation: int) -> int:
 
 
 def uniform(keys: Tensor, positions: Tensor) -> Tensor:
-    """The uniform number of each address.
+    """The uniform number of each key and position.
 
-    u = ⌊h / 2¹¹⌋ · 2⁻⁵³, h = mix(mix(k) xor t), k the key and t the position; mix as in address_key. The first round
+    u = ⌊h / 2¹¹⌋ · 2⁻⁵³, h = mix(mix(k) xor t), k the key and t the position; mix as in hash_rng_key. The first round
     keeps plain keys apart: without it, (k=0, t=1) and (k=1, t=0) would be the same draw.
-    Args: keys: Long [n], from address_key. positions: Long [n], place of the token in its completion, 0, 1, ...
+    Args: keys: Long [n], from hash_rng_key. positions: Long [n], place of the token in its completion, 0, 1, ...
     Returns: float64 [n] in [0, 1), multiples of 2**-53; the same bits on every device.
     Source: splitmix64; 53 bits as in Python's random and numpy.
 

@@ -1,7 +1,7 @@
 """Log-probabilities of chosen tokens, and entropies, from logits.
 
 Dim legend: V vocabulary; "..." any leading dims. Half-precision logits are computed on in fp32; float64 stays float64.
-Left out on purpose: anything that avoids holding [tokens, V]; the fused linear-logprob belongs to the models.
+All of it holds [tokens, V]; whet.models.linear_logprob does not.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ allows. The second repeats this under the smallest cost cap that needs no more o
 Johnson 1978). A cap that is too low changes nothing. So the result never has more micro-batches than first fit has, and
 its most expensive one never costs more.
 All numbers are integers that depend only on lengths, so a batch is split in the same way on every machine.
-Left out on purpose: sliding windows, which see fewer pairs; measured times.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Dim legend: B rows, T tokens of a row, s completion tokens of a micro-batch, n i
 - The last token of a completion predicts nothing. It is run only where its hidden state is asked for.
 - There are as few micro-batches as fit, then they are made similar in cost (bin_packing.py); the largest comes first.
 - The plan depends only on the batch, not on measured times.
-Left out on purpose: columns such as advantages; `MicroBatch.token_index` says where a token's columns are.
+A micro-batch has no columns such as advantages; `MicroBatch.token_index` says where a token's columns are.
 """
 
 from __future__ import annotations

@@ -21,13 +21,11 @@ import numpy as np
 
 from whet.errors import RewardError, RewardValueError, format_exception, format_value
 
-__all__ = ["CheckedRewards", "EpisodeFailures", "OnError", "apply_on_error", "check_values", "error_from_exception"]
+__all__ = ["CheckedRewards", "OnError", "apply_on_error", "check_values", "error_from_exception"]
 
 LOG = logging.getLogger(__name__)
 LIBRARIES = (*{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")},)
 """Folders of the installed packages and of Python, whose lines are not the user's."""
-MAX_WARNINGS = 3
-"""Failed episodes of a run that have a warning each."""
 MAX_REWARD = 1e15
 """The largest size of a reward. Beyond it, differences within a group are lost in double precision."""
 NO_NUMBERS = (
@@ -162,43 +160,6 @@ def error_from_exception(what: str, error: BaseException, own: str) -> RewardErr
     failed = RewardError(text)
     failed.__cause__ = error
     return failed
-
-
-class EpisodeFailures:
-    """What follows when the environment or the agent of an episode fails: the run ends, or the episode has no reward.
-
-    Args: on_error: "raise", or "none": a warning for each of the first MAX_WARNINGS failures, and later for the 10th,
-        the 100th and so on.
-
-    >>> EpisodeFailures().add(RewardError("the agent raised KeyError: 'x'"), 3, 0)  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    whet.errors.RewardError: the agent raised KeyError: 'x'; in the episode of row 3, generation 0; trainer.on_reward...
-    """
-
-    def __init__(self, on_error: OnError = "raise") -> None:
-        self.on_error: OnError = on_error
-        self.count = 0
-        """Failed episodes so far."""
-
-    def add(self, error: RewardError, row: int, generation: int) -> dict[str, str]:
-        """Counts a failed episode.
-
-        Args: error: the failure. row, generation: of the episode.
-        Returns: an entry for Completion.info.
-        Raises: RewardError: on_error is "raise".
-        """
-        if self.on_error == "raise":
-            raise RewardError(
-                f"{error}; in the episode of row {row}, generation {generation}; trainer.on_reward_error=none goes on "
-                "without its reward"
-            ) from error.__cause__
-        self.count += 1
-        if self.count <= MAX_WARNINGS:
-            last = "; the next ones are only counted, in turns/failed" if self.count == MAX_WARNINGS else ""
-            LOG.warning("%s; row %d, generation %d has no reward%s", error, row, generation, last)
-        elif math.log10(self.count).is_integer():
-            LOG.warning("%d episodes have failed so far; row %d, generation %d: %s", self.count, row, generation, error)
-        return {"error": str(error)}
 
 
 def _is_tensor(value: Any) -> TypeGuard[Any]:

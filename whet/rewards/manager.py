@@ -266,7 +266,7 @@ def _weights(weights: Sequence[float] | None, names: Sequence[str]) -> dict[str,
 def _has_not_failed(groups: Sequence[Group]) -> np.ndarray:
     """Bool [J]: False for an episode with a failed turn."""
     last = {(i, c.generation): c for i, group in enumerate(groups) for c in group.completions}
-    return np.array([c.messages is None or c.finish_reason != "error" for c in last.values()], bool)
+    return np.array([not c.has_failed for c in last.values()], bool)
 
 
 def _collect_rewards(groups: Sequence[Group], names: Sequence[str] = ()) -> dict[str, np.ndarray]:

@@ -123,7 +123,7 @@ def sampling_support(sampling: Sampling) -> Support:
 class Request:
     """One completion to draw.
 
-    Example: Request(id=3, tokens=array([5, 6]), sampling=Sampling(max_tokens=8), group=1, address=(0, 12, 1, 0)).
+    Example: Request(id=3, tokens=array([5, 6]), sampling=Sampling(max_tokens=8), group=1, rng_key=(0, 12, 1, 0)).
     """
 
     id: int
@@ -132,14 +132,14 @@ class Request:
     sampling: Sampling
     group: int
     """Requests of one group are admitted together where they fit; equal prompts share their KV."""
-    address: tuple[int, int, int, int]
+    rng_key: tuple[int, int, int, int]
     """(seed, step, prompt, generation): with the number of the draw, it determines every random number."""
     offset: int = 0
     """For a resumed request: the number of completion tokens at the end of `tokens`. min_tokens counts them, a stop
     string may start in them, and a constraint has consumed them. Earlier turns and tools' answers are not included."""
     draw: int = 0
-    """Number of the completion's first draw under its address: token t of the completion, those of `offset` included,
-    uses u(address, draw + t). A later turn starts after the draws of earlier turns; a resumed request keeps its
+    """Number of the completion's first draw under its key: token t of the completion, those of `offset` included,
+    uses u(rng_key, draw + t). A later turn starts after the draws of earlier turns; a resumed request keeps its
     number."""
     conversation: int | None = None
     """Requests of one conversation come one after the other, and each begins with the tokens of the one before it: an
@@ -151,7 +151,7 @@ class Request:
     def after(self, tokens: np.ndarray) -> Request:
         """The request that resumes this one. Args: tokens: int [C], the completion tokens drawn for it.
 
-        >>> r = Request(id=3, tokens=np.array([5]), sampling=Sampling(max_tokens=8), group=0, address=(0, 0, 0, 0))
+        >>> r = Request(id=3, tokens=np.array([5]), sampling=Sampling(max_tokens=8), group=0, rng_key=(0, 0, 0, 0))
         >>> r.after(np.array([7, 2])).offset, r.after(np.array([7, 2])).sampling.max_tokens
         (2, 6)
         """
@@ -205,8 +205,8 @@ class EngineCaps:
     """Reads the trainer's own parameters: `update(version)` needs no weights."""
     adapters: bool = False
     """Its copy of a model with an adapter keeps the adapter separate: `update` takes only the trained tensors."""
-    addressed: bool = False
-    """Draws depend only on Request.address, not on other requests of the batch."""
+    keyed_draws: bool = False
+    """Draws depend only on Request.rng_key, not on other requests of the batch."""
     stop_strings: bool = True
     abort: bool = False
     """`abort` ends requests early."""

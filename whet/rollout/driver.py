@@ -3,15 +3,14 @@
 An episode is a generator: it yields requests, is sent their outputs, and returns its completions. So many episodes
 interleave in one engine. A completion to a prompt (`single_turn`) yields once; an environment with ten turns yields ten
 times. It may also yield an ExternalCall, such as a tool: the engine goes on with the other episodes until the call
-ends. Draws are addressed by episode and turn, so a transcript does not depend on which call ends first. Only `Rollouts`
-calls an engine's submit and step (besides `stream`, which shows tokens to a person).
+ends. The key of a draw is that of its episode and turn, so a transcript does not depend on which call ends first. Only
+`Rollouts` calls an engine's submit and step (besides `stream`, which shows tokens to a person).
 
     rollouts = Rollouts(engine)
     rollouts.start(episodes)
     while groups := rollouts.ready():       # as they end; more may be started at any time
         ...
 
-Left out on purpose: rewards.
 Dim legend: C completion.
 """
 
@@ -39,7 +38,7 @@ __all__ = ["Episode", "GroupKey", "Rollouts", "Turns", "completion", "single_tur
 log = logging.getLogger("whet")
 
 GroupKey = tuple[int, int, int]
-"""(seed, step, prompt): the address of a group's draws, which identifies it while it is running."""
+"""(seed, step, prompt): the rng_key of a group without the generation; it identifies the group while it is running."""
 Turns = Generator[Any, Any, Completion | Sequence[Completion]]
 """Yields a Request and is sent its Output, or yields several and is sent a list, or yields an ExternalCall and is sent
 its value; returns one Completion, or the forks of one episode."""
@@ -59,7 +58,7 @@ class Episode:
 
     Args:
         prompt: of its group.
-        address: (seed, step, prompt, generation). The first three identify its group; all four, with the number of the
+        rng_key: (seed, step, prompt, generation). The first three identify its group; all four, with the number of the
             draw, determine every random number.
         run: the generator function; its argument is the episode.
 
@@ -76,23 +75,31 @@ class Episode:
     [0, 0, 0, -1, -1, 0, 0]
     """
 
-    def __init__(self, prompt: Prompt, address: tuple[int, int, int, int], run: Callable[[Episode], Turns]) -> None:
-        self.prompt, self.address, self.run = prompt, address, run
+    def __init__(self, prompt: Prompt, rng_key: tuple[int, int, int, int], run: Callable[[Episode], Turns]) -> None:
+        self.prompt, self.rng_key, self.run = prompt, rng_key, run
         self.seconds: dict[str, float] = {}
         """The time that it has waited for the engine ("engine") and for the phases of its external calls."""
         self.rewards: dict[str, float] = {}
         """Rewards by name that `run` gives the episode: Group.rewards. An episode without one has NaN there."""
+        self.attempts = 1
+        """How often it has been run, this time included."""
         self._draws = 0
+
+    def restart(self) -> None:
+        """Begins it again, with the same draws and without rewards."""
+        self.attempts += 1
+        self._draws = 0
+        self.rewards.clear()
 
     @property
     def generation(self) -> int:
         """Its index in the group."""
-        return self.address[3]
+        return self.rng_key[3]
 
     @property
     def group(self) -> GroupKey:
         """The group that it belongs to."""
-        return self.address[:3]
+        return self.rng_key[:3]
 
     def request(
         self,
@@ -115,7 +122,7 @@ class Episode:
             tokens=tokens,
             sampling=sampling,
             group=-1,
-            address=self.address,
+            rng_key=self.rng_key,
             draw=draw,
             conversation=conversation,
             expected=expected,
@@ -159,7 +166,7 @@ def completion(*parts: Output | np.ndarray, generation: int, info: Mapping[str, 
 
 
 def single_turn(
-    prompt: Prompt, sampling: Sampling, *, address: tuple[int, int, int, int], expected: int | None = None
+    prompt: Prompt, sampling: Sampling, *, rng_key: tuple[int, int, int, int], expected: int | None = None
 ) -> Episode:
     """An episode of one turn: a completion to a prompt. Args: as in Request."""
 
@@ -167,7 +174,7 @@ def single_turn(
         output = yield episode.request(prompt.tokens, sampling, expected=expected)
         return completion(output, generation=episode.generation)
 
-    return Episode(prompt, address, run)
+    return Episode(prompt, rng_key, run)
 
 
 def single_turns(
@@ -175,7 +182,7 @@ def single_turns(
     sampling: Sampling | Sequence[Sampling],
     *,
     num_generations: int = 1,
-    address: GroupKey = (0, 0, 0),
+    rng_key: GroupKey = (0, 0, 0),
     expected: Sequence[int | None] | None = None,
 ) -> list[Episode]:
     """Episodes of one turn for some prompts, a group for each prompt.
@@ -184,13 +191,13 @@ def single_turns(
         prompts: encoded.
         sampling: one for all prompts, or one for each.
         num_generations: completions of each prompt.
-        address: (seed, step, index of the first prompt).
+        rng_key: (seed, step, index of the first prompt).
         expected: expected length of each prompt's completions in tokens; None = no guess.
     """
     each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
-    seed, step, first = address
+    seed, step, first = rng_key
     return [
-        single_turn(p, s, address=(seed, step, first + i, g), expected=guess)
+        single_turn(p, s, rng_key=(seed, step, first + i, g), expected=guess)
         for i, (p, s, guess) in enumerate(zip(prompts, each, expected or [None] * len(prompts), strict=True))
         for g in range(num_generations)
     ]
@@ -281,7 +288,7 @@ class Rollouts:
         """Starts episodes; all of a group start together. Others may be running.
 
         Returns: their groups, in order.
-        Raises: EngineError: the engine refuses a request; a group of that address is already running. Any error of an
+        Raises: EngineError: the engine refuses a request; a group with that key is already running. Any error of an
             episode. None of these episodes is running then; earlier ones continue.
         """
         if not self._groups:
@@ -296,7 +303,7 @@ class Rollouts:
             running = new.setdefault(e.group, _GroupInFlight()).running
             if any(r.episode.generation == e.generation for r in running):
                 raise EngineError(
-                    f"two episodes have the same address (seed, step, prompt, generation) {e.address}; they would use "
+                    f"two episodes have the same rng_key (seed, step, prompt, generation) {e.rng_key}; they would use "
                     "the same random numbers"
                 )
             running.append(_RunningEpisode(e, e.run(e)))
@@ -449,7 +456,7 @@ class Rollouts:
         for result in sorted(results, key=lambda result: result.key):
             running = self._calling.pop(result.key)
             _add_seconds(running, result.seconds)
-            self._trace.add(running.phase, result.seconds, episode=running.episode.address)
+            self._trace.add(running.phase, result.seconds, episode=running.episode.rng_key)
             resume = running.turns.send if result.error is None else running.turns.throw
             ready.append((running, resume, result.value if result.error is None else result.error))
         self._advance(ready)
@@ -510,7 +517,7 @@ def _check_completions(episode: Episode, returned: Any) -> tuple[Completion, ...
     if not completions or any(c.generation != episode.generation for c in completions):
         description = [c.generation for c in completions] or returned
         raise DataError(
-            f"the episode at {episode.address} returned {description!r}; return its Completion, or several, with "
+            f"the episode at {episode.rng_key} returned {description!r}; return its Completion, or several, with "
             f"generation {episode.generation}"
         )
     return tuple(replace(c, seconds=episode.seconds) for c in completions)
@@ -527,7 +534,7 @@ def stream(engine: RolloutEngine, requests: Sequence[Request]) -> Iterator[Parti
         of a Sampling; the model's logits are not finite.
 
     >>> from whet.rollout.mock import MockEngine
-    >>> r = Request(id=3, tokens=np.array([5]), sampling=Sampling(max_tokens=4), group=0, address=(0, 0, 0, 0))
+    >>> r = Request(id=3, tokens=np.array([5]), sampling=Sampling(max_tokens=4), group=0, rng_key=(0, 0, 0, 0))
     >>> [(len(p.tokens), p.finish_reason) for p in stream(MockEngine(), [r])]
     [(4, 'length')]
     """

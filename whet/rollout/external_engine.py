@@ -1,7 +1,7 @@
 """Shared code of the adapters of other packages' engines (vLLM, SGLang): requests, seeds, checks, names of weights.
 
 Such an engine has its own copy of the weights and its own random numbers. So a request gets a seed derived from its
-address, and its tokens are stamped with the policy version by the adapter. When the engine is built, its logprobs of a
+rng_key, and its tokens are stamped with the policy version by the adapter. When the engine is built, its logprobs of a
 prompt are compared with those of the trainer's module, which shows a weight that was not updated or a name that was
 skipped.
 Left out on purpose: servers in other processes, and several devices.
@@ -27,13 +27,14 @@ from whet.models.lora_layers import base_parameters
 from whet.models.modes import eval_mode, transformers_attention
 from whet.models.quantized import dequantize
 from whet.models.self_check import tolerance_for
-from whet.ops.counter_rng import address_key
+from whet.ops.counter_rng import hash_rng_key
 from whet.ops.logprobs import selective_log_softmax
 from whet.rollout.base import Output, Request, Sampling, sampling_support
 from whet.rollout.build import make_sampling
 from whet.rollout.in_flight import InFlightRequest
 from whet.rollout.requests import check_ids, check_request
 from whet.rollout.stopping import Decode
+from whet.rollout.sync_check import TOLERANCE
 
 __all__ = [
     "ExternalEngine",
@@ -60,8 +61,6 @@ SUPPORTED_FIELDS = (
     "top_p",
 )
 """Fields of Sampling that vLLM and SGLang support."""
-TOLERANCE = {"wide": 1e-3, "half": 0.25}
-"""Largest mean difference of their logprobs; vLLM's were 3e-6 (fp32) and 0.03 (bf16), stale weights some 10."""
 
 
 class ExternalEngine:
@@ -120,22 +119,22 @@ class ExternalEngine:
 
 
 def request_seed(request: Request, bits: int = 63) -> int:
-    """The seed of a request's draws, from its address and where it resumes.
+    """The seed of a request's draws, from its rng_key and where it resumes.
 
-    Args: request: its address, draw and offset. bits: the seed is below 2**bits.
-    Returns: equal for equal addresses. A later turn has another seed, and so has a resumed request: neither must
+    Args: request: its rng_key, draw and offset. bits: the seed is below 2**bits.
+    Returns: equal for equal keys. A later turn has another seed, and so has a resumed request: neither must
         repeat the first draws.
 
     >>> import numpy as np
-    >>> r = Request(id=0, tokens=np.array([5, 6]), sampling=Sampling(), group=0, address=(0, 0, 0, 0))
+    >>> r = Request(id=0, tokens=np.array([5, 6]), sampling=Sampling(), group=0, rng_key=(0, 0, 0, 0))
     >>> request_seed(r) == request_seed(replace(r, id=4)), request_seed(r) == request_seed(replace(r, offset=1))
     (True, False)
     """
-    key = address_key(*request.address)
+    key = hash_rng_key(*request.rng_key)
     if request.draw:
-        key = address_key(key % 2**64, request.draw, 1, 0)
+        key = hash_rng_key(key % 2**64, request.draw, 1, 0)
     if request.offset:
-        key = address_key(key % 2**64, request.offset, 0, 0)
+        key = hash_rng_key(key % 2**64, request.offset, 0, 0)
     return key % 2**bits
 
 

@@ -119,8 +119,8 @@ def check_options(request: Request, *, vocabulary: int) -> None:
     for names, wrong, why in faults:
         if wrong and (options_set := [f"{name}={options[name]!r}" for name in names if name in options]):
             raise ConfigError(f"generation_kwargs: {', '.join(options_set)}{why}")
-    if beams > 1 and (request.offset or request.address[3] >= beams):
-        where = f"after {request.offset} tokens, generation {request.address[3]}"
+    if beams > 1 and (request.offset or request.rng_key[3] >= beams):
+        where = f"after {request.offset} tokens, generation {request.rng_key[3]}"
         raise EngineError(f"request {request.id}: {where}, but num_beams={beams} gives {beams} beams of a bare prompt")
 
 
@@ -202,11 +202,11 @@ def beam_search(module: nn.Module, batch: Sequence[Request], *, decode: Decode |
     sampling, device = batch[0].sampling, next(module.parameters()).device
     prompts, place = np.unique(np.stack([r.tokens for r in batch]), axis=0, return_inverse=True)
     ids = torch.from_numpy(prompts.astype(np.int64)).to(device)
-    count = max(r.address[3] for r in batch) + 1
+    count = max(r.rng_key[3] for r in batch) + 1
     criteria = [_stop_string_criterion(decode, sampling.stop, ids.shape[1])] if sampling.stop and decode else []
     stopping: Any = StoppingCriteriaList(criteria)
     beams = _generate(module, ids, batch[0], num_generations=count, stopping_criteria=stopping)
-    rows = [beams[i * count + r.address[3]] for i, r in zip(place.ravel().tolist(), batch, strict=True)]
+    rows = [beams[i * count + r.rng_key[3]] for i, r in zip(place.ravel().tolist(), batch, strict=True)]
     return [_output(module, r, row, decode, version) for r, row in zip(batch, rows, strict=True)]
 
 

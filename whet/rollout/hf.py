@@ -24,7 +24,7 @@ from whet.errors import ConfigError, EngineError
 from whet.models.loaded_model import LoadedModel
 from whet.models.modes import eval_mode, max_positions, transformers_attention
 from whet.models.prompt_tuning import is_prompt_tuned
-from whet.ops.counter_rng import address_key, uniform
+from whet.ops.counter_rng import hash_rng_key, uniform
 from whet.rollout.base import EngineCaps, Output, Request
 from whet.rollout.constrained_decoding import Grammars
 from whet.rollout.engine.sampling import sample_rows, seen_tokens
@@ -58,7 +58,7 @@ class HFEngine(QueueEngine):
 
     caps = EngineCaps(
         shared_weights=True,
-        addressed=True,
+        keyed_draws=True,
         abort=True,
         sleep=True,
         logits=True,
@@ -134,7 +134,7 @@ class HFEngine(QueueEngine):
         """Completes requests of equal lengths, token by token."""
         device = next(self._module.parameters()).device
         ids = torch.from_numpy(np.stack([r.tokens for r in batch]).astype(np.int64)).to(device)
-        keys = torch.tensor([address_key(*r.address) for r in batch], device=device)
+        keys = torch.tensor([hash_rng_key(*r.rng_key) for r in batch], device=device)
         place = torch.tensor([r.offset for r in batch], device=device)
         draws = torch.tensor([r.draw + r.offset for r in batch], device=device)
         seen = seen_tokens(list(ids), self._vocabulary) if plan.support.penalises else None

@@ -25,7 +25,7 @@ class InFlightRequest:
     >>> from whet.rollout.base import Sampling
     >>> sampling = Sampling(stop_ids=(2,))
     >>> flight = InFlightRequest(
-    ...     request=Request(id=1, tokens=np.array([5]), sampling=sampling, group=0, address=(0, 0, 0, 0)))
+    ...     request=Request(id=1, tokens=np.array([5]), sampling=sampling, group=0, rng_key=(0, 0, 0, 0)))
     >>> flight.add([7, 2, 9], [-1.0, -0.5, -0.1], version=3)
     'stop'
     >>> flight.output("stop").tokens.tolist(), flight.output("stop").versions.tolist()

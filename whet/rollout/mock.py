@@ -1,6 +1,6 @@
 """MockEngine: random tokens without a model, for tests and load tests.
 
-Tokens and lengths depend only on the request's address. Logprobs are those of the uniform distribution that the tokens
+Tokens and lengths depend only on the request's rng_key. Logprobs are those of the uniform distribution that the tokens
 are drawn from. Left out on purpose: what changes a distribution (top-p, penalties), and stop strings.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from whet.errors import ConfigError, EngineError, lookup_error
 from whet.models.loaded_model import LoadedModel
-from whet.ops.counter_rng import address_key, uniform
+from whet.ops.counter_rng import hash_rng_key, uniform
 from whet.rollout.base import EngineCaps, Output, Request
 from whet.rollout.queue_engine import QueueEngine
 from whet.rollout.requests import check_request
@@ -43,12 +43,12 @@ class MockEngine(QueueEngine):
     >>> from whet.rollout.base import Sampling
     >>> engine = MockEngine(vocabulary=8)
     >>> three = Sampling(max_tokens=3)
-    >>> engine.submit([Request(id=0, tokens=np.array([1]), sampling=three, group=0, address=(0, 0, 0, 0))])
+    >>> engine.submit([Request(id=0, tokens=np.array([1]), sampling=three, group=0, rng_key=(0, 0, 0, 0))])
     >>> [len(o.tokens) for o in engine.step()], engine.step()
     ([3], [])
     """
 
-    caps = EngineCaps(shared_weights=True, addressed=True, stop_strings=False, abort=True, sleep=True)
+    caps = EngineCaps(shared_weights=True, keyed_draws=True, stop_strings=False, abort=True, sleep=True)
 
     def __init__(
         self,
@@ -83,8 +83,8 @@ class MockEngine(QueueEngine):
 
     def _output(self, request: Request) -> Output:
         """One completion, from start to end."""
-        s, key = request.sampling, address_key(*request.address)
-        turn = address_key(key % 2**64, request.draw, 0, 0) if request.draw else key  # each has a length of its own
+        s, key = request.sampling, hash_rng_key(*request.rng_key)
+        turn = hash_rng_key(key % 2**64, request.draw, 0, 0) if request.draw else key  # each has a length of its own
         length = max(s.min_tokens, self._length(turn, s.max_tokens + request.offset))
         count = max(1, min(s.max_tokens, length - request.offset))
         excluded = set(s.stop_ids) | set(s.forbidden_ids)

@@ -25,7 +25,7 @@ def check_output(output: Output, request: Request, engine: RolloutEngine, *, voc
 
     >>> from whet.rollout.base import Sampling
     >>> from whet.rollout.mock import MockEngine
-    >>> request = Request(id=0, tokens=np.array([5]), sampling=Sampling(max_tokens=1), group=0, address=(0, 0, 0, 0))
+    >>> request = Request(id=0, tokens=np.array([5]), sampling=Sampling(max_tokens=1), group=0, rng_key=(0, 0, 0, 0))
     >>> two = Output(id=0, tokens=np.array([1, 2]), logprobs=np.zeros(2), versions=np.zeros(2), finish_reason="length")
     >>> check_output(two, request, MockEngine())
     Traceback (most recent call last):
@@ -53,7 +53,7 @@ def check_output(output: Output, request: Request, engine: RolloutEngine, *, voc
             raise EngineError(f"{name} gave token {high}; the model's ids are 0 to {vocab_size - 1}")
     if not np.isfinite(output.logprobs).all():
         raise EngineError(
-            f"the model's logits are not finite at step {request.address[1]}",
+            f"the model's logits are not finite at step {request.rng_key[1]}",
             fix="resume from an earlier checkpoint with a lower learning rate and trainer.allow_config_change=true "
             f"(or {name} reports wrong logprobs)",
             key="trainer.allow_config_change",

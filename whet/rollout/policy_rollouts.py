@@ -22,6 +22,7 @@ from whet.rollout.base import RolloutEngine, Sampling
 from whet.rollout.build import describe_engine
 from whet.rollout.driver import Episode, GroupKey, Rollouts, Turns, single_turn
 from whet.rollout.length_history import LengthHistory
+from whet.rollout.sync_check import SyncCheck
 from whet.types import Group, Prompt
 from whet.util.tensor_subclasses import gather_full_tensor
 
@@ -43,6 +44,7 @@ class PolicyRollouts:
         vocab_size: of the model; None = unknown.
         ranks: the processes that sample together, each a share of the prompts; None = one.
         trace: receives the calls of tools.
+        check_every: check every n-th sync of an engine with a copy of the weights; 0 = none.
     """
 
     def __init__(
@@ -53,10 +55,12 @@ class PolicyRollouts:
         vocab_size: int | None = None,
         ranks: Ranks | None = None,
         trace: Trace | None = None,
+        check_every: int = 0,
     ) -> None:
         self._trace = trace
         self._build, self._policy, self._vocab_size, self._ranks = build, policy, vocab_size, ranks or Ranks()
         self._driver: Rollouts | None = None
+        self.sync_check = SyncCheck(check_every, self._ranks)
         self._lengths = LengthHistory()
         self._next_id = 0
         self.engine_released = False
@@ -87,7 +91,7 @@ class PolicyRollouts:
         sampling: Sampling,
         *,
         num_generations: int,
-        address: GroupKey,
+        rng_key: GroupKey,
         at_once: int,
         greedy: bool = False,
         run_episode: EpisodeRunner | None = None,
@@ -99,14 +103,15 @@ class PolicyRollouts:
             prompts: encoded.
             sampling: of all of them.
             num_generations: completions of each.
-            address: (seed, step, index of the first prompt in the step) of the draws; the generation is added.
+            rng_key: (seed, step, index of the first prompt in the step) of the draws; the generation is added.
             at_once: prompts that are in the engine at once.
             greedy: also draw a completion of each prompt at temperature 0: Group.greedy.
             run_episode: the generator function of an episode of several turns; None = one completion.
         Returns: a group for each prompt, in order.
         """
         self.resume()
-        seed, step, first = address
+        self.sync_check.finish(self.driver, self._policy, self._vocab_size)
+        seed, step, first = rng_key
         expected = self._lengths.of(kind, prompts) if run_episode is None else [None] * len(prompts)
         greedy_sampling = replace(sampling, temperature=0.0)
         first_id = self.driver.next_id
@@ -119,7 +124,7 @@ class PolicyRollouts:
                 for i in places[start : start + at_once]:
                     make = functools.partial(_episode, prompts[i], (seed, step, first + i), run_episode, expected[i])
                     episodes += [make(g, sampling) for g in range(num_generations)]
-                    if greedy:  # it has its own address, so no other draw changes
+                    if greedy:  # it has its own key, so no other draw changes
                         episodes.append(make(num_generations, greedy_sampling))
                 batch_groups = self.driver.run(episodes)
                 groups += [_without_greedy(g, num_generations) for g in batch_groups] if greedy else batch_groups
@@ -172,8 +177,15 @@ class PolicyRollouts:
 
     def _update(self) -> None:
         policy, caps = self._policy, self.engine.caps
-        weights = policy.trained_weights if caps.adapters else policy.named_weights
-        self.engine.update(policy.version, None if caps.shared_weights else _whole(weights()))
+        if caps.shared_weights:
+            self.engine.update(policy.version, None)
+            return
+        weights = _whole(policy.trained_weights() if caps.adapters else policy.named_weights())
+        try:
+            self.engine.update(policy.version, self.sync_check.watch(policy.version, weights))
+        finally:
+            for _ in weights:  # the other processes gather what this one's engine refused to read
+                pass
 
     # ---- state and end -------------------------------------------------------------------------------------------
 
@@ -212,10 +224,10 @@ def _episode(
     sampling: Sampling,
 ) -> Episode:
     """One trajectory of a group."""
-    address = (*group, generation)
+    rng_key = (*group, generation)
     if run_episode is None:
-        return single_turn(prompt, sampling, address=address, expected=expected)
-    return Episode(prompt, address, functools.partial(run_episode, sampling=sampling))
+        return single_turn(prompt, sampling, rng_key=rng_key, expected=expected)
+    return Episode(prompt, rng_key, functools.partial(run_episode, sampling=sampling))
 
 
 def _without_greedy(group: Group, num_generations: int) -> Group:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from whet.errors import EngineError
 from whet.models.loaded_model import LoadedModel
 from whet.models.modes import eval_mode, max_positions, transformers_attention
-from whet.ops.counter_rng import address_key, uniform
+from whet.ops.counter_rng import hash_rng_key, uniform
 from whet.rollout.base import EngineCaps, EngineStats, Output, PartialOutput, Request, Sampling
 from whet.rollout.in_flight import InFlightRequest
 from whet.rollout.requests import check_ids, check_request
@@ -130,12 +130,12 @@ class SimpleEngine(QueueEngine):
     ...         return [request.sampling.stop_ids[0]], [-1.0]
     >>> from whet.demo import small_model
     >>> engine, sampling = Ends(small_model(seed=0)), Sampling(stop_ids=(2,))
-    >>> engine.submit([Request(id=0, tokens=np.array([5]), sampling=sampling, group=0, address=(0, 0, 0, 0))])
+    >>> engine.submit([Request(id=0, tokens=np.array([5]), sampling=sampling, group=0, rng_key=(0, 0, 0, 0))])
     >>> [(o.tokens.tolist(), o.finish_reason) for o in engine.step()]
     [([2], 'stop')]
     """
 
-    caps = EngineCaps(shared_weights=True, addressed=True, stop_strings=False, abort=True, sleep=True)
+    caps = EngineCaps(shared_weights=True, keyed_draws=True, stop_strings=False, abort=True, sleep=True)
     samples: ClassVar[tuple[str, ...]] = ("temperature",)
     """The fields of Sampling that `complete` follows, besides max_tokens and stop_ids. A request that sets another one
     is refused, since the trainer would compute logprobs of another distribution than the one drawn from."""
@@ -154,7 +154,7 @@ class SimpleEngine(QueueEngine):
         """Uniform numbers in [0, 1) for a request's tokens, float64 [max_tokens]: the same in any order and run."""
         count = request.sampling.max_tokens
         return uniform(
-            torch.full((count,), address_key(*request.address)), torch.arange(count) + request.draw + request.offset
+            torch.full((count,), hash_rng_key(*request.rng_key)), torch.arange(count) + request.draw + request.offset
         )
 
     def check(self, request: Request) -> None:

@@ -1,7 +1,4 @@
-"""The checks of a request that all engines share, and SamplingPlan: the distributions of a request.
-
-Left out on purpose: sampling (engine/sampling.py), and checks of a single engine.
-"""
+"""The checks of a request that all engines share, and SamplingPlan: the distributions of a request."""
 
 from __future__ import annotations
 
@@ -84,10 +81,10 @@ def check_request(
     if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "iu"):
         got = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, np.ndarray) else type(tokens).__name__
         raise EngineError(f"{name}: tokens must be an array of integer ids [P], got {got}; np.array(ids, np.int32)")
-    address = tuple(request.address)
-    if len(address) != 4 or not all(isinstance(a, int | np.integer) and not isinstance(a, bool) for a in address):
+    rng_key = tuple(request.rng_key)
+    if len(rng_key) != 4 or not all(isinstance(a, int | np.integer) and not isinstance(a, bool) for a in rng_key):
         raise EngineError(
-            f"{name}: the address must be four integers, (seed, step, prompt, generation), got {request.address!r}"
+            f"{name}: rng_key must be four integers, (seed, step, prompt, generation), got {request.rng_key!r}"
         )
     length = len(tokens)
     if length == 0:
@@ -99,7 +96,7 @@ def check_request(
             f"{name}: offset {request.offset} must be in 0..{length - 1}: its {length} tokens include them"
         )
     if request.draw < 0:
-        raise EngineError(f"{name}: draw {request.draw} must be 0 or more: draws are counted from the address's first")
+        raise EngineError(f"{name}: draw {request.draw} must be 0 or more: draws are counted from the rng_key's first")
     if positions is not None and length + s.max_tokens > positions:
         raise EngineError(
             f"{name} can never fit: {length} prompt + {s.max_tokens} new tokens = {length + s.max_tokens}, the model "

@@ -89,7 +89,8 @@ class Sampler:
         dtype: of a model that is read: "float32", "bfloat16", or "auto" = that of the run in whose folder it lies, else
             as RoleConfig.dtype has it.
         device: of a model that is read; None = the GPU if there is one.
-        max_batch_size, kv_cache_tokens: as in RolloutConfig.
+        max_batch_size: as in RolloutConfig.
+        kv_cache_tokens: as in RolloutConfig.
         chat_template_kwargs: further arguments of the chat template.
         rollout_config: what the engine is made of, in place of max_batch_size and kv_cache_tokens.
     Raises: ConfigError: no model or tokenizer there, or one that can't generate.
@@ -202,10 +203,16 @@ class Sampler:
             max_tokens: the longest completion; None = 256, or the rest of the context length.
             max_prompt_length: tokens; None = what the model takes.
             echo: text and tokens begin with the prompt's.
-            temperature, top_p, top_k, forbidden_tokens, eos_tokens: as in RolloutConfig; eos_tokens None = the model's.
+            temperature: as in RolloutConfig.
+            top_p: as in RolloutConfig.
+            top_k: as in RolloutConfig.
+            forbidden_tokens: as in RolloutConfig.
+            eos_tokens: as in RolloutConfig; None = the model's.
             beam_size: beams to search with; num_generations gives the best of them.
-            seed: of the draws; None = another for each call. pad_output: pad arrays to the longest completion.
-            return_logits, return_logprobs: fill these fields of SamplerOutput.
+            seed: of the draws; None = another for each call.
+            pad_output: pad arrays to the longest completion.
+            return_logits: fill this field of SamplerOutput.
+            return_logprobs: fill this field of SamplerOutput.
             num_generations: completions of each prompt.
             apply_chat_template: for texts too.
             on_long_prompt: "error" or "truncate_left".
@@ -358,7 +365,7 @@ class Sampler:
         Args:
             prompts: encoded.
             sampling: of all prompts, or of each, as `limit_lengths` returns them: they may differ in max_tokens.
-            seed: with a prompt's place and the generation, the address of its draws.
+            seed: with a prompt's place and the generation, the key of its draws.
             first: index of the first prompt, so that a list in several calls draws as in one.
         Returns: a group for each prompt.
         """
@@ -370,7 +377,7 @@ class Sampler:
             )
         rollouts = Rollouts(self.engine(first_sampling), next_id=self._next_id)
         self._next_id += len(prompts) * num_generations
-        return rollouts.run(single_turns(prompts, sampling, num_generations=num_generations, address=(seed, 0, first)))
+        return rollouts.run(single_turns(prompts, sampling, num_generations=num_generations, rng_key=(seed, 0, first)))
 
     def stream(
         self, prompt: Prompt, sampling: Sampling, *, seed: int | None, place: int = 0, conversation: int | None = None
@@ -379,7 +386,8 @@ class Sampler:
 
         Args:
             prompt: encoded.
-            seed, place: the address of its draws, as in `sample`; seed None = another each time.
+            seed: the key of its draws, with place; None = another each time.
+            place: as in `sample`.
             conversation: calls with one number continue each other, so that an engine can reuse the KV.
         Returns: PartialOutputs; the last has the finish_reason.
         """
@@ -389,7 +397,7 @@ class Sampler:
             tokens=prompt.tokens,
             sampling=sampling,
             group=self._next_id - 1,
-            address=(secrets.randbits(31) if seed is None else seed, 0, place, 0),
+            rng_key=(secrets.randbits(31) if seed is None else seed, 0, place, 0),
             conversation=conversation,
         )
         return stream(self.engine(sampling), [request])

@@ -82,7 +82,7 @@ class SGLangEngine(ExternalEngine):
         package = import_package()
         self._seeded = config.sglang.enable_deterministic_sampling
         self.caps = EngineCaps(
-            addressed=self._seeded, abort=True, sleep=True, updates_in_flight=True, experimental=True
+            keyed_draws=self._seeded, abort=True, sleep=True, updates_in_flight=True, experimental=True
         )
         warn_experimental("rollout_engine 'sglang'")
         refused: dict[str, tuple[object, str]] = {}
@@ -296,14 +296,14 @@ class SGLangEngine(ExternalEngine):
 def sampling_arguments(request: Request) -> dict[str, Any]:
     """The sampling parameters of a request.
 
-    Args: request: its Sampling, address and offset.
+    Args: request: its Sampling, rng_key and offset.
     Returns: as Engine.generate takes them. A forbidden id gets a bias of -inf. SGLang draws by seed and position in the
         sequence, so a resumed request has the same seed. It uses seeds only where the engine was built for
         deterministic sampling.
 
     >>> import numpy as np
     >>> r = Request(id=0, tokens=np.array([5, 6]), sampling=Sampling(stop_ids=(2,), min_tokens=4, forbidden_ids=(7,)),
-    ...     group=0, address=(0, 0, 0, 0), offset=1)
+    ...     group=0, rng_key=(0, 0, 0, 0), offset=1)
     >>> arguments = sampling_arguments(r)
     >>> arguments["stop_token_ids"], arguments["min_new_tokens"], arguments["logit_bias"], arguments["top_k"]
     ([2], 3, {'7': -inf}, -1)

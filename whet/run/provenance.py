@@ -21,12 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from whet.config import diff, dump_tree
 from whet.errors import CheckpointError, ConfigError
 from whet.util.references import resolve_ref
 from whet.util.tensor_subclasses import gather_full_tensor, is_sharded
+from whet.util.tensor_sums import tensor_sums
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,14 +47,8 @@ __all__ = [
 
 log = logging.getLogger("whet")
 
-BLOCK = 2**16
-"""8-byte words in one sum; a block fits a processor's cache."""
-BLOCKS_AT_ONCE = 256
-"""Blocks in one operation on a GPU."""
 MIN_LOGGED_BYTES = 8 * 2**30
 """The bytes of weights on a CPU from which the hashing is logged, because it takes seconds."""
-_GAMMA = 0x9E3779B97F4A7C15 - 2**64
-"""The golden ratio as an int64, whose multiples are spread evenly."""
 _IRRELEVANT = ("_", "attn_implementation", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
 """Prefixes of keys in a model's configuration that don't change its results in whet."""
 _FREE = (
@@ -65,6 +60,7 @@ _FREE = (
     "trainer.collective_timeout_s",
     "trainer.context_parallel_size",
     "trainer.data_parallel_replicate_size",
+    "trainer.sync_each_microbatch",
     "trainer.keep_best",
     "trainer.max_steps",
     "trainer.num_epochs",
@@ -295,9 +291,8 @@ def _model(
 def weights_digest(module: nn.Module, *, without: Collection[str] = ()) -> str:
     """A digest of a module's weights and persistent buffers, limited by memory bandwidth; equal on every device.
 
-    It is the SHA-256 of names, dtypes, shapes, and, for each block x of 2**16 words of 8 bytes, Σ_i x_i w_i mod 2**64
-    with odd w_i, so a changed word always changes it. Tied weights count once. It does not protect against weights that
-    were constructed to have the same digest.
+    It is the SHA-256 of names, dtypes, shapes and `util.tensor_sums.tensor_sums`. Tied weights count once. It does not
+    protect against weights that were constructed to have the same digest.
 
     Args: without: names of tensors to leave out.
 
@@ -312,27 +307,12 @@ def weights_digest(module: nn.Module, *, without: Collection[str] = ()) -> str:
         place = id(tensor) if sharded else (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() == 0 or place not in seen:
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-            digest.update(_sums(gather_full_tensor(tensor)))
+            digest.update(tensor_sums(gather_full_tensor(tensor)))
         seen.add(place)
     return digest.hexdigest()
 
 
 @torch.no_grad()
-def _sums(tensor: Tensor) -> bytes:
-    """The sums of a tensor's blocks, and the bytes after its last full word."""
-    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if raw.storage_offset() % 8:
-        raw = raw.clone()  # words begin at multiples of their size
-    end = len(raw) // 8 * 8
-    words, rest = raw[:end].view(torch.int64), bytes(raw[end:].tolist())
-    weights = (torch.arange(BLOCK, device=raw.device) * _GAMMA) | 1
-    full = len(words) // BLOCK * BLOCK
-    blocks = words[:full].view(-1, BLOCK).split(1 if raw.device.type == "cpu" else BLOCKS_AT_ONCE)
-    sums = [(b * weights).sum(1) for b in blocks]
-    sums.append((words[full:] * weights[: len(words) - full]).sum()[None])
-    return torch.cat(sums).cpu().numpy().tobytes() + rest
-
-
 def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """The record of a tokenizer: its tokens, its template, its rules, and the versions that wrote the rules.
 

@@ -23,11 +23,12 @@ from typing import Any
 import numpy as np
 
 from whet.envs.agent import AGENT_REWARD
+from whet.envs.failures import EpisodeFailures
 from whet.envs.multi_turn import stand_in
 from whet.envs.tool_episodes import PROMPT
 from whet.errors import DataError, RewardError, format_value
 from whet.rewards.call import function_name
-from whet.rewards.checked_values import EpisodeFailures, check_values, error_from_exception
+from whet.rewards.checked_values import check_values, error_from_exception
 from whet.rollout.base import Output, Request, Sampling
 from whet.rollout.driver import Episode, Turns, completion
 from whet.rollout.external_calls import CallTimeoutError, ExternalCall, ExternalCalls, run_function
@@ -77,6 +78,9 @@ class AgentEpisodes:
 
     def run_episode(self, episode: Episode, sampling: Sampling) -> Turns:
         """Runs an episode. Args: sampling: its max_tokens is the most of one call."""
+        return self.failures.run_with_retries(episode, lambda: self._run_once(episode, sampling))
+
+    def _run_once(self, episode: Episode, sampling: Sampling) -> Turns:
         model = self.model.with_sampling(sampling)
         session, inbox, number = Session(model), self.server.open_episode(), self._number
         self._number += 1
@@ -121,7 +125,7 @@ class AgentEpisodes:
             drawn = [(call, request) for call in begun for request in call.call.requests]
             if not drawn:
                 return
-            conversation = hash(episode.address) if len(drawn) == 1 else None
+            conversation = hash(episode.rng_key) if len(drawn) == 1 else None
             outputs = yield [
                 episode.request(request.tokens, request.sampling, conversation=conversation) for _, request in drawn
             ]
@@ -135,17 +139,19 @@ class AgentEpisodes:
     def _completions(self, episode: Episode, session: Session, end: AgentEnd, out_of_context: bool) -> list[Completion]:
         """The sequences to train on, with the reward. Raises RewardError: the agent failed, which ends the run."""
         reason: FinishReason | None = None
-        info: dict[str, Any] = {"turns": session.turns}
-        if session.forks:
-            info["forks"] = session.forks
+        info: dict[str, Any] = {"status": "finished"}
         try:
             if end.error is not None and out_of_context and not isinstance(end.error, CallTimeoutError):
-                reason = "length"  # the model's doing: its context was full, and the agent gave up
+                info, reason = {"status": "out of context", "failure": "model"}, "length"  # the agent gave up
             else:
                 episode.rewards[AGENT_REWARD] = self._reward(end, session, episode)
         except RewardError as error:
-            info |= self.failures.add(error, episode.prompt.row, episode.generation)
-            reason = "error"
+            info, reason = dict(self.failures.add(error, episode)), "error"
+        info["turns"] = session.turns
+        if episode.attempts > 1:
+            info["attempts"] = episode.attempts
+        if session.forks:
+            info["forks"] = session.forks
         if not session.sequences:
             return [stand_in(episode, info, reason or "length")]
         return [_sequence(sequence, episode, info, reason) for sequence in session.sequences]

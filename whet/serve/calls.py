@@ -120,7 +120,7 @@ class Call:
             limited = self.model.limit(sampling, tokens, max_tokens=max_tokens)
             seed, place = (_SEED, next(_places)) if body.seed is None else (body.seed % 2**63, i)
             self.requests += [
-                Request(id=-1, tokens=tokens, sampling=limited, group=-1, address=(seed, 0, place, generation))
+                Request(id=-1, tokens=tokens, sampling=limited, group=-1, rng_key=(seed, 0, place, generation))
                 for generation in range(body.n)
             ]
         self._texts = [ChoiceText(self.model.decode, r.sampling.stop) for r in self.requests]

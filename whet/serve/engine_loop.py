@@ -92,7 +92,7 @@ class EngineLoop:
     >>> loop = EngineLoop(MockEngine())
     >>> threading.Thread(target=loop.run, daemon=True).start()
     >>> prompt, sampling = np.array([5], np.int32), Sampling(max_tokens=4)
-    >>> generation = loop.submit([Request(id=-1, tokens=prompt, sampling=sampling, group=-1, address=(0, 0, 0, 0))])
+    >>> generation = loop.submit([Request(id=-1, tokens=prompt, sampling=sampling, group=-1, rng_key=(0, 0, 0, 0))])
     >>> [(i, len(p.tokens), p.finish_reason) for i, p in generation]
     [(0, 4, 'length')]
     >>> loop.stop()

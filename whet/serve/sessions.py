@@ -5,7 +5,6 @@ session: behind the turn that it continues, only the text of its new messages is
 that were sampled. Where nothing matches, a sequence begins (a fork): the agent has edited its history, the tools have
 changed, or the chat template rewrites earlier turns. Every sampled token is in exactly one sequence.
 
-Left out on purpose: what an agent does between its calls.
 """
 
 from __future__ import annotations

@@ -69,7 +69,8 @@ class FolderLock:
                 continue
             try:
                 os.ftruncate(handle, 0)
-                os.pwrite(handle, json.dumps(_this_process()).encode(), 0)
+                own = {"pid": os.getpid(), "host": socket.gethostname(), "started": _start_time(os.getpid())}
+                os.pwrite(handle, json.dumps(own).encode(), 0)
             except BaseException:
                 self._remove_and_close(handle)
                 raise
@@ -125,10 +126,6 @@ def _same_file(handle: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(handle), path.lstat())
     except OSError:
         return False
-
-
-def _this_process() -> dict[str, Any]:
-    return {"pid": os.getpid(), "host": socket.gethostname(), "started": _start_time(os.getpid())}
 
 
 def _holder(text: bytes) -> dict[str, Any] | None:

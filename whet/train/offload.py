@@ -6,7 +6,7 @@
 
 The weights that a trained model computes with stay on the device: the engine reads them, and gradients are computed
 from them. So a bf16 actor with AdamW and a bf16 reference take 2 of their 16 bytes a parameter during the rollout.
-The copies are exact. Left out on purpose: moving layer by layer, or while something else runs.
+The copies are exact.
 """
 
 from __future__ import annotations

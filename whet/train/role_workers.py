@@ -51,8 +51,8 @@ __all__ = ["ACTOR", "RoleWorkers", "check_model_exists", "model_checks"]
 log = logging.getLogger("whet")
 
 ACTOR = "actor"
-"""The word for the actor's model: critic=ACTOR is a score head on its trunk, reference=ACTOR the actor before the first
-step."""
+"""The word for the actor's model: critic=ACTOR is a score head on its backbone, reference=ACTOR the actor before the
+first step."""
 MIN_ADAPTER_LR = 1e-5
 """An adapter hardly learns at a lower learning rate: a tenth of the default."""
 READ_ONLY = (Role.REFERENCE, Role.REWARD, Role.TEACHER)
@@ -292,7 +292,7 @@ class RoleWorkers:
                     f"{'; '.join(loaded.unpackable_reasons)}; set it to 1"
                 )
             check_heads(loaded.module.config, context, loaded.name)
-            return FSDPPlacement(self._mesh, self.ranks)
+            return FSDPPlacement(self._mesh, self.ranks, sync_each_pass=self._loop.sync_each_microbatch)
         if loaded.is_view:
             return Placement()
         if self._offload and device.type != "cpu":

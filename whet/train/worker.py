@@ -123,6 +123,8 @@ class ModelWorker:
         self.plan_cache = plan_cache or PlanCache()
         self.seed = seed
         self.version = 0
+        self.tokens_after_restart: int | None = None
+        """The token budget after a restart of several processes, one of which, this one, ran out of memory."""
         self._smaller_tokens: int | None = None
         """The token budget of an update after one that ran out of memory."""
         self._flops = 0.0
@@ -170,6 +172,10 @@ class ModelWorker:
         if self.fast_layers is None:
             backends["layers"] = f"the model's own ({type(self.placement).__name__} holds parameters in parts)"
         return backends
+
+    def limit_tokens(self, tokens: int) -> None:
+        """Lowers the token budget of updates, where all sequences fit into it."""
+        self._smaller_tokens = tokens if self._smaller_tokens is None else min(tokens, self._smaller_tokens)
 
     def plan(self, total_updates: int | None) -> None:
         """Tells the learning-rate schedule how many updates the run will make."""
@@ -371,7 +377,8 @@ class ModelWorker:
             OutOfMemoryError: one sequence or unit alone does not fit.
         """
         options = (entropy, constants, scores, divergence, reductions or {})
-        is_repeatable = self.placement.repeats_passes and self.optim is not None and not self.optim.has_gradient
+        several = not self.placement.repeats_passes
+        is_repeatable = not several and self.optim is not None and not self.optim.has_gradient
         counted = self._flops, self._slowest_work, self._mean_work
         with self.placement.during("backward"), _teacher_on_device(divergence):
             while True:
@@ -382,9 +389,11 @@ class ModelWorker:
                     plan = lambda tokens: self._planned(batch, self.max_sequences, scores, tokens)
                     tried = self._planned_within(batch, self.max_sequences, scores, self._smaller_tokens)
                     used = max(micro.num_tokens for micro in tried)
-                    smaller = smaller_budget(plan, used) if is_repeatable else None
-                    if smaller is None:
-                        error.add_note(out_of_memory_note(self.max_tokens, last, is_repeatable=is_repeatable))
+                    smaller = smaller_budget(plan, used) if is_repeatable or several else None
+                    if smaller is None or several:
+                        self.tokens_after_restart = smaller
+                        retried = {"is_repeatable": is_repeatable, "after_restart": smaller}
+                        error.add_note(out_of_memory_note(self.max_tokens, last, **retried))
                         raise
                 # the error, which held the tensors of the pass, is gone here
                 self._flops, self._slowest_work, self._mean_work = counted

@@ -2,8 +2,8 @@
 
 Such a class takes text and returns text, tokens and perhaps logprobs, for a whole batch at once. The adapter decodes
 the prompt ids with their special tokens, cuts what comes back at the stop token, and stamps it with the policy version.
-Each call has its own seed in rollout_config.seed, made from the address of its first prompt, so steps differ and a run
-can be repeated. The interface has no arguments for addressed draws and for aborting; the adapter refuses sampling
+Each call has its own seed in rollout_config.seed, made from the rng_key of its first prompt, so steps differ and a run
+can be repeated. The interface has no arguments for keys of draws and for aborting; the adapter refuses sampling
 fields that the interface does not have.
 """
 
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from whet.data.tokenizer import pad_token_id
 from whet.errors import EngineError
 from whet.models.modes import eval_mode, transformers_attention
-from whet.ops.counter_rng import address_key
+from whet.ops.counter_rng import hash_rng_key
 from whet.rollout.base import EngineCaps, Output, Request, Sampling
 from whet.rollout.queue_engine import QueueEngine
 from whet.rollout.stopping import find_end
@@ -135,7 +135,7 @@ class BaseRolloutAdapter(QueueEngine):
         batch = [r for r in self.queue if r.sampling == sampling]
         self.queue = deque(r for r in self.queue if r.sampling != sampling)
         texts = [self._decode(r.tokens.tolist()) for r in batch]
-        config = tunix_config(sampling, self._config, seed=address_key(*batch[0].address) % 2**31)
+        config = tunix_config(sampling, self._config, seed=hash_rng_key(*batch[0].rng_key) % 2**31)
         with ExitStack() as stack:
             if self._module is not None:
                 for context in (torch.no_grad(), transformers_attention(self._module), eval_mode(self._module)):

@@ -75,6 +75,11 @@ class Completion:
     seconds: Mapping[str, float] = field(default_factory=dict)
     """The time that its episode waited for the engine ("engine") and for the phases of its calls ("tools")."""
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether its episode has failed by no doing of the model, so that it has no reward and is not trained."""
+        return self.messages is not None and self.finish_reason == "error"
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Group:

@@ -1,6 +1,6 @@
 """The processor: its model, its family, and the vector instructions by which kernels are chosen.
 
-Left out on purpose: its speed, on which no choice depends. Systems without /proc report only a name.
+Systems without /proc report only a name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The warning for code that was tested only with stand-ins, and has never run on its hardware.
-
-Left out on purpose: a switch that silences the warning.
-"""
+"""The warning for code that was tested only with stand-ins, and has never run on its hardware."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Resolves names of built-in objects, and references to user code: "package.module:name" and "folder/file.py:name".
-
-Left out on purpose: entry points and plugins. A reference names the location of the object.
-"""
+"""Resolves names of built-in objects, and references to user code: "package.module:name" and "folder/file.py:name"."""
 
 from __future__ import annotations
 

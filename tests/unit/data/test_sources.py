@@ -278,6 +278,11 @@ def test_a_url_is_read_by_its_format(folder, monkeypatch):
         assert list(load_rows(f"{address}/a.jsonl")) == list(load_rows(f"{address}/a.jsonl", streaming=True)) == ROWS
         with pytest.raises(DataError, match=r"b.jsonl can't be read: .*; check the address and the network"):
             load_rows(f"{address}/b.jsonl")
+        write(folder / "a b.jsonl")
+        assert list(load_rows(f"{address}/a b.jsonl")) == ROWS
+        monkeypatch.setattr(http.server.SimpleHTTPRequestHandler, "copyfile", lambda _, source, out: out.write(b"{"))
+        with pytest.raises(DataError, match=r"can't be read: OSError: the connection ended after 1 of \d+ bytes"):
+            load_rows(f"{address}/a.jsonl")
     finally:
         server.shutdown()
     with pytest.raises(DataError, match=r"unknown format '\.txt'"):

@@ -17,11 +17,11 @@ from whet.config.evaluate import check_eval, load_eval
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import byte_tokenizer
 from whet.envs import ChatTranscript, Conversation, Script, load_script
+from whet.envs.failures import EpisodeFailures
 from whet.errors import ConfigError, RewardError
 from whet.learners.grpo import GRPOLearner
 from whet.learners.ppo import PPOLearner
 from whet.learners.step import Step
-from whet.rewards.checked_values import EpisodeFailures
 from whet.rollout.base import Output, Sampling
 from whet.rollout.driver import Episode
 from whet.rollout.external_calls import ExternalCall, ExternalCalls
@@ -84,7 +84,7 @@ def test_what_follows_a_turn_is_what_the_template_adds_and_is_not_trained(ends):
     sampled = made.tokens[made.versions == 4]
     assert encode.tokenizer.decode(sampled, skip_special_tokens=True) == "calcfive"
     assert (made.versions[made.versions != 4] == -1).all() and (made.logprobs[made.versions == -1] == 0).all()
-    assert made.info == {"turns": 2} and made.finish_reason == ends and made.generation == 3
+    assert made.info == {"status": "finished", "turns": 2} and made.finish_reason == ends and made.generation == 3
     assert [m["content"] for m in made.messages] == ["calc", "5", "five"]
     assert contexts[1][0] == contexts[0][0] + made.tokens[: -len(sampled) + 4 + (ends == "stop")].tolist()
     assert contexts[1][2] == 100  # no draw of the first turn is used again
@@ -93,8 +93,12 @@ def test_what_follows_a_turn_is_what_the_template_adds_and_is_not_trained(ends):
 @pytest.mark.parametrize("ends", ["abort", "error"])
 def test_a_turn_that_the_engine_gave_up_is_not_answered(ends):
     asked = []
-    (made,), contexts = run_conversation(["a", "b"], lambda m: asked.append(m) or twice(m), encoder(), ends=ends)
-    assert asked == [] and len(contexts) == 1 and made.finish_reason == ends
+    mask = EpisodeFailures(on_infrastructure="mask")
+    (made,), contexts = run_conversation(
+        ["a", "b"], lambda m: asked.append(m) or twice(m), encoder(), ends=ends, failures=mask
+    )
+    assert asked == [] and len(contexts) == 1 and made.has_failed and made.info["failure"] == "infrastructure"
+    assert made.info["error"] == f"the engine gave up a turn of the model (finish_reason '{ends}')"
 
 
 def test_each_episode_is_a_conversation_of_its_own_and_its_turns_are_one():
@@ -128,7 +132,7 @@ def test_a_template_that_rewrites_an_earlier_turn_forks_the_episode():
     assert second.prefix.tolist() == contexts[1][0]
     assert encode.tokenizer.decode(second.prefix) == "[u]2+3=<|im_end|>[a]calc<|im_end|>[t]5<|im_end|>[a]"
     assert (first.versions == 4).all() and (second.versions == 4).all()  # each token trained where it was sampled
-    assert first.generation == second.generation == 3 and second.info == {"turns": 2, "forks": 1}
+    assert first.generation == second.generation == 3 and second.info == {"status": "finished", "turns": 2, "forks": 1}
     assert [len(c.messages) for c in (first, second)] == [1, 3]
 
 

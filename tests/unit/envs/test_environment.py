@@ -1,33 +1,28 @@
 """Environments that are classes: an instance for each episode, tools, steps, rewards, and what is refused."""
 
 import asyncio
-import functools
 import json
 import threading
 
 import numpy as np
 import pytest
 import torch
-from chat_templates import QWEN3, TOOLS
-from helpers import END, cluster, one_by_one, rows, same, tiny_model, weights_of
+from chat_templates import QWEN3
+from environment_runs import PLAIN, WORLD, batch_of, encoder, learner, run_conversation
+from helpers import END, one_by_one, rows, same, tiny_model, weights_of
 
-from whet.config import DataConfig, GRPOConfig, Mode, PPOConfig, RolloutConfig
+from whet.config import Mode, RolloutConfig
 from whet.config.evaluate import check_eval, load_eval
 from whet.config.run import RunConfig
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import byte_tokenizer
-from whet.envs import Conversation, EnvironmentClass, Script, load_script
+from whet.envs import load_script
 from whet.envs.environment import ENVIRONMENT_REWARD
+from whet.envs.failures import EpisodeFailures
 from whet.envs.tool_calls import ToolTemplate
 from whet.errors import ConfigError, DataError, RewardError
 from whet.learners.grpo import GRPOLearner
 from whet.learners.ppo import PPOLearner
-from whet.learners.step import Step
-from whet.rewards.checked_values import EpisodeFailures
-from whet.rollout.base import Output, Sampling
-from whet.rollout.driver import Episode
-from whet.rollout.external_calls import ExternalCall, ExternalCalls
-from whet.types import TokenBatch
 
 CALL = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
 
@@ -65,40 +60,6 @@ class Account:
         return self.balance
 
 
-def encoder(kind=None, template=TOOLS):
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = template
-    tools = EnvironmentClass(kind).tools.schemas if kind else None
-    return PromptEncoder(tokenizer, apply_chat_template=True, tools=tools)
-
-
-def run_conversation(kind, said, *, row=None, encode=None, turns=9, ends="stop", **options):
-    """An episode in which the model says these texts: the episode, its completions, and the model's contexts."""
-    encode = encode or encoder(kind if EnvironmentClass(kind).tool_names else None)
-    script = Script(name=kind.__name__, environment=EnvironmentClass(kind))
-    sizes = {"max_turns": turns, "max_tokens": 4000, "end_ids": [END], **options}
-    run = functools.partial(Conversation(script, encode, **sizes).run_episode, sampling=Sampling(max_tokens=400))
-    episode = Episode(encode({"prompt": "2+3=", **(row or {})}, 7), (0, 1, 2, 3), run)
-    contexts, said, calls, running = [], iter(said), ExternalCalls(), run(episode)
-    try:
-        request = next(running)
-        while True:
-            if isinstance(request, ExternalCall):
-                calls.start(0, request)
-                (result,) = calls.collect()
-                failed = result.error is not None
-                request = running.throw(result.error) if failed else running.send(result.value)
-                continue
-            contexts.append(request.tokens.tolist())
-            ids = np.array([*next(said).encode(), *([END] if ends == "stop" else [])], np.int32)
-            columns = {"logprobs": np.full(len(ids), -1.0), "versions": np.full(len(ids), 4)}
-            request = running.send(Output(id=0, tokens=ids, **columns, finish_reason=ends))
-    except StopIteration as end:
-        return episode, end.value, contexts
-    finally:
-        calls.close()
-
-
 def decode(tokens):
     return byte_tokenizer().decode([int(i) for i in tokens])
 
@@ -121,7 +82,7 @@ def test_tools_steps_and_the_reward_are_those_of_one_instance():
     assert [m["content"] for m in c.messages if m["role"] == "tool"] == ["15", "you have 15", "17"]
     assert c.messages[3] == {"role": "assistant", "content": "hm"} and c.messages[4]["content"] == "go on"
     assert episode.rewards == {ENVIRONMENT_REWARD: 17.0} and len(contexts) == 4
-    assert c.info == {"turns": 4, "tool_calls": 3, "tool_errors": 0} and c.finish_reason == "stop"
+    assert c.info == {"status": "finished", "turns": 4, "tool_calls": 3, "tool_errors": 0} and c.finish_reason == "stop"
     text = decode([*contexts[0], *c.tokens.tolist()])
     user, end = "<|im_start|>user\n", "<|im_end|>\n<|im_start|>"
     answers = f"{user}<tool_response>\n15\n</tool_response>{end}user\n<tool_response>\nyou have 15\n</tool_response>"
@@ -270,33 +231,6 @@ def test_what_does_not_fit_a_class_is_refused(tmp_path):
 
 # ---- in training -----------------------------------------------------------------------------------------------------
 
-WORLD = """
-import asyncio
-
-class World:
-    def reset(self, prompt, answer, **row):
-        self.seen, self.answer = [], answer
-        return f" [{answer}]"
-
-    def count(self, by: int) -> int:
-        '''Counts.
-
-        Args:
-            by: how far.
-        '''
-        self.seen.append(by)
-        return sum(self.seen)
-
-    async def step(self, message):
-        await asyncio.sleep(0.001 * (len(message["content"]) % 3))
-        self.seen.append(len(message["content"]))
-        return None if sum(map(ord, message["content"])) % 5 == 1 else str(self.seen)
-
-    async def get_reward(self):
-        return sum(self.seen) / 10 + len(self.answer)
-"""
-PLAIN = WORLD.replace("async def", "def").replace("await asyncio.sleep", "__import__('time').sleep")
-
 
 @pytest.fixture
 def calls(monkeypatch):
@@ -308,31 +242,6 @@ def calls(monkeypatch):
         return {"role": "assistant", "content": text, **({"tool_calls": [call]} if sum(map(int, context)) % 2 else {})}
 
     monkeypatch.setattr(ToolTemplate, "parse", parse)
-
-
-def learner(path, kind=GRPOLearner, *, reward=None, algo=None, rollout=None, **training):
-    make = GRPOConfig if kind is GRPOLearner else PPOConfig
-    model = functools.partial(tiny_model, max_position_embeddings=2048)
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = TOOLS
-    sizes = {"max_turns": 3, "max_prompt_length": 600, "max_episode_tokens": 700, "max_tokens_to_generate": 6}
-    made = cluster(
-        actor=model(),
-        critic=model(1) if kind is PPOLearner else None,
-        tokenizer=tokenizer,
-        rollout={"env_path": path, **sizes, **(rollout or {})},
-        **{"max_steps": 2, **training},
-    )
-    data = DataConfig(batch_size=2, apply_chat_template=True)
-    generations = 3 if kind is GRPOLearner else 1
-    return kind(made, make(**{"beta": 0.0, "num_generations": generations, **(algo or {})}), reward, data=data)
-
-
-def batch_of(made, count=2):
-    encode = made.encoder(Mode.TRAIN)
-    prompts = [encode(row, i) for i, row in enumerate(rows(count, answer=["1", "22", "333"][:count]))]
-    step = made.reward(made.sample(Step(index=5, prompts=prompts)))
-    return step, TokenBatch.from_groups(step.groups)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from chat_templates import QWEN, TOOLS, tokenizer_with
+from chat_templates import GEMMA, QWEN, SMOLLM, TOOLS, tokenizer_with
 
 from whet.data.tokenizer import byte_tokenizer
 from whet.envs.tool_calls import CALL_FORMS, ToolTemplate
@@ -130,8 +130,9 @@ def test_a_template_that_writes_calls_in_an_unknown_form_is_refused():
                 "{{ c.function.name }} with {{ c.function.arguments }}",
             )
         )
-    with pytest.raises(ConfigError, match="does not support tool calling"):
-        reader(QWEN)
+    for template in (QWEN, SMOLLM, GEMMA):
+        with pytest.raises(ConfigError, match="does not support tool calling"):
+            reader(template)
     assert list(CALL_FORMS) == ["qwen3_coder", "llama3_json"]
 
 

@@ -102,7 +102,7 @@ class Silent(HFEngine):
 class Apart(HFEngine):
     """An engine with weights of its own."""
 
-    caps = EngineCaps(shared_weights=False, addressed=True)
+    caps = EngineCaps(shared_weights=False, keyed_draws=True)
 
     def update(self, version, weights=None):
         super().update(version)

@@ -58,7 +58,7 @@ def test_it_trains_actor_and_critic_and_nothing_else():
     assert run.step == 2 and moved(made, before) == {"actor": True, "reference": False, "critic": True}
 
 
-def test_a_critic_of_the_actors_own_module_has_a_trunk_of_its_own():
+def test_a_critic_of_the_actors_own_module_has_a_backbone_of_its_own():
     actor = tiny_model()
     made = ppo(models(actor=actor, critic=actor, lr=0.0))
     ours, theirs = (dict(made.cluster.worker(role).module.named_parameters()) for role in ("actor", "critic"))
@@ -219,14 +219,14 @@ def test_without_critic_kl_and_whitening_it_is_reinforce(monkeypatch):
         torch.testing.assert_close(got[name], wanted[name], rtol=1e-5, atol=1e-7)
 
 
-# ---- a critic on the actor's trunk -------------------------------------------------------------------------------
+# ---- a critic on the actor's backbone ----------------------------------------------------------------------------
 
 
 def shared(**fields):
     return cluster(**{"critic": "actor", **fields})
 
 
-def test_the_gradient_of_a_shared_trunk_is_the_policys_and_the_values(monkeypatch):
+def test_the_gradient_of_a_shared_backbone_is_the_policys_and_the_values(monkeypatch):
     words = {"gae_lambda": 1.0, "whiten_advantages": False}
     value = lambda x: 0.5 * (x.new_values - x.returns).square()
     both, _ = gradients(monkeypatch, ppo(shared(max_steps=1), vf_coef=0.3, value_loss_fn=value, **words), 4)

@@ -209,7 +209,7 @@ POLICIES = {
     ),
     "distillation": lambda: grpo(cluster(teacher=tiny_model(1), max_steps=2), policy_loss_fn="distillation"),
     "PPO": lambda: ppo(tiny_model(2), advantage_estimator="gae"),
-    "PPO on a shared trunk": lambda: ppo("actor", num_generations=2, advantage_estimator="rloo"),
+    "PPO on a shared backbone": lambda: ppo("actor", num_generations=2, advantage_estimator="rloo"),
 }
 
 

@@ -104,7 +104,7 @@ def test_others_are_given_whole_weights_under_the_bases_names(standin):
 
 def test_the_engine_runs_the_module_and_says_why(standin):
     loaded = load_model(held(tiny("Qwen3")), lora=LoraConfig(r=2))
-    assert EmbeddedEngine(loaded).backends["trunk"].startswith("module (its q_proj is a Linear")
+    assert EmbeddedEngine(loaded).backends["backbone"].startswith("module (its q_proj is a Linear")
 
 
 def test_all_weights_can_t_be_trained_in_bits(standin):

@@ -1,4 +1,4 @@
-"""Critics and reward models: a trunk with a score head, in transformers' own format."""
+"""Critics and reward models: a backbone with a score head, in transformers' own format."""
 
 import pytest
 import torch
@@ -93,7 +93,7 @@ def test_a_critic_that_was_saved_before_transformers_had_its_classifier_is_read(
         load_model(str(tmp_path))
 
 
-def test_a_trunk_may_have_both_heads_and_gives_both_in_one_pass(tmp_path):
+def test_a_backbone_may_have_both_heads_and_gives_both_in_one_pass(tmp_path):
     plain = load_model(tiny("Qwen3"))
     weight = torch.randn(1, 32)
     both = load_model(add_score_head(tiny("Qwen3"), weight, shared=True))

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import tensor
 
-from whet.ops.counter_rng import address_key, uniform
+from whet.ops.counter_rng import hash_rng_key, uniform
 
 MASK = 2**64 - 1
 
@@ -33,18 +33,18 @@ def test_tensors_agree_with_plain_integers_to_the_bit(address, position):
     key = 0
     for part in address:
         key = mix(key ^ part)
-    got = address_key(*address)
+    got = hash_rng_key(*address)
     assert -(2**63) <= got < 2**63 and got & MASK == key
     assert uniform(tensor([got]), tensor([position])).item() == oracle(key, position)
 
 
 def test_every_part_of_an_address_counts_and_their_order_too():
     addresses = {(7, 3, 2, 1), (8, 3, 2, 1), (7, 4, 2, 1), (7, 3, 3, 1), (7, 3, 2, 2), (3, 7, 2, 1), (7, 3, 1, 2)}
-    assert len({address_key(*a) for a in addresses}) == len(addresses)
+    assert len({hash_rng_key(*a) for a in addresses}) == len(addresses)
 
 
 def test_neighbouring_addresses_share_no_number():
-    keys = tensor([address_key(s, t, p, g) for s in (0, 1) for t in range(5) for p in range(10) for g in range(10)])
+    keys = tensor([hash_rng_key(s, t, p, g) for s in (0, 1) for t in range(5) for p in range(10) for g in range(10)])
     u = uniform(keys.repeat_interleave(50), torch.arange(50).repeat(1000))
     assert len(u.unique()) == 50_000
 
@@ -64,8 +64,8 @@ def test_a_number_depends_on_its_own_address_alone():
 def streams():
     """Three ways to walk through addresses, 2**16 numbers each."""
     n = 2**16
-    key = address_key(0, 0, 0, 0)
-    generations = tensor([address_key(0, 0, 0, g) for g in range(256)]).repeat_interleave(256)
+    key = hash_rng_key(0, 0, 0, 0)
+    generations = tensor([hash_rng_key(0, 0, 0, g) for g in range(256)]).repeat_interleave(256)
     return {
         "positions of one completion": uniform(torch.full((n,), key), torch.arange(n)),
         "plain neighbouring keys": uniform(torch.arange(n), torch.zeros(n, dtype=torch.long)),

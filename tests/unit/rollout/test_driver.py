@@ -67,10 +67,10 @@ def test_single_turns_equal_requests_submitted_by_hand(engine):
 def test_requests_are_numbered_in_order_and_a_group_by_its_first(monkeypatch):
     made, seen = mock(), []
     submit = made.submit
-    note = lambda work: seen.append([(r.id, r.group, r.address) for r in work]) or submit(work)
+    note = lambda work: seen.append([(r.id, r.group, r.rng_key) for r in work]) or submit(work)
     monkeypatch.setattr(made, "submit", note)
     rollouts = Rollouts(made, next_id=10)
-    rollouts.run(single_turns(rows(2), Sampling(), num_generations=2, address=(3, 4, 5)))
+    rollouts.run(single_turns(rows(2), Sampling(), num_generations=2, rng_key=(3, 4, 5)))
     assert seen == [[(10, 10, (3, 4, 5, 0)), (11, 10, (3, 4, 5, 1)), (12, 12, (3, 4, 6, 0)), (13, 12, (3, 4, 6, 1))]]
     assert rollouts.next_id == 14
 
@@ -89,7 +89,7 @@ def test_groups_come_as_they_end_and_more_may_be_started_while_others_run(model)
             order.append(g.prompt.row)
             got[g.prompt.row] = g
             if (i := next(rest, None)) is not None:
-                rollouts.start(single_turns([rows()[i]], lengths[i], num_generations=2, address=(0, 0, i)))
+                rollouts.start(single_turns([rows()[i]], lengths[i], num_generations=2, rng_key=(0, 0, i)))
     assert order[0] == 1 and sorted(order) == [0, 1, 2, 3, 4] and order[-1] in (0, 4)
     assert tokens([got[i] for i in range(5)]) == alone
     assert rollouts.in_flight == () and rollouts.ready() == []
@@ -114,7 +114,7 @@ def test_cancelled_groups_leave_the_engine_and_the_others_draw_as_before(engine)
     rollouts.ready(timeout_s=0.0)
     rollouts.cancel([keys[2], keys[4]])
     assert not {keys[2], keys[4]} & {*rollouts.in_flight}
-    got = {g.prompt.row: g for g in rollouts.run(single_turns(rows(1), Sampling(max_tokens=2), address=(9, 9, 0)))}
+    got = {g.prompt.row: g for g in rollouts.run(single_turns(rows(1), Sampling(max_tokens=2), rng_key=(9, 9, 0)))}
     assert tokens(got.values()) != []
     done = {}
     while groups := rollouts.ready():
@@ -127,7 +127,7 @@ def test_cancelled_groups_leave_the_engine_and_the_others_draw_as_before(engine)
 def test_a_run_leaves_to_ready_what_else_ends_meanwhile(model):
     rollouts = Rollouts(EmbeddedEngine(model))
     rollouts.start(single_turns(rows(2), Sampling(max_tokens=2)))
-    (other,) = rollouts.run(single_turns(rows(1), Sampling(max_tokens=30), address=(1, 0, 0)))
+    (other,) = rollouts.run(single_turns(rows(1), Sampling(max_tokens=30), rng_key=(1, 0, 0)))
     assert len(other.completions[0].tokens) == 30
     assert sorted(g.prompt.row for g in rollouts.ready()) == [0, 1]
 
@@ -142,7 +142,7 @@ class Stubborn(MockEngine):
 def test_what_an_engine_that_cannot_abort_gives_back_later_is_dropped():
     rollouts = Rollouts(Stubborn(vocabulary=VOCABULARY))
     rollouts.cancel(rollouts.start(single_turns(rows(2), Sampling())))
-    (group,) = rollouts.run(single_turns(rows(1), Sampling(max_tokens=3), address=(1, 1, 1)))
+    (group,) = rollouts.run(single_turns(rows(1), Sampling(max_tokens=3), rng_key=(1, 1, 1)))
     assert len(group.completions) == 1 and rollouts.engine.stats().in_flight == 0
 
 
@@ -165,11 +165,11 @@ def episodes(run, count=5, generations=2, seed=0):
     return [Episode(p, (seed, 0, i, g), run) for i, p in enumerate(rows(count)) for g in range(generations)]
 
 
-def naive(engine, prompt, address, sampling):
+def naive(engine, prompt, rng_key, sampling):
     """The same two turns, each submitted alone, with the books kept by hand."""
 
     def alone(tokens, draw):
-        engine.submit([Request(id=0, tokens=tokens, sampling=sampling, group=0, address=address, draw=draw)])
+        engine.submit([Request(id=0, tokens=tokens, sampling=sampling, group=0, rng_key=rng_key, draw=draw)])
         return engine.step()[0]
 
     first = alone(prompt, 0)
@@ -196,10 +196,10 @@ def test_two_turns_equal_a_naive_loop_that_submits_each_alone(engine):
 def test_interleaved_episodes_draw_what_each_draws_alone(engine):
     sampling = Sampling(max_tokens=9, stop_ids=STOPS)
     rollouts = Rollouts(engine)
-    crowd = tokens(rollouts.run(episodes(two_turns(sampling)) + single_turns(rows(), sampling, address=(1, 0, 0))))
+    crowd = tokens(rollouts.run(episodes(two_turns(sampling)) + single_turns(rows(), sampling, rng_key=(1, 0, 0))))
     alone = [rollouts.run([e])[0] for e in episodes(two_turns(sampling))]
     assert flat(crowd[:5]) == flat(tokens(alone))
-    assert crowd[5:] == [tokens(rollouts.run([e]))[0] for e in single_turns(rows(), sampling, address=(1, 0, 0))]
+    assert crowd[5:] == [tokens(rollouts.run([e]))[0] for e in single_turns(rows(), sampling, rng_key=(1, 0, 0))]
 
 
 def test_the_turns_of_an_episode_never_share_a_number():
@@ -221,7 +221,7 @@ def test_the_turns_of_an_episode_never_share_a_number():
 
 def test_a_turn_that_was_aborted_goes_on_where_it_stopped(model):
     engine, sampling = EmbeddedEngine(model), Sampling(max_tokens=12)
-    (whole,) = Rollouts(engine).run([single_turn(rows(1)[0], sampling, address=(0, 0, 0, 0))])
+    (whole,) = Rollouts(engine).run([single_turn(rows(1)[0], sampling, rng_key=(0, 0, 0, 0))])
 
     def run(episode):  # the first four tokens, then the rest of the same turn
         asked = episode.request(episode.prompt.tokens, sampling)
@@ -252,7 +252,7 @@ def test_an_episode_that_raises_ends_all_and_closes_the_others():
             while True:
                 yield episode.request(episode.prompt.tokens, Sampling(max_tokens=3))
         finally:
-            closed.append(episode.address)
+            closed.append(episode.rng_key)
 
     rollouts = Rollouts(mock(per_step=1))
     with pytest.raises(KeyError, match="broken world"):
@@ -296,7 +296,7 @@ def interrupt(outputs):
 )
 def test_an_engine_that_fails_is_left_with_nothing(fault, error, words):
     rollouts = Rollouts(Faulty(fault))
-    rollouts.start(single_turns(rows(4), Sampling(max_tokens=3), address=(0, 7, 0)))
+    rollouts.start(single_turns(rows(4), Sampling(max_tokens=3), rng_key=(0, 7, 0)))
     assert len(rollouts.ready()) == 1
     with pytest.raises(error, match=words):
         rollouts.ready()
@@ -307,17 +307,17 @@ def test_a_refused_request_begins_nothing_and_others_go_on():
     rollouts = Rollouts(mock(per_step=1))
     rollouts.start(single_turns(rows(2), Sampling(max_tokens=3)))
     with pytest.raises(EngineError, match="max_tokens 0 must be at least 1"):
-        rollouts.start(single_turns(rows(2), Sampling(max_tokens=0), address=(1, 0, 0)))
+        rollouts.start(single_turns(rows(2), Sampling(max_tokens=0), rng_key=(1, 0, 0)))
     with pytest.raises(EngineError, match="MockEngine does not support stop strings"):
-        rollouts.start(single_turns(rows(2), Sampling(stop=("x",)), address=(1, 0, 0)))
+        rollouts.start(single_turns(rows(2), Sampling(stop=("x",)), rng_key=(1, 0, 0)))
     assert rollouts.in_flight == ((0, 0, 0), (0, 0, 1)) and rollouts.engine.stats().in_flight == 2
-    assert len(rollouts.run(single_turns(rows(2), Sampling(), address=(1, 0, 0)))) == 2
+    assert len(rollouts.run(single_turns(rows(2), Sampling(), rng_key=(1, 0, 0)))) == 2
 
 
 def test_draws_that_would_be_the_same_are_refused():
     rollouts = Rollouts(mock())
     (episode,) = single_turns(rows(1), Sampling())
-    with pytest.raises(EngineError, match=r"two episodes have the same address .* \(0, 0, 0, 0\)"):
+    with pytest.raises(EngineError, match=r"two episodes have the same rng_key .* \(0, 0, 0, 0\)"):
         rollouts.start([episode, *single_turns(rows(1), Sampling())])
     rollouts.start([episode])
     with pytest.raises(EngineError, match=r"a group at .* \(0, 0, 0\) is already running"):
@@ -369,7 +369,7 @@ def test_draws_of_a_group_that_has_ended_and_was_not_yet_given_are_refused_too()
     row = [Prompt(tokens=np.array([5, 6], np.int32), source="", row=0)]
     rollouts = Rollouts(EmbeddedEngine(build(gain=3.0)))
     rollouts.start(single_turns(row, Sampling(max_tokens=2)))
-    rollouts.run(single_turns(row, Sampling(max_tokens=30), address=(1, 0, 0)))
+    rollouts.run(single_turns(row, Sampling(max_tokens=30), rng_key=(1, 0, 0)))
     assert rollouts.in_flight == ()  # the first has ended meanwhile
     with pytest.raises(EngineError, match=r"a group at .* \(0, 0, 0\) is already running"):
         rollouts.start(single_turns(row, Sampling(max_tokens=2)))
@@ -382,7 +382,7 @@ def test_a_group_that_is_cancelled_after_its_end_is_not_given():
     row = [Prompt(tokens=np.array([5, 6], np.int32), source="", row=0)]
     rollouts = Rollouts(EmbeddedEngine(build(gain=3.0)))
     keys = rollouts.start(single_turns(row, Sampling(max_tokens=2)))
-    rollouts.run(single_turns(row, Sampling(max_tokens=30), address=(1, 0, 0)))
+    rollouts.run(single_turns(row, Sampling(max_tokens=30), rng_key=(1, 0, 0)))
     rollouts.cancel(keys)
     assert rollouts.ready() == []
     assert len(rollouts.run(single_turns(row, Sampling(max_tokens=2)))) == 1

@@ -47,7 +47,7 @@ def with_tool(tool, *, turns=2, **options):
         context, parts = episode.prompt.tokens, []
         for _ in range(turns):
             output = yield episode.request(context, SAMPLING)
-            call = lambda output=output: tool(episode.address[2], output.tokens)
+            call = lambda output=output: tool(episode.rng_key[2], output.tokens)
             answer = yield ExternalCall(function=call, name="the tool", **options)
             parts += [output, np.asarray(answer, np.int32)]
             context = np.concatenate([context, output.tokens, parts[-1]])
@@ -121,7 +121,7 @@ def test_the_transcript_does_not_depend_on_which_tool_answers_first(rollouts):
 def test_others_go_on_while_one_waits(rollouts):
     release = threading.Event()
     rollouts.start(episodes(with_tool(lambda *_: [release.wait(60.0)], turns=1), 1))
-    others = rollouts.run(single_turns([row(1), row(2)], Sampling(max_tokens=30), address=(1, 0, 0)))
+    others = rollouts.run(single_turns([row(1), row(2)], Sampling(max_tokens=30), rng_key=(1, 0, 0)))
     assert len(others) == 2 and len(rollouts.in_flight) == 1
     assert rollouts.ready(timeout_s=0.05) == []
     release.set()

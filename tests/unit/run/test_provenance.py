@@ -18,6 +18,7 @@ from whet.learners.rl_task import RLTask
 from whet.run import provenance
 from whet.run.provenance import check_inputs, weights_digest
 from whet.run.random_state import random_state, set_derived_random_state, set_random_state
+from whet.util.tensor_sums import BLOCK
 
 
 def reads(learner, prompts):
@@ -37,7 +38,7 @@ def module(tensor, **more):
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 7, 8, 8 * provenance.BLOCK + 19])  # bytes: of a word, of a second block
+@pytest.mark.parametrize("size", [1, 7, 8, 8 * BLOCK + 19])  # bytes: of a word, of a second block
 def test_any_byte_of_a_tensor_counts_and_so_does_its_place(size):
     data = torch.arange(size, dtype=torch.int64).to(torch.uint8)
     digest = weights_digest(module(data))
@@ -51,9 +52,9 @@ def test_any_byte_of_a_tensor_counts_and_so_does_its_place(size):
     assert weights_digest(module(data.roll(8))) not in seen or size <= 8
 
 
-@pytest.mark.parametrize("size", [1, provenance.BLOCK])
+@pytest.mark.parametrize("size", [1, BLOCK])
 def test_words_and_blocks_that_change_places_are_seen(size):
-    words = torch.randint(2**60, (3 * provenance.BLOCK,))
+    words = torch.randint(2**60, (3 * BLOCK,))
     first, second, rest = words.split([size, size, len(words) - 2 * size])
     assert len({weights_digest(module(torch.cat(p))) for p in ((first, second, rest), (second, first, rest))}) == 2
 
@@ -65,7 +66,7 @@ def test_the_digest_is_of_the_numbers_not_of_how_they_lie(monkeypatch):
     held = torch.empty(31)
     held[1:] = data.reshape(-1)
     assert weights_digest(module(held[1:].view(5, 6))) == digest  # words that begin beside their places
-    long = torch.randn(5 * provenance.BLOCK)
+    long = torch.randn(5 * BLOCK)
     whole = weights_digest(module(long))
     monkeypatch.setattr(torch.Tensor, "split", lambda self, size: [self])  # as on a device that takes many at once
     assert weights_digest(module(long)) == whole

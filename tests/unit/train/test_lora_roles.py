@@ -81,7 +81,7 @@ def test_the_sampler_sees_the_adapter_as_the_trainer_does(base, engine):
     assert after.shape != before.shape or (after - before).abs().max() > 1e-3
     if engine == "embedded":
         said = c.describe()
-        assert said["rollout"]["trunk"] == "fused" and "around 14 frozen" in said["training"]["actor"]["adapter"]
+        assert said["rollout"]["backbone"] == "fused" and "around 14 frozen" in said["training"]["actor"]["adapter"]
         assert said["rollout"]["products"] == cluster_paths(base)["products"]
 
 
@@ -148,7 +148,7 @@ def test_a_critic_trains_its_adapter_and_its_head(base, tmp_path):
     torch.testing.assert_close(reward.scores(BATCH), worker.scores(BATCH), atol=1e-5, rtol=1e-5)
 
 
-def test_a_head_on_the_actors_trunk_is_trained_and_saved_with_the_adapter(base, tmp_path):
+def test_a_head_on_the_actors_backbone_is_trained_and_saved_with_the_adapter(base, tmp_path):
     c = adapted(base, critic="actor")
     stir(c.actor.module)
     c.actor.save(folder := tmp_path / "saved") if folder_made(tmp_path / "saved") else None

@@ -29,11 +29,28 @@ def test_the_citation_has_the_version_and_the_repository():
 
 
 def test_no_text_tells_to_install_the_strangers_distribution():
-    """`whet[lora]` is another distribution's extra: a text names the extra, or install_hint gives the command."""
+    """`whet[lora]` is another distribution's extra, and the index has no whet-rl: a text installs a checkout, or
+    install_hint gives the command.
+    """
     folders = [ROOT / name for name in ("whet", "docs", "examples", "benchmarks", "recipes")]
     files = [p for f in folders for p in f.rglob("*") if p.suffix in (".py", ".md", ".yaml")] + [ROOT / "README.md"]
-    wrong = re.compile(r"whet\[[a-z]+\]|pip install[^\n`]* whet( |`|$)")
+    wrong = re.compile(r"whet\[[a-z]+\]|pip install[^\n`]* ['\"]?whet(-rl\[| |`|$)")
     assert [str(p) for p in files if wrong.search(p.read_text())] == []
+
+
+def test_every_package_that_whet_imports_is_declared():
+    """A package that only comes with a dependency is gone when that dependency changes, as httpx did."""
+    project = PYPROJECT["project"]
+    listed = [*project["dependencies"], *(d for extra in project["optional-dependencies"].values() for d in extra)]
+    declared = {re.match(r"[\w-]+", line)[0].lower().replace("-", "_") for line in listed}
+    declared |= {"yaml", "pydantic_core", "latex2sympy2_extended"}  # of pyyaml, pydantic, math-verify
+    declared.add("comet_ml")  # a callback's, whose user has it
+    pattern = re.compile(r"^ *(?:import|from) ([A-Za-z]\w*)(?:\.[\w.]+)?(?: import \(?\w| as \w|$)", re.MULTILINE)
+    code = {p: re.sub(r'""".*?"""', "", p.read_text(), flags=re.DOTALL) for p in (ROOT / "whet").rglob("*.py")}
+    imported = {(name, p.name) for p, text in code.items() for name in pattern.findall(text)}
+    known = declared | set(sys.stdlib_module_names) | {"whet"}
+    assert {("torch", "forward.py"), ("jinja2", "tool_calls.py")} <= imported
+    assert {(name, file) for name, file in imported if name not in known} == set()
 
 
 def test_every_extra_that_a_hint_names_exists():

@@ -55,7 +55,7 @@ class PPOConfig(PolicyConfig):
     critic_updates: Count = 1
     """Updates of the critic per update of the actor: the mini-batch is split into this many parts."""
     vf_coef: Float = 0.5
-    """Weight of the value loss in the sum with the policy loss, for a critic that shares the actor's trunk
+    """Weight of the value loss in the sum with the policy loss, for a critic that shares the actor's backbone
     (critic.model=actor). No effect on a critic with a model of its own, which has its own optimizer."""
     critic_warmup_steps: Number = 0
     """Steps at the start that train only the critic and leave the policy unchanged (RL2's freeze_steps)."""

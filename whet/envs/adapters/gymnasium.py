@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any, ClassVar
 
 from whet.errors import ConfigError
@@ -36,10 +37,10 @@ class Gymnasium:
 
     def __init__(self) -> None:
         try:
-            import gymnasium  # pyright: ignore[reportMissingImports]
+            package: Any = import_module("gymnasium")
         except ImportError as error:
             raise ConfigError(f"environments of gymnasium need the package; {install_hint('gymnasium')}") from error
-        self._env: Any = gymnasium.make(self.env_id, **self.options)
+        self._env: Any = package.make(self.env_id, **self.options)
         self.total, self.done = 0.0, False
 
     def reset(self, seed: int | None = None, **_: Any) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any, ClassVar
 
 from whet.errors import ConfigError
@@ -35,7 +36,7 @@ class TextArena:
 
     def __init__(self) -> None:
         try:
-            import textarena  # pyright: ignore[reportMissingImports]
+            package: Any = import_module("textarena")
         except ImportError as error:
             raise ConfigError(f"games of TextArena need the package; {install_hint('textarena')}") from error
         if self.num_players > 1 and type(self)._play is TextArena._play:
@@ -44,8 +45,8 @@ class TextArena:
                 "returns the actions of those besides the model, player 0"
             )
         # without the game's own wrappers, which repeat the whole history in each observation
-        self._env: Any = textarena.make(f"{self.env_id}-raw", **self.options)
-        self._game = textarena.GAME_ID
+        self._env: Any = package.make(f"{self.env_id}-raw", **self.options)
+        self._game = package.GAME_ID
         self.done, self.reward = False, 0.0
 
     def reset(self, seed: int | None = None, **_: Any) -> str:

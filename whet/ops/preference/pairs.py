@@ -3,7 +3,7 @@
     r_w = log π(y_w|x) − log π_ref(y_w|x), r_l the same of the rejected side; δ = s_w − s_l, the difference of the
     scores, which are r_w and r_l under the reverse KL and f'(exp r) of another f-divergence. σ the logistic function.
 
-Dim legend: u units. Left out on purpose: means, which the weights of units make.
+Dim legend: u units.
 """
 
 from __future__ import annotations

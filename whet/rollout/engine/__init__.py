@@ -8,8 +8,8 @@ kv_cache.py             keys and values of prompts (once per group) and of compl
 runner.py               prefill and decode, with the state of the rows on the device
 prefill.py              attention of prompts: writes and reads keys and values
 layouts.py              attention of a decode step
-model_forward.py        token ids -> logits: by the Hugging Face module, or by the fused trunk
-fused_trunk.py          the decoder blocks of the Llama family, written out
+model_forward.py        token ids -> logits: by the Hugging Face module, or by the fused backbone
+fused_backbone.py       the decoder blocks of the Llama family, written out
 packed_linear.py        linear layers of one input as one product, with packed weights
 native_step.py          the tables that whet/native's kernels of a decode step read
 cuda_graph.py           decode steps of fixed shape, replayed

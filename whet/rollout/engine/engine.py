@@ -44,7 +44,7 @@ STEPS_PER_READ = 4
 class EmbeddedEngine:
     """Continuous batching with shared prompts, on the trainer's own module.
 
-    Requests with equal prompts share one prefill and its KV. Draws follow Request.address, so a request gives the same
+    Requests with equal prompts share one prefill and its KV. Draws follow Request.rng_key, so a request gives the same
     tokens alone and in a batch (without native kernels, except for ties broken by the last bit of a logit).
 
     Args:
@@ -53,7 +53,7 @@ class EmbeddedEngine:
         max_batch: sequences decoded together.
         kv_cache_tokens: bound on the KV held, in tokens, padding included; None = as much as max_batch sequences need.
         prefill_tokens: prompt tokens run at once; longer prompts run in chunks.
-        fast: False = always run the module itself, never the fused trunk.
+        fast: False = always run the module itself, never the fused backbone.
         native: False = on a CPU, only torch's kernels.
         grammars: of the tokenizer, needed for constraints only.
         own_weights: True = sample from a copy of the model, which takes new weights only in `update`.
@@ -64,7 +64,7 @@ class EmbeddedEngine:
 
     caps = EngineCaps(
         shared_weights=True,
-        addressed=True,
+        keyed_draws=True,
         abort=True,
         sleep=True,
         logits=True,
@@ -98,7 +98,7 @@ class EmbeddedEngine:
         self._runner = Runner(
             self._model.loaded, max_batch=max_batch, prefill_tokens=prefill_tokens, fast=fast, native=native
         )
-        if self._runner.device.type == "cuda" and kv_cache_tokens is None and self.backends["trunk"] == "fused":
+        if self._runner.device.type == "cuda" and kv_cache_tokens is None and self.backends["backbone"] == "fused":
             self._runner.fix_shapes()  # padding rows hold KV too, which a bounded cache does not count
         self._scheduler = Scheduler(max_batch=max_batch, kv_cache_tokens=kv_cache_tokens)
         self._plans: list[SamplingPlan] = []
@@ -407,6 +407,10 @@ class EmbeddedEngine:
     def wake(self) -> None:
         """Undoes sleep; memory comes back as it is needed."""
         self._asleep = False
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of the weights that it runs with, as the trainer names them."""
+        return self._model.loaded.module.named_parameters()
 
     def close(self) -> None:
         """Frees everything; requests in flight are lost. The engine can't be used again."""

@@ -23,7 +23,7 @@ class LiveRows:
     """Requests, the prompts that they read, counts, and tokens drawn since their admission, which move together.
 
     >>> from whet.rollout.base import Request, Sampling
-    >>> request = Request(id=7, tokens=np.array([5, 6]), sampling=Sampling(max_tokens=3), group=0, address=(0, 0, 0, 0))
+    >>> request = Request(id=7, tokens=np.array([5, 6]), sampling=Sampling(max_tokens=3), group=0, rng_key=(0, 0, 0, 0))
     >>> rows = LiveRows()
     >>> prefix = Prefix(tokens=request.tokens, bucket=32, group_prompt_length=2)
     >>> rows.add([(InFlightRequest(request=request), prefix)])

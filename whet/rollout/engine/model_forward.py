@@ -1,4 +1,4 @@
-"""make_forward: token ids -> logits, by the fused trunk where it fits the model, else by the Hugging Face module.
+"""make_forward: token ids -> logits, by the fused backbone where it fits the model, else by the Hugging Face module.
 
 The module is the oracle: the engine is tested over both.
 Dim legend: B rows, T tokens of a row, N = B T, V vocabulary, d hidden size.
@@ -19,7 +19,7 @@ from whet.models.loaded_model import LoadedModel
 from whet.models.modes import eval_mode
 from whet.native.build import Unavailable
 from whet.native.decode import DecodeKernels
-from whet.rollout.engine.fused_trunk import FusedTrunk
+from whet.rollout.engine.fused_backbone import FusedBackbone
 from whet.rollout.engine.packed_linear import PackedLinear
 from whet.util.device import on_device
 
@@ -27,12 +27,12 @@ __all__ = ["FusedForward", "ModuleForward", "make_forward"]
 
 
 class ModuleForward:
-    """Runs the Hugging Face module. Args: loaded: the model. reason: why the fused trunk does not run."""
+    """Runs the Hugging Face module. Args: loaded: the model. reason: why the fused backbone does not run."""
 
     def __init__(self, loaded: LoadedModel, reason: str) -> None:
         self.loaded = loaded
         self.device = _device(loaded)
-        self.backends = {"trunk": f"module ({reason})", "products": "torch", "kernels": "torch"}
+        self.backends = {"backbone": f"module ({reason})", "products": "torch", "kernels": "torch"}
         """The implementation of each part, and why."""
         self.bytes = 0
         """Memory of what is derived from the weights."""
@@ -40,7 +40,7 @@ class ModuleForward:
         """Changes when a tensor that a step reads has moved."""
         self.kernels: DecodeKernels | None = None
         """The native kernels of a decode step; None = torch's."""
-        self._trunk: nn.Module = loaded.module.get_decoder()  # pyright: ignore
+        self._backbone: nn.Module = loaded.module.get_decoder()  # pyright: ignore
         self._head: nn.Module = loaded.module.get_output_embeddings()  # pyright: ignore
 
     @contextmanager
@@ -54,7 +54,7 @@ class ModuleForward:
         call = {"input_ids": ids, "position_ids": layout.position_ids, "whet_layout": layout, "use_cache": False}
         if not self.loaded.lm_head.linear:
             return self.loaded.module(**call).logits.flatten(0, 1)
-        return self._trunk(**call).last_hidden_state.flatten(0, 1)
+        return self._backbone(**call).last_hidden_state.flatten(0, 1)
 
     def logits(self, features: Tensor) -> Tensor:
         """fp32 [n V] of features [n d]."""
@@ -72,21 +72,21 @@ class ModuleForward:
 
 
 class FusedForward:
-    """Runs the fused trunk and a packed head. Args: loaded: the model. trunk: of that model."""
+    """Runs the fused backbone and a packed head. Args: loaded: the model. backbone: of that model."""
 
-    def __init__(self, loaded: LoadedModel, trunk: FusedTrunk) -> None:
+    def __init__(self, loaded: LoadedModel, backbone: FusedBackbone) -> None:
         self.loaded = loaded
         self.device = _device(loaded)
-        kernels = trunk.kernels
+        kernels = backbone.kernels
         self.kernels = None if isinstance(kernels, Unavailable) else kernels
         """The native kernels of a decode step; None = torch's."""
         self.backends = {
-            "trunk": "fused",
+            "backbone": "fused",
             "products": "native, packed" if self.kernels else "torch",
             "kernels": f"native ({self.kernels.compiler})" if self.kernels else f"torch ({kernels})",
         }
         """The implementation of each part, and why."""
-        self._trunk = trunk
+        self._backbone = backbone
         self._head = PackedLinear([loaded.module.get_output_embeddings()], kernels=self.kernels)  # pyright: ignore
         self._weights = list(loaded.module.parameters())
         self._last_state, self._built_kinds = self._state(), self._kinds()
@@ -100,7 +100,7 @@ class FusedForward:
 
     def features(self, ids: Tensor, layout: Layout) -> Tensor:
         """[N d] of ids [B T], after the last norm."""
-        return self._trunk(ids, layout)
+        return self._backbone(ids, layout)
 
     def logits(self, features: Tensor) -> Tensor:
         """fp32 [n V] of features [n d]."""
@@ -108,7 +108,7 @@ class FusedForward:
 
     def ensure_positions(self, positions: int) -> None:
         """Prepares for positions below this."""
-        self._trunk.ensure_positions(positions)
+        self._backbone.ensure_positions(positions)
 
     def refresh(self, *, force: bool) -> None:
         """Computes again what is derived from the weights, if they have changed. Args: force: even if they have not."""
@@ -120,25 +120,25 @@ class FusedForward:
                     "the model's weights have another dtype, device or shape than when the engine was built; build "
                     "a new engine for them"
                 )
-            self._trunk.refresh()
+            self._backbone.refresh()
             self._head.refresh()
             self._last_state = state
 
     def drop(self) -> None:
         """Frees the copies until `refresh`."""
-        for product in (*self._trunk.products(), self._head):
+        for product in (*self._backbone.products(), self._head):
             product.drop()
         self._last_state = ()
 
     @property
     def epoch(self) -> int:
         """Changes when a tensor that a step reads has moved."""
-        return self._trunk.epoch + self._moves
+        return self._backbone.epoch + self._moves
 
     @property
     def bytes(self) -> int:
         """Memory of what is derived from the weights."""
-        return sum(product.bytes for product in (*self._trunk.products(), self._head))
+        return sum(product.bytes for product in (*self._backbone.products(), self._head))
 
     def _state(self) -> tuple[tuple[int, int], ...]:
         """Addresses and write counts of the weights: they show most changes without an `update`."""
@@ -162,5 +162,5 @@ def make_forward(loaded: LoadedModel, *, fast: bool, native: bool) -> ModuleForw
     """
     if not fast:
         return ModuleForward(loaded, "fast=False")
-    trunk = FusedTrunk.from_model(loaded, native=native)
-    return ModuleForward(loaded, str(trunk)) if isinstance(trunk, Unavailable) else FusedForward(loaded, trunk)
+    backbone = FusedBackbone.from_model(loaded, native=native)
+    return ModuleForward(loaded, str(backbone)) if isinstance(backbone, Unavailable) else FusedForward(loaded, backbone)

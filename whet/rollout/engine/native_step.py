@@ -1,7 +1,7 @@
 """NativeLayout: a decode step's tables for the native kernels: which row reads which prompt, and all addresses.
 
 Dim legend: n live rows, H query heads, K KV heads, D head size, d hidden size.
-Left out on purpose: copies. Tables hold only addresses into the stores, and are written again when one changes.
+The tables hold no copies, only addresses into the stores, and are written again when one changes.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 On a CPU and without a mask this is torch's operator. With caps or sinks the scores are held in memory: on a GPU block
 by block, since a prompt of 8,192 tokens has gigabytes of them.
-Left out on purpose: one call for prompts of several lengths.
 Dim legend: B rows, H query heads, K KV heads, T queries, S keys, D head size.
 """
 

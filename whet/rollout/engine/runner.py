@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from whet.models.loaded_model import LoadedModel
-from whet.ops.counter_rng import address_key, uniform
+from whet.ops.counter_rng import hash_rng_key, uniform
 from whet.rollout.engine.cuda_graph import FixedTensors, StepGraphs, padded_rows
 from whet.rollout.engine.kv_cache import KVStore
 from whet.rollout.engine.layouts import DecodeLayout
@@ -37,7 +37,7 @@ INITIAL_ROWS = 256
 """Rows allocated at first; more are allocated when they are needed, up to max_batch."""
 TOKEN, POSITION, NUM_STORED, NUM_DRAWN, DRAW, KEY = range(6)
 """Rows of the state: last token, its position, tokens in the completion store before it, completion tokens up to it,
-its draw number, address key."""
+its draw number, hashed rng_key."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -224,7 +224,7 @@ class Runner:
         state[POSITION] = [len(p.tokens) for _, p in admitted]
         state[NUM_DRAWN] = [flight.request.offset + len(flight.tokens) for flight, _ in admitted]
         state[DRAW] = [flight.request.draw + flight.request.offset + len(flight.tokens) for flight, _ in admitted]
-        state[KEY] = [address_key(*flight.request.address) for flight, _ in admitted]
+        state[KEY] = [hash_rng_key(*flight.request.rng_key) for flight, _ in admitted]
         (self.state[:, rows],) = to_device([torch.from_numpy(state)], self.device)
         if any(plans[flight.plan].support.penalises for flight, _ in admitted):
             if self.seen is None:

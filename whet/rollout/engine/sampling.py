@@ -1,11 +1,11 @@
 """sample_rows: logits -> token and logprob, for rows that share one Sampling.
 
 The embedded engine and the hf engine sample here, with the same operations (whet.ops.support) as the trainer, so that
-both sides mean the same distribution; whet.ops.support.draw is the oracle. A draw uses one uniform number with an
-address, so other rows of the batch do not matter. vLLM and SGLang draw by themselves: their adapters refuse requests
-that would mean another distribution there.
+both sides mean the same distribution; whet.ops.support.draw is the oracle. A draw uses one uniform number with a
+key of its own, so other rows of the batch do not matter. vLLM and SGLang draw by themselves: their adapters refuse
+requests that would mean another distribution there.
 Dim legend: n rows, V vocabulary.
-Left out on purpose: state. The caller holds positions, random numbers and seen tokens.
+It has no state: the caller holds positions, random numbers and seen tokens.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Requests wait in the order of their submission. Within one submission the groups with the longest completions come
 first, because they would otherwise run on alone at the end. Nothing here depends on the clock. The order changes no
-token, since every draw has an address (docs/exactness.md names the exception: the last bits of a logit).
+token, since every draw has a key (docs/exactness.md names the exception: the last bits of a logit).
 Memory is reserved for the longest completion that a request allows, so no admitted request is ever evicted. Earlier
 turns of conversations are kept in the remaining memory, and are dropped first.
 """
@@ -60,7 +60,7 @@ class Scheduler:
     >>> from whet.rollout.base import Sampling
     >>> def flight(i, prompt, group, new):
     ...     fields = {"tokens": np.array(prompt, np.int32), "sampling": Sampling(max_tokens=new)}
-    ...     return InFlightRequest(request=Request(id=i, group=group, address=(0, 0, group, i), **fields))
+    ...     return InFlightRequest(request=Request(id=i, group=group, rng_key=(0, 0, group, i), **fields))
     >>> scheduler = Scheduler(max_batch=4, kv_cache_tokens=96)
     >>> scheduler.add([flight(0, [5, 6, 7], 0, 10), flight(1, [5, 6, 7], 0, 10), flight(2, [8, 9], 1, 40)])
     >>> [flight.request.id for flight in scheduler.queue]  # the longest completion first, groups together

@@ -113,7 +113,7 @@ class Agents:
         started = self.environments.reset(prompts, number, lambda schemas: learner.encoder_with(mode, schemas))
 
         def start(episode: Episode) -> tuple[Prompt, Tools]:
-            return started[(episode.address[2] - first) * number + episode.generation]
+            return started[(episode.rng_key[2] - first) * number + episode.generation]
 
         return [started[i * number][0] for i in range(len(prompts))], partial(episodes.run_episode, start=start)
 

@@ -77,7 +77,7 @@ class TRLLearner(GRPOLearner):
             )
         config, sampling = self.cluster.rollout_for(mode), self.cluster.sampling(mode)
         if run_episode is None:
-            episodes = single_turns(prompts, sampling, num_generations=count, address=(0, step, first))
+            episodes = single_turns(prompts, sampling, num_generations=count, rng_key=(0, step, first))
         else:
             episodes = [Episode(prompt, (0, step, first + i, g), partial(run_episode, sampling=sampling))
                         for i, prompt in enumerate(prompts) for g in range(count)]  # fmt: skip

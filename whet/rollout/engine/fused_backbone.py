@@ -1,7 +1,7 @@
-"""FusedTrunk: the decoder blocks of the Llama family, written out with fewer products and without module dispatch.
+"""FusedBackbone: the decoder blocks of the Llama family, written out with fewer products and without module dispatch.
 
 It reads the parameters of the Hugging Face module. When the engine is built, both run a prompt and are compared: where
-the parts don't fit, or the numbers differ, the module itself runs (`FusedTrunk.from_model` returns the reason).
+the parts don't fit, or the numbers differ, the module itself runs (`FusedBackbone.from_model` returns the reason).
 Scale, window and soft-cap of each layer are recorded from the module's own calls of attention.
 Dim legend: B rows, T tokens of a row, N = B T, d hidden size, H query heads, K KV heads, D head size.
 Left out on purpose: experts, blocks with further norms or multipliers, partial rotary: the module runs them.
@@ -31,7 +31,7 @@ from whet.rollout.engine.native_step import NativeLayer, NativeLayout
 from whet.rollout.engine.packed_linear import PackedLinear
 from whet.rollout.engine.prefill import PrefillLayout, PrefillSpan
 
-__all__ = ["FusedTrunk"]
+__all__ = ["FusedBackbone"]
 
 BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -137,24 +137,24 @@ class _Norm:
         return out if folded is not None else out.mul_(weight)
 
 
-class FusedTrunk:
+class FusedBackbone:
     """A model's decoder, from token ids to the hidden states after the last norm."""
 
     def __init__(
         self, module: nn.Module, options: list[dict[str, Any]], *, without_kernels: Unavailable | None = None
     ) -> None:
-        trunk: Any = module.get_decoder()  # pyright: ignore
-        wrong = {n for n, _ in trunk.named_children()} ^ {"embed_tokens", "layers", "norm", "rotary_emb"}
-        if wrong or type(trunk.embed_tokens) is not nn.Embedding:
+        backbone: Any = module.get_decoder()  # pyright: ignore
+        wrong = {n for n, _ in backbone.named_children()} ^ {"embed_tokens", "layers", "norm", "rotary_emb"}
+        if wrong or type(backbone.embed_tokens) is not nn.Embedding:
             raise _UnfitError(f"its decoder stack differs in {', '.join(sorted(wrong)) or 'its embedding'}")
-        self._module, self._trunk = module, trunk
-        self._norm = _Norm(trunk.norm)
+        self._module, self._backbone = module, backbone
+        self._norm = _Norm(backbone.norm)
         self.epoch = 0
         """Counts the moves of the rotary tables."""
         self._cos = self._sin = torch.empty(0)
         self.ensure_positions(PROBE_LENGTH)
         size = self._cos.shape[-1]
-        layers = list(zip(trunk.layers, options, strict=True))
+        layers = list(zip(backbone.layers, options, strict=True))
         make = lambda kernels: [_make_block(i, y, o, size=size, kernels=kernels) for i, (y, o) in enumerate(layers)]
         self._blocks = make(None)
         self.kernels: DecodeKernels | Unavailable = without_kernels or self._fitting_kernels()
@@ -165,11 +165,11 @@ class FusedTrunk:
         self._fill_norms()
 
     @classmethod
-    def from_model(cls, loaded: LoadedModel, *, native: bool) -> FusedTrunk | Unavailable:
-        """The fused trunk of a model, compared with the model; or the reason why the model itself has to run.
+    def from_model(cls, loaded: LoadedModel, *, native: bool) -> FusedBackbone | Unavailable:
+        """The fused backbone of a model, compared with the model; or the reason why the model itself has to run.
 
         Args: loaded: a packable model. native: whether to decode with whet's own kernels and packed weights.
-        Returns: the trunk, or the reason.
+        Returns: the backbone, or the reason.
         """
         if not loaded.lm_head.linear:
             return Unavailable("only the module itself can make its logits")
@@ -204,7 +204,7 @@ class FusedTrunk:
 
     def __call__(self, ids: Tensor, layout: Layout) -> Tensor:
         """Hidden states [N, d] of ids [B, T] after the last norm."""
-        h = F.embedding(ids.reshape(-1), self._trunk.embed_tokens.weight)
+        h = F.embedding(ids.reshape(-1), self._backbone.embed_tokens.weight)
         if isinstance(layout, NativeLayout):
             block = self._blocks[0]
             heads = (block.qkv.width // self._cos.shape[1] - 2 * block.kv, block.kv)
@@ -234,7 +234,7 @@ class FusedTrunk:
 
     def _fitting_kernels(self) -> DecodeKernels | Unavailable:
         """The native kernels, or why they can't run this model."""
-        weight, first = self._trunk.embed_tokens.weight, self._blocks[0]
+        weight, first = self._backbone.embed_tokens.weight, self._blocks[0]
         if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
             return Unavailable(f"none for {weight.dtype} on {weight.device.type}")
         adapter = Adapter.from_module(self._module)
@@ -259,12 +259,12 @@ class FusedTrunk:
 
     def ensure_positions(self, positions: int) -> None:
         """Makes the rotary tables long enough for this many positions."""
-        weight = self._trunk.embed_tokens.weight
+        weight = self._backbone.embed_tokens.weight
         if positions > len(self._cos):
             longest = max_positions(self._module)  # beyond it some kinds of rotary embedding change all their angles
             count = 1 << (positions - 1).bit_length()
             count = count if longest is None else max(positions, min(count, longest))
-            cos, sin = self._trunk.rotary_emb(weight, torch.arange(count, device=weight.device).unsqueeze(0))
+            cos, sin = self._backbone.rotary_emb(weight, torch.arange(count, device=weight.device).unsqueeze(0))
             low, high = sin[0].chunk(2, -1)
             self._cos, self._sin = cos[0].contiguous(), torch.cat([-low, high], -1)
             self.epoch += 1
