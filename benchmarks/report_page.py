@@ -3,12 +3,16 @@
     python benchmarks/report_page.py                      # 100 steps of 1,000 completions, and one long transcript
     python benchmarks/report_page.py --steps 5 --mb 5     # a trial
 
-The run folder is made: metrics of each step, completions with tokens, logprobs and advantages, and an episode of a single
-completion whose text has --mb megabytes. Playwright opens the report from disk in headless Chromium. Times are in
-milliseconds, the median of --rounds: `first_paint` by the browser's own clock; `step` from the click on a step to its first
-completions; `filter` from a filter to its result; `open_long` from the click on the long transcript's step to its first text;
-`longest_block`, the longest time for which the page did not answer while that transcript is opened and read on. `page_kb` is
-the page without its data. The last line printed is the result as JSON.
+The run folder is made: metrics of each step, completions with tokens, logprobs and advantages, and a last step whose one
+completion is a transcript of --mb megabytes. Playwright opens the report from disk in headless Chromium. Times are in
+milliseconds, the median of --rounds:
+
+- first_paint: by the browser's own clock.
+- step: from the click on a step to its first completions. filter: from a filter to its result.
+- open_long: from the click on the transcript's step to its first text.
+- longest_block: the longest time for which the page did not answer while the transcript is opened and read on.
+
+`page_kb` is the page without its data. The last line printed is the result as JSON.
 """
 
 from __future__ import annotations
@@ -57,7 +61,7 @@ def make_run(folder: Path, args: argparse.Namespace) -> None:
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "config.yaml").write_text("algo: {beta: 0}\n")
     for step in range(1, args.steps + 1):
-        words = [["word%d " % draw.randrange(1000) for _ in range(25)] for _ in range(args.completions)]
+        words = [[f"word{draw.randrange(1000)} " for _ in range(25)] for _ in range(args.completions)]
         write(folder, step, ["".join(w) for w in words], [len(w) for w in words])
     write(folder, args.steps + 1, ["a line of an episode, word by word\n" * (args.mb * 1_000_000 // 36)], [1000])
 
@@ -87,13 +91,13 @@ def measure(browser: Any, page_file: Path, args: argparse.Namespace) -> dict[str
     page.wait_for_selector(".plot svg")
     paint = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
     clock = lambda action, seen: page.evaluate(
-        """([action, seen]) => new Promise(done => {
-            const begun = performance.now(), end = () => requestAnimationFrame(() => done(performance.now() - begun));
-            const look = () => eval(seen) ? end() : setTimeout(look, 1);
-            eval(action);
+        f"""() => new Promise(done => {{
+            const begun = performance.now();  // the layout counts, the painting does not
+            const end = () => {{ document.body.getBoundingClientRect(); done(performance.now() - begun); }};
+            const look = () => {seen} ? end() : setTimeout(look, 1);
+            {action};
             look();
-        })""",
-        [action, seen],
+        }})"""
     )
     middle, final = f"0-train-{max(1, args.steps // 2):06d}", f"0-train-{args.steps + 1:06d}"
     found = {"first_paint": paint}

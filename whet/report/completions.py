@@ -134,7 +134,7 @@ def split_chunk(found: dict[str, Any], inline: int = INLINE_CHARACTERS) -> tuple
 
 
 def _cut(item: Mapping[str, Any], limit: int) -> list[dict[str, Any]]:
-    """The pieces of an item's text, tokens and lists; a token is never cut. Args: limit: of the first, in UTF-16 units."""
+    """The pieces of an item's text, tokens and lists. No token is cut. Args: limit: of the first, in UTF-16 units."""
     text = _utf16(_shown(item))
     bounds = [limit, *range(limit + PART_CHARACTERS, len(text) // 2, PART_CHARACTERS)]
     pieces: list[dict[str, Any]] = [{} for _ in range(len(bounds) + 1)]

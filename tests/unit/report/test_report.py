@@ -174,6 +174,7 @@ def test_a_long_text_and_what_its_tokens_have_are_cut_without_loss_and_no_token_
     for name in ("len", "lp"):
         if tokens is not None:
             assert [v for piece in (item, *parts) for v in piece[name]] == whole[name]
-            assert all(sum(p["len"]) == len(p.get("tokens", p["text"]).encode("utf-16-le")) // 2 for p in (item, *parts))
+            shown = [(piece["len"], piece.get("tokens", piece["text"])) for piece in (item, *parts)]
+            assert all(sum(units) == len(text.encode("utf-16-le")) // 2 for units, text in shown)
     for name in ("text", "tokens"):
         assert "".join(piece.get(name, "") for piece in (item, *parts)) == whole.get(name, "")
