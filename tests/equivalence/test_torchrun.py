@@ -446,6 +446,29 @@ def test_ranks_with_other_data_are_told_before_they_compute(folders):
     assert codes == [2, 2] and all("step 1, update: rank 1 has another batch than rank 0: tokens " in x for x in output)
 
 
+PLANTED = "torch.OutOfMemoryError('planted')"
+OUT_OF_MEMORY = f"import torch; whet.train.worker.aggregate = lambda *_: (_ for _ in ()).throw({PLANTED})"
+
+
+@needs_gloo
+@pytest.mark.full
+@pytest.mark.timeout(400)
+def test_a_process_that_ran_out_of_memory_makes_the_passes_of_all_smaller_after_a_restart(folders, monkeypatch):
+    one, several = folders
+    (several / "reward.py").write_text("import whet.train.worker\n" + FAULTY.format(rank=1, fault=OUT_OF_MEMORY))
+    words = [*GRPO, RUN, SAVES, *UNCLIPPED, "trainer.max_steps=2", "data.eval_path=null", "trainer.resume=latest",
+             "trainer.max_segments_per_packed_row=8"]  # fmt: skip
+    codes, output = run_to_failure(several, words)
+    assert all(codes) and "it continues with at most" in output[1], output
+    noted = json.loads((several / "run/checkpoints/micro_batch_tokens.json").read_text())["actor"]
+    (several / "reward.py").write_text(REWARD)
+    codes, output = run_to_failure(several, words)
+    assert codes == [0, 0] and f"have at most {noted} tokens in a micro-batch" in output[0], output
+    monkeypatch.chdir(one)
+    assert main(words) == 0
+    assert_same_tensors(*(load_file(f / "run/final/model.safetensors") for f in folders), "final")
+
+
 @needs_gloo
 @pytest.mark.full
 @pytest.mark.timeout(400)

@@ -495,6 +495,7 @@ class Run:
         """Restores the checkpoint that `resume` names. Returns: its step; -1 if there is none yet."""
         assert self.config.resume is not None
         self.checkpoints.open()
+        self.checkpoints.restore_token_budgets()
         checkpoint = self.ranks.call_on_writer(self._find_checkpoint)
         if checkpoint is None:
             log.info("resume=latest: no checkpoint in %s yet; starting from the beginning", self.checkpoints.root)
@@ -558,6 +559,7 @@ class Run:
             if kind is None:
                 self._finish()
             elif error is not None:
+                self.checkpoints.write_token_budgets()
                 where = self.ranks.describe()
                 if self.ranks.size > 1 and is_connection_lost(error):
                     instead = WhetError(

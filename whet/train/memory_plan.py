@@ -272,7 +272,8 @@ def _held_weights(config: RunConfig, sizes: ModelSizes, num_processes: int) -> l
 
     With several processes trained weights are fp32 shards, which the optimizer updates. The whole model in its compute
     dtype is there during the rollout; during the update, embedding, norm and head, one layer, and the next one.
-    Gradients are whole between the passes of an update, and become shards as the last pass goes through the layers.
+    Gradients are whole between the passes of an update, and become shards as the last pass goes through the layers, or
+    as each pass does (sync_each_microbatch).
     """
     own_critic = isinstance(config, PPORunConfig) and not (config.critic and config.critic.model == "actor")
     models = 2 if own_critic else 1
@@ -289,7 +290,8 @@ def _held_weights(config: RunConfig, sizes: ModelSizes, num_processes: int) -> l
         gathered = Part(gathered.name, float(width * sizes.parameters), float(width * (outside + layers)))
         reference, moments, masters = reference / shards, moments / shards, 0.0
         weights = (4.0 * sizes.trained + width * (sizes.parameters - sizes.trained)) / shards
-        gradients = 4.0 * sizes.trained + min(sizes.trained, sizes.layer_parameters) * (4.0 + width)
+        kept = sizes.trained / shards if config.trainer.sync_each_microbatch else sizes.trained
+        gradients = 4.0 * kept + min(sizes.trained, max(sizes.layer_parameters, outside)) * (4.0 + width)
     return [
         Part("weights" if num_processes == 1 else "shards of weights", models * weights, models * weights),
         gathered,
@@ -348,12 +350,13 @@ def free_gpu_memory() -> float | None:
 C = TypeVar("C", bound=RunConfig)
 
 
-def choose_settings(config: C, memory: float) -> C:
+def choose_settings(config: C, memory: float, num_processes: int = 1) -> C:
     """Sets what the user left open so that a run fits a GPU, and logs one line with the choice and its reason.
 
     Args:
-        config: of a run on one GPU with the embedded engine, whose lengths are set.
-        memory: free bytes of the GPU.
+        config: of a run with the embedded engine, whose lengths are set.
+        memory: free bytes of the GPU; of several, of the one that has the least.
+        num_processes: each has a GPU; see plan_memory.
     Returns: the configuration with the token budget, the checkpointing and the bound of the KV cache of its plan. It
         is unchanged if the model's sizes can't be counted.
     Raises: ConfigError: no setting fits; the largest part and what makes it smaller. Where the user set all three, or
@@ -361,18 +364,22 @@ def choose_settings(config: C, memory: float) -> C:
     """
     try:
         sizes = measure_model(config.actor, trained=True)
-        others = [role for role in (config.teacher, config.reward_model) if role is not None and role.model is not None]
-        read = sum(measure_model(role, trained=False).weight_bytes for role in others)
+        sizes_of = lambda role: measure_model(role, trained=False).weight_bytes if role and role.model else 0
+        teacher, reward = sizes_of(config.teacher), sizes_of(config.reward_model)
+        shards = num_processes // config.trainer.data_parallel_replicate_size
+        read = (teacher + reward) / shards + (reward if num_processes > 1 else 0)  # which is whole while it scores
     except Exception as error:  # such as a model with code of its own, which the meta device can't run
         log.warning("memory is not planned, because the model's sizes can't be counted: %s", error)
         return config
-    plan = plan_memory(config, sizes, memory=memory - read)
+    plan = plan_memory(config, sizes, memory=memory - read, num_processes=num_processes)
     words = " ".join(with_settings(config, plan))
     needs = f"the largest phase needs {(plan.peak + read) / GB:.1f} GB by plan, {memory / GB:.1f} GB are free"
     if plan.peak + read > memory:
         part = max(plan.parts, key=lambda part: part.rollout if plan.rollout >= plan.update else part.update)
         size = max(part.rollout, part.update) / GB
-        message = f"{needs}; the largest part is {part.name}: {size:.1f} GB. Try {ways_to_fit(config, part)}"
+        message = (
+            f"{needs}; the largest part is {part.name}: {size:.1f} GB. Try {ways_to_fit(config, part, num_processes)}"
+        )
         trainer, rollout, mode = config.trainer, config.rollout, config.actor.gradient_checkpointing
         if config.offload_to_cpu or (trainer.max_tokens_per_microbatch and rollout.kv_cache_tokens and mode != "auto"):
             log.warning("the run may not fit: %s", message)
@@ -409,5 +416,6 @@ def ways_to_fit(config: RunConfig, part: Part | None = None, num_processes: int 
     elif config.actor.quantization is None and num_processes == 1:
         ways.append("actor.quantization=nf4")
     if num_processes > 1:
+        ways += [] if config.trainer.sync_each_microbatch else ["trainer.sync_each_microbatch=true"]
         ways += ["more processes", "a larger trainer.context_parallel_size"]
     return " or ".join(ways or ["a smaller model"])

@@ -44,6 +44,7 @@ from whet.storage.checkpoint import (
 from whet.storage.files import remove_path
 from whet.storage.folder_lock import FolderLock
 from whet.storage.run_state_validation import read_run_state
+from whet.train.out_of_memory import BUDGETS, read_budgets, write_budgets
 from whet.train.role_trainer import RoleTrainer
 from whet.train.worker import ModelWorker
 
@@ -320,6 +321,26 @@ class Checkpoints:
             return False
         write_pointer(self.root, f"step-{self._protected[name]:06d}", name)
         return True
+
+    def write_token_budgets(self) -> None:
+        """Notes for a restart the token budgets of updates that ran out of memory in this process, if any did."""
+        budgets = {role.value: trainer.worker.tokens_after_restart for role, trainer in self.trainers.items()}
+        found = {role: tokens for role, tokens in budgets.items() if tokens is not None}
+        if self.root is not None and found:
+            write_budgets(self.root, found)
+
+    def restore_token_budgets(self) -> None:
+        """Takes over what `write_token_budgets` noted, on every rank."""
+        found = self.ranks.broadcast({} if self.root is None else read_budgets(self.root))
+        for role, trainer in self.trainers.items():
+            if role.value in found:
+                trainer.worker.limit_tokens(found[role.value])
+                log.warning(
+                    "the %s's updates have at most %d tokens in a micro-batch, since one ran out of memory before (%s)",
+                    role.value,
+                    found[role.value],
+                    BUDGETS,
+                )
 
     @staticmethod
     def export(
