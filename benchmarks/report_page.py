@@ -3,9 +3,9 @@
     python benchmarks/report_page.py                      # 100 steps of 1,000 completions, and one long transcript
     python benchmarks/report_page.py --steps 5 --mb 5     # a trial
 
-The run folder is made: metrics of each step, completions with tokens, logprobs and advantages, and a last step whose one
-completion is a transcript of --mb megabytes. Playwright opens the report from disk in headless Chromium. Times are in
-milliseconds, the median of --rounds:
+The run folder is made: metrics of each step, completions with tokens, logprobs and advantages, and a last step whose
+one completion is a transcript of --mb megabytes. Playwright opens the report from disk in headless Chromium. Times
+are in milliseconds, the median of --rounds:
 
 - first_paint: by the browser's own clock.
 - step: from the click on a step to its first completions. filter: from a filter to its result.
