@@ -1,4 +1,4 @@
-"""Command lines of the compatibility layers: `python -m whet.trl sft --flag value`, `python -m whet.rl2 ppo key=value`."""
+"""Command lines of the compatibility layers, such as `python -m whet.trl sft --flag value`."""
 
 from __future__ import annotations
 
