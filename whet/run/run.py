@@ -111,9 +111,10 @@ class Run:
         self.observers = own if self.ranks.is_writer else Observers([])
         self._signals = SignalHandler()
         if self.ranks.size > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
+            seconds = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
             self._signals.effect += (
-                " (torchrun ends the processes after 30 s; if the step takes longer, all since the last checkpoint is "
-                "lost)"
+                f" (torchrun ends the processes after {seconds} s; if the step takes longer, all since the last "
+                "checkpoint is lost)"
             )
         self._begun = False
         self._begun_at = self._saved_step = 0
