@@ -18,7 +18,7 @@ from torch import Tensor
 from whet.errors import EngineError
 from whet.models.self_check import probe_tokens, tolerance_for
 from whet.parallel.ranks import Ranks
-from whet.rollout.base import Sampling, sampling_support
+from whet.rollout.base import Sampling, sampling_processors
 from whet.rollout.driver import Rollouts, single_turn
 from whet.types import Prompt, TokenBatch
 from whet.util.tensor_sums import tensor_sums
@@ -91,7 +91,7 @@ def _probe(driver: Rollouts, policy: ModelWorker, vocabulary: int) -> float:
     groups = driver.run([single_turn(prompt, PROBE, rng_key=(0, 0, 0, 0))])
     driver.next_id = next_id  # a run with a check has the ids of one without
     batch = TokenBatch.from_groups(groups)
-    own = policy.logprobs(batch, support=sampling_support(PROBE)).logprobs
+    own = policy.logprobs(batch, processors=sampling_processors(PROBE)).logprobs
     assert own is not None
     return float((own - batch.sampler_logprobs).abs().double().mean())
 

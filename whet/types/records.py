@@ -56,7 +56,7 @@ class Completion:
     tokens: np.ndarray
     """int32 [C]: all tokens after the prefix, stop token and environment tokens included."""
     logprobs: np.ndarray
-    """float32 [C]: the sampler's log-probabilities, under logprob_support; 0 at tokens that were not sampled."""
+    """float32 [C]: the sampler's log-probabilities, under logprobs_mode; 0 at tokens that were not sampled."""
     versions: np.ndarray
     """int32 [C]: the policy version that sampled each token; -1 = not sampled, so the mask is versions >= 0."""
     finish_reason: FinishReason
