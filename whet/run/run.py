@@ -472,7 +472,7 @@ class Run:
             return
         if self._finished is None or self._finished[0] != self._updates():
             return
-        if self.ranks.size > 1:  # a checkpoint needs all processes, and the others may not have failed
+        if self.ranks.size > 1 and not isinstance(error, RolloutStopped):  # which all have; others may not have failed
             log.warning(
                 "step %d is not saved: one of %d processes can't save without the others", self.step, self.ranks.size
             )
