@@ -11,7 +11,7 @@ WhetError
 └── CheckpointError  (RuntimeError)  saving, loading, resuming
 
 A message says the value, the rule and the fix. Some errors hold the fix apart, under the key of the configuration that
-it names: a front (whet.trl) finds its own words by that key.
+it names: a compatibility layer (whet.trl) finds its own words by that key.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class WhetError(Exception):
     Args:
         message: the value and the rule.
         fix: what to do; `str()` is "message; fix".
-        key: the key of the configuration that the fix names, where a front has a fix of its own for it.
+        key: the key of the configuration that the fix names, where a compatibility layer has a fix of its own for it.
         values: what such a fix may quote, by name.
 
     >>> str(WhetError("the row has 9 tokens", fix="raise data.max_length", key="data.max_length"))

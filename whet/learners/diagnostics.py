@@ -88,7 +88,7 @@ class Finding(NamedTuple):
     severity: float
     """Above 0; larger is worse."""
     fix: str = ""
-    """The keys to set, apart from the message, since a front may have other names for them."""
+    """The keys to set, apart from the message, since a compatibility layer may have other names for them."""
 
 
 @dataclass(frozen=True)

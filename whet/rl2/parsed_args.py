@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from whet.compat.field import Field, Table
 from whet.config import DPORunConfig, PPORunConfig, RMRunConfig, SFTRunConfig
 from whet.config.loader import merge, parse_config_args, takes_text
 from whet.errors import ConfigError, format_value, lookup_error, nearest
-from whet.fronts.field import Field, Table
 from whet.rl2.keys import KEYS
 from whet.rl2.references import resolve
 

@@ -117,6 +117,8 @@ class Run:
                 "checkpoint is lost)"
             )
         self._begun = False
+        self.timeline: Path | None = None
+        """The folder for trace.json until it is written; None = this process writes none."""
         self._begun_at = self._saved_step = 0
         self._data_wait = 0.0
         """Seconds for which the running step waited for its batch."""
@@ -584,6 +586,8 @@ class Run:
         self._signals.uninstall()
         for trainer in self.roles.trainers.values():
             trainer.listeners = [fn for fn in trainer.listeners if fn != self._on_update]
+        if self.timeline is not None:  # after an error, when the other processes may not answer: this one's spans
+            self.roles.trace.write(self.timeline / "trace.json")
         if self.progress is not None:
             self.progress.__exit__()
         if self.loggers is not None:
@@ -622,3 +626,4 @@ class Run:
         _, *others = self.ranks.all_gather(self.roles.trace.events() if self.ranks.rank else [])
         if self.timeline is not None:
             self.roles.trace.write(self.timeline / "trace.json", others=itertools.chain(*others))
+            self.timeline = None
