@@ -267,6 +267,8 @@ def dump(config: Any) -> str:
     save_interval_steps: null
     save_interval_s: 180.0
     max_to_keep: 2
+    sharded: false
+    enable_async_checkpointing: false
     """
     return yaml.dump(dump_tree(config), Dumper=Dumper, sort_keys=False, allow_unicode=True)
 

@@ -111,9 +111,10 @@ class Run:
         self.observers = own if self.ranks.is_writer else Observers([])
         self._signals = SignalHandler()
         if self.ranks.size > 1 and "TORCHELASTIC_RUN_ID" in os.environ:
+            seconds = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")
             self._signals.effect += (
-                " (torchrun ends the processes after 30 s; if the step takes longer, all since the last checkpoint is "
-                "lost)"
+                f" (torchrun ends the processes after {seconds} s; if the step takes longer, all since the last "
+                "checkpoint is lost)"
             )
         self._begun = False
         self.timeline: Path | None = None
@@ -473,7 +474,7 @@ class Run:
             return
         if self._finished is None or self._finished[0] != self._updates():
             return
-        if self.ranks.size > 1:  # a checkpoint needs all processes, and the others may not have failed
+        if self.ranks.size > 1 and not isinstance(error, RolloutStopped):  # which all have; others may not have failed
             log.warning(
                 "step %d is not saved: one of %d processes can't save without the others", self.step, self.ranks.size
             )

@@ -117,8 +117,7 @@ class Checkpoints:
 
         Removes the folder if this run created it and it is empty.
         """
-        if self._background is not None:
-            self._background.join()
+        self.join()
         if self._lock is not None:
             self._lock.release()
             with suppress(OSError):  # a folder that isn't empty stays
@@ -247,6 +246,11 @@ class Checkpoints:
         threads.step, threads.phase = step, lambda: "asynchronous save"
         self._background = _BackgroundSave(step, lambda: save(threads, staged), tidy)
         return self.of_step(step)
+
+    def join(self) -> None:
+        """Waits until the asynchronous save, if one runs, has ended in this process, and so its files are written."""
+        if self._background is not None:
+            self._background.join()
 
     def wait(self) -> None:
         """Waits until the asynchronous save, if one runs, has ended on every rank. Every rank must call it.
