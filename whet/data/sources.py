@@ -417,8 +417,8 @@ def _eval_split(names: Iterable[Any], source: Any) -> Any:
     if len(candidates) != 1:
         raise DataError(
             f"{_describe(source)} has {', '.join(map(str, names)) or 'no split'}, and {len(candidates)} of them are "
-            "named for evaluation; say which: set data.eval_split, give data.eval_path one file, or from Python eval_ds "
-            "one split's rows"
+            "named for evaluation; say which: set data.eval_split, give data.eval_path one file, or from Python give "
+            "eval_ds one split's rows"
         )
     return candidates[0]
 
