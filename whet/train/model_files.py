@@ -195,13 +195,13 @@ class ModelFiles:
         """A context in which the module's parameters are the fp32 masters."""
         masters = self.masters
         params = dict(self.loaded.module.named_parameters())
-        held = {n: p.data for n, p in params.items() if n in masters and masters[n] is not p}
+        originals = {n: p.data for n, p in params.items() if n in masters and masters[n] is not p}
         try:
-            for name in held:
+            for name in originals:
                 params[name].data = masters[name].data
             yield
         finally:
-            for name, data in held.items():
+            for name, data in originals.items():
                 params[name].data = data
 
 
