@@ -342,16 +342,16 @@ class Run:
         times = trace.pop_times()
         times["time/data"] = times.get("time/data", 0.0) + self._data_wait
         idle = outside + times["time/data"] + times.get("time/rollout/tool_wait", 0.0)
-        found = {**times, "perf/idle_share": idle / max(seconds, 1e-9)}
+        performance = {**times, "perf/idle_share": idle / max(seconds, 1e-9)}
         worker = self.trainer.worker
         flops, imbalance = worker.pop_flops(), worker.pop_imbalance()
         if self.ranks.size > 1 and not math.isnan(imbalance):
-            found["perf/rank_imbalance"] = imbalance
+            performance["perf/rank_imbalance"] = imbalance
         if spent := times.get("time/update"):
-            found["perf/update_tflops"] = flops / spent / 1e12
+            performance["perf/update_tflops"] = flops / spent / 1e12
             if peak := peak_flops(worker.device):
-                found["perf/mfu"] = flops / spent / peak
-        return found
+                performance["perf/mfu"] = flops / spent / peak
+        return performance
 
     def _show_progress(self, row: Mapping[str, float]) -> None:
         fields = dict(self.task.progress_fields(row))
