@@ -95,7 +95,7 @@ class Conversation:
                 episode,
                 sampling,
                 transcript,
-                lambda: self._respond(instance, transcript.messages, end),
+                lambda: self._respond(instance, transcript, end),
                 max_turns=self.max_turns,
                 max_tokens=self.max_tokens,
                 max_length=self.max_length,
@@ -104,8 +104,10 @@ class Conversation:
             if status == "error":
                 raise InfrastructureError(f"the engine gave up a turn of the model (finish_reason {reason!r})")
             if instance is not None and instance.of.has_reward:
-                identity = f"{episode.prompt.row}_{episode.generation}"
-                episode.rewards[ENVIRONMENT_REWARD] = yield from self._told(instance.get_reward(identity), end)
+                final = 0.0
+                if instance.of.has_final_reward:
+                    final = yield from self._told(instance.get_reward(), end)
+                episode.rewards[ENVIRONMENT_REWARD] = final + math.fsum(transcript.turn_rewards.values())
             info = {"status": status} if status == "finished" else {"status": status, "failure": "model"}
         except RewardError as error:
             reason, info = "error", self.failures.add(error, episode)
@@ -149,15 +151,19 @@ class Conversation:
         return ChatTranscript(prompt, self.encode, end_ids=self.end_ids, parse=parse)
 
     def _respond(
-        self, instance: EnvironmentInstance | None, messages: Sequence[Message], end: float
+        self, instance: EnvironmentInstance | None, transcript: ChatTranscript, end: float
     ) -> Generator[ExternalCall, Any, list[Message]]:
         """The environment's messages. Raises RewardError: it raised, was late, or returned something else."""
         if instance is not None:
             name = f"step of {self.script.name}"
-            answer = yield from self._told(instance.respond(messages[-1]), end)
+            answer = yield from self._told(instance.respond(transcript.messages[-1]), end)
+            if instance.of.has_turn_reward:
+                reward = yield from self._told(instance.get_reward("get_turn_reward"), end)
+                if not math.isnan(reward):
+                    transcript.turn_rewards[transcript.turns - 1] = reward
         else:
             interact, name = self.script.interact, f"interact of {self.script.name}"
-            copied = copy.deepcopy(list(messages))
+            copied = copy.deepcopy(list(transcript.messages))
             assert interact is not None
             call = ExternalCall(function=lambda: interact(copied), name=name, timeout_s=self.timeout_s)
             answer = yield from self._told(_waiting(call), end)

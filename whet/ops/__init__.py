@@ -26,6 +26,8 @@ from whet.ops.advantages import (
     remax_advantages,
     rloo_advantages,
     scalerl_advantages,
+    turn_index,
+    turn_rloo_advantages,
     whiten_trained,
     with_greedy_rewards,
 )
@@ -183,6 +185,8 @@ __all__ = [
     "to_fp32",
     "token_weights",
     "total_variation_mask",
+    "turn_index",
+    "turn_rloo_advantages",
     "uniform",
     "unit_weights",
     "vespo",

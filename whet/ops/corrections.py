@@ -228,13 +228,13 @@ def sampling_metrics(x: LossInputs, *, recorded: bool = True) -> dict[str, Tenso
     known = x.mask & ~sampler.isnan()
     gap = masked_column(x.logprobs.detach(), known) - masked_column(sampler, known)
     weight = torch.where(x.mask, gap.clamp(-20.0, 20.0).exp(), 0.0)
-    found = {
+    metrics = {
         "sampling/kl_approx": -gap,
         "sampling/kl_to_inference": kl_divergence(gap, torch.zeros_like(gap), mode="k3"),
         "sampling/weight": weight,
         "sampling/weight_squared": weight.square(),
     }
-    return {**found, "sampling/sampling_logp_difference": gap.abs()} if recorded else found
+    return {**metrics, "sampling/sampling_logp_difference": gap.abs()} if recorded else metrics
 
 
 def weight_metrics(

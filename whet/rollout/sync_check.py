@@ -66,7 +66,9 @@ class SyncCheck:
         Args: driver: of the engine. policy: whole on this rank. vocabulary: number of ids; None = unknown.
         Raises: EngineError: the engine's logprobs are not the policy's. WhetError: the processes sent other weights.
         """
-        if self._sums is None or not driver.engine.caps.logprobs or driver.engine.stats().in_flight:
+        if self._sums is None or not driver.engine.caps.logprobs:
+            return
+        if not all(self.ranks.all_gather(driver.engine.stats().in_flight == 0)):
             return
         sums, self._sums = self._sums, None
         self.ranks.check_same("set of weights for its engine", {name: x.hex()[:16] for name, x in sums.items()})

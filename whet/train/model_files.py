@@ -165,8 +165,8 @@ class ModelFiles:
             learned = is_prompt_tuned(self.loaded.module)
             path = _state_folder(folder) / ENCODER if learned else folder / ADAPTER_WEIGHTS
             try:
-                found = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(path).items()}
-                load_adapter_weights(self.loaded.module, found, str(path), self.masters)
+                adapter = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(path).items()}
+                load_adapter_weights(self.loaded.module, adapter, str(path), self.masters)
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(
                     f"{path} can't be read ({error}); resume from an earlier step-* folder"

@@ -65,6 +65,9 @@ class Completion:
     """The number of the trajectory in its group, 0..G-1. All forks of one episode have the same number."""
     prefix: np.ndarray | None = None
     """int32 [P']: a fork's own prefix; None = the group's prompt."""
+    token_rewards: np.ndarray | None = None
+    """float64 [C]: rewards that the environment gave at single tokens (of a turn, at its last one). The reward of the
+    episode contains them. None = none."""
     info: Mapping[str, Any] = field(default_factory=dict)
     """Status, turns, tools: stored as JSON with the completion. A loss does not see it."""
     logits: np.ndarray | None = None
