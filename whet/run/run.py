@@ -38,7 +38,7 @@ from whet.observe.trace import trace_folder
 from whet.parallel.ranks import is_connection_lost
 from whet.run.builtin_observers import builtin_observers
 from whet.run.observer import Observer, Observers, TrainerControl
-from whet.run.provenance import check_inputs, check_settings, to_loadable
+from whet.run.provenance import check_inputs, check_same_settings, check_settings, to_loadable
 from whet.run.random_state import random_state, set_derived_random_state, set_random_state
 from whet.run.signals import SignalHandler, Stopped
 from whet.run.start_messages import log_data_end, log_run_length, steps_in_data, write_environment
@@ -194,6 +194,7 @@ class Run:
         c = self.config
         assert self.stream is not None
         self.settings = self.task.settings()
+        check_same_settings(self.ranks, self._compared_settings())
         self.task.prepare()
         if not self.task.has_evaluation and c.eval_every_n_steps:
             log.warning(
