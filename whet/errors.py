@@ -128,18 +128,18 @@ def raise_all(checks: Iterable[Callable[[], object]]) -> None:
 
     >>> raise_all([lambda: int("1"), lambda: nearest("a", []), lambda: float("1")])
     """
-    found: dict[str, WhetError] = {}
+    distinct: dict[str, WhetError] = {}
     for check in checks:
         try:
             check()
         except WhetError as error:
             for line in str(error).split("\n"):
-                found.setdefault(line, error)
-    errors = list(dict.fromkeys(found.values()))
+                distinct.setdefault(line, error)
+    errors = list(dict.fromkeys(distinct.values()))
     if len(errors) == 1:
         raise errors[0]
     if errors:
-        raise ConfigError("\n".join(found)) from errors[0]
+        raise ConfigError("\n".join(distinct)) from errors[0]
 
 
 def format_value(value: object, limit: int = 200) -> str:

@@ -439,12 +439,18 @@ def test_a_rank_killed_in_a_save_loses_no_earlier_checkpoint(folders, monkeypatc
 
 @needs_gloo
 @pytest.mark.timeout(200)
-def test_ranks_with_other_data_are_told_before_they_compute(folders):
+def test_ranks_with_other_data_or_settings_are_told_before_they_compute(folders):
     folder = folders[1]
-    (folder / "other.jsonl").write_text((folder / "sft.jsonl").read_text().replace("7", "77"))
     words = [*COMMANDS["sft"], *COMMON, RUN, "data.eval_path=null", "trainer.collective_timeout_s=20"]
-    codes, output = run_to_failure(folder, words, {1: ["data=other.jsonl"]})
+    (folder / "rank-1").mkdir()
+    (folder / "rank-1/model").symlink_to(folder / "model")
+    (folder / "rank-1/sft.jsonl").write_text((folder / "sft.jsonl").read_text().replace("7", "77"))
+    codes, output = run_to_failure(folder, words)
     assert codes == [2, 2] and all("step 1, update: rank 1 has another batch than rank 0: tokens " in x for x in output)
+    apart = [word for word in words if not word.startswith("trainer.max_steps")]
+    codes, output = run_to_failure(folder, apart, {0: ["trainer.max_steps=2"], 1: ["trainer.max_steps=9"]})
+    said = "rank 1 of 2 has other settings than rank 0: trainer.max_steps: 2 -> 9; give all processes the same command"
+    assert codes == [2, 2] and said in output[0], output
 
 
 PLANTED = "torch.OutOfMemoryError('planted')"

@@ -103,10 +103,10 @@ class LiveRuns:
     def _token_texts(self, i: int) -> TokenTexts | None:
         """Loads the tokenizer of run i, which has one in its folder only when a checkpoint is written."""
         if i not in self._texts:
-            found = load_token_texts(self._folders[i], run_data(self._folders[i])["config"].get("actor.model"))
-            if found is None:
+            texts = load_token_texts(self._folders[i], run_data(self._folders[i])["config"].get("actor.model"))
+            if texts is None:
                 return None
-            self._texts[i] = found
+            self._texts[i] = texts
         return self._texts[i]
 
     def _standard_error(self, file: CompletionFile) -> float | None:

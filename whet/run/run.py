@@ -38,7 +38,7 @@ from whet.observe.trace import trace_folder
 from whet.parallel.ranks import is_connection_lost
 from whet.run.builtin_observers import builtin_observers
 from whet.run.observer import Observer, Observers, TrainerControl
-from whet.run.provenance import check_inputs, check_settings, to_loadable
+from whet.run.provenance import check_inputs, check_same_settings, check_settings, to_loadable
 from whet.run.random_state import random_state, set_derived_random_state, set_random_state
 from whet.run.signals import SignalHandler, Stopped
 from whet.run.start_messages import log_data_end, log_run_length, steps_in_data, write_environment
@@ -194,6 +194,7 @@ class Run:
         c = self.config
         assert self.stream is not None
         self.settings = self.task.settings()
+        check_same_settings(self.ranks, self._compared_settings())
         self.task.prepare()
         if not self.task.has_evaluation and c.eval_every_n_steps:
             log.warning(
@@ -341,16 +342,16 @@ class Run:
         times = trace.pop_times()
         times["time/data"] = times.get("time/data", 0.0) + self._data_wait
         idle = outside + times["time/data"] + times.get("time/rollout/tool_wait", 0.0)
-        found = {**times, "perf/idle_share": idle / max(seconds, 1e-9)}
+        performance = {**times, "perf/idle_share": idle / max(seconds, 1e-9)}
         worker = self.trainer.worker
         flops, imbalance = worker.pop_flops(), worker.pop_imbalance()
         if self.ranks.size > 1 and not math.isnan(imbalance):
-            found["perf/rank_imbalance"] = imbalance
+            performance["perf/rank_imbalance"] = imbalance
         if spent := times.get("time/update"):
-            found["perf/update_tflops"] = flops / spent / 1e12
+            performance["perf/update_tflops"] = flops / spent / 1e12
             if peak := peak_flops(worker.device):
-                found["perf/mfu"] = flops / spent / peak
-        return found
+                performance["perf/mfu"] = flops / spent / peak
+        return performance
 
     def _show_progress(self, row: Mapping[str, float]) -> None:
         fields = dict(self.task.progress_fields(row))

@@ -103,8 +103,8 @@ class FolderLock:
             if self.path.is_symlink() or (self.path.exists() and not self.path.is_file()):
                 raise refused from error
             raise
-        found = os.fstat(handle)
-        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
             os.close(handle)
             raise refused
         return handle
@@ -131,13 +131,13 @@ def _same_file(handle: int, path: Path) -> bool:
 def _holder(text: bytes) -> dict[str, Any] | None:
     """The process that the file names; None if whet did not write the file."""
     try:
-        found = read_json(text)
+        holder = read_json(text)
     except ValueError:
         return None
-    if not isinstance(found, dict) or not isinstance(found.get("host"), str):
+    if not isinstance(holder, dict) or not isinstance(holder.get("host"), str):
         return None
-    pid = found.get("pid")
-    return found if type(pid) is int and 0 < pid < 2**31 else None
+    pid = holder.get("pid")
+    return holder if type(pid) is int and 0 < pid < 2**31 else None
 
 
 def _start_time(pid: int) -> str | None:

@@ -329,20 +329,20 @@ class Checkpoints:
     def write_token_budgets(self) -> None:
         """Notes for a restart the token budgets of updates that ran out of memory in this process, if any did."""
         budgets = {role.value: trainer.worker.tokens_after_restart for role, trainer in self.trainers.items()}
-        found = {role: tokens for role, tokens in budgets.items() if tokens is not None}
-        if self.root is not None and found:
-            write_budgets(self.root, found)
+        known_budgets = {role: tokens for role, tokens in budgets.items() if tokens is not None}
+        if self.root is not None and known_budgets:
+            write_budgets(self.root, known_budgets)
 
     def restore_token_budgets(self) -> None:
         """Takes over what `write_token_budgets` noted, on every rank."""
-        found = self.ranks.broadcast({} if self.root is None else read_budgets(self.root))
+        budgets = self.ranks.broadcast({} if self.root is None else read_budgets(self.root))
         for role, trainer in self.trainers.items():
-            if role.value in found:
-                trainer.worker.limit_tokens(found[role.value])
+            if role.value in budgets:
+                trainer.worker.limit_tokens(budgets[role.value])
                 log.warning(
                     "the %s's updates have at most %d tokens in a micro-batch, since one ran out of memory before (%s)",
                     role.value,
-                    found[role.value],
+                    budgets[role.value],
                     BUDGETS,
                 )
 
